@@ -1,0 +1,156 @@
+//! What kind of thing went wrong, whose fault it is, and whether trying again can help.
+//!
+//! The only place that maps errors to gRPC codes and HTTP statuses. Every crate's error enum answers [`BatonError::kind`].
+
+/// Whose fault an error is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    /// The caller sent something that can never work.
+    Client,
+    /// This process.
+    Server,
+    /// Another worker, or the network between.
+    Peer,
+}
+
+/// The few kinds an error can have, as clients and the router's recovery see them.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ErrorKind {
+    /// A field has a value that can never work.
+    InvalidArgument,
+    /// The named thing does not exist.
+    NotFound,
+    /// Body or prompt over a limit.
+    TooLarge,
+    /// No room now; later may work.
+    ResourceExhausted,
+    /// The request's deadline passed.
+    DeadlineExceeded,
+    /// The caller went away.
+    Cancelled,
+    /// The worker is gone, draining or not reachable; another may do.
+    Unavailable,
+    /// KV failed verification.
+    DataLoss,
+    /// Two workers whose KV layouts differ.
+    FailedPrecondition,
+    /// A defect.
+    Internal,
+}
+
+impl ErrorKind {
+    /// Every kind, for tables and tests.
+    pub const ALL: [ErrorKind; 10] = [
+        ErrorKind::InvalidArgument,
+        ErrorKind::NotFound,
+        ErrorKind::TooLarge,
+        ErrorKind::ResourceExhausted,
+        ErrorKind::DeadlineExceeded,
+        ErrorKind::Cancelled,
+        ErrorKind::Unavailable,
+        ErrorKind::DataLoss,
+        ErrorKind::FailedPrecondition,
+        ErrorKind::Internal,
+    ];
+
+    /// Whose fault it is.
+    pub fn fault(self) -> Fault {
+        use ErrorKind::*;
+        match self {
+            InvalidArgument | NotFound | TooLarge | Cancelled => Fault::Client,
+            Unavailable | DataLoss | FailedPrecondition => Fault::Peer,
+            ResourceExhausted | DeadlineExceeded | Internal => Fault::Server,
+        }
+    }
+
+    /// Whether the same request may succeed elsewhere or later.
+    pub fn retryable(self) -> bool {
+        use ErrorKind::*;
+        matches!(self, ResourceExhausted | Unavailable | DataLoss)
+    }
+
+    /// The gRPC status code.
+    pub fn grpc_code(self) -> i32 {
+        use ErrorKind::*;
+        match self {
+            Cancelled => 1,
+            InvalidArgument | TooLarge => 3,
+            DeadlineExceeded => 4,
+            NotFound => 5,
+            ResourceExhausted => 8,
+            FailedPrecondition => 9,
+            Internal => 13,
+            Unavailable => 14,
+            DataLoss => 15,
+        }
+    }
+
+    /// The kind a gRPC status code stands for.
+    pub fn from_grpc_code(code: i32) -> ErrorKind {
+        use ErrorKind::*;
+        match code {
+            1 => Cancelled,
+            3 | 11 => InvalidArgument,
+            4 => DeadlineExceeded,
+            5 => NotFound,
+            8 => ResourceExhausted,
+            9 => FailedPrecondition,
+            14 => Unavailable,
+            15 => DataLoss,
+            _ => Internal,
+        }
+    }
+
+    /// The HTTP status.
+    pub fn http_status(self) -> u16 {
+        use ErrorKind::*;
+        match self {
+            InvalidArgument => 400,
+            NotFound => 404,
+            TooLarge => 413,
+            ResourceExhausted => 429,
+            Cancelled => 499,
+            Internal | DataLoss | FailedPrecondition => 500,
+            Unavailable => 503,
+            DeadlineExceeded => 504,
+        }
+    }
+
+    /// A stable word for logs, metrics labels and the `type` of an OpenAI error object.
+    pub fn as_str(self) -> &'static str {
+        use ErrorKind::*;
+        match self {
+            InvalidArgument => "invalid_request_error",
+            NotFound => "not_found_error",
+            TooLarge => "request_too_large",
+            ResourceExhausted => "overloaded_error",
+            DeadlineExceeded => "timeout_error",
+            Cancelled => "cancelled",
+            Unavailable => "unavailable_error",
+            DataLoss => "kv_verification_error",
+            FailedPrecondition => "layout_mismatch_error",
+            Internal => "internal_error",
+        }
+    }
+}
+
+/// Every error enum of the project.
+pub trait BatonError: std::error::Error {
+    /// What kind of error this is.
+    fn kind(&self) -> ErrorKind;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_survive_the_wire() {
+        for kind in ErrorKind::ALL {
+            let back = ErrorKind::from_grpc_code(kind.grpc_code());
+            // Size is a matter of arguments once it has crossed gRPC.
+            let want = if kind == ErrorKind::TooLarge { ErrorKind::InvalidArgument } else { kind };
+            assert_eq!(back, want);
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! Where a token's K and V lie in a pool.
+//!
+//! A pool is one region of memory: for each group, for each of its layers, for each block, the block's planes
+//! `[K, V][kv_head][slot][head_dim]`. Heads outside slots, so that a worker with another tensor-parallel degree takes a
+//! contiguous slice of each plane. Nobody outside this crate and the kernels assumes one group or two planes.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::digest::hash_bytes;
+use crate::error::{BatonError, ErrorKind};
+use crate::ids::BlockId;
+
+/// Version of everything two workers exchange; part of the layout fingerprint.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// Element type of a KV pool.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvDtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl KvDtype {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            KvDtype::F32 => 4,
+            KvDtype::F16 | KvDtype::Bf16 => 2,
+        }
+    }
+}
+
+/// Layers that share a plane shape and a window, and so a block table.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct KvGroup {
+    /// The model's layers in this group, ascending.
+    pub layers: Vec<u32>,
+    /// Planes of a block: 2 for K and V.
+    pub planes: u32,
+    /// KV heads of a plane.
+    pub kv_heads: u32,
+    /// Elements of a head.
+    pub head_dim: u32,
+    /// A query sees this many latest tokens, itself included; None: all.
+    pub window: Option<u32>,
+}
+
+/// Everything two workers must agree on before KV moves between them.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct KvLayout {
+    /// [`PROTOCOL_VERSION`] of its maker.
+    pub version: u32,
+    /// Fingerprint of the model's weights and configuration.
+    pub model: u64,
+    /// Element type.
+    pub dtype: KvDtype,
+    /// Tokens of a block.
+    pub block_size: u32,
+    /// Layer groups.
+    pub groups: Vec<KvGroup>,
+}
+
+/// Two layouts that differ, with the first field that does.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "KV layouts differ in {field}: {ours} here, {theirs} at the peer; start both workers with the same model and KV settings"
+)]
+pub struct LayoutMismatch {
+    /// Which field.
+    pub field: &'static str,
+    /// This side's value.
+    pub ours: String,
+    /// The peer's value.
+    pub theirs: String,
+}
+
+impl BatonError for LayoutMismatch {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::FailedPrecondition
+    }
+}
+
+impl KvLayout {
+    /// Number of layers over all groups.
+    pub fn layers(&self) -> usize {
+        self.groups.iter().map(|g| g.layers.len()).sum()
+    }
+
+    /// The group of a layer and its index inside the group.
+    pub fn locate(&self, layer: u32) -> Option<(usize, usize)> {
+        self.groups.iter().enumerate().find_map(|(g, group)| group.layers.binary_search(&layer).ok().map(|i| (g, i)))
+    }
+
+    /// Bytes of one plane of one block of one layer.
+    pub fn plane_bytes(&self, group: usize) -> usize {
+        let g = &self.groups[group];
+        g.kv_heads as usize * self.block_size as usize * g.head_dim as usize * self.dtype.size()
+    }
+
+    /// Bytes of one block of one layer.
+    pub fn block_bytes(&self, group: usize) -> usize {
+        self.plane_bytes(group) * self.groups[group].planes as usize
+    }
+
+    /// Bytes of one block over all layers of its group.
+    pub fn block_bytes_all_layers(&self, group: usize) -> usize {
+        self.block_bytes(group) * self.groups[group].layers.len()
+    }
+
+    /// Blocks that hold `tokens` tokens.
+    pub fn blocks_for(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.block_size as usize)
+    }
+
+    /// First 8-byte lane of a layer's part of a block, for [`crate::digest_block`].
+    pub fn first_lane(&self, group: usize, layer_in_group: usize) -> u64 {
+        (self.block_bytes(group).div_ceil(8) * layer_in_group) as u64
+    }
+
+    /// 64 bits that differ when any field differs.
+    pub fn fingerprint(&self) -> u64 {
+        let mut text = format!("{}/{:x}/{:?}/{}", self.version, self.model, self.dtype, self.block_size);
+        for g in &self.groups {
+            text += &format!("/{:?}:{}:{}:{}:{:?}", g.layers, g.planes, g.kv_heads, g.head_dim, g.window);
+        }
+        hash_bytes(0, text.as_bytes())
+    }
+
+    /// Ok when KV can move between the two; otherwise the first difference, with both values.
+    pub fn compatible(&self, peer: &KvLayout) -> Result<(), LayoutMismatch> {
+        let check = |same: bool, field, ours: String, theirs: String| {
+            if same { Ok(()) } else { Err(LayoutMismatch { field, ours, theirs }) }
+        };
+        check(self.version == peer.version, "protocol version", self.version.to_string(), peer.version.to_string())?;
+        check(
+            self.model == peer.model,
+            "model fingerprint",
+            format!("{:016x}", self.model),
+            format!("{:016x}", peer.model),
+        )?;
+        check(self.dtype == peer.dtype, "KV dtype", format!("{:?}", self.dtype), format!("{:?}", peer.dtype))?;
+        check(
+            self.block_size == peer.block_size,
+            "block size",
+            self.block_size.to_string(),
+            peer.block_size.to_string(),
+        )?;
+        check(self.groups == peer.groups, "layer groups", format!("{:?}", self.groups), format!("{:?}", peer.groups))
+    }
+}
+
+/// A layout with a number of blocks per group: the shape of one pool.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct PoolGeometry {
+    /// The layout.
+    pub layout: KvLayout,
+    /// Blocks of each group.
+    pub blocks: Vec<u32>,
+}
+
+impl PoolGeometry {
+    /// A pool with the same number of blocks in every group.
+    pub fn uniform(layout: KvLayout, blocks: u32) -> Self {
+        let blocks = vec![blocks; layout.groups.len()];
+        PoolGeometry { layout, blocks }
+    }
+
+    /// Bytes of the whole pool.
+    pub fn bytes(&self) -> usize {
+        (0..self.blocks.len()).map(|g| self.group_bytes(g)).sum()
+    }
+
+    fn group_bytes(&self, group: usize) -> usize {
+        self.layout.block_bytes_all_layers(group) * self.blocks[group] as usize
+    }
+
+    /// Offset of block 0 of a layer.
+    pub fn layer_offset(&self, group: usize, layer_in_group: usize) -> usize {
+        let before: usize = (0..group).map(|g| self.group_bytes(g)).sum();
+        before + layer_in_group * self.blocks[group] as usize * self.layout.block_bytes(group)
+    }
+
+    /// Byte range of one layer's part of one block.
+    ///
+    /// # Panics
+    /// When group, layer or block lie outside the pool.
+    pub fn block_range(&self, group: usize, layer_in_group: usize, block: BlockId) -> Range<usize> {
+        assert!(block.0 < self.blocks[group], "block {block} outside a pool of {}", self.blocks[group]);
+        assert!(layer_in_group < self.layout.groups[group].layers.len(), "layer {layer_in_group} outside its group");
+        let bytes = self.layout.block_bytes(group);
+        let start = self.layer_offset(group, layer_in_group) + block.0 as usize * bytes;
+        start..start + bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout() -> KvLayout {
+        let group = |layers: Vec<u32>, window| KvGroup { layers, planes: 2, kv_heads: 3, head_dim: 8, window };
+        KvLayout {
+            version: PROTOCOL_VERSION,
+            model: 7,
+            dtype: KvDtype::F16,
+            block_size: 16,
+            groups: vec![group(vec![2, 5], None), group(vec![0, 1, 3, 4], Some(32))],
+        }
+    }
+
+    #[test]
+    fn blocks_tile_the_pool_without_gap_or_overlap() {
+        let pool = PoolGeometry { layout: layout(), blocks: vec![3, 5] };
+        let mut next = 0;
+        for (g, group) in pool.layout.groups.iter().enumerate() {
+            for l in 0..group.layers.len() {
+                for b in 0..pool.blocks[g] {
+                    let range = pool.block_range(g, l, BlockId(b));
+                    assert_eq!(range.start, next);
+                    next = range.end;
+                }
+            }
+        }
+        assert_eq!(next, pool.bytes());
+        assert_eq!(pool.layout.locate(3), Some((1, 2)));
+        assert_eq!(pool.layout.locate(6), None);
+    }
+
+    #[test]
+    fn every_field_is_in_the_fingerprint_and_named_in_a_mismatch() {
+        let base = layout();
+        let mut others = vec![base.clone(); 5];
+        others[0].version += 1;
+        others[1].model += 1;
+        others[2].dtype = KvDtype::F32;
+        others[3].block_size = 32;
+        others[4].groups[0].window = Some(1);
+        let fields = ["protocol version", "model fingerprint", "KV dtype", "block size", "layer groups"];
+        for (other, field) in others.iter().zip(fields) {
+            assert_ne!(other.fingerprint(), base.fingerprint());
+            assert_eq!(base.compatible(other).map_err(|e| e.field), Err(field));
+        }
+        assert_eq!(base.compatible(&layout()), Ok(()));
+    }
+}

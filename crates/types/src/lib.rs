@@ -1,0 +1,15 @@
+//! Words every crate shares: ids, the KV layout, digests, sampling parameters, error kinds.
+//!
+//! Stands below everything. Knows no tokio, no candle, no I/O, no clock.
+
+mod digest;
+mod error;
+mod ids;
+mod layout;
+mod sampling;
+
+pub use digest::{digest_block, hash_bytes};
+pub use error::{BatonError, ErrorKind, Fault};
+pub use ids::{BlockId, Epoch, RequestId, SeqId, WorkerId};
+pub use layout::{KvDtype, KvGroup, KvLayout, LayoutMismatch, PROTOCOL_VERSION, PoolGeometry};
+pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};

@@ -1,0 +1,178 @@
+//! Sampling parameters with every default filled in, and what sampling yields.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{BatonError, ErrorKind};
+
+/// How to choose tokens and when to stop. Text-level stopping is the router's affair.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct SamplingParams {
+    /// Most tokens to generate, at least 1. Counts all tokens of the answer, also those of an earlier attempt.
+    pub max_tokens: u32,
+    /// 0 is greedy; otherwise logits are divided by it. Range [0, 100].
+    pub temperature: f32,
+    /// Keep the smallest set of tokens whose probability reaches this. Range (0, 1].
+    pub top_p: f32,
+    /// Keep this many most likely tokens; 0 keeps all.
+    pub top_k: u32,
+    /// Drop tokens less likely than this times the most likely one. Range [0, 1].
+    pub min_p: f32,
+    /// Randomness is a function of (seed, token index) only (I1).
+    pub seed: u64,
+    /// Subtracted once from logits of tokens already generated. Range [-2, 2].
+    pub presence_penalty: f32,
+    /// Subtracted per occurrence from logits of tokens already generated. Range [-2, 2].
+    pub frequency_penalty: f32,
+    /// Divides positive and multiplies negative logits of tokens in prompt or answer. Positive; 1 is off.
+    pub repetition_penalty: f32,
+    /// Added to the logits of single tokens, sorted by token id.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// None: no logprobs. Some(n): of the chosen token and of the n most likely ones, n ≤ 20.
+    pub top_logprobs: Option<u32>,
+    /// Tokens that end the sequence, the model's end tokens included unless the client ignores them.
+    pub stop_token_ids: Vec<u32>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        SamplingParams {
+            max_tokens: 16,
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            seed: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            top_logprobs: None,
+            stop_token_ids: Vec::new(),
+        }
+    }
+}
+
+/// A sampling field out of its range.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+#[error("{field} is {value}; it must be {range}")]
+pub struct SamplingError {
+    /// The field, as clients name it.
+    pub field: &'static str,
+    /// What was sent.
+    pub value: String,
+    /// What is allowed.
+    pub range: &'static str,
+}
+
+impl BatonError for SamplingError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::InvalidArgument
+    }
+}
+
+impl SamplingParams {
+    /// Checks every range; the first field outside its range is the error.
+    pub fn validate(&self) -> Result<(), SamplingError> {
+        let check = |ok: bool, field: &'static str, value: &dyn ToString, range: &'static str| {
+            if ok { Ok(()) } else { Err(SamplingError { field, value: value.to_string(), range }) }
+        };
+        let between = |v: f32, low: f32, high: f32| v >= low && v <= high;
+        check(self.max_tokens >= 1, "max_tokens", &self.max_tokens, "at least 1")?;
+        check(between(self.temperature, 0.0, 100.0), "temperature", &self.temperature, "between 0 and 100")?;
+        check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", &self.top_p, "above 0 and at most 1")?;
+        check(between(self.min_p, 0.0, 1.0), "min_p", &self.min_p, "between 0 and 1")?;
+        check(
+            between(self.presence_penalty, -2.0, 2.0),
+            "presence_penalty",
+            &self.presence_penalty,
+            "between -2 and 2",
+        )?;
+        check(
+            between(self.frequency_penalty, -2.0, 2.0),
+            "frequency_penalty",
+            &self.frequency_penalty,
+            "between -2 and 2",
+        )?;
+        check(
+            self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite(),
+            "repetition_penalty",
+            &self.repetition_penalty,
+            "a finite number above 0",
+        )?;
+        for (id, bias) in &self.logit_bias {
+            check(
+                between(*bias, -100.0, 100.0),
+                "logit_bias",
+                &format!("{bias} for token {id}"),
+                "between -100 and 100",
+            )?;
+        }
+        let top = self.top_logprobs.unwrap_or(0);
+        check(top <= 20, "top_logprobs", &top, "at most 20")
+    }
+
+    /// True when the most likely token is always taken.
+    pub fn greedy(&self) -> bool {
+        self.temperature == 0.0
+    }
+}
+
+/// One sampled token.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct TokenOut {
+    /// Its number in the answer, from 0 (I4).
+    pub index: u32,
+    /// Vocabulary id.
+    pub id: u32,
+    /// Natural logarithm of its probability under the unmodified model, when asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens and their log probabilities, most likely first, when asked for.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// A stop token or stop string.
+    Stop,
+    /// max_tokens, or the end of the context.
+    Length,
+    /// The client went away or the request was aborted.
+    Cancelled,
+}
+
+/// What a request cost, in tokens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of the answer.
+    pub completion_tokens: u32,
+    /// Prompt tokens whose KV was reused instead of computed.
+    pub cached_tokens: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_range_is_checked_and_named() {
+        let ok = SamplingParams::default();
+        assert_eq!(ok.validate(), Ok(()));
+        let cases: [(&str, SamplingParams); 8] = [
+            ("max_tokens", SamplingParams { max_tokens: 0, ..ok.clone() }),
+            ("temperature", SamplingParams { temperature: f32::NAN, ..ok.clone() }),
+            ("top_p", SamplingParams { top_p: 0.0, ..ok.clone() }),
+            ("min_p", SamplingParams { min_p: 1.5, ..ok.clone() }),
+            ("presence_penalty", SamplingParams { presence_penalty: -3.0, ..ok.clone() }),
+            ("repetition_penalty", SamplingParams { repetition_penalty: 0.0, ..ok.clone() }),
+            ("logit_bias", SamplingParams { logit_bias: vec![(1, f32::INFINITY)], ..ok.clone() }),
+            ("top_logprobs", SamplingParams { top_logprobs: Some(21), ..ok.clone() }),
+        ];
+        for (field, params) in cases {
+            assert_eq!(params.validate().map_err(|e| e.field), Err(field));
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Checked conversion between the wire and `baton-types`.
+
+use baton_types::{BatonError, ErrorKind, FinishReason, SamplingError, SamplingParams, TokenOut};
+
+use crate::v1;
+
+/// A message whose field cannot be converted.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum ConvertError {
+    /// A required message is absent.
+    #[error("{0} is missing")]
+    Missing(&'static str),
+    /// An enum number this version does not know.
+    #[error("{field} has the unknown value {value}")]
+    Unknown {
+        /// Which field.
+        field: &'static str,
+        /// The number.
+        value: i32,
+    },
+    /// A sampling field out of range.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// `prompt_tokens` does not fit `tokens`.
+    #[error("sequence.prompt_tokens is {prompt}; it must be between 1 and the {tokens} tokens given")]
+    PromptTokens {
+        /// What was said.
+        prompt: u32,
+        /// Tokens sent.
+        tokens: usize,
+    },
+}
+
+impl BatonError for ConvertError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::InvalidArgument
+    }
+}
+
+/// The gRPC status of an error.
+pub fn status_of(error: &dyn BatonError) -> tonic::Status {
+    tonic::Status::new(tonic::Code::from_i32(error.kind().grpc_code()), error.to_string())
+}
+
+impl From<FinishReason> for v1::FinishReason {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => v1::FinishReason::Stop,
+            FinishReason::Length => v1::FinishReason::Length,
+            FinishReason::Cancelled => v1::FinishReason::Cancelled,
+        }
+    }
+}
+
+impl TryFrom<v1::FinishReason> for FinishReason {
+    type Error = ConvertError;
+    fn try_from(reason: v1::FinishReason) -> Result<Self, ConvertError> {
+        match reason {
+            v1::FinishReason::Stop => Ok(FinishReason::Stop),
+            v1::FinishReason::Length => Ok(FinishReason::Length),
+            v1::FinishReason::Cancelled => Ok(FinishReason::Cancelled),
+            v1::FinishReason::Unspecified => Err(ConvertError::Unknown { field: "finish reason", value: 0 }),
+        }
+    }
+}
+
+impl From<TokenOut> for v1::Token {
+    fn from(t: TokenOut) -> Self {
+        let top = t.top.into_iter().map(|(id, logprob)| v1::TopLogprob { id, logprob }).collect();
+        v1::Token { index: t.index, id: t.id, logprob: t.logprob, top }
+    }
+}
+
+impl From<v1::Token> for TokenOut {
+    fn from(t: v1::Token) -> Self {
+        let top = t.top.into_iter().map(|p| (p.id, p.logprob)).collect();
+        TokenOut { index: t.index, id: t.id, logprob: t.logprob, top }
+    }
+}
+
+impl From<SamplingParams> for v1::WorkerSampling {
+    fn from(p: SamplingParams) -> Self {
+        v1::WorkerSampling {
+            max_tokens: p.max_tokens,
+            temperature: p.temperature,
+            top_p: p.top_p,
+            top_k: p.top_k,
+            min_p: p.min_p,
+            seed: p.seed,
+            presence_penalty: p.presence_penalty,
+            frequency_penalty: p.frequency_penalty,
+            repetition_penalty: p.repetition_penalty,
+            logit_bias: p.logit_bias.into_iter().collect(),
+            top_logprobs: p.top_logprobs,
+            stop_token_ids: p.stop_token_ids,
+        }
+    }
+}
+
+impl TryFrom<v1::WorkerSampling> for SamplingParams {
+    type Error = ConvertError;
+    fn try_from(p: v1::WorkerSampling) -> Result<Self, ConvertError> {
+        let mut logit_bias: Vec<(u32, f32)> = p.logit_bias.into_iter().collect();
+        logit_bias.sort_by_key(|(id, _)| *id);
+        let params = SamplingParams {
+            max_tokens: p.max_tokens,
+            temperature: p.temperature,
+            top_p: p.top_p,
+            top_k: p.top_k,
+            min_p: p.min_p,
+            seed: p.seed,
+            presence_penalty: p.presence_penalty,
+            frequency_penalty: p.frequency_penalty,
+            repetition_penalty: p.repetition_penalty,
+            logit_bias,
+            top_logprobs: p.top_logprobs,
+            stop_token_ids: p.stop_token_ids,
+        };
+        params.validate()?;
+        Ok(params)
+    }
+}
+
+impl v1::Sequence {
+    /// Checks the shape every worker relies on and returns the sampling parameters.
+    pub fn checked_sampling(&self) -> Result<SamplingParams, ConvertError> {
+        let (prompt, tokens) = (self.prompt_tokens, self.tokens.len());
+        if prompt == 0 || prompt as usize > tokens {
+            return Err(ConvertError::PromptTokens { prompt, tokens });
+        }
+        let sampling = self.sampling.clone().ok_or(ConvertError::Missing("sequence.sampling"))?;
+        Ok(sampling.try_into()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sampling_survives_the_wire() {
+        let params = SamplingParams {
+            logit_bias: vec![(3, 1.5), (9, -2.0)],
+            stop_token_ids: vec![2],
+            top_logprobs: Some(5),
+            seed: u64::MAX,
+            ..SamplingParams::default()
+        };
+        assert_eq!(SamplingParams::try_from(v1::WorkerSampling::from(params.clone())), Ok(params));
+    }
+
+    #[test]
+    fn a_bad_sequence_names_its_field() {
+        let bad = v1::Sequence { tokens: vec![1, 2], prompt_tokens: 3, ..Default::default() };
+        assert_eq!(bad.checked_sampling(), Err(ConvertError::PromptTokens { prompt: 3, tokens: 2 }));
+        let bare = v1::Sequence { tokens: vec![1, 2], prompt_tokens: 1, ..Default::default() };
+        assert!(bare.checked_sampling().unwrap_err().to_string().contains("sequence.sampling"));
+    }
+}

@@ -1,0 +1,15 @@
+//! The wire contract: generated gRPC code and checked conversion between it and `baton-types`.
+//!
+//! Nothing here decides anything; a value that cannot be represented is an error that names its field.
+
+mod convert;
+
+/// Generated messages, clients and servers.
+#[allow(missing_docs, clippy::all, clippy::pedantic, clippy::unwrap_used)]
+pub mod v1 {
+    tonic::include_proto!("baton.v1");
+    /// Encoded file descriptors, for server reflection.
+    pub const DESCRIPTORS: &[u8] = tonic::include_file_descriptor_set!("baton");
+}
+
+pub use convert::{ConvertError, status_of};
