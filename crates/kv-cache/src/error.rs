@@ -1,0 +1,92 @@
+//! What can go wrong with blocks.
+
+use baton_types::{BatonError, BlockId, ErrorKind};
+
+use crate::{BlockCounts, BlockState};
+
+/// Errors of this crate. All but [`KvError::OutOfBlocks`] and [`KvError::Geometry`] are defects of the caller.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum KvError {
+    /// Not enough free blocks now; nothing was taken.
+    #[error("layer group {group} has {free} free KV blocks, {wanted} are needed")]
+    OutOfBlocks {
+        /// Layer group.
+        group: usize,
+        /// Blocks asked for.
+        wanted: usize,
+        /// Blocks free.
+        free: usize,
+    },
+    /// A pool that cannot exist.
+    #[error("pool geometry: {field} is {value}; it must be {must}")]
+    Geometry {
+        /// Which field.
+        field: &'static str,
+        /// Its value.
+        value: usize,
+        /// What is allowed.
+        must: &'static str,
+    },
+    /// A transition that does not exist from the block's state.
+    #[error("cannot {operation} block {block} of layer group {group}: it is {state:?} with {refs} owners")]
+    Illegal {
+        /// Layer group.
+        group: usize,
+        /// Block.
+        block: BlockId,
+        /// What was asked.
+        operation: &'static str,
+        /// The block's state, unchanged.
+        state: BlockState,
+        /// The block's owners, unchanged.
+        refs: u32,
+    },
+    /// A block the pool does not have.
+    #[error("block {block} is outside layer group {group}, which has {total} blocks")]
+    Outside {
+        /// Layer group.
+        group: usize,
+        /// Block.
+        block: BlockId,
+        /// Blocks of the pool.
+        total: u32,
+    },
+    /// A token of a pool with other groups.
+    #[error("block tables of {theirs} layer groups given to a pool of {ours}")]
+    ForeignTables {
+        /// Groups of this pool.
+        ours: usize,
+        /// Groups of the tables.
+        theirs: usize,
+    },
+    /// I6 broken: counters and states disagree.
+    #[error("blocks of layer group {group} are not conserved: counted {counted:?}, found {found:?}")]
+    NotConserved {
+        /// Layer group.
+        group: usize,
+        /// The counters.
+        counted: BlockCounts,
+        /// What the states say.
+        found: BlockCounts,
+    },
+    /// I6 broken: a block's own record contradicts itself.
+    #[error("block {block} of layer group {group}: {what}")]
+    Corrupt {
+        /// Layer group.
+        group: usize,
+        /// Block.
+        block: BlockId,
+        /// The contradiction.
+        what: &'static str,
+    },
+}
+
+impl BatonError for KvError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            KvError::OutOfBlocks { .. } => ErrorKind::ResourceExhausted,
+            KvError::Geometry { .. } => ErrorKind::InvalidArgument,
+            _ => ErrorKind::Internal,
+        }
+    }
+}
