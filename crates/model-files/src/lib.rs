@@ -1,1 +1,22 @@
-//! baton-model-files
+//! Finds, fetches and reads models: from a name to tensors, tokenizer and chat template.
+//!
+//! `fetch::resolve` turns what a user typed into a path, [`Model::open`] maps what lies there. The router uses the tokenizer and
+//! the template, the workers the configuration and the tensors. Knows nothing about kernels, batching or the network
+//! between workers.
+
+mod chat;
+mod config;
+mod error;
+pub mod fetch;
+mod inspect;
+mod model;
+mod tensors;
+mod tokenizer;
+
+pub use chat::{ChatMessage, ChatTemplate};
+pub use config::{Activation, Architecture, ModelConfig, RopeConfig, RopeScaling};
+pub use error::ModelFileError;
+pub use inspect::{Inspection, inspect};
+pub use model::Model;
+pub use tensors::{LayerTensor, TensorName, TensorRef, WeightDtype};
+pub use tokenizer::{TextStream, Tokenizer};

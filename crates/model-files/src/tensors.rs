@@ -1,0 +1,209 @@
+//! Names, element types and views of tensors, the same for every file format.
+//!
+//! Bytes stay where the file's mapping has them; nothing here decodes or copies weights.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Which tensor of a model.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum TensorName {
+    /// `[vocab, hidden]`.
+    Embedding,
+    /// `[hidden]`.
+    OutputNorm,
+    /// `[vocab, hidden]`; absent where embeddings are tied.
+    Output,
+    /// `[head_dim / 2]`, divisors of rope frequencies; only some GGUF files.
+    RopeFreqs,
+    /// One of a layer's, counted from 0.
+    Layer(u32, LayerTensor),
+}
+
+/// Which tensor of a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum LayerTensor {
+    /// `[hidden]`, before attention.
+    AttnNorm,
+    /// `[heads · head_dim, hidden]`.
+    Q,
+    /// `[kv_heads · head_dim, hidden]`.
+    K,
+    /// `[kv_heads · head_dim, hidden]`.
+    V,
+    /// `[heads · head_dim]`.
+    QBias,
+    /// `[kv_heads · head_dim]`.
+    KBias,
+    /// `[kv_heads · head_dim]`.
+    VBias,
+    /// `[hidden, heads · head_dim]`.
+    AttnOutput,
+    /// `[head_dim]`.
+    QNorm,
+    /// `[head_dim]`.
+    KNorm,
+    /// `[hidden]`, after attention.
+    PostAttnNorm,
+    /// `[hidden]`, before the feed-forward block.
+    FfnNorm,
+    /// `[intermediate, hidden]`.
+    Gate,
+    /// `[intermediate, hidden]`.
+    Up,
+    /// `[hidden, intermediate]`.
+    Down,
+    /// `[hidden]`, after the feed-forward block.
+    PostFfnNorm,
+}
+
+impl LayerTensor {
+    /// Every kind, in the order of computation.
+    pub const ALL: [LayerTensor; 16] = [
+        LayerTensor::AttnNorm,
+        LayerTensor::Q,
+        LayerTensor::K,
+        LayerTensor::V,
+        LayerTensor::QBias,
+        LayerTensor::KBias,
+        LayerTensor::VBias,
+        LayerTensor::AttnOutput,
+        LayerTensor::QNorm,
+        LayerTensor::KNorm,
+        LayerTensor::PostAttnNorm,
+        LayerTensor::FfnNorm,
+        LayerTensor::Gate,
+        LayerTensor::Up,
+        LayerTensor::Down,
+        LayerTensor::PostFfnNorm,
+    ];
+}
+
+/// Element type of stored weights. Quantised types pack a block of elements of one row into a run of bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[allow(non_camel_case_types)]
+pub enum WeightDtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// 32 × 4 bits, f16 scale.
+    Q4_0,
+    /// 32 × 4 bits, f16 scale and minimum.
+    Q4_1,
+    /// 32 × 5 bits, f16 scale.
+    Q5_0,
+    /// 32 × 5 bits, f16 scale and minimum.
+    Q5_1,
+    /// 32 × 8 bits, f16 scale.
+    Q8_0,
+    /// 256 × 4 bits, 6-bit scales and minima of 8 groups.
+    Q4K,
+    /// 256 × 5 bits, 6-bit scales and minima of 8 groups.
+    Q5K,
+    /// 256 × 6 bits, 8-bit scales of 16 groups.
+    Q6K,
+}
+
+impl WeightDtype {
+    /// Elements of one block; 1 for plain types.
+    pub fn block_elements(self) -> usize {
+        use WeightDtype::*;
+        match self {
+            F32 | F16 | Bf16 => 1,
+            Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 => 32,
+            Q4K | Q5K | Q6K => 256,
+        }
+    }
+
+    /// Bytes of one block.
+    pub fn block_bytes(self) -> usize {
+        use WeightDtype::*;
+        match self {
+            F32 => 4,
+            F16 | Bf16 => 2,
+            Q4_0 => 18,
+            Q4_1 => 20,
+            Q5_0 => 22,
+            Q5_1 => 24,
+            Q8_0 => 34,
+            Q4K => 144,
+            Q5K => 176,
+            Q6K => 210,
+        }
+    }
+
+    /// Bytes of a tensor of this shape; None when a row is no whole number of blocks, or on overflow.
+    pub fn tensor_bytes(self, shape: &[usize]) -> Option<usize> {
+        let row = shape.last().copied().unwrap_or(1);
+        if !row.is_multiple_of(self.block_elements()) {
+            return None;
+        }
+        let elements = shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim))?;
+        (elements / self.block_elements()).checked_mul(self.block_bytes())
+    }
+}
+
+impl fmt::Display for WeightDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WeightDtype::Bf16 => f.write_str("BF16"),
+            WeightDtype::Q4K => f.write_str("Q4_K"),
+            WeightDtype::Q5K => f.write_str("Q5_K"),
+            WeightDtype::Q6K => f.write_str("Q6_K"),
+            plain => write!(f, "{plain:?}"),
+        }
+    }
+}
+
+/// A tensor as the file holds it.
+#[derive(Clone, Debug)]
+pub struct TensorRef<'a> {
+    /// Element type.
+    pub dtype: WeightDtype,
+    /// Row-major: `[out, in]` of a projection, `[n]` of a vector.
+    pub shape: Vec<usize>,
+    /// `dtype.tensor_bytes(&shape)` bytes, little-endian, of no promised alignment.
+    pub data: &'a [u8],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_agree_with_the_reader_of_the_format() {
+        use candle_core::quantized::GgmlDType;
+        let pairs = [
+            (WeightDtype::F32, GgmlDType::F32),
+            (WeightDtype::F16, GgmlDType::F16),
+            (WeightDtype::Bf16, GgmlDType::BF16),
+            (WeightDtype::Q4_0, GgmlDType::Q4_0),
+            (WeightDtype::Q4_1, GgmlDType::Q4_1),
+            (WeightDtype::Q5_0, GgmlDType::Q5_0),
+            (WeightDtype::Q5_1, GgmlDType::Q5_1),
+            (WeightDtype::Q8_0, GgmlDType::Q8_0),
+            (WeightDtype::Q4K, GgmlDType::Q4K),
+            (WeightDtype::Q5K, GgmlDType::Q5K),
+            (WeightDtype::Q6K, GgmlDType::Q6K),
+        ];
+        for (ours, theirs) in pairs {
+            assert_eq!(
+                (ours.block_elements(), ours.block_bytes()),
+                (theirs.block_size(), theirs.type_size()),
+                "{ours}"
+            );
+        }
+    }
+
+    #[test]
+    fn rows_are_whole_blocks_and_sizes_do_not_overflow() {
+        assert_eq!(WeightDtype::Q4_1.tensor_bytes(&[3, 64]), Some(120));
+        assert_eq!(WeightDtype::Q4_1.tensor_bytes(&[32, 3]), None, "elements divide, rows do not");
+        assert_eq!(WeightDtype::F32.tensor_bytes(&[usize::MAX, 2]), None);
+        assert_eq!(WeightDtype::F32.tensor_bytes(&[]), Some(4));
+    }
+}
