@@ -1,1 +1,18 @@
-//! baton-transfer
+//! The handoff's data plane: moves KV blocks from a prefill worker's pool into a decode worker's, verified and fenced.
+//!
+//! [`Receiver`] is the decode end: it lends blocks under an epoch and a lease, and says when they are verified or safe
+//! to reuse. [`Sender`] is the prefill end: it opens a [`Handoff`] to a reservation and writes layers as they are
+//! computed. Between them a session per pair of workers, over shared memory or TCP. Knows nothing of models, requests
+//! and the router; no async runtime, only its own threads and callbacks.
+
+mod error;
+mod options;
+mod receiver;
+mod segment;
+mod sender;
+
+pub use error::TransferError;
+pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind};
+pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent};
+pub use segment::Segment;
+pub use sender::{Handoff, OnDone, Sender, TransferStats};

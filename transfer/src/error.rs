@@ -1,0 +1,186 @@
+//! Everything that can go wrong while KV moves, with the fields a reader needs to find the culprit.
+
+use baton_types::{BatonError, BlockId, Epoch, ErrorKind, LayoutMismatch, WorkerId};
+
+/// An error of the data plane. Cloned because one lost connection fails many handoffs.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum TransferError {
+    /// The two workers' KV layouts differ; nothing else of the peer's message was read.
+    #[error(transparent)]
+    Layout(#[from] LayoutMismatch),
+    /// A target descriptor that cannot be used.
+    #[error("target descriptor: {field}: {problem}; pass the bytes of Reserved.target unchanged")]
+    Descriptor {
+        /// The descriptor's field.
+        field: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A peer that does not keep to the session protocol.
+    #[error("{peer} broke the transfer protocol: {field}: {problem}")]
+    Protocol {
+        /// The peer.
+        peer: WorkerId,
+        /// The frame's field.
+        field: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A call of this crate with an argument that can never work.
+    #[error("{field}: {problem}")]
+    Argument {
+        /// The argument.
+        field: &'static str,
+        /// What is wrong with it and what would be right.
+        problem: String,
+    },
+    /// A block arrived with other bytes than were sent (I2).
+    #[error(
+        "block {block} of group {group} (number {index} of {epoch}) from {peer} failed verification: digest {got:016x}, the sender's is {want:016x}"
+    )]
+    Verify {
+        /// The handoff.
+        epoch: Epoch,
+        /// The worker that sent it.
+        peer: WorkerId,
+        /// Layer group.
+        group: u32,
+        /// Position in the reservation's list of this group.
+        index: u32,
+        /// The decode pool's block.
+        block: BlockId,
+        /// What the sender computed from its own pool.
+        want: u64,
+        /// What lies in the decode pool.
+        got: u64,
+    },
+    /// A handoff was completed although not every layer of every block was written.
+    #[error("{epoch} from {peer} is incomplete: {written} of {expected} block layers were written")]
+    Incomplete {
+        /// The handoff.
+        epoch: Epoch,
+        /// The worker that sent it.
+        peer: WorkerId,
+        /// Layers of blocks that were written.
+        written: u64,
+        /// Layers of blocks the reservation holds.
+        expected: u64,
+    },
+    /// The decode worker has no reservation to write to under this epoch: ended, fenced, or never made.
+    #[error("{peer} refuses {epoch}: {reason}; ask the decode worker for a new reservation")]
+    Refused {
+        /// The handoff.
+        epoch: Epoch,
+        /// The worker that refused.
+        peer: WorkerId,
+        /// Why.
+        reason: String,
+    },
+    /// The decode worker took the reservation back.
+    #[error("{peer} fenced {epoch}")]
+    Fenced {
+        /// The handoff.
+        epoch: Epoch,
+        /// The worker that fenced it.
+        peer: WorkerId,
+    },
+    /// The handoff was given up on the prefill side.
+    #[error("{epoch} was aborted by the prefill worker")]
+    Aborted {
+        /// The handoff.
+        epoch: Epoch,
+    },
+    /// A reservation's lease ran out before its KV was verified.
+    #[error("the lease of {epoch} expired before its KV arrived")]
+    Expired {
+        /// The handoff.
+        epoch: Epoch,
+    },
+    /// A handoff's deadline passed.
+    #[error("{epoch} to {peer} missed its deadline while {doing}")]
+    Deadline {
+        /// The handoff.
+        epoch: Epoch,
+        /// The decode worker.
+        peer: WorkerId,
+        /// What was going on.
+        doing: &'static str,
+    },
+    /// The connection to a peer ended.
+    #[error("lost {peer}: {cause}")]
+    PeerLost {
+        /// The peer.
+        peer: WorkerId,
+        /// What was seen.
+        cause: String,
+    },
+    /// A peer could not be reached.
+    #[error("cannot reach {peer} at {address}: {cause}")]
+    Connect {
+        /// The peer.
+        peer: WorkerId,
+        /// Where it was looked for.
+        address: String,
+        /// What was seen.
+        cause: String,
+    },
+    /// A configured bound was hit (I5).
+    #[error("{what}: {asked} asked, the limit is {limit}")]
+    Limit {
+        /// What is bounded.
+        what: &'static str,
+        /// The bound.
+        limit: u64,
+        /// What was asked for.
+        asked: u64,
+    },
+    /// A block was reserved that an earlier epoch has not given back yet (I3).
+    #[error("block {block} of group {group} is still lent under {epoch}; fence that first")]
+    Lent {
+        /// Layer group.
+        group: u32,
+        /// The block.
+        block: BlockId,
+        /// The epoch that holds it.
+        epoch: Epoch,
+    },
+    /// This end is shutting down.
+    #[error("the transfer engine is shut down")]
+    Closed,
+    /// The operating system refused something this worker needs.
+    #[error("{what}: {cause}")]
+    Os {
+        /// What was tried.
+        what: &'static str,
+        /// The system's answer.
+        cause: String,
+    },
+}
+
+impl TransferError {
+    pub(crate) fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
+        TransferError::Os { what, cause: cause.to_string() }
+    }
+
+    pub(crate) fn argument(field: &'static str, problem: impl Into<String>) -> Self {
+        TransferError::Argument { field, problem: problem.into() }
+    }
+}
+
+impl BatonError for TransferError {
+    fn kind(&self) -> ErrorKind {
+        use TransferError::*;
+        match self {
+            Layout(mismatch) => mismatch.kind(),
+            Descriptor { .. } => ErrorKind::InvalidArgument,
+            Verify { .. } | Incomplete { .. } => ErrorKind::DataLoss,
+            Aborted { .. } => ErrorKind::Cancelled,
+            Expired { .. } | Deadline { .. } => ErrorKind::DeadlineExceeded,
+            Limit { .. } => ErrorKind::ResourceExhausted,
+            Protocol { .. } | Refused { .. } | Fenced { .. } | PeerLost { .. } | Connect { .. } | Closed => {
+                ErrorKind::Unavailable
+            }
+            Argument { .. } | Lent { .. } | Os { .. } => ErrorKind::Internal,
+        }
+    }
+}
