@@ -1,1 +1,27 @@
-//! baton-runtime
+//! What every process of the cluster has around its own work: configuration, logs, metrics, the admin endpoint, drain.
+//!
+//! Stands beside the flow: router, workers and the supervisor build on it, and it knows none of them. Each component
+//! declares its settings with [`config!`], reads them with [`load`], and hands the part every process shares
+//! ([`ProcessConfig`]) to [`Process::start`].
+
+pub mod admin;
+mod command;
+pub mod config;
+mod error;
+pub mod metrics;
+mod parent;
+mod process;
+pub mod shutdown;
+mod tasks;
+pub mod telemetry;
+
+pub use admin::{AdminServer, Readiness, listen};
+pub use command::{Loaded, args, check_config, load, load_from};
+pub use config::{Bytes, Config, Parsed};
+pub use error::{Origin, RuntimeError};
+pub use metrics::MetricsHandle;
+pub use parent::die_with_parent;
+pub use process::{Process, ProcessConfig};
+pub use shutdown::{Outcome, Shutdown};
+pub use tasks::Tasks;
+pub use telemetry::LogFormat;

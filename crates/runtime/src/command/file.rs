@@ -1,0 +1,62 @@
+//! A configuration file as a flat list of keys and plain values, each with its line.
+
+use std::path::Path;
+
+use toml::de::{DeTable, DeValue};
+
+use crate::config::Plain;
+use crate::error::{Origin, RuntimeError};
+
+/// One `key = value`.
+pub(super) struct Entry {
+    pub key: String,
+    pub value: Plain,
+    pub origin: Origin,
+}
+
+/// All entries, in the order of their keys' names.
+pub(super) fn entries(path: &Path, text: &str) -> Result<Vec<Entry>, RuntimeError> {
+    let at = |offset: usize| {
+        let before = text.as_bytes().get(..offset).unwrap_or_default();
+        Origin::File(path.to_owned(), before.iter().filter(|byte| **byte == b'\n').count() + 1)
+    };
+    let table = DeTable::parse(text).map_err(|e| RuntimeError::Syntax {
+        origin: at(e.span().map_or(0, |span| span.start)),
+        problem: e.message().to_owned(),
+    })?;
+    let mut entries = Vec::new();
+    for (key, value) in table.into_inner() {
+        let origin = at(key.span().start);
+        let field = key.into_inner().into_owned();
+        match plain(value.get_ref()) {
+            Some(value) => entries.push(Entry { key: field, value, origin }),
+            None => {
+                let problem = "is not a text, a number, true or false, or a list of texts".to_owned();
+                return Err(RuntimeError::Value { field, problem, origin });
+            }
+        }
+    }
+    Ok(entries)
+}
+
+fn plain(value: &DeValue<'_>) -> Option<Plain> {
+    match value {
+        DeValue::String(text) => Some(Plain::Text(text.to_string())),
+        DeValue::Boolean(flag) => Some(Plain::Bool(*flag)),
+        // Beyond 64 bits signed: as text, which the wider types still read.
+        DeValue::Integer(number) => Some(
+            i64::from_str_radix(number.as_str(), number.radix())
+                .map_or_else(|_| Plain::Text(number.as_str().to_owned()), Plain::Int),
+        ),
+        DeValue::Float(number) => number.as_str().parse().ok().map(Plain::Float),
+        DeValue::Array(items) => items
+            .iter()
+            .map(|item| match item.get_ref() {
+                DeValue::String(text) => Some(text.to_string()),
+                _ => None,
+            })
+            .collect::<Option<_>>()
+            .map(Plain::List),
+        DeValue::Datetime(_) | DeValue::Table(_) => None,
+    }
+}

@@ -1,0 +1,142 @@
+//! The names of all metrics that more than one crate writes or reads, and the recorder behind them.
+//!
+//! Base units are part of the name; labels are small enums, never request ids. A crate records with the macros of the
+//! `metrics` crate and these constants; a process renders them at its admin endpoint.
+
+use std::sync::{Mutex, PoisonError};
+
+use ::metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+
+use crate::error::RuntimeError;
+
+/// Histogram, seconds: request received until its first token left.
+pub const TIME_TO_FIRST_TOKEN: &str = "baton_time_to_first_token_seconds";
+/// Histogram, seconds: between two tokens of one answer.
+pub const INTER_TOKEN_LATENCY: &str = "baton_inter_token_latency_seconds";
+/// Histogram, seconds: request received until its answer ended.
+pub const REQUEST_SECONDS: &str = "baton_request_seconds";
+/// Counter by `outcome`: requests that ended.
+pub const REQUESTS: &str = "baton_requests_total";
+/// Gauge: requests waiting for their first step.
+pub const QUEUE_DEPTH: &str = "baton_queue_depth";
+/// Gauge: sequences in the running batch.
+pub const RUNNING: &str = "baton_running_sequences";
+/// Gauge by `state` (free, used, cached, lent, quarantined): blocks of the pool.
+pub const KV_BLOCKS: &str = "baton_kv_blocks";
+/// Counter: prompt tokens whose KV was reused instead of computed.
+pub const PREFIX_HIT_TOKENS: &str = "baton_prefix_hit_tokens_total";
+/// Counter: prompt tokens computed.
+pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
+/// Counter: tokens decoded.
+pub const DECODE_TOKENS: &str = "baton_decode_tokens_total";
+/// Histogram, seconds: one engine step.
+pub const STEP_SECONDS: &str = "baton_step_seconds";
+/// Counter: KV bytes written to peers.
+pub const TRANSFER_BYTES: &str = "baton_transfer_bytes_total";
+/// Histogram, seconds: first write of a handoff until its verification.
+pub const TRANSFER_SECONDS: &str = "baton_transfer_seconds";
+/// Counter: blocks whose digest or epoch was wrong (I2).
+pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
+/// Counter by `leg` and `cause`: requests resumed after a failure.
+pub const RECOVERIES: &str = "baton_recoveries_total";
+/// Counter by `reason`: requests refused before any work.
+pub const REJECTED: &str = "baton_rejected_total";
+/// Gauge by `role`: members of the cluster in the present view.
+pub const MEMBERS: &str = "baton_cluster_members";
+/// Gauge, 0 or 1: the view is the last known one because the registry is away (I7).
+pub const VIEW_STALE: &str = "baton_cluster_view_stale";
+
+/// Upper bounds of histogram buckets in seconds: 100 µs to 2 minutes, about three a decade.
+const SECONDS: [f64; 19] = [
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0,
+];
+
+/// Renders this process's metrics. Cheap to clone.
+#[derive(Clone)]
+pub struct MetricsHandle(PrometheusHandle);
+
+impl std::fmt::Debug for MetricsHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("MetricsHandle")
+    }
+}
+
+impl MetricsHandle {
+    /// Prometheus text format.
+    pub fn render(&self) -> String {
+        self.0.render()
+    }
+
+    /// Folds recorded samples into buckets. To be called every few seconds, so that memory is bounded (I5) when nobody
+    /// reads the metrics.
+    pub fn upkeep(&self) {
+        self.0.run_upkeep();
+    }
+}
+
+static INSTALLED: Mutex<Option<MetricsHandle>> = Mutex::new(None);
+
+/// Installs the recorder, the first time; later calls return the same handle.
+///
+/// # Errors
+/// When something else in this process has installed a recorder of its own.
+pub fn install() -> Result<MetricsHandle, RuntimeError> {
+    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(handle) = &*installed {
+        return Ok(handle.clone());
+    }
+    let recorder = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &SECONDS)
+        .map_err(|e| RuntimeError::Buckets(e.to_string()))?
+        .build_recorder();
+    let handle = MetricsHandle(recorder.handle());
+    ::metrics::set_global_recorder(recorder).map_err(|_| RuntimeError::Recorder)?;
+    describe();
+    *installed = Some(handle.clone());
+    Ok(handle)
+}
+
+fn describe() {
+    describe_histogram!(TIME_TO_FIRST_TOKEN, Unit::Seconds, "Request received until its first token left.");
+    describe_histogram!(INTER_TOKEN_LATENCY, Unit::Seconds, "Time between two tokens of one answer.");
+    describe_histogram!(REQUEST_SECONDS, Unit::Seconds, "Request received until its answer ended.");
+    describe_counter!(REQUESTS, Unit::Count, "Requests that ended, by outcome.");
+    describe_gauge!(QUEUE_DEPTH, Unit::Count, "Requests waiting for their first step.");
+    describe_gauge!(RUNNING, Unit::Count, "Sequences in the running batch.");
+    describe_gauge!(KV_BLOCKS, Unit::Count, "Blocks of the KV pool, by state.");
+    describe_counter!(PREFIX_HIT_TOKENS, Unit::Count, "Prompt tokens whose KV was reused instead of computed.");
+    describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
+    describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded.");
+    describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");
+    describe_counter!(TRANSFER_BYTES, Unit::Bytes, "KV bytes written to peers.");
+    describe_histogram!(TRANSFER_SECONDS, Unit::Seconds, "First write of a handoff until its verification.");
+    describe_counter!(VERIFY_FAILURES, Unit::Count, "Blocks whose digest or epoch was wrong.");
+    describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
+    describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
+    describe_gauge!(MEMBERS, Unit::Count, "Members of the cluster in the present view, by role.");
+    describe_gauge!(VIEW_STALE, Unit::Count, "1 while the registry is away and the last known view is used.");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_rendered_with_help_and_buckets() {
+        let handle = install().unwrap();
+        ::metrics::histogram!(TIME_TO_FIRST_TOKEN).record(0.2);
+        ::metrics::counter!(REJECTED, "reason" => "no_blocks").increment(3);
+        let text = install().unwrap().render();
+        for want in [
+            "# HELP baton_time_to_first_token_seconds Request received",
+            "baton_time_to_first_token_seconds_bucket{le=\"0.25\"} 1",
+            "baton_time_to_first_token_seconds_bucket{le=\"0.1\"} 0",
+            "baton_rejected_total{reason=\"no_blocks\"} 3",
+        ] {
+            assert!(text.contains(want), "{want} is missing in\n{text}");
+        }
+        handle.upkeep();
+    }
+}

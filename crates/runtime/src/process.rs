@@ -1,0 +1,69 @@
+//! The frame around a component's own work: logs, metrics, admin endpoint, signals, tasks, in the right order.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use crate::admin::{AdminServer, Readiness};
+use crate::error::RuntimeError;
+use crate::shutdown::{Outcome, Shutdown};
+use crate::tasks::Tasks;
+use crate::telemetry::{self, LogFormat};
+
+crate::config! {
+    /// What every process has.
+    pub struct ProcessConfig {
+        /// What is logged: a level (error, warn, info, debug, trace), or levels by module such as info,baton_router=debug.
+        log: String = "info".to_owned(),
+        /// How log lines look: text or json.
+        log_format: LogFormat = LogFormat::Text,
+        /// Address of the admin endpoint (/health, /ready, /metrics); port 0 takes a free one.
+        admin: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
+        /// How long running requests may take to finish once the process is told to stop.
+        drain_timeout: Duration = Duration::from_secs(30),
+    }
+}
+
+/// A running process's shared parts.
+#[derive(Debug)]
+pub struct Process {
+    /// Ends the process.
+    pub shutdown: Shutdown,
+    /// Its background tasks.
+    pub tasks: Tasks,
+    /// Starts as "starting"; the component says when it is ready.
+    pub readiness: Readiness,
+    admin: AdminServer,
+}
+
+impl Process {
+    /// Starts logging, metrics, signal handling and the admin endpoint with the additional routes `extra`.
+    pub async fn start(
+        role: &'static str,
+        config: &ProcessConfig,
+        extra: axum::Router,
+    ) -> Result<Process, RuntimeError> {
+        telemetry::init(role, &config.log, config.log_format)?;
+        let metrics = crate::metrics::install()?;
+        let shutdown = Shutdown::new(config.drain_timeout);
+        shutdown.listen_for_signals()?;
+        let readiness = Readiness::new("starting");
+        let admin = AdminServer::start(config.admin, readiness.clone(), metrics, shutdown.clone(), extra).await?;
+        let tasks = Tasks::new(shutdown.clone());
+        Ok(Process { shutdown, tasks, readiness, admin })
+    }
+
+    /// Where the admin endpoint listens.
+    pub fn admin_addr(&self) -> SocketAddr {
+        self.admin.addr()
+    }
+
+    /// Waits for the drain to start and to end; the admin endpoint answers until then.
+    pub async fn join(self) -> Outcome {
+        let outcome = self.tasks.join().await;
+        match &outcome {
+            Outcome::Clean => tracing::info!("stopped"),
+            Outcome::Cut(names) => tracing::warn!(tasks = names.join(", "), "stopped before these tasks had finished"),
+        }
+        outcome
+    }
+}

@@ -1,0 +1,119 @@
+//! When a process ends: a drain that starts once, has a deadline, and can be forced.
+//!
+//! Knows no task and no server; they watch it. [`crate::Tasks::join`] is what waits and enforces the deadline.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::error::RuntimeError;
+
+/// How a process ended.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// Every task finished by itself.
+    Clean,
+    /// The drain was forced, or its deadline passed; these tasks were stopped.
+    Cut(Vec<String>),
+}
+
+/// The state of one process's end. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Shutdown(Arc<State>);
+
+#[derive(Debug)]
+struct State {
+    drain: CancellationToken,
+    force: CancellationToken,
+    timeout: Duration,
+    started: OnceLock<(Instant, String)>,
+}
+
+impl Shutdown {
+    /// A process that is running; a drain may take `timeout`.
+    pub fn new(timeout: Duration) -> Shutdown {
+        Shutdown(Arc::new(State {
+            drain: CancellationToken::new(),
+            force: CancellationToken::new(),
+            timeout,
+            started: OnceLock::new(),
+        }))
+    }
+
+    /// From now on SIGINT and SIGTERM start the drain, and a second one forces it. Call inside a tokio runtime.
+    pub fn listen_for_signals(&self) -> Result<(), RuntimeError> {
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(RuntimeError::Signals)?;
+        let mut terminate = signal(SignalKind::terminate()).map_err(RuntimeError::Signals)?;
+        let this = self.clone();
+        tokio::spawn(async move {
+            this.start(next(&mut interrupt, &mut terminate).await);
+            this.force(next(&mut interrupt, &mut terminate).await);
+        });
+        Ok(())
+    }
+
+    /// Starts the drain; `reason` is logged. Later calls change nothing. Any thread may call it.
+    pub fn start(&self, reason: impl Into<String>) {
+        let mut first = false;
+        let (_, reason) = self.0.started.get_or_init(|| {
+            first = true;
+            (Instant::now(), reason.into())
+        });
+        if first {
+            let timeout = crate::config::format_duration(self.0.timeout);
+            info!(reason, timeout, "draining");
+            self.0.drain.cancel();
+        }
+    }
+
+    /// Ends the drain now, finished or not.
+    pub fn force(&self, reason: impl Into<String>) {
+        let reason = reason.into();
+        self.start(reason.clone());
+        if !self.0.force.is_cancelled() {
+            warn!(reason, "drain cut short");
+            self.0.force.cancel();
+        }
+    }
+
+    /// True once the drain has started.
+    pub fn is_draining(&self) -> bool {
+        self.0.drain.is_cancelled()
+    }
+
+    /// Why the drain started; `None` while running.
+    pub fn reason(&self) -> Option<&str> {
+        self.0.started.get().map(|(_, reason)| reason.as_str())
+    }
+
+    /// When the drain must be over; `None` while running.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.0.started.get().map(|(at, _)| *at + self.0.timeout)
+    }
+
+    /// Completes when the drain starts: take no new work, finish what there is.
+    pub async fn draining(&self) {
+        self.0.drain.cancelled().await;
+    }
+
+    /// Completes when the drain is cut short: drop everything.
+    pub async fn forced(&self) {
+        self.0.force.cancelled().await;
+    }
+
+    /// A token that is cancelled when the drain starts. Cancelling it does not start the drain.
+    pub fn token(&self) -> CancellationToken {
+        self.0.drain.child_token()
+    }
+}
+
+async fn next(interrupt: &mut Signal, terminate: &mut Signal) -> &'static str {
+    tokio::select! {
+        _ = interrupt.recv() => "SIGINT",
+        _ = terminate.recv() => "SIGTERM",
+    }
+}
