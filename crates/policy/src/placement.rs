@@ -1,0 +1,313 @@
+//! Which workers a request runs on.
+//!
+//! The router turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. Who may run a request at all
+//! is decided once, in [`Eligible`]; implementations only choose among those.
+
+use baton_types::{BatonError, ErrorKind, WorkerId};
+
+/// What a worker does.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Role {
+    /// Reads prompts.
+    Prefill,
+    /// Writes answers; can also read prompts.
+    Decode,
+}
+
+/// One worker, as placement sees it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Candidate {
+    /// Which worker.
+    pub id: WorkerId,
+    /// What it does.
+    pub role: Role,
+    /// The model it serves.
+    pub model: String,
+    /// Its KV layout fingerprint; only workers with equal ones hand over to each other.
+    pub layout: u64,
+    /// It takes no new requests.
+    pub draining: bool,
+    /// Requests this router has running on it.
+    pub in_flight: u32,
+}
+
+/// What is to be placed.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacementInput<'a> {
+    /// The model asked for.
+    pub model: &'a str,
+    /// False: the decode worker prefills, whoever else is alive.
+    pub split: bool,
+    /// The decode worker holds a reservation already; only a prefill worker is wanted.
+    pub decode: Option<WorkerId>,
+    /// Workers that failed this request.
+    pub avoid: &'a [WorkerId],
+}
+
+/// Where a request runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Placed {
+    /// The decode worker.
+    pub decode: WorkerId,
+    /// The prefill worker; None: the decode worker prefills locally.
+    pub prefill: Option<WorkerId>,
+}
+
+/// No worker can take the request.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PlacementError {
+    /// No decode worker serves the model now.
+    #[error("no decode worker for model {model:?} is available ({draining} draining); start one, or retry later")]
+    NoDecodeWorker {
+        /// The model asked for.
+        model: String,
+        /// Decode workers of the model that are draining.
+        draining: usize,
+    },
+    /// There are decode workers, but each has failed this request.
+    #[error("all {failed} decode workers for model {model:?} failed this request")]
+    AllFailed {
+        /// The model asked for.
+        model: String,
+        /// How many were left out.
+        failed: usize,
+    },
+}
+
+impl BatonError for PlacementError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::Unavailable
+    }
+}
+
+/// A way to choose workers. Deterministic: the same calls in the same order give the same answers.
+pub trait Placement: Send {
+    /// Chooses a decode worker, and a prefill worker of the same layout when the request is to be split and one is
+    /// alive. Draining workers, those of another model and those in `request.avoid` are never chosen.
+    fn place(&mut self, view: &[Candidate], request: &PlacementInput<'_>) -> Result<Placed, PlacementError>;
+}
+
+/// The workers that may run a request.
+struct Eligible<'a> {
+    view: &'a [Candidate],
+    request: &'a PlacementInput<'a>,
+}
+
+impl<'a> Eligible<'a> {
+    fn serving(&self, role: Role) -> impl Iterator<Item = &'a Candidate> {
+        let model = self.request.model;
+        self.view.iter().filter(move |c| c.role == role && c.model == model)
+    }
+
+    fn usable(&self, role: Role) -> impl Iterator<Item = &'a Candidate> {
+        let avoid = self.request.avoid;
+        self.serving(role).filter(move |c| !c.draining && !avoid.contains(&c.id))
+    }
+
+    /// Decode workers to choose from, never empty. A pinned one is the only choice, even if it drains by now: it
+    /// already holds the request's reservation.
+    fn decode(&self) -> Result<Vec<&'a Candidate>, PlacementError> {
+        let found: Vec<_> = match self.request.decode {
+            Some(pinned) => self.serving(Role::Decode).filter(|c| c.id == pinned).collect(),
+            None => self.usable(Role::Decode).collect(),
+        };
+        if !found.is_empty() {
+            return Ok(found);
+        }
+        let model = self.request.model.to_owned();
+        let failed = self.serving(Role::Decode).filter(|c| !c.draining && self.request.avoid.contains(&c.id)).count();
+        if failed > 0 {
+            return Err(PlacementError::AllFailed { model, failed });
+        }
+        Err(PlacementError::NoDecodeWorker {
+            model,
+            draining: self.serving(Role::Decode).filter(|c| c.draining).count(),
+        })
+    }
+
+    /// Prefill workers that may hand over to `decode`; empty when the request is to be computed locally.
+    fn prefill(&self, decode: &Candidate) -> Vec<&'a Candidate> {
+        let layout = decode.layout;
+        if !self.request.split {
+            return Vec::new();
+        }
+        self.usable(Role::Prefill).filter(|c| c.layout == layout).collect()
+    }
+}
+
+/// Who had the last turn, each role by itself.
+#[derive(Clone, Debug, Default)]
+struct Turns {
+    decode: Option<WorkerId>,
+    prefill: Option<WorkerId>,
+}
+
+/// The worker after `last` in the order of ids, not of positions: a view that changes does not upset the turn.
+fn in_turn<'a>(choices: &[&'a Candidate], last: &mut Option<WorkerId>) -> Option<&'a Candidate> {
+    let after = |id: WorkerId| last.is_none_or(|l| id > l);
+    let lowest = |choices: &mut dyn Iterator<Item = &'a Candidate>| choices.min_by_key(|c| c.id);
+    let chosen = lowest(&mut choices.iter().copied().filter(|c| after(c.id)))
+        .or_else(|| lowest(&mut choices.iter().copied()))?;
+    *last = Some(chosen.id);
+    Some(chosen)
+}
+
+type Narrow = for<'a> fn(Vec<&'a Candidate>) -> Vec<&'a Candidate>;
+
+fn place_in_turn(
+    turns: &mut Turns,
+    view: &[Candidate],
+    request: &PlacementInput<'_>,
+    narrow: Narrow,
+) -> Result<Placed, PlacementError> {
+    let eligible = Eligible { view, request };
+    let choices = narrow(eligible.decode()?);
+    // A pinned decode worker is the only choice and takes no turn.
+    let decode = match request.decode {
+        Some(_) => choices[0],
+        None => in_turn(&choices, &mut turns.decode).unwrap_or(choices[0]),
+    };
+    let prefill = in_turn(&narrow(eligible.prefill(decode)), &mut turns.prefill);
+    Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) })
+}
+
+/// Takes workers in turn, each role by itself.
+#[derive(Clone, Debug, Default)]
+pub struct RoundRobin {
+    turns: Turns,
+}
+
+impl Placement for RoundRobin {
+    fn place(&mut self, view: &[Candidate], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
+        place_in_turn(&mut self.turns, view, request, |choices| choices)
+    }
+}
+
+/// Takes the worker with the fewest requests in flight, and in turn among equals.
+#[derive(Clone, Debug, Default)]
+pub struct LeastLoaded {
+    turns: Turns,
+}
+
+impl Placement for LeastLoaded {
+    fn place(&mut self, view: &[Candidate], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
+        place_in_turn(&mut self.turns, view, request, |choices| {
+            let least = choices.iter().map(|c| c.in_flight).min();
+            choices.into_iter().filter(|c| Some(c.in_flight) == least).collect()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worker(id: u64, role: Role) -> Candidate {
+        Candidate { id: WorkerId(id), role, model: "m".into(), layout: 1, draining: false, in_flight: 0 }
+    }
+
+    fn view() -> Vec<Candidate> {
+        vec![
+            worker(1, Role::Prefill),
+            worker(2, Role::Prefill),
+            worker(11, Role::Decode),
+            worker(12, Role::Decode),
+            worker(13, Role::Decode),
+        ]
+    }
+
+    const ASK: PlacementInput<'static> = PlacementInput { model: "m", split: true, decode: None, avoid: &[] };
+
+    /// Every implementation, for what they must have in common.
+    fn all() -> Vec<Box<dyn Placement>> {
+        vec![Box::<RoundRobin>::default(), Box::<LeastLoaded>::default()]
+    }
+
+    fn ids(placed: Placed) -> (u64, Option<u64>) {
+        (placed.decode.0, placed.prefill.map(|p| p.0))
+    }
+
+    #[test]
+    fn round_robin_gives_each_worker_its_turn_whatever_the_order_of_the_view() {
+        let mut policy = RoundRobin::default();
+        let mut view = view();
+        let mut seen = Vec::new();
+        for _ in 0..6 {
+            seen.push(ids(policy.place(&view, &ASK).unwrap()));
+            view.rotate_left(1);
+        }
+        assert_eq!(seen, [(11, Some(1)), (12, Some(2)), (13, Some(1)), (11, Some(2)), (12, Some(1)), (13, Some(2))]);
+    }
+
+    #[test]
+    fn a_worker_that_leaves_does_not_upset_the_turn() {
+        let mut policy = RoundRobin::default();
+        let mut view = view();
+        assert_eq!(policy.place(&view, &ASK).unwrap().decode.0, 11);
+        view.retain(|c| c.id.0 != 11);
+        assert_eq!(policy.place(&view, &ASK).unwrap().decode.0, 12);
+        assert_eq!(policy.place(&view, &ASK).unwrap().decode.0, 13);
+    }
+
+    #[test]
+    fn least_loaded_takes_the_idlest_of_each_role() {
+        let mut policy = LeastLoaded::default();
+        let mut view = view();
+        for (at, load) in [(0, 4), (1, 1), (2, 3), (3, 2), (4, 2)] {
+            view[at].in_flight = load;
+        }
+        assert_eq!(ids(policy.place(&view, &ASK).unwrap()), (12, Some(2)));
+        assert_eq!(ids(policy.place(&view, &ASK).unwrap()), (13, Some(2)), "in turn among equals");
+    }
+
+    #[test]
+    fn draining_failed_and_foreign_workers_are_never_chosen() {
+        for mut policy in all() {
+            let mut view = view();
+            view[2].draining = true;
+            view[3].model = "other".into();
+            view[0].layout = 2;
+            for _ in 0..4 {
+                assert_eq!(ids(policy.place(&view, &ASK).unwrap()), (13, Some(2)));
+            }
+            let avoid = [WorkerId(2)];
+            let placed = policy.place(&view, &PlacementInput { avoid: &avoid, ..ASK }).unwrap();
+            assert_eq!(ids(placed), (13, None), "no prefill worker of its layout left: decode prefills");
+        }
+    }
+
+    #[test]
+    fn a_pinned_decode_worker_stays_and_only_prefill_is_chosen() {
+        for mut policy in all() {
+            let mut view = view();
+            view[3].draining = true;
+            view[3].in_flight = 9;
+            let avoid = [WorkerId(1)];
+            let ask = PlacementInput { decode: Some(WorkerId(12)), avoid: &avoid, ..ASK };
+            assert_eq!(ids(policy.place(&view, &ask).unwrap()), (12, Some(2)));
+        }
+    }
+
+    #[test]
+    fn aggregated_requests_get_no_prefill_worker() {
+        for mut policy in all() {
+            let placed = policy.place(&view(), &PlacementInput { split: false, ..ASK }).unwrap();
+            assert_eq!(placed.prefill, None);
+        }
+    }
+
+    #[test]
+    fn an_error_says_why_nobody_can() {
+        for mut policy in all() {
+            let none = PlacementError::NoDecodeWorker { model: "m".into(), draining: 0 };
+            assert_eq!(policy.place(&view()[..2], &ASK), Err(none));
+            let avoid = [WorkerId(11), WorkerId(12), WorkerId(13)];
+            let all_failed = PlacementError::AllFailed { model: "m".into(), failed: 3 };
+            assert_eq!(policy.place(&view(), &PlacementInput { avoid: &avoid, ..ASK }), Err(all_failed));
+            let mut draining = view();
+            draining.iter_mut().for_each(|c| c.draining = true);
+            let text = policy.place(&draining, &ASK).unwrap_err().to_string();
+            assert!(text.contains("3 draining"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,484 @@
+//! The transitions. One function an input; what several have in common is below them.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
+
+use super::{Action, Failure, Input, Leg, Limits, State};
+use crate::placement::Placed;
+
+/// Decode tokens kept while the prefill stream still owes the one before them. The two streams are two connections, so
+/// the decode worker can be ahead by what one of them delays; more than this is a prefill stream that hangs.
+const MAX_EARLY: usize = 1024;
+/// Waits for a worker to appear during a recovery: 50 ms doubling, 1.55 s in all, within the 2 s of I5.
+const MAX_WAITS: u32 = 5;
+const FIRST_WAIT: Duration = Duration::from_millis(50);
+/// Verification may fail this often before the prompt is computed where it is needed.
+const MAX_VERIFY_FAILURES: u32 = 2;
+
+/// One request. Feed it every input through [`RequestMachine::step`] and do what comes out.
+#[derive(Clone, Debug)]
+pub struct RequestMachine {
+    limits: Limits,
+    state: State,
+    /// Ids given to the client; the next index is its length (I4).
+    emitted: Vec<u32>,
+    /// How many of them the open decode stream was told of.
+    base: usize,
+    /// Failures that cost an attempt.
+    attempt: u32,
+    waits: u32,
+    verify_failures: u32,
+    avoid: Vec<WorkerId>,
+    last_failure: Option<Failure>,
+    decode_open: bool,
+    prefill_open: bool,
+    /// Decode tokens ahead of the prefill stream's token, and the end if that came too.
+    early: VecDeque<TokenOut>,
+    early_finish: Option<(FinishReason, u32)>,
+    cached_tokens: u32,
+}
+
+impl RequestMachine {
+    /// A new request, and the first thing to do for it.
+    pub fn start(limits: Limits) -> (RequestMachine, Action) {
+        let machine = RequestMachine {
+            limits,
+            state: State::Placing,
+            emitted: Vec::new(),
+            base: 0,
+            attempt: 0,
+            waits: 0,
+            verify_failures: 0,
+            avoid: Vec::new(),
+            last_failure: None,
+            decode_open: false,
+            prefill_open: false,
+            early: VecDeque::new(),
+            early_finish: None,
+            cached_tokens: 0,
+        };
+        (machine, Action::Place { decode: None, split: true })
+    }
+
+    /// Where the request stands.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Ids emitted so far.
+    pub fn emitted(&self) -> &[u32] {
+        &self.emitted
+    }
+
+    /// Workers that failed this request and are not to be asked again for now.
+    pub fn avoid(&self) -> &[WorkerId] {
+        &self.avoid
+    }
+
+    /// True when nothing more can happen.
+    pub fn ended(&self) -> bool {
+        matches!(self.state, State::Finished | State::Failed)
+    }
+
+    /// Takes one input; appends what is to be done. Inputs that come too late or from a stream that was dropped have
+    /// no effect.
+    pub fn step(&mut self, input: Input, out: &mut Vec<Action>) {
+        if self.ended() {
+            return;
+        }
+        match input {
+            Input::Placed(placed) => self.on_placed(placed, out),
+            Input::NotPlaced(failure) => self.on_not_placed(failure, out),
+            Input::Reserved { cached_tokens } => self.on_reserved(cached_tokens, out),
+            Input::FirstToken { token, finish, cached_tokens } => {
+                self.on_first_token(token, finish, cached_tokens, out)
+            }
+            Input::Transferred => self.on_transferred(out),
+            Input::Token(token) => self.on_token(token, out),
+            Input::Finished { reason, cached_tokens } => self.on_finished(reason, cached_tokens, out),
+            Input::DecodeLost(failure) => self.on_decode_lost(failure, out),
+            Input::PrefillLost(failure) => self.on_prefill_lost(failure, out),
+            Input::VerifyFailed(failure) => self.on_verify_failed(failure, out),
+            Input::BackoffOver => self.on_backoff_over(out),
+            Input::StopMatched => self.finish(FinishReason::Stop, out),
+            Input::Deadline => {
+                self.fail(Failure::new(ErrorKind::DeadlineExceeded, "the request's deadline passed"), out)
+            }
+            Input::ClientGone => self.finish(FinishReason::Cancelled, out),
+        }
+    }
+
+    fn on_placed(&mut self, placed: Placed, out: &mut Vec<Action>) {
+        match (self.state, placed.prefill) {
+            (State::Placing, Some(prefill)) => {
+                self.open_decode(placed.decode, false, out);
+                self.state = State::Reserving { decode: placed.decode, prefill };
+            }
+            (State::Placing, None) => self.open_local(placed.decode, out),
+            (State::PlacingPrefill { decode }, Some(prefill)) => self.run_prefill(decode, prefill, out),
+            (State::PlacingPrefill { decode }, None) => self.open_local(decode, out),
+            _ => {}
+        }
+    }
+
+    fn on_not_placed(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        match self.state {
+            State::PlacingPrefill { decode } => self.open_local(decode, out),
+            State::Placing => self.wait_for_a_worker(failure, out),
+            _ => {}
+        }
+    }
+
+    /// Nobody can take it. A new request is refused now, before any work is spent; one that was running waits a little
+    /// for a worker to come back, unless all there are said they are full.
+    fn wait_for_a_worker(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        let Some(last) = self.last_failure.clone() else { return self.fail(failure, out) };
+        let full = last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty();
+        if full || self.waits == MAX_WAITS {
+            return self.fail(last, out);
+        }
+        self.avoid.clear();
+        out.push(Action::Backoff(FIRST_WAIT * 2u32.pow(self.waits)));
+        self.waits += 1;
+        self.state = State::BackingOff;
+    }
+
+    fn on_backoff_over(&mut self, out: &mut Vec<Action>) {
+        if self.state == State::BackingOff {
+            self.place(out);
+        }
+    }
+
+    fn on_reserved(&mut self, cached_tokens: u32, out: &mut Vec<Action>) {
+        match self.state {
+            State::Reserving { decode, prefill } => {
+                self.note_cached(cached_tokens);
+                self.run_prefill(decode, prefill, out);
+            }
+            State::Prefilling { decode, prefill }
+            | State::Transferring { decode, prefill }
+            | State::Decoding { decode, prefill: Some(prefill) } => {
+                // A new epoch on the same stream: the decode worker gave up on the transfer under the old one.
+                let failure = Failure::new(ErrorKind::DataLoss, "the decode worker asked for the KV again");
+                self.transfer_again(decode, prefill, failure, out);
+            }
+            State::Decoding { prefill: None, .. } => self.protocol_error("a reservation for a local request", out),
+            _ => {}
+        }
+    }
+
+    fn on_first_token(
+        &mut self,
+        token: TokenOut,
+        finish: Option<FinishReason>,
+        cached_tokens: u32,
+        out: &mut Vec<Action>,
+    ) {
+        let State::Prefilling { decode, prefill } = self.state else { return };
+        if token.index as usize != self.base {
+            let wrong = format!("the prefill worker numbered its token {}, not {}", token.index, self.base);
+            return self.on_prefill_lost(Failure::new(ErrorKind::Internal, wrong), out);
+        }
+        self.note_cached(cached_tokens);
+        self.state = State::Transferring { decode, prefill };
+        if !self.accept(token, out) {
+            return;
+        }
+        if let Some(reason) = finish.or_else(|| self.natural_end()) {
+            return self.finish(reason, out);
+        }
+        self.flush_early(out);
+    }
+
+    fn on_transferred(&mut self, out: &mut Vec<Action>) {
+        self.prefill_open = false;
+        match self.state {
+            State::Transferring { decode, prefill } => self.state = State::Decoding { decode, prefill: Some(prefill) },
+            State::Prefilling { .. } => {
+                let wrong = "the prefill worker ended without its token";
+                self.on_prefill_lost(Failure::new(ErrorKind::Internal, wrong), out);
+            }
+            _ => {}
+        }
+    }
+
+    fn on_token(&mut self, token: TokenOut, out: &mut Vec<Action>) {
+        match self.state {
+            State::Placing | State::BackingOff | State::Finished | State::Failed => {}
+            State::Reserving { .. } => self.protocol_error("a token before its reservation", out),
+            State::Prefilling { .. } | State::PlacingPrefill { .. } if self.is_early(&token) => {
+                if self.early.len() == MAX_EARLY {
+                    return self.protocol_error("more tokens than can be kept while the first one is missing", out);
+                }
+                self.early.push_back(token);
+            }
+            State::Prefilling { decode, prefill } | State::Transferring { decode, prefill } => {
+                if self.accept(token, out) {
+                    self.state = State::Decoding { decode, prefill: Some(prefill) };
+                    self.flush_early(out);
+                }
+            }
+            State::PlacingPrefill { decode } => {
+                if self.accept(token, out) {
+                    self.state = State::Decoding { decode, prefill: None };
+                    self.flush_early(out);
+                }
+            }
+            State::Decoding { .. } => {
+                self.accept(token, out);
+            }
+        }
+    }
+
+    fn on_finished(&mut self, reason: FinishReason, cached_tokens: u32, out: &mut Vec<Action>) {
+        match self.state {
+            _ if !self.decode_open => {}
+            _ if reason == FinishReason::Cancelled => {
+                let why = "the decode worker gave the request up";
+                self.on_decode_lost(Failure::new(ErrorKind::Unavailable, why), out);
+            }
+            State::Reserving { .. } => self.protocol_error("an end before its reservation", out),
+            State::Prefilling { .. } | State::PlacingPrefill { .. } if self.emitted.len() == self.base => {
+                self.early_finish = Some((reason, cached_tokens));
+            }
+            _ => {
+                self.decode_open = false;
+                self.note_cached(cached_tokens);
+                self.finish(reason, out);
+            }
+        }
+    }
+
+    fn on_decode_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        if !self.decode_open {
+            return;
+        }
+        self.decode_open = false;
+        self.recover(Leg::Decode, failure, out);
+    }
+
+    fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        self.prefill_open = false;
+        let (State::Prefilling { decode, prefill } | State::Transferring { decode, prefill }) = self.state else {
+            return;
+        };
+        if !self.early.is_empty() || self.early_finish.is_some() {
+            // Decode went on from a token nobody can tell us any more: its stream is of no use.
+            return self.recover(Leg::Prefill, failure, out);
+        }
+        if !self.spend_attempt(Leg::Prefill, failure, Some(prefill), out) {
+            return;
+        }
+        if self.last_attempt() {
+            return self.open_local(decode, out);
+        }
+        self.state = State::PlacingPrefill { decode };
+        out.push(Action::Place { decode: Some(decode), split: true });
+    }
+
+    fn on_verify_failed(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        match self.state {
+            State::Reserving { decode, prefill }
+            | State::Prefilling { decode, prefill }
+            | State::Transferring { decode, prefill }
+            | State::Decoding { decode, prefill: Some(prefill) } => {
+                if !self.spend_verification(failure, out) {
+                    return;
+                }
+                if self.recompute() {
+                    return self.open_local(decode, out);
+                }
+                self.open_decode(decode, false, out);
+                self.state = State::Reserving { decode, prefill };
+            }
+            _ => self.on_decode_lost(failure, out),
+        }
+    }
+
+    // What inputs have in common.
+
+    /// True for a decode token that follows the one the prefill stream still owes.
+    fn is_early(&self, token: &TokenOut) -> bool {
+        self.emitted.len() == self.base && token.index as usize == self.base + 1 + self.early.len()
+    }
+
+    /// Gives the token to the client if it is the next one, drops it if it is a duplicate. False when it was neither
+    /// and a recovery began (or the request ended).
+    fn accept(&mut self, token: TokenOut, out: &mut Vec<Action>) -> bool {
+        let (index, next) = (token.index as usize, self.emitted.len());
+        if index < next {
+            if self.emitted[index] != token.id {
+                // The worker continues another answer than the client has (I1 broken): resume from the client's.
+                let differs = format!("token {index} is {}, but the client has {}", token.id, self.emitted[index]);
+                self.restart(Failure::new(ErrorKind::DataLoss, differs), out);
+                return false;
+            }
+            return true;
+        }
+        if index > next {
+            self.restart(Failure::new(ErrorKind::Internal, format!("token {index} came, but {next} is next")), out);
+            return false;
+        }
+        if next >= self.limits.max_tokens as usize {
+            self.finish(FinishReason::Length, out);
+            return false;
+        }
+        self.emitted.push(token.id);
+        out.push(Action::Emit(token));
+        true
+    }
+
+    fn flush_early(&mut self, out: &mut Vec<Action>) {
+        while let Some(token) = self.early.pop_front() {
+            self.on_token(token, out);
+        }
+        if let Some((reason, cached_tokens)) = self.early_finish.take() {
+            self.on_finished(reason, cached_tokens, out);
+        }
+    }
+
+    /// The answer's end, if the tokens emitted say so by themselves.
+    fn natural_end(&self) -> Option<FinishReason> {
+        let last = self.emitted.last()?;
+        if self.limits.stop_token_ids.contains(last) {
+            return Some(FinishReason::Stop);
+        }
+        (self.emitted.len() >= self.limits.max_tokens as usize).then_some(FinishReason::Length)
+    }
+
+    /// Only reuse before the first token is the prompt's; later attempts replay the answer.
+    fn note_cached(&mut self, tokens: u32) {
+        if self.attempt == 0 {
+            self.cached_tokens = self.cached_tokens.max(tokens);
+        }
+    }
+
+    fn place(&mut self, out: &mut Vec<Action>) {
+        self.state = State::Placing;
+        out.push(Action::Place { decode: None, split: !self.recompute() });
+    }
+
+    /// True when KV from elsewhere is not to be tried again.
+    fn recompute(&self) -> bool {
+        self.verify_failures >= MAX_VERIFY_FAILURES || (self.attempt > 0 && self.last_attempt())
+    }
+
+    fn last_attempt(&self) -> bool {
+        self.attempt + 1 >= self.limits.max_attempts
+    }
+
+    fn open_decode(&mut self, worker: WorkerId, local: bool, out: &mut Vec<Action>) {
+        self.close(out);
+        self.base = self.emitted.len();
+        self.decode_open = true;
+        out.push(Action::OpenDecode { worker, local });
+    }
+
+    fn open_local(&mut self, decode: WorkerId, out: &mut Vec<Action>) {
+        self.open_decode(decode, true, out);
+        self.state = State::Decoding { decode, prefill: None };
+    }
+
+    fn run_prefill(&mut self, decode: WorkerId, prefill: WorkerId, out: &mut Vec<Action>) {
+        self.prefill_open = true;
+        self.state = State::Prefilling { decode, prefill };
+        out.push(Action::RunPrefill { worker: prefill });
+    }
+
+    /// Same reservation holder, new epoch: run prefill again, or compute where the KV is needed.
+    fn transfer_again(&mut self, decode: WorkerId, prefill: WorkerId, failure: Failure, out: &mut Vec<Action>) {
+        if self.emitted.len() > self.base + 1 || !self.early.is_empty() || self.early_finish.is_some() {
+            return self.protocol_error("a reservation after its tokens", out);
+        }
+        if !self.spend_verification(failure, out) {
+            return;
+        }
+        if self.recompute() {
+            return self.open_local(decode, out);
+        }
+        if std::mem::take(&mut self.prefill_open) {
+            out.push(Action::CancelPrefill);
+        }
+        self.run_prefill(decode, prefill, out);
+    }
+
+    fn protocol_error(&mut self, what: &str, out: &mut Vec<Action>) {
+        self.restart(Failure::new(ErrorKind::Internal, format!("the decode worker sent {what}")), out);
+    }
+
+    /// The decode stream cannot be trusted any further.
+    fn restart(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        self.recover(Leg::Decode, failure, out);
+    }
+
+    /// Starts over at the next index, on other workers if there are.
+    fn recover(&mut self, leg: Leg, failure: Failure, out: &mut Vec<Action>) {
+        if let Some(reason) = self.natural_end() {
+            // Everything the client can get, it has.
+            return self.finish(reason, out);
+        }
+        let culprit = match (leg, self.state) {
+            (Leg::Prefill, State::Prefilling { prefill, .. } | State::Transferring { prefill, .. }) => Some(prefill),
+            (
+                _,
+                State::Reserving { decode, .. }
+                | State::PlacingPrefill { decode }
+                | State::Prefilling { decode, .. }
+                | State::Transferring { decode, .. }
+                | State::Decoding { decode, .. },
+            ) => Some(decode),
+            _ => None,
+        };
+        if self.spend_attempt(leg, failure, culprit, out) {
+            self.close(out);
+            self.place(out);
+        }
+    }
+
+    fn spend_verification(&mut self, failure: Failure, out: &mut Vec<Action>) -> bool {
+        self.verify_failures += 1;
+        // Nobody is avoided: either side may be at fault, and the same pair is tried again first.
+        self.spend_attempt(Leg::Transfer, failure, None, out)
+    }
+
+    /// Counts a failure. False when it was one too many, or of a kind no other worker can help with.
+    fn spend_attempt(&mut self, leg: Leg, failure: Failure, culprit: Option<WorkerId>, out: &mut Vec<Action>) -> bool {
+        use ErrorKind::*;
+        self.attempt += 1;
+        let final_kind = matches!(failure.kind, InvalidArgument | NotFound | TooLarge | DeadlineExceeded);
+        if final_kind || self.attempt >= self.limits.max_attempts {
+            self.fail(failure, out);
+            return false;
+        }
+        self.avoid.extend(culprit);
+        self.last_failure = Some(failure.clone());
+        out.push(Action::Recovering { leg, cause: failure });
+        true
+    }
+
+    /// Drops whatever is open.
+    fn close(&mut self, out: &mut Vec<Action>) {
+        if std::mem::take(&mut self.decode_open) {
+            out.push(Action::CancelDecode);
+        }
+        if std::mem::take(&mut self.prefill_open) {
+            out.push(Action::CancelPrefill);
+        }
+        self.early.clear();
+        self.early_finish = None;
+    }
+
+    fn finish(&mut self, reason: FinishReason, out: &mut Vec<Action>) {
+        self.close(out);
+        self.state = State::Finished;
+        out.push(Action::Finish { reason, cached_tokens: self.cached_tokens });
+    }
+
+    fn fail(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        self.close(out);
+        self.state = State::Failed;
+        out.push(Action::Fail(failure));
+    }
+}

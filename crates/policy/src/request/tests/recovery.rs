@@ -1,0 +1,169 @@
+//! The recoveries that are promised, told as stories.
+
+use super::*;
+
+fn ids(actions: &[Action]) -> Vec<(WorkerId, bool)> {
+    let open = |a: &Action| if let Action::OpenDecode { worker, local } = a { Some((*worker, *local)) } else { None };
+    actions.iter().filter_map(open).collect()
+}
+
+fn prefills(actions: &[Action]) -> Vec<WorkerId> {
+    actions.iter().filter_map(|a| if let Action::RunPrefill { worker } = a { Some(*worker) } else { None }).collect()
+}
+
+#[test]
+fn the_plain_route() {
+    let (machine, actions) = after([
+        split(D1, P1),
+        Input::Reserved { cached_tokens: 16 },
+        Input::FirstToken { token: out(0), finish: None, cached_tokens: 32 },
+        Input::Transferred,
+        token(1),
+        token(2),
+        finished(FinishReason::Length),
+    ]);
+    assert!(machine.ended());
+    assert_eq!(emitted(&actions), [0, 1, 2]);
+    assert_eq!(actions.last(), Some(&Action::Finish { reason: FinishReason::Length, cached_tokens: 32 }));
+}
+
+#[test]
+fn decode_may_be_ahead_of_the_prefill_stream() {
+    // I4: two connections, so token 1 may overtake token 0; the client still sees 0, 1, 2.
+    let (_, actions) = after([split(D1, P1), reserved(), token(1), token(2), finished(FinishReason::Stop), first(0)]);
+    assert_eq!(emitted(&actions), [0, 1, 2]);
+    assert!(matches!(actions.last(), Some(Action::Finish { reason: FinishReason::Stop, .. })));
+}
+
+#[test]
+fn a_lost_prefill_worker_is_replaced_under_the_same_reservation() {
+    let (machine, actions) = after([
+        split(D1, P1),
+        reserved(),
+        Input::PrefillLost(lost(ErrorKind::Unavailable)),
+        split(D1, P2),
+        first(0),
+        Input::Transferred,
+        token(1),
+    ]);
+    assert_eq!(ids(&actions), [(D1, false)]);
+    assert_eq!(prefills(&actions), [P1, P2]);
+    assert_eq!(emitted(&actions), [0, 1]);
+    assert_eq!(machine.avoid(), [P1]);
+}
+
+#[test]
+fn without_another_prefill_worker_decode_computes_the_prompt() {
+    let (_, actions) = after([
+        split(D1, P1),
+        reserved(),
+        first(0),
+        Input::PrefillLost(lost(ErrorKind::Unavailable)),
+        local(D1),
+        token(1),
+    ]);
+    assert_eq!(ids(&actions), [(D1, false), (D1, true)]);
+    assert_eq!(emitted(&actions), [0, 1], "token 0 was out already, so the local run begins at 1");
+}
+
+#[test]
+fn a_lost_decode_worker_is_replaced_at_the_next_index() {
+    let (machine, actions) = after([
+        split(D1, P1),
+        reserved(),
+        first(0),
+        token(1),
+        Input::DecodeLost(lost(ErrorKind::Unavailable)),
+        split(D2, P1),
+        reserved(),
+        first(2),
+        token(3),
+        finished(FinishReason::Stop),
+    ]);
+    assert!(machine.ended());
+    assert_eq!(emitted(&actions), [0, 1, 2, 3]);
+    assert_eq!(machine.avoid(), [D1]);
+}
+
+#[test]
+fn a_decode_worker_lost_after_the_last_token_costs_nothing() {
+    let before = [local(D1)].into_iter().chain((0..8).map(token));
+    let (_, actions) = after(before.chain([Input::DecodeLost(lost(ErrorKind::Unavailable))]));
+    assert_eq!(actions.last(), Some(&Action::Finish { reason: FinishReason::Length, cached_tokens: 0 }));
+    let stop = TokenOut { index: 0, id: STOP, ..TokenOut::default() };
+    let (_, actions) = after([local(D1), Input::Token(stop), Input::DecodeLost(lost(ErrorKind::Unavailable))]);
+    assert_eq!(actions.last(), Some(&Action::Finish { reason: FinishReason::Stop, cached_tokens: 0 }));
+}
+
+#[test]
+fn kv_that_does_not_verify_is_sent_again_then_computed_where_it_is_needed() {
+    // I2
+    let again = [split(D1, P1), reserved(), first(0), verify(), reserved(), first(1), verify()];
+    let (_, actions) = after(again.into_iter().chain([token(2), finished(FinishReason::Stop)]));
+    assert_eq!(ids(&actions), [(D1, false), (D1, false), (D1, true)]);
+    assert_eq!(prefills(&actions), [P1, P1]);
+    assert_eq!(emitted(&actions), [0, 1, 2]);
+}
+
+#[test]
+fn a_new_epoch_on_the_same_stream_runs_prefill_again() {
+    let (_, actions) = after([split(D1, P1), reserved(), first(0), reserved(), first(0), Input::Transferred, token(1)]);
+    assert_eq!(ids(&actions), [(D1, false)]);
+    assert_eq!(prefills(&actions), [P1, P1]);
+    assert_eq!(emitted(&actions), [0, 1]);
+}
+
+#[test]
+fn an_answer_that_ends_with_the_first_token_cancels_decode() {
+    let ends = Input::FirstToken { token: out(0), finish: Some(FinishReason::Stop), cached_tokens: 0 };
+    let (_, actions) = after([split(D1, P1), reserved(), ends]);
+    let tail = &actions[actions.len() - 4..];
+    assert!(matches!(
+        tail,
+        [
+            Action::Emit(_),
+            Action::CancelDecode,
+            Action::CancelPrefill,
+            Action::Finish { reason: FinishReason::Stop, .. }
+        ]
+    ));
+}
+
+#[test]
+fn attempts_are_bounded() {
+    let die = || Input::DecodeLost(lost(ErrorKind::Unavailable));
+    let (machine, actions) = after([local(D1), die(), local(D2), die(), local(D1), die(), local(D2)]);
+    assert!(machine.ended());
+    assert_eq!(ids(&actions).len(), 3);
+    assert_eq!(actions.last(), Some(&Action::Fail(lost(ErrorKind::Unavailable))));
+}
+
+#[test]
+fn a_full_cluster_is_said_at_once() {
+    let full = Input::DecodeLost(lost(ErrorKind::ResourceExhausted));
+    let nobody = Input::NotPlaced(lost(ErrorKind::Unavailable));
+    let (_, actions) = after([local(D1), full, nobody]);
+    assert_eq!(actions.last(), Some(&Action::Fail(lost(ErrorKind::ResourceExhausted))));
+}
+
+#[test]
+fn waiting_for_a_worker_is_bounded() {
+    let mut inputs = vec![local(D1), token(0), Input::DecodeLost(lost(ErrorKind::Unavailable))];
+    for _ in 0..10 {
+        inputs.push(Input::NotPlaced(lost(ErrorKind::Unavailable)));
+        inputs.push(Input::BackoffOver);
+    }
+    let (machine, actions) = after(inputs);
+    assert!(machine.ended());
+    let waits = actions.iter().filter_map(|a| if let Action::Backoff(d) = a { Some(d.as_millis()) } else { None });
+    assert_eq!(waits.sum::<u128>(), 1550, "I5: within 2 s");
+}
+
+#[test]
+fn a_worker_that_answers_something_else_is_left() {
+    // I1, I4: the client has token 0; a continuation of another token 0 is not an answer to it.
+    let stray = Input::Token(TokenOut { index: 0, id: 5, ..TokenOut::default() });
+    let (machine, actions) = after([local(D1), token(0), stray, local(D2), token(1)]);
+    assert_eq!(emitted(&actions), [0, 1]);
+    assert_eq!(machine.avoid(), [D1]);
+}
