@@ -1,1 +1,36 @@
-//! baton-engine
+//! Continuous batching as a state machine: which tokens of which sequences are computed in the next step.
+//!
+//! Stands between a worker's service, which submits sequences and delivers events, and a [`ModelRunner`], which computes
+//! a batch. One step is
+//!
+//! ```text
+//!   plan(now) ──▶ Step ──▶ with_batch(step, |batch| runner.run(batch, …)) ──▶ apply(step, out) or fail(step, error)
+//! ```
+//!
+//! and everything else ([`Engine::submit`], [`Engine::kv_arrived`], [`Engine::release`], [`Engine::abort`]) may come
+//! between any two of these calls. Deliberately knows no clock (time is an argument), no threads, no I/O, no transport and no
+//! model: the nodes drive it with real time, the simulator drives the very same code with virtual time. It orders work and
+//! never influences a value: what a sequence says is a function of its tokens and parameters only (I1).
+
+mod apply;
+mod batch;
+mod check;
+mod config;
+pub mod conformance;
+mod engine;
+mod error;
+mod event;
+pub mod fake;
+mod plan;
+mod sequence;
+mod step;
+
+pub use batch::{Batch, ModelRunner, Row, Sample};
+pub use config::{EngineConfig, Time};
+pub use engine::{Aborted, Engine};
+pub use error::{EngineError, RunError, SequenceError};
+pub use event::Event;
+pub use sequence::{NewSequence, Start};
+pub use step::{Step, StepRow, completed_blocks};
+
+pub use baton_kv_cache::{BlockCounts, BlockTable};

@@ -1,0 +1,120 @@
+//! A step's batch, and what becomes of the sequences once it is computed or has failed.
+
+use baton_types::TokenOut;
+
+use crate::sequence::Phase;
+use crate::{Batch, Engine, Event, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
+
+impl Engine {
+    /// Lends the step's batch, rows in the order of [`Step::rows`], to `f`: usually a call of the runner.
+    pub fn with_batch<R>(&mut self, step: &Step, f: impl FnOnce(&Batch<'_>) -> R) -> R {
+        let mut rows = recycle(std::mem::take(&mut self.spare_rows));
+        for row in &step.rows {
+            let Some(sequence) = self.sequences.get(&row.seq) else { continue };
+            let (prompt, generated) = sequence.tokens.split_at(sequence.prompt_tokens as usize);
+            let index = sequence.next_index();
+            rows.push(Row {
+                seq: row.seq,
+                tokens: &sequence.tokens[row.start as usize..(row.start + row.len) as usize],
+                start: row.start,
+                tables: sequence.tables(),
+                sample: row.samples.then_some(Sample { params: &sequence.params, index, prompt, generated }),
+            });
+        }
+        let result = f(&Batch { rows: &rows });
+        self.spare_rows = recycle(rows);
+        result
+    }
+
+    /// The step is computed. `out` has the runner's tokens, one per sampling row in row order; they are taken out of it.
+    ///
+    /// When `out` is not what the step asked for, every sequence of the step fails.
+    pub fn apply(&mut self, step: Step, out: &mut Vec<TokenOut>, events: &mut Vec<Event>) {
+        if let Err(error) = self.check_output(&step, out) {
+            out.clear();
+            return self.end_step(step, error, events);
+        }
+        let mut tokens = out.drain(..);
+        for row in &step.rows {
+            let token = if row.samples { tokens.next() } else { None };
+            self.apply_row(row, token, events);
+        }
+        drop(tokens);
+        self.finish_step(step);
+    }
+
+    /// The runner failed: every sequence of the step fails.
+    pub fn fail(&mut self, step: Step, error: RunError, events: &mut Vec<Event>) {
+        self.end_step(step, error.into(), events);
+    }
+
+    fn check_output(&self, step: &Step, out: &[TokenOut]) -> Result<(), SequenceError> {
+        let sampling = || step.rows.iter().filter(|row| row.samples);
+        let rows = sampling().count();
+        if out.len() != rows {
+            return Err(SequenceError::Output { rows, what: format!("{} tokens", out.len()) });
+        }
+        for (row, token) in sampling().zip(out) {
+            let expected = self.sequences.get(&row.seq).map_or(token.index, |s| s.next_index());
+            if token.index != expected {
+                let what = format!("token {} of sequence {} where {expected} was due", token.index, row.seq);
+                return Err(SequenceError::Output { rows, what });
+            }
+        }
+        Ok(())
+    }
+
+    fn apply_row(&mut self, row: &StepRow, token: Option<TokenOut>, events: &mut Vec<Event>) {
+        let seq = row.seq;
+        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        sequence.in_step = false;
+        if let Some(doom) = sequence.doomed {
+            self.remove(seq, doom);
+            return;
+        }
+        sequence.computed += row.len;
+        let Some(token) = token else { return };
+        let request = sequence.request.clone();
+        let finish = sequence.push(&token);
+        if sequence.start == Start::ComputeAndHold {
+            if let Phase::Running(tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
+                sequence.phase = Phase::Held(tables);
+            }
+            self.running.retain(|id| *id != seq);
+            events.push(Event::Prefilled { seq, request, token, finish });
+            return;
+        }
+        events.push(Event::Token { seq, request, token });
+        if let Some(reason) = finish
+            && let Some(gone) = self.remove(seq, crate::sequence::Doom::Free)
+        {
+            events.push(Event::Finished { seq, request: gone.request, reason });
+        }
+    }
+
+    fn end_step(&mut self, step: Step, error: SequenceError, events: &mut Vec<Event>) {
+        for row in &step.rows {
+            let Some(sequence) = self.sequences.get_mut(&row.seq) else { continue };
+            sequence.in_step = false;
+            match sequence.doomed {
+                Some(doom) => drop(self.remove(row.seq, doom)),
+                None => self.end_failed(row.seq, error.clone(), events),
+            }
+        }
+        self.finish_step(step);
+    }
+
+    fn finish_step(&mut self, step: Step) {
+        debug_assert_eq!(step.number, self.steps, "a step of another engine");
+        self.spare_steps = step.rows;
+        self.in_flight = false;
+        debug_assert_eq!(self.check(), Ok(()), "I6");
+    }
+}
+
+/// The same buffer, empty, for rows that borrow something else.
+fn recycle<'b>(mut rows: Vec<Row<'_>>) -> Vec<Row<'b>> {
+    rows.clear();
+    // Collecting a vector's own iterator reuses its memory; of nothing, nothing is copied.
+    rows.into_iter().filter_map(|_| None).collect()
+}

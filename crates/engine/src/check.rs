@@ -1,0 +1,108 @@
+//! I6, from the sequences' side: what they own is exactly what the pools say is owned.
+
+use std::collections::BTreeMap;
+
+use baton_kv_cache::{BlockState, BlockTable};
+use baton_types::SeqId;
+
+use crate::sequence::{Phase, Sequence};
+use crate::{Engine, EngineError};
+
+type Check = Result<(), EngineError>;
+
+fn broken(what: String) -> Check {
+    Err(EngineError::Inconsistent(what))
+}
+
+impl Engine {
+    /// Checks everything that must hold between two calls. Linear in the number of blocks: every step in debug builds, on
+    /// demand otherwise.
+    pub fn check(&self) -> Check {
+        if let Some(defect) = &self.defect {
+            return Err(defect.clone().into());
+        }
+        self.pools.check()?;
+        self.check_lists()?;
+        self.check_owners()?;
+        self.sequences.iter().try_for_each(|(seq, sequence)| self.check_sequence(*seq, sequence))
+    }
+
+    fn check_lists(&self) -> Check {
+        let of = |want: fn(&Phase) -> bool| self.sequences.iter().filter(move |(_, s)| want(&s.phase)).map(|(id, _)| id);
+        if !self.waiting.iter().eq(of(|phase| matches!(phase, Phase::Waiting))) {
+            return broken(format!("the queue {:?} is not the waiting sequences in order", self.waiting));
+        }
+        if !self.running.iter().eq(of(|phase| matches!(phase, Phase::Running(_)))) {
+            return broken(format!("the batch {:?} is not the running sequences in order", self.running));
+        }
+        let receiving = of(|phase| matches!(phase, Phase::Receiving(_))).count();
+        if receiving != self.receiving as usize {
+            return broken(format!("{} sequences counted as receiving, {receiving} are", self.receiving));
+        }
+        if self.running() + self.receiving > self.config.max_running {
+            return broken(format!("{} running, {receiving} receiving: over max_running", self.running.len()));
+        }
+        Ok(())
+    }
+
+    /// Every owned block has its owner's state and as many owners as the pool says, and no block is owned by nobody.
+    fn check_owners(&self) -> Check {
+        let mut owners: BTreeMap<(usize, u32), u32> = BTreeMap::new();
+        let lived = self.sequences.iter().map(|(seq, s)| {
+            let lent = matches!(s.phase, Phase::Receiving(_));
+            (seq, s.tables(), if lent { BlockState::Lent } else { BlockState::Used })
+        });
+        let gone = self.quarantine.iter().map(|(seq, q)| (seq, q.as_slice(), BlockState::Quarantined));
+        for (seq, tables, want) in lived.chain(gone) {
+            for (group, block) in blocks(tables) {
+                let Some(pool) = self.pools.group(group) else { return broken(format!("{seq}: no group {group}")) };
+                let (state, _) = pool.state(block)?;
+                if state != want {
+                    return broken(format!("block {block} of group {group} is {state:?}, its owner {seq} has it {want:?}"));
+                }
+                *owners.entry((group, block.0)).or_default() += 1;
+            }
+        }
+        let counts = self.counts();
+        let owned = counts.used + counts.lent + counts.quarantined;
+        if owned as usize != owners.len() {
+            return broken(format!("{owned} blocks are owned by somebody, {} owners' blocks are known", owners.len()));
+        }
+        for ((group, block), found) in owners {
+            let refs = self.pools.group(group).map_or(Ok((BlockState::Free, 0)), |p| p.state(baton_types::BlockId(block)))?.1;
+            if refs != found {
+                return broken(format!("block {block} of group {group} counts {refs} owners, has {found}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_sequence(&self, seq: SeqId, s: &Sequence) -> Check {
+        for table in s.tables() {
+            let needed = self.pools.blocks_for(table.tokens()) as usize;
+            if table.blocks().len() != needed || table.tokens() < s.computed {
+                let (have, tokens) = (table.blocks().len(), table.tokens());
+                return broken(format!("{seq}: {have} blocks for {tokens} tokens, {} computed", s.computed));
+            }
+        }
+        let progress = match s.phase {
+            Phase::Waiting | Phase::Receiving(_) => s.computed == 0,
+            Phase::Running(_) => s.computed < s.len(),
+            Phase::Held(_) => s.computed + 1 == s.len(),
+        };
+        if !progress {
+            return broken(format!("{seq} is {} with {} of {} tokens computed", s.phase.name(), s.computed, s.len()));
+        }
+        if s.in_step && (!self.in_flight || !matches!(s.phase, Phase::Running(_))) {
+            return broken(format!("{seq} is {} and marked as part of a step", s.phase.name()));
+        }
+        if s.doomed.is_some() && !s.in_step {
+            return broken(format!("{seq} was aborted and is still {}", s.phase.name()));
+        }
+        Ok(())
+    }
+}
+
+fn blocks(tables: &[BlockTable]) -> impl Iterator<Item = (usize, baton_types::BlockId)> {
+    tables.iter().enumerate().flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)))
+}

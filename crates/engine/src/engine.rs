@@ -1,0 +1,254 @@
+//! The engine's state and everything that may happen to it between steps.
+//!
+//! [`crate::plan`] and [`crate::apply`] hold the step itself.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use baton_kv_cache::{BlockCounts, BlockTable, KvError, KvPools, Quarantine};
+use baton_types::{PoolGeometry, SeqId, TokenOut};
+
+use crate::sequence::{Doom, Phase, Sequence};
+use crate::{EngineConfig, EngineError, Event, NewSequence, Row, Start, StepRow, Time};
+
+/// What [`Engine::abort`] left behind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Aborted {
+    /// Nothing: the blocks are free, or are as soon as the step in progress ends.
+    Freed,
+    /// Blocks in quarantine until [`Engine::clear_quarantine`].
+    Quarantined,
+}
+
+/// Continuous batching over one KV pool. See the crate's documentation for the order of calls.
+///
+/// Sequences are served in the order of their submission: the queue is first come first served without bypass, older
+/// sequences take blocks from younger ones and never the other way round, so each of them ends.
+#[derive(Debug)]
+pub struct Engine {
+    pub(crate) config: EngineConfig,
+    pub(crate) pools: KvPools,
+    pub(crate) sequences: BTreeMap<SeqId, Sequence>,
+    /// Ids in [`Phase::Waiting`], ascending, so oldest first.
+    pub(crate) waiting: VecDeque<SeqId>,
+    /// Ids in [`Phase::Running`], ascending, so oldest first.
+    pub(crate) running: Vec<SeqId>,
+    /// Sequences in [`Phase::Receiving`].
+    pub(crate) receiving: u32,
+    /// Blocks of sequences that are gone.
+    pub(crate) quarantine: BTreeMap<SeqId, Quarantine>,
+    /// No deadline lies before this, so most plans need not look at them.
+    pub(crate) earliest_deadline: Option<Time>,
+    pub(crate) next_seq: u64,
+    pub(crate) steps: u64,
+    /// A step is planned and neither applied nor failed.
+    pub(crate) in_flight: bool,
+    pub(crate) preemptions: u64,
+    /// The first block operation that failed though it cannot; reported by [`Engine::check`].
+    pub(crate) defect: Option<KvError>,
+    /// Buffers kept from step to step.
+    pub(crate) spare_steps: Vec<StepRow>,
+    pub(crate) spare_rows: Vec<Row<'static>>,
+}
+
+impl Engine {
+    /// An idle engine whose pool has the blocks of `geometry`.
+    pub fn new(config: EngineConfig, geometry: &PoolGeometry) -> Result<Engine, EngineError> {
+        config.validate()?;
+        Ok(Engine {
+            config,
+            pools: KvPools::new(geometry)?,
+            sequences: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            receiving: 0,
+            quarantine: BTreeMap::new(),
+            earliest_deadline: None,
+            next_seq: 0,
+            steps: 0,
+            in_flight: false,
+            preemptions: 0,
+            defect: None,
+            spare_steps: Vec::new(),
+            spare_rows: Vec::new(),
+        })
+    }
+
+    /// Queues a sequence; [`Engine::plan`] starts it, or lends its blocks and says [`Event::Reserved`].
+    ///
+    /// Refuses at once what can never fit, and anything when the queue is full (I5).
+    pub fn submit(&mut self, new: NewSequence) -> Result<SeqId, EngineError> {
+        new.validate(self.config.context_tokens, self.pools.capacity_tokens())?;
+        let (waiting, free) = (self.waiting(), self.config.max_running.saturating_sub(self.running() + self.receiving));
+        if waiting >= self.config.max_waiting.saturating_add(free) {
+            return Err(EngineError::QueueFull { waiting, limit: self.config.max_waiting });
+        }
+        let seq = SeqId(self.next_seq);
+        self.next_seq += 1;
+        if let Some(deadline) = new.deadline {
+            self.earliest_deadline = Some(self.earliest_deadline.map_or(deadline, |known| known.min(deadline)));
+        }
+        self.sequences.insert(seq, Sequence::new(new));
+        self.waiting.push_back(seq);
+        Ok(seq)
+    }
+
+    /// The sequence's block tables, one per layer group; empty while it waits, `None` when it is not here.
+    pub fn tables(&self, seq: SeqId) -> Option<&[BlockTable]> {
+        self.sequences.get(&seq).map(Sequence::tables)
+    }
+
+    /// A [`Start::Receive`] sequence's KV is complete and verified (I2), and the peer's access to it is over (I3).
+    ///
+    /// `first` is the token the prefill side sampled. The client has it already, so there is no [`Event::Token`] for it;
+    /// the sequence goes on with the next one, or ends with [`Event::Finished`] when `first` ends the answer.
+    pub fn kv_arrived(&mut self, seq: SeqId, first: &TokenOut, events: &mut Vec<Event>) -> Result<(), EngineError> {
+        let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
+        let (index, expected) = (first.index, sequence.next_index());
+        match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
+            Phase::Receiving(lease) if index == expected => sequence.phase = Phase::Running(self.pools.accept(lease)?),
+            other => {
+                let lent = matches!(other, Phase::Receiving(_));
+                let state = other.name();
+                sequence.phase = other;
+                return Err(if lent {
+                    EngineError::FirstToken { seq, index, expected }
+                } else {
+                    EngineError::WrongState { seq, operation: "take KV for", state }
+                });
+            }
+        }
+        // From here on it is like any other: when its blocks are taken from it, it is computed again here.
+        sequence.start = Start::Compute;
+        sequence.computed = sequence.len();
+        let finish = sequence.push(first);
+        self.receiving -= 1;
+        let at = self.running.partition_point(|id| *id < seq);
+        self.running.insert(at, seq);
+        if let Some(reason) = finish
+            && let Some(gone) = self.remove(seq, Doom::Free)
+        {
+            events.push(Event::Finished { seq, request: gone.request, reason });
+        }
+        Ok(())
+    }
+
+    /// The transfer of a [`Start::ComputeAndHold`] sequence no longer reads its blocks: frees them.
+    pub fn release(&mut self, seq: SeqId) -> Result<(), EngineError> {
+        let sequence = self.sequences.get(&seq).ok_or(EngineError::UnknownSequence(seq))?;
+        if !matches!(sequence.phase, Phase::Held(_)) {
+            return Err(EngineError::WrongState { seq, operation: "release", state: sequence.phase.name() });
+        }
+        self.remove(seq, Doom::Free);
+        Ok(())
+    }
+
+    /// Ends a sequence in any state, without an event.
+    ///
+    /// `quarantine`: a peer may still write to its lent blocks, or a transfer read its held ones (I3); they go to nobody
+    /// until [`Engine::clear_quarantine`]. Blocks only this engine touches are freed either way. A sequence that the
+    /// step in progress computes ends with that step, silently.
+    pub fn abort(&mut self, seq: SeqId, quarantine: bool) -> Result<Aborted, EngineError> {
+        let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
+        if sequence.doomed.is_some() {
+            return Err(EngineError::UnknownSequence(seq));
+        }
+        let (doom, aborted) = if quarantine && sequence.exposed() {
+            (Doom::Quarantine, Aborted::Quarantined)
+        } else {
+            (Doom::Free, Aborted::Freed)
+        };
+        if sequence.in_step {
+            sequence.doomed = Some(doom);
+        } else {
+            self.remove(seq, doom);
+        }
+        Ok(aborted)
+    }
+
+    /// Nobody can reach the blocks any more that an abort or a failure of `seq` left in quarantine: frees them.
+    pub fn clear_quarantine(&mut self, seq: SeqId) -> Result<(), EngineError> {
+        if let Some(quarantine) = self.quarantine.remove(&seq) {
+            return Ok(self.pools.clear_quarantine(quarantine)?);
+        }
+        match self.sequences.get_mut(&seq) {
+            Some(Sequence { doomed: Some(doom), .. }) => *doom = Doom::Free,
+            Some(other) => {
+                let state = other.phase.name();
+                return Err(EngineError::WrongState { seq, operation: "clear the quarantine of", state });
+            }
+            None => return Err(EngineError::UnknownSequence(seq)),
+        }
+        Ok(())
+    }
+
+    /// Blocks by state, over all layer groups.
+    pub fn counts(&self) -> BlockCounts {
+        self.pools.counts()
+    }
+
+    /// Tokens of a block.
+    pub fn block_size(&self) -> u32 {
+        self.pools.block_size()
+    }
+
+    /// Sequences in the batch.
+    pub fn running(&self) -> u32 {
+        self.running.len() as u32
+    }
+
+    /// Sequences in the queue.
+    pub fn waiting(&self) -> u32 {
+        self.waiting.len() as u32
+    }
+
+    /// Sequences whose blocks are lent to a peer.
+    pub fn receiving(&self) -> u32 {
+        self.receiving
+    }
+
+    /// Sequences that are computed and held for a transfer.
+    pub fn held(&self) -> u32 {
+        self.sequences.len() as u32 - self.running() - self.waiting() - self.receiving
+    }
+
+    /// Steps planned so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Times a sequence's blocks were taken for an older one.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
+    /// No sequence is here and no block is owned: what a drained worker must reach (I6).
+    pub fn idle(&self) -> bool {
+        self.sequences.is_empty() && self.counts().idle()
+    }
+
+    /// Takes a sequence out of whatever it is in and disposes of its blocks.
+    pub(crate) fn remove(&mut self, seq: SeqId, doom: Doom) -> Option<Sequence> {
+        let mut sequence = self.sequences.remove(&seq)?;
+        let fence = doom == Doom::Quarantine && sequence.exposed();
+        let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
+            Phase::Waiting => {
+                self.waiting.retain(|id| *id != seq);
+                Ok(None)
+            }
+            Phase::Receiving(lease) => {
+                self.receiving -= 1;
+                if fence { self.pools.quarantine(lease).map(Some) } else { self.pools.reclaim(lease).map(|()| None) }
+            }
+            Phase::Running(tables) | Phase::Held(tables) => {
+                self.running.retain(|id| *id != seq);
+                if fence { self.pools.quarantine_used(tables).map(Some) } else { self.pools.free(tables).map(|()| None) }
+            }
+        };
+        match disposed {
+            Ok(Some(quarantine)) => drop(self.quarantine.insert(seq, quarantine)),
+            Ok(None) => {}
+            Err(error) => drop(self.defect.get_or_insert(error)),
+        }
+        Some(sequence)
+    }
+}

@@ -1,0 +1,160 @@
+//! What the engine refuses, and why a sequence can fail.
+
+use baton_kv_cache::KvError;
+use baton_types::{BatonError, ErrorKind, SamplingError, SeqId};
+
+/// Errors of this crate's calls. The engine is unchanged after each of them.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A limit that cannot work.
+    #[error("engine configuration: {field} is {value}; it must be {must}")]
+    Config {
+        /// Which field.
+        field: &'static str,
+        /// Its value.
+        value: u32,
+        /// What is allowed.
+        must: String,
+    },
+    /// `prompt_tokens` does not fit `tokens`.
+    #[error("prompt_tokens is {prompt}; it must be between 1 and the {tokens} tokens given")]
+    PromptTokens {
+        /// What was said.
+        prompt: u32,
+        /// Tokens given.
+        tokens: usize,
+    },
+    /// A sampling field out of range.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// Longer than the model's context, now or at its end.
+    #[error(
+        "prompt of {prompt} tokens and max_tokens {max_tokens} need {}, more than the context of {context} tokens; \
+         shorten the prompt or lower max_tokens", u64::from(*prompt) + u64::from(*max_tokens)
+    )]
+    ExceedsContext {
+        /// Tokens of the prompt.
+        prompt: u32,
+        /// Tokens the answer may have.
+        max_tokens: u32,
+        /// The limit on both together.
+        context: u32,
+    },
+    /// Longer than the whole KV pool, now or at its end.
+    #[error(
+        "the request needs KV for {needed} tokens, the worker's pool holds {capacity}; \
+         shorten the prompt, lower max_tokens or give the worker more KV blocks"
+    )]
+    ExceedsPool {
+        /// Tokens whose KV is needed at once.
+        needed: u64,
+        /// What one sequence can have at most.
+        capacity: u64,
+    },
+    /// A resumed answer that is over already.
+    #[error("the answer is complete: {generated} tokens were generated, {why}")]
+    AlreadyComplete {
+        /// Tokens of the answer given.
+        generated: u32,
+        /// What ended it.
+        why: &'static str,
+    },
+    /// The queue is full (I5).
+    #[error("the queue is full: {waiting} sequences wait, the limit is {limit}; try again later")]
+    QueueFull {
+        /// Sequences that wait.
+        waiting: u32,
+        /// The limit.
+        limit: u32,
+    },
+    /// No such sequence: it ended, or was never here.
+    #[error("sequence {0} is not here: it has ended or was never submitted")]
+    UnknownSequence(SeqId),
+    /// The sequence is in another state.
+    #[error("cannot {operation} sequence {seq}: it is {state}")]
+    WrongState {
+        /// The sequence.
+        seq: SeqId,
+        /// What was asked.
+        operation: &'static str,
+        /// What it is doing.
+        state: &'static str,
+    },
+    /// The first token from the prefill side is not the next one of the answer (I4).
+    #[error("first token of sequence {seq} has index {index}; the next token of its answer is {expected}")]
+    FirstToken {
+        /// The sequence.
+        seq: SeqId,
+        /// The index that came.
+        index: u32,
+        /// The index that was due.
+        expected: u32,
+    },
+    /// Block accounting failed.
+    #[error(transparent)]
+    Kv(#[from] KvError),
+    /// I6 broken: what sequences own and what the pool says differ.
+    #[error("engine state is inconsistent: {0}")]
+    Inconsistent(String),
+}
+
+impl BatonError for EngineError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            EngineError::Config { .. }
+            | EngineError::PromptTokens { .. }
+            | EngineError::ExceedsContext { .. }
+            | EngineError::ExceedsPool { .. }
+            | EngineError::AlreadyComplete { .. } => ErrorKind::InvalidArgument,
+            EngineError::Sampling(error) => error.kind(),
+            EngineError::QueueFull { .. } => ErrorKind::ResourceExhausted,
+            EngineError::UnknownSequence(_) => ErrorKind::NotFound,
+            EngineError::FirstToken { .. } => ErrorKind::DataLoss,
+            EngineError::Kv(error) => error.kind(),
+            EngineError::WrongState { .. } | EngineError::Inconsistent(_) => ErrorKind::Internal,
+        }
+    }
+}
+
+/// A model could not compute a batch.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("model step failed: {0}")]
+pub struct RunError(pub String);
+
+impl BatonError for RunError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::Internal
+    }
+}
+
+/// Why one sequence failed.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum SequenceError {
+    /// Its deadline passed.
+    #[error("the request's deadline passed while it was {state}")]
+    Deadline {
+        /// What it was doing.
+        state: &'static str,
+    },
+    /// The model failed on a batch it was part of.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// The model broke its contract.
+    #[error("model output of a step with {rows} sampling rows is wrong: {what}")]
+    Output {
+        /// Rows that sampled.
+        rows: usize,
+        /// The breach.
+        what: String,
+    },
+}
+
+impl BatonError for SequenceError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            SequenceError::Deadline { .. } => ErrorKind::DeadlineExceeded,
+            SequenceError::Run(error) => error.kind(),
+            SequenceError::Output { .. } => ErrorKind::Internal,
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! What the engine tells its driver.
+
+use baton_types::{FinishReason, RequestId, SeqId, TokenOut};
+
+use crate::SequenceError;
+
+/// One thing that happened to one sequence, in the order it happened.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Event {
+    /// [`crate::Start::Receive`]: its blocks are lent; a peer may be told where to write. See [`crate::Engine::tables`].
+    Reserved {
+        /// The sequence.
+        seq: SeqId,
+        /// Its request.
+        request: RequestId,
+    },
+    /// A token of the answer, the stop token id that ends one included.
+    Token {
+        /// The sequence.
+        seq: SeqId,
+        /// Its request.
+        request: RequestId,
+        /// The token, numbered without gaps (I4).
+        token: TokenOut,
+    },
+    /// [`crate::Start::ComputeAndHold`]: the KV of all its tokens is in its blocks, which stay until
+    /// [`crate::Engine::release`].
+    Prefilled {
+        /// The sequence.
+        seq: SeqId,
+        /// Its request.
+        request: RequestId,
+        /// The next token of the answer.
+        token: TokenOut,
+        /// Set when that token ends the answer: nobody needs the KV.
+        finish: Option<FinishReason>,
+    },
+    /// The answer is complete; the sequence and its blocks are gone.
+    Finished {
+        /// The sequence.
+        seq: SeqId,
+        /// Its request.
+        request: RequestId,
+        /// What ended it.
+        reason: FinishReason,
+    },
+    /// The sequence is gone.
+    Failed {
+        /// The sequence.
+        seq: SeqId,
+        /// Its request.
+        request: RequestId,
+        /// Why.
+        error: SequenceError,
+        /// True: a peer or a transfer may still reach its blocks (I3). Fence it, then call
+        /// [`crate::Engine::clear_quarantine`]; until then nobody gets them.
+        quarantined: bool,
+    },
+}
+
+impl Event {
+    /// The sequence it is about.
+    pub fn seq(&self) -> SeqId {
+        match self {
+            Event::Reserved { seq, .. }
+            | Event::Token { seq, .. }
+            | Event::Prefilled { seq, .. }
+            | Event::Finished { seq, .. }
+            | Event::Failed { seq, .. } => *seq,
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! One sequence: its tokens, how far they are computed, and what it owns.
+
+use baton_kv_cache::{BlockTable, Lease, Tables};
+use baton_types::{FinishReason, RequestId, SamplingParams, TokenOut};
+
+use crate::{EngineError, Time};
+
+/// How a sequence's KV comes to be here, and what happens then.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Start {
+    /// Compute all tokens here and go on generating.
+    Compute,
+    /// The prefill role: compute all tokens, sample one, keep the blocks until [`crate::Engine::release`].
+    ComputeAndHold,
+    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`].
+    Receive,
+}
+
+/// A request as the engine takes it.
+#[derive(Clone, PartialEq, Debug)]
+pub struct NewSequence {
+    /// The client's request, repeated in every event.
+    pub request: RequestId,
+    /// The prompt, then the answer so far when the request is resumed.
+    pub tokens: Vec<u32>,
+    /// How many of `tokens` are the prompt, at least 1.
+    pub prompt_tokens: u32,
+    /// How to sample and when to stop.
+    pub params: SamplingParams,
+    /// Where its KV comes from.
+    pub start: Start,
+    /// When it fails if it has not ended.
+    pub deadline: Option<Time>,
+}
+
+/// What a sequence is doing, with what it owns.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    /// In the queue; owns nothing.
+    Waiting,
+    /// Its blocks are lent to a peer.
+    Receiving(Lease),
+    /// In the running set.
+    Running(Tables),
+    /// Computed; its blocks are read by a transfer.
+    Held(Tables),
+}
+
+impl Phase {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Phase::Waiting => "waiting",
+            Phase::Receiving(_) => "waiting for KV",
+            Phase::Running(_) => "running",
+            Phase::Held(_) => "held for a transfer",
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub request: RequestId,
+    /// Prompt and answer so far; never shortened, never changed (I1).
+    pub tokens: Vec<u32>,
+    pub prompt_tokens: u32,
+    pub params: SamplingParams,
+    pub start: Start,
+    pub deadline: Option<Time>,
+    pub phase: Phase,
+    /// Leading tokens whose KV is in its blocks.
+    pub computed: u32,
+    /// A row of the step in flight is its.
+    pub in_step: bool,
+    /// Aborted while a step computes it: ends with the step.
+    pub doomed: Option<Doom>,
+}
+
+/// What becomes of the blocks of a sequence that ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Doom {
+    Free,
+    Quarantine,
+}
+
+impl Sequence {
+    pub fn new(new: NewSequence) -> Self {
+        let NewSequence { request, tokens, prompt_tokens, params, start, deadline } = new;
+        let (phase, computed, in_step, doomed) = (Phase::Waiting, 0, false, None);
+        Sequence { request, tokens, prompt_tokens, params, start, deadline, phase, computed, in_step, doomed }
+    }
+
+    pub fn len(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    /// Tokens still to compute before the next one can be sampled; 1 for a sequence that decodes.
+    pub fn remaining(&self) -> u32 {
+        self.len() - self.computed
+    }
+
+    /// Number of the next token of the answer (I4).
+    pub fn next_index(&self) -> u32 {
+        self.len() - self.prompt_tokens
+    }
+
+    pub fn tables(&self) -> &[BlockTable] {
+        match &self.phase {
+            Phase::Waiting => &[],
+            Phase::Receiving(lease) => lease.as_slice(),
+            Phase::Running(tables) | Phase::Held(tables) => tables.as_slice(),
+        }
+    }
+
+    /// Whether a peer or a transfer may be at its blocks, so that taking them back needs a fence (I3).
+    pub fn exposed(&self) -> bool {
+        match self.phase {
+            Phase::Waiting => false,
+            Phase::Receiving(_) | Phase::Held(_) => true,
+            Phase::Running(_) => self.start == Start::ComputeAndHold,
+        }
+    }
+
+    /// Whether its blocks can be taken and computed again later.
+    pub fn preemptible(&self) -> bool {
+        matches!(self.phase, Phase::Running(_)) && self.start != Start::ComputeAndHold
+    }
+
+    /// Appends the next token and says whether it ends the answer.
+    pub fn push(&mut self, token: &TokenOut) -> Option<FinishReason> {
+        self.tokens.push(token.id);
+        if self.params.stop_token_ids.contains(&token.id) {
+            return Some(FinishReason::Stop);
+        }
+        (self.next_index() >= self.params.max_tokens).then_some(FinishReason::Length)
+    }
+}
+
+impl NewSequence {
+    /// The most tokens whose KV it ever needs at once. The last token of an answer is never computed.
+    fn kv_tokens(&self) -> u64 {
+        match self.start {
+            Start::ComputeAndHold => self.tokens.len() as u64,
+            _ => (u64::from(self.prompt_tokens) + u64::from(self.params.max_tokens) - 1).max(self.tokens.len() as u64),
+        }
+    }
+
+    /// Refuses what can never run, however long it waits.
+    pub(crate) fn validate(&self, context: u32, capacity: u64) -> Result<(), EngineError> {
+        let (prompt, max_tokens) = (self.prompt_tokens, self.params.max_tokens);
+        if prompt == 0 || prompt as usize > self.tokens.len() {
+            return Err(EngineError::PromptTokens { prompt, tokens: self.tokens.len() });
+        }
+        self.params.validate()?;
+        if u64::from(prompt) + u64::from(max_tokens) > u64::from(context) {
+            return Err(EngineError::ExceedsContext { prompt, max_tokens, context });
+        }
+        let generated = self.tokens.len() - prompt as usize;
+        let complete = |why| Err(EngineError::AlreadyComplete { generated: generated as u32, why });
+        if generated >= max_tokens as usize {
+            return complete("as many as max_tokens allows");
+        }
+        let last = self.tokens[prompt as usize..].last();
+        if last.is_some_and(|id| self.params.stop_token_ids.contains(id)) {
+            return complete("the last of them one of stop_token_ids");
+        }
+        let needed = self.kv_tokens();
+        if needed > capacity {
+            return Err(EngineError::ExceedsPool { needed, capacity });
+        }
+        Ok(())
+    }
+}
