@@ -1,1 +1,42 @@
-//! baton-kernels
+//! Compute kernels: the trait [`Backend`] and its CPU implementation.
+//!
+//! Below `model`, which composes the operations into a decoder. Knows tensors, the KV pool and threads; knows nothing of
+//! requests, schedulers, files or sockets.
+
+mod backend;
+pub mod conformance;
+mod cpu;
+mod pool;
+
+pub use backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource};
+use baton_types::{BatonError, ErrorKind};
+pub use cpu::{CpuBackend, CpuOptions, CpuWeight, Isa};
+pub use pool::HostPool;
+
+/// What can go wrong while weights and pools are set up. Steps themselves do not fail.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    /// A weight matrix of the wrong size or type.
+    #[error("tensor {name}: {why}")]
+    Weight {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// A pool the kernels cannot use.
+    #[error("KV pool: {0}")]
+    Pool(String),
+    /// Threads could not be started.
+    #[error("cannot start kernel threads: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+impl BatonError for KernelError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            KernelError::Weight { .. } | KernelError::Pool(_) => ErrorKind::InvalidArgument,
+            KernelError::Threads(_) => ErrorKind::Internal,
+        }
+    }
+}

@@ -7,9 +7,11 @@ mod error;
 mod ids;
 mod layout;
 mod sampling;
+mod weight;
 
 pub use digest::{digest_block, hash_bytes};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, RequestId, SeqId, WorkerId};
 pub use layout::{KvDtype, KvGroup, KvLayout, LayoutMismatch, PROTOCOL_VERSION, PoolGeometry};
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
+pub use weight::WeightDtype;

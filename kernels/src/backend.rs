@@ -1,0 +1,215 @@
+//! The trait [`Backend`]: the operations a decoder step is made of, over preallocated device buffers.
+//!
+//! Nothing allocates inside a step. Activations are f32, row-major `[tokens, width]`. K and V are read only from the
+//! pool, so that everyone sees the same rounded values (I1). Widths are multiples of 8.
+
+use baton_types::{BlockId, WeightDtype};
+
+use crate::KernelError;
+
+/// A weight matrix as a file stores it: `rows` outputs of `cols` inputs each.
+#[derive(Clone, Copy)]
+pub struct WeightSource<'a> {
+    /// For errors.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: WeightDtype,
+    /// Outputs.
+    pub rows: usize,
+    /// Inputs.
+    pub cols: usize,
+    /// The stored bytes, row by row.
+    pub data: &'a [u8],
+    /// Which stored row becomes row `i`; None: itself.
+    pub row_order: Option<&'a dyn Fn(usize) -> usize>,
+}
+
+impl WeightSource<'_> {
+    /// Bytes of a row, after checking that the data has the size its shape says.
+    pub fn row_bytes(&self) -> Result<usize, KernelError> {
+        let bad = |why: String| KernelError::Weight { name: self.name.to_owned(), why };
+        let row_bytes = self.dtype.row_bytes(self.cols).ok_or_else(|| {
+            bad(format!("rows of {} are not whole blocks of {}", self.cols, self.dtype.block_elements()))
+        })?;
+        let want = row_bytes * self.rows;
+        if self.data.len() != want {
+            return Err(bad(format!(
+                "{} bytes, a {:?} matrix of {} x {} has {want}",
+                self.data.len(),
+                self.dtype,
+                self.rows,
+                self.cols
+            )));
+        }
+        Ok(row_bytes)
+    }
+}
+
+/// Tokens of one sequence in a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// First row of the batch's buffers.
+    pub row: usize,
+    /// Rows, at least 1.
+    pub len: usize,
+    /// Position of the first row in its sequence.
+    pub start: usize,
+    /// First entry of its block table in [`Ragged::blocks`].
+    pub table: usize,
+}
+
+/// Rows of a span that one attention task takes.
+pub const TILE_ROWS: usize = 16;
+
+/// The ragged batch of one layer group: which rows belong to which sequence, and where its KV lies. Reused every step.
+#[derive(Default, Debug)]
+pub struct Ragged {
+    spans: Vec<Span>,
+    blocks: Vec<BlockId>,
+    /// (span, first row inside it) of every tile.
+    tiles: Vec<(usize, usize)>,
+    rows: usize,
+}
+
+impl Ragged {
+    /// With room for a batch of that many rows and table entries.
+    pub fn with_capacity(rows: usize, blocks: usize) -> Self {
+        Ragged {
+            spans: Vec::with_capacity(rows),
+            blocks: Vec::with_capacity(blocks),
+            tiles: Vec::with_capacity(rows),
+            rows: 0,
+        }
+    }
+
+    /// Empties it, keeping its memory.
+    pub fn clear(&mut self) {
+        self.spans.clear();
+        self.blocks.clear();
+        self.tiles.clear();
+        self.rows = 0;
+    }
+
+    /// Adds the next `len` rows: positions `start..start + len` of a sequence with this block table.
+    pub fn push(&mut self, start: usize, len: usize, table: &[BlockId]) {
+        let span = self.spans.len();
+        self.tiles.extend((0..len).step_by(TILE_ROWS).map(|first| (span, first)));
+        self.spans.push(Span { row: self.rows, len, start, table: self.blocks.len() });
+        self.blocks.extend_from_slice(table);
+        self.rows += len;
+    }
+
+    /// Sequences of the batch.
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+
+    /// Block tables, one after the other.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Attention tiles.
+    pub fn tiles(&self) -> &[(usize, usize)] {
+        &self.tiles
+    }
+
+    /// Rows of the batch.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// What a layer's attention looks like.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct AttentionShape {
+    /// Layer group in the pool's layout.
+    pub group: usize,
+    /// Layer inside the group.
+    pub layer: usize,
+    /// Query heads; a multiple of the group's KV heads.
+    pub heads: usize,
+    /// Scores are multiplied by this.
+    pub scale: f32,
+}
+
+/// The gate's non-linearity.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gate {
+    /// x · sigmoid(x)
+    Silu,
+    /// GELU, tanh approximation.
+    GeluTanh,
+}
+
+/// Rotary embedding table: cos and sin of `[position, head_dim / 2]`.
+pub struct Rope<B> {
+    /// Cosines.
+    pub cos: B,
+    /// Sines.
+    pub sin: B,
+}
+
+/// RMS norm over rows of a width: `x / sqrt(mean(x²) + eps) · weight`.
+pub struct Norm<B> {
+    /// `[width]`
+    pub weight: B,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// A device that runs decoder steps.
+pub trait Backend: Send {
+    /// f32 memory on the device.
+    type Buffer: Send;
+    /// A weight matrix on the device.
+    type Weight: Send;
+
+    /// For logs.
+    fn name(&self) -> String;
+    /// Memory for `elements` f32, zeroed.
+    fn buffer(&self, elements: usize) -> Result<Self::Buffer, KernelError>;
+    /// A buffer holding `values`.
+    fn upload(&self, values: &[f32]) -> Result<Self::Buffer, KernelError>;
+    /// A weight matrix.
+    fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError>;
+    /// Makes room for products of up to `rows` rows with inputs up to `cols` wide.
+    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError>;
+    /// The first `out.len()` elements from `offset` on, to the host.
+    fn read(&mut self, buffer: &Self::Buffer, offset: usize, out: &mut [f32]);
+
+    /// `out[t] = table[ids[t]] · scale`
+    fn embed(&mut self, table: &Self::Weight, ids: &[u32], scale: f32, out: &mut Self::Buffer);
+    /// `out[r] = norm(x[r])` for `rows` rows.
+    fn rms_norm(&mut self, norm: &Norm<Self::Buffer>, x: &Self::Buffer, rows: usize, out: &mut Self::Buffer);
+    /// `x[r] = norm(x[r])` for `rows` rows; heads are rows when their dimensions are normed.
+    fn rms_norm_in_place(&mut self, norm: &Norm<Self::Buffer>, x: &mut Self::Buffer, rows: usize);
+    /// `x += y` over the first `elements`.
+    fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, elements: usize);
+    /// `out[t] = w · x[t] (+ bias)` for `rows` rows.
+    fn matmul(
+        &mut self,
+        w: &Self::Weight,
+        x: &Self::Buffer,
+        rows: usize,
+        bias: Option<&Self::Buffer>,
+        out: &mut Self::Buffer,
+    );
+    /// Rotates q `[rows, heads, head_dim]` in place and k on its way into the pool; stores k and v (`[rows, kv_heads,
+    /// head_dim]`), rounded to the pool's type, at their positions' slots.
+    fn rope_and_store_kv(
+        &mut self,
+        shape: AttentionShape,
+        batch: &Ragged,
+        rope: &Rope<Self::Buffer>,
+        q: &mut Self::Buffer,
+        k: &Self::Buffer,
+        v: &Self::Buffer,
+    );
+    /// Causal attention of every row over its sequence's KV in the pool, within the group's window.
+    fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Self::Buffer, out: &mut Self::Buffer);
+    /// `gate = act(gate) · up` over the first `elements`.
+    fn gate_mul(&mut self, act: Gate, gate: &mut Self::Buffer, up: &Self::Buffer, elements: usize);
+    /// `out[i] = x[rows[i]]`, rows of `width`.
+    fn gather_rows(&mut self, x: &Self::Buffer, width: usize, rows: &[u32], out: &mut Self::Buffer);
+}

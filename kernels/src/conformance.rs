@@ -1,0 +1,315 @@
+//! The suite every [`Backend`] passes: each operation against a plain f64 reference, and the bitwise promises of I1.
+//!
+//! [`run`] panics with the operation and sizes at the first failure.
+
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, WeightDtype};
+use half::f16;
+
+use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+use crate::cpu::element;
+
+/// Makes a backend over a fresh pool of the given shape.
+pub trait Factory {
+    /// The backend.
+    type Backend: Backend;
+    /// Makes one; every slot of its pool should hold garbage that is not a number.
+    fn make(&self, geometry: &PoolGeometry) -> Self::Backend;
+}
+
+/// Deterministic numbers (SplitMix64).
+pub struct Random(pub u64);
+
+impl Random {
+    /// 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    /// Uniform in [-1, 1).
+    pub fn unit(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+    /// A vector of [`Random::unit`].
+    pub fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.unit()).collect()
+    }
+}
+
+/// Every weight type.
+pub const DTYPES: [WeightDtype; 11] = [
+    WeightDtype::F32,
+    WeightDtype::F16,
+    WeightDtype::Bf16,
+    WeightDtype::Q4_0,
+    WeightDtype::Q4_1,
+    WeightDtype::Q5_0,
+    WeightDtype::Q5_1,
+    WeightDtype::Q8_0,
+    WeightDtype::Q4K,
+    WeightDtype::Q5K,
+    WeightDtype::Q6K,
+];
+
+/// Random stored rows of any type, with scales of a sensible size.
+pub fn random_weight(dtype: WeightDtype, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+    let size = rows * cols / dtype.block_elements() * dtype.block_bytes();
+    let mut data: Vec<u8> = (0..size).map(|_| random.bits() as u8).collect();
+    for block in data.chunks_exact_mut(dtype.block_bytes()) {
+        let scale = random.unit() * 0.02 + 0.03;
+        let mut half = |at: usize, x: f32| block[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
+        match dtype {
+            WeightDtype::F32 => block.copy_from_slice(&random.unit().to_le_bytes()),
+            WeightDtype::F16 => half(0, random.unit()),
+            WeightDtype::Bf16 => block.copy_from_slice(&half::bf16::from_f32(random.unit()).to_le_bytes()),
+            WeightDtype::Q4_0 | WeightDtype::Q5_0 | WeightDtype::Q8_0 => half(0, scale),
+            WeightDtype::Q4_1 | WeightDtype::Q5_1 => {
+                half(0, scale);
+                half(2, -scale * 7.0);
+            }
+            WeightDtype::Q4K | WeightDtype::Q5K => {
+                half(0, scale / 32.0);
+                half(2, scale / 8.0);
+            }
+            WeightDtype::Q6K => half(208, scale / 64.0),
+        }
+    }
+    data
+}
+
+fn read<B: Backend>(backend: &mut B, buffer: &B::Buffer, len: usize) -> Vec<f32> {
+    let mut out = vec![0.0; len];
+    backend.read(buffer, 0, &mut out);
+    out
+}
+
+fn close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        assert!((g as f64 - w).abs() <= tolerance * (1.0 + w.abs()), "{what}[{i}]: {g}, reference {w}");
+    }
+}
+
+fn geometry(dtype: KvDtype, kv_heads: u32, head_dim: u32, window: Option<u32>, block_size: u32) -> PoolGeometry {
+    let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads, head_dim, window };
+    let layout = KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size, groups: vec![group] };
+    PoolGeometry::uniform(layout, 24)
+}
+
+/// Runs everything.
+pub fn run<F: Factory>(factory: &F) {
+    matmul(factory);
+    elementwise(factory);
+    for (dtype, tolerance) in [(KvDtype::F32, 2e-6), (KvDtype::F16, 2e-3), (KvDtype::Bf16, 2e-2)] {
+        for (heads, kv_heads, head_dim) in [(4, 4, 8), (6, 2, 64), (5, 1, 72), (9, 3, 24), (4, 1, 256)] {
+            for window in [None, Some(21)] {
+                attention(factory, dtype, tolerance, heads, kv_heads, head_dim, window);
+            }
+        }
+    }
+}
+
+/// Products of every type against f64; rows alone and in any batch give the same bits.
+fn matmul<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F32, 1, 8, None, 16));
+    let mut random = Random(1);
+    for dtype in DTYPES {
+        for (outs, cols) in [(8, 256), (37, 512), (3, 256)] {
+            let data = random_weight(dtype, outs, cols, &mut random);
+            let order = |i: usize| (i * 5 + 1) % outs;
+            let row_order: Option<&dyn Fn(usize) -> usize> = if outs == 37 { Some(&order) } else { None };
+            let source = WeightSource { name: "w", dtype, rows: outs, cols, data: &data, row_order };
+            let weight = backend.weight(&source).expect("weight");
+            let rows = 13;
+            backend.reserve(rows, cols).expect("reserve");
+            let x = random.vector(rows * cols);
+            let bias = random.vector(outs);
+            let (input, bias_buffer) = (backend.upload(&x).expect("x"), backend.upload(&bias).expect("bias"));
+            let mut out = backend.buffer(rows * outs).expect("out");
+            backend.matmul(&weight, &input, rows, Some(&bias_buffer), &mut out);
+            let got = read(&mut backend, &out, rows * outs);
+            let stored = dtype.row_bytes(cols).expect("row bytes");
+            let mut tolerance = vec![0.0f64; outs];
+            let mut want = Vec::new();
+            for t in 0..rows {
+                for o in 0..outs {
+                    let at = row_order.map_or(o, |f| f(o));
+                    let row = &data[at * stored..][..stored];
+                    let (mut sum, mut magnitude) = (bias[o] as f64, 0.0f64);
+                    for k in 0..cols {
+                        let w = element(dtype, row, k) as f64;
+                        sum += w * x[t * cols + k] as f64;
+                        magnitude += w * w;
+                    }
+                    want.push(sum);
+                    // Rounding activations in [-1, 1] to 8 bits: uniform errors below 1/254 that do not conspire.
+                    let step = if dtype.block_elements() > 1 { 6.0 / 254.0 } else { 1e-5 };
+                    tolerance[o] = magnitude.sqrt() * step;
+                }
+            }
+            for (i, (&g, &w)) in got.iter().zip(&want).enumerate() {
+                assert!(
+                    (g as f64 - w).abs() <= tolerance[i % outs] + 1e-5,
+                    "{dtype:?} {outs}x{cols} [{i}]: {g}, reference {w}"
+                );
+            }
+            for (first, count) in [(0, 1), (1, 2), (5, 7), (12, 1)] {
+                let part = backend.upload(&x[first * cols..][..count * cols]).expect("part");
+                let mut out = backend.buffer(count * outs).expect("out");
+                backend.matmul(&weight, &part, count, Some(&bias_buffer), &mut out);
+                let alone = read(&mut backend, &out, count * outs);
+                assert_eq!(alone, got[first * outs..][..count * outs], "I1: {dtype:?} rows {first}+{count}");
+            }
+            let mut embedded = backend.buffer(cols).expect("embedded");
+            backend.embed(&weight, &[outs as u32 - 1], 2.0, &mut embedded);
+            let at = row_order.map_or(outs - 1, |f| f(outs - 1));
+            let want: Vec<f64> =
+                (0..cols).map(|k| 2.0 * element(dtype, &data[at * stored..][..stored], k) as f64).collect();
+            close("embed", &read(&mut backend, &embedded, cols), &want, 1e-6);
+        }
+    }
+}
+
+fn elementwise<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F32, 1, 8, None, 16));
+    let mut random = Random(2);
+    for (rows, width) in [(1, 8), (3, 64), (17, 24)] {
+        let x: Vec<f32> = random.vector(rows * width).iter().map(|v| v * 8.0).collect();
+        let y = random.vector(rows * width);
+        let weight = random.vector(width);
+        let norm = Norm { weight: backend.upload(&weight).expect("weight"), eps: 1e-5 };
+        let mut xb = backend.upload(&x).expect("x");
+        let yb = backend.upload(&y).expect("y");
+        let mut out = backend.buffer(rows * width).expect("out");
+        backend.rms_norm(&norm, &xb, rows, &mut out);
+        let want: Vec<f64> = (0..rows * width)
+            .map(|i| {
+                let row = &x[i / width * width..][..width];
+                let mean = row.iter().map(|&v| v as f64 * v as f64).sum::<f64>() / width as f64;
+                x[i] as f64 / (mean + 1e-5).sqrt() * weight[i % width] as f64
+            })
+            .collect();
+        close("rms_norm", &read(&mut backend, &out, rows * width), &want, 1e-6);
+        for act in [Gate::Silu, Gate::GeluTanh] {
+            let mut gate = backend.upload(&x).expect("gate");
+            backend.gate_mul(act, &mut gate, &yb, rows * width);
+            let want: Vec<f64> = x
+                .iter()
+                .zip(&y)
+                .map(|(&x, &y)| {
+                    let x = x as f64;
+                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+                    y as f64
+                        * match act {
+                            Gate::Silu => x / (1.0 + (-x).exp()),
+                            Gate::GeluTanh => 0.5 * x * (1.0 + inner.tanh()),
+                        }
+                })
+                .collect();
+            close("gate_mul", &read(&mut backend, &gate, rows * width), &want, 2e-6);
+        }
+        backend.add(&mut xb, &yb, rows * width);
+        let want: Vec<f64> = x.iter().zip(&y).map(|(&a, &b)| (a + b) as f64).collect();
+        close("add", &read(&mut backend, &xb, rows * width), &want, 0.0);
+        backend.rms_norm_in_place(&norm, &mut out, rows);
+        let mut gathered = backend.buffer(2 * width).expect("gathered");
+        backend.gather_rows(&xb, width, &[rows as u32 - 1, 0], &mut gathered);
+        let (all, got) = (read(&mut backend, &xb, rows * width), read(&mut backend, &gathered, 2 * width));
+        assert_eq!(got[..width], all[(rows - 1) * width..]);
+        assert_eq!(got[width..], all[..width]);
+    }
+}
+
+/// Two sequences, chunked in different ways and in one batch or apart, against a reference over all positions.
+fn attention<F: Factory>(
+    factory: &F,
+    dtype: KvDtype,
+    tolerance: f64,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    window: Option<u32>,
+) {
+    let shape = AttentionShape { group: 0, layer: 1, heads, scale: 0.25 };
+    let lens = [61usize, 18];
+    let mut random = Random(3 + dim as u64);
+    let q: Vec<Vec<f32>> = lens.iter().map(|n| random.vector(n * heads * dim)).collect();
+    let k: Vec<Vec<f32>> = lens.iter().map(|n| random.vector(n * kv_heads * dim)).collect();
+    let v: Vec<Vec<f32>> = lens.iter().map(|n| random.vector(n * kv_heads * dim)).collect();
+    let angle = |p: usize, i: usize| p as f64 / 10f64.powf(i as f64 / (dim / 2) as f64 * 4.0);
+    let table = |f: fn(f64) -> f64| -> Vec<f32> {
+        (0..64 * dim / 2).map(|j| f(angle(j / (dim / 2), j % (dim / 2))) as f32).collect()
+    };
+    let mut runs: Vec<Vec<Vec<f32>>> = Vec::new();
+    for (block_size, chunk) in [(16u32, 64usize), (16, 1), (32, 7), (16, 16)] {
+        let mut backend = factory.make(&geometry(dtype, kv_heads as u32, dim as u32, window, block_size));
+        let rope = Rope {
+            cos: backend.upload(&table(f64::cos)).expect("cos"),
+            sin: backend.upload(&table(f64::sin)).expect("sin"),
+        };
+        // Tables out of order and interleaved between the sequences.
+        let tables: [Vec<BlockId>; 2] =
+            [(0..4).map(|i| BlockId(23 - 2 * i)).collect(), (0..4).map(|i| BlockId(2 * i)).collect()];
+        let mut outs: Vec<Vec<f32>> = vec![Vec::new(), Vec::new()];
+        for first in (0..64).step_by(chunk) {
+            let mut batch = Ragged::with_capacity(128, 16);
+            let (mut bq, mut bk, mut bv, mut who) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            for s in [1, 0] {
+                let end = (first + chunk).min(lens[s]);
+                if first >= end {
+                    continue;
+                }
+                batch.push(first, end - first, &tables[s]);
+                bq.extend_from_slice(&q[s][first * heads * dim..end * heads * dim]);
+                bk.extend_from_slice(&k[s][first * kv_heads * dim..end * kv_heads * dim]);
+                bv.extend_from_slice(&v[s][first * kv_heads * dim..end * kv_heads * dim]);
+                who.push((s, end - first));
+            }
+            if who.is_empty() {
+                continue;
+            }
+            let (mut bq, bk, bv) =
+                (backend.upload(&bq).expect("q"), backend.upload(&bk).expect("k"), backend.upload(&bv).expect("v"));
+            let mut out = backend.buffer(batch.rows() * heads * dim).expect("out");
+            backend.rope_and_store_kv(shape, &batch, &rope, &mut bq, &bk, &bv);
+            backend.attention(shape, &batch, &bq, &mut out);
+            let got = read(&mut backend, &out, batch.rows() * heads * dim);
+            let mut at = 0;
+            for (s, n) in who {
+                outs[s].extend_from_slice(&got[at..at + n * heads * dim]);
+                at += n * heads * dim;
+            }
+        }
+        runs.push(outs);
+    }
+    for (i, run) in runs.iter().enumerate().skip(1) {
+        assert_eq!(run, &runs[0], "I1: chunking {i} changes bits ({dtype:?}, {heads}/{kv_heads} x {dim}, {window:?})");
+    }
+    for s in 0..2 {
+        let rotate = |x: &[f32], width: usize, p: usize, h: usize, d: usize| {
+            let at = p * width + h * dim;
+            let i = d % (dim / 2);
+            let (a, b) = (x[at + i] as f64, x[at + dim / 2 + i] as f64);
+            let (sin, cos) = angle(p, i).sin_cos();
+            if d < dim / 2 { a * cos - b * sin } else { b * cos + a * sin }
+        };
+        let mut want = Vec::new();
+        for p in 0..lens[s] {
+            for h in 0..heads {
+                let kh = h / (heads / kv_heads);
+                let from = window.map_or(0, |w| (p + 1).saturating_sub(w as usize));
+                let query: Vec<f64> = (0..dim).map(|d| rotate(&q[s], heads * dim, p, h, d)).collect();
+                let scores: Vec<f64> = (from..=p)
+                    .map(|t| 0.25 * (0..dim).map(|d| query[d] * rotate(&k[s], kv_heads * dim, t, kh, d)).sum::<f64>())
+                    .collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = scores.iter().map(|x| (x - max).exp()).sum();
+                for d in 0..dim {
+                    let value = |t: usize| v[s][t * kv_heads * dim + kh * dim + d] as f64;
+                    want.push((from..=p).zip(&scores).map(|(t, x)| (x - max).exp() / total * value(t)).sum());
+                }
+            }
+        }
+        close("attention", &runs[0][s], &want, tolerance);
+    }
+}

@@ -1,0 +1,79 @@
+//! Row-wise and element-wise kernels: RMS norm and the gated activation. Memory-bound, in cache.
+
+use super::isa::dispatch;
+use super::simd::{LANES, Simd, exp};
+use crate::backend::Gate;
+
+/// `out = x / sqrt(mean(x²) + eps) · weight`; `out` may be `x`.
+#[inline(always)]
+unsafe fn rms_norm_kernel<S: Simd>(_: S, x: *const f32, weight: *const f32, eps: f32, width: usize, out: *mut f32) {
+    // SAFETY: all three have `width` elements, a multiple of 8.
+    unsafe {
+        let mut squares = S::splat(0.0);
+        for i in (0..width).step_by(LANES) {
+            let v = S::load(x.add(i));
+            squares = S::fma(v, v, squares);
+        }
+        let factor = S::splat(1.0 / (S::sum(squares) / width as f32 + eps).sqrt());
+        for i in (0..width).step_by(LANES) {
+            S::store(out.add(i), S::mul(S::mul(S::load(x.add(i)), factor), S::load(weight.add(i))));
+        }
+    }
+}
+
+dispatch! {
+    /// RMS norm of one row.
+    ///
+    /// # Safety
+    /// `x` and `weight` are readable and `out` writable for `width` elements, a multiple of 8.
+    pub unsafe fn rms_norm(x: *const f32, weight: *const f32, eps: f32, width: usize, out: *mut f32) = rms_norm_kernel
+}
+
+/// sqrt(2 / pi)
+const GELU_SCALE: f32 = 0.797_884_6;
+
+/// Both gates are `x · sigmoid(y)`: y = x for SiLU, and y = 2·sqrt(2/π)·(x + 0.044715·x³) for GELU because
+/// (1 + tanh(u)) / 2 = sigmoid(2u).
+#[inline(always)]
+unsafe fn gate_kernel<S: Simd>(_: S, act: Gate, gate: *mut f32, up: *const f32, count: usize) {
+    // SAFETY: both have `count` elements, a multiple of 8.
+    unsafe {
+        let one = S::splat(1.0);
+        for i in (0..count).step_by(LANES) {
+            let x = S::load(gate.add(i));
+            let y = match act {
+                Gate::Silu => x,
+                Gate::GeluTanh => {
+                    let cubic = S::fma(S::mul(S::mul(x, x), S::splat(0.044_715)), x, x);
+                    S::mul(cubic, S::splat(2.0 * GELU_SCALE))
+                }
+            };
+            let sigmoid = S::div(one, S::add(one, exp::<S>(S::sub(S::splat(0.0), y))));
+            S::store(gate.add(i), S::mul(S::mul(x, sigmoid), S::load(up.add(i))));
+        }
+    }
+}
+
+dispatch! {
+    /// `gate = act(gate) · up`.
+    ///
+    /// # Safety
+    /// Both hold `count` elements, a multiple of 8.
+    pub unsafe fn gate_mul(act: Gate, gate: *mut f32, up: *const f32, count: usize) = gate_kernel
+}
+
+#[inline(always)]
+unsafe fn add_kernel<S: Simd>(_: S, x: *mut f32, y: *const f32, count: usize) {
+    for i in (0..count).step_by(LANES) {
+        // SAFETY: both have `count` elements, a multiple of 8.
+        unsafe { S::store(x.add(i), S::add(S::load(x.add(i)), S::load(y.add(i)))) }
+    }
+}
+
+dispatch! {
+    /// `x += y`.
+    ///
+    /// # Safety
+    /// Both hold `count` elements, a multiple of 8.
+    pub unsafe fn add(x: *mut f32, y: *const f32, count: usize) = add_kernel
+}

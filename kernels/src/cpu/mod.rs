@@ -1,0 +1,354 @@
+//! The CPU backend: splits each operation into tasks and runs them on its threads.
+
+mod attention;
+mod elementwise;
+mod isa;
+mod matmul;
+mod simd;
+mod threads;
+mod unpack;
+mod weight;
+
+use std::sync::Arc;
+
+use baton_types::{BlockId, KvDtype};
+use half::{bf16, f16};
+pub use isa::Isa;
+use matmul::{Operands, Quantised};
+use simd::LANES;
+use threads::Threads;
+use unpack::GROUP;
+pub(crate) use unpack::element;
+pub use weight::CpuWeight;
+
+use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+use crate::{HostPool, KernelError};
+
+/// Rows of element-wise work that make a task.
+const ROWS_PER_TASK: usize = 8;
+
+/// How to run on the CPU.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuOptions {
+    /// Threads, at least 1.
+    pub threads: usize,
+    /// Instruction set.
+    pub isa: Isa,
+}
+
+impl Default for CpuOptions {
+    /// All cores and the best instruction set.
+    fn default() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        CpuOptions { threads, isa: Isa::detect() }
+    }
+}
+
+/// Decoder operations on the CPU, over a KV pool in host memory.
+pub struct CpuBackend {
+    isa: Isa,
+    threads: Threads,
+    pool: Arc<HostPool>,
+    scratch: Quantised,
+}
+
+/// A pointer that tasks share.
+#[derive(Clone, Copy)]
+struct Shared<T>(*mut T);
+// SAFETY: tasks touch disjoint rows, see each use.
+unsafe impl<T> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    /// Going through a method makes closures capture the whole wrapper.
+    unsafe fn add(self, count: usize) -> *mut T {
+        // SAFETY: the caller stays inside the buffer.
+        unsafe { self.0.add(count) }
+    }
+}
+
+impl CpuBackend {
+    /// A backend over a pool.
+    pub fn new(options: CpuOptions, pool: Arc<HostPool>) -> Result<Self, KernelError> {
+        let threads = Threads::new(options.threads.max(1))?;
+        Ok(CpuBackend { isa: options.isa, threads, pool, scratch: Quantised::default() })
+    }
+
+    /// The pool it reads and writes.
+    pub fn pool(&self) -> &Arc<HostPool> {
+        &self.pool
+    }
+
+    /// Runs `task(first, count)` over `rows` rows in pieces.
+    fn over_rows(&mut self, rows: usize, task: &(dyn Fn(usize, usize) + Sync)) {
+        self.threads.run(rows.div_ceil(ROWS_PER_TASK), &|i| {
+            let first = i * ROWS_PER_TASK;
+            task(first, ROWS_PER_TASK.min(rows - first));
+        });
+    }
+
+    fn norm_rows(&mut self, norm: &Norm<Vec<f32>>, x: *const f32, rows: usize, out: *mut f32) {
+        let (isa, width, eps) = (self.isa, norm.weight.len(), norm.eps);
+        let (x, out, weight) = (Shared(x.cast_mut()), Shared(out), norm.weight.as_slice());
+        self.over_rows(rows, &|first, count| {
+            for row in first..first + count {
+                // SAFETY: the callers checked that both buffers hold `rows` rows; a row belongs to one task.
+                unsafe {
+                    elementwise::rms_norm(isa, x.add(row * width), weight.as_ptr(), eps, width, out.add(row * width))
+                }
+            }
+        });
+    }
+
+    /// Rounds `rows` rows of `x` into the scratch buffers.
+    fn quantise(&mut self, x: &[f32], rows: usize, cols: usize) {
+        let groups = cols / GROUP;
+        let isa = self.isa;
+        let (q, scale, sum) = (
+            Shared(self.scratch.q.as_mut_ptr()),
+            Shared(self.scratch.scale.as_mut_ptr()),
+            Shared(self.scratch.sum.as_mut_ptr()),
+        );
+        self.over_rows(rows, &|first, count| {
+            let (at, group) = (first * cols, first * groups);
+            // SAFETY: `matmul` checked the sizes; pieces are disjoint.
+            unsafe {
+                matmul::quantise(isa, x.as_ptr().add(at), count * groups, q.add(at), scale.add(group), sum.add(group))
+            }
+        });
+    }
+
+    fn planes<E>(&self, shape: AttentionShape) -> attention::Planes<E> {
+        let layout = &self.pool.geometry().layout;
+        let group = &layout.groups[shape.group];
+        attention::Planes {
+            base: self.pool.plane(shape.group, shape.layer, BlockId(0), 0).cast(),
+            block: layout.block_bytes(shape.group) / size_of::<E>(),
+            value: layout.plane_bytes(shape.group) / size_of::<E>(),
+            block_size: layout.block_size as usize,
+            head_dim: group.head_dim as usize,
+        }
+    }
+
+    fn kv_heads(&self, shape: AttentionShape) -> usize {
+        self.pool.geometry().layout.groups[shape.group].kv_heads as usize
+    }
+
+    fn attend<E: Sync + Copy>(
+        &mut self,
+        shape: AttentionShape,
+        batch: &Ragged,
+        q: &[f32],
+        out: &mut [f32],
+        run: unsafe fn(Isa, &attention::Task<'_, E>),
+    ) {
+        let planes = self.planes::<E>(shape);
+        let (isa, kv_heads) = (self.isa, self.kv_heads(shape));
+        let group = shape.heads / kv_heads;
+        assert!(group * kv_heads == shape.heads && group <= attention::MAX_GROUP, "{group} query heads per KV head");
+        let window = self.pool.geometry().layout.groups[shape.group].window.map(|w| w as usize);
+        let needed = batch.rows() * shape.heads * self.pool.geometry().layout.groups[shape.group].head_dim as usize;
+        assert!(q.len() >= needed && out.len() >= needed, "attention buffers too small");
+        let out = Shared(out.as_mut_ptr());
+        self.threads.run(batch.tiles().len() * kv_heads, &|i| {
+            let (span, first) = batch.tiles()[i / kv_heads];
+            let span = batch.spans()[span];
+            let table = &batch.blocks()[span.table..];
+            let task = attention::Task {
+                planes,
+                span,
+                first,
+                table,
+                kv_head: i % kv_heads,
+                heads: shape.heads,
+                group,
+                scale: shape.scale,
+                window,
+                q: q.as_ptr(),
+                // SAFETY: offset 0.
+                out: unsafe { out.add(0) },
+            };
+            // SAFETY: sizes are checked above; a tile's rows of a KV head's queries belong to one task; the engine gives
+            // tables of blocks that this worker owns.
+            unsafe { run(isa, &task) }
+        });
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn store<E: Copy>(
+        &mut self,
+        shape: AttentionShape,
+        batch: &Ragged,
+        rope: &Rope<Vec<f32>>,
+        q: &mut [f32],
+        k: &[f32],
+        v: &[f32],
+        run: unsafe fn(Isa, &attention::StoreTask<'_, E>),
+    ) {
+        let planes = self.planes::<E>(shape);
+        let (isa, kv_heads) = (self.isa, self.kv_heads(shape));
+        let dim = self.pool.geometry().layout.groups[shape.group].head_dim as usize;
+        let (q_width, kv_width) = (shape.heads * dim, kv_heads * dim);
+        let rows = batch.rows();
+        assert!(
+            q.len() >= rows * q_width && k.len() >= rows * kv_width && v.len() >= rows * kv_width,
+            "q, k or v too small"
+        );
+        let q = Shared(q.as_mut_ptr());
+        self.threads.run(batch.tiles().len(), &|i| {
+            let (span, first) = batch.tiles()[i];
+            let span = batch.spans()[span];
+            for j in first..span.len.min(first + crate::TILE_ROWS) {
+                let (row, position) = (span.row + j, span.start + j);
+                let half = position * dim / 2..(position + 1) * dim / 2;
+                let (cos, sin) = (&rope.cos[half.clone()], &rope.sin[half]);
+                // SAFETY: sizes are checked above; rows and slots of a token belong to one task.
+                unsafe {
+                    let task = attention::StoreTask {
+                        planes,
+                        table: &batch.blocks()[span.table..],
+                        position,
+                        heads: shape.heads,
+                        kv_heads,
+                        q: q.add(row * q_width),
+                        k: k.as_ptr().add(row * kv_width),
+                        v: v.as_ptr().add(row * kv_width),
+                        cos: cos.as_ptr(),
+                        sin: sin.as_ptr(),
+                    };
+                    run(isa, &task);
+                }
+            }
+        });
+    }
+}
+
+impl Backend for CpuBackend {
+    type Buffer = Vec<f32>;
+    type Weight = CpuWeight;
+
+    fn name(&self) -> String {
+        format!("cpu ({}, {} threads)", self.isa.name(), self.threads.count())
+    }
+
+    fn buffer(&self, elements: usize) -> Result<Vec<f32>, KernelError> {
+        Ok(vec![0.0; elements])
+    }
+
+    fn upload(&self, values: &[f32]) -> Result<Vec<f32>, KernelError> {
+        Ok(values.to_vec())
+    }
+
+    fn weight(&mut self, source: &WeightSource<'_>) -> Result<CpuWeight, KernelError> {
+        CpuWeight::new(source)
+    }
+
+    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
+        if self.scratch.q.len() < rows * cols {
+            self.scratch = Quantised::with_capacity(rows * cols);
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, buffer: &Vec<f32>, offset: usize, out: &mut [f32]) {
+        out.copy_from_slice(&buffer[offset..offset + out.len()]);
+    }
+
+    fn embed(&mut self, table: &CpuWeight, ids: &[u32], scale: f32, out: &mut Vec<f32>) {
+        for (&id, row) in ids.iter().zip(out.chunks_exact_mut(table.cols)) {
+            table.read_row(id as usize, row);
+            if scale != 1.0 {
+                row.iter_mut().for_each(|x| *x *= scale);
+            }
+        }
+    }
+
+    fn rms_norm(&mut self, norm: &Norm<Vec<f32>>, x: &Vec<f32>, rows: usize, out: &mut Vec<f32>) {
+        let needed = rows * norm.weight.len();
+        assert!(x.len() >= needed && out.len() >= needed, "rms_norm buffers too small");
+        self.norm_rows(norm, x.as_ptr(), rows, out.as_mut_ptr());
+    }
+
+    fn rms_norm_in_place(&mut self, norm: &Norm<Vec<f32>>, x: &mut Vec<f32>, rows: usize) {
+        assert!(x.len() >= rows * norm.weight.len(), "rms_norm buffer too small");
+        let p = x.as_mut_ptr();
+        self.norm_rows(norm, p, rows, p);
+    }
+
+    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>, elements: usize) {
+        assert!(elements.is_multiple_of(LANES) && x.len() >= elements && y.len() >= elements, "add sizes");
+        // SAFETY: checked just above.
+        unsafe { elementwise::add(self.isa, x.as_mut_ptr(), y.as_ptr(), elements) }
+    }
+
+    fn matmul(&mut self, w: &CpuWeight, x: &Vec<f32>, rows: usize, bias: Option<&Vec<f32>>, out: &mut Vec<f32>) {
+        assert!(x.len() >= rows * w.cols && out.len() >= rows * w.rows, "matmul buffers too small");
+        assert!(bias.is_none_or(|b| b.len() >= w.rows), "matmul bias too small");
+        if w.form.quantised() {
+            assert!(self.scratch.q.len() >= rows * w.cols, "reserve() was not called for {rows} rows of {}", w.cols);
+            self.quantise(x, rows, w.cols);
+        }
+        let operands = Operands {
+            rows,
+            x: x.as_ptr(),
+            q: self.scratch.q.as_ptr(),
+            scale: self.scratch.scale.as_ptr(),
+            sum: self.scratch.sum.as_ptr(),
+            bias: bias.map(|b| b.as_ptr()),
+            out: out.as_mut_ptr(),
+        };
+        let (isa, panels) = (self.isa, w.panels());
+        // Pieces small enough to balance, large enough not to be felt.
+        let piece = panels.div_ceil(self.threads.count() * 4).max(1);
+        self.threads.run(panels.div_ceil(piece), &|i| {
+            let first = i * piece;
+            let operands = &operands;
+            // SAFETY: sizes are checked above; a panel's columns belong to one task.
+            unsafe { matmul::panels(isa, w, operands, first, panels.min(first + piece)) }
+        });
+    }
+
+    fn rope_and_store_kv(
+        &mut self,
+        shape: AttentionShape,
+        batch: &Ragged,
+        rope: &Rope<Vec<f32>>,
+        q: &mut Vec<f32>,
+        k: &Vec<f32>,
+        v: &Vec<f32>,
+    ) {
+        match self.pool.geometry().layout.dtype {
+            KvDtype::F32 => self.store::<f32>(shape, batch, rope, q, k, v, attention::store_f32),
+            KvDtype::F16 => self.store::<f16>(shape, batch, rope, q, k, v, attention::store_f16),
+            KvDtype::Bf16 => self.store::<bf16>(shape, batch, rope, q, k, v, attention::store_bf16),
+        }
+    }
+
+    fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Vec<f32>, out: &mut Vec<f32>) {
+        match self.pool.geometry().layout.dtype {
+            KvDtype::F32 => self.attend::<f32>(shape, batch, q, out, attention::attend_f32),
+            KvDtype::F16 => self.attend::<f16>(shape, batch, q, out, attention::attend_f16),
+            KvDtype::Bf16 => self.attend::<bf16>(shape, batch, q, out, attention::attend_bf16),
+        }
+    }
+
+    fn gate_mul(&mut self, act: Gate, gate: &mut Vec<f32>, up: &Vec<f32>, elements: usize) {
+        assert!(elements.is_multiple_of(LANES) && gate.len() >= elements && up.len() >= elements, "gate_mul sizes");
+        let (isa, gate) = (self.isa, Shared(gate.as_mut_ptr()));
+        const PIECE: usize = 8192;
+        self.threads.run(elements.div_ceil(PIECE), &|i| {
+            let first = i * PIECE;
+            // SAFETY: checked above; pieces are disjoint multiples of 8.
+            unsafe {
+                elementwise::gate_mul(isa, act, gate.add(first), up.as_ptr().add(first), PIECE.min(elements - first))
+            }
+        });
+    }
+
+    fn gather_rows(&mut self, x: &Vec<f32>, width: usize, rows: &[u32], out: &mut Vec<f32>) {
+        for (&row, out) in rows.iter().zip(out.chunks_exact_mut(width)) {
+            out.copy_from_slice(&x[row as usize * width..][..width]);
+        }
+    }
+}
