@@ -3,6 +3,9 @@
 //! Below `model`, which composes the operations into a decoder. Knows tensors, the KV pool and threads; knows nothing of
 //! requests, schedulers, files or sockets.
 
+// Kernels index several arrays by one counter; iterators would hide which.
+#![allow(clippy::needless_range_loop)]
+
 mod backend;
 pub mod conformance;
 mod cpu;

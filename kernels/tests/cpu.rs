@@ -1,5 +1,7 @@
 //! The conformance suite on the CPU backend: both instruction sets, any number of threads, and the same bits from all.
 
+#![allow(clippy::unwrap_used)]
+
 use std::sync::Arc;
 
 use baton_kernels::conformance::{DTYPES, Factory, Random, random_weight, run};

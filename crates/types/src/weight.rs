@@ -1,9 +1,11 @@
 //! Element types of weights as files store them.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
-/// How a weight matrix is stored: row by row, each row in blocks of [`WeightDtype::block_elements`].
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+/// Element type of stored weights. Quantised types pack a block of elements of one row into a run of bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[allow(non_camel_case_types)]
 pub enum WeightDtype {
     /// IEEE single precision.
@@ -12,26 +14,26 @@ pub enum WeightDtype {
     F16,
     /// bfloat16.
     Bf16,
-    /// 4 bits, one scale per 32.
+    /// 32 × 4 bits, f16 scale.
     Q4_0,
-    /// 4 bits, scale and minimum per 32.
+    /// 32 × 4 bits, f16 scale and minimum.
     Q4_1,
-    /// 5 bits, one scale per 32.
+    /// 32 × 5 bits, f16 scale.
     Q5_0,
-    /// 5 bits, scale and minimum per 32.
+    /// 32 × 5 bits, f16 scale and minimum.
     Q5_1,
-    /// 8 bits, one scale per 32.
+    /// 32 × 8 bits, f16 scale.
     Q8_0,
-    /// 4 bits, super-blocks of 256.
+    /// 256 × 4 bits, 6-bit scales and minima of 8 groups.
     Q4K,
-    /// 5 bits, super-blocks of 256.
+    /// 256 × 5 bits, 6-bit scales and minima of 8 groups.
     Q5K,
-    /// 6 bits, super-blocks of 256.
+    /// 256 × 6 bits, 8-bit scales of 16 groups.
     Q6K,
 }
 
 impl WeightDtype {
-    /// Elements of one block.
+    /// Elements of one block; 1 for plain types.
     pub fn block_elements(self) -> usize {
         use WeightDtype::*;
         match self {
@@ -62,5 +64,25 @@ impl WeightDtype {
     pub fn row_bytes(self, elements: usize) -> Option<usize> {
         let block = self.block_elements();
         elements.is_multiple_of(block).then(|| elements / block * self.block_bytes())
+    }
+
+    /// Bytes of a tensor of this shape; None when a row is no whole number of blocks, or on overflow.
+    pub fn tensor_bytes(self, shape: &[usize]) -> Option<usize> {
+        let row = shape.last().copied().unwrap_or(1);
+        self.row_bytes(row)?;
+        let elements = shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim))?;
+        (elements / self.block_elements()).checked_mul(self.block_bytes())
+    }
+}
+
+impl fmt::Display for WeightDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WeightDtype::Bf16 => f.write_str("BF16"),
+            WeightDtype::Q4K => f.write_str("Q4_K"),
+            WeightDtype::Q5K => f.write_str("Q5_K"),
+            WeightDtype::Q6K => f.write_str("Q6_K"),
+            plain => write!(f, "{plain:?}"),
+        }
     }
 }

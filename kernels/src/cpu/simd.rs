@@ -244,7 +244,7 @@ mod avx2 {
     #[derive(Clone, Copy)]
     pub struct Avx2;
 
-    // SAFETY (the whole block): the trait's contract puts the CPU features and the validity of pointers on the caller;
+    // SAFETY: the trait's contract puts the CPU features and the validity of pointers on the caller;
     // all loads and stores used are the unaligned ones.
     unsafe impl Simd for Avx2 {
         type F = __m256;
