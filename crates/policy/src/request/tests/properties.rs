@@ -50,10 +50,10 @@ fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
     let base = machine.emitted().len() as u32;
     let kind = [ErrorKind::Unavailable, ErrorKind::ResourceExhausted, ErrorKind::Internal][luck as usize % 3];
     match asked {
-        Action::Place { .. } if luck % 11 == 0 => vec![Input::NotPlaced(lost(ErrorKind::Unavailable))],
-        Action::Place { decode: Some(d), .. } => vec![if luck % 2 == 0 { split(*d, P2) } else { local(*d) }],
+        Action::Place { .. } if luck.is_multiple_of(11) => vec![Input::NotPlaced(lost(ErrorKind::Unavailable))],
+        Action::Place { decode: Some(d), .. } => vec![if luck.is_multiple_of(2) { split(*d, P2) } else { local(*d) }],
         Action::Place { split: false, .. } => vec![local(D1)],
-        Action::Place { .. } => vec![split(if luck % 2 == 0 { D1 } else { D2 }, P1)],
+        Action::Place { .. } => vec![split(if luck.is_multiple_of(2) { D1 } else { D2 }, P1)],
         Action::OpenDecode { local: false, .. } if luck < 40 => vec![Input::DecodeLost(lost(kind))],
         Action::OpenDecode { local: false, .. } => vec![reserved()],
         Action::OpenDecode { local: true, .. } => {
