@@ -5,7 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use rustix::io::Errno;
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
 /// Makes the child get SIGTERM when its parent dies, however it dies (`kill -9` included), so that it drains, removes its
 /// files and ends. When the parent is gone before the child could ask for that, the child does not start.
@@ -14,16 +14,34 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 /// the main thread or a worker of the multi-threaded runtime, not from `spawn_blocking`.
 pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
-    let in_child = move || -> io::Result<()> {
-        set_parent_process_death_signal(Some(Signal::TERM))?;
-        match getppid() {
-            Some(now) if now == parent => Ok(()),
-            _ => Err(Errno::SRCH.into()),
-        }
-    };
     // SAFETY: the closure runs between fork and exec, where only async-signal-safe work is sound: it makes two system
     // calls on a copied pid, takes no lock and allocates nothing (an OS error code is stored inline).
     unsafe {
-        command.pre_exec(in_child);
+        command.pre_exec(move || ask(parent));
+    }
+}
+
+/// In the child: asks for the signal, then makes sure that there still is somebody to die with.
+fn ask(parent: Pid) -> io::Result<()> {
+    set_parent_process_death_signal(Some(Signal::TERM))?;
+    match getppid() {
+        Some(now) if now == parent => Ok(()),
+        _ => Err(Errno::SRCH.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_whose_parent_is_already_gone_does_not_start() {
+        let mut command = Command::new("true");
+        let other = Pid::INIT;
+        // SAFETY: as above.
+        unsafe {
+            command.pre_exec(move || ask(other));
+        }
+        assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(Errno::SRCH.raw_os_error()));
     }
 }

@@ -29,34 +29,32 @@ pub(super) fn entries(path: &Path, text: &str) -> Result<Vec<Entry>, RuntimeErro
         let origin = at(key.span().start);
         let field = key.into_inner().into_owned();
         match plain(value.get_ref()) {
-            Some(value) => entries.push(Entry { key: field, value, origin }),
-            None => {
-                let problem = "is not a text, a number, true or false, or a list of texts".to_owned();
-                return Err(RuntimeError::Value { field, problem, origin });
-            }
+            Ok(value) => entries.push(Entry { key: field, value, origin }),
+            Err(problem) => return Err(RuntimeError::Value { field, problem: problem.to_owned(), origin }),
         }
     }
     Ok(entries)
 }
 
-fn plain(value: &DeValue<'_>) -> Option<Plain> {
+fn plain(value: &DeValue<'_>) -> Result<Plain, &'static str> {
     match value {
-        DeValue::String(text) => Some(Plain::Text(text.to_string())),
-        DeValue::Boolean(flag) => Some(Plain::Bool(*flag)),
+        DeValue::String(text) => Ok(Plain::Text(text.to_string())),
+        DeValue::Boolean(flag) => Ok(Plain::Bool(*flag)),
         // Beyond 64 bits signed: as text, which the wider types still read.
-        DeValue::Integer(number) => Some(
-            i64::from_str_radix(number.as_str(), number.radix())
-                .map_or_else(|_| Plain::Text(number.as_str().to_owned()), Plain::Int),
-        ),
-        DeValue::Float(number) => number.as_str().parse().ok().map(Plain::Float),
-        DeValue::Array(items) => items
-            .iter()
-            .map(|item| match item.get_ref() {
-                DeValue::String(text) => Some(text.to_string()),
-                _ => None,
-            })
-            .collect::<Option<_>>()
-            .map(Plain::List),
-        DeValue::Datetime(_) | DeValue::Table(_) => None,
+        DeValue::Integer(number) => Ok(i64::from_str_radix(number.as_str(), number.radix())
+            .map_or_else(|_| Plain::Text(number.as_str().to_owned()), Plain::Int)),
+        DeValue::Float(number) => number.as_str().parse().map(Plain::Float).map_err(|_| "is not a number"),
+        DeValue::Array(items) => {
+            items.iter().map(|item| text(item.get_ref())).collect::<Result<_, _>>().map(Plain::List)
+        }
+        DeValue::Datetime(_) => Err("is a date; put it in quotes"),
+        DeValue::Table(_) => Err("is a section; fields stand at the top of the file"),
+    }
+}
+
+fn text(item: &DeValue<'_>) -> Result<String, &'static str> {
+    match item {
+        DeValue::String(text) => Ok(text.to_string()),
+        _ => Err("has an item that is no text; put each item in quotes"),
     }
 }

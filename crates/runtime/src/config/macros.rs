@@ -151,7 +151,10 @@ macro_rules! config_enum {
         }
 
         impl $crate::config::Value for $name {
-            const EXPECTS: &'static str = concat!("one of" $(, " ", $word)+);
+            const EXPECTS: &'static str = {
+                let all = concat!("one of:" $(, " ", $word, ",")+);
+                all.split_at(all.len() - 1).0
+            };
             fn from_plain(value: &$crate::config::Plain) -> Result<Self, String> {
                 value.text(Self::EXPECTS)?.parse()
             }
