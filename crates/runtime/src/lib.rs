@@ -24,4 +24,4 @@ pub use parent::die_with_parent;
 pub use process::{Process, ProcessConfig};
 pub use shutdown::{Outcome, Shutdown};
 pub use tasks::Tasks;
-pub use telemetry::LogFormat;
+pub use telemetry::{LogFilter, LogFormat};

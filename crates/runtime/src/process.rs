@@ -7,13 +7,13 @@ use crate::admin::{AdminServer, Readiness};
 use crate::error::RuntimeError;
 use crate::shutdown::{Outcome, Shutdown};
 use crate::tasks::Tasks;
-use crate::telemetry::{self, LogFormat};
+use crate::telemetry::{self, LogFilter, LogFormat};
 
 crate::config! {
     /// What every process has.
     pub struct ProcessConfig {
         /// What is logged: a level (error, warn, info, debug, trace), or levels by module such as info,baton_router=debug.
-        log: String = "info".to_owned(),
+        log: LogFilter = LogFilter::default(),
         /// How log lines look: text or json.
         log_format: LogFormat = LogFormat::Text,
         /// Address of the admin endpoint (/health, /ready, /metrics); port 0 takes a free one.
@@ -42,7 +42,7 @@ impl Process {
         config: &ProcessConfig,
         extra: axum::Router,
     ) -> Result<Process, RuntimeError> {
-        telemetry::init(role, &config.log, config.log_format)?;
+        telemetry::init(role, &config.log, config.log_format);
         let metrics = crate::metrics::install()?;
         let shutdown = Shutdown::new(config.drain_timeout);
         shutdown.listen_for_signals()?;

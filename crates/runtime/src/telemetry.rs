@@ -4,16 +4,18 @@
 
 use std::fmt;
 use std::io::IsTerminal;
+use std::panic::PanicHookInfo;
+use std::str::FromStr;
 
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
-use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::error::{Origin, RuntimeError};
+use crate::config::{Plain, Value};
 
 crate::config_enum! {
     /// How log lines look.
@@ -25,34 +27,65 @@ crate::config_enum! {
     }
 }
 
-/// Starts logging as `role` to stderr. `filter` is a level or a list of `target=level`. When this process logs already
-/// (several components in one test), nothing changes.
-///
-/// # Errors
-/// A filter that cannot be read.
-pub fn init(role: &'static str, filter: &str, format: LogFormat) -> Result<(), RuntimeError> {
-    let filter = EnvFilter::builder().parse(filter).map_err(|e| RuntimeError::Value {
-        field: "log".to_owned(),
-        problem: format!("{filter:?} is not a log filter such as info or warn,baton_router=debug: {e}"),
-        origin: Origin::Default,
-    })?;
-    let started = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .event_format(Lines { role, format })
-        .finish();
-    if tracing::subscriber::set_global_default(started).is_ok() {
-        std::panic::set_hook(Box::new(|panic| {
-            let payload = panic.payload();
-            let text = payload.downcast_ref::<&str>().copied();
-            let message = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
-            let at = panic.location().map(ToString::to_string).unwrap_or_default();
-            let thread = std::thread::current().name().unwrap_or_default().to_owned();
-            tracing::error!(at, thread, "panic: {message}");
-        }));
+/// What is logged: a level, or a list of `target=level`. Checked when it is read.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LogFilter(String);
+
+impl Default for LogFilter {
+    fn default() -> Self {
+        LogFilter("info".to_owned())
     }
-    Ok(())
+}
+
+impl FromStr for LogFilter {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match EnvFilter::builder().parse(text) {
+            Ok(_) => Ok(LogFilter(text.to_owned())),
+            Err(error) => Err(format!("{text:?} is not {}: {error}", LogFilter::EXPECTS)),
+        }
+    }
+}
+
+impl Value for LogFilter {
+    const EXPECTS: &'static str = "a log filter, such as info or warn,baton_router=debug";
+    fn from_plain(value: &Plain) -> Result<Self, String> {
+        value.text(Self::EXPECTS)?.parse()
+    }
+    fn to_plain(&self) -> Option<Plain> {
+        Some(Plain::Text(self.0.clone()))
+    }
+}
+
+/// Starts logging as `role` to stderr, panics included. When this process logs already (several components in one test),
+/// nothing changes.
+pub fn init(role: &'static str, filter: &LogFilter, format: LogFormat) {
+    let ansi = std::io::stderr().is_terminal();
+    if tracing::subscriber::set_global_default(subscriber(role, filter, format, ansi, std::io::stderr)).is_ok() {
+        std::panic::set_hook(Box::new(log_panic));
+    }
+}
+
+fn log_panic(panic: &PanicHookInfo<'_>) {
+    let payload = panic.payload();
+    let text = payload.downcast_ref::<&str>().copied();
+    let message = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
+    let at = panic.location().map(ToString::to_string).unwrap_or_default();
+    let thread = std::thread::current().name().unwrap_or_default().to_owned();
+    tracing::error!(at, thread, "panic: {message}");
+}
+
+fn subscriber<W>(role: &'static str, filter: &LogFilter, format: LogFormat, ansi: bool, to: W) -> impl Subscriber
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    tracing_subscriber::fmt()
+        // The text was checked when the filter was made.
+        .with_env_filter(EnvFilter::builder().parse_lossy(&filter.0))
+        .with_writer(to)
+        .with_ansi(ansi)
+        .event_format(Lines { role, format })
+        .finish()
 }
 
 struct Lines {
@@ -132,5 +165,58 @@ fn colour(level: Level) -> &'static str {
         Level::WARN => "\x1b[33m",
         Level::INFO => "\x1b[32m",
         _ => "\x1b[2m",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn logged(filter: &str, format: LogFormat) -> String {
+        let sink = Sink::default();
+        let to = sink.clone();
+        let subscriber = subscriber("decode", &filter.parse().unwrap(), format, false, move || to.clone());
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!(blocks = 512, name = "a \"b\"", "ready");
+            tracing::debug!("hidden by info");
+        });
+        String::from_utf8(sink.0.lock().unwrap().clone()).unwrap()
+    }
+
+    #[test]
+    fn a_text_line_has_time_level_role_message_and_fields() {
+        let text = logged("info", LogFormat::Text);
+        assert!(text.contains("Z  INFO decode ready blocks=512 name=\"a \\\"b\\\"\"\n"), "{text}");
+        assert_eq!(text.lines().count(), 1, "debug is below info");
+        assert_eq!(logged("debug", LogFormat::Text).lines().count(), 2);
+    }
+
+    #[test]
+    fn a_json_line_is_an_object() {
+        let line: serde_json::Value = serde_json::from_str(&logged("info", LogFormat::Json)).unwrap();
+        assert_eq!(line["role"], "decode");
+        assert_eq!(line["message"], "ready");
+        assert_eq!(line["blocks"], 512);
+        assert_eq!(line["name"], "a \"b\"");
+    }
+
+    #[test]
+    fn a_bad_filter_is_refused_with_an_example() {
+        let error = "info,,=x=y".parse::<LogFilter>().unwrap_err();
+        assert!(error.contains("baton_router=debug"), "{error}");
     }
 }

@@ -12,7 +12,7 @@ use baton_runtime::{Bytes, Config, Loaded, LogFormat, Origin, ProcessConfig, Run
 baton_runtime::config! {
     /// A component with a field of every kind.
     pub struct ToyConfig {
-        use process: ProcessConfig = ProcessConfig { log: "warn".to_owned(), ..ProcessConfig::default() };
+        use process: ProcessConfig = ProcessConfig { log: "warn".parse().unwrap(), ..ProcessConfig::default() };
         /// Address of the toy.
         /// It has two lines of help.
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
@@ -50,7 +50,7 @@ fn file(text: &str) -> (tempfile::NamedTempFile, String) {
 #[test]
 fn defaults_hold_where_nothing_is_set() {
     let loaded = load_toy(&[], &[]).unwrap();
-    assert_eq!(loaded.config.process.log, "warn", "the component's default for a shared field");
+    assert_eq!(loaded.config.process.log, "warn".parse().unwrap(), "the component's default for a shared field");
     assert_eq!(loaded.config.pool, Bytes(64 << 20));
     assert_eq!(loaded.config.seed, u64::MAX);
     assert_eq!(loaded.origin("pool"), Origin::Default);
@@ -63,7 +63,7 @@ fn flag_beats_environment_beats_file_beats_default() {
     let loaded = load_toy(&["--config", &path, "--pool", "3MiB"], &env).unwrap();
     assert_eq!(loaded.config.pool, Bytes::mib(3));
     assert_eq!(loaded.config.model.as_deref(), Some("env"));
-    assert_eq!(loaded.config.process.log, "debug");
+    assert_eq!(loaded.config.process.log, "debug".parse().unwrap());
     assert_eq!(loaded.config.process.log_format, LogFormat::Json);
     assert_eq!(loaded.origin("pool"), Origin::Flag("--pool".to_owned()));
     assert_eq!(loaded.origin("model"), Origin::Env("BATON_MODEL".to_owned()));
@@ -104,6 +104,7 @@ fn a_bad_value_names_field_origin_and_fix() {
         message(&["--config", &path], &[]),
         format!("pool: 512 is not a size with its unit, such as 512MiB or 2GiB (set by {path}:3)")
     );
+    assert!(message(&["--log", "a=b=c"], &[]).starts_with("log: \"a=b=c\" is not a log filter"));
     assert!(message(&["--log-format", "xml"], &[]).contains("\"xml\" is not one of: text, json"));
 }
 
