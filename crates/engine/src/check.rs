@@ -28,7 +28,8 @@ impl Engine {
     }
 
     fn check_lists(&self) -> Check {
-        let of = |want: fn(&Phase) -> bool| self.sequences.iter().filter(move |(_, s)| want(&s.phase)).map(|(id, _)| id);
+        let of =
+            |want: fn(&Phase) -> bool| self.sequences.iter().filter(move |(_, s)| want(&s.phase)).map(|(id, _)| id);
         if !self.waiting.iter().eq(of(|phase| matches!(phase, Phase::Waiting))) {
             return broken(format!("the queue {:?} is not the waiting sequences in order", self.waiting));
         }
@@ -58,7 +59,9 @@ impl Engine {
                 let Some(pool) = self.pools.group(group) else { return broken(format!("{seq}: no group {group}")) };
                 let (state, _) = pool.state(block)?;
                 if state != want {
-                    return broken(format!("block {block} of group {group} is {state:?}, its owner {seq} has it {want:?}"));
+                    return broken(format!(
+                        "block {block} of group {group} is {state:?}, its owner {seq} has it {want:?}"
+                    ));
                 }
                 *owners.entry((group, block.0)).or_default() += 1;
             }
@@ -69,7 +72,8 @@ impl Engine {
             return broken(format!("{owned} blocks are owned by somebody, {} owners' blocks are known", owners.len()));
         }
         for ((group, block), found) in owners {
-            let refs = self.pools.group(group).map_or(Ok((BlockState::Free, 0)), |p| p.state(baton_types::BlockId(block)))?.1;
+            let refs =
+                self.pools.group(group).map_or(Ok((BlockState::Free, 0)), |p| p.state(baton_types::BlockId(block)))?.1;
             if refs != found {
                 return broken(format!("block {block} of group {group} counts {refs} owners, has {found}"));
             }

@@ -1,1 +1,331 @@
-//! conformance
+//! What every [`ModelRunner`] must do, as a suite that runs against any of them: [`check`].
+//!
+//! Each route through the same requests (alone, chunked, batched, staggered, in other blocks, computed again) must give the
+//! same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
+//! trait says.
+
+use baton_kv_cache::{KvPools, Tables};
+use baton_types::{PoolGeometry, SamplingParams, SeqId, TokenOut};
+
+use crate::{Batch, ModelRunner, Row, Sample};
+
+/// What the suite runs against.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The pool each runner made by the factory has; at least [`Setup::blocks`] blocks a group.
+    pub geometry: PoolGeometry,
+    /// Token ids lie below this, at least 2.
+    pub vocab: u32,
+    /// Tokens generated per request.
+    pub answer_tokens: u32,
+}
+
+/// A rule that does not hold.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+#[error("{rule}: {detail}")]
+pub struct Violation {
+    /// The rule.
+    pub rule: &'static str,
+    /// What happened.
+    pub detail: String,
+}
+
+type Answers = Vec<Vec<TokenOut>>;
+
+impl Setup {
+    /// Blocks each group of the pool needs.
+    pub fn blocks(&self) -> u32 {
+        let (size, answer) = (self.geometry.layout.block_size, self.answer_tokens);
+        // Twice the blocks of all requests, so that there is always another place for each.
+        let of_all: u32 = requests(self).iter().map(|r| (r.prompt.len() as u32 + answer).div_ceil(size)).sum();
+        2 * of_all
+    }
+}
+
+/// Runs the suite. `make` gives a fresh runner, its pool untouched, for each route.
+pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Result<(), Violation> {
+    let requests = requests(setup);
+    let size = setup.geometry.layout.block_size;
+    let mut alone = Answers::new();
+    for request in &requests {
+        let one = std::slice::from_ref(request);
+        alone.extend(Route { rule: "runs alone", ..Route::plain() }.run(setup, &mut make(), one)?);
+    }
+    let plain = Route::plain();
+    let routes = [
+        Route { rule: "batch invariance", ..plain },
+        Route { rule: "row order invariance", reversed: true, ..plain },
+        Route { rule: "chunking invariance, 1 token", chunk: 1, ..plain },
+        Route { rule: "chunking invariance, 3 tokens", chunk: 3, ..plain },
+        Route { rule: "chunking invariance, one block", chunk: size, ..plain },
+        Route { rule: "joining at any step", stagger: 1, chunk: 5, ..plain },
+        Route { rule: "block tables are followed", scattered: true, ..plain },
+        Route { rule: "computed again in other blocks", restart_after: Some(2), chunk: 7, ..plain },
+        Route {
+            rule: "all at once",
+            stagger: 2,
+            chunk: 2,
+            reversed: true,
+            scattered: true,
+            restart_after: Some(1),
+            ..plain
+        },
+    ];
+    for route in routes {
+        let answers = route.run(setup, &mut make(), &requests)?;
+        for (at, (found, wanted)) in answers.iter().zip(&alone).enumerate() {
+            if found != wanted {
+                let detail = format!("request {at} says {found:?}; alone it says {wanted:?}");
+                return Err(Violation { rule: route.rule, detail });
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Request {
+    prompt: Vec<u32>,
+    params: SamplingParams,
+}
+
+/// Prompts around block boundaries, each with other sampling parameters.
+fn requests(setup: &Setup) -> Vec<Request> {
+    let size = setup.geometry.layout.block_size;
+    let off = SamplingParams { max_tokens: setup.answer_tokens, temperature: 0.0, ..SamplingParams::default() };
+    let sampled = SamplingParams { temperature: 0.9, top_k: 40, top_p: 0.95, seed: 7, ..off.clone() };
+    let params = [
+        off.clone(),
+        SamplingParams { top_logprobs: Some(3), ..off.clone() },
+        sampled.clone(),
+        SamplingParams { seed: 8, min_p: 0.05, top_logprobs: Some(0), ..sampled.clone() },
+        SamplingParams { presence_penalty: 0.5, frequency_penalty: 0.5, repetition_penalty: 1.2, ..off },
+        SamplingParams { logit_bias: vec![(1, 2.0)], repetition_penalty: 1.1, ..sampled },
+    ];
+    let lengths = [1, 2, size - 1, size, size + 1, 3 * size + 5];
+    let token = |request: usize, at: u32| (at * 7919 + request as u32 * 104_729 + at * at * 31) % setup.vocab;
+    let prompt = |request, length: u32| (0..length.max(1)).map(|at| token(request, at)).collect();
+    let pairs = lengths.into_iter().zip(params).enumerate();
+    pairs.map(|(request, (length, params))| Request { prompt: prompt(request, length), params }).collect()
+}
+
+/// One way through the requests.
+#[derive(Clone, Copy)]
+struct Route {
+    rule: &'static str,
+    /// Most tokens of a row.
+    chunk: u32,
+    /// Request `i` joins at step `i * stagger`.
+    stagger: u32,
+    /// Rows in descending order of requests.
+    reversed: bool,
+    /// Blocks out of order, with gaps.
+    scattered: bool,
+    /// After so many tokens of the answer, everything is computed again in other blocks.
+    restart_after: Option<usize>,
+}
+
+struct Live<'a> {
+    request: &'a Request,
+    tokens: Vec<u32>,
+    computed: usize,
+    tables: Tables,
+    answer: Vec<TokenOut>,
+    restarted: bool,
+}
+
+impl Live<'_> {
+    fn done(&self, setup: &Setup) -> bool {
+        self.answer.len() == setup.answer_tokens as usize
+    }
+
+    fn row(&self, seq: u64, chunk: u32) -> Row<'_> {
+        let end = (self.computed + chunk as usize).min(self.tokens.len());
+        let (prompt, generated) = self.tokens.split_at(self.request.prompt.len());
+        let sample = Sample { params: &self.request.params, index: generated.len() as u32, prompt, generated };
+        Row {
+            seq: SeqId(seq),
+            tokens: &self.tokens[self.computed..end],
+            start: self.computed as u32,
+            tables: self.tables.as_slice(),
+            sample: (end == self.tokens.len()).then_some(sample),
+        }
+    }
+}
+
+impl Route {
+    fn plain() -> Route {
+        Route { rule: "", chunk: u32::MAX, stagger: 0, reversed: false, scattered: false, restart_after: None }
+    }
+
+    fn run<R: ModelRunner>(&self, setup: &Setup, runner: &mut R, requests: &[Request]) -> Result<Answers, Violation> {
+        let failed = |error: baton_kv_cache::KvError| Violation { rule: "setup", detail: error.to_string() };
+        let mut pools = KvPools::new(&setup.geometry).map_err(failed)?;
+        let mut live = Vec::new();
+        for request in requests {
+            let most = request.prompt.len() as u32 + setup.answer_tokens;
+            let tables = self.place(&mut pools, most).map_err(failed)?;
+            let (tokens, answer) = (request.prompt.clone(), Vec::new());
+            live.push(Live { request, tokens, computed: 0, tables, answer, restarted: false });
+        }
+        let mut step = 0;
+        while live.iter().any(|l| !l.done(setup)) {
+            self.step(setup, runner, &mut live, step)?;
+            for l in live.iter_mut().filter(|l| Some(l.answer.len()) == self.restart_after && !l.restarted) {
+                let other = self.place(&mut pools, l.tables.tokens()).map_err(failed)?;
+                pools.free(std::mem::replace(&mut l.tables, other)).map_err(failed)?;
+                (l.computed, l.restarted) = (0, true);
+            }
+            step += 1;
+        }
+        Ok(live.into_iter().map(|l| l.answer).collect())
+    }
+
+    /// Tables for `tokens` tokens; scattered ones take every other block, the highest first.
+    fn place(&self, pools: &mut KvPools, tokens: u32) -> Result<Tables, baton_kv_cache::KvError> {
+        if !self.scattered {
+            return pools.allocate(tokens);
+        }
+        let size = pools.block_size();
+        let (mut kept, mut given_back) = (pools.allocate(0)?, Vec::new());
+        for covered in (0..tokens).step_by(size as usize) {
+            given_back.push(pools.allocate(1)?);
+            pools.grow(&mut kept, (covered + size).min(tokens))?;
+        }
+        given_back.into_iter().try_for_each(|gap| pools.free(gap))?;
+        Ok(kept)
+    }
+
+    fn step<R: ModelRunner>(
+        &self,
+        setup: &Setup,
+        runner: &mut R,
+        live: &mut [Live<'_>],
+        step: u32,
+    ) -> Result<(), Violation> {
+        let joined = |at: usize| step >= at as u32 * self.stagger;
+        let mut order: Vec<usize> = (0..live.len()).filter(|at| joined(*at) && !live[*at].done(setup)).collect();
+        if self.reversed {
+            order.reverse();
+        }
+        if order.is_empty() {
+            return Ok(());
+        }
+        let rows: Vec<Row<'_>> = order.iter().map(|at| live[*at].row(*at as u64, self.chunk)).collect();
+        let (mut layers, mut out) = (Vec::new(), Vec::new());
+        let run = runner.run(&Batch { rows: &rows }, &mut |layer| layers.push(layer), &mut out);
+        run.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
+        if !layers.iter().copied().eq(0..setup.geometry.layout.layers() as u32) {
+            return Err(Violation { rule: "on_layer: every layer once, ascending", detail: format!("{layers:?}") });
+        }
+        let due: Vec<u32> = rows.iter().filter_map(|row| row.sample.map(|sample| sample.index)).collect();
+        let came: Vec<u32> = out.iter().map(|token| token.index).collect();
+        if came != due {
+            let detail = format!("indices {came:?} where {due:?} were due");
+            return Err(Violation { rule: "one token for each row that samples, in row order", detail });
+        }
+        if let Some(token) = out.iter().find(|token| token.id >= setup.vocab) {
+            return Err(Violation { rule: "token ids lie in the vocabulary", detail: format!("{token:?}") });
+        }
+        let computed: Vec<(usize, bool)> = rows.iter().map(|row| (row.tokens.len(), row.sample.is_some())).collect();
+        let mut tokens = out.into_iter();
+        for (at, (len, samples)) in order.into_iter().zip(computed) {
+            live[at].computed += len;
+            if let Some(token) = if samples { tokens.next() } else { None } {
+                live[at].tokens.push(token.id);
+                live[at].answer.push(token);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RunError;
+    use crate::fake::{FakeModel, KvMemory, tiny_layout};
+
+    fn setup(block_size: u32) -> Setup {
+        let mut setup =
+            Setup { geometry: PoolGeometry::uniform(tiny_layout(block_size), 1), vocab: 1000, answer_tokens: 5 };
+        setup.geometry.blocks = vec![setup.blocks(), setup.blocks()];
+        setup
+    }
+
+    /// A runner with one planted fault.
+    struct Faulty {
+        inner: FakeModel,
+        fault: fn(&mut FakeModel, &Batch<'_>, &mut dyn FnMut(u32), &mut Vec<TokenOut>) -> Result<(), RunError>,
+    }
+
+    impl ModelRunner for Faulty {
+        fn run(&mut self, b: &Batch<'_>, on: &mut dyn FnMut(u32), out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            (self.fault)(&mut self.inner, b, on, out)
+        }
+    }
+
+    fn verdict(
+        fault: fn(&mut FakeModel, &Batch<'_>, &mut dyn FnMut(u32), &mut Vec<TokenOut>) -> Result<(), RunError>,
+    ) -> &'static str {
+        let setup = setup(4);
+        let make = || Faulty { inner: FakeModel::new(setup.geometry.clone(), setup.vocab), fault };
+        check(&setup, make).err().map_or("passes", |violation| violation.rule)
+    }
+
+    #[test]
+    fn the_fake_conforms() {
+        for block_size in [1, 2, 4, 16] {
+            let setup = setup(block_size);
+            assert_eq!(check(&setup, || FakeModel::new(setup.geometry.clone(), setup.vocab)), Ok(()));
+        }
+    }
+
+    #[test]
+    fn each_planted_fault_is_found() {
+        assert_eq!(verdict(|m, b, on, out| m.run(b, on, out)), "passes");
+        let late = verdict(|m, b, on, out| m.run(b, &mut |layer| on(2 - layer), out));
+        assert_eq!(late, "on_layer: every layer once, ascending");
+        let silent = verdict(|m, b, _, out| m.run(b, &mut |_| {}, out));
+        assert_eq!(silent, "on_layer: every layer once, ascending");
+        let swapped = verdict(|m, b, on, out| {
+            m.run(b, on, out)?;
+            out.reverse();
+            Ok(())
+        });
+        // All indices of the first step are 0, so the tokens tell.
+        assert_eq!(swapped, "batch invariance");
+        let one_short = verdict(|m, b, on, out| {
+            m.run(b, on, out)?;
+            out.truncate(4);
+            Ok(())
+        });
+        assert_eq!(one_short, "one token for each row that samples, in row order");
+        // The last row's result depends on how many rows there are.
+        let batch_dependent = verdict(|m, b, on, out| {
+            m.run(b, on, out)?;
+            out.iter_mut().for_each(|token| token.id = (token.id + u32::from(b.rows.len() > 1)) % 1000);
+            Ok(())
+        });
+        assert_eq!(batch_dependent, "batch invariance");
+        // Result depends on where in the pool the sequence lies.
+        let placed = verdict(|m, b, on, out| {
+            m.run(b, on, out)?;
+            let ordered = b.rows.iter().all(|row| row.tables[0].blocks().is_sorted_by(|a, b| b.0 == a.0 + 1));
+            out.iter_mut().for_each(|token| token.id = (token.id + u32::from(!ordered)) % 1000);
+            Ok(())
+        });
+        assert_eq!(placed, "block tables are followed");
+        // The KV of a chunk's first token is lost.
+        let chunked = verdict(|m, b, on, out| {
+            m.run(b, on, out)?;
+            for row in b.rows.iter().filter(|row| row.start > 0 && row.tokens.len() < 4 && row.sample.is_none()) {
+                let slot = row.tables[0]
+                    .slot(row.start, 4)
+                    .map_or(0, |(block, slot)| block.0 as usize * 64 + slot as usize * 8);
+                m.memory_mut().store(slot, &[0]);
+            }
+            Ok(())
+        });
+        assert!(chunked.starts_with("chunking invariance"), "{chunked}");
+    }
+}

@@ -241,7 +241,11 @@ impl Engine {
             }
             Phase::Running(tables) | Phase::Held(tables) => {
                 self.running.retain(|id| *id != seq);
-                if fence { self.pools.quarantine_used(tables).map(Some) } else { self.pools.free(tables).map(|()| None) }
+                if fence {
+                    self.pools.quarantine_used(tables).map(Some)
+                } else {
+                    self.pools.free(tables).map(|()| None)
+                }
             }
         };
         match disposed {

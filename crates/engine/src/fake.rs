@@ -1,1 +1,296 @@
-//! fake
+//! A model that costs nothing and notices everything: [`FakeModel`], for tests and the simulator.
+//!
+//! It stores the "KV" of a token as bytes in a real pool layout, through the block tables, each slot a function of the
+//! token, its position, the layer below and the stored slot before it. The next token is a hash of everything attention
+//! would read back. So a wrong table, a stale, shared or half-transferred block, a lost token, a wrong index, a different
+//! seed each change the answer, while batching, chunking and the choice of blocks do not (I1). A broken contract that it can
+//! see directly is a [`RunError`].
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use baton_kv_cache::KvPools;
+use baton_types::{
+    BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
+};
+
+use crate::{Batch, ModelRunner, Row, RunError, Sample};
+
+/// The bytes of a pool, wherever they are: private, or mapped by a peer as well.
+pub trait KvMemory: Send {
+    /// Copies the bytes at `offset`.
+    fn load(&self, offset: usize, into: &mut [u8]);
+    /// Overwrites the bytes at `offset`.
+    fn store(&mut self, offset: usize, bytes: &[u8]);
+}
+
+impl KvMemory for Vec<u8> {
+    fn load(&self, offset: usize, into: &mut [u8]) {
+        into.copy_from_slice(&self[offset..offset + into.len()]);
+    }
+    fn store(&mut self, offset: usize, bytes: &[u8]) {
+        self[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+}
+
+/// Pool memory that others read and write at the same time.
+#[derive(Clone, Debug)]
+pub struct SharedMemory(Arc<[AtomicU8]>);
+
+impl SharedMemory {
+    /// `bytes` zeros.
+    pub fn new(bytes: usize) -> Self {
+        SharedMemory((0..bytes).map(|_| AtomicU8::new(0)).collect())
+    }
+}
+
+impl KvMemory for SharedMemory {
+    fn load(&self, offset: usize, into: &mut [u8]) {
+        for (byte, cell) in into.iter_mut().zip(&self.0[offset..]) {
+            *byte = cell.load(Ordering::Relaxed);
+        }
+    }
+    fn store(&mut self, offset: usize, bytes: &[u8]) {
+        for (byte, cell) in bytes.iter().zip(&self.0[offset..]) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A small layout with every feature: two groups, one with a window, several layers, planes and heads.
+pub fn tiny_layout(block_size: u32) -> KvLayout {
+    let group = |layers: &[u32], kv_heads, window| KvGroup {
+        layers: layers.to_vec(),
+        planes: 2,
+        kv_heads,
+        head_dim: 4,
+        window,
+    };
+    KvLayout {
+        version: PROTOCOL_VERSION,
+        model: 0xfa4e,
+        dtype: KvDtype::F16,
+        block_size,
+        groups: vec![group(&[0, 2], 1, None), group(&[1], 2, Some(5))],
+    }
+}
+
+/// What [`FakeModel`] answers to a request that runs alone, without an engine: the reference every route must match (I1).
+pub fn answer(
+    layout: &KvLayout,
+    vocab: u32,
+    prompt: &[u32],
+    params: &SamplingParams,
+) -> Result<Vec<TokenOut>, RunError> {
+    let most = prompt.len() as u32 + params.max_tokens;
+    let geometry = PoolGeometry::uniform(layout.clone(), layout.blocks_for(most as usize) as u32);
+    let failed = |error: baton_kv_cache::KvError| RunError(error.to_string());
+    let tables = KvPools::new(&geometry).and_then(|mut pools| pools.allocate(most)).map_err(failed)?;
+    let mut model = FakeModel::new(geometry, vocab);
+    let (mut tokens, mut answer, mut start) = (prompt.to_vec(), Vec::new(), 0);
+    while answer.len() < params.max_tokens as usize {
+        let (prompt, generated) = tokens.split_at(prompt.len());
+        let sample = Some(Sample { params, index: answer.len() as u32, prompt, generated });
+        let row =
+            Row { seq: SeqId(0), tokens: &tokens[start..], start: start as u32, tables: tables.as_slice(), sample };
+        model.run(&Batch { rows: &[row] }, &mut |_| {}, &mut answer)?;
+        start = tokens.len();
+        tokens.extend(answer.last().map(|token| token.id));
+        if tokens.last().is_some_and(|id| params.stop_token_ids.contains(id)) {
+            break;
+        }
+    }
+    Ok(answer)
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct FakeModel<M = Vec<u8>> {
+    geometry: PoolGeometry,
+    vocab: u32,
+    memory: M,
+    /// Group and index in the group of each layer.
+    layers: Vec<(usize, usize)>,
+    slot: Vec<u8>,
+}
+
+impl FakeModel {
+    /// A model with a zeroed pool of its own and token ids below `vocab`.
+    pub fn new(geometry: PoolGeometry, vocab: u32) -> Self {
+        let memory = vec![0; geometry.bytes()];
+        FakeModel::with_memory(geometry, vocab, memory)
+    }
+}
+
+impl<M: KvMemory> FakeModel<M> {
+    /// A model over `memory`, which has `geometry.bytes()` bytes or more.
+    pub fn with_memory(geometry: PoolGeometry, vocab: u32, memory: M) -> Self {
+        let layout = &geometry.layout;
+        let layers = (0..layout.layers() as u32).filter_map(|layer| layout.locate(layer)).collect();
+        FakeModel { geometry, vocab: vocab.max(1), memory, layers, slot: Vec::new() }
+    }
+
+    /// The pool's bytes.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
+    /// The pool's bytes, for a test that plays the transfer.
+    pub fn memory_mut(&mut self) -> &mut M {
+        &mut self.memory
+    }
+
+    /// Byte offsets of the pieces of one position's slot: one per plane and head, each of [`Self::piece_bytes`].
+    fn pieces(
+        &self,
+        layer: usize,
+        row: &Row<'_>,
+        position: u32,
+    ) -> Result<impl Iterator<Item = usize> + use<M>, RunError> {
+        let (group, inner) = self.layers[layer];
+        let layout = &self.geometry.layout;
+        let (block, slot) = row.tables[group]
+            .slot(position, layout.block_size)
+            .filter(|(block, _)| block.0 < self.geometry.blocks[group])
+            .ok_or_else(|| RunError(format!("{}: position {position} has no block in group {group}", row.seq)))?;
+        let base = self.geometry.block_range(group, inner, block).start;
+        let shape = &layout.groups[group];
+        let (planes, heads, piece) = (shape.planes as usize, shape.kv_heads as usize, self.piece_bytes(layer));
+        let (plane_bytes, slots) = (layout.plane_bytes(group), layout.block_size as usize);
+        Ok((0..planes * heads)
+            .map(move |at| base + at / heads * plane_bytes + (at % heads * slots + slot as usize) * piece))
+    }
+
+    fn piece_bytes(&self, layer: usize) -> usize {
+        let layout = &self.geometry.layout;
+        layout.groups[self.layers[layer].0].head_dim as usize * layout.dtype.size()
+    }
+
+    /// Hash of what is stored for one position of one layer.
+    fn read(&mut self, layer: usize, row: &Row<'_>, position: u32) -> Result<u64, RunError> {
+        let mut slot = std::mem::take(&mut self.slot);
+        slot.resize(self.piece_bytes(layer), 0);
+        let mut state = layer as u64;
+        for offset in self.pieces(layer, row, position)? {
+            self.memory.load(offset, &mut slot);
+            state = hash_bytes(state, &slot);
+        }
+        self.slot = slot;
+        Ok(state)
+    }
+
+    fn write(&mut self, layer: usize, row: &Row<'_>, position: u32, value: u64) -> Result<(), RunError> {
+        let mut slot = std::mem::take(&mut self.slot);
+        slot.resize(self.piece_bytes(layer), 0);
+        for (at, offset) in self.pieces(layer, row, position)?.enumerate() {
+            for (lane, bytes) in slot.chunks_mut(8).enumerate() {
+                let word = fold(fold(value, at as u64), lane as u64).to_le_bytes();
+                bytes.copy_from_slice(&word[..bytes.len()]);
+            }
+            self.memory.store(offset, &slot);
+        }
+        self.slot = slot;
+        Ok(())
+    }
+
+    fn window(&self, layer: usize) -> u32 {
+        self.geometry.layout.groups[self.layers[layer].0].window.unwrap_or(u32::MAX)
+    }
+
+    fn store_kv(&mut self, layer: usize, row: &Row<'_>) -> Result<(), RunError> {
+        for (position, token) in (row.start..).zip(row.tokens) {
+            let mut value = fold(fold(u64::from(*token), u64::from(position)), layer as u64);
+            if layer > 0 {
+                value = fold(value, self.read(layer - 1, row, position)?);
+            }
+            if position > 0 && self.window(layer) > 1 {
+                value = fold(value, self.read(layer, row, position - 1)?);
+            }
+            self.write(layer, row, position, value)?;
+        }
+        Ok(())
+    }
+
+    fn sample(&mut self, row: &Row<'_>, sample: &Sample<'_>) -> Result<TokenOut, RunError> {
+        let end = row.start + row.tokens.len() as u32;
+        let mut state = sample.prompt.len() as u64;
+        for layer in 0..self.layers.len() {
+            for position in end.saturating_sub(self.window(layer))..end {
+                state = fold(state, self.read(layer, row, position)?);
+            }
+        }
+        for id in sample.generated {
+            state = fold(state, u64::from(*id));
+        }
+        if !sample.params.greedy() {
+            state = fold(fold(state, sample.params.seed), u64::from(sample.index));
+        }
+        let vocab = u64::from(self.vocab);
+        let logprob = |state: u64| -((state >> 40) as f32) / (1 << 20) as f32;
+        let ranked = |n: u32| (0..n).map(|i| fold(state, u64::from(i))).map(|s| ((s % vocab) as u32, logprob(s)));
+        Ok(TokenOut {
+            index: sample.index,
+            id: (state % vocab) as u32,
+            logprob: sample.params.top_logprobs.map(|_| logprob(state)),
+            top: sample.params.top_logprobs.map_or(Vec::new(), |n| ranked(n).collect()),
+        })
+    }
+
+    /// What can be seen without computing: shapes, tables, tails, and that no block is written for two rows.
+    fn validate(&self, batch: &Batch<'_>) -> Result<(), RunError> {
+        let mut written: BTreeSet<(usize, BlockId)> = BTreeSet::new();
+        let mut seqs = BTreeSet::new();
+        let ensure = |ok: bool, row: &Row<'_>, what: &str| {
+            if ok { Ok(()) } else { Err(RunError(format!("row of sequence {}: {what}", row.seq))) }
+        };
+        for row in batch.rows {
+            let end = row.start + row.tokens.len() as u32;
+            ensure(seqs.insert(row.seq), row, "its sequence is in the batch twice")?;
+            ensure(!row.tokens.is_empty(), row, "no tokens")?;
+            ensure(row.tables.len() == self.geometry.layout.groups.len(), row, "not one table per layer group")?;
+            for (group, table) in row.tables.iter().enumerate() {
+                ensure(table.tokens() >= end, row, "a table does not cover its tokens")?;
+                let first = (row.start / self.geometry.layout.block_size) as usize;
+                let last = self.geometry.layout.blocks_for(end as usize);
+                let blocks = table.blocks().get(first..last).unwrap_or(&[]);
+                ensure(blocks.len() == last - first, row, "a table lacks blocks")?;
+                ensure(blocks.iter().all(|b| written.insert((group, *b))), row, "a block is written for two rows")?;
+            }
+            if let Some(Sample { index, prompt, generated, .. }) = row.sample {
+                ensure(index as usize == generated.len(), row, "index is not the length of the answer")?;
+                ensure(end as usize == prompt.len() + generated.len(), row, "samples before its last token")?;
+                let last = generated.last().or(prompt.last());
+                ensure(last == row.tokens.last(), row, "its last token is not the sequence's")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<M: KvMemory> ModelRunner for FakeModel<M> {
+    fn run(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        out: &mut Vec<TokenOut>,
+    ) -> Result<(), RunError> {
+        self.validate(batch)?;
+        for layer in 0..self.layers.len() {
+            for row in batch.rows {
+                self.store_kv(layer, row)?;
+            }
+            on_layer(layer as u32);
+        }
+        for row in batch.rows {
+            if let Some(sample) = &row.sample {
+                out.push(self.sample(row, sample)?);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn fold(state: u64, word: u64) -> u64 {
+    hash_bytes(state, &word.to_le_bytes())
+}

@@ -103,9 +103,8 @@ impl BlockPool {
 
     /// Lent, or Used with one owner → Quarantined: a peer or a transfer may still reach it (I3).
     pub fn quarantine(&mut self, block: BlockId) -> Result<(), KvError> {
-        let at = self.expect(block, "quarantine", |b| {
-            matches!(b.state, BlockState::Lent | BlockState::Used) && b.refs == 1
-        })?;
+        let at = self
+            .expect(block, "quarantine", |b| matches!(b.state, BlockState::Lent | BlockState::Used) && b.refs == 1)?;
         self.shift(at, BlockState::Quarantined);
         Ok(())
     }
