@@ -61,15 +61,7 @@ pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Resu
         Route { rule: "joining at any step", stagger: 1, chunk: 5, ..plain },
         Route { rule: "block tables are followed", scattered: true, ..plain },
         Route { rule: "computed again in other blocks", restart_after: Some(2), chunk: 7, ..plain },
-        Route {
-            rule: "all at once",
-            stagger: 2,
-            chunk: 2,
-            reversed: true,
-            scattered: true,
-            restart_after: Some(1),
-            ..plain
-        },
+        Route { rule: "all of these", chunk: 2, stagger: 2, reversed: true, scattered: true, restart_after: Some(1) },
     ];
     for route in routes {
         let answers = route.run(setup, &mut make(), &requests)?;
@@ -252,10 +244,12 @@ mod tests {
         setup
     }
 
+    type Fault = fn(&mut FakeModel, &Batch<'_>, &mut dyn FnMut(u32), &mut Vec<TokenOut>) -> Result<(), RunError>;
+
     /// A runner with one planted fault.
     struct Faulty {
         inner: FakeModel,
-        fault: fn(&mut FakeModel, &Batch<'_>, &mut dyn FnMut(u32), &mut Vec<TokenOut>) -> Result<(), RunError>,
+        fault: Fault,
     }
 
     impl ModelRunner for Faulty {
@@ -264,9 +258,7 @@ mod tests {
         }
     }
 
-    fn verdict(
-        fault: fn(&mut FakeModel, &Batch<'_>, &mut dyn FnMut(u32), &mut Vec<TokenOut>) -> Result<(), RunError>,
-    ) -> &'static str {
+    fn verdict(fault: Fault) -> &'static str {
         let setup = setup(4);
         let make = || Faulty { inner: FakeModel::new(setup.geometry.clone(), setup.vocab), fault };
         check(&setup, make).err().map_or("passes", |violation| violation.rule)

@@ -199,3 +199,98 @@ fn counter(counts: &mut BlockCounts, state: BlockState) -> &mut u32 {
         BlockState::Quarantined => &mut counts.quarantined,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::BlockState::*;
+    use super::*;
+
+    type Operation = fn(&mut BlockPool, BlockId) -> Result<(), KvError>;
+
+    const OPERATIONS: [(&str, Operation); 6] = [
+        ("share", BlockPool::share),
+        ("free", BlockPool::free),
+        ("accept", BlockPool::accept),
+        ("reclaim", BlockPool::reclaim),
+        ("quarantine", BlockPool::quarantine),
+        ("clear the quarantine of", BlockPool::clear_quarantine),
+    ];
+
+    /// A pool whose block 0 is in the given state.
+    fn pool(state: BlockState, refs: u32) -> BlockPool {
+        let mut pool = BlockPool::new(0, 3);
+        if state != Free {
+            pool.take(1, state, &mut Vec::new()).unwrap();
+            pool.blocks[0].refs = refs;
+        }
+        pool.check().unwrap();
+        pool
+    }
+
+    #[test]
+    fn every_transition_is_as_documented_and_every_other_changes_nothing() {
+        let states = [(Free, 0), (Used, 1), (Used, 2), (Cached, 0), (Lent, 1), (Quarantined, 1)];
+        let legal = |from, name| match (from, name) {
+            ((Used, n), "share") => Some((Used, n + 1)),
+            ((Used, 1), "free") | ((Lent, 1), "reclaim") => Some((Free, 0)),
+            ((Used, 2), "free") => Some((Used, 1)),
+            ((Lent, 1), "accept") => Some((Used, 1)),
+            ((Lent, 1) | (Used, 1), "quarantine") => Some((Quarantined, 1)),
+            ((Quarantined, 1), "clear the quarantine of") => Some((Free, 0)),
+            _ => None,
+        };
+        for (state, refs) in states {
+            for (name, operation) in OPERATIONS {
+                let mut pool = pool(state, refs);
+                let done = operation(&mut pool, BlockId(0));
+                let expected = legal((state, refs), name);
+                let illegal = KvError::Illegal { group: 0, block: BlockId(0), operation: name, state, refs };
+                assert_eq!(done, expected.map(|_| ()).ok_or(illegal), "{name} from {state:?}");
+                assert_eq!(pool.state(BlockId(0)), Ok(expected.unwrap_or((state, refs))), "{name} from {state:?}");
+                assert_eq!(pool.check(), Ok(()), "I6 after {name} from {state:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_outside_is_an_error_not_a_panic() {
+        let mut pool = pool(Free, 0);
+        for (name, operation) in OPERATIONS {
+            let outside = KvError::Outside { group: 0, block: BlockId(3), total: 3 };
+            assert_eq!(operation(&mut pool, BlockId(3)), Err(outside), "{name}");
+        }
+    }
+
+    #[test]
+    fn takes_all_or_nothing_in_a_fixed_order() {
+        let (mut pool, mut got) = (BlockPool::new(4, 4), Vec::new());
+        pool.allocate(3, &mut got).unwrap();
+        assert_eq!(got, [0, 1, 2].map(BlockId));
+        let none = KvError::OutOfBlocks { group: 4, wanted: 2, free: 1 };
+        assert_eq!(pool.lend(2, &mut got), Err(none));
+        assert_eq!((got.len(), pool.counts().free), (3, 1));
+        got.drain(..).rev().for_each(|block| pool.free(block).unwrap());
+        pool.lend(4, &mut got).unwrap();
+        assert_eq!(got, [0, 1, 2, 3].map(BlockId), "given back in reverse, they come again in order");
+    }
+
+    /// Each way to break I6 is seen.
+    #[test]
+    fn check_sees_each_corruption() {
+        let breaks: [fn(&mut BlockPool); 8] = [
+            |p| p.counts.used += 1,
+            |p| p.counts.total += 1,
+            |p| p.counts.lent += 1,
+            |p| p.blocks[0].state = Free,
+            |p| p.blocks[1].state = Quarantined,
+            |p| p.blocks[0].refs = 0,
+            |p| p.free[0] = p.free[1],
+            |p| p.free.truncate(1),
+        ];
+        for (number, damage) in breaks.into_iter().enumerate() {
+            let mut pool = pool(Used, 1);
+            damage(&mut pool);
+            assert!(pool.check().is_err(), "corruption {number}");
+        }
+    }
+}
