@@ -5,11 +5,16 @@
 //! computed. Between them a session per pair of workers, over shared memory or TCP. Knows nothing of models, requests
 //! and the router; no async runtime, only its own threads and callbacks.
 
+mod codec;
+mod descriptor;
 mod error;
+mod host;
 mod options;
 mod receiver;
 mod segment;
 mod sender;
+pub mod state;
+mod wire;
 
 pub use error::TransferError;
 pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind};

@@ -51,7 +51,8 @@ impl Segment {
 
     /// Maps a peer's segment after checking that it is sealed and holds `bytes` bytes.
     pub(crate) fn open_peer(fd: OwnedFd, bytes: usize) -> Result<Segment, TransferError> {
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|e| TransferError::os("read a peer segment's seals", e))?;
+        let seals =
+            rustix::fs::fcntl_get_seals(&fd).map_err(|e| TransferError::os("read a peer segment's seals", e))?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(TransferError::os("map a peer's segment", "it is not sealed against shrinking"));
         }

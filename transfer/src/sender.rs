@@ -66,7 +66,12 @@ impl Handoff {
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
     /// group). Every layer of every block must be written once. The local blocks must stay unchanged until the
     /// handoff's end is reported. Blocks while the queue is full, until the deadline.
-    pub fn write(&mut self, group: usize, layer_in_group: usize, pairs: &[(BlockId, u32)]) -> Result<(), TransferError> {
+    pub fn write(
+        &mut self,
+        group: usize,
+        layer_in_group: usize,
+        pairs: &[(BlockId, u32)],
+    ) -> Result<(), TransferError> {
         let _ = (group, layer_in_group, pairs);
         Err(TransferError::Closed)
     }

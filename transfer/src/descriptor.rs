@@ -1,0 +1,224 @@
+//! The opaque target that travels from the decode worker over the router to the prefill worker: where to connect and
+//! which reservation to write to. Block addresses are not in it; the session hands them out with access.
+//!
+//! Its first fields are magic and layout fingerprint. Where the fingerprint differs, only the layout is read further,
+//! to name what differs.
+
+use baton_types::{Epoch, KvDtype, KvGroup, KvLayout, LayoutMismatch, WorkerId};
+
+use crate::codec::{Fields, Malformed, Put};
+use crate::error::TransferError;
+use crate::host::Host;
+
+const MAGIC: [u8; 4] = *b"bkt1";
+/// Bytes of a descriptor at most.
+const MAX_BYTES: usize = 64 << 10;
+
+/// A reservation as the prefill side needs to know it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Descriptor {
+    pub worker: WorkerId,
+    pub epoch: Epoch,
+    /// Random per reservation: who knows it may write.
+    pub key: u64,
+    pub tokens: u32,
+    /// Blocks per group.
+    pub counts: Vec<u32>,
+    pub host: Host,
+    /// Abstract unix socket.
+    pub unix: Vec<u8>,
+    /// TCP host name or address.
+    pub address: String,
+    pub port: u16,
+}
+
+impl Descriptor {
+    pub(crate) fn encode(&self, layout: &KvLayout) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.put_u64(layout.fingerprint());
+        out.put_blob(&encode_layout(layout));
+        out.put_u64(self.worker.0);
+        out.put_u64(self.epoch.0);
+        out.put_u64(self.key);
+        out.put_u32(self.tokens);
+        out.put_u32s(self.counts.iter().copied());
+        out.put(&self.host.boot);
+        out.put_u64(self.host.netns);
+        out.put_blob(&self.unix);
+        out.put_blob(self.address.as_bytes());
+        out.put_u16(self.port);
+        out
+    }
+
+    /// Reads a descriptor made for `layout`.
+    pub(crate) fn parse(bytes: &[u8], layout: &KvLayout) -> Result<Descriptor, TransferError> {
+        let bad = |m: Malformed| TransferError::Descriptor { field: m.field, problem: m.problem };
+        if bytes.len() > MAX_BYTES {
+            return Err(bad(Malformed::new("length", format!("{} bytes, at most {MAX_BYTES}", bytes.len()))));
+        }
+        let mut fields = Fields::new(bytes);
+        if fields.array::<4>("magic").map_err(bad)? != MAGIC {
+            return Err(bad(Malformed::new("magic", "not a target descriptor of this version")));
+        }
+        let fingerprint = fields.u64("fingerprint").map_err(bad)?;
+        if fingerprint != layout.fingerprint() {
+            return Err(mismatch(layout, fingerprint, fields.blob("layout").ok()).into());
+        }
+        parse_reservation(fields, layout).map_err(bad)
+    }
+}
+
+fn parse_reservation(mut f: Fields, layout: &KvLayout) -> Result<Descriptor, Malformed> {
+    f.blob("layout")?;
+    let descriptor = Descriptor {
+        worker: WorkerId(f.u64("worker")?),
+        epoch: Epoch(f.u64("epoch")?),
+        key: f.u64("key")?,
+        tokens: f.u32("tokens")?,
+        counts: f.u32s("counts")?,
+        host: Host { boot: f.array("host")?, netns: f.u64("host")? },
+        unix: f.blob("unix")?.to_vec(),
+        address: f.text("address")?,
+        port: f.u16("port")?,
+    };
+    f.end()?;
+    let groups = layout.groups.len();
+    if descriptor.counts.len() != groups {
+        return Err(Malformed::new("counts", format!("{} groups, the layout has {groups}", descriptor.counts.len())));
+    }
+    Ok(descriptor)
+}
+
+/// The most telling difference: a field when the peer's layout can be read, else the fingerprints.
+fn mismatch(ours: &KvLayout, fingerprint: u64, theirs: Option<&[u8]>) -> LayoutMismatch {
+    let named = theirs.and_then(|bytes| parse_layout(bytes).ok()).and_then(|theirs| ours.compatible(&theirs).err());
+    named.unwrap_or_else(|| fingerprint_mismatch(ours.fingerprint(), fingerprint))
+}
+
+/// Two fingerprints that differ.
+pub(crate) fn fingerprint_mismatch(ours: u64, theirs: u64) -> LayoutMismatch {
+    LayoutMismatch { field: "layout fingerprint", ours: format!("{ours:016x}"), theirs: format!("{theirs:016x}") }
+}
+
+/// A layout's fields, for error messages and for handing a layout to a child process.
+pub(crate) fn encode_layout(layout: &KvLayout) -> Vec<u8> {
+    let mut out = Vec::new();
+    out.put_u32(layout.version);
+    out.put_u64(layout.model);
+    out.put_u8(match layout.dtype {
+        KvDtype::F32 => 0,
+        KvDtype::F16 => 1,
+        KvDtype::Bf16 => 2,
+    });
+    out.put_u32(layout.block_size);
+    out.put_u16(layout.groups.len() as u16);
+    for group in &layout.groups {
+        out.put_u32s(group.layers.iter().copied());
+        out.put_u32(group.planes);
+        out.put_u32(group.kv_heads);
+        out.put_u32(group.head_dim);
+        out.put_u8(u8::from(group.window.is_some()));
+        out.put_u32(group.window.unwrap_or(0));
+    }
+    out
+}
+
+/// The layout out of [`encode_layout`]'s bytes.
+pub(crate) fn parse_layout(bytes: &[u8]) -> Result<KvLayout, Malformed> {
+    let mut f = Fields::new(bytes);
+    let version = f.u32("version")?;
+    let model = f.u64("model")?;
+    let dtype = match f.u8("dtype")? {
+        0 => KvDtype::F32,
+        1 => KvDtype::F16,
+        2 => KvDtype::Bf16,
+        other => return Err(Malformed::new("dtype", format!("{other} is no dtype"))),
+    };
+    let block_size = f.u32("block_size")?;
+    let groups = f.u16("groups")?;
+    let groups = (0..groups).map(|_| parse_group(&mut f)).collect::<Result<_, _>>()?;
+    f.end()?;
+    Ok(KvLayout { version, model, dtype, block_size, groups })
+}
+
+fn parse_group(f: &mut Fields) -> Result<KvGroup, Malformed> {
+    let layers = f.u32s("layers")?;
+    let planes = f.u32("planes")?;
+    let kv_heads = f.u32("kv_heads")?;
+    let head_dim = f.u32("head_dim")?;
+    let windowed = f.u8("window")?;
+    let window = f.u32("window")?;
+    let window = match windowed {
+        0 if window == 0 => None,
+        1 => Some(window),
+        other => return Err(Malformed::new("window", format!("flag {other} with {window}"))),
+    };
+    Ok(KvGroup { layers, planes, kv_heads, head_dim, window })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout() -> KvLayout {
+        let group = |layers: Vec<u32>, window| KvGroup { layers, planes: 2, kv_heads: 3, head_dim: 8, window };
+        let groups = vec![group(vec![0, 2], None), group(vec![1, 3], Some(32))];
+        KvLayout { version: 1, model: 7, dtype: KvDtype::F16, block_size: 16, groups }
+    }
+
+    fn descriptor() -> Descriptor {
+        Descriptor {
+            worker: WorkerId(1),
+            epoch: Epoch(2),
+            key: 3,
+            tokens: 100,
+            counts: vec![7, 2],
+            host: Host { boot: [9; 16], netns: 4 },
+            unix: b"baton-x".to_vec(),
+            address: "example".into(),
+            port: 4000,
+        }
+    }
+
+    #[test]
+    fn descriptors_survive_and_mutations_are_errors_not_panics() {
+        let bytes = descriptor().encode(&layout());
+        assert_eq!(Descriptor::parse(&bytes, &layout()), Ok(descriptor()));
+        for end in 0..bytes.len() {
+            assert!(Descriptor::parse(&bytes[..end], &layout()).is_err(), "cut to {end}");
+        }
+        let mut longer = bytes.clone();
+        longer.push(0);
+        assert!(Descriptor::parse(&longer, &layout()).is_err());
+        assert!(Descriptor::parse(&vec![0; MAX_BYTES + 1], &layout()).is_err());
+        for at in 0..bytes.len() {
+            for value in [0, 1, 0x7f, 0xff] {
+                let mut mutated = bytes.clone();
+                mutated[at] = value;
+                let _ = Descriptor::parse(&mutated, &layout());
+            }
+        }
+    }
+
+    #[test]
+    fn another_layout_is_named_before_anything_else_is_read() {
+        let mut theirs = layout();
+        theirs.block_size = 32;
+        let mut bytes = descriptor().encode(&theirs);
+        let error = Descriptor::parse(&bytes, &layout()).unwrap_err().to_string();
+        assert!(error.contains("block size: 16 here, 32 at the peer"), "{error}");
+        // What follows the fingerprint is of an unknown version: the fingerprints themselves are named.
+        bytes.truncate(12);
+        let error = Descriptor::parse(&bytes, &layout()).unwrap_err().to_string();
+        assert!(error.contains(&format!("{:016x}", theirs.fingerprint())), "{error}");
+        assert!(error.contains(&format!("{:016x}", layout().fingerprint())), "{error}");
+    }
+
+    #[test]
+    fn group_counts_must_be_the_layouts() {
+        let bytes = Descriptor { counts: vec![1], ..descriptor() }.encode(&layout());
+        let error = Descriptor::parse(&bytes, &layout()).unwrap_err();
+        assert!(matches!(error, TransferError::Descriptor { field: "counts", .. }), "{error}");
+        assert_eq!(parse_layout(&encode_layout(&layout())), Ok(layout()));
+    }
+}

@@ -1,0 +1,332 @@
+//! The session protocol's bytes.
+//!
+//! A session starts with one [`Hello`] from each side, compared before anything else is read; all that follows are
+//! frames: an 8-byte prefix (body length u32, kind u8, three zero bytes) and a body of little-endian fields. A Write
+//! frame is followed by its payload, the blocks' bytes in the order of its indexes. Pure functions without I/O: every
+//! byte string yields a frame or an error that names the field.
+
+use baton_types::{BlockId, Epoch, WorkerId};
+
+use crate::codec::{Fields, Malformed, Put};
+use crate::options::Limits;
+
+/// Bytes of a frame's prefix.
+pub(crate) const PREFIX: usize = 8;
+/// Blocks of one Write frame at most.
+pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
+/// Bytes of a text in a frame at most.
+const MAX_TEXT: usize = 1024;
+const MAGIC: [u8; 8] = *b"baton-kv";
+
+/// The first bytes of a session, in both directions.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Hello {
+    /// `KvLayout::fingerprint`, which covers the protocol's version.
+    pub fingerprint: u64,
+}
+
+impl Hello {
+    /// Bytes on the wire.
+    pub(crate) const LEN: usize = 16;
+
+    pub(crate) fn encode(self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.put_u64(self.fingerprint);
+        bytes
+    }
+
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Hello, Malformed> {
+        let mut fields = Fields::new(bytes);
+        if fields.array::<8>("magic")? != MAGIC {
+            return Err(Malformed::new("magic", "not a transfer session"));
+        }
+        let hello = Hello { fingerprint: fields.u64("fingerprint")? };
+        fields.end()?;
+        Ok(hello)
+    }
+}
+
+/// Why the decode side will not verify a handoff.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Refusal {
+    /// There is no reservation to write to.
+    NoReservation(String),
+    /// A write outside the reservation, or twice.
+    BadWrite(String),
+    /// Holes at completion.
+    Incomplete { written: u64, expected: u64 },
+    /// A digest differs.
+    Verify { group: u32, index: u32, block: BlockId, want: u64, got: u64 },
+}
+
+/// One message of a session after the handshake's first step.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Frame {
+    /// Prefill: who calls, and whom it means to reach.
+    Identify { me: WorkerId, you: WorkerId },
+    /// Decode: come in. Over shared memory the pool's descriptor travels with it.
+    Welcome { blocks: Vec<u32> },
+    /// Decode: go away.
+    Reject { reason: String },
+    /// Prefill: asks for access under an epoch.
+    Begin { epoch: Epoch, key: u64 },
+    /// Decode: access granted to these blocks.
+    Granted { epoch: Epoch, blocks: Vec<Vec<BlockId>> },
+    /// Prefill: one layer of some blocks follows.
+    Write(WriteHead),
+    /// Prefill: all writes were applied (shm) or precede this frame (tcp).
+    Complete { epoch: Epoch, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
+    /// Prefill: has stopped and gives up.
+    Abort { epoch: Epoch },
+    /// Prefill: has stopped because it was told to.
+    FenceAck { epoch: Epoch },
+    /// Decode: every digest matches.
+    Verified { epoch: Epoch },
+    /// Decode: the handoff failed.
+    Failed { epoch: Epoch, refusal: Refusal },
+    /// Decode: stop writing under this epoch and say so.
+    Fence { epoch: Epoch },
+}
+
+/// Which blocks a Write frame's payload holds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct WriteHead {
+    pub epoch: Epoch,
+    pub group: u16,
+    pub layer: u16,
+    /// Bytes that follow the frame.
+    pub payload: u32,
+    /// Positions in the reservation's list of the group.
+    pub indexes: Vec<u32>,
+}
+
+const IDENTIFY: u8 = 1;
+const BEGIN: u8 = 2;
+const WRITE: u8 = 3;
+const COMPLETE: u8 = 4;
+const ABORT: u8 = 5;
+const FENCE_ACK: u8 = 6;
+const WELCOME: u8 = 17;
+const REJECT: u8 = 18;
+const GRANTED: u8 = 19;
+const VERIFIED: u8 = 20;
+const FAILED: u8 = 21;
+const FENCE: u8 = 22;
+
+/// The largest body of each kind of frame.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FrameLimits {
+    list: usize,
+    complete: usize,
+}
+
+impl FrameLimits {
+    /// Bounds for handoffs within `limits` over `groups` layer groups.
+    pub(crate) fn new(limits: &Limits, groups: usize) -> FrameLimits {
+        let lists = 64 + 4 * groups;
+        FrameLimits {
+            list: lists + 4 * limits.blocks_per_handoff,
+            complete: lists + 8 * limits.blocks_per_handoff + limits.tail_bytes,
+        }
+    }
+
+    fn body(&self, kind: u8) -> Option<usize> {
+        match kind {
+            IDENTIFY | BEGIN | ABORT | FENCE_ACK | VERIFIED | FENCE => Some(16),
+            WRITE => Some(32 + 4 * MAX_WRITE_BLOCKS),
+            WELCOME | REJECT | FAILED => Some(64 + MAX_TEXT),
+            GRANTED => Some(self.list),
+            COMPLETE => Some(self.complete),
+            _ => None,
+        }
+    }
+}
+
+/// Kind and body length out of a prefix.
+pub(crate) fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<(u8, usize), Malformed> {
+    let [a, b, c, d, kind, zeros @ ..] = prefix;
+    let len = u32::from_le_bytes([a, b, c, d]) as usize;
+    let limit = limits.body(kind).ok_or_else(|| Malformed::new("kind", format!("{kind} is no frame")))?;
+    if zeros != [0; 3] {
+        return Err(Malformed::new("prefix", "reserved bytes are not zero"));
+    }
+    if len > limit {
+        return Err(Malformed::new("length", format!("{len} bytes, a frame of kind {kind} has at most {limit}")));
+    }
+    Ok((kind, len))
+}
+
+/// The frame of `kind` with this body.
+pub(crate) fn parse_body(kind: u8, body: &[u8]) -> Result<Frame, Malformed> {
+    let mut f = Fields::new(body);
+    let epoch = |f: &mut Fields| f.u64("epoch").map(Epoch);
+    let frame = match kind {
+        IDENTIFY => Frame::Identify { me: WorkerId(f.u64("me")?), you: WorkerId(f.u64("you")?) },
+        WELCOME => Frame::Welcome { blocks: f.u32s("blocks")? },
+        REJECT => Frame::Reject { reason: f.text("reason")? },
+        BEGIN => Frame::Begin { epoch: epoch(&mut f)?, key: f.u64("key")? },
+        GRANTED => Frame::Granted { epoch: epoch(&mut f)?, blocks: parse_blocks(&mut f)? },
+        WRITE => Frame::Write(parse_write(&mut f)?),
+        COMPLETE => Frame::Complete {
+            epoch: epoch(&mut f)?,
+            writes: f.u64("writes")?,
+            digests: parse_groups(&mut f, |f| f.u64s("digests"))?,
+            tail: f.blob("tail")?.to_vec(),
+        },
+        ABORT => Frame::Abort { epoch: epoch(&mut f)? },
+        FENCE_ACK => Frame::FenceAck { epoch: epoch(&mut f)? },
+        VERIFIED => Frame::Verified { epoch: epoch(&mut f)? },
+        FAILED => Frame::Failed { epoch: epoch(&mut f)?, refusal: parse_refusal(&mut f)? },
+        FENCE => Frame::Fence { epoch: epoch(&mut f)? },
+        _ => return Err(Malformed::new("kind", format!("{kind} is no frame"))),
+    };
+    f.end()?;
+    Ok(frame)
+}
+
+fn parse_groups<T>(
+    f: &mut Fields,
+    mut one: impl FnMut(&mut Fields) -> Result<T, Malformed>,
+) -> Result<Vec<T>, Malformed> {
+    let groups = f.u16("groups")?;
+    (0..groups).map(|_| one(f)).collect()
+}
+
+fn parse_blocks(f: &mut Fields) -> Result<Vec<Vec<BlockId>>, Malformed> {
+    parse_groups(f, |f| Ok(f.u32s("blocks")?.into_iter().map(BlockId).collect()))
+}
+
+fn parse_write(f: &mut Fields) -> Result<WriteHead, Malformed> {
+    let head = WriteHead {
+        epoch: Epoch(f.u64("epoch")?),
+        group: f.u16("group")?,
+        layer: f.u16("layer")?,
+        payload: f.u32("payload")?,
+        indexes: f.u32s("indexes")?,
+    };
+    match head.indexes.len() {
+        1..=MAX_WRITE_BLOCKS => Ok(head),
+        n => Err(Malformed::new("indexes", format!("{n} blocks; a write has 1 to {MAX_WRITE_BLOCKS}"))),
+    }
+}
+
+fn parse_refusal(f: &mut Fields) -> Result<Refusal, Malformed> {
+    Ok(match f.u8("refusal")? {
+        0 => Refusal::NoReservation(f.text("reason")?),
+        1 => Refusal::BadWrite(f.text("reason")?),
+        2 => Refusal::Incomplete { written: f.u64("written")?, expected: f.u64("expected")? },
+        3 => Refusal::Verify {
+            group: f.u32("group")?,
+            index: f.u32("index")?,
+            block: BlockId(f.u32("block")?),
+            want: f.u64("want")?,
+            got: f.u64("got")?,
+        },
+        other => return Err(Malformed::new("refusal", format!("{other} is no refusal"))),
+    })
+}
+
+impl Frame {
+    /// Prefix and body.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![0; PREFIX];
+        out[4] = self.encode_body(&mut out);
+        let len = (out.len() - PREFIX) as u32;
+        out[..4].copy_from_slice(&len.to_le_bytes());
+        out
+    }
+
+    fn encode_body(&self, out: &mut Vec<u8>) -> u8 {
+        match self {
+            Frame::Identify { me, you } => {
+                out.put_u64(me.0);
+                out.put_u64(you.0);
+                IDENTIFY
+            }
+            Frame::Welcome { blocks } => {
+                out.put_u32s(blocks.iter().copied());
+                WELCOME
+            }
+            Frame::Reject { reason } => {
+                out.put_blob(cut(reason).as_bytes());
+                REJECT
+            }
+            Frame::Begin { epoch, key } => {
+                out.put_u64(epoch.0);
+                out.put_u64(*key);
+                BEGIN
+            }
+            Frame::Granted { epoch, blocks } => {
+                out.put_u64(epoch.0);
+                out.put_u16(blocks.len() as u16);
+                blocks.iter().for_each(|group| out.put_u32s(group.iter().map(|b| b.0)));
+                GRANTED
+            }
+            Frame::Write(head) => {
+                out.put_u64(head.epoch.0);
+                out.put_u16(head.group);
+                out.put_u16(head.layer);
+                out.put_u32(head.payload);
+                out.put_u32s(head.indexes.iter().copied());
+                WRITE
+            }
+            Frame::Complete { epoch, writes, digests, tail } => {
+                out.put_u64(epoch.0);
+                out.put_u64(*writes);
+                out.put_u16(digests.len() as u16);
+                digests.iter().for_each(|group| out.put_u64s(group));
+                out.put_blob(tail);
+                COMPLETE
+            }
+            Frame::Failed { epoch, refusal } => {
+                out.put_u64(epoch.0);
+                encode_refusal(refusal, out);
+                FAILED
+            }
+            Frame::Abort { epoch } => only_epoch(out, *epoch, ABORT),
+            Frame::FenceAck { epoch } => only_epoch(out, *epoch, FENCE_ACK),
+            Frame::Verified { epoch } => only_epoch(out, *epoch, VERIFIED),
+            Frame::Fence { epoch } => only_epoch(out, *epoch, FENCE),
+        }
+    }
+}
+
+fn only_epoch(out: &mut Vec<u8>, epoch: Epoch, kind: u8) -> u8 {
+    out.put_u64(epoch.0);
+    kind
+}
+
+fn encode_refusal(refusal: &Refusal, out: &mut Vec<u8>) {
+    match refusal {
+        Refusal::NoReservation(reason) => {
+            out.put_u8(0);
+            out.put_blob(cut(reason).as_bytes());
+        }
+        Refusal::BadWrite(reason) => {
+            out.put_u8(1);
+            out.put_blob(cut(reason).as_bytes());
+        }
+        Refusal::Incomplete { written, expected } => {
+            out.put_u8(2);
+            out.put_u64(*written);
+            out.put_u64(*expected);
+        }
+        Refusal::Verify { group, index, block, want, got } => {
+            out.put_u8(3);
+            out.put_u32(*group);
+            out.put_u32(*index);
+            out.put_u32(block.0);
+            out.put_u64(*want);
+            out.put_u64(*got);
+        }
+    }
+}
+
+/// At most [`MAX_TEXT`] bytes of a text, cut between characters.
+fn cut(text: &str) -> &str {
+    let end = (0..=text.len().min(MAX_TEXT)).rev().find(|at| text.is_char_boundary(*at));
+    &text[..end.unwrap_or(0)]
+}
+
+#[cfg(test)]
+mod tests;

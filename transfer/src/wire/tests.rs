@@ -1,0 +1,136 @@
+//! Every frame survives the wire; no other byte string is one, and none makes the parser panic.
+
+use super::*;
+
+fn samples() -> Vec<Frame> {
+    let epoch = Epoch(0x1122_3344_5566_7788);
+    let refusals = [
+        Refusal::NoReservation("it expired".into()),
+        Refusal::BadWrite("layer 9 of 2".into()),
+        Refusal::Incomplete { written: 3, expected: 4 },
+        Refusal::Verify { group: 1, index: 2, block: BlockId(3), want: 4, got: 5 },
+    ];
+    let mut frames = vec![
+        Frame::Identify { me: WorkerId(1), you: WorkerId(2) },
+        Frame::Welcome { blocks: vec![10, 20] },
+        Frame::Reject { reason: "full".into() },
+        Frame::Begin { epoch, key: 9 },
+        Frame::Granted { epoch, blocks: vec![vec![BlockId(1), BlockId(2)], vec![]] },
+        Frame::Write(WriteHead { epoch, group: 1, layer: 2, payload: 96, indexes: vec![0, 5, 4] }),
+        Frame::Complete { epoch, writes: 12, digests: vec![vec![1, u64::MAX], vec![]], tail: b"tail".to_vec() },
+        Frame::Abort { epoch },
+        Frame::FenceAck { epoch },
+        Frame::Verified { epoch },
+        Frame::Fence { epoch },
+    ];
+    frames.extend(refusals.map(|refusal| Frame::Failed { epoch, refusal }));
+    frames
+}
+
+fn parse(bytes: &[u8]) -> Result<Frame, Malformed> {
+    let limits = FrameLimits::new(&Limits::default(), 2);
+    let prefix = Fields::new(bytes).array::<PREFIX>("prefix")?;
+    let (kind, len) = parse_prefix(prefix, &limits)?;
+    let body = &bytes[PREFIX..];
+    if body.len() != len {
+        return Err(Malformed::new("length", "not the body's"));
+    }
+    parse_body(kind, body)
+}
+
+/// Numbers without a dependency: SplitMix64.
+fn numbers(mut seed: u64) -> impl FnMut() -> u64 {
+    move || {
+        seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z ^ (z >> 27)
+    }
+}
+
+#[test]
+fn frames_survive_the_wire() {
+    for frame in samples() {
+        assert_eq!(parse(&frame.encode()).as_ref(), Ok(&frame));
+    }
+    let hello = Hello { fingerprint: 77 };
+    assert_eq!(Hello::parse(&hello.encode()), Ok(hello));
+    assert_eq!(hello.encode().len(), Hello::LEN);
+}
+
+#[test]
+fn truncated_and_padded_frames_are_refused() {
+    for frame in samples() {
+        let bytes = frame.encode();
+        for end in PREFIX..bytes.len() {
+            // Also with a length that agrees with what is there.
+            let mut cut = bytes[..end].to_vec();
+            assert!(parse(&cut).is_err());
+            cut[..4].copy_from_slice(&((end - PREFIX) as u32).to_le_bytes());
+            assert!(parse(&cut).is_err(), "{frame:?} cut to {end}");
+        }
+        let mut padded = bytes.clone();
+        padded.push(0);
+        padded[..4].copy_from_slice(&((bytes.len() + 1 - PREFIX) as u32).to_le_bytes());
+        assert!(parse(&padded).is_err(), "{frame:?} with a byte more");
+    }
+}
+
+#[test]
+fn random_and_mutated_bytes_never_panic_and_what_parses_encodes_back() {
+    let mut next = numbers(1);
+    for _ in 0..20_000 {
+        let body: Vec<u8> = (0..next() % 64).map(|_| next() as u8).collect();
+        if let Ok(frame) = parse_body(next() as u8 % 32, &body) {
+            assert_eq!(&frame.encode()[PREFIX..], &body);
+        }
+    }
+    for frame in samples() {
+        let bytes = frame.encode();
+        for _ in 0..500 {
+            let mut mutated = bytes.clone();
+            let at = next() as usize % mutated.len();
+            mutated[at] = next() as u8;
+            if let Ok(frame) = parse(&mutated) {
+                assert_eq!(frame.encode(), mutated);
+            }
+        }
+    }
+}
+
+#[test]
+fn lengths_are_bounded_before_anything_is_allocated() {
+    let limits = FrameLimits::new(&Limits::default(), 2);
+    let prefix = |len: u32, kind: u8| {
+        let [a, b, c, d] = len.to_le_bytes();
+        [a, b, c, d, kind, 0, 0, 0]
+    };
+    for kind in 0..=255 {
+        assert!(parse_prefix(prefix(u32::MAX, kind), &limits).is_err());
+    }
+    assert!(parse_prefix(prefix(8, ABORT), &limits).is_ok());
+    assert!(parse_prefix([8, 0, 0, 0, ABORT, 0, 1, 0], &limits).is_err());
+    // A count far beyond the body is an error, not an allocation.
+    let mut body = Vec::new();
+    body.put_u64(1);
+    body.put_u16(1);
+    body.put_u32(u32::MAX);
+    assert_eq!(parse_body(GRANTED, &body).unwrap_err().field, "blocks");
+    assert!(Frame::Reject { reason: "é".repeat(5000) }.encode().len() <= PREFIX + 4 + MAX_TEXT);
+}
+
+#[test]
+fn the_largest_frames_within_limits_fit() {
+    let limits = Limits { blocks_per_handoff: 100, tail_bytes: 50, ..Limits::default() };
+    let frame_limits = FrameLimits::new(&limits, 2);
+    let fits = |frame: &Frame| {
+        let bytes = frame.encode();
+        let prefix = Fields::new(&bytes).array::<PREFIX>("prefix").unwrap();
+        assert!(parse_prefix(prefix, &frame_limits).is_ok(), "{} bytes", bytes.len());
+    };
+    let digests = vec![vec![1; 60], vec![2; 40]];
+    fits(&Frame::Complete { epoch: Epoch(1), writes: 1, digests, tail: vec![0; 50] });
+    fits(&Frame::Granted { epoch: Epoch(1), blocks: vec![vec![BlockId(0); 60], vec![BlockId(0); 40]] });
+    let indexes = vec![0; MAX_WRITE_BLOCKS];
+    fits(&Frame::Write(WriteHead { epoch: Epoch(1), group: 0, layer: 0, payload: 1, indexes }));
+    fits(&Frame::Failed { epoch: Epoch(1), refusal: Refusal::BadWrite("x".repeat(9999)) });
+}
