@@ -13,7 +13,7 @@ mod pool;
 
 pub use backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource};
 use baton_types::{BatonError, ErrorKind};
-pub use cpu::{CpuBackend, CpuOptions, CpuWeight, Isa};
+pub use cpu::{CpuBackend, CpuOptions, CpuWeight, Isa, element};
 pub use pool::HostPool;
 
 /// What can go wrong while weights and pools are set up. Steps themselves do not fail.

@@ -1,1 +1,18 @@
-//! baton-model
+//! The one decoder for all models, its weights, and the sampler.
+//!
+//! Between `engine`, whose trait [`baton_engine::ModelRunner`] it implements, and `kernels`, whose operations it composes.
+//! What differs between models is configuration ([`baton_model_files::ModelConfig`]); there is one forward pass. Knows no
+//! requests, sockets or schedulers.
+
+mod decoder;
+mod error;
+mod layout;
+mod rope;
+mod runner;
+mod sampler;
+mod weights;
+
+pub use decoder::{Decoder, Limits};
+pub use error::ModelError;
+pub use layout::kv_layout;
+pub use sampler::Sampler;

@@ -18,7 +18,7 @@ use matmul::{Operands, Quantised};
 use simd::LANES;
 use threads::Threads;
 use unpack::GROUP;
-pub(crate) use unpack::element;
+pub use unpack::element;
 pub use weight::CpuWeight;
 
 use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};

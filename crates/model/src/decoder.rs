@@ -1,0 +1,218 @@
+//! The forward pass: embeddings, layers, output head, over buffers allocated once.
+
+use baton_kernels::{AttentionShape, Backend, Gate, Ragged, Rope};
+use baton_model_files::{Activation, Model, ModelConfig};
+use baton_types::KvLayout;
+
+use crate::weights::{Layer, Linear, Weights, load};
+use crate::{ModelError, Sampler, rope};
+
+/// What buffers are sized for.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most tokens of a step.
+    pub tokens: usize,
+    /// Most rows whose logits are computed together; more are done in turns.
+    pub samples: usize,
+    /// Longest sequence.
+    pub context: usize,
+    /// Most block-table entries of a step, per layer group.
+    pub table_entries: usize,
+}
+
+/// A model on a backend, ready to run steps.
+pub struct Decoder<B: Backend> {
+    pub(crate) config: ModelConfig,
+    pub(crate) limits: Limits,
+    pub(crate) backend: B,
+    pub(crate) sampler: Sampler,
+    weights: Weights<B>,
+    rope: Rope<B::Buffer>,
+    local_rope: Option<Rope<B::Buffer>>,
+    shapes: Vec<AttentionShape>,
+    pub(crate) buffers: Buffers<B>,
+    pub(crate) inputs: Inputs,
+}
+
+/// Activations, `[rows, width]`.
+pub(crate) struct Buffers<B: Backend> {
+    /// The residual stream, `hidden`.
+    x: B::Buffer,
+    /// Normalised input of a block, `hidden`.
+    normed: B::Buffer,
+    /// Output of a block, `hidden`.
+    out: B::Buffer,
+    q: B::Buffer,
+    k: B::Buffer,
+    v: B::Buffer,
+    attended: B::Buffer,
+    gate: B::Buffer,
+    up: B::Buffer,
+    /// `[samples, hidden]` and `[samples, vocab]`.
+    last: B::Buffer,
+    logits: B::Buffer,
+}
+
+/// A step's inputs, reused.
+#[derive(Default)]
+pub(crate) struct Inputs {
+    pub ids: Vec<u32>,
+    /// One per layer group.
+    pub batches: Vec<Ragged>,
+    /// Rows whose logits are wanted.
+    pub sampled: Vec<u32>,
+    /// One row of logits on the host.
+    pub logits: Vec<f32>,
+}
+
+impl<B: Backend> Decoder<B> {
+    /// Loads a model. `layout` must be the layout of the backend's pool.
+    pub fn load(model: &Model, layout: &KvLayout, mut backend: B, limits: Limits) -> Result<Self, ModelError> {
+        let config = model.config().clone();
+        for (field, value) in [
+            ("hidden_size", config.hidden_size),
+            ("intermediate_size", config.intermediate_size),
+            ("head_dim", config.head_dim),
+        ] {
+            if value % 8 != 0 {
+                return Err(ModelError::Width { field, value });
+            }
+        }
+        let weights = load(model, &mut backend)?;
+        let head_dim = config.head_dim as usize;
+        let rope = rope::tables(&backend, &config.rope, limits.context, head_dim)?;
+        let local_rope = match &config.local_rope {
+            Some(local) => Some(rope::tables(&backend, local, limits.context, head_dim)?),
+            None => None,
+        };
+        let shape = |layer: u32| {
+            let (group, layer) = layout.locate(layer).unwrap_or_default();
+            AttentionShape { group, layer, heads: config.heads as usize, scale: config.attention_scale }
+        };
+        let shapes = (0..config.layers).map(shape).collect();
+        let buffers = Buffers::new(&backend, &config, limits)?;
+        let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size()) as usize;
+        backend.reserve(limits.tokens, widest)?;
+        let inputs = Inputs {
+            ids: Vec::with_capacity(limits.tokens),
+            batches: layout.groups.iter().map(|_| Ragged::with_capacity(limits.tokens, limits.table_entries)).collect(),
+            sampled: Vec::with_capacity(limits.tokens),
+            logits: vec![0.0; config.vocab_size as usize],
+        };
+        let sampler = Sampler::new(config.vocab_size as usize);
+        Ok(Decoder { config, limits, backend, sampler, weights, rope, local_rope, shapes, buffers, inputs })
+    }
+
+    /// What it runs on, for logs.
+    pub fn backend_name(&self) -> String {
+        self.backend.name()
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V.
+    pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32)) {
+        let Decoder { config, backend, weights, buffers, inputs, .. } = self;
+        backend.embed(&weights.embedding, &inputs.ids, config.embedding_scale, &mut buffers.x);
+        for (l, layer) in weights.layers.iter().enumerate() {
+            let local = config.layer_windows[l].and(self.local_rope.as_ref());
+            let pass = Pass {
+                config,
+                shape: self.shapes[l],
+                batch: &inputs.batches[self.shapes[l].group],
+                rope: local.unwrap_or(&self.rope),
+            };
+            pass.attention(backend, layer, buffers, &mut || on_layer(l as u32));
+            pass.feed_forward(backend, layer, buffers);
+        }
+    }
+
+    /// Logits of `count` of the sampled rows from `first` on, into the logits buffer.
+    pub(crate) fn logits(&mut self, first: usize, count: usize) {
+        let Decoder { config, backend, weights, buffers: b, inputs, .. } = self;
+        backend.gather_rows(&b.x, config.hidden_size as usize, &inputs.sampled[first..first + count], &mut b.last);
+        backend.rms_norm_in_place(&weights.output_norm, &mut b.last, count);
+        let head = weights.output.as_ref().unwrap_or(&weights.embedding);
+        backend.matmul(head, &b.last, count, None, &mut b.logits);
+    }
+
+    /// One row of the logits buffer, to the host.
+    pub(crate) fn read_logits(&mut self, row: usize) {
+        let vocab = self.inputs.logits.len();
+        self.backend.read(&self.buffers.logits, row * vocab, &mut self.inputs.logits);
+    }
+}
+
+/// One layer's part of a step.
+struct Pass<'a, B: Backend> {
+    config: &'a ModelConfig,
+    shape: AttentionShape,
+    batch: &'a Ragged,
+    rope: &'a Rope<B::Buffer>,
+}
+
+impl<B: Backend> Pass<'_, B> {
+    fn linear(&self, backend: &mut B, linear: &Linear<B>, x: &B::Buffer, out: &mut B::Buffer) {
+        backend.matmul(&linear.weight, x, self.batch.rows(), linear.bias.as_ref(), out);
+    }
+
+    fn attention(&self, backend: &mut B, layer: &Layer<B>, b: &mut Buffers<B>, stored: &mut dyn FnMut()) {
+        let (rows, c) = (self.batch.rows(), self.config);
+        backend.rms_norm(&layer.attn_norm, &b.x, rows, &mut b.normed);
+        self.linear(backend, &layer.q, &b.normed, &mut b.q);
+        self.linear(backend, &layer.k, &b.normed, &mut b.k);
+        self.linear(backend, &layer.v, &b.normed, &mut b.v);
+        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+            backend.rms_norm_in_place(q_norm, &mut b.q, rows * c.heads as usize);
+            backend.rms_norm_in_place(k_norm, &mut b.k, rows * c.kv_heads as usize);
+        }
+        backend.rope_and_store_kv(self.shape, self.batch, self.rope, &mut b.q, &b.k, &b.v);
+        stored();
+        backend.attention(self.shape, self.batch, &b.q, &mut b.attended);
+        self.linear(backend, &layer.attn_output, &b.attended, &mut b.out);
+        if let Some(norm) = &layer.post_attn_norm {
+            backend.rms_norm_in_place(norm, &mut b.out, rows);
+        }
+        backend.add(&mut b.x, &b.out, rows * c.hidden_size as usize);
+    }
+
+    fn feed_forward(&self, backend: &mut B, layer: &Layer<B>, b: &mut Buffers<B>) {
+        let (rows, c) = (self.batch.rows(), self.config);
+        backend.rms_norm(&layer.ffn_norm, &b.x, rows, &mut b.normed);
+        self.linear(backend, &layer.gate, &b.normed, &mut b.gate);
+        self.linear(backend, &layer.up, &b.normed, &mut b.up);
+        let act = match c.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        };
+        backend.gate_mul(act, &mut b.gate, &b.up, rows * c.intermediate_size as usize);
+        self.linear(backend, &layer.down, &b.gate, &mut b.out);
+        if let Some(norm) = &layer.post_ffn_norm {
+            backend.rms_norm_in_place(norm, &mut b.out, rows);
+        }
+        backend.add(&mut b.x, &b.out, rows * c.hidden_size as usize);
+    }
+}
+
+impl<B: Backend> Buffers<B> {
+    fn new(backend: &B, config: &ModelConfig, limits: Limits) -> Result<Self, ModelError> {
+        let rows = |width: u32| backend.buffer(limits.tokens * width as usize);
+        let samples = |width: u32| backend.buffer(limits.samples * width as usize);
+        Ok(Buffers {
+            x: rows(config.hidden_size)?,
+            normed: rows(config.hidden_size)?,
+            out: rows(config.hidden_size)?,
+            q: rows(config.q_size())?,
+            k: rows(config.kv_size())?,
+            v: rows(config.kv_size())?,
+            attended: rows(config.q_size())?,
+            gate: rows(config.intermediate_size)?,
+            up: rows(config.intermediate_size)?,
+            last: samples(config.hidden_size)?,
+            logits: samples(config.vocab_size)?,
+        })
+    }
+}

@@ -1,0 +1,23 @@
+//! The KV layout a model needs: layers with the same window share a group.
+
+use baton_model_files::ModelConfig;
+use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
+
+/// The layout of a model's KV. `fingerprint` identifies its weights.
+pub fn kv_layout(config: &ModelConfig, fingerprint: u64, dtype: KvDtype, block_size: u32) -> KvLayout {
+    let mut groups: Vec<KvGroup> = Vec::new();
+    for (layer, &window) in config.layer_windows.iter().enumerate() {
+        let layer = layer as u32;
+        match groups.iter_mut().find(|g| g.window == window) {
+            Some(group) => group.layers.push(layer),
+            None => groups.push(KvGroup {
+                layers: vec![layer],
+                planes: 2,
+                kv_heads: config.kv_heads,
+                head_dim: config.head_dim,
+                window,
+            }),
+        }
+    }
+    KvLayout { version: PROTOCOL_VERSION, model: fingerprint, dtype, block_size, groups }
+}

@@ -1,0 +1,71 @@
+//! [`ModelRunner`] for the decoder: a batch in, one sampled token per sampling row out.
+
+use baton_engine::{Batch, ModelRunner, RunError};
+use baton_kernels::Backend;
+use baton_types::TokenOut;
+
+use crate::Decoder;
+
+impl<B: Backend> Decoder<B> {
+    fn take_batch(&mut self, batch: &Batch<'_>) -> Result<(), RunError> {
+        let vocab = self.config.vocab_size;
+        self.inputs.ids.clear();
+        self.inputs.sampled.clear();
+        self.inputs.batches.iter_mut().for_each(|b| b.clear());
+        for row in batch.rows {
+            if let Some(id) = row.tokens.iter().find(|&&id| id >= vocab) {
+                return Err(RunError(format!("token id {id} is outside the vocabulary of {vocab}")));
+            }
+            let (start, len) = (row.start as usize, row.tokens.len());
+            if start + len > self.limits.context || self.inputs.ids.len() + len > self.limits.tokens {
+                return Err(RunError(format!("{len} tokens at position {start} exceed the limits {:?}", self.limits)));
+            }
+            self.inputs.ids.extend_from_slice(row.tokens);
+            for (ragged, table) in self.inputs.batches.iter_mut().zip(row.tables) {
+                ragged.push(start, len, table.blocks());
+            }
+            if row.sample.is_some() {
+                self.inputs.sampled.push(self.inputs.ids.len() as u32 - 1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a batch and hands each sampling row's logits (`[vocab]`) to `each(row index among the sampling ones, logits)`.
+    pub fn run_logits(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        each: &mut dyn FnMut(&mut crate::Sampler, usize, &mut [f32]),
+    ) -> Result<(), RunError> {
+        self.take_batch(batch)?;
+        self.forward(on_layer);
+        let mut first = 0;
+        while first < self.inputs.sampled.len() {
+            let count = self.limits.samples.min(self.inputs.sampled.len() - first);
+            self.logits(first, count);
+            for i in 0..count {
+                self.read_logits(i);
+                each(&mut self.sampler, first + i, &mut self.inputs.logits);
+            }
+            first += count;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend> ModelRunner for Decoder<B> {
+    fn run(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        out: &mut Vec<TokenOut>,
+    ) -> Result<(), RunError> {
+        let mut samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
+        self.run_logits(batch, on_layer, &mut |sampler, _, logits| {
+            if let Some(sample) = samples.next() {
+                out.push(sampler.sample(logits, sample));
+            }
+        })
+    }
+}

@@ -1,0 +1,141 @@
+//! Loads a model's tensors onto a backend, checking every shape against the configuration.
+
+use baton_kernels::{Backend, Norm, WeightSource, element};
+use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
+
+use crate::ModelError;
+
+/// Weights of one layer. Shapes as in [`LayerTensor`].
+pub(crate) struct Layer<B: Backend> {
+    pub attn_norm: Norm<B::Buffer>,
+    pub q: Linear<B>,
+    pub k: Linear<B>,
+    pub v: Linear<B>,
+    pub attn_output: Linear<B>,
+    pub q_norm: Option<Norm<B::Buffer>>,
+    pub k_norm: Option<Norm<B::Buffer>>,
+    pub post_attn_norm: Option<Norm<B::Buffer>>,
+    pub ffn_norm: Norm<B::Buffer>,
+    pub gate: Linear<B>,
+    pub up: Linear<B>,
+    pub down: Linear<B>,
+    pub post_ffn_norm: Option<Norm<B::Buffer>>,
+}
+
+/// A matrix and its bias.
+pub(crate) struct Linear<B: Backend> {
+    pub weight: B::Weight,
+    pub bias: Option<B::Buffer>,
+}
+
+/// All weights.
+pub(crate) struct Weights<B: Backend> {
+    pub embedding: B::Weight,
+    pub layers: Vec<Layer<B>>,
+    pub output_norm: Norm<B::Buffer>,
+    /// None: the embedding is the output head.
+    pub output: Option<B::Weight>,
+}
+
+struct Loader<'a, B: Backend> {
+    model: &'a Model,
+    config: &'a ModelConfig,
+    backend: &'a mut B,
+}
+
+pub(crate) fn load<B: Backend>(model: &Model, backend: &mut B) -> Result<Weights<B>, ModelError> {
+    let config = model.config();
+    let mut loader = Loader { model, config, backend };
+    let (vocab, hidden) = (config.vocab_size as usize, config.hidden_size as usize);
+    let embedding = loader.matrix(TensorName::Embedding, vocab, hidden, false)?;
+    let layers = (0..config.layers).map(|l| loader.layer(l)).collect::<Result<_, _>>()?;
+    let output_norm = loader.norm(TensorName::OutputNorm, hidden)?;
+    let output =
+        if config.tied_embeddings { None } else { Some(loader.matrix(TensorName::Output, vocab, hidden, false)?) };
+    Ok(Weights { embedding, layers, output_norm, output })
+}
+
+impl<B: Backend> Loader<'_, B> {
+    fn layer(&mut self, layer: u32) -> Result<Layer<B>, ModelError> {
+        use LayerTensor as T;
+        let c = self.config;
+        let (hidden, ffn) = (c.hidden_size as usize, c.intermediate_size as usize);
+        let (q, kv, head) = (c.q_size() as usize, c.kv_size() as usize, c.head_dim as usize);
+        let name = |t| TensorName::Layer(layer, t);
+        Ok(Layer {
+            attn_norm: self.norm(name(T::AttnNorm), hidden)?,
+            q: self.projection(name(T::Q), name(T::QBias), q, true)?,
+            k: self.projection(name(T::K), name(T::KBias), kv, true)?,
+            v: self.projection(name(T::V), name(T::VBias), kv, false)?,
+            attn_output: self.linear(name(T::AttnOutput), hidden, q)?,
+            q_norm: self.norm_if(c.qk_norm, name(T::QNorm), head)?,
+            k_norm: self.norm_if(c.qk_norm, name(T::KNorm), head)?,
+            post_attn_norm: self.norm_if(c.post_norms, name(T::PostAttnNorm), hidden)?,
+            ffn_norm: self.norm(name(T::FfnNorm), hidden)?,
+            gate: self.linear(name(T::Gate), ffn, hidden)?,
+            up: self.linear(name(T::Up), ffn, hidden)?,
+            down: self.linear(name(T::Down), hidden, ffn)?,
+            post_ffn_norm: self.norm_if(c.post_norms, name(T::PostFfnNorm), hidden)?,
+        })
+    }
+
+    fn checked(&self, name: TensorName, wanted: &[usize]) -> Result<TensorRef<'_>, ModelError> {
+        let tensor = self.model.tensor(name)?;
+        if tensor.shape != wanted {
+            return Err(ModelError::Shape {
+                tensor: format!("{name:?}"),
+                found: tensor.shape,
+                wanted: wanted.to_vec(),
+            });
+        }
+        Ok(tensor)
+    }
+
+    /// `rotated`: rows are the outputs of heads that rope rotates.
+    fn matrix(&mut self, name: TensorName, rows: usize, cols: usize, rotated: bool) -> Result<B::Weight, ModelError> {
+        let head = self.config.head_dim as usize;
+        // Row of half-split rope order (pairs i, i + head/2) in a file that interleaves the pairs (2i, 2i + 1).
+        let order = |row: usize| row / head * head + row % head % (head / 2) * 2 + row % head / (head / 2);
+        let row_order: Option<&dyn Fn(usize) -> usize> =
+            if rotated && self.config.interleaved_qk { Some(&order) } else { None };
+        let label = format!("{name:?}");
+        let tensor = self.model.tensor(name)?;
+        let (dtype, data) = (tensor.dtype, tensor.data);
+        self.checked(name, &[rows, cols])?;
+        Ok(self.backend.weight(&WeightSource { name: &label, dtype, rows, cols, data, row_order })?)
+    }
+
+    fn linear(&mut self, name: TensorName, rows: usize, cols: usize) -> Result<Linear<B>, ModelError> {
+        Ok(Linear { weight: self.matrix(name, rows, cols, false)?, bias: None })
+    }
+
+    fn projection(
+        &mut self,
+        weight: TensorName,
+        bias: TensorName,
+        rows: usize,
+        rotated: bool,
+    ) -> Result<Linear<B>, ModelError> {
+        let weight = self.matrix(weight, rows, self.config.hidden_size as usize, rotated)?;
+        let bias = match self.config.qkv_bias {
+            true => Some(self.backend.upload(&self.vector(bias, rows)?)?),
+            false => None,
+        };
+        Ok(Linear { weight, bias })
+    }
+
+    fn vector(&self, name: TensorName, len: usize) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.checked(name, &[len])?;
+        Ok((0..len).map(|i| element(tensor.dtype, tensor.data, i)).collect())
+    }
+
+    fn norm(&mut self, name: TensorName, width: usize) -> Result<Norm<B::Buffer>, ModelError> {
+        let mut weight = self.vector(name, width)?;
+        weight.iter_mut().for_each(|w| *w += self.config.norm_weight_offset);
+        Ok(Norm { weight: self.backend.upload(&weight)?, eps: self.config.norm_eps })
+    }
+
+    fn norm_if(&mut self, wanted: bool, name: TensorName, width: usize) -> Result<Option<Norm<B::Buffer>>, ModelError> {
+        if wanted { self.norm(name, width).map(Some) } else { Ok(None) }
+    }
+}
