@@ -106,6 +106,7 @@ impl RequestMachine {
             Input::Deadline => {
                 self.fail(Failure::new(ErrorKind::DeadlineExceeded, "the request's deadline passed"), out)
             }
+            Input::Abort(failure) => self.fail(failure, out),
             Input::ClientGone => self.finish(FinishReason::Cancelled, out),
         }
     }

@@ -144,6 +144,8 @@ pub enum Input {
     StopMatched,
     /// The request's deadline has passed.
     Deadline,
+    /// The driver gives the request up, for example because its process stops.
+    Abort(Failure),
     /// The client went away.
     ClientGone,
 }

@@ -65,6 +65,7 @@ fn inputs() -> Vec<(&'static str, Input)> {
         ("BackoffOver", Input::BackoffOver),
         ("StopMatched", Input::StopMatched),
         ("Deadline", Input::Deadline),
+        ("Abort", Input::Abort(lost(ErrorKind::Unavailable))),
         ("ClientGone", Input::ClientGone),
     ]
 }
