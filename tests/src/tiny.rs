@@ -19,7 +19,7 @@ pub use weights::{TensorSpec, random_u64};
 /// Element type of the weights in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum WeightDtype {
+pub enum FileDtype {
     /// IEEE single precision.
     F32,
     /// bfloat16, rounded to nearest even.
@@ -36,7 +36,7 @@ pub struct TinyModel {
     /// Another seed, other weights.
     pub seed: u64,
     /// Element type of the weights in the file.
-    pub dtype: WeightDtype,
+    pub dtype: FileDtype,
     /// Number of safetensors files; more than one come with an index.
     pub shards: usize,
     /// The content of `config.json`. `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,

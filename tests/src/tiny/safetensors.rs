@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
-use super::{TensorSpec, TinyModel, WeightDtype, write_json};
+use super::{TensorSpec, TinyModel, FileDtype, write_json};
 
 /// Writes all tensors of a model into `dir`: `model.safetensors`, or shards and their index.
 pub(super) fn write(model: &TinyModel, dir: &Path) -> anyhow::Result<()> {
@@ -51,28 +51,28 @@ fn write_file(model: &TinyModel, tensors: &[TensorSpec], path: &Path) -> anyhow:
     std::fs::write(path, file).with_context(|| format!("writing {}", path.display()))
 }
 
-impl WeightDtype {
+impl FileDtype {
     fn name(self) -> &'static str {
         match self {
-            WeightDtype::F32 => "F32",
-            WeightDtype::Bf16 => "BF16",
-            WeightDtype::F16 => "F16",
+            FileDtype::F32 => "F32",
+            FileDtype::Bf16 => "BF16",
+            FileDtype::F16 => "F16",
         }
     }
 
     fn bytes(self) -> usize {
         match self {
-            WeightDtype::F32 => 4,
-            WeightDtype::Bf16 | WeightDtype::F16 => 2,
+            FileDtype::F32 => 4,
+            FileDtype::Bf16 | FileDtype::F16 => 2,
         }
     }
 
     fn encode(self, values: &[f32], out: &mut Vec<u8>) {
         for &value in values {
             match self {
-                WeightDtype::F32 => out.extend(value.to_le_bytes()),
-                WeightDtype::Bf16 => out.extend(bf16::from_f32(value).to_le_bytes()),
-                WeightDtype::F16 => out.extend(f16::from_f32(value).to_le_bytes()),
+                FileDtype::F32 => out.extend(value.to_le_bytes()),
+                FileDtype::Bf16 => out.extend(bf16::from_f32(value).to_le_bytes()),
+                FileDtype::F16 => out.extend(f16::from_f32(value).to_le_bytes()),
             }
         }
     }
@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn halves_round_to_nearest_even() {
         let mut out = Vec::new();
-        WeightDtype::Bf16.encode(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0], &mut out);
+        FileDtype::Bf16.encode(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0], &mut out);
         assert_eq!(out, [0x80, 0x3f, 0x82, 0x3f], "both lie half way between two neighbours");
     }
 }
