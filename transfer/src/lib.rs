@@ -8,12 +8,18 @@
 mod codec;
 mod descriptor;
 mod error;
+mod handshake;
 mod host;
+mod link;
 mod options;
 mod receiver;
 mod segment;
 mod sender;
+mod shm;
 pub mod state;
+mod tcp;
+mod transport;
+mod wake;
 mod wire;
 
 pub use error::TransferError;

@@ -1,0 +1,228 @@
+//! How a session starts: one [`Hello`] each way, compared before anything else is read; then who is who.
+//!
+//! Over a unix socket the caller also hands in a descriptor of its own process, so that the decode side can tell when
+//! nobody is left to write into its pool (I3). The pool itself is handed out later, to whoever shows a reservation's key.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Instant;
+
+use baton_types::WorkerId;
+use rustix::process::PidfdFlags;
+
+use crate::codec::Malformed;
+use crate::descriptor::fingerprint_mismatch;
+use crate::error::TransferError;
+use crate::link::{Got, Link};
+use crate::options::TransportKind;
+use crate::wake::{Interest, Wake, wait};
+use crate::wire::{Frame, Hello};
+
+/// How long a handshake may take, and what ends it early.
+pub(crate) struct Patience<'a> {
+    pub wake: &'a Wake,
+    pub until: Instant,
+    pub stopped: &'a dyn Fn() -> bool,
+}
+
+/// What the prefill side knows of itself and of the worker it calls.
+pub(crate) struct Caller<'a> {
+    pub me: WorkerId,
+    pub you: WorkerId,
+    pub fingerprint: u64,
+    /// Where `you` was looked for.
+    pub address: &'a str,
+}
+
+impl Caller<'_> {
+    /// Prefill side: answers the peer pool's blocks per group.
+    pub(crate) fn greet(&self, link: &mut Link, patience: &Patience) -> Result<Vec<u32>, TransferError> {
+        link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
+        compare(self.until(link, patience, take_hello)?, self.fingerprint)?;
+        if link.kind() == TransportKind::Shm {
+            link.push_fd(own_process()?);
+        }
+        link.push(&Frame::Identify { me: self.me, you: self.you });
+        match self.until(link, patience, Link::next_frame)? {
+            Frame::Welcome { blocks } => Ok(blocks),
+            Frame::Reject { reason } => Err(self.cannot(reason)),
+            other => Err(self.cannot(format!("it answered {other:?} to a handshake"))),
+        }
+    }
+
+    fn until<T>(&self, link: &mut Link, patience: &Patience, next: Next<T>) -> Result<T, TransferError> {
+        until(link, patience, next).map_err(|error| match error {
+            Ends::Closed => TransferError::Closed,
+            Ends::Cause(cause) => self.cannot(cause),
+        })
+    }
+
+    pub(crate) fn cannot(&self, cause: impl ToString) -> TransferError {
+        TransferError::Connect { peer: self.you, address: self.address.to_owned(), cause: cause.to_string() }
+    }
+}
+
+/// A peer that came in.
+pub(crate) struct Guest {
+    pub worker: WorkerId,
+    /// Its process, over shared memory.
+    pub process: Option<OwnedFd>,
+}
+
+/// Decode side, up to but without Welcome. Answers None when the peer was turned away.
+pub(crate) fn receive(
+    link: &mut Link,
+    me: WorkerId,
+    fingerprint: u64,
+    patience: &Patience,
+) -> Result<Guest, TransferError> {
+    let ended = |error| match error {
+        Ends::Closed => TransferError::Closed,
+        Ends::Cause(cause) => TransferError::os("shake hands with a prefill worker", cause),
+    };
+    link.push_bytes(Hello { fingerprint }.encode());
+    compare(until(link, patience, take_hello).map_err(ended)?, fingerprint)?;
+    let Frame::Identify { me: worker, you } = until(link, patience, Link::next_frame).map_err(ended)? else {
+        return Err(turn_away(link, "the first frame must say who calls"));
+    };
+    if you != me {
+        return Err(turn_away(link, &format!("{you} is not here any more, this is {me}")));
+    }
+    let process = link.take_fd();
+    if link.kind() == TransportKind::Shm && !process.as_ref().is_some_and(is_process) {
+        return Err(turn_away(link, "shared memory needs the caller's process descriptor"));
+    }
+    Ok(Guest { worker, process })
+}
+
+/// Says why the peer may not come in; as good as the socket takes at once, since nobody waits for it.
+pub(crate) fn turn_away(link: &mut Link, reason: &str) -> TransferError {
+    link.push(&Frame::Reject { reason: reason.to_owned() });
+    let _ = link.flush();
+    TransferError::os("shake hands with a prefill worker", reason)
+}
+
+fn compare(theirs: Hello, ours: u64) -> Result<(), TransferError> {
+    if theirs.fingerprint == ours { Ok(()) } else { Err(fingerprint_mismatch(ours, theirs.fingerprint).into()) }
+}
+
+fn take_hello(link: &mut Link) -> Result<Option<Hello>, Malformed> {
+    link.take::<{ Hello::LEN }>().map(|bytes| Hello::parse(&bytes)).transpose()
+}
+
+fn own_process() -> Result<OwnedFd, TransferError> {
+    rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
+        .map_err(|e| TransferError::os("open a descriptor of this process", e))
+}
+
+/// Only a process descriptor's readiness means death.
+fn is_process(fd: &OwnedFd) -> bool {
+    use std::os::fd::AsRawFd;
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()));
+    info.is_ok_and(|text| text.lines().any(|line| line.starts_with("Pid:")))
+}
+
+enum Ends {
+    Closed,
+    Cause(String),
+}
+
+type Next<T> = fn(&mut Link) -> Result<Option<T>, Malformed>;
+
+/// Sends what is queued and reads until `next` has what it wants.
+fn until<T>(link: &mut Link, patience: &Patience, next: Next<T>) -> Result<T, Ends> {
+    let cause = |e: &dyn ToString| Ends::Cause(e.to_string());
+    loop {
+        link.flush().map_err(|e| cause(&e))?;
+        if let Some(value) = next(link).map_err(|m| Ends::Cause(format!("{}: {}", m.field, m.problem)))? {
+            return Ok(value);
+        }
+        if (patience.stopped)() {
+            return Err(Ends::Closed);
+        }
+        let left = patience.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(cause(&"no answer to the handshake in time"));
+        }
+        let interest = if link.has_output() { Interest::ReadWrite } else { Interest::Read };
+        wait(patience.wake, &[(link.as_fd(), interest)], Some(left)).map_err(|e| cause(&e))?;
+        if link.fill().map_err(|e| cause(&e))? == Got::Ended {
+            return Err(cause(&"it closed the connection during the handshake"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::link::Socket;
+    use crate::options::Limits;
+    use crate::segment::Segment;
+    use crate::wire::FrameLimits;
+
+    fn link(stream: UnixStream) -> Link {
+        stream.set_nonblocking(true).unwrap();
+        let pool = Arc::new(Segment::create("test", 1).unwrap());
+        Link::new(Socket::Unix(stream), pool, FrameLimits::new(&Limits::default(), 1))
+    }
+
+    /// Runs both sides; the decode side is worker 2 with fingerprint 5.
+    fn shake(me: u64, you: u64, fingerprint: u64) -> (Result<Vec<u32>, TransferError>, Result<Guest, TransferError>) {
+        let (a, b) = UnixStream::pair().unwrap();
+        let decode = std::thread::spawn(move || {
+            let mut link = link(b);
+            let wake = Wake::new().unwrap();
+            let until = Instant::now() + Duration::from_secs(60);
+            let guest = receive(&mut link, WorkerId(2), 5, &Patience { wake: &wake, until, stopped: &|| false });
+            if guest.is_ok() {
+                link.push(&Frame::Welcome { blocks: vec![7] });
+                link.flush().unwrap();
+            }
+            guest
+        });
+        let wake = Wake::new().unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, address: "here" };
+        let blocks = caller.greet(&mut link(a), &Patience { wake: &wake, until, stopped: &|| false });
+        (blocks, decode.join().unwrap())
+    }
+
+    #[test]
+    fn workers_that_agree_learn_of_each_other() {
+        let (blocks, guest) = shake(1, 2, 5);
+        assert_eq!(blocks, Ok(vec![7]));
+        let guest = guest.unwrap();
+        assert_eq!(guest.worker, WorkerId(1));
+        assert!(guest.process.is_some());
+    }
+
+    #[test]
+    fn other_layouts_and_other_workers_are_told_apart() {
+        let (blocks, guest) = shake(1, 2, 6);
+        let blocks = blocks.unwrap_err().to_string();
+        assert!(blocks.contains("6 here") && blocks.contains("5 at the peer"), "{blocks}");
+        let guest = guest.map(|g| g.worker).unwrap_err().to_string();
+        assert!(guest.contains("5 here") && guest.contains("6 at the peer"), "{guest}");
+        // The worker restarted: someone else answers at its address.
+        let (blocks, guest) = shake(1, 3, 5);
+        assert!(guest.is_err());
+        assert!(blocks.unwrap_err().to_string().contains("w3 is not here any more, this is w2"));
+    }
+
+    #[test]
+    fn a_silent_peer_and_a_stranger_end_the_handshake() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let wake = Wake::new().unwrap();
+        let now = Patience { wake: &wake, until: Instant::now(), stopped: &|| false };
+        assert!(receive(&mut link(a), WorkerId(2), 5, &now).is_err());
+        drop(b);
+        let (a, b) = UnixStream::pair().unwrap();
+        std::io::Write::write_all(&mut (&b), b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let patience = Patience { until: Instant::now() + Duration::from_secs(60), ..now };
+        let error = receive(&mut link(a), WorkerId(2), 5, &patience).map(|g| g.worker).unwrap_err().to_string();
+        assert!(error.contains("not a transfer session"), "{error}");
+    }
+}

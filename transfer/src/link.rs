@@ -1,0 +1,332 @@
+//! One session's stream, unix or TCP: frames in, frames and pool memory out, without ever blocking.
+//!
+//! Payload goes straight between socket and pool; only a few bytes around frame borders are buffered. Knows frames,
+//! but not what they mean.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+
+use crate::codec::Malformed;
+use crate::options::TransportKind;
+use crate::segment::Segment;
+use crate::wire::{self, Frame, FrameLimits, PREFIX};
+
+/// Bytes read beyond what is needed now, so that the next frame's head comes along.
+const LOOKAHEAD: usize = 2048;
+/// Pieces of one system call.
+const VECTOR: usize = 64;
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// A connected, non-blocking stream.
+#[derive(Debug)]
+pub(crate) enum Socket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Socket::Tcp(stream) => stream.as_fd(),
+            Socket::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+/// A range of the pool: offset and bytes.
+pub(crate) type Range = (usize, usize);
+
+/// What a non-blocking read came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Got {
+    /// So many bytes.
+    Bytes(usize),
+    /// None now.
+    Blocked,
+    /// None ever again.
+    Ended,
+}
+
+enum Piece {
+    Owned { bytes: Vec<u8>, sent: usize },
+    Pool(Range),
+    Zeros(usize),
+}
+
+/// The stream with its buffers.
+pub(crate) struct Link {
+    socket: Socket,
+    pool: Arc<Segment>,
+    limits: FrameLimits,
+    inbox: Vec<u8>,
+    /// Bytes of `inbox` already consumed.
+    consumed: usize,
+    outbox: VecDeque<Piece>,
+    fd_to_send: Option<OwnedFd>,
+    fd_received: Option<OwnedFd>,
+}
+
+impl Link {
+    pub(crate) fn new(socket: Socket, pool: Arc<Segment>, limits: FrameLimits) -> Link {
+        Link {
+            socket,
+            pool,
+            limits,
+            inbox: Vec::new(),
+            consumed: 0,
+            outbox: VecDeque::new(),
+            fd_to_send: None,
+            fd_received: None,
+        }
+    }
+
+    /// What KV travels over on such a stream.
+    pub(crate) fn kind(&self) -> TransportKind {
+        match self.socket {
+            Socket::Tcp(_) => TransportKind::Tcp,
+            Socket::Unix(_) => TransportKind::Shm,
+        }
+    }
+
+    /// The descriptor that came last, if not yet taken.
+    pub(crate) fn take_fd(&mut self) -> Option<OwnedFd> {
+        self.fd_received.take()
+    }
+
+    fn buffered(&self) -> &[u8] {
+        &self.inbox[self.consumed..]
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        self.consumed += bytes;
+        if self.consumed == self.inbox.len() {
+            self.inbox.clear();
+            self.consumed = 0;
+        }
+    }
+
+    /// Appends what the socket has, at least what the next frame lacks.
+    pub(crate) fn fill(&mut self) -> Result<Got, Errno> {
+        let lacks = self.lacks();
+        self.read_into(&[], lacks.max(LOOKAHEAD))
+    }
+
+    /// Bytes the frame at the front lacks, as far as known.
+    fn lacks(&self) -> usize {
+        let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return PREFIX - self.buffered().len() };
+        let body = wire::parse_prefix(*prefix, &self.limits).map_or(0, |(_, len)| len);
+        (PREFIX + body).saturating_sub(self.buffered().len())
+    }
+
+    /// The next `N` bytes, once they are here.
+    pub(crate) fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let bytes = *self.buffered().first_chunk::<N>()?;
+        self.consume(N);
+        Some(bytes)
+    }
+
+    /// The next frame, once it is here.
+    pub(crate) fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
+        let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return Ok(None) };
+        let (kind, len) = wire::parse_prefix(*prefix, &self.limits)?;
+        let Some(body) = self.buffered().get(PREFIX..PREFIX + len) else { return Ok(None) };
+        let frame = wire::parse_body(kind, body)?;
+        self.consume(PREFIX + len);
+        Ok(Some(frame))
+    }
+
+    /// Reads payload into the pool, in the order of `ranges`.
+    ///
+    /// # Safety
+    /// The ranges belong to a reservation this session alone may write to (I3).
+    pub(crate) unsafe fn read_payload(&mut self, ranges: &[Range]) -> Result<Got, Errno> {
+        let Some(&(offset, len)) = ranges.first() else { return Ok(Got::Bytes(0)) };
+        if self.buffered().is_empty() {
+            return self.read_into(ranges, LOOKAHEAD);
+        }
+        let count = len.min(self.buffered().len());
+        // SAFETY: the caller vouches for the range.
+        unsafe { self.pool.write(offset, &self.inbox[self.consumed..self.consumed + count]) };
+        self.consume(count);
+        Ok(Got::Bytes(count))
+    }
+
+    /// Reads and forgets at most `count` bytes of payload.
+    pub(crate) fn discard_payload(&mut self, count: usize) -> Result<Got, Errno> {
+        if self.buffered().is_empty() {
+            match self.read_into(&[], count.clamp(1, 64 << 10))? {
+                Got::Bytes(_) => {}
+                other => return Ok(other),
+            }
+        }
+        let count = count.min(self.buffered().len());
+        self.consume(count);
+        Ok(Got::Bytes(count))
+    }
+
+    /// One read: into `ranges`, and up to `extra` bytes behind them into the inbox. Answers bytes of the ranges, or
+    /// without ranges, bytes of the inbox.
+    fn read_into(&mut self, ranges: &[Range], extra: usize) -> Result<Got, Errno> {
+        let ranges = &ranges[..ranges.len().min(VECTOR)];
+        let wanted: usize = ranges.iter().map(|r| r.1).sum();
+        let before = self.inbox.len();
+        self.inbox.resize(before + extra, 0);
+        let result = self.receive(ranges, before);
+        let read = *result.as_ref().unwrap_or(&0);
+        self.inbox.truncate(before + read.saturating_sub(wanted));
+        match result {
+            Ok(0) => Ok(Got::Ended),
+            Ok(read) if ranges.is_empty() => Ok(Got::Bytes(read)),
+            Ok(read) => Ok(Got::Bytes(read.min(wanted))),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(Got::Blocked),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn receive(&mut self, ranges: &[Range], inbox_from: usize) -> Result<usize, Errno> {
+        let mut iov: Vec<IoSliceMut> = Vec::with_capacity(ranges.len() + 1);
+        for &(offset, len) in ranges {
+            let Some(start) = self.pool.at(offset, len) else { return Err(Errno::FAULT) };
+            // SAFETY: inside the mapping, and exclusively this session's: `read_payload`'s caller vouched for it.
+            iov.push(IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(start, len) }));
+        }
+        iov.push(IoSliceMut::new(&mut self.inbox[inbox_from..]));
+        let Socket::Unix(socket) = &self.socket else {
+            return rustix::io::readv(&self.socket, &mut iov);
+        };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let message = rustix::net::recvmsg(socket, &mut iov, &mut control, flags)?;
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = part {
+                self.fd_received = fds.last().or(self.fd_received.take());
+            }
+        }
+        Ok(message.bytes)
+    }
+
+    /// Queues a frame.
+    pub(crate) fn push(&mut self, frame: &Frame) {
+        self.push_bytes(frame.encode());
+    }
+
+    /// Queues bytes.
+    pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
+        self.outbox.push_back(Piece::Owned { bytes, sent: 0 });
+    }
+
+    /// Hands a descriptor to the peer with the next bytes that leave.
+    pub(crate) fn push_fd(&mut self, fd: OwnedFd) {
+        self.fd_to_send = Some(fd);
+    }
+
+    /// Queues pool memory, read when it leaves.
+    pub(crate) fn push_pool(&mut self, (offset, len): Range) {
+        if let Some(Piece::Pool((start, so_far))) = self.outbox.back_mut()
+            && *start + *so_far == offset
+        {
+            *so_far += len;
+            return;
+        }
+        self.outbox.push_back(Piece::Pool((offset, len)));
+    }
+
+    /// Whether queued pool memory has yet to be read.
+    pub(crate) fn reads_pool(&self) -> bool {
+        self.outbox.iter().any(|piece| matches!(piece, Piece::Pool(_)))
+    }
+
+    /// Replaces queued pool memory by zeros: framing stays whole, the pool is not read any more.
+    pub(crate) fn forget_pool(&mut self) {
+        for piece in &mut self.outbox {
+            if let Piece::Pool((_, len)) = piece {
+                *piece = Piece::Zeros(*len);
+            }
+        }
+    }
+
+    /// Whether bytes wait to leave.
+    pub(crate) fn has_output(&self) -> bool {
+        !self.outbox.is_empty()
+    }
+
+    /// Sends as much as the socket takes.
+    pub(crate) fn flush(&mut self) -> Result<(), Errno> {
+        while !self.outbox.is_empty() {
+            match self.send() {
+                Ok(sent) => self.sent(sent),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<usize, Errno> {
+        let mut iov: Vec<IoSlice> = Vec::with_capacity(self.outbox.len().min(VECTOR));
+        for piece in self.outbox.iter().take(VECTOR) {
+            iov.push(IoSlice::new(match piece {
+                Piece::Owned { bytes, sent } => &bytes[*sent..],
+                Piece::Zeros(len) => &ZEROS[..(*len).min(ZEROS.len())],
+                Piece::Pool((offset, len)) => {
+                    let Some(start) = self.pool.at(*offset, *len) else { return Err(Errno::FAULT) };
+                    // SAFETY: inside the mapping; a handoff's local blocks stay unchanged until its end is reported,
+                    // and `forget_pool` comes before that report.
+                    unsafe { std::slice::from_raw_parts(start, *len) }
+                }
+            }));
+            // The rest of this piece must leave before the next one.
+            if matches!(piece, Piece::Zeros(len) if *len > ZEROS.len()) {
+                break;
+            }
+        }
+        let fds: Vec<BorrowedFd> = self.fd_to_send.iter().map(|fd| fd.as_fd()).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let sent = rustix::net::sendmsg(&self.socket, &iov, &mut control, flags)?;
+        self.fd_to_send = None;
+        Ok(sent)
+    }
+
+    fn sent(&mut self, mut count: usize) {
+        while let Some(piece) = self.outbox.front_mut() {
+            let left = match piece {
+                Piece::Owned { bytes, sent } => bytes.len() - *sent,
+                Piece::Pool((_, len)) | Piece::Zeros(len) => *len,
+            };
+            if count >= left {
+                count -= left;
+                self.outbox.pop_front();
+                continue;
+            }
+            match piece {
+                Piece::Owned { sent, .. } => *sent += count,
+                Piece::Pool((offset, len)) => (*offset, *len) = (*offset + count, *len - count),
+                Piece::Zeros(len) => *len -= count,
+            }
+            return;
+        }
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

@@ -1,0 +1,146 @@
+//! Blocks over TCP: the sender's Write frames, the receiver's payload, and the socket's settings.
+
+use std::collections::VecDeque;
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::sockopt;
+
+use crate::error::TransferError;
+use crate::link::{Got, Link, Range};
+use crate::options::TransportKind;
+use crate::transport::{Batch, Progress, Transport};
+use crate::wire::{Frame, WriteHead};
+
+/// The sending half: a frame, then the blocks straight from the pool.
+pub(crate) struct Tcp;
+
+impl Transport for Tcp {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        let payload: usize = batch.writes.iter().map(|w| w.source.1).sum();
+        let payload = u32::try_from(payload).map_err(|_| TransferError::argument("payload", "4 GiB or more"))?;
+        link.push(&Frame::Write(WriteHead {
+            epoch: batch.epoch,
+            group: batch.group as u16,
+            layer: batch.layer as u16,
+            payload,
+            indexes: batch.writes.iter().map(|w| w.index).collect(),
+        }));
+        batch.writes.iter().for_each(|w| link.push_pool(w.source));
+        Ok(())
+    }
+
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        // The stream keeps order, so whatever is queued behind the payload arrives behind it.
+        Ok(if link.reads_pool() { Progress::Blocked } else { Progress::Flushed })
+    }
+
+    fn cancel(&mut self, link: &mut Link) {
+        // The announced length must still be met; the peer applies zeros to blocks it will not verify, or drops them.
+        link.forget_pool();
+    }
+}
+
+/// The receiving half: payload on its way from a socket to where it belongs.
+#[derive(Default)]
+pub(crate) struct Payload {
+    /// Where the rest goes.
+    ranges: VecDeque<Range>,
+    /// Bytes still to drop; only without ranges.
+    discard: usize,
+}
+
+impl Payload {
+    /// To be written to these ranges of the pool.
+    pub(crate) fn apply(ranges: VecDeque<Range>) -> Payload {
+        Payload { ranges, discard: 0 }
+    }
+
+    /// To be dropped.
+    pub(crate) fn discard(bytes: usize) -> Payload {
+        Payload { ranges: VecDeque::new(), discard: bytes }
+    }
+
+    /// From now on nothing of it reaches the pool.
+    pub(crate) fn turn_to_discard(&mut self) {
+        self.discard += self.ranges.drain(..).map(|r| r.1).sum::<usize>();
+    }
+
+    /// Whether all of it is here.
+    pub(crate) fn is_done(&self) -> bool {
+        self.ranges.is_empty() && self.discard == 0
+    }
+
+    /// Reads some of it.
+    ///
+    /// # Safety
+    /// As [`Link::read_payload`].
+    pub(crate) unsafe fn read(&mut self, link: &mut Link) -> Result<Got, Errno> {
+        if self.ranges.is_empty() {
+            let got = link.discard_payload(self.discard)?;
+            if let Got::Bytes(count) = got {
+                self.discard -= count;
+            }
+            return Ok(got);
+        }
+        // SAFETY: passed on to the caller.
+        let got = unsafe { link.read_payload(self.ranges.make_contiguous())? };
+        if let Got::Bytes(count) = got {
+            self.advance(count);
+        }
+        Ok(got)
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        while let Some((offset, len)) = self.ranges.front_mut() {
+            if count < *len {
+                (*offset, *len) = (*offset + count, *len - count);
+                return;
+            }
+            count -= *len;
+            self.ranges.pop_front();
+        }
+    }
+}
+
+/// Listens on `address`.
+pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener, TransferError> {
+    let cause = |e: std::io::Error| TransferError::Argument { field: "tcp", problem: format!("{address}: {e}") };
+    let listener = TcpListener::bind(address).map_err(cause)?;
+    listener.set_nonblocking(true).map_err(cause)?;
+    Ok(listener)
+}
+
+/// Connects to the first address `host` stands for that answers by `until`.
+pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream, std::io::Error> {
+    let mut last = std::io::Error::other("the name stands for no address");
+    for address in (host, port).to_socket_addrs()? {
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        match TcpStream::connect_timeout(&address, left) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// Settings of both ends' sockets. Only being non-blocking is essential.
+pub(crate) fn tune(stream: &TcpStream) -> Result<(), std::io::Error> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    // A peer whose host vanished is noticed within 5 s of silence.
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(2))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(1))?;
+    sockopt::set_tcp_keepcnt(stream, 3)?;
+    // Bulk transfer inside a data centre: pacing by bandwidth estimates (bbr) halves the rate on short paths.
+    if let Err(error) = sockopt::set_tcp_congestion(stream, "cubic") {
+        tracing::debug!(%error, "the system's default congestion control stays");
+    }
+    Ok(())
+}

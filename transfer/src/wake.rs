@@ -1,0 +1,81 @@
+//! Waiting: for a socket, for a ring from another thread, for a process to die, or until a time.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::error::TransferError;
+
+/// Lets one thread wake another out of [`wait`].
+#[derive(Debug)]
+pub(crate) struct Wake(OwnedFd);
+
+impl Wake {
+    pub(crate) fn new() -> Result<Wake, TransferError> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        rustix::event::eventfd(0, flags).map(Wake).map_err(|e| TransferError::os("create an eventfd", e))
+    }
+
+    /// Wakes the thread that waits, now or at its next wait.
+    pub(crate) fn ring(&self) {
+        // The only possible failure is a full counter, which rings just as well.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    fn clear(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+    }
+}
+
+/// What to wait for on a descriptor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Interest {
+    Read,
+    ReadWrite,
+}
+
+/// Waits until `wake` rings, one of `fds` is ready (bit i of the answer), or `timeout` passes. Clears the ring.
+pub(crate) fn wait(
+    wake: &Wake,
+    fds: &[(BorrowedFd<'_>, Interest)],
+    timeout: Option<Duration>,
+) -> Result<u32, TransferError> {
+    let mut polled: Vec<PollFd> = fds
+        .iter()
+        .map(|(fd, interest)| match interest {
+            Interest::Read => PollFd::from_borrowed_fd(*fd, PollFlags::IN),
+            Interest::ReadWrite => PollFd::from_borrowed_fd(*fd, PollFlags::IN | PollFlags::OUT),
+        })
+        .collect();
+    polled.push(PollFd::from_borrowed_fd(wake.0.as_fd(), PollFlags::IN));
+    let timeout = timeout.map(|t| Timespec { tv_sec: t.as_secs() as _, tv_nsec: t.subsec_nanos() as _ });
+    match rustix::event::poll(&mut polled, timeout.as_ref()) {
+        Ok(_) => {}
+        Err(Errno::INTR) => return Ok(0),
+        Err(error) => return Err(TransferError::os("wait for sockets", error)),
+    }
+    if polled.last().is_some_and(|fd| !fd.revents().is_empty()) {
+        wake.clear();
+    }
+    let ready = polled[..fds.len()].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
+    Ok(ready.fold(0, |bits, (i, _)| bits | 1 << i))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_is_kept_until_waited_for_and_then_gone() {
+        let wake = Wake::new().unwrap();
+        wake.ring();
+        wake.ring();
+        let (_ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert_eq!(wait(&wake, &[(theirs.as_fd(), Interest::Read)], None).unwrap(), 0);
+        // Cleared: only the socket is ready now, for writing.
+        assert_eq!(wait(&wake, &[(theirs.as_fd(), Interest::ReadWrite)], None).unwrap(), 1);
+        assert_eq!(wait(&wake, &[], Some(Duration::ZERO)).unwrap(), 0);
+    }
+}
