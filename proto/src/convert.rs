@@ -129,7 +129,7 @@ impl v1::Sequence {
             return Err(ConvertError::PromptTokens { prompt, tokens });
         }
         let sampling = self.sampling.clone().ok_or(ConvertError::Missing("sequence.sampling"))?;
-        Ok(sampling.try_into()?)
+        sampling.try_into()
     }
 }
 

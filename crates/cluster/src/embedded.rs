@@ -1,0 +1,206 @@
+//! The registry inside the router: members in memory, served to workers over gRPC.
+//!
+//! The leases live and die with the router's process. After its restart workers register again by themselves.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use baton_proto::v1;
+use baton_proto::v1::registry_server::RegistryServer;
+use baton_types::WorkerId;
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use futures::{FutureExt, StreamExt};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
+use tokio_stream::wrappers::WatchStream;
+use tonic::{Request, Response, Status};
+use tracing::info;
+
+use crate::error::ClusterError;
+use crate::lease::{Hold, Lease};
+use crate::member::{Member, View};
+use crate::store::Store;
+use crate::{Registry, ViewReceiver};
+
+/// Bytes of one request to the registry at most: a member's texts and some numbers.
+const MAX_REQUEST: usize = 4096;
+
+/// The registry itself. Clones share it; it ends with the last one.
+#[derive(Clone)]
+pub struct EmbeddedRegistry(Arc<Running>);
+
+struct Running {
+    shared: Arc<Shared>,
+    expiry: JoinHandle<()>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.expiry.abort();
+    }
+}
+
+struct Shared {
+    store: Mutex<Store>,
+    views: watch::Sender<Arc<View>>,
+    /// A lease was added, so the next expiry may be another.
+    leased: Notify,
+    closed: watch::Sender<bool>,
+}
+
+impl EmbeddedRegistry {
+    /// An empty registry. Call inside a tokio runtime.
+    #[allow(clippy::new_without_default)] // It starts a task.
+    pub fn new() -> EmbeddedRegistry {
+        let empty = View { last_update: Some(Instant::now().into_std()), ..View::default() };
+        let shared = Arc::new(Shared {
+            store: Mutex::default(),
+            views: watch::Sender::new(Arc::new(empty)),
+            leased: Notify::new(),
+            closed: watch::Sender::new(false),
+        });
+        let expiry = tokio::spawn(expire(Arc::clone(&shared)));
+        EmbeddedRegistry(Arc::new(Running { shared, expiry }))
+    }
+
+    /// The gRPC service, to be mounted in the router's server.
+    pub fn service(&self) -> RegistryServer<EmbeddedService> {
+        RegistryServer::new(EmbeddedService(self.clone())).max_decoding_message_size(MAX_REQUEST)
+    }
+
+    /// Ends all watches, so that a server that waits for its streams can stop.
+    pub fn close(&self) {
+        self.0.shared.closed.send_replace(true);
+    }
+}
+
+impl Registry for EmbeddedRegistry {
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>> {
+        let hold = LocalHold { shared: Arc::clone(&self.0.shared), ttl };
+        Lease::start(hold, member, ttl).boxed()
+    }
+
+    fn watch(&self) -> ViewReceiver {
+        self.0.shared.views.subscribe()
+    }
+}
+
+impl Shared {
+    fn put(&self, member: Member, ttl: Duration) -> Result<(), ClusterError> {
+        let mut store = self.lock();
+        if store.put(member, ttl, Instant::now().into_std())? {
+            self.publish(&store);
+        }
+        self.leased.notify_one();
+        Ok(())
+    }
+
+    fn remove(&self, id: WorkerId) {
+        let mut store = self.lock();
+        if store.remove(id) {
+            self.publish(&store);
+        }
+    }
+
+    /// Under the store's lock, so that views come in the order of the changes.
+    fn publish(&self, store: &Store) {
+        let members = store.members();
+        self.views.send_modify(|view| {
+            let last_update = Some(Instant::now().into_std());
+            *view = Arc::new(View { revision: view.revision + 1, members, stale: false, last_update });
+        });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn expire(shared: Arc<Shared>) {
+    loop {
+        let next = shared.lock().next_expiry();
+        let due = async {
+            match next {
+                Some(at) => sleep_until(at.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = due => {}
+            () = shared.leased.notified() => {}
+        }
+        let mut store = shared.lock();
+        let gone = store.expire(Instant::now().into_std());
+        if !gone.is_empty() {
+            shared.publish(&store);
+        }
+        drop(store);
+        for member in gone {
+            info!(id = %member.id, role = member.role.as_str(), grpc = member.grpc, "lease over, member removed");
+        }
+    }
+}
+
+/// A member of the process that holds the registry.
+struct LocalHold {
+    shared: Arc<Shared>,
+    ttl: Duration,
+}
+
+impl Hold for LocalHold {
+    fn address(&self) -> &str {
+        "this process"
+    }
+    async fn renew(&mut self, member: &Member, _changed: bool) -> Result<(), ClusterError> {
+        self.shared.put(member.clone(), self.ttl)
+    }
+    async fn revoke(&mut self, member: &Member) -> Result<(), ClusterError> {
+        self.shared.remove(member.id);
+        Ok(())
+    }
+}
+
+/// The gRPC side of [`EmbeddedRegistry`].
+pub struct EmbeddedService(EmbeddedRegistry);
+
+#[tonic::async_trait]
+impl v1::registry_server::Registry for EmbeddedService {
+    async fn register(&self, request: Request<v1::RegisterRequest>) -> Result<Response<v1::RegisterResponse>, Status> {
+        let request = request.into_inner();
+        let missing = || ClusterError::Member { field: "member", problem: "is missing".to_owned() };
+        let ttl = Duration::from_millis(request.ttl_ms);
+        request
+            .member
+            .ok_or_else(missing)
+            .and_then(Member::try_from)
+            .and_then(|member| self.0.0.shared.put(member, ttl))
+            .map_err(|e| baton_proto::status_of(&e))?;
+        Ok(Response::new(v1::RegisterResponse {}))
+    }
+
+    async fn deregister(
+        &self,
+        request: Request<v1::DeregisterRequest>,
+    ) -> Result<Response<v1::DeregisterResponse>, Status> {
+        self.0.0.shared.remove(WorkerId(request.into_inner().id));
+        Ok(Response::new(v1::DeregisterResponse {}))
+    }
+
+    type WatchStream = BoxStream<'static, Result<v1::View, Status>>;
+
+    async fn watch(&self, _: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let shared = &self.0.0.shared;
+        let mut closed = shared.closed.subscribe();
+        let views = WatchStream::new(shared.views.subscribe()).map(|view| {
+            let members = view.members.iter().cloned().map(v1::Member::from).collect();
+            Ok(v1::View { revision: view.revision, members })
+        });
+        let end = async move {
+            // An error means that the registry is gone, which is an end as well.
+            let _ = closed.wait_for(|closed| *closed).await;
+        };
+        Ok(Response::new(views.take_until(end.boxed()).boxed()))
+    }
+}

@@ -1,0 +1,255 @@
+//! Membership in etcd: one key a member, each under its own lease.
+//!
+//! Keys are `/baton/<cluster>/members/<id>` with the member as JSON. A watcher lists the prefix and follows it from that
+//! revision; when the connection breaks or the revision has been compacted away, it lists again.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use baton_types::WorkerId;
+use etcd_client::{
+    Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
+    WatchOptions, WatchStream,
+};
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
+use tonic::Code;
+use tracing::warn;
+
+use crate::error::ClusterError;
+use crate::follow::{Feed, Follower, Lists};
+use crate::lease::{Hold, Lease};
+use crate::member::{MAX_MEMBERS, Member};
+use crate::{Registry, ViewReceiver};
+
+const CONNECT: Duration = Duration::from_secs(2);
+/// A server that vanished without closing is noticed after two of these.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+
+/// A client of etcd.
+pub struct EtcdRegistry {
+    etcd: Etcd,
+    follower: Follower,
+}
+
+#[derive(Clone)]
+struct Etcd {
+    client: Client,
+    /// For messages.
+    address: String,
+    /// With the final slash.
+    prefix: String,
+}
+
+impl EtcdRegistry {
+    /// A client of the etcd with these `host:port` endpoints; they need not be up. Call inside a tokio runtime.
+    pub async fn connect(endpoints: &[String], cluster: &str) -> Result<EtcdRegistry, ClusterError> {
+        let options = ConnectOptions::new()
+            .with_connect_timeout(CONNECT)
+            .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
+            .with_keep_alive_while_idle(true)
+            // A server cut off from its quorum ends its watches instead of keeping quiet.
+            .with_require_leader(true);
+        let address = format!("etcd://{}", endpoints.join(","));
+        let client = Client::connect(endpoints, Some(options))
+            .await
+            .map_err(|e| ClusterError::Unavailable { registry: address.clone(), problem: e.to_string() })?;
+        let etcd = Etcd { client, address, prefix: format!("/baton/{cluster}/members/") };
+        Ok(EtcdRegistry { etcd, follower: Follower::new() })
+    }
+}
+
+impl Registry for EtcdRegistry {
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>> {
+        let hold = EtcdHold { etcd: self.etcd.clone(), lease: None, ttl };
+        Lease::start(hold, member, ttl).boxed()
+    }
+
+    fn watch(&self) -> ViewReceiver {
+        self.follower.watch(|| EtcdFeed(self.etcd.clone()))
+    }
+}
+
+impl Etcd {
+    fn key(&self, id: WorkerId) -> String {
+        format!("{}{:016x}", self.prefix, id.0)
+    }
+
+    fn id(&self, key: &[u8]) -> Option<WorkerId> {
+        let digits = std::str::from_utf8(key).ok()?.strip_prefix(&self.prefix)?;
+        u64::from_str_radix(digits, 16).ok().map(WorkerId)
+    }
+
+    fn error(&self, error: &Error) -> ClusterError {
+        ClusterError::Unavailable { registry: self.address.clone(), problem: error.to_string() }
+    }
+
+    /// The member in a key; whoever writes there may have written anything (I8).
+    fn member(&self, kv: &KeyValue) -> Option<Member> {
+        let member = serde_json::from_slice::<Member>(kv.value());
+        let problem = match member {
+            Ok(member) if Some(member.id) != self.id(kv.key()) => "the id is not the key's".to_owned(),
+            Ok(member) => match member.validate() {
+                Ok(()) => return Some(member),
+                Err(error) => error.to_string(),
+            },
+            Err(error) => error.to_string(),
+        };
+        warn!(key = %String::from_utf8_lossy(kv.key()), problem, "ignoring a member that cannot be read");
+        None
+    }
+}
+
+struct EtcdHold {
+    etcd: Etcd,
+    lease: Option<i64>,
+    ttl: Duration,
+}
+
+impl Hold for EtcdHold {
+    fn address(&self) -> &str {
+        &self.etcd.address
+    }
+
+    async fn renew(&mut self, member: &Member, changed: bool) -> Result<(), ClusterError> {
+        self.try_renew(member, changed).await.map_err(|e| self.etcd.error(&e))
+    }
+
+    async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
+        match self.lease.take() {
+            Some(id) => self.etcd.client.lease_revoke(id).await.map(drop).map_err(|e| self.etcd.error(&e)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl EtcdHold {
+    async fn try_renew(&mut self, member: &Member, changed: bool) -> Result<(), Error> {
+        let (lease, fresh) = match self.living_lease().await? {
+            Some(lease) => (lease, false),
+            None => (self.grant().await?, true),
+        };
+        let key = self.etcd.key(member.id);
+        let json = serde_json::to_vec(member).map_err(|e| Error::Internal(e.to_string()))?;
+        let put = PutOptions::new().with_lease(lease);
+        if changed || fresh {
+            self.etcd.client.put(key, json, Some(put)).await?;
+        } else {
+            // Somebody may have deleted the key under a living lease.
+            let absent = Compare::version(key.clone(), CompareOp::Equal, 0);
+            let txn = Txn::new().when([absent]).and_then([TxnOp::put(key, json, Some(put))]);
+            self.etcd.client.txn(txn).await?;
+        }
+        Ok(())
+    }
+
+    /// The present lease, just renewed; `None` when there is none any more.
+    async fn living_lease(&mut self) -> Result<Option<i64>, Error> {
+        let Some(id) = self.lease else { return Ok(None) };
+        match self.etcd.client.lease_keep_alive(id).await {
+            Ok(_) => Ok(Some(id)),
+            Err(Error::LeaseKeepAliveError(_)) => {
+                self.lease = None;
+                Ok(None)
+            }
+            Err(Error::GRpcStatus(status)) if status.code() == Code::NotFound => {
+                self.lease = None;
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn grant(&mut self) -> Result<i64, Error> {
+        let seconds = self.ttl.as_secs() + u64::from(self.ttl.subsec_nanos() > 0);
+        let granted = self.etcd.client.lease_grant(i64::try_from(seconds).unwrap_or(i64::MAX), None).await?;
+        self.lease = Some(granted.id());
+        Ok(granted.id())
+    }
+}
+
+struct EtcdFeed(Etcd);
+
+/// Members as of the last event, and the events to come.
+struct Following {
+    etcd: Etcd,
+    members: BTreeMap<WorkerId, Member>,
+    events: WatchStream,
+    listed: bool,
+}
+
+impl Feed for EtcdFeed {
+    fn address(&self) -> &str {
+        &self.0.address
+    }
+
+    async fn open(&mut self) -> Result<Lists, ClusterError> {
+        let following = self.list_and_watch().await.map_err(|e| self.0.error(&e))?;
+        let lists = futures::stream::unfold(Some(following), |following| async move {
+            let mut following = following?;
+            match following.next().await {
+                Ok(list) => Some((Ok(list), Some(following))),
+                Err(error) => Some((Err(error), None)),
+            }
+        });
+        Ok(lists.boxed())
+    }
+}
+
+impl EtcdFeed {
+    async fn list_and_watch(&mut self) -> Result<Following, Error> {
+        let Etcd { client, prefix, .. } = &mut self.0;
+        let limit = i64::try_from(MAX_MEMBERS).unwrap_or(i64::MAX);
+        let options = GetOptions::new().with_prefix().with_limit(limit);
+        let listed = client.get(prefix.as_str(), Some(options)).await?;
+        let revision = listed.header().map_or(0, |h| h.revision());
+        let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
+        let events = client.watch(prefix.as_str(), Some(options)).await?;
+        let members = listed.kvs().iter().filter_map(|kv| self.0.member(kv)).map(|m| (m.id, m)).collect();
+        Ok(Following { etcd: self.0.clone(), members, events, listed: false })
+    }
+}
+
+impl Following {
+    /// The members now, at first; then after each change.
+    async fn next(&mut self) -> Result<Vec<Member>, ClusterError> {
+        let broken = |problem: String| ClusterError::Unavailable { registry: self.etcd.address.clone(), problem };
+        while self.listed {
+            let response = match self.events.message().await {
+                Ok(Some(response)) => response,
+                Ok(None) => return Err(broken("the watch ended".to_owned())),
+                Err(error) => return Err(broken(error.to_string())),
+            };
+            // Compacted away, or no leader: list again.
+            if response.canceled() {
+                return Err(broken(format!("the watch was cancelled: {}", response.cancel_reason())));
+            }
+            if !response.events().is_empty() {
+                for event in response.events() {
+                    apply(&self.etcd, &mut self.members, event);
+                }
+                break;
+            }
+        }
+        self.listed = true;
+        Ok(self.members.values().cloned().collect())
+    }
+}
+
+fn apply(etcd: &Etcd, members: &mut BTreeMap<WorkerId, Member>, event: &etcd_client::Event) {
+    let Some(kv) = event.kv() else { return };
+    let Some(id) = etcd.id(kv.key()) else { return };
+    let member = match event.event_type() {
+        EventType::Put => etcd.member(kv),
+        EventType::Delete => None,
+    };
+    match member {
+        Some(member) if members.len() < MAX_MEMBERS || members.contains_key(&id) => {
+            members.insert(id, member);
+        }
+        Some(_) => warn!(%id, "ignoring a member beyond the {MAX_MEMBERS} of a cluster"),
+        None => {
+            members.remove(&id);
+        }
+    }
+}

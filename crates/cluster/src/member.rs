@@ -1,0 +1,168 @@
+//! A member, and the view of all of them.
+
+use std::time::{Duration, Instant};
+
+use baton_types::WorkerId;
+use serde::{Deserialize, Serialize};
+
+use crate::error::ClusterError;
+
+/// Members one registry holds at most (I5).
+pub const MAX_MEMBERS: usize = 4096;
+/// Bytes of each text of a member at most (I5). With [`MAX_MEMBERS`] a whole view fits one gRPC message of 4 MiB.
+pub const MAX_TEXT: usize = 256;
+
+const TTL: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
+
+/// What a member does.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Reads prompts.
+    Prefill,
+    /// Writes answers.
+    Decode,
+    /// Owns processes (`baton up`).
+    Supervisor,
+}
+
+impl Role {
+    /// Its word in logs and labels.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+            Role::Supervisor => "supervisor",
+        }
+    }
+}
+
+/// One process of the cluster.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Member {
+    /// Random per process start: a worker that restarts on the same address is another worker.
+    pub id: WorkerId,
+    /// What it does.
+    pub role: Role,
+    /// `http://host:port` of its gRPC server.
+    pub grpc: String,
+    /// `http://host:port` of its admin endpoint.
+    pub admin: String,
+    /// Name of the model it serves; empty for a supervisor.
+    pub model: String,
+    /// KV layout fingerprint; only equal ones may hand over.
+    pub layout: u64,
+    /// Blocks of its KV pool.
+    pub blocks: u32,
+    /// Tokens of its longest sequence.
+    pub context_tokens: u32,
+    /// True once it takes no new requests.
+    pub draining: bool,
+}
+
+impl Member {
+    /// Checks every field; the first bad one is the error.
+    pub fn validate(&self) -> Result<(), ClusterError> {
+        let bad = |field, problem: String| Err(ClusterError::Member { field, problem });
+        if self.id.0 == 0 {
+            return bad("id", "is 0; it must be random and not 0".to_owned());
+        }
+        for (field, text) in [("grpc", &self.grpc), ("admin", &self.admin), ("model", &self.model)] {
+            if text.len() > MAX_TEXT {
+                return bad(field, format!("has {} bytes; at most {MAX_TEXT} are allowed", text.len()));
+            }
+        }
+        for (field, address) in [("grpc", &self.grpc), ("admin", &self.admin)] {
+            if !address.strip_prefix("http://").is_some_and(crate::spec::is_host_port) {
+                return bad(field, format!("is {address:?}; it must be http://host:port"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Ok when `ttl` is one that every registry can keep.
+pub(crate) fn check_ttl(ttl: Duration) -> Result<(), ClusterError> {
+    if TTL.contains(&ttl) {
+        return Ok(());
+    }
+    Err(ClusterError::Ttl { millis: u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX) })
+}
+
+/// All members, as far as this process knows.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct View {
+    /// Grows by one with every change this process sees; comparable within one process only.
+    pub revision: u64,
+    /// Sorted by id.
+    pub members: Vec<Member>,
+    /// The registry cannot be heard: this is the last known view (I7).
+    pub stale: bool,
+    /// When the registry was last heard; `None`: never.
+    pub last_update: Option<Instant>,
+}
+
+impl View {
+    /// The member with this id.
+    pub fn get(&self, id: WorkerId) -> Option<&Member> {
+        self.members.binary_search_by_key(&id, |m| m.id).ok().map(|i| &self.members[i])
+    }
+
+    /// Members of one role that take new requests.
+    pub fn serving(&self, role: Role) -> impl Iterator<Item = &Member> {
+        self.members.iter().filter(move |m| m.role == role && !m.draining)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn member(id: u64) -> Member {
+        Member {
+            id: WorkerId(id),
+            role: Role::Decode,
+            grpc: "http://127.0.0.1:9001".to_owned(),
+            admin: "http://127.0.0.1:9002".to_owned(),
+            model: "smollm2".to_owned(),
+            layout: u64::MAX,
+            blocks: 512,
+            context_tokens: 8192,
+            draining: false,
+        }
+    }
+
+    #[test]
+    fn a_bad_member_names_its_field() {
+        assert_eq!(member(1).validate(), Ok(()));
+        let cases = [
+            ("id", member(0)),
+            ("grpc", Member { grpc: "127.0.0.1:9001".to_owned(), ..member(1) }),
+            ("admin", Member { admin: "http://host".to_owned(), ..member(1) }),
+            ("model", Member { model: "m".repeat(MAX_TEXT + 1), ..member(1) }),
+        ];
+        for (want, bad) in cases {
+            match bad.validate() {
+                Err(ClusterError::Member { field, .. }) => assert_eq!(field, want),
+                other => panic!("{want}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn lease_durations_are_bounded() {
+        assert!(check_ttl(Duration::from_secs(1)).is_ok());
+        assert!(check_ttl(Duration::from_millis(999)).is_err());
+        assert!(check_ttl(Duration::MAX).is_err());
+    }
+
+    #[test]
+    fn a_view_finds_members_by_id_and_by_role() {
+        let draining = Member { draining: true, ..member(7) };
+        let view = View { members: vec![member(3), draining, member(9)], ..View::default() };
+        assert_eq!(view.get(WorkerId(7)).map(|m| m.draining), Some(true));
+        assert_eq!(view.get(WorkerId(4)), None);
+        assert_eq!(view.serving(Role::Decode).map(|m| m.id.0).collect::<Vec<_>>(), [3, 9]);
+        assert_eq!(view.serving(Role::Prefill).count(), 0);
+    }
+}

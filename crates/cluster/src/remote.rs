@@ -1,0 +1,117 @@
+//! The registry inside a router, seen from another process.
+
+use std::time::Duration;
+
+use baton_proto::v1;
+use baton_proto::v1::registry_client::RegistryClient;
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use crate::error::ClusterError;
+use crate::follow::{Feed, Follower, Lists};
+use crate::lease::{Hold, Lease};
+use crate::member::Member;
+use crate::{Registry, ViewReceiver};
+
+const CONNECT: Duration = Duration::from_secs(2);
+/// A peer that vanished without closing is noticed after two of these.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+
+/// A client of the registry inside a router.
+pub struct EmbeddedClient {
+    client: RouterClient,
+    follower: Follower,
+}
+
+#[derive(Clone)]
+struct RouterClient {
+    grpc: RegistryClient<Channel>,
+    address: String,
+}
+
+impl EmbeddedClient {
+    /// A client of the router whose gRPC address is `endpoint` (`http://host:port`). The router need not be up. Call
+    /// inside a tokio runtime.
+    pub fn connect(endpoint: &str) -> Result<EmbeddedClient, ClusterError> {
+        let bad = |_| ClusterError::Spec { spec: endpoint.to_owned(), problem: "it is not an address" };
+        let channel = Endpoint::from_shared(endpoint.to_owned())
+            .map_err(bad)?
+            .connect_timeout(CONNECT)
+            .http2_keep_alive_interval(KEEP_ALIVE)
+            .keep_alive_timeout(KEEP_ALIVE)
+            .keep_alive_while_idle(true)
+            .connect_lazy();
+        let client = RouterClient { grpc: RegistryClient::new(channel), address: endpoint.to_owned() };
+        Ok(EmbeddedClient { client, follower: Follower::new() })
+    }
+}
+
+impl Registry for EmbeddedClient {
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>> {
+        let hold = RemoteHold { client: self.client.clone(), ttl };
+        Lease::start(hold, member, ttl).boxed()
+    }
+
+    fn watch(&self) -> ViewReceiver {
+        self.follower.watch(|| RemoteFeed(self.client.clone()))
+    }
+}
+
+impl RouterClient {
+    /// What a status means here: the router will never do it, or cannot be reached.
+    fn error(&self, status: &Status) -> ClusterError {
+        let (registry, problem) = (self.address.clone(), status.message().to_owned());
+        match status.code() {
+            Code::InvalidArgument | Code::ResourceExhausted | Code::FailedPrecondition => {
+                ClusterError::Refused { registry, problem }
+            }
+            Code::Unimplemented => ClusterError::Refused {
+                registry,
+                problem: "it is no registry; use the router's gRPC address".to_owned(),
+            },
+            _ => ClusterError::Unavailable { registry, problem },
+        }
+    }
+}
+
+struct RemoteHold {
+    client: RouterClient,
+    ttl: Duration,
+}
+
+impl Hold for RemoteHold {
+    fn address(&self) -> &str {
+        &self.client.address
+    }
+
+    async fn renew(&mut self, member: &Member, _changed: bool) -> Result<(), ClusterError> {
+        let ttl_ms = u64::try_from(self.ttl.as_millis()).unwrap_or(u64::MAX);
+        let request = v1::RegisterRequest { member: Some(member.clone().into()), ttl_ms };
+        self.client.grpc.register(request).await.map(drop).map_err(|s| self.client.error(&s))
+    }
+
+    async fn revoke(&mut self, member: &Member) -> Result<(), ClusterError> {
+        let request = v1::DeregisterRequest { id: member.id.0 };
+        self.client.grpc.deregister(request).await.map(drop).map_err(|s| self.client.error(&s))
+    }
+}
+
+struct RemoteFeed(RouterClient);
+
+impl Feed for RemoteFeed {
+    fn address(&self) -> &str {
+        &self.0.address
+    }
+
+    async fn open(&mut self) -> Result<Lists, ClusterError> {
+        let client = self.0.clone();
+        let views = self.0.grpc.watch(v1::WatchRequest {}).await.map_err(|s| client.error(&s))?.into_inner();
+        let lists = views.map(move |view| match view {
+            Ok(view) => view.members.into_iter().map(Member::try_from).collect(),
+            Err(status) => Err(client.error(&status)),
+        });
+        Ok(lists.boxed())
+    }
+}

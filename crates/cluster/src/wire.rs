@@ -1,0 +1,91 @@
+//! Members as messages of `proto/baton/v1/cluster.proto`, checked on the way in.
+
+use baton_proto::v1;
+use baton_types::WorkerId;
+
+use crate::error::ClusterError;
+use crate::member::{Member, Role};
+
+impl From<Member> for v1::Member {
+    fn from(m: Member) -> Self {
+        let role = match m.role {
+            Role::Prefill => v1::Role::Prefill,
+            Role::Decode => v1::Role::Decode,
+            Role::Supervisor => v1::Role::Supervisor,
+        };
+        v1::Member {
+            id: m.id.0,
+            role: role.into(),
+            grpc: m.grpc,
+            admin: m.admin,
+            model: m.model,
+            layout: m.layout,
+            blocks: m.blocks,
+            context_tokens: m.context_tokens,
+            draining: m.draining,
+        }
+    }
+}
+
+impl TryFrom<v1::Member> for Member {
+    type Error = ClusterError;
+
+    fn try_from(m: v1::Member) -> Result<Self, ClusterError> {
+        let role = match v1::Role::try_from(m.role) {
+            Ok(v1::Role::Prefill) => Role::Prefill,
+            Ok(v1::Role::Decode) => Role::Decode,
+            Ok(v1::Role::Supervisor) => Role::Supervisor,
+            Ok(v1::Role::Unspecified) | Err(_) => {
+                let problem = format!("is {}; it must be prefill (1), decode (2) or supervisor (3)", m.role);
+                return Err(ClusterError::Member { field: "role", problem });
+            }
+        };
+        let member = Member {
+            id: WorkerId(m.id),
+            role,
+            grpc: m.grpc,
+            admin: m.admin,
+            model: m.model,
+            layout: m.layout,
+            blocks: m.blocks,
+            context_tokens: m.context_tokens,
+            draining: m.draining,
+        };
+        member.validate()?;
+        Ok(member)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::member::tests::member;
+    use crate::{MAX_MEMBERS, MAX_TEXT};
+    use prost::Message as _;
+
+    #[test]
+    fn members_survive_the_wire() {
+        for role in [Role::Prefill, Role::Decode, Role::Supervisor] {
+            let original = Member { role, draining: true, ..member(u64::MAX) };
+            assert_eq!(Member::try_from(v1::Member::from(original.clone())), Ok(original));
+        }
+        let unknown = v1::Member { role: 9, ..member(1).into() };
+        assert!(Member::try_from(unknown).unwrap_err().to_string().contains("member.role: is 9"));
+    }
+
+    #[test]
+    fn the_largest_view_fits_one_message() {
+        let text = "x".repeat(MAX_TEXT);
+        let largest = v1::Member {
+            grpc: text.clone(),
+            admin: text.clone(),
+            model: text,
+            blocks: u32::MAX,
+            context_tokens: u32::MAX,
+            draining: true,
+            ..member(u64::MAX).into()
+        };
+        let view = v1::View { revision: u64::MAX, members: vec![largest; MAX_MEMBERS] };
+        assert!(view.encoded_len() < 4 << 20, "{}", view.encoded_len());
+    }
+}
