@@ -110,3 +110,85 @@ impl Engine {
 fn blocks(tables: &[BlockTable]) -> impl Iterator<Item = (usize, baton_types::BlockId)> {
     tables.iter().enumerate().flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)))
 }
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{PoolGeometry, RequestId, SamplingParams};
+
+    use super::*;
+    use crate::sequence::Doom;
+    use crate::{EngineConfig, NewSequence, Start, Time, fake};
+
+    /// One sequence in each phase, one quarantine, and no step in flight: ids 0 running, 1 receiving, 2 waiting, 3 gone.
+    fn engine() -> Engine {
+        let config = EngineConfig { token_budget: 8, chunk: 8, max_running: 3, max_waiting: 3, context_tokens: 100 };
+        let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 10)).unwrap();
+        let mut submit = |start, prompt: u32| {
+            let (request, params) = (RequestId::default(), SamplingParams::default());
+            let tokens = vec![1; prompt as usize];
+            engine
+                .submit(NewSequence { request, tokens, prompt_tokens: prompt, params, start, deadline: None })
+                .unwrap()
+        };
+        submit(Start::Compute, 8);
+        submit(Start::Receive, 8);
+        submit(Start::Compute, 24);
+        let gone = submit(Start::Receive, 4);
+        let mut events = Vec::new();
+        let step = engine.plan(Time(0), &mut events).unwrap();
+        engine.apply(step, &mut vec![Default::default()], &mut events);
+        // Ahead of its turn: the one before it does not fit.
+        let lease = engine.pools.lend(4).unwrap();
+        engine.sequences.get_mut(&gone).unwrap().phase = Phase::Receiving(lease);
+        engine.waiting.pop_back();
+        engine.receiving += 1;
+        engine.abort(gone, true).unwrap();
+        engine
+    }
+
+    fn sequence(engine: &mut Engine, id: u64) -> &mut Sequence {
+        engine.sequences.get_mut(&SeqId(id)).unwrap()
+    }
+
+    /// Each way to break what must hold is seen.
+    #[test]
+    fn check_sees_each_corruption() {
+        type Damage = fn(&mut Engine);
+        let breaks: [(&str, Damage); 16] = [
+            ("forgotten in the queue", |e| e.waiting.clear()),
+            ("twice in the queue", |e| e.waiting.push_back(SeqId(2))),
+            ("forgotten in the batch", |e| e.running.clear()),
+            ("a stranger in the batch", |e| e.running.push(SeqId(9))),
+            ("miscounted receiving", |e| e.receiving -= 1),
+            ("more than max_running", |e| e.config.max_running = 1),
+            ("a sequence lost with its blocks", |e| {
+                e.sequences.remove(&SeqId(0));
+                e.running.clear();
+            }),
+            ("a quarantine lost", |e| e.quarantine.clear()),
+            ("leaked blocks", |e| drop(e.pools.allocate(4).unwrap())),
+            ("lent blocks in use", |e| {
+                let tables = e.pools.allocate(4).unwrap();
+                e.running.push(SeqId(1));
+                e.receiving -= 1;
+                sequence(e, 1).phase = Phase::Running(tables);
+            }),
+            ("two owners of the same blocks", |e| {
+                let twin = engine();
+                let quarantine = twin.quarantine.into_values().next().unwrap();
+                e.quarantine.insert(SeqId(7), quarantine);
+            }),
+            ("computed beyond its tables", |e| sequence(e, 0).computed = 200),
+            ("nothing left to compute", |e| sequence(e, 0).computed += 1),
+            ("a waiting one with progress", |e| sequence(e, 2).computed = 1),
+            ("in a step that is not", |e| sequence(e, 0).in_step = true),
+            ("aborted but still here", |e| sequence(e, 0).doomed = Some(Doom::Free)),
+        ];
+        for (name, damage) in breaks {
+            let mut engine = engine();
+            assert_eq!(engine.check(), Ok(()));
+            damage(&mut engine);
+            assert!(engine.check().is_err(), "{name}");
+        }
+    }
+}

@@ -186,6 +186,11 @@ impl Engine {
         self.pools.counts()
     }
 
+    /// The limits it was made with.
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
     /// Tokens of a block.
     pub fn block_size(&self) -> u32 {
         self.pools.block_size()

@@ -1,0 +1,100 @@
+//! Thousands of random schedules through the engine; the world says what must hold in each.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod world;
+
+use baton_engine::EngineConfig;
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use world::{End, Fault, NodeSpec, Reached, Route, Spec, World};
+
+fn spec() -> impl Strategy<Value = Spec> {
+    let route = prop_oneof![Just(Route::Local), Just(Route::Eager), Just(Route::Late), Just(Route::Corrupt)];
+    let shape = (1u32..40, 1u32..12, any::<bool>(), 0u64..1000, any::<bool>(), route);
+    let times = (0u64..30, 0u64..6);
+    let ends = (prop::option::weighted(0.15, 0u64..40), prop::option::weighted(0.2, 1u64..40));
+    let deadline = prop::option::weighted(0.15, 0u64..80);
+    (shape, times, ends, deadline).prop_map(
+        |((prompt, max_tokens, sampled, seed, stops, route), (arrival, delay), (cancel, resume), deadline)| Spec {
+            prompt,
+            max_tokens,
+            sampled,
+            seed,
+            stops,
+            route,
+            arrival,
+            delay,
+            cancel,
+            resume,
+            deadline,
+        },
+    )
+}
+
+/// Limits of a node; its blocks are those of the largest request and the given few beyond.
+fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> {
+    let fault = prop_oneof![Just(Fault::Error), Just(Fault::Output)];
+    let limits = (1u32..6, 0u32..30, 1u32..20).prop_map(|(max_running, more, chunk)| EngineConfig {
+        token_budget: max_running + more,
+        chunk,
+        max_running,
+        max_waiting: 1000,
+        context_tokens: 1000,
+    });
+    let spare = prop_oneof![3 => 0u32..4, 1 => 0u32..40];
+    let faults = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec((0u64..60, fault), 0..3)];
+    (limits, (spare.clone(), spare), faults).prop_map(|(config, (a, b), faults)| (config, [a, b], faults))
+}
+
+prop_compose! {
+    fn world()(
+        block_size in 1u32..9,
+        nodes in (node(), node()),
+        specs in prop::collection::vec(spec(), 1..14),
+    ) -> (u32, [NodeSpec; 2], Vec<Spec>) {
+        let largest = specs.iter().map(|s| (s.prompt + s.max_tokens).div_ceil(block_size)).max().unwrap_or(1);
+        let side = |(config, spare, faults): (EngineConfig, [u32; 2], Vec<(u64, Fault)>)| {
+            NodeSpec { config, blocks: spare.map(|more| largest + more).to_vec(), faults }
+        };
+        (block_size, [side(nodes.0), side(nodes.1)], specs)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
+
+    /// I1, I3, I4, I5, I6 on every route, alone and together, with every failure.
+    #[test]
+    fn any_schedule_gives_each_client_its_tokens_and_all_blocks_back((block_size, sides, specs) in world()) {
+        World::new(block_size, sides, specs).run();
+    }
+}
+
+/// The schedules reach what they are there for.
+#[test]
+fn schedules_are_not_idle() {
+    let mut runner = TestRunner::deterministic();
+    let mut sum = Reached::default();
+    let mut ends = [0; 3];
+    for _ in 0..300 {
+        let (block_size, sides, specs) = world().new_tree(&mut runner).unwrap().current();
+        let mut world = World::new(block_size, sides, specs);
+        world.run();
+        let Reached { preemptions, handoffs, fences, failures, aborts_in_step } = world.reached();
+        sum.preemptions += preemptions;
+        sum.handoffs += handoffs;
+        sum.fences += fences;
+        sum.failures += failures;
+        sum.aborts_in_step += aborts_in_step;
+        for client in &world.clients {
+            match client.end.unwrap() {
+                End::Finished(_) => ends[0] += 1,
+                End::Cancelled => ends[1] += 1,
+                End::Deadline => ends[2] += 1,
+            }
+        }
+    }
+    let counts = [sum.preemptions, sum.handoffs, sum.fences, sum.failures, sum.aborts_in_step];
+    assert!(counts.iter().chain(&ends).all(|count| *count >= 50), "{sum:?}, ends {ends:?}");
+}

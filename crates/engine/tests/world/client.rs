@@ -1,0 +1,109 @@
+//! A request as its client sees it, and what it demands.
+
+use baton_engine::fake;
+use baton_types::{BlockId, FinishReason, SamplingParams, SeqId, TokenOut};
+
+pub const VOCAB: u32 = 97;
+
+/// How a request's KV comes to the decode side.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Route {
+    /// Computed there.
+    Local,
+    /// Written layer by layer while the prefill side computes.
+    Eager,
+    /// Read from the prefill side's blocks as late as possible.
+    Late,
+    /// Found corrupt when it lands; the request is computed on the decode side.
+    Corrupt,
+}
+
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub prompt: u32,
+    pub max_tokens: u32,
+    pub sampled: bool,
+    pub seed: u64,
+    pub stops: bool,
+    pub route: Route,
+    pub arrival: u64,
+    /// Ticks between the end of the prefill and the arrival of its KV, and between an abort and its fence.
+    pub delay: u64,
+    pub cancel: Option<u64>,
+    /// The decode side loses it; it is placed again with what the client has.
+    pub resume: Option<u64>,
+    pub deadline: Option<u64>,
+}
+
+impl Spec {
+    pub fn params(&self) -> SamplingParams {
+        SamplingParams {
+            max_tokens: self.max_tokens,
+            temperature: if self.sampled { 0.7 } else { 0.0 },
+            seed: self.seed,
+            stop_token_ids: if self.stops { (0..12).collect() } else { Vec::new() },
+            top_logprobs: self.sampled.then_some(1),
+            ..SamplingParams::default()
+        }
+    }
+
+    pub fn tokens(&self) -> Vec<u32> {
+        (0..self.prompt).map(|at| (at * 31 + at * at + self.seed as u32 % 7) % VOCAB).collect()
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum End {
+    Finished(FinishReason),
+    Cancelled,
+    Deadline,
+}
+
+pub struct Client {
+    pub spec: Spec,
+    pub answer: Vec<TokenOut>,
+    pub end: Option<End>,
+    /// Sequences it has on the two sides.
+    pub at: [Option<SeqId>; 2],
+    /// Counts prefill attempts; what an older one would still write is fenced off.
+    pub epoch: u32,
+    pub first: Option<TokenOut>,
+    /// Copies not yet made: (from, to) byte offsets and length.
+    pub pending: Vec<(usize, usize, usize)>,
+    pub targets: Vec<Vec<BlockId>>,
+}
+
+impl Client {
+    pub fn new(spec: Spec) -> Client {
+        Client {
+            spec,
+            answer: Vec::new(),
+            end: None,
+            at: [None; 2],
+            epoch: 0,
+            first: None,
+            pending: Vec::new(),
+            targets: Vec::new(),
+        }
+    }
+
+    pub fn deliver(&mut self, token: TokenOut) {
+        assert_eq!(token.index as usize, self.answer.len(), "I4: each index once, in order");
+        assert_eq!(self.end, None, "nothing after the end");
+        self.answer.push(token);
+    }
+
+    pub fn check_answer(&self) {
+        let params = self.spec.params();
+        let alone = fake::answer(&fake::tiny_layout(16), VOCAB, &self.spec.tokens(), &params).unwrap();
+        match self.end.unwrap() {
+            End::Finished(reason) => {
+                assert_eq!(self.answer, alone, "I1");
+                let stopped = alone.last().is_some_and(|token| params.stop_token_ids.contains(&token.id));
+                assert_eq!(reason, if stopped { FinishReason::Stop } else { FinishReason::Length });
+            }
+            End::Cancelled => assert_eq!(self.answer[..], alone[..self.answer.len()], "I1"),
+            End::Deadline => assert_eq!(self.answer[..], alone[..self.answer.len()], "I1"),
+        }
+    }
+}

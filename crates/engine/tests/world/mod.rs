@@ -1,0 +1,343 @@
+//! A cluster of one prefill and one decode engine over fake models, driven tick by tick: arrivals, transfers that land
+//! late or corrupt, cancels, resumptions, deadlines, failing steps. Whatever happens, [`World::run`] demands that each client
+//! sees each token once, in order, and the very tokens its request gives alone (I1, I4), that blocks are conserved at each
+//! tick and all free at the end (I6), that nobody's bytes change under it (I3), and that it all ends in bounded time (I5).
+
+mod client;
+mod node;
+
+use std::collections::BTreeMap;
+
+use baton_engine::fake::KvMemory;
+use baton_engine::{Aborted, Event, ModelRunner, NewSequence, RunError, SequenceError, Start, Step, Time};
+use baton_types::{FinishReason, RequestId, SeqId, TokenOut};
+
+pub use client::{Client, End, Route, Spec};
+pub use node::{Fault, NodeSpec};
+
+use node::{Node, copy};
+
+const PREFILL: usize = 0;
+const DECODE: usize = 1;
+
+enum Action {
+    Arrive(usize),
+    Cancel(usize),
+    Resume(usize),
+    Land(usize, u32),
+    Clear(usize, SeqId),
+}
+
+/// How often the interesting things happened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Reached {
+    pub preemptions: u64,
+    pub handoffs: u64,
+    pub fences: u64,
+    pub failures: u64,
+    pub aborts_in_step: u64,
+}
+
+pub struct World {
+    nodes: [Node; 2],
+    pub clients: Vec<Client>,
+    agenda: BTreeMap<u64, Vec<Action>>,
+    /// Decode blocks an old peer keeps writing garbage to, until it is fenced.
+    scribbled: BTreeMap<SeqId, Vec<(usize, usize)>>,
+    tick: u64,
+    reached: Reached,
+}
+
+impl World {
+    pub fn new(block_size: u32, sides: [NodeSpec; 2], specs: Vec<Spec>) -> World {
+        let nodes = sides.map(|side| Node::new(block_size, side));
+        let mut agenda: BTreeMap<u64, Vec<Action>> = BTreeMap::new();
+        for (c, spec) in specs.iter().enumerate() {
+            agenda.entry(spec.arrival).or_default().push(Action::Arrive(c));
+            let ends = [(spec.cancel, Action::Cancel(c)), (spec.resume, Action::Resume(c))];
+            for (at, action) in ends.into_iter().filter_map(|(at, action)| Some((at?, action))) {
+                agenda.entry(spec.arrival + at).or_default().push(action);
+            }
+        }
+        let clients = specs.into_iter().map(Client::new).collect();
+        World { nodes, clients, agenda, scribbled: BTreeMap::new(), tick: 0, reached: Reached::default() }
+    }
+
+    /// Ticks that are enough even if one sequence at a time advanced by one token a tick, each attempt from scratch.
+    fn bound(&self) -> u64 {
+        let faults = self.nodes.iter().map(|node| node.faults.len() as u64).sum::<u64>();
+        let whole = |s: &Spec| u64::from(s.prompt + 2 * s.max_tokens) + 2 * s.delay + 4;
+        let last = self.clients.iter().map(|c| c.spec.arrival + c.spec.cancel.max(c.spec.resume).unwrap_or(0)).max();
+        last.unwrap_or(0) + (4 + faults) * self.clients.iter().map(|c| whole(&c.spec)).sum::<u64>()
+    }
+
+    pub fn run(&mut self) {
+        let bound = self.bound();
+        loop {
+            for action in self.agenda.remove(&self.tick).unwrap_or_default() {
+                self.act(action);
+            }
+            self.scribble();
+            for side in [DECODE, PREFILL] {
+                self.step(side);
+                self.nodes[side].engine.check().unwrap();
+            }
+            let over = self.clients.iter().all(|c| c.end.is_some());
+            if over && self.nodes.iter().all(|node| node.engine.idle()) {
+                break;
+            }
+            self.tick += 1;
+            assert!(self.tick <= bound, "I5: not over after {bound} ticks");
+        }
+        for node in &self.nodes {
+            let counts = node.engine.counts();
+            assert_eq!(counts.free, counts.total, "I6: all blocks are free after the last request");
+        }
+        self.clients.iter().for_each(Client::check_answer);
+    }
+
+    /// What happened, so that a test can tell that it does.
+    pub fn reached(&self) -> Reached {
+        Reached { preemptions: self.nodes[DECODE].engine.preemptions(), ..self.reached }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Arrive(c) if self.clients[c].end.is_none() => {
+                self.place(c, self.clients[c].spec.route != Route::Local)
+            }
+            Action::Land(c, epoch) if epoch == self.clients[c].epoch => self.land(c),
+            Action::Land(..) => {}
+            Action::Clear(side, seq) => {
+                self.reached.fences += 1;
+                if side == DECODE {
+                    self.scribbled.remove(&seq);
+                }
+                self.nodes[side].engine.clear_quarantine(seq).unwrap();
+            }
+            Action::Cancel(c) if self.clients[c].end.is_none() => {
+                self.clients[c].end = Some(End::Cancelled);
+                self.withdraw(c);
+            }
+            Action::Resume(c) if self.clients[c].end.is_none() => {
+                self.withdraw(c);
+                // Every other time the other way round.
+                let split = (self.clients[c].spec.route == Route::Local) == c.is_multiple_of(2);
+                self.place(c, split);
+            }
+            Action::Arrive(_) | Action::Cancel(_) | Action::Resume(_) => {}
+        }
+    }
+
+    fn later(&mut self, ticks: u64, action: Action) {
+        self.agenda.entry(self.tick + 1 + ticks).or_default().push(action);
+    }
+
+    /// Submits the request to the decode side, with the tokens the client has.
+    fn place(&mut self, c: usize, split: bool) {
+        let start = if split { Start::Receive } else { Start::Compute };
+        self.submit(DECODE, c, start);
+    }
+
+    fn submit(&mut self, side: usize, c: usize, start: Start) {
+        let (node, client) = (&mut self.nodes[side], &mut self.clients[c]);
+        let prompt = client.spec.tokens();
+        let prompt_tokens = prompt.len() as u32;
+        let tokens = prompt.into_iter().chain(client.answer.iter().map(|token| token.id)).collect();
+        let seq = node.engine.submit(NewSequence {
+            request: RequestId(c.to_string()),
+            tokens,
+            prompt_tokens,
+            params: client.spec.params(),
+            start,
+            deadline: client.spec.deadline.map(|at| Time(client.spec.arrival + at)),
+        });
+        let seq = seq.unwrap();
+        client.at[side] = Some(seq);
+        node.clients.insert(seq, c);
+    }
+
+    /// Ends the request's sequences on both sides, as after a disconnect: fenced only some ticks later.
+    fn withdraw(&mut self, c: usize) {
+        for side in [DECODE, PREFILL] {
+            let Some(seq) = self.clients[c].at[side].take() else { continue };
+            let node = &mut self.nodes[side];
+            node.clients.remove(&seq);
+            let ranges = node.ranges(seq);
+            if node.engine.abort(seq, true).unwrap() == Aborted::Quarantined {
+                self.fence_later(side, seq, ranges, c);
+            }
+            assert!(self.nodes[side].engine.abort(seq, true).is_err(), "aborted once is enough");
+        }
+        self.forget_transfer(c);
+    }
+
+    /// The old peer's access ends some ticks from now; until then it writes whatever it likes.
+    fn fence_later(&mut self, side: usize, seq: SeqId, ranges: Vec<(usize, usize)>, c: usize) {
+        if side == DECODE {
+            self.scribbled.insert(seq, ranges);
+        }
+        self.later(self.clients[c].spec.delay, Action::Clear(side, seq));
+    }
+
+    fn forget_transfer(&mut self, c: usize) {
+        let client = &mut self.clients[c];
+        client.epoch += 1;
+        client.pending.clear();
+        client.first = None;
+    }
+
+    fn scribble(&mut self) {
+        for (offset, len) in self.scribbled.values().flatten() {
+            self.nodes[DECODE].memory.store(*offset, &vec![self.tick as u8 | 0x80; *len]);
+        }
+    }
+
+    /// The KV of a finished prefill is complete on the decode side, or found corrupt.
+    fn land(&mut self, c: usize) {
+        let client = &mut self.clients[c];
+        let (Some(prefill), Some(decode)) = (client.at[PREFILL].take(), client.at[DECODE]) else {
+            panic!("no handoff")
+        };
+        let first = client.first.clone().unwrap();
+        for (from, to, len) in std::mem::take(&mut client.pending) {
+            copy(&self.nodes[PREFILL].memory, &mut self.nodes[DECODE].memory.clone(), from, to, len);
+        }
+        self.nodes[PREFILL].engine.release(prefill).unwrap();
+        self.nodes[PREFILL].clients.remove(&prefill);
+        self.forget_transfer(c);
+        if self.clients[c].spec.route == Route::Corrupt {
+            self.withdraw(c);
+            return self.place(c, false);
+        }
+        let (mut events, wrong) = (Vec::new(), TokenOut { index: first.index + 1, ..first.clone() });
+        let engine = &mut self.nodes[DECODE].engine;
+        assert!(engine.kv_arrived(decode, &wrong, &mut events).is_err(), "I4: a gap is refused");
+        engine.kv_arrived(decode, &first, &mut events).unwrap();
+        self.reached.handoffs += 1;
+        assert!(engine.kv_arrived(decode, &first, &mut events).is_err(), "KV arrives once");
+        self.handle(DECODE, events);
+    }
+
+    fn step(&mut self, side: usize) {
+        let mut events = Vec::new();
+        let step = self.nodes[side].engine.plan(Time(self.tick), &mut events);
+        self.handle(side, events);
+        let Some(step) = step else { return };
+        let budget = self.nodes[side].engine.config().token_budget;
+        assert!((1..=budget).contains(&step.tokens()), "I5: a step within its budget");
+        let mut out = Vec::new();
+        let result = self.compute(side, &step, &mut out);
+        // Some clients leave while the step is computed.
+        let leaving: Vec<usize> = (0..self.clients.len()).filter(|c| self.leaves_now(*c)).collect();
+        self.reached.aborts_in_step += leaving.len() as u64;
+        leaving.into_iter().for_each(|c| self.act(Action::Cancel(c)));
+        let (mut events, engine) = (Vec::new(), &mut self.nodes[side].engine);
+        match result {
+            Ok(()) => engine.apply(step, &mut out, &mut events),
+            Err(error) => engine.fail(step, error, &mut events),
+        }
+        self.handle(side, events);
+    }
+
+    fn leaves_now(&self, c: usize) -> bool {
+        let spec = &self.clients[c].spec;
+        c % 3 == 1 && spec.cancel.is_some_and(|at| spec.arrival + at == self.tick + 1)
+    }
+
+    fn compute(&mut self, side: usize, step: &Step, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        let [prefill, decode] = &mut self.nodes;
+        let block_size = prefill.geometry.layout.block_size;
+        let (from, to) = (prefill.geometry.clone(), decode.geometry.clone());
+        let (source, mut target) = (prefill.memory.clone(), decode.memory.clone());
+        let node = if side == PREFILL { prefill } else { decode };
+        let fault = node.faults.iter().find(|(at, _)| *at == self.tick).map(|(_, fault)| *fault);
+        let (clients, owners, model) = (&mut self.clients, &node.clients, &mut node.model);
+        let mut failure = None;
+        node.engine.with_batch(step, |batch| {
+            assert_eq!(batch.rows.len(), step.rows().len());
+            let mut on_layer = |layer: u32| {
+                let (group, inner) = from.layout.locate(layer).unwrap();
+                for (row, planned) in batch.rows.iter().zip(step.rows()).filter(|(_, planned)| planned.held) {
+                    let client = &mut clients[owners[&row.seq]];
+                    for at in planned.completed_blocks(block_size) {
+                        let read = from.block_range(group, inner, row.tables[group].blocks()[at]);
+                        let write = to.block_range(group, inner, client.targets[group][at]);
+                        match client.spec.route {
+                            Route::Eager => copy(&source, &mut target, read.start, write.start, read.len()),
+                            _ => client.pending.push((read.start, write.start, read.len())),
+                        }
+                    }
+                }
+            };
+            failure = model.run(batch, &mut on_layer, out).err();
+        });
+        if let Some(error) = failure {
+            panic!("the fake saw a broken contract: {error}");
+        }
+        match fault {
+            Some(Fault::Error) => Err(RunError("planted".into())),
+            Some(Fault::Output) => {
+                out.push(TokenOut::default());
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn handle(&mut self, side: usize, events: Vec<Event>) {
+        for event in events {
+            let seq = event.seq();
+            let Some(c) = self.nodes[side].clients.get(&seq).copied() else { panic!("{event:?} for nobody") };
+            assert_eq!(self.clients[c].at[side], Some(seq));
+            match event {
+                Event::Reserved { .. } => {
+                    let tables = self.nodes[DECODE].engine.tables(seq).unwrap();
+                    self.clients[c].targets = tables.iter().map(|table| table.blocks().to_vec()).collect();
+                    self.submit(PREFILL, c, Start::ComputeAndHold);
+                }
+                Event::Token { token, .. } => self.clients[c].deliver(token),
+                Event::Prefilled { token, finish, .. } => self.prefilled(c, token, finish),
+                Event::Finished { reason, .. } => {
+                    self.nodes[side].clients.remove(&seq);
+                    let client = &mut self.clients[c];
+                    client.at[side] = None;
+                    assert_eq!(client.end.replace(End::Finished(reason)), None, "ends once");
+                }
+                Event::Failed { error, quarantined, .. } => self.failed(side, c, seq, error, quarantined),
+            }
+        }
+    }
+
+    fn prefilled(&mut self, c: usize, token: TokenOut, finish: Option<FinishReason>) {
+        self.clients[c].deliver(token.clone());
+        self.clients[c].first = Some(token);
+        if let Some(reason) = finish {
+            self.clients[c].end = Some(End::Finished(reason));
+            return self.withdraw(c);
+        }
+        let (delay, epoch) = (self.clients[c].spec.delay, self.clients[c].epoch);
+        self.later(delay, Action::Land(c, epoch));
+    }
+
+    fn failed(&mut self, side: usize, c: usize, seq: SeqId, error: SequenceError, quarantined: bool) {
+        self.reached.failures += 1;
+        self.nodes[side].clients.remove(&seq);
+        let exposed = side == PREFILL || !self.clients[c].targets.is_empty();
+        assert!(exposed || !quarantined, "only blocks that others reach are fenced");
+        if quarantined {
+            self.fence_later(side, seq, Vec::new(), c);
+        }
+        self.clients[c].at[side] = None;
+        if matches!(error, SequenceError::Deadline { .. }) {
+            self.clients[c].end = Some(End::Deadline);
+            return self.withdraw(c);
+        }
+        self.forget_transfer(c);
+        match side {
+            // The prefill runs again against the same reservation.
+            PREFILL => self.submit(PREFILL, c, Start::ComputeAndHold),
+            _ => self.place(c, c.is_multiple_of(2)),
+        }
+    }
+}

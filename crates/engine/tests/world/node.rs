@@ -1,0 +1,65 @@
+//! One side: an engine, a fake model, and the memory both sides can reach.
+
+use std::collections::BTreeMap;
+
+use baton_engine::fake::{self, FakeModel, KvMemory, SharedMemory};
+use baton_engine::{Engine, EngineConfig};
+use baton_types::{PoolGeometry, SeqId};
+
+use super::client::VOCAB;
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Fault {
+    /// The runner stops in the middle of a step.
+    Error,
+    /// The runner forgets a token.
+    Output,
+}
+
+#[derive(Clone, Debug)]
+pub struct NodeSpec {
+    pub config: EngineConfig,
+    pub blocks: Vec<u32>,
+    /// Ticks at which its runner fails.
+    pub faults: Vec<(u64, Fault)>,
+}
+
+pub struct Node {
+    pub engine: Engine,
+    pub model: FakeModel<SharedMemory>,
+    pub memory: SharedMemory,
+    pub geometry: PoolGeometry,
+    pub faults: Vec<(u64, Fault)>,
+    pub clients: BTreeMap<SeqId, usize>,
+}
+
+impl Node {
+    pub fn new(block_size: u32, spec: NodeSpec) -> Node {
+        let geometry = PoolGeometry { layout: fake::tiny_layout(block_size), blocks: spec.blocks };
+        let memory = SharedMemory::new(geometry.bytes());
+        let engine = Engine::new(spec.config, &geometry).unwrap();
+        let model = FakeModel::with_memory(geometry.clone(), VOCAB, memory.clone());
+        Node { engine, model, memory, geometry, faults: spec.faults, clients: BTreeMap::new() }
+    }
+
+    /// Bytes of a sequence's blocks.
+    pub fn ranges(&self, seq: SeqId) -> Vec<(usize, usize)> {
+        let mut ranges = Vec::new();
+        for layer in 0..self.geometry.layout.layers() as u32 {
+            let (group, inner) = self.geometry.layout.locate(layer).unwrap();
+            let tables = self.engine.tables(seq).unwrap();
+            for block in tables.get(group).map_or(&[][..], |table| table.blocks()) {
+                let range = self.geometry.block_range(group, inner, *block);
+                ranges.push((range.start, range.len()));
+            }
+        }
+        ranges
+    }
+}
+
+/// Plays the transport.
+pub fn copy(from: &SharedMemory, to: &mut SharedMemory, read: usize, write: usize, len: usize) {
+    let mut bytes = vec![0; len];
+    from.load(read, &mut bytes);
+    to.store(write, &bytes);
+}
