@@ -167,15 +167,15 @@ class Context:
     """A KV cache and the buffers to run a model on it."""
 
     def __init__(self, model, tokens, sequences=1, threads=1, batch=512, flash=FLASH_AUTO):
-        """`tokens`: room in the KV cache for all sequences together; `batch`: most tokens in one step."""
+        """`tokens`: room in the KV cache for all sequences together, split evenly; `batch`: most tokens in one step."""
         self.model, self.lib, self.batch_size = model, model.lib, batch
         params = self.lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = tokens, batch, batch, sequences
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = flash
         params.type_k = params.type_v = TYPE_F16
-        # One cache for all sequences, so that each may use what the others leave.
-        params.kv_unified = True
+        # A part of the cache for each sequence: in a shared one, each would attend over all and mask the others.
+        params.kv_unified = False
         self.handle = self.lib.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise SystemExit("llama.cpp cannot make a context")

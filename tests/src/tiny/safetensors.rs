@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
-use super::{TensorSpec, TinyModel, FileDtype, write_json};
+use super::{FileDtype, TensorSpec, TinyModel, write_json};
 
 /// Writes all tensors of a model into `dir`: `model.safetensors`, or shards and their index.
 pub(super) fn write(model: &TinyModel, dir: &Path) -> anyhow::Result<()> {
