@@ -8,8 +8,13 @@ mod chat;
 mod config;
 mod error;
 pub mod fetch;
+mod fingerprint;
+mod gguf;
 mod inspect;
 mod model;
+mod names;
+mod safetensors;
+mod store;
 mod tensors;
 mod tokenizer;
 

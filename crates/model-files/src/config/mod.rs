@@ -6,9 +6,13 @@ pub(crate) mod gguf;
 pub(crate) mod hf;
 mod keys;
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 pub(crate) use keys::Keys;
+
+use crate::ModelFileError;
 
 /// Families of models the decoder implements.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -120,6 +124,12 @@ pub struct ModelConfig {
     pub interleaved_qk: bool,
 }
 
+// Far above any model, low enough that products of two fit in the types used for them.
+const MAX_SIZE: u32 = 1 << 24;
+const MAX_LAYERS: u32 = 1 << 10;
+const MAX_HEADS: u32 = 1 << 12;
+const MAX_HEAD_DIM: u32 = 1 << 12;
+
 impl ModelConfig {
     /// Elements of one token's K or V in one layer.
     pub fn kv_size(&self) -> u32 {
@@ -129,5 +139,79 @@ impl ModelConfig {
     /// Elements of one token's Q in one layer.
     pub fn q_size(&self) -> u32 {
         self.heads * self.head_dim
+    }
+    /// The configuration if its parts fit together. `path` is the file complaints are about.
+    pub(crate) fn checked(self, path: &Path) -> Result<ModelConfig, ModelFileError> {
+        let fail = |key: &str, problem: String| Err(ModelFileError::config(path, key, problem));
+        let sizes = [
+            ("vocab_size", self.vocab_size, MAX_SIZE),
+            ("hidden_size", self.hidden_size, MAX_SIZE),
+            ("intermediate_size", self.intermediate_size, MAX_SIZE),
+            ("heads", self.heads, MAX_HEADS),
+            ("kv_heads", self.kv_heads, MAX_HEADS),
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            ("context_length", self.context_length, u32::MAX),
+        ];
+        if let Some((key, value, most)) = sizes.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
+            return fail(key, format!("is {value}; it must be between 1 and {most}"));
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return fail("kv_heads", format!("{} does not divide the {} query heads", self.kv_heads, self.heads));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return fail("head_dim", format!("is {}; rope needs an even number", self.head_dim));
+        }
+        if self.layer_windows.len() != self.layers as usize || self.layer_windows.contains(&Some(0)) {
+            return fail("sliding_window", "must be at least 1, for each layer or for none".to_owned());
+        }
+        if !(self.norm_eps >= 0.0 && self.norm_eps < 1.0) {
+            return fail("norm_eps", format!("is {}; it must be at least 0 and below 1", self.norm_eps));
+        }
+        if !(self.attention_scale.is_finite() && self.attention_scale > 0.0) {
+            return fail("attention_scale", format!("is {}; it must be above 0", self.attention_scale));
+        }
+        for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
+            rope.check().map_err(|problem| ModelFileError::config(path, "rope", problem))?;
+        }
+        Ok(self)
+    }
+}
+
+impl RopeConfig {
+    fn check(&self) -> Result<(), String> {
+        let positive = |name: &str, value: f32| match value.is_finite() && value > 0.0 {
+            true => Ok(()),
+            false => Err(format!("{name} is {value}; it must be a finite number above 0")),
+        };
+        positive("theta", self.theta)?;
+        match self.scaling {
+            RopeScaling::None => {}
+            RopeScaling::Linear { factor } => positive("factor", factor)?,
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+                positive("factor", factor)?;
+                positive("low_freq_factor", low_freq_factor)?;
+                positive("high_freq_factor - low_freq_factor", high_freq_factor - low_freq_factor)?;
+                positive("original_max_position_embeddings", original_context as f32)?;
+            }
+        }
+        self.rope_freq_factors.iter().flatten().try_for_each(|&divisor| positive("a frequency divisor", divisor))
+    }
+}
+
+/// Every `pattern`-th layer is global, the others see `window` tokens. A pattern of 0 has no global layer.
+fn patterned_windows(layers: u32, window: u32, pattern: u32) -> Vec<Option<u32>> {
+    let global = |layer: u32| pattern > 0 && (layer + 1).is_multiple_of(pattern);
+    (0..layers).map(|layer| (!global(layer)).then_some(window)).collect()
+}
+
+/// The number of layers, bounded before anything is allocated for each of them.
+fn layer_count(keys: &Keys, key: &str, default: Option<u32>) -> Result<u32, ModelFileError> {
+    let layers = match default {
+        Some(default) => keys.or(key, default)?,
+        None => keys.need(key)?,
+    };
+    match layers {
+        1..=MAX_LAYERS => Ok(layers),
+        _ => Err(keys.error(key, format!("is {layers}; it must be between 1 and {MAX_LAYERS}"))),
     }
 }

@@ -1,63 +1,156 @@
-//! Text to token ids and back.
+//! Text to token ids and back. From `tokenizer.json`, or from the metadata of a GGUF file; the same afterwards.
+//!
+//! Special tokens written in a text are recognised, so whoever renders a chat can name them. Detokenising never goes
+//! through the encoder: it is one table of bytes.
+
+mod gguf;
+mod hf;
+mod pieces;
+mod pretokenizers;
+mod sentencepiece;
+mod stream;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
+
 use crate::ModelFileError;
+use pieces::Pieces;
+use sentencepiece::SentencePiece;
+pub use stream::TextStream;
+
+pub(crate) use gguf::from_gguf;
+pub(crate) use hf::from_directory;
+
 /// A model's tokenizer. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct Tokenizer {}
-fn later<T>() -> Result<T, ModelFileError> {
-    Err(ModelFileError::Encode("not there yet".into()))
+#[derive(Clone)]
+pub struct Tokenizer(Arc<Inner>);
+
+struct Inner {
+    encoder: Encoder,
+    pieces: Pieces,
+    bos: Option<u32>,
+    eos: Vec<u32>,
+    /// Whether bos precedes a text; None: the encoder's own rules decide.
+    add_bos: Option<bool>,
+    add_eos: bool,
+    /// The encoder puts a space before a text, which decoding takes away again.
+    space_prefix: bool,
 }
+
+type SentencePieceTokenizer =
+    TokenizerImpl<SentencePiece, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+enum Encoder {
+    Standard(Box<tokenizers::Tokenizer>),
+    SentencePiece(Box<SentencePieceTokenizer>),
+}
+
+impl Encoder {
+    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelFileError> {
+        let encoding = match self {
+            Encoder::Standard(tokenizer) => tokenizer.encode_fast(text, add_special),
+            Encoder::SentencePiece(tokenizer) => tokenizer.encode_fast(text, add_special),
+        };
+        encoding.map(|e| e.get_ids().to_vec()).map_err(|e| ModelFileError::Encode(e.to_string()))
+    }
+}
+
+/// Tokens that end an answer in one family or another, whatever the file says its end token is: chat models end a turn
+/// with one of these and a document with another.
+const END_TOKENS: [&str; 8] =
+    ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<EOT>"];
+
 impl Tokenizer {
     /// Token ids of a text; special tokens written in it are recognised. `add_special` adds what the model wants around a
-    /// text (bos).
-    pub fn encode(&self, _text: &str, _add_special: bool) -> Result<Vec<u32>, ModelFileError> {
-        later()
+    /// text, usually bos before it.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelFileError> {
+        let inner = &*self.0;
+        let mut ids = inner.encoder.encode(text, add_special && inner.add_bos != Some(false))?;
+        if add_special {
+            if inner.add_bos == Some(true)
+                && let Some(bos) = inner.bos
+                && !(matches!(inner.encoder, Encoder::Standard(_)) && inner.wraps_in_bos(&ids, text, bos))
+            {
+                ids.insert(0, bos);
+            }
+            ids.extend(inner.eos.first().filter(|_| inner.add_eos));
+        }
+        Ok(ids)
     }
+
     /// Token ids of a rendered chat: bos is added if the model wants it and the template has not written it.
-    pub fn encode_chat(&self, _text: &str) -> Result<Vec<u32>, ModelFileError> {
-        later()
+    pub fn encode_chat(&self, text: &str) -> Result<Vec<u32>, ModelFileError> {
+        let written =
+            self.0.bos.and_then(|bos| self.0.pieces.get(bos)).is_some_and(|bos| text.as_bytes().starts_with(bos));
+        self.encode(text, !written)
     }
-    /// The text of a whole sequence; bytes that are no UTF-8 become U+FFFD.
-    pub fn decode(&self, _ids: &[u32], _skip_special: bool) -> Result<String, ModelFileError> {
-        later()
+
+    /// The text of a whole sequence, the inverse of `encode`; bytes that are no UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, ModelFileError> {
+        let mut stream = self.stream(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            self.token_bytes(id)?;
+            text.push_str(&stream.push(id));
+        }
+        text.push_str(&stream.finish());
+        if self.0.space_prefix && text.starts_with(' ') {
+            text.remove(0);
+        }
+        Ok(text)
     }
+
     /// The bytes a token stands for, which may be part of a character.
-    pub fn token_bytes(&self, _id: u32) -> Result<&[u8], ModelFileError> {
-        later()
+    pub fn token_bytes(&self, id: u32) -> Result<&[u8], ModelFileError> {
+        let vocab_size = self.vocab_size();
+        self.0.pieces.get(id).ok_or(ModelFileError::TokenId { id, vocab_size })
     }
+
     /// The token as text, incomplete characters as U+FFFD.
-    pub fn token_text(&self, _id: u32) -> Result<String, ModelFileError> {
-        later()
+    pub fn token_text(&self, id: u32) -> Result<String, ModelFileError> {
+        self.token_bytes(id).map(|bytes| String::from_utf8_lossy(bytes).into_owned())
     }
-    /// Tokens that end an answer, ascending.
+
+    /// Tokens that end an answer: the model's own end token first, then the others in ascending order.
     pub fn eos_ids(&self) -> &[u32] {
-        &[]
+        &self.0.eos
     }
+
     /// The token that begins a text.
     pub fn bos_id(&self) -> Option<u32> {
-        None
+        self.0.bos
     }
-    /// Number of token ids, from 0.
+
+    /// Number of token ids, from 0. The model's embedding may have more rows.
     pub fn vocab_size(&self) -> usize {
-        0
+        self.0.pieces.len()
     }
-    /// Starts detokenising a stream.
+
+    /// Starts detokenising a stream of generated tokens. A space at the very beginning is kept: the answer follows a prompt.
     pub fn stream(&self, skip_special: bool) -> TextStream {
-        TextStream { _t: self.clone(), _s: skip_special }
+        TextStream::new(self.clone(), skip_special)
     }
 }
-/// Incremental detokeniser.
-#[derive(Clone, Debug)]
-pub struct TextStream {
-    _t: Tokenizer,
-    _s: bool,
+
+impl Inner {
+    /// The encoder's own post-processing has put bos in front of what `text` itself begins with.
+    fn wraps_in_bos(&self, ids: &[u32], text: &str, bos: u32) -> bool {
+        let written = self.pieces.get(bos).is_some_and(|piece| text.as_bytes().starts_with(piece));
+        ids.first() == Some(&bos) && (!written || ids.get(1) == Some(&bos))
+    }
 }
-impl TextStream {
-    /// The text that `id` completes; empty while a character is incomplete.
-    pub fn push(&mut self, _id: u32) -> String {
-        String::new()
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer").field("vocab_size", &self.vocab_size()).field("eos", &self.0.eos).finish()
     }
-    /// What is left, an incomplete character as U+FFFD.
-    pub fn finish(self) -> String {
-        String::new()
-    }
+}
+
+/// The list of end tokens: `main`, then the rest in ascending order, none twice.
+fn end_tokens(main: Option<u32>, others: impl IntoIterator<Item = u32>) -> Vec<u32> {
+    let rest: BTreeSet<u32> = others.into_iter().filter(|id| Some(*id) != main).collect();
+    main.into_iter().chain(rest).collect()
 }

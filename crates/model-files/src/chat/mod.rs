@@ -1,0 +1,184 @@
+//! The model's chat template: Jinja as Hugging Face renders it.
+//!
+//! Rendering is text only; special tokens in the result are recognised when the text is tokenised.
+
+mod date;
+mod json;
+
+use std::path::Path;
+use std::time::SystemTime;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde::{Deserialize, Serialize};
+
+use crate::ModelFileError;
+
+/// One message of a conversation.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant`, …
+    pub role: String,
+    /// Its text.
+    pub content: String,
+}
+
+/// A compiled template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+}
+
+/// The template's name in its environment; without a suffix, so that nothing is escaped.
+const NAME: &str = "chat";
+/// What templates call to refuse a conversation; its message is the client's error.
+const RAISE: &str = "raise_exception";
+
+impl ChatTemplate {
+    /// Compiles a template. `path` is the file it comes from; `bos` and `eos` are the texts of those tokens.
+    pub(crate) fn compile(path: &Path, source: &str, bos: String, eos: String) -> Result<ChatTemplate, ModelFileError> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|e| ModelFileError::malformed(path, "chat template", e))?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", json::to_json);
+        environment.add_function(RAISE, |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment
+            .add_template_owned(NAME, without_generation_marks(source))
+            .map_err(|e| ModelFileError::malformed(path, "chat template", e))?;
+        Ok(ChatTemplate { environment, bos, eos })
+    }
+
+    /// The prompt for these messages; with `add_generation_prompt` it ends where the assistant's answer begins.
+    pub fn render(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String, ModelFileError> {
+        self.render_at(messages, add_generation_prompt, SystemTime::now())
+    }
+
+    /// As [`render`](Self::render), at a given time: some templates tell the model the date (here in UTC).
+    pub fn render_at(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        now: SystemTime,
+    ) -> Result<String, ModelFileError> {
+        let strftime_now = Value::from_function(move |format: String| date::format(now, &format));
+        let values = context! {
+            messages => Value::from(Serde(messages)),
+            add_generation_prompt,
+            bos_token => self.bos.as_str(),
+            eos_token => self.eos.as_str(),
+            tools => Value::from(()),
+            documents => Value::from(()),
+            strftime_now,
+        };
+        let template = self.environment.get_template(NAME);
+        template.and_then(|t| t.render(values)).map_err(|e| ModelFileError::ChatTemplate(message(&e)))
+    }
+}
+
+/// What a template raised, in its own words; anything else with its place in the template.
+fn message(error: &Error) -> String {
+    match error.detail() {
+        Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_owned(),
+        _ => error.to_string(),
+    }
+}
+
+/// Training tools mark the assistant's part with `{% generation %}` … `{% endgeneration %}`; rendering passes over it. The
+/// marks become an `if` that always holds, so that their whitespace control stays.
+fn without_generation_marks(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(open) = rest.find("{%") {
+        let (before, tag_on) = rest.split_at(open);
+        out.push_str(before);
+        let Some(end) = tag_on.find("%}") else {
+            rest = tag_on;
+            break;
+        };
+        let (tag, after) = tag_on.split_at(end + 2);
+        match tag[2..end].trim_matches(['-', '+']).trim() {
+            "generation" => out.push_str(&tag.replace("generation", "if true")),
+            "endgeneration" => out.push_str(&tag.replace("endgeneration", "endif")),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn compile(source: &str) -> ChatTemplate {
+        ChatTemplate::compile(Path::new("t"), source, "<s>".to_owned(), "</s>".to_owned()).unwrap()
+    }
+
+    fn message(role: &str, content: &str) -> ChatMessage {
+        ChatMessage { role: role.to_owned(), content: content.to_owned() }
+    }
+
+    #[test]
+    fn blocks_are_trimmed_as_hugging_face_does() {
+        let template = compile(
+            "{{ bos_token }}\n  {% for m in messages %}\n    {%- if loop.first %}\nfirst\n    {% endif %}\n[{{ m.role }}] {{ m['content'].strip() | upper }}{{ eos_token }}\n{% endfor %}\n",
+        );
+        let text = template.render(&[message("user", " hi "), message("assistant", "yo")], false).unwrap();
+        assert_eq!(text, "<s>\nfirst\n[user] HI</s>\n[assistant] YO</s>\n");
+    }
+
+    #[test]
+    fn python_methods_loop_controls_and_namespaces_work() {
+        let template = compile(
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{{ m.content.split(' ')[0] }}{% if m.content.startswith('b') %}!{% break %}{% endif %}{% endfor %}#{{ ns.n }}{% if tools %}T{% endif %}{% if add_generation_prompt %}>{% endif %}",
+        );
+        let messages = [message("system", "s"), message("user", "a 1"), message("user", "b 2"), message("user", "c 3")];
+        assert_eq!(template.render(&messages, true).unwrap(), "ab!#2>");
+    }
+
+    #[test]
+    fn what_the_template_raises_is_the_clients_error() {
+        use baton_types::{BatonError, ErrorKind};
+        let template = compile("{{ raise_exception('roles must alternate') }}");
+        let error = template.render(&[], true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().ends_with("rejects these messages: roles must alternate"), "{error}");
+    }
+
+    #[test]
+    fn a_broken_template_names_its_file() {
+        let error = ChatTemplate::compile(Path::new("dir/chat.jinja"), "{% if %}", String::new(), String::new());
+        assert!(error.unwrap_err().to_string().starts_with("dir/chat.jinja is not a readable chat template"));
+    }
+
+    #[test]
+    fn the_date_is_that_of_the_given_time() {
+        let template = compile("{{ strftime_now('%d %b %Y') }}");
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_721_952_000);
+        assert_eq!(template.render_at(&[], false, now).unwrap(), "26 Jul 2024");
+    }
+
+    #[test]
+    fn json_is_written_as_python_writes_it() {
+        let template = compile("{{ {'b': [1, 'é<&>'], 'a': none} | tojson }}{{ [1] | tojson(indent=2) }}");
+        assert_eq!(template.render(&[], false).unwrap(), "{\"b\": [1, \"é<&>\"], \"a\": null}[\n  1\n]");
+    }
+
+    #[test]
+    fn generation_marks_are_passed_over() {
+        let template = compile("a\n{%- generation -%}\n b {% endgeneration %}\nc");
+        assert_eq!(template.render(&[], false).unwrap(), "ab c");
+        assert_eq!(
+            without_generation_marks("a{%- generation -%} b{% endgeneration %}c"),
+            "a{%- if true -%} b{% endif %}c"
+        );
+    }
+}
