@@ -1,1 +1,23 @@
-//! baton-worker
+//! What a prefill and a decode worker have in common: settings, the loaded model over a shareable pool, the engine thread,
+//! the gRPC frame, registration and drain.
+//!
+//! The thin shell around the pure engine. `prefill-node` and `decode-node` add the one piece that differs, a [`Role`].
+//! Knows nothing of placement, HTTP or text.
+
+mod config;
+mod engine_thread;
+mod error;
+mod load;
+mod node;
+mod service;
+mod stream;
+mod wire;
+
+pub use config::{KvType, TransportKind, WorkerConfig};
+pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
+pub use error::WorkerError;
+pub use load::{Loaded, load, resolve_model};
+pub use node::{Node, NodeRole, random_worker_id};
+pub use service::WorkerService;
+pub use stream::{Accepted, Events, Item};
+pub use wire::{Clock, new_sequence, parse_first_token, stream_status, write_first_token};

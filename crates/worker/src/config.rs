@@ -1,0 +1,98 @@
+//! Settings of a worker; both roles have the same.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use baton_runtime::{Bytes, ProcessConfig};
+use baton_transfer::TransportChoice;
+use baton_types::KvDtype;
+
+baton_runtime::config_enum! {
+    /// Element type of the KV pool.
+    pub enum KvType {
+        /// IEEE single precision.
+        F32 = "f32",
+        /// IEEE half precision.
+        F16 = "f16",
+        /// bfloat16.
+        Bf16 = "bf16",
+    }
+}
+
+impl KvType {
+    /// The same in the shared words.
+    pub fn dtype(self) -> KvDtype {
+        match self {
+            KvType::F32 => KvDtype::F32,
+            KvType::F16 => KvDtype::F16,
+            KvType::Bf16 => KvDtype::Bf16,
+        }
+    }
+}
+
+baton_runtime::config_enum! {
+    /// How KV travels.
+    pub enum TransportKind {
+        /// Shared memory between workers of one host, else TCP.
+        Auto = "auto",
+        /// Shared memory or nothing.
+        Shm = "shm",
+        /// TCP.
+        Tcp = "tcp",
+    }
+}
+
+impl TransportKind {
+    /// The same in the transfer engine's words.
+    pub fn choice(self) -> TransportChoice {
+        match self {
+            TransportKind::Auto => TransportChoice::Auto,
+            TransportKind::Shm => TransportChoice::Shm,
+            TransportKind::Tcp => TransportChoice::Tcp,
+        }
+    }
+}
+
+baton_runtime::config! {
+    /// A worker: one model, one KV pool, one role.
+    pub struct WorkerConfig {
+        use process: ProcessConfig = ProcessConfig::default();
+        /// The model: a path, a name, or org/name on the hub. All workers and routers of a cluster need the same.
+        model: String = "smollm2".to_owned(),
+        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
+        model_cache: Option<PathBuf> = None,
+        /// Address of the gRPC server the router calls; port 0 takes a free one.
+        grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
+        /// Address KV arrives at over TCP (decode workers); port 0 takes a free one.
+        transfer: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
+        /// Host name or address that others reach this worker by; needed when it listens on 0.0.0.0.
+        advertise: Option<String> = None,
+        /// Where workers register: http://HOST:PORT of a router's gRPC, or etcd://HOST:PORT,…
+        registry: String = "http://127.0.0.1:8001".to_owned(),
+        /// How long the cluster keeps this worker in its view when it is not heard.
+        registry_ttl: Duration = Duration::from_secs(5),
+        /// How KV travels to decode workers (prefill workers): auto, shm or tcp.
+        transport: TransportKind = TransportKind::Auto,
+        /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
+        kv_lease: Duration = Duration::from_secs(600),
+        /// Element type of the KV pool: f16, bf16 or f32. All workers of a cluster need the same.
+        kv_type: KvType = KvType::F16,
+        /// Memory of the KV pool.
+        kv_memory: Bytes = Bytes::mib(512),
+        /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
+        block_size: u32 = 16,
+        /// Longest sequence, prompt and answer; default: what the model was made for, as far as the pool can hold it.
+        context: Option<u32> = None,
+        /// Most tokens computed in one step, over all sequences.
+        token_budget: u32 = 512,
+        /// Most prompt tokens of one sequence computed in one step.
+        chunk: u32 = 256,
+        /// Most sequences in the running batch.
+        max_running: u32 = 64,
+        /// Most sequences that wait for a place; more are refused.
+        max_waiting: u32 = 1024,
+        /// Compute threads; default: one per core.
+        threads: Option<usize> = None,
+    }
+}

@@ -1,0 +1,223 @@
+//! The dedicated thread that owns the engine and the model and runs steps; everything reaches it as commands.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+use baton_engine::{BlockCounts, Engine, Event, ModelRunner, Step};
+use baton_runtime::metrics as names;
+use baton_types::TokenOut;
+use metrics::{counter, gauge, histogram};
+use tokio::sync::watch;
+
+use crate::{Clock, WorkerError};
+
+/// How long the thread sleeps when nothing can be computed but deadlines may pass.
+const IDLE_TICK: Duration = Duration::from_millis(50);
+
+/// What differs between a prefill and a decode worker. Called on the engine thread only; must not wait for the network.
+pub trait Role: Send + 'static {
+    /// What the services and the transfer threads tell it.
+    type Command: Send + 'static;
+    /// Handles a command. Events the engine returns go into `events`.
+    fn command(&mut self, engine: &mut Engine, command: Self::Command, events: &mut Vec<Event>);
+    /// Handles an event of the engine.
+    fn event(&mut self, engine: &mut Engine, event: Event);
+    /// A step is about to run.
+    fn step_planned(&mut self, _engine: &Engine, _step: &Step) {}
+    /// K and V of a layer are in the pool for all rows of the step.
+    fn layer_stored(&mut self, _layer: u32) {}
+    /// The step has run; events follow.
+    fn step_done(&mut self, _engine: &mut Engine) {}
+}
+
+/// What the engine holds, after each step and command.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Snapshot {
+    /// Sequences in the batch, receiving or held.
+    pub running: u32,
+    /// Sequences in the queue.
+    pub waiting: u32,
+    /// Blocks by state.
+    pub blocks: BlockCounts,
+    /// Steps so far.
+    pub steps: u64,
+    /// No sequence and no block in use.
+    pub idle: bool,
+}
+
+/// A way to the engine thread. The thread ends when the last handle is gone.
+///
+/// The command queue itself has no limit: every command belongs to an open stream or an open handoff, and those are limited.
+#[derive(Debug)]
+pub struct EngineHandle<C> {
+    commands: Commands<C>,
+    snapshot: watch::Receiver<Snapshot>,
+}
+
+/// Sends commands without keeping the thread alive: what the role itself and its callbacks hold.
+#[derive(Debug)]
+pub struct Commands<C>(Sender<C>);
+
+impl<C> Clone for Commands<C> {
+    fn clone(&self) -> Self {
+        Commands(self.0.clone())
+    }
+}
+
+impl<C> Commands<C> {
+    /// Queues a command.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub fn send(&self, command: C) -> Result<(), WorkerError> {
+        self.0.send(command).map_err(|_| WorkerError::EngineStopped)
+    }
+}
+
+impl<C> Clone for EngineHandle<C> {
+    fn clone(&self) -> Self {
+        EngineHandle { commands: self.commands.clone(), snapshot: self.snapshot.clone() }
+    }
+}
+
+impl<C> EngineHandle<C> {
+    /// Queues a command.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub fn send(&self, command: C) -> Result<(), WorkerError> {
+        self.commands.send(command)
+    }
+
+    /// What callbacks hold.
+    pub fn commands(&self) -> Commands<C> {
+        self.commands.clone()
+    }
+
+    /// Follows what the engine holds; closed when the thread is gone.
+    pub fn snapshot(&self) -> watch::Receiver<Snapshot> {
+        self.snapshot.clone()
+    }
+}
+
+/// Starts the thread. `make` gets a way to send the role commands, for callbacks of the transfer engine.
+pub fn start<R: Role>(
+    name: &str,
+    engine: Engine,
+    runner: Box<dyn ModelRunner>,
+    clock: Clock,
+    make: impl FnOnce(Commands<R::Command>) -> Result<R, WorkerError>,
+) -> Result<EngineHandle<R::Command>, WorkerError> {
+    let (commands, inbox) = channel();
+    let (publish, snapshot) = watch::channel(Snapshot::default());
+    let handle = EngineHandle { commands: Commands(commands), snapshot };
+    let role = make(handle.commands())?;
+    let thread = Thread { engine, runner, role, inbox, publish, events: Vec::new(), out: Vec::new() };
+    std::thread::Builder::new().name(name.to_owned()).spawn(move || thread.run(clock))?;
+    Ok(handle)
+}
+
+struct Thread<R: Role> {
+    engine: Engine,
+    runner: Box<dyn ModelRunner>,
+    role: R,
+    inbox: Receiver<R::Command>,
+    publish: watch::Sender<Snapshot>,
+    events: Vec<Event>,
+    out: Vec<TokenOut>,
+}
+
+impl<R: Role> Thread<R> {
+    fn run(mut self, clock: Clock) {
+        let mut stuck = false;
+        self.report();
+        // Ends when nobody watches any more: the role holds a sender of its own, so the inbox alone never closes.
+        while !self.publish.is_closed() {
+            if self.take_commands(stuck) {
+                return;
+            }
+            let planned = self.engine.plan(clock.now(), &mut self.events);
+            // What the plan said (reservations, expiries) comes before what the step will say.
+            self.dispatch();
+            stuck = planned.is_none();
+            if let Some(step) = planned {
+                self.step(step);
+            }
+            self.report();
+        }
+    }
+
+    /// Waits for the first command when there is nothing else to do. True when all senders are gone.
+    fn take_commands(&mut self, mut wait: bool) -> bool {
+        loop {
+            let next = if wait {
+                match self.inbox.recv_timeout(IDLE_TICK) {
+                    Ok(command) => Some(command),
+                    Err(RecvTimeoutError::Timeout) => None,
+                    Err(RecvTimeoutError::Disconnected) => return true,
+                }
+            } else {
+                match self.inbox.try_recv() {
+                    Ok(command) => Some(command),
+                    Err(TryRecvError::Empty) => None,
+                    Err(TryRecvError::Disconnected) => return true,
+                }
+            };
+            let Some(command) = next else { return false };
+            wait = false;
+            self.role.command(&mut self.engine, command, &mut self.events);
+            self.dispatch();
+        }
+    }
+
+    fn dispatch(&mut self) {
+        // A handler may abort sequences but adds no events.
+        for event in self.events.drain(..) {
+            self.role.event(&mut self.engine, event);
+        }
+    }
+
+    fn step(&mut self, step: Step) {
+        let started = Instant::now();
+        let Thread { engine, runner, role, out, events, .. } = self;
+        role.step_planned(engine, &step);
+        out.clear();
+        let outcome = engine.with_batch(&step, |batch| runner.run(batch, &mut |layer| role.layer_stored(layer), out));
+        let (tokens, rows) = (step.tokens(), step.rows().len());
+        role.step_done(engine);
+        match outcome {
+            Ok(()) => engine.apply(step, out, events),
+            Err(error) => {
+                tracing::error!(%error, "a step failed; its sequences end");
+                engine.fail(step, error, events);
+            }
+        }
+        histogram!(names::STEP_SECONDS).record(started.elapsed().as_secs_f64());
+        let decoded = out.len().min(rows) as u64;
+        counter!(names::DECODE_TOKENS).increment(decoded);
+        counter!(names::PREFILL_TOKENS).increment((tokens as u64).saturating_sub(decoded));
+        self.dispatch();
+    }
+
+    fn report(&mut self) {
+        let e = &self.engine;
+        let blocks = e.counts();
+        let running = e.running() + e.receiving() + e.held();
+        let now = Snapshot { running, waiting: e.waiting(), blocks, steps: e.steps(), idle: e.idle() };
+        if *self.publish.borrow() == now {
+            return;
+        }
+        self.publish.send_replace(now);
+        gauge!(names::RUNNING).set(running as f64);
+        gauge!(names::QUEUE_DEPTH).set(now.waiting as f64);
+        for (state, count) in [
+            ("free", blocks.free),
+            ("used", blocks.used),
+            ("cached", blocks.cached),
+            ("lent", blocks.lent),
+            ("quarantined", blocks.quarantined),
+        ] {
+            gauge!(names::KV_BLOCKS, "state" => state).set(count as f64);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Why a worker does not start, or stops.
+
+use std::net::SocketAddr;
+
+use baton_cluster::ClusterError;
+use baton_engine::EngineError;
+use baton_model::ModelError;
+use baton_model_files::ModelFileError;
+use baton_runtime::RuntimeError;
+use baton_transfer::TransferError;
+use baton_types::{BatonError, ErrorKind};
+
+/// Errors of a worker as a whole. A request's own errors go to its stream.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The model cannot be found or read.
+    #[error(transparent)]
+    Files(#[from] ModelFileError),
+    /// The model does not suit the kernels.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The engine's limits do not fit together.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Configuration, logs, signals, the admin endpoint.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// The registry.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+    /// The transfer engine.
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
+    /// A setting that is out of range.
+    #[error("{field} is {value}; it must be {must}")]
+    Config {
+        /// Which setting.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        must: String,
+    },
+    /// The gRPC server ended.
+    #[error("gRPC on {addr}: {problem}")]
+    Grpc {
+        /// Where it listened.
+        addr: SocketAddr,
+        /// What happened.
+        problem: String,
+    },
+    /// A thread could not be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[from] std::io::Error),
+    /// The engine thread is gone: a defect, logged where it happened.
+    #[error("the engine has stopped")]
+    EngineStopped,
+}
+
+impl BatonError for WorkerError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            WorkerError::Files(e) => e.kind(),
+            WorkerError::Model(e) => e.kind(),
+            WorkerError::Engine(e) => e.kind(),
+            WorkerError::Runtime(e) => e.kind(),
+            WorkerError::Cluster(e) => e.kind(),
+            WorkerError::Transfer(e) => e.kind(),
+            WorkerError::Config { .. } => ErrorKind::InvalidArgument,
+            WorkerError::Grpc { .. } | WorkerError::Thread(_) => ErrorKind::Internal,
+            WorkerError::EngineStopped => ErrorKind::Unavailable,
+        }
+    }
+}

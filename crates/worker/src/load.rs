@@ -1,0 +1,96 @@
+//! From settings to a model ready to run over a pool that transfers can reach.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use baton_engine::EngineConfig;
+use baton_kernels::{CpuBackend, CpuOptions, HostPool};
+use baton_model::{Decoder, Limits, ModelError, kv_layout};
+use baton_model_files::{Model, fetch};
+use baton_transfer::Segment;
+use baton_types::PoolGeometry;
+
+use crate::{WorkerConfig, WorkerError};
+
+/// Sequences whose logits are computed together.
+const SAMPLES: usize = 16;
+
+/// A model on the CPU over a shareable pool.
+pub struct Loaded {
+    /// Runs steps.
+    pub decoder: Decoder<CpuBackend>,
+    /// The pool's shape.
+    pub geometry: PoolGeometry,
+    /// The pool's memory.
+    pub segment: Arc<Segment>,
+    /// Limits for the engine.
+    pub engine: EngineConfig,
+    /// The model's name.
+    pub name: String,
+}
+
+/// Finds the model, fetching it when it is a name or a hub id that is not in the cache yet.
+pub fn resolve_model(config: &WorkerConfig) -> Result<PathBuf, WorkerError> {
+    let cache = match &config.model_cache {
+        Some(path) => path.clone(),
+        None => fetch::default_cache()?,
+    };
+    Ok(fetch::resolve(&config.model, &cache, &Logged::default())?)
+}
+
+/// Progress of a fetch as log lines, one per tenth; a worker has no terminal.
+#[derive(Default)]
+struct Logged(AtomicU64);
+
+impl fetch::Progress for Logged {
+    fn update(&self, what: &str, done: u64, total: Option<u64>) {
+        let tenths = total.filter(|&t| t > 0).map_or(0, |t| done * 10 / t);
+        if self.0.swap(tenths, Ordering::Relaxed) != tenths {
+            tracing::info!(what, percent = tenths * 10, "fetching");
+        }
+    }
+
+    fn finish(&self, what: &str) {
+        tracing::info!(what, "fetched");
+    }
+}
+
+fn check(ok: bool, field: &'static str, value: impl ToString, must: impl Into<String>) -> Result<(), WorkerError> {
+    if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
+}
+
+/// Loads an open model. Blocks for seconds.
+pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
+    check(config.block_size >= 16 && config.block_size % 16 == 0, "block_size", config.block_size, "a multiple of 16")?;
+    let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
+    let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
+    let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
+    let least = format!("at least {per_block} bytes, one block of this model");
+    check(blocks >= 1, "kv_memory", config.kv_memory, least)?;
+    let most = model.config().context_length;
+    let wanted = config.context.unwrap_or(most.min(blocks.saturating_mul(config.block_size)));
+    check(wanted >= 2 && wanted <= most, "context", wanted, format!("between 2 and the model's {most} tokens"))?;
+    let geometry = PoolGeometry::uniform(layout, blocks);
+    let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
+    // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
+    let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
+        .map_err(ModelError::from)?;
+    let options = CpuOptions { threads: config.threads.unwrap_or(CpuOptions::default().threads), ..Default::default() };
+    let backend = CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?;
+    let limits = Limits {
+        tokens: config.token_budget as usize,
+        samples: SAMPLES,
+        context: wanted as usize,
+        table_entries: blocks as usize,
+    };
+    let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
+    let engine = EngineConfig {
+        token_budget: config.token_budget,
+        chunk: config.chunk.min(config.token_budget),
+        max_running: config.max_running,
+        max_waiting: config.max_waiting,
+        context_tokens: wanted,
+    };
+    Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
+}

@@ -1,0 +1,196 @@
+//! A worker process from start to end: load, listen, register, serve, drain.
+
+use std::hash::{BuildHasher, Hasher};
+use std::time::Duration;
+
+use baton_cluster::{Member, Role as MemberRole};
+use baton_engine::Engine;
+use baton_model_files::Model;
+use baton_proto::v1::{DESCRIPTORS, worker_server::WorkerServer};
+use baton_runtime::{Outcome, Process};
+use baton_types::WorkerId;
+use tokio::sync::watch;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::service::Routes;
+
+use crate::{Commands, EngineHandle, Loaded, Role, WorkerConfig, WorkerError, WorkerService, engine_thread, load};
+
+/// HTTP/2 streams a worker keeps open at most, per connection (I5).
+const MAX_STREAMS: u32 = 4096;
+
+/// What a role brings along.
+pub trait NodeRole: Sized {
+    /// Its part on the engine thread.
+    type Role: Role;
+    /// Its member role.
+    const ROLE: MemberRole;
+    /// Makes the engine-thread part.
+    fn role(node: &Node, commands: Commands<<Self::Role as Role>::Command>) -> Result<Self::Role, WorkerError>;
+    /// Adds its gRPC service.
+    fn routes(
+        node: Node,
+        handle: EngineHandle<<Self::Role as Role>::Command>,
+        worker: WorkerService,
+        routes: &mut tonic::service::RoutesBuilder,
+    ) -> Result<&'static str, WorkerError>;
+}
+
+/// What the parts of a worker share.
+#[derive(Clone)]
+pub struct Node {
+    /// Its settings.
+    pub config: WorkerConfig,
+    /// This process.
+    pub id: WorkerId,
+    /// Token ids are below this.
+    pub vocab: u32,
+    /// The pool's shape.
+    pub geometry: baton_types::PoolGeometry,
+    /// The pool's memory.
+    pub segment: std::sync::Arc<baton_transfer::Segment>,
+    /// Engine time.
+    pub clock: crate::Clock,
+}
+
+/// A random id that is not 0. The standard library's hash keys come from the system's random source.
+pub fn random_worker_id() -> WorkerId {
+    let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    WorkerId(hasher.finish().max(1))
+}
+
+impl Node {
+    /// Runs a worker of role `N` until it is told to stop.
+    pub async fn run<N: NodeRole>(config: WorkerConfig) -> Result<(), WorkerError> {
+        let process = Process::start(N::ROLE.as_str(), &config.process, Default::default()).await?;
+        let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
+        let addr = listener.local_addr()?;
+        let (settings, loading) = (config.clone(), std::time::Instant::now());
+        let loaded = tokio::task::spawn_blocking(move || {
+            let path = crate::resolve_model(&settings)?;
+            let model = Model::open(&path)?;
+            load(&settings, &model)
+        });
+        let Loaded { decoder, geometry, segment, engine: limits, name } = tokio::select! {
+            loaded = loaded => loaded.map_err(|_| WorkerError::EngineStopped)??,
+            // Told to stop while loading: nothing to drain.
+            _ = process.shutdown.draining() => return Ok(()),
+        };
+        tracing::info!(
+            model = name,
+            backend = decoder.backend_name(),
+            seconds = format!("{:.1}", loading.elapsed().as_secs_f64()),
+            kv_tokens = geometry.blocks[0] * geometry.layout.block_size,
+            "model loaded"
+        );
+        let engine = Engine::new(limits, &geometry)?;
+        let node = Node {
+            id: random_worker_id(),
+            vocab: decoder.config().vocab_size,
+            clock: crate::Clock::start(),
+            geometry,
+            segment,
+            config,
+        };
+        let handle =
+            engine_thread::start("engine", engine, Box::new(decoder), node.clock, |commands| N::role(&node, commands))?;
+        let service =
+            WorkerService { role: N::ROLE.as_str(), snapshot: handle.snapshot(), draining: watch::Sender::new(false) };
+        let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits.context_tokens);
+        node.serve::<N>(process, handle, service, listener, member).await
+    }
+
+    fn member(
+        &self,
+        role: MemberRole,
+        model: &str,
+        grpc: std::net::SocketAddr,
+        admin: std::net::SocketAddr,
+        context_tokens: u32,
+    ) -> Member {
+        let reach = |addr: std::net::SocketAddr| match &self.config.advertise {
+            Some(host) => format!("http://{host}:{}", addr.port()),
+            None => format!("http://{addr}"),
+        };
+        Member {
+            id: self.id,
+            role,
+            grpc: reach(grpc),
+            admin: reach(admin),
+            model: model.to_owned(),
+            layout: self.geometry.layout.fingerprint(),
+            blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
+            block_size: self.geometry.layout.block_size,
+            context_tokens,
+            draining: false,
+        }
+    }
+
+    async fn serve<N: NodeRole>(
+        self,
+        process: Process,
+        handle: EngineHandle<<N::Role as Role>::Command>,
+        service: WorkerService,
+        listener: tokio::net::TcpListener,
+        member: Member,
+    ) -> Result<(), WorkerError> {
+        let addr = listener.local_addr()?;
+        let config = self.config.clone();
+        let (health, health_service) = tonic_health::server::health_reporter();
+        let mut routes = Routes::builder();
+        routes.add_service(health_service).add_service(WorkerServer::new(service.clone()));
+        let served = N::routes(self, handle, service.clone(), &mut routes)?;
+        let reflection = tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            .build_v1()
+            .map_err(|e| WorkerError::Grpc { addr, problem: e.to_string() })?;
+        routes.add_service(reflection);
+        let stop = tokio_util::sync::CancellationToken::new();
+        let server = tonic::transport::Server::builder()
+            .tcp_nodelay(true)
+            .http2_keepalive_interval(Some(Duration::from_secs(5)))
+            .max_concurrent_streams(MAX_STREAMS)
+            .add_routes(routes.routes())
+            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop.clone().cancelled_owned());
+        let server = tokio::spawn(server);
+        let id = member.id;
+        let registry = baton_cluster::connect(&config.registry).await?;
+        let lease = tokio::select! {
+            lease = registry.register(member.clone(), config.registry_ttl) => lease?,
+            _ = process.shutdown.draining() => return Ok(()),
+        };
+        health.set_service_status(served, tonic_health::ServingStatus::Serving).await;
+        process.readiness.ready();
+        tracing::info!(%addr, worker = %id, registry = config.registry, "serving");
+        let mut snapshot = service.snapshot.clone();
+        let stopped = async { while snapshot.changed().await.is_ok() {} };
+        let mut failed = false;
+        tokio::select! {
+            _ = process.shutdown.draining() => {}
+            _ = stopped => {
+                failed = true;
+                process.shutdown.force("the engine has stopped");
+            }
+        }
+        if let Err(error) = lease.update(Member { draining: true, ..member }) {
+            tracing::warn!(%error, "the cluster could not be told of the drain");
+        }
+        health.set_service_status(served, tonic_health::ServingStatus::NotServing).await;
+        let left = tokio::select! {
+            left = service.drain(config.process.drain_timeout) => left.err().unwrap_or(0),
+            _ = process.shutdown.forced() => 0,
+        };
+        if left > 0 {
+            tracing::warn!(left, "sequences cut off at the end of the drain");
+        }
+        lease.revoke().await;
+        stop.cancel();
+        // Streams that are still open belong to requests that were cut off.
+        let _ = tokio::time::timeout(Duration::from_secs(1), server).await;
+        match process.join().await {
+            _ if failed => Err(WorkerError::EngineStopped),
+            Outcome::Clean | Outcome::Cut(_) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The `Worker` service every worker has: status and drain.
+
+use std::time::Duration;
+
+use baton_proto::v1::{self, worker_server};
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+use crate::Snapshot;
+
+/// Answers from the engine thread's snapshots.
+#[derive(Clone)]
+pub struct WorkerService {
+    pub(crate) role: &'static str,
+    pub(crate) snapshot: watch::Receiver<Snapshot>,
+    /// True once the worker takes no new requests.
+    pub(crate) draining: watch::Sender<bool>,
+}
+
+impl WorkerService {
+    /// Fails when the worker drains.
+    pub fn accept(&self) -> Result<(), Status> {
+        if *self.draining.borrow() {
+            return Err(Status::unavailable("the worker is draining; place the request elsewhere"));
+        }
+        Ok(())
+    }
+
+    /// Takes no new requests from now on, waits until the engine is idle; Err: sequences left at the deadline.
+    pub(crate) async fn drain(&self, timeout: Duration) -> Result<(), u32> {
+        self.draining.send_replace(true);
+        let mut snapshot = self.snapshot.clone();
+        let idle = tokio::time::timeout(timeout, snapshot.wait_for(|s| s.idle)).await;
+        if matches!(idle, Ok(Ok(_))) {
+            return Ok(());
+        }
+        let now = *self.snapshot.borrow();
+        Err(now.running + now.waiting)
+    }
+}
+
+#[tonic::async_trait]
+impl worker_server::Worker for WorkerService {
+    async fn drain(&self, request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        let timeout = Duration::from_millis(request.into_inner().deadline_ms);
+        let aborted = WorkerService::drain(self, timeout).await.err().unwrap_or(0);
+        Ok(Response::new(v1::DrainResponse { aborted }))
+    }
+
+    async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {
+        let now = *self.snapshot.borrow();
+        let b = now.blocks;
+        Ok(Response::new(v1::StatusResponse {
+            role: self.role.to_owned(),
+            running: now.running,
+            waiting: now.waiting,
+            blocks: Some(v1::BlockCounts {
+                total: b.total,
+                free: b.free,
+                used: b.used,
+                cached: b.cached,
+                lent: b.lent,
+                quarantined: b.quarantined,
+            }),
+            draining: *self.draining.borrow(),
+            steps: now.steps,
+        }))
+    }
+}

@@ -1,0 +1,85 @@
+//! Small conversions both roles need between the wire and the engine.
+
+use std::time::Instant;
+
+use baton_engine::{NewSequence, Start, Time};
+use baton_proto::v1;
+use baton_types::{BatonError, ErrorKind, RequestId, TokenOut};
+use tonic::{Code, Status};
+
+/// Engine time: nanoseconds since the worker started.
+#[derive(Clone, Copy, Debug)]
+pub struct Clock(Instant);
+
+impl Clock {
+    /// Starts now.
+    pub fn start() -> Clock {
+        Clock(Instant::now())
+    }
+
+    /// Now.
+    pub fn now(&self) -> Time {
+        Time(self.0.elapsed().as_nanos() as u64)
+    }
+}
+
+/// Checks a sequence from the router: shape, sampling, and that every token is in the vocabulary.
+pub fn new_sequence(sequence: v1::Sequence, vocab: u32, start: Start, clock: &Clock) -> Result<NewSequence, Status> {
+    let params = sequence.checked_sampling().map_err(|e| baton_proto::status_of(&e))?;
+    if let Some(id) = sequence.tokens.iter().find(|&&id| id >= vocab) {
+        let text = format!("sequence.tokens holds {id}; the model's vocabulary has {vocab} tokens");
+        return Err(Status::new(Code::InvalidArgument, text));
+    }
+    let deadline = (sequence.deadline_ms > 0).then(|| clock.now().after_ms(sequence.deadline_ms));
+    let v1::Sequence { request_id, tokens, prompt_tokens, .. } = sequence;
+    Ok(NewSequence { request: RequestId(request_id), tokens, prompt_tokens, params, start, deadline })
+}
+
+/// The status that ends a stream.
+pub fn stream_status(kind: ErrorKind, message: impl Into<String>) -> Status {
+    Status::new(Code::from_i32(kind.grpc_code()), message)
+}
+
+/// The first token as it travels with the KV: index and id, little-endian. Its logprobs go to the client directly.
+pub fn write_first_token(token: &TokenOut) -> Vec<u8> {
+    [token.index.to_le_bytes(), token.id.to_le_bytes()].concat()
+}
+
+/// What came with the KV is not a first token.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the handoff's tail has {0} bytes; a first token has 8")]
+pub struct TailError(usize);
+
+impl BatonError for TailError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::DataLoss
+    }
+}
+
+/// The inverse of [`write_first_token`].
+pub fn parse_first_token(tail: &[u8]) -> Result<TokenOut, TailError> {
+    let bytes: [u8; 8] = tail.try_into().map_err(|_| TailError(tail.len()))?;
+    let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    Ok(TokenOut { index: word(0), id: word(4), ..TokenOut::default() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_token_survives_the_handoff() {
+        let token = TokenOut { index: 7, id: 0x01020304, ..TokenOut::default() };
+        assert_eq!(parse_first_token(&write_first_token(&token)), Ok(token));
+        assert_eq!(parse_first_token(&[1, 2, 3]), Err(TailError(3)));
+    }
+
+    #[test]
+    fn a_token_outside_the_vocabulary_is_refused_by_name() {
+        let sampling = Some(baton_types::SamplingParams::default().into());
+        let sequence = v1::Sequence { tokens: vec![1, 9], prompt_tokens: 2, sampling, ..Default::default() };
+        let status = new_sequence(sequence, 8, Start::Compute, &Clock::start()).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("sequence.tokens holds 9"));
+    }
+}

@@ -1,0 +1,225 @@
+//! The decode worker's part on the engine thread: streams, reservations, fences.
+//!
+//! A reservation's blocks are lent under an epoch. They come back in one of two ways: verified (the sequence runs on them),
+//! or after a fence, when no peer can write to them any more; in between they are quarantined (I3).
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use baton_engine::{Aborted, Engine, Event, NewSequence};
+use baton_runtime::metrics as names;
+use baton_transfer::{FenceState, Receiver, ReceiverEvent, TransferError};
+use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
+use baton_worker::{Accepted, Role, parse_first_token};
+use metrics::counter;
+use tokio::sync::mpsc;
+
+/// What a stream carries.
+#[derive(Debug)]
+pub(crate) enum Said {
+    /// Opaque target for the prefill worker.
+    Reserved(Vec<u8>),
+    Token(TokenOut),
+    Finished(FinishReason),
+    Failed(ErrorKind, String),
+}
+
+/// One request's way back. Bounded by the request itself: at most `max_tokens` items and an end.
+pub(crate) type Stream = mpsc::UnboundedSender<Said>;
+
+/// What the service and the receiver say.
+pub(crate) enum Command {
+    Generate {
+        new: NewSequence,
+        stream: Stream,
+        accepted: Accepted,
+    },
+    /// The stream was dropped.
+    Cancel(SeqId),
+    Received(ReceiverEvent),
+}
+
+struct Open {
+    stream: Stream,
+    epoch: Option<Epoch>,
+}
+
+pub(crate) struct DecodeRole {
+    receiver: Receiver,
+    lease: Duration,
+    open: HashMap<SeqId, Open>,
+    /// Reservations that are neither verified nor given up.
+    epochs: HashMap<Epoch, SeqId>,
+    /// Given up, not fenced yet.
+    fencing: HashMap<Epoch, SeqId>,
+    next_epoch: u64,
+}
+
+impl DecodeRole {
+    pub(crate) fn new(receiver: Receiver, lease: Duration) -> DecodeRole {
+        DecodeRole {
+            receiver,
+            lease,
+            open: HashMap::new(),
+            epochs: HashMap::new(),
+            fencing: HashMap::new(),
+            next_epoch: 1,
+        }
+    }
+
+    fn reserve(&mut self, engine: &Engine, seq: SeqId) -> Result<(Epoch, Vec<u8>), TransferError> {
+        let tables = engine.tables(seq).unwrap_or_default();
+        let blocks: Vec<Vec<BlockId>> = tables.iter().map(|t| t.blocks().to_vec()).collect();
+        let tokens = tables.first().map_or(0, |t| t.tokens());
+        let epoch = Epoch(self.next_epoch);
+        self.next_epoch += 1;
+        self.receiver.reserve(epoch, &blocks, tokens, self.lease).map(|target| (epoch, target))
+    }
+
+    fn reserved(&mut self, engine: &mut Engine, seq: SeqId) {
+        let outcome = self.reserve(engine, seq);
+        let Some(open) = self.open.get_mut(&seq) else {
+            // Cancelled between submit and reservation: nobody was told where to write.
+            give_up(engine, seq, false);
+            return;
+        };
+        match outcome {
+            Ok((epoch, target)) => {
+                open.epoch = Some(epoch);
+                self.epochs.insert(epoch, seq);
+                // A closed stream is cancelled by its guard.
+                let _ = open.stream.send(Said::Reserved(target));
+            }
+            Err(error) => {
+                give_up(engine, seq, false);
+                self.finish(seq, Said::Failed(error.kind(), error.to_string()));
+            }
+        }
+    }
+
+    fn received(&mut self, engine: &mut Engine, event: ReceiverEvent, events: &mut Vec<Event>) {
+        match event {
+            ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport } => {
+                // Given up meanwhile: the fence has cleared it.
+                let Some(seq) = self.epochs.remove(&epoch) else { return };
+                self.receiver.release(epoch);
+                if let Some(open) = self.open.get_mut(&seq) {
+                    open.epoch = None;
+                }
+                tracing::debug!(%seq, %epoch, bytes, seconds, transport = transport.as_str(), "KV verified");
+                let taken = parse_first_token(&tail)
+                    .map_err(|e| (e.kind(), e.to_string()))
+                    .and_then(|first| engine.kv_arrived(seq, &first, events).map_err(|e| (e.kind(), e.to_string())));
+                if let Err((kind, message)) = taken {
+                    // Verified means that the peer's access is over, so the blocks need no fence.
+                    give_up(engine, seq, false);
+                    self.finish(seq, Said::Failed(kind, message));
+                }
+            }
+            ReceiverEvent::Failed { epoch, error } => {
+                if error.kind() == ErrorKind::DataLoss {
+                    counter!(names::VERIFY_FAILURES).increment(1);
+                }
+                let Some(seq) = self.epochs.remove(&epoch) else { return };
+                tracing::warn!(%seq, %epoch, %error, "handoff failed");
+                if give_up(engine, seq, true) == Some(Aborted::Quarantined) {
+                    self.fencing.insert(epoch, seq);
+                }
+                self.finish(seq, Said::Failed(error.kind(), error.to_string()));
+            }
+            ReceiverEvent::Fenced { epoch } => {
+                if let Some(seq) = self.fencing.remove(&epoch) {
+                    clear(engine, seq);
+                }
+            }
+        }
+    }
+
+    /// Takes a reservation back whose blocks are already quarantined (I3).
+    fn fence(&mut self, engine: &mut Engine, seq: SeqId, epoch: Epoch) {
+        self.epochs.remove(&epoch);
+        match self.receiver.fence(epoch) {
+            FenceState::Clear => clear(engine, seq),
+            FenceState::Pending => {
+                self.fencing.insert(epoch, seq);
+            }
+        }
+    }
+
+    fn cancel(&mut self, engine: &mut Engine, seq: SeqId) {
+        let Some(open) = self.open.remove(&seq) else { return };
+        let aborted = give_up(engine, seq, open.epoch.is_some());
+        if let (Some(Aborted::Quarantined), Some(epoch)) = (aborted, open.epoch) {
+            self.fence(engine, seq, epoch);
+        }
+    }
+
+    /// Sends a stream's last item and forgets it.
+    fn finish(&mut self, seq: SeqId, item: Said) -> Option<Epoch> {
+        let open = self.open.remove(&seq)?;
+        let _ = open.stream.send(item);
+        open.epoch
+    }
+}
+
+/// Ends a sequence in the engine; one that is gone already is fine.
+fn give_up(engine: &mut Engine, seq: SeqId, quarantine: bool) -> Option<Aborted> {
+    engine.abort(seq, quarantine).ok()
+}
+
+fn clear(engine: &mut Engine, seq: SeqId) {
+    if let Err(error) = engine.clear_quarantine(seq) {
+        tracing::error!(%seq, %error, "quarantined blocks could not be freed");
+    }
+}
+
+impl Role for DecodeRole {
+    type Command = Command;
+
+    fn command(&mut self, engine: &mut Engine, command: Command, events: &mut Vec<Event>) {
+        match command {
+            Command::Generate { new, stream, accepted } => {
+                let outcome = engine.submit(new);
+                let seq = outcome.as_ref().ok().copied();
+                if let Some(seq) = seq {
+                    self.open.insert(seq, Open { stream, epoch: None });
+                }
+                // The service went away before it knew the sequence's name: nobody else will cancel it.
+                if accepted.send(outcome).is_err()
+                    && let Some(seq) = seq
+                {
+                    self.cancel(engine, seq);
+                }
+            }
+            Command::Cancel(seq) => self.cancel(engine, seq),
+            Command::Received(event) => self.received(engine, event, events),
+        }
+    }
+
+    fn event(&mut self, engine: &mut Engine, event: Event) {
+        match event {
+            Event::Reserved { seq, .. } => self.reserved(engine, seq),
+            Event::Token { seq, token, .. } => {
+                if let Some(open) = self.open.get(&seq) {
+                    // A closed stream is cancelled by its guard.
+                    let _ = open.stream.send(Said::Token(token));
+                }
+            }
+            Event::Finished { seq, reason, .. } => {
+                self.finish(seq, Said::Finished(reason));
+            }
+            Event::Failed { seq, error, quarantined, .. } => {
+                let epoch = self.finish(seq, Said::Failed(error.kind(), error.to_string()));
+                match epoch {
+                    Some(epoch) if quarantined => self.fence(engine, seq, epoch),
+                    _ if quarantined => clear(engine, seq),
+                    _ => {}
+                }
+            }
+            Event::Prefilled { seq, .. } => {
+                tracing::error!(%seq, "a decode worker never holds KV for others");
+                give_up(engine, seq, false);
+            }
+        }
+    }
+}

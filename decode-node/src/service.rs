@@ -1,0 +1,82 @@
+//! `Decode.Generate` over gRPC.
+
+use baton_cluster::Role as MemberRole;
+use baton_engine::Start;
+use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
+use baton_transfer::{Limits, Receiver, ReceiverOptions};
+use baton_worker::{
+    Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, new_sequence, stream_status,
+};
+use tonic::service::RoutesBuilder;
+use tonic::{Request, Response, Status};
+
+use crate::role::{Command, DecodeRole, Said};
+
+pub(crate) struct DecodeNode {
+    node: Node,
+    engine: EngineHandle<Command>,
+    worker: WorkerService,
+}
+
+impl NodeRole for DecodeNode {
+    type Role = DecodeRole;
+    const ROLE: MemberRole = MemberRole::Decode;
+
+    fn role(node: &Node, commands: Commands<Command>) -> Result<DecodeRole, WorkerError> {
+        let options = ReceiverOptions {
+            worker: node.id,
+            tcp: node.config.transfer,
+            advertise: node.config.advertise.clone(),
+            geometry: node.geometry.clone(),
+            segment: node.segment.clone(),
+            limits: Limits::default(),
+        };
+        let on_event = Box::new(move |event| {
+            // The engine thread outlives the receiver, except at the very end, when nobody waits for events.
+            let _ = commands.send(Command::Received(event));
+        });
+        Ok(DecodeRole::new(Receiver::bind(options, on_event)?, node.config.kv_lease))
+    }
+
+    fn routes(
+        node: Node,
+        engine: EngineHandle<Command>,
+        worker: WorkerService,
+        routes: &mut RoutesBuilder,
+    ) -> Result<&'static str, WorkerError> {
+        routes.add_service(decode_server::DecodeServer::new(DecodeNode { node, engine, worker }));
+        Ok(<decode_server::DecodeServer<DecodeNode> as tonic::server::NamedService>::NAME)
+    }
+}
+
+#[tonic::async_trait]
+impl decode_server::Decode for DecodeNode {
+    type GenerateStream = Events<Said, Command>;
+
+    async fn generate(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::GenerateStream>, Status> {
+        self.worker.accept()?;
+        let request = request.into_inner();
+        let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
+        let start = if request.local_prefill { Start::Compute } else { Start::Receive };
+        let new = new_sequence(sequence, self.node.vocab, start, &self.node.clock)?;
+        Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Generate { new, stream, accepted })
+            .await
+    }
+}
+
+impl Item for Said {
+    type Event = v1::DecodeEvent;
+
+    fn into_event(self) -> Result<(v1::DecodeEvent, bool), Status> {
+        let last = matches!(self, Said::Finished(_));
+        let event = match self {
+            Said::Reserved(target) => Sent::Reserved(v1::Reserved { target, cached_tokens: 0 }),
+            Said::Token(token) => Sent::Token(token.into()),
+            Said::Finished(reason) => {
+                Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into(), cached_tokens: 0 })
+            }
+            Said::Failed(kind, message) => return Err(stream_status(kind, message)),
+        };
+        Ok((v1::DecodeEvent { event: Some(event) }, last))
+    }
+}

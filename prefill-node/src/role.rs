@@ -1,0 +1,229 @@
+//! The prefill worker's part on the engine thread: which blocks travel when, and when they are free again.
+//!
+//! A sequence's blocks are read by the transfer engine until its handoff has ended. So they are released when the handoff
+//! reports its end, or quarantined by an abort until it has gone quiet (I3).
+
+use std::collections::HashMap;
+
+use baton_engine::{Aborted, Engine, Event, NewSequence, Step};
+use baton_runtime::metrics as names;
+use baton_transfer::{Handoff, TransferError, TransferStats};
+use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, SeqId, TokenOut};
+use baton_worker::{Accepted, Commands, Role, write_first_token};
+use metrics::{counter, histogram};
+use tokio::sync::mpsc;
+
+/// What a stream carries: a first token, then the transfer's outcome.
+#[derive(Debug)]
+pub(crate) enum Said {
+    First(TokenOut, Option<FinishReason>),
+    Transferred(TransferStats),
+    Failed(ErrorKind, String),
+}
+
+/// One request's way back; at most two items.
+pub(crate) type Stream = mpsc::UnboundedSender<Said>;
+
+/// What the service and the transfer threads say.
+pub(crate) enum Command {
+    Run {
+        new: NewSequence,
+        handoff: Handoff,
+        stream: Stream,
+        accepted: Accepted,
+    },
+    /// The stream was dropped.
+    Cancel(SeqId),
+    /// A completed handoff has ended, well or not.
+    Ended(SeqId, Result<TransferStats, TransferError>),
+    /// An aborted handoff reads no block any more.
+    Quiet(SeqId),
+}
+
+struct Open {
+    stream: Stream,
+    /// Until it is completed or aborted.
+    handoff: Option<Handoff>,
+    /// A write that was refused; the sequence ends after the step.
+    refused: Option<TransferError>,
+}
+
+/// Blocks of one sequence that the step in progress completes.
+struct Outgoing {
+    seq: SeqId,
+    /// Per layer group: (local block, index in the reservation).
+    pairs: Vec<Vec<(BlockId, u32)>>,
+}
+
+pub(crate) struct PrefillRole {
+    layout: KvLayout,
+    commands: Commands<Command>,
+    open: HashMap<SeqId, Open>,
+    outgoing: Vec<Outgoing>,
+}
+
+impl PrefillRole {
+    pub(crate) fn new(layout: KvLayout, commands: Commands<Command>) -> PrefillRole {
+        PrefillRole { layout, commands, open: HashMap::new(), outgoing: Vec::new() }
+    }
+
+    /// Ends a sequence whose handoff is not completed: nobody gets its blocks until the transfer has gone quiet.
+    fn abort(&self, engine: &mut Engine, seq: SeqId, handoff: Option<Handoff>) {
+        let aborted = engine.abort(seq, true).ok();
+        self.quieten(seq, handoff, aborted == Some(Aborted::Quarantined));
+    }
+
+    fn quieten(&self, seq: SeqId, handoff: Option<Handoff>, quarantined: bool) {
+        if let Some(handoff) = handoff {
+            let commands = self.commands.clone();
+            handoff.abort(Box::new(move || {
+                if quarantined {
+                    // Without an engine there are no blocks to free.
+                    let _ = commands.send(Command::Quiet(seq));
+                }
+            }));
+        }
+    }
+
+    fn prefilled(&mut self, engine: &mut Engine, seq: SeqId, token: TokenOut, finish: Option<FinishReason>) {
+        let Some(open) = self.open.get_mut(&seq) else {
+            return self.abort(engine, seq, None);
+        };
+        let tail = write_first_token(&token);
+        // A closed stream is cancelled by its guard.
+        let _ = open.stream.send(Said::First(token, finish));
+        let Some(handoff) = open.handoff.take() else { return };
+        if finish.is_some() {
+            // The answer is over; nobody needs the KV.
+            self.open.remove(&seq);
+            return self.abort(engine, seq, Some(handoff));
+        }
+        let commands = self.commands.clone();
+        handoff.complete(
+            tail,
+            Box::new(move |outcome| {
+                // Without an engine there are no blocks to free.
+                let _ = commands.send(Command::Ended(seq, outcome));
+            }),
+        );
+    }
+
+    fn ended(&mut self, engine: &mut Engine, seq: SeqId, outcome: Result<TransferStats, TransferError>) {
+        let item = match outcome {
+            Ok(stats) => {
+                counter!(names::TRANSFER_BYTES, "transport" => stats.transport.as_str()).increment(stats.bytes);
+                histogram!(names::TRANSFER_SECONDS, "transport" => stats.transport.as_str()).record(stats.seconds);
+                Said::Transferred(stats)
+            }
+            Err(error) => Said::Failed(error.kind(), error.to_string()),
+        };
+        match self.open.remove(&seq) {
+            Some(open) => {
+                if let Err(error) = engine.release(seq) {
+                    tracing::error!(%seq, %error, "held blocks could not be freed");
+                }
+                let _ = open.stream.send(item);
+            }
+            // Cancelled meanwhile: its blocks waited for this.
+            None => clear(engine, seq),
+        }
+    }
+}
+
+fn clear(engine: &mut Engine, seq: SeqId) {
+    if let Err(error) = engine.clear_quarantine(seq) {
+        tracing::error!(%seq, %error, "quarantined blocks could not be freed");
+    }
+}
+
+impl Role for PrefillRole {
+    type Command = Command;
+
+    fn command(&mut self, engine: &mut Engine, command: Command, _: &mut Vec<Event>) {
+        match command {
+            Command::Run { new, handoff, stream, accepted } => {
+                let outcome = engine.submit(new);
+                let seq = outcome.as_ref().ok().copied();
+                match seq {
+                    Some(seq) => {
+                        self.open.insert(seq, Open { stream, handoff: Some(handoff), refused: None });
+                    }
+                    None => handoff.abort(Box::new(|| ())),
+                }
+                // The service went away before it knew the sequence's name: nobody else will cancel it.
+                if accepted.send(outcome).is_err()
+                    && let Some(seq) = seq
+                {
+                    self.command(engine, Command::Cancel(seq), &mut Vec::new());
+                }
+            }
+            Command::Cancel(seq) => {
+                if let Some(open) = self.open.remove(&seq) {
+                    // Once completed, `Ended` will come and free the quarantined blocks.
+                    self.abort(engine, seq, open.handoff);
+                }
+            }
+            Command::Ended(seq, outcome) => self.ended(engine, seq, outcome),
+            Command::Quiet(seq) => clear(engine, seq),
+        }
+    }
+
+    fn event(&mut self, engine: &mut Engine, event: Event) {
+        match event {
+            Event::Prefilled { seq, token, finish, .. } => self.prefilled(engine, seq, token, finish),
+            Event::Failed { seq, error, quarantined, .. } => {
+                let Some(open) = self.open.remove(&seq) else {
+                    if quarantined {
+                        clear(engine, seq);
+                    }
+                    return;
+                };
+                let _ = open.stream.send(Said::Failed(error.kind(), error.to_string()));
+                self.quieten(seq, open.handoff, quarantined);
+            }
+            Event::Reserved { seq, .. } | Event::Token { seq, .. } | Event::Finished { seq, .. } => {
+                tracing::error!(%seq, "a prefill worker only computes prompts");
+                self.abort(engine, seq, None);
+            }
+        }
+    }
+
+    fn step_planned(&mut self, engine: &Engine, step: &Step) {
+        self.outgoing.clear();
+        for row in step.rows().iter().filter(|row| row.held) {
+            let done = row.completed_blocks(self.layout.block_size);
+            let tables = engine.tables(row.seq).unwrap_or_default();
+            let pairs = tables
+                .iter()
+                .map(|table| done.clone().filter_map(|i| table.blocks().get(i).map(|&b| (b, i as u32))).collect())
+                .collect();
+            if !done.is_empty() {
+                self.outgoing.push(Outgoing { seq: row.seq, pairs });
+            }
+        }
+    }
+
+    fn layer_stored(&mut self, layer: u32) {
+        let Some((group, index)) = self.layout.locate(layer) else { return };
+        for outgoing in &self.outgoing {
+            let Some(open) = self.open.get_mut(&outgoing.seq) else { continue };
+            if let (Some(handoff), None) = (&mut open.handoff, &open.refused) {
+                open.refused = handoff.write(group, index, &outgoing.pairs[group]).err();
+            }
+        }
+    }
+
+    fn step_done(&mut self, engine: &mut Engine) {
+        for outgoing in std::mem::take(&mut self.outgoing) {
+            let seq = outgoing.seq;
+            let refused = self.open.get_mut(&seq).and_then(|open| open.refused.take());
+            if let Some(error) = refused
+                && let Some(open) = self.open.remove(&seq)
+            {
+                tracing::warn!(%seq, %error, "handoff failed");
+                let _ = open.stream.send(Said::Failed(error.kind(), error.to_string()));
+                self.abort(engine, seq, open.handoff);
+            }
+        }
+    }
+}
