@@ -54,6 +54,8 @@ pub struct Member {
     pub layout: u64,
     /// Blocks of its KV pool.
     pub blocks: u32,
+    /// Tokens of one block.
+    pub block_size: u32,
     /// Tokens of its longest sequence.
     pub context_tokens: u32,
     /// True once it takes no new requests.
@@ -127,6 +129,7 @@ pub(crate) mod tests {
             model: "smollm2".to_owned(),
             layout: u64::MAX,
             blocks: 512,
+            block_size: 16,
             context_tokens: 8192,
             draining: false,
         }

@@ -21,6 +21,7 @@ impl From<Member> for v1::Member {
             model: m.model,
             layout: m.layout,
             blocks: m.blocks,
+            block_size: m.block_size,
             context_tokens: m.context_tokens,
             draining: m.draining,
         }
@@ -48,6 +49,7 @@ impl TryFrom<v1::Member> for Member {
             model: m.model,
             layout: m.layout,
             blocks: m.blocks,
+            block_size: m.block_size,
             context_tokens: m.context_tokens,
             draining: m.draining,
         };
@@ -81,6 +83,7 @@ mod tests {
             admin: text.clone(),
             model: text,
             blocks: u32::MAX,
+            block_size: u32::MAX,
             context_tokens: u32::MAX,
             draining: true,
             ..member(u64::MAX).into()
