@@ -18,12 +18,13 @@ mod sender;
 mod shm;
 pub mod state;
 mod tcp;
+mod threads;
 mod transport;
 mod wake;
 mod wire;
 
 pub use error::TransferError;
 pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind};
-pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent};
+pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats};
 pub use segment::Segment;
 pub use sender::{Handoff, OnDone, Sender, TransferStats};

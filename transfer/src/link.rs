@@ -261,6 +261,11 @@ impl Link {
         !self.outbox.is_empty()
     }
 
+    /// Pieces that wait to leave.
+    pub(crate) fn queued(&self) -> usize {
+        self.outbox.len()
+    }
+
     /// Sends as much as the socket takes.
     pub(crate) fn flush(&mut self) -> Result<(), Errno> {
         while !self.outbox.is_empty() {

@@ -1,14 +1,37 @@
-//! The decode end.
+//! The decode end: lends blocks under an epoch and a lease, has them filled by a prefill worker, verifies them, and
+//! knows when nobody can write to them any more.
+//!
+//! Threads: one that accepts and watches leases, one per connected prefill worker. Knows nothing of sequences; which
+//! blocks are lent is the caller's choice, and the caller's pool keeps them aside until an event gives them back.
+
+mod hub;
+mod incoming;
+mod reception;
+mod session;
+mod table;
 
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch};
 
+use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::options::{ReceiverOptions, TransportKind};
+use crate::host::Host;
+use crate::options::{ReceiverOptions, TransportKind, check_pool};
+use crate::{tcp, threads};
+use hub::Hub;
+use reception::Doors;
 
-/// What happens to reservations; called on transfer threads, in order, one at a time. Must not block.
+/// What happens to reservations; called on transfer threads, in order, one at a time. Must not block; may call the
+/// receiver.
+///
+/// A reservation ends in one of three ways: `Verified`; `Failed` and then `Fenced`; or, taken back by its owner,
+/// [`FenceState::Clear`] or [`FenceState::Pending`] and then `Fenced`.
 #[derive(Clone, PartialEq, Debug)]
 pub enum ReceiverEvent {
     /// Every block arrived and matches its digest (I2). The blocks are the caller's; [`Receiver::release`] ends the lease.
@@ -19,7 +42,7 @@ pub enum ReceiverEvent {
         tail: Vec<u8>,
         /// KV bytes.
         bytes: u64,
-        /// From the sender's start to verification.
+        /// From granting access to verification.
         seconds: f64,
         /// What carried it.
         transport: TransportKind,
@@ -31,7 +54,7 @@ pub enum ReceiverEvent {
         /// Why.
         error: TransferError,
     },
-    /// Nobody can write to the reservation's blocks any more; they may be reused.
+    /// Nobody can write to the reservation's blocks any more; they may be reused. At most once per epoch.
     Fenced {
         /// The reservation.
         epoch: Epoch,
@@ -50,16 +73,48 @@ pub enum FenceState {
 /// Called with every event.
 pub type OnEvent = Box<dyn Fn(ReceiverEvent) + Send + Sync>;
 
-/// Where KV arrives.
+/// Counts since the start, for metrics.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ReceiverStats {
+    /// Handoffs verified.
+    pub verified: u64,
+    /// Handoffs failed.
+    pub failed: u64,
+    /// Of these: handoffs with a block whose digest did not match.
+    pub verify_failures: u64,
+    /// KV bytes verified that came over shared memory.
+    pub shm_bytes: u64,
+    /// KV bytes verified that came over TCP.
+    pub tcp_bytes: u64,
+    /// Reservations that are not over, now.
+    pub reservations: usize,
+    /// Connected prefill workers, now.
+    pub sessions: usize,
+}
+
+/// Where KV arrives. Dropping it closes all connections; what was reserved then is never verified.
 pub struct Receiver {
+    hub: Arc<Hub>,
     address: SocketAddr,
+    advertised: String,
+    unix: Vec<u8>,
+    host: Host,
+    reception: Option<JoinHandle<()>>,
 }
 
 impl Receiver {
-    /// Listens for peers.
+    /// Listens for prefill workers on TCP and on an abstract unix socket, which leaves no file behind.
     pub fn bind(options: ReceiverOptions, on_event: OnEvent) -> Result<Receiver, TransferError> {
-        let _ = on_event;
-        Ok(Receiver { address: options.tcp })
+        check_pool(&options.geometry, &options.segment)?;
+        let tcp = tcp::listen(options.tcp)?;
+        let address = tcp.local_addr().map_err(|e| TransferError::os("read the listening address", e))?;
+        let advertised = advertised(&options, address)?;
+        let unix = format!("baton-{:x}-{:016x}", options.worker.0, threads::random()?).into_bytes();
+        let doors = Doors { tcp, unix: listen_abstract(&unix)? };
+        let hub = Arc::new(Hub::new(options, on_event)?);
+        let desk = hub.clone();
+        let reception = Some(threads::spawn("kv-accept".into(), move || reception::run(desk, doors))?);
+        Ok(Receiver { hub, address, advertised, unix, host: Host::current(), reception })
     }
 
     /// The TCP address bound.
@@ -67,7 +122,8 @@ impl Receiver {
         self.address
     }
 
-    /// Lends `blocks` (per group, in token order) to whoever presents the descriptor returned here, for `lease`.
+    /// Lends `blocks` (per group, in token order), to hold the KV of `tokens` tokens, to whoever presents the
+    /// descriptor returned here, for `lease`. Blocks of an epoch that is not over are refused (I3).
     pub fn reserve(
         &self,
         epoch: Epoch,
@@ -75,18 +131,67 @@ impl Receiver {
         tokens: u32,
         lease: Duration,
     ) -> Result<Vec<u8>, TransferError> {
-        let _ = (epoch, blocks, tokens, lease);
-        Err(TransferError::Closed)
+        let key = threads::random()?;
+        let expires = Instant::now().checked_add(lease);
+        let expires = expires.ok_or_else(|| TransferError::argument("lease", format!("{lease:?} is too long")))?;
+        self.hub.reserve(epoch, key, blocks, expires)?;
+        let descriptor = Descriptor {
+            worker: self.hub.options.worker,
+            epoch,
+            key,
+            tokens,
+            counts: blocks.iter().map(|list| list.len() as u32).collect(),
+            host: self.host,
+            unix: self.unix.clone(),
+            address: self.advertised.clone(),
+            port: self.address.port(),
+        };
+        Ok(descriptor.encode(&self.hub.options.geometry.layout))
     }
 
-    /// Ends the lease after `Verified`.
+    /// Ends the lease after `Verified`. The peer has nothing in flight: its completion followed all its writes.
     pub fn release(&self, epoch: Epoch) {
-        let _ = epoch;
+        self.hub.release(epoch);
     }
 
-    /// Takes the reservation back, whatever its state.
+    /// Takes the reservation back, whatever its state: no new peer is let in, a peer that was is stopped.
     pub fn fence(&self, epoch: Epoch) -> FenceState {
-        let _ = epoch;
-        FenceState::Clear
+        self.hub.fence(epoch)
+    }
+
+    /// Counts for metrics.
+    pub fn stats(&self) -> ReceiverStats {
+        self.hub.stats()
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        self.hub.stop();
+        self.reception.take().into_iter().for_each(threads::join);
+    }
+}
+
+fn listen_abstract(name: &[u8]) -> Result<UnixListener, TransferError> {
+    let bound = std::os::unix::net::SocketAddr::from_abstract_name(name).and_then(|address| {
+        let listener = UnixListener::bind_addr(&address)?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    });
+    bound.map_err(|e| TransferError::os("listen on a unix socket", e))
+}
+
+/// The host part of what peers connect to.
+fn advertised(options: &ReceiverOptions, bound: SocketAddr) -> Result<String, TransferError> {
+    match &options.advertise {
+        Some(host) if host.is_empty() || host.len() > 255 => {
+            Err(TransferError::argument("advertise", format!("{} bytes; a host name has 1 to 255", host.len())))
+        }
+        Some(host) => Ok(host.clone()),
+        None if bound.ip().is_unspecified() => {
+            let problem = format!("missing; peers cannot connect to {}, so name an address of this host", bound.ip());
+            Err(TransferError::argument("advertise", problem))
+        }
+        None => Ok(bound.ip().to_string()),
     }
 }

@@ -33,6 +33,7 @@ impl Wake {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Interest {
     Read,
+    Write,
     ReadWrite,
 }
 
@@ -46,6 +47,7 @@ pub(crate) fn wait(
         .iter()
         .map(|(fd, interest)| match interest {
             Interest::Read => PollFd::from_borrowed_fd(*fd, PollFlags::IN),
+            Interest::Write => PollFd::from_borrowed_fd(*fd, PollFlags::OUT),
             Interest::ReadWrite => PollFd::from_borrowed_fd(*fd, PollFlags::IN | PollFlags::OUT),
         })
         .collect();

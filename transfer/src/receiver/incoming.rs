@@ -1,0 +1,201 @@
+//! One handoff as it arrives: which layers of which blocks are here, and whether they are what was sent (I2).
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use baton_types::{PoolGeometry, digest_block};
+
+use super::table::Blocks;
+use crate::link::Range;
+use crate::segment::Segment;
+use crate::wire::{Refusal, WriteHead};
+
+/// Coverage and digests of one handoff.
+pub(crate) struct Incoming {
+    blocks: Blocks,
+    /// One bit per group, layer and index.
+    covered: Vec<Vec<bool>>,
+    /// Per group and index: sum of the digests of the layers that arrived.
+    sums: Vec<Vec<u64>>,
+    written: u64,
+    pub began: Instant,
+}
+
+impl Incoming {
+    pub(crate) fn new(geometry: &PoolGeometry, blocks: Blocks, began: Instant) -> Incoming {
+        let layers = |group: usize| geometry.layout.groups[group].layers.len();
+        let covered = blocks.iter().enumerate().map(|(g, list)| vec![false; list.len() * layers(g)]).collect();
+        let sums = blocks.iter().map(|list| vec![0; list.len()]).collect();
+        Incoming { blocks, covered, sums, written: 0, began }
+    }
+
+    /// Layers of blocks the reservation holds.
+    fn expected(&self) -> u64 {
+        self.covered.iter().map(|bits| bits.len() as u64).sum()
+    }
+
+    /// KV bytes of the whole reservation.
+    pub(crate) fn bytes(&self, geometry: &PoolGeometry) -> u64 {
+        let bytes = |(g, list): (usize, &Vec<_>)| (geometry.layout.block_bytes_all_layers(g) * list.len()) as u64;
+        self.blocks.iter().enumerate().map(bytes).sum()
+    }
+
+    /// Where a write's payload goes. Checks every field before any memory is touched.
+    pub(crate) fn accept(&mut self, geometry: &PoolGeometry, head: &WriteHead) -> Result<VecDeque<Range>, String> {
+        let (group, layer) = (head.group as usize, head.layer as usize);
+        let list = self.blocks.get(group).ok_or_else(|| format!("group {group} of {}", self.blocks.len()))?;
+        let layers = geometry.layout.groups[group].layers.len();
+        if layer >= layers {
+            return Err(format!("layer {layer} of {layers} in group {group}"));
+        }
+        let block_bytes = geometry.layout.block_bytes(group);
+        if head.payload as usize != head.indexes.len() * block_bytes {
+            return Err(format!("{} bytes for {} blocks of {block_bytes}", head.payload, head.indexes.len()));
+        }
+        let mut ranges: VecDeque<Range> = VecDeque::with_capacity(head.indexes.len());
+        for &index in &head.indexes {
+            let Some(block) = list.get(index as usize) else {
+                return Err(format!("index {index} of {} in group {group}", list.len()));
+            };
+            let bit = &mut self.covered[group][layer * list.len() + index as usize];
+            if std::mem::replace(bit, true) {
+                return Err(format!("index {index} of group {group} is written twice in layer {layer}"));
+            }
+            let start = geometry.block_range(group, layer, *block).start;
+            match ranges.back_mut() {
+                Some((from, len)) if *from + *len == start => *len += block_bytes,
+                _ => ranges.push_back((start, block_bytes)),
+            }
+        }
+        Ok(ranges)
+    }
+
+    /// Adds the digests of a write whose payload is in the pool.
+    ///
+    /// # Safety
+    /// The write was accepted, and nobody writes to its blocks.
+    pub(crate) unsafe fn landed(&mut self, geometry: &PoolGeometry, pool: &Segment, head: &WriteHead) {
+        self.written += head.indexes.len() as u64;
+        for &index in &head.indexes {
+            // SAFETY: passed on to the caller.
+            unsafe { self.add_digest(geometry, pool, head.group as usize, head.layer as usize, index as usize) }
+        }
+    }
+
+    /// Adds the digests of everything, for a transport whose writes are not seen here.
+    ///
+    /// # Safety
+    /// Nobody writes to the blocks: the peer has completed the handoff.
+    pub(crate) unsafe fn landed_unseen(&mut self, geometry: &PoolGeometry, pool: &Segment, writes: u64) {
+        self.written = writes;
+        for group in 0..self.blocks.len() {
+            for layer in 0..geometry.layout.groups[group].layers.len() {
+                for index in 0..self.blocks[group].len() {
+                    // SAFETY: passed on to the caller.
+                    unsafe { self.add_digest(geometry, pool, group, layer, index) }
+                }
+            }
+        }
+    }
+
+    unsafe fn add_digest(&mut self, geometry: &PoolGeometry, pool: &Segment, group: usize, layer: usize, index: usize) {
+        let range = geometry.block_range(group, layer, self.blocks[group][index]);
+        let Some(start) = pool.at(range.start, range.len()) else { return };
+        // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
+        let bytes = unsafe { std::slice::from_raw_parts(start, range.len()) };
+        let digest = digest_block(bytes, geometry.layout.first_lane(group, layer));
+        let sum = &mut self.sums[group][index];
+        *sum = sum.wrapping_add(digest);
+    }
+
+    /// Compares what arrived with what the sender says it sent.
+    pub(crate) fn verify(&self, writes: u64, digests: &[Vec<u64>]) -> Result<(), Refusal> {
+        let expected = self.expected();
+        if self.written != expected || writes != expected {
+            return Err(Refusal::Incomplete { written: self.written.min(writes), expected });
+        }
+        let shape = |lists: &[Vec<u64>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
+        if shape(digests) != shape(&self.sums) {
+            return Err(Refusal::BadWrite(format!("{:?} digests for {:?} blocks", shape(digests), shape(&self.sums))));
+        }
+        for (group, (want, got)) in digests.iter().zip(&self.sums).enumerate() {
+            if let Some(index) = (0..want.len()).find(|i| want[*i] != got[*i]) {
+                let block = self.blocks[group][index];
+                let (group, want, got) = (group as u32, want[index], got[index]);
+                return Err(Refusal::Verify { group, index: index as u32, block, want, got });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout};
+
+    use super::*;
+
+    fn geometry() -> PoolGeometry {
+        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None };
+        let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
+        PoolGeometry::uniform(layout, 8)
+    }
+
+    fn head(layer: u16, indexes: &[u32]) -> WriteHead {
+        let payload = 32 * indexes.len() as u32;
+        WriteHead { epoch: Epoch(1), group: 0, layer, payload, indexes: indexes.to_vec() }
+    }
+
+    fn incoming() -> Incoming {
+        let blocks = Arc::new(vec![vec![BlockId(5), BlockId(6), BlockId(2)]]);
+        Incoming::new(&geometry(), blocks, Instant::now())
+    }
+
+    #[test]
+    fn accepted_writes_go_to_the_reserved_blocks_only() {
+        let mut incoming = incoming();
+        assert_eq!(incoming.accept(&geometry(), &head(0, &[0, 1, 2])).unwrap(), [(5 * 32, 64), (2 * 32, 32)]);
+        assert_eq!(incoming.accept(&geometry(), &head(1, &[2])).unwrap(), [(8 * 32 + 2 * 32, 32)]);
+        let mut refused = |head: WriteHead| incoming.accept(&geometry(), &head).unwrap_err();
+        assert!(refused(head(1, &[2])).contains("twice"));
+        assert!(refused(head(1, &[0, 0])).contains("twice"));
+        assert!(refused(head(1, &[3])).contains("index 3 of 3"));
+        assert!(refused(head(2, &[0])).contains("layer 2 of 2"));
+        assert!(refused(WriteHead { group: 1, ..head(0, &[0]) }).contains("group 1 of 1"));
+        assert!(refused(WriteHead { payload: 31, ..head(1, &[1]) }).contains("31 bytes for 1 blocks of 32"));
+    }
+
+    #[test]
+    fn only_whole_and_equal_handoffs_verify() {
+        let geometry = geometry();
+        let pool = Segment::create("test", geometry.bytes()).unwrap();
+        // SAFETY: only this thread uses the pool.
+        unsafe { pool.write(0, &(0..geometry.bytes()).map(|i| i as u8).collect::<Vec<_>>()) };
+        let mut whole = incoming();
+        // SAFETY: as above.
+        unsafe { whole.landed_unseen(&geometry, &pool, 6) };
+        let sums = whole.sums.clone();
+        assert_eq!(whole.verify(6, &sums), Ok(()));
+        assert_eq!(whole.bytes(&geometry), 6 * 32);
+
+        let mut partial = incoming();
+        for head in [head(0, &[2, 0, 1]), head(1, &[1]), head(1, &[0])] {
+            partial.accept(&geometry, &head).unwrap();
+            // SAFETY: as above.
+            unsafe { partial.landed(&geometry, &pool, &head) };
+        }
+        assert_eq!(partial.verify(6, &sums), Err(Refusal::Incomplete { written: 5, expected: 6 }));
+        partial.accept(&geometry, &head(1, &[2])).unwrap();
+        // SAFETY: as above.
+        unsafe { partial.landed(&geometry, &pool, &head(1, &[2])) };
+        assert_eq!(partial.verify(6, &sums), Ok(()));
+
+        let mut other = sums.clone();
+        other[0][1] ^= 1;
+        let refusal = partial.verify(6, &other).unwrap_err();
+        assert!(matches!(refusal, Refusal::Verify { group: 0, index: 1, block: BlockId(6), .. }), "{refusal:?}");
+        assert!(matches!(partial.verify(6, &[]), Err(Refusal::BadWrite(_))));
+    }
+}

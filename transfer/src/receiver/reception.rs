@@ -1,0 +1,99 @@
+//! The decode end's front desk, one thread: accepts prefill workers over TCP and the unix socket, and lets leases expire.
+
+use std::io::ErrorKind;
+use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::hub::{Hub, Mail};
+use super::session;
+use super::table::SessionId;
+use crate::error::TransferError;
+use crate::handshake::turn_away;
+use crate::link::{Link, Socket};
+use crate::wake::{Interest, wait};
+use crate::wire::{FrameLimits, Hello};
+use crate::{tcp, threads};
+
+/// How long nobody is accepted after the system had no descriptor or memory for a connection.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The two doors.
+pub(crate) struct Doors {
+    pub tcp: TcpListener,
+    pub unix: UnixListener,
+}
+
+/// Runs until the hub stops, then waits for the sessions.
+pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
+    let mut sessions: Vec<JoinHandle<()>> = Vec::new();
+    let mut next_id: SessionId = 0;
+    while !hub.stopped() {
+        let next = hub.expire(Instant::now());
+        let mut paused = false;
+        while let Some(accepted) = accept(&doors) {
+            next_id += 1;
+            sessions.retain(|session| !session.is_finished());
+            match accepted.and_then(|socket| admit(&hub, next_id, socket)) {
+                Ok(session) => sessions.extend(session),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a prefill worker");
+                    paused = true;
+                    break;
+                }
+            }
+        }
+        let mut timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
+        let fds = [(doors.tcp.as_fd(), Interest::Read), (doors.unix.as_fd(), Interest::Read)];
+        if paused {
+            timeout = Some(timeout.map_or(PAUSE, |t| t.min(PAUSE)));
+        }
+        if let Err(error) = wait(&hub.wake, if paused { &[] } else { &fds }, timeout) {
+            tracing::error!(%error, "accepts nobody any more");
+            break;
+        }
+    }
+    for session in sessions {
+        // This thread is one of the crate's, but joins only others.
+        let _ = session.join();
+    }
+}
+
+/// A connection that waits at either door, ready for use.
+fn accept(doors: &Doors) -> Option<Result<Socket, TransferError>> {
+    let tcp = doors.tcp.accept().and_then(|(stream, _)| tcp::tune(&stream).map(|()| Socket::Tcp(stream)));
+    let either = match tcp {
+        Err(error) if error.kind() == ErrorKind::WouldBlock => {
+            doors.unix.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| Socket::Unix(stream)))
+        }
+        other => other,
+    };
+    match either {
+        Ok(socket) => Some(Ok(socket)),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+        Err(error) => Some(Err(TransferError::os("accept a connection", error))),
+    }
+}
+
+/// Starts a session, or turns the peer away when there are too many.
+fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Option<JoinHandle<()>>, TransferError> {
+    let mail = Arc::new(Mail::new()?);
+    if !hub.admit(id, mail.clone()) {
+        let geometry = &hub.options.geometry;
+        let limits = FrameLimits::new(&hub.options.limits, geometry.layout.groups.len());
+        let mut link = Link::new(socket, hub.options.segment.clone(), limits);
+        link.push_bytes(Hello { fingerprint: geometry.layout.fingerprint() }.encode());
+        let error = turn_away(&mut link, "it has as many connections as it may have");
+        tracing::warn!(%error, "a prefill worker was turned away");
+        return Ok(None);
+    }
+    let session = hub.clone();
+    let started = threads::spawn(format!("kv-in-{id}"), move || session::run(session, id, mail, socket));
+    if started.is_err() {
+        hub.dismiss(id);
+    }
+    started.map(Some)
+}

@@ -1,0 +1,326 @@
+//! One prefill worker's session at the decode end, on its own thread: lets it in under an epoch, puts its blocks into
+//! the pool (TCP) or lets it do so (shm), verifies, and stops it when told.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use baton_types::{Epoch, WorkerId};
+
+use super::ReceiverEvent;
+use super::hub::{Hub, Mail};
+use super::incoming::Incoming;
+use super::table::SessionId;
+use crate::codec::Malformed;
+use crate::error::TransferError;
+use crate::handshake::{self, Patience};
+use crate::link::{Got, Link, Socket};
+use crate::options::TransportKind;
+use crate::state::Input;
+use crate::tcp::Payload;
+use crate::wake::{Interest, wait};
+use crate::wire::{Frame, FrameLimits, MAX_WRITE_BLOCKS, Refusal, WriteHead};
+
+/// Answers queued for a peer that does not read them; beyond it nothing more is read from it.
+const MAX_ANSWERS: usize = 256;
+
+/// Runs a session until either side ends it.
+pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
+    let limits = FrameLimits::new(&hub.options.limits, hub.options.geometry.layout.groups.len());
+    let mut link = Link::new(socket, hub.options.segment.clone(), limits);
+    match welcome(&hub, id, &mail, &mut link) {
+        Ok((peer, process)) => {
+            let landing = None;
+            let mut session = Session {
+                hub: hub.clone(),
+                id,
+                mail,
+                link,
+                peer,
+                incoming: HashMap::new(),
+                landing,
+                pool_given: false,
+            };
+            let end = session.serve();
+            tracing::debug!(%peer, reason = %end, "session over");
+            session.wind_up(process, end);
+        }
+        Err(TransferError::Closed) => {}
+        Err(error) => tracing::warn!(%error, "a prefill worker was turned away"),
+    }
+    hub.dismiss(id);
+}
+
+fn welcome(
+    hub: &Hub,
+    id: SessionId,
+    mail: &Mail,
+    link: &mut Link,
+) -> Result<(WorkerId, Option<OwnedFd>), TransferError> {
+    let patience =
+        Patience { wake: &mail.wake, until: Instant::now() + hub.options.limits.handshake, stopped: &|| hub.stopped() };
+    let geometry = &hub.options.geometry;
+    let guest = handshake::receive(link, hub.options.worker, geometry.layout.fingerprint(), &patience)?;
+    hub.introduce(id, guest.worker);
+    link.push(&Frame::Welcome { blocks: geometry.blocks.clone() });
+    tracing::debug!(peer = %guest.worker, transport = link.kind().as_str(), "session begun");
+    Ok((guest.worker, guest.process))
+}
+
+/// Payload under way, and the write it belongs to unless it is dropped.
+struct Landing {
+    payload: Payload,
+    head: Option<WriteHead>,
+}
+
+struct Session {
+    hub: Arc<Hub>,
+    id: SessionId,
+    mail: Arc<Mail>,
+    link: Link,
+    peer: WorkerId,
+    /// Handoffs this session was let in for and that it has not ended.
+    incoming: HashMap<Epoch, Incoming>,
+    landing: Option<Landing>,
+    /// Whether the pool's descriptor was handed out.
+    pool_given: bool,
+}
+
+impl Session {
+    /// Serves until the session ends; answers why.
+    fn serve(&mut self) -> TransferError {
+        loop {
+            if let Err(error) = self.turn() {
+                return error;
+            }
+        }
+    }
+
+    /// Everything that can be done now, then a wait.
+    fn turn(&mut self) -> Result<(), TransferError> {
+        let full = self.link.queued() >= MAX_ANSWERS;
+        while !full && self.read_some()? {}
+        self.obey_fences();
+        self.link.flush().map_err(|e| self.lost(e))?;
+        let interest = match (full, self.link.has_output()) {
+            (true, true) => Interest::Write,
+            (false, true) => Interest::ReadWrite,
+            (_, false) => Interest::Read,
+        };
+        wait(&self.mail.wake, &[(self.link.as_fd(), interest)], None)?;
+        Ok(())
+    }
+
+    /// One step of reading. False when nothing is there now.
+    fn read_some(&mut self) -> Result<bool, TransferError> {
+        self.obey_fences();
+        if self.hub.stopped() {
+            return Err(TransferError::Closed);
+        }
+        if self.mail.superseded() {
+            return Err(self.lost("it started another session"));
+        }
+        if self.landing.is_some() {
+            return self.read_payload();
+        }
+        if let Some(frame) = self.link.next_frame().map_err(|m| self.broken(m))? {
+            self.handle(frame)?;
+            return Ok(self.link.queued() < MAX_ANSWERS);
+        }
+        match self.link.fill().map_err(|e| self.lost(e))? {
+            Got::Bytes(_) => Ok(true),
+            Got::Blocked => Ok(false),
+            Got::Ended => Err(self.lost("it closed the connection")),
+        }
+    }
+
+    fn read_payload(&mut self) -> Result<bool, TransferError> {
+        let Some(landing) = &mut self.landing else { return Ok(true) };
+        if !landing.payload.is_done() {
+            // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When it
+            // is fenced, `obey_fences`, on this same thread, turns them away before saying so.
+            let got = unsafe { landing.payload.read(&mut self.link) };
+            match got.map_err(|e| self.lost(e))? {
+                Got::Bytes(_) => {}
+                Got::Blocked => return Ok(false),
+                Got::Ended => return Err(self.lost("it closed the connection in the middle of a block")),
+            }
+        }
+        if let Some(landing) = self.landing.take_if(|l| l.payload.is_done())
+            && let Some(head) = landing.head
+            && let Some(incoming) = self.incoming.get_mut(&head.epoch)
+        {
+            let options = &self.hub.options;
+            // SAFETY: the blocks are lent to this handoff, and this thread is the only one that writes to them.
+            unsafe { incoming.landed(&options.geometry, &options.segment, &head) };
+        }
+        Ok(true)
+    }
+
+    /// Fences what other threads asked to be fenced. Over TCP this thread is the only one that writes, so its word is
+    /// enough; over shared memory the peer's is needed.
+    fn obey_fences(&mut self) {
+        for epoch in self.mail.take_fences() {
+            self.forget(epoch);
+            self.link.push(&Frame::Fence { epoch });
+            if self.link.kind() == TransportKind::Tcp {
+                self.hub.step_as(self.id, epoch, Input::Fenced, || TransferError::Aborted { epoch });
+            }
+        }
+    }
+
+    /// From now on nothing that arrives under this epoch reaches the pool.
+    fn forget(&mut self, epoch: Epoch) {
+        self.incoming.remove(&epoch);
+        if let Some(landing) = &mut self.landing
+            && landing.head.take_if(|head| head.epoch == epoch).is_some()
+        {
+            landing.payload.turn_to_discard();
+        }
+    }
+
+    fn handle(&mut self, frame: Frame) -> Result<(), TransferError> {
+        match frame {
+            Frame::Begin { epoch, key } => self.begin(epoch, key),
+            Frame::Write(head) => self.write(head),
+            Frame::Complete { epoch, writes, digests, tail } => self.complete(epoch, writes, &digests, tail),
+            Frame::Abort { epoch } => {
+                self.forget(epoch);
+                self.hub.step_as(self.id, epoch, Input::Fenced, || TransferError::Aborted { epoch });
+                Ok(())
+            }
+            Frame::FenceAck { epoch } => {
+                self.hub.step_as(self.id, epoch, Input::Fenced, || TransferError::Aborted { epoch });
+                Ok(())
+            }
+            other => Err(self.broken(Malformed::new("kind", format!("{other:?} is not for a decode worker")))),
+        }
+    }
+
+    fn begin(&mut self, epoch: Epoch, key: u64) -> Result<(), TransferError> {
+        match self.hub.grant(epoch, key, self.id) {
+            Ok(blocks) => {
+                if self.link.kind() == TransportKind::Shm && !self.pool_given {
+                    let fd = self.hub.options.segment.fd().try_clone_to_owned();
+                    self.link.push_fd(fd.map_err(|e| TransferError::os("duplicate the pool's descriptor", e))?);
+                    self.pool_given = true;
+                }
+                self.link.push(&Frame::Granted { epoch, blocks: blocks.to_vec() });
+                self.incoming.insert(epoch, Incoming::new(&self.hub.options.geometry, blocks, Instant::now()));
+            }
+            Err(reason) => self.refuse(epoch, Refusal::NoReservation(reason)),
+        }
+        Ok(())
+    }
+
+    fn refuse(&mut self, epoch: Epoch, refusal: Refusal) {
+        self.link.push(&Frame::Failed { epoch, refusal });
+    }
+
+    fn write(&mut self, head: WriteHead) -> Result<(), TransferError> {
+        if self.link.kind() == TransportKind::Shm {
+            return Err(self.broken(Malformed::new("kind", "a write over a unix socket")));
+        }
+        let geometry = &self.hub.options.geometry;
+        let largest = (0..geometry.blocks.len()).map(|g| geometry.layout.block_bytes(g)).max().unwrap_or(0);
+        let (epoch, bytes) = (head.epoch, head.payload as usize);
+        if bytes > largest * MAX_WRITE_BLOCKS {
+            return Err(self.broken(Malformed::new("payload", format!("{bytes} bytes in one write"))));
+        }
+        let drop = Landing { payload: Payload::discard(bytes), head: None };
+        let none = || TransferError::Aborted { epoch };
+        let accepted = match self.incoming.get_mut(&epoch) {
+            None => Err(Refusal::NoReservation("nothing may be written under it".into())),
+            // The owner has taken it back; the fence is on its way to the peer.
+            Some(_) if !self.hub.step_as(self.id, epoch, Input::Write, none) => {
+                self.landing = Some(drop);
+                return Ok(());
+            }
+            Some(incoming) => incoming.accept(geometry, &head).map_err(Refusal::BadWrite),
+        };
+        self.landing = Some(match accepted {
+            Ok(ranges) => Landing { payload: Payload::apply(ranges), head: Some(head) },
+            Err(refusal) => {
+                self.fail(epoch, refusal);
+                drop
+            }
+        });
+        Ok(())
+    }
+
+    fn complete(
+        &mut self,
+        epoch: Epoch,
+        writes: u64,
+        digests: &[Vec<u64>],
+        tail: Vec<u8>,
+    ) -> Result<(), TransferError> {
+        let Some(mut incoming) = self.incoming.remove(&epoch) else {
+            self.refuse(epoch, Refusal::NoReservation("nothing may be completed under it".into()));
+            return Ok(());
+        };
+        let options = &self.hub.options;
+        if self.link.kind() == TransportKind::Shm {
+            // SAFETY: the peer has completed the handoff, so it writes to these blocks no more, and they are lent, so
+            // nobody here does.
+            unsafe { incoming.landed_unseen(&options.geometry, &options.segment, writes) };
+        }
+        // I2
+        if let Err(refusal) = incoming.verify(writes, digests) {
+            self.fail(epoch, refusal);
+            return Ok(());
+        }
+        let bytes = incoming.bytes(&options.geometry);
+        let seconds = incoming.began.elapsed().as_secs_f64();
+        let event = ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport: self.link.kind() };
+        if self.hub.verified(self.id, event) {
+            self.link.push(&Frame::Verified { epoch });
+        }
+        Ok(())
+    }
+
+    /// Ends a handoff that cannot be verified, and says so to both sides.
+    fn fail(&mut self, epoch: Epoch, refusal: Refusal) {
+        self.incoming.remove(&epoch);
+        let peer = self.peer;
+        let error = match &refusal {
+            Refusal::NoReservation(reason) => TransferError::Refused { epoch, peer, reason: reason.clone() },
+            Refusal::BadWrite(problem) => TransferError::Protocol { peer, field: "write", problem: problem.clone() },
+            Refusal::Incomplete { written, expected } => {
+                TransferError::Incomplete { epoch, peer, written: *written, expected: *expected }
+            }
+            Refusal::Verify { group, index, block, want, got } => {
+                let (group, index, block, want, got) = (*group, *index, *block, *want, *got);
+                TransferError::Verify { epoch, peer, group, index, block, want, got }
+            }
+        };
+        self.hub.step_as(self.id, epoch, Input::Refute, || error);
+        self.refuse(epoch, refusal);
+    }
+
+    /// Fails what is still under way. Its blocks are free once the peer provably cannot write: over TCP at once, over
+    /// shared memory when its process is gone or has come back with a new session.
+    fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
+        let Session { hub, id, mail, link, pool_given, .. } = self;
+        for epoch in hub.held_by(id) {
+            hub.step_as(id, epoch, Input::Lost, || end.clone());
+        }
+        drop(link);
+        if let Some(process) = process.filter(|_| pool_given) {
+            let over = || hub.stopped() || mail.superseded() || hub.held_by(id).is_empty();
+            while !over() && wait(&mail.wake, &[(process.as_fd(), Interest::Read)], None) == Ok(0) {}
+        }
+        for epoch in hub.held_by(id) {
+            hub.step_as(id, epoch, Input::Severed, || end.clone());
+        }
+    }
+
+    fn lost(&self, cause: impl ToString) -> TransferError {
+        TransferError::PeerLost { peer: self.peer, cause: cause.to_string() }
+    }
+
+    fn broken(&self, Malformed { field, problem }: Malformed) -> TransferError {
+        TransferError::Protocol { peer: self.peer, field, problem }
+    }
+}

@@ -1,0 +1,257 @@
+//! The decode end's reservations: which epoch holds which blocks, in which state, until when. Pure: no clock, no I/O.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+
+use baton_types::{BlockId, Epoch, PoolGeometry};
+
+use crate::error::TransferError;
+use crate::options::Limits;
+use crate::state::{self, Action, Input, State};
+
+/// Number of a session at this receiver.
+pub(crate) type SessionId = u64;
+/// Reserved blocks per group, in token order.
+pub(crate) type Blocks = Arc<Vec<Vec<BlockId>>>;
+
+struct Reservation {
+    state: State,
+    key: u64,
+    blocks: Blocks,
+    expires: Instant,
+    /// Who was let in.
+    session: Option<SessionId>,
+}
+
+/// What a step came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Stepped {
+    pub before: State,
+    pub after: State,
+    pub action: Action,
+    pub session: Option<SessionId>,
+}
+
+/// All reservations that are not over.
+pub(crate) struct Table {
+    limits: Limits,
+    entries: HashMap<Epoch, Reservation>,
+    /// Per group and block: the epoch it is lent under.
+    lent: Vec<Vec<Option<Epoch>>>,
+    /// Leases that still run.
+    leases: BTreeSet<(Instant, Epoch)>,
+}
+
+impl Table {
+    pub(crate) fn new(geometry: &PoolGeometry, limits: Limits) -> Table {
+        let lent = geometry.blocks.iter().map(|blocks| vec![None; *blocks as usize]).collect();
+        Table { limits, entries: HashMap::new(), lent, leases: BTreeSet::new() }
+    }
+
+    /// Sets blocks aside.
+    pub(crate) fn reserve(
+        &mut self,
+        epoch: Epoch,
+        key: u64,
+        blocks: &[Vec<BlockId>],
+        expires: Instant,
+    ) -> Result<(), TransferError> {
+        self.check(epoch, blocks)?;
+        for (group, list) in blocks.iter().enumerate() {
+            for block in list {
+                if let Err(error) = self.lend(group, *block, epoch) {
+                    self.take_back(blocks, epoch);
+                    return Err(error);
+                }
+            }
+        }
+        let (state, _) = state::step(State::Offered, Input::Reserve);
+        let blocks = Arc::new(blocks.to_vec());
+        self.entries.insert(epoch, Reservation { state, key, blocks, expires, session: None });
+        self.leases.insert((expires, epoch));
+        Ok(())
+    }
+
+    fn check(&self, epoch: Epoch, blocks: &[Vec<BlockId>]) -> Result<(), TransferError> {
+        let total: usize = blocks.iter().map(Vec::len).sum();
+        let bound = |what, limit: usize, asked: usize| match asked <= limit {
+            true => Ok(()),
+            false => Err(TransferError::Limit { what, limit: limit as u64, asked: asked as u64 }),
+        };
+        if blocks.len() != self.lent.len() {
+            let problem = format!("lists for {} groups, the layout has {}", blocks.len(), self.lent.len());
+            return Err(TransferError::argument("blocks", problem));
+        }
+        if total == 0 {
+            return Err(TransferError::argument("blocks", "none; a reservation holds at least one"));
+        }
+        if self.entries.contains_key(&epoch) {
+            return Err(TransferError::argument("epoch", format!("{epoch} is in use; epochs are never reused")));
+        }
+        bound("reservations", self.limits.handoffs, self.entries.len() + 1)?;
+        bound("blocks of a reservation", self.limits.blocks_per_handoff, total)
+    }
+
+    fn lend(&mut self, group: usize, block: BlockId, epoch: Epoch) -> Result<(), TransferError> {
+        let pool = self.lent[group].len();
+        let Some(slot) = self.lent[group].get_mut(block.0 as usize) else {
+            let problem = format!("{block} of group {group}, its pool has {pool} blocks");
+            return Err(TransferError::argument("blocks", problem));
+        };
+        match *slot {
+            // I3: a block some peer may still write to is never lent again.
+            Some(holder) => Err(TransferError::Lent { group: group as u32, block, epoch: holder }),
+            None => {
+                *slot = Some(epoch);
+                Ok(())
+            }
+        }
+    }
+
+    fn take_back(&mut self, blocks: &[Vec<BlockId>], epoch: Epoch) {
+        for (slots, list) in self.lent.iter_mut().zip(blocks) {
+            for block in list {
+                if let Some(slot) = slots.get_mut(block.0 as usize).filter(|slot| **slot == Some(epoch)) {
+                    *slot = None;
+                }
+            }
+        }
+    }
+
+    /// Lets a session write to a reservation whose key it knows, or says why not.
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Blocks, String> {
+        let entry = self.entries.get_mut(&epoch).ok_or("it ended or never was")?;
+        if entry.key != key {
+            return Err("the key is another's".into());
+        }
+        let (state, action) = state::step(entry.state, Input::Grant);
+        if action != Action::Begin {
+            return Err(format!("it is {:?} already", entry.state));
+        }
+        entry.state = state;
+        entry.session = Some(session);
+        Ok(entry.blocks.clone())
+    }
+
+    /// Steps a reservation for its owner. None when there is none.
+    pub(crate) fn step(&mut self, epoch: Epoch, input: Input) -> Option<Stepped> {
+        let entry = self.entries.get_mut(&epoch)?;
+        let before = entry.state;
+        let (after, action) = state::step(before, input);
+        entry.state = after;
+        let stepped = Stepped { before, after, action, session: entry.session };
+        if after != before && !matches!(after, State::Reserved | State::Transferring) {
+            self.leases.remove(&(entry.expires, epoch));
+        }
+        if after == State::Released
+            && let Some(entry) = self.entries.remove(&epoch)
+        {
+            self.take_back(&entry.blocks, epoch);
+        }
+        Some(stepped)
+    }
+
+    /// Steps a reservation for a peer's session. None when that session was not let in under this epoch.
+    pub(crate) fn step_as(&mut self, session: SessionId, epoch: Epoch, input: Input) -> Option<Stepped> {
+        let holder = self.entries.get(&epoch)?.session;
+        if holder == Some(session) { self.step(epoch, input) } else { None }
+    }
+
+    /// Epochs a session was let in under and that are not over.
+    pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
+        self.entries.iter().filter(|(_, r)| r.session == Some(session)).map(|(epoch, _)| *epoch).collect()
+    }
+
+    /// When the next lease runs out.
+    pub(crate) fn next_expiry(&self) -> Option<Instant> {
+        self.leases.first().map(|(at, _)| *at)
+    }
+
+    /// Epochs whose lease has run out.
+    pub(crate) fn expired(&self, now: Instant) -> Vec<Epoch> {
+        self.leases.iter().take_while(|(at, _)| *at <= now).map(|(_, epoch)| *epoch).collect()
+    }
+
+    /// Reservations that are not over.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use baton_types::{KvDtype, KvGroup, KvLayout};
+
+    use super::*;
+
+    fn table() -> Table {
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None };
+        let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
+        let limits = Limits { handoffs: 2, blocks_per_handoff: 4, ..Limits::default() };
+        Table::new(&PoolGeometry::uniform(layout, 8), limits)
+    }
+
+    fn ids(range: std::ops::Range<u32>) -> Vec<Vec<BlockId>> {
+        vec![range.map(BlockId).collect()]
+    }
+
+    #[test]
+    fn a_lent_block_is_lent_once_until_its_epoch_is_over() {
+        let mut table = table();
+        let soon = Instant::now();
+        table.reserve(Epoch(1), 0, &ids(0..3), soon).unwrap();
+        // I3
+        let error = table.reserve(Epoch(2), 0, &ids(2..4), soon).unwrap_err();
+        assert_eq!(error, TransferError::Lent { group: 0, block: BlockId(2), epoch: Epoch(1) });
+        // The refused reservation holds nothing.
+        table.reserve(Epoch(3), 0, &ids(3..5), soon).unwrap();
+        table.grant(Epoch(1), 0, 9).unwrap();
+        table.step(Epoch(1), Input::Abort).unwrap();
+        table.step(Epoch(3), Input::Abort).unwrap();
+        assert!(table.reserve(Epoch(4), 0, &ids(0..1), soon).is_err(), "the peer has not stopped yet");
+        assert_eq!(table.step_as(8, Epoch(1), Input::Fenced), None, "another session's word is worth nothing");
+        assert_eq!(table.step_as(9, Epoch(1), Input::Fenced).map(|s| s.action), Some(Action::Free));
+        table.reserve(Epoch(4), 0, &ids(0..1), soon).unwrap();
+    }
+
+    #[test]
+    fn bad_reservations_name_what_is_wrong() {
+        let mut table = table();
+        let now = Instant::now();
+        let mut message = |epoch, blocks: &[Vec<BlockId>]| {
+            table.reserve(Epoch(epoch), 0, blocks, now).map_err(|e| e.to_string()).err().unwrap_or_default()
+        };
+        assert!(message(1, &[]).contains("lists for 0 groups"));
+        assert!(message(1, &[vec![]]).contains("none"));
+        assert!(message(1, &ids(7..9)).contains("b8 of group 0"));
+        assert!(message(1, &ids(0..5)).contains("5 asked, the limit is 4"));
+        assert!(message(1, &[vec![BlockId(1), BlockId(1)]]).contains("still lent under e1"));
+        assert_eq!(message(1, &ids(0..1)), "");
+        assert!(message(1, &ids(1..2)).contains("never reused"));
+        assert_eq!(message(2, &ids(1..2)), "");
+        assert!(message(3, &ids(2..3)).contains("3 asked, the limit is 2"));
+    }
+
+    #[test]
+    fn leases_run_out_in_order_and_end_with_verification() {
+        let mut table = table();
+        let start = Instant::now();
+        let at = |s| start + Duration::from_secs(s);
+        table.reserve(Epoch(1), 5, &ids(0..1), at(2)).unwrap();
+        table.reserve(Epoch(2), 6, &ids(1..2), at(1)).unwrap();
+        assert_eq!(table.next_expiry(), Some(at(1)));
+        assert_eq!(table.expired(at(0)), []);
+        assert_eq!(table.expired(at(9)), [Epoch(2), Epoch(1)]);
+        assert!(table.grant(Epoch(1), 6, 1).unwrap_err().contains("key"));
+        table.grant(Epoch(1), 5, 1).unwrap();
+        assert!(table.grant(Epoch(1), 5, 2).unwrap_err().contains("Transferring already"));
+        table.step_as(1, Epoch(1), Input::Verify).unwrap();
+        assert_eq!(table.expired(at(9)), [Epoch(2)]);
+        table.step(Epoch(2), Input::Expire).unwrap();
+        assert_eq!((table.next_expiry(), table.len()), (None, 1));
+        assert_eq!(table.held_by(1), [Epoch(1)]);
+    }
+}

@@ -1,0 +1,43 @@
+//! The crate's own threads: named, counted in, and never joined by themselves.
+
+use std::cell::Cell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::error::TransferError;
+
+thread_local! {
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Starts a thread of this crate.
+pub(crate) fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, TransferError> {
+    let body = move || {
+        OURS.set(true);
+        run();
+    };
+    std::thread::Builder::new().name(name).spawn(body).map_err(|e| TransferError::os("start a thread", e))
+}
+
+/// Waits for a thread to end. Does not wait when called from a callback, on a thread that may be the one meant.
+pub(crate) fn join(handle: JoinHandle<()>) {
+    if !OURS.get() && handle.join().is_err() {
+        tracing::error!("a transfer thread panicked");
+    }
+}
+
+/// Locks, also after a panic elsewhere: every update under these locks is complete before anything can panic.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// 64 random bits from the system.
+pub(crate) fn random() -> Result<u64, TransferError> {
+    let mut bytes = [0u8; 8];
+    let flags = rustix::rand::GetRandomFlags::empty();
+    match rustix::rand::getrandom(&mut bytes, flags) {
+        Ok(8) => Ok(u64::from_ne_bytes(bytes)),
+        Ok(short) => Err(TransferError::os("read random bytes", format!("{short} of 8"))),
+        Err(error) => Err(TransferError::os("read random bytes", error)),
+    }
+}
