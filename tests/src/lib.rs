@@ -1,6 +1,7 @@
-//! What tests across crates share: reference outputs of other implementations, and tiny random models.
+//! What tests across crates share: reference outputs of other implementations, tiny random
+//! models, and a way to run a model in this process.
 //!
-//! Only data and files; nothing here runs a model.
 
+pub mod local;
 pub mod references;
 pub mod tiny;

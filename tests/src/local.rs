@@ -1,0 +1,142 @@
+//! A model in this process: engine and decoder without workers, sockets or transfers. The one route all others are
+//! compared with.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use baton_engine::{Engine, EngineConfig, Event, NewSequence, Start, Time};
+use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
+use baton_model::{Decoder, Limits, kv_layout};
+use baton_model_files::Model;
+use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
+
+/// How to run.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Element type of the KV pool.
+    pub kv: KvDtype,
+    /// Most prompt tokens of one sequence a step.
+    pub chunk: u32,
+    /// Most tokens a step.
+    pub budget: u32,
+    /// Most sequences in the batch.
+    pub max_running: u32,
+    /// Blocks of the pool, of 16 tokens.
+    pub blocks: u32,
+    /// Compute threads.
+    pub threads: usize,
+    /// Instruction set.
+    pub isa: Isa,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let cpu = CpuOptions::default();
+        Options {
+            kv: KvDtype::F16,
+            chunk: 512,
+            budget: 512,
+            max_running: 32,
+            blocks: 256,
+            threads: cpu.threads,
+            isa: cpu.isa,
+        }
+    }
+}
+
+/// Called with (sequence's place in the call, token index, logits) for each sampled token.
+pub type OnLogits<'a> = dyn FnMut(usize, u32, &[f32]) + 'a;
+
+/// An engine over a decoder.
+pub struct Local {
+    engine: Engine,
+    decoder: Decoder<CpuBackend>,
+}
+
+impl Local {
+    /// Loads a model.
+    pub fn new(model: &Model, options: Options) -> anyhow::Result<Local> {
+        let layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
+        let geometry = PoolGeometry::uniform(layout, options.blocks);
+        let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
+        let backend = CpuBackend::new(CpuOptions { threads: options.threads, isa: options.isa }, pool)?;
+        let context = model.config().context_length.min(options.blocks * 16);
+        let limits = Limits {
+            tokens: options.budget as usize,
+            samples: 4,
+            context: context as usize,
+            table_entries: options.blocks as usize,
+        };
+        let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
+        let config = EngineConfig {
+            token_budget: options.budget,
+            chunk: options.chunk,
+            max_running: options.max_running,
+            max_waiting: u32::MAX,
+            context_tokens: context,
+        };
+        Ok(Local { engine: Engine::new(config, &geometry)?, decoder })
+    }
+
+    /// Opens the model at `path` and loads it.
+    pub fn open(path: &Path, options: Options) -> anyhow::Result<Local> {
+        Local::new(&Model::open(path)?, options)
+    }
+
+    /// Answers one prompt.
+    pub fn one(&mut self, prompt: &[u32], params: &SamplingParams) -> anyhow::Result<Vec<TokenOut>> {
+        let mut answers = self.run(&[(prompt.to_vec(), params.clone())], &mut |_, _, _| ())?;
+        answers.pop().context("one request has one answer")
+    }
+
+    /// Runs requests together until all have ended.
+    pub fn run(
+        &mut self,
+        requests: &[(Vec<u32>, SamplingParams)],
+        on_logits: &mut OnLogits<'_>,
+    ) -> anyhow::Result<Vec<Vec<TokenOut>>> {
+        let mut answers = vec![Vec::new(); requests.len()];
+        let mut places: BTreeMap<SeqId, usize> = BTreeMap::new();
+        for (place, (prompt, params)) in requests.iter().enumerate() {
+            let seq = self.engine.submit(NewSequence {
+                request: RequestId(place.to_string()),
+                tokens: prompt.clone(),
+                prompt_tokens: prompt.len() as u32,
+                params: params.clone(),
+                start: Start::Compute,
+                deadline: None,
+            })?;
+            places.insert(seq, place);
+        }
+        let (mut events, mut out, mut left) = (Vec::new(), Vec::new(), requests.len());
+        while left > 0 {
+            let step = self.engine.plan(Time(0), &mut events).context("sequences are left but no step")?;
+            out.clear();
+            let Local { engine, decoder } = self;
+            engine.with_batch(&step, |batch| {
+                let sampling: Vec<_> = batch.rows.iter().filter(|row| row.sample.is_some()).collect();
+                decoder.run_logits(batch, &mut |_| (), &mut |sampler, i, logits| {
+                    if let Some(sample) = &sampling[i].sample {
+                        on_logits(places[&sampling[i].seq], sample.index, logits);
+                        out.push(sampler.sample(logits, sample));
+                    }
+                })
+            })?;
+            self.engine.apply(step, &mut out, &mut events);
+            self.engine.check()?;
+            for event in events.drain(..) {
+                match event {
+                    Event::Token { seq, token, .. } => answers[places[&seq]].push(token),
+                    Event::Finished { .. } => left -= 1,
+                    other => bail!("unexpected {other:?}"),
+                }
+            }
+        }
+        if !self.engine.idle() {
+            bail!("blocks are left: {:?}", self.engine.counts());
+        }
+        Ok(answers)
+    }
+}
