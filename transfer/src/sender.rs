@@ -1,11 +1,31 @@
-//! The prefill end.
+//! The prefill end: opens handoffs to reservations and writes layers of blocks as they are computed.
+//!
+//! Threads: one per decode worker that is being written to. Knows nothing of sequences; which local block holds which
+//! part of the reservation is the caller's to say.
 
+mod active;
+mod connect;
+mod queue;
+mod session;
+
+use std::collections::HashMap;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
-use baton_types::{BlockId, Epoch};
+use baton_types::{BlockId, Epoch, WorkerId};
 
+use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::options::{SenderOptions, TransportKind};
+use crate::host::Host;
+use crate::options::{SenderOptions, TransportKind, check_pool};
+use crate::threads::{self, lock};
+use connect::{Config, Plan};
+use queue::{Core, Done, Op, Queue, Quiet};
+
+#[cfg(test)]
+pub(crate) use connect::Wrap;
 
 /// What a verified handoff took.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -16,41 +36,119 @@ pub struct TransferStats {
     pub seconds: f64,
     /// What carried it.
     pub transport: TransportKind,
-    /// Block layers written.
+    /// Layers of blocks written.
     pub writes: u64,
 }
 
-/// Called once with a handoff's outcome, on a transfer thread. Must not block.
+/// Called once with a handoff's outcome, mostly on a transfer thread. Must not block.
 pub type OnDone = Box<dyn FnOnce(Result<TransferStats, TransferError>) + Send>;
 
-/// Where KV leaves.
-pub struct Sender {}
+struct Peer {
+    queue: Arc<Queue>,
+    thread: JoinHandle<()>,
+}
+
+/// Where KV leaves. Dropping it aborts every handoff and closes all connections.
+pub struct Sender {
+    config: Arc<Config>,
+    peers: Mutex<HashMap<WorkerId, Peer>>,
+}
 
 impl Sender {
     /// Connects to nobody yet.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
-        let _ = options;
-        Ok(Sender {})
+        check_pool(&options.geometry, &options.segment)?;
+        let config = Config {
+            options,
+            host: Host::current(),
+            shm_fails: AtomicBool::new(false),
+            #[cfg(test)]
+            wrap: None,
+        };
+        Ok(Sender { config: Arc::new(config), peers: Mutex::default() })
     }
 
-    /// Starts a handoff to the reservation `target` describes, to be over by `deadline`. Does not wait for the network.
+    /// As [`Sender::new`], with `wrap` around every transport.
+    #[cfg(test)]
+    pub(crate) fn with_wrap(options: SenderOptions, wrap: Wrap) -> Result<Sender, TransferError> {
+        let mut sender = Sender::new(options)?;
+        if let Some(config) = Arc::get_mut(&mut sender.config) {
+            config.wrap = Some(wrap);
+        }
+        Ok(sender)
+    }
+
+    /// Starts a handoff to the reservation that `target` describes, to be over by `deadline`. Does not wait for the
+    /// network.
     pub fn open(&self, target: &[u8], deadline: Instant) -> Result<Handoff, TransferError> {
-        let _ = (target, deadline);
-        Err(TransferError::Closed)
+        let options = &self.config.options;
+        let target = Descriptor::parse(target, &options.geometry.layout)?;
+        let blocks: u64 = target.counts.iter().map(|n| u64::from(*n)).sum();
+        let limit = options.limits.blocks_per_handoff as u64;
+        if blocks > limit {
+            return Err(TransferError::Limit { what: "blocks of a reservation", limit, asked: blocks });
+        }
+        let (tokens, epoch, key, peer) = (target.tokens, target.epoch, target.key, target.worker);
+        let counts = target.counts.clone();
+        let queue = self.queue_to(target)?;
+        let core = Arc::new(Core { epoch, key, peer, deadline, counts, failure: OnceLock::new() });
+        queue.begin(core.clone())?;
+        let layers = |group: usize| options.geometry.layout.groups[group].layers.len();
+        let unwritten = core.counts.iter().enumerate().map(|(g, n)| vec![true; *n as usize * layers(g)]).collect();
+        Ok(Handoff { config: self.config.clone(), queue, core, tokens, unwritten, written: 0, ended: false })
+    }
+
+    /// The queue of the session to a worker; a session that has ended is replaced.
+    fn queue_to(&self, target: Descriptor) -> Result<Arc<Queue>, TransferError> {
+        let mut peers = lock(&self.peers);
+        peers.retain(|_, peer| !peer.queue.is_closed());
+        if let Some(peer) = peers.get(&target.worker) {
+            return Ok(peer.queue.clone());
+        }
+        let limits = &self.config.options.limits;
+        if peers.len() >= limits.connections {
+            let (limit, asked) = (limits.connections as u64, peers.len() as u64 + 1);
+            return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
+        }
+        let worker = target.worker;
+        let queue = Arc::new(Queue::new(limits.clone())?);
+        let plan = Plan { config: self.config.clone(), target };
+        let inner = queue.clone();
+        let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
+        peers.insert(worker, Peer { queue: queue.clone(), thread });
+        Ok(queue)
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        let peers = std::mem::take(&mut *lock(&self.peers));
+        peers.values().for_each(|peer| peer.queue.stop());
+        peers.into_values().for_each(|peer| threads::join(peer.thread));
     }
 }
 
 /// One handoff under way. Dropping it aborts it.
 pub struct Handoff {
-    epoch: Epoch,
-    counts: Vec<u32>,
+    config: Arc<Config>,
+    queue: Arc<Queue>,
+    core: Arc<Core>,
     tokens: u32,
+    /// Per group, layer and index: whether it has yet to be written.
+    unwritten: Vec<Vec<bool>>,
+    written: u64,
+    ended: bool,
 }
 
 impl Handoff {
     /// The reservation's epoch.
     pub fn epoch(&self) -> Epoch {
-        self.epoch
+        self.core.epoch
+    }
+
+    /// The decode worker.
+    pub fn peer(&self) -> WorkerId {
+        self.core.peer
     }
 
     /// Tokens whose KV the reservation wants: the last ones of the prompt.
@@ -60,31 +158,102 @@ impl Handoff {
 
     /// Blocks the reservation holds, per group.
     pub fn block_counts(&self) -> &[u32] {
-        &self.counts
+        &self.core.counts
     }
 
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
     /// group). Every layer of every block must be written once. The local blocks must stay unchanged until the
-    /// handoff's end is reported. Blocks while the queue is full, until the deadline.
+    /// handoff's end is reported. Waits while the queue is full, until the deadline. After an error the handoff is
+    /// good for nothing but [`Handoff::complete`] or [`Handoff::abort`].
     pub fn write(
         &mut self,
         group: usize,
         layer_in_group: usize,
         pairs: &[(BlockId, u32)],
     ) -> Result<(), TransferError> {
-        let _ = (group, layer_in_group, pairs);
-        Err(TransferError::Closed)
+        self.check(group, layer_in_group, pairs)?;
+        if pairs.is_empty() {
+            return Ok(());
+        }
+        let op = Op::Write { epoch: self.core.epoch, group, layer: layer_in_group, pairs: pairs.to_vec() };
+        self.queue.write(&self.core, op)?;
+        self.written += pairs.len() as u64;
+        Ok(())
+    }
+
+    fn check(&mut self, group: usize, layer: usize, pairs: &[(BlockId, u32)]) -> Result<(), TransferError> {
+        let geometry = &self.config.options.geometry;
+        let Some(count) = self.core.counts.get(group) else {
+            return Err(TransferError::argument("group", format!("{group} of {}", self.core.counts.len())));
+        };
+        let layers = geometry.layout.groups[group].layers.len();
+        if layer >= layers {
+            return Err(TransferError::argument("layer_in_group", format!("{layer} of {layers} in group {group}")));
+        }
+        for (block, index) in pairs {
+            if block.0 >= geometry.blocks[group] {
+                let problem = format!("{block}, the pool has {} in group {group}", geometry.blocks[group]);
+                return Err(TransferError::argument("pairs.block", problem));
+            }
+            if index >= count {
+                return Err(TransferError::argument("pairs.index", format!("{index} of {count} in group {group}")));
+            }
+            let bit = &mut self.unwritten[group][layer * *count as usize + *index as usize];
+            if !std::mem::take(bit) {
+                let problem = format!("{index} of group {group} is written twice in layer {layer}");
+                return Err(TransferError::argument("pairs.index", problem));
+            }
+        }
+        Ok(())
     }
 
     /// Everything is written: `on_done` is called exactly once, when the decode side has verified or refused, or at
-    /// abort, loss of the peer or deadline. `tail` travels along to `Verified`.
-    pub fn complete(self, tail: Vec<u8>, on_done: OnDone) {
-        let _ = tail;
-        on_done(Err(TransferError::Closed));
+    /// loss of the peer or deadline. From then on nothing reads the local blocks. `tail` travels along to
+    /// [`crate::ReceiverEvent::Verified`].
+    pub fn complete(mut self, tail: Vec<u8>, on_done: OnDone) {
+        let done = Done::new(on_done);
+        match self.completable(&tail) {
+            Ok(()) => {
+                self.ended = true;
+                self.queue.complete(self.core.epoch, tail, done);
+            }
+            Err(error) => {
+                self.ended = true;
+                let report = move || done.report(Err(error));
+                self.queue.abort(self.core.epoch, Quiet(Some(Box::new(report))));
+            }
+        }
     }
 
-    /// Gives up. `on_quiet` is called once nothing reads the local blocks any more.
-    pub fn abort(self, on_quiet: Box<dyn FnOnce() + Send>) {
-        on_quiet();
+    fn completable(&self, tail: &[u8]) -> Result<(), TransferError> {
+        if let Some(error) = self.core.failure.get() {
+            return Err(error.clone());
+        }
+        let limit = self.config.options.limits.tail_bytes;
+        if tail.len() > limit {
+            let (limit, asked) = (limit as u64, tail.len() as u64);
+            return Err(TransferError::Limit { what: "bytes of a completion's tail", limit, asked });
+        }
+        let expected: u64 = self.unwritten.iter().map(|bits| bits.len() as u64).sum();
+        if self.written != expected {
+            let (epoch, peer, written) = (self.core.epoch, self.config.options.worker, self.written);
+            return Err(TransferError::Incomplete { epoch, peer, written, expected });
+        }
+        Ok(())
+    }
+
+    /// Gives up. `on_quiet` is called once nothing reads the local blocks any more; with no need to know, drop the
+    /// handoff instead.
+    pub fn abort(mut self, on_quiet: Box<dyn FnOnce() + Send>) {
+        self.ended = true;
+        self.queue.abort(self.core.epoch, Quiet(Some(on_quiet)));
+    }
+}
+
+impl Drop for Handoff {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.queue.abort(self.core.epoch, Quiet(None));
+        }
     }
 }

@@ -57,8 +57,9 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
         }
     }
     for session in sessions {
-        // This thread is one of the crate's, but joins only others.
-        let _ = session.join();
+        if session.join().is_err() {
+            tracing::error!("a session's thread panicked");
+        }
     }
 }
 

@@ -99,17 +99,23 @@ impl Session {
 
     /// Everything that can be done now, then a wait.
     fn turn(&mut self) -> Result<(), TransferError> {
-        let full = self.link.queued() >= MAX_ANSWERS;
-        while !full && self.read_some()? {}
+        while !self.is_full() && self.read_some()? {}
         self.obey_fences();
+        let was_full = self.is_full();
         self.link.flush().map_err(|e| self.lost(e))?;
-        let interest = match (full, self.link.has_output()) {
-            (true, true) => Interest::Write,
+        let interest = match (self.is_full(), self.link.has_output()) {
+            // Frames may wait in the inbox.
+            (false, _) if was_full => return Ok(()),
+            (true, _) => Interest::Write,
             (false, true) => Interest::ReadWrite,
-            (_, false) => Interest::Read,
+            (false, false) => Interest::Read,
         };
         wait(&self.mail.wake, &[(self.link.as_fd(), interest)], None)?;
         Ok(())
+    }
+
+    fn is_full(&self) -> bool {
+        self.link.queued() >= MAX_ANSWERS
     }
 
     /// One step of reading. False when nothing is there now.
@@ -126,7 +132,8 @@ impl Session {
         }
         if let Some(frame) = self.link.next_frame().map_err(|m| self.broken(m))? {
             self.handle(frame)?;
-            return Ok(self.link.queued() < MAX_ANSWERS);
+            self.link.flush().map_err(|e| self.lost(e))?;
+            return Ok(true);
         }
         match self.link.fill().map_err(|e| self.lost(e))? {
             Got::Bytes(_) => Ok(true),
@@ -303,13 +310,26 @@ impl Session {
     /// shared memory when its process is gone or has come back with a new session.
     fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
         let Session { hub, id, mail, link, pool_given, .. } = self;
+        if hub.stopped() {
+            return;
+        }
         for epoch in hub.held_by(id) {
             hub.step_as(id, epoch, Input::Lost, || end.clone());
         }
         drop(link);
         if let Some(process) = process.filter(|_| pool_given) {
             let over = || hub.stopped() || mail.superseded() || hub.held_by(id).is_empty();
-            while !over() && wait(&mail.wake, &[(process.as_fd(), Interest::Read)], None) == Ok(0) {}
+            while !over() {
+                match wait(&mail.wake, &[(process.as_fd(), Interest::Read)], None) {
+                    Ok(0) => {}
+                    Ok(_) => break,
+                    Err(error) => {
+                        // I3: better lost to this process than reused under a writer.
+                        tracing::error!(%error, %end, "cannot tell when the peer is gone; its blocks stay aside");
+                        return;
+                    }
+                }
+            }
         }
         for epoch in hub.held_by(id) {
             hub.step_as(id, epoch, Input::Severed, || end.clone());

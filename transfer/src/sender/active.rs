@@ -1,0 +1,97 @@
+//! One handoff under way at the prefill end, as its session keeps it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use baton_types::{BlockId, Epoch, PoolGeometry};
+
+use super::TransferStats;
+use super::queue::{Core, Done};
+use crate::error::TransferError;
+use crate::options::TransportKind;
+use crate::state::{self, Action, Input, State};
+use crate::transport::{BATCH_BYTES, Batch, BlockWrite};
+use crate::wire::MAX_WRITE_BLOCKS;
+
+/// State, digests and counts.
+pub(crate) struct Active {
+    pub core: Arc<Core>,
+    pub state: State,
+    /// Reserved blocks of the peer's pool; empty until access is granted.
+    pub targets: Vec<Vec<BlockId>>,
+    /// Per group and index: sum of the digests of the layers written.
+    pub sums: Vec<Vec<u64>>,
+    pub writes: u64,
+    pub bytes: u64,
+    /// Set once the handoff is completed.
+    pub done: Option<Done>,
+    began: Instant,
+}
+
+impl Active {
+    pub(crate) fn new(core: Arc<Core>) -> Active {
+        let sums = core.counts.iter().map(|n| vec![0; *n as usize]).collect();
+        let (state, _) = state::step(State::Offered, Input::Reserve);
+        Active { core, state, targets: Vec::new(), sums, writes: 0, bytes: 0, done: None, began: Instant::now() }
+    }
+
+    /// Takes a step; answers what to do.
+    pub(crate) fn step(&mut self, input: Input) -> Action {
+        let (next, action) = state::step(self.state, input);
+        self.state = next;
+        if action == Action::Apply && self.writes == 0 {
+            self.began = Instant::now();
+        }
+        action
+    }
+
+    pub(crate) fn stats(&self, transport: TransportKind) -> TransferStats {
+        let seconds = self.began.elapsed().as_secs_f64();
+        TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes }
+    }
+
+    /// For the message of a missed deadline.
+    pub(crate) fn doing(&self) -> &'static str {
+        match (self.state, &self.done) {
+            (State::Reserved, _) => "waiting for access to its pool",
+            (_, None) => "writing",
+            (_, Some(_)) => "waiting for its verification",
+        }
+    }
+}
+
+/// A write as it was queued, and how far it is.
+pub(crate) struct Writing {
+    pub epoch: Epoch,
+    pub group: usize,
+    pub layer: usize,
+    pub pairs: Vec<(BlockId, u32)>,
+    pub next: usize,
+}
+
+impl Writing {
+    pub(crate) fn is_done(&self) -> bool {
+        self.next == self.pairs.len()
+    }
+
+    /// The next blocks, about [`BATCH_BYTES`] of them.
+    pub(crate) fn next_batch(
+        &mut self,
+        geometry: &PoolGeometry,
+        targets: &[Vec<BlockId>],
+    ) -> Result<Batch, TransferError> {
+        let (group, layer) = (self.group, self.layer);
+        let bytes = geometry.layout.block_bytes(group);
+        let count = (BATCH_BYTES / bytes.max(1)).clamp(1, MAX_WRITE_BLOCKS);
+        let end = (self.next + count).min(self.pairs.len());
+        let write = |&(local, index): &(BlockId, u32)| {
+            let source = (geometry.block_range(group, layer, local).start, bytes);
+            let target = targets.get(group).and_then(|list| list.get(index as usize)).copied();
+            let target = target.ok_or_else(|| TransferError::argument("index", format!("{index} was not reserved")))?;
+            Ok(BlockWrite { source, index, target })
+        };
+        let writes = self.pairs[self.next..end].iter().map(write).collect::<Result<_, TransferError>>()?;
+        self.next = end;
+        Ok(Batch { epoch: self.epoch, group, layer, writes })
+    }
+}

@@ -1,0 +1,144 @@
+//! How the prefill end reaches a decode worker: shared memory when both are on one host, else TCP.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use baton_types::{PoolGeometry, WorkerId};
+
+use super::queue::Queue;
+use crate::descriptor::Descriptor;
+use crate::error::TransferError;
+use crate::handshake::{Caller, Patience};
+use crate::host::Host;
+use crate::link::{Link, Socket};
+use crate::options::{SenderOptions, TransportChoice};
+use crate::segment::Segment;
+use crate::transport::Transport;
+use crate::wire::FrameLimits;
+use crate::{shm, tcp};
+
+/// Puts itself between a session and its transport, to make faults.
+#[cfg(test)]
+pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
+
+/// What all sessions of a sender share.
+pub(crate) struct Config {
+    pub options: SenderOptions,
+    pub host: Host,
+    /// Set once mapping a peer's pool has failed here.
+    pub shm_fails: AtomicBool,
+    #[cfg(test)]
+    pub wrap: Option<Wrap>,
+}
+
+/// Whom to reach and where.
+pub(crate) struct Plan {
+    pub config: Arc<Config>,
+    pub target: Descriptor,
+}
+
+/// A session after its handshake.
+pub(crate) struct Connected {
+    pub link: Link,
+    /// Shape of the peer's pool.
+    pub remote: PoolGeometry,
+}
+
+impl Plan {
+    pub(crate) fn me(&self) -> WorkerId {
+        self.config.options.worker
+    }
+
+    pub(crate) fn peer(&self) -> WorkerId {
+        self.target.worker
+    }
+
+    pub(crate) fn geometry(&self) -> &PoolGeometry {
+        &self.config.options.geometry
+    }
+
+    pub(crate) fn segment(&self) -> Arc<Segment> {
+        self.config.options.segment.clone()
+    }
+
+    /// Sessions opened from now on use TCP if they may choose.
+    pub(crate) fn avoid_shm(&self) {
+        self.config.shm_fails.store(true, Ordering::Relaxed);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn wrap(&self, transport: Box<dyn Transport>) -> Box<dyn Transport> {
+        match &self.config.wrap {
+            Some(wrap) => wrap(transport),
+            None => transport,
+        }
+    }
+
+    #[cfg(not(test))]
+    pub(crate) fn wrap(&self, transport: Box<dyn Transport>) -> Box<dyn Transport> {
+        transport
+    }
+
+    /// Connects and shakes hands.
+    pub(crate) fn connect(&self, queue: &Queue) -> Result<Connected, TransferError> {
+        let choice = self.config.options.transport;
+        let near = self.config.host.same_as(&self.target.host);
+        if choice == TransportChoice::Shm || choice == TransportChoice::Auto && near && !self.shm_fails() {
+            match self.connect_shm(queue, near) {
+                Err(error) if choice == TransportChoice::Auto && may_fall_back(&error) => {
+                    tracing::info!(peer = %self.peer(), %error, "no shared memory; using TCP");
+                }
+                other => return other,
+            }
+        }
+        self.connect_tcp(queue)
+    }
+
+    fn shm_fails(&self) -> bool {
+        self.config.shm_fails.load(Ordering::Relaxed)
+    }
+
+    fn connect_shm(&self, queue: &Queue, near: bool) -> Result<Connected, TransferError> {
+        let address = format!("@{}", String::from_utf8_lossy(&self.target.unix));
+        let caller = self.caller(&address);
+        if !near {
+            return Err(caller.cannot("it runs on another host or network; choose transport auto or tcp"));
+        }
+        let stream = shm::connect(&self.target.unix).map_err(|e| caller.cannot(e))?;
+        self.greet(queue, &caller, Socket::Unix(stream))
+    }
+
+    fn connect_tcp(&self, queue: &Queue) -> Result<Connected, TransferError> {
+        let (host, port) = (&self.target.address, self.target.port);
+        let address = format!("{host}:{port}");
+        let caller = self.caller(&address);
+        let until = Instant::now() + self.config.options.limits.handshake;
+        let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
+        self.greet(queue, &caller, Socket::Tcp(stream.map_err(|e| caller.cannot(e))?))
+    }
+
+    fn caller<'a>(&self, address: &'a str) -> Caller<'a> {
+        let fingerprint = self.geometry().layout.fingerprint();
+        Caller { me: self.me(), you: self.peer(), fingerprint, address }
+    }
+
+    fn greet(&self, queue: &Queue, caller: &Caller, socket: Socket) -> Result<Connected, TransferError> {
+        let layout = &self.geometry().layout;
+        let limits = &self.config.options.limits;
+        let mut link = Link::new(socket, self.segment(), FrameLimits::new(limits, layout.groups.len()));
+        let until = Instant::now() + limits.handshake;
+        let patience = Patience { wake: &queue.wake, until, stopped: &|| queue.stopped() };
+        let blocks = caller.greet(&mut link, &patience)?;
+        if blocks.len() != layout.groups.len() {
+            return Err(caller.cannot(format!("its pool has {} groups of blocks", blocks.len())));
+        }
+        tracing::debug!(peer = %caller.you, transport = link.kind().as_str(), "transfer session begun");
+        Ok(Connected { link, remote: PoolGeometry { layout: layout.clone(), blocks } })
+    }
+}
+
+/// Layouts differ over every transport, and who stops here does not want another.
+fn may_fall_back(error: &TransferError) -> bool {
+    !matches!(error, TransferError::Layout(_) | TransferError::Closed)
+}
