@@ -80,8 +80,18 @@ impl Etcd {
         u64::from_str_radix(digits, 16).ok().map(WorkerId)
     }
 
+    /// What an error means here: etcd will never do it, or cannot be reached.
     fn error(&self, error: &Error) -> ClusterError {
-        ClusterError::Unavailable { registry: self.address.clone(), problem: error.to_string() }
+        let (registry, problem) = (self.address.clone(), error.to_string());
+        match error {
+            Error::GRpcStatus(status) => match status.code() {
+                Code::Unimplemented | Code::Unauthenticated | Code::PermissionDenied => {
+                    ClusterError::Refused { registry, problem }
+                }
+                _ => ClusterError::Unavailable { registry, problem },
+            },
+            _ => ClusterError::Unavailable { registry, problem },
+        }
     }
 
     /// The member in a key; whoever writes there may have written anything (I8).

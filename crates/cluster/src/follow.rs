@@ -7,7 +7,6 @@ use std::time::Duration;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{info, warn};
 
@@ -32,44 +31,42 @@ pub(crate) trait Feed: Send + 'static {
     fn open(&mut self) -> impl Future<Output = Result<Lists, ClusterError>> + Send;
 }
 
-/// Starts listening when somebody first wants to see; stops when dropped.
+/// Starts listening when somebody first wants to see; goes on as long as it or any of its receivers lives.
 pub(crate) struct Follower {
-    views: watch::Sender<Arc<View>>,
-    task: Mutex<Option<JoinHandle<()>>>,
+    views: ViewReceiver,
+    /// Taken by the task.
+    sender: Mutex<Option<watch::Sender<Arc<View>>>>,
 }
 
 impl Follower {
     pub(crate) fn new() -> Follower {
-        let views = watch::Sender::new(Arc::new(Known::new().view()));
-        Follower { views, task: Mutex::new(None) }
+        let (sender, views) = watch::channel(Arc::new(Known::new().view()));
+        Follower { views, sender: Mutex::new(Some(sender)) }
     }
 
     pub(crate) fn watch<F: Feed>(&self, feed: impl FnOnce() -> F) -> ViewReceiver {
-        let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
-        if task.is_none() {
-            *task = Some(tokio::spawn(follow(feed(), self.views.clone())));
+        if let Some(sender) = self.sender.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let feed = feed();
+            tokio::spawn(async move {
+                tokio::select! {
+                    () = sender.closed() => {}
+                    () = follow(feed, &sender) => {}
+                }
+            });
         }
-        self.views.subscribe()
+        self.views.clone()
     }
 }
 
-impl Drop for Follower {
-    fn drop(&mut self) {
-        if let Some(task) = self.task.get_mut().unwrap_or_else(PoisonError::into_inner) {
-            task.abort();
-        }
-    }
-}
-
-async fn follow<F: Feed>(mut feed: F, views: watch::Sender<Arc<View>>) {
+async fn follow<F: Feed>(mut feed: F, views: &watch::Sender<Arc<View>>) {
     let mut known = Known::new();
     // Any number does: it only spreads the waits of processes that lost the same registry.
     let mut backoff = Backoff::new(u64::from(std::process::id()), Duration::MAX);
     loop {
-        let error = listen(&mut feed, &mut known, &mut backoff, &views).await;
+        let error = listen(&mut feed, &mut known, &mut backoff, views).await;
         // I7: the members stay.
         known.lose();
-        publish(&known, &views);
+        publish(&known, views);
         if backoff.is_fresh() {
             warn!(%error, "lost the registry, going on with the last known view");
         }

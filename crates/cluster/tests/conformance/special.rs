@@ -1,0 +1,142 @@
+//! What only one of the registries can be asked.
+
+use std::time::Duration;
+
+use baton_cluster::{ClusterError, EmbeddedRegistry, Member, Registry, connect};
+use baton_proto::v1;
+use baton_proto::v1::registry_client::RegistryClient;
+use etcd_client::{Client, EventType, PutOptions, WatchStream};
+use tokio::sync::oneshot;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::Code;
+use tonic::transport::Server;
+
+use super::backing::{Backing, Embedded, Etcd};
+use super::{TTL, member, registry, until, within};
+
+#[tokio::test]
+async fn the_embedded_service_checks_what_strangers_send() {
+    // I8
+    within(async {
+        let backing = Embedded::start();
+        let mut stranger = RegistryClient::connect(backing.spec()).await.unwrap();
+        let empty = v1::RegisterRequest { member: None, ttl_ms: 20_000 };
+        let huge = Member { model: "m".repeat(1 << 20), ..member(1) };
+        let huge = v1::RegisterRequest { member: Some(huge.into()), ttl_ms: 20_000 };
+        let role = v1::Member { role: 99, ..member(1).into() };
+        let role = v1::RegisterRequest { member: Some(role), ttl_ms: 20_000 };
+        let short = v1::RegisterRequest { member: Some(member(1).into()), ttl_ms: 0 };
+        for (request, want) in [(empty, "member: is missing"), (role, "member.role"), (short, "ttl is 0 ms")] {
+            let status = stranger.register(request).await.unwrap_err();
+            assert_eq!(status.code(), Code::InvalidArgument);
+            assert!(status.message().contains(want), "{status}");
+        }
+        stranger.register(huge).await.unwrap_err();
+        stranger.deregister(v1::DeregisterRequest { id: 404 }).await.unwrap();
+        let _lease = registry(&backing).await.register(member(1), TTL).await.unwrap();
+        until(&mut registry(&backing).await.watch(), |v| v.members == [member(1)]).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_routers_own_process_shares_the_embedded_registry() {
+    within(async {
+        let embedded = EmbeddedRegistry::new();
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let spec = format!("http://{}", listener.local_addr().unwrap());
+        let (stop, stopped) = oneshot::channel::<()>();
+        let server = Server::builder()
+            .add_service(embedded.service())
+            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), async { stopped.await.unwrap() });
+        let server = tokio::spawn(server);
+        let remote = connect(&spec).await.unwrap();
+        let _remote_lease = remote.register(member(1), TTL).await.unwrap();
+        let local_lease = embedded.register(member(2), TTL).await.unwrap();
+        let mut far = remote.watch();
+        until(&mut far, |v| v.members.len() == 2).await;
+        until(&mut embedded.watch(), |v| v.members == [member(1), member(2)]).await;
+        local_lease.revoke().await;
+        until(&mut far, |v| v.members == [member(1)]).await;
+        // A server that waits for its streams ends once the watches are closed.
+        embedded.close();
+        stop.send(()).unwrap();
+        server.await.unwrap().unwrap();
+        assert_eq!(until(&mut far, |v| v.stale).await.members, [member(1)]);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_no_registry_is_an_error_and_not_a_wait() {
+    within(async {
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let other = Server::builder().add_routes(tonic::service::Routes::default());
+        let _server = tokio::spawn(other.serve_with_incoming(TcpListenerStream::new(listener)));
+        for spec in [format!("http://{addr}"), format!("etcd://{addr}")] {
+            match connect(&spec).await.unwrap().register(member(1), TTL).await {
+                Err(ClusterError::Refused { registry, .. }) => assert!(registry.starts_with(&spec), "{registry}"),
+                other => panic!("{other:?}"),
+            }
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_others_do_to_keys_in_etcd_hurts_nobody() {
+    within(async {
+        let backing = Etcd::start();
+        let worker = registry(&backing).await;
+        let _lease = worker.register(member(1), Duration::from_secs(3)).await.unwrap();
+        let mut views = worker.watch();
+        until(&mut views, |v| v.members == [member(1)]).await;
+        let mut etcd = Client::connect([backing.endpoint()], None).await.unwrap();
+        // Rubbish, and a member under another's key, are ignored (I8).
+        let prefix = "/baton/conformance/members/";
+        etcd.put(format!("{prefix}rubbish"), "{}", None).await.unwrap();
+        etcd.put(format!("{prefix}{:016x}", 7), "not json", None).await.unwrap();
+        let swapped = serde_json::to_vec(&member(9)).unwrap();
+        etcd.put(format!("{prefix}{:016x}", 8), swapped, None).await.unwrap();
+        let good = serde_json::to_vec(&member(5)).unwrap();
+        etcd.put(format!("{prefix}{:016x}", 5), good, Some(PutOptions::new())).await.unwrap();
+        let view = until(&mut views, |v| v.members.len() > 1).await;
+        assert_eq!(view.members, [member(1), member(5)]);
+        // A deleted key and a revoked lease come back with the next renewal. Seen in etcd's own events, none of which a
+        // quick renewal can hide.
+        let key = format!("{prefix}{:016x}", 1);
+        let mut events = etcd.watch(key.clone(), None).await.unwrap();
+        let lease = etcd.get(key.clone(), None).await.unwrap().kvs()[0].lease();
+        etcd.delete(key.clone(), None).await.unwrap();
+        comes_back(&mut events).await;
+        etcd.lease_revoke(lease).await.unwrap();
+        comes_back(&mut events).await;
+        until(&mut views, |v| v.members == [member(1), member(5)]).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn clusters_that_share_an_etcd_do_not_see_each_other() {
+    within(async {
+        let backing = Etcd::start();
+        let blue = connect(&format!("etcd://{}/blue", backing.endpoint())).await.unwrap();
+        let green = connect(&format!("etcd://{}/blue-green", backing.endpoint())).await.unwrap();
+        let _blue = blue.register(member(1), TTL).await.unwrap();
+        let _green = green.register(member(2), TTL).await.unwrap();
+        assert_eq!(until(&mut blue.watch(), |v| !v.stale).await.members, [member(1)]);
+        assert_eq!(until(&mut green.watch(), |v| !v.stale).await.members, [member(2)]);
+    })
+    .await;
+}
+
+/// A delete, then a put.
+async fn comes_back(events: &mut WatchStream) {
+    let mut seen = Vec::new();
+    while seen.len() < 2 {
+        let response = events.message().await.unwrap().unwrap();
+        seen.extend(response.events().iter().map(|event| event.event_type()));
+    }
+    assert_eq!(seen, [EventType::Delete, EventType::Put]);
+}
