@@ -1,7 +1,7 @@
 //! A model that costs nothing and notices everything: [`FakeModel`], for tests and the simulator.
 //!
 //! It stores the "KV" of a token as bytes in a real pool layout, through the block tables, each slot a function of the
-//! token, its position, the layer below and the stored slot before it. The next token is a hash of everything attention
+//! token, its position, the layer and the stored slot before it. The next token is a hash of everything attention
 //! would read back. So a wrong table, a stale, shared or half-transferred block, a lost token, a wrong index, a different
 //! seed each change the answer, while batching, chunking and the choice of blocks do not (I1). A broken contract that it can
 //! see directly is a [`RunError`].
@@ -201,9 +201,6 @@ impl<M: KvMemory> FakeModel<M> {
     fn store_kv(&mut self, layer: usize, row: &Row<'_>) -> Result<(), RunError> {
         for (position, token) in (row.start..).zip(row.tokens) {
             let mut value = fold(fold(u64::from(*token), u64::from(position)), layer as u64);
-            if layer > 0 {
-                value = fold(value, self.read(layer - 1, row, position)?);
-            }
             if position > 0 && self.window(layer) > 1 {
                 value = fold(value, self.read(layer, row, position - 1)?);
             }
@@ -293,4 +290,64 @@ impl<M: KvMemory> ModelRunner for FakeModel<M> {
 
 fn fold(state: u64, word: u64) -> u64 {
     hash_bytes(state, &word.to_le_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the fake is for: no byte that attention sees can be wrong without a consequence, and no other byte matters.
+    #[test]
+    fn every_visible_byte_and_no_other_changes_the_answer() {
+        let geometry = PoolGeometry::uniform(tiny_layout(4), 6);
+        let mut pools = KvPools::new(&geometry).unwrap();
+        let gap = pools.allocate(5).unwrap();
+        let tables = pools.allocate(10).unwrap();
+        pools.free(gap).unwrap();
+        let (prompt, params) = ([5, 6, 7, 8, 9, 1, 2, 3, 4, 11], SamplingParams::default());
+        let row = |start: usize, end: usize, sample| Row {
+            seq: SeqId(1),
+            tokens: &prompt[start..end],
+            start: start as u32,
+            tables: tables.as_slice(),
+            sample,
+        };
+        let sample = Some(Sample { params: &params, index: 0, prompt: &prompt, generated: &[] });
+        let mut model = FakeModel::new(geometry.clone(), u32::MAX);
+        let run = |model: &mut FakeModel, row| {
+            let mut out = Vec::new();
+            model.run(&Batch { rows: &[row] }, &mut |_| {}, &mut out).unwrap();
+            out.pop()
+        };
+        assert_eq!(run(&mut model, row(0, 9, None)), None);
+        let clean = model.memory().clone();
+        let wanted = run(&mut model, row(9, 10, sample));
+        let mut visible = BTreeSet::new();
+        for layer in 0..3 {
+            // The last of 10 tokens sees the 5 latest in the layer with a window.
+            for position in if layer == 1 { 5..9 } else { 0..9 } {
+                for offset in model.pieces(layer, &row(0, 9, None), position).unwrap() {
+                    visible.extend(offset..offset + model.piece_bytes(layer));
+                }
+            }
+        }
+        for at in 0..clean.len() {
+            model.memory_mut().copy_from_slice(&clean);
+            model.memory_mut()[at] ^= 1;
+            assert_eq!(run(&mut model, row(9, 10, sample)) != wanted, visible.contains(&at), "byte {at}");
+        }
+    }
+
+    #[test]
+    fn the_seed_matters_unless_greedy() {
+        let layout = tiny_layout(4);
+        let ids = |params: &SamplingParams| -> Vec<u32> {
+            answer(&layout, 10_000, &[1, 2, 3], params).unwrap().iter().map(|token| token.id).collect()
+        };
+        let [one, two] = [1, 2].map(|seed| SamplingParams { seed, ..SamplingParams::default() });
+        assert_eq!(ids(&one), ids(&one));
+        assert_ne!(ids(&one), ids(&two));
+        let [one, two] = [one, two].map(|params| SamplingParams { temperature: 0.0, ..params });
+        assert_eq!(ids(&one), ids(&two));
+    }
 }

@@ -66,7 +66,7 @@ impl Engine {
             if decodes && self.grow(seq) {
                 self.push_row(seq, 1, rows);
             }
-            // Preempting others only shortens the list behind `at`; preempting itself moves the next one to `at`.
+            // Preempting others only shortens the list behind `at`. When it was itself preempted, the next is here now.
             if self.running.get(at) == Some(&seq) {
                 at += 1;
             }

@@ -21,7 +21,8 @@ pub enum Start {
 pub struct NewSequence {
     /// The client's request, repeated in every event.
     pub request: RequestId,
-    /// The prompt, then the answer so far when the request is resumed.
+    /// The prompt, then the answer so far when the request is resumed. Ids the model knows: the engine does not look at
+    /// them, and a step that fails on one fails for all its sequences.
     pub tokens: Vec<u32>,
     /// How many of `tokens` are the prompt, at least 1.
     pub prompt_tokens: u32,

@@ -269,6 +269,9 @@ mod tests {
         assert!(pools.has_room(4, 0) && !pools.has_room(4, 1) && !pools.has_room(5, 0));
         pools.free(tables).unwrap();
         assert!(pools.counts().idle());
+        let again = pools.allocate(8).unwrap();
+        assert_eq!(again.as_slice()[0].blocks(), [0, 1].map(BlockId), "the same run, in order");
+        pools.free(again).unwrap();
     }
 
     #[test]

@@ -6,7 +6,7 @@
 mod client;
 mod node;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use baton_engine::fake::KvMemory;
 use baton_engine::{Aborted, Event, ModelRunner, NewSequence, RunError, SequenceError, Start, Step, Time};
@@ -44,6 +44,7 @@ pub struct World {
     agenda: BTreeMap<u64, Vec<Action>>,
     /// Decode blocks an old peer keeps writing garbage to, until it is fenced.
     scribbled: BTreeMap<SeqId, Vec<(usize, usize)>>,
+    reserved: BTreeSet<SeqId>,
     tick: u64,
     reached: Reached,
 }
@@ -60,7 +61,15 @@ impl World {
             }
         }
         let clients = specs.into_iter().map(Client::new).collect();
-        World { nodes, clients, agenda, scribbled: BTreeMap::new(), tick: 0, reached: Reached::default() }
+        World {
+            nodes,
+            clients,
+            agenda,
+            scribbled: BTreeMap::new(),
+            tick: 0,
+            reserved: BTreeSet::new(),
+            reached: Reached::default(),
+        }
     }
 
     /// Ticks that are enough even if one sequence at a time advanced by one token a tick, each attempt from scratch.
@@ -292,6 +301,7 @@ impl World {
             assert_eq!(self.clients[c].at[side], Some(seq));
             match event {
                 Event::Reserved { .. } => {
+                    assert!(self.reserved.insert(seq), "reserved once: what was received is not received again");
                     let tables = self.nodes[DECODE].engine.tables(seq).unwrap();
                     self.clients[c].targets = tables.iter().map(|table| table.blocks().to_vec()).collect();
                     self.submit(PREFILL, c, Start::ComputeAndHold);

@@ -1,0 +1,231 @@
+//! What is refused, what runs in which order, who gives up blocks: one rule at a time. Random combinations of everything
+//! are in `schedules.rs`.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod bench;
+
+use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, Start, fake};
+use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
+use bench::{Bench, LIMITS, VOCAB, request};
+use proptest::prelude::*;
+
+#[test]
+fn limits_that_cannot_work_are_named() {
+    let cases = [
+        ("chunk", EngineConfig { chunk: 0, ..LIMITS }),
+        ("max_running", EngineConfig { max_running: 0, ..LIMITS }),
+        ("context_tokens", EngineConfig { context_tokens: 1, ..LIMITS }),
+        ("token_budget", EngineConfig { token_budget: 7, ..LIMITS }),
+    ];
+    for (name, config) in cases {
+        let error = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 4)).err().unwrap();
+        assert!(matches!(error, EngineError::Config { field, .. } if field == name), "{error}");
+    }
+}
+
+/// I8: what can never run is refused at once, with the numbers, and costs nothing.
+#[test]
+fn what_can_never_fit_is_refused() {
+    let mut bench = Bench::new(EngineConfig { context_tokens: 100, ..LIMITS }, 10);
+    let resumed = |tokens: u32, stop| NewSequence {
+        prompt_tokens: 5,
+        params: SamplingParams { stop_token_ids: vec![stop], ..request(Start::Compute, 5, 4).params },
+        ..request(Start::Compute, tokens, 4)
+    };
+    let cases = [
+        (NewSequence { prompt_tokens: 0, ..request(Start::Compute, 5, 4) }, "prompt_tokens is 0"),
+        (NewSequence { prompt_tokens: 6, ..request(Start::Compute, 5, 4) }, "the 5 tokens given"),
+        (request(Start::Compute, 5, 0), "max_tokens is 0"),
+        (
+            request(Start::Compute, 90, 11),
+            "prompt of 90 tokens and max_tokens 11 need 101, more than the context of 100",
+        ),
+        (request(Start::Compute, u32::MAX / 1_000_000, u32::MAX), "more than the context"),
+        (request(Start::Compute, 36, 6), "KV for 41 tokens, the worker's pool holds 40"),
+        (request(Start::Receive, 36, 6), "KV for 41 tokens"),
+        (request(Start::ComputeAndHold, 41, 1), "KV for 41 tokens"),
+        (resumed(9, 400), "as many as max_tokens allows"),
+        (resumed(8, 7), "the last of them one of stop_token_ids"),
+    ];
+    for (new, expected) in cases {
+        let error = bench.engine.submit(new).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    }
+    assert!(bench.engine.idle());
+    bench.submit(Start::Compute, 36, 5);
+    bench.submit(Start::ComputeAndHold, 40, 60);
+}
+
+/// I5: the queue is bounded; a place that frees makes room again.
+#[test]
+fn a_full_queue_refuses() {
+    let mut bench = Bench::new(EngineConfig { max_running: 2, max_waiting: 3, ..LIMITS }, 100);
+    let seqs: Vec<SeqId> = (0..5).map(|_| bench.submit(Start::Compute, 4, 50)).collect();
+    for _ in 0..2 {
+        let error = bench.engine.submit(request(Start::Compute, 4, 4)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ResourceExhausted);
+        bench.step();
+    }
+    assert_eq!((bench.engine.running(), bench.engine.waiting()), (2, 3));
+    assert_eq!(bench.engine.abort(seqs[3], false), Ok(Aborted::Freed));
+    bench.submit(Start::Compute, 4, 50);
+}
+
+#[test]
+fn decodes_go_first_then_chunks_in_order_within_the_budget() {
+    let config = EngineConfig { token_budget: 10, chunk: 6, max_running: 4, ..LIMITS };
+    let mut bench = Bench::new(config, 100);
+    for prompt in [3, 20, 7, 2, 4] {
+        bench.submit(Start::Compute, prompt, 5);
+    }
+    let rows = bench.steps(4);
+    assert_eq!(rows[0], [(0, 3), (1, 6), (2, 1)]);
+    assert_eq!(rows[1], [(0, 1), (1, 6), (2, 3)]);
+    assert_eq!(rows[2], [(0, 1), (1, 6), (2, 3)]);
+    // 2 is done with its prompt; a place for 4 comes only when one of the four ends.
+    assert_eq!(rows[3], [(0, 1), (2, 1), (1, 2), (3, 2)]);
+    assert_eq!((bench.engine.running(), bench.engine.waiting()), (4, 1));
+}
+
+#[test]
+fn an_answer_ends_with_max_tokens_or_a_stop_token_which_is_told() {
+    let alone = fake::answer(&fake::tiny_layout(4), VOCAB, &[0, 1, 2], &request(Start::Compute, 3, 6).params).unwrap();
+    let ids: Vec<u32> = alone.iter().map(|token| token.id).collect();
+    let mut bench = Bench::new(LIMITS, 100);
+    let whole = bench.submit(Start::Compute, 3, 6);
+    let mut stopping = request(Start::Compute, 3, 6);
+    stopping.params.stop_token_ids = vec![ids[2]];
+    let stopped = bench.engine.submit(stopping).unwrap();
+    bench.steps(6);
+    assert_eq!((bench.tokens_of(whole), bench.tokens_of(stopped)), (ids.clone(), ids[..3].to_vec()));
+    let end = |seq, reason| Event::Finished { seq, request: RequestId("r".into()), reason };
+    assert!(bench.events.contains(&end(whole, FinishReason::Length)));
+    assert!(bench.events.contains(&end(stopped, FinishReason::Stop)));
+    assert!(bench.engine.idle() && bench.plan().is_none());
+}
+
+/// The last token of an answer needs no KV: an answer that exactly fills the pool ends.
+#[test]
+fn an_answer_may_fill_the_pool_to_the_last_slot() {
+    let mut bench = Bench::new(LIMITS, 10);
+    let seq = bench.submit(Start::Compute, 20, 21);
+    bench.steps(21);
+    assert_eq!(bench.tokens_of(seq).len(), 21);
+    assert!(bench.engine.idle());
+}
+
+/// I1: the youngest gives its blocks, waits in its old place, and goes on with the same tokens.
+#[test]
+fn the_youngest_is_preempted_and_loses_nothing() {
+    let mut bench = Bench::new(LIMITS, 10);
+    let seqs = [16, 12, 4].map(|prompt| bench.submit(Start::Compute, prompt, 12));
+    let late = bench.submit(Start::Compute, 5, 12);
+    let mut order = Vec::new();
+    while !bench.engine.idle() {
+        let before = bench.engine.preemptions();
+        let rows = bench.step();
+        if bench.engine.preemptions() > before {
+            order.push((bench.engine.running(), rows.iter().map(|row| row.0).max().unwrap()));
+        }
+    }
+    assert!(!order.is_empty() && order.iter().all(|(running, _)| *running >= 1));
+    for (seq, prompt) in seqs.into_iter().chain([late]).zip([16u32, 12, 4, 5]) {
+        let new = request(Start::Compute, prompt, 12);
+        let alone = fake::answer(&fake::tiny_layout(4), VOCAB, &new.tokens, &new.params).unwrap();
+        assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
+    }
+    let ends: Vec<SeqId> =
+        bench.events.iter().filter(|e| matches!(e, Event::Finished { .. })).map(|e| e.seq()).collect();
+    assert!(ends.is_sorted(), "equal answers end in the order of submission: {ends:?}");
+}
+
+#[test]
+fn a_newcomer_leaves_each_running_sequence_its_next_block() {
+    let mut bench = Bench::new(LIMITS, 6);
+    bench.submit(Start::Compute, 8, 8);
+    bench.submit(Start::Compute, 8, 8);
+    bench.step();
+    assert_eq!((bench.engine.running(), bench.blocks().0), (2, 4));
+    // Two blocks are free, and two sequences run.
+    bench.submit(Start::Compute, 4, 2);
+    bench.submit(Start::Receive, 4, 2);
+    bench.step();
+    assert_eq!((bench.engine.running(), bench.engine.waiting(), bench.engine.receiving()), (2, 2, 0));
+    assert_eq!(bench.engine.preemptions(), 0);
+}
+
+/// Lent blocks cannot be taken; the sequence that needs one waits, keeps what it has, and goes on when there is one.
+#[test]
+fn growth_waits_for_lent_blocks_without_losing_work() {
+    let mut bench = Bench::new(LIMITS, 5);
+    let grower = bench.submit(Start::Compute, 8, 12);
+    bench.step();
+    let lent = bench.submit(Start::Receive, 4, 2);
+    let computed: u32 = bench.steps(20).iter().flatten().map(|row| row.1).sum();
+    assert_eq!((computed, bench.blocks()), (8, (4, 1, 0)), "4 blocks are full, the fifth is lent");
+    assert_eq!((bench.engine.running(), bench.engine.preemptions()), (1, 0));
+    assert_eq!(bench.engine.abort(lent, true), Ok(Aborted::Quarantined));
+    assert_eq!((bench.step(), bench.blocks()), (vec![], (4, 0, 1)), "I3: not before the fence");
+    bench.engine.clear_quarantine(lent).unwrap();
+    bench.steps(3);
+    assert_eq!(bench.tokens_of(grower).len(), 12);
+    assert!(bench.engine.idle() && bench.engine.preemptions() == 0);
+}
+
+/// The blocks of a prefill are on their way to a peer while it is computed: nobody takes them (I3).
+#[test]
+fn a_held_prefill_is_never_preempted() {
+    // Computed a token at a time, it still runs when the older one needs the last block.
+    let mut bench = Bench::new(EngineConfig { chunk: 1, ..LIMITS }, 5);
+    bench.submit(Start::Compute, 1, 16);
+    let held = bench.submit(Start::ComputeAndHold, 12, 1);
+    assert_eq!(bench.steps(10)[9], [(1, 1)], "the first waits for a block, the second goes on");
+    bench.steps(2);
+    assert_eq!((bench.engine.preemptions(), bench.engine.held(), bench.blocks().0), (0, 1, 5));
+    bench.engine.release(held).unwrap();
+    bench.steps(8);
+    assert!(bench.engine.idle());
+}
+
+#[test]
+#[cfg_attr(debug_assertions, should_panic(expected = "neither applied nor failed"))]
+fn there_is_one_step_at_a_time() {
+    let mut bench = Bench::new(LIMITS, 15);
+    bench.submit(Start::Compute, 4, 5);
+    let _step = bench.plan().unwrap();
+    assert!(bench.plan().is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// First come, first served: whatever comes after, a sequence ends within the steps that it and those before it would
+    /// need one after the other, a token at a time. So nobody starves, and no two sequences preempt each other for ever.
+    #[test]
+    fn nobody_waits_for_the_younger(
+        shapes in prop::collection::vec((1u32..30, 1u32..12, 0u64..20), 2..20),
+        chunk in 1u32..12,
+        max_running in 1u32..6,
+        spare in 0u32..6,
+    ) {
+        let blocks = shapes.iter().map(|(prompt, most, _)| (prompt + most).div_ceil(4)).max().unwrap_or(1) + spare;
+        let config = EngineConfig { token_budget: max_running, chunk, max_running, max_waiting: 100, context_tokens: 100 };
+        let mut bench = Bench::new(config, blocks);
+        let (mut arrivals, mut due, mut bound) = (shapes.clone(), Vec::new(), 0u64);
+        arrivals.sort_by_key(|shape| shape.2);
+        for (tick, _) in (0..2000).enumerate() {
+            while due.len() < arrivals.len() && arrivals[due.len()].2 <= tick as u64 {
+                let (prompt, most, arrival) = arrivals[due.len()];
+                let seq = bench.submit(Start::Compute, prompt, most);
+                bound = bound.max(arrival) + u64::from(prompt + 2 * most);
+                due.push((seq, bound));
+            }
+            bench.step();
+            for (seq, by) in &due {
+                prop_assert!(bench.engine.tables(*seq).is_none() || tick as u64 <= *by, "{} not over by {}", seq, by);
+            }
+        }
+        prop_assert!(bench.engine.idle());
+    }
+}
