@@ -1,1 +1,93 @@
-fn main() {}
+//! The binary `baton`. Each subcommand starts one component or asks a running one; `up` supervises what a cluster runs anyway.
+
+mod bench;
+mod chat;
+mod model;
+mod status;
+mod supervisor;
+mod up;
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use baton_router::RouterConfig;
+use baton_runtime::Config;
+use baton_worker::WorkerConfig;
+use clap::{ArgMatches, Command};
+
+/// Runs a component whose settings are `T`, or prints them.
+fn component<T: Config>(matches: &ArgMatches, run: impl AsyncFnOnce(T) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    if let Some(text) = baton_runtime::check_config::<T>(matches)? {
+        print!("{text}");
+        return Ok(());
+    }
+    let config = baton_runtime::load::<T>(matches)?;
+    runtime()?.block_on(run(config))
+}
+
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build().context("starting the asynchronous runtime")
+}
+
+fn command() -> Command {
+    let settings = |name, about| Command::new(name).about(about);
+    Command::new("baton")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Serves large language models with prefill and decode on separate workers")
+        .after_help(
+            "Try it:  baton up              then, in another terminal:  baton chat \"What is the capital of France?\"",
+        )
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(baton_runtime::args::<up::UpConfig>(settings("up", "Starts a whole cluster on this machine")))
+        .subcommand(baton_runtime::args::<RouterConfig>(settings(
+            "router",
+            "Starts a router: HTTP and gRPC for clients, places requests on workers",
+        )))
+        .subcommand(baton_runtime::args::<WorkerConfig>(settings(
+            "prefill",
+            "Starts a prefill worker: reads prompts, writes their KV into decode workers",
+        )))
+        .subcommand(baton_runtime::args::<WorkerConfig>(settings(
+            "decode",
+            "Starts a decode worker: takes KV, streams tokens",
+        )))
+        .subcommand(chat::command())
+        .subcommand(model::command())
+        .subcommand(status::command())
+        .subcommand(status::scale_command())
+        .subcommand(bench::command())
+}
+
+fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
+    match matches.subcommand() {
+        Some(("up", m)) => component(m, async |config| up::run(config).await),
+        Some(("router", m)) => component(m, async |config| Ok(baton_router::run(config).await.map(|_| ())?)),
+        Some(("prefill", m)) => component(m, async |config| Ok(baton_prefill_node::run(config).await?)),
+        Some(("decode", m)) => component(m, async |config| Ok(baton_decode_node::run(config).await?)),
+        Some(("chat", m)) => runtime()?.block_on(chat::run(m)),
+        Some(("model", m)) => model::run(m),
+        Some(("status", m)) => runtime()?.block_on(status::run(m)),
+        Some(("scale", m)) => runtime()?.block_on(status::scale(m)),
+        Some(("bench", m)) => bench::run(m),
+        _ => Ok(()),
+    }
+}
+
+fn main() -> ExitCode {
+    match dispatch(&command().get_matches()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("baton: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn every_flag_has_one_definition_and_help() {
+        super::command().debug_assert();
+    }
+}

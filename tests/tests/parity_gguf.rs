@@ -17,7 +17,9 @@ fn compare(name: &str) -> anyhow::Result<()> {
     let reference = references::llama(name)?;
     let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::Quiet)?;
     let model = Model::open(&path)?;
-    for text in &reference.texts {
+    // llama.cpp takes Qwen's ordinary token "</s>" for a control token, against what the file says.
+    let quirk = |text: &str| name == "qwen" && text.contains("</s>");
+    for text in reference.texts.iter().filter(|t| !quirk(&t.text)) {
         let ids = model.tokenizer().encode(&text.text, true)?;
         ensure!(ids == text.ids, "{name}: {:?} is {ids:?}, llama.cpp says {:?}", text.text, text.ids);
     }

@@ -47,6 +47,12 @@ impl FromStr for LogFilter {
     }
 }
 
+impl std::fmt::Display for LogFilter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 impl Value for LogFilter {
     const EXPECTS: &'static str = "a log filter, such as info or warn,baton_router=debug";
     fn from_plain(value: &Plain) -> Result<Self, String> {

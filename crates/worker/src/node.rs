@@ -119,8 +119,8 @@ impl Node {
             admin: reach(admin),
             model: model.to_owned(),
             layout: self.geometry.layout.fingerprint(),
-            blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
             block_size: self.geometry.layout.block_size,
+            blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
             context_tokens,
             draining: false,
         }

@@ -1,0 +1,22 @@
+//! `baton bench`: figures of this machine. See `bench/` for comparisons with others.
+
+mod engine;
+
+use clap::{ArgMatches, Command};
+
+/// `baton bench`.
+pub fn command() -> Command {
+    Command::new("bench")
+        .about("Measures this machine")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(engine::command())
+}
+
+/// Measures.
+pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
+    match matches.subcommand() {
+        Some(("engine", m)) => engine::run(m),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,79 @@
+//! `baton model pull | list | inspect`.
+
+use std::path::PathBuf;
+
+use baton_model_files::{Model, fetch, inspect};
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+
+/// `baton model`.
+pub fn command() -> Command {
+    let spec = || Arg::new("model").required(true).value_name("MODEL").help("A name, a path, or org/name on the hub");
+    Command::new("model")
+        .about("Fetches, lists and describes models")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .arg(
+            Arg::new("model-cache")
+                .long("model-cache")
+                .global(true)
+                .value_name("DIR")
+                .value_parser(value_parser!(PathBuf))
+                .help("Folder that fetched models are kept in; default: baton/models in the user's cache folder"),
+        )
+        .subcommand(Command::new("pull").about("Fetches a model into the cache and prints its path").arg(spec()))
+        .subcommand(Command::new("list").about("Lists the models that can be had by name, and those in the cache"))
+        .subcommand(
+            Command::new("inspect")
+                .about("Shows what a model is made of")
+                .arg(spec())
+                .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("As JSON")),
+        )
+}
+
+/// Does what the subcommand says.
+pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
+    let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
+    let cache = match matches.get_one::<PathBuf>("model-cache") {
+        Some(path) => path.clone(),
+        None => fetch::default_cache()?,
+    };
+    let spec = || matches.get_one::<String>("model").map_or("", String::as_str);
+    let resolve = || fetch::resolve(spec(), &cache, &fetch::ProgressBar::new());
+    match name {
+        "pull" => println!("{}", resolve()?.display()),
+        "list" => list(&cache)?,
+        _ => {
+            let facts = inspect(&Model::open(&resolve()?)?);
+            if matches.get_flag("json") {
+                println!("{}", serde_json::to_string_pretty(&facts)?);
+            } else {
+                print_facts(&serde_json::to_value(&facts)?);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn list(cache: &std::path::Path) -> anyhow::Result<()> {
+    let cached = fetch::list(cache)?;
+    println!("{:<40} {:>10}  WHERE", "MODEL", "MB");
+    for recipe in fetch::catalogue() {
+        if !cached.iter().any(|model| model.spec == recipe.name) {
+            println!("{:<40} {:>10}  not fetched yet", recipe.name, recipe.bytes / 1_000_000);
+        }
+    }
+    for model in cached {
+        println!("{:<40} {:>10}  {}", model.spec, model.bytes / 1_000_000, model.path.display());
+    }
+    Ok(())
+}
+
+/// One line a field; nested values as compact JSON.
+fn print_facts(facts: &serde_json::Value) {
+    for (key, value) in facts.as_object().into_iter().flatten() {
+        match value {
+            serde_json::Value::String(text) => println!("{key:<20} {text}"),
+            other => println!("{key:<20} {other}"),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! `baton status` and `baton scale`: what runs, and how much of it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use baton_cluster::{Member, Role, View};
+use baton_proto::v1::{self, supervisor_client::SupervisorClient, worker_client::WorkerClient};
+use clap::{Arg, ArgMatches, Command, value_parser};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+/// Longest wait for a view or a worker's answer.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+fn registry_arg() -> Arg {
+    Arg::new("registry")
+        .long("registry")
+        .value_name("URL")
+        .default_value("http://127.0.0.1:8001")
+        .help("The cluster's registry: http://HOST:PORT of a router's gRPC, or etcd://HOST:PORT,…")
+}
+
+/// `baton status`.
+pub fn command() -> Command {
+    Command::new("status").about("Shows the workers of a running cluster and their KV blocks").arg(registry_arg())
+}
+
+/// `baton scale`.
+pub fn scale_command() -> Command {
+    let count = |name: &'static str, help: &'static str| {
+        Arg::new(name).long(name).value_name("N").value_parser(value_parser!(u32)).help(help)
+    };
+    Command::new("scale")
+        .about("Starts or drains workers of a running `baton up`")
+        .arg(count("prefill", "Prefill workers there should be"))
+        .arg(count("decode", "Decode workers there should be"))
+        .arg(registry_arg())
+}
+
+fn url(matches: &ArgMatches) -> &str {
+    matches.get_one::<String>("registry").map_or("", String::as_str)
+}
+
+/// The first fresh view of the registry.
+async fn view(registry: &str) -> anyhow::Result<Arc<View>> {
+    let mut views = baton_cluster::connect(registry).await?.watch();
+    let fresh = tokio::time::timeout(PATIENCE, views.wait_for(|view| !view.stale)).await;
+    match fresh {
+        Ok(Ok(view)) => Ok(view.clone()),
+        _ => bail!("no registry answers at {registry}; is the cluster up? Name another with --registry"),
+    }
+}
+
+async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
+    let ask = async {
+        let mut client = WorkerClient::connect(member.grpc.clone()).await?;
+        anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
+    };
+    tokio::time::timeout(PATIENCE, ask).await.context("no answer")?
+}
+
+/// Prints the members.
+pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
+    let view = view(url(matches)).await?;
+    println!(
+        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  {}",
+        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "IN USE", "LENT", "STATE"
+    );
+    for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
+        let (role, id) = (member.role.as_str(), member.id.to_string());
+        match worker_status(member).await {
+            Ok(s) => {
+                let b = s.blocks.unwrap_or_default();
+                let state = if s.draining { "draining" } else { "serving" };
+                println!(
+                    "{role:<9} {id:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  {state}",
+                    member.grpc,
+                    s.running,
+                    s.waiting,
+                    b.free,
+                    b.used + b.cached,
+                    b.lent + b.quarantined
+                );
+            }
+            Err(error) => println!("{role:<9} {id:<19} {:<24} unreachable: {error:#}", member.grpc),
+        }
+    }
+    Ok(())
+}
+
+/// Asks the supervisor for other counts and waits until they are reached.
+pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
+    let (prefill, decode) = (matches.get_one::<u32>("prefill").copied(), matches.get_one::<u32>("decode").copied());
+    if prefill.is_none() && decode.is_none() {
+        bail!("nothing to do: give --prefill N, --decode M, or both");
+    }
+    let registry = url(matches);
+    let view = view(registry).await?;
+    let Some(supervisor) = view.members.iter().find(|m| m.role == Role::Supervisor) else {
+        bail!("no `baton up` is part of the cluster at {registry}; on Kubernetes, scale the Deployments instead");
+    };
+    let mut client = SupervisorClient::connect(supervisor.grpc.clone())
+        .await
+        .with_context(|| format!("reaching the supervisor at {}", supervisor.grpc))?;
+    let now =
+        client.scale(v1::ScaleRequest { prefill, decode }).await.map_err(|s| anyhow::anyhow!("{}", s.message()))?;
+    let now = now.into_inner();
+    println!("{} prefill and {} decode workers run", now.prefill, now.decode);
+    Ok(())
+}
+
+/// A GET of an HTTP/1.0 resource on this machine: status and body.
+pub async fn get(address: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
+    let mut stream = tokio::net::TcpStream::connect(address).await?;
+    stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes()).await?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await?;
+    let status = answer.split_whitespace().nth(1).and_then(|word| word.parse().ok()).context("no HTTP answer")?;
+    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    Ok((status, body.to_owned()))
+}

@@ -1,0 +1,305 @@
+//! The processes of `baton up`: starts them, restarts what dies, scales, and takes them down in order.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use baton_cluster::{Member, Role};
+use baton_proto::v1::{self, supervisor_server};
+use baton_runtime::{Shutdown, die_with_parent};
+use baton_worker::random_worker_id;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::process::{Child, Command};
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status};
+
+/// A process that lives shorter than this counts as failing; as many in a row end the cluster.
+const SHORT_LIFE: Duration = Duration::from_secs(5);
+const MAX_SHORT_LIVES: u32 = 3;
+/// Most workers of one role on one machine.
+const MAX_WORKERS: u32 = 64;
+
+/// What a process is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Kind {
+    Router,
+    Decode,
+    Prefill,
+}
+
+impl Kind {
+    /// The subcommand.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Router => "router",
+            Kind::Decode => "decode",
+            Kind::Prefill => "prefill",
+        }
+    }
+}
+
+struct Process {
+    kind: Kind,
+    child: Child,
+    pid: u32,
+    started: Instant,
+    /// Told to stop; its end is expected.
+    stopping: bool,
+}
+
+/// A wish from `baton scale`, answered when it is met.
+struct Scale {
+    wanted: BTreeMap<Kind, usize>,
+    done: oneshot::Sender<v1::ScaleResponse>,
+}
+
+/// The processes and how to start more of them.
+pub struct Supervisor {
+    program: PathBuf,
+    args: BTreeMap<Kind, Vec<String>>,
+    wanted: BTreeMap<Kind, usize>,
+    processes: Vec<Process>,
+    short_lives: u32,
+    pending: Vec<Scale>,
+}
+
+impl Supervisor {
+    /// Nothing runs yet.
+    pub fn new(program: PathBuf) -> Supervisor {
+        Supervisor {
+            program,
+            args: BTreeMap::new(),
+            wanted: BTreeMap::new(),
+            processes: Vec::new(),
+            short_lives: 0,
+            pending: Vec::new(),
+        }
+    }
+
+    /// Flags of every process of a kind.
+    pub fn define(&mut self, kind: Kind, args: Vec<String>) {
+        self.args.insert(kind, args);
+    }
+
+    /// How many of a kind there should be.
+    pub fn scale(&mut self, kind: Kind, count: usize) {
+        self.wanted.insert(kind, count);
+    }
+
+    /// What runs, in the order of [`Kind`].
+    pub fn processes(&self) -> Vec<(Kind, u32)> {
+        let mut all: Vec<_> = self.processes.iter().map(|p| (p.kind, p.pid)).collect();
+        all.sort_unstable();
+        all
+    }
+
+    fn count(&self, kind: Kind) -> usize {
+        self.processes.iter().filter(|p| p.kind == kind && !p.stopping).count()
+    }
+
+    fn start(&mut self, kind: Kind) -> anyhow::Result<()> {
+        let mut command = std::process::Command::new(&self.program);
+        command.arg(kind.name()).args(self.args.get(&kind).into_iter().flatten());
+        // This process's settings file is not the child's; its other settings arrive as flags.
+        command.env_remove("BATON_CONFIG").stdin(std::process::Stdio::null());
+        // Ctrl-C is for this process, which stops the others in order.
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        die_with_parent(&mut command);
+        let child = Command::from(command).spawn().with_context(|| format!("starting {}", kind.name()))?;
+        let pid = child.id().unwrap_or_default();
+        tracing::info!(process = kind.name(), pid, "started");
+        self.processes.push(Process { kind, child, pid, started: Instant::now(), stopping: false });
+        Ok(())
+    }
+
+    /// Starts what is missing and tells what is too much to drain.
+    fn reconcile(&mut self) -> anyhow::Result<()> {
+        let wanted: Vec<(Kind, usize)> = self.wanted.iter().map(|(k, n)| (*k, *n)).collect();
+        for (kind, count) in wanted {
+            while self.count(kind) < count {
+                self.start(kind)?;
+            }
+            for _ in count..self.count(kind) {
+                // The youngest goes first.
+                if let Some(process) = self.processes.iter_mut().rev().find(|p| p.kind == kind && !p.stopping) {
+                    tracing::info!(process = kind.name(), pid = process.pid, "draining");
+                    terminate(process);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until some process has ended and forgets it.
+    async fn reap(&mut self) -> anyhow::Result<()> {
+        if self.processes.is_empty() {
+            return std::future::pending().await;
+        }
+        let ends = self.processes.iter_mut().map(|p| Box::pin(p.child.wait()));
+        let (status, index, _) = futures::future::select_all(ends).await;
+        let process = self.processes.swap_remove(index);
+        let status = status.context("waiting for a process")?;
+        match process.stopping {
+            true => tracing::info!(process = process.kind.name(), pid = process.pid, "stopped"),
+            false => self.died(&process, status)?,
+        }
+        Ok(())
+    }
+
+    fn died(&mut self, process: &Process, status: ExitStatus) -> anyhow::Result<()> {
+        let (name, pid) = (process.kind.name(), process.pid);
+        if process.started.elapsed() >= SHORT_LIFE {
+            self.short_lives = 0;
+        } else {
+            self.short_lives += 1;
+        }
+        if self.short_lives >= MAX_SHORT_LIVES || (process.kind == Kind::Router && self.short_lives > 0) {
+            bail!("{name} (pid {pid}) ended with {status} shortly after its start; its message is above");
+        }
+        tracing::warn!(process = name, pid, %status, "died; starting it again");
+        Ok(())
+    }
+
+    /// Keeps the processes as wanted until `until` completes; an error when they cannot be kept.
+    pub async fn run_until<T>(&mut self, until: impl Future<Output = T>) -> anyhow::Result<T> {
+        tokio::pin!(until);
+        loop {
+            self.reconcile()?;
+            self.answer_scales();
+            tokio::select! {
+                done = &mut until => return Ok(done),
+                reaped = self.reap() => reaped?,
+            }
+        }
+    }
+
+    /// Keeps the processes and takes wishes of `baton scale` until the drain starts.
+    pub async fn serve(&mut self, registry: &str, shutdown: &Shutdown) -> anyhow::Result<()> {
+        let (wishes, mut inbox) = mpsc::channel(16);
+        let listener = tokio::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
+        let member = member(listener.local_addr()?);
+        let service = supervisor_server::SupervisorServer::new(Service { wishes });
+        let server = tonic::transport::Server::builder()
+            .add_service(service)
+            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), shutdown.token().cancelled_owned());
+        let server = tokio::spawn(server);
+        let registry = baton_cluster::connect(registry).await?;
+        let lease = self.run_until(registry.register(member, Duration::from_secs(5))).await??;
+        loop {
+            let wish: Option<Scale> = tokio::select! {
+                wish = self.run_until(inbox.recv()) => wish?,
+                () = shutdown.draining() => break,
+            };
+            if let Some(wish) = wish {
+                self.wanted.extend(wish.wanted.iter().map(|(k, n)| (*k, *n)));
+                self.pending.push(wish);
+            }
+        }
+        lease.revoke().await;
+        server.abort();
+        Ok(())
+    }
+
+    /// Answers wishes that are met: the right number runs and none is still draining.
+    fn answer_scales(&mut self) {
+        let met = |scale: &Scale| {
+            scale.wanted.iter().all(|(kind, n)| self.processes.iter().filter(|p| p.kind == *kind).count() == *n)
+        };
+        let (prefill, decode) = (self.count(Kind::Prefill) as u32, self.count(Kind::Decode) as u32);
+        let (done, pending) = std::mem::take(&mut self.pending).into_iter().partition(met);
+        self.pending = pending;
+        let done: Vec<Scale> = done;
+        for scale in done {
+            // Whoever asked may have gone.
+            let _ = scale.done.send(v1::ScaleResponse { prefill, decode });
+        }
+    }
+
+    /// Stops everything: the router first, so that no request is placed on a worker that is going; then the workers. What
+    /// is left when the drain is forced or over is killed.
+    pub async fn stop(&mut self, shutdown: &Shutdown) {
+        shutdown.start("stopping");
+        for routers in [true, false] {
+            for process in self.processes.iter_mut().filter(|p| (p.kind == Kind::Router) == routers) {
+                terminate(process);
+            }
+            let deadline = shutdown.deadline().unwrap_or_else(tokio::time::Instant::now) + Duration::from_secs(2);
+            let gone = self.wait_for(routers);
+            let late = tokio::select! {
+                () = gone => false,
+                () = shutdown.forced() => true,
+                () = tokio::time::sleep_until(deadline) => true,
+            };
+            if late {
+                for process in self.processes.iter_mut().filter(|p| (p.kind == Kind::Router) == routers) {
+                    // Already gone is as good.
+                    let _ = process.child.kill().await;
+                }
+            }
+        }
+        self.processes.clear();
+    }
+
+    async fn wait_for(&mut self, routers: bool) {
+        for process in self.processes.iter_mut().filter(|p| (p.kind == Kind::Router) == routers) {
+            // An error means that there is nothing to wait for.
+            let _ = process.child.wait().await;
+        }
+    }
+}
+
+fn terminate(process: &mut Process) {
+    process.stopping = true;
+    if let (Ok(None), Some(pid)) = (process.child.try_wait(), Pid::from_raw(process.pid as i32)) {
+        // Not reaped yet, so the pid is still this child's.
+        let _ = kill_process(pid, Signal::TERM);
+    }
+}
+
+fn member(address: SocketAddr) -> Member {
+    let url = format!("http://{address}");
+    Member {
+        id: random_worker_id(),
+        role: Role::Supervisor,
+        grpc: url.clone(),
+        admin: url,
+        model: String::new(),
+        layout: 0,
+        block_size: 0,
+        blocks: 0,
+        context_tokens: 0,
+        draining: false,
+    }
+}
+
+struct Service {
+    wishes: mpsc::Sender<Scale>,
+}
+
+#[tonic::async_trait]
+impl supervisor_server::Supervisor for Service {
+    async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
+        let v1::ScaleRequest { prefill, decode } = request.into_inner();
+        for (field, count) in [("prefill", prefill), ("decode", decode)] {
+            if count.is_some_and(|n| n > MAX_WORKERS) {
+                return Err(Status::invalid_argument(format!(
+                    "{field} is above {MAX_WORKERS}, the most for one machine"
+                )));
+            }
+        }
+        if decode == Some(0) {
+            return Err(Status::invalid_argument("decode is 0; a cluster needs at least one decode worker"));
+        }
+        let wanted = [(Kind::Prefill, prefill), (Kind::Decode, decode)];
+        let wanted = wanted.into_iter().filter_map(|(kind, n)| n.map(|n| (kind, n as usize))).collect();
+        let (done, answer) = oneshot::channel();
+        let stopping = |_| Status::unavailable("the cluster is stopping");
+        self.wishes.send(Scale { wanted, done }).await.map_err(|_| Status::unavailable("the cluster is stopping"))?;
+        answer.await.map(Response::new).map_err(stopping)
+    }
+}

@@ -1,0 +1,191 @@
+//! `baton up`: a cluster of separate processes on this machine, for one terminal.
+//!
+//! Only a supervisor: it starts `baton router`, `baton prefill` and `baton decode` as anyone would, restarts what dies, and
+//! takes all of them down again.
+
+use std::io::IsTerminal;
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use baton_model_files::fetch;
+use baton_runtime::{Bytes, LogFormat, ProcessConfig, Shutdown, config::format_duration};
+use baton_worker::{KvType, TransportKind};
+
+use crate::supervisor::{Kind, Supervisor};
+
+baton_runtime::config! {
+    /// A whole cluster on this machine.
+    pub struct UpConfig {
+        use process: ProcessConfig = ProcessConfig { log: "warn".parse().unwrap_or_default(), ..Default::default() };
+        /// The model: a name (see `baton model list`), a path, or org/name on the hub.
+        model: String = "smollm2".to_owned(),
+        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
+        model_cache: Option<PathBuf> = None,
+        /// Prefill workers.
+        prefill: u32 = 1,
+        /// Decode workers.
+        decode: u32 = 1,
+        /// No split: decode workers read prompts too, and there are no prefill workers.
+        aggregated: bool = false,
+        /// Address of the OpenAI-compatible HTTP API; port 0 takes a free one.
+        http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
+        /// Address of the gRPC API; port 0 takes a free one.
+        grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
+        /// Where workers are found: embedded (the router holds their leases), or etcd://HOST:PORT,…
+        registry: String = "embedded".to_owned(),
+        /// How KV travels between workers: auto, shm or tcp.
+        transport: TransportKind = TransportKind::Auto,
+        /// Element type of the KV pools: f16, bf16 or f32.
+        kv_type: KvType = KvType::F16,
+        /// Memory of each worker's KV pool.
+        kv_memory: Bytes = Bytes::mib(512),
+        /// Longest sequence; default: what the model was made for, as far as the pool can hold it.
+        context: Option<u32> = None,
+        /// Compute threads of each worker; default: one per core.
+        threads: Option<usize> = None,
+        /// How long the cluster may take to get ready.
+        start_timeout: Duration = Duration::from_secs(120),
+    }
+}
+
+/// Runs until told to stop.
+pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
+    baton_runtime::telemetry::init("up", &config.process.log, LogFormat::Text);
+    if config.aggregated {
+        config.prefill = 0;
+    }
+    if config.decode == 0 {
+        bail!("--decode is 0; a cluster needs at least one decode worker");
+    }
+    let shutdown = Shutdown::new(config.process.drain_timeout);
+    shutdown.listen_for_signals()?;
+    fetch_model(&config).await?;
+    config.http = fixed_port(config.http, "--http")?;
+    config.grpc = fixed_port(config.grpc, "--grpc")?;
+    let registry = match config.registry.as_str() {
+        "embedded" => format!("http://{}", config.grpc),
+        other => other.to_owned(),
+    };
+    let mut supervisor = Supervisor::new(std::env::current_exe().context("finding this program's file")?);
+    supervisor.define(Kind::Router, router_args(&config));
+    supervisor.define(Kind::Prefill, worker_args(&config, &registry));
+    supervisor.define(Kind::Decode, worker_args(&config, &registry));
+    supervisor.scale(Kind::Router, 1);
+    supervisor.scale(Kind::Prefill, config.prefill as usize);
+    supervisor.scale(Kind::Decode, config.decode as usize);
+    let timeout = config.start_timeout;
+    let http = config.http;
+    let ready = tokio::select! {
+        ready = supervisor.run_until(wait_ready(http, timeout)) => ready,
+        () = shutdown.draining() => Ok(false),
+    };
+    match ready {
+        Ok(true) => {
+            announce(&config, &supervisor);
+            supervisor.serve(&registry, &shutdown).await?;
+        }
+        Ok(false) if shutdown.is_draining() => {}
+        Ok(false) => {
+            supervisor.stop(&shutdown).await;
+            bail!("the cluster was not ready within {}; start with --log info to see why", format_duration(timeout));
+        }
+        Err(error) => {
+            supervisor.stop(&shutdown).await;
+            return Err(error);
+        }
+    }
+    eprintln!("stopping: running requests may finish (Ctrl-C again cuts them off)");
+    supervisor.stop(&shutdown).await;
+    Ok(())
+}
+
+/// Fetches here, once and with a progress bar, so that the workers find the model in the cache.
+async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
+    let (spec, cache) = (config.model.clone(), config.model_cache.clone());
+    let fetched = tokio::task::spawn_blocking(move || {
+        let cache = cache.map_or_else(fetch::default_cache, Ok)?;
+        fetch::resolve(&spec, &cache, &fetch::ProgressBar::new())
+    });
+    fetched.await.context("fetching the model")??;
+    Ok(())
+}
+
+/// The same address with a port that is free now, when any port will do.
+fn fixed_port(address: SocketAddr, flag: &str) -> anyhow::Result<SocketAddr> {
+    let listener = TcpListener::bind(address).with_context(|| {
+        format!("cannot listen on {address}; is another cluster running? Choose another with {flag}")
+    })?;
+    Ok(listener.local_addr()?)
+}
+
+fn router_args(config: &UpConfig) -> Vec<String> {
+    let mut args = common_args(config);
+    args.extend(flag("http", config.http));
+    args.extend(flag("grpc", config.grpc));
+    args.extend(flag("registry", &config.registry));
+    args
+}
+
+fn worker_args(config: &UpConfig, registry: &str) -> Vec<String> {
+    let mut args = common_args(config);
+    args.extend(flag("grpc", "127.0.0.1:0"));
+    args.extend(flag("registry", registry));
+    args.extend(flag("transport", config.transport));
+    args.extend(flag("kv-type", config.kv_type));
+    args.extend(flag("kv-memory", config.kv_memory));
+    args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
+    args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
+    args
+}
+
+fn common_args(config: &UpConfig) -> Vec<String> {
+    let mut args: Vec<String> = flag("model", &config.model).into();
+    args.extend(config.model_cache.iter().flat_map(|path| flag("model-cache", path.display())));
+    args.extend(flag("log", &config.process.log));
+    args.extend(flag("log-format", config.process.log_format));
+    args.extend(flag("admin", "127.0.0.1:0"));
+    args.extend(flag("drain-timeout", format_duration(config.process.drain_timeout)));
+    args
+}
+
+fn flag(name: &str, value: impl ToString) -> [String; 2] {
+    [format!("--{name}"), value.to_string()]
+}
+
+/// True when the router says that it can serve, false when `timeout` has passed.
+async fn wait_ready(http: SocketAddr, timeout: Duration) -> bool {
+    let ready = async {
+        let mut tick = tokio::time::interval(Duration::from_millis(100));
+        loop {
+            tick.tick().await;
+            if matches!(crate::status::get(http, "/ready").await, Ok((200, _))) {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(timeout, ready).await.is_ok()
+}
+
+fn announce(config: &UpConfig, supervisor: &Supervisor) {
+    let (bold, plain) = if std::io::stdout().is_terminal() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
+    println!("\n{bold}Baton is up{plain}, serving {}\n", config.model);
+    println!("  {:8} {:<8} {}", "process", "pid", "address");
+    for (kind, pid) in supervisor.processes() {
+        let place = match kind {
+            Kind::Router => format!("http://{}  grpc {}", config.http, config.grpc),
+            Kind::Prefill => "computes prompts, writes KV to decode".to_owned(),
+            Kind::Decode if config.prefill == 0 => "computes prompts and streams tokens".to_owned(),
+            Kind::Decode => "takes KV, streams tokens".to_owned(),
+        };
+        println!("  {:8} {pid:<8} {place}", kind.name());
+    }
+    println!(
+        "\nTry:\n  curl -N http://{}/v1/chat/completions -H 'content-type: application/json' -d \
+         '{{\"model\": \"{}\", \"stream\": true, \"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'",
+        config.http, config.model
+    );
+    println!("  baton chat --router http://{} \"What is the capital of France?\"", config.grpc);
+    println!("\nCtrl-C stops everything.");
+}

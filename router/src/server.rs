@@ -1,0 +1,309 @@
+//! Puts the router together, starts it and lets it end.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
+use axum::serve::ListenerExt;
+use baton_cluster::{EmbeddedRegistry, Registry, Role, View, ViewReceiver};
+use baton_model_files::{Model, fetch};
+use baton_proto::v1::DESCRIPTORS;
+use baton_proto::v1::inference_server::InferenceServer;
+use baton_runtime::{Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
+use metrics::gauge;
+use tokio::net::TcpListener;
+use tonic::service::Routes;
+use tonic::transport::server::TcpIncoming;
+use tonic_health::ServingStatus;
+
+use crate::config::RouterConfig;
+use crate::error::RouterError;
+use crate::front::{Front, FrontLimits};
+use crate::grpc::Inference;
+use crate::http;
+use crate::model::ServedModel;
+use crate::worker::Workers;
+
+const EMBEDDED: &str = "embedded";
+/// The service clients ask the health of.
+const INFERENCE: &str = "baton.v1.Inference";
+/// How long streams that do not end by themselves (health watches) may outlive the last request.
+const STREAM_GRACE: Duration = Duration::from_millis(250);
+
+/// Where the router sees its workers.
+#[derive(Clone)]
+pub enum RegistryChoice {
+    /// In this process; workers reach it at the router's gRPC address.
+    Embedded(EmbeddedRegistry),
+    /// Somewhere else.
+    Other(Arc<dyn Registry>),
+}
+
+impl RegistryChoice {
+    /// The one a configuration names.
+    ///
+    /// # Errors
+    /// A specification that names no registry.
+    pub async fn open(spec: &str) -> Result<RegistryChoice, RouterError> {
+        Ok(match spec {
+            EMBEDDED => RegistryChoice::Embedded(EmbeddedRegistry::new()),
+            other => RegistryChoice::Other(baton_cluster::connect(other).await?),
+        })
+    }
+
+    fn watch(&self) -> ViewReceiver {
+        match self {
+            RegistryChoice::Embedded(registry) => registry.watch(),
+            RegistryChoice::Other(registry) => registry.watch(),
+        }
+    }
+}
+
+/// A router that takes requests.
+pub struct RunningRouter {
+    /// Where HTTP listens.
+    pub http_addr: SocketAddr,
+    /// Where gRPC listens.
+    pub grpc_addr: SocketAddr,
+    workers: Arc<Workers>,
+}
+
+impl RunningRouter {
+    /// The workers' state as JSON, as GET /cluster gives it.
+    pub fn cluster(&self) -> serde_json::Value {
+        self.workers.describe()
+    }
+}
+
+/// Runs a router as a process of its own until it is told to stop.
+///
+/// # Errors
+/// A bad configuration, a model that cannot be opened, an address that is taken.
+pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
+    let page = Arc::new(OnceLock::new());
+    let process = Process::start("router", &config.process, cluster_page(Arc::clone(&page))).await?;
+    let bound = Bound::listen(&config).await?;
+    let registry = RegistryChoice::open(&config.registry).await?;
+    let settings = config.clone();
+    let opening = tokio::task::spawn_blocking(move || open_model(&settings));
+    let model = tokio::select! {
+        opened = opening => opened.map_err(|e| RouterError::Interrupted(e.to_string()))??,
+        // Told to stop while the model is fetched: nothing to drain.
+        () = process.shutdown.draining() => return Ok(Outcome::Clean),
+    };
+    tracing::info!(model = model.id(), context = model.context_tokens(), "model opened");
+    let Process { shutdown, tasks, readiness, .. } = &process;
+    let router = bound.start(&config, model, registry, shutdown.clone(), tasks, readiness.clone())?;
+    let _ = page.set(Arc::clone(&router.workers));
+    tracing::info!(http = %router.http_addr, grpc = %router.grpc_addr, admin = %process.admin_addr(), "serving");
+    Ok(process.join().await)
+}
+
+/// Starts a router inside this process: its tasks end with `shutdown`, and `readiness` follows its workers.
+///
+/// # Errors
+/// An address that is taken.
+pub async fn start(
+    config: &RouterConfig,
+    model: ServedModel,
+    registry: RegistryChoice,
+    shutdown: Shutdown,
+    tasks: &Tasks,
+    readiness: Readiness,
+) -> Result<RunningRouter, RouterError> {
+    Bound::listen(config).await?.start(config, model, registry, shutdown, tasks, readiness)
+}
+
+/// Finds the model, fetching it when it is not here yet, and opens it.
+fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
+    let cache = match &config.model_cache {
+        Some(path) => path.clone(),
+        None => fetch::default_cache()?,
+    };
+    let model = Model::open(&fetch::resolve(&config.model, &cache, &Logged)?)?;
+    let id = model.served_name(&config.model, config.served_name.as_deref());
+    Ok(ServedModel::new(model, id))
+}
+
+/// A fetch in the log. Workers of the same host fetch into the same cache, so only its end is worth a line.
+struct Logged;
+
+impl fetch::Progress for Logged {
+    fn update(&self, what: &str, done: u64, total: Option<u64>) {
+        tracing::debug!(what, done, total, "fetching");
+    }
+
+    fn finish(&self, what: &str) {
+        tracing::info!(what, "fetched");
+    }
+}
+
+/// GET /cluster at the admin endpoint, which is there before the router is.
+fn cluster_page(workers: Arc<OnceLock<Arc<Workers>>>) -> axum::Router {
+    let page = move || async move {
+        match workers.get() {
+            Some(workers) => Json(workers.describe()).into_response(),
+            None => (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response(),
+        }
+    };
+    axum::Router::new().route("/cluster", axum::routing::get(page))
+}
+
+/// Both addresses, taken before anything slow happens.
+struct Bound {
+    http: TcpListener,
+    http_addr: SocketAddr,
+    grpc: TcpListener,
+    grpc_addr: SocketAddr,
+}
+
+impl Bound {
+    async fn listen(config: &RouterConfig) -> Result<Bound, RouterError> {
+        let http = baton_runtime::listen(config.http, "--http").await?;
+        let grpc = baton_runtime::listen(config.grpc, "--grpc").await?;
+        let http_addr = http.local_addr().unwrap_or(config.http);
+        let grpc_addr = grpc.local_addr().unwrap_or(config.grpc);
+        Ok(Bound { http, http_addr, grpc, grpc_addr })
+    }
+
+    fn start(
+        self,
+        config: &RouterConfig,
+        model: ServedModel,
+        registry: RegistryChoice,
+        shutdown: Shutdown,
+        tasks: &Tasks,
+        readiness: Readiness,
+    ) -> Result<RunningRouter, RouterError> {
+        let metrics = names::install()?;
+        let workers = Arc::new(Workers::new(model.name(), config.placement, config.worker_timeout));
+        let limits = FrontLimits {
+            request_timeout: config.request_timeout,
+            max_attempts: config.max_attempts,
+            max_inflight: config.max_inflight,
+            body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),
+            keep_alive: config.keep_alive,
+        };
+        let front = Arc::new(Front::new(Arc::new(model), Arc::clone(&workers), shutdown.clone(), limits));
+        let (health, health_service) = tonic_health::server::health_reporter();
+        let mut routes = Routes::builder();
+        routes.add_service(health_service);
+        let reflection = || {
+            tonic_reflection::server::Builder::configure()
+                .register_encoded_file_descriptor_set(DESCRIPTORS)
+                .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        };
+        // Clients speak one version or the other.
+        routes.add_service(reflection().build_v1()?).add_service(reflection().build_v1alpha()?);
+        let inference = InferenceServer::new(Inference::new(Arc::clone(&front)));
+        routes.add_service(inference.max_decoding_message_size(limits.body_limit));
+        if let RegistryChoice::Embedded(registry) = &registry {
+            routes.add_service(registry.service());
+        }
+        let app = http::routes(Arc::clone(&front), metrics);
+        let watcher = Watcher { workers: Arc::clone(&workers), readiness, health, shutdown: shutdown.clone() };
+        tasks.spawn("view", watcher.run(registry.watch()));
+        tasks.spawn("http", serve_http(self.http, app, shutdown.clone()));
+        tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), front, registry, shutdown));
+        Ok(RunningRouter { http_addr: self.http_addr, grpc_addr: self.grpc_addr, workers })
+    }
+}
+
+/// Hands every new view to the workers' table, and says whether requests can be served.
+struct Watcher {
+    workers: Arc<Workers>,
+    readiness: Readiness,
+    health: tonic_health::server::HealthReporter,
+    shutdown: Shutdown,
+}
+
+impl Watcher {
+    async fn run(self, mut views: ViewReceiver) {
+        loop {
+            let view = Arc::clone(&views.borrow_and_update());
+            self.take(view).await;
+            tokio::select! {
+                changed = views.changed() => if changed.is_err() {
+                    // The registry's watch ended; the last view stays (I7).
+                    break;
+                },
+                () = self.shutdown.draining() => break,
+            }
+        }
+        self.shutdown.draining().await;
+        self.serving(ServingStatus::NotServing).await;
+    }
+
+    async fn take(&self, view: Arc<View>) {
+        for role in [Role::Prefill, Role::Decode] {
+            let count = view.members.iter().filter(|m| m.role == role).count();
+            gauge!(names::MEMBERS, "role" => role.as_str()).set(count as f64);
+        }
+        gauge!(names::VIEW_STALE).set(f64::from(u8::from(view.stale)));
+        tracing::debug!(revision = view.revision, members = view.members.len(), stale = view.stale, "view");
+        self.workers.update(view);
+        match self.workers.not_ready() {
+            None => {
+                self.readiness.ready();
+                self.serving(ServingStatus::Serving).await;
+            }
+            Some(reason) => {
+                self.readiness.not_ready(reason);
+                self.serving(ServingStatus::NotServing).await;
+            }
+        }
+    }
+
+    async fn serving(&self, status: ServingStatus) {
+        for service in ["", INFERENCE] {
+            self.health.set_service_status(service, status).await;
+        }
+    }
+}
+
+async fn serve_http(listener: TcpListener, app: axum::Router, shutdown: Shutdown) {
+    // Tokens are small; waiting to fill a packet would delay each.
+    let listener = listener.tap_io(|stream| {
+        let _ = stream.set_nodelay(true);
+    });
+    let drain = shutdown.clone();
+    let server = axum::serve(listener, app).with_graceful_shutdown(async move { drain.draining().await });
+    if let Err(error) = server.await {
+        tracing::error!(%error, "the HTTP server ended");
+        shutdown.start("the HTTP server ended");
+    }
+}
+
+async fn serve_grpc(
+    listener: TcpListener,
+    routes: Routes,
+    front: Arc<Front>,
+    registry: RegistryChoice,
+    shutdown: Shutdown,
+) {
+    let drain = shutdown.clone();
+    let server = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(Duration::from_secs(10)))
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), async move {
+            drain.draining().await;
+        });
+    let last_request = async {
+        shutdown.draining().await;
+        front.idle().await;
+        if let RegistryChoice::Embedded(registry) = &registry {
+            registry.close();
+        }
+        tokio::time::sleep(STREAM_GRACE).await;
+    };
+    tokio::select! {
+        ended = server => if let Err(error) = ended {
+            tracing::error!(%error, "the gRPC server ended");
+            shutdown.start("the gRPC server ended");
+        },
+        () = last_request => {}
+    }
+}
