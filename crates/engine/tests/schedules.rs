@@ -62,7 +62,12 @@ prop_compose! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
+    // PROPTEST_CASES asks for more.
+    #![proptest_config(ProptestConfig {
+        cases: ProptestConfig::default().cases.max(3000),
+        max_shrink_iters: 20_000,
+        ..ProptestConfig::default()
+    })]
 
     /// I1, I3, I4, I5, I6 on every route, alone and together, with every failure.
     #[test]
