@@ -17,6 +17,7 @@ import math
 import pathlib
 
 import llama_capi
+from data_files import write_lines
 
 HERE = pathlib.Path(__file__).parent
 TOP = 5
@@ -100,15 +101,6 @@ def main():
         "prompts": results,
         "texts": [{"text": t, "ids": model.tokenize(t)} for t in texts],
     })
-
-
-def write_lines(path, header, lists):
-    """JSON with one element of each list a line, so that a change shows as a change of its lines."""
-    compact = lambda value: json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    parts = [f'"{key}":{compact(value)}' for key, value in header.items()]
-    for key, values in lists.items():
-        parts.append(f'"{key}":[\n' + ",\n".join(map(compact, values)) + "\n]")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,44 @@ pub fn llama(model: &str) -> anyhow::Result<LlamaReference> {
     read(&format!("data/{model}.json"))
 }
 
+/// What f32 arithmetic on the same, dequantised weights gives: a measure free of the noise of 8-bit activations.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ExactReference {
+    /// As in [`LlamaReference`].
+    pub model: String,
+    /// Of the GGUF file, hexadecimal.
+    pub sha256: String,
+    /// Who made this, with version.
+    pub engine: String,
+    /// How far llama.cpp's logits in [`LlamaPrompt::top`] are from these.
+    pub llama_cpp_difference: Difference,
+    /// In the order of [`prompts`].
+    pub prompts: Vec<ExactPrompt>,
+}
+
+/// Absolute differences of logits.
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+pub struct Difference {
+    /// The largest.
+    pub max: f32,
+    /// Their mean.
+    pub mean: f32,
+}
+
+/// One prompt, continued with llama.cpp's output.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ExactPrompt {
+    /// As in [`Prompt`].
+    pub name: String,
+    /// For each step the logits of the tokens in [`LlamaPrompt::top`], in that order.
+    pub logits: Vec<Vec<f32>>,
+}
+
+/// The f32 logits of one GGUF file: `smollm2`, `gemma` or `qwen`.
+pub fn exact(model: &str) -> anyhow::Result<ExactReference> {
+    read(&format!("data/{model}.exact.json"))
+}
+
 /// What transformers says of every tiny model of [`crate::tiny`], in f32.
 #[derive(Clone, Debug, Deserialize)]
 pub struct TinyReference {
@@ -178,6 +216,26 @@ mod tests {
                 }
             }
             assert!(reference.texts.len() > 100);
+        }
+    }
+
+    #[test]
+    fn exact_references_agree_with_llama_cpp_within_its_noise() {
+        for model in ["smollm2", "gemma", "qwen"] {
+            let (llama, exact) = (llama(model).unwrap(), exact(model).unwrap());
+            assert_eq!(exact.sha256, llama.sha256);
+            let mut differences = Vec::new();
+            for (prompt, exact) in llama.prompts.iter().zip(&exact.prompts) {
+                assert_eq!((&prompt.name, prompt.top.len()), (&exact.name, exact.logits.len()));
+                for ((top, lse), logits) in prompt.top.iter().zip(&prompt.lse).zip(&exact.logits) {
+                    differences.extend(top.iter().zip(logits).map(|((_, logprob), x)| (logprob + lse - x).abs()));
+                }
+            }
+            let mean = differences.iter().sum::<f32>() / differences.len() as f32;
+            let max = differences.into_iter().fold(0.0, f32::max);
+            let noted = exact.llama_cpp_difference;
+            assert!((mean - noted.mean).abs() < 0.001 && (max - noted.max).abs() < 0.001, "{model}: {mean} {max}");
+            assert!(mean < 0.5, "{model}: two engines that do not compute the same model");
         }
     }
 
