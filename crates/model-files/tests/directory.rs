@@ -1,4 +1,5 @@
 //! Hugging Face directories: every family, both spellings of rope, shards, and what may be wrong with them.
+#![allow(clippy::unwrap_used)] // A panic is how a test fails.
 
 mod support;
 

@@ -1,4 +1,5 @@
 //! GGUF files as users have them: whole, cut off, damaged, of another kind.
+#![allow(clippy::unwrap_used)] // A panic is how a test fails.
 
 mod support;
 

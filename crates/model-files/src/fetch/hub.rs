@@ -14,6 +14,7 @@ use hf_hub::{Cache, Repo, RepoType};
 use super::pick::{Choice, choose};
 use super::progress::Progress;
 use super::registry::sha256_of;
+use super::spec::{RepositorySpec, is_file_name};
 use super::store;
 use crate::{ModelFileError, safetensors};
 
@@ -46,43 +47,6 @@ impl fmt::Debug for HubOptions {
             "HubOptions {{ endpoint: {endpoint:?}, token: {token:?}, silence: {silence:?}, attempts: {attempts} }}"
         )
     }
-}
-
-/// `org/name`, optionally with `:` and a file or quantisation.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct RepositorySpec {
-    id: String,
-    wanted: Option<String>,
-}
-
-impl RepositorySpec {
-    pub fn parse(spec: &str) -> Option<RepositorySpec> {
-        let (id, wanted) = match spec.split_once(':') {
-            Some((id, wanted)) => (id, Some(wanted)),
-            None => (spec, None),
-        };
-        let (org, name) = id.split_once('/')?;
-        let word = |text: &str| {
-            !text.is_empty()
-                && !text.starts_with('.')
-                && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
-        };
-        let valid = word(org) && word(name) && wanted.is_none_or(is_file_name);
-        valid.then(|| RepositorySpec { id: id.to_owned(), wanted: wanted.map(str::to_owned) })
-    }
-
-    fn text(&self) -> String {
-        match &self.wanted {
-            Some(wanted) => format!("{}:{wanted}", self.id),
-            None => self.id.clone(),
-        }
-    }
-}
-
-/// A relative path that stays below where it starts: the hub's word is not taken for it.
-fn is_file_name(name: &str) -> bool {
-    let part = |part: &str| !part.is_empty() && part != "." && part != "..";
-    name.split('/').all(part) && !name.contains(['\\', '\0'])
 }
 
 /// The model's path: a GGUF file, or a directory with safetensors weights. A model fetched before is not asked for again.
@@ -348,20 +312,4 @@ impl hf_hub::api::Progress for &mut Relay {
 fn download_sized(repository: &ApiRepo, file: &str, mut relay: Relay) -> Result<(PathBuf, Option<u64>), ApiError> {
     let path = repository.download_with_progress(file, &mut relay)?;
     Ok((path, Some(relay.size)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn specs_are_repositories_with_an_optional_file() {
-        let parse = |spec: &str| RepositorySpec::parse(spec).map(|s| s.text());
-        for good in ["org/name", "Org-1/na.me_2", "org/name:Q4_K_M", "org/name:sub/file.gguf"] {
-            assert_eq!(parse(good).as_deref(), Some(good));
-        }
-        for bad in ["name", "a/b/c", "../x", "a/..", "a/b:", "a/b:../c", "a b/c", "a/b:/etc", "/b", "a/"] {
-            assert_eq!(parse(bad), None, "{bad}");
-        }
-    }
 }

@@ -8,6 +8,7 @@ mod hub;
 mod pick;
 mod progress;
 mod registry;
+mod spec;
 mod store;
 
 use std::path::{Path, PathBuf};
@@ -39,7 +40,7 @@ pub fn resolve_with(
     if let Some(recipe) = catalogue().iter().find(|recipe| recipe.name == spec) {
         return registry::fetch(recipe, cache, registry::PYTHON.as_ref(), progress);
     }
-    match hub::RepositorySpec::parse(spec) {
+    match spec::RepositorySpec::parse(spec) {
         Some(repository) => hub::fetch(&repository, cache, hub, progress),
         None => Err(ModelFileError::UnknownModel { spec: spec.to_owned(), hint: hint() }),
     }

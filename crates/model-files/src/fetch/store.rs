@@ -93,7 +93,7 @@ fn ready_path(cache: &Path, spec: &str) -> PathBuf {
 
 /// The path of a hub model that was fetched completely before.
 pub(super) fn find_ready(cache: &Path, spec: &str) -> Option<PathBuf> {
-    read_ready(cache, &ready_path(cache, spec)).map(|model| model.path)
+    read_ready(cache, &ready_path(cache, spec)).filter(|model| model.spec == spec).map(|model| model.path)
 }
 
 fn read_ready(cache: &Path, marker: &Path) -> Option<CachedModel> {
@@ -162,7 +162,7 @@ pub(super) fn lock(cache: &Path, name: &str) -> Result<FetchLock, ModelFileError
 
 /// A spec as one file name.
 fn file_safe(name: &str) -> String {
-    name.replace('/', "--").replace(':', "--")
+    name.replace(':', "@").replace('/', "--")
 }
 
 /// Bytes of all files below a directory, links followed; what vanishes meanwhile counts nothing.

@@ -10,7 +10,7 @@ use tokenizers::{AddedToken, TokenizerImpl};
 
 use super::pieces::{Alphabet, PieceKind, Pieces};
 use super::sentencepiece::SentencePiece;
-use super::{END_TOKENS, Encoder, Inner, Tokenizer, end_tokens, pretokenizers};
+use super::{BosRule, END_TOKENS, Encoder, Inner, Tokenizer, end_tokens, pretokenizers};
 use crate::ModelFileError;
 use crate::config::Keys;
 
@@ -45,7 +45,7 @@ pub(crate) fn from_gguf(keys: &Keys, metadata: &mut HashMap<String, Value>) -> R
         pieces,
         bos: ids.bos,
         eos: ids.eos,
-        add_bos: Some(ggml.or("add_bos_token", defaults.add_bos)?),
+        bos_rule: if ggml.or("add_bos_token", defaults.add_bos)? { BosRule::Here } else { BosRule::Never },
         add_eos: ggml.or("add_eos_token", false)?,
         space_prefix: defaults.space_prefix,
     })))

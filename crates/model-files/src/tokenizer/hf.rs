@@ -7,7 +7,7 @@ use serde::Deserialize;
 use tokenizers::models::ModelWrapper;
 
 use super::pieces::{Alphabet, PieceKind, Pieces};
-use super::{END_TOKENS, Encoder, Inner, Tokenizer, end_tokens};
+use super::{BosRule, END_TOKENS, Encoder, Inner, Tokenizer, end_tokens};
 use crate::ModelFileError;
 use crate::config::Keys;
 
@@ -57,15 +57,21 @@ pub(crate) fn from_directory(dir: &Path, settings: Option<&Keys>) -> Result<Toke
     };
     let (bos, named_eos) = (named("bos_token")?, named("eos_token")?);
     let eos = collect_eos(dir, &tokenizer, named_eos)?;
+    let encoder = Encoder::Standard(Box::new(tokenizer));
     let add_bos = settings.map(|s| s.opt("add_bos_token")).transpose()?.flatten();
+    let bos_rule = match add_bos {
+        Some(false) => BosRule::Never,
+        Some(true) if encoder.encode("", true)?.first().copied() != bos => BosRule::Here,
+        _ => BosRule::Encoder,
+    };
     Ok(Tokenizer(Arc::new(Inner {
         pieces,
         bos,
         eos,
-        add_bos,
+        bos_rule,
         add_eos: false,
         space_prefix: !byte_level && (decoder.contains("\"Strip\"") || decoder.contains("\"Metaspace\"")),
-        encoder: Encoder::Standard(Box::new(tokenizer)),
+        encoder,
     })))
 }
 

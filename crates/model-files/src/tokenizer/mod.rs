@@ -33,11 +33,21 @@ struct Inner {
     pieces: Pieces,
     bos: Option<u32>,
     eos: Vec<u32>,
-    /// Whether bos precedes a text; None: the encoder's own rules decide.
-    add_bos: Option<bool>,
+    bos_rule: BosRule,
     add_eos: bool,
     /// The encoder puts a space before a text, which decoding takes away again.
     space_prefix: bool,
+}
+
+/// Who puts bos before a text.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum BosRule {
+    /// Nobody.
+    Never,
+    /// This module.
+    Here,
+    /// The encoder's own post-processing, if it has any.
+    Encoder,
 }
 
 type SentencePieceTokenizer =
@@ -68,14 +78,10 @@ impl Tokenizer {
     /// text, usually bos before it.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelFileError> {
         let inner = &*self.0;
-        let mut ids = inner.encoder.encode(text, add_special && inner.add_bos != Some(false))?;
+        let mut ids = inner.encoder.encode(text, add_special && inner.bos_rule == BosRule::Encoder)?;
         if add_special {
-            if inner.add_bos == Some(true)
-                && let Some(bos) = inner.bos
-                && !(matches!(inner.encoder, Encoder::Standard(_)) && inner.wraps_in_bos(&ids, text, bos))
-            {
-                ids.insert(0, bos);
-            }
+            let bos = inner.bos.filter(|_| inner.bos_rule == BosRule::Here);
+            ids.splice(0..0, bos);
             ids.extend(inner.eos.first().filter(|_| inner.add_eos));
         }
         Ok(ids)
@@ -132,14 +138,6 @@ impl Tokenizer {
     /// Starts detokenising a stream of generated tokens. A space at the very beginning is kept: the answer follows a prompt.
     pub fn stream(&self, skip_special: bool) -> TextStream {
         TextStream::new(self.clone(), skip_special)
-    }
-}
-
-impl Inner {
-    /// The encoder's own post-processing has put bos in front of what `text` itself begins with.
-    fn wraps_in_bos(&self, ids: &[u32], text: &str, bos: u32) -> bool {
-        let written = self.pieces.get(bos).is_some_and(|piece| text.as_bytes().starts_with(piece));
-        ids.first() == Some(&bos) && (!written || ids.get(1) == Some(&bos))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Writers of tiny model files, independent of the readers under test.
 #![allow(dead_code)] // Each test file uses its part.
+#![allow(clippy::unwrap_used)]
 
 pub mod gguf;
 pub mod hub;

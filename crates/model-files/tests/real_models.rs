@@ -1,0 +1,107 @@
+//! Real models, fetched by name into the user's cache: what their files say, and that text survives them.
+
+use anyhow::{Context, Result, ensure};
+use baton_model_files::{Architecture, ChatMessage, LayerTensor, Model, TensorName, WeightDtype, fetch, inspect};
+
+fn open(name: &str) -> Result<Model> {
+    let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::Quiet)?;
+    Model::open(&path).with_context(|| format!("model {name}"))
+}
+
+const TEXTS: [&str; 9] = [
+    "The quick brown fox jumps over the lazy dog, 1234567 times — isn't that odd?",
+    "  leading, trailing and   inner spaces  ",
+    "今天天气很好，我们去公园散步吧。日本語カタカナ 한국어",
+    "fn main() {\n\tprintln!(\"{:>8.3}\", x[0] as f64 / 2.0); // ok\r\n}\n\n\n",
+    "👩‍🚀🎉 emoji 🇫🇷, combining a\u{301} e\u{308}, and Ünïcödé עברית العربية हिन्दी ไทย",
+    "========\n--------\n| a | b |\n\u{a0}\u{3000}\u{2003}x",
+    "\u{0}\u{1}\u{7f} control, \u{fffd} replacement, 𝒳𝓎𝓏 𠀀",
+    "",
+    "\n",
+];
+
+/// Text comes back from its tokens whole, and piece by piece as a stream.
+fn round_trips(model: &Model) -> Result<()> {
+    let tokenizer = model.tokenizer();
+    for text in TEXTS {
+        let ids = tokenizer.encode(text, false)?;
+        ensure!(tokenizer.decode(&ids, false)? == text, "{text:?} comes back as {:?}", tokenizer.decode(&ids, false)?);
+        let mut stream = tokenizer.stream(true);
+        let pieces: Vec<String> = ids.iter().map(|&id| stream.push(id)).collect();
+        ensure!(pieces.concat() + &stream.finish() == text, "{text:?} streams as {pieces:?}");
+        let bytes = ids.iter().map(|&id| tokenizer.token_bytes(id)).collect::<Result<Vec<_>, _>>()?.concat();
+        ensure!(bytes == text.as_bytes(), "{text:?} has the bytes {bytes:?}");
+    }
+    Ok(())
+}
+
+fn user(content: &str) -> ChatMessage {
+    ChatMessage { role: "user".to_owned(), content: content.to_owned() }
+}
+
+#[test]
+fn smollm2() -> Result<()> {
+    let model = open("smollm2")?;
+    let config = model.config();
+    assert_eq!(config.architecture, Architecture::Llama);
+    assert_eq!((config.layers, config.hidden_size, config.intermediate_size), (30, 576, 1536));
+    assert_eq!((config.heads, config.kv_heads, config.head_dim), (9, 3, 64));
+    assert_eq!((config.vocab_size, config.context_length, config.rope.theta), (49_152, 8192, 1e5));
+    assert!(config.tied_embeddings && config.interleaved_qk);
+    assert_eq!(model.tensor(TensorName::Embedding)?.dtype, WeightDtype::Q8_0);
+    assert_eq!(model.tensor(TensorName::Layer(29, LayerTensor::Down))?.shape, [576, 1536]);
+    // Two hosts must agree on it, so it is pinned.
+    assert_eq!(format!("{:016x}", model.fingerprint()), "36e8eb366fd7946a");
+
+    let tokenizer = model.tokenizer();
+    assert_eq!(tokenizer.eos_ids(), [2, 0]);
+    let chat = model.chat_template().context("an instruct model has a chat template")?;
+    let text = chat.render(&[user("Hi <b>")], true)?;
+    let want = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n\
+        <|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(text, want);
+    let ids = tokenizer.encode_chat(&text)?;
+    assert_eq!((ids[0], ids.iter().filter(|&&id| id == 1).count()), (1, 3), "special tokens are recognised");
+    assert_eq!(tokenizer.decode(&ids, false)?, want);
+
+    let summary = inspect(&model);
+    assert_eq!(summary.parameters, 134_515_008);
+    assert_eq!(summary.kv_bytes_per_token, 2 * 2 * 192 * 30);
+    round_trips(&model)
+}
+
+#[test]
+fn gemma() -> Result<()> {
+    let model = open("gemma")?;
+    let config = model.config();
+    assert_eq!(config.architecture, Architecture::Gemma3);
+    assert_eq!((config.layers, config.hidden_size, config.intermediate_size), (18, 640, 2048));
+    assert_eq!((config.heads, config.kv_heads, config.head_dim, config.vocab_size), (4, 1, 256, 262_144));
+    let global: Vec<usize> = (0..18).filter(|&layer| config.layer_windows[layer].is_none()).collect();
+    assert_eq!(global, [5, 11, 17]);
+    assert_eq!(config.layer_windows[0], Some(512));
+    assert_eq!((config.rope.theta, config.local_rope.as_ref().map(|rope| rope.theta)), (1e6, Some(1e4)));
+    assert_eq!((config.attention_scale, config.norm_weight_offset), (0.0625, 0.0));
+    assert_eq!(format!("{:016x}", model.fingerprint()), "983c72d8b7939f8a");
+    assert!(model.chat_template().is_none(), "a base model");
+    let tokenizer = model.tokenizer();
+    assert_eq!(tokenizer.encode("", true)?, [2], "bos");
+    assert_eq!(tokenizer.eos_ids(), [1, 106]);
+    round_trips(&model)
+}
+
+#[test]
+fn qwen() -> Result<()> {
+    let model = open("qwen")?;
+    let config = model.config();
+    assert_eq!(config.architecture, Architecture::Qwen2);
+    assert_eq!((config.layers, config.heads, config.kv_heads, config.head_dim), (28, 12, 2, 128));
+    assert!(config.qkv_bias && !config.tied_embeddings && !config.interleaved_qk);
+    assert_eq!(model.tensor(TensorName::Output)?.dtype, WeightDtype::Q6K);
+    assert_eq!(model.tensor(TensorName::Layer(0, LayerTensor::VBias))?.shape, [256]);
+    assert_eq!(format!("{:016x}", model.fingerprint()), "962c02d9f1561a0b");
+    assert_eq!(model.tokenizer().eos_ids(), [151_645, 151_643]);
+    let text = model.chat_template().context("an instruct model")?.render(&[user("Hi")], true)?;
+    assert!(text.ends_with("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), "{text}");
+    round_trips(&model)
+}
