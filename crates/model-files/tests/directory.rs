@@ -87,6 +87,10 @@ fn both_spellings_of_rope_are_read() {
     .unwrap();
     assert_eq!(gemma.config().layer_windows, [Some(16), None]);
     assert_eq!((gemma.config().rope.theta, gemma.config().local_rope.as_ref().unwrap().theta), (1e6, 1e4));
+    for changes in [json!({}), json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})] {
+        let (_dir, gemma) = family("gemma3_text", changes).unwrap();
+        assert_eq!((gemma.config().rope.theta, gemma.config().local_rope.as_ref().unwrap().theta), (1e6, 1e4));
+    }
 }
 
 #[test]
@@ -231,6 +235,7 @@ fn what_is_wrong_with_a_directory_is_named() {
         json!({"layer_types": ["full_attention"], "sliding_window": 4}),
         &["layer_types", "1 entries"],
     );
+    rejects("llama", json!({"quantization_config": {"bits": 4}}), &["quantization_config"]);
     rejects("bloom", json!({}), &["config.json", "bloom", "supported"]);
 
     let mut extra = tensors("llama", "F32");

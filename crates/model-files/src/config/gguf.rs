@@ -1,6 +1,6 @@
 //! [`ModelConfig`] from the metadata of a GGUF file.
 
-use super::{Activation, Architecture, Keys, ModelConfig, RopeConfig, RopeScaling};
+use super::{Activation, Architecture, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, Keys, ModelConfig, RopeConfig, RopeScaling};
 use crate::ModelFileError;
 
 /// What the configuration needs to know about the file's tensors.
@@ -15,9 +15,6 @@ pub(crate) struct TensorFacts {
     pub rope_freqs: Option<Vec<f32>>,
 }
 
-/// Base of Gemma 3's local rope and distance between its global layers: fixed by the family, absent from its files.
-const GEMMA3_LOCAL_THETA: f32 = 10_000.0;
-const GEMMA3_PATTERN: u32 = 6;
 /// The one Gemma 3 size (27B) whose attention is scaled by its width per head instead of by the head's own size.
 const GEMMA3_WIDE_LAYERS: u32 = 62;
 

@@ -1,6 +1,6 @@
 //! [`ModelConfig`] from a Hugging Face `config.json`, in its older and its current spelling of rope and layer types.
 
-use super::{Activation, Architecture, Keys, ModelConfig, RopeConfig, RopeScaling};
+use super::{Activation, Architecture, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, Keys, ModelConfig, RopeConfig, RopeScaling};
 use crate::ModelFileError;
 
 /// Values that a family's `config.json` may leave out.
@@ -82,6 +82,7 @@ fn reject_what_is_not_implemented(keys: &Keys, architecture: Architecture) -> Re
     keys.must_be_off("final_logit_softcapping", "a cap on logits")?;
     keys.must_be_off("use_bidirectional_attention", "attention that is not causal")?;
     keys.must_be_off("num_local_experts", "a mixture of experts")?;
+    keys.must_be_off("quantization_config", "a quantised safetensors model")?;
     match keys.opt::<f32>("partial_rotary_factor")? {
         None | Some(1.0) => Ok(()),
         Some(part) => Err(keys.error("partial_rotary_factor", format!("is {part}; only 1 is supported"))),
@@ -110,22 +111,19 @@ fn activation(keys: &Keys, gemma: bool) -> Result<Activation, ModelFileError> {
 
 /// The rope of full layers, and of windowed ones where the family has a second.
 fn ropes(keys: &Keys, gemma: bool, theta: f32) -> Result<(RopeConfig, Option<RopeConfig>), ModelFileError> {
+    let default_local = || gemma.then(|| plain_rope(GEMMA3_LOCAL_THETA));
     if let Some(parameters) = keys.section("rope_parameters")? {
-        return match (parameters.section("full_attention")?, parameters.section("sliding_attention")?) {
-            (Some(full), local) => {
-                let local = local.map(|section| rope(&section, 10_000.0)).transpose()?;
-                Ok((rope(&full, theta)?, local))
-            }
-            (None, _) => Ok((rope(&parameters, theta)?, None)),
-        };
+        let (full, local) = (parameters.section("full_attention")?, parameters.section("sliding_attention")?);
+        let local = local.map(|section| rope(&section, GEMMA3_LOCAL_THETA)).transpose()?;
+        return Ok((rope(full.as_ref().unwrap_or(&parameters), theta)?, local.or_else(default_local)));
     }
     let theta = keys.or("rope_theta", theta)?;
     let full = match keys.section("rope_scaling")? {
         Some(section) => rope(&section, theta)?,
         None => plain_rope(theta),
     };
-    let local = if gemma { Some(plain_rope(keys.or("rope_local_base_freq", 10_000.0)?)) } else { None };
-    Ok((full, local))
+    let local = keys.opt("rope_local_base_freq")?.filter(|_| gemma).map(plain_rope);
+    Ok((full, local.or_else(default_local)))
 }
 
 fn plain_rope(theta: f32) -> RopeConfig {
@@ -166,7 +164,9 @@ fn layer_windows(keys: &Keys, architecture: Architecture, layers: u32) -> Result
         return typed_windows(keys, &types, count, window);
     }
     Ok(match architecture {
-        Architecture::Gemma3 => super::patterned_windows(layers, window, keys.or("sliding_window_pattern", 6)?),
+        Architecture::Gemma3 => {
+            super::patterned_windows(layers, window, keys.or("sliding_window_pattern", GEMMA3_PATTERN)?)
+        }
         Architecture::Mistral => vec![Some(window); count],
         _ => {
             let first = keys.or("max_window_layers", layers)?;

@@ -124,6 +124,10 @@ pub struct ModelConfig {
     pub interleaved_qk: bool,
 }
 
+/// Base of Gemma 3's local rope and distance between its global layers: fixed by the family, absent from many of its files.
+const GEMMA3_LOCAL_THETA: f32 = 10_000.0;
+const GEMMA3_PATTERN: u32 = 6;
+
 // Far above any model, low enough that products of two fit in the types used for them.
 const MAX_SIZE: u32 = 1 << 24;
 const MAX_LAYERS: u32 = 1 << 10;
