@@ -60,8 +60,6 @@ baton_runtime::config! {
         use process: ProcessConfig = ProcessConfig::default();
         /// The model: a path, a name, or org/name on the hub. All workers and routers of a cluster need the same.
         model: String = "smollm2".to_owned(),
-        /// Name by which clients ask for the model; default: the value of model, or the name in the file when that is a path.
-        served_name: Option<String> = None,
         /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
         model_cache: Option<PathBuf> = None,
         /// Address of the gRPC server the router calls; port 0 takes a free one.

@@ -26,7 +26,7 @@ pub struct Loaded {
     pub segment: Arc<Segment>,
     /// Limits for the engine.
     pub engine: EngineConfig,
-    /// The name clients ask for.
+    /// The file's own name, by which a router knows workers of its model.
     pub name: String,
 }
 
@@ -92,11 +92,5 @@ pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError>
         max_waiting: config.max_waiting,
         context_tokens: wanted,
     };
-    Ok(Loaded {
-        decoder,
-        geometry,
-        segment,
-        engine,
-        name: model.served_name(&config.model, config.served_name.as_deref()),
-    })
+    Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
 }

@@ -1,0 +1,24 @@
+# The few commands people need; `just` lists them.
+
+default:
+    @just --list
+
+# A whole cluster on this machine
+up *args:
+    cargo run --release -- up {{ args }}
+
+# All tests
+test:
+    cargo test --workspace
+
+# What must be green before a change goes in
+check:
+    .ci/run
+
+# Format
+fmt:
+    cargo fmt --all
+
+# Speed against llama.cpp and against memcpy and TCP; both cores must be idle
+bench:
+    bench/run

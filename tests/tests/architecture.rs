@@ -1,0 +1,65 @@
+//! ARCHITECTURE.md's table of crates is what cargo says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+type Edges = BTreeMap<String, BTreeSet<String>>;
+
+/// Path of each workspace crate → paths of those it depends on.
+fn from_cargo(root: &Path) -> anyhow::Result<Edges> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(root)
+        .output()?;
+    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout)?;
+    let folder = |path: &str| -> anyhow::Result<String> {
+        let relative = Path::new(path).strip_prefix(root)?;
+        Ok(relative.to_str().context("a path in UTF-8")?.trim_end_matches("/Cargo.toml").to_owned())
+    };
+    let mut edges = Edges::new();
+    for package in metadata["packages"].as_array().context("packages")? {
+        let own = folder(package["manifest_path"].as_str().context("manifest_path")?)?;
+        let dependencies = package["dependencies"].as_array().context("dependencies")?;
+        let paths = dependencies.iter().filter(|d| d["kind"].is_null()).filter_map(|d| d["path"].as_str());
+        edges.insert(own, paths.map(folder).collect::<anyhow::Result<_>>()?);
+    }
+    Ok(edges)
+}
+
+/// The same from the table; `any` is None.
+fn from_table(text: &str) -> BTreeMap<String, Option<BTreeSet<String>>> {
+    let rows = text.lines().skip_while(|l| !l.starts_with("| crate | depends on")).skip(2);
+    rows.take_while(|l| l.starts_with('|'))
+        .filter_map(|line| {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let depends = match *cells.get(2)? {
+                "any" => None,
+                "–" => Some(BTreeSet::new()),
+                list => Some(list.split(',').map(|name| name.trim().to_owned()).collect()),
+            };
+            Some((cells.get(1)?.to_string(), depends))
+        })
+        .collect()
+}
+
+#[test]
+fn the_table_of_crates_is_true() -> anyhow::Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace")?;
+    let table = from_table(&std::fs::read_to_string(root.join("ARCHITECTURE.md"))?);
+    let edges = from_cargo(root)?;
+    let names: BTreeSet<&String> = table.keys().collect();
+    ensure!(names == edges.keys().collect(), "crates in the table {names:?}, in the workspace {:?}", edges.keys());
+    for (name, wanted) in &table {
+        let Some(wanted) = wanted else { continue };
+        // The table says `engine` for crates/engine.
+        let found: BTreeSet<String> =
+            edges[name].iter().map(|path| path.trim_start_matches("crates/").to_owned()).collect();
+        ensure!(&found == wanted, "{name} depends on {found:?}; the table says {wanted:?}");
+    }
+    Ok(())
+}
