@@ -5,7 +5,10 @@
 //! computed. Between them a session per pair of workers, over shared memory or TCP. Knows nothing of models, requests
 //! and the router; no async runtime, only its own threads and callbacks.
 
+pub mod bench;
 mod codec;
+#[cfg(test)]
+mod conformance;
 mod descriptor;
 mod error;
 mod handshake;

@@ -90,16 +90,23 @@ impl Sender {
         }
         let (tokens, epoch, key, peer) = (target.tokens, target.epoch, target.key, target.worker);
         let counts = target.counts.clone();
-        let queue = self.queue_to(target)?;
         let core = Arc::new(Core { epoch, key, peer, deadline, counts, failure: OnceLock::new() });
-        queue.begin(core.clone())?;
+        let mut queue = self.queue_to(&target)?;
+        if let Err(error) = queue.begin(core.clone()) {
+            if !queue.is_closed() {
+                return Err(error);
+            }
+            // The session ended between the two lines; a new one may do.
+            queue = self.queue_to(&target)?;
+            queue.begin(core.clone())?;
+        }
         let layers = |group: usize| options.geometry.layout.groups[group].layers.len();
         let unwritten = core.counts.iter().enumerate().map(|(g, n)| vec![true; *n as usize * layers(g)]).collect();
         Ok(Handoff { config: self.config.clone(), queue, core, tokens, unwritten, written: 0, ended: false })
     }
 
     /// The queue of the session to a worker; a session that has ended is replaced.
-    fn queue_to(&self, target: Descriptor) -> Result<Arc<Queue>, TransferError> {
+    fn queue_to(&self, target: &Descriptor) -> Result<Arc<Queue>, TransferError> {
         let mut peers = lock(&self.peers);
         peers.retain(|_, peer| !peer.queue.is_closed());
         if let Some(peer) = peers.get(&target.worker) {
@@ -112,7 +119,7 @@ impl Sender {
         }
         let worker = target.worker;
         let queue = Arc::new(Queue::new(limits.clone())?);
-        let plan = Plan { config: self.config.clone(), target };
+        let plan = Plan { config: self.config.clone(), target: target.clone() };
         let inner = queue.clone();
         let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
         peers.insert(worker, Peer { queue: queue.clone(), thread });

@@ -4,6 +4,7 @@
 //! one order for everybody.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -239,7 +240,9 @@ impl Hub {
                 events.delivering = true;
                 event
             };
-            (self.on_event)(event);
+            if catch_unwind(AssertUnwindSafe(|| (self.on_event)(event))).is_err() {
+                tracing::error!("the receiver's event callback panicked");
+            }
             lock(&self.events).delivering = false;
         }
     }

@@ -27,21 +27,33 @@ const FAREWELL: Duration = Duration::from_millis(500);
 
 /// Connects and serves until the connection or the sender ends.
 pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
-    let error = match plan.connect(&queue) {
+    let mut end =
+        End { queue: queue.clone(), error: TransferError::os("serve a decode worker", "its thread panicked") };
+    end.error = match plan.connect(&queue) {
         Ok(connected) => {
-            let mut session = Session::new(plan, queue.clone(), connected);
+            let mut session = Session::new(plan, queue, connected);
             let error = session.serve();
             session.wind_up(&error);
             error
         }
         Err(error) => error,
     };
-    if error != TransferError::Closed {
-        tracing::warn!(%error, "transfer session ended");
+}
+
+/// Closes the queue as the very last thing, also in a panic: when the connection is closed and the peer's pool unmapped.
+/// Only then may another session be opened to the same worker, which takes that as this one's end.
+struct End {
+    queue: Arc<Queue>,
+    error: TransferError,
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if self.error != TransferError::Closed {
+            tracing::warn!(error = %self.error, "transfer session ended");
+        }
+        self.queue.close(self.error.clone());
     }
-    // Last, when the connection is closed and the peer's pool unmapped: only now may another session be opened to the
-    // same worker, which takes that as this one's end.
-    queue.close(error);
 }
 
 struct Session {
@@ -99,6 +111,8 @@ impl Session {
         let next_deadline = self.expire(Instant::now());
         let busy = self.copy_some()?;
         self.link.flush().map_err(|e| self.lost(e))?;
+        // What blocked the copying may just have left.
+        let busy = busy || self.copying && !self.link.has_output();
         let timeout = match busy {
             true => Some(Duration::ZERO),
             false => next_deadline.map(|at| at.saturating_duration_since(Instant::now())),
@@ -168,12 +182,14 @@ impl Session {
         let Some(done) = active.done.take() else {
             return Err(self.broken(Malformed::new("epoch", "verified before it was completed")));
         };
-        match active.step(Input::Verify) {
-            Action::Announce => done.report(Ok(active.stats(self.link.kind()))),
-            _ => drop(done),
-        }
+        let kind = self.transport.as_ref().map_or(self.link.kind(), |transport| transport.kind());
+        let announced = active.step(Input::Verify) == Action::Announce;
+        let stats = active.stats(kind);
         active.step(Input::Release);
         self.bury(epoch);
+        if announced {
+            done.report(Ok(stats));
+        }
         Ok(())
     }
 

@@ -1,0 +1,3 @@
+//! Bench.
+
+pub(crate) mod hex;

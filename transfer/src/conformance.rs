@@ -1,0 +1,245 @@
+//! What every transport must do, one suite run against each. Real sockets, real shared memory, and real processes where
+//! one has to be stopped or killed.
+
+mod children;
+mod faults;
+mod handoffs;
+mod processes;
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
+
+use crate::link::Link;
+use crate::sender::Wrap;
+use crate::transport::{Batch, Progress, Transport};
+use crate::{
+    Limits, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError, TransferStats,
+    TransportChoice, TransportKind,
+};
+
+/// Makes a test of each function for each transport.
+macro_rules! for_each_transport {
+    ($($name:ident),* $(,)?) => {
+        mod shm {
+            $(#[test] fn $name() { super::$name(crate::TransportChoice::Shm) })*
+        }
+        mod tcp {
+            $(#[test] fn $name() { super::$name(crate::TransportChoice::Tcp) })*
+        }
+    };
+}
+use for_each_transport;
+
+/// Long enough for any machine; only a hang gets there.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn far() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+/// Two groups of different shapes; block bytes that are not whole digest lanes.
+fn small() -> PoolGeometry {
+    let group = |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window };
+    let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
+    let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
+    PoolGeometry { layout, blocks: vec![8, 12] }
+}
+
+/// Blocks of 64 KiB, so that a handoff takes many batches and does not fit socket buffers.
+fn large() -> PoolGeometry {
+    let group = KvGroup { layers: (0..8).collect(), planes: 2, kv_heads: 8, head_dim: 128, window: None };
+    let layout = KvLayout { version: 1, model: 43, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+    PoolGeometry::uniform(layout, 64)
+}
+
+fn pool(geometry: &PoolGeometry, seed: u64) -> Arc<Segment> {
+    let pool = Segment::create("test-pool", geometry.bytes()).unwrap();
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = vec![0; geometry.bytes()];
+    for chunk in bytes.chunks_mut(8) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        chunk.copy_from_slice(&x.to_le_bytes()[..chunk.len()]);
+    }
+    // SAFETY: nobody else knows the pool yet.
+    unsafe { pool.write(0, &bytes) };
+    Arc::new(pool)
+}
+
+/// A block's bytes in every layer.
+fn block(pool: &Segment, geometry: &PoolGeometry, group: usize, block: BlockId) -> Vec<u8> {
+    let layers = 0..geometry.layout.groups[group].layers.len();
+    let ranges = layers.map(|layer| geometry.block_range(group, layer, block));
+    // SAFETY: tests look at blocks nobody writes to: verified, fenced or never lent.
+    ranges.flat_map(|range| unsafe { pool.read(range.start, range.len()) }).collect()
+}
+
+fn kind(choice: TransportChoice) -> TransportKind {
+    match choice {
+        TransportChoice::Shm => TransportKind::Shm,
+        _ => TransportKind::Tcp,
+    }
+}
+
+/// The decode end with its pool and what it was told.
+struct Decode {
+    receiver: Receiver,
+    events: mpsc::Receiver<ReceiverEvent>,
+    pool: Arc<Segment>,
+    geometry: PoolGeometry,
+}
+
+impl Decode {
+    fn new(geometry: PoolGeometry, worker: u64) -> Decode {
+        Decode::listening(geometry, worker, "127.0.0.1:0")
+    }
+
+    fn listening(geometry: PoolGeometry, worker: u64, tcp: &str) -> Decode {
+        let pool = pool(&geometry, worker);
+        let (tell, events) = mpsc::channel();
+        let options = ReceiverOptions {
+            worker: WorkerId(worker),
+            tcp: tcp.parse().unwrap(),
+            advertise: None,
+            geometry: geometry.clone(),
+            segment: pool.clone(),
+            limits: Limits::default(),
+        };
+        let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
+        Decode { receiver, events, pool, geometry }
+    }
+
+    fn reserve(&self, epoch: u64, blocks: &[Vec<BlockId>]) -> Vec<u8> {
+        self.receiver.reserve(Epoch(epoch), blocks, 100, PATIENCE).unwrap()
+    }
+
+    fn event(&self) -> ReceiverEvent {
+        self.events.recv_timeout(PATIENCE).expect("an event")
+    }
+
+    #[track_caller]
+    fn expect_failed(&self, epoch: u64) -> TransferError {
+        match self.event() {
+            ReceiverEvent::Failed { epoch: of, error } if of == Epoch(epoch) => error,
+            other => panic!("failure of e{epoch:x} expected, not {other:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn expect_fenced(&self, epoch: u64) {
+        assert_eq!(self.event(), ReceiverEvent::Fenced { epoch: Epoch(epoch) });
+    }
+
+    #[track_caller]
+    fn expect_verified(&self, epoch: u64) -> Vec<u8> {
+        match self.event() {
+            ReceiverEvent::Verified { epoch: of, tail, .. } if of == Epoch(epoch) => tail,
+            other => panic!("verification of e{epoch:x} expected, not {other:?}"),
+        }
+    }
+}
+
+/// The prefill end with its pool.
+struct Prefill {
+    sender: Sender,
+    pool: Arc<Segment>,
+    geometry: PoolGeometry,
+}
+
+impl Prefill {
+    fn new(geometry: PoolGeometry, worker: u64, transport: TransportChoice) -> Prefill {
+        Prefill::faulty(geometry, worker, transport, Arc::new(|transport| transport))
+    }
+
+    fn faulty(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap) -> Prefill {
+        let pool = pool(&geometry, worker);
+        let options = SenderOptions {
+            worker: WorkerId(worker),
+            geometry: geometry.clone(),
+            segment: pool.clone(),
+            transport,
+            limits: Limits::default(),
+        };
+        Prefill { sender: Sender::with_wrap(options, wrap).unwrap(), pool, geometry }
+    }
+
+    /// Writes local block `first + i` to index i of every group, layer by layer, and completes.
+    fn send(&self, target: &[u8], first: u32) -> Outcome {
+        self.send_until(target, first, far())
+    }
+
+    fn send_until(&self, target: &[u8], first: u32, deadline: Instant) -> Outcome {
+        let (tell, told) = mpsc::channel();
+        let mut handoff = match self.sender.open(target, deadline) {
+            Ok(handoff) => handoff,
+            Err(error) => {
+                tell.send(Err(error)).unwrap();
+                return Outcome(told);
+            }
+        };
+        for (group, count) in handoff.block_counts().to_vec().into_iter().enumerate() {
+            let pairs: Vec<_> = (0..count).map(|i| (BlockId(first + i), i)).collect();
+            for layer in 0..self.geometry.layout.groups[group].layers.len() {
+                // A handoff may have failed already; the completion says why.
+                let _ = handoff.write(group, layer, &pairs);
+            }
+        }
+        handoff.complete(b"tail".to_vec(), Box::new(move |outcome| drop(tell.send(outcome))));
+        Outcome(told)
+    }
+}
+
+/// A completion that is waited for; panics when it is reported twice or never.
+struct Outcome(mpsc::Receiver<Result<TransferStats, TransferError>>);
+
+impl Outcome {
+    #[track_caller]
+    fn wait(self) -> Result<TransferStats, TransferError> {
+        let outcome = self.0.recv_timeout(PATIENCE).expect("an outcome");
+        assert!(self.0.recv().is_err(), "reported twice");
+        outcome
+    }
+}
+
+/// Wraps every transport of a sender.
+fn wrapped<T: Transport + 'static>(wrap: impl Fn(Box<dyn Transport>) -> T + Send + Sync + 'static) -> Wrap {
+    Arc::new(move |inner| Box::new(wrap(inner)))
+}
+
+/// Changes batches on their way.
+struct Altered<F> {
+    inner: Box<dyn Transport>,
+    alter: F,
+}
+
+impl<F: FnMut(&mut Batch) + Send> Transport for Altered<F> {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        (self.alter)(&mut batch);
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.inner.poll(link)
+    }
+    fn cancel(&mut self, link: &mut Link) {
+        self.inner.cancel(link)
+    }
+}
+
+/// Calls `at` before each batch, on the session's thread, which it may hold up.
+fn watched(at: impl Fn(usize) + Send + Sync + Clone + 'static) -> Wrap {
+    wrapped(move |inner| {
+        let (at, mut batches) = (at.clone(), 0);
+        let alter = move |_: &mut Batch| {
+            batches += 1;
+            at(batches);
+        };
+        Altered { inner, alter }
+    })
+}

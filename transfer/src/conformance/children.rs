@@ -1,0 +1,151 @@
+//! Processes that tests stop and kill: this test binary again, in one of the roles below, talking lines on its standard
+//! input and output.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use rustix::process::{Pid, Signal, WaitOptions};
+
+use super::*;
+use crate::bench::hex;
+
+const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
+/// Starts every line that is ours; the test harness writes some of its own.
+const MARK: &str = "@ ";
+
+/// A child and its lines. Killed when dropped.
+pub(super) struct Process {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    pub(super) fn start(role: &str) -> Process {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"])
+            .env(ROLE, role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        Process { child, input, output }
+    }
+
+    pub(super) fn say(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
+    /// The child's next line.
+    pub(super) fn hear(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.output.read_line(&mut line).unwrap(), 0, "the child ended");
+            if let Some((_, ours)) = line.split_once(MARK) {
+                return ours.trim().to_owned();
+            }
+        }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Stops it and waits until it stands.
+    pub(super) fn freeze(&self) {
+        rustix::process::kill_process(self.pid(), Signal::STOP).unwrap();
+        let (_, status) = rustix::process::waitpid(Some(self.pid()), WaitOptions::UNTRACED).unwrap().unwrap();
+        assert!(status.stopped());
+    }
+
+    pub(super) fn thaw(&self) {
+        rustix::process::kill_process(self.pid(), Signal::CONT).unwrap();
+    }
+
+    pub(super) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Not a test: what a [`Process`] runs.
+#[test]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    match role.as_str() {
+        "decode" => decode(),
+        "prefill shm" => prefill(TransportChoice::Shm),
+        "prefill tcp" => prefill(TransportChoice::Tcp),
+        "leaks" => leaks(),
+        other => panic!("no role {other}"),
+    }
+}
+
+fn tell(line: &str) {
+    println!("{MARK}{line}");
+}
+
+/// For each line, reserves its number of blocks and tells the target; tells what becomes of it.
+fn decode() {
+    let decode = Decode::new(large(), std::process::id().into());
+    let mut free = 0;
+    for (epoch, line) in (1..).zip(std::io::stdin().lines()) {
+        let count: u32 = line.unwrap().parse().unwrap();
+        tell(&hex::encode(&decode.reserve(epoch, &[(free..free + count).map(BlockId).collect()])));
+        free += count;
+        match decode.event() {
+            ReceiverEvent::Verified { .. } => tell("verified"),
+            ReceiverEvent::Failed { error, .. } => {
+                tell(&format!("failed: {error}"));
+                decode.expect_fenced(epoch);
+            }
+            ReceiverEvent::Fenced { .. } => panic!("fenced without a failure"),
+        }
+    }
+}
+
+/// Writes to the target it is given, tells so at the third batch, and waits for a line before it goes on.
+fn prefill(choice: TransportChoice) {
+    let stop = watched(|batch| {
+        if batch == 3 {
+            tell("writing");
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+        }
+    });
+    let prefill = Prefill::faulty(large(), std::process::id().into(), choice, stop);
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let outcome = prefill.send(&hex::decode(line.trim()).unwrap(), 0).wait();
+    tell(&format!("{outcome:?}"));
+    // Stays, with the peer's pool mapped, until told to go.
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+/// Handoffs of every kind of end, then tells whether threads or descriptors are left.
+fn leaks() {
+    let count = |what: &str| std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count();
+    let before = (count("task"), count("fd"));
+    for choice in [TransportChoice::Shm, TransportChoice::Tcp] {
+        let decode = Decode::new(large(), 1);
+        let prefill = Prefill::new(large(), 2, choice);
+        let second = Prefill::new(large(), 3, choice);
+        for epoch in 1..=5 {
+            let target = decode.reserve(epoch, &[vec![BlockId(epoch as u32)]]);
+            prefill.send(&target, 0).wait().unwrap();
+        }
+        second.send(&decode.reserve(6, &[vec![BlockId(6)]]), 0).wait().unwrap();
+        drop(prefill.sender.open(&decode.reserve(7, &[vec![BlockId(7)]]), far()).unwrap());
+        second.sender.open(&decode.reserve(8, &[vec![BlockId(8)]]), far()).unwrap().abort(Box::new(|| {}));
+        drop(decode);
+    }
+    let after = (count("task"), count("fd"));
+    tell(if before == after { "clean".into() } else { format!("{before:?} then {after:?}") }.as_str());
+}

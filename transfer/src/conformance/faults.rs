@@ -1,0 +1,296 @@
+//! Faults made inside one process: bytes changed, writes lost, handoffs given up and fenced in the middle.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::sync::Mutex;
+
+use super::*;
+use crate::FenceState;
+use crate::descriptor::Descriptor;
+use crate::wire::{Frame, Hello, WriteHead};
+
+for_each_transport![
+    a_changed_byte_is_caught,
+    a_lost_write_is_caught,
+    a_write_outside_the_reservation_is_refused,
+    an_abort_gives_the_blocks_back,
+    after_a_fence_not_a_byte_changes,
+    a_handoff_without_end_misses_its_deadline,
+    a_crashed_session_is_over_when_the_next_begins,
+    a_dropped_sender_reports_and_gives_back,
+];
+
+fn first(count: u32) -> Vec<Vec<BlockId>> {
+    vec![(0..count).map(BlockId).collect()]
+}
+
+fn a_changed_byte_is_caught(choice: TransportChoice) {
+    // I2: the 3rd batch ever takes its second block from one byte further on.
+    let shift = |inner| {
+        let mut batches = 0;
+        let alter = move |batch: &mut Batch| {
+            batches += 1;
+            if batches == 3 {
+                batch.writes[1].source.0 += 1;
+            }
+        };
+        Altered { inner, alter }
+    };
+    let decode = Decode::new(large(), 1);
+    let prefill = Prefill::faulty(large(), 2, choice, wrapped(shift));
+    let seen = prefill.send(&decode.reserve(1, &first(4)), 8).wait().unwrap_err();
+    let TransferError::Verify { epoch, peer, group, index, block: id, want, got } = decode.expect_failed(1) else {
+        panic!("not a verification failure")
+    };
+    assert_eq!((epoch, peer, group, index, id), (Epoch(1), WorkerId(2), 0, 1, BlockId(1)));
+    assert_eq!(seen, TransferError::Verify { epoch, peer, group, index, block: id, want, got });
+    decode.expect_fenced(1);
+    assert_eq!(decode.receiver.stats().verify_failures, 1);
+    // Transfer again, to the same blocks.
+    prefill.send(&decode.reserve(2, &first(4)), 8).wait().unwrap();
+    decode.expect_verified(2);
+}
+
+fn a_lost_write_is_caught(choice: TransportChoice) {
+    let lose = |inner| {
+        let alter = |batch: &mut Batch| {
+            if batch.layer == 5 {
+                batch.writes.pop();
+            }
+        };
+        Altered { inner, alter }
+    };
+    let decode = Decode::new(large(), 1);
+    let prefill = Prefill::faulty(large(), 2, choice, wrapped(lose));
+    let seen = prefill.send(&decode.reserve(1, &first(4)), 0).wait().unwrap_err();
+    let error = decode.expect_failed(1);
+    match choice {
+        // The receiver counts what it applies.
+        TransportChoice::Tcp => {
+            assert_eq!(
+                error,
+                TransferError::Incomplete { epoch: Epoch(1), peer: WorkerId(2), written: 31, expected: 32 }
+            )
+        }
+        // It does not see writes, but what lies there instead.
+        _ => assert!(matches!(error, TransferError::Verify { index: 3, .. }), "{error}"),
+    }
+    assert_eq!(seen, error);
+    decode.expect_fenced(1);
+}
+
+fn a_write_outside_the_reservation_is_refused(choice: TransportChoice) {
+    let stray = |inner| {
+        let alter = |batch: &mut Batch| {
+            batch.writes[0].index = 4000;
+            batch.writes[0].target = BlockId(4000);
+        };
+        Altered { inner, alter }
+    };
+    let decode = Decode::new(large(), 1);
+    let prefill = Prefill::faulty(large(), 2, choice, wrapped(stray));
+    let error = prefill.send(&decode.reserve(1, &first(1)), 0).wait().unwrap_err();
+    assert!(matches!(error, TransferError::Refused { .. } | TransferError::Protocol { .. }), "{error}");
+    decode.expect_failed(1);
+    decode.expect_fenced(1);
+    let untouched = pool(&decode.geometry, 1);
+    for id in (0..64).map(BlockId) {
+        assert!(block(&decode.pool, &decode.geometry, 0, id) == block(&untouched, &decode.geometry, 0, id), "{id}");
+    }
+}
+
+/// A sender that stops at its `at`th batch: tells, and waits to be told.
+fn held(at: usize) -> (Wrap, mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let (reached, is_reached) = mpsc::channel();
+    let (go, may_go) = mpsc::channel();
+    let may_go = Arc::new(Mutex::new(may_go));
+    let wrap = watched(move |batch| {
+        if batch == at {
+            reached.send(()).unwrap();
+            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        }
+    });
+    (wrap, is_reached, go)
+}
+
+fn write_all(prefill: &Prefill, target: &[u8]) -> crate::Handoff {
+    let mut handoff = prefill.sender.open(target, far()).unwrap();
+    let pairs: Vec<_> = (0..handoff.block_counts()[0]).map(|i| (BlockId(i), i)).collect();
+    for layer in 0..8 {
+        handoff.write(0, layer, &pairs).unwrap();
+    }
+    handoff
+}
+
+fn an_abort_gives_the_blocks_back(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let (wrap, is_reached, go) = held(3);
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    let handoff = write_all(&prefill, &decode.reserve(1, &first(32)));
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    let (quiet, is_quiet) = mpsc::channel();
+    handoff.abort(Box::new(move || quiet.send(()).unwrap()));
+    assert!(is_quiet.try_recv().is_err(), "a batch is being copied");
+    go.send(()).unwrap();
+    is_quiet.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(decode.expect_failed(1), TransferError::Aborted { epoch: Epoch(1) });
+    decode.expect_fenced(1);
+    // The session goes on, with the same blocks on both sides.
+    prefill.send(&decode.reserve(2, &first(32)), 0).wait().unwrap();
+    decode.expect_verified(2);
+}
+
+fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
+    // I3
+    let decode = Decode::new(large(), 1);
+    let (wrap, is_reached, go) = held(5);
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    let handoff = write_all(&prefill, &decode.reserve(1, &first(48)));
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+    match choice {
+        // The receiver applies writes itself, so it does not need the peer's word.
+        TransportChoice::Tcp => decode.expect_fenced(1),
+        _ => assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending, "asking again changes nothing"),
+    }
+    let now: Vec<_> = (0..48).map(|id| block(&decode.pool, &decode.geometry, 0, BlockId(id))).collect();
+    go.send(()).unwrap();
+    let fenced = if choice == TransportChoice::Shm {
+        decode.expect_fenced(1);
+        (0..48).map(|id| block(&decode.pool, &decode.geometry, 0, BlockId(id))).collect()
+    } else {
+        now
+    };
+    assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Clear);
+    let (tell, told) = mpsc::channel();
+    handoff.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
+    let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    assert!(matches!(error, TransferError::Fenced { epoch: Epoch(1), .. }), "{error}");
+    // Everything the peer still had to say has arrived once a later handoff of the same session is verified.
+    let later = vec![(48..56).map(BlockId).collect()];
+    prefill.send(&decode.reserve(2, &later), 0).wait().unwrap();
+    decode.expect_verified(2);
+    for (id, bytes) in fenced.iter().enumerate() {
+        assert!(block(&decode.pool, &decode.geometry, 0, BlockId(id as u32)) == *bytes, "block {id} changed");
+    }
+}
+
+fn a_handoff_without_end_misses_its_deadline(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let prefill = Prefill::new(large(), 2, choice);
+    let deadline = Instant::now() + Duration::from_millis(100);
+    let mut handoff = prefill.sender.open(&decode.reserve(1, &first(2)), deadline).unwrap();
+    let _ = handoff.write(0, 0, &[(BlockId(0), 0)]);
+    // Its owner does nothing more; the decode side is told when the time is over.
+    assert_eq!(decode.expect_failed(1), TransferError::Aborted { epoch: Epoch(1) });
+    decode.expect_fenced(1);
+    let error = handoff.write(0, 1, &[(BlockId(0), 0)]).unwrap_err();
+    assert!(matches!(error, TransferError::Deadline { epoch: Epoch(1), .. }), "{error}");
+}
+
+fn a_crashed_session_is_over_when_the_next_begins(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let crashed = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let crash = watched(move |batch| {
+        if batch == 2 && !crashed.swap(true, std::sync::atomic::Ordering::SeqCst) {
+            panic!("a defect in a transport");
+        }
+    });
+    let prefill = Prefill::faulty(large(), 2, choice, crash);
+    let error = prefill.send(&decode.reserve(1, &first(8)), 0).wait().unwrap_err();
+    assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
+    assert!(matches!(decode.expect_failed(1), TransferError::PeerLost { .. }));
+    let next = decode.reserve(2, &[(8..16).map(BlockId).collect()]);
+    if choice == TransportChoice::Shm {
+        // I3: the connection is gone, but the process that maps the pool is not.
+        assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+    }
+    prefill.send(&next, 0).wait().unwrap();
+    // Two sessions tell of these, in either order.
+    let fenced = ReceiverEvent::Fenced { epoch: Epoch(1) };
+    let events = [decode.event(), decode.event()];
+    assert!(events.contains(&fenced), "{events:?}");
+    assert!(events.iter().any(|e| matches!(e, ReceiverEvent::Verified { epoch: Epoch(2), .. })), "{events:?}");
+}
+
+fn a_dropped_sender_reports_and_gives_back(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let (wrap, is_reached, go) = held(2);
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    let writing = write_all(&prefill, &decode.reserve(1, &first(32)));
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    let waiting = prefill.sender.open(&decode.reserve(2, &[(32..34).map(BlockId).collect()]), far()).unwrap();
+    let dropped = std::thread::spawn(move || drop(prefill));
+    go.send(()).unwrap();
+    dropped.join().unwrap();
+    decode.expect_failed(1);
+    decode.expect_fenced(1);
+    let (tell, told) = mpsc::channel();
+    writing.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
+    assert_eq!(told.recv_timeout(PATIENCE).unwrap(), Err(TransferError::Closed));
+    let (quiet, is_quiet) = mpsc::channel();
+    waiting.abort(Box::new(move || quiet.send(()).unwrap()));
+    is_quiet.recv_timeout(PATIENCE).unwrap();
+}
+
+/// What no sender of ours would do, frame by frame.
+#[test]
+fn a_peer_that_writes_nonsense_touches_nothing() {
+    let decode = Decode::new(large(), 1);
+    let layout = &decode.geometry.layout;
+    let key = |target: &[u8]| Descriptor::parse(target, layout).unwrap().key;
+    let call = || {
+        let mut stream = TcpStream::connect(decode.receiver.local_addr()).unwrap();
+        stream.write_all(&Hello { fingerprint: layout.fingerprint() }.encode()).unwrap();
+        stream.write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1) }.encode()).unwrap();
+        stream
+    };
+    let write = |epoch: u64, layer: u16, payload: u32, indexes: Vec<u32>| {
+        Frame::Write(WriteHead { epoch: Epoch(epoch), group: 0, layer, payload, indexes }).encode()
+    };
+    let block_bytes = layout.block_bytes(0) as u32;
+    let junk = vec![0xee; 2 * block_bytes as usize];
+
+    // Under an epoch it was not let in for, then twice the same block, on one connection that goes on working.
+    let mut peer = call();
+    let key_1 = key(&decode.reserve(1, &first(2)));
+    peer.write_all(&write(1, 0, block_bytes, vec![0])).unwrap();
+    peer.write_all(&junk[..block_bytes as usize]).unwrap();
+    peer.write_all(&Frame::Begin { epoch: Epoch(1), key: key_1 }.encode()).unwrap();
+    peer.write_all(&write(1, 0, 2 * block_bytes, vec![1, 1])).unwrap();
+    peer.write_all(&junk).unwrap();
+    assert!(decode.expect_failed(1).to_string().contains("written twice"));
+    decode.expect_fenced(1);
+
+    // A length that is not the blocks'.
+    let key_2 = key(&decode.reserve(2, &first(2)));
+    peer.write_all(&Frame::Begin { epoch: Epoch(2), key: key_2 }.encode()).unwrap();
+    peer.write_all(&write(2, 0, 16, vec![0])).unwrap();
+    peer.write_all(&junk[..16]).unwrap();
+    assert!(decode.expect_failed(2).to_string().contains("16 bytes for 1 blocks"));
+    decode.expect_fenced(2);
+
+    // A frame cut short by the end of the connection, and one that is none.
+    for rest in [&junk[..100], &[]] {
+        let mut peer = call();
+        let key_3 = key(&decode.reserve(3, &first(2)));
+        peer.write_all(&Frame::Begin { epoch: Epoch(3), key: key_3 }.encode()).unwrap();
+        if rest.is_empty() {
+            peer.write_all(&[0xff; 64]).unwrap();
+        } else {
+            peer.write_all(&write(3, 8, block_bytes, vec![0])).unwrap();
+            peer.write_all(rest).unwrap();
+        }
+        drop(peer);
+        decode.expect_failed(3);
+        decode.expect_fenced(3);
+    }
+    let untouched = pool(&decode.geometry, 1);
+    for id in (0..64).map(BlockId) {
+        assert!(block(&decode.pool, &decode.geometry, 0, id) == block(&untouched, &decode.geometry, 0, id), "{id}");
+    }
+    assert_eq!(decode.receiver.stats().reservations, 0);
+    // Nothing lost for others.
+    let prefill = Prefill::new(large(), 2, TransportChoice::Tcp);
+    prefill.send(&decode.reserve(4, &first(2)), 0).wait().unwrap();
+}
