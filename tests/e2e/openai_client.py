@@ -181,8 +181,9 @@ def completion_logprobs(s):
     equal([len(x) for x in lists], [count] * 4)
     equal(logprobs.text_offset[0], 0)
     for logprob, top in zip(logprobs.token_logprobs, logprobs.top_logprobs):
-        # Two ids may be the same text, and then share a key.
-        assert logprob <= 0 and 1 <= len(top) <= 2 and abs(max(top.values()) - logprob) < 1e-6
+        assert logprob <= 0 and 1 <= len(top) <= 2
+        # Two ids may be the same text; then they share a key and one is lost.
+        assert len(top) == 1 or abs(max(top.values()) - logprob) < 1e-6
 
 
 @check
@@ -203,19 +204,26 @@ def several_choices(s):
     equal(streamed, {0: first, 1: second})
 
 
+def typable(text):
+    """Three printable characters after the first quarter of a text, or None; they may span tokens."""
+    parts = (text[i : i + 3] for i in range(len(text) // 4, len(text) - 3))
+    return next((p for p in parts if p.isprintable() and "\ufffd" not in p), None)
+
+
 @check
 def stop_strings(s):
     """a stop string ends the answer and is not part of it, whole or streamed"""
-    text = s.complete(max_tokens=32, extra_body={"ignore_eos": True}).choices[0].text
-    # Some characters from the middle that can be typed; they may span tokens.
-    places = [i for i in range(len(text) // 4, len(text) - 3) if text[i : i + 3].isprintable() and "\ufffd" not in text[i : i + 3]]
-    assert places, f"no three printable characters in {text!r}"
-    stop = text[places[0] : places[0] + 3]
+    # A random model may need some tries to write something that can be typed.
+    for seed in range(30):
+        fields = {"max_tokens": 32, "temperature": min(seed, 1), "seed": seed, "extra_body": {"ignore_eos": True}}
+        text = s.complete(**fields).choices[0].text
+        if stop := typable(text):
+            break
+    assert stop, f"no three printable characters in {text!r}"
     want = text[: text.index(stop)]
-    fields = {"max_tokens": 32, "stop": [stop], "extra_body": {"ignore_eos": True}}
-    choice = s.complete(**fields).choices[0]
+    choice = s.complete(stop=[stop], **fields).choices[0]
     equal((choice.text, choice.finish_reason), (want, "stop"))
-    chunks = list(s.complete(stream=True, **fields))
+    chunks = list(s.complete(stop=[stop], stream=True, **fields))
     equal("".join(c.choices[0].text for c in chunks), want)
     equal(chunks[-1].choices[0].finish_reason, "stop")
 
@@ -225,8 +233,8 @@ def stop_token_ids(s):
     """a stop token id ends the answer"""
     body = {**IDS, "ignore_eos": True}
     ids = output_ids(s.complete(max_tokens=24, extra_body=body).choices[0])
-    at = next(i for i in range(len(ids)) if i >= 4 and ids[i] not in ids[:i] or i == len(ids) - 1)
-    at = ids.index(ids[at])
+    # Some later token, or the first when the answer is all the same.
+    at = ids.index(ids[len(ids) // 2])
     choice = s.complete(max_tokens=24, extra_body={**body, "stop_token_ids": [ids[at]]}).choices[0]
     equal(choice.finish_reason, "stop")
     assert output_ids(choice) in (ids[:at], ids[: at + 1]), (output_ids(choice), ids)
@@ -331,7 +339,7 @@ def bad_chats(s):
 
 @check
 def too_long(s):
-    """a prompt longer than the context is refused with both numbers' name, and the next request works"""
+    """a prompt longer than the context is refused with a stable code, and the next request works"""
     error = refused(s, BadRequestError, "context", prompt="word " * 200_000)
     equal(error.code, "context_length_exceeded")
     equal(s.complete(max_tokens=1).usage.completion_tokens, 1)
