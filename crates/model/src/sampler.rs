@@ -13,34 +13,36 @@ const FIRST_LOOK: usize = 512;
 pub struct Sampler {
     candidates: Vec<(f32, u32)>,
     seen: Vec<u32>,
+    /// Logits as the model gave them, kept while penalties change them, when log probabilities are asked for.
+    raw: Vec<f32>,
 }
 
 impl Sampler {
     /// For logits of `vocab` tokens.
     pub fn new(vocab: usize) -> Self {
-        Sampler { candidates: Vec::with_capacity(vocab), seen: Vec::new() }
+        Sampler { candidates: Vec::with_capacity(vocab), seen: Vec::new(), raw: Vec::with_capacity(vocab) }
     }
 
     /// The next token. Overwrites `logits` (`[vocab]`).
     pub fn sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> TokenOut {
         let params = sample.params;
-        let (log_sum, top) = match params.top_logprobs {
-            Some(n) => (Some(log_sum_exp(logits)), self.most_likely(logits, n as usize)),
-            None => (None, Vec::new()),
+        let Some(count) = params.top_logprobs else {
+            return TokenOut { index: sample.index, id: self.choose(logits, sample), ..TokenOut::default() };
         };
-        // Penalties move logits in place, so the chosen token's own logit is found by undoing nothing: it is kept apart.
-        let raw = log_sum.map(|_| logits.to_vec());
-        self.penalise(logits, sample);
-        let id = if params.greedy() { argmax(logits) } else { self.draw(logits, params, sample.index) };
-        let logprob = |id: u32| raw.as_ref().zip(log_sum).map(|(raw, sum)| (raw[id as usize] as f64 - sum) as f32);
-        let top = top.into_iter().filter_map(|id| logprob(id).map(|p| (id, p))).collect();
-        TokenOut { index: sample.index, id, logprob: logprob(id), top }
+        let log_sum = log_sum_exp(logits);
+        let logprob = |x: f32| (x as f64 - log_sum) as f32;
+        self.fill(logits, 1.0);
+        self.keep_first(count as usize);
+        let top = self.candidates.iter().map(|&(x, id)| (id, logprob(x))).collect();
+        self.raw.clear();
+        self.raw.extend_from_slice(logits);
+        let id = self.choose(logits, sample);
+        TokenOut { index: sample.index, id, logprob: Some(logprob(self.raw[id as usize])), top }
     }
 
-    fn most_likely(&mut self, logits: &[f32], n: usize) -> Vec<u32> {
-        self.fill(logits, 1.0);
-        self.keep_first(n);
-        self.candidates.iter().map(|c| c.1).collect()
+    fn choose(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> u32 {
+        self.penalise(logits, sample);
+        if sample.params.greedy() { argmax(logits) } else { self.draw(logits, sample.params, sample.index) }
     }
 
     fn penalise(&mut self, logits: &mut [f32], sample: &Sample<'_>) {

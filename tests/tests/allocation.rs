@@ -1,0 +1,80 @@
+//! No allocation inside a step: decode steps of a warm decoder ask the allocator for nothing, on any thread.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use anyhow::Context;
+use baton_engine::{Engine, EngineConfig, ModelRunner, NewSequence, Start, Time};
+use baton_kernels::{CpuBackend, CpuOptions, HostPool};
+use baton_model::{Decoder, Limits, kv_layout};
+use baton_model_files::Model;
+use baton_tests::tiny;
+use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
+
+struct Counting;
+
+static COUNTING: AtomicBool = AtomicBool::new(false);
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: passes everything on to the system allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if COUNTING.load(Ordering::Relaxed) {
+            ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_step_allocates_nothing() -> anyhow::Result<()> {
+    for config in tiny::configs()? {
+        let directory = tempfile::tempdir()?;
+        config.write(directory.path())?;
+        let model = Model::open(directory.path())?;
+        let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
+        let geometry = PoolGeometry::uniform(layout, 64);
+        let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
+        let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool)?;
+        let limits = Limits { tokens: 64, samples: 2, context: 128, table_entries: 64 };
+        let mut decoder = Decoder::load(&model, &geometry.layout, backend, limits)?;
+        let limits = EngineConfig { token_budget: 64, chunk: 20, max_running: 8, max_waiting: 8, context_tokens: 128 };
+        let mut engine = Engine::new(limits, &geometry)?;
+        for temperature in [0.0, 0.8, 0.8] {
+            engine.submit(NewSequence {
+                request: RequestId("a".to_owned()),
+                tokens: (1..30).collect(),
+                prompt_tokens: 29,
+                params: SamplingParams { temperature, top_p: 0.9, max_tokens: 40, ..SamplingParams::default() },
+                start: Start::Compute,
+                deadline: None,
+            })?;
+        }
+        let (mut events, mut out) = (Vec::new(), Vec::with_capacity(8));
+        for number in 0..20 {
+            let step = engine.plan(Time(0), &mut events).context("work is left")?;
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            engine.with_batch(&step, |batch| {
+                COUNTING.store(true, Ordering::Relaxed);
+                let outcome = decoder.run(batch, &mut |_| (), &mut out);
+                COUNTING.store(false, Ordering::Relaxed);
+                outcome
+            })?;
+            let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
+            // The first step may set up what a thread needs once.
+            assert!(number == 0 || allocated == 0, "{}: step {number} allocated {allocated} times", config.name);
+            engine.apply(step, &mut out, &mut events);
+            events.clear();
+        }
+    }
+    Ok(())
+}
