@@ -10,8 +10,8 @@ use baton_proto::v1::{DESCRIPTORS, worker_server::WorkerServer};
 use baton_runtime::{Outcome, Process};
 use baton_types::WorkerId;
 use tokio::sync::watch;
-use tokio_stream::wrappers::TcpListenerStream;
 use tonic::service::Routes;
+use tonic::transport::server::TcpIncoming;
 
 use crate::{Commands, EngineHandle, Loaded, Role, WorkerConfig, WorkerError, WorkerService, engine_thread, load};
 
@@ -147,12 +147,13 @@ impl Node {
             .map_err(|e| WorkerError::Grpc { addr, problem: e.to_string() })?;
         routes.add_service(reflection);
         let stop = tokio_util::sync::CancellationToken::new();
+        // The server's own nodelay does not reach sockets it did not accept itself, and tokens are small.
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = tonic::transport::Server::builder()
-            .tcp_nodelay(true)
             .http2_keepalive_interval(Some(Duration::from_secs(5)))
             .max_concurrent_streams(MAX_STREAMS)
             .add_routes(routes.routes())
-            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop.clone().cancelled_owned());
+            .serve_with_incoming_shutdown(incoming, stop.clone().cancelled_owned());
         let server = tokio::spawn(server);
         let id = member.id;
         let registry = baton_cluster::connect(&config.registry).await?;
