@@ -253,7 +253,8 @@ impl RequestMachine {
     }
 
     fn on_decode_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        if !self.decode_open {
+        if !self.decode_open || self.early_finish.is_some() {
+            // A stream that has said its last word may go.
             return;
         }
         self.decode_open = false;

@@ -1,0 +1,50 @@
+//! The router's settings.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use baton_runtime::{Bytes, ProcessConfig};
+
+baton_runtime::config_enum! {
+    /// How workers are chosen.
+    pub enum PlacementKind {
+        /// In turn.
+        RoundRobin = "round-robin",
+        /// The one with the fewest requests of this router, in turn among equals.
+        LeastLoaded = "least-loaded",
+    }
+}
+
+baton_runtime::config! {
+    /// The front door: OpenAI-compatible HTTP and gRPC for clients, and the one coordinator of each request.
+    pub struct RouterConfig {
+        use process: ProcessConfig = ProcessConfig::default();
+        /// Address of the OpenAI-compatible HTTP API; port 0 takes a free one.
+        http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
+        /// Address of the gRPC API; port 0 takes a free one.
+        grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
+        /// The model served: a path, a name, or org/name on the hub. The router reads its tokenizer and chat template only.
+        model: String = "smollm2".to_owned(),
+        /// Name by which clients ask for the model; default: the value of model, or the name in the file when that is a path.
+        served_name: Option<String> = None,
+        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
+        model_cache: Option<PathBuf> = None,
+        /// Where workers are found: embedded (this router holds their leases), or etcd://HOST:PORT,…
+        registry: String = "embedded".to_owned(),
+        /// Longest time a request may take.
+        request_timeout: Duration = Duration::from_secs(600),
+        /// Most answers in the making at a time (a request with n=4 counts as 4); more are refused with 429.
+        max_inflight: usize = 1024,
+        /// Largest body of a request.
+        body_limit: Bytes = Bytes(8 << 20),
+        /// How workers are chosen: round-robin or least-loaded.
+        placement: PlacementKind = PlacementKind::RoundRobin,
+        /// How often work is started for one request before it fails.
+        max_attempts: u32 = 3,
+        /// A worker that answers nothing for this long, not even a ping, is given up.
+        worker_timeout: Duration = Duration::from_secs(2),
+        /// A stream without news is kept alive with a comment this often.
+        keep_alive: Duration = Duration::from_secs(5),
+    }
+}

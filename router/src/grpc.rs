@@ -1,0 +1,161 @@
+//! The gRPC front door: `baton.v1.Inference`. The same path as HTTP behind another wire.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_proto::v1;
+use baton_proto::v1::generate_request::Input;
+use baton_types::RequestId;
+use futures::Stream;
+use tokio::time::Instant;
+use tonic::metadata::MetadataMap;
+use tonic::{Request, Response, Status};
+
+use crate::error::RequestError;
+use crate::front::Front;
+use crate::input::{GenerateInput, Prompt, random_u64};
+use crate::model::message;
+use crate::sink::EventKind;
+
+/// Bytes of a client's own request id that are kept.
+const MAX_ID: usize = 128;
+
+/// The service.
+pub(crate) struct Inference {
+    front: Arc<Front>,
+}
+
+impl Inference {
+    /// Serves what `front` does.
+    pub fn new(front: Arc<Front>) -> Inference {
+        Inference { front }
+    }
+}
+
+type Answers = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl v1::inference_server::Inference for Inference {
+    type GenerateStream = Answers;
+
+    async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Answers>, Status> {
+        let received = Instant::now();
+        let deadline = self.front.deadline(received, client_timeout(request.metadata()));
+        let input = read(request.into_inner(), received, deadline).inspect_err(|e| self.front.refused(e));
+        let mut generation = self.front.generate(input.map_err(|e| status(&e))?).await.map_err(|e| status(&e))?;
+        let answers = async_stream::stream! {
+            let mut sent = 0;
+            while let Some(event) = generation.next().await {
+                match event.kind {
+                    EventKind::Token { piece, text } => {
+                        let tokens = vec![piece.token.into()];
+                        yield Ok(v1::GenerateResponse { index: sent, tokens, text, finish: None });
+                        sent += 1;
+                    }
+                    EventKind::Finished { reason, text, usage } => {
+                        let usage = v1::Usage {
+                            prompt_tokens: usage.prompt_tokens,
+                            completion_tokens: usage.completion_tokens,
+                            cached_tokens: usage.cached_tokens,
+                        };
+                        let reason = v1::FinishReason::from(reason).into();
+                        let finish = Some(v1::Finish { reason, usage: Some(usage) });
+                        yield Ok(v1::GenerateResponse { index: sent, tokens: Vec::new(), text, finish });
+                    }
+                    EventKind::Failed(error) => yield Err(status(&error)),
+                }
+            }
+        };
+        Ok(Response::new(Box::pin(answers)))
+    }
+
+    async fn list_models(&self, _: Request<v1::ListModelsRequest>) -> Result<Response<v1::ListModelsResponse>, Status> {
+        let model = &self.front.model;
+        let info = v1::ModelInfo {
+            id: model.id().to_owned(),
+            context_tokens: model.context_tokens(),
+            vocab_size: model.vocab_size(),
+        };
+        Ok(Response::new(v1::ListModelsResponse { models: vec![info] }))
+    }
+}
+
+fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> Result<GenerateInput, RequestError> {
+    let prompt = match request.input {
+        Some(Input::Text(text)) => Prompt::Text(text),
+        Some(Input::TokenIds(ids)) => Prompt::Ids(ids.ids),
+        Some(Input::Chat(chat)) if chat.messages.is_empty() => {
+            return Err(RequestError::invalid("chat.messages", "chat.messages is empty; it must have at least one message"));
+        }
+        Some(Input::Chat(chat)) => Prompt::Chat(chat.messages.into_iter().map(|m| message(m.role, m.content)).collect()),
+        None => return Err(RequestError::invalid("input", "input is missing; set text, token_ids or chat")),
+    };
+    if request.request_id.len() > MAX_ID {
+        let wrong = format!("request_id has {} bytes; at most {MAX_ID} are allowed", request.request_id.len());
+        return Err(RequestError::invalid("request_id", wrong));
+    }
+    let id = match request.request_id.is_empty() {
+        true => format!("gen-{:016x}", random_u64()),
+        false => request.request_id,
+    };
+    Ok(GenerateInput {
+        model: request.model,
+        prompts: vec![prompt],
+        n: 1,
+        sampling: request.sampling.unwrap_or_default(),
+        stop: request.stop,
+        id: RequestId(id),
+        deadline,
+        received,
+    })
+}
+
+/// The status for an error, with the field it is about and when to come back in its metadata.
+fn status(error: &RequestError) -> Status {
+    let mut status = baton_proto::status_of(error);
+    if let Some(after) = error.retry_after {
+        status.metadata_mut().insert("retry-after", after.as_secs().max(1).into());
+    }
+    if let Some(param) = error.param.as_deref().and_then(|p| p.parse().ok()) {
+        status.metadata_mut().insert("param", param);
+    }
+    status
+}
+
+/// The client's own timeout, as gRPC says it: digits and a unit.
+fn client_timeout(metadata: &MetadataMap) -> Option<Duration> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let count: u64 = digits.parse().ok()?;
+    match unit {
+        "H" => Some(Duration::from_secs(count.saturating_mul(3600))),
+        "M" => Some(Duration::from_secs(count.saturating_mul(60))),
+        "S" => Some(Duration::from_secs(count)),
+        "m" => Some(Duration::from_millis(count)),
+        "u" => Some(Duration::from_micros(count)),
+        "n" => Some(Duration::from_nanos(count)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_in_every_unit() {
+        let read = |text: &str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            client_timeout(&metadata)
+        };
+        assert_eq!(read("2H"), Some(Duration::from_secs(7200)));
+        assert_eq!(read("3M"), Some(Duration::from_secs(180)));
+        assert_eq!(read("250m"), Some(Duration::from_millis(250)));
+        assert_eq!(read("7u"), Some(Duration::from_micros(7)));
+        for bad in ["", "S", "5", "5x", "-1S", "1.5S"] {
+            assert_eq!(read(bad), None, "{bad}");
+        }
+    }
+}

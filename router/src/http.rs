@@ -1,0 +1,227 @@
+//! The HTTP front door: routes, bodies, errors. What an answer is made of is in `openai`, how it streams in `sse.rs`.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::body::Body;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use baton_runtime::MetricsHandle;
+use baton_types::{ErrorKind, RequestId};
+use futures::StreamExt;
+use serde_json::json;
+use tokio::time::{Instant, timeout_at};
+
+use crate::error::RequestError;
+use crate::front::{Front, Generation};
+use crate::input::{GenerateInput, random_u64};
+use crate::openai::{self, Answer, Asked, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
+use crate::sink::EventKind;
+use crate::sse;
+
+/// Longest a body may take to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of a client's own request id that are kept.
+const MAX_ID: usize = 128;
+const REQUEST_ID: &str = "x-request-id";
+
+#[derive(Clone)]
+struct Door {
+    front: Arc<Front>,
+    metrics: MetricsHandle,
+}
+
+/// All routes.
+pub(crate) fn routes(front: Arc<Front>, metrics: MetricsHandle) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/health", get(|| async { "alive\n" }))
+        .route("/ready", get(ready))
+        .route("/metrics", get(render))
+        .fallback(no_route)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(Door { front: Arc::clone(&front), metrics })
+        .merge(cluster_route(front.workers.clone()))
+}
+
+/// GET /cluster, for people and `baton status`; also served at the admin endpoint.
+pub(crate) fn cluster_route(workers: Arc<crate::worker::Workers>) -> Router {
+    Router::new().route("/cluster", get(move || async move { Json(workers.describe()) }))
+}
+
+async fn chat(State(door): State<Door>, request: Request) -> Response {
+    serve(door.front, request, Shape::Chat).await
+}
+
+async fn completions(State(door): State<Door>, request: Request) -> Response {
+    serve(door.front, request, Shape::Text).await
+}
+
+/// The whole way of one request.
+async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
+    let received = Instant::now();
+    let id = request_id(request.headers(), shape);
+    let deadline = front.deadline(received, None);
+    let envelope = Envelope { id: RequestId(id.clone()), received, deadline };
+    let mut response = match answer(front, request.into_body(), shape, envelope).await {
+        Ok(response) => response,
+        Err(error) => refusal(&error),
+    };
+    if let Ok(value) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+async fn answer(
+    front: Arc<Front>,
+    body: Body,
+    shape: Shape,
+    envelope: Envelope,
+) -> Result<Response, RequestError> {
+    let id = envelope.id.0.clone();
+    let read = async {
+        let body = read_body(body, front.body_limit).await?;
+        match shape {
+            Shape::Chat => openai::chat(&body, envelope),
+            Shape::Text => openai::completion(&body, envelope),
+        }
+    };
+    let (input, asked): (GenerateInput, Asked) = match read.await {
+        Ok(read) => read,
+        Err(error) => {
+            front.refused(&error);
+            return Err(error);
+        }
+    };
+    let generation = front.generate(input).await?;
+    let answer = Answer {
+        shape,
+        id,
+        created: unix_seconds(),
+        model: Arc::clone(&front.model),
+        asked,
+        prompts: generation.prompts.clone(),
+        n: generation.n,
+    };
+    match asked.stream {
+        true => sse::respond(generation, answer, front.keep_alive).await,
+        false => whole(generation, answer).await,
+    }
+}
+
+async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, RequestError> {
+    let mut parts = answer.empty_parts();
+    let mut usage = UsageSum::default();
+    while let Some(event) = generation.next().await {
+        let part = &mut parts[event.choice as usize];
+        match event.kind {
+            EventKind::Token { piece, text } => {
+                part.text += &text;
+                part.pieces.push(piece);
+            }
+            EventKind::Finished { reason, text, usage: own } => {
+                part.text += &text;
+                part.finish = Some(reason);
+                usage.add(event.choice, answer.n, own);
+            }
+            EventKind::Failed(error) => return Err(error),
+        }
+    }
+    Ok(([(header::CONTENT_TYPE, "application/json")], answer.whole(parts, usage)).into_response())
+}
+
+/// The body, unless it is too large or too slow.
+async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, RequestError> {
+    let until = Instant::now() + BODY_TIMEOUT;
+    let mut chunks = body.into_data_stream();
+    let mut all = Vec::new();
+    loop {
+        let slow = |_| RequestError::new(ErrorKind::DeadlineExceeded, "the body did not arrive in time");
+        match timeout_at(until, chunks.next()).await.map_err(slow)? {
+            None => return Ok(all),
+            Some(Ok(chunk)) if all.len() + chunk.len() <= limit => all.extend_from_slice(&chunk),
+            Some(Ok(_)) => {
+                let wrong = format!("the body is larger than {limit} bytes, the most this router takes (--body-limit)");
+                return Err(RequestError::new(ErrorKind::TooLarge, wrong).code("request_too_large"));
+            }
+            Some(Err(error)) => {
+                return Err(RequestError::new(ErrorKind::InvalidArgument, format!("the body broke off: {error}")));
+            }
+        }
+    }
+}
+
+/// The client's id for a request if it gave a usable one, otherwise a new one.
+fn request_id(headers: &HeaderMap, shape: Shape) -> String {
+    let given = headers.get(REQUEST_ID).and_then(|v| v.to_str().ok());
+    match given.filter(|id| (1..=MAX_ID).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_graphic())) {
+        Some(id) => id.to_owned(),
+        None => {
+            let prefix = match shape {
+                Shape::Chat => "chatcmpl",
+                Shape::Text => "cmpl",
+            };
+            format!("{prefix}-{:016x}", random_u64())
+        }
+    }
+}
+
+/// The response for an error.
+pub(crate) fn refusal(error: &RequestError) -> Response {
+    let status = StatusCode::from_u16(error.kind.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = (status, Json(ErrorBody::from(error))).into_response();
+    if let Some(after) = error.retry_after {
+        response.headers_mut().insert(header::RETRY_AFTER, after.as_secs().max(1).into());
+    }
+    response
+}
+
+async fn models(State(door): State<Door>) -> Response {
+    Json(ModelList { object: "list", data: [model_object(&door.front)] }).into_response()
+}
+
+async fn model(State(door): State<Door>, Path(id): Path<String>) -> Response {
+    match door.front.model.check_name(&id) {
+        Ok(()) => Json(model_object(&door.front)).into_response(),
+        Err(error) => refusal(&error),
+    }
+}
+
+fn model_object(front: &Front) -> Model<'_> {
+    let model = &front.model;
+    let max_model_len = model.context_tokens();
+    Model { id: model.id(), object: "model", created: front.started, owned_by: "baton", max_model_len }
+}
+
+async fn ready(State(door): State<Door>) -> Response {
+    match door.front.not_ready() {
+        None => "ready\n".into_response(),
+        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
+    }
+}
+
+async fn render(State(door): State<Door>) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], door.metrics.render()).into_response()
+}
+
+async fn no_route(request: Request) -> Response {
+    let wrong = format!("there is no {} {}; see /v1/models", request.method(), request.uri().path());
+    refusal(&RequestError::new(ErrorKind::NotFound, wrong).code("unknown_url"))
+}
+
+async fn wrong_method(request: Request) -> Response {
+    let message = format!("{} does not take {}", request.uri().path(), request.method());
+    let error = json!({"message": message, "type": "invalid_request_error", "param": null, "code": "method_not_allowed"});
+    (StatusCode::METHOD_NOT_ALLOWED, Json(json!({ "error": error }))).into_response()
+}
+
+pub(crate) fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}

@@ -1,0 +1,231 @@
+//! What a client wants, in the one form both front doors (HTTP and gRPC) turn it into, and the checks on it.
+//!
+//! Comes before anything is spent on a worker: after [`GenerateInput::plan`] every field has a value that can work.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
+
+use baton_model_files::ChatMessage;
+use baton_proto::v1;
+use baton_types::{RequestId, SamplingParams};
+use tokio::time::Instant;
+
+use crate::error::RequestError;
+use crate::model::ServedModel;
+use crate::worker::Capacity;
+
+/// Most choices of one request.
+pub(crate) const MAX_CHOICES: u32 = 128;
+const MAX_STOPS: usize = 4;
+const MAX_STOP_BYTES: usize = 1024;
+const MAX_STOP_IDS: usize = 256;
+const MAX_BIASES: usize = 1024;
+
+/// The prompt as the client gave it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Prompt {
+    /// Tokenised as is.
+    Text(String),
+    /// Used as they are.
+    Ids(Vec<u32>),
+    /// Rendered with the model's chat template.
+    Chat(Vec<ChatMessage>),
+}
+
+impl Prompt {
+    /// The field of a request it comes from.
+    pub fn field(&self) -> &'static str {
+        match self {
+            Prompt::Text(_) | Prompt::Ids(_) => "prompt",
+            Prompt::Chat(_) => "messages",
+        }
+    }
+}
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(crate) struct GenerateInput {
+    /// The model asked for; empty: the one served.
+    pub model: String,
+    /// At least one; each is answered `n` times.
+    pub prompts: Vec<Prompt>,
+    /// Answers a prompt.
+    pub n: u32,
+    /// Sampling as sent, absent fields unset.
+    pub sampling: v1::Sampling,
+    /// Strings that end an answer.
+    pub stop: Vec<String>,
+    /// The client's id, or one made up.
+    pub id: RequestId,
+    /// When the client must have its answer.
+    pub deadline: Instant,
+    /// When it came in.
+    pub received: Instant,
+}
+
+/// One prompt, checked and tokenised.
+#[derive(Clone, Debug)]
+pub(crate) struct Planned {
+    /// Token ids, at least one.
+    pub prompt: Arc<[u32]>,
+    /// One for each choice; they differ in the seed.
+    pub choices: Vec<SamplingParams>,
+}
+
+impl GenerateInput {
+    /// Checks what needs no tokenising.
+    pub fn check(&self, model: &ServedModel) -> Result<(), RequestError> {
+        model.check_name(&self.model)?;
+        self.check_counts()?;
+        self.check_ids(model.vocab_size())
+    }
+
+    /// Answers to be made, all prompts together. At least 1 and at most [`MAX_CHOICES`] once checked.
+    pub fn choices(&self) -> u32 {
+        self.n * self.prompts.len() as u32
+    }
+
+    /// Tokenises a checked request, sees whether it fits, and fills in every default.
+    pub async fn plan(self, model: &Arc<ServedModel>, capacity: Capacity) -> Result<Vec<Planned>, RequestError> {
+        let seed = self.sampling.seed.unwrap_or_else(random_u64);
+        let mut planned = Vec::with_capacity(self.prompts.len());
+        for prompt in self.prompts {
+            let field = prompt.field();
+            let ids = model.encode(prompt).await?;
+            let room = Room { field, prompt: ids.len() as u32, context: model.context_tokens(), n: self.n, capacity };
+            let max_tokens = room.max_tokens(self.sampling.max_tokens)?;
+            let params = sampling_params(&self.sampling, model.eos_ids(), max_tokens, seed);
+            params.validate()?;
+            // The same seed and prompt give the same n answers, whatever the route (I1).
+            let choices = (0..self.n).map(|i| SamplingParams { seed: seed.wrapping_add(i.into()), ..params.clone() });
+            planned.push(Planned { prompt: ids.into(), choices: choices.collect() });
+        }
+        Ok(planned)
+    }
+
+    fn check_counts(&self) -> Result<(), RequestError> {
+        let choices = u64::from(self.n) * self.prompts.len() as u64;
+        if self.n == 0 || choices > MAX_CHOICES.into() {
+            let asked = format!("{} prompts × n = {} is {choices} answers", self.prompts.len(), self.n);
+            return Err(RequestError::invalid("n", format!("{asked}; a request may have 1 to {MAX_CHOICES}")));
+        }
+        if self.stop.len() > MAX_STOPS {
+            let count = self.stop.len();
+            return Err(RequestError::invalid("stop", format!("stop has {count} strings; at most {MAX_STOPS} are allowed")));
+        }
+        if let Some(bad) = self.stop.iter().find(|s| s.is_empty() || s.len() > MAX_STOP_BYTES) {
+            let length = bad.len();
+            let wrong = format!("stop has a string of {length} bytes; each must have 1 to {MAX_STOP_BYTES}");
+            return Err(RequestError::invalid("stop", wrong));
+        }
+        let counts = [
+            ("stop_token_ids", self.sampling.stop_token_ids.len(), MAX_STOP_IDS),
+            ("logit_bias", self.sampling.logit_bias.len(), MAX_BIASES),
+        ];
+        match counts.into_iter().find(|(_, count, most)| count > most) {
+            Some((field, count, most)) => {
+                Err(RequestError::invalid(field, format!("{field} has {count} entries; at most {most} are allowed")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_ids(&self, vocab_size: u32) -> Result<(), RequestError> {
+        let outside = |id: &&u32| **id >= vocab_size;
+        let refuse = |field: &str, id: Option<&u32>| match id {
+            Some(id) => {
+                let wrong = format!("{field} has token id {id}; the model's ids are 0 to {}", vocab_size - 1);
+                Err(RequestError::invalid(field, wrong))
+            }
+            None => Ok(()),
+        };
+        for prompt in &self.prompts {
+            if let Prompt::Ids(ids) = prompt {
+                refuse("prompt", ids.iter().find(outside))?;
+            }
+        }
+        refuse("logit_bias", self.sampling.logit_bias.keys().find(outside))?;
+        refuse("stop_token_ids", self.sampling.stop_token_ids.iter().find(outside))
+    }
+}
+
+/// What a prompt and its answers have to fit into, all in tokens.
+struct Room {
+    field: &'static str,
+    prompt: u32,
+    context: u32,
+    n: u32,
+    capacity: Capacity,
+}
+
+impl Room {
+    /// Most tokens of each answer. What the client asked for must fit; where it asked for nothing, as many as do.
+    fn max_tokens(&self, asked: Option<u32>) -> Result<u32, RequestError> {
+        let (prompt, context) = (self.prompt, self.context);
+        if prompt == 0 {
+            return Err(RequestError::invalid(self.field, "the prompt has no tokens; it must have at least one"));
+        }
+        if prompt >= context {
+            let wrong = format!("the model's context is {context} tokens, but the prompt has {prompt}; shorten it");
+            return Err(RequestError::invalid(self.field, wrong).code("context_length_exceeded"));
+        }
+        let pool = self.pool_share();
+        let Some(asked) = asked else { return Ok((context - prompt).min(pool.saturating_sub(prompt)).max(1)) };
+        if u64::from(prompt) + u64::from(asked) > context.into() {
+            let wrong = format!(
+                "the model's context is {context} tokens, but {} were asked for ({prompt} in the prompt, {asked} for \
+                 the answer); shorten the prompt or lower max_tokens",
+                u64::from(prompt) + u64::from(asked)
+            );
+            return Err(RequestError::invalid("max_tokens", wrong).code("context_length_exceeded"));
+        }
+        if prompt + asked > pool {
+            let wrong = format!(
+                "n = {} answers of {prompt} + {asked} tokens do not fit the {} KV tokens of the decode workers; lower n \
+                 or max_tokens",
+                self.n,
+                self.capacity.total()
+            );
+            return Err(RequestError::invalid("max_tokens", wrong).code("kv_capacity_exceeded"));
+        }
+        Ok(asked)
+    }
+
+    /// Tokens one answer may have in the pools, prompt included.
+    fn pool_share(&self) -> u32 {
+        self.capacity.largest().min(self.capacity.total() / u64::from(self.n)).try_into().unwrap_or(u32::MAX)
+    }
+}
+
+/// Sampling with every default filled in. The model's end tokens end the answer unless the client ignores them.
+fn sampling_params(asked: &v1::Sampling, eos: &[u32], max_tokens: u32, seed: u64) -> SamplingParams {
+    let defaults = SamplingParams::default();
+    let mut logit_bias: Vec<(u32, f32)> = asked.logit_bias.iter().map(|(id, bias)| (*id, *bias)).collect();
+    logit_bias.sort_by_key(|(id, _)| *id);
+    let mut stop_token_ids = asked.stop_token_ids.clone();
+    if !asked.ignore_eos {
+        stop_token_ids.extend_from_slice(eos);
+    }
+    stop_token_ids.sort_unstable();
+    stop_token_ids.dedup();
+    SamplingParams {
+        max_tokens,
+        temperature: asked.temperature.unwrap_or(defaults.temperature),
+        top_p: asked.top_p.unwrap_or(defaults.top_p),
+        top_k: asked.top_k.unwrap_or(defaults.top_k),
+        min_p: asked.min_p.unwrap_or(defaults.min_p),
+        seed,
+        presence_penalty: asked.presence_penalty.unwrap_or(defaults.presence_penalty),
+        frequency_penalty: asked.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+        repetition_penalty: asked.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+        logit_bias,
+        top_logprobs: asked.top_logprobs,
+        stop_token_ids,
+    }
+}
+
+/// 64 bits nobody can foresee: the standard library seeds each hasher from the system.
+pub(crate) fn random_u64() -> u64 {
+    RandomState::new().build_hasher().finish()
+}

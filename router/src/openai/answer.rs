@@ -1,0 +1,243 @@
+//! The answer's JSON: a stream of chunks, or one object.
+
+use std::sync::Arc;
+
+use baton_types::{FinishReason, Usage};
+use serde::Serialize;
+
+use super::logprobs::{ChatLogprobs, TextLogprobs};
+use super::request::Asked;
+use crate::model::ServedModel;
+use crate::sink::Piece;
+
+/// Which of the two APIs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Shape {
+    /// /v1/chat/completions
+    Chat,
+    /// /v1/completions
+    Text,
+}
+
+/// Everything chunks and objects of one answer have in common.
+#[derive(Clone)]
+pub(crate) struct Answer {
+    pub shape: Shape,
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    pub model: Arc<ServedModel>,
+    pub asked: Asked,
+    /// Token ids of each prompt.
+    pub prompts: Vec<Arc<[u32]>>,
+    /// Choices of each prompt.
+    pub n: u32,
+}
+
+/// A part of one choice.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Part {
+    pub choice: u32,
+    /// The first one of its choice.
+    pub first: bool,
+    pub text: String,
+    pub pieces: Vec<Piece>,
+    pub finish: Option<FinishReason>,
+}
+
+#[derive(Serialize)]
+struct Body<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: String,
+    choices: Vec<Choice>,
+    /// Absent, null or there: three different things in a stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageObject>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+}
+
+#[derive(Serialize)]
+struct Choice {
+    index: u32,
+    #[serde(flatten)]
+    content: ChoiceContent,
+    logprobs: Option<Logprobs>,
+    finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum ChoiceContent {
+    Message(Message),
+    Delta(Delta),
+    Text(String),
+}
+
+#[derive(Serialize)]
+struct Message {
+    role: &'static str,
+    content: String,
+    refusal: Option<()>,
+}
+
+#[derive(Serialize)]
+struct Delta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<String>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Logprobs {
+    Chat(ChatLogprobs),
+    Text(TextLogprobs),
+}
+
+#[derive(Serialize)]
+struct UsageObject {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    prompt_tokens_details: PromptDetails,
+}
+
+#[derive(Serialize)]
+struct PromptDetails {
+    cached_tokens: u32,
+}
+
+impl From<Usage> for UsageObject {
+    fn from(u: Usage) -> UsageObject {
+        UsageObject {
+            prompt_tokens: u.prompt_tokens,
+            completion_tokens: u.completion_tokens,
+            total_tokens: u.prompt_tokens + u.completion_tokens,
+            prompt_tokens_details: PromptDetails { cached_tokens: u.cached_tokens },
+        }
+    }
+}
+
+fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled => "cancelled",
+    }
+}
+
+/// Adds up what the choices of an answer cost. A prompt counts once, however often it is answered.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct UsageSum(Usage);
+
+impl UsageSum {
+    /// A choice has ended.
+    pub fn add(&mut self, choice: u32, n: u32, usage: Usage) {
+        self.0.completion_tokens += usage.completion_tokens;
+        if choice.is_multiple_of(n) {
+            self.0.prompt_tokens += usage.prompt_tokens;
+            self.0.cached_tokens += usage.cached_tokens;
+        }
+    }
+}
+
+impl Answer {
+    /// One part for each choice, nothing in them yet.
+    pub fn empty_parts(&self) -> Vec<Part> {
+        (0..self.prompts.len() as u32 * self.n).map(|choice| Part { choice, ..Part::default() }).collect()
+    }
+
+    /// A stream's chunk for a part of one choice.
+    pub fn chunk(&self, part: Part) -> String {
+        let usage = self.asked.include_usage.then_some(None);
+        let content = match self.shape {
+            Shape::Text => ChoiceContent::Text(part.text.clone()),
+            Shape::Chat => ChoiceContent::Delta(Delta {
+                role: part.first.then_some("assistant"),
+                content: (part.finish.is_none() || !part.text.is_empty()).then(|| part.text.clone()),
+            }),
+        };
+        let show_prompt = part.first;
+        self.json(self.object(true), vec![self.choice(part, content, show_prompt)], usage, show_prompt)
+    }
+
+    /// A stream's last chunk, when the client asked for the usage.
+    pub fn usage_chunk(&self, usage: UsageSum) -> String {
+        self.json(self.object(true), Vec::new(), Some(Some(usage.0.into())), false)
+    }
+
+    /// The whole answer; `parts` are the choices in order.
+    pub fn whole(&self, parts: Vec<Part>, usage: UsageSum) -> String {
+        let choice = |part: Part| {
+            let content = match self.shape {
+                Shape::Text => ChoiceContent::Text(part.text.clone()),
+                Shape::Chat => {
+                    ChoiceContent::Message(Message { role: "assistant", content: part.text.clone(), refusal: None })
+                }
+            };
+            self.choice(part, content, true)
+        };
+        let choices = parts.into_iter().map(choice).collect();
+        self.json(self.object(false), choices, Some(Some(usage.0.into())), true)
+    }
+
+    fn object(&self, chunk: bool) -> &'static str {
+        match (self.shape, chunk) {
+            (Shape::Text, _) => "text_completion",
+            (Shape::Chat, true) => "chat.completion.chunk",
+            (Shape::Chat, false) => "chat.completion",
+        }
+    }
+
+    fn choice(&self, part: Part, content: ChoiceContent, show_prompt: bool) -> Choice {
+        let logprobs = self.asked.logprobs.filter(|_| !part.pieces.is_empty()).map(|_| match self.shape {
+            Shape::Chat => Logprobs::Chat(ChatLogprobs::of(&self.model, &part.pieces)),
+            Shape::Text => Logprobs::Text(TextLogprobs::of(&self.model, &part.pieces)),
+        });
+        let ids = self.asked.token_ids;
+        let per_choice = ids && show_prompt && self.shape == Shape::Text;
+        Choice {
+            index: part.choice,
+            content,
+            logprobs,
+            finish_reason: part.finish.map(finish_reason),
+            prompt_token_ids: per_choice.then(|| self.prompts[(part.choice / self.n) as usize].to_vec()),
+            token_ids: ids.then(|| part.pieces.iter().map(|p| p.token.id).collect()),
+        }
+    }
+
+    fn json(
+        &self,
+        object: &'static str,
+        choices: Vec<Choice>,
+        usage: Option<Option<UsageObject>>,
+        show_prompt: bool,
+    ) -> String {
+        // With several prompts, each choice has its own.
+        let prompt_token_ids = match &self.prompts[..] {
+            [only] if show_prompt && self.asked.token_ids => Some(&only[..]),
+            _ => None,
+        };
+        let body = Body {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: self.model.id(),
+            system_fingerprint: format!("fp_{:016x}", self.model.fingerprint()),
+            choices,
+            usage,
+            prompt_token_ids,
+        };
+        // Strings, numbers and lists of them: there is nothing serde_json could refuse.
+        serde_json::to_string(&body).unwrap_or_default()
+    }
+}

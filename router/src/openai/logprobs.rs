@@ -1,0 +1,80 @@
+//! Log probabilities in the two forms the API has. Every token generated has its entry, also one that only ends the answer.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::model::ServedModel;
+use crate::sink::Piece;
+
+/// What the API says instead of minus infinity, which JSON cannot.
+const LEAST: f32 = -9999.0;
+
+/// Chat: one entry a token.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct ChatLogprobs {
+    content: Vec<ChatToken>,
+    refusal: Option<()>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ChatToken {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+    top_logprobs: Vec<TopToken>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct TopToken {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+}
+
+/// Completions: four lists of equal length.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct TextLogprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<f32>,
+    top_logprobs: Vec<Map<String, Value>>,
+    text_offset: Vec<u32>,
+}
+
+fn finite(logprob: f32) -> f32 {
+    if logprob.is_nan() { LEAST } else { logprob.clamp(LEAST, 0.0) }
+}
+
+impl ChatLogprobs {
+    /// For these tokens.
+    pub fn of(model: &ServedModel, pieces: &[Piece]) -> ChatLogprobs {
+        let top = |(id, logprob): &(u32, f32)| {
+            let (token, bytes) = model.token(*id);
+            TopToken { token, logprob: finite(*logprob), bytes }
+        };
+        let entry = |piece: &Piece| {
+            let (token, bytes) = model.token(piece.token.id);
+            let top_logprobs = piece.token.top.iter().map(top).collect();
+            ChatToken { token, logprob: finite(piece.token.logprob.unwrap_or(LEAST)), bytes, top_logprobs }
+        };
+        ChatLogprobs { content: pieces.iter().map(entry).collect(), refusal: None }
+    }
+}
+
+impl TextLogprobs {
+    /// For these tokens. The chosen token is always among the most likely ones shown.
+    pub fn of(model: &ServedModel, pieces: &[Piece]) -> TextLogprobs {
+        let mut all = TextLogprobs::default();
+        for piece in pieces {
+            let (token, _) = model.token(piece.token.id);
+            let logprob = finite(piece.token.logprob.unwrap_or(LEAST));
+            let mut top: Map<String, Value> =
+                piece.token.top.iter().map(|(id, p)| (model.token(*id).0, finite(*p).into())).collect();
+            top.entry(token.clone()).or_insert(logprob.into());
+            all.tokens.push(token);
+            all.token_logprobs.push(logprob);
+            all.top_logprobs.push(top);
+            all.text_offset.push(piece.offset);
+        }
+        all
+    }
+}

@@ -1,0 +1,256 @@
+//! From the API's JSON to the one form of a request, and what the client wants to see of the answer.
+
+use std::collections::HashMap;
+
+use baton_model_files::ChatMessage;
+use baton_proto::v1;
+use baton_types::RequestId;
+use tokio::time::Instant;
+
+use super::fields::RefusedFields;
+use super::parse::parse;
+use super::types::{
+    ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField,
+};
+use crate::error::RequestError;
+use crate::input::{GenerateInput, Prompt};
+
+/// Tokens of a completion when the client does not say; the API's own default.
+const COMPLETION_TOKENS: u32 = 16;
+
+/// What the client wants to see of the answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Asked {
+    /// Server-sent events instead of one body.
+    pub stream: bool,
+    /// With a stream: a last chunk with the usage.
+    pub include_usage: bool,
+    /// Log probabilities, of this many tokens beside the chosen one.
+    pub logprobs: Option<u32>,
+    /// Token ids of prompt and answer.
+    pub token_ids: bool,
+}
+
+/// When a request came in, until when it is wanted, and its name.
+#[derive(Clone, Debug)]
+pub(crate) struct Envelope {
+    pub id: RequestId,
+    pub received: Instant,
+    pub deadline: Instant,
+}
+
+/// Reads POST /v1/chat/completions.
+pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
+    let own: ChatFields = parse(body)?;
+    let common: CommonFields = parse(body)?;
+    parse::<RefusedFields>(body)?.check()?;
+    if own.messages.is_empty() {
+        return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
+    }
+    let messages = own.messages.into_iter().enumerate().map(|(at, m)| message(at, m)).collect::<Result<_, _>>()?;
+    let logprobs = match (own.logprobs.unwrap_or(false), own.top_logprobs) {
+        (true, top) => Some(top.unwrap_or(0)),
+        (false, None | Some(0)) => None,
+        (false, Some(_)) => {
+            return Err(RequestError::invalid("top_logprobs", "top_logprobs needs logprobs to be true"));
+        }
+    };
+    let max_tokens = own.max_completion_tokens.or(common.max_tokens);
+    assemble(common, vec![Prompt::Chat(messages)], max_tokens, logprobs, envelope)
+}
+
+/// Reads POST /v1/completions.
+pub(crate) fn completion(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
+    let own: CompletionFields = parse(body)?;
+    let common: CommonFields = parse(body)?;
+    parse::<RefusedFields>(body)?.check()?;
+    let prompts: Vec<Prompt> = match own.prompt {
+        PromptField::Text(text) => vec![Prompt::Text(text)],
+        PromptField::Ids(ids) => vec![Prompt::Ids(ids)],
+        PromptField::Texts(texts) => texts.into_iter().map(Prompt::Text).collect(),
+        PromptField::IdLists(lists) => lists.into_iter().map(Prompt::Ids).collect(),
+    };
+    if prompts.is_empty() {
+        return Err(RequestError::invalid("prompt", "prompt is an empty array; it must have at least one element"));
+    }
+    let max_tokens = Some(common.max_tokens.unwrap_or(COMPLETION_TOKENS));
+    assemble(common, prompts, max_tokens, own.logprobs, envelope)
+}
+
+fn assemble(
+    common: CommonFields,
+    prompts: Vec<Prompt>,
+    max_tokens: Option<u32>,
+    logprobs: Option<u32>,
+    envelope: Envelope,
+) -> Result<(GenerateInput, Asked), RequestError> {
+    let stream = common.stream.unwrap_or(false);
+    if common.stream_options.is_some() && !stream {
+        return Err(RequestError::invalid("stream_options", "stream_options needs stream to be true"));
+    }
+    let asked = Asked {
+        stream,
+        include_usage: common.stream_options.and_then(|o| o.include_usage).unwrap_or(false),
+        logprobs,
+        token_ids: common.return_token_ids.unwrap_or(false),
+    };
+    let sampling = v1::Sampling {
+        max_tokens,
+        temperature: common.temperature,
+        top_p: common.top_p,
+        top_k: common.top_k.map(top_k).transpose()?,
+        min_p: common.min_p,
+        seed: common.seed.map(|s| seed(&s)).transpose()?,
+        presence_penalty: common.presence_penalty,
+        frequency_penalty: common.frequency_penalty,
+        repetition_penalty: common.repetition_penalty,
+        logit_bias: common.logit_bias.map(logit_bias).transpose()?.unwrap_or_default(),
+        top_logprobs: logprobs,
+        stop_token_ids: common.stop_token_ids.unwrap_or_default(),
+        ignore_eos: common.ignore_eos.unwrap_or(false),
+    };
+    let stop = match common.stop {
+        None => Vec::new(),
+        Some(StopField::One(stop)) => vec![stop],
+        Some(StopField::Many(stops)) => stops,
+    };
+    let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
+    let Envelope { id, received, deadline } = envelope;
+    Ok((GenerateInput { model, prompts, n, sampling, stop, id, deadline, received }, asked))
+}
+
+fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
+    let role = match message.role.as_str() {
+        // The newer name of the same role; templates know the older one.
+        "developer" => "system".to_owned(),
+        "system" | "user" | "assistant" => message.role,
+        other => {
+            let wrong = format!("messages[{at}].role is {other:?}; it must be system, developer, user or assistant");
+            return Err(RequestError::invalid(format!("messages[{at}].role"), wrong));
+        }
+    };
+    let content = match message.content {
+        Some(Content::Text(text)) => text,
+        Some(Content::Parts(parts)) => {
+            parts.into_iter().enumerate().map(|(i, part)| text_of(at, i, part)).collect::<Result<Vec<_>, _>>()?.concat()
+        }
+        None => {
+            let field = format!("messages[{at}].content");
+            return Err(RequestError::invalid(field.clone(), format!("{field} is missing; it must be a string")));
+        }
+    };
+    Ok(ChatMessage { role, content })
+}
+
+fn text_of(message: usize, at: usize, part: Part) -> Result<String, RequestError> {
+    let field = format!("messages[{message}].content[{at}]");
+    match (part.kind.as_str(), part.text) {
+        ("text", Some(text)) => Ok(text),
+        ("text", None) => Err(RequestError::invalid(field.clone(), format!("{field} is of type text but has no text"))),
+        (other, _) => {
+            let wrong = format!("{field} is of type {other:?}; this model reads text only");
+            Err(RequestError::invalid(field, wrong).code("unsupported_content"))
+        }
+    }
+}
+
+fn top_k(k: i64) -> Result<u32, RequestError> {
+    // -1 is how some clients say "off".
+    let k = if k == -1 { 0 } else { k };
+    u32::try_from(k).map_err(|_| RequestError::invalid("top_k", format!("top_k is {k}; it must be 0 (off) or above")))
+}
+
+/// Any 64-bit integer; a negative one counts as its two's complement.
+fn seed(seed: &serde_json::Number) -> Result<u64, RequestError> {
+    let whole = seed.as_u64().or_else(|| seed.as_i64().map(i64::cast_unsigned));
+    whole.ok_or_else(|| RequestError::invalid("seed", format!("seed is {seed}; it must be a 64-bit whole number")))
+}
+
+fn logit_bias(biases: HashMap<String, f32>) -> Result<HashMap<u32, f32>, RequestError> {
+    let read = |(id, bias): (String, f32)| match id.parse() {
+        Ok(id) => Ok((id, bias)),
+        Err(_) => {
+            Err(RequestError::invalid("logit_bias", format!("logit_bias has the key {id:?}; keys must be token ids")))
+        }
+    };
+    biases.into_iter().map(read).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn envelope() -> Envelope {
+        let now = Instant::now();
+        Envelope { id: RequestId("r".into()), received: now, deadline: now }
+    }
+
+    fn read_chat(body: &Value) -> Result<(GenerateInput, Asked), RequestError> {
+        chat(body.to_string().as_bytes(), envelope())
+    }
+
+    fn with(extra: Value) -> Value {
+        let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        body
+    }
+
+    #[test]
+    fn every_field_arrives() {
+        let (input, asked) = read_chat(&with(json!({
+            "model": "m", "n": 2, "max_completion_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
+            "seed": -1, "stop": "END", "stop_token_ids": [3], "presence_penalty": 1, "frequency_penalty": -1,
+            "repetition_penalty": 1.5, "logit_bias": {"5": -100}, "logprobs": true, "top_logprobs": 3, "ignore_eos": true,
+            "stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true, "user": "u",
+        })))
+        .unwrap();
+        let sampling = v1::Sampling {
+            max_tokens: Some(7),
+            temperature: Some(0.5),
+            top_p: Some(0.9),
+            top_k: Some(0),
+            min_p: Some(0.1),
+            seed: Some(u64::MAX),
+            presence_penalty: Some(1.0),
+            frequency_penalty: Some(-1.0),
+            repetition_penalty: Some(1.5),
+            logit_bias: HashMap::from([(5, -100.0)]),
+            top_logprobs: Some(3),
+            stop_token_ids: vec![3],
+            ignore_eos: true,
+        };
+        assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
+        assert_eq!(input.stop, ["END"]);
+        assert_eq!(asked, Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true });
+    }
+
+    #[test]
+    fn content_parts_of_text_are_joined_and_others_refused() {
+        let parts = |parts: Value| read_chat(&json!({"messages": [{"role": "developer", "content": parts}]}));
+        let (input, _) = parts(json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])).unwrap();
+        let want = ChatMessage { role: "system".into(), content: "ab".into() };
+        assert_eq!(input.prompts, [Prompt::Chat(vec![want])]);
+        let error = parts(json!([{"type": "image_url", "image_url": {"url": "x"}}])).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("messages[0].content[0]"));
+    }
+
+    #[test]
+    fn bad_fields_are_named() {
+        for (body, param) in [
+            (json!({"messages": []}), "messages"),
+            (json!({"messages": [{"role": "wizard", "content": "x"}]}), "messages[0].role"),
+            (json!({"messages": [{"role": "user"}]}), "messages[0].content"),
+            (with(json!({"top_logprobs": 2})), "top_logprobs"),
+            (with(json!({"stream_options": {}})), "stream_options"),
+            (with(json!({"logit_bias": {"x": 1}})), "logit_bias"),
+            (with(json!({"seed": 1.5})), "seed"),
+            (with(json!({"top_k": -2})), "top_k"),
+            (with(json!({"stop": [1]})), "stop"),
+            (with(json!({"tools": [{}]})), "tools"),
+            (with(json!({"n": "two"})), "n"),
+        ] {
+            assert_eq!(read_chat(&body).unwrap_err().param.as_deref(), Some(param), "{body}");
+        }
+    }
+}

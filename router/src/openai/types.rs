@@ -1,0 +1,228 @@
+//! The JSON of the API, field by field. Requests are read three times (prompt, sampling, refused fields) so that every
+//! error names its field; fields nobody here knows are skipped, because clients send new ones all the time.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// POST /v1/chat/completions, apart from what it shares with completions.
+#[derive(Debug, Deserialize)]
+pub(crate) struct ChatFields {
+    pub messages: Vec<Message>,
+    pub max_completion_tokens: Option<u32>,
+    pub logprobs: Option<bool>,
+    pub top_logprobs: Option<u32>,
+}
+
+/// POST /v1/completions, apart from what it shares with chat.
+#[derive(Debug, Deserialize)]
+pub(crate) struct CompletionFields {
+    pub prompt: PromptField,
+    pub logprobs: Option<u32>,
+}
+
+/// What both share.
+#[derive(Debug, Deserialize)]
+pub(crate) struct CommonFields {
+    pub model: Option<String>,
+    pub stream: Option<bool>,
+    pub stream_options: Option<StreamOptions>,
+    pub n: Option<u32>,
+    pub max_tokens: Option<u32>,
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<i64>,
+    pub min_p: Option<f32>,
+    pub seed: Option<serde_json::Number>,
+    pub stop: Option<StopField>,
+    pub stop_token_ids: Option<Vec<u32>>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub logit_bias: Option<HashMap<String, f32>>,
+    pub ignore_eos: Option<bool>,
+    pub return_token_ids: Option<bool>,
+}
+
+/// How a stream is to look.
+#[derive(Debug, Deserialize)]
+pub(crate) struct StreamOptions {
+    pub include_usage: Option<bool>,
+}
+
+/// One message of a conversation.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Message {
+    pub role: String,
+    pub content: Option<Content>,
+}
+
+/// A message's content.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "a string or an array of content parts (objects with a type)")]
+pub(crate) enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+/// A part of a message.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Part {
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub text: Option<String>,
+}
+
+/// Stop strings.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "a string or an array of strings")]
+pub(crate) enum StopField {
+    One(String),
+    Many(Vec<String>),
+}
+
+/// A prompt, or several.
+#[derive(PartialEq, Debug)]
+pub(crate) enum PromptField {
+    Text(String),
+    Texts(Vec<String>),
+    Ids(Vec<u32>),
+    IdLists(Vec<Vec<u32>>),
+}
+
+impl<'de> Deserialize<'de> for PromptField {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(PromptVisitor)
+    }
+}
+
+/// Reads straight into the right kind of list: what the first element is, all must be.
+struct PromptVisitor;
+
+/// The first element of a prompt that is a list.
+enum First {
+    Id(u32),
+    Text(String),
+    Ids(Vec<u32>),
+}
+
+impl<'de> Deserialize<'de> for First {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct FirstVisitor;
+        impl<'de> Visitor<'de> for FirstVisitor {
+            type Value = First;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string, a token id or an array of token ids")
+            }
+            fn visit_u64<E: serde::de::Error>(self, id: u64) -> Result<First, E> {
+                let too_large = |_| E::invalid_value(serde::de::Unexpected::Unsigned(id), &"a token id");
+                u32::try_from(id).map(First::Id).map_err(too_large)
+            }
+            fn visit_str<E>(self, text: &str) -> Result<First, E> {
+                Ok(First::Text(text.to_owned()))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<First, A::Error> {
+                let mut ids = Vec::new();
+                while let Some(id) = list.next_element()? {
+                    ids.push(id);
+                }
+                Ok(First::Ids(ids))
+            }
+        }
+        from.deserialize_any(FirstVisitor)
+    }
+}
+
+impl<'de> Visitor<'de> for PromptVisitor {
+    type Value = PromptField;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string, an array of strings, an array of token ids, or an array of arrays of token ids")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<PromptField, E> {
+        Ok(PromptField::Text(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<PromptField, E> {
+        Ok(PromptField::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<PromptField, A::Error> {
+        match list.next_element()? {
+            None => Ok(PromptField::Texts(Vec::new())),
+            Some(First::Id(first)) => rest(first, list).map(PromptField::Ids),
+            Some(First::Text(first)) => rest(first, list).map(PromptField::Texts),
+            Some(First::Ids(first)) => rest(first, list).map(PromptField::IdLists),
+        }
+    }
+}
+
+fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(first: T, mut list: A) -> Result<Vec<T>, A::Error> {
+    let mut all = vec![first];
+    while let Some(next) = list.next_element()? {
+        all.push(next);
+    }
+    Ok(all)
+}
+
+/// GET /v1/models.
+#[derive(Debug, Serialize)]
+pub(crate) struct ModelList<'a> {
+    pub object: &'static str,
+    pub data: [Model<'a>; 1],
+}
+
+/// GET /v1/models/{id}.
+#[derive(Debug, Serialize)]
+pub(crate) struct Model<'a> {
+    pub id: &'a str,
+    pub object: &'static str,
+    pub created: u64,
+    pub owned_by: &'static str,
+    /// Longest sequence, tokens.
+    pub max_model_len: u32,
+}
+
+/// The body of every error.
+#[derive(Debug, Serialize)]
+pub(crate) struct ErrorBody {
+    pub error: ErrorObject,
+}
+
+/// What was wrong.
+#[derive(Debug, Serialize)]
+pub(crate) struct ErrorObject {
+    pub message: String,
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    pub param: Option<String>,
+    pub code: Option<&'static str>,
+}
+
+impl From<&crate::error::RequestError> for ErrorBody {
+    fn from(e: &crate::error::RequestError) -> ErrorBody {
+        let (message, param) = (e.message.clone(), e.param.clone());
+        ErrorBody { error: ErrorObject { message, kind: e.kind.as_str(), param, code: e.code } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_has_four_forms() {
+        let read = |json: &str| serde_json::from_str::<PromptField>(json);
+        assert_eq!(read(r#""a""#).unwrap(), PromptField::Text("a".into()));
+        assert_eq!(read(r#"["a","b"]"#).unwrap(), PromptField::Texts(vec!["a".into(), "b".into()]));
+        assert_eq!(read("[1,2]").unwrap(), PromptField::Ids(vec![1, 2]));
+        assert_eq!(read("[[1],[2,3]]").unwrap(), PromptField::IdLists(vec![vec![1], vec![2, 3]]));
+        assert_eq!(read("[]").unwrap(), PromptField::Texts(vec![]));
+        for bad in ["5", "{}", "[1,\"a\"]", "[-1]", "[[1],2]", "[true]", "null"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+    }
+}

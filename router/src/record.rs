@@ -1,0 +1,139 @@
+//! What is measured and logged about one request: its metrics, and one line when its last choice has ended.
+
+use std::sync::{Mutex, PoisonError};
+
+use baton_policy::{Failure, Leg};
+use baton_runtime::metrics as names;
+use baton_types::{ErrorKind, Fault, FinishReason, RequestId, Usage, WorkerId};
+use metrics::{counter, gauge, histogram};
+use tokio::time::Instant;
+
+use crate::error::RequestError;
+
+/// Shared by the choices of a request; dropped with the last of them, which writes the line.
+#[derive(Debug)]
+pub(crate) struct Record {
+    id: RequestId,
+    received: Instant,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    first_token: Option<Instant>,
+    usage: Usage,
+    workers: Vec<WorkerId>,
+    recoveries: u32,
+    failed: Option<RequestError>,
+    cancelled: bool,
+}
+
+/// Times one choice's tokens.
+#[derive(Debug, Default)]
+pub(crate) struct TokenClock(Option<Instant>);
+
+impl TokenClock {
+    /// Measures from the token before this one.
+    pub fn tick(&mut self) {
+        let now = Instant::now();
+        if let Some(last) = self.0.replace(now) {
+            histogram!(names::INTER_TOKEN_LATENCY).record((now - last).as_secs_f64());
+        }
+    }
+}
+
+impl Record {
+    /// A request that came in at `received`.
+    pub fn new(id: RequestId, received: Instant) -> Record {
+        gauge!(names::QUEUE_DEPTH).increment(1);
+        Record { id, received, state: Mutex::default() }
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its id.
+    pub fn id(&self) -> &RequestId {
+        &self.id
+    }
+
+    /// A token left for the client.
+    pub fn token(&self) {
+        let mut state = self.state();
+        if state.first_token.is_none() {
+            let now = Instant::now();
+            state.first_token = Some(now);
+            histogram!(names::TIME_TO_FIRST_TOKEN).record((now - self.received).as_secs_f64());
+        }
+        state.usage.completion_tokens += 1;
+    }
+
+    /// Work was started on a worker.
+    pub fn worker(&self, worker: WorkerId) {
+        let mut state = self.state();
+        if !state.workers.contains(&worker) {
+            state.workers.push(worker);
+        }
+    }
+
+    /// A failure is being recovered from.
+    pub fn recovering(&self, leg: Leg, cause: &Failure) {
+        self.state().recoveries += 1;
+        counter!(names::RECOVERIES, "leg" => leg.as_str(), "cause" => cause.kind.as_str()).increment(1);
+        tracing::warn!(request = %self.id, leg = leg.as_str(), cause = cause.message, "recovering");
+    }
+
+    /// A choice ended well, or its client left.
+    pub fn finished(&self, reason: FinishReason, usage: Usage) {
+        let mut state = self.state();
+        state.usage.prompt_tokens = state.usage.prompt_tokens.max(usage.prompt_tokens);
+        state.usage.cached_tokens = state.usage.cached_tokens.max(usage.cached_tokens);
+        state.cancelled |= reason == FinishReason::Cancelled;
+    }
+
+    /// A choice ended with an error.
+    pub fn failed(&self, error: &RequestError) {
+        self.state().failed.get_or_insert_with(|| error.clone());
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        gauge!(names::QUEUE_DEPTH).decrement(1);
+        let seconds = self.received.elapsed().as_secs_f64();
+        histogram!(names::REQUEST_SECONDS).record(seconds);
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let outcome = match &state.failed {
+            Some(error) => error.kind.as_str(),
+            None if state.cancelled => "cancelled",
+            None => "ok",
+        };
+        counter!(names::REQUESTS, "outcome" => outcome).increment(1);
+        let workers: Vec<String> = state.workers.iter().map(WorkerId::to_string).collect();
+        let ttft = state.first_token.map(|at| (at - self.received).as_secs_f64());
+        let Usage { prompt_tokens, completion_tokens, cached_tokens } = state.usage;
+        tracing::info!(
+            request = %self.id,
+            outcome,
+            prompt_tokens,
+            completion_tokens,
+            cached_tokens,
+            ttft = ttft.map(|s| format!("{s:.3}s")),
+            duration = format!("{seconds:.3}s"),
+            workers = workers.join(","),
+            recoveries = state.recoveries,
+            "request"
+        );
+        match &state.failed {
+            Some(error) if error.kind == ErrorKind::Internal => {
+                tracing::error!(request = %self.id, %error, "request failed")
+            }
+            Some(error) if error.kind.fault() != Fault::Client => {
+                tracing::warn!(request = %self.id, %error, "request failed")
+            }
+            Some(error) => tracing::debug!(request = %self.id, %error, "request refused"),
+            None => {}
+        }
+    }
+}

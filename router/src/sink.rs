@@ -1,0 +1,174 @@
+//! From tokens to what a client gets: detokenised, stop strings matched, measured.
+//!
+//! One sink for each choice, between the request driver and the front doors. UTF-8 is never split: text may lag behind
+//! its tokens, and everything held back comes with the end.
+
+use std::sync::Arc;
+
+use baton_model_files::TextStream;
+use baton_types::{ErrorKind, FinishReason, TokenOut, Usage};
+use tokio::sync::mpsc;
+
+use crate::error::RequestError;
+use crate::record::{Record, TokenClock};
+use crate::stop::StopMatcher;
+
+/// What happened to one choice.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Event {
+    /// Which choice.
+    pub choice: u32,
+    /// What.
+    pub kind: EventKind,
+}
+
+/// Parts of a choice, in order; exactly one `Finished` or `Failed`, last.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) enum EventKind {
+    /// One token, and the text that became certain with it.
+    Token {
+        /// The token and where it stands.
+        piece: Piece,
+        /// New text, often behind the token, often empty.
+        text: String,
+    },
+    /// The end.
+    Finished {
+        /// Why.
+        reason: FinishReason,
+        /// Text that was held back.
+        text: String,
+        /// What this choice cost.
+        usage: Usage,
+    },
+    /// An end without an answer.
+    Failed(RequestError),
+}
+
+/// A token and its place in the answer's text.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Piece {
+    /// The token.
+    pub token: TokenOut,
+    /// Characters of the answer before it.
+    pub offset: u32,
+}
+
+/// What became of a token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Taken {
+    /// The client has it, or will.
+    Sent,
+    /// It completed a stop string; nothing after it is wanted.
+    StopMatched,
+    /// The client is gone.
+    ClientGone,
+}
+
+/// What a sink is made of.
+pub(crate) struct Way {
+    /// Which choice.
+    pub choice: u32,
+    /// Tokens that end the answer without being part of its text.
+    pub stop_ids: Vec<u32>,
+    /// The detokeniser.
+    pub text: TextStream,
+    /// The stop strings.
+    pub stop: StopMatcher,
+    /// Tokens of the prompt, for the usage.
+    pub prompt_tokens: u32,
+    /// Where events go.
+    pub out: mpsc::Sender<Event>,
+    /// The request's record.
+    pub record: Arc<Record>,
+}
+
+/// One choice's way out.
+pub(crate) struct Sink {
+    way: Way,
+    clock: TokenClock,
+    tokens: u32,
+    chars: u32,
+    stopped: bool,
+    ended: bool,
+}
+
+impl Sink {
+    /// A sink nothing has gone through yet.
+    pub fn new(way: Way) -> Sink {
+        Sink { way, clock: TokenClock::default(), tokens: 0, chars: 0, stopped: false, ended: false }
+    }
+
+    /// The request's record.
+    pub fn record(&self) -> &Record {
+        &self.way.record
+    }
+
+    /// Completes when nobody reads any more.
+    pub async fn client_gone(&self) {
+        self.way.out.closed().await;
+    }
+
+    /// Sends a token on. After a stop string has matched, tokens are dropped.
+    pub async fn token(&mut self, token: TokenOut) -> Taken {
+        if self.stopped {
+            return Taken::Sent;
+        }
+        self.tokens += 1;
+        let piece = Piece { offset: self.chars, token };
+        // A token that ends the answer is no part of its text.
+        let ends = self.way.stop_ids.contains(&piece.token.id);
+        let text = if ends { String::new() } else { self.way.text.push(piece.token.id) };
+        self.chars += text.chars().count() as u32;
+        let released = self.way.stop.push(&text);
+        self.stopped = released.stopped;
+        self.way.record.token();
+        self.clock.tick();
+        if self.send(EventKind::Token { piece, text: released.text }).await.is_err() {
+            return Taken::ClientGone;
+        }
+        if self.stopped { Taken::StopMatched } else { Taken::Sent }
+    }
+
+    /// Ends the choice well. A stop string that matched is the reason, whatever the worker says.
+    pub async fn finish(mut self, reason: FinishReason, cached_tokens: u32) {
+        let mut text = String::new();
+        let mut reason = reason;
+        if self.stopped {
+            reason = FinishReason::Stop;
+        } else {
+            let rest = self.way.stop.push(&self.way.text.clone().finish());
+            text = rest.text + &self.way.stop.finish();
+        }
+        let usage = Usage {
+            prompt_tokens: self.way.prompt_tokens,
+            completion_tokens: self.tokens,
+            cached_tokens: cached_tokens.min(self.way.prompt_tokens),
+        };
+        self.ended = true;
+        self.way.record.finished(reason, usage);
+        // A client that left in the meantime misses nothing.
+        let _ = self.send(EventKind::Finished { reason, text, usage }).await;
+    }
+
+    /// Ends the choice with an error.
+    pub async fn fail(mut self, error: RequestError) {
+        self.ended = true;
+        self.way.record.failed(&error);
+        let _ = self.send(EventKind::Failed(error)).await;
+    }
+
+    async fn send(&self, kind: EventKind) -> Result<(), mpsc::error::SendError<Event>> {
+        self.way.out.send(Event { choice: self.way.choice, kind }).await
+    }
+}
+
+impl Drop for Sink {
+    fn drop(&mut self) {
+        if !self.ended {
+            // Only a defect, or the end of the process, drops a driver without a word; the client still gets one.
+            let error = RequestError::new(ErrorKind::Internal, "the request was broken off inside the router");
+            let _ = self.way.out.try_send(Event { choice: self.way.choice, kind: EventKind::Failed(error) });
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! An answer as server-sent events: chunks as they come, comments while nothing does, an error as the last event.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use futures::Stream;
+use tokio::time::timeout;
+
+use crate::error::RequestError;
+use crate::front::Generation;
+use crate::openai::{Answer, ErrorBody, Part, Shape, UsageSum};
+use crate::sink::{Event, EventKind};
+
+/// Starts the stream with the first event, so that a request that fails at once has a proper status. A prefill that
+/// takes longer than `keep_alive` starts it with a comment.
+pub(crate) async fn respond(
+    mut generation: Generation,
+    answer: Answer,
+    keep_alive: Duration,
+) -> Result<Response, RequestError> {
+    let first = timeout(keep_alive, generation.next()).await.ok().flatten();
+    if let Some(Event { kind: EventKind::Failed(error), .. }) = first {
+        return Err(error);
+    }
+    let headers = [
+        (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+        (header::CACHE_CONTROL, "no-cache"),
+        (header::HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
+    Ok((headers, Body::from_stream(events(generation, answer, first, keep_alive))).into_response())
+}
+
+fn events(
+    mut generation: Generation,
+    answer: Answer,
+    first: Option<Event>,
+    keep_alive: Duration,
+) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+    async_stream::stream! {
+        let mut writer = Writer { begun: vec![false; answer.empty_parts().len()], usage: UsageSum::default(), answer };
+        if let Some(event) = first {
+            yield Ok(writer.event(event).into());
+        } else {
+            yield Ok(KEEP_ALIVE.into());
+        }
+        loop {
+            match timeout(keep_alive, generation.next()).await {
+                Err(_) => yield Ok(KEEP_ALIVE.into()),
+                Ok(None) => break,
+                Ok(Some(event)) => {
+                    let failed = matches!(event.kind, EventKind::Failed(_));
+                    let text = writer.event(event);
+                    if !text.is_empty() {
+                        yield Ok(text.into());
+                    }
+                    if failed {
+                        return;
+                    }
+                }
+            }
+        }
+        yield Ok(writer.end().into());
+    }
+}
+
+const KEEP_ALIVE: &str = ": keep-alive\n\n";
+
+/// Events of one answer as text.
+struct Writer {
+    answer: Answer,
+    begun: Vec<bool>,
+    usage: UsageSum,
+}
+
+fn data(json: &str) -> String {
+    format!("data: {json}\n\n")
+}
+
+impl Writer {
+    /// Zero or more server-sent events.
+    fn event(&mut self, event: Event) -> String {
+        let choice = event.choice;
+        let mut part = Part { choice, ..Part::default() };
+        match event.kind {
+            EventKind::Token { piece, text } => {
+                let begin = self.begin(choice);
+                (part.text, part.pieces) = (text, vec![piece]);
+                let asked = self.answer.asked;
+                let worth = !part.text.is_empty() || asked.logprobs.is_some() || asked.token_ids;
+                begin + &if worth { self.part(part) } else { String::new() }
+            }
+            EventKind::Finished { reason, text, usage } => {
+                self.usage.add(choice, self.answer.n, usage);
+                let mut all = self.begin(choice);
+                if !text.is_empty() {
+                    all += &self.part(Part { text, ..part.clone() });
+                }
+                part.finish = Some(reason);
+                all + &self.part(part)
+            }
+            EventKind::Failed(error) => {
+                data(&serde_json::to_string(&ErrorBody::from(&error)).unwrap_or_default())
+            }
+        }
+    }
+
+    /// A chat's choice begins with its role.
+    fn begin(&mut self, choice: u32) -> String {
+        match (self.answer.shape, self.begun[choice as usize]) {
+            (Shape::Chat, false) => self.part(Part { choice, ..Part::default() }),
+            _ => String::new(),
+        }
+    }
+
+    fn part(&mut self, part: Part) -> String {
+        let first = !std::mem::replace(&mut self.begun[part.choice as usize], true);
+        data(&self.answer.chunk(Part { first, ..part }))
+    }
+
+    fn end(&self) -> String {
+        let usage = self.answer.asked.include_usage.then(|| data(&self.answer.usage_chunk(self.usage)));
+        usage.unwrap_or_default() + &data("[DONE]")
+    }
+}

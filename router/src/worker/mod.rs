@@ -1,0 +1,201 @@
+//! The workers as this router sees them: the view, a connection to each, what runs where, and who is next.
+//!
+//! Fed with views by whoever watches the registry; asked by the request driver. Knows nothing about requests.
+
+mod legs;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use baton_cluster::{Member, Role, View};
+use baton_policy::{Candidate, Failure, LeastLoaded, Placed, Placement, PlacementInput, RoundRobin};
+use baton_types::{BatonError, ErrorKind, WorkerId};
+use tonic::transport::{Channel, Endpoint};
+
+use crate::config::PlacementKind;
+
+pub(crate) use legs::{DecodeLeg, Leg, PrefillLeg, Said};
+
+/// How often a silent connection is asked whether it still lives (I5).
+const PING_EVERY: Duration = Duration::from_secs(1);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Every worker in the view.
+pub(crate) struct Workers {
+    model: String,
+    worker_timeout: Duration,
+    known: Mutex<Known>,
+    placement: Mutex<Box<dyn Placement>>,
+}
+
+#[derive(Default)]
+struct Known {
+    view: Arc<View>,
+    links: HashMap<WorkerId, Link>,
+}
+
+/// The connection to one worker; it lives as long as the worker is in the view or a request uses it.
+#[derive(Clone)]
+struct Link {
+    channel: Channel,
+    in_flight: Arc<AtomicU32>,
+}
+
+/// One request's use of one worker.
+pub(crate) struct Lease {
+    pub channel: Channel,
+    in_flight: Arc<AtomicU32>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// KV tokens that decode workers can hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Capacity {
+    largest: u64,
+    total: u64,
+}
+
+impl Capacity {
+    /// Nothing is known; placement will say more.
+    const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX };
+
+    /// Of the largest worker.
+    pub fn largest(&self) -> u64 {
+        self.largest
+    }
+
+    /// Of all of them together.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    #[cfg(test)]
+    pub fn of(largest: u64, total: u64) -> Capacity {
+        Capacity { largest, total }
+    }
+}
+
+impl Workers {
+    /// Nobody yet.
+    pub fn new(model: &str, placement: PlacementKind, worker_timeout: Duration) -> Workers {
+        let placement: Box<dyn Placement> = match placement {
+            PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
+            PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
+        };
+        Workers { model: model.to_owned(), worker_timeout, known: Mutex::default(), placement: Mutex::new(placement) }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over a new view: connects to those who joined, lets go of those who left. Requests that run on a worker
+    /// that left keep their connection; only the connection itself says that a worker is lost (I7).
+    pub fn update(&self, view: Arc<View>) {
+        let mut known = self.known();
+        known.links.retain(|id, _| view.get(*id).is_some());
+        for member in view.members.iter().filter(|m| matches!(m.role, Role::Prefill | Role::Decode)) {
+            if known.links.contains_key(&member.id) {
+                continue;
+            }
+            match self.connect(member) {
+                Ok(link) => drop(known.links.insert(member.id, link)),
+                Err(error) => tracing::warn!(worker = %member.id, address = member.grpc, %error, "unusable address"),
+            }
+        }
+        known.view = view;
+    }
+
+    fn connect(&self, member: &Member) -> Result<Link, tonic::transport::Error> {
+        let endpoint = Endpoint::from_shared(member.grpc.clone())?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(PING_EVERY)
+            .keep_alive_timeout(self.worker_timeout)
+            .keep_alive_while_idle(true)
+            .tcp_nodelay(true);
+        Ok(Link { channel: endpoint.connect_lazy(), in_flight: Arc::default() })
+    }
+
+    /// The view for people and `baton status`.
+    pub fn describe(&self) -> serde_json::Value {
+        let known = self.known();
+        let member = |m: &Member| {
+            let in_flight = known.links.get(&m.id).map_or(0, |l| l.in_flight.load(Ordering::Relaxed));
+            serde_json::json!({
+                "id": m.id.to_string(),
+                "role": m.role.as_str(),
+                "grpc": m.grpc,
+                "admin": m.admin,
+                "model": m.model,
+                "layout": format!("{:016x}", m.layout),
+                "blocks": m.blocks,
+                "block_size": m.block_size,
+                "context_tokens": m.context_tokens,
+                "draining": m.draining,
+                "in_flight": in_flight,
+            })
+        };
+        serde_json::json!({
+            "model": self.model,
+            "revision": known.view.revision,
+            "stale": known.view.stale,
+            "members": known.view.members.iter().map(member).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Why no request can be served now; None when one can.
+    pub fn not_ready(&self) -> Option<String> {
+        let usable = self.candidates().iter().any(|c| self.decodes(c) && !c.draining);
+        (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
+    }
+
+    fn decodes(&self, candidate: &Candidate) -> bool {
+        candidate.role == baton_policy::Role::Decode && candidate.model == self.model
+    }
+
+    /// What the decode workers in the view can hold.
+    pub fn capacity(&self) -> Capacity {
+        let known = self.known();
+        let serving = known.view.members.iter().filter(|m| m.role == Role::Decode && m.model == self.model);
+        let tokens = |m: &Member| u64::from(m.blocks) * u64::from(m.block_size);
+        let (largest, total) =
+            serving.map(tokens).fold((0, 0u64), |(largest, total), t| (largest.max(t), total.saturating_add(t)));
+        if largest == 0 { Capacity::UNKNOWN } else { Capacity { largest, total } }
+    }
+
+    fn candidates(&self) -> Vec<Candidate> {
+        let known = self.known();
+        let candidate = |m: &Member| {
+            let role = match m.role {
+                Role::Prefill => baton_policy::Role::Prefill,
+                Role::Decode => baton_policy::Role::Decode,
+                Role::Supervisor => return None,
+            };
+            let in_flight = known.links.get(&m.id)?.in_flight.load(Ordering::Relaxed);
+            Some(Candidate { id: m.id, role, model: m.model.clone(), layout: m.layout, draining: m.draining, in_flight })
+        };
+        known.view.members.iter().filter_map(candidate).collect()
+    }
+
+    /// Chooses workers for a request of the served model.
+    pub fn place(&self, split: bool, decode: Option<WorkerId>, avoid: &[WorkerId]) -> Result<Placed, Failure> {
+        let input = PlacementInput { model: &self.model, split, decode, avoid };
+        let mut placement = self.placement.lock().unwrap_or_else(PoisonError::into_inner);
+        placement.place(&self.candidates(), &input).map_err(|e| Failure::new(e.kind(), e.to_string()))
+    }
+
+    /// The connection to a worker, counted until it is dropped.
+    pub fn lease(&self, worker: WorkerId) -> Result<Lease, Failure> {
+        let link = self.known().links.get(&worker).cloned();
+        let link = link.ok_or_else(|| Failure::new(ErrorKind::Unavailable, format!("worker {worker} has left")))?;
+        link.in_flight.fetch_add(1, Ordering::Relaxed);
+        Ok(Lease { channel: link.channel, in_flight: link.in_flight })
+    }
+}

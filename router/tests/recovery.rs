@@ -1,0 +1,277 @@
+//! Workers fail in every way there is; clients get each token once, in order, or a typed error (I4, I5).
+
+mod support;
+
+use std::time::Duration;
+
+use baton_cluster::Role;
+use serde_json::json;
+use support::{Cluster, Decode, Prefill, config, text};
+use tonic::Status;
+
+const ANSWER: &str = "the quick brown fox";
+
+/// The ids a whole answer has, its end token included.
+fn ids(answer: &str) -> serde_json::Value {
+    answer.bytes().map(u32::from).chain([support::END]).collect::<Vec<_>>().into()
+}
+
+/// Asks for the answer; it must be whole, each token once.
+async fn whole(cluster: &Cluster) {
+    let body = cluster.complete(json!({"return_token_ids": true})).await;
+    assert_eq!(text(&body), ANSWER);
+    assert_eq!(body["choices"][0]["token_ids"], ids(ANSWER), "I4");
+    assert_eq!(body["choices"][0]["finish_reason"], "stop");
+    let usage = (&body["usage"]["prompt_tokens"], &body["usage"]["completion_tokens"]);
+    assert_eq!(usage, (&json!(2), &json!(ANSWER.len() + 1)));
+}
+
+#[tokio::test]
+async fn the_plain_route_over_two_workers_and_over_one() {
+    let split = Cluster::start(1, 1, ANSWER).await;
+    whole(&split).await;
+    assert_eq!((split.worker(0).asked().len(), split.worker(1).asked().len()), (1, 1));
+    split.stop().await;
+    let aggregated = Cluster::start(0, 1, ANSWER).await;
+    whole(&aggregated).await;
+    aggregated.stop().await;
+}
+
+#[tokio::test]
+async fn decode_dies_in_mid_stream() {
+    for plan in [Decode::Fail(3, Status::unavailable("bye")), Decode::Cut(3), Decode::Vanish, Decode::Muddle] {
+        let cluster = Cluster::start(1, 2, ANSWER).await;
+        cluster.worker(1).decode_will([plan]);
+        whole(&cluster).await;
+        assert_eq!(cluster.worker(2).asked().len(), 1);
+        cluster.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn the_answer_goes_on_at_the_next_index() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    cluster.worker(1).decode_will([Decode::Fail(3, Status::internal("bug"))]);
+    whole(&cluster).await;
+    let resumed = &cluster.worker(2).asked()[0];
+    assert_eq!(resumed.prompt_tokens, 2);
+    let want: Vec<u32> = format!("hi{}", &ANSWER[..4]).bytes().map(u32::from).collect();
+    assert_eq!(resumed.tokens, want, "prompt and the four tokens the client has");
+    assert_eq!(cluster.worker(0).asked().len(), 2);
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_stopped_process_is_noticed_by_its_silence() {
+    // I5: its socket is open, its kernel acknowledges, and nobody answers pings.
+    let settings = baton_router::RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
+    let cluster = Cluster::with(settings, 0, 2, &[ANSWER]).await;
+    cluster.worker(0).decode_will([Decode::Freeze(2)]);
+    whole(&cluster).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_is_gone_already() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    cluster.worker(1).cut();
+    whole(&cluster).await;
+    whole(&cluster).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn prefill_dies_and_another_takes_over_under_the_same_reservation() {
+    for plan in
+        [Prefill::Cut, Prefill::Refuse(Status::unavailable("no")), Prefill::FailAfterToken(Status::internal("bug"))]
+    {
+        let cluster = Cluster::start(2, 1, ANSWER).await;
+        cluster.worker(0).prefill_will([plan]);
+        whole(&cluster).await;
+        assert_eq!(cluster.worker(1).asked().len(), 1, "the other prefill worker");
+        assert_eq!(cluster.worker(2).asked().len(), 1, "one reservation");
+        cluster.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn without_another_prefill_worker_decode_computes_the_prompt() {
+    for plan in [Prefill::Cut, Prefill::FailAfterToken(Status::unavailable("no"))] {
+        let cluster = Cluster::start(1, 1, ANSWER).await;
+        cluster.worker(0).prefill_will([plan]);
+        whole(&cluster).await;
+        assert_eq!(cluster.worker(1).asked().len(), 2);
+        cluster.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn kv_that_does_not_verify_is_sent_again_and_then_computed() {
+    // I2
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.worker(1).decode_will([Decode::BadKv]);
+    whole(&cluster).await;
+    assert_eq!(cluster.worker(0).asked().len(), 2, "prefill ran again");
+    cluster.worker(1).decode_will([Decode::BadKv, Decode::BadKv]);
+    whole(&cluster).await;
+    assert_eq!(cluster.worker(0).asked().len(), 4, "and the third time nobody was asked");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn decode_may_be_ahead_of_the_first_token() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.worker(0).prefill_will([Prefill::LateToken]);
+    whole(&cluster).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn an_answer_of_one_token_lets_decode_go() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let body = cluster.complete(json!({"max_tokens": 1, "return_token_ids": true})).await;
+    assert_eq!((text(&body), &body["choices"][0]["finish_reason"]), ("t", &json!("length")));
+    cluster.worker(1).was_dropped(1).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_failure_that_follows_everywhere_ends_in_a_typed_error() {
+    let cluster = Cluster::start(0, 2, ANSWER).await;
+    let refuse = |status: Status| {
+        for worker in [0, 1] {
+            cluster.worker(worker).decode_will([Decode::Refuse(status.clone())]);
+        }
+    };
+    refuse(Status::unavailable("stopping"));
+    cluster.worker(0).decode_will([Decode::Refuse(Status::unavailable("stopping"))]);
+    let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi"})).await;
+    assert_eq!((status, &body["error"]["type"]), (503, &json!("unavailable_error")), "{body}");
+    refuse(Status::resource_exhausted("no blocks"));
+    let response = cluster.post("/v1/completions", &json!({"prompt": "hi"})).await;
+    assert_eq!(response.status(), 429);
+    assert!(response.headers().contains_key("retry-after"));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn what_can_never_work_is_not_tried_again() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    cluster.worker(1).decode_will([Decode::Refuse(Status::invalid_argument("sequence.tokens is odd"))]);
+    let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi"})).await;
+    assert_eq!((status, &body["error"]["type"]), (400, &json!("invalid_request_error")));
+    assert_eq!(cluster.worker(2).asked().len(), 0);
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn an_error_in_mid_stream_is_the_last_event() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let fail = || Decode::Fail(1, Status::unavailable("bye"));
+    cluster.worker(0).decode_will([fail(), fail(), fail()]);
+    let response = cluster.post("/v1/completions", &json!({"prompt": "hi", "stream": true})).await;
+    assert_eq!(response.status(), 200);
+    let lines = support::data_lines(&response.text().await.unwrap());
+    let last: serde_json::Value = serde_json::from_str(lines.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["type"], "unavailable_error");
+    assert_eq!(lines.len(), 4, "three tokens and the error, no [DONE]: {lines:?}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_its_request_on_every_worker() {
+    for stream in [true, false] {
+        let cluster = Cluster::start(1, 1, ANSWER).await;
+        cluster.worker(1).decode_will([Decode::Stall(1)]);
+        let body = json!({"prompt": "hi", "stream": stream});
+        let request = tokio::spawn(cluster.http.post(cluster.url("/v1/completions")).json(&body).send());
+        cluster.worker(1).was_asked(1).await;
+        if stream {
+            let mut response = request.await.unwrap().unwrap();
+            assert!(response.chunk().await.unwrap().is_some());
+        } else {
+            request.abort();
+        }
+        cluster.worker(1).was_dropped(1).await;
+        cluster.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_during_prefill_cancels_both_legs() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.worker(0).prefill_will([Prefill::Stall]);
+    let body = json!({"prompt": "hi"});
+    let request = tokio::spawn(cluster.http.post(cluster.url("/v1/completions")).json(&body).send());
+    cluster.worker(0).was_asked(1).await;
+    request.abort();
+    cluster.worker(0).was_dropped(1).await;
+    cluster.worker(1).was_dropped(1).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_deadline_ends_a_request_everywhere() {
+    let settings = baton_router::RouterConfig { request_timeout: Duration::from_millis(300), ..config() };
+    let cluster = Cluster::with(settings, 1, 1, &[ANSWER]).await;
+    cluster.worker(0).prefill_will([Prefill::Stall]);
+    let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi"})).await;
+    assert_eq!((status, &body["error"]["type"]), (504, &json!("timeout_error")));
+    cluster.worker(0).was_dropped(1).await;
+    cluster.worker(1).was_dropped(1).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_leaves_the_view_keeps_its_requests() {
+    // I7: what the registry says does not break a stream that works.
+    let mut cluster = Cluster::start(0, 2, ANSWER).await;
+    cluster.worker(0).decode_will([Decode::Stall(3)]);
+    let url = cluster.url("/v1/completions");
+    let mut response = cluster.http.post(url).json(&json!({"prompt": "hi", "stream": true})).send().await.unwrap();
+    assert!(response.chunk().await.unwrap().is_some());
+    cluster.forget(0).revoke().await;
+    cluster.seen(1).await;
+    whole(&cluster).await;
+    // Only now does it die; the request goes on elsewhere.
+    cluster.worker(0).cut();
+    let mut rest = String::new();
+    while let Some(chunk) = response.chunk().await.unwrap() {
+        rest += std::str::from_utf8(&chunk).unwrap();
+    }
+    assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn only_workers_of_one_layout_hand_over() {
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    let other = cluster.add(Role::Decode, |m| m.layout = 8).await;
+    cluster.seen(3).await;
+    for _ in 0..4 {
+        whole(&cluster).await;
+    }
+    assert_eq!(other.asked().len(), 2);
+    assert_eq!(cluster.worker(0).asked().len(), 2, "the other half was computed where it was decoded");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    cluster.worker(0).decode_will([Decode::Stall(1)]);
+    let url = cluster.url("/v1/completions");
+    let mut response = cluster.http.post(&url).json(&json!({"prompt": "hi", "stream": true})).send().await.unwrap();
+    assert!(response.chunk().await.unwrap().is_some());
+    cluster.shutdown.start("test");
+    // No new connection is taken.
+    assert!(reqwest::Client::new().post(&url).json(&json!({"prompt": "hi"})).send().await.is_err());
+    cluster.worker(0).cut();
+    cluster.shutdown.force("test");
+    let mut rest = String::new();
+    while let Some(chunk) = response.chunk().await.unwrap() {
+        rest += std::str::from_utf8(&chunk).unwrap();
+    }
+    assert!(rest.contains("unavailable_error"), "{rest}");
+    cluster.tasks.join().await;
+}

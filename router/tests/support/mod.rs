@@ -1,0 +1,203 @@
+//! A router over real sockets, with workers that do what a test tells them.
+#![allow(dead_code)] // Each test binary uses its part.
+
+mod logs;
+mod model;
+mod worker;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_cluster::{EmbeddedRegistry, Lease, Member, Registry, Role};
+use baton_router::{RegistryChoice, RouterConfig, RunningRouter, ServedModel};
+use baton_runtime::{Outcome, Readiness, Shutdown, Tasks};
+use baton_types::WorkerId;
+use serde_json::{Value, json};
+
+pub use model::{CONTEXT, END, MODEL, NAME};
+pub use worker::{Decode, FakeWorker, Prefill, World};
+
+/// A router and its workers.
+pub struct Cluster {
+    pub world: Arc<World>,
+    pub registry: EmbeddedRegistry,
+    pub readiness: Readiness,
+    pub shutdown: Shutdown,
+    pub tasks: Tasks,
+    pub router: RunningRouter,
+    pub http: reqwest::Client,
+    leases: Vec<Lease>,
+    workers: Vec<Arc<FakeWorker>>,
+    _files: tempfile::TempDir,
+}
+
+/// A configuration for tests: free ports, short waits.
+pub fn config() -> RouterConfig {
+    RouterConfig {
+        http: ([127, 0, 0, 1], 0).into(),
+        grpc: ([127, 0, 0, 1], 0).into(),
+        request_timeout: Duration::from_secs(60),
+        ..RouterConfig::default()
+    }
+}
+
+impl Cluster {
+    /// `prefill` and `decode` workers that answer `answer`, and a router that is ready.
+    pub async fn start(prefill: usize, decode: usize, answer: &str) -> Cluster {
+        Cluster::with(config(), prefill, decode, &[answer]).await
+    }
+
+    /// The same with other settings; the seed chooses among several answers.
+    pub async fn with(config: RouterConfig, prefill: usize, decode: usize, answers: &[&str]) -> Cluster {
+        logs::watch();
+        let files = tempfile::tempdir().unwrap();
+        let model = model::write_and_open(files.path());
+        let registry = EmbeddedRegistry::new();
+        let shutdown = Shutdown::new(Duration::from_secs(20));
+        let tasks = Tasks::new(shutdown.clone());
+        let readiness = Readiness::new("starting");
+        let choice = RegistryChoice::Embedded(registry.clone());
+        let served = ServedModel::new(model, MODEL);
+        let router = baton_router::start(&config, served, choice, shutdown.clone(), &tasks, readiness.clone());
+        let router = router.await.unwrap();
+        let mut cluster = Cluster {
+            world: World::new(answers),
+            registry,
+            readiness,
+            shutdown,
+            tasks,
+            router,
+            http: reqwest::Client::new(),
+            leases: Vec::new(),
+            workers: Vec::new(),
+            _files: files,
+        };
+        for _ in 0..prefill {
+            cluster.add(Role::Prefill, |_| {}).await;
+        }
+        for _ in 0..decode {
+            cluster.add(Role::Decode, |_| {}).await;
+        }
+        if decode > 0 {
+            cluster.readiness.wait().await;
+            // The watcher hands the whole view over at once; wait until it is the newest one.
+            cluster.seen(prefill + decode).await;
+        }
+        cluster
+    }
+
+    /// Starts and registers a worker; `change` edits how it presents itself.
+    pub async fn add(&mut self, role: Role, change: impl FnOnce(&mut Member)) -> Arc<FakeWorker> {
+        let worker = FakeWorker::start(role, Arc::clone(&self.world)).await;
+        let mut member = Member {
+            id: WorkerId(self.workers.len() as u64 + 1),
+            role,
+            grpc: worker.address(),
+            admin: "http://127.0.0.1:1".into(),
+            model: model::NAME.into(),
+            layout: 7,
+            blocks: 64,
+            block_size: 16,
+            context_tokens: CONTEXT,
+            draining: false,
+        };
+        change(&mut member);
+        self.leases.push(self.registry.register(member, Duration::from_secs(600)).await.unwrap());
+        self.workers.push(Arc::clone(&worker));
+        worker
+    }
+
+    /// Workers in the order they were added: prefill workers first.
+    pub fn worker(&self, at: usize) -> &FakeWorker {
+        &self.workers[at]
+    }
+
+    /// Takes a worker out of the view.
+    pub fn forget(&mut self, at: usize) -> Lease {
+        self.leases.remove(at)
+    }
+
+    /// Completes when the router's view has this many members.
+    pub async fn seen(&self, members: usize) {
+        loop {
+            if self.router.cluster()["members"].as_array().unwrap().len() == members {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.router.http_addr)
+    }
+
+    pub fn grpc_url(&self) -> String {
+        format!("http://{}", self.router.grpc_addr)
+    }
+
+    /// POSTs JSON.
+    pub async fn post(&self, path: &str, body: &Value) -> reqwest::Response {
+        self.http.post(self.url(path)).json(body).send().await.unwrap()
+    }
+
+    /// POSTs JSON and gives status and body.
+    pub async fn ask(&self, path: &str, body: &Value) -> (u16, Value) {
+        let response = self.post(path, body).await;
+        (response.status().as_u16(), response.json().await.unwrap())
+    }
+
+    /// A completion of "hi" with these fields besides; must be a success.
+    pub async fn complete(&self, fields: Value) -> Value {
+        let (status, body) = self.ask("/v1/completions", &merged(json!({"prompt": "hi", "max_tokens": 50}), fields)).await;
+        assert_eq!(status, 200, "{body}");
+        body
+    }
+
+    /// The same as a stream: its data lines, parsed, without the last one, which must be [DONE].
+    pub async fn stream(&self, path: &str, body: Value) -> Vec<Value> {
+        let response = self.post(path, &merged(body, json!({"stream": true}))).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
+        let mut lines = data_lines(&response.text().await.unwrap());
+        assert_eq!(lines.pop().as_deref(), Some("[DONE]"));
+        lines.iter().map(|l| serde_json::from_str(l).unwrap()).collect()
+    }
+
+    /// Ends the router; everything must come to an end by itself.
+    pub async fn stop(self) {
+        self.shutdown.start("test");
+        assert_eq!(self.tasks.join().await, Outcome::Clean);
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            logs::no_errors();
+        }
+    }
+}
+
+/// The payloads of a stream's data lines; comments are skipped, anything else is a failure.
+pub fn data_lines(text: &str) -> Vec<String> {
+    assert!(text.ends_with("\n\n"), "an event ends with an empty line");
+    let events = text.split("\n\n").filter(|e| !e.is_empty() && !e.starts_with(':'));
+    events.map(|e| e.strip_prefix("data: ").unwrap_or_else(|| panic!("{e:?}")).to_owned()).collect()
+}
+
+pub fn merged(mut body: Value, fields: Value) -> Value {
+    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    body
+}
+
+/// All text of a completion's first choice.
+pub fn text(body: &Value) -> &str {
+    body["choices"][0]["text"].as_str().unwrap()
+}
+
+/// All text of one choice over a stream's chunks.
+pub fn streamed(chunks: &[Value], choice: u64) -> String {
+    let of = |c: &Value| c["text"].as_str().or(c["delta"]["content"].as_str()).unwrap_or_default().to_owned();
+    let choices = chunks.iter().flat_map(|c| c["choices"].as_array().unwrap());
+    choices.filter(|c| c["index"] == choice).map(of).collect()
+}

@@ -1,0 +1,92 @@
+//! A model whose tokens are bytes: id 65 is "A". The weights are there because a model has some; nobody reads them.
+
+use std::path::Path;
+
+use baton_model_files::Model;
+use serde_json::{Map, Value, json};
+
+/// The id clients use.
+pub const MODEL: &str = "bytes";
+/// The name in its files.
+pub const NAME: &str = "byte-model";
+pub const CONTEXT: u32 = 512;
+/// Ends an answer.
+pub const END: u32 = 257;
+const VOCAB: u32 = 260;
+const WIDTH: usize = 4;
+
+const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// The character byte-level tokenizers write for a byte.
+fn byte_char(byte: u8) -> char {
+    let plain = |b: u8| (33..=126).contains(&b) || (161..=172).contains(&b) || b >= 174;
+    match plain(byte) {
+        true => char::from(byte),
+        false => {
+            let before = (0..byte).filter(|b| !plain(*b)).count() as u32;
+            char::from_u32(256 + before).unwrap()
+        }
+    }
+}
+
+fn tokenizer() -> Value {
+    let vocab: Map<String, Value> = (0..=255u8).map(|b| (byte_char(b).to_string(), b.into())).collect();
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false})
+    };
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+        "added_tokens": [special(256, "<|im_start|>"), special(END, "<|im_end|>")],
+        "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                  "vocab": vocab, "merges": []},
+    })
+}
+
+fn weights() -> Vec<u8> {
+    let (w, v) = (WIDTH, VOCAB as usize);
+    let mut shapes = vec![("model.embed_tokens.weight".to_owned(), vec![v, w]), ("model.norm.weight".to_owned(), vec![w])];
+    for norm in ["input_layernorm", "post_attention_layernorm"] {
+        shapes.push((format!("model.layers.0.{norm}.weight"), vec![w]));
+    }
+    for matrix in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"] {
+        shapes.push((format!("model.layers.0.{matrix}.weight"), vec![w, w]));
+    }
+    for matrix in ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] {
+        shapes.push((format!("model.layers.0.{matrix}.weight"), vec![w, w]));
+    }
+    let (mut header, mut at) = (Map::new(), 0);
+    for (name, shape) in shapes {
+        let end = at + shape.iter().product::<usize>() * 4;
+        header.insert(name, json!({"dtype": "F32", "shape": shape, "data_offsets": [at, end]}));
+        at = end;
+    }
+    let mut header = Value::Object(header).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header);
+    file.resize(file.len() + at, 0);
+    file
+}
+
+/// Writes the model below `dir` and opens it.
+pub fn write_and_open(dir: &Path) -> Model {
+    let dir = dir.join(NAME);
+    std::fs::create_dir(&dir).unwrap();
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": WIDTH,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH,
+        "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": true, "eos_token_id": END, "hidden_act": "silu",
+    });
+    let settings = json!({"eos_token": "<|im_end|>", "chat_template": TEMPLATE});
+    for (name, json) in [("config.json", config), ("tokenizer.json", tokenizer()), ("tokenizer_config.json", settings)] {
+        std::fs::write(dir.join(name), json.to_string()).unwrap();
+    }
+    std::fs::write(dir.join("model.safetensors"), weights()).unwrap();
+    Model::open(&dir).unwrap()
+}

@@ -1,0 +1,398 @@
+//! Workers that speak the wire contract and do what they are told. Behind each is a connection that can be cut or frozen
+//! like that of a process that is killed or stopped.
+
+use std::collections::{HashSet, VecDeque};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+
+use baton_cluster::Role;
+use baton_proto::v1;
+use baton_proto::v1::decode_event::Event as DecodeEvent;
+use baton_proto::v1::prefill_event::Event as PrefillEvent;
+use futures::Stream;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::{Request, Response, Status};
+
+use super::model::END;
+
+/// How a decode worker treats one request.
+#[derive(Clone, Debug, Default)]
+pub enum Decode {
+    /// As it should.
+    #[default]
+    Work,
+    /// Refuses it.
+    Refuse(Status),
+    /// Gives this many tokens, then an error.
+    Fail(usize, Status),
+    /// Gives this many tokens, then loses its connection.
+    Cut(usize),
+    /// Gives this many tokens, then stops like a stopped process: its socket is open and silent.
+    Freeze(usize),
+    /// Gives this many tokens, then nothing more until the router lets go.
+    Stall(usize),
+    /// Says that the KV that arrived does not verify.
+    BadKv,
+    /// Repeats and skips: token 0, 0, 1, 3.
+    Muddle,
+    /// Ends the stream without a word.
+    Vanish,
+}
+
+/// How a prefill worker treats one request.
+#[derive(Clone, Debug, Default)]
+pub enum Prefill {
+    /// As it should.
+    #[default]
+    Work,
+    /// Refuses it.
+    Refuse(Status),
+    /// Gives its token, then an error.
+    FailAfterToken(Status),
+    /// Loses its connection before it said anything.
+    Cut,
+    /// Hands the KV over, but its token comes only when decode has given all others.
+    LateToken,
+    /// Nothing until the router lets go.
+    Stall,
+}
+
+/// What all workers of a test share: the answers, and which handoffs are done.
+pub struct World {
+    answers: Vec<Vec<u32>>,
+    done: watch::Sender<HashSet<Vec<u8>>>,
+    /// Tokens decode workers have given for split requests.
+    decoded: watch::Sender<usize>,
+    next_target: Mutex<u64>,
+}
+
+impl World {
+    pub fn new(answers: &[&str]) -> Arc<World> {
+        let ids = |text: &&str| text.bytes().map(u32::from).chain([END]).collect();
+        Arc::new(World {
+            answers: answers.iter().map(ids).collect(),
+            done: watch::Sender::default(),
+            decoded: watch::Sender::new(0),
+            next_target: Mutex::new(0),
+        })
+    }
+
+    /// The token every worker samples at an index, and whether the answer ends with it.
+    fn sample(&self, sequence: &v1::Sequence, index: usize) -> (v1::Token, Option<v1::FinishReason>) {
+        let sampling = sequence.sampling.as_ref().unwrap();
+        let answer = &self.answers[sampling.seed as usize % self.answers.len()];
+        let id = answer[index.min(answer.len() - 1)];
+        let finish = if sampling.stop_token_ids.contains(&id) {
+            Some(v1::FinishReason::Stop)
+        } else {
+            (index + 1 >= sampling.max_tokens as usize).then_some(v1::FinishReason::Length)
+        };
+        let top = match sampling.top_logprobs {
+            Some(n) => [(id, -0.25f32), (120, -2.0), (121, f32::NEG_INFINITY)]
+                .into_iter()
+                .take(n as usize)
+                .map(|(id, logprob)| v1::TopLogprob { id, logprob })
+                .collect(),
+            None => Vec::new(),
+        };
+        let logprob = sampling.top_logprobs.map(|_| -0.25);
+        (v1::Token { index: index as u32, id, logprob, top }, finish)
+    }
+}
+
+/// One worker.
+pub struct FakeWorker {
+    door: watch::Sender<Door>,
+    address: std::net::SocketAddr,
+    shared: Arc<Shared>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    world: Arc<World>,
+    decode: Mutex<VecDeque<Decode>>,
+    prefill: Mutex<VecDeque<Prefill>>,
+    /// Every sequence it was asked for.
+    asked: watch::Sender<Vec<v1::Sequence>>,
+    /// Requests that the router let go of.
+    dropped: watch::Sender<usize>,
+    door: watch::Sender<Door>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Door {
+    Open,
+    Cut,
+    Frozen,
+}
+
+impl Drop for FakeWorker {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+impl FakeWorker {
+    pub async fn start(role: Role, world: Arc<World>) -> Arc<FakeWorker> {
+        let door = watch::Sender::new(Door::Open);
+        let shared = Arc::new(Shared {
+            world,
+            decode: Mutex::default(),
+            prefill: Mutex::default(),
+            asked: watch::Sender::default(),
+            dropped: watch::Sender::new(0),
+            door: door.clone(),
+        });
+        let inner = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let inner_address = inner.local_addr().unwrap();
+        let service = Service(Arc::clone(&shared));
+        let server = tonic::transport::Server::builder();
+        let incoming = TcpListenerStream::new(inner);
+        let server = match role {
+            Role::Prefill => {
+                let service = v1::prefill_server::PrefillServer::new(service);
+                let mut server = server;
+                tokio::spawn(async move { server.add_service(service).serve_with_incoming(incoming).await.unwrap() })
+            }
+            _ => {
+                let service = v1::decode_server::DecodeServer::new(service);
+                let mut server = server;
+                tokio::spawn(async move { server.add_service(service).serve_with_incoming(incoming).await.unwrap() })
+            }
+        };
+        let outer = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = outer.local_addr().unwrap();
+        let watch = door.clone();
+        let proxy = tokio::spawn(async move {
+            loop {
+                let (client, _) = outer.accept().await.unwrap();
+                tokio::spawn(forward(client, inner_address, watch.subscribe()));
+            }
+        });
+        Arc::new(FakeWorker { door, address, shared, tasks: vec![server, proxy] })
+    }
+
+    pub fn address(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// How the next requests are treated, in order; those after them as they should be.
+    pub fn decode_will(&self, plan: impl IntoIterator<Item = Decode>) -> &Self {
+        self.shared.decode.lock().unwrap().extend(plan);
+        self
+    }
+
+    pub fn prefill_will(&self, plan: impl IntoIterator<Item = Prefill>) -> &Self {
+        self.shared.prefill.lock().unwrap().extend(plan);
+        self
+    }
+
+    /// Every sequence it was asked for.
+    pub fn asked(&self) -> Vec<v1::Sequence> {
+        self.shared.asked.borrow().clone()
+    }
+
+    /// Completes when it has been asked this often.
+    pub async fn was_asked(&self, times: usize) {
+        self.shared.asked.subscribe().wait_for(|asked| asked.len() >= times).await.unwrap();
+    }
+
+    /// Completes when the router has let go of this many requests before their end.
+    pub async fn was_dropped(&self, times: usize) {
+        self.shared.dropped.subscribe().wait_for(|dropped| *dropped >= times).await.unwrap();
+    }
+
+    /// Loses all connections and takes no new ones, like a process that was killed.
+    pub fn cut(&self) {
+        self.door.send_replace(Door::Cut);
+    }
+}
+
+async fn forward(mut client: TcpStream, to: std::net::SocketAddr, mut door: watch::Receiver<Door>) {
+    if *door.borrow() == Door::Cut {
+        return;
+    }
+    let mut server = TcpStream::connect(to).await.unwrap();
+    client.set_nodelay(true).unwrap();
+    server.set_nodelay(true).unwrap();
+    let left = tokio::select! {
+        _ = copy_bidirectional(&mut client, &mut server) => None,
+        changed = door.wait_for(|door| *door != Door::Open) => changed.ok().map(|door| *door),
+    };
+    if left == Some(Door::Frozen) {
+        // Both sockets stay open and silent.
+        std::future::pending::<()>().await;
+    }
+}
+
+struct Service(Arc<Shared>);
+
+type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl v1::decode_server::Decode for Service {
+    type GenerateStream = Events<v1::DecodeEvent>;
+
+    async fn generate(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::GenerateStream>, Status> {
+        let request = request.into_inner();
+        let plan = self.0.decode.lock().unwrap().pop_front().unwrap_or_default();
+        let sequence = request.sequence.unwrap();
+        self.0.asked.send_modify(|asked| asked.push(sequence.clone()));
+        if let Decode::Refuse(status) = plan {
+            return Err(status);
+        }
+        let (out, events) = mpsc::channel(1);
+        let run = DecodeRun { shared: Arc::clone(&self.0), sequence, plan, out };
+        tokio::spawn(run.go(request.local_prefill));
+        Ok(Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+}
+
+struct DecodeRun {
+    shared: Arc<Shared>,
+    sequence: v1::Sequence,
+    plan: Decode,
+    out: mpsc::Sender<Result<v1::DecodeEvent, Status>>,
+}
+
+/// The router let go.
+struct Dropped;
+
+impl DecodeRun {
+    async fn go(self, local: bool) {
+        if self.run(local).await.is_err() {
+            self.shared.dropped.send_modify(|n| *n += 1);
+        }
+    }
+
+    async fn say(&self, event: DecodeEvent) -> Result<(), Dropped> {
+        self.out.send(Ok(v1::DecodeEvent { event: Some(event) })).await.map_err(|_| Dropped)
+    }
+
+    async fn run(&self, local: bool) -> Result<(), Dropped> {
+        let given = self.sequence.tokens.len() - self.sequence.prompt_tokens as usize;
+        let mut index = given;
+        if !local {
+            self.handoff().await?;
+            index += 1;
+            if let Decode::BadKv = self.plan {
+                let _ = self.out.send(Err(Status::data_loss("block b3 from w1 has digest 1, not 2"))).await;
+                return Ok(());
+            }
+        }
+        if let Decode::Muddle = self.plan {
+            for i in [index, index, index + 1, index + 3] {
+                self.say(DecodeEvent::Token(self.shared.world.sample(&self.sequence, i).0)).await?;
+            }
+            return self.stall().await;
+        }
+        for count in 0.. {
+            match &self.plan {
+                Decode::Fail(at, status) if *at == count => {
+                    let _ = self.out.send(Err(status.clone())).await;
+                    return Ok(());
+                }
+                Decode::Vanish => return Ok(()),
+                Decode::Cut(at) if *at == count => {
+                    self.shared.door.send_replace(Door::Cut);
+                    return self.stall().await;
+                }
+                Decode::Freeze(at) if *at == count => {
+                    self.shared.door.send_replace(Door::Frozen);
+                    return self.stall().await;
+                }
+                Decode::Stall(at) if *at == count => return self.stall().await,
+                _ => {}
+            }
+            let (token, finish) = self.shared.world.sample(&self.sequence, index);
+            self.say(DecodeEvent::Token(token)).await?;
+            if !local {
+                self.shared.world.decoded.send_modify(|n| *n += 1);
+            }
+            index += 1;
+            if let Some(reason) = finish {
+                let finished = v1::Finished { reason: reason.into(), cached_tokens: 0 };
+                return self.say(DecodeEvent::Finished(finished)).await;
+            }
+        }
+        Ok(())
+    }
+
+    async fn handoff(&self) -> Result<(), Dropped> {
+        let target = {
+            let mut next = self.shared.world.next_target.lock().unwrap();
+            *next += 1;
+            next.to_le_bytes().to_vec()
+        };
+        let mut done = self.shared.world.done.subscribe();
+        self.say(DecodeEvent::Reserved(v1::Reserved { target: target.clone(), cached_tokens: 0 })).await?;
+        tokio::select! {
+            _ = done.wait_for(|done| done.contains(&target)) => Ok(()),
+            () = self.out.closed() => Err(Dropped),
+        }
+    }
+
+    async fn stall(&self) -> Result<(), Dropped> {
+        self.out.closed().await;
+        Err(Dropped)
+    }
+}
+
+#[tonic::async_trait]
+impl v1::prefill_server::Prefill for Service {
+    type RunStream = Events<v1::PrefillEvent>;
+
+    async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::RunStream>, Status> {
+        let v1::PrefillRequest { sequence, target } = request.into_inner();
+        let (sequence, shared) = (sequence.unwrap(), Arc::clone(&self.0));
+        let plan = shared.prefill.lock().unwrap().pop_front().unwrap_or_default();
+        shared.asked.send_modify(|asked| asked.push(sequence.clone()));
+        if let Prefill::Refuse(status) = plan {
+            return Err(status);
+        }
+        let (out, events) = mpsc::channel(1);
+        tokio::spawn(async move {
+            let index = sequence.tokens.len() - sequence.prompt_tokens as usize;
+            let (token, finish) = shared.world.sample(&sequence, index);
+            let first = v1::FirstToken { token: Some(token), finish: finish.map(Into::into), cached_tokens: 1 };
+            let say = async |event| out.send(Ok(v1::PrefillEvent { event: Some(event) })).await;
+            let done = || shared.world.done.send_modify(|done| drop(done.insert(target.clone())));
+            match plan {
+                Prefill::Work | Prefill::Refuse(_) => {
+                    let _ = say(PrefillEvent::FirstToken(first)).await;
+                    if finish.is_some() {
+                        // Nobody needs the KV.
+                        return;
+                    }
+                    done();
+                    let _ = say(PrefillEvent::Transferred(v1::Transferred::default())).await;
+                }
+                Prefill::FailAfterToken(status) => {
+                    let _ = say(PrefillEvent::FirstToken(first)).await;
+                    let _ = out.send(Err(status)).await;
+                }
+                Prefill::Cut => {
+                    shared.door.send_replace(Door::Cut);
+                    out.closed().await;
+                }
+                Prefill::LateToken => {
+                    done();
+                    let _ = shared.world.decoded.subscribe().wait_for(|n| *n >= shared.world.answers[0].len() - 1).await;
+                    let _ = say(PrefillEvent::FirstToken(first)).await;
+                    let _ = say(PrefillEvent::Transferred(v1::Transferred::default())).await;
+                }
+                Prefill::Stall => {
+                    out.closed().await;
+                    shared.dropped.send_modify(|n| *n += 1);
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+}
