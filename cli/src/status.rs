@@ -64,8 +64,8 @@ async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let view = view(url(matches)).await?;
     println!(
-        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  {}",
-        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "IN USE", "LENT", "STATE"
+        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  STATE",
+        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "IN USE", "LENT"
     );
     for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
         let (role, id) = (member.role.as_str(), member.id.to_string());

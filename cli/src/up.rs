@@ -171,7 +171,7 @@ async fn wait_ready(http: SocketAddr, timeout: Duration) -> bool {
 fn announce(config: &UpConfig, supervisor: &Supervisor) {
     let (bold, plain) = if std::io::stdout().is_terminal() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
     println!("\n{bold}Baton is up{plain}, serving {}\n", config.model);
-    println!("  {:8} {:<8} {}", "process", "pid", "address");
+    println!("  {:8} {:<8} address", "process", "pid");
     for (kind, pid) in supervisor.processes() {
         let place = match kind {
             Kind::Router => format!("http://{}  grpc {}", config.http, config.grpc),
