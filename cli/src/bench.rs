@@ -1,6 +1,7 @@
 //! `baton bench`: figures of this machine. See `bench/` for comparisons with others.
 
 mod engine;
+mod transfer;
 
 use clap::{ArgMatches, Command};
 
@@ -11,12 +12,16 @@ pub fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(engine::command())
+        .subcommand(transfer::command())
+        .subcommand(transfer::serve_command())
 }
 
 /// Measures.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     match matches.subcommand() {
         Some(("engine", m)) => engine::run(m),
+        Some(("transfer", m)) => transfer::run(m),
+        Some((transfer::SERVE, _)) => transfer::serve(),
         _ => Ok(()),
     }
 }

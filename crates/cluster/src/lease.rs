@@ -156,8 +156,9 @@ async fn keep<H: Hold>(
     let member = members.borrow().clone();
     match timeout(patience(ttl), hold.revoke(&member)).await {
         Ok(Ok(())) => debug!(id = %member.id, "deregistered"),
-        Ok(Err(error)) => warn!(%error, "cannot deregister; the ttl will"),
-        Err(_) => warn!("cannot deregister in time; the ttl will"),
+        // Expected where the registry stops with everything else.
+        Ok(Err(error)) => info!(%error, "cannot deregister; the ttl will"),
+        Err(_) => info!("cannot deregister in time; the ttl will"),
     }
 }
 
