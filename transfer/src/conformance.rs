@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
+pub(crate) use children::command as child_process;
+
 use crate::link::Link;
 use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};

@@ -1,4 +1,5 @@
-//! Blocks over shared memory: the peer's pool is mapped here, and a write is a memory copy.
+//! Blocks over shared memory: the peer's pool is mapped here, and a write is a memory copy. A Write frame without payload
+//! follows it, so that the peer digests and counts it while later layers are still being computed.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,6 +14,7 @@ use crate::link::Link;
 use crate::options::TransportKind;
 use crate::segment::Segment;
 use crate::transport::{BATCH_BYTES, Batch, Progress, Transport};
+use crate::wire::Frame;
 
 struct Copy {
     from: usize,
@@ -27,6 +29,8 @@ pub(crate) struct Shm {
     remote: Segment,
     geometry: PoolGeometry,
     queue: VecDeque<Copy>,
+    /// Says that the queue's copies were made.
+    notice: Option<Frame>,
 }
 
 impl Shm {
@@ -38,7 +42,7 @@ impl Shm {
         geometry: PoolGeometry,
     ) -> Result<Shm, TransferError> {
         let remote = Segment::open_peer(fd, geometry.bytes())?;
-        Ok(Shm { peer, local, remote, geometry, queue: VecDeque::new() })
+        Ok(Shm { peer, local, remote, geometry, queue: VecDeque::new(), notice: None })
     }
 }
 
@@ -57,10 +61,11 @@ impl Transport for Shm {
             let (from, len) = write.source;
             self.queue.push_back(Copy { from, to, len });
         }
+        self.notice = Some(Frame::Write(batch.head(0)));
         Ok(())
     }
 
-    fn poll(&mut self, _: &mut Link) -> Result<Progress, TransferError> {
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
         let mut copied = 0;
         while let Some(copy) = self.queue.pop_front() {
             let ends = (self.local.at(copy.from, copy.len), self.remote.at(copy.to, copy.len));
@@ -75,11 +80,17 @@ impl Transport for Shm {
                 break;
             }
         }
-        Ok(if self.queue.is_empty() { Progress::Flushed } else { Progress::Runnable })
+        if !self.queue.is_empty() {
+            return Ok(Progress::Runnable);
+        }
+        // The system calls that carry it order the copies before it.
+        self.notice.take().into_iter().for_each(|notice| link.push(&notice));
+        Ok(Progress::Flushed)
     }
 
     fn cancel(&mut self, _: &mut Link) {
         self.queue.clear();
+        self.notice = None;
     }
 }
 

@@ -11,7 +11,7 @@ use crate::error::TransferError;
 use crate::link::{Got, Link, Range};
 use crate::options::TransportKind;
 use crate::transport::{Batch, Progress, Transport};
-use crate::wire::{Frame, WriteHead};
+use crate::wire::Frame;
 
 /// The sending half: a frame, then the blocks straight from the pool.
 pub(crate) struct Tcp;
@@ -24,13 +24,7 @@ impl Transport for Tcp {
     fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
         let payload: usize = batch.writes.iter().map(|w| w.source.1).sum();
         let payload = u32::try_from(payload).map_err(|_| TransferError::argument("payload", "4 GiB or more"))?;
-        link.push(&Frame::Write(WriteHead {
-            epoch: batch.epoch,
-            group: batch.group as u16,
-            layer: batch.layer as u16,
-            payload,
-            indexes: batch.writes.iter().map(|w| w.index).collect(),
-        }));
+        link.push(&Frame::Write(batch.head(payload)));
         batch.writes.iter().for_each(|w| link.push_pool(w.source));
         Ok(())
     }

@@ -8,6 +8,7 @@ use baton_types::{BlockId, Epoch};
 use crate::error::TransferError;
 use crate::link::{Link, Range};
 use crate::options::TransportKind;
+use crate::wire::WriteHead;
 
 /// Bytes of a batch, unless a single block is larger: small enough to fence quickly and to stay in a core's cache
 /// between digest and copy.
@@ -31,6 +32,19 @@ pub(crate) struct Batch {
     pub group: usize,
     pub layer: usize,
     pub writes: Vec<BlockWrite>,
+}
+
+impl Batch {
+    /// The Write frame that names these blocks.
+    pub(crate) fn head(&self, payload: u32) -> WriteHead {
+        WriteHead {
+            epoch: self.epoch,
+            group: self.group as u16,
+            layer: self.layer as u16,
+            payload,
+            indexes: self.writes.iter().map(|w| w.index).collect(),
+        }
+    }
 }
 
 /// How far the batch is.

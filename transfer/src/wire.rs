@@ -1,8 +1,9 @@
 //! The session protocol's bytes.
 //!
 //! A session starts with one [`Hello`] from each side, compared before anything else is read; all that follows are
-//! frames: an 8-byte prefix (body length u32, kind u8, three zero bytes) and a body of little-endian fields. A Write
-//! frame is followed by its payload, the blocks' bytes in the order of its indexes. Pure functions without I/O: every
+//! frames: an 8-byte prefix (body length u32, kind u8, three zero bytes) and a body of little-endian fields. Over TCP a
+//! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over shared memory it says that
+//! they were copied. Pure functions without I/O: every
 //! byte string yields a frame or an error that names the field.
 
 use baton_types::{BlockId, Epoch, WorkerId};
@@ -72,9 +73,9 @@ pub(crate) enum Frame {
     Begin { epoch: Epoch, key: u64 },
     /// Decode: access granted to these blocks.
     Granted { epoch: Epoch, blocks: Vec<Vec<BlockId>> },
-    /// Prefill: one layer of some blocks follows.
+    /// Prefill: one layer of some blocks follows (tcp) or was copied (shm).
     Write(WriteHead),
-    /// Prefill: all writes were applied (shm) or precede this frame (tcp).
+    /// Prefill: all writes precede this frame.
     Complete { epoch: Epoch, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
     /// Prefill: has stopped and gives up.
     Abort { epoch: Epoch },
@@ -94,7 +95,7 @@ pub(crate) struct WriteHead {
     pub epoch: Epoch,
     pub group: u16,
     pub layer: u16,
-    /// Bytes that follow the frame.
+    /// Bytes that follow the frame; 0 over shared memory.
     pub payload: u32,
     /// Positions in the reservation's list of the group.
     pub indexes: Vec<u32>,

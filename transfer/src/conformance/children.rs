@@ -7,11 +7,16 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 use super::*;
-use crate::bench::hex;
+use crate::bench::{MARK, hex};
 
 const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
-/// Starts every line that is ours; the test harness writes some of its own.
-const MARK: &str = "@ ";
+
+/// This binary in a role.
+pub(crate) fn command(role: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"]).env(ROLE, role);
+    command
+}
 
 /// A child and its lines. Killed when dropped.
 pub(super) struct Process {
@@ -22,13 +27,7 @@ pub(super) struct Process {
 
 impl Process {
     pub(super) fn start(role: &str) -> Process {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"])
-            .env(ROLE, role)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = command(role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
         Process { child, input, output }
     }
@@ -85,6 +84,7 @@ fn child() {
         "prefill shm" => prefill(TransportChoice::Shm),
         "prefill tcp" => prefill(TransportChoice::Tcp),
         "leaks" => leaks(),
+        "bench" => crate::bench::serve().unwrap(),
         other => panic!("no role {other}"),
     }
 }

@@ -40,7 +40,7 @@ impl Incoming {
         self.blocks.iter().enumerate().map(bytes).sum()
     }
 
-    /// Where a write's payload goes. Checks every field before any memory is touched.
+    /// Where a write goes, or went. Checks every field but the payload's length before any memory is touched.
     pub(crate) fn accept(&mut self, geometry: &PoolGeometry, head: &WriteHead) -> Result<VecDeque<Range>, String> {
         let (group, layer) = (head.group as usize, head.layer as usize);
         let list = self.blocks.get(group).ok_or_else(|| format!("group {group} of {}", self.blocks.len()))?;
@@ -49,9 +49,6 @@ impl Incoming {
             return Err(format!("layer {layer} of {layers} in group {group}"));
         }
         let block_bytes = geometry.layout.block_bytes(group);
-        if head.payload as usize != head.indexes.len() * block_bytes {
-            return Err(format!("{} bytes for {} blocks of {block_bytes}", head.payload, head.indexes.len()));
-        }
         let mut ranges: VecDeque<Range> = VecDeque::with_capacity(head.indexes.len());
         for &index in &head.indexes {
             let Some(block) = list.get(index as usize) else {
@@ -70,31 +67,15 @@ impl Incoming {
         Ok(ranges)
     }
 
-    /// Adds the digests of a write whose payload is in the pool.
+    /// Adds the digests of a write that is in the pool.
     ///
     /// # Safety
-    /// The write was accepted, and nobody writes to its blocks.
+    /// The write was accepted, and nobody writes to its blocks' layer any more.
     pub(crate) unsafe fn landed(&mut self, geometry: &PoolGeometry, pool: &Segment, head: &WriteHead) {
         self.written += head.indexes.len() as u64;
         for &index in &head.indexes {
             // SAFETY: passed on to the caller.
             unsafe { self.add_digest(geometry, pool, head.group as usize, head.layer as usize, index as usize) }
-        }
-    }
-
-    /// Adds the digests of everything, for a transport whose writes are not seen here.
-    ///
-    /// # Safety
-    /// Nobody writes to the blocks: the peer has completed the handoff.
-    pub(crate) unsafe fn landed_unseen(&mut self, geometry: &PoolGeometry, pool: &Segment, writes: u64) {
-        self.written = writes;
-        for group in 0..self.blocks.len() {
-            for layer in 0..geometry.layout.groups[group].layers.len() {
-                for index in 0..self.blocks[group].len() {
-                    // SAFETY: passed on to the caller.
-                    unsafe { self.add_digest(geometry, pool, group, layer, index) }
-                }
-            }
         }
     }
 
@@ -144,8 +125,7 @@ mod tests {
     }
 
     fn head(layer: u16, indexes: &[u32]) -> WriteHead {
-        let payload = 32 * indexes.len() as u32;
-        WriteHead { epoch: Epoch(1), group: 0, layer, payload, indexes: indexes.to_vec() }
+        WriteHead { epoch: Epoch(1), group: 0, layer, payload: 0, indexes: indexes.to_vec() }
     }
 
     fn incoming() -> Incoming {
@@ -164,7 +144,6 @@ mod tests {
         assert!(refused(head(1, &[3])).contains("index 3 of 3"));
         assert!(refused(head(2, &[0])).contains("layer 2 of 2"));
         assert!(refused(WriteHead { group: 1, ..head(0, &[0]) }).contains("group 1 of 1"));
-        assert!(refused(WriteHead { payload: 31, ..head(1, &[1]) }).contains("31 bytes for 1 blocks of 32"));
     }
 
     #[test]
@@ -173,23 +152,24 @@ mod tests {
         let pool = Segment::create("test", geometry.bytes()).unwrap();
         // SAFETY: only this thread uses the pool.
         unsafe { pool.write(0, &(0..geometry.bytes()).map(|i| i as u8).collect::<Vec<_>>()) };
+        let land = |incoming: &mut Incoming, head: WriteHead| {
+            incoming.accept(&geometry, &head).unwrap();
+            // SAFETY: as above.
+            unsafe { incoming.landed(&geometry, &pool, &head) };
+        };
         let mut whole = incoming();
-        // SAFETY: as above.
-        unsafe { whole.landed_unseen(&geometry, &pool, 6) };
+        land(&mut whole, head(1, &[0, 1, 2]));
+        land(&mut whole, head(0, &[0, 1, 2]));
         let sums = whole.sums.clone();
         assert_eq!(whole.verify(6, &sums), Ok(()));
         assert_eq!(whole.bytes(&geometry), 6 * 32);
 
         let mut partial = incoming();
-        for head in [head(0, &[2, 0, 1]), head(1, &[1]), head(1, &[0])] {
-            partial.accept(&geometry, &head).unwrap();
-            // SAFETY: as above.
-            unsafe { partial.landed(&geometry, &pool, &head) };
-        }
+        land(&mut partial, head(0, &[2, 0, 1]));
+        land(&mut partial, head(1, &[1]));
+        land(&mut partial, head(1, &[0]));
         assert_eq!(partial.verify(6, &sums), Err(Refusal::Incomplete { written: 5, expected: 6 }));
-        partial.accept(&geometry, &head(1, &[2])).unwrap();
-        // SAFETY: as above.
-        unsafe { partial.landed(&geometry, &pool, &head(1, &[2])) };
+        land(&mut partial, head(1, &[2]));
         assert_eq!(partial.verify(6, &sums), Ok(()));
 
         let mut other = sums.clone();

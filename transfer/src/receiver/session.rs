@@ -1,7 +1,7 @@
 //! One prefill worker's session at the decode end, on its own thread: lets it in under an epoch, puts its blocks into
 //! the pool (TCP) or lets it do so (shm), verifies, and stops it when told.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use super::table::SessionId;
 use crate::codec::Malformed;
 use crate::error::TransferError;
 use crate::handshake::{self, Patience};
-use crate::link::{Got, Link, Socket};
+use crate::link::{Got, Link, Range, Socket};
 use crate::options::TransportKind;
 use crate::state::Input;
 use crate::tcp::Payload;
@@ -159,7 +159,8 @@ impl Session {
             && let Some(incoming) = self.incoming.get_mut(&head.epoch)
         {
             let options = &self.hub.options;
-            // SAFETY: the blocks are lent to this handoff, and this thread is the only one that writes to them.
+            // SAFETY: the blocks are lent to this handoff. Over TCP this thread alone writes to them; over shared memory
+            // the peer has said that it is done with this layer, and it may not write it twice.
             unsafe { incoming.landed(&options.geometry, &options.segment, &head) };
         }
         Ok(true)
@@ -226,34 +227,42 @@ impl Session {
     }
 
     fn write(&mut self, head: WriteHead) -> Result<(), TransferError> {
-        if self.link.kind() == TransportKind::Shm {
-            return Err(self.broken(Malformed::new("kind", "a write over a unix socket")));
-        }
-        let geometry = &self.hub.options.geometry;
-        let largest = (0..geometry.blocks.len()).map(|g| geometry.layout.block_bytes(g)).max().unwrap_or(0);
         let (epoch, bytes) = (head.epoch, head.payload as usize);
+        let layout = &self.hub.options.geometry.layout;
+        let largest = (0..layout.groups.len()).map(|g| layout.block_bytes(g)).max().unwrap_or(0);
         if bytes > largest * MAX_WRITE_BLOCKS {
             return Err(self.broken(Malformed::new("payload", format!("{bytes} bytes in one write"))));
         }
-        let drop = Landing { payload: Payload::discard(bytes), head: None };
-        let none = || TransferError::Aborted { epoch };
-        let accepted = match self.incoming.get_mut(&epoch) {
-            None => Err(Refusal::NoReservation("nothing may be written under it".into())),
-            // The owner has taken it back; the fence is on its way to the peer.
-            Some(_) if !self.hub.step_as(self.id, epoch, Input::Write, none) => {
-                self.landing = Some(drop);
-                return Ok(());
-            }
-            Some(incoming) => incoming.accept(geometry, &head).map_err(Refusal::BadWrite),
-        };
-        self.landing = Some(match accepted {
+        self.landing = Some(match self.accept(&head) {
             Ok(ranges) => Landing { payload: Payload::apply(ranges), head: Some(head) },
             Err(refusal) => {
-                self.fail(epoch, refusal);
-                drop
+                refusal.into_iter().for_each(|refusal| self.fail(epoch, refusal));
+                Landing { payload: Payload::discard(bytes), head: None }
             }
         });
         Ok(())
+    }
+
+    /// Where a write's payload goes; over shared memory there is none. Nowhere, and without an answer, when the owner
+    /// has taken the blocks back: the fence is on its way to the peer.
+    fn accept(&mut self, head: &WriteHead) -> Result<VecDeque<Range>, Option<Refusal>> {
+        let epoch = head.epoch;
+        let Some(incoming) = self.incoming.get_mut(&epoch) else {
+            return Err(Some(Refusal::NoReservation("nothing may be written under it".into())));
+        };
+        if !self.hub.step_as(self.id, epoch, Input::Write, || TransferError::Aborted { epoch }) {
+            return Err(None);
+        }
+        let bad = |problem| Some(Refusal::BadWrite(problem));
+        let ranges = incoming.accept(&self.hub.options.geometry, head).map_err(bad)?;
+        let expected = match self.link.kind() {
+            TransportKind::Tcp => ranges.iter().map(|r| r.1).sum(),
+            TransportKind::Shm => 0,
+        };
+        if head.payload as usize != expected {
+            return Err(bad(format!("{} bytes instead of {expected}", head.payload)));
+        }
+        Ok(if expected == 0 { VecDeque::new() } else { ranges })
     }
 
     fn complete(
@@ -263,16 +272,11 @@ impl Session {
         digests: &[Vec<u64>],
         tail: Vec<u8>,
     ) -> Result<(), TransferError> {
-        let Some(mut incoming) = self.incoming.remove(&epoch) else {
+        let Some(incoming) = self.incoming.remove(&epoch) else {
             self.refuse(epoch, Refusal::NoReservation("nothing may be completed under it".into()));
             return Ok(());
         };
         let options = &self.hub.options;
-        if self.link.kind() == TransportKind::Shm {
-            // SAFETY: the peer has completed the handoff, so it writes to these blocks no more, and they are lent, so
-            // nobody here does.
-            unsafe { incoming.landed_unseen(&options.geometry, &options.segment, writes) };
-        }
         // I2
         if let Err(refusal) = incoming.verify(writes, digests) {
             self.fail(epoch, refusal);

@@ -1,0 +1,87 @@
+//! The benchmark's child: reserves all its blocks again and again, and swallows a plain stream.
+//!
+//! First line in: layout in hex, then blocks per group. First line out: the plain stream's port. Then for each line in
+//! a target out. Ends with its input.
+
+use std::io::{BufRead, Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
+
+use super::{MARK, PLAIN_CHUNK, hex};
+use crate::descriptor::parse_layout;
+use crate::error::TransferError;
+use crate::options::{Limits, ReceiverOptions};
+use crate::receiver::{Receiver, ReceiverEvent};
+use crate::segment::Segment;
+use crate::{tcp, threads};
+
+/// The receiving half of [`super::run`], over this process's standard input and output.
+pub fn serve() -> Result<(), TransferError> {
+    let mut lines = std::io::stdin().lock().lines();
+    let geometry = parse_geometry(&lines.next().and_then(Result::ok).unwrap_or_default())?;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| TransferError::os("listen", e))?;
+    let port = listener.local_addr().map_err(|e| TransferError::os("listen", e))?.port();
+    let bytes = geometry.bytes();
+    threads::spawn("plain-stream".into(), move || {
+        if let Err(error) = swallow(&listener, bytes) {
+            tracing::debug!(%error, "the plain stream ended");
+        }
+    })?;
+    say(&port.to_string())?;
+
+    let segment = Arc::new(Segment::create("bench-target", bytes)?);
+    let (tell, told) = mpsc::channel();
+    let options = ReceiverOptions {
+        worker: WorkerId(u64::from(std::process::id())),
+        tcp: (Ipv4Addr::LOCALHOST, 0).into(),
+        advertise: None,
+        geometry: geometry.clone(),
+        segment,
+        limits: Limits::default(),
+    };
+    let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event))))?;
+    let all: Vec<Vec<BlockId>> = geometry.blocks.iter().map(|n| (0..*n).map(BlockId).collect()).collect();
+    for (epoch, line) in (1..).map(Epoch).zip(lines) {
+        if line.is_err() {
+            break;
+        }
+        say(&hex::encode(&receiver.reserve(epoch, &all, 0, Duration::from_secs(600))?))?;
+        match told.recv() {
+            Ok(ReceiverEvent::Verified { epoch, .. }) => receiver.release(epoch),
+            Ok(ReceiverEvent::Failed { error, .. }) => return Err(error),
+            Ok(ReceiverEvent::Fenced { .. }) | Err(_) => return Err(TransferError::Closed),
+        }
+    }
+    Ok(())
+}
+
+fn say(line: &str) -> Result<(), TransferError> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{MARK}{line}").and_then(|()| out.flush()).map_err(|e| TransferError::os("answer the benchmark", e))
+}
+
+fn parse_geometry(line: &str) -> Result<PoolGeometry, TransferError> {
+    let bad =
+        || TransferError::argument("standard input", "its first line is no geometry; this half is started by run");
+    let (layout, counts) = line.split_once(' ').ok_or_else(bad)?;
+    let layout = hex::decode(layout).and_then(|bytes| parse_layout(&bytes).ok()).ok_or_else(bad)?;
+    let blocks = counts.split(',').map(|n| n.parse().map_err(|_| bad())).collect::<Result<_, _>>()?;
+    Ok(PoolGeometry { layout, blocks })
+}
+
+/// Reads `bytes` at a time and answers each with one byte.
+fn swallow(listener: &TcpListener, bytes: usize) -> std::io::Result<()> {
+    let (mut stream, _) = listener.accept()?;
+    tcp::tune(&stream)?;
+    stream.set_nonblocking(false)?;
+    let mut pool = vec![0; bytes];
+    loop {
+        for chunk in pool.chunks_mut(PLAIN_CHUNK) {
+            stream.read_exact(chunk)?;
+        }
+        stream.write_all(&[1])?;
+    }
+}
