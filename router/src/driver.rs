@@ -157,13 +157,14 @@ impl Driver {
                 self.wake = None;
                 Input::BackoffOver
             }
+            // Before the decode stream, which may be ahead of it by as much as the sockets hold.
+            said = next(&mut self.prefill) => said.input,
             said = next(&mut self.decode) => {
                 if let Some(target) = said.target {
                     self.target = target;
                 }
                 said.input
             }
-            said = next(&mut self.prefill) => said.input,
         }
     }
 

@@ -86,9 +86,14 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         Some(Input::Text(text)) => Prompt::Text(text),
         Some(Input::TokenIds(ids)) => Prompt::Ids(ids.ids),
         Some(Input::Chat(chat)) if chat.messages.is_empty() => {
-            return Err(RequestError::invalid("chat.messages", "chat.messages is empty; it must have at least one message"));
+            return Err(RequestError::invalid(
+                "chat.messages",
+                "chat.messages is empty; it must have at least one message",
+            ));
         }
-        Some(Input::Chat(chat)) => Prompt::Chat(chat.messages.into_iter().map(|m| message(m.role, m.content)).collect()),
+        Some(Input::Chat(chat)) => {
+            Prompt::Chat(chat.messages.into_iter().map(|m| message(m.role, m.content)).collect())
+        }
         None => return Err(RequestError::invalid("input", "input is missing; set text, token_ids or chat")),
     };
     if request.request_id.len() > MAX_ID {

@@ -79,12 +79,7 @@ async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
     response
 }
 
-async fn answer(
-    front: Arc<Front>,
-    body: Body,
-    shape: Shape,
-    envelope: Envelope,
-) -> Result<Response, RequestError> {
+async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope) -> Result<Response, RequestError> {
     let id = envelope.id.0.clone();
     let read = async {
         let body = read_body(body, front.body_limit).await?;
@@ -218,7 +213,8 @@ async fn no_route(request: Request) -> Response {
 
 async fn wrong_method(request: Request) -> Response {
     let message = format!("{} does not take {}", request.uri().path(), request.method());
-    let error = json!({"message": message, "type": "invalid_request_error", "param": null, "code": "method_not_allowed"});
+    let error =
+        json!({"message": message, "type": "invalid_request_error", "param": null, "code": "method_not_allowed"});
     (StatusCode::METHOD_NOT_ALLOWED, Json(json!({ "error": error }))).into_response()
 }
 

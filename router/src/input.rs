@@ -112,7 +112,10 @@ impl GenerateInput {
         }
         if self.stop.len() > MAX_STOPS {
             let count = self.stop.len();
-            return Err(RequestError::invalid("stop", format!("stop has {count} strings; at most {MAX_STOPS} are allowed")));
+            return Err(RequestError::invalid(
+                "stop",
+                format!("stop has {count} strings; at most {MAX_STOPS} are allowed"),
+            ));
         }
         if let Some(bad) = self.stop.iter().find(|s| s.is_empty() || s.len() > MAX_STOP_BYTES) {
             let length = bad.len();
@@ -228,4 +231,48 @@ fn sampling_params(asked: &v1::Sampling, eos: &[u32], max_tokens: u32, seed: u64
 /// 64 bits nobody can foresee: the standard library seeds each hasher from the system.
 pub(crate) fn random_u64() -> u64 {
     RandomState::new().build_hasher().finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn room(prompt: u32, n: u32, capacity: Capacity) -> Room {
+        Room { field: "prompt", prompt, context: 100, n, capacity }
+    }
+
+    #[test]
+    fn an_answer_fits_the_context_and_the_pools() {
+        let pools = Capacity::of(64, 160);
+        let code = |room: Room, asked| room.max_tokens(asked).map_err(|e| (e.param.unwrap(), e.code));
+        assert_eq!(code(room(10, 1, Capacity::UNKNOWN), None), Ok(90), "as many as fit the context");
+        assert_eq!(code(room(10, 1, pools), None), Ok(54), "or the largest pool");
+        assert_eq!(code(room(10, 4, pools), None), Ok(30), "or a fourth of all pools");
+        assert_eq!(code(room(99, 1, Capacity::UNKNOWN), Some(1)), Ok(1));
+        let too_long = Some("context_length_exceeded");
+        assert_eq!(code(room(99, 1, Capacity::UNKNOWN), Some(2)), Err(("max_tokens".into(), too_long)));
+        assert_eq!(code(room(100, 1, Capacity::UNKNOWN), Some(1)), Err(("prompt".into(), too_long)));
+        assert_eq!(code(room(1, 1, Capacity::UNKNOWN), Some(u32::MAX)), Err(("max_tokens".into(), too_long)));
+        let too_much = Some("kv_capacity_exceeded");
+        assert_eq!(code(room(10, 4, pools), Some(31)), Err(("max_tokens".into(), too_much)));
+        assert_eq!(code(room(10, 4, pools), Some(30)), Ok(30));
+        assert_eq!(code(room(0, 1, pools), None), Err(("prompt".into(), None)));
+    }
+
+    #[test]
+    fn defaults_and_end_tokens_are_filled_in() {
+        let asked =
+            v1::Sampling { stop_token_ids: vec![9, 3], logit_bias: [(7, 1.0), (2, 3.0)].into(), ..Default::default() };
+        let params = sampling_params(&asked, &[3, 1], 5, 11);
+        let want = SamplingParams {
+            max_tokens: 5,
+            seed: 11,
+            stop_token_ids: vec![1, 3, 9],
+            logit_bias: vec![(2, 3.0), (7, 1.0)],
+            ..SamplingParams::default()
+        };
+        assert_eq!(params, want);
+        let ignoring = v1::Sampling { ignore_eos: true, ..asked };
+        assert_eq!(sampling_params(&ignoring, &[3, 1], 5, 11).stop_token_ids, [3, 9]);
+    }
 }

@@ -63,6 +63,7 @@ impl RegistryChoice {
 }
 
 /// A router that takes requests.
+#[derive(Debug)]
 pub struct RunningRouter {
     /// Where HTTP listens.
     pub http_addr: SocketAddr,

@@ -101,9 +101,7 @@ impl Writer {
                 part.finish = Some(reason);
                 all + &self.part(part)
             }
-            EventKind::Failed(error) => {
-                data(&serde_json::to_string(&ErrorBody::from(&error)).unwrap_or_default())
-            }
+            EventKind::Failed(error) => data(&serde_json::to_string(&ErrorBody::from(&error)).unwrap_or_default()),
         }
     }
 

@@ -55,7 +55,10 @@ impl StopMatcher {
     fn undecided(&self) -> usize {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0).min(self.held.len() + 1);
         let tail = |len: &usize| self.held.get(self.held.len() - len..);
-        (1..longest).rev().find(|len| tail(len).is_some_and(|t| self.stops.iter().any(|s| s.starts_with(t)))).unwrap_or(0)
+        (1..longest)
+            .rev()
+            .find(|len| tail(len).is_some_and(|t| self.stops.iter().any(|s| s.starts_with(t))))
+            .unwrap_or(0)
     }
 }
 

@@ -1,4 +1,5 @@
 //! Workers fail in every way there is; clients get each token once, in order, or a typed error (I4, I5).
+#![allow(clippy::unwrap_used)] // Also outside the test functions.
 
 mod support;
 

@@ -9,9 +9,7 @@ use tokio::time::Instant;
 
 use super::fields::RefusedFields;
 use super::parse::parse;
-use super::types::{
-    ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField,
-};
+use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
 use crate::input::{GenerateInput, Prompt};
 

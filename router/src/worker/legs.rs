@@ -163,7 +163,9 @@ fn ended(role: &str, status: Option<&Status>) -> Failure {
     }
     match ErrorKind::from_grpc_code(status.code().into()) {
         // Nobody on this side cancelled, or the leg would be gone.
-        ErrorKind::Cancelled => Failure::new(ErrorKind::Unavailable, format!("the {role} worker cancelled the request")),
+        ErrorKind::Cancelled => {
+            Failure::new(ErrorKind::Unavailable, format!("the {role} worker cancelled the request"))
+        }
         kind => Failure::new(kind, format!("the {role} worker answered: {}", status.message())),
     }
 }

@@ -22,6 +22,12 @@ pub(crate) use legs::{DecodeLeg, Leg, PrefillLeg, Said};
 const PING_EVERY: Duration = Duration::from_secs(1);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
+impl std::fmt::Debug for Workers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Workers({})", self.describe())
+    }
+}
+
 /// Every worker in the view.
 pub(crate) struct Workers {
     model: String,
@@ -64,7 +70,7 @@ pub(crate) struct Capacity {
 
 impl Capacity {
     /// Nothing is known; placement will say more.
-    const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX };
+    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX };
 
     /// Of the largest worker.
     pub fn largest(&self) -> u64 {
@@ -179,7 +185,14 @@ impl Workers {
                 Role::Supervisor => return None,
             };
             let in_flight = known.links.get(&m.id)?.in_flight.load(Ordering::Relaxed);
-            Some(Candidate { id: m.id, role, model: m.model.clone(), layout: m.layout, draining: m.draining, in_flight })
+            Some(Candidate {
+                id: m.id,
+                role,
+                model: m.model.clone(),
+                layout: m.layout,
+                draining: m.draining,
+                in_flight,
+            })
         };
         known.view.members.iter().filter_map(candidate).collect()
     }

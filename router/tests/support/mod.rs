@@ -1,5 +1,5 @@
 //! A router over real sockets, with workers that do what a test tells them.
-#![allow(dead_code)] // Each test binary uses its part.
+#![allow(dead_code, unused_imports, clippy::unwrap_used)] // Each test binary uses its part.
 
 mod logs;
 mod model;
@@ -86,6 +86,16 @@ impl Cluster {
         cluster
     }
 
+    /// Only tries to start a router.
+    pub async fn try_start(config: RouterConfig) -> Result<RunningRouter, baton_router::RouterError> {
+        let files = tempfile::tempdir().unwrap();
+        let served = ServedModel::new(model::write_and_open(files.path()), MODEL);
+        let shutdown = Shutdown::new(Duration::from_secs(20));
+        let choice = RegistryChoice::Embedded(EmbeddedRegistry::new());
+        let (tasks, readiness) = (Tasks::new(shutdown.clone()), Readiness::new("starting"));
+        baton_router::start(&config, served, choice, shutdown, &tasks, readiness).await
+    }
+
     /// Starts and registers a worker; `change` edits how it presents itself.
     pub async fn add(&mut self, role: Role, change: impl FnOnce(&mut Member)) -> Arc<FakeWorker> {
         let worker = FakeWorker::start(role, Arc::clone(&self.world)).await;
@@ -148,7 +158,8 @@ impl Cluster {
 
     /// A completion of "hi" with these fields besides; must be a success.
     pub async fn complete(&self, fields: Value) -> Value {
-        let (status, body) = self.ask("/v1/completions", &merged(json!({"prompt": "hi", "max_tokens": 50}), fields)).await;
+        let (status, body) =
+            self.ask("/v1/completions", &merged(json!({"prompt": "hi", "max_tokens": 50}), fields)).await;
         assert_eq!(status, 200, "{body}");
         body
     }

@@ -49,7 +49,8 @@ fn tokenizer() -> Value {
 
 fn weights() -> Vec<u8> {
     let (w, v) = (WIDTH, VOCAB as usize);
-    let mut shapes = vec![("model.embed_tokens.weight".to_owned(), vec![v, w]), ("model.norm.weight".to_owned(), vec![w])];
+    let mut shapes =
+        vec![("model.embed_tokens.weight".to_owned(), vec![v, w]), ("model.norm.weight".to_owned(), vec![w])];
     for norm in ["input_layernorm", "post_attention_layernorm"] {
         shapes.push((format!("model.layers.0.{norm}.weight"), vec![w]));
     }
@@ -84,7 +85,8 @@ pub fn write_and_open(dir: &Path) -> Model {
         "tie_word_embeddings": true, "eos_token_id": END, "hidden_act": "silu",
     });
     let settings = json!({"eos_token": "<|im_end|>", "chat_template": TEMPLATE});
-    for (name, json) in [("config.json", config), ("tokenizer.json", tokenizer()), ("tokenizer_config.json", settings)] {
+    for (name, json) in [("config.json", config), ("tokenizer.json", tokenizer()), ("tokenizer_config.json", settings)]
+    {
         std::fs::write(dir.join(name), json.to_string()).unwrap();
     }
     std::fs::write(dir.join("model.safetensors"), weights()).unwrap();

@@ -362,7 +362,7 @@ impl v1::prefill_server::Prefill for Service {
             let (token, finish) = shared.world.sample(&sequence, index);
             let first = v1::FirstToken { token: Some(token), finish: finish.map(Into::into), cached_tokens: 1 };
             let say = async |event| out.send(Ok(v1::PrefillEvent { event: Some(event) })).await;
-            let done = || shared.world.done.send_modify(|done| drop(done.insert(target.clone())));
+            let done = || shared.world.done.send_if_modified(|done| done.insert(target.clone()));
             match plan {
                 Prefill::Work | Prefill::Refuse(_) => {
                     let _ = say(PrefillEvent::FirstToken(first)).await;
@@ -383,7 +383,8 @@ impl v1::prefill_server::Prefill for Service {
                 }
                 Prefill::LateToken => {
                     done();
-                    let _ = shared.world.decoded.subscribe().wait_for(|n| *n >= shared.world.answers[0].len() - 1).await;
+                    let _ =
+                        shared.world.decoded.subscribe().wait_for(|n| *n >= shared.world.answers[0].len() - 1).await;
                     let _ = say(PrefillEvent::FirstToken(first)).await;
                     let _ = say(PrefillEvent::Transferred(v1::Transferred::default())).await;
                 }

@@ -1,4 +1,4 @@
-//! The transitions. One function an input; what several have in common is below them.
+//! The transitions, one function for each input. What several have in common is in `moves.rs`.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,30 +14,28 @@ const MAX_EARLY: usize = 1024;
 /// Waits for a worker to appear during a recovery: 50 ms doubling, 1.55 s in all, within the 2 s of I5.
 const MAX_WAITS: u32 = 5;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
-/// Verification may fail this often before the prompt is computed where it is needed.
-const MAX_VERIFY_FAILURES: u32 = 2;
 
 /// One request. Feed it every input through [`RequestMachine::step`] and do what comes out.
 #[derive(Clone, Debug)]
 pub struct RequestMachine {
-    limits: Limits,
-    state: State,
+    pub(super) limits: Limits,
+    pub(super) state: State,
     /// Ids given to the client; the next index is its length (I4).
-    emitted: Vec<u32>,
+    pub(super) emitted: Vec<u32>,
     /// How many of them the open decode stream was told of.
-    base: usize,
+    pub(super) base: usize,
     /// Failures that cost an attempt.
-    attempt: u32,
-    waits: u32,
-    verify_failures: u32,
-    avoid: Vec<WorkerId>,
-    last_failure: Option<Failure>,
-    decode_open: bool,
-    prefill_open: bool,
+    pub(super) attempt: u32,
+    pub(super) waits: u32,
+    pub(super) verify_failures: u32,
+    pub(super) avoid: Vec<WorkerId>,
+    pub(super) last_failure: Option<Failure>,
+    pub(super) decode_open: bool,
+    pub(super) prefill_open: bool,
     /// Decode tokens ahead of the prefill stream's token, and the end if that came too.
-    early: VecDeque<TokenOut>,
-    early_finish: Option<(FinishReason, u32)>,
-    cached_tokens: u32,
+    pub(super) early: VecDeque<TokenOut>,
+    pub(super) early_finish: Option<(FinishReason, u32)>,
+    pub(super) cached_tokens: u32,
 }
 
 impl RequestMachine {
@@ -205,7 +203,7 @@ impl RequestMachine {
         }
     }
 
-    fn on_token(&mut self, token: TokenOut, out: &mut Vec<Action>) {
+    pub(super) fn on_token(&mut self, token: TokenOut, out: &mut Vec<Action>) {
         match self.state {
             State::Placing | State::BackingOff | State::Finished | State::Failed => {}
             State::Reserving { .. } => self.protocol_error("a token before its reservation", out),
@@ -233,7 +231,7 @@ impl RequestMachine {
         }
     }
 
-    fn on_finished(&mut self, reason: FinishReason, cached_tokens: u32, out: &mut Vec<Action>) {
+    pub(super) fn on_finished(&mut self, reason: FinishReason, cached_tokens: u32, out: &mut Vec<Action>) {
         match self.state {
             _ if !self.decode_open => {}
             _ if reason == FinishReason::Cancelled => {
@@ -261,7 +259,7 @@ impl RequestMachine {
         self.recover(Leg::Decode, failure, out);
     }
 
-    fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
+    pub(super) fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
         self.prefill_open = false;
         let (State::Prefilling { decode, prefill } | State::Transferring { decode, prefill }) = self.state else {
             return;
@@ -297,190 +295,5 @@ impl RequestMachine {
             }
             _ => self.on_decode_lost(failure, out),
         }
-    }
-
-    // What inputs have in common.
-
-    /// True for a decode token that follows the one the prefill stream still owes.
-    fn is_early(&self, token: &TokenOut) -> bool {
-        self.emitted.len() == self.base && token.index as usize == self.base + 1 + self.early.len()
-    }
-
-    /// Gives the token to the client if it is the next one, drops it if it is a duplicate. False when it was neither
-    /// and a recovery began (or the request ended).
-    fn accept(&mut self, token: TokenOut, out: &mut Vec<Action>) -> bool {
-        let (index, next) = (token.index as usize, self.emitted.len());
-        if index < next {
-            if self.emitted[index] != token.id {
-                // The worker continues another answer than the client has (I1 broken): resume from the client's.
-                let differs = format!("token {index} is {}, but the client has {}", token.id, self.emitted[index]);
-                self.restart(Failure::new(ErrorKind::DataLoss, differs), out);
-                return false;
-            }
-            return true;
-        }
-        if index > next {
-            self.restart(Failure::new(ErrorKind::Internal, format!("token {index} came, but {next} is next")), out);
-            return false;
-        }
-        if next >= self.limits.max_tokens as usize {
-            self.finish(FinishReason::Length, out);
-            return false;
-        }
-        self.emitted.push(token.id);
-        out.push(Action::Emit(token));
-        true
-    }
-
-    fn flush_early(&mut self, out: &mut Vec<Action>) {
-        while let Some(token) = self.early.pop_front() {
-            self.on_token(token, out);
-        }
-        if let Some((reason, cached_tokens)) = self.early_finish.take() {
-            self.on_finished(reason, cached_tokens, out);
-        }
-    }
-
-    /// The answer's end, if the tokens emitted say so by themselves.
-    fn natural_end(&self) -> Option<FinishReason> {
-        let last = self.emitted.last()?;
-        if self.limits.stop_token_ids.contains(last) {
-            return Some(FinishReason::Stop);
-        }
-        (self.emitted.len() >= self.limits.max_tokens as usize).then_some(FinishReason::Length)
-    }
-
-    /// Only reuse before the first token is the prompt's; later attempts replay the answer.
-    fn note_cached(&mut self, tokens: u32) {
-        if self.attempt == 0 {
-            self.cached_tokens = self.cached_tokens.max(tokens);
-        }
-    }
-
-    fn place(&mut self, out: &mut Vec<Action>) {
-        self.state = State::Placing;
-        out.push(Action::Place { decode: None, split: !self.recompute() });
-    }
-
-    /// True when KV from elsewhere is not to be tried again.
-    fn recompute(&self) -> bool {
-        self.verify_failures >= MAX_VERIFY_FAILURES || (self.attempt > 0 && self.last_attempt())
-    }
-
-    fn last_attempt(&self) -> bool {
-        self.attempt + 1 >= self.limits.max_attempts
-    }
-
-    fn open_decode(&mut self, worker: WorkerId, local: bool, out: &mut Vec<Action>) {
-        self.close(out);
-        self.base = self.emitted.len();
-        self.decode_open = true;
-        out.push(Action::OpenDecode { worker, local });
-    }
-
-    fn open_local(&mut self, decode: WorkerId, out: &mut Vec<Action>) {
-        self.open_decode(decode, true, out);
-        self.state = State::Decoding { decode, prefill: None };
-    }
-
-    fn run_prefill(&mut self, decode: WorkerId, prefill: WorkerId, out: &mut Vec<Action>) {
-        self.prefill_open = true;
-        self.state = State::Prefilling { decode, prefill };
-        out.push(Action::RunPrefill { worker: prefill });
-    }
-
-    /// Same reservation holder, new epoch: run prefill again, or compute where the KV is needed.
-    fn transfer_again(&mut self, decode: WorkerId, prefill: WorkerId, failure: Failure, out: &mut Vec<Action>) {
-        if self.emitted.len() > self.base + 1 || !self.early.is_empty() || self.early_finish.is_some() {
-            return self.protocol_error("a reservation after its tokens", out);
-        }
-        if !self.spend_verification(failure, out) {
-            return;
-        }
-        if self.recompute() {
-            return self.open_local(decode, out);
-        }
-        if std::mem::take(&mut self.prefill_open) {
-            out.push(Action::CancelPrefill);
-        }
-        self.run_prefill(decode, prefill, out);
-    }
-
-    fn protocol_error(&mut self, what: &str, out: &mut Vec<Action>) {
-        self.restart(Failure::new(ErrorKind::Internal, format!("the decode worker sent {what}")), out);
-    }
-
-    /// The decode stream cannot be trusted any further.
-    fn restart(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        self.recover(Leg::Decode, failure, out);
-    }
-
-    /// Starts over at the next index, on other workers if there are.
-    fn recover(&mut self, leg: Leg, failure: Failure, out: &mut Vec<Action>) {
-        if let Some(reason) = self.natural_end() {
-            // Everything the client can get, it has.
-            return self.finish(reason, out);
-        }
-        let culprit = match (leg, self.state) {
-            (Leg::Prefill, State::Prefilling { prefill, .. } | State::Transferring { prefill, .. }) => Some(prefill),
-            (
-                _,
-                State::Reserving { decode, .. }
-                | State::PlacingPrefill { decode }
-                | State::Prefilling { decode, .. }
-                | State::Transferring { decode, .. }
-                | State::Decoding { decode, .. },
-            ) => Some(decode),
-            _ => None,
-        };
-        if self.spend_attempt(leg, failure, culprit, out) {
-            self.close(out);
-            self.place(out);
-        }
-    }
-
-    fn spend_verification(&mut self, failure: Failure, out: &mut Vec<Action>) -> bool {
-        self.verify_failures += 1;
-        // Nobody is avoided: either side may be at fault, and the same pair is tried again first.
-        self.spend_attempt(Leg::Transfer, failure, None, out)
-    }
-
-    /// Counts a failure. False when it was one too many, or of a kind no other worker can help with.
-    fn spend_attempt(&mut self, leg: Leg, failure: Failure, culprit: Option<WorkerId>, out: &mut Vec<Action>) -> bool {
-        use ErrorKind::*;
-        self.attempt += 1;
-        let final_kind = matches!(failure.kind, InvalidArgument | NotFound | TooLarge | DeadlineExceeded);
-        if final_kind || self.attempt >= self.limits.max_attempts {
-            self.fail(failure, out);
-            return false;
-        }
-        self.avoid.extend(culprit);
-        self.last_failure = Some(failure.clone());
-        out.push(Action::Recovering { leg, cause: failure });
-        true
-    }
-
-    /// Drops whatever is open.
-    fn close(&mut self, out: &mut Vec<Action>) {
-        if std::mem::take(&mut self.decode_open) {
-            out.push(Action::CancelDecode);
-        }
-        if std::mem::take(&mut self.prefill_open) {
-            out.push(Action::CancelPrefill);
-        }
-        self.early.clear();
-        self.early_finish = None;
-    }
-
-    fn finish(&mut self, reason: FinishReason, out: &mut Vec<Action>) {
-        self.close(out);
-        self.state = State::Finished;
-        out.push(Action::Finish { reason, cached_tokens: self.cached_tokens });
-    }
-
-    fn fail(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        self.close(out);
-        self.state = State::Failed;
-        out.push(Action::Fail(failure));
     }
 }

@@ -16,6 +16,7 @@
 //! ```
 
 mod machine;
+mod moves;
 #[cfg(test)]
 mod tests;
 

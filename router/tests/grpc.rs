@@ -1,0 +1,205 @@
+//! The gRPC front door: the same path behind another wire.
+#![allow(clippy::unwrap_used)] // Also outside the test functions.
+
+mod support;
+
+use baton_proto::v1;
+use baton_proto::v1::generate_request::Input;
+use baton_proto::v1::inference_client::InferenceClient;
+use support::{CONTEXT, Cluster, Decode, END, MODEL};
+use tonic::transport::Channel;
+use tonic::{Code, Request};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+
+type Client = InferenceClient<Channel>;
+
+async fn client(cluster: &Cluster) -> Client {
+    InferenceClient::new(channel(cluster).await)
+}
+
+async fn channel(cluster: &Cluster) -> Channel {
+    Channel::from_shared(cluster.grpc_url()).unwrap().connect().await.unwrap()
+}
+
+fn ask(input: Input) -> v1::GenerateRequest {
+    let sampling = v1::Sampling { max_tokens: Some(50), ..Default::default() };
+    v1::GenerateRequest { input: Some(input), sampling: Some(sampling), ..Default::default() }
+}
+
+/// All tokens, all text, the end. Checks the numbering (I4).
+async fn whole(client: &mut Client, request: v1::GenerateRequest) -> (Vec<u32>, String, v1::Finish) {
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let (mut ids, mut text) = (Vec::new(), String::new());
+    while let Some(response) = stream.message().await.unwrap() {
+        assert_eq!(response.index as usize, ids.len());
+        for token in response.tokens {
+            assert_eq!(token.index as usize, ids.len(), "I4");
+            ids.push(token.id);
+        }
+        text += &response.text;
+        if let Some(finish) = response.finish {
+            assert!(stream.message().await.unwrap().is_none(), "finish is last");
+            return (ids, text, finish);
+        }
+    }
+    panic!("no finish");
+}
+
+#[tokio::test]
+async fn text_ids_and_chat() {
+    let cluster = Cluster::start(1, 1, "né🙂").await;
+    let mut client = client(&cluster).await;
+    let want: Vec<u32> = "né🙂".bytes().map(u32::from).chain([END]).collect();
+    let chat = v1::Chat { messages: vec![v1::ChatMessage { role: "user".into(), content: "hi".into() }] };
+    let ids = v1::TokenIds { ids: vec![104, 105] };
+    for (input, prompt) in [(Input::Text("hi".into()), 2), (Input::TokenIds(ids), 2), (Input::Chat(chat), 21)] {
+        let (ids, text, finish) = whole(&mut client, ask(input)).await;
+        assert_eq!((ids, text.as_str(), finish.reason()), (want.clone(), "né🙂", v1::FinishReason::Stop));
+        let usage = finish.usage.unwrap();
+        assert_eq!((usage.prompt_tokens, usage.completion_tokens), (prompt, want.len() as u32));
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_is_not_seen_by_the_client() {
+    let cluster = Cluster::start(1, 2, "the quick brown fox").await;
+    cluster.worker(1).decode_will([Decode::Cut(4)]);
+    let mut client = client(&cluster).await;
+    let (_, text, _) = whole(&mut client, ask(Input::Text("hi".into()))).await;
+    assert_eq!(text, "the quick brown fox");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn errors_have_codes_and_name_the_field() {
+    let cluster = Cluster::start(1, 1, "fine").await;
+    let mut client = client(&cluster).await;
+    let text = || ask(Input::Text("hi".into()));
+    let sampling = |s: v1::Sampling| v1::GenerateRequest { sampling: Some(s), ..text() };
+    let long = Input::TokenIds(v1::TokenIds { ids: vec![1; CONTEXT as usize] });
+    for (request, code, param) in [
+        (v1::GenerateRequest { model: "nope".into(), ..text() }, Code::NotFound, "model"),
+        (v1::GenerateRequest { input: None, ..text() }, Code::InvalidArgument, "input"),
+        (ask(Input::Chat(v1::Chat::default())), Code::InvalidArgument, "chat.messages"),
+        (ask(long), Code::InvalidArgument, "prompt"),
+        (
+            sampling(v1::Sampling { temperature: Some(f32::NAN), ..Default::default() }),
+            Code::InvalidArgument,
+            "temperature",
+        ),
+        (
+            sampling(v1::Sampling { top_logprobs: Some(50), ..Default::default() }),
+            Code::InvalidArgument,
+            "top_logprobs",
+        ),
+        (v1::GenerateRequest { stop: vec![String::new()], ..text() }, Code::InvalidArgument, "stop"),
+        (v1::GenerateRequest { request_id: "x".repeat(200), ..text() }, Code::InvalidArgument, "request_id"),
+    ] {
+        let status = client.generate(request).await.unwrap_err();
+        assert_eq!(
+            (status.code(), status.metadata().get("param").unwrap().to_str().unwrap()),
+            (code, param),
+            "{status}"
+        );
+    }
+    let (_, text, _) = whole(&mut client, text()).await;
+    assert_eq!(text, "fine");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_failure_in_mid_stream_is_a_status() {
+    let cluster = Cluster::start(0, 1, "fine").await;
+    let fail = || Decode::Fail(1, tonic::Status::unavailable("bye"));
+    cluster.worker(0).decode_will([fail(), fail(), fail()]);
+    let mut stream = client(&cluster).await.generate(ask(Input::Text("hi".into()))).await.unwrap().into_inner();
+    let mut ids = Vec::new();
+    let status = loop {
+        match stream.message().await {
+            Ok(response) => ids.extend(response.unwrap().tokens.into_iter().map(|t| t.index)),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!((status.code(), ids), (Code::Unavailable, vec![0, 1, 2]));
+    assert!(status.metadata().contains_key("retry-after"));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn the_clients_deadline_and_its_leaving_reach_the_worker() {
+    let cluster = Cluster::start(0, 1, "fine").await;
+    cluster.worker(0).decode_will([Decode::Stall(1), Decode::Stall(1)]);
+    let mut client = client(&cluster).await;
+    let mut request = Request::new(ask(Input::Text("hi".into())));
+    request.metadata_mut().insert("grpc-timeout", "200m".parse().unwrap());
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    assert!(stream.message().await.unwrap().is_some());
+    assert_eq!(stream.message().await.unwrap_err().code(), Code::DeadlineExceeded);
+    cluster.worker(0).was_dropped(1).await;
+    assert!(cluster.worker(0).asked()[0].deadline_ms <= 200);
+    let mut stream = client.generate(ask(Input::Text("hi".into()))).await.unwrap().into_inner();
+    assert!(stream.message().await.unwrap().is_some());
+    drop(stream);
+    cluster.worker(0).was_dropped(2).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn health_and_models() {
+    let mut cluster = Cluster::start(0, 0, "fine").await;
+    let mut health = HealthClient::new(channel(&cluster).await);
+    let service = || HealthCheckRequest { service: "baton.v1.Inference".into() };
+    let mut watch = health.watch(service()).await.unwrap().into_inner();
+    let not_serving = tonic_health::ServingStatus::NotServing as i32;
+    let serving = tonic_health::ServingStatus::Serving as i32;
+    let mut next = async || watch.message().await.unwrap().unwrap().status;
+    while next().await != not_serving {}
+    cluster.add(baton_cluster::Role::Decode, |_| {}).await;
+    while next().await != serving {}
+    let unknown = HealthCheckRequest { service: "no.such".into() };
+    assert_eq!(health.check(unknown).await.unwrap_err().code(), Code::NotFound);
+    let models = client(&cluster).await.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
+    assert_eq!((models[0].id.as_str(), models[0].context_tokens, models[0].vocab_size), (MODEL, CONTEXT, 260));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn services_are_listed_by_reflection() {
+    let cluster = Cluster::start(0, 0, "x").await;
+    let mut client = ServerReflectionClient::new(channel(&cluster).await);
+    let request = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let mut answers = client.server_reflection_info(tokio_stream::once(request)).await.unwrap().into_inner();
+    let Some(MessageResponse::ListServicesResponse(list)) = answers.message().await.unwrap().unwrap().message_response
+    else {
+        panic!("no list");
+    };
+    let names: Vec<_> = list.service.into_iter().map(|s| s.name).collect();
+    for want in ["baton.v1.Inference", "baton.v1.Registry", "grpc.health.v1.Health"] {
+        assert!(names.iter().any(|n| n == want), "{want} is not in {names:?}");
+    }
+    drop(client);
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn workers_register_at_the_routers_own_address() {
+    let cluster = Cluster::start(0, 1, "fine").await;
+    let registry = baton_cluster::connect(&cluster.grpc_url()).await.unwrap();
+    let mut member = registry.watch().wait_for(|view| !view.members.is_empty()).await.unwrap().members[0].clone();
+    member.id = baton_types::WorkerId(99);
+    let lease = registry.register(member, std::time::Duration::from_secs(60)).await.unwrap();
+    cluster.seen(2).await;
+    lease.revoke().await;
+    cluster.seen(1).await;
+    // Watches of workers do not keep a router from stopping.
+    cluster.stop().await;
+}
