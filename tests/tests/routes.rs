@@ -1,0 +1,164 @@
+//! I1 over the routes between processes: the same tokens and log probabilities, to the bit, from one process, from a cluster
+//! without split, split over shared memory and over TCP, with prompts in chunks of 1, 16 and 512, alone and many at once.
+
+use anyhow::{Context, ensure};
+use baton_model_files::{Model, fetch};
+use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
+use baton_tests::cluster::{Cluster, ClusterOptions};
+use baton_tests::local::{Local, Options};
+use baton_tests::tiny;
+use baton_types::{SamplingParams, TokenOut};
+use futures::future::try_join_all;
+
+/// Log probabilities of this many tokens stand for the logits: they are computed from all of them.
+const TOP: u32 = 20;
+
+#[derive(Clone)]
+struct Request {
+    prompt: Vec<u32>,
+    params: SamplingParams,
+}
+
+/// Random requests: greedy and sampled, with penalties, prompts of 1 to `longest` tokens.
+fn requests(count: usize, longest: u64, vocab: u64, seed: u64) -> Vec<Request> {
+    let mut random = tiny::random_u64(seed, "routes");
+    let mut next = |n: u64| random.next().unwrap_or_default() % n;
+    (0..count)
+        .map(|i| {
+            let prompt = (0..1 + next(longest)).map(|_| next(vocab) as u32).collect();
+            let params = SamplingParams {
+                temperature: if i % 2 == 0 { 0.0 } else { 0.8 },
+                top_p: if i % 4 == 1 { 0.9 } else { 1.0 },
+                top_k: if i % 4 == 3 { 40 } else { 0 },
+                frequency_penalty: if i % 3 == 0 { 0.5 } else { 0.0 },
+                seed: next(u64::MAX),
+                max_tokens: 2 + next(10) as u32,
+                top_logprobs: Some(TOP),
+                ..SamplingParams::default()
+            };
+            Request { prompt, params }
+        })
+        .collect()
+}
+
+/// Everything about a token, with floats as bits.
+type Exact = (u32, u32, Option<u32>, Vec<(u32, u32)>);
+
+fn exact(token: TokenOut) -> Exact {
+    let top = token.top.into_iter().map(|(id, p)| (id, p.to_bits())).collect();
+    (token.index, token.id, token.logprob.map(f32::to_bits), top)
+}
+
+async fn ask(client: InferenceClient<tonic::transport::Channel>, request: Request) -> anyhow::Result<Vec<Exact>> {
+    let p = request.params;
+    let sampling = v1::Sampling {
+        max_tokens: Some(p.max_tokens),
+        temperature: Some(p.temperature),
+        top_p: Some(p.top_p),
+        top_k: Some(p.top_k),
+        seed: Some(p.seed),
+        frequency_penalty: Some(p.frequency_penalty),
+        top_logprobs: p.top_logprobs,
+        ignore_eos: true,
+        ..Default::default()
+    };
+    let input = Some(Input::TokenIds(v1::TokenIds { ids: request.prompt }));
+    let request = v1::GenerateRequest { input, sampling: Some(sampling), ..Default::default() };
+    let mut client = client;
+    let mut stream = client.generate(request).await?.into_inner();
+    let mut tokens = Vec::new();
+    while let Some(part) = stream.message().await? {
+        tokens.extend(part.tokens.into_iter().map(|token| exact(token.into())));
+    }
+    Ok(tokens)
+}
+
+/// Asks one after the other, or all at once.
+fn through(cluster: &Cluster, requests: &[Request], together: bool) -> anyhow::Result<Vec<Vec<Exact>>> {
+    cluster.block_on(async {
+        let client = InferenceClient::connect(format!("http://{}", cluster.grpc())).await?;
+        if together {
+            return try_join_all(requests.iter().map(|r| ask(client.clone(), r.clone()))).await;
+        }
+        let mut answers = Vec::new();
+        for request in requests {
+            answers.push(ask(client.clone(), request.clone()).await?);
+        }
+        Ok(answers)
+    })
+}
+
+fn compare(
+    name: &str,
+    spec: &str,
+    model: &Model,
+    requests: &[Request],
+    routes: &[(&str, ClusterOptions)],
+) -> anyhow::Result<()> {
+    let mut wanted = Vec::new();
+    let mut local = Local::new(model, Options::default())?;
+    for request in requests {
+        let answer = local.one(&request.prompt, &request.params)?;
+        wanted.push(answer.into_iter().map(exact).collect::<Vec<_>>());
+    }
+    for (route, options) in routes {
+        let cluster = Cluster::start(ClusterOptions { model: spec.to_owned(), ..options.clone() })?;
+        for together in [false, true] {
+            let got = through(&cluster, requests, together)?;
+            for (i, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+                let how = if together { "at once" } else { "alone" };
+                ensure!(got == wanted, "{name} {route} {how}: request {i} differs:\n{got:?}\n{wanted:?}");
+            }
+        }
+        if route.starts_with("split") {
+            // Not one of them may have been prefilled on the decode worker instead.
+            let metrics = cluster.router_metrics()?;
+            ensure!(metrics.sum("baton_recoveries_total", "") == 0.0, "{name} {route}: a request took another route");
+        }
+        cluster.wait_idle()?;
+        cluster.stop()?;
+    }
+    println!("{name}: {} requests alike over {} routes, alone and at once", requests.len(), routes.len());
+    Ok(())
+}
+
+fn route(transport: &'static str, chunk: u32, aggregated: bool) -> ClusterOptions {
+    let env = vec![("BATON_CHUNK".to_owned(), chunk.to_string())];
+    ClusterOptions { transport, aggregated, env, ..ClusterOptions::new("") }
+}
+
+#[test]
+fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
+    let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::Quiet)?;
+    let model = Model::open(&path)?;
+    let spec = path.to_str().context("a path in UTF-8")?;
+    let vocab = u64::from(model.config().vocab_size);
+    let routes = [
+        ("aggregated", route("auto", 512, true)),
+        ("split over shm, chunks of 512", route("shm", 512, false)),
+        ("split over tcp, chunks of 16", route("tcp", 16, false)),
+    ];
+    compare("smollm2", spec, &model, &requests(50, 300, vocab, 1), &routes)?;
+    compare(
+        "smollm2",
+        spec,
+        &model,
+        &requests(8, 60, vocab, 2),
+        &[("split over shm, chunks of 1", route("shm", 1, false))],
+    )
+}
+
+#[test]
+fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
+    let directory = tempfile::tempdir()?;
+    for name in ["gemma3", "qwen3"] {
+        let config = tiny::configs()?.into_iter().find(|c| c.name.starts_with(name)).context("a tiny model")?;
+        let path = directory.path().join(name);
+        config.write(&path)?;
+        let model = Model::open(&path)?;
+        let spec = path.to_str().context("a path in UTF-8")?;
+        let routes = [("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
+        compare(name, spec, &model, &requests(30, 150, u64::from(model.config().vocab_size), 3), &routes)?;
+    }
+    Ok(())
+}
