@@ -101,6 +101,10 @@ impl Decode {
     }
 
     fn listening(geometry: PoolGeometry, worker: u64, tcp: &str) -> Decode {
+        Decode::limited(geometry, worker, tcp, Limits::default())
+    }
+
+    fn limited(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits) -> Decode {
         let pool = pool(&geometry, worker);
         let (tell, events) = mpsc::channel();
         let options = ReceiverOptions {
@@ -109,7 +113,7 @@ impl Decode {
             advertise: None,
             geometry: geometry.clone(),
             segment: pool.clone(),
-            limits: Limits::default(),
+            limits,
         };
         let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
         Decode { receiver, events, pool, geometry }

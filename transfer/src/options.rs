@@ -22,7 +22,7 @@ pub struct Limits {
     pub tail_bytes: usize,
     /// Block writes waiting per connection on the prefill side; a submit beyond it blocks.
     pub queued_blocks: usize,
-    /// Longest time for connecting and shaking hands.
+    /// Longest time for connecting and shaking hands, over all transports tried.
     pub handshake: Duration,
 }
 

@@ -13,7 +13,7 @@
 //! | Abort | the owner takes the blocks back | the owner gives up |
 //! | Expire | the lease ran out | the deadline passed |
 //! | Fenced | the peer says it has stopped | it has stopped, and says so |
-//! | Lost | the connection ended | the connection ended |
+//! | Lost | the connection ended, or the peer went astray | the connection ended |
 //! | Severed | the peer cannot write any more, provably | nothing reads the local blocks any more |
 //! | Release | the owner is done with the verified blocks | the outcome was reported |
 

@@ -13,6 +13,7 @@ for_each_transport![
     a_changed_byte_is_caught,
     a_lost_write_is_caught,
     a_write_outside_the_reservation_is_refused,
+    a_write_under_a_wrong_index_is_refused,
     an_abort_gives_the_blocks_back,
     after_a_fence_not_a_byte_changes,
     a_handoff_without_end_misses_its_deadline,
@@ -87,6 +88,21 @@ fn a_write_outside_the_reservation_is_refused(choice: TransportChoice) {
     for id in (0..64).map(BlockId) {
         assert!(block(&decode.pool, &decode.geometry, 0, id) == block(&untouched, &decode.geometry, 0, id), "{id}");
     }
+}
+
+fn a_write_under_a_wrong_index_is_refused(choice: TransportChoice) {
+    let repeat = |inner| {
+        let alter = |batch: &mut Batch| batch.writes[1].index = 0;
+        Altered { inner, alter }
+    };
+    let decode = Decode::new(large(), 1);
+    let prefill = Prefill::faulty(large(), 2, choice, wrapped(repeat));
+    let error = prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
+    assert!(error.to_string().contains("written twice"), "{error}");
+    assert!(decode.expect_failed(1).to_string().contains("written twice"));
+    // I3: over shared memory only after the sender's word; it may be copying the next layer.
+    decode.expect_fenced(1);
+    assert_eq!(decode.receiver.stats().reservations, 0);
 }
 
 /// Only shared memory lets a sender choose where it writes.

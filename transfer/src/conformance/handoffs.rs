@@ -13,6 +13,7 @@ for_each_transport![
     a_receiver_that_restarted_is_another,
     leases_expire,
     a_released_block_can_be_lent_again,
+    a_connection_too_many_is_told_so,
 ];
 
 fn ids(ids: &[u32]) -> Vec<BlockId> {
@@ -188,6 +189,18 @@ fn a_released_block_can_be_lent_again(choice: TransportChoice) {
     }
     let stats = decode.receiver.stats();
     assert_eq!((stats.verified, stats.reservations, stats.sessions), (20, 0, 1), "one session for all");
+}
+
+fn a_connection_too_many_is_told_so(choice: TransportChoice) {
+    let limits = Limits { connections: 1, ..Limits::default() };
+    let decode = Decode::limited(small(), 1, "127.0.0.1:0", limits);
+    let prefills = [Prefill::new(small(), 2, choice), Prefill::new(small(), 3, choice)];
+    prefills[0].send(&decode.reserve(1, &[ids(&[3]), vec![]]), 0).wait().unwrap();
+    let target = decode.reserve(2, &[ids(&[4]), vec![]]);
+    let error = prefills[1].send(&target, 0).wait().unwrap_err();
+    assert!(error.to_string().contains("as many connections as it may have"), "{error}");
+    // I8: nothing lost for others.
+    prefills[0].send(&target, 0).wait().unwrap();
 }
 
 #[test]

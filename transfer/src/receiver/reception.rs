@@ -1,5 +1,6 @@
 //! The decode end's front desk, one thread: accepts prefill workers over TCP and the unix socket, and lets leases expire.
 
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
@@ -21,6 +22,9 @@ use crate::{tcp, threads};
 /// How long nobody is accepted after the system had no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// Refused connections kept open a while: one closed at once may take the reason along before the peer has read it.
+const KEPT_OPEN: usize = 16;
+
 /// The two doors.
 pub(crate) struct Doors {
     pub tcp: TcpListener,
@@ -30,6 +34,7 @@ pub(crate) struct Doors {
 /// Runs until the hub stops, then waits for the sessions.
 pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
     let mut sessions: Vec<JoinHandle<()>> = Vec::new();
+    let mut refused: VecDeque<Link> = VecDeque::new();
     let mut next_id: SessionId = 0;
     while !hub.stopped() {
         let next = hub.expire(Instant::now());
@@ -38,7 +43,11 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
             next_id += 1;
             sessions.retain(|session| !session.is_finished());
             match accepted.and_then(|socket| admit(&hub, next_id, socket)) {
-                Ok(session) => sessions.extend(session),
+                Ok(Admitted::Session(session)) => sessions.push(session),
+                Ok(Admitted::Refused(link)) => {
+                    refused.push_back(link);
+                    refused.drain(..refused.len().saturating_sub(KEPT_OPEN));
+                }
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a prefill worker");
                     paused = true;
@@ -79,8 +88,13 @@ fn accept(doors: &Doors) -> Option<Result<Socket, TransferError>> {
     }
 }
 
+enum Admitted {
+    Session(JoinHandle<()>),
+    Refused(Link),
+}
+
 /// Starts a session, or turns the peer away when there are too many.
-fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Option<JoinHandle<()>>, TransferError> {
+fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Admitted, TransferError> {
     let mail = Arc::new(Mail::new()?);
     if !hub.admit(id, mail.clone()) {
         let geometry = &hub.options.geometry;
@@ -89,12 +103,12 @@ fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Option<JoinHan
         link.push_bytes(Hello { fingerprint: geometry.layout.fingerprint() }.encode());
         let error = turn_away(&mut link, "it has as many connections as it may have");
         tracing::warn!(%error, "a prefill worker was turned away");
-        return Ok(None);
+        return Ok(Admitted::Refused(link));
     }
     let session = hub.clone();
     let started = threads::spawn(format!("kv-in-{id}"), move || session::run(session, id, mail, socket));
     if started.is_err() {
         hub.dismiss(id);
     }
-    started.map(Some)
+    started.map(Admitted::Session)
 }

@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -42,7 +43,8 @@ pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket)
                 landing,
                 pool_given: false,
             };
-            let end = session.serve();
+            let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
+                .unwrap_or_else(|_| TransferError::os("serve a prefill worker", "the session's thread panicked"));
             tracing::debug!(%peer, reason = %end, "session over");
             session.wind_up(process, end);
         }
@@ -99,6 +101,7 @@ impl Session {
 
     /// Everything that can be done now, then a wait.
     fn turn(&mut self) -> Result<(), TransferError> {
+        self.may_go_on()?;
         while !self.is_full() && self.read_some()? {}
         self.obey_fences();
         let was_full = self.is_full();
@@ -118,15 +121,18 @@ impl Session {
         self.link.queued() >= MAX_ANSWERS
     }
 
+    fn may_go_on(&self) -> Result<(), TransferError> {
+        match (self.hub.stopped(), self.mail.superseded()) {
+            (true, _) => Err(TransferError::Closed),
+            (_, true) => Err(self.lost("it started another session")),
+            _ => Ok(()),
+        }
+    }
+
     /// One step of reading. False when nothing is there now.
     fn read_some(&mut self) -> Result<bool, TransferError> {
+        self.may_go_on()?;
         self.obey_fences();
-        if self.hub.stopped() {
-            return Err(TransferError::Closed);
-        }
-        if self.mail.superseded() {
-            return Err(self.lost("it started another session"));
-        }
         if self.landing.is_some() {
             return self.read_payload();
         }
@@ -306,7 +312,12 @@ impl Session {
                 TransferError::Verify { epoch, peer, group, index, block, want, got }
             }
         };
-        self.hub.step_as(self.id, epoch, Input::Refute, || error);
+        let input = match (&refusal, self.link.kind()) {
+            // I3: a peer that errs in the middle may go on copying until it says that it has stopped.
+            (Refusal::BadWrite(_), TransportKind::Shm) => Input::Lost,
+            _ => Input::Refute,
+        };
+        self.hub.step_as(self.id, epoch, input, || error);
         self.refuse(epoch, refusal);
     }
 

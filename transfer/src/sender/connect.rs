@@ -84,38 +84,38 @@ impl Plan {
     pub(crate) fn connect(&self, queue: &Queue) -> Result<Connected, TransferError> {
         let choice = self.config.options.transport;
         let near = self.config.host.same_as(&self.target.host);
+        let until = Instant::now() + self.config.options.limits.handshake;
         if choice == TransportChoice::Shm || choice == TransportChoice::Auto && near && !self.shm_fails() {
-            match self.connect_shm(queue, near) {
+            match self.connect_shm(queue, near, until) {
                 Err(error) if choice == TransportChoice::Auto && may_fall_back(&error) => {
                     tracing::info!(peer = %self.peer(), %error, "no shared memory; using TCP");
                 }
                 other => return other,
             }
         }
-        self.connect_tcp(queue)
+        self.connect_tcp(queue, until)
     }
 
     fn shm_fails(&self) -> bool {
         self.config.shm_fails.load(Ordering::Relaxed)
     }
 
-    fn connect_shm(&self, queue: &Queue, near: bool) -> Result<Connected, TransferError> {
+    fn connect_shm(&self, queue: &Queue, near: bool, until: Instant) -> Result<Connected, TransferError> {
         let address = format!("@{}", String::from_utf8_lossy(&self.target.unix));
         let caller = self.caller(&address);
         if !near {
             return Err(caller.cannot("it runs on another host or network; choose transport auto or tcp"));
         }
         let stream = shm::connect(&self.target.unix).map_err(|e| caller.cannot(e))?;
-        self.greet(queue, &caller, Socket::Unix(stream))
+        self.greet(queue, &caller, Socket::Unix(stream), until)
     }
 
-    fn connect_tcp(&self, queue: &Queue) -> Result<Connected, TransferError> {
+    fn connect_tcp(&self, queue: &Queue, until: Instant) -> Result<Connected, TransferError> {
         let (host, port) = (&self.target.address, self.target.port);
         let address = format!("{host}:{port}");
         let caller = self.caller(&address);
-        let until = Instant::now() + self.config.options.limits.handshake;
         let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
-        self.greet(queue, &caller, Socket::Tcp(stream.map_err(|e| caller.cannot(e))?))
+        self.greet(queue, &caller, Socket::Tcp(stream.map_err(|e| caller.cannot(e))?), until)
     }
 
     fn caller<'a>(&self, address: &'a str) -> Caller<'a> {
@@ -123,11 +123,16 @@ impl Plan {
         Caller { me: self.me(), you: self.peer(), fingerprint, address }
     }
 
-    fn greet(&self, queue: &Queue, caller: &Caller, socket: Socket) -> Result<Connected, TransferError> {
+    fn greet(
+        &self,
+        queue: &Queue,
+        caller: &Caller,
+        socket: Socket,
+        until: Instant,
+    ) -> Result<Connected, TransferError> {
         let layout = &self.geometry().layout;
         let limits = &self.config.options.limits;
         let mut link = Link::new(socket, self.segment(), FrameLimits::new(limits, layout.groups.len()));
-        let until = Instant::now() + limits.handshake;
         let patience = Patience { wake: &queue.wake, until, stopped: &|| queue.stopped() };
         let blocks = caller.greet(&mut link, &patience)?;
         if blocks.len() != layout.groups.len() {
