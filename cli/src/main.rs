@@ -34,9 +34,7 @@ fn command() -> Command {
     Command::new("baton")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Serves large language models with prefill and decode on separate workers")
-        .after_help(
-            "Try it:  baton up              then, in another terminal:  baton chat \"What is the capital of France?\"",
-        )
+        .after_help("Try it:  baton up              then, in another terminal:  baton chat \"Why is the sky blue?\"")
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(baton_runtime::args::<up::UpConfig>(settings("up", "Starts a whole cluster on this machine")))

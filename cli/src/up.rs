@@ -83,7 +83,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     };
     match ready {
         Ok(true) => {
-            announce(&config, &supervisor);
+            announce(&config, &supervisor, &served_model(http).await?);
             supervisor.serve(&registry, &shutdown).await?;
         }
         Ok(false) if shutdown.is_draining() => {}
@@ -168,9 +168,16 @@ async fn wait_ready(http: SocketAddr, timeout: Duration) -> bool {
     tokio::time::timeout(timeout, ready).await.is_ok()
 }
 
-fn announce(config: &UpConfig, supervisor: &Supervisor) {
+/// The name clients ask for.
+async fn served_model(http: SocketAddr) -> anyhow::Result<String> {
+    let (_, body) = crate::status::get(http, "/v1/models").await?;
+    let models: serde_json::Value = serde_json::from_str(&body).context("reading /v1/models")?;
+    Ok(models["data"][0]["id"].as_str().context("the router serves no model")?.to_owned())
+}
+
+fn announce(config: &UpConfig, supervisor: &Supervisor, model: &str) {
     let (bold, plain) = if std::io::stdout().is_terminal() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
-    println!("\n{bold}Baton is up{plain}, serving {}\n", config.model);
+    println!("\n{bold}Baton is up{plain}, serving {model}\n");
     println!("  {:8} {:<8} address", "process", "pid");
     for (kind, pid) in supervisor.processes() {
         let place = match kind {
@@ -183,9 +190,9 @@ fn announce(config: &UpConfig, supervisor: &Supervisor) {
     }
     println!(
         "\nTry:\n  curl -N http://{}/v1/chat/completions -H 'content-type: application/json' -d \
-         '{{\"model\": \"{}\", \"stream\": true, \"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'",
-        config.http, config.model
+         '{{\"model\": \"{}\", \"stream\": true, \"messages\": [{{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}}]}}'",
+        config.http, model
     );
-    println!("  baton chat --router http://{} \"What is the capital of France?\"", config.grpc);
+    println!("  baton chat --router http://{} \"Why is the sky blue?\"", config.grpc);
     println!("\nCtrl-C stops everything.");
 }

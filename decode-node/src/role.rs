@@ -110,6 +110,8 @@ impl DecodeRole {
                 let taken = parse_first_token(&tail)
                     .map_err(|e| (e.kind(), e.to_string()))
                     .and_then(|first| engine.kv_arrived(seq, &first, events).map_err(|e| (e.kind(), e.to_string())));
+                // The first token ended the answer: its sender tells the router, which then drops this stream.
+                events.retain(|event| !matches!(event, Event::Finished { seq: ended, .. } if *ended == seq));
                 if let Err((kind, message)) = taken {
                     // Verified means that the peer's access is over, so the blocks need no fence.
                     give_up(engine, seq, false);

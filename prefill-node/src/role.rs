@@ -93,11 +93,8 @@ impl PrefillRole {
         // A closed stream is cancelled by its guard.
         let _ = open.stream.send(Said::First(token, finish));
         let Some(handoff) = open.handoff.take() else { return };
-        if finish.is_some() {
-            // The answer is over; nobody needs the KV.
-            self.open.remove(&seq);
-            return self.abort(engine, seq, Some(handoff));
-        }
+        // Also when the token ends the answer: the KV is nearly there, and an abort would look like a failure to the decode
+        // worker, and through it to the router, before this token gets there.
         let commands = self.commands.clone();
         handoff.complete(
             tail,

@@ -42,12 +42,15 @@ impl Model {
         &self.name
     }
 
-    /// The name clients ask for: `name` if given, else what the user typed, else, when that was a path, the file's own.
+    /// The name clients ask for: `name` if given, else what the user typed, else, when that was a path, the file's name
+    /// without its ending.
     pub fn served_name(&self, spec: &str, name: Option<&str>) -> String {
-        match name {
-            Some(name) => name.to_owned(),
-            None if Path::new(spec).exists() => self.name.clone(),
-            None => spec.to_owned(),
+        let path = Path::new(spec);
+        let stem = if path.is_file() { path.file_stem() } else { path.file_name() };
+        match (name, stem) {
+            (Some(name), _) => name.to_owned(),
+            (None, Some(stem)) if path.exists() => stem.to_string_lossy().into_owned(),
+            _ => spec.to_owned(),
         }
     }
 
