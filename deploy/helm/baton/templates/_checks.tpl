@@ -1,0 +1,33 @@
+{{/* Rules between values, which the schema cannot put into words. Each refusal names the values and the way out. */}}
+{{- define "baton.checks" -}}
+{{- $registry := .Values.registry -}}
+{{- if and (eq $registry.type "external") (not $registry.endpoints) -}}
+  {{- fail "registry.type is external, but registry.endpoints is empty; list your etcd's HOST:PORT there" -}}
+{{- end -}}
+{{- if and (ne $registry.type "external") $registry.endpoints -}}
+  {{- fail (printf "registry.endpoints is set, but registry.type is %s; set it to external to use them" $registry.type) -}}
+{{- end -}}
+{{- if eq $registry.type "embedded" -}}
+  {{- if or (gt (int .Values.router.replicas) 1) .Values.router.autoscaling.enabled -}}
+    {{- fail "registry.type is embedded, where a second router would know none of the workers; set router.replicas to 1 and router.autoscaling.enabled to false, or registry.type to etcd" -}}
+  {{- end -}}
+{{- end -}}
+{{- if and (gt (int .Values.etcd.replicas) 1) (not .Values.etcd.persistence.enabled) -}}
+  {{- fail (printf "etcd.replicas is %d, and a member of several must find its data again; set etcd.persistence.enabled to true, or etcd.replicas to 1" (int .Values.etcd.replicas)) -}}
+{{- end -}}
+{{- if and (eq .Values.modelCache.type "existing") (not .Values.modelCache.existing.claimName) -}}
+  {{- fail "modelCache.type is existing, but modelCache.existing.claimName is empty; name your claim there" -}}
+{{- end -}}
+{{- range $role := list "router" "prefill" "decode" -}}
+  {{- $c := get $.Values $role -}}
+  {{- with $c.autoscaling -}}
+    {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+      {{- fail (printf "%s.autoscaling.minReplicas is %d, more than maxReplicas, which is %d" $role (int .minReplicas) (int .maxReplicas)) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $none := list "0" "0%" -}}
+  {{- if and (has (toString $c.rollout.maxSurge) $none) (has (toString $c.rollout.maxUnavailable) $none) -}}
+    {{- fail (printf "%s.rollout allows neither a pod more nor one less, so no rollout could start; raise maxSurge or maxUnavailable" $role) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}

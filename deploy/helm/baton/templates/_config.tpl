@@ -1,0 +1,87 @@
+{{/* What the binary reads: addresses, the registry, and one TOML file a component. */}}
+
+{{/* Ports of the containers. Each pod has its own address, so they need no choice. */}}
+{{- define "baton.ports" -}}
+{http: 8000, grpc: 8001, transfer: 8002, admin: 9000}
+{{- end -}}
+
+{{- define "baton.modelCachePath" -}}/var/cache/baton/models{{- end -}}
+
+{{/* Name in the registry, 1 to 63 of a-z, 0-9 and -; a long one is told apart from others by a digest. */}}
+{{- define "baton.cluster" -}}
+{{- $name := .Values.registry.cluster | default (printf "%s-%s" .Release.Namespace (include "baton.fullname" .)) -}}
+{{- if gt (len $name) 63 -}}
+{{- $name = printf "%s-%s" ($name | trunc 54) ($name | sha256sum | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{/* Names by which the members of the bundled etcd are reached, as a YAML list. */}}
+{{- define "baton.etcdHosts" -}}
+{{- $service := printf "%s-etcd" (include "baton.fullname" .) -}}
+{{- range $i := until (int .Values.etcd.replicas) }}
+- {{ $service }}-{{ $i }}.{{ $service }}.{{ $.Release.Namespace }}.svc
+{{- end -}}
+{{- end -}}
+
+{{/* The registry in the words of --registry. Takes root and role. */}}
+{{- define "baton.registry" -}}
+{{- $registry := .root.Values.registry -}}
+{{- if eq $registry.type "embedded" -}}
+  {{- if eq .role "router" -}}
+  embedded
+  {{- else -}}
+  http://{{ include "baton.fullname" .root }}-registry.{{ .root.Release.Namespace }}.svc:{{ (include "baton.ports" .root | fromYaml).grpc }}
+  {{- end -}}
+{{- else -}}
+  {{- $endpoints := $registry.endpoints -}}
+  {{- if eq $registry.type "etcd" -}}
+    {{- $endpoints = list -}}
+    {{- range include "baton.etcdHosts" .root | fromYamlArray -}}
+      {{- $endpoints = append $endpoints (printf "%s:2379" .) -}}
+    {{- end -}}
+  {{- end -}}
+  etcd://{{ join "," $endpoints }}/{{ include "baton.cluster" .root }}
+{{- end -}}
+{{- end -}}
+
+{{/* A component's settings as a YAML mapping of the binary's own keys. Takes root and role. */}}
+{{- define "baton.settings" -}}
+{{- $v := .root.Values -}}
+{{- $c := get $v .role -}}
+{{- $ports := include "baton.ports" .root | fromYaml -}}
+{{- $any := ternary "[::]" "0.0.0.0" (eq $v.ipFamily "IPv6") -}}
+{{- $settings := dict
+  "log" $v.log.filter
+  "log_format" $v.log.format
+  "drain_timeout" (printf "%ds" (int $c.drainSeconds))
+  "model" $v.model
+  "model_cache" (include "baton.modelCachePath" .root)
+  "registry" (include "baton.registry" .)
+  "admin" (printf "%s:%v" $any $ports.admin)
+  "grpc" (printf "%s:%v" $any $ports.grpc)
+-}}
+{{- if eq .role "router" -}}
+  {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}
+  {{- with $v.servedName -}}
+    {{- $_ := set $settings "served_name" . -}}
+  {{- end -}}
+{{- else -}}
+  {{- $settings = merge $settings $v.workers.config -}}
+{{- end -}}
+{{- if eq .role "decode" -}}
+  {{- $_ := set $settings "transfer" (printf "%s:%v" $any $ports.transfer) -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $settings $c.config) -}}
+{{- end -}}
+
+{{/* A mapping of plain values as TOML. JSON's texts and lists of texts are also TOML's; whole numbers arrive as floats. */}}
+{{- define "baton.toml" -}}
+{{- range $key, $value := . }}
+{{- if kindIs "float64" $value }}
+{{ $key }} = {{ int64 $value }}
+{{- else if not (kindIs "invalid" $value) }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- end -}}

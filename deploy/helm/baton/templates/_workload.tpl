@@ -1,0 +1,249 @@
+{{/* The Deployment that router, prefill and decode have in common.
+
+Decode is a Deployment as well, not a StatefulSet: a worker has no identity that outlives its process. It registers under an id that is
+random each time it starts, at its pod's address; its KV pool is memory and gone with it; requests it was answering are placed again
+elsewhere. Stable names, ordered starts and a volume for each ordinal would buy nothing and make rollouts slower. Nor do workers need a
+Service: the router finds them, and they find each other, through the registry. */}}
+
+{{/* Takes root and role. */}}
+{{- define "baton.deployment" -}}
+{{- $c := get .root.Values .role -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  {{- include "baton.metadata" . | nindent 2 }}
+spec:
+  {{- if not $c.autoscaling.enabled }}
+  replicas: {{ int $c.replicas }}
+  {{- end }}
+  strategy:
+    {{- if and (eq .role "router") (eq .root.Values.registry.type "embedded") }}
+    # Two routers would each know some of the workers.
+    type: Recreate
+    {{- else }}
+    type: RollingUpdate
+    rollingUpdate:
+      maxSurge: {{ $c.rollout.maxSurge }}
+      maxUnavailable: {{ $c.rollout.maxUnavailable }}
+    {{- end }}
+  # A rollout that stands still is reported when a pod had its time to load the model, and some.
+  progressDeadlineSeconds: {{ add ($c.startupSeconds | default 600 | int) 300 }}
+  selector:
+    matchLabels:
+      {{- include "baton.selector" . | nindent 6 }}
+  template:
+    metadata:
+      labels:
+        {{- include "baton.podLabels" . | nindent 8 }}
+      annotations:
+        {{- include "baton.podAnnotations" . | nindent 8 }}
+    spec:
+      {{- include "baton.podSpec" . | nindent 6 }}
+{{- end -}}
+
+{{/* Labels of the pods: those that select them, and the user's, which cannot replace them. No versions, which would start all pods again with
+every new chart. Takes root and role. */}}
+{{- define "baton.podLabels" -}}
+{{- $c := get .root.Values .role -}}
+{{- toYaml (merge (include "baton.selector" . | fromYaml) $c.podLabels) -}}
+{{- end -}}
+
+{{/* Takes root and role. */}}
+{{- define "baton.podAnnotations" -}}
+{{- $c := get .root.Values .role -}}
+{{- $annotations := dict "kubectl.kubernetes.io/default-container" "baton" -}}
+{{- if .root.Values.monitoring.annotations -}}
+{{- $port := (include "baton.ports" .root | fromYaml).admin | toString -}}
+{{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" $port "prometheus.io/path" "/metrics") -}}
+{{- end -}}
+{{- /* The binary reads its file once: another file means another pod. */ -}}
+{{- $_ := set $annotations "checksum/config" (include "baton.settings" . | sha256sum) -}}
+{{- toYaml (mergeOverwrite (deepCopy $c.podAnnotations) $annotations) -}}
+{{- end -}}
+
+{{/* Takes root and role. */}}
+{{- define "baton.podSpec" -}}
+{{- $v := .root.Values -}}
+{{- $c := get $v .role -}}
+serviceAccountName: {{ include "baton.serviceAccountName" .root }}
+automountServiceAccountToken: false
+# A Service called baton-grpc would otherwise put BATON_GRPC_… among the settings.
+enableServiceLinks: false
+{{- with $v.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- toYaml $v.podSecurityContext | nindent 2 }}
+# Longer than the drain, so that it ends by itself.
+terminationGracePeriodSeconds: {{ add (int ($c.preStopSeconds | default 0)) (int $c.drainSeconds) 15 }}
+{{- include "baton.scheduling" . }}
+containers:
+  - name: baton
+    image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
+    imagePullPolicy: {{ $v.image.pullPolicy }}
+    args: [{{ .role }}, --config, /etc/baton/baton.toml]
+    {{- with include "baton.env" . | trim }}
+    env:
+      {{- . | nindent 6 }}
+    {{- end }}
+    ports:
+      {{- include "baton.containerPorts" . | trim | nindent 6 }}
+    {{- include "baton.probes" . | nindent 4 }}
+    {{- if $c.preStopSeconds }}
+    lifecycle:
+      preStop:
+        exec:
+          command: [sleep, {{ $c.preStopSeconds | quote }}]
+    {{- end }}
+    securityContext:
+      {{- toYaml $v.securityContext | nindent 6 }}
+    {{- with $c.resources }}
+    resources:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    volumeMounts:
+      - {name: config, mountPath: /etc/baton, readOnly: true}
+      - {name: models, mountPath: {{ include "baton.modelCachePath" .root }}}
+      - {name: tmp, mountPath: /tmp}
+      {{- with $c.extraVolumeMounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+volumes:
+  - name: config
+    configMap:
+      name: {{ include "baton.fullname" .root }}-{{ .role }}
+  - name: models
+    {{- include "baton.modelVolume" .root | nindent 4 }}
+  - name: tmp
+    emptyDir: {}
+  {{- with $c.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* What only the pod knows, then the user's. Takes root and role. */}}
+{{- define "baton.env" -}}
+{{- $v := .root.Values -}}
+{{- $c := get $v .role -}}
+{{- if ne .role "router" }}
+{{- if eq $v.ipFamily "IPv6" }}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: BATON_ADVERTISE
+  value: "[$(POD_IP)]"
+{{- else }}
+- name: BATON_ADVERTISE
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
+{{- $settings := include "baton.settings" . | fromYaml }}
+{{- $resources := merge (dict) ($c.resources.requests | default dict) ($c.resources.limits | default dict) }}
+{{- if and (hasKey $resources "cpu") (not (hasKey $settings "threads")) }}
+# As many as CPUs requested, rounded up, not as many as the node has.
+- name: BATON_THREADS
+  valueFrom: {resourceFieldRef: {containerName: baton, resource: requests.cpu, divisor: "1"}}
+{{- end }}
+{{- end }}
+{{- with $c.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Takes root and role. */}}
+{{- define "baton.containerPorts" -}}
+{{- $ports := include "baton.ports" .root | fromYaml -}}
+{{- if eq .role "router" }}
+- {name: http, containerPort: {{ $ports.http }}}
+{{- end }}
+- {name: grpc, containerPort: {{ $ports.grpc }}}
+{{- if eq .role "decode" }}
+- {name: transfer, containerPort: {{ $ports.transfer }}}
+{{- end }}
+- {name: admin, containerPort: {{ $ports.admin }}}
+{{- end -}}
+
+{{/* The admin endpoint answers before the model is there. A worker has started once it has loaded and joined the cluster; a router is
+ready only while there are workers, so for a router starting means no more than being alive. Takes root and role. */}}
+{{- define "baton.probes" -}}
+{{- $c := get .root.Values .role -}}
+startupProbe:
+  {{- if eq .role "router" }}
+  httpGet: {path: /health, port: admin}
+  periodSeconds: 2
+  failureThreshold: 30
+  {{- else }}
+  httpGet: {path: /ready, port: admin}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ max 1 (ceil (divf $c.startupSeconds 5)) }}
+  {{- end }}
+livenessProbe:
+  httpGet: {path: /health, port: admin}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /ready, port: admin}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+{{- end -}}
+
+{{/* The volume of fetched models. Takes the root. */}}
+{{- define "baton.modelVolume" -}}
+{{- $cache := .Values.modelCache -}}
+{{- if eq $cache.type "emptyDir" -}}
+emptyDir: {{ with $cache.emptyDir.sizeLimit }}{sizeLimit: {{ . | quote }}}{{ else }}{}{{ end }}
+{{- else if eq $cache.type "claim" -}}
+persistentVolumeClaim: {claimName: {{ include "baton.fullname" . }}-models}
+{{- else -}}
+persistentVolumeClaim: {claimName: {{ $cache.existing.claimName }}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where pods run. Takes root and role. */}}
+{{- define "baton.scheduling" -}}
+{{- $c := get .root.Values .role -}}
+{{- with $c.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $c.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $c.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $c.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "baton.affinity" . | fromYaml }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if $c.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- $labels := include "baton.selector" . | fromYaml }}
+  {{- range $c.topologySpreadConstraints }}
+  - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The user's affinity, and that of prefill to decode unless the user has a pod affinity of their own. Takes root and role. */}}
+{{- define "baton.affinity" -}}
+{{- $c := get .root.Values .role -}}
+{{- $near := $c.nearDecode | default "none" -}}
+{{- $affinity := deepCopy $c.affinity -}}
+{{- if ne $near "none" -}}
+{{- $labels := include "baton.selector" (dict "root" .root "role" "decode") | fromYaml -}}
+{{- $term := dict "labelSelector" (dict "matchLabels" $labels) "topologyKey" $c.nearDecodeTopologyKey -}}
+{{- $pods := dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term) -}}
+{{- if eq $near "preferred" -}}
+{{- $pods = dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term)) -}}
+{{- end -}}
+{{- $affinity = merge $affinity (dict "podAffinity" $pods) -}}
+{{- end -}}
+{{- toYaml $affinity -}}
+{{- end -}}
