@@ -118,14 +118,11 @@ impl Driver {
                 None
             }
             Action::Finish { reason, cached_tokens } => {
-                let sink = self.sink.take()?;
-                let deadline = self.job.deadline;
-                // A client that reads nothing any more does not keep its request for ever.
-                let _ = tokio::time::timeout_at(deadline, sink.finish(reason, cached_tokens)).await;
+                self.sink.take()?.finish(reason, cached_tokens, self.job.deadline).await;
                 None
             }
             Action::Fail(failure) => {
-                self.fail(failure).await;
+                self.sink.take()?.fail(RequestError::from(failure)).await;
                 None
             }
         }
@@ -165,13 +162,6 @@ impl Driver {
                 }
                 said.input
             }
-        }
-    }
-
-    async fn fail(&mut self, failure: Failure) {
-        if let Some(sink) = self.sink.take() {
-            let grace = Instant::now() + std::time::Duration::from_secs(1);
-            let _ = tokio::time::timeout_at(grace, sink.fail(RequestError::from(failure))).await;
         }
     }
 

@@ -1,6 +1,6 @@
 //! The one path behind both front doors: admission, plan, one driver a choice, one stream of events back.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use baton_runtime::{Shutdown, metrics as names};
@@ -14,7 +14,7 @@ use crate::error::RequestError;
 use crate::input::GenerateInput;
 use crate::model::ServedModel;
 use crate::record::Record;
-use crate::sink::{Event, EventKind, Sink, Way};
+use crate::sink::{Event, EventKind, Sink, Way, broken_off};
 use crate::stop::StopMatcher;
 use crate::worker::Workers;
 
@@ -59,6 +59,7 @@ pub(crate) struct Generation {
     pub n: u32,
     events: mpsc::Receiver<Event>,
     open: Vec<bool>,
+    failure: Arc<OnceLock<RequestError>>,
     /// Kept until the client has everything, and by each driver until its worker has let go.
     _place: Arc<OwnedSemaphorePermit>,
 }
@@ -128,6 +129,7 @@ impl Front {
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
+        let failure = Arc::new(OnceLock::new());
         let mut choice = 0;
         for plan in planned {
             for sampling in plan.choices {
@@ -138,6 +140,7 @@ impl Front {
                     stop: StopMatcher::new(stop.clone()),
                     prompt_tokens: plan.prompt.len() as u32,
                     out: out.clone(),
+                    failure: Arc::clone(&failure),
                     record: Arc::clone(record),
                 });
                 let id = record.id().clone();
@@ -153,7 +156,7 @@ impl Front {
             }
             prompts.push(plan.prompt);
         }
-        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], _place: permit })
+        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, _place: permit })
     }
 
     /// A place for every choice, or a refusal before anything is spent.
@@ -166,14 +169,19 @@ impl Front {
 }
 
 impl Generation {
+    /// True after the last choice's end, or after the first failure.
+    pub fn ended(&self) -> bool {
+        !self.open.contains(&true)
+    }
+
     /// The next event; None after the last choice's end, or after the first failure.
     pub async fn next(&mut self) -> Option<Event> {
-        if !self.open.contains(&true) {
+        if self.ended() {
             return None;
         }
         let Some(event) = self.events.recv().await else {
             self.open.clear();
-            let error = RequestError::new(ErrorKind::Internal, "the request was broken off inside the router");
+            let error = self.failure.get().cloned().unwrap_or_else(broken_off);
             return Some(Event { choice: 0, kind: EventKind::Failed(error) });
         };
         match event.kind {

@@ -3,15 +3,20 @@
 //! One sink for each choice, between the request driver and the front doors. UTF-8 is never split: text may lag behind
 //! its tokens, and everything held back comes with the end.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use baton_model_files::TextStream;
 use baton_types::{ErrorKind, FinishReason, TokenOut, Usage};
 use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::error::RequestError;
 use crate::record::{Record, TokenClock};
 use crate::stop::StopMatcher;
+
+/// How long a failure waits for a place among the events.
+const FAIL_GRACE: Duration = Duration::from_secs(1);
 
 /// What happened to one choice.
 #[derive(Clone, PartialEq, Debug)]
@@ -79,6 +84,8 @@ pub(crate) struct Way {
     pub prompt_tokens: u32,
     /// Where events go.
     pub out: mpsc::Sender<Event>,
+    /// Why the request failed, for a client too far behind to be told by an event.
+    pub failure: Arc<OnceLock<RequestError>>,
     /// The request's record.
     pub record: Arc<Record>,
 }
@@ -130,10 +137,10 @@ impl Sink {
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
     }
 
-    /// Ends the choice well. A stop string that matched is the reason, whatever the worker says.
-    pub async fn finish(mut self, reason: FinishReason, cached_tokens: u32) {
-        let mut text = String::new();
-        let mut reason = reason;
+    /// Ends the choice well. A stop string that matched is the reason, whatever the worker says. A client that reads
+    /// nothing any more is waited for until `deadline`.
+    pub async fn finish(mut self, reason: FinishReason, cached_tokens: u32, deadline: Instant) {
+        let (mut reason, mut text) = (reason, String::new());
         if self.stopped {
             reason = FinishReason::Stop;
         } else {
@@ -147,15 +154,19 @@ impl Sink {
         };
         self.ended = true;
         self.way.record.finished(reason, usage);
-        // A client that left in the meantime misses nothing.
-        let _ = self.send(EventKind::Finished { reason, text, usage }).await;
+        if timeout_at(deadline, self.send(EventKind::Finished { reason, text, usage })).await.is_err() {
+            let late = "the client did not read its answer before the deadline";
+            let _ = self.way.failure.set(RequestError::new(ErrorKind::DeadlineExceeded, late));
+        }
     }
 
     /// Ends the choice with an error.
     pub async fn fail(mut self, error: RequestError) {
         self.ended = true;
         self.way.record.failed(&error);
-        let _ = self.send(EventKind::Failed(error)).await;
+        // A client that is behind finds it where the events end.
+        let _ = self.way.failure.set(error.clone());
+        let _ = timeout(FAIL_GRACE, self.send(EventKind::Failed(error))).await;
     }
 
     async fn send(&self, kind: EventKind) -> Result<(), mpsc::error::SendError<Event>> {
@@ -167,8 +178,13 @@ impl Drop for Sink {
     fn drop(&mut self) {
         if !self.ended {
             // Only a defect, or the end of the process, drops a driver without a word; the client still gets one.
-            let error = RequestError::new(ErrorKind::Internal, "the request was broken off inside the router");
-            let _ = self.way.out.try_send(Event { choice: self.way.choice, kind: EventKind::Failed(error) });
+            let _ = self.way.failure.set(broken_off());
+            let _ = self.way.out.try_send(Event { choice: self.way.choice, kind: EventKind::Failed(broken_off()) });
         }
     }
+}
+
+/// The error when nobody knows a better one.
+pub(crate) fn broken_off() -> RequestError {
+    RequestError::new(ErrorKind::Internal, "the request was broken off inside the router")
 }

@@ -41,15 +41,14 @@ fn events(
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
     async_stream::stream! {
         let mut writer = Writer { begun: vec![false; answer.empty_parts().len()], usage: UsageSum::default(), answer };
-        if let Some(event) = first {
-            yield Ok(writer.event(event).into());
-        } else {
+        if first.is_none() {
             yield Ok(KEEP_ALIVE.into());
         }
+        let mut next = Ok(first);
         loop {
-            match timeout(keep_alive, generation.next()).await {
+            match next {
                 Err(_) => yield Ok(KEEP_ALIVE.into()),
-                Ok(None) => break,
+                Ok(None) => {}
                 Ok(Some(event)) => {
                     let failed = matches!(event.kind, EventKind::Failed(_));
                     let text = writer.event(event);
@@ -61,6 +60,10 @@ fn events(
                     }
                 }
             }
+            if generation.ended() {
+                break;
+            }
+            next = timeout(keep_alive, generation.next()).await;
         }
         yield Ok(writer.end().into());
     }
