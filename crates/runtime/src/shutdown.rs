@@ -5,7 +5,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -44,14 +44,21 @@ impl Shutdown {
         }))
     }
 
-    /// From now on SIGINT and SIGTERM start the drain, and a second one forces it. Call inside a tokio runtime.
+    /// From now on SIGINT and SIGTERM start the drain, and a SIGINT during the drain forces it. Call inside a tokio runtime.
+    ///
+    /// A second SIGTERM means nothing: when a parent dies, the kernel hands its children from thread to thread and sends the
+    /// signal of [`crate::die_with_parent`] each time.
     pub fn listen_for_signals(&self) -> Result<(), RuntimeError> {
         let mut interrupt = signal(SignalKind::interrupt()).map_err(RuntimeError::Signals)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(RuntimeError::Signals)?;
         let this = self.clone();
         tokio::spawn(async move {
-            this.start(next(&mut interrupt, &mut terminate).await);
-            this.force(next(&mut interrupt, &mut terminate).await);
+            tokio::select! {
+                _ = interrupt.recv() => this.start("SIGINT"),
+                _ = terminate.recv() => this.start("SIGTERM"),
+            }
+            interrupt.recv().await;
+            this.force("SIGINT");
         });
         Ok(())
     }
@@ -108,12 +115,5 @@ impl Shutdown {
     /// A token that is cancelled when the drain starts. Cancelling it does not start the drain.
     pub fn token(&self) -> CancellationToken {
         self.0.drain.child_token()
-    }
-}
-
-async fn next(interrupt: &mut Signal, terminate: &mut Signal) -> &'static str {
-    tokio::select! {
-        _ = interrupt.recv() => "SIGINT",
-        _ = terminate.recv() => "SIGTERM",
     }
 }

@@ -110,7 +110,7 @@ fn a_signal_drains_and_ends_cleanly() {
 }
 
 #[test]
-fn a_second_signal_cuts_the_drain() {
+fn an_interrupt_cuts_the_drain_and_a_second_term_does_not() {
     let mut child = Running::start("stuck");
     let admin: SocketAddr = child.expect("ready").parse().unwrap();
     assert_eq!(get_blocking(admin, "/ready"), (200, "ready\n".to_owned()));
@@ -119,6 +119,8 @@ fn a_second_signal_cuts_the_drain() {
     assert_eq!(get_blocking(admin, "/ready"), (503, "draining\n".to_owned()), "the admin endpoint outlives the drain");
     assert_eq!(get_blocking(admin, "/health").0, 200);
     child.signal(Signal::TERM);
+    assert_eq!(get_blocking(admin, "/ready"), (503, "draining\n".to_owned()), "SIGTERM may come again");
+    child.signal(Signal::INT);
     assert_eq!(child.expect("ended"), "Cut([\"work\"])");
 }
 
