@@ -38,7 +38,7 @@ pub struct PlacementInput<'a> {
     pub model: &'a str,
     /// False: the decode worker prefills, whoever else is alive.
     pub split: bool,
-    /// The decode worker holds a reservation already; only a prefill worker is wanted.
+    /// Keep this decode worker; only a prefill worker is wanted.
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: &'a [WorkerId],
@@ -104,8 +104,8 @@ impl<'a> Eligible<'a> {
         self.serving(role).filter(move |c| !c.draining && !avoid.contains(&c.id))
     }
 
-    /// Decode workers to choose from, never empty. A pinned one is the only choice, even if it drains by now: it
-    /// already holds the request's reservation.
+    /// Decode workers to choose from, never empty. A pinned one is the only choice, even if it drains by now: it has
+    /// taken the request already.
     fn decode(&self) -> Result<Vec<&'a Candidate>, PlacementError> {
         let found: Vec<_> = match self.request.decode {
             Some(pinned) => self.serving(Role::Decode).filter(|c| c.id == pinned).collect(),

@@ -111,12 +111,9 @@ impl RequestMachine {
 
     fn on_placed(&mut self, placed: Placed, out: &mut Vec<Action>) {
         match (self.state, placed.prefill) {
-            (State::Placing, Some(prefill)) => {
-                self.open_decode(placed.decode, false, out);
-                self.state = State::Reserving { decode: placed.decode, prefill };
-            }
+            (State::Placing, Some(prefill)) => self.reserve(placed.decode, prefill, out),
             (State::Placing, None) => self.open_local(placed.decode, out),
-            (State::PlacingPrefill { decode }, Some(prefill)) => self.run_prefill(decode, prefill, out),
+            (State::PlacingPrefill { decode }, Some(prefill)) => self.reserve(decode, prefill, out),
             (State::PlacingPrefill { decode }, None) => self.open_local(decode, out),
             _ => {}
         }
@@ -154,16 +151,11 @@ impl RequestMachine {
         match self.state {
             State::Reserving { decode, prefill } => {
                 self.note_cached(cached_tokens);
-                self.run_prefill(decode, prefill, out);
+                self.prefill_open = true;
+                self.state = State::Prefilling { decode, prefill };
+                out.push(Action::RunPrefill { worker: prefill });
             }
-            State::Prefilling { decode, prefill }
-            | State::Transferring { decode, prefill }
-            | State::Decoding { decode, prefill: Some(prefill) } => {
-                // A new epoch on the same stream: the decode worker gave up on the transfer under the old one.
-                let failure = Failure::new(ErrorKind::DataLoss, "the decode worker asked for the KV again");
-                self.transfer_again(decode, prefill, failure, out);
-            }
-            State::Decoding { prefill: None, .. } => self.protocol_error("a reservation for a local request", out),
+            _ if self.decode_open => self.protocol_error("a reservation it was not asked for", out),
             _ => {}
         }
     }
@@ -178,7 +170,7 @@ impl RequestMachine {
         let State::Prefilling { decode, prefill } = self.state else { return };
         if token.index as usize != self.base {
             let wrong = format!("the prefill worker numbered its token {}, not {}", token.index, self.base);
-            return self.on_prefill_lost(Failure::new(ErrorKind::Internal, wrong), out);
+            return self.prefill_failed(Failure::new(ErrorKind::Internal, wrong), out);
         }
         self.note_cached(cached_tokens);
         self.state = State::Transferring { decode, prefill };
@@ -197,7 +189,7 @@ impl RequestMachine {
             State::Transferring { decode, prefill } => self.state = State::Decoding { decode, prefill: Some(prefill) },
             State::Prefilling { .. } => {
                 let wrong = "the prefill worker ended without its token";
-                self.on_prefill_lost(Failure::new(ErrorKind::Internal, wrong), out);
+                self.prefill_failed(Failure::new(ErrorKind::Internal, wrong), out);
             }
             _ => {}
         }
@@ -205,29 +197,23 @@ impl RequestMachine {
 
     pub(super) fn on_token(&mut self, token: TokenOut, out: &mut Vec<Action>) {
         match self.state {
-            State::Placing | State::BackingOff | State::Finished | State::Failed => {}
             State::Reserving { .. } => self.protocol_error("a token before its reservation", out),
-            State::Prefilling { .. } | State::PlacingPrefill { .. } if self.is_early(&token) => {
+            State::Prefilling { .. } if self.is_early(&token) => {
                 if self.early.len() == MAX_EARLY {
                     return self.protocol_error("more tokens than can be kept while the first one is missing", out);
                 }
                 self.early.push_back(token);
             }
             State::Prefilling { decode, prefill } | State::Transferring { decode, prefill } => {
-                if self.accept(token, out) {
-                    self.state = State::Decoding { decode, prefill: Some(prefill) };
-                    self.flush_early(out);
-                }
-            }
-            State::PlacingPrefill { decode } => {
-                if self.accept(token, out) {
-                    self.state = State::Decoding { decode, prefill: None };
-                    self.flush_early(out);
-                }
+                // A decode worker that has a token has all the KV.
+                self.state = State::Decoding { decode, prefill: Some(prefill) };
+                self.accept(token, out);
+                self.flush_early(out);
             }
             State::Decoding { .. } => {
                 self.accept(token, out);
             }
+            _ => {}
         }
     }
 
@@ -239,7 +225,7 @@ impl RequestMachine {
                 self.on_decode_lost(Failure::new(ErrorKind::Unavailable, why), out);
             }
             State::Reserving { .. } => self.protocol_error("an end before its reservation", out),
-            State::Prefilling { .. } | State::PlacingPrefill { .. } if self.emitted.len() == self.base => {
+            State::Prefilling { .. } if self.emitted.len() == self.base => {
                 self.early_finish = Some((reason, cached_tokens));
             }
             _ => {
@@ -256,22 +242,25 @@ impl RequestMachine {
             return;
         }
         self.decode_open = false;
-        self.recover(Leg::Decode, failure, out);
+        self.restart(failure, out);
     }
 
-    pub(super) fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
+    fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
         self.prefill_open = false;
+        self.prefill_failed(failure, out);
+    }
+
+    /// The KV that was on its way may be incomplete, and its sender may still be writing: the reservation is given back,
+    /// which fences its epoch (I3), and another prefill worker writes into a new one.
+    fn prefill_failed(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let (State::Prefilling { decode, prefill } | State::Transferring { decode, prefill }) = self.state else {
             return;
         };
-        if !self.early.is_empty() || self.early_finish.is_some() {
-            // Decode went on from a token nobody can tell us any more: its stream is of no use.
-            return self.recover(Leg::Prefill, failure, out);
-        }
         if !self.spend_attempt(Leg::Prefill, failure, Some(prefill), out) {
             return;
         }
-        if self.last_attempt() {
+        self.close(out);
+        if self.recompute() {
             return self.open_local(decode, out);
         }
         self.state = State::PlacingPrefill { decode };
@@ -290,8 +279,7 @@ impl RequestMachine {
                 if self.recompute() {
                     return self.open_local(decode, out);
                 }
-                self.open_decode(decode, false, out);
-                self.state = State::Reserving { decode, prefill };
+                self.reserve(decode, prefill, out);
             }
             _ => self.on_decode_lost(failure, out),
         }

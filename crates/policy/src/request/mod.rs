@@ -10,7 +10,7 @@
 //!     ▲  │  Placed(local)                        │  PrefillLost      │                    ▲   │
 //!     │  └───────────────────────────────────────┼───────────────────┼────────────────────┘   │
 //!     │ BackoffOver                              ▼                   ▼                        │
-//!   BackingOff ◀── NotPlaced            PlacingPrefill ──▶ Prefilling, or Decoding locally    │
+//!   BackingOff ◀── NotPlaced            PlacingPrefill ──▶ Reserving, or Decoding locally     │
 //!     ▲                                                                                       │
 //!     └── DecodeLost in any state: place again with prompt + emitted tokens ◀─────────────────┘
 //! ```
@@ -69,9 +69,9 @@ pub enum State {
         /// Will prefill.
         prefill: WorkerId,
     },
-    /// The reservation stands, the prefill worker is lost; waiting for another.
+    /// The prefill worker is lost and the reservation given back; waiting for another prefill worker.
     PlacingPrefill {
-        /// Holds the reservation.
+        /// Will be asked for a new reservation.
         decode: WorkerId,
     },
     /// The prompt is being computed; its KV is on its way layer by layer.
@@ -108,7 +108,7 @@ pub enum Input {
     Placed(Placed),
     /// Answer to [`Action::Place`]: nobody.
     NotPlaced(Failure),
-    /// The decode worker reserved blocks. A second one on the same stream offers a new epoch: the first transfer failed.
+    /// The decode worker reserved blocks.
     Reserved {
         /// Prompt tokens whose KV it holds already.
         cached_tokens: u32,
@@ -178,7 +178,7 @@ impl Leg {
 pub enum Action {
     /// Choose workers, leaving out [`RequestMachine::avoid`]; answer with `Placed` or `NotPlaced`.
     Place {
-        /// Keeps this decode worker; only a prefill worker is wanted.
+        /// Keeps this decode worker, which may hold some of the prefix; only a prefill worker is wanted.
         decode: Option<WorkerId>,
         /// False: decode prefills locally.
         split: bool,
@@ -190,7 +190,7 @@ pub enum Action {
         /// The decode worker computes the prompt itself.
         local: bool,
     },
-    /// Run prefill for the sequence of the open decode stream, into its newest reservation.
+    /// Run prefill for the sequence of the open decode stream, into its reservation.
     RunPrefill {
         /// Where.
         worker: WorkerId,

@@ -91,63 +91,31 @@ impl RequestMachine {
         self.state = State::Decoding { decode, prefill: None };
     }
 
-    pub(super) fn run_prefill(&mut self, decode: WorkerId, prefill: WorkerId, out: &mut Vec<Action>) {
-        self.prefill_open = true;
-        self.state = State::Prefilling { decode, prefill };
-        out.push(Action::RunPrefill { worker: prefill });
-    }
-
-    /// Same reservation holder, new epoch: run prefill again, or compute where the KV is needed.
-    pub(super) fn transfer_again(
-        &mut self,
-        decode: WorkerId,
-        prefill: WorkerId,
-        failure: Failure,
-        out: &mut Vec<Action>,
-    ) {
-        if self.emitted.len() > self.base + 1 || !self.early.is_empty() || self.early_finish.is_some() {
-            return self.protocol_error("a reservation after its tokens", out);
-        }
-        if !self.spend_verification(failure, out) {
-            return;
-        }
-        if self.recompute() {
-            return self.open_local(decode, out);
-        }
-        if std::mem::take(&mut self.prefill_open) {
-            out.push(Action::CancelPrefill);
-        }
-        self.run_prefill(decode, prefill, out);
+    /// Asks for a reservation that `prefill` is to write into.
+    pub(super) fn reserve(&mut self, decode: WorkerId, prefill: WorkerId, out: &mut Vec<Action>) {
+        self.open_decode(decode, false, out);
+        self.state = State::Reserving { decode, prefill };
     }
 
     pub(super) fn protocol_error(&mut self, what: &str, out: &mut Vec<Action>) {
         self.restart(Failure::new(ErrorKind::Internal, format!("the decode worker sent {what}")), out);
     }
 
-    /// The decode stream cannot be trusted any further.
+    /// The decode stream is lost, or cannot be trusted any further: starts over at the next index, on another worker if
+    /// there is one.
     pub(super) fn restart(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        self.recover(Leg::Decode, failure, out);
-    }
-
-    /// Starts over at the next index, on other workers if there are.
-    pub(super) fn recover(&mut self, leg: Leg, failure: Failure, out: &mut Vec<Action>) {
         if let Some(reason) = self.natural_end() {
             // Everything the client can get, it has.
             return self.finish(reason, out);
         }
-        let culprit = match (leg, self.state) {
-            (Leg::Prefill, State::Prefilling { prefill, .. } | State::Transferring { prefill, .. }) => Some(prefill),
-            (
-                _,
-                State::Reserving { decode, .. }
-                | State::PlacingPrefill { decode }
-                | State::Prefilling { decode, .. }
-                | State::Transferring { decode, .. }
-                | State::Decoding { decode, .. },
-            ) => Some(decode),
+        let decode = match self.state {
+            State::Reserving { decode, .. }
+            | State::Prefilling { decode, .. }
+            | State::Transferring { decode, .. }
+            | State::Decoding { decode, .. } => Some(decode),
             _ => None,
         };
-        if self.spend_attempt(leg, failure, culprit, out) {
+        if self.spend_attempt(Leg::Decode, failure, decode, out) {
             self.close(out);
             self.place(out);
         }

@@ -36,17 +36,18 @@ fn decode_may_be_ahead_of_the_prefill_stream() {
 }
 
 #[test]
-fn a_lost_prefill_worker_is_replaced_under_the_same_reservation() {
+fn a_lost_prefill_worker_is_replaced_under_a_new_reservation() {
     let (machine, actions) = after([
         split(D1, P1),
         reserved(),
         Input::PrefillLost(lost(ErrorKind::Unavailable)),
         split(D1, P2),
+        reserved(),
         first(0),
         Input::Transferred,
         token(1),
     ]);
-    assert_eq!(ids(&actions), [(D1, false)]);
+    assert_eq!(ids(&actions), [(D1, false), (D1, false)], "I3: dropping the first stream fences its epoch");
     assert_eq!(prefills(&actions), [P1, P2]);
     assert_eq!(emitted(&actions), [0, 1]);
     assert_eq!(machine.avoid(), [P1]);
@@ -106,11 +107,19 @@ fn kv_that_does_not_verify_is_sent_again_then_computed_where_it_is_needed() {
 }
 
 #[test]
-fn a_new_epoch_on_the_same_stream_runs_prefill_again() {
-    let (_, actions) = after([split(D1, P1), reserved(), first(0), reserved(), first(0), Input::Transferred, token(1)]);
-    assert_eq!(ids(&actions), [(D1, false)]);
-    assert_eq!(prefills(&actions), [P1, P1]);
-    assert_eq!(emitted(&actions), [0, 1]);
+fn a_prefill_worker_lost_after_its_token_leaves_no_trace_in_the_numbering() {
+    let (_, actions) = after([
+        split(D1, P1),
+        reserved(),
+        first(0),
+        Input::PrefillLost(lost(ErrorKind::Unavailable)),
+        split(D1, P2),
+        reserved(),
+        first(1),
+        Input::Transferred,
+        token(2),
+    ]);
+    assert_eq!(emitted(&actions), [0, 1, 2], "I4");
 }
 
 #[test]

@@ -25,7 +25,7 @@ fn states() -> Vec<(&'static str, Vec<Input>)> {
         ("prefilling, decode ahead", with(prefilling.clone(), vec![token(1)])),
         ("prefilling, decode ended", with(prefilling.clone(), vec![token(1), finished(FinishReason::Stop)])),
         ("placing prefill", with(prefilling.clone(), vec![prefill_lost()])),
-        ("prefilling elsewhere", with(prefilling.clone(), vec![first(0), prefill_lost(), split(D1, P2)])),
+        ("prefilling elsewhere", with(prefilling.clone(), vec![first(0), prefill_lost(), split(D1, P2), reserved()])),
         ("transferring", with(prefilling.clone(), vec![first(0)])),
         ("decoding, none yet", with(prefilling.clone(), vec![first(0), Input::Transferred])),
         ("decoding", with(prefilling.clone(), vec![first(0), token(1)])),
