@@ -23,8 +23,9 @@ pub fn command() -> Command {
             Arg::new("max-tokens")
                 .long("max-tokens")
                 .value_name("N")
+                .default_value("512")
                 .value_parser(value_parser!(u32))
-                .help("Most tokens of the answer; default: as many as fit the context"),
+                .help("Most tokens of the answer; small models can go on for ever"),
         )
         .arg(
             Arg::new("temperature")
