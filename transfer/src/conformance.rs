@@ -249,3 +249,17 @@ fn watched(at: impl Fn(usize) + Send + Sync + Clone + 'static) -> Wrap {
         Altered { inner, alter }
     })
 }
+
+/// A sender that stops at its `at`th batch: tells, and waits to be told.
+fn held(at: usize) -> (Wrap, mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let (reached, is_reached) = mpsc::channel();
+    let (go, may_go) = mpsc::channel();
+    let may_go = Arc::new(std::sync::Mutex::new(may_go));
+    let wrap = watched(move |batch| {
+        if batch == at {
+            reached.send(()).unwrap();
+            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        }
+    });
+    (wrap, is_reached, go)
+}

@@ -123,7 +123,8 @@ pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream
     Err(last)
 }
 
-/// Settings of both ends' sockets. Only being non-blocking is essential.
+/// Settings of both ends' sockets. Buffers are left to the kernel, which grows them as needed: 4 MiB ones measured no
+/// faster, and on most systems fixed ones are capped below that.
 pub(crate) fn tune(stream: &TcpStream) -> Result<(), std::io::Error> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;

@@ -2,7 +2,6 @@
 
 use std::io::Write as _;
 use std::net::TcpStream;
-use std::sync::Mutex;
 
 use super::*;
 use crate::FenceState;
@@ -126,20 +125,6 @@ fn a_copy_to_the_wrong_block_is_caught() {
     decode.expect_fenced(1);
 }
 
-/// A sender that stops at its `at`th batch: tells, and waits to be told.
-fn held(at: usize) -> (Wrap, mpsc::Receiver<()>, mpsc::Sender<()>) {
-    let (reached, is_reached) = mpsc::channel();
-    let (go, may_go) = mpsc::channel();
-    let may_go = Arc::new(Mutex::new(may_go));
-    let wrap = watched(move |batch| {
-        if batch == at {
-            reached.send(()).unwrap();
-            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
-        }
-    });
-    (wrap, is_reached, go)
-}
-
 fn write_all(prefill: &Prefill, target: &[u8]) -> crate::Handoff {
     let mut handoff = prefill.sender.open(target, far()).unwrap();
     let pairs: Vec<_> = (0..handoff.block_counts()[0]).map(|i| (BlockId(i), i)).collect();
@@ -260,22 +245,60 @@ fn a_dropped_sender_reports_and_gives_back(choice: TransportChoice) {
     is_quiet.recv_timeout(PATIENCE).unwrap();
 }
 
-/// What no sender of ours would do, frame by frame.
+/// A TCP peer that speaks frame by frame, as worker 5 to worker 1.
+fn call(decode: &Decode) -> TcpStream {
+    let mut stream = TcpStream::connect(decode.receiver.local_addr()).unwrap();
+    let fingerprint = decode.geometry.layout.fingerprint();
+    stream.write_all(&Hello { fingerprint }.encode()).unwrap();
+    stream.write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1) }.encode()).unwrap();
+    stream
+}
+
+fn key(decode: &Decode, target: &[u8]) -> u64 {
+    Descriptor::parse(target, &decode.geometry.layout).unwrap().key
+}
+
+#[test]
+fn a_fence_in_the_middle_of_a_block_stops_the_rest_of_it() {
+    // I3: half of a block has landed when its epoch is fenced; the other half arrives later.
+    let decode = Decode::new(large(), 1);
+    let mut peer = call(&decode);
+    let key_1 = key(&decode, &decode.reserve(1, &first(1)));
+    let bytes = decode.geometry.layout.block_bytes(0);
+    let head = WriteHead { epoch: Epoch(1), group: 0, layer: 0, payload: bytes as u32, indexes: vec![0] };
+    let junk = vec![0xee; bytes];
+    peer.write_all(&Frame::Begin { epoch: Epoch(1), key: key_1 }.encode()).unwrap();
+    peer.write_all(&Frame::Write(head).encode()).unwrap();
+    peer.write_all(&junk[..bytes / 2]).unwrap();
+    let last = decode.pool.at(bytes / 2 - 1, 1).unwrap();
+    let start = Instant::now();
+    // SAFETY: inside the pool; whether the byte is there yet is just what is asked.
+    while unsafe { last.read_volatile() } != 0xee {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
+    assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+    decode.expect_fenced(1);
+    let fenced = block(&decode.pool, &decode.geometry, 0, BlockId(0));
+    peer.write_all(&junk[bytes / 2..]).unwrap();
+    // The session goes on behind the rest: what comes next is refused, which shows that the rest was read.
+    let key_2 = key(&decode, &decode.reserve(2, &[vec![BlockId(1)]]));
+    peer.write_all(&Frame::Begin { epoch: Epoch(2), key: key_2 }.encode()).unwrap();
+    peer.write_all(&Frame::Abort { epoch: Epoch(2) }.encode()).unwrap();
+    assert_eq!(decode.expect_failed(2), TransferError::Aborted { epoch: Epoch(2) });
+    assert!(block(&decode.pool, &decode.geometry, 0, BlockId(0)) == fenced);
+}
+
+/// What no sender of ours would do.
 #[test]
 fn a_peer_that_writes_nonsense_touches_nothing() {
     let decode = Decode::new(large(), 1);
-    let layout = &decode.geometry.layout;
-    let key = |target: &[u8]| Descriptor::parse(target, layout).unwrap().key;
-    let call = || {
-        let mut stream = TcpStream::connect(decode.receiver.local_addr()).unwrap();
-        stream.write_all(&Hello { fingerprint: layout.fingerprint() }.encode()).unwrap();
-        stream.write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1) }.encode()).unwrap();
-        stream
-    };
+    let key = |target: &[u8]| key(&decode, target);
+    let call = || call(&decode);
     let write = |epoch: u64, layer: u16, payload: u32, indexes: Vec<u32>| {
         Frame::Write(WriteHead { epoch: Epoch(epoch), group: 0, layer, payload, indexes }).encode()
     };
-    let block_bytes = layout.block_bytes(0) as u32;
+    let block_bytes = decode.geometry.layout.block_bytes(0) as u32;
     let junk = vec![0xee; 2 * block_bytes as usize];
 
     // Under an epoch it was not let in for, then twice the same block, on one connection that goes on working.

@@ -63,15 +63,7 @@ fn a_stopped_prefill_worker_is_fenced_only_with_proof(choice: TransportChoice) {
 
 fn a_killed_decode_worker_is_an_error(choice: TransportChoice) {
     let mut child = Process::start("decode");
-    let (reached, is_reached) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
-    let may_go = Arc::new(std::sync::Mutex::new(may_go));
-    let wrap = watched(move |batch| {
-        if batch == 3 {
-            reached.send(()).unwrap();
-            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
-        }
-    });
+    let (wrap, is_reached, go) = held(3);
     let prefill = Prefill::faulty(large(), 2, choice, wrap);
     child.say("32");
     let outcome = prefill.send(&hex::decode(&child.hear()).unwrap(), 0);
@@ -84,15 +76,7 @@ fn a_killed_decode_worker_is_an_error(choice: TransportChoice) {
 
 fn a_stopped_decode_worker_completes_nothing(choice: TransportChoice) {
     let mut child = Process::start("decode");
-    let (reached, is_reached) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
-    let may_go = Arc::new(std::sync::Mutex::new(may_go));
-    let wrap = watched(move |batch| {
-        if batch == 1 {
-            reached.send(()).unwrap();
-            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
-        }
-    });
+    let (wrap, is_reached, go) = held(1);
     let prefill = Prefill::faulty(large(), 2, choice, wrap);
     child.say("1");
     let target = hex::decode(&child.hear()).unwrap();
