@@ -190,7 +190,7 @@ fn announce(config: &UpConfig, supervisor: &Supervisor, model: &str) {
     }
     println!(
         "\nTry:\n  curl -N http://{}/v1/chat/completions -H 'content-type: application/json' -d \
-         '{{\"model\": \"{}\", \"stream\": true, \"messages\": [{{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}}]}}'",
+         '{{\"model\": \"{}\", \"stream\": true, \"temperature\": 0, \"messages\": [{{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}}]}}'",
         config.http, model
     );
     println!("  baton chat --router http://{} \"Why is the sky blue?\"", config.grpc);

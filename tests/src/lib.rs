@@ -1,7 +1,8 @@
 //! What tests across crates share: reference outputs of other implementations, tiny random
-//! models, and a way to run a model in this process.
-//!
+//! models, a way to run a model in this process, and one to run a cluster of real processes.
 
+pub mod binary;
+pub mod cluster;
 pub mod local;
 pub mod references;
 pub mod tiny;

@@ -1,0 +1,294 @@
+//! `baton up` as a user meets it: what it prints, how it ends, what it says when it cannot start.
+#![allow(clippy::unwrap_used)]
+
+use std::net::TcpListener;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use baton_cluster::Role;
+use baton_tests::binary::{self, Said};
+use baton_tests::cluster::client::{greedy, prompt, sampled};
+use baton_tests::cluster::{Cluster, ClusterOptions, http, models, processes, wait};
+use rustix::process::Signal;
+
+/// One cluster at a time: two cores are all there may be.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `baton up` that must fail by itself, and checks that nothing is left.
+fn refused(args: &[&str]) -> Said {
+    let tmp = tempfile::tempdir().unwrap();
+    let mut command = binary::command().unwrap();
+    command.arg("up").args(args);
+    for flag in ["--http", "--grpc"] {
+        if !args.contains(&flag) {
+            command.args([flag, "127.0.0.1:0"]);
+        }
+    }
+    let said: Said = command.env("TMPDIR", tmp.path()).output().unwrap().into();
+    assert_eq!(processes::of(tmp.path()), []);
+    assert_eq!(std::fs::read_dir(tmp.path()).unwrap().count(), 0);
+    assert_eq!(said.code, Some(1), "{said:?}");
+    said
+}
+
+#[test]
+fn it_says_what_runs_and_what_to_type_and_that_works() {
+    let _alone = alone();
+    let cluster = Cluster::start(ClusterOptions::new("smollm2")).unwrap();
+    let printed = cluster.printed();
+    for role in ["router", "prefill", "decode"] {
+        let pid = cluster.pid(role).unwrap().to_string();
+        let line = printed.lines().find(|l| l.trim_start().starts_with(role)).unwrap_or_else(|| panic!("{printed}"));
+        assert!(line.split_whitespace().any(|word| word == pid), "{role} is {pid}: {line}");
+    }
+    // The curl, taken apart: what it would send, sent, but for a shorter answer.
+    let curl = printed.lines().find(|l| l.trim_start().starts_with("curl ")).unwrap();
+    assert!(curl.contains(&format!("http://{}/v1/chat/completions", cluster.http())), "{curl}");
+    let body = curl.split_once("-d '").unwrap().1.trim_end_matches('\'');
+    let body = body.replacen('{', "{\"max_tokens\": 40, ", 1);
+    let (status, answer) = http::post(cluster.http(), "/v1/chat/completions", &body).unwrap();
+    assert_eq!(status, 200, "{answer}");
+    let text = http::streamed_text(&answer).unwrap();
+    assert!(text.contains("scatter"), "{text}");
+    // The chat.
+    let chat = printed.lines().find(|l| l.trim_start().starts_with("baton chat")).unwrap();
+    assert!(chat.contains(&cluster.url()), "{chat}");
+    let question = chat.split('"').nth(1).unwrap();
+    let said = binary::output(&["chat", "--max-tokens", "12", "--router", &cluster.url(), question]).unwrap();
+    assert!(text.starts_with(said.trim_end()), "{said}");
+    cluster.wait_idle().unwrap();
+    cluster.stop().unwrap();
+}
+
+#[test]
+fn status_shows_every_worker() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let options = ClusterOptions { prefill: 2, decode: 2, ..ClusterOptions::new(&model) };
+    let cluster = Cluster::start(options).unwrap();
+    let workers = cluster.wait_idle().map(|()| cluster.workers()).unwrap();
+    assert_eq!(workers.len(), 4);
+    let shown = binary::output(&["status", "--registry", &cluster.url()]).unwrap();
+    for worker in workers {
+        let line = shown.lines().find(|l| l.contains(&worker.member.id.to_string()));
+        let line = line.unwrap_or_else(|| panic!("{} is missing in\n{shown}", worker.member.id));
+        assert!(line.contains(worker.member.role.as_str()) && line.ends_with("serving"), "{line}");
+    }
+    cluster.stop().unwrap();
+}
+
+#[test]
+fn an_interrupt_lets_requests_finish() {
+    let _alone = alone();
+    let model = models::slow().unwrap();
+    let mut cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    let client = cluster.client().unwrap();
+    let request = sampled(prompt(20, 1), 600, 1);
+    let want = cluster.block_on(client.ask(request.clone())).unwrap();
+    let mut answering = cluster.block_on(client.start(request)).unwrap();
+    cluster.block_on(answering.until(5)).unwrap();
+    cluster.signal(cluster.up_pid(), Signal::INT).unwrap();
+    assert_eq!(cluster.block_on(answering.rest()).unwrap(), want);
+    drop(client);
+    cluster.wait_for_end().unwrap();
+    cluster.finish().unwrap();
+}
+
+#[test]
+fn a_second_interrupt_cuts_requests_off() {
+    let _alone = alone();
+    let model = models::slow().unwrap();
+    let mut cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    let client = cluster.client().unwrap();
+    let mut answering = cluster.block_on(client.start(sampled(prompt(20, 1), 8000, 1))).unwrap();
+    cluster.block_on(answering.until(5)).unwrap();
+    cluster.signal(cluster.up_pid(), Signal::INT).unwrap();
+    wait(|| cluster.log().contains(" router draining").then_some(())).unwrap();
+    cluster.signal(cluster.up_pid(), Signal::INT).unwrap();
+    let error = cluster.block_on(answering.rest()).unwrap_err();
+    assert!(error.downcast_ref::<tonic::Status>().is_some(), "{error:#}");
+    drop(client);
+    cluster.wait_for_end().unwrap();
+    cluster.finish().unwrap();
+}
+
+#[test]
+fn nothing_outlives_a_killed_parent() {
+    let _alone = alone();
+    let model = models::slow().unwrap();
+    let mut cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    let client = cluster.client().unwrap();
+    let mut answering = cluster.block_on(client.start(greedy(prompt(20, 1), 500))).unwrap();
+    cluster.block_on(answering.until(5)).unwrap();
+    cluster.kill_up().unwrap();
+    // Its children drain, so the answer is whole; then they go.
+    let answer = cluster.block_on(answering.rest()).unwrap();
+    assert_eq!(answer.ids.len(), 500);
+    drop(client);
+    cluster.finish().unwrap();
+}
+
+#[test]
+fn a_killed_worker_is_started_again() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    let client = cluster.client().unwrap();
+    let request = sampled(prompt(40, 2), 30, 2);
+    let want = cluster.block_on(client.ask(request.clone())).unwrap();
+    for role in [Role::Prefill, Role::Decode] {
+        let old = cluster.wait_for_worker(role, |_| true).unwrap();
+        cluster.signal(old.pid, Signal::KILL).unwrap();
+        let new = cluster.wait_for_worker(role, |w| w.pid != old.pid).unwrap();
+        assert_ne!(new.member.id, old.member.id);
+        assert_eq!(cluster.block_on(client.ask(request.clone())).unwrap(), want, "after another {role:?}");
+    }
+    cluster.wait_idle().unwrap();
+    cluster.stop().unwrap();
+}
+
+#[test]
+fn scale_up_and_down_under_load_fails_no_request() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    let client = cluster.client().unwrap();
+    let url = cluster.url();
+    let scale = |prefill: usize, decode: usize| {
+        let counts = [&prefill.to_string(), &decode.to_string()].map(String::to_owned);
+        let said =
+            binary::output(&["scale", "--prefill", &counts[0], "--decode", &counts[1], "--registry", &url]).unwrap();
+        assert_eq!(said, format!("{prefill} prefill and {decode} decode workers run\n"));
+        assert_eq!((cluster.pids("prefill").len(), cluster.pids("decode").len()), (prefill, decode));
+    };
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let load = (0..4u64).map(|lane| {
+        let (client, stopped) = (client.clone(), stopped.clone());
+        async move {
+            let mut asked = 0;
+            while !*stopped.borrow() {
+                let answer = client.ask(sampled(prompt(30, lane), 100, lane)).await?;
+                anyhow::ensure!(answer.ids.len() == 100, "{answer:?}");
+                asked += 1;
+            }
+            anyhow::Ok(asked)
+        }
+    });
+    let tasks: Vec<_> = cluster.block_on(async { load.map(tokio::spawn).collect() });
+    for (prefill, decode) in [(2, 3), (1, 1), (0, 2), (1, 1)] {
+        scale(prefill, decode);
+    }
+    stop.send_replace(true);
+    for task in tasks {
+        assert!(cluster.block_on(task).unwrap().unwrap() > 0);
+    }
+    assert_eq!(cluster.router_metrics().unwrap().sum("baton_rejected_total", ""), 0.0);
+    cluster.wait_idle_workers(2).unwrap();
+    for (args, word) in [
+        (vec!["scale", "--registry", &url], "--prefill"),
+        (vec!["scale", "--registry", &url, "--decode", "0"], "decode"),
+        (vec!["scale", "--registry", &url, "--decode", "9999"], "decode"),
+        (vec!["scale", "--registry", "http://127.0.0.1:1", "--decode", "1"], "127.0.0.1:1"),
+    ] {
+        let said = binary::run(&args).unwrap();
+        assert!(said.code == Some(1) && said.err.contains(word), "{args:?}: {said:?}");
+    }
+    cluster.stop().unwrap();
+}
+
+#[test]
+fn aggregated_has_no_prefill_worker() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let split = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    let ask = |cluster: &Cluster| {
+        let client = cluster.client().unwrap();
+        let answer = cluster.block_on(client.ask(sampled(prompt(100, 3), 60, 3))).unwrap();
+        cluster.wait_idle().unwrap();
+        answer
+    };
+    let want = ask(&split);
+    split.stop().unwrap();
+    let whole = Cluster::start(ClusterOptions { aggregated: true, ..ClusterOptions::new(&model) }).unwrap();
+    assert!(whole.pids("prefill").is_empty());
+    assert_eq!(ask(&whole), want); // I1
+    whole.stop().unwrap();
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    for flag in ["--http", "--grpc"] {
+        let said = refused(&["--model", model.path().to_str().unwrap(), flag, &address]);
+        assert!(said.err.contains(&address) && said.err.contains(flag), "{said:?}");
+    }
+}
+
+#[test]
+fn a_model_that_is_none_is_refused() {
+    let _alone = alone();
+    let said = refused(&["--model", "no-such-model"]);
+    assert!(said.err.contains("no-such-model") && said.err.contains("smollm2"), "{said:?}");
+    let said = refused(&["--model", "/no/such/file.gguf"]);
+    assert!(said.err.contains("/no/such/file.gguf"), "{said:?}");
+    let model = models::tiny().unwrap();
+    let weights = model.path().join("model.safetensors");
+    std::fs::File::options().write(true).open(&weights).unwrap().set_len(1000).unwrap();
+    let said = refused(&["--model", model.path().to_str().unwrap()]);
+    assert!(said.err.contains("model.safetensors"), "{said:?}");
+    let file = model.path().join("broken.gguf");
+    std::fs::write(&file, b"GGUF\x03\0\0\0 and no more").unwrap();
+    let said = refused(&["--model", file.to_str().unwrap()]);
+    assert!(said.err.contains("broken.gguf"), "{said:?}");
+}
+
+#[test]
+fn bad_settings_are_refused_by_name() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let model = model.path().to_str().unwrap();
+    for (args, word) in [
+        (["--model", model, "--decode", "0"], "--decode"),
+        (["--model", model, "--registry", "consul://a:1"], "consul://a:1"),
+        (["--model", model, "--kv-memory", "1KiB"], "kv_memory"),
+        (["--model", model, "--context", "100000"], "context"),
+    ] {
+        let said = refused(&args);
+        assert!(said.err.contains(word), "{args:?}: {said:?}");
+    }
+}
+
+#[test]
+fn check_config_prints_the_settings_and_starts_nothing() {
+    let args = ["up", "--check-config", "--prefill", "3", "--kv-memory", "1GiB"];
+    let text = binary::output(&args).unwrap();
+    for line in ["prefill = 3", "decode = 1", "kv_memory = \"1GiB\"", "http = \"127.0.0.1:8000\""] {
+        assert!(text.contains(line), "{line} is missing in\n{text}");
+    }
+    // What it prints is a settings file.
+    let file = tempfile::NamedTempFile::with_suffix(".toml").unwrap();
+    std::fs::write(file.path(), &text).unwrap();
+    let again = ["up", "--check-config", "--config", file.path().to_str().unwrap()];
+    let strip =
+        |text: &str| text.lines().map(|l| l.split('#').next().unwrap().trim_end().to_owned()).collect::<Vec<_>>();
+    assert_eq!(strip(&binary::output(&again).unwrap()), strip(&text));
+}
+
+#[test]
+fn models_are_listed_and_inspected() {
+    let dir = models::tiny().unwrap();
+    let cache = tempfile::tempdir().unwrap();
+    let cache = ["--model-cache", cache.path().to_str().unwrap()];
+    let listed = binary::output(&["model", "list", cache[0], cache[1]]).unwrap();
+    assert!(listed.lines().any(|l| l.starts_with("smollm2") && l.ends_with("not fetched yet")), "{listed}");
+    let facts = binary::output(&["model", "inspect", "--json", dir.path().to_str().unwrap()]).unwrap();
+    let facts: serde_json::Value = serde_json::from_str(&facts).unwrap();
+    assert!(facts.to_string().contains("llama"), "{facts}");
+    let said = binary::run(&["model", "inspect", "/no/such/model", cache[0], cache[1]]).unwrap();
+    assert!(said.code == Some(1) && said.err.contains("/no/such/model"), "{said:?}");
+}
