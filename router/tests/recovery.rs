@@ -98,6 +98,17 @@ async fn prefill_dies_and_another_takes_over_under_a_new_reservation() {
 }
 
 #[tokio::test]
+async fn a_decode_worker_that_waits_in_vain_is_not_left_for_it() {
+    let cluster = Cluster::start(2, 2, ANSWER).await;
+    cluster.worker(0).prefill_will([Prefill::Stall]);
+    cluster.worker(2).decode_will([Decode::NoKv]);
+    whole(&cluster).await;
+    let asked = [1, 2, 3].map(|w| cluster.worker(w).asked().len());
+    assert_eq!(asked, [1, 2, 0], "the same decode worker with another prefill worker");
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn without_another_prefill_worker_decode_computes_the_prompt() {
     for plan in [Prefill::Cut, Prefill::FailAfterToken(Status::unavailable("no"))] {
         let cluster = Cluster::start(1, 1, ANSWER).await;

@@ -12,7 +12,7 @@ use baton_proto::v1::prefill_client::PrefillClient;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
 use baton_types::{ErrorKind, FinishReason};
 use futures::{Stream, StreamExt};
-use tonic::{Request, Status};
+use tonic::{Code, Request, Status};
 
 use super::Lease;
 
@@ -51,12 +51,14 @@ impl DecodeLeg {
                 Ok(response) => response.into_inner(),
                 Err(status) => return yield decode_ended(Some(&status)).into(),
             };
+            let mut awaiting_kv = false;
             loop {
                 match events.next().await {
                     Some(Ok(event)) => match decode_said(event) {
                         Ok(said) => {
                             // Nothing follows; the end of the stream would say that the worker is lost.
                             let last = matches!(said.input, Input::Finished { .. });
+                            awaiting_kv = matches!(said.input, Input::Reserved { .. });
                             yield said;
                             if last {
                                 return;
@@ -64,6 +66,9 @@ impl DecodeLeg {
                         }
                         Err(wrong) => return yield Input::DecodeLost(wrong).into(),
                     },
+                    Some(Err(status)) if awaiting_kv && status.code() == Code::Unavailable && answered(&status) => {
+                        return yield Input::HandoffFailed(ended("decode", Some(&status))).into();
+                    }
                     Some(Err(status)) => return yield decode_ended(Some(&status)).into(),
                     None => return yield decode_ended(None).into(),
                 }
@@ -152,8 +157,13 @@ fn prefill_ended(status: Option<&Status>) -> Input {
     }
 }
 
-/// What the end of a stream means. A status with a source was made on this side of the connection: the worker said
-/// nothing, it is gone or silent.
+/// A status without a source is the worker's own word. One with a source was made on this side of the connection: the
+/// worker said nothing, it is gone or silent.
+fn answered(status: &Status) -> bool {
+    std::error::Error::source(status).is_none()
+}
+
+/// What the end of a stream means.
 fn ended(role: &str, status: Option<&Status>) -> Failure {
     let Some(status) = status else {
         return Failure::new(ErrorKind::Unavailable, format!("the {role} worker ended the stream too early"));

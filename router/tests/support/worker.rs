@@ -37,6 +37,8 @@ pub enum Decode {
     Stall(usize),
     /// Says that the KV that arrived does not verify.
     BadKv,
+    /// Says that the KV will not come.
+    NoKv,
     /// Repeats and skips: token 0, 0, 1, 3.
     Muddle,
     /// Ends the stream without a word.
@@ -332,6 +334,10 @@ impl DecodeRun {
         };
         let mut done = self.shared.world.done.subscribe();
         self.say(DecodeEvent::Reserved(v1::Reserved { target: target.clone(), cached_tokens: 0 })).await?;
+        if let Decode::NoKv = self.plan {
+            let _ = self.out.send(Err(Status::unavailable("lost w1: it closed the connection"))).await;
+            return self.stall().await;
+        }
         tokio::select! {
             _ = done.wait_for(|done| done.contains(&target)) => Ok(()),
             () = self.out.closed() => Err(Dropped),

@@ -98,6 +98,7 @@ impl RequestMachine {
             Input::Finished { reason, cached_tokens } => self.on_finished(reason, cached_tokens, out),
             Input::DecodeLost(failure) => self.on_decode_lost(failure, out),
             Input::PrefillLost(failure) => self.on_prefill_lost(failure, out),
+            Input::HandoffFailed(failure) => self.on_handoff_failed(failure, out),
             Input::VerifyFailed(failure) => self.on_verify_failed(failure, out),
             Input::BackoffOver => self.on_backoff_over(out),
             Input::StopMatched => self.finish(FinishReason::Stop, out),
@@ -243,6 +244,16 @@ impl RequestMachine {
         }
         self.decode_open = false;
         self.restart(failure, out);
+    }
+
+    fn on_handoff_failed(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        match self.state {
+            State::Prefilling { .. } | State::Transferring { .. } if self.early_finish.is_none() => {
+                self.decode_open = false;
+                self.prefill_failed(failure, out);
+            }
+            _ => self.on_decode_lost(failure, out),
+        }
     }
 
     fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {

@@ -137,6 +137,8 @@ pub enum Input {
     DecodeLost(Failure),
     /// The prefill stream ended before its part was done.
     PrefillLost(Failure),
+    /// The decode worker is well, but says that the KV it reserved blocks for will not come. Its stream has ended.
+    HandoffFailed(Failure),
     /// KV arrived that does not verify (I2). Whichever stream said so has ended.
     VerifyFailed(Failure),
     /// The time asked for by [`Action::Backoff`] has passed.

@@ -29,6 +29,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => any_reason().prop_map(finished),
         1 => any_failure().prop_map(Input::DecodeLost),
         1 => any_failure().prop_map(Input::PrefillLost),
+        1 => any_failure().prop_map(Input::HandoffFailed),
         1 => any_failure().prop_map(Input::VerifyFailed),
         1 => Just(Input::BackoffOver),
     ]
@@ -63,6 +64,7 @@ fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
         }
         Action::RunPrefill { .. } if luck < 30 => vec![Input::PrefillLost(lost(kind))],
         Action::RunPrefill { .. } if luck < 50 => vec![first(base), Input::PrefillLost(lost(kind))],
+        Action::RunPrefill { .. } if luck < 60 => vec![first(base), Input::HandoffFailed(lost(kind))],
         Action::RunPrefill { .. } if luck < 70 => vec![first(base), verify()],
         Action::RunPrefill { .. } => {
             // The two streams interleave as `luck` says: the prefill stream's messages fall somewhere among the tokens.

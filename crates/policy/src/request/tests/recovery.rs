@@ -68,6 +68,20 @@ fn without_another_prefill_worker_decode_computes_the_prompt() {
 }
 
 #[test]
+fn a_handoff_that_fails_under_a_healthy_decode_worker_is_the_prefill_workers_fault() {
+    let (machine, actions) = after([
+        split(D1, P1),
+        reserved(),
+        Input::HandoffFailed(lost(ErrorKind::Unavailable)),
+        split(D1, P2),
+        reserved(),
+        first(0),
+    ]);
+    assert_eq!((ids(&actions), prefills(&actions)), (vec![(D1, false), (D1, false)], vec![P1, P2]));
+    assert_eq!(machine.avoid(), [P1]);
+}
+
+#[test]
 fn a_lost_decode_worker_is_replaced_at_the_next_index() {
     let (machine, actions) = after([
         split(D1, P1),

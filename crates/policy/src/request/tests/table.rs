@@ -61,6 +61,7 @@ fn inputs() -> Vec<(&'static str, Input)> {
         ("DecodeLost, bad input", Input::DecodeLost(lost(ErrorKind::InvalidArgument))),
         ("PrefillLost", Input::PrefillLost(lost(ErrorKind::Unavailable))),
         ("PrefillLost, bad input", Input::PrefillLost(lost(ErrorKind::InvalidArgument))),
+        ("HandoffFailed", Input::HandoffFailed(lost(ErrorKind::Unavailable))),
         ("VerifyFailed", verify()),
         ("BackoffOver", Input::BackoffOver),
         ("StopMatched", Input::StopMatched),
