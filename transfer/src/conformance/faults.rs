@@ -281,7 +281,7 @@ fn a_fence_in_the_middle_of_a_block_stops_the_rest_of_it() {
     decode.expect_fenced(1);
     let fenced = block(&decode.pool, &decode.geometry, 0, BlockId(0));
     peer.write_all(&junk[bytes / 2..]).unwrap();
-    // The session goes on behind the rest: what comes next is refused, which shows that the rest was read.
+    // What comes behind the rest on the same stream is answered, which shows that the rest was read.
     let key_2 = key(&decode, &decode.reserve(2, &[vec![BlockId(1)]]));
     peer.write_all(&Frame::Begin { epoch: Epoch(2), key: key_2 }.encode()).unwrap();
     peer.write_all(&Frame::Abort { epoch: Epoch(2) }.encode()).unwrap();
