@@ -62,7 +62,12 @@ fn check(ok: bool, field: &'static str, value: impl ToString, must: impl Into<St
 
 /// Loads an open model. Blocks for seconds.
 pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
-    check(config.block_size >= 16 && config.block_size.is_multiple_of(16), "block_size", config.block_size, "a multiple of 16")?;
+    check(
+        config.block_size >= 16 && config.block_size.is_multiple_of(16),
+        "block_size",
+        config.block_size,
+        "a multiple of 16",
+    )?;
     let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
     let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
     let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
