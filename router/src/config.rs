@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use baton_runtime::{Bytes, ProcessConfig};
 
+use crate::error::RouterError;
+
 baton_runtime::config_enum! {
     /// How workers are chosen.
     pub enum PlacementKind {
@@ -46,5 +48,23 @@ baton_runtime::config! {
         worker_timeout: Duration = Duration::from_secs(2),
         /// A stream without news is kept alive with a comment this often.
         keep_alive: Duration = Duration::from_secs(5),
+    }
+}
+
+impl RouterConfig {
+    /// Refuses values that the types allow and the router cannot work with.
+    pub(crate) fn check(&self) -> Result<(), RouterError> {
+        let zero = [
+            ("request_timeout", self.request_timeout.is_zero()),
+            ("max_inflight", self.max_inflight == 0),
+            ("body_limit", self.body_limit.0 == 0),
+            ("max_attempts", self.max_attempts == 0),
+            ("worker_timeout", self.worker_timeout.is_zero()),
+            ("keep_alive", self.keep_alive.is_zero()),
+        ];
+        match zero.into_iter().find(|(_, zero)| *zero) {
+            None => Ok(()),
+            Some((field, _)) => Err(RouterError::Zero { field }),
+        }
     }
 }

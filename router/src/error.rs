@@ -11,6 +11,12 @@ pub enum RouterError {
     /// Configuration, telemetry, an address that is taken.
     #[error(transparent)]
     Runtime(#[from] baton_runtime::RuntimeError),
+    /// A setting that cannot be 0.
+    #[error("{field} is 0; it must be above 0")]
+    Zero {
+        /// Which.
+        field: &'static str,
+    },
     /// The model's files.
     #[error(transparent)]
     Model(#[from] baton_model_files::ModelFileError),
@@ -31,6 +37,7 @@ impl BatonError for RouterError {
             RouterError::Runtime(e) => e.kind(),
             RouterError::Model(e) => e.kind(),
             RouterError::Cluster(e) => e.kind(),
+            RouterError::Zero { .. } => ErrorKind::InvalidArgument,
             RouterError::Reflection(_) | RouterError::Interrupted(_) => ErrorKind::Internal,
         }
     }

@@ -163,6 +163,7 @@ struct Bound {
 
 impl Bound {
     async fn listen(config: &RouterConfig) -> Result<Bound, RouterError> {
+        config.check()?;
         let http = baton_runtime::listen(config.http, "--http").await?;
         let grpc = baton_runtime::listen(config.grpc, "--grpc").await?;
         let http_addr = http.local_addr().unwrap_or(config.http);

@@ -426,10 +426,13 @@ async fn metrics_are_served() {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_a_clear_error() {
+async fn a_router_that_cannot_start_says_why() {
     let cluster = Cluster::start(0, 0, "x").await;
     let taken = RouterConfig { http: cluster.router.http_addr, ..config() };
     let error = Cluster::try_start(taken).await.unwrap_err().to_string();
     assert!(error.contains("--http") && error.contains("cannot listen"), "{error}");
+    let zero = RouterConfig { keep_alive: Duration::ZERO, ..config() };
+    let error = Cluster::try_start(zero).await.unwrap_err().to_string();
+    assert!(error.contains("keep_alive is 0"), "{error}");
     cluster.stop().await;
 }

@@ -20,6 +20,10 @@ pub(crate) use legs::{DecodeLeg, Leg, PrefillLeg, Said};
 
 /// How often a silent connection is asked whether it still lives (I5).
 const PING_EVERY: Duration = Duration::from_secs(1);
+/// Bytes a worker may be ahead of a client that reads slowly (I5). All streams to a worker share one connection, whose
+/// own window is large enough that slow clients do not hold up others.
+const STREAM_WINDOW: u32 = 64 << 10;
+const CONNECTION_WINDOW: u32 = 1 << 30;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl std::fmt::Debug for Workers {
@@ -125,6 +129,8 @@ impl Workers {
             .http2_keep_alive_interval(PING_EVERY)
             .keep_alive_timeout(self.worker_timeout)
             .keep_alive_while_idle(true)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
             .tcp_nodelay(true);
         Ok(Link { channel: endpoint.connect_lazy(), in_flight: Arc::default() })
     }
