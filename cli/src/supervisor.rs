@@ -158,7 +158,9 @@ impl Supervisor {
         } else {
             self.short_lives += 1;
         }
-        if self.short_lives >= MAX_SHORT_LIVES || (process.kind == Kind::Router && self.short_lives > 0) {
+        // A router that cannot even start will not the next time either; one that was killed will.
+        let hopeless = process.kind == Kind::Router && self.short_lives > 0 && status.code().is_some();
+        if hopeless || self.short_lives >= MAX_SHORT_LIVES {
             bail!("{name} (pid {pid}) ended with {status} shortly after its start; its message is above");
         }
         tracing::warn!(process = name, pid, %status, "died; starting it again");
