@@ -138,12 +138,12 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
         ("split over shm, chunks of 512", route("shm", 512, false)),
         ("split over tcp, chunks of 16", route("tcp", 16, false)),
     ];
-    compare("smollm2", spec, &model, &requests(50, 300, vocab, 1), &routes)?;
+    compare("smollm2", spec, &model, &requests(50, 120, vocab, 1), &routes)?;
     compare(
         "smollm2",
         spec,
         &model,
-        &requests(8, 60, vocab, 2),
+        &requests(8, 40, vocab, 2),
         &[("split over shm, chunks of 1", route("shm", 1, false))],
     )
 }
@@ -158,7 +158,7 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
         let model = Model::open(&path)?;
         let spec = path.to_str().context("a path in UTF-8")?;
         let routes = [("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
-        compare(name, spec, &model, &requests(30, 150, u64::from(model.config().vocab_size), 3), &routes)?;
+        compare(name, spec, &model, &requests(30, 90, u64::from(model.config().vocab_size), 3), &routes)?;
     }
     Ok(())
 }
