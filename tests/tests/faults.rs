@@ -81,7 +81,7 @@ fn long_answer(seed: u64) -> GenerateRequest {
 
 /// A prompt that takes many steps.
 fn long_prompt(seed: u64) -> GenerateRequest {
-    sampled(prompt(6000, seed), 20, seed)
+    sampled(prompt(3000, seed), 20, seed)
 }
 
 fn decode_worker_killed_mid_stream(transport: &'static str) {
