@@ -5,13 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use baton_cluster::{Member, Role, View};
+use baton_cluster::{Member, Role, View, ViewReceiver};
 use baton_proto::v1::{self, supervisor_client::SupervisorClient, worker_client::WorkerClient};
 use clap::{Arg, ArgMatches, Command, value_parser};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Longest wait for a view or a worker's answer.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// Longest wait for new workers to load their model.
+const LOADING: Duration = Duration::from_secs(300);
 
 fn registry_arg() -> Arg {
     Arg::new("registry")
@@ -42,14 +44,14 @@ fn url(matches: &ArgMatches) -> &str {
     matches.get_one::<String>("registry").map_or("", String::as_str)
 }
 
-/// The first fresh view of the registry.
-async fn view(registry: &str) -> anyhow::Result<Arc<View>> {
+/// The registry's views, once the first fresh one is there.
+async fn views(registry: &str) -> anyhow::Result<ViewReceiver> {
     let mut views = baton_cluster::connect(registry).await?.watch();
     let fresh = tokio::time::timeout(PATIENCE, views.wait_for(|view| !view.stale)).await;
-    match fresh {
-        Ok(Ok(view)) => Ok(view.clone()),
-        _ => bail!("no registry answers at {registry}; is the cluster up? Name another with --registry"),
+    if !matches!(fresh, Ok(Ok(_))) {
+        bail!("no registry answers at {registry}; is the cluster up? Name another with --registry");
     }
+    Ok(views)
 }
 
 async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
@@ -62,7 +64,7 @@ async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
 
 /// Prints the members.
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
-    let view = view(url(matches)).await?;
+    let view = views(url(matches)).await?.borrow().clone();
     println!(
         "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  STATE",
         "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "IN USE", "LENT"
@@ -96,8 +98,9 @@ pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
         bail!("nothing to do: give --prefill N, --decode M, or both");
     }
     let registry = url(matches);
-    let view = view(registry).await?;
-    let Some(supervisor) = view.members.iter().find(|m| m.role == Role::Supervisor) else {
+    let mut views = views(registry).await?;
+    let supervisor = views.borrow().members.iter().find(|m| m.role == Role::Supervisor).cloned();
+    let Some(supervisor) = supervisor else {
         bail!("no `baton up` is part of the cluster at {registry}; on Kubernetes, scale the Deployments instead");
     };
     let mut client = SupervisorClient::connect(supervisor.grpc.clone())
@@ -106,7 +109,15 @@ pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
     let now =
         client.scale(v1::ScaleRequest { prefill, decode }).await.map_err(|s| anyhow::anyhow!("{}", s.message()))?;
     let now = now.into_inner();
-    println!("{} prefill and {} decode workers run", now.prefill, now.decode);
+    // The processes are there; they serve once they have loaded the model.
+    let serving = |view: &Arc<View>| {
+        let count = |role| view.serving(role).count() as u32;
+        count(Role::Prefill) == now.prefill && count(Role::Decode) == now.decode
+    };
+    if tokio::time::timeout(LOADING, views.wait_for(serving)).await.is_err() {
+        bail!("the processes run, but not all of them serve yet; `baton status` shows which");
+    }
+    println!("{} prefill and {} decode workers serve", now.prefill, now.decode);
     Ok(())
 }
 

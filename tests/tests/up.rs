@@ -160,7 +160,7 @@ fn scale_up_and_down_under_load_fails_no_request() {
         let counts = [&prefill.to_string(), &decode.to_string()].map(String::to_owned);
         let said =
             binary::output(&["scale", "--prefill", &counts[0], "--decode", &counts[1], "--registry", &url]).unwrap();
-        assert_eq!(said, format!("{prefill} prefill and {decode} decode workers run\n"));
+        assert_eq!(said, format!("{prefill} prefill and {decode} decode workers serve\n"));
         assert_eq!((cluster.pids("prefill").len(), cluster.pids("decode").len()), (prefill, decode));
     };
     let (stop, stopped) = tokio::sync::watch::channel(false);

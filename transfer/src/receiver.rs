@@ -192,6 +192,8 @@ fn advertised(options: &ReceiverOptions, bound: SocketAddr) -> Result<String, Tr
             let problem = format!("missing; peers cannot connect to {}, so name an address of this host", bound.ip());
             Err(TransferError::argument("advertise", problem))
         }
+        // Brackets, because a port follows.
+        None if bound.is_ipv6() => Ok(format!("[{}]", bound.ip())),
         None => Ok(bound.ip().to_string()),
     }
 }
