@@ -47,8 +47,8 @@ fn url(matches: &ArgMatches) -> &str {
 /// The registry's views, once the first fresh one is there.
 async fn views(registry: &str) -> anyhow::Result<ViewReceiver> {
     let mut views = baton_cluster::connect(registry).await?.watch();
-    let fresh = tokio::time::timeout(PATIENCE, views.wait_for(|view| !view.stale)).await;
-    if !matches!(fresh, Ok(Ok(_))) {
+    let fresh = tokio::time::timeout(PATIENCE, views.wait_for(|view| !view.stale)).await.is_ok_and(|view| view.is_ok());
+    if !fresh {
         bail!("no registry answers at {registry}; is the cluster up? Name another with --registry");
     }
     Ok(views)
