@@ -112,8 +112,42 @@ impl Worker {
 
     /// No sequence, and every block free (I6).
     pub fn idle(&self) -> bool {
-        let blocks = self.blocks();
-        self.status.running == 0 && self.status.waiting == 0 && blocks.total > 0 && blocks.free == blocks.total
+        idle(&self.status)
+    }
+}
+
+fn idle(status: &v1::StatusResponse) -> bool {
+    let blocks = status.blocks.unwrap_or_default();
+    status.running == 0 && status.waiting == 0 && blocks.total > 0 && blocks.free == blocks.total
+}
+
+/// What a worker holds right now.
+async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
+    let ask = async {
+        let mut client = WorkerClient::connect(member.grpc.clone()).await?;
+        anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
+    };
+    tokio::time::timeout(PATIENCE, ask).await?
+}
+
+/// Waits until every worker in a registry's view holds nothing (I6).
+pub async fn wait_all_free(registry: &str) -> anyhow::Result<()> {
+    let mut views = baton_cluster::connect(registry).await?.watch();
+    let start = Instant::now();
+    loop {
+        let view = tokio::time::timeout(HANG, views.wait_for(|view| !view.stale)).await??.clone();
+        let mut busy = Vec::new();
+        for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
+            match status(member).await {
+                Ok(status) if idle(&status) => {}
+                other => busy.push((member.id, other)),
+            }
+        }
+        if busy.is_empty() {
+            return Ok(());
+        }
+        ensure!(start.elapsed() < HANG, "not free: {busy:#?}");
+        tokio::time::sleep(LOOK).await;
     }
 }
 
@@ -250,11 +284,7 @@ impl Cluster {
     fn worker(&self, member: Member, processes: &[Process]) -> Option<Worker> {
         let port: u16 = member.grpc.rsplit_once(':')?.1.parse().ok()?;
         let pid = processes.iter().find(|p| processes::listening_ports(p.pid).contains(&port))?.pid;
-        let ask = async {
-            let mut client = WorkerClient::connect(member.grpc.clone()).await?;
-            anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
-        };
-        let status = self.block_on(async { tokio::time::timeout(PATIENCE, ask).await }).ok()?.ok()?;
+        let status = self.block_on(status(&member)).ok()?;
         Some(Worker { member, pid, status })
     }
 

@@ -5,4 +5,5 @@ pub mod binary;
 pub mod cluster;
 pub mod local;
 pub mod references;
+pub mod soak;
 pub mod tiny;

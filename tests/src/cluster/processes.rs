@@ -41,10 +41,10 @@ fn role(pid: u32) -> String {
     fields(pid, "cmdline").get(1).map(|arg| String::from_utf8_lossy(arg).into_owned()).unwrap_or_default()
 }
 
-/// Resident memory in bytes; None when the process is gone.
-pub fn resident_bytes(pid: u32) -> Option<u64> {
+/// Memory in bytes that is a process's own: neither files nor the KV pool, which fills up once; None when it is gone.
+pub fn own_bytes(pid: u32) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
     Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
 }
 

@@ -31,7 +31,7 @@ impl TensorSpec {
 }
 
 /// SplitMix64 started at the 64-bit FNV-1a hash of `name` xor `seed`. Endless.
-pub fn random_u64(seed: u64, name: &str) -> impl Iterator<Item = u64> {
+pub fn random_u64(seed: u64, name: &str) -> impl Iterator<Item = u64> + use<> {
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
     let mut state = hash ^ seed;
     std::iter::repeat_with(move || {
