@@ -22,7 +22,11 @@ fn component<T: Config>(matches: &ArgMatches, run: impl AsyncFnOnce(T) -> anyhow
         return Ok(());
     }
     let config = baton_runtime::load::<T>(matches)?;
-    runtime()?.block_on(run(config))
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(run(config));
+    // Does not wait for a download or a model that is still being read when the process was told to stop.
+    runtime.shutdown_background();
+    outcome
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {

@@ -21,6 +21,8 @@ use tonic::{Request, Response, Status};
 /// A process that lives shorter than this counts as failing; as many in a row end the cluster.
 const SHORT_LIFE: Duration = Duration::from_secs(5);
 const MAX_SHORT_LIVES: u32 = 3;
+/// Half the wait before a process is started again that ended shortly after its start; doubled each time.
+const MIN_BACKOFF: Duration = Duration::from_millis(250);
 /// Most workers of one role on one machine.
 const MAX_WORKERS: u32 = 64;
 
@@ -64,7 +66,10 @@ pub struct Supervisor {
     args: BTreeMap<Kind, Vec<String>>,
     wanted: BTreeMap<Kind, usize>,
     processes: Vec<Process>,
-    short_lives: u32,
+    /// How often in a row a kind's processes ended shortly after their start, and when the next may start.
+    short_lives: BTreeMap<Kind, (u32, tokio::time::Instant)>,
+    /// The cluster has been ready: from now on a worker that keeps dying is started again, later each time.
+    settled: bool,
     pending: Vec<Scale>,
 }
 
@@ -76,7 +81,8 @@ impl Supervisor {
             args: BTreeMap::new(),
             wanted: BTreeMap::new(),
             processes: Vec::new(),
-            short_lives: 0,
+            short_lives: BTreeMap::new(),
+            settled: false,
             pending: Vec::new(),
         }
     }
@@ -121,7 +127,7 @@ impl Supervisor {
     fn reconcile(&mut self) -> anyhow::Result<()> {
         let wanted: Vec<(Kind, usize)> = self.wanted.iter().map(|(k, n)| (*k, *n)).collect();
         for (kind, count) in wanted {
-            while self.count(kind) < count {
+            while self.count(kind) < count && self.may_start(kind) {
                 self.start(kind)?;
             }
             for _ in count..self.count(kind) {
@@ -135,6 +141,17 @@ impl Supervisor {
         Ok(())
     }
 
+    fn may_start(&self, kind: Kind) -> bool {
+        self.short_lives.get(&kind).is_none_or(|(_, when)| *when <= tokio::time::Instant::now())
+    }
+
+    /// When a kind that lacks processes may start one; far away when none does.
+    fn next_start(&self) -> tokio::time::Instant {
+        let lacking = self.wanted.iter().filter(|(kind, count)| self.count(**kind) < **count);
+        let times = lacking.filter_map(|(kind, _)| self.short_lives.get(kind).map(|(_, when)| *when));
+        times.min().unwrap_or_else(|| tokio::time::Instant::now() + Duration::from_secs(3600))
+    }
+
     /// Waits until some process has ended and forgets it.
     async fn reap(&mut self) -> anyhow::Result<()> {
         if self.processes.is_empty() {
@@ -142,7 +159,7 @@ impl Supervisor {
         }
         let ends = self.processes.iter_mut().map(|p| Box::pin(p.child.wait()));
         let (status, index, _) = futures::future::select_all(ends).await;
-        let process = self.processes.swap_remove(index);
+        let process = self.processes.remove(index);
         let status = status.context("waiting for a process")?;
         match process.stopping {
             true => tracing::info!(process = process.kind.name(), pid = process.pid, "stopped"),
@@ -153,14 +170,14 @@ impl Supervisor {
 
     fn died(&mut self, process: &Process, status: ExitStatus) -> anyhow::Result<()> {
         let (name, pid) = (process.kind.name(), process.pid);
-        if process.started.elapsed() >= SHORT_LIFE {
-            self.short_lives = 0;
-        } else {
-            self.short_lives += 1;
-        }
+        let lives = self.short_lives.get(&process.kind).map_or(0, |(lives, _)| *lives);
+        let lives = if process.started.elapsed() >= SHORT_LIFE { 0 } else { lives + 1 };
+        // The first time at once, then twice as late each time.
+        let wait = if lives == 0 { Duration::ZERO } else { MIN_BACKOFF * (1 << lives.min(7)) };
+        self.short_lives.insert(process.kind, (lives, tokio::time::Instant::now() + wait));
         // A router that cannot even start will not the next time either; one that was killed will.
-        let hopeless = process.kind == Kind::Router && self.short_lives > 0 && status.code().is_some();
-        if hopeless || self.short_lives >= MAX_SHORT_LIVES {
+        let hopeless = process.kind == Kind::Router && lives > 0 && status.code().is_some();
+        if hopeless || (!self.settled && lives >= MAX_SHORT_LIVES) {
             bail!("{name} (pid {pid}) ended with {status} shortly after its start; its message is above");
         }
         tracing::warn!(process = name, pid, %status, "died; starting it again");
@@ -173,9 +190,11 @@ impl Supervisor {
         loop {
             self.reconcile()?;
             self.answer_scales();
+            let next_start = self.next_start();
             tokio::select! {
                 done = &mut until => return Ok(done),
                 reaped = self.reap() => reaped?,
+                () = tokio::time::sleep_until(next_start) => {}
             }
         }
     }
@@ -191,7 +210,11 @@ impl Supervisor {
             .serve_with_incoming_shutdown(TcpListenerStream::new(listener), shutdown.token().cancelled_owned());
         let server = tokio::spawn(server);
         let registry = baton_cluster::connect(registry).await?;
-        let lease = self.run_until(registry.register(member, Duration::from_secs(5))).await??;
+        self.settled = true;
+        let lease = tokio::select! {
+            lease = self.run_until(registry.register(member, Duration::from_secs(5))) => lease??,
+            () = shutdown.draining() => return Ok(()),
+        };
         loop {
             let wish: Option<Scale> = tokio::select! {
                 wish = self.run_until(inbox.recv()) => wish?,

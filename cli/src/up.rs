@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
-use baton_runtime::{Bytes, LogFormat, ProcessConfig, Shutdown, config::format_duration};
+use baton_runtime::{Bytes, Process, ProcessConfig, config::format_duration};
 use baton_worker::{KvType, TransportKind};
 
 use crate::supervisor::{Kind, Supervisor};
@@ -52,16 +52,21 @@ baton_runtime::config! {
 
 /// Runs until told to stop.
 pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
-    baton_runtime::telemetry::init("up", &config.process.log, LogFormat::Text);
     if config.aggregated {
         config.prefill = 0;
     }
     if config.decode == 0 {
         bail!("--decode is 0; a cluster needs at least one decode worker");
     }
-    let shutdown = Shutdown::new(config.process.drain_timeout);
-    shutdown.listen_for_signals()?;
-    fetch_model(&config).await?;
+    if config.http == config.grpc && config.http.port() != 0 {
+        bail!("--http and --grpc are both {}; they must differ", config.http);
+    }
+    let process = Process::start("up", &config.process, Default::default()).await?;
+    let shutdown = process.shutdown.clone();
+    tokio::select! {
+        fetched = fetch_model(&config) => fetched?,
+        () = shutdown.draining() => bail!("told to stop before the model was there"),
+    }
     config.http = fixed_port(config.http, "--http")?;
     config.grpc = fixed_port(config.grpc, "--grpc")?;
     let registry = match config.registry.as_str() {
@@ -75,30 +80,33 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);
-    let timeout = config.start_timeout;
-    let http = config.http;
-    let ready = tokio::select! {
-        ready = supervisor.run_until(wait_ready(http, timeout)) => ready,
-        () = shutdown.draining() => Ok(false),
-    };
-    match ready {
-        Ok(true) => {
-            announce(&config, &supervisor, &served_model(http).await?);
-            supervisor.serve(&registry, &shutdown).await?;
-        }
-        Ok(false) if shutdown.is_draining() => {}
-        Ok(false) => {
-            supervisor.stop(&shutdown).await;
-            bail!("the cluster was not ready within {}; start with --log info to see why", format_duration(timeout));
-        }
-        Err(error) => {
-            supervisor.stop(&shutdown).await;
-            return Err(error);
-        }
+    let outcome = supervise(&config, &registry, &mut supervisor, &process).await;
+    if outcome.is_ok() {
+        eprintln!("stopping: running requests may finish (Ctrl-C again cuts them off)");
     }
-    eprintln!("stopping: running requests may finish (Ctrl-C again cuts them off)");
+    // Also after an error: nothing may be left behind.
     supervisor.stop(&shutdown).await;
-    Ok(())
+    outcome
+}
+
+/// From the start of the processes until the drain starts.
+async fn supervise(
+    config: &UpConfig,
+    registry: &str,
+    supervisor: &mut Supervisor,
+    process: &Process,
+) -> anyhow::Result<()> {
+    let ready = tokio::select! {
+        ready = supervisor.run_until(wait_ready(config)) => ready?,
+        () = process.shutdown.draining() => return Ok(()),
+    };
+    if !ready {
+        let timeout = format_duration(config.start_timeout);
+        bail!("the cluster was not ready within {timeout}; start with --log info to see why");
+    }
+    announce(config, supervisor, &served_model(config.http).await?);
+    process.readiness.ready();
+    supervisor.serve(registry, &process.shutdown).await
 }
 
 /// Fetches here, once and with a progress bar, so that the workers find the model in the cache.
@@ -154,18 +162,28 @@ fn flag(name: &str, value: impl ToString) -> [String; 2] {
     [format!("--{name}"), value.to_string()]
 }
 
-/// True when the router says that it can serve, false when `timeout` has passed.
-async fn wait_ready(http: SocketAddr, timeout: Duration) -> bool {
+/// True when the router can serve and sees all workers, false when the time for that has passed.
+async fn wait_ready(config: &UpConfig) -> bool {
     let ready = async {
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         loop {
             tick.tick().await;
-            if matches!(crate::status::get(http, "/ready").await, Ok((200, _))) {
+            let serves = matches!(crate::status::get(config.http, "/ready").await, Ok((200, _)));
+            if serves && all_workers(config).await.is_some_and(|all| all) {
                 return;
             }
         }
     };
-    tokio::time::timeout(timeout, ready).await.is_ok()
+    tokio::time::timeout(config.start_timeout, ready).await.is_ok()
+}
+
+/// Whether the router sees as many workers of each role as were started.
+async fn all_workers(config: &UpConfig) -> Option<bool> {
+    let (_, body) = crate::status::get(config.http, "/cluster").await.ok()?;
+    let cluster: serde_json::Value = serde_json::from_str(&body).ok()?;
+    let members = cluster["members"].as_array()?;
+    let count = |role: &str| members.iter().filter(|m| m["role"] == role).count();
+    Some(count("prefill") >= config.prefill as usize && count("decode") >= config.decode as usize)
 }
 
 /// The name clients ask for.

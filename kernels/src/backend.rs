@@ -58,6 +58,9 @@ pub struct Span {
     pub table: usize,
 }
 
+/// Most query heads that may share one KV head.
+pub const MAX_HEADS_PER_KV_HEAD: usize = 64;
+
 /// Rows of a span that one attention task takes.
 pub const TILE_ROWS: usize = 16;
 

@@ -11,7 +11,9 @@ pub mod conformance;
 mod cpu;
 mod pool;
 
-pub use backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource};
+pub use backend::{
+    AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource,
+};
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{CpuBackend, CpuOptions, CpuWeight, Isa, element};
 pub use pool::HostPool;

@@ -25,7 +25,7 @@ impl HostPool {
     /// A pool over memory that `owner` keeps alive.
     ///
     /// # Safety
-    /// `base` is valid for reads and writes of `bytes` bytes as long as `owner` lives, and is aligned to 64.
+    /// `base` is valid for reads and writes of `bytes` bytes as long as `owner` lives. It needs no alignment.
     pub unsafe fn new(
         base: *mut u8,
         bytes: usize,

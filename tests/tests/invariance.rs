@@ -1,5 +1,5 @@
 //! I1: the same tokens and the same logits, to the bit, whatever the batch, the chunks, the threads and the instruction set.
-//! `cluster.rs` holds the same promise over the routes between processes.
+//! `routes.rs` holds the same promise over the routes between processes.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;

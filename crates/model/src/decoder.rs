@@ -1,6 +1,6 @@
 //! The forward pass: embeddings, layers, output head, over buffers allocated once.
 
-use baton_kernels::{AttentionShape, Backend, Gate, Ragged, Rope};
+use baton_kernels::{AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Ragged, Rope};
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
@@ -77,6 +77,10 @@ impl<B: Backend> Decoder<B> {
             if value % 8 != 0 {
                 return Err(ModelError::Width { field, value });
             }
+        }
+        let group = config.heads / config.kv_heads.max(1);
+        if group as usize > MAX_HEADS_PER_KV_HEAD {
+            return Err(ModelError::Group(group));
         }
         let weights = load(model, &mut backend)?;
         let head_dim = config.head_dim as usize;

@@ -1,6 +1,6 @@
 //! Why a model cannot be loaded.
 
-use baton_kernels::KernelError;
+use baton_kernels::{KernelError, MAX_HEADS_PER_KV_HEAD};
 use baton_model_files::ModelFileError;
 use baton_types::{BatonError, ErrorKind};
 
@@ -23,6 +23,9 @@ pub enum ModelError {
         /// The shape it should have.
         wanted: Vec<usize>,
     },
+    /// More query heads for one KV head than the kernels take.
+    #[error("{0} query heads share one KV head; at most {MAX_HEADS_PER_KV_HEAD} are supported")]
+    Group(u32),
     /// A size the kernels cannot work with.
     #[error("{field} is {value}; it must be a multiple of 8")]
     Width {

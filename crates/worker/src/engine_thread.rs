@@ -1,6 +1,6 @@
 //! The dedicated thread that owns the engine and the model and runs steps; everything reaches it as commands.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use baton_engine::{BlockCounts, Engine, Event, ModelRunner, Step};
@@ -45,7 +45,7 @@ pub struct Snapshot {
     pub idle: bool,
 }
 
-/// A way to the engine thread. The thread ends when the last handle is gone.
+/// A way to the engine thread. The thread ends when nobody watches its snapshot any more, so when the last handle is gone.
 ///
 /// The command queue itself has no limit: every command belongs to an open stream or an open handoff, and those are limited.
 #[derive(Debug)]
@@ -133,9 +133,7 @@ impl<R: Role> Thread<R> {
         self.report();
         // Ends when nobody watches any more: the role holds a sender of its own, so the inbox alone never closes.
         while !self.publish.is_closed() {
-            if self.take_commands(stuck) {
-                return;
-            }
+            self.take_commands(stuck);
             let planned = self.engine.plan(clock.now(), &mut self.events);
             // What the plan said (reservations, expiries) comes before what the step will say.
             self.dispatch();
@@ -147,23 +145,11 @@ impl<R: Role> Thread<R> {
         }
     }
 
-    /// Waits for the first command when there is nothing else to do. True when all senders are gone.
-    fn take_commands(&mut self, mut wait: bool) -> bool {
+    /// Waits for the first command when there is nothing else to do. The role holds a sender, so the inbox never closes.
+    fn take_commands(&mut self, mut wait: bool) {
         loop {
-            let next = if wait {
-                match self.inbox.recv_timeout(IDLE_TICK) {
-                    Ok(command) => Some(command),
-                    Err(RecvTimeoutError::Timeout) => None,
-                    Err(RecvTimeoutError::Disconnected) => return true,
-                }
-            } else {
-                match self.inbox.try_recv() {
-                    Ok(command) => Some(command),
-                    Err(TryRecvError::Empty) => None,
-                    Err(TryRecvError::Disconnected) => return true,
-                }
-            };
-            let Some(command) = next else { return false };
+            let next = if wait { self.inbox.recv_timeout(IDLE_TICK).ok() } else { self.inbox.try_recv().ok() };
+            let Some(command) = next else { return };
             wait = false;
             self.role.command(&mut self.engine, command, &mut self.events);
             self.dispatch();
@@ -183,7 +169,9 @@ impl<R: Role> Thread<R> {
         role.step_planned(engine, &step);
         out.clear();
         let outcome = engine.with_batch(&step, |batch| runner.run(batch, &mut |layer| role.layer_stored(layer), out));
-        let (tokens, rows) = (step.tokens(), step.rows().len());
+        // A row of one token that samples is a decode row, also when it is a prompt's last token.
+        let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
+        let prefilled = u64::from(step.tokens()) - decoded;
         role.step_done(engine);
         match outcome {
             Ok(()) => engine.apply(step, out, events),
@@ -193,9 +181,8 @@ impl<R: Role> Thread<R> {
             }
         }
         histogram!(names::STEP_SECONDS).record(started.elapsed().as_secs_f64());
-        let decoded = out.len().min(rows) as u64;
         counter!(names::DECODE_TOKENS).increment(decoded);
-        counter!(names::PREFILL_TOKENS).increment((tokens as u64).saturating_sub(decoded));
+        counter!(names::PREFILL_TOKENS).increment(prefilled);
         self.dispatch();
     }
 

@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use baton_engine::EngineConfig;
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
+use baton_runtime::config::format_duration;
 use baton_transfer::Segment;
 use baton_types::PoolGeometry;
 
@@ -15,6 +17,8 @@ use crate::{WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
+/// What every registry can keep.
+const MIN_TTL: Duration = Duration::from_secs(1);
 
 /// A model on the CPU over a shareable pool.
 pub struct Loaded {
@@ -60,14 +64,32 @@ fn check(ok: bool, field: &'static str, value: impl ToString, must: impl Into<St
     if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
 }
 
-/// Loads an open model. Blocks for seconds.
-pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
+/// What can be checked before the model is there: so that a wrong setting is told at once.
+pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let positive = |field, value: u32| check(value >= 1, field, value, "at least 1");
     check(
         config.block_size >= 16 && config.block_size.is_multiple_of(16),
         "block_size",
         config.block_size,
         "a multiple of 16",
     )?;
+    positive("chunk", config.chunk)?;
+    positive("max_running", config.max_running)?;
+    let must = format!("at least max_running, which is {}", config.max_running);
+    check(config.token_budget >= config.max_running, "token_budget", config.token_budget, must)?;
+    check(config.threads != Some(0), "threads", 0, "at least 1")?;
+    let ttl = config.registry_ttl;
+    check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
+    for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
+        let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
+        let must = "an address others can connect to; or say with --advertise by which one they reach this worker";
+        check(reachable, field, address, must)?;
+    }
+    Ok(())
+}
+
+/// Loads an open model. Blocks for seconds.
+pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
     let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
     let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
     let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;

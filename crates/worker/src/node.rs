@@ -13,7 +13,8 @@ use tokio::sync::watch;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 
-use crate::{Commands, EngineHandle, Loaded, Role, WorkerConfig, WorkerError, WorkerService, engine_thread, load};
+use crate::load::{check_settings, load};
+use crate::{Commands, EngineHandle, Loaded, Role, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// HTTP/2 streams a worker keeps open at most, per connection (I5).
 const MAX_STREAMS: u32 = 4096;
@@ -62,6 +63,7 @@ pub fn random_worker_id() -> WorkerId {
 impl Node {
     /// Runs a worker of role `N` until it is told to stop.
     pub async fn run<N: NodeRole>(config: WorkerConfig) -> Result<(), WorkerError> {
+        check_settings(&config)?;
         let process = Process::start(N::ROLE.as_str(), &config.process, Default::default()).await?;
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;

@@ -1,4 +1,5 @@
-//! The `Worker` service every worker has: status and drain.
+//! The `Worker` service every worker has, and its drain. A drain starts with a signal to the process, so that the registry, the
+//! router and the supervisor all learn of it.
 
 use std::time::Duration;
 
@@ -41,12 +42,6 @@ impl WorkerService {
 
 #[tonic::async_trait]
 impl worker_server::Worker for WorkerService {
-    async fn drain(&self, request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
-        let timeout = Duration::from_millis(request.into_inner().deadline_ms);
-        let aborted = WorkerService::drain(self, timeout).await.err().unwrap_or(0);
-        Ok(Response::new(v1::DrainResponse { aborted }))
-    }
-
     async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {
         let now = *self.snapshot.borrow();
         let b = now.blocks;

@@ -13,14 +13,12 @@ use baton_types::BlockId;
 use super::isa::dispatch;
 use super::matmul::Element;
 use super::simd::{LANES, Simd, exp};
-use crate::backend::{Span, TILE_ROWS};
+use crate::backend::{MAX_HEADS_PER_KV_HEAD, Span, TILE_ROWS};
 
 /// Slots taken together.
 const SLOTS: usize = 16;
 /// Largest head dimension.
 const MAX_DIM: usize = 512;
-/// Most query heads of one KV head.
-pub const MAX_GROUP: usize = 64;
 /// Query heads scored together.
 const PAIRS: usize = 4;
 
@@ -232,7 +230,7 @@ unsafe fn attend_kernel<S: Simd, E: Element>(_: S, task: &Task<'_, E>) {
     let k = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: the second half of the array just made; `load_tile` fills `dim * 16` elements of each before they are read.
     let tile = Tile { k, v: unsafe { k.add(MAX_DIM * SLOTS) } };
-    let mut softmax = [Softmax { max: f32::NEG_INFINITY, sum: 0.0 }; TILE_ROWS * MAX_GROUP];
+    let mut softmax = [Softmax { max: f32::NEG_INFINITY, sum: 0.0 }; TILE_ROWS * MAX_HEADS_PER_KV_HEAD];
     // SAFETY: rows of q and out belong to this tile and KV head alone; the table covers the visible positions.
     unsafe {
         for i in 0..pairs {

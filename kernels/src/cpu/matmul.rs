@@ -41,7 +41,9 @@ unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, q: *mut i
             let v = [S::load(x), S::load(x.add(8)), S::load(x.add(16)), S::load(x.add(24))];
             let pair = (S::max(S::abs(v[0]), S::abs(v[1])), S::max(S::abs(v[2]), S::abs(v[3])));
             let largest = S::max_lane(S::max(pair.0, pair.1));
-            let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+            // Below the least normal number's neighbourhood the inverse overflows; such a group counts as zero.
+            let inverse = 127.0 / largest;
+            let (largest, inverse) = if inverse.is_finite() { (largest, inverse) } else { (0.0, 0.0) };
             let mut total = S::splat(0.0);
             for (i, v) in v.into_iter().enumerate() {
                 let rounded = S::round(S::mul(v, S::splat(inverse)));

@@ -146,7 +146,10 @@ impl CpuBackend {
         let planes = self.planes::<E>(shape);
         let (isa, kv_heads) = (self.isa, self.kv_heads(shape));
         let group = shape.heads / kv_heads;
-        assert!(group * kv_heads == shape.heads && group <= attention::MAX_GROUP, "{group} query heads per KV head");
+        assert!(
+            group * kv_heads == shape.heads && group <= crate::MAX_HEADS_PER_KV_HEAD,
+            "{group} query heads per KV head"
+        );
         let window = self.pool.geometry().layout.groups[shape.group].window.map(|w| w as usize);
         let needed = batch.rows() * shape.heads * self.pool.geometry().layout.groups[shape.group].head_dim as usize;
         assert!(q.len() >= needed && out.len() >= needed, "attention buffers too small");
