@@ -162,13 +162,17 @@ impl Prefill {
     }
 
     fn faulty(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap) -> Prefill {
+        Prefill::limited(geometry, worker, transport, wrap, Limits::default())
+    }
+
+    fn limited(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap, limits: Limits) -> Prefill {
         let pool = pool(&geometry, worker);
         let options = SenderOptions {
             worker: WorkerId(worker),
             geometry: geometry.clone(),
             segment: pool.clone(),
             transport,
-            limits: Limits::default(),
+            limits,
         };
         Prefill { sender: Sender::with_wrap(options, wrap).unwrap(), pool, geometry }
     }

@@ -1,5 +1,7 @@
 //! Everything that can go wrong while KV moves, with the fields a reader needs to find the culprit.
 
+use std::time::Duration;
+
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, LayoutMismatch, WorkerId};
 
 /// An error of the data plane. Cloned because one lost connection fails many handoffs.
@@ -106,6 +108,18 @@ pub enum TransferError {
         /// What was going on.
         doing: &'static str,
     },
+    /// The decode worker is connected but does not move, so the handoff is given up before its deadline.
+    #[error("{peer} made no progress for {waited:?} while {epoch} was {doing}")]
+    Stalled {
+        /// The handoff.
+        epoch: Epoch,
+        /// The decode worker.
+        peer: WorkerId,
+        /// What was going on.
+        doing: &'static str,
+        /// How long at most, by configuration.
+        waited: Duration,
+    },
     /// The connection to a peer ended.
     #[error("lost {peer}: {cause}")]
     PeerLost {
@@ -177,9 +191,13 @@ impl BatonError for TransferError {
             Aborted { .. } => ErrorKind::Cancelled,
             Expired { .. } | Deadline { .. } => ErrorKind::DeadlineExceeded,
             Limit { .. } => ErrorKind::ResourceExhausted,
-            Protocol { .. } | Refused { .. } | Fenced { .. } | PeerLost { .. } | Connect { .. } | Closed => {
-                ErrorKind::Unavailable
-            }
+            Protocol { .. }
+            | Refused { .. }
+            | Fenced { .. }
+            | Stalled { .. }
+            | PeerLost { .. }
+            | Connect { .. }
+            | Closed => ErrorKind::Unavailable,
             Argument { .. } | Lent { .. } | Os { .. } => ErrorKind::Internal,
         }
     }

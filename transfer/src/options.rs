@@ -20,9 +20,12 @@ pub struct Limits {
     pub blocks_per_handoff: usize,
     /// Bytes of the tail that a completion carries.
     pub tail_bytes: usize,
-    /// Block writes waiting per connection on the prefill side; a submit beyond it blocks.
+    /// Block writes waiting per connection on the prefill side; a write beyond it waits for room.
     pub queued_blocks: usize,
-    /// Longest time for connecting and shaking hands, over all transports tried.
+    /// Longest time a write waits for room. Short, because the caller computes for other peers too.
+    pub room: Duration,
+    /// Longest time for connecting and shaking hands, over all transports tried; and again for each handoff to be
+    /// granted access.
     pub handshake: Duration,
 }
 
@@ -34,6 +37,7 @@ impl Default for Limits {
             blocks_per_handoff: 65_536,
             tail_bytes: 64 << 10,
             queued_blocks: 65_536,
+            room: Duration::from_secs(1),
             handshake: Duration::from_secs(2),
         }
     }

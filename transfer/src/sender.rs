@@ -171,8 +171,8 @@ impl Handoff {
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
     /// group). Every layer of every block must be written once, so a block that two chunks fill is written after the
     /// second. The local blocks must stay unchanged until the
-    /// handoff's end is reported. Waits while the queue is full, until the deadline. After an error the handoff is
-    /// good for nothing but [`Handoff::complete`] or [`Handoff::abort`].
+    /// handoff's end is reported. Waits while the queue is full, for [`crate::Limits::room`] at most. After an
+    /// error the handoff is good for nothing but [`Handoff::complete`] or [`Handoff::abort`].
     pub fn write(
         &mut self,
         group: usize,

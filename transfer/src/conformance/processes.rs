@@ -10,6 +10,8 @@ for_each_transport![
     a_stopped_prefill_worker_is_fenced_only_with_proof,
     a_killed_decode_worker_is_an_error,
     a_stopped_decode_worker_completes_nothing,
+    a_decode_worker_that_never_grants_is_given_up,
+    a_writer_does_not_wait_for_a_stopped_decode_worker,
 ];
 
 fn prefill_child(choice: TransportChoice) -> Process {
@@ -95,6 +97,89 @@ fn a_stopped_decode_worker_completes_nothing(choice: TransportChoice) {
     let target = hex::decode(&child.hear()).unwrap();
     prefill.send(&target, 0).wait().unwrap();
     assert_eq!(child.hear(), "verified");
+}
+
+/// A queue of a few blocks, and little patience with it.
+fn impatient(choice: TransportChoice, wrap: Wrap) -> Prefill {
+    let limits = Limits { queued_blocks: 8, room: Duration::from_millis(50), ..Limits::default() };
+    Prefill::limited(large(), 2, choice, wrap, limits)
+}
+
+/// Writes all layers but the last, 8 blocks at a time, until a write is refused.
+fn write_until_refused(handoff: &mut crate::Handoff) -> TransferError {
+    let indexes: Vec<u32> = (0..handoff.block_counts()[0]).collect();
+    let parts = (0..7).flat_map(|layer| indexes.chunks(8).map(move |part| (layer, part)));
+    let refused = parts.map(|(layer, part)| {
+        let pairs: Vec<_> = part.iter().map(|&i| (BlockId(i), i)).collect();
+        handoff.write(0, layer, &pairs)
+    });
+    refused.filter_map(Result::err).next().expect("a refused write")
+}
+
+#[track_caller]
+fn give_up(handoff: crate::Handoff) {
+    let (quiet, is_quiet) = mpsc::channel();
+    handoff.abort(Box::new(move || quiet.send(()).unwrap()));
+    is_quiet.recv_timeout(PATIENCE).unwrap();
+}
+
+/// A decode worker that has served one handoff, stands still, and was asked for `count` blocks before.
+fn stands_still(prefill: &Prefill, count: u32) -> (Process, Vec<u8>) {
+    let mut child = Process::start("decode");
+    child.say("1");
+    prefill.send(&hex::decode(&child.hear()).unwrap(), 0).wait().unwrap();
+    assert_eq!(child.hear(), "verified");
+    child.say(&count.to_string());
+    let target = hex::decode(&child.hear()).unwrap();
+    child.freeze();
+    (child, target)
+}
+
+/// It learns that it was given up, has its blocks back, and goes on serving.
+fn moves_again(prefill: &Prefill, mut child: Process) {
+    child.thaw();
+    let told = child.hear();
+    assert!(told.contains("aborted"), "{told}");
+    child.say("1");
+    prefill.send(&hex::decode(&child.hear()).unwrap(), 0).wait().unwrap();
+    assert_eq!(child.hear(), "verified");
+}
+
+fn a_decode_worker_that_never_grants_is_given_up(choice: TransportChoice) {
+    // I5: long before the handoff's deadline.
+    let prefill = Prefill::new(large(), 2, choice);
+    let (child, target) = stands_still(&prefill, 1);
+    let error = prefill.send(&target, 0).wait().unwrap_err();
+    assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
+    moves_again(&prefill, child);
+}
+
+fn a_writer_does_not_wait_for_a_stopped_decode_worker(choice: TransportChoice) {
+    let prefill = impatient(choice, Arc::new(|transport| transport));
+    let (child, target) = stands_still(&prefill, 32);
+    let mut handoff = prefill.sender.open(&target, far()).unwrap();
+    let error = write_until_refused(&mut handoff);
+    assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
+    give_up(handoff);
+    moves_again(&prefill, child);
+}
+
+/// Over shared memory a decode worker holds nobody up once it has let them in.
+#[test]
+fn a_writer_does_not_wait_for_a_decode_worker_that_stops_reading() {
+    let mut child = Process::start("decode");
+    let (wrap, is_reached, go) = held(2);
+    let prefill = impatient(TransportChoice::Tcp, wrap);
+    child.say("60");
+    let mut handoff = prefill.sender.open(&hex::decode(&child.hear()).unwrap(), far()).unwrap();
+    handoff.write(0, 7, &(0..8).map(|i| (BlockId(i), i)).collect::<Vec<_>>()).unwrap();
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    child.freeze();
+    go.send(()).unwrap();
+    let error = write_until_refused(&mut handoff);
+    assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
+    give_up(handoff);
+    moves_again(&prefill, child);
 }
 
 #[test]

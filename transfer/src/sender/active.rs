@@ -1,7 +1,7 @@
 //! One handoff under way at the prefill end, as its session keeps it.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
@@ -25,6 +25,7 @@ pub(crate) struct Active {
     pub bytes: u64,
     /// Set once the handoff is completed.
     pub done: Option<Done>,
+    /// When access was asked for; from the first write on, when that was.
     began: Instant,
 }
 
@@ -50,8 +51,25 @@ impl Active {
         TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes }
     }
 
+    /// When it is given up: at its deadline, or when access was not granted within `grant` of asking.
+    pub(crate) fn due(&self, grant: Duration) -> Instant {
+        match self.state {
+            State::Reserved => self.core.deadline.min(self.began + grant),
+            _ => self.core.deadline,
+        }
+    }
+
+    /// Why it is given up once it is due.
+    pub(crate) fn late(&self, now: Instant, grant: Duration) -> TransferError {
+        let (epoch, peer, doing) = (self.core.epoch, self.core.peer, self.doing());
+        match self.core.deadline <= now {
+            true => TransferError::Deadline { epoch, peer, doing },
+            false => TransferError::Stalled { epoch, peer, doing, waited: grant },
+        }
+    }
+
     /// For the message of a missed deadline.
-    pub(crate) fn doing(&self) -> &'static str {
+    fn doing(&self) -> &'static str {
         match (self.state, &self.done) {
             (State::Reserved, _) => "waiting for access to its pool",
             (_, None) => "writing",

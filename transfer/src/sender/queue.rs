@@ -90,6 +90,8 @@ struct Inner {
     /// No more ops, and why.
     closed: Option<TransferError>,
     stopped: bool,
+    /// A write has waited in vain and nothing has left since: no other waits too.
+    stalled: bool,
 }
 
 /// One session's queue.
@@ -126,9 +128,10 @@ impl Queue {
         Ok(())
     }
 
-    /// Queues a write, waiting for room until the handoff's deadline.
+    /// Queues a write. Waits for room for a short while, and while the peer does not move only once for all handoffs
+    /// (I5): the caller has others to serve.
     pub(crate) fn write(&self, core: &Core, op: Op) -> Result<(), TransferError> {
-        let blocks = op.blocks();
+        let (blocks, patience) = (op.blocks(), Instant::now() + self.limits.room);
         let mut inner = lock(&self.inner);
         loop {
             if let Some(error) = core.failure.get().or(inner.closed.as_ref()) {
@@ -138,11 +141,15 @@ impl Queue {
             if inner.blocks == 0 || inner.blocks + blocks <= self.limits.queued_blocks {
                 break;
             }
-            let left = core.deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let doing = "waiting for room in the queue";
-                return Err(TransferError::Deadline { epoch: core.epoch, peer: core.peer, doing });
+            let (epoch, peer, doing, now) = (core.epoch, core.peer, "waiting for room in the queue", Instant::now());
+            if core.deadline <= now {
+                return Err(TransferError::Deadline { epoch, peer, doing });
             }
+            inner.stalled |= patience <= now;
+            if inner.stalled {
+                return Err(TransferError::Stalled { epoch, peer, doing, waited: self.limits.room });
+            }
+            let left = patience.min(core.deadline) - now;
             inner = self.room.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         inner.blocks += blocks;
@@ -206,6 +213,7 @@ impl Queue {
         }
         let op = inner.ops.pop_front()?;
         inner.blocks -= op.blocks();
+        inner.stalled = false;
         drop(inner);
         self.room.notify_all();
         Some(op)
@@ -286,6 +294,28 @@ mod tests {
             assert!(queue.forget(Epoch(1)).is_none());
             assert_eq!(writer.join().unwrap(), Ok(()));
         });
+    }
+
+    #[test]
+    fn a_stalled_peer_is_waited_for_once() {
+        let limits = Limits { queued_blocks: 4, room: Duration::from_millis(20), ..Limits::default() };
+        let queue = Queue::new(limits).unwrap();
+        let far = Instant::now() + Duration::from_secs(60);
+        let cores = [core(1, far), core(2, far)];
+        cores.iter().for_each(|core| queue.begin(core.clone()).unwrap());
+        queue.write(&cores[0], write(1, 4)).unwrap();
+        let error = queue.write(&cores[0], write(1, 1)).unwrap_err();
+        assert!(matches!(error, TransferError::Stalled { epoch: Epoch(1), .. }), "{error}");
+        assert!(lock(&queue.inner).stalled);
+        let error = queue.write(&cores[1], write(2, 1)).unwrap_err();
+        assert!(matches!(error, TransferError::Stalled { epoch: Epoch(2), .. }), "{error}");
+        // What was queued is as it was, and room made by an abort is room, though not yet a sign of life.
+        drop(queue.forget(Epoch(1)));
+        queue.write(&cores[1], write(2, 4)).unwrap();
+        assert!(queue.write(&cores[1], write(2, 1)).is_err());
+        while queue.next_if(|_| true).is_some() {}
+        assert!(!lock(&queue.inner).stalled);
+        queue.write(&cores[1], write(2, 4)).unwrap();
     }
 
     #[test]

@@ -226,15 +226,15 @@ impl Session {
         self.queue.retire(epoch);
     }
 
-    /// Ends handoffs whose deadline has passed; answers when the next one does.
+    /// Ends handoffs whose time is over; answers when the next one's is.
     fn expire(&mut self, now: Instant) -> Option<Instant> {
+        let grant = self.plan.config.options.limits.handshake;
         let running = |active: &&Active| active.state != State::Released;
-        let late = self.active.values().filter(running).filter(|a| a.core.deadline <= now);
-        for epoch in late.map(|a| a.core.epoch).collect::<Vec<_>>() {
-            let doing = self.active.get(&epoch).map_or("ending", Active::doing);
-            self.end(epoch, Input::Expire, TransferError::Deadline { epoch, peer: self.plan.peer(), doing });
+        let late = self.active.values().filter(running).filter(|a| a.due(grant) <= now);
+        for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, grant))).collect::<Vec<_>>() {
+            self.end(epoch, Input::Expire, error);
         }
-        self.active.values().filter(running).map(|a| a.core.deadline).min()
+        self.active.values().filter(running).map(|a| a.due(grant)).min()
     }
 
     /// Goes on copying, a batch at most. True when there is more to do without waiting.
