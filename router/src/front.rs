@@ -90,6 +90,11 @@ impl Front {
         draining.or_else(|| self.workers.not_ready())
     }
 
+    /// Longest sequence that can be asked for now, tokens: the model's, or what its workers are set to if that is less.
+    pub fn context_tokens(&self) -> u32 {
+        self.model.context_tokens().min(self.workers.capacity().context())
+    }
+
     /// Counts a request that was refused before any work.
     pub fn refused(&self, error: &RequestError) {
         counter!(names::REJECTED, "reason" => error.code.unwrap_or(error.kind.as_str())).increment(1);

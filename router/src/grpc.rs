@@ -74,7 +74,7 @@ impl v1::inference_server::Inference for Inference {
         let model = &self.front.model;
         let info = v1::ModelInfo {
             id: model.id().to_owned(),
-            context_tokens: model.context_tokens(),
+            context_tokens: self.front.context_tokens(),
             vocab_size: model.vocab_size(),
         };
         Ok(Response::new(v1::ListModelsResponse { models: vec![info] }))

@@ -191,7 +191,7 @@ async fn model(State(door): State<Door>, Path(id): Path<String>) -> Response {
 
 fn model_object(front: &Front) -> Model<'_> {
     let model = &front.model;
-    let max_model_len = model.context_tokens();
+    let max_model_len = front.context_tokens();
     Model { id: model.id(), object: "model", created: front.started, owned_by: "baton", max_model_len }
 }
 

@@ -93,7 +93,8 @@ impl GenerateInput {
         for prompt in self.prompts {
             let field = prompt.field();
             let ids = model.encode(prompt).await?;
-            let room = Room { field, prompt: ids.len() as u32, context: model.context_tokens(), n: self.n, capacity };
+            let context = model.context_tokens().min(capacity.context());
+            let room = Room { field, prompt: ids.len() as u32, context, n: self.n, capacity };
             let max_tokens = room.max_tokens(self.sampling.max_tokens)?;
             let params = sampling_params(&self.sampling, model.eos_ids(), max_tokens, seed);
             params.validate()?;
@@ -170,14 +171,14 @@ impl Room {
             return Err(RequestError::invalid(self.field, "the prompt has no tokens; it must have at least one"));
         }
         if prompt >= context {
-            let wrong = format!("the model's context is {context} tokens, but the prompt has {prompt}; shorten it");
+            let wrong = format!("the context is {context} tokens, but the prompt has {prompt}; shorten it");
             return Err(RequestError::invalid(self.field, wrong).code("context_length_exceeded"));
         }
         let pool = self.pool_share();
         let Some(asked) = asked else { return Ok((context - prompt).min(pool.saturating_sub(prompt)).max(1)) };
         if u64::from(prompt) + u64::from(asked) > context.into() {
             let wrong = format!(
-                "the model's context is {context} tokens, but {} were asked for ({prompt} in the prompt, {asked} for \
+                "the context is {context} tokens, but {} were asked for ({prompt} in the prompt, {asked} for \
                  the answer); shorten the prompt or lower max_tokens",
                 u64::from(prompt) + u64::from(asked)
             );

@@ -33,7 +33,7 @@ impl ServedModel {
         &self.id
     }
 
-    /// Longest sequence, tokens.
+    /// Longest sequence by the model's files, tokens; workers may be set to less.
     pub fn context_tokens(&self) -> u32 {
         self.model.config().context_length
     }

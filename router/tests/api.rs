@@ -221,6 +221,29 @@ async fn sampling_reaches_the_workers() {
 }
 
 #[tokio::test]
+async fn the_context_is_the_shortest_of_the_workers() {
+    let mut cluster = Cluster::start(0, 1, "a").await;
+    for context in [100, 0, 200] {
+        cluster.add(baton_cluster::Role::Prefill, |m| m.context_tokens = context).await;
+    }
+    cluster.add(baton_cluster::Role::Decode, |m| (m.model, m.context_tokens) = ("other".into(), 50)).await;
+    cluster.seen(5).await;
+    let (status, chat) = cluster.ask(CHAT, &hello()).await;
+    assert_eq!(status, 200, "{chat}");
+    let left = 100 - chat["usage"]["prompt_tokens"].as_u64().unwrap() as u32;
+    assert_eq!(
+        cluster.worker(0).asked()[0].sampling.clone().unwrap().max_tokens,
+        left,
+        "as many as every worker takes"
+    );
+    let list: Value = cluster.http.get(cluster.url("/v1/models")).send().await.unwrap().json().await.unwrap();
+    assert_eq!(list["data"][0]["max_model_len"], 100);
+    let (status, error) = cluster.ask(TEXT, &json!({"prompt": "hi", "max_tokens": 99})).await;
+    assert_eq!((status, &error["error"]["code"]), (400, &json!("context_length_exceeded")), "{error}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn models_are_listed_by_the_name_clients_use() {
     let cluster = Cluster::start(0, 1, "a").await;
     let get = async |path: &str| {

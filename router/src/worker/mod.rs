@@ -65,16 +65,17 @@ impl Drop for Lease {
     }
 }
 
-/// KV tokens that decode workers can hold.
+/// What the workers of the model take: KV tokens that decode workers can hold, and the longest sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capacity {
     largest: u64,
     total: u64,
+    context: u32,
 }
 
 impl Capacity {
     /// Nothing is known; placement will say more.
-    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX };
+    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX, context: u32::MAX };
 
     /// Of the largest worker.
     pub fn largest(&self) -> u64 {
@@ -86,9 +87,14 @@ impl Capacity {
         self.total
     }
 
+    /// Longest sequence that every worker takes, tokens; a request may be placed on any of them.
+    pub fn context(&self) -> u32 {
+        self.context
+    }
+
     #[cfg(test)]
     pub fn of(largest: u64, total: u64) -> Capacity {
-        Capacity { largest, total }
+        Capacity { largest, total, ..Capacity::UNKNOWN }
     }
 }
 
@@ -172,14 +178,21 @@ impl Workers {
         candidate.role == baton_policy::Role::Decode && candidate.model == self.model
     }
 
-    /// What the decode workers in the view can hold.
+    /// What the workers in the view take. A worker may be set to a shorter context than its model has.
     pub fn capacity(&self) -> Capacity {
         let known = self.known();
-        let serving = known.view.members.iter().filter(|m| m.role == Role::Decode && m.model == self.model);
+        let serving = || {
+            let works = |m: &&Member| matches!(m.role, Role::Prefill | Role::Decode) && m.model == self.model;
+            known.view.members.iter().filter(works)
+        };
+        let context = serving().map(|m| m.context_tokens).filter(|tokens| *tokens > 0).min().unwrap_or(u32::MAX);
         let tokens = |m: &Member| u64::from(m.blocks) * u64::from(m.block_size);
-        let (largest, total) =
-            serving.map(tokens).fold((0, 0u64), |(largest, total), t| (largest.max(t), total.saturating_add(t)));
-        if largest == 0 { Capacity::UNKNOWN } else { Capacity { largest, total } }
+        let pools = serving().filter(|m| m.role == Role::Decode).map(tokens);
+        let (largest, total) = pools.fold((0, 0u64), |(largest, total), t| (largest.max(t), total.saturating_add(t)));
+        match largest {
+            0 => Capacity { context, ..Capacity::UNKNOWN },
+            _ => Capacity { largest, total, context },
+        }
     }
 
     fn candidates(&self) -> Vec<Candidate> {
