@@ -144,8 +144,10 @@ async fn keep<H: Hold>(
                 ttl / 3
             }
             Err(error) => {
-                // I7: work goes on; this only logs and tries again.
-                if backoff.is_fresh() {
+                // I7: work goes on; this only logs and tries again. A member that leaves may outlive its registry.
+                if backoff.is_fresh() && member.draining {
+                    info!(%error, id = %member.id, "cannot announce the drain");
+                } else if backoff.is_fresh() {
                     warn!(%error, id = %member.id, "cannot renew the registration, trying again");
                 }
                 changed = true;

@@ -108,6 +108,11 @@ impl Queue {
         Ok(Queue { inner: Mutex::default(), room: Condvar::new(), wake: Wake::new()?, limits })
     }
 
+    /// True when no handoff is under way.
+    pub(crate) fn idle(&self) -> bool {
+        lock(&self.inner).live.is_empty()
+    }
+
     /// Queues a handoff's first op.
     pub(crate) fn begin(&self, core: Arc<Core>) -> Result<(), TransferError> {
         let mut inner = lock(&self.inner);

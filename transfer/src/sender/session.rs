@@ -27,12 +27,13 @@ const FAREWELL: Duration = Duration::from_millis(500);
 
 /// Connects and serves until the connection or the sender ends.
 pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
-    let mut end =
-        End { queue: queue.clone(), error: TransferError::os("serve a decode worker", "its thread panicked") };
+    let panicked = TransferError::os("serve a decode worker", "its thread panicked");
+    let mut end = End { queue: queue.clone(), error: panicked, idle: false };
     end.error = match plan.connect(&queue) {
         Ok(connected) => {
             let mut session = Session::new(plan, queue, connected);
             let error = session.serve();
+            end.idle = session.queue.idle();
             session.wind_up(&error);
             error
         }
@@ -45,12 +46,16 @@ pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
 struct End {
     queue: Arc<Queue>,
     error: TransferError,
+    /// Nothing was under way: a worker that leaves the cluster looks like this.
+    idle: bool,
 }
 
 impl Drop for End {
     fn drop(&mut self) {
-        if self.error != TransferError::Closed {
-            tracing::warn!(error = %self.error, "transfer session ended");
+        match &self.error {
+            TransferError::Closed => {}
+            error if self.idle => tracing::info!(%error, "transfer session ended"),
+            error => tracing::warn!(%error, "transfer session ended"),
         }
         self.queue.close(self.error.clone());
     }
