@@ -41,6 +41,9 @@ struct Args {
     /// Decode workers of an own cluster.
     #[arg(long, default_value_t = 1)]
     decode: u32,
+    /// Memory of the KV pool of each worker of an own cluster.
+    #[arg(long, default_value = "2GiB")]
+    kv_memory: String,
     /// How KV travels in an own cluster: auto, shm or tcp.
     #[arg(long, default_value = "auto")]
     transport: String,
@@ -74,8 +77,7 @@ fn own(args: &Args) -> anyhow::Result<()> {
         _ => "auto",
     };
     let (prefill, decode) = (args.prefill, args.decode);
-    // The KV of every client has a place.
-    let memory = ["--kv-memory".to_owned(), "2GiB".to_owned()].into();
+    let memory = ["--kv-memory".to_owned(), args.kv_memory.clone()].into();
     let options = ClusterOptions { prefill, decode, transport, args: memory, ..ClusterOptions::new(&args.model) };
     let cluster = Cluster::start(options)?;
     let target = Target { grpc: cluster.grpc(), http: cluster.http(), processes: cluster.processes() };
