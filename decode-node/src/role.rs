@@ -32,7 +32,7 @@ pub(crate) enum Command {
     Generate {
         new: NewSequence,
         stream: Stream,
-        accepted: Accepted,
+        accepted: Accepted<Command>,
     },
     /// The stream was dropped.
     Cancel(SeqId),
@@ -181,16 +181,8 @@ impl Role for DecodeRole {
     fn command(&mut self, engine: &mut Engine, command: Command, events: &mut Vec<Event>) {
         match command {
             Command::Generate { new, stream, accepted } => {
-                let outcome = engine.submit(new);
-                let seq = outcome.as_ref().ok().copied();
-                if let Some(seq) = seq {
+                if let Some(seq) = accepted.submit(engine, new) {
                     self.open.insert(seq, Open { stream, epoch: None });
-                }
-                // The service went away before it knew the sequence's name: nobody else will cancel it.
-                if accepted.send(outcome).is_err()
-                    && let Some(seq) = seq
-                {
-                    self.cancel(engine, seq);
                 }
             }
             Command::Cancel(seq) => self.cancel(engine, seq),

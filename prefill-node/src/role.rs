@@ -27,10 +27,10 @@ pub(crate) type Stream = mpsc::UnboundedSender<Said>;
 /// What the service and the transfer threads say.
 pub(crate) enum Command {
     Run {
-        new: NewSequence,
+        new: Box<NewSequence>,
         handoff: Handoff,
         stream: Stream,
-        accepted: Accepted,
+        accepted: Accepted<Command>,
     },
     /// The stream was dropped.
     Cancel(SeqId),
@@ -87,7 +87,11 @@ impl PrefillRole {
 
     fn prefilled(&mut self, engine: &mut Engine, seq: SeqId, token: TokenOut, finish: Option<FinishReason>) {
         let Some(open) = self.open.get_mut(&seq) else {
-            return self.abort(engine, seq, None);
+            // Nothing reads its blocks, and nobody would clear a quarantine.
+            if let Err(error) = engine.release(seq) {
+                tracing::error!(%seq, %error, "held blocks of no stream could not be freed");
+            }
+            return;
         };
         let tail = write_first_token(&token);
         // A closed stream is cancelled by its guard.
@@ -139,19 +143,9 @@ impl Role for PrefillRole {
     fn command(&mut self, engine: &mut Engine, command: Command, _: &mut Vec<Event>) {
         match command {
             Command::Run { new, handoff, stream, accepted } => {
-                let outcome = engine.submit(new);
-                let seq = outcome.as_ref().ok().copied();
-                match seq {
-                    Some(seq) => {
-                        self.open.insert(seq, Open { stream, handoff: Some(handoff), refused: None });
-                    }
-                    None => handoff.abort(Box::new(|| ())),
-                }
-                // The service went away before it knew the sequence's name: nobody else will cancel it.
-                if accepted.send(outcome).is_err()
-                    && let Some(seq) = seq
-                {
-                    self.command(engine, Command::Cancel(seq), &mut Vec::new());
+                // A handoff without a sequence is aborted by being dropped.
+                if let Some(seq) = accepted.submit(engine, *new) {
+                    self.open.insert(seq, Open { stream, handoff: Some(handoff), refused: None });
                 }
             }
             Command::Cancel(seq) => {
@@ -180,7 +174,10 @@ impl Role for PrefillRole {
             }
             Event::Reserved { seq, .. } | Event::Token { seq, .. } | Event::Finished { seq, .. } => {
                 tracing::error!(%seq, "a prefill worker only computes prompts");
-                self.abort(engine, seq, None);
+                match self.open.remove(&seq) {
+                    Some(open) => self.abort(engine, seq, open.handoff),
+                    None => drop(engine.abort(seq, false)),
+                }
             }
         }
     }

@@ -67,8 +67,13 @@ impl prefill_server::Prefill for PrefillNode {
             let text = format!("target is for {} tokens, the sequence has {}", handoff.tokens(), new.tokens.len());
             return Err(Status::invalid_argument(text));
         }
-        Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Run { new, handoff, stream, accepted })
-            .await
+        Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Run {
+            new: Box::new(new),
+            handoff,
+            stream,
+            accepted,
+        })
+        .await
     }
 }
 

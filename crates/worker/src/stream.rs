@@ -3,7 +3,7 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use baton_engine::EngineError;
+use baton_engine::{Engine, EngineError, NewSequence};
 use baton_types::SeqId;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::Stream;
@@ -11,8 +11,39 @@ use tonic::{Response, Status};
 
 use crate::EngineHandle;
 
-/// The engine's answer to a new sequence.
-pub type Accepted = oneshot::Sender<Result<SeqId, EngineError>>;
+/// Cancels its sequence when dropped. A sequence that has ended does not mind.
+struct Guard<C> {
+    seq: SeqId,
+    engine: EngineHandle<C>,
+    cancel: fn(SeqId) -> C,
+}
+
+impl<C> Drop for Guard<C> {
+    fn drop(&mut self) {
+        // Without an engine there is nothing to cancel.
+        let _ = self.engine.send((self.cancel)(self.seq));
+    }
+}
+
+/// Where a new sequence's stream waits for the engine's answer.
+pub struct Accepted<C> {
+    answer: oneshot::Sender<Result<Guard<C>, EngineError>>,
+    engine: EngineHandle<C>,
+    cancel: fn(SeqId) -> C,
+}
+
+impl<C> Accepted<C> {
+    /// Submits the sequence, answers, and tells its name unless it was refused. From here on somebody always cancels it:
+    /// the answer carries the guard, so when the service has gone away, or goes before it looks, the guard goes too (I6).
+    pub fn submit(self, engine: &mut Engine, new: NewSequence) -> Option<SeqId> {
+        let outcome = engine.submit(new);
+        let seq = outcome.as_ref().ok().copied();
+        let Accepted { answer, engine, cancel } = self;
+        // An answer that nobody takes is dropped, and that is all it has to be.
+        let _ = answer.send(outcome.map(|seq| Guard { seq, engine, cancel }));
+        seq
+    }
+}
 
 /// What a role sends down its streams.
 pub trait Item: Send + 'static {
@@ -26,9 +57,7 @@ pub trait Item: Send + 'static {
 pub struct Events<I, C> {
     items: mpsc::UnboundedReceiver<I>,
     ended: bool,
-    seq: SeqId,
-    engine: EngineHandle<C>,
-    cancel: fn(SeqId) -> C,
+    _guard: Guard<C>,
 }
 
 impl<I: Item, C> Events<I, C> {
@@ -36,25 +65,19 @@ impl<I: Item, C> Events<I, C> {
     pub async fn open(
         engine: &EngineHandle<C>,
         cancel: fn(SeqId) -> C,
-        submit: impl FnOnce(mpsc::UnboundedSender<I>, Accepted) -> C,
+        submit: impl FnOnce(mpsc::UnboundedSender<I>, Accepted<C>) -> C,
     ) -> Result<Response<Self>, Status> {
         let (stream, items) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
+        let accepted = Accepted { answer: accepted, engine: engine.clone(), cancel };
         engine.send(submit(stream, accepted)).map_err(|e| baton_proto::status_of(&e))?;
-        let seq = answer.await.map_err(|_| stopped())?.map_err(|e| baton_proto::status_of(&e))?;
-        Ok(Response::new(Events { items, ended: false, seq, engine: engine.clone(), cancel }))
+        let guard = answer.await.map_err(|_| stopped())?.map_err(|e| baton_proto::status_of(&e))?;
+        Ok(Response::new(Events { items, ended: false, _guard: guard }))
     }
 }
 
 fn stopped() -> Status {
     Status::unavailable("the engine has stopped")
-}
-
-impl<I, C> Drop for Events<I, C> {
-    fn drop(&mut self) {
-        // A sequence that has ended does not mind, and without an engine there is nothing to cancel.
-        let _ = self.engine.send((self.cancel)(self.seq));
-    }
 }
 
 impl<I: Item, C> Stream for Events<I, C> {
@@ -67,5 +90,160 @@ impl<I: Item, C> Stream for Events<I, C> {
         let event = std::task::ready!(self.items.poll_recv(context)).map_or_else(|| Err(stopped()), I::into_event);
         self.ended = matches!(event, Err(_) | Ok((_, true)));
         Poll::Ready(Some(event.map(|(event, _)| event)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc as std_mpsc;
+    use std::task::Waker;
+    use std::time::Duration;
+
+    use baton_engine::fake::{FakeModel, tiny_layout};
+    use baton_engine::{EngineConfig, Event, Start};
+    use baton_types::{PoolGeometry, RequestId, SamplingParams};
+
+    use super::*;
+    use crate::{Clock, Role, start};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    enum Command {
+        /// Waits for the word before it submits.
+        Submit(Box<NewSequence>, Accepted<Command>, std_mpsc::Receiver<()>),
+        Cancel(SeqId),
+    }
+
+    #[derive(PartialEq, Debug)]
+    enum Did {
+        Submitted(Option<SeqId>),
+        Cancelled(SeqId),
+    }
+
+    struct Probe(std_mpsc::Sender<Did>);
+
+    impl Role for Probe {
+        type Command = Command;
+
+        fn command(&mut self, engine: &mut Engine, command: Command, _: &mut Vec<Event>) {
+            let did = match command {
+                Command::Submit(new, accepted, go) => {
+                    go.recv_timeout(PATIENCE).unwrap();
+                    Did::Submitted(accepted.submit(engine, *new))
+                }
+                Command::Cancel(seq) => {
+                    engine.abort(seq, false).unwrap();
+                    Did::Cancelled(seq)
+                }
+            };
+            self.0.send(did).unwrap();
+        }
+
+        fn event(&mut self, _: &mut Engine, _: Event) {}
+    }
+
+    #[derive(Debug)]
+    struct Nothing;
+
+    impl Item for Nothing {
+        type Event = ();
+
+        fn into_event(self) -> Result<((), bool), Status> {
+            Ok(((), false))
+        }
+    }
+
+    /// An engine thread and what its role did.
+    fn engine() -> (EngineHandle<Command>, std_mpsc::Receiver<Did>) {
+        let geometry = PoolGeometry::uniform(tiny_layout(4), 8);
+        let config = EngineConfig { token_budget: 4, chunk: 4, max_running: 2, max_waiting: 2, context_tokens: 16 };
+        let engine = Engine::new(config, &geometry).unwrap();
+        let (tell, told) = std_mpsc::channel();
+        let model = Box::new(FakeModel::new(geometry, 50));
+        (start("test", engine, model, Clock::start(), |_| Ok(Probe(tell))).unwrap(), told)
+    }
+
+    /// It stays: it waits for a peer's KV.
+    fn sequence(tokens: usize) -> NewSequence {
+        NewSequence {
+            request: RequestId("r".into()),
+            tokens: vec![1; tokens],
+            prompt_tokens: tokens as u32,
+            params: SamplingParams { max_tokens: 4, ..SamplingParams::default() },
+            start: Start::Receive,
+            deadline: None,
+        }
+    }
+
+    type Opening<'a> = Pin<Box<dyn Future<Output = Result<Response<Events<Nothing, Command>>, Status>> + 'a>>;
+
+    /// Polled once, before the engine looks.
+    fn opening(engine: &EngineHandle<Command>, new: NewSequence) -> (Opening<'_>, std_mpsc::Sender<()>) {
+        let (go, may_go) = std_mpsc::channel();
+        let new = Box::new(new);
+        let submit = move |_, accepted| Command::Submit(new, accepted, may_go);
+        let mut future: Opening = Box::pin(Events::open(engine, Command::Cancel, submit));
+        assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        (future, go)
+    }
+
+    #[track_caller]
+    fn next(told: &std_mpsc::Receiver<Did>) -> Did {
+        told.recv_timeout(PATIENCE).expect("the engine thread to do something")
+    }
+
+    fn submitted(told: &std_mpsc::Receiver<Did>) -> SeqId {
+        match next(told) {
+            Did::Submitted(Some(seq)) => seq,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_request_dropped_between_the_answer_and_its_arrival_is_cancelled() {
+        // I6
+        let (engine, told) = engine();
+        let (future, go) = opening(&engine, sequence(4));
+        go.send(()).unwrap();
+        let seq = submitted(&told);
+        drop(future);
+        assert_eq!(next(&told), Did::Cancelled(seq));
+    }
+
+    #[test]
+    fn a_request_dropped_before_the_answer_is_cancelled() {
+        let (engine, told) = engine();
+        let (future, go) = opening(&engine, sequence(4));
+        drop(future);
+        go.send(()).unwrap();
+        let seq = submitted(&told);
+        assert_eq!(next(&told), Did::Cancelled(seq));
+    }
+
+    #[test]
+    fn a_dropped_stream_is_cancelled_once_and_a_refused_one_never() {
+        let (engine, told) = engine();
+        let (mut future, go) = opening(&engine, sequence(4));
+        go.send(()).unwrap();
+        let seq = submitted(&told);
+        let Poll::Ready(Ok(events)) = future.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+            panic!("the answer was there")
+        };
+        drop(future);
+        assert!(told.try_recv().is_err());
+        drop(events);
+        assert_eq!(next(&told), Did::Cancelled(seq));
+        let (mut future, go) = opening(&engine, sequence(99));
+        go.send(()).unwrap();
+        assert_eq!(next(&told), Did::Submitted(None));
+        let answer = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        assert!(matches!(answer, Poll::Ready(Err(_))));
+        drop(future);
+        drop(engine);
+        assert_eq!(
+            told.recv_timeout(PATIENCE),
+            Err(std_mpsc::RecvTimeoutError::Disconnected),
+            "nothing left to cancel"
+        );
     }
 }
