@@ -211,6 +211,7 @@ fn announce(config: &UpConfig, supervisor: &Supervisor, model: &str) {
          '{{\"model\": \"{}\", \"stream\": true, \"temperature\": 0, \"messages\": [{{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}}]}}'",
         config.http, model
     );
-    println!("  baton chat --router http://{} \"Why is the sky blue?\"", config.grpc);
+    let program = std::env::args().next().unwrap_or_else(|| "baton".to_owned());
+    println!("  {program} chat --router http://{} \"Why is the sky blue?\"", config.grpc);
     println!("\nCtrl-C stops everything.");
 }

@@ -46,8 +46,9 @@ impl Default for Options {
     }
 }
 
-/// Called with (sequence's place in the call, token index, logits) for each sampled token.
-pub type OnLogits<'a> = dyn FnMut(usize, u32, &[f32]) + 'a;
+/// Called with (sequence's place in the call, token index, logits) for each sampled token; may say which token to take
+/// instead of the sampled one.
+pub type OnLogits<'a> = dyn FnMut(usize, u32, &[f32]) -> Option<u32> + 'a;
 
 /// An engine over a decoder.
 pub struct Local {
@@ -87,7 +88,7 @@ impl Local {
 
     /// Answers one prompt.
     pub fn one(&mut self, prompt: &[u32], params: &SamplingParams) -> anyhow::Result<Vec<TokenOut>> {
-        let mut answers = self.run(&[(prompt.to_vec(), params.clone())], &mut |_, _, _| ())?;
+        let mut answers = self.run(&[(prompt.to_vec(), params.clone())], &mut |_, _, _| None)?;
         answers.pop().context("one request has one answer")
     }
 
@@ -119,8 +120,9 @@ impl Local {
                 let sampling: Vec<_> = batch.rows.iter().filter(|row| row.sample.is_some()).collect();
                 decoder.run_logits(batch, &mut |_| (), &mut |sampler, i, logits| {
                     if let Some(sample) = &sampling[i].sample {
-                        on_logits(places[&sampling[i].seq], sample.index, logits);
-                        out.push(sampler.sample(logits, sample));
+                        let forced = on_logits(places[&sampling[i].seq], sample.index, logits);
+                        let token = sampler.sample(logits, sample);
+                        out.push(TokenOut { id: forced.unwrap_or(token.id), ..token });
                     }
                 })
             })?;

@@ -63,3 +63,15 @@ fn the_table_of_crates_is_true() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn the_tests_named_for_each_invariant_exist() -> anyhow::Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace")?;
+    let text = std::fs::read_to_string(root.join("ARCHITECTURE.md"))?;
+    let rows: Vec<&str> = text.lines().filter(|l| l.starts_with("| I")).collect();
+    ensure!(rows.len() == 8, "{} invariants in the table", rows.len());
+    for path in rows.iter().flat_map(|row| row.rsplit('|').nth(1)).flat_map(|cell| cell.split('`').skip(1).step_by(2)) {
+        ensure!(root.join(path).exists(), "ARCHITECTURE.md names {path}, which is not there");
+    }
+    Ok(())
+}

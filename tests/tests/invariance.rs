@@ -24,6 +24,7 @@ fn answers(model: &Model, options: Options, requests: &[Request]) -> (Vec<Vec<u3
             let new: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
             let old = bits.insert((request, index), new.clone());
             assert!(old.is_none_or(|old| old == new), "request {request} changed its mind at {index}");
+            None
         })
         .unwrap();
     (answers.into_iter().map(|tokens| tokens.into_iter().map(|t| t.id).collect()).collect(), bits)

@@ -35,6 +35,7 @@ fn tiny_models_agree_with_transformers() -> anyhow::Result<()> {
                         count += 1;
                     }
                 }
+                None
             })?;
             let ids: Vec<u32> = answers[0].iter().map(|t| t.id).collect();
             largest = largest.max(worst);

@@ -93,6 +93,9 @@ fn an_interrupt_lets_requests_finish() {
     assert_eq!(cluster.block_on(answering.rest()).unwrap(), want);
     drop(client);
     cluster.wait_for_end().unwrap();
+    // Nobody died, so nobody need be alarmed.
+    let log = cluster.log();
+    assert!(!log.contains(" WARN "), "{log}");
     cluster.finish().unwrap();
 }
 
