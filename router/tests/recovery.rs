@@ -6,8 +6,12 @@ mod support;
 use std::time::Duration;
 
 use baton_cluster::Role;
+use baton_proto::v1::RegisterRequest;
+use baton_proto::v1::registry_client::RegistryClient;
 use serde_json::json;
 use support::{Cluster, Decode, Prefill, config, text};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 use tonic::Status;
 
 const ANSWER: &str = "the quick brown fox";
@@ -69,6 +73,18 @@ async fn a_stopped_process_is_noticed_by_its_silence() {
     let cluster = Cluster::with(settings, 0, 2, &[ANSWER]).await;
     cluster.worker(0).decode_will([Decode::Freeze(2)]);
     whole(&cluster).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn the_only_worker_hangs_and_is_not_asked_again() {
+    // I5: another try at it would cost the same time again.
+    let settings = baton_router::RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
+    let cluster = Cluster::with(settings, 0, 1, &[ANSWER]).await;
+    cluster.worker(0).decode_will([Decode::Freeze(2)]);
+    let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi", "max_tokens": 50})).await;
+    assert_eq!((status, &body["error"]["type"]), (503, &json!("unavailable_error")), "{body}");
+    assert_eq!(cluster.worker(0).connections(), 1);
     cluster.stop().await;
 }
 
@@ -267,6 +283,35 @@ async fn only_workers_of_one_layout_hand_over() {
     }
     assert_eq!(other.asked().len(), 2);
     assert_eq!(cluster.worker(0).asked().len(), 2, "the other half was computed where it was decoded");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_does_not_wait_for_connections_that_ask_nothing() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let mut half = TcpStream::connect(cluster.router.http_addr).await.unwrap();
+    half.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le").await.unwrap();
+    let mut bodiless = TcpStream::connect(cluster.router.http_addr).await.unwrap();
+    bodiless.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{").await.unwrap();
+    // They were accepted before this one.
+    whole(&cluster).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn workers_stay_registered_until_the_last_stream_of_a_drain_has_ended() {
+    // I7
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    cluster.worker(0).decode_will([Decode::Stall(1)]);
+    let url = cluster.url("/v1/completions");
+    let mut response = cluster.http.post(url).json(&json!({"prompt": "hi", "stream": true})).send().await.unwrap();
+    assert!(response.chunk().await.unwrap().is_some());
+    cluster.shutdown.start("test");
+    let channel = tonic::transport::Endpoint::new(cluster.grpc_url()).unwrap().connect().await.unwrap();
+    let mut registry = RegistryClient::new(channel);
+    let renewal = RegisterRequest { member: Some(cluster.member(0).into()), ttl_ms: 5000 };
+    registry.register(renewal).await.unwrap();
+    drop(response);
     cluster.stop().await;
 }
 

@@ -169,7 +169,11 @@ fn ended(role: &str, status: Option<&Status>) -> Failure {
         return Failure::new(ErrorKind::Unavailable, format!("the {role} worker ended the stream too early"));
     };
     if let Some(source) = std::error::Error::source(status) {
-        return Failure::new(ErrorKind::Unavailable, format!("the {role} worker is lost: {}", deepest(source)));
+        let lost = format!("the {role} worker is lost: {}", deepest(source));
+        return match timed_out(source) {
+            true => Failure::silent(lost),
+            false => Failure::new(ErrorKind::Unavailable, lost),
+        };
     }
     match ErrorKind::from_grpc_code(status.code().into()) {
         // Nobody on this side cancelled, or the leg would be gone.
@@ -178,6 +182,14 @@ fn ended(role: &str, status: Option<&Status>) -> Failure {
         }
         kind => Failure::new(kind, format!("the {role} worker answered: {}", status.message())),
     }
+}
+
+/// True when a connection was given up because nothing came over it: no answer to a ping, or to a connect.
+fn timed_out(error: &(dyn std::error::Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |e| e.source()).any(|e| {
+        let connect = e.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        connect == Some(std::io::ErrorKind::TimedOut) || e.downcast_ref().is_some_and(hyper::Error::is_timeout)
+    })
 }
 
 fn deepest(error: &dyn std::error::Error) -> &dyn std::error::Error {

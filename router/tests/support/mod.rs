@@ -122,6 +122,11 @@ impl Cluster {
         &self.workers[at]
     }
 
+    /// A worker as it is registered.
+    pub fn member(&self, at: usize) -> Member {
+        self.leases[at].member()
+    }
+
     /// Takes a worker out of the view.
     pub fn forget(&mut self, at: usize) -> Lease {
         self.leases.remove(at)

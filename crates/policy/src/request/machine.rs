@@ -29,6 +29,8 @@ pub struct RequestMachine {
     pub(super) waits: u32,
     pub(super) verify_failures: u32,
     pub(super) avoid: Vec<WorkerId>,
+    /// Those of them that hang.
+    pub(super) silent: Vec<WorkerId>,
     pub(super) last_failure: Option<Failure>,
     pub(super) decode_open: bool,
     pub(super) prefill_open: bool,
@@ -50,6 +52,7 @@ impl RequestMachine {
             waits: 0,
             verify_failures: 0,
             avoid: Vec::new(),
+            silent: Vec::new(),
             last_failure: None,
             decode_open: false,
             prefill_open: false,
@@ -130,15 +133,18 @@ impl RequestMachine {
 
     /// Nobody can take it. A new request is refused now, before any work is spent; one that was running waits a little
     /// for a worker to come back, unless all there are said they are full.
+    ///
+    /// Workers that failed may be well again after a wait, and to ask costs nothing; one that hangs is not asked again,
+    /// because each try costs as long as its silence took to notice (I5).
     fn wait_for_a_worker(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let Some(last) = self.last_failure.clone() else { return self.fail(failure, out) };
         let full = last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty();
         if full || self.waits == MAX_WAITS {
             return self.fail(last, out);
         }
-        self.avoid.clear();
         out.push(Action::Backoff(FIRST_WAIT * 2u32.pow(self.waits)));
         self.waits += 1;
+        self.avoid.retain(|worker| self.silent.contains(worker));
         self.state = State::BackingOff;
     }
 

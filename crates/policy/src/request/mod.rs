@@ -46,12 +46,19 @@ pub struct Failure {
     pub kind: ErrorKind,
     /// For people.
     pub message: String,
+    /// The worker was given up because nothing came from it, not because of something that did.
+    pub silent: bool,
 }
 
 impl Failure {
     /// A failure of this kind.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into() }
+        Failure { kind, message: message.into(), silent: false }
+    }
+
+    /// A worker that says nothing, not even that it is gone.
+    pub fn silent(message: impl Into<String>) -> Failure {
+        Failure { silent: true, ..Failure::new(ErrorKind::Unavailable, message) }
     }
 }
 

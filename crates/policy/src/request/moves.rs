@@ -143,6 +143,9 @@ impl RequestMachine {
             return false;
         }
         self.avoid.extend(culprit);
+        if failure.silent {
+            self.silent.extend(culprit);
+        }
         self.last_failure = Some(failure.clone());
         out.push(Action::Recovering { leg, cause: failure });
         true

@@ -183,6 +183,25 @@ fn waiting_for_a_worker_is_bounded() {
 }
 
 #[test]
+fn a_worker_that_hangs_is_not_asked_again() {
+    // I5: each try at it costs what it takes to notice.
+    let asked_again = |failure: Failure| {
+        let (mut machine, _) = after([local(D1), token(0), Input::DecodeLost(failure)]);
+        let mut avoided = Vec::new();
+        loop {
+            machine.step(Input::NotPlaced(lost(ErrorKind::Unavailable)), &mut Vec::new());
+            if machine.ended() {
+                return avoided;
+            }
+            avoided.push(machine.avoid().to_vec());
+            machine.step(Input::BackoffOver, &mut Vec::new());
+        }
+    };
+    assert_eq!(asked_again(Failure::silent("gone")), vec![vec![D1]; 5]);
+    assert_eq!(asked_again(lost(ErrorKind::Unavailable)), vec![vec![]; 5]);
+}
+
+#[test]
 fn a_worker_that_answers_something_else_is_left() {
     // I1, I4: the client has token 0; a continuation of another token 0 is not an answer to it.
     let stray = Input::Token(TokenOut { index: 0, id: 5, ..TokenOut::default() });
