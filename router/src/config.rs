@@ -38,6 +38,8 @@ baton_runtime::config! {
         request_timeout: Duration = Duration::from_secs(600),
         /// Most answers in the making at a time (a request with n=4 counts as 4); more are refused with 429.
         max_inflight: usize = 1024,
+        /// Most HTTP connections open at a time; more wait until one ends.
+        max_connections: usize = 4096,
         /// Largest body of a request.
         body_limit: Bytes = Bytes(8 << 20),
         /// How workers are chosen: round-robin or least-loaded.
@@ -57,14 +59,37 @@ impl RouterConfig {
         let zero = [
             ("request_timeout", self.request_timeout.is_zero()),
             ("max_inflight", self.max_inflight == 0),
+            ("max_connections", self.max_connections == 0),
             ("body_limit", self.body_limit.0 == 0),
             ("max_attempts", self.max_attempts == 0),
             ("worker_timeout", self.worker_timeout.is_zero()),
             ("keep_alive", self.keep_alive.is_zero()),
         ];
-        match zero.into_iter().find(|(_, zero)| *zero) {
-            None => Ok(()),
-            Some((field, _)) => Err(RouterError::Zero { field }),
+        if let Some((field, _)) = zero.into_iter().find(|(_, zero)| *zero) {
+            return Err(RouterError::Zero { field });
         }
+        match clash(self.http, self.grpc) {
+            true => Err(RouterError::SameAddress { addr: self.http }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// True when only one of the two can be listened on.
+fn clash(a: SocketAddr, b: SocketAddr) -> bool {
+    let same_host = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
+    a.port() == b.port() && a.port() != 0 && same_host
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_servers_need_two_addresses() {
+        let clash = |a: &str, b: &str| clash(a.parse().unwrap(), b.parse().unwrap());
+        assert!(clash("127.0.0.1:80", "127.0.0.1:80") && clash("0.0.0.0:80", "127.0.0.1:80"));
+        assert!(!clash("127.0.0.1:0", "127.0.0.1:0"), "0 takes two free ports");
+        assert!(!clash("127.0.0.1:80", "127.0.0.2:80") && !clash("127.0.0.1:80", "127.0.0.1:81"));
     }
 }

@@ -17,6 +17,12 @@ pub enum RouterError {
         /// Which.
         field: &'static str,
     },
+    /// Both servers are to listen at one address.
+    #[error("--http and --grpc are both at {addr}; they must differ")]
+    SameAddress {
+        /// Where.
+        addr: std::net::SocketAddr,
+    },
     /// The model's files.
     #[error(transparent)]
     Model(#[from] baton_model_files::ModelFileError),
@@ -37,7 +43,7 @@ impl BatonError for RouterError {
             RouterError::Runtime(e) => e.kind(),
             RouterError::Model(e) => e.kind(),
             RouterError::Cluster(e) => e.kind(),
-            RouterError::Zero { .. } => ErrorKind::InvalidArgument,
+            RouterError::Zero { .. } | RouterError::SameAddress { .. } => ErrorKind::InvalidArgument,
             RouterError::Reflection(_) | RouterError::Interrupted(_) => ErrorKind::Internal,
         }
     }

@@ -5,6 +5,7 @@
 //! state machine of `baton-policy` says. The router sees token ids and text; never weights, KV or a GPU.
 //!
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the other one.
+//! - `listener`: HTTP connections, bounded in number and time.
 //! - `front`: admission, plan, events. `input`, `model`: what a request must be to work.
 //! - `driver`, `worker`: one choice on its workers. `sink`, `stop`: from tokens to text.
 //! - `server`: puts it all together.
@@ -16,6 +17,7 @@ mod front;
 mod grpc;
 mod http;
 mod input;
+mod listener;
 mod model;
 mod openai;
 mod record;

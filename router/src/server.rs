@@ -7,7 +7,6 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
-use axum::serve::ListenerExt;
 use baton_cluster::{EmbeddedRegistry, Registry, Role, View, ViewReceiver};
 use baton_model_files::{Model, fetch};
 use baton_proto::v1::DESCRIPTORS;
@@ -24,13 +23,14 @@ use crate::error::RouterError;
 use crate::front::{Front, FrontLimits};
 use crate::grpc::Inference;
 use crate::http;
+use crate::listener::{self, Bounds};
 use crate::model::ServedModel;
 use crate::worker::Workers;
 
 const EMBEDDED: &str = "embedded";
 /// The service clients ask the health of.
 const INFERENCE: &str = "baton.v1.Inference";
-/// How long streams that do not end by themselves (health watches) may outlive the last request.
+/// How long what does not end by itself (health watches, idle connections) may outlive the last request.
 const STREAM_GRACE: Duration = Duration::from_millis(250);
 
 /// Where the router sees its workers.
@@ -205,10 +205,11 @@ impl Bound {
         if let RegistryChoice::Embedded(registry) = &registry {
             routes.add_service(registry.service());
         }
+        let bounds = Bounds::new(config.max_connections);
         let app = http::routes(Arc::clone(&front), metrics);
         let watcher = Watcher { workers: Arc::clone(&workers), readiness, health, shutdown: shutdown.clone() };
         tasks.spawn("view", watcher.run(registry.watch()));
-        tasks.spawn("http", serve_http(self.http, app, shutdown.clone()));
+        tasks.spawn("http", serve_http(self.http, app, bounds, Arc::clone(&front), shutdown.clone()));
         tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), front, registry, shutdown));
         Ok(RunningRouter { http_addr: self.http_addr, grpc_addr: self.grpc_addr, workers })
     }
@@ -266,17 +267,12 @@ impl Watcher {
     }
 }
 
-async fn serve_http(listener: TcpListener, app: axum::Router, shutdown: Shutdown) {
-    // Tokens are small; waiting to fill a packet would delay each.
-    let listener = listener.tap_io(|stream| {
-        let _ = stream.set_nodelay(true);
-    });
-    let drain = shutdown.clone();
-    let server = axum::serve(listener, app).with_graceful_shutdown(async move { drain.draining().await });
-    if let Err(error) = server.await {
-        tracing::error!(%error, "the HTTP server ended");
-        shutdown.start("the HTTP server ended");
-    }
+async fn serve_http(listener: TcpListener, app: axum::Router, bounds: Bounds, front: Arc<Front>, shutdown: Shutdown) {
+    let last = async {
+        last_request(&front, &shutdown).await;
+        tokio::time::sleep(STREAM_GRACE).await;
+    };
+    listener::serve(listener, app, bounds, shutdown.clone(), last).await;
 }
 
 async fn serve_grpc(
@@ -286,16 +282,16 @@ async fn serve_grpc(
     registry: RegistryChoice,
     shutdown: Shutdown,
 ) {
-    let drain = shutdown.clone();
+    // Until the last request has ended workers renew their leases here, and new requests are told that the router stops.
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), async move {
-            drain.draining().await;
-        });
-    let last_request = async {
-        shutdown.draining().await;
-        front.idle().await;
+        .serve_with_incoming_shutdown(
+            TcpIncoming::from(listener).with_nodelay(Some(true)),
+            last_request(&front, &shutdown),
+        );
+    let last = async {
+        last_request(&front, &shutdown).await;
         if let RegistryChoice::Embedded(registry) = &registry {
             registry.close();
         }
@@ -306,6 +302,12 @@ async fn serve_grpc(
             tracing::error!(%error, "the gRPC server ended");
             shutdown.start("the gRPC server ended");
         },
-        () = last_request => {}
+        () = last => {}
     }
+}
+
+/// Completes when the router drains and no request is under way.
+async fn last_request(front: &Front, shutdown: &Shutdown) {
+    shutdown.draining().await;
+    front.idle().await;
 }

@@ -454,6 +454,9 @@ async fn a_router_that_cannot_start_says_why() {
     let taken = RouterConfig { http: cluster.router.http_addr, ..config() };
     let error = Cluster::try_start(taken).await.unwrap_err().to_string();
     assert!(error.contains("--http") && error.contains("cannot listen"), "{error}");
+    let same = RouterConfig { http: cluster.router.http_addr, grpc: cluster.router.http_addr, ..config() };
+    let error = Cluster::try_start(same).await.unwrap_err().to_string();
+    assert!(error.contains("--http and --grpc") && error.contains("must differ"), "{error}");
     let zero = RouterConfig { keep_alive: Duration::ZERO, ..config() };
     let error = Cluster::try_start(zero).await.unwrap_err().to_string();
     assert!(error.contains("keep_alive is 0"), "{error}");
