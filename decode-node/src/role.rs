@@ -123,7 +123,10 @@ impl DecodeRole {
                     counter!(names::VERIFY_FAILURES).increment(1);
                 }
                 let Some(seq) = self.epochs.remove(&epoch) else { return };
-                tracing::warn!(%seq, %epoch, %error, "handoff failed");
+                match error.is_withdrawal() {
+                    true => tracing::debug!(%seq, %epoch, %error, "handoff withdrawn"),
+                    false => tracing::warn!(%seq, %epoch, %error, "handoff failed"),
+                }
                 if give_up(engine, seq, true) == Some(Aborted::Quarantined) {
                     self.fencing.insert(epoch, seq);
                 }

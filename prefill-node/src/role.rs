@@ -214,7 +214,10 @@ impl Role for PrefillRole {
             if let Some(error) = refused
                 && let Some(open) = self.open.remove(&seq)
             {
-                tracing::warn!(%seq, %error, "handoff failed");
+                match error.is_withdrawal() {
+                    true => tracing::debug!(%seq, %error, "handoff withdrawn"),
+                    false => tracing::warn!(%seq, %error, "handoff failed"),
+                }
                 let _ = open.stream.send(Said::Failed(error.kind(), error.to_string()));
                 self.abort(engine, seq, open.handoff);
             }

@@ -172,6 +172,11 @@ pub enum TransferError {
 }
 
 impl TransferError {
+    /// Whether one side's owner asked for this end (a cancelled request, mostly), so that nothing is wrong.
+    pub fn is_withdrawal(&self) -> bool {
+        matches!(self, TransferError::Fenced { .. } | TransferError::Aborted { .. })
+    }
+
     pub(crate) fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Os { what, cause: cause.to_string() }
     }

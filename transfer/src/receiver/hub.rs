@@ -211,7 +211,10 @@ impl Hub {
             if matches!(error, TransferError::Verify { .. }) {
                 self.counters.verify_failures.fetch_add(1, Ordering::Relaxed);
             }
-            tracing::warn!(%epoch, %error, "handoff failed");
+            match error.is_withdrawal() {
+                true => tracing::debug!(%epoch, %error, "handoff withdrawn"),
+                false => tracing::warn!(%epoch, %error, "handoff failed"),
+            }
             lock(&self.events).queue.push_back(ReceiverEvent::Failed { epoch, error });
         }
         // Whoever takes back blocks that nobody could write to has been told so by the call itself.
