@@ -14,6 +14,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    Shutdown,
 };
 
 use crate::codec::Malformed;
@@ -264,6 +265,11 @@ impl Link {
     /// Pieces that wait to leave.
     pub(crate) fn queued(&self) -> usize {
         self.outbox.len()
+    }
+
+    /// Says that nothing more will be sent.
+    pub(crate) fn finish(&self) -> Result<(), Errno> {
+        rustix::net::shutdown(&self.socket, Shutdown::Write)
     }
 
     /// Sends as much as the socket takes.

@@ -16,7 +16,8 @@ for_each_transport![
     an_abort_gives_the_blocks_back,
     after_a_fence_not_a_byte_changes,
     a_handoff_without_end_misses_its_deadline,
-    a_crashed_session_is_over_when_the_next_begins,
+    a_crashed_session_is_over_once_it_has_unmapped,
+    a_session_the_receiver_ends_gives_back,
     a_dropped_sender_reports_and_gives_back,
 ];
 
@@ -200,29 +201,89 @@ fn a_handoff_without_end_misses_its_deadline(choice: TransportChoice) {
     assert!(matches!(error, TransferError::Deadline { epoch: Epoch(1), .. }), "{error}");
 }
 
-fn a_crashed_session_is_over_when_the_next_begins(choice: TransportChoice) {
+/// Panics at its second batch, and waits to be told before it lets go of the peer's pool.
+struct Crashing {
+    inner: Box<dyn Transport>,
+    batches: usize,
+    may_go: Arc<std::sync::Mutex<mpsc::Receiver<()>>>,
+}
+
+impl Transport for Crashing {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.batches += 1;
+        assert_ne!(self.batches, 2, "a defect in a transport");
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.inner.poll(link)
+    }
+    fn cancel(&mut self, link: &mut Link) {
+        self.inner.cancel(link)
+    }
+}
+
+impl Drop for Crashing {
+    fn drop(&mut self) {
+        let _ = self.may_go.lock().unwrap().recv_timeout(PATIENCE);
+    }
+}
+
+fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
     let decode = Decode::new(large(), 1);
-    let crashed = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let crash = watched(move |batch| {
-        if batch == 2 && !crashed.swap(true, std::sync::atomic::Ordering::SeqCst) {
-            panic!("a defect in a transport");
-        }
-    });
+    let (go, may_go) = mpsc::channel();
+    let may_go = Arc::new(std::sync::Mutex::new(may_go));
+    let crash = wrapped(move |inner| Crashing { inner, batches: 0, may_go: may_go.clone() });
     let prefill = Prefill::faulty(large(), 2, choice, crash);
-    let error = prefill.send(&decode.reserve(1, &first(8)), 0).wait().unwrap_err();
-    assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
+    let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
     assert!(matches!(decode.expect_failed(1), TransferError::PeerLost { .. }));
-    let next = decode.reserve(2, &[(8..16).map(BlockId).collect()]);
     if choice == TransportChoice::Shm {
-        // I3: the connection is gone, but the process that maps the pool is not.
+        // I3: the connection is gone, but the mapping is not.
         assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
     }
-    prefill.send(&next, 0).wait().unwrap();
-    // Two sessions tell of these, in either order.
-    let fenced = ReceiverEvent::Fenced { epoch: Epoch(1) };
-    let events = [decode.event(), decode.event()];
-    assert!(events.contains(&fenced), "{events:?}");
-    assert!(events.iter().any(|e| matches!(e, ReceiverEvent::Verified { epoch: Epoch(2), .. })), "{events:?}");
+    go.send(()).unwrap();
+    // Without another handoff, and while the process lives on.
+    decode.expect_fenced(1);
+    let error = outcome.wait().unwrap_err();
+    assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
+}
+
+/// Says something senseless at its third batch.
+struct Babbling {
+    inner: Box<dyn Transport>,
+    batches: usize,
+}
+
+impl Transport for Babbling {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.batches += 1;
+        if self.batches == 3 {
+            link.push_bytes(vec![0xff; 64]);
+        }
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.inner.poll(link)
+    }
+    fn cancel(&mut self, link: &mut Link) {
+        self.inner.cancel(link)
+    }
+}
+
+fn a_session_the_receiver_ends_gives_back(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let babble = wrapped(|inner| Babbling { inner, batches: 0 });
+    let prefill = Prefill::faulty(large(), 2, choice, babble);
+    let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
+    assert!(matches!(decode.expect_failed(1), TransferError::Protocol { .. }));
+    // The sender's process lives on and has nothing more to send; its blocks come back all the same.
+    decode.expect_fenced(1);
+    assert!(matches!(outcome.wait(), Err(TransferError::PeerLost { .. })));
 }
 
 fn a_dropped_sender_reports_and_gives_back(choice: TransportChoice) {

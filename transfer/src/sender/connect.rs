@@ -118,6 +118,14 @@ impl Plan {
         self.greet(queue, &caller, Socket::Tcp(stream.map_err(|e| caller.cannot(e))?), until)
     }
 
+    /// After a session over shared memory has ended without the peer's leave: tells the peer, by another session that ends
+    /// at once, that its pool is not mapped here any more. Otherwise it would keep the blocks aside until this process
+    /// ends or has something new for it (I3).
+    pub(crate) fn excuse(&self, queue: &Queue) -> Result<(), TransferError> {
+        let until = Instant::now() + self.config.options.limits.handshake;
+        self.connect_shm(queue, true, until).map(drop)
+    }
+
     fn caller<'a>(&self, address: &'a str) -> Caller<'a> {
         let fingerprint = self.geometry().layout.fingerprint();
         Caller { me: self.me(), you: self.peer(), fingerprint, address }

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,16 +30,30 @@ const FAREWELL: Duration = Duration::from_millis(500);
 pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
     let panicked = TransferError::os("serve a decode worker", "its thread panicked");
     let mut end = End { queue: queue.clone(), error: panicked, idle: false };
-    end.error = match plan.connect(&queue) {
-        Ok(connected) => {
-            let mut session = Session::new(plan, queue, connected);
-            let error = session.serve();
-            end.idle = session.queue.idle();
-            session.wind_up(&error);
-            error
-        }
-        Err(error) => error,
+    let plan = Arc::new(plan);
+    let connected = match plan.connect(&queue) {
+        Ok(connected) => connected,
+        Err(error) => return end.error = error,
     };
+    let over_shm = connected.link.kind() == TransportKind::Shm;
+    let mut session = Session::new(plan.clone(), queue.clone(), connected);
+    let idle = &mut end.idle;
+    // The session goes in there, so that it is dropped, and with it the mapping of the peer's pool, also in a panic.
+    let served = catch_unwind(AssertUnwindSafe(move || {
+        let error = session.serve();
+        *idle = session.queue.idle();
+        session.wind_up(&error);
+        error
+    }));
+    if let Ok(error) = served {
+        end.error = error;
+    }
+    if over_shm
+        && end.error != TransferError::Closed
+        && let Err(error) = plan.excuse(&queue)
+    {
+        tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");
+    }
 }
 
 /// Closes the queue as the very last thing, also in a panic: when the connection is closed and the peer's pool unmapped.
@@ -62,7 +77,7 @@ impl Drop for End {
 }
 
 struct Session {
-    plan: Plan,
+    plan: Arc<Plan>,
     queue: Arc<Queue>,
     link: Link,
     /// Shape of the peer's pool.
@@ -77,7 +92,7 @@ struct Session {
 }
 
 impl Session {
-    fn new(plan: Plan, queue: Arc<Queue>, Connected { link, remote }: Connected) -> Session {
+    fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, remote }: Connected) -> Session {
         let mut session = Session {
             plan,
             queue,
@@ -318,18 +333,30 @@ impl Session {
         transport.submit(batch, &mut self.link)
     }
 
-    /// Ends every handoff, telling the peer as far as it still listens.
+    /// Ends every handoff, telling the peer as far as it still listens. Waits a moment until it has read that: closed
+    /// before, a stream may lose the rest.
     fn wind_up(mut self, error: &TransferError) {
         for epoch in self.active.keys().copied().collect::<Vec<_>>() {
             self.end(epoch, Input::Abort, error.clone());
         }
         let until = Instant::now() + FAREWELL;
-        while self.link.flush().is_ok() && self.link.has_output() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || wait(&self.queue.wake, &[(self.link.as_fd(), Interest::Write)], Some(left)).is_err() {
-                break;
+        while self.link.flush().is_ok() && self.link.has_output() && self.wait_until(until, Interest::Write) {}
+        if self.link.has_output() || self.link.finish().is_err() {
+            return;
+        }
+        loop {
+            match self.link.discard_payload(usize::MAX) {
+                Ok(Got::Bytes(_)) => {}
+                Ok(Got::Blocked) if self.wait_until(until, Interest::Read) => {}
+                _ => return,
             }
         }
+    }
+
+    /// False when the time is over.
+    fn wait_until(&self, until: Instant, interest: Interest) -> bool {
+        let left = until.saturating_duration_since(Instant::now());
+        !left.is_zero() && wait(&self.queue.wake, &[(self.link.as_fd(), interest)], Some(left)).is_ok()
     }
 
     fn refused(&self, epoch: Epoch, refusal: Refusal) -> TransferError {
