@@ -170,7 +170,7 @@ fn ended(role: &str, status: Option<&Status>) -> Failure {
     };
     if let Some(source) = std::error::Error::source(status) {
         let lost = format!("the {role} worker is lost: {}", deepest(source));
-        return match timed_out(source) {
+        return match hangs_or_is_gone(source) {
             true => Failure::silent(lost),
             false => Failure::new(ErrorKind::Unavailable, lost),
         };
@@ -184,11 +184,13 @@ fn ended(role: &str, status: Option<&Status>) -> Failure {
     }
 }
 
-/// True when a connection was given up because nothing came over it: no answer to a ping, or to a connect.
-fn timed_out(error: &(dyn std::error::Error + 'static)) -> bool {
+/// True when a connection was given up because nothing came over it (no answer to a ping, or to a connect), and when
+/// nobody listens at its end: whoever does so later is another process, and another worker.
+fn hangs_or_is_gone(error: &(dyn std::error::Error + 'static)) -> bool {
+    use std::io::ErrorKind::{ConnectionRefused, TimedOut};
     std::iter::successors(Some(error), |e| e.source()).any(|e| {
         let connect = e.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-        connect == Some(std::io::ErrorKind::TimedOut) || e.downcast_ref().is_some_and(hyper::Error::is_timeout)
+        matches!(connect, Some(TimedOut | ConnectionRefused)) || e.downcast_ref().is_some_and(hyper::Error::is_timeout)
     })
 }
 

@@ -29,7 +29,7 @@ pub struct RequestMachine {
     pub(super) waits: u32,
     pub(super) verify_failures: u32,
     pub(super) avoid: Vec<WorkerId>,
-    /// Those of them that hang.
+    /// Those of them that hang or are gone.
     pub(super) silent: Vec<WorkerId>,
     pub(super) last_failure: Option<Failure>,
     pub(super) decode_open: bool,
@@ -134,8 +134,8 @@ impl RequestMachine {
     /// Nobody can take it. A new request is refused now, before any work is spent; one that was running waits a little
     /// for a worker to come back, unless all there are said they are full.
     ///
-    /// Workers that failed may be well again after a wait, and to ask costs nothing; one that hangs is not asked again,
-    /// because each try costs as long as its silence took to notice (I5).
+    /// Workers that failed may be well again after a wait, and to ask costs nothing. One that hangs or is gone is not asked
+    /// again: each try would cost as long as its silence took to notice (I5), or an attempt for nothing.
     fn wait_for_a_worker(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let Some(last) = self.last_failure.clone() else { return self.fail(failure, out) };
         let full = last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty();

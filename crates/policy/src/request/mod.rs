@@ -46,7 +46,7 @@ pub struct Failure {
     pub kind: ErrorKind,
     /// For people.
     pub message: String,
-    /// The worker was given up because nothing came from it, not because of something that did.
+    /// The worker was given up because nothing came from it, not because of something that did: it hangs, or is gone.
     pub silent: bool,
 }
 
