@@ -1,6 +1,10 @@
-//! Fields that would change the answer and that are not supported: refused by name instead of ignored.
+//! Fields of a request that nobody reads. Those that would change the answer are refused by name instead of ignored, and
+//! so are those that look like a field misspelt; what is left is something new or of no effect here, and is skipped.
 
-use serde::Deserialize;
+use baton_runtime::config::nearest_within;
+use serde::de::value::Error as NamesError;
+use serde::de::{Error as _, Visitor};
+use serde::{Deserialize, Deserializer, forward_to_deserialize_any};
 use serde_json::{Map, Value, json};
 
 use crate::error::RequestError;
@@ -78,45 +82,124 @@ const REFUSED: [Refused; 35] = {
     ]
 };
 
-/// Only the refused fields of a request; all others are skipped without being kept.
-#[derive(Debug, Default)]
-pub(crate) struct RefusedFields(Map<String, Value>);
+/// Fields that clients send and that have no effect here: on who is billed, on speed, or on what this model does not do.
+const HARMLESS: [&str; 17] = [
+    "cache_salt",
+    "guided_decoding_backend",
+    "include_reasoning",
+    "kv_transfer_params",
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+];
 
-impl<'de> Deserialize<'de> for RefusedFields {
-    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl<'de> serde::de::Visitor<'de> for Visitor {
-            type Value = RefusedFields;
+/// Edits that make another word of a field's name.
+const MISSPELT: usize = 2;
+/// Names that are looked at; comparing them costs time (I5).
+const MAX_UNKNOWN: usize = 64;
+const MAX_NAME: usize = 64;
+
+/// The refused fields of a request, and the names of those that are in no list here; values of others are not kept.
+#[derive(Debug, Default)]
+pub(crate) struct OtherFields {
+    refused: Map<String, Value>,
+    unlisted: Vec<String>,
+}
+
+impl<'de> Deserialize<'de> for OtherFields {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = OtherFields;
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("an object")
             }
-            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<RefusedFields, A::Error> {
-                let mut found = Map::new();
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<OtherFields, A::Error> {
+                let mut found = OtherFields::default();
                 while let Some(key) = map.next_key::<String>()? {
                     if REFUSED.iter().any(|f| f.name == key) {
-                        found.insert(key, map.next_value()?);
-                    } else {
-                        map.next_value::<serde::de::IgnoredAny>()?;
+                        found.refused.insert(key, map.next_value()?);
+                        continue;
+                    }
+                    map.next_value::<serde::de::IgnoredAny>()?;
+                    if found.unlisted.len() < MAX_UNKNOWN && key.len() <= MAX_NAME && !HARMLESS.contains(&key.as_str())
+                    {
+                        found.unlisted.push(key);
                     }
                 }
-                Ok(RefusedFields(found))
+                Ok(found)
             }
         }
-        from.deserialize_map(Visitor)
+        from.deserialize_map(Fields)
     }
 }
 
-impl RefusedFields {
-    /// Ok when none of them asks for anything; otherwise the first that does.
-    pub fn check(&self) -> Result<(), RequestError> {
+impl OtherFields {
+    /// Ok when none of them asks for anything; otherwise the first that does. `read` are the fields that are read.
+    pub fn check(&self, read: &[&'static [&'static str]]) -> Result<(), RequestError> {
         for field in &REFUSED {
-            let asks = self.0.get(field.name).filter(|v| !v.is_null() && !(field.harmless)(v));
+            let asks = self.refused.get(field.name).filter(|v| !v.is_null() && !(field.harmless)(v));
             if asks.is_some() {
                 let wrong = format!("{} is not supported; leave it out", field.name);
                 return Err(RequestError::invalid(field.name, wrong).code("unsupported_parameter"));
             }
         }
+        let known = || {
+            let read = read.iter().copied().flatten().copied();
+            read.chain(REFUSED.iter().map(|f| f.name)).chain(HARMLESS)
+        };
+        for name in self.unlisted.iter().filter(|name| !known().any(|k| k == *name)) {
+            if let Some(meant) = nearest_within(name, known(), MISSPELT) {
+                let wrong = format!("{name} is not a field of this request; did you mean {meant}?");
+                return Err(RequestError::invalid(name.as_str(), wrong).code("unknown_parameter"));
+            }
+            tracing::debug!(field = name, "a field nobody here knows is skipped");
+        }
         Ok(())
+    }
+}
+
+/// The fields of a struct that derives `Deserialize`, as JSON spells them; of anything else, none.
+pub(crate) fn names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
+    let mut names: &'static [&'static str] = &[];
+    // Fails always: there is no value, only the question which fields it would have.
+    let _ = T::deserialize(Asked(&mut names));
+    names
+}
+
+/// Notes which fields a struct asks for.
+struct Asked<'a>(&'a mut &'static [&'static str]);
+
+impl<'de> Deserializer<'de> for Asked<'_> {
+    type Error = NamesError;
+
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, NamesError> {
+        Err(NamesError::custom("no value"))
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, NamesError> {
+        *self.0 = fields;
+        self.deserialize_any(visitor)
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit unit_struct
+        newtype_struct seq tuple tuple_struct map enum identifier ignored_any
     }
 }
 
@@ -126,7 +209,7 @@ mod tests {
 
     #[test]
     fn what_would_change_the_answer_is_refused_by_name() {
-        let check = |body: Value| serde_json::from_value::<RefusedFields>(body).unwrap().check();
+        let check = |body: Value| serde_json::from_value::<OtherFields>(body).unwrap().check(&[]);
         let harmless = json!({"tools": [], "echo": false, "best_of": 1, "response_format": {"type": "text"},
             "tool_choice": "auto", "suffix": null, "min_tokens": 0, "user": "me", "store": true, "metadata": {"a": 1}});
         assert_eq!(check(harmless), Ok(()));
@@ -141,6 +224,29 @@ mod tests {
             let error = check(json!({ name: value })).unwrap_err();
             assert_eq!(error.param.as_deref(), Some(name));
             assert!(error.message.contains(name));
+        }
+    }
+
+    #[test]
+    fn misspelt_fields_are_refused_and_new_ones_skipped() {
+        #[derive(Deserialize)]
+        #[allow(dead_code)]
+        struct Some {
+            max_tokens: Option<u32>,
+            #[serde(rename = "n")]
+            count: Option<u32>,
+        }
+        let read = names::<Some>();
+        assert_eq!(read, ["max_tokens", "n"]);
+        assert!(names::<u32>().is_empty());
+        let check = |name: &str| serde_json::from_value::<OtherFields>(json!({ name: 1 })).unwrap().check(&[read]);
+        for name in ["max_tokens", "n", "user", "reasoning_effort", "some_new_field", "id"] {
+            assert_eq!(check(name), Ok(()), "{name}");
+        }
+        for (name, meant) in [("max_tokns", "max_tokens"), ("Max_tokens", "max_tokens"), ("tool", "tools")] {
+            let error = check(name).unwrap_err();
+            assert_eq!((error.param.as_deref(), error.code), (Some(name), Some("unknown_parameter")));
+            assert!(error.message.ends_with(&format!("did you mean {meant}?")), "{error}");
         }
     }
 }

@@ -17,7 +17,7 @@ const WORDS: [(&str, &str); 8] = [
     ("expected struct ", "expected an object, a "),
 ];
 
-/// Reads `body` as a `T`. Fields that `T` does not know are skipped.
+/// Reads `body` as a `T`. Fields that `T` does not know are skipped here.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, RequestError> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|e| refused(&e))?;

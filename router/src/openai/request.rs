@@ -7,7 +7,7 @@ use baton_proto::v1;
 use baton_types::RequestId;
 use tokio::time::Instant;
 
-use super::fields::RefusedFields;
+use super::fields::{OtherFields, names};
 use super::parse::parse;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
@@ -41,7 +41,7 @@ pub(crate) struct Envelope {
 pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
     let own: ChatFields = parse(body)?;
     let common: CommonFields = parse(body)?;
-    parse::<RefusedFields>(body)?.check()?;
+    parse::<OtherFields>(body)?.check(&[names::<ChatFields>(), names::<CommonFields>()])?;
     if own.messages.is_empty() {
         return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
     }
@@ -61,7 +61,7 @@ pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, As
 pub(crate) fn completion(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
     let own: CompletionFields = parse(body)?;
     let common: CommonFields = parse(body)?;
-    parse::<RefusedFields>(body)?.check()?;
+    parse::<OtherFields>(body)?.check(&[names::<CompletionFields>(), names::<CommonFields>()])?;
     let prompts: Vec<Prompt> = match own.prompt {
         PromptField::Text(text) => vec![Prompt::Text(text)],
         PromptField::Ids(ids) => vec![Prompt::Ids(ids)],
@@ -247,6 +247,8 @@ mod tests {
             (with(json!({"stop": [1]})), "stop"),
             (with(json!({"tools": [{}]})), "tools"),
             (with(json!({"n": "two"})), "n"),
+            (with(json!({"max_tokns": 4})), "max_tokns"),
+            (with(json!({"max_completion_token": 4})), "max_completion_token"),
         ] {
             assert_eq!(read_chat(&body).unwrap_err().param.as_deref(), Some(param), "{body}");
         }

@@ -1,5 +1,5 @@
-//! The JSON of the API, field by field. Requests are read three times (prompt, sampling, refused fields) so that every
-//! error names its field; fields nobody here knows are skipped, because clients send new ones all the time.
+//! The JSON of the API, field by field. Requests are read three times (prompt, sampling, other fields) so that every
+//! error names its field; what becomes of fields that are not here is in `fields.rs`.
 
 use std::collections::HashMap;
 use std::fmt;

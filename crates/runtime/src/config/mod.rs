@@ -58,7 +58,12 @@ pub trait Config: Clone + std::fmt::Debug + Default + Send + Sync + 'static {
 
 /// The name in `names` most like `word`, if one is close enough to be what was meant.
 pub fn nearest<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let limit = word.chars().count() / 3 + 1;
+    nearest_within(word, names, usize::MAX)
+}
+
+/// The same, at most `most` edits away.
+pub fn nearest_within<'a>(word: &str, names: impl IntoIterator<Item = &'a str>, most: usize) -> Option<&'a str> {
+    let limit = (word.chars().count() / 3 + 1).min(most);
     names.into_iter().map(|name| (distance(word, name), name)).filter(|(d, _)| *d <= limit).min().map(|(_, name)| name)
 }
 
@@ -88,6 +93,8 @@ mod tests {
         assert_eq!(nearest("drain_timout", names), Some("drain_timeout"));
         assert_eq!(nearest("drain-timeout", names), Some("drain_timeout"));
         assert_eq!(nearest("colour", names), None);
+        assert_eq!(nearest_within("drain_time", names, 2), None);
+        assert_eq!(nearest_within("drain_timeo", names, 2), Some("drain_timeout"));
         assert_eq!(distance("kitten", "sitting"), 3);
         assert_eq!(distance("", "abc"), 3);
     }
