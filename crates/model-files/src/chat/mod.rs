@@ -34,6 +34,8 @@ pub struct ChatTemplate {
 
 /// The template's name in its environment; without a suffix, so that nothing is escaped.
 const NAME: &str = "chat";
+/// Steps of one rendering at most: some ten thousand messages, and well under a second. A message takes about a hundred.
+const MAX_STEPS: u64 = 2_000_000;
 /// What templates call to refuse a conversation; its message is the client's error.
 const RAISE: &str = "raise_exception";
 
@@ -43,6 +45,7 @@ impl ChatTemplate {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|e| ModelFileError::malformed(path, "chat template", e))?);
+        environment.set_fuel(Some(MAX_STEPS));
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", json::to_json);
         environment.add_function(RAISE, |message: String| -> Result<Value, Error> {
@@ -84,6 +87,9 @@ impl ChatTemplate {
 /// What a template raised, in its own words; anything else with its place in the template.
 fn message(error: &Error) -> String {
     match error.detail() {
+        _ if error.kind() == ErrorKind::OutOfFuel => {
+            format!("it takes more than {MAX_STEPS} steps; send fewer messages, or use a model whose template ends")
+        }
         Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_owned(),
         _ => error.to_string(),
     }
@@ -151,6 +157,16 @@ mod tests {
         let error = template.render(&[], true).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.to_string().ends_with("rejects these messages: roles must alternate"), "{error}");
+    }
+
+    #[test]
+    fn a_template_that_does_not_end_is_given_up_and_a_long_conversation_is_not() {
+        let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
+        let error = compile(endless).render(&[], true).unwrap_err();
+        assert!(error.to_string().contains("more than 2000000 steps"), "{error}");
+        let usual = "{% for m in messages %}{% if m.role == 'user' %}<{{ m.role }}>{{ m.content | trim }}{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}";
+        let many = vec![message("user", " hi "); 10_000];
+        assert_eq!(compile(usual).render(&many, true).unwrap().len(), 10_000 * "<user>hi".len());
     }
 
     #[test]
