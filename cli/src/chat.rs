@@ -1,10 +1,14 @@
 //! `baton chat`: one question to a running cluster, streamed to the terminal over gRPC.
 
+use std::error::Error;
 use std::io::Write;
 
-use anyhow::Context;
+use anyhow::{anyhow, bail};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
 use clap::{Arg, ArgMatches, Command, value_parser};
+
+/// Tokens after which an answer is cut off when its length was left open.
+const ENOUGH: usize = 512;
 
 /// `baton chat`.
 pub fn command() -> Command {
@@ -23,9 +27,8 @@ pub fn command() -> Command {
             Arg::new("max-tokens")
                 .long("max-tokens")
                 .value_name("N")
-                .default_value("512")
                 .value_parser(value_parser!(u32))
-                .help("Most tokens of the answer; small models can go on for ever"),
+                .help(format!("Most tokens of the answer; default: {ENOUGH}, because small models can go on for ever")),
         )
         .arg(
             Arg::new("temperature")
@@ -43,26 +46,37 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let message = |role: &str, content| v1::ChatMessage { role: role.to_owned(), content };
     let messages = text("system").map(|s| message("system", s)).into_iter();
     let messages = messages.chain(text("message").map(|m| message("user", m))).collect();
-    let sampling = v1::Sampling {
-        max_tokens: matches.get_one("max-tokens").copied(),
-        temperature: matches.get_one("temperature").copied(),
-        ..Default::default()
-    };
+    let limit = matches.get_one::<u32>("max-tokens").copied();
+    // Without a limit of the user's, none is asked for: the context may be shorter than ours.
+    let sampling =
+        v1::Sampling { max_tokens: limit, temperature: matches.get_one("temperature").copied(), ..Default::default() };
     let request = v1::GenerateRequest {
         input: Some(Input::Chat(v1::Chat { messages })),
         sampling: Some(sampling),
         ..Default::default()
     };
     let router = text("router").unwrap_or_default();
-    let mut client = InferenceClient::connect(router.clone()).await.with_context(|| {
-        format!("no router answers at {router}; start one with `baton up` or name it with --router")
+    if !router.starts_with("http://") {
+        bail!("--router is {router:?}; it must be http://HOST:PORT, the gRPC address of a router");
+    }
+    let mut client = InferenceClient::connect(router.clone()).await.map_err(|_| {
+        anyhow!("no router answers at {router}; start one with `baton up` or name its gRPC address with --router")
     })?;
-    let failed = |status: tonic::Status| anyhow::anyhow!("{}", status.message());
+    let failed = |status: tonic::Status| match status.source() {
+        None => anyhow!("{}", status.message()),
+        // Not the router's own words.
+        Some(_) => anyhow!("{router} went away, or does not speak gRPC; name a router's gRPC address with --router"),
+    };
     let mut stream = client.generate(request).await.map_err(failed)?.into_inner();
-    let mut out = std::io::stdout();
+    let (mut out, mut told) = (std::io::stdout(), 0);
     while let Some(part) = stream.message().await.map_err(failed)? {
         out.write_all(part.text.as_bytes())?;
         out.flush()?;
+        told += part.tokens.len();
+        if limit.is_none() && told >= ENOUGH && part.finish.is_none() {
+            eprintln!("\n[cut off after {told} tokens; --max-tokens allows more]");
+            break;
+        }
     }
     writeln!(out)?;
     Ok(())

@@ -3,7 +3,7 @@
 //! Only a supervisor: it starts `baton router`, `baton prefill` and `baton decode` as anyone would, restarts what dies, and
 //! takes all of them down again.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -104,7 +104,9 @@ async fn supervise(
         let timeout = format_duration(config.start_timeout);
         bail!("the cluster was not ready within {timeout}; start with --log info to see why");
     }
-    announce(config, supervisor, &served_model(config.http).await?);
+    let text = announcement(config, &supervisor.processes(), &served_model(config.http).await?);
+    // Nobody may be reading; that is no reason to stop.
+    let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
     supervisor.serve(registry, &process.shutdown).await
 }
@@ -193,25 +195,29 @@ async fn served_model(http: SocketAddr) -> anyhow::Result<String> {
     Ok(models["data"][0]["id"].as_str().context("the router serves no model")?.to_owned())
 }
 
-fn announce(config: &UpConfig, supervisor: &Supervisor, model: &str) {
+/// What the terminal shows once everything runs.
+fn announcement(config: &UpConfig, processes: &[(Kind, u32)], model: &str) -> String {
     let (bold, plain) = if std::io::stdout().is_terminal() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
-    println!("\n{bold}Baton is up{plain}, serving {model}\n");
-    println!("  {:8} {:<8} address", "process", "pid");
-    for (kind, pid) in supervisor.processes() {
+    let UpConfig { http, grpc, .. } = config;
+    let line = |(kind, pid): &(Kind, u32)| {
         let place = match kind {
-            Kind::Router => format!("http://{}  grpc {}", config.http, config.grpc),
+            Kind::Router => format!("http://{http}  grpc {grpc}"),
             Kind::Prefill => "computes prompts, writes KV to decode".to_owned(),
             Kind::Decode if config.prefill == 0 => "computes prompts and streams tokens".to_owned(),
             Kind::Decode => "takes KV, streams tokens".to_owned(),
         };
-        println!("  {:8} {pid:<8} {place}", kind.name());
-    }
-    println!(
-        "\nTry:\n  curl -N http://{}/v1/chat/completions -H 'content-type: application/json' -d \
-         '{{\"model\": \"{}\", \"stream\": true, \"temperature\": 0, \"messages\": [{{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}}]}}'",
-        config.http, model
+        format!("  {:8} {pid:<8} {place}\n", kind.name())
+    };
+    let processes: String = processes.iter().map(line).collect();
+    let question = "Why is the sky blue?";
+    let quoted = serde_json::Value::from(model);
+    let body = format!(
+        r#"{{"model": {quoted}, "stream": true, "temperature": 0, "messages": [{{"role": "user", "content": "{question}"}}]}}"#
     );
     let program = std::env::args().next().unwrap_or_else(|| "baton".to_owned());
-    println!("  {program} chat --router http://{} \"Why is the sky blue?\"", config.grpc);
-    println!("\nCtrl-C stops everything.");
+    format!(
+        "\n{bold}Baton is up{plain}, serving {model}\n\n  process  pid      address\n{processes}\nTry:\n  \
+         curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  \
+         {program} chat --router http://{grpc} \"{question}\"\n\nCtrl-C stops everything.\n"
+    )
 }

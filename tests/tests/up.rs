@@ -53,7 +53,7 @@ fn it_says_what_runs_and_what_to_type_and_that_works() {
     let text = http::streamed_text(&answer).unwrap();
     assert!(text.contains("scatter"), "{text}");
     // The chat.
-    let chat = printed.lines().find(|l| l.trim_start().starts_with("baton chat")).unwrap();
+    let chat = printed.lines().find(|l| l.contains(" chat --router ")).unwrap();
     assert!(chat.contains(&cluster.url()), "{chat}");
     let question = chat.split('"').nth(1).unwrap();
     let said = binary::output(&["chat", "--max-tokens", "12", "--router", &cluster.url(), question]).unwrap();
@@ -280,6 +280,23 @@ fn check_config_prints_the_settings_and_starts_nothing() {
     let strip =
         |text: &str| text.lines().map(|l| l.split('#').next().unwrap().trim_end().to_owned()).collect::<Vec<_>>();
     assert_eq!(strip(&binary::output(&again).unwrap()), strip(&text));
+}
+
+#[test]
+fn chat_takes_what_fits_and_names_what_does_not_answer() {
+    let _alone = alone();
+    // Its context of 512 tokens is shorter than a chat's usual limit.
+    let model = models::tiny().unwrap();
+    let cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
+    binary::output(&["chat", "--router", &cluster.url(), "--temperature", "1", "hello"]).unwrap();
+    let http = format!("http://{}", cluster.http());
+    for (router, word) in
+        [(http.as_str(), "gRPC address"), ("http://127.0.0.1:1", "baton up"), ("host:1", "http://HOST")]
+    {
+        let said = binary::run(&["chat", "--router", router, "hello"]).unwrap();
+        assert!(said.code == Some(1) && said.err.contains(word) && said.err.contains(router), "{said:?}");
+    }
+    cluster.stop().unwrap();
 }
 
 #[test]
