@@ -122,7 +122,7 @@ fn idle(status: &v1::StatusResponse) -> bool {
 }
 
 /// What a worker holds right now.
-async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
+pub async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
     let ask = async {
         let mut client = WorkerClient::connect(member.grpc.clone()).await?;
         anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())

@@ -7,13 +7,15 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, ensure};
+use baton_cluster::{Role, View};
 use baton_model_files::fetch;
 use baton_tests::binary;
 use baton_tests::cluster::client::{Client, greedy, prompt};
 use baton_tests::cluster::http::{self, Metrics};
-use baton_tests::cluster::{signal_pid, wait, wait_all_free};
+use baton_tests::cluster::{models, signal_pid, status, wait, wait_all_free};
 use baton_tests::local::{Local, Options};
 use baton_types::SamplingParams;
 use rustix::process::Signal;
@@ -22,6 +24,7 @@ use rustix::thread::{CapabilitySet, LinkNameSpaceType, capabilities, move_into_l
 const ROUTER: &str = "10.77.0.1";
 const PREFILL: &str = "10.77.0.2";
 const DECODE: &str = "10.77.0.3";
+const REGISTRY: &str = "http://10.77.0.1:8001";
 
 /// The namespaces, and what runs in them.
 struct Hosts {
@@ -113,47 +116,107 @@ fn may_make_namespaces() -> bool {
     capabilities(None).is_ok_and(|have| have.effective.contains(needed))
 }
 
-#[test]
-fn three_hosts_answer_like_one_process() {
+/// What one process answers, greedily.
+fn one_process(path: &Path, prompt: &[u32], tokens: u32) -> Vec<u32> {
+    let params = SamplingParams { temperature: 0.0, max_tokens: tokens, ..SamplingParams::default() };
+    let mut local = Local::open(path, Options::default()).unwrap();
+    local.one(prompt, &params).unwrap().into_iter().map(|token| token.id).collect()
+}
+
+/// A cluster on three hosts; None where nobody can make any.
+fn three_hosts(model: &Path) -> Option<Hosts> {
     if !may_make_namespaces() {
         println!("skipped: needs root, to make network namespaces");
-        return;
+        return None;
     }
-    let path = fetch::resolve("smollm2", &fetch::default_cache().unwrap(), &fetch::ProgressBar::new()).unwrap();
-    let (prompt, tokens) = (prompt(150, 1), 24);
-    let params = SamplingParams { temperature: 0.0, max_tokens: tokens, ..SamplingParams::default() };
-    let want: Vec<u32> = {
-        let mut local = Local::open(&path, Options::default()).unwrap();
-        local.one(&prompt, &params).unwrap().into_iter().map(|token| token.id).collect()
-    };
     let mut hosts = Hosts::new().unwrap();
-    let registry = format!("http://{ROUTER}:8001");
-    let model = path.to_str().unwrap();
+    let model = model.to_str().unwrap();
     hosts.start("router", &["--model", model, "--http", "10.77.0.1:8000", "--grpc", "10.77.0.1:8001"]).unwrap();
-    let worker = ["--model", model, "--registry", &registry, "--kv-memory", "64MiB"];
+    let worker = ["--model", model, "--registry", REGISTRY, "--kv-memory", "64MiB"];
     let prefill = ["--grpc", "10.77.0.2:0", "--admin", "10.77.0.2:9000"];
     hosts.start("prefill", &[&worker[..], &prefill].concat()).unwrap();
     // As in a container, which does not know its address beforehand.
     let decode =
         ["--grpc", "0.0.0.0:9001", "--admin", "0.0.0.0:9000", "--transfer", "0.0.0.0:9002", "--advertise", DECODE];
     hosts.start("decode", &[&worker[..], &decode].concat()).unwrap();
-    let visit = || {
+    let ready = || {
         for (host, port) in [(PREFILL, 9000), (DECODE, 9000), (ROUTER, 8000)] {
             let ready = || http::get(address(host, port), "/ready").ok().filter(|(code, _)| *code == 200);
             wait(ready).with_context(|| format!("{host} does not get ready"))?;
         }
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let answer = runtime.block_on(async {
+        Ok(())
+    };
+    hosts.visit(ready).unwrap();
+    Some(hosts)
+}
+
+/// One test at a time: there is one set of addresses.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn three_hosts_answer_like_one_process() {
+    let _alone = alone();
+    let path = fetch::resolve("smollm2", &fetch::default_cache().unwrap(), &fetch::ProgressBar::new()).unwrap();
+    let Some(hosts) = three_hosts(&path) else { return };
+    let (prompt, tokens) = (prompt(150, 1), 24);
+    let want = one_process(&path, &prompt, tokens);
+    let work = || {
+        let answer = runtime()?.block_on(async {
             let client = Client::connect(address(ROUTER, 8001)).await?;
             let answer = client.ask(greedy(prompt, tokens)).await?;
-            wait_all_free(&registry).await?;
+            wait_all_free(REGISTRY).await?;
             anyhow::Ok(answer)
         })?;
         let bytes = Metrics::of(address(PREFILL, 9000))?.sum("baton_transfer_bytes_total", "transport=\"tcp\"");
         Ok((answer.ids, bytes))
     };
-    let (ids, bytes) = hosts.visit(visit).unwrap();
+    let (ids, bytes) = hosts.visit(work).unwrap();
     assert_eq!(ids, want); // I1
     assert!(bytes > 0.0, "no KV went over TCP");
     hosts.stop().unwrap();
+}
+
+#[test]
+fn a_cable_pulled_mid_prompt_changes_no_answer() {
+    let _alone = alone();
+    let model = models::slow().unwrap();
+    let Some(hosts) = three_hosts(model.path()) else { return };
+    let (prompt, tokens) = (prompt(3000, 1), 20);
+    let want = one_process(model.path(), &prompt, tokens);
+    let cable = |state: &str| {
+        let hub = format!("{}-hub", hosts.name);
+        let status = Command::new("ip").args(["-n", &hub, "link", "set", "prefill", state]).status()?;
+        ensure!(status.success(), "ip link set prefill {state}");
+        anyhow::Ok(())
+    };
+    let work = || {
+        let runtime = runtime()?;
+        let mut views = runtime.block_on(async { anyhow::Ok(baton_cluster::connect(REGISTRY).await?.watch()) })?;
+        let both = |view: &Arc<View>| view.members.len() == 2;
+        let view = runtime.block_on(views.wait_for(both))?.clone();
+        let prefill = view.members.iter().find(|m| m.role == Role::Prefill).context("a prefill worker")?;
+        let client = runtime.block_on(Client::connect(address(ROUTER, 8001)))?;
+        let answering = runtime.block_on(client.start(greedy(prompt.clone(), tokens)))?;
+        wait(|| runtime.block_on(status(prefill)).ok().filter(|s| s.running > 0))?;
+        cable("down")?;
+        // Nothing says that the worker is gone; its silence does (I5).
+        let cut = runtime.block_on(answering.rest())?;
+        let recoveries = Metrics::of(address(ROUTER, 8000))?.sum("baton_recoveries_total", "");
+        cable("up")?;
+        runtime.block_on(async { anyhow::Ok(drop(views.wait_for(both).await?)) })?;
+        runtime.block_on(wait_all_free(REGISTRY))?; // I6
+        let whole = runtime.block_on(client.ask(greedy(prompt, tokens)))?;
+        Ok((cut.ids, whole.ids, recoveries))
+    };
+    let (cut, whole, recoveries) = hosts.visit(work).unwrap();
+    assert_eq!((cut, whole), (want.clone(), want));
+    assert!(recoveries >= 1.0);
+    hosts.stop().unwrap();
+}
+
+fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
