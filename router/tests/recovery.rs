@@ -84,7 +84,7 @@ async fn the_only_worker_hangs_and_is_not_asked_again() {
     cluster.worker(0).decode_will([Decode::Freeze(2)]);
     let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi", "max_tokens": 50})).await;
     assert_eq!((status, &body["error"]["type"]), (503, &json!("unavailable_error")), "{body}");
-    assert_eq!(cluster.worker(0).connections(), 1);
+    assert_eq!(cluster.worker(0).asked().len(), 1);
     cluster.stop().await;
 }
 
@@ -94,6 +94,35 @@ async fn a_decode_worker_that_is_gone_already() {
     cluster.worker(1).cut();
     whole(&cluster).await;
     whole(&cluster).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_lost_worker_is_left_alone_until_it_answers_again() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    let lost = || cluster.router.cluster()["members"].as_array().unwrap().iter().filter(|m| m["lost"] == true).count();
+    // Both kinds: without the prefill worker, decode workers prefill themselves.
+    for cut in [0, 1] {
+        cluster.worker(cut).cut();
+    }
+    while lost() < 2 {
+        whole(&cluster).await;
+    }
+    let before = cluster.worker(2).asked().len();
+    for _ in 0..4 {
+        whole(&cluster).await;
+    }
+    assert_eq!(cluster.worker(2).asked().len(), before + 4);
+    for cut in [0, 1] {
+        cluster.worker(cut).mend();
+    }
+    while lost() > 0 {
+        tokio::task::yield_now().await;
+    }
+    for _ in 0..2 {
+        whole(&cluster).await;
+    }
+    assert!(!cluster.worker(1).asked().is_empty() && !cluster.worker(0).asked().is_empty());
     cluster.stop().await;
 }
 

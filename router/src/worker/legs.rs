@@ -14,7 +14,7 @@ use baton_types::{ErrorKind, FinishReason};
 use futures::{Stream, StreamExt};
 use tonic::{Code, Request, Status};
 
-use super::Lease;
+use super::link::{Lease, answered};
 
 /// What a leg said.
 pub(crate) struct Said {
@@ -46,10 +46,13 @@ impl DecodeLeg {
                 Ok(lease) => lease,
                 Err(gone) => return yield Input::DecodeLost(gone).into(),
             };
-            let mut client = DecodeClient::new(lease.channel.clone());
+            let mut client = DecodeClient::new(lease.channel());
             let mut events = match client.generate(Request::new(request)).await {
                 Ok(response) => response.into_inner(),
-                Err(status) => return yield decode_ended(Some(&status)).into(),
+                Err(status) => {
+                    lease.ended(&status);
+                    return yield decode_ended(Some(&status)).into();
+                }
             };
             let mut awaiting_kv = false;
             loop {
@@ -69,7 +72,10 @@ impl DecodeLeg {
                     Some(Err(status)) if awaiting_kv && status.code() == Code::Unavailable && answered(&status) => {
                         return yield Input::HandoffFailed(ended("decode", Some(&status))).into();
                     }
-                    Some(Err(status)) => return yield decode_ended(Some(&status)).into(),
+                    Some(Err(status)) => {
+                        lease.ended(&status);
+                        return yield decode_ended(Some(&status)).into();
+                    }
                     None => return yield decode_ended(None).into(),
                 }
             }
@@ -85,10 +91,13 @@ impl PrefillLeg {
                 Ok(lease) => lease,
                 Err(gone) => return yield Input::PrefillLost(gone).into(),
             };
-            let mut client = PrefillClient::new(lease.channel.clone());
+            let mut client = PrefillClient::new(lease.channel());
             let mut events = match client.run(Request::new(request)).await {
                 Ok(response) => response.into_inner(),
-                Err(status) => return yield prefill_ended(Some(&status)).into(),
+                Err(status) => {
+                    lease.ended(&status);
+                    return yield prefill_ended(Some(&status)).into();
+                }
             };
             loop {
                 match events.next().await {
@@ -102,7 +111,10 @@ impl PrefillLeg {
                         }
                         Err(wrong) => return yield Input::PrefillLost(wrong).into(),
                     },
-                    Some(Err(status)) => return yield prefill_ended(Some(&status)).into(),
+                    Some(Err(status)) => {
+                        lease.ended(&status);
+                        return yield prefill_ended(Some(&status)).into();
+                    }
                     None => return yield prefill_ended(None).into(),
                 }
             }
@@ -155,12 +167,6 @@ fn prefill_ended(status: Option<&Status>) -> Input {
         failure if failure.kind == ErrorKind::DataLoss => Input::VerifyFailed(failure),
         failure => Input::PrefillLost(failure),
     }
-}
-
-/// A status without a source is the worker's own word. One with a source was made on this side of the connection: the
-/// worker said nothing, it is gone or silent.
-fn answered(status: &Status) -> bool {
-    std::error::Error::source(status).is_none()
 }
 
 /// What the end of a stream means.

@@ -3,28 +3,20 @@
 //! Fed with views by whoever watches the registry; asked by the request driver. Knows nothing about requests.
 
 mod legs;
+mod link;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_cluster::{Member, Role, View};
 use baton_policy::{Candidate, Failure, LeastLoaded, Placed, Placement, PlacementInput, RoundRobin};
 use baton_types::{BatonError, ErrorKind, WorkerId};
-use tonic::transport::{Channel, Endpoint};
 
 use crate::config::PlacementKind;
+use link::{Lease, Link};
 
 pub(crate) use legs::{DecodeLeg, Leg, PrefillLeg, Said};
-
-/// How often a silent connection is asked whether it still lives (I5).
-const PING_EVERY: Duration = Duration::from_secs(1);
-/// Bytes a worker may be ahead of a client that reads slowly (I5). All streams to a worker share one connection, whose
-/// own window is large enough that slow clients do not hold up others.
-const STREAM_WINDOW: u32 = 64 << 10;
-const CONNECTION_WINDOW: u32 = 1 << 30;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl std::fmt::Debug for Workers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -44,25 +36,6 @@ pub(crate) struct Workers {
 struct Known {
     view: Arc<View>,
     links: HashMap<WorkerId, Link>,
-}
-
-/// The connection to one worker; it lives as long as the worker is in the view or a request uses it.
-#[derive(Clone)]
-struct Link {
-    channel: Channel,
-    in_flight: Arc<AtomicU32>,
-}
-
-/// One request's use of one worker.
-pub(crate) struct Lease {
-    pub channel: Channel,
-    in_flight: Arc<AtomicU32>,
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.in_flight.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 /// What the workers of the model take: KV tokens that decode workers can hold, and the longest sequence.
@@ -121,7 +94,7 @@ impl Workers {
             if known.links.contains_key(&member.id) {
                 continue;
             }
-            match self.connect(member) {
+            match Link::new(member, self.worker_timeout) {
                 Ok(link) => drop(known.links.insert(member.id, link)),
                 Err(error) => tracing::warn!(worker = %member.id, address = member.grpc, %error, "unusable address"),
             }
@@ -129,23 +102,11 @@ impl Workers {
         known.view = view;
     }
 
-    fn connect(&self, member: &Member) -> Result<Link, tonic::transport::Error> {
-        let endpoint = Endpoint::from_shared(member.grpc.clone())?
-            .connect_timeout(CONNECT_TIMEOUT)
-            .http2_keep_alive_interval(PING_EVERY)
-            .keep_alive_timeout(self.worker_timeout)
-            .keep_alive_while_idle(true)
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .tcp_nodelay(true);
-        Ok(Link { channel: endpoint.connect_lazy(), in_flight: Arc::default() })
-    }
-
     /// The view for people and `baton status`.
     pub fn describe(&self) -> serde_json::Value {
         let known = self.known();
         let member = |m: &Member| {
-            let in_flight = known.links.get(&m.id).map_or(0, |l| l.in_flight.load(Ordering::Relaxed));
+            let in_flight = known.links.get(&m.id).map_or(0, Link::in_flight);
             serde_json::json!({
                 "id": m.id.to_string(),
                 "role": m.role.as_str(),
@@ -157,6 +118,7 @@ impl Workers {
                 "block_size": m.block_size,
                 "context_tokens": m.context_tokens,
                 "draining": m.draining,
+                "lost": known.links.get(&m.id).is_some_and(Link::lost),
                 "in_flight": in_flight,
             })
         };
@@ -170,7 +132,7 @@ impl Workers {
 
     /// Why no request can be served now; None when one can.
     pub fn not_ready(&self) -> Option<String> {
-        let usable = self.candidates().iter().any(|c| self.decodes(c) && !c.draining);
+        let usable = self.candidates(|_| true).iter().any(|c| self.decodes(c) && !c.draining);
         (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
     }
 
@@ -195,7 +157,7 @@ impl Workers {
         }
     }
 
-    fn candidates(&self) -> Vec<Candidate> {
+    fn candidates(&self, which: impl Fn(&Link) -> bool) -> Vec<Candidate> {
         let known = self.known();
         let candidate = |m: &Member| {
             let role = match m.role {
@@ -203,31 +165,31 @@ impl Workers {
                 Role::Decode => baton_policy::Role::Decode,
                 Role::Supervisor => return None,
             };
-            let in_flight = known.links.get(&m.id)?.in_flight.load(Ordering::Relaxed);
+            let link = known.links.get(&m.id).filter(|link| which(link))?;
             Some(Candidate {
                 id: m.id,
                 role,
                 model: m.model.clone(),
                 layout: m.layout,
                 draining: m.draining,
-                in_flight,
+                in_flight: link.in_flight(),
             })
         };
         known.view.members.iter().filter_map(candidate).collect()
     }
 
-    /// Chooses workers for a request of the served model.
+    /// Chooses workers for a request of the served model. A decode worker that is lost is asked only when there is no other.
     pub fn place(&self, split: bool, decode: Option<WorkerId>, avoid: &[WorkerId]) -> Result<Placed, Failure> {
         let input = PlacementInput { model: &self.model, split, decode, avoid };
         let mut placement = self.placement.lock().unwrap_or_else(PoisonError::into_inner);
-        placement.place(&self.candidates(), &input).map_err(|e| Failure::new(e.kind(), e.to_string()))
+        let well = placement.place(&self.candidates(|link| !link.lost()), &input);
+        let placed = well.or_else(|_| placement.place(&self.candidates(|_| true), &input));
+        placed.map_err(|e| Failure::new(e.kind(), e.to_string()))
     }
 
     /// The connection to a worker, counted until it is dropped.
     pub fn lease(&self, worker: WorkerId) -> Result<Lease, Failure> {
-        let link = self.known().links.get(&worker).cloned();
-        let link = link.ok_or_else(|| Failure::new(ErrorKind::Unavailable, format!("worker {worker} has left")))?;
-        link.in_flight.fetch_add(1, Ordering::Relaxed);
-        Ok(Lease { channel: link.channel, in_flight: link.in_flight })
+        let lease = self.known().links.get(&worker).map(Link::lease);
+        lease.ok_or_else(|| Failure::new(ErrorKind::Unavailable, format!("worker {worker} has left")))
     }
 }

@@ -3,7 +3,6 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use baton_cluster::Role;
@@ -111,7 +110,6 @@ impl World {
 pub struct FakeWorker {
     door: watch::Sender<Door>,
     address: std::net::SocketAddr,
-    connections: Arc<AtomicUsize>,
     shared: Arc<Shared>,
     tasks: Vec<JoinHandle<()>>,
 }
@@ -173,16 +171,13 @@ impl FakeWorker {
         let outer = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = outer.local_addr().unwrap();
         let watch = door.clone();
-        let connections = Arc::new(AtomicUsize::new(0));
-        let count = Arc::clone(&connections);
         let proxy = tokio::spawn(async move {
             loop {
                 let (client, _) = outer.accept().await.unwrap();
-                count.fetch_add(1, Ordering::Relaxed);
                 tokio::spawn(forward(client, inner_address, watch.subscribe()));
             }
         });
-        Arc::new(FakeWorker { door, address, connections, shared, tasks: vec![server, proxy] })
+        Arc::new(FakeWorker { door, address, shared, tasks: vec![server, proxy] })
     }
 
     pub fn address(&self) -> String {
@@ -198,11 +193,6 @@ impl FakeWorker {
     pub fn prefill_will(&self, plan: impl IntoIterator<Item = Prefill>) -> &Self {
         self.shared.prefill.lock().unwrap().extend(plan);
         self
-    }
-
-    /// How often the router connected to it.
-    pub fn connections(&self) -> usize {
-        self.connections.load(Ordering::Relaxed)
     }
 
     /// Every sequence it was asked for.
@@ -223,6 +213,11 @@ impl FakeWorker {
     /// Loses all connections and takes no new ones, like a process that was killed.
     pub fn cut(&self) {
         self.door.send_replace(Door::Cut);
+    }
+
+    /// Undoes `cut`.
+    pub fn mend(&self) {
+        self.door.send_replace(Door::Open);
     }
 }
 
