@@ -166,6 +166,23 @@ fn a_decode_worker_that_hangs_is_given_up_and_may_come_back() {
 }
 
 #[test]
+fn the_only_decode_worker_hangs_and_its_requests_get_a_typed_error() {
+    let scene = Scene::workers(1, 1, "auto");
+    let request = long_answer(5);
+    let mut answering = scene.start(&request);
+    scene.until(&mut answering, 20);
+    let stopped = scene.busy(Role::Decode);
+    scene.signal(&stopped, Signal::STOP);
+    let error = scene.rest(answering).unwrap_err();
+    let status = error.downcast_ref::<tonic::Status>().map(tonic::Status::code);
+    assert_eq!(status, Some(tonic::Code::Unavailable), "{error:#}"); // I5
+    scene.signal(&stopped, Signal::CONT);
+    scene.cluster.wait_idle().unwrap();
+    assert_eq!(scene.ask(&request).ids.len(), 700);
+    scene.end();
+}
+
+#[test]
 fn a_prefill_worker_that_hangs_is_given_up_and_its_late_writes_change_nothing() {
     let scene = Scene::workers(2, 1, "auto");
     let request = long_prompt(2);
