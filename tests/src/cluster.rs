@@ -4,152 +4,35 @@
 pub mod client;
 pub mod http;
 pub mod models;
+mod options;
 pub mod processes;
+mod stdout;
+mod worker;
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
-use std::process::{Child, ChildStdout, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::process::{Child, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, anyhow, bail, ensure};
+use anyhow::{Context, bail, ensure};
 use baton_cluster::{Member, Role, ViewReceiver};
-use baton_proto::v1::{self, worker_client::WorkerClient};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::runtime::Runtime;
 
 use client::Client;
 use http::Metrics;
 use processes::Process;
+use stdout::Stdout;
+
+pub use options::ClusterOptions;
+pub use worker::{Worker, status, wait_all_free};
 
 /// What nothing here takes longer than; only a hang does.
 pub const HANG: Duration = Duration::from_secs(120);
 /// Between two looks at what has no event to wait for.
 const LOOK: Duration = Duration::from_millis(20);
-/// What a worker may take to answer before it counts as not there.
-const PATIENCE: Duration = Duration::from_secs(2);
-
-/// How to start a cluster.
-#[derive(Clone, Debug)]
-pub struct ClusterOptions {
-    /// A path or a name.
-    pub model: String,
-    /// Prefill workers.
-    pub prefill: u32,
-    /// Decode workers.
-    pub decode: u32,
-    /// No split.
-    pub aggregated: bool,
-    /// auto, shm or tcp.
-    pub transport: &'static str,
-    /// Where workers are found; None: in the router.
-    pub registry: Option<String>,
-    /// Further flags of `baton up`; they replace those above.
-    pub args: Vec<String>,
-    /// Further variables of its environment.
-    pub env: Vec<(String, String)>,
-    /// Texts by which to know the ERROR lines that a test provokes.
-    pub expected_errors: Vec<&'static str>,
-}
-
-impl ClusterOptions {
-    /// One prefill and one decode worker.
-    pub fn new(model: impl AsRef<Path>) -> ClusterOptions {
-        ClusterOptions {
-            model: model.as_ref().to_string_lossy().into_owned(),
-            prefill: 1,
-            decode: 1,
-            aggregated: false,
-            transport: "auto",
-            registry: None,
-            args: Vec::new(),
-            env: Vec::new(),
-            expected_errors: Vec::new(),
-        }
-    }
-
-    fn flags(&self) -> Vec<String> {
-        let (prefill, decode) = (self.prefill.to_string(), self.decode.to_string());
-        let mut pairs = vec![
-            ("--http", "127.0.0.1:0"),
-            ("--grpc", "127.0.0.1:0"),
-            ("--log", "info"),
-            ("--kv-memory", "64MiB"),
-            ("--model", &self.model),
-            ("--transport", self.transport),
-            ("--prefill", &prefill),
-            ("--decode", &decode),
-        ];
-        pairs.extend(self.registry.as_deref().map(|registry| ("--registry", registry)));
-        // A flag may be given once.
-        pairs.retain(|(flag, _)| !self.args.iter().any(|arg| arg == flag));
-        let pairs = pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value.to_owned()]);
-        let aggregated = self.aggregated.then(|| "--aggregated".to_owned());
-        ["up".to_owned()].into_iter().chain(pairs).chain(aggregated).chain(self.args.iter().cloned()).collect()
-    }
-}
-
-/// A worker that answers.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Worker {
-    /// What it registered.
-    pub member: Member,
-    /// Its process.
-    pub pid: u32,
-    /// What it holds right now.
-    pub status: v1::StatusResponse,
-}
-
-impl Worker {
-    /// Blocks by state.
-    pub fn blocks(&self) -> v1::BlockCounts {
-        self.status.blocks.unwrap_or_default()
-    }
-
-    /// No sequence, and every block free (I6).
-    pub fn idle(&self) -> bool {
-        idle(&self.status)
-    }
-}
-
-fn idle(status: &v1::StatusResponse) -> bool {
-    let blocks = status.blocks.unwrap_or_default();
-    status.running == 0 && status.waiting == 0 && blocks.total > 0 && blocks.free == blocks.total
-}
-
-/// What a worker holds right now.
-pub async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
-    let ask = async {
-        let mut client = WorkerClient::connect(member.grpc.clone()).await?;
-        anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
-    };
-    tokio::time::timeout(PATIENCE, ask).await?
-}
-
-/// Waits until every worker in a registry's view holds nothing (I6).
-pub async fn wait_all_free(registry: &str) -> anyhow::Result<()> {
-    let mut views = baton_cluster::connect(registry).await?.watch();
-    let start = Instant::now();
-    loop {
-        let view = tokio::time::timeout(HANG, views.wait_for(|view| !view.stale)).await??.clone();
-        let mut busy = Vec::new();
-        for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
-            match status(member).await {
-                Ok(status) if idle(&status) => {}
-                other => busy.push((member.id, other)),
-            }
-        }
-        if busy.is_empty() {
-            return Ok(());
-        }
-        ensure!(start.elapsed() < HANG, "not free: {busy:#?}");
-        tokio::time::sleep(LOOK).await;
-    }
-}
 
 /// A running cluster. Start it on a thread that lives as long as it does: it ends with that thread.
 #[derive(Debug)]
@@ -219,6 +102,11 @@ impl Cluster {
     /// Runs a future to its end.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime.as_ref().expect("it is there until the drop").block_on(future)
+    }
+
+    /// Runs a future beside the test.
+    pub fn spawn<F: Future<Output: Send> + Send + 'static>(&self, future: F) -> tokio::task::JoinHandle<F::Output> {
+        self.runtime.as_ref().expect("it is there until the drop").spawn(future)
     }
 
     /// A gRPC client.
@@ -442,42 +330,5 @@ fn kill_all(dir: &tempfile::TempDir) {
     while let Some(process) = processes::of(&tmp(dir)).iter().find(|p| !killed.contains(&p.pid)) {
         killed.insert(process.pid);
         let _ = signal_pid(process.pid, Signal::KILL);
-    }
-}
-
-/// Lines as they are printed.
-#[derive(Debug)]
-struct Stdout {
-    lines: Receiver<String>,
-    text: String,
-}
-
-impl Stdout {
-    fn new(pipe: ChildStdout) -> Stdout {
-        let (send, lines) = channel();
-        // Ends with the pipe.
-        std::thread::spawn(move || BufReader::new(pipe).lines().map_while(Result::ok).try_for_each(|l| send.send(l)));
-        Stdout { lines, text: String::new() }
-    }
-
-    /// Reads until a line contains `word`.
-    fn until(&mut self, word: &str) -> anyhow::Result<()> {
-        loop {
-            let line = self.lines.recv_timeout(HANG).map_err(|e| anyhow!("{word:?} was not printed: {e}"))?;
-            self.text += &line;
-            self.text += "\n";
-            if line.contains(word) {
-                return Ok(());
-            }
-        }
-    }
-
-    fn addresses(&self) -> anyhow::Result<(SocketAddr, SocketAddr)> {
-        let after = |mark: &str| {
-            let word = self.text.split_once(mark).and_then(|(_, rest)| rest.split_whitespace().next());
-            word.with_context(|| format!("no {mark:?} in {:?}", self.text))?.parse().context("an address")
-        };
-        let grpc = after("  grpc ")?;
-        Ok((after(" http://")?, grpc))
     }
 }

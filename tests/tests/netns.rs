@@ -206,7 +206,7 @@ fn a_cable_pulled_mid_prompt_changes_no_answer() {
         let cut = runtime.block_on(answering.rest())?;
         let recoveries = Metrics::of(address(ROUTER, 8000))?.sum("baton_recoveries_total", "");
         cable("up")?;
-        runtime.block_on(async { anyhow::Ok(drop(views.wait_for(both).await?)) })?;
+        runtime.block_on(views.wait_for(both)).map(drop)?;
         runtime.block_on(wait_all_free(REGISTRY))?; // I6
         let whole = runtime.block_on(client.ask(greedy(prompt, tokens)))?;
         Ok((cut.ids, whole.ids, recoveries))

@@ -44,7 +44,7 @@ fn clients_do_not_notice_workers_that_are_killed() {
     let _alone = alone();
     let model = models::tiny().unwrap();
     let (cluster, target) = cluster(&model);
-    let soaking = cluster.block_on(async { tokio::spawn(async move { soak(&target, &load(8, 10)).await }) });
+    let soaking = cluster.spawn(async move { soak(&target, &load(8, 10)).await });
     let mut random = random_u64(1, "kills");
     let mut kills = 0;
     while !soaking.is_finished() {

@@ -179,7 +179,7 @@ fn scale_up_and_down_under_load_fails_no_request() {
             anyhow::Ok(asked)
         }
     });
-    let tasks: Vec<_> = cluster.block_on(async { load.map(tokio::spawn).collect() });
+    let tasks: Vec<_> = load.map(|lane| cluster.spawn(lane)).collect();
     for (prefill, decode) in [(2, 3), (1, 1), (0, 2), (1, 1)] {
         scale(prefill, decode);
     }

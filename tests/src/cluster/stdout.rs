@@ -1,0 +1,47 @@
+//! What `baton up` prints, line by line.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::ChildStdout;
+use std::sync::mpsc::{Receiver, channel};
+
+use anyhow::{Context, anyhow};
+
+use super::HANG;
+
+/// Lines as they are printed.
+#[derive(Debug)]
+pub(super) struct Stdout {
+    lines: Receiver<String>,
+    pub text: String,
+}
+
+impl Stdout {
+    pub fn new(pipe: ChildStdout) -> Stdout {
+        let (send, lines) = channel();
+        // Ends with the pipe.
+        std::thread::spawn(move || BufReader::new(pipe).lines().map_while(Result::ok).try_for_each(|l| send.send(l)));
+        Stdout { lines, text: String::new() }
+    }
+
+    /// Reads until a line contains `word`.
+    pub fn until(&mut self, word: &str) -> anyhow::Result<()> {
+        loop {
+            let line = self.lines.recv_timeout(HANG).map_err(|e| anyhow!("{word:?} was not printed: {e}"))?;
+            self.text += &line;
+            self.text += "\n";
+            if line.contains(word) {
+                return Ok(());
+            }
+        }
+    }
+
+    pub fn addresses(&self) -> anyhow::Result<(SocketAddr, SocketAddr)> {
+        let after = |mark: &str| {
+            let word = self.text.split_once(mark).and_then(|(_, rest)| rest.split_whitespace().next());
+            word.with_context(|| format!("no {mark:?} in {:?}", self.text))?.parse().context("an address")
+        };
+        let grpc = after("  grpc ")?;
+        Ok((after(" http://")?, grpc))
+    }
+}

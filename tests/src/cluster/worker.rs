@@ -1,0 +1,70 @@
+//! Workers, asked what they hold.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use baton_cluster::{Member, Role};
+use baton_proto::v1::{self, worker_client::WorkerClient};
+
+use super::{HANG, LOOK};
+
+/// What a worker may take to answer before it counts as not there.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A worker that answers.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Worker {
+    /// What it registered.
+    pub member: Member,
+    /// Its process.
+    pub pid: u32,
+    /// What it holds right now.
+    pub status: v1::StatusResponse,
+}
+
+impl Worker {
+    /// Blocks by state.
+    pub fn blocks(&self) -> v1::BlockCounts {
+        self.status.blocks.unwrap_or_default()
+    }
+
+    /// No sequence, and every block free (I6).
+    pub fn idle(&self) -> bool {
+        idle(&self.status)
+    }
+}
+
+fn idle(status: &v1::StatusResponse) -> bool {
+    let blocks = status.blocks.unwrap_or_default();
+    status.running == 0 && status.waiting == 0 && blocks.total > 0 && blocks.free == blocks.total
+}
+
+/// What a worker holds right now.
+pub async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
+    let ask = async {
+        let mut client = WorkerClient::connect(member.grpc.clone()).await?;
+        anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
+    };
+    tokio::time::timeout(PATIENCE, ask).await?
+}
+
+/// Waits until every worker in a registry's view holds nothing (I6).
+pub async fn wait_all_free(registry: &str) -> anyhow::Result<()> {
+    let mut views = baton_cluster::connect(registry).await?.watch();
+    let start = Instant::now();
+    loop {
+        let view = tokio::time::timeout(HANG, views.wait_for(|view| !view.stale)).await??.clone();
+        let mut busy = Vec::new();
+        for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
+            match status(member).await {
+                Ok(status) if idle(&status) => {}
+                other => busy.push((member.id, other)),
+            }
+        }
+        if busy.is_empty() {
+            return Ok(());
+        }
+        ensure!(start.elapsed() < HANG, "not free: {busy:#?}");
+        tokio::time::sleep(LOOK).await;
+    }
+}
