@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use baton_cluster::{Member, Role, ViewReceiver};
+use baton_types::WorkerId;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::runtime::Runtime;
 
@@ -43,6 +44,8 @@ pub struct Cluster {
     grpc: SocketAddr,
     options: ClusterOptions,
     views: ViewReceiver,
+    /// Decode workers that were members when the end began: each had a socket.
+    last_decode: BTreeSet<WorkerId>,
     runtime: Option<Runtime>,
     dir: tempfile::TempDir,
     ended: bool,
@@ -71,7 +74,18 @@ impl Cluster {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let registry = options.registry.clone().unwrap_or_else(|| format!("http://{grpc}"));
         let views = runtime.block_on(async { anyhow::Ok(baton_cluster::connect(&registry).await?.watch()) })?;
-        Ok(Cluster { up, stdout, http, grpc, options, views, runtime: Some(runtime), dir, ended: false })
+        Ok(Cluster {
+            up,
+            stdout,
+            http,
+            grpc,
+            options,
+            views,
+            last_decode: BTreeSet::new(),
+            runtime: Some(runtime),
+            dir,
+            ended: false,
+        })
     }
 
     /// Where HTTP is served.
@@ -204,6 +218,7 @@ impl Cluster {
 
     /// Interrupts `baton up` and waits for its end, after which nothing may be left.
     pub fn stop(mut self) -> anyhow::Result<()> {
+        self.remember();
         signal_pid(self.up.id(), Signal::INT)?;
         self.wait_for_end()?;
         self.finish()
@@ -227,6 +242,7 @@ impl Cluster {
 
     /// Kills `baton up` as `kill -9` does.
     pub fn kill_up(&mut self) -> anyhow::Result<()> {
+        self.remember();
         self.up.kill()?;
         let status = self.up.wait()?;
         ensure!(status.signal() == Some(Signal::KILL.as_raw()), "baton up ended before it was killed: {status}");
@@ -248,16 +264,19 @@ impl Cluster {
         self.check_log()
     }
 
+    fn remember(&mut self) {
+        let members = self.members();
+        self.last_decode.extend(members.iter().filter(|m| m.role == Role::Decode).map(|m| m.id));
+    }
+
     fn check_leftovers(&self) -> anyhow::Result<()> {
         let files: Vec<_> = std::fs::read_dir(tmp(&self.dir))?.flatten().map(|e| e.path()).collect();
         ensure!(files.is_empty(), "left behind: {files:?}");
         let shm = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten().map(|e| e.file_name());
         let shm: Vec<_> = shm.filter(|name| name.to_string_lossy().contains("baton")).collect();
         ensure!(shm.is_empty(), "left in /dev/shm: {shm:?}");
-        let kv = |m: &&Member| m.role == Role::Decode;
-        for member in self.members().iter().filter(kv) {
-            let name = format!("@baton-{:x}-", member.id.0);
-            let left = processes::abstract_sockets_like(&name);
+        for id in &self.last_decode {
+            let left = processes::abstract_sockets_like(&format!("@baton-{:x}-", id.0));
             ensure!(left.is_empty(), "left behind: {left:?}");
         }
         for address in [self.http, self.grpc] {
