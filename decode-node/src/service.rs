@@ -70,7 +70,7 @@ impl Item for Said {
     fn into_event(self) -> Result<(v1::DecodeEvent, bool), Status> {
         let last = matches!(self, Said::Finished(_));
         let event = match self {
-            Said::Reserved(target) => Sent::Reserved(v1::Reserved { target, cached_tokens: 0 }),
+            Said::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
             Said::Token(token) => Sent::Token(token.into()),
             Said::Finished(reason) => {
                 Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into(), cached_tokens: 0 })

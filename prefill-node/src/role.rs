@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use baton_engine::{Aborted, Engine, Event, NewSequence, Step};
+use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence, Step};
 use baton_runtime::metrics as names;
 use baton_transfer::{Handoff, TransferError, TransferStats};
 use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, SeqId, TokenOut};
@@ -44,6 +44,8 @@ struct Open {
     stream: Stream,
     /// Until it is completed or aborted.
     handoff: Option<Handoff>,
+    /// Blocks of the sequence that are on their way, in every layer group.
+    sent: usize,
     /// A write that was refused; the sequence ends after the step.
     refused: Option<TransferError>,
 }
@@ -131,6 +133,11 @@ impl PrefillRole {
     }
 }
 
+/// The blocks of a range of the sequence, each with its index in a reservation that begins with block `first`.
+fn pairs_of(table: &BlockTable, range: std::ops::Range<usize>, first: usize) -> Vec<(BlockId, u32)> {
+    range.filter_map(|at| Some((*table.blocks().get(at)?, (at - first) as u32))).collect()
+}
+
 fn clear(engine: &mut Engine, seq: SeqId) {
     if let Err(error) = engine.clear_quarantine(seq) {
         tracing::error!(%seq, %error, "quarantined blocks could not be freed");
@@ -145,7 +152,7 @@ impl Role for PrefillRole {
             Command::Run { new, handoff, stream, accepted } => {
                 // A handoff without a sequence is aborted by being dropped.
                 if let Some(seq) = accepted.submit(engine, *new) {
-                    self.open.insert(seq, Open { stream, handoff: Some(handoff), refused: None });
+                    self.open.insert(seq, Open { stream, handoff: Some(handoff), sent: 0, refused: None });
                 }
             }
             Command::Cancel(seq) => {
@@ -185,13 +192,19 @@ impl Role for PrefillRole {
     fn step_planned(&mut self, engine: &Engine, step: &Step) {
         self.outgoing.clear();
         for row in step.rows().iter().filter(|row| row.held) {
-            let done = row.completed_blocks(self.layout.block_size);
+            let Some(open) = self.open.get_mut(&row.seq) else { continue };
+            let Some(handoff) = &open.handoff else { continue };
+            // From what is sent, not from the row's start: blocks that were cached here travel with the first row.
+            let ready = open.sent..row.completed_blocks(self.layout.block_size).end;
             let tables = engine.tables(row.seq).unwrap_or_default();
-            let pairs = tables
+            let wanted = handoff.first_blocks().iter().map(|first| *first as usize);
+            let pairs: Vec<_> = tables
                 .iter()
-                .map(|table| done.clone().filter_map(|i| table.blocks().get(i).map(|&b| (b, i as u32))).collect())
+                .zip(wanted)
+                .map(|(table, first)| pairs_of(table, ready.start.max(first)..ready.end, first))
                 .collect();
-            if !done.is_empty() {
+            open.sent = ready.end.max(ready.start);
+            if pairs.iter().any(|pairs| !pairs.is_empty()) {
                 self.outgoing.push(Outgoing { seq: row.seq, pairs });
             }
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
-use baton_transfer::{Limits, Sender, SenderOptions};
+use baton_transfer::{Handoff, Limits, Sender, SenderOptions};
 use baton_worker::{
     Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, new_sequence, stream_status,
 };
@@ -67,6 +67,7 @@ impl prefill_server::Prefill for PrefillNode {
             let text = format!("target is for {} tokens, the sequence has {}", handoff.tokens(), new.tokens.len());
             return Err(Status::invalid_argument(text));
         }
+        check_reach(&handoff, self.node.geometry.layout.block_size)?;
         Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Run {
             new: Box::new(new),
             handoff,
@@ -75,6 +76,20 @@ impl prefill_server::Prefill for PrefillNode {
         })
         .await
     }
+}
+
+/// The reservation must begin within the sequence and go on to its last block, or the handoff could never be complete.
+fn check_reach(handoff: &Handoff, block_size: u32) -> Result<(), Status> {
+    let blocks = handoff.tokens().div_ceil(block_size);
+    for (group, (first, count)) in handoff.first_blocks().iter().zip(handoff.block_counts()).enumerate() {
+        if first.checked_add(*count) != Some(blocks) {
+            let text = format!(
+                "target wants {count} blocks of layer group {group} from block {first} on; the sequence has {blocks}"
+            );
+            return Err(Status::invalid_argument(text));
+        }
+    }
+    Ok(())
 }
 
 impl Item for Said {

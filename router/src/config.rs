@@ -38,7 +38,7 @@ baton_runtime::config! {
         request_timeout: Duration = Duration::from_secs(600),
         /// Most answers in the making at a time (a request with n=4 counts as 4); more are refused with 429.
         max_inflight: usize = 1024,
-        /// Most HTTP connections open at a time; more wait until one ends.
+        /// Most connections open at a time, of HTTP and of gRPC each; more wait until one ends.
         max_connections: usize = 4096,
         /// Largest body of a request.
         body_limit: Bytes = Bytes(8 << 20),

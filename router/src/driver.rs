@@ -14,6 +14,7 @@ use futures::StreamExt;
 use tokio::time::{Instant, sleep_until};
 
 use crate::error::RequestError;
+use crate::input::Standing;
 use crate::sink::{Sink, Taken};
 use crate::worker::{DecodeLeg, Leg, PrefillLeg, Said, Workers};
 
@@ -25,6 +26,8 @@ pub(crate) struct Job {
     pub prompt: Arc<[u32]>,
     /// How to answer.
     pub sampling: SamplingParams,
+    /// Its place beside others.
+    pub standing: Standing,
     /// When it must be done.
     pub deadline: Instant,
     /// How often work may be started.
@@ -172,6 +175,8 @@ impl Driver {
             prompt_tokens: self.job.prompt.len() as u32,
             sampling: Some(self.job.sampling.clone().into()),
             deadline_ms: self.milliseconds_left(),
+            cache_salt: self.job.standing.cache_salt.clone(),
+            priority: self.job.standing.priority,
         }
     }
 

@@ -130,7 +130,7 @@ impl Front {
         }
         input.check(&self.model)?;
         let permit = Arc::new(self.admit(input.choices())?);
-        let (n, deadline, stop) = (input.n, input.deadline, input.stop.clone());
+        let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
@@ -150,7 +150,8 @@ impl Front {
                 });
                 let id = record.id().clone();
                 let prompt = Arc::clone(&plan.prompt);
-                let job = Job { id, prompt, sampling, deadline, max_attempts: self.max_attempts };
+                let standing = standing.clone();
+                let job = Job { id, prompt, sampling, standing, deadline, max_attempts: self.max_attempts };
                 let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
                 let permit = Arc::clone(&permit);
                 tokio::spawn(async move {

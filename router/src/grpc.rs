@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status};
 
 use crate::error::RequestError;
 use crate::front::Front;
-use crate::input::{GenerateInput, Prompt, random_u64};
+use crate::input::{GenerateInput, Prompt, Standing, random_u64};
 use crate::model::message;
 use crate::sink::EventKind;
 
@@ -110,6 +110,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         n: 1,
         sampling: request.sampling.unwrap_or_default(),
         stop: request.stop,
+        standing: Standing { cache_salt: request.cache_salt, priority: request.priority },
         id: RequestId(id),
         deadline,
         received,

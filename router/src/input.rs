@@ -22,6 +22,18 @@ const MAX_STOP_BYTES: usize = 1024;
 const MAX_STOP_IDS: usize = 256;
 const MAX_BIASES: usize = 1024;
 
+/// Bytes of a cache salt at most; workers refuse longer ones too.
+const MAX_SALT: usize = 256;
+
+/// What a request says about its place beside others; its answer does not depend on it (I1).
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Standing {
+    /// Only requests with the same salt share cached prefixes.
+    pub cache_salt: String,
+    /// Lower goes first.
+    pub priority: i32,
+}
+
 /// The prompt as the client gave it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Prompt {
@@ -56,6 +68,8 @@ pub(crate) struct GenerateInput {
     pub sampling: v1::Sampling,
     /// Strings that end an answer.
     pub stop: Vec<String>,
+    /// Its place beside others.
+    pub standing: Standing,
     /// The client's id, or one made up.
     pub id: RequestId,
     /// When the client must have its answer.
@@ -117,6 +131,11 @@ impl GenerateInput {
                 "stop",
                 format!("stop has {count} strings; at most {MAX_STOPS} are allowed"),
             ));
+        }
+        let salt = self.standing.cache_salt.len();
+        if salt > MAX_SALT {
+            let wrong = format!("cache_salt has {salt} bytes; at most {MAX_SALT} are allowed");
+            return Err(RequestError::invalid("cache_salt", wrong));
         }
         if let Some(bad) = self.stop.iter().find(|s| s.is_empty() || s.len() > MAX_STOP_BYTES) {
             let length = bad.len();

@@ -5,7 +5,7 @@
 //! state machine of `baton-policy` says. The router sees token ids and text; never weights, KV or a GPU.
 //!
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the other one.
-//! - `listener`: HTTP connections, bounded in number and time.
+//! - `listener`, `held`: connections, bounded in number and time.
 //! - `front`: admission, plan, events. `input`, `model`: what a request must be to work.
 //! - `driver`, `worker`: one choice on its workers. `sink`, `stop`: from tokens to text.
 //! - `server`: puts it all together.
@@ -15,6 +15,7 @@ mod driver;
 mod error;
 mod front;
 mod grpc;
+mod held;
 mod http;
 mod input;
 mod listener;

@@ -1,4 +1,5 @@
-//! Connections of the HTTP front door: how many there may be, how long each may say nothing, and how they end.
+//! Connections of the front doors: how many there may be; of the HTTP one also how long each may say nothing, and how they
+//! end.
 //!
 //! Knows bytes and connections; what is asked over them is in `http.rs`.
 
@@ -37,6 +38,11 @@ impl Bounds {
     pub fn new(connections: usize) -> Bounds {
         Bounds { connections, head: HEAD_TIMEOUT }
     }
+
+    /// A place for each connection.
+    pub fn places(&self) -> Arc<Semaphore> {
+        Arc::new(Semaphore::new(self.connections.clamp(1, MOST)))
+    }
 }
 
 /// Serves `app` until the drain starts and every connection has ended, or `last` has completed. What is open then is cut.
@@ -47,7 +53,7 @@ pub(crate) async fn serve(
     shutdown: Shutdown,
     last: impl Future<Output = ()>,
 ) {
-    let places = Arc::new(Semaphore::new(bounds.connections.clamp(1, MOST)));
+    let places = bounds.places();
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
@@ -67,17 +73,21 @@ pub(crate) async fn serve(
     }
 }
 
-/// The next connection that there is a place for.
-async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> (TcpStream, Option<OwnedSemaphorePermit>) {
+/// The next connection that there is a place for; its packets leave at once, because tokens are small and waiting to fill a
+/// packet would delay each.
+pub(crate) async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> (TcpStream, Option<OwnedSemaphorePermit>) {
     // The semaphore is never closed.
     let place = Arc::clone(places).acquire_owned().await.ok();
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => return (stream, place),
+            Ok((stream, _)) => {
+                let _ = stream.set_nodelay(true);
+                return (stream, place);
+            }
             // That client left before its turn.
             Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) => {}
             Err(error) => {
-                tracing::warn!(%error, "cannot accept HTTP connections");
+                tracing::warn!(%error, "cannot accept connections");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
@@ -91,8 +101,6 @@ async fn connection(
     head: Duration,
     shutdown: Shutdown,
 ) {
-    // Tokens are small; waiting to fill a packet would delay each.
-    let _ = stream.set_nodelay(true);
     let service = TowerToHyperService::new(app);
     let mut server = http1::Builder::new();
     let server = server.timer(TokioTimer::new()).header_read_timeout(head);

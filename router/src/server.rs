@@ -15,13 +15,13 @@ use baton_runtime::{Outcome, Process, Readiness, Shutdown, Tasks, metrics as nam
 use metrics::gauge;
 use tokio::net::TcpListener;
 use tonic::service::Routes;
-use tonic::transport::server::TcpIncoming;
 use tonic_health::ServingStatus;
 
 use crate::config::RouterConfig;
 use crate::error::RouterError;
 use crate::front::{Front, FrontLimits};
 use crate::grpc::Inference;
+use crate::held;
 use crate::http;
 use crate::listener::{self, Bounds};
 use crate::model::ServedModel;
@@ -210,7 +210,7 @@ impl Bound {
         let watcher = Watcher { workers: Arc::clone(&workers), readiness, health, shutdown: shutdown.clone() };
         tasks.spawn("view", watcher.run(registry.watch()));
         tasks.spawn("http", serve_http(self.http, app, bounds, Arc::clone(&front), shutdown.clone()));
-        tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), front, registry, shutdown));
+        tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), bounds, front, registry, shutdown));
         Ok(RunningRouter { http_addr: self.http_addr, grpc_addr: self.grpc_addr, workers })
     }
 }
@@ -278,6 +278,7 @@ async fn serve_http(listener: TcpListener, app: axum::Router, bounds: Bounds, fr
 async fn serve_grpc(
     listener: TcpListener,
     routes: Routes,
+    bounds: Bounds,
     front: Arc<Front>,
     registry: RegistryChoice,
     shutdown: Shutdown,
@@ -286,10 +287,7 @@ async fn serve_grpc(
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(
-            TcpIncoming::from(listener).with_nodelay(Some(true)),
-            last_request(&front, &shutdown),
-        );
+        .serve_with_incoming_shutdown(held::incoming(listener, bounds), last_request(&front, &shutdown));
     let last = async {
         last_request(&front, &shutdown).await;
         if let RegistryChoice::Embedded(registry) = &registry {

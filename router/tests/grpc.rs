@@ -100,6 +100,7 @@ async fn errors_have_codes_and_name_the_field() {
         ),
         (v1::GenerateRequest { stop: vec![String::new()], ..text() }, Code::InvalidArgument, "stop"),
         (v1::GenerateRequest { request_id: "x".repeat(200), ..text() }, Code::InvalidArgument, "request_id"),
+        (v1::GenerateRequest { cache_salt: "x".repeat(257), ..text() }, Code::InvalidArgument, "cache_salt"),
     ] {
         let status = client.generate(request).await.unwrap_err();
         assert_eq!(

@@ -19,7 +19,7 @@ use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};
 use crate::{
     Limits, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError, TransferStats,
-    TransportChoice, TransportKind,
+    TransportChoice, TransportKind, Wanted,
 };
 
 /// Makes a test of each function for each transport.
@@ -120,7 +120,13 @@ impl Decode {
     }
 
     fn reserve(&self, epoch: u64, blocks: &[Vec<BlockId>]) -> Vec<u8> {
-        self.receiver.reserve(Epoch(epoch), blocks, 100, PATIENCE).unwrap()
+        self.try_reserve(epoch, blocks, PATIENCE).unwrap()
+    }
+
+    fn try_reserve(&self, epoch: u64, blocks: &[Vec<BlockId>], lease: Duration) -> Result<Vec<u8>, TransferError> {
+        // Opaque to the transfer: in this suite group 0 travels from its block 0 on, group 1 from its block 1 on.
+        let first: Vec<u32> = (0..blocks.len() as u32).collect();
+        self.receiver.reserve(Epoch(epoch), &Wanted { tokens: 100, first: &first, blocks }, lease)
     }
 
     fn event(&self) -> ReceiverEvent {

@@ -10,7 +10,7 @@ use crate::codec::{Fields, Malformed, Put};
 use crate::error::TransferError;
 use crate::host::Host;
 
-const MAGIC: [u8; 4] = *b"bkt1";
+const MAGIC: [u8; 4] = *b"bkt2";
 /// Bytes of a descriptor at most.
 const MAX_BYTES: usize = 64 << 10;
 
@@ -22,6 +22,8 @@ pub(crate) struct Descriptor {
     /// Random per reservation: who knows it may write.
     pub key: u64,
     pub tokens: u32,
+    /// Per group: which block of the sequence the reservation's first one is; those before it do not travel.
+    pub first: Vec<u32>,
     /// Blocks per group.
     pub counts: Vec<u32>,
     pub host: Host,
@@ -41,6 +43,7 @@ impl Descriptor {
         out.put_u64(self.epoch.0);
         out.put_u64(self.key);
         out.put_u32(self.tokens);
+        out.put_u32s(self.first.iter().copied());
         out.put_u32s(self.counts.iter().copied());
         out.put(&self.host.boot);
         out.put_u64(self.host.netns);
@@ -75,6 +78,7 @@ fn parse_reservation(mut f: Fields, layout: &KvLayout) -> Result<Descriptor, Mal
         epoch: Epoch(f.u64("epoch")?),
         key: f.u64("key")?,
         tokens: f.u32("tokens")?,
+        first: f.u32s("first")?,
         counts: f.u32s("counts")?,
         host: Host { boot: f.array("host")?, netns: f.u64("host")? },
         unix: f.blob("unix")?.to_vec(),
@@ -83,8 +87,10 @@ fn parse_reservation(mut f: Fields, layout: &KvLayout) -> Result<Descriptor, Mal
     };
     f.end()?;
     let groups = layout.groups.len();
-    if descriptor.counts.len() != groups {
-        return Err(Malformed::new("counts", format!("{} groups, the layout has {groups}", descriptor.counts.len())));
+    for (field, found) in [("first", descriptor.first.len()), ("counts", descriptor.counts.len())] {
+        if found != groups {
+            return Err(Malformed::new(field, format!("{found} groups, the layout has {groups}")));
+        }
     }
     Ok(descriptor)
 }
@@ -172,6 +178,7 @@ mod tests {
             epoch: Epoch(2),
             key: 3,
             tokens: 100,
+            first: vec![0, 5],
             counts: vec![7, 2],
             host: Host { boot: [9; 16], netns: 4 },
             unix: b"baton-x".to_vec(),
@@ -216,9 +223,14 @@ mod tests {
 
     #[test]
     fn group_counts_must_be_the_layouts() {
-        let bytes = Descriptor { counts: vec![1], ..descriptor() }.encode(&layout());
-        let error = Descriptor::parse(&bytes, &layout()).unwrap_err();
-        assert!(matches!(error, TransferError::Descriptor { field: "counts", .. }), "{error}");
+        let cases = [
+            ("first", Descriptor { first: vec![1], ..descriptor() }),
+            ("counts", Descriptor { counts: vec![1], ..descriptor() }),
+        ];
+        for (name, lopsided) in cases {
+            let error = Descriptor::parse(&lopsided.encode(&layout()), &layout()).unwrap_err();
+            assert!(matches!(error, TransferError::Descriptor { field, .. } if field == name), "{error}");
+        }
         assert_eq!(parse_layout(&encode_layout(&layout())), Ok(layout()));
     }
 }

@@ -28,6 +28,6 @@ mod wire;
 
 pub use error::TransferError;
 pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind};
-pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats};
+pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;
 pub use sender::{Handoff, OnDone, Sender, TransferStats};

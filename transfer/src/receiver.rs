@@ -61,6 +61,18 @@ pub enum ReceiverEvent {
     },
 }
 
+/// What a reservation is to hold: of a sequence's KV, the blocks from `first` on. Those before it are here already, or
+/// lie outside the group's window.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// Tokens of the sequence.
+    pub tokens: u32,
+    /// Per group: index, in the sequence, of the first block that travels.
+    pub first: &'a [u32],
+    /// Per group, in token order: the blocks that are lent.
+    pub blocks: &'a [Vec<BlockId>],
+}
+
 /// What [`Receiver::fence`] found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FenceState {
@@ -122,15 +134,14 @@ impl Receiver {
         self.address
     }
 
-    /// Lends `blocks` (per group, in token order), to hold the KV of `tokens` tokens, to whoever presents the
-    /// descriptor returned here, for `lease`. Blocks of an epoch that is not over are refused (I3).
-    pub fn reserve(
-        &self,
-        epoch: Epoch,
-        blocks: &[Vec<BlockId>],
-        tokens: u32,
-        lease: Duration,
-    ) -> Result<Vec<u8>, TransferError> {
+    /// Lends the blocks of `wanted` to whoever presents the descriptor returned here, for `lease`. Blocks of an epoch
+    /// that is not over are refused (I3).
+    pub fn reserve(&self, epoch: Epoch, wanted: &Wanted<'_>, lease: Duration) -> Result<Vec<u8>, TransferError> {
+        let Wanted { tokens, first, blocks } = *wanted;
+        if first.len() != blocks.len() {
+            let problem = format!("{} groups, there are blocks for {}", first.len(), blocks.len());
+            return Err(TransferError::argument("wanted.first", problem));
+        }
         let key = threads::random()?;
         let expires = Instant::now().checked_add(lease);
         let expires = expires.ok_or_else(|| TransferError::argument("lease", format!("{lease:?} is too long")))?;
@@ -140,6 +151,7 @@ impl Receiver {
             epoch,
             key,
             tokens,
+            first: first.to_vec(),
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
             host: self.host,
             unix: self.unix.clone(),

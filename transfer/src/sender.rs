@@ -89,7 +89,7 @@ impl Sender {
             return Err(TransferError::Limit { what: "blocks of a reservation", limit, asked: blocks });
         }
         let (tokens, epoch, key, peer) = (target.tokens, target.epoch, target.key, target.worker);
-        let counts = target.counts.clone();
+        let (first, counts) = (target.first.clone(), target.counts.clone());
         let core = Arc::new(Core { epoch, key, peer, deadline, counts, failure: OnceLock::new() });
         let mut queue = self.queue_to(&target)?;
         if let Err(error) = queue.begin(core.clone()) {
@@ -102,7 +102,7 @@ impl Sender {
         }
         let layers = |group: usize| options.geometry.layout.groups[group].layers.len();
         let unwritten = core.counts.iter().enumerate().map(|(g, n)| vec![true; *n as usize * layers(g)]).collect();
-        Ok(Handoff { config: self.config.clone(), queue, core, tokens, unwritten, written: 0, ended: false })
+        Ok(Handoff { config: self.config.clone(), queue, core, tokens, first, unwritten, written: 0, ended: false })
     }
 
     /// The queue of the session to a worker; a session that has ended is replaced.
@@ -141,6 +141,7 @@ pub struct Handoff {
     queue: Arc<Queue>,
     core: Arc<Core>,
     tokens: u32,
+    first: Vec<u32>,
     /// Per group, layer and index: whether it has yet to be written.
     unwritten: Vec<Vec<bool>>,
     written: u64,
@@ -158,9 +159,15 @@ impl Handoff {
         self.core.peer
     }
 
-    /// Tokens whose KV the reservation wants: the last ones of the prompt.
+    /// Tokens of the sequence whose KV the reservation wants.
     pub fn tokens(&self) -> u32 {
         self.tokens
+    }
+
+    /// Per group: index, in the sequence, of the block that index 0 of the reservation stands for. Blocks before it do
+    /// not travel.
+    pub fn first_blocks(&self) -> &[u32] {
+        &self.first
     }
 
     /// Blocks the reservation holds, per group.

@@ -83,15 +83,13 @@ const REFUSED: [Refused; 35] = {
 };
 
 /// Fields that clients send and that have no effect here: on who is billed, on speed, or on what this model does not do.
-const HARMLESS: [&str; 17] = [
-    "cache_salt",
+const HARMLESS: [&str; 15] = [
     "guided_decoding_backend",
     "include_reasoning",
     "kv_transfer_params",
     "metadata",
     "parallel_tool_calls",
     "prediction",
-    "priority",
     "prompt_cache_key",
     "prompt_cache_retention",
     "reasoning_effort",

@@ -11,7 +11,7 @@ use super::fields::{OtherFields, names};
 use super::parse::parse;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
-use crate::input::{GenerateInput, Prompt};
+use crate::input::{GenerateInput, Prompt, Standing};
 
 /// Tokens of a completion when the client does not say; the API's own default.
 const COMPLETION_TOKENS: u32 = 16;
@@ -114,7 +114,9 @@ fn assemble(
     };
     let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
     let Envelope { id, received, deadline } = envelope;
-    Ok((GenerateInput { model, prompts, n, sampling, stop, id, deadline, received }, asked))
+    let standing =
+        Standing { cache_salt: common.cache_salt.unwrap_or_default(), priority: common.priority.unwrap_or_default() };
+    Ok((GenerateInput { model, prompts, n, sampling, stop, standing, id, deadline, received }, asked))
 }
 
 fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
@@ -201,6 +203,7 @@ mod tests {
             "seed": -1, "stop": "END", "stop_token_ids": [3], "presence_penalty": 1, "frequency_penalty": -1,
             "repetition_penalty": 1.5, "logit_bias": {"5": -100}, "logprobs": true, "top_logprobs": 3, "ignore_eos": true,
             "stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true, "user": "u",
+            "cache_salt": "tenant", "priority": -1,
         })))
         .unwrap();
         let sampling = v1::Sampling {
@@ -220,6 +223,7 @@ mod tests {
         };
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
         assert_eq!(input.stop, ["END"]);
+        assert_eq!(input.standing, Standing { cache_salt: "tenant".into(), priority: -1 });
         assert_eq!(asked, Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true });
     }
 
@@ -247,6 +251,7 @@ mod tests {
             (with(json!({"stop": [1]})), "stop"),
             (with(json!({"tools": [{}]})), "tools"),
             (with(json!({"n": "two"})), "n"),
+            (with(json!({"priority": "high"})), "priority"),
             (with(json!({"max_tokns": 4})), "max_tokns"),
             (with(json!({"max_completion_token": 4})), "max_completion_token"),
         ] {

@@ -44,6 +44,8 @@ pub(crate) struct CommonFields {
     pub logit_bias: Option<HashMap<String, f32>>,
     pub ignore_eos: Option<bool>,
     pub return_token_ids: Option<bool>,
+    pub cache_salt: Option<String>,
+    pub priority: Option<i32>,
 }
 
 /// How a stream is to look.

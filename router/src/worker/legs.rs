@@ -61,7 +61,7 @@ impl DecodeLeg {
                         Ok(said) => {
                             // Nothing follows; the end of the stream would say that the worker is lost.
                             let last = matches!(said.input, Input::Finished { .. });
-                            awaiting_kv = matches!(said.input, Input::Reserved { .. });
+                            awaiting_kv = matches!(said.input, Input::Reserved);
                             yield said;
                             if last {
                                 return;
@@ -124,9 +124,7 @@ impl PrefillLeg {
 
 fn decode_said(event: v1::DecodeEvent) -> Result<Said, Failure> {
     Ok(match event.event {
-        Some(DecodeEvent::Reserved(v1::Reserved { target, cached_tokens })) => {
-            Said { input: Input::Reserved { cached_tokens }, target: Some(target) }
-        }
+        Some(DecodeEvent::Reserved(v1::Reserved { target })) => Said { input: Input::Reserved, target: Some(target) },
         Some(DecodeEvent::Token(token)) => Input::Token(token.into()).into(),
         Some(DecodeEvent::Finished(v1::Finished { reason, cached_tokens })) => {
             Input::Finished { reason: finish_reason(reason)?, cached_tokens }.into()

@@ -338,7 +338,7 @@ impl DecodeRun {
             next.to_le_bytes().to_vec()
         };
         let mut done = self.shared.world.done.subscribe();
-        self.say(DecodeEvent::Reserved(v1::Reserved { target: target.clone(), cached_tokens: 0 })).await?;
+        self.say(DecodeEvent::Reserved(v1::Reserved { target: target.clone() })).await?;
         if let Decode::NoKv = self.plan {
             let _ = self.out.send(Err(Status::unavailable("lost w1: it closed the connection"))).await;
             return self.stall().await;

@@ -14,7 +14,7 @@ use super::{MARK, PLAIN_CHUNK, hex};
 use crate::descriptor::parse_layout;
 use crate::error::TransferError;
 use crate::options::{Limits, ReceiverOptions};
-use crate::receiver::{Receiver, ReceiverEvent};
+use crate::receiver::{Receiver, ReceiverEvent, Wanted};
 use crate::segment::Segment;
 use crate::{tcp, threads};
 
@@ -44,11 +44,13 @@ pub fn serve() -> Result<(), TransferError> {
     };
     let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event))))?;
     let all: Vec<Vec<BlockId>> = geometry.blocks.iter().map(|n| (0..*n).map(BlockId).collect()).collect();
+    let first = vec![0; all.len()];
+    let wanted = Wanted { tokens: 0, first: &first, blocks: &all };
     for (epoch, line) in (1..).map(Epoch).zip(lines) {
         if line.is_err() {
             break;
         }
-        say(&hex::encode(&receiver.reserve(epoch, &all, 0, Duration::from_secs(600))?))?;
+        say(&hex::encode(&receiver.reserve(epoch, &wanted, Duration::from_secs(600))?))?;
         match told.recv() {
             Ok(ReceiverEvent::Verified { epoch, .. }) => receiver.release(epoch),
             Ok(ReceiverEvent::Failed { error, .. }) => return Err(error),

@@ -79,6 +79,7 @@ fn holes_and_repeats_are_refused_by_the_sender(choice: TransportChoice) {
     let prefill = Prefill::new(small(), 2, choice);
     let mut handoff = prefill.sender.open(&decode.reserve(1, &[ids(&[3, 4]), vec![]]), far()).unwrap();
     assert_eq!((handoff.epoch(), handoff.tokens(), handoff.block_counts()), (Epoch(1), 100, &[2, 0][..]));
+    assert_eq!(handoff.first_blocks(), [0, 1]);
     handoff.write(0, 0, &[(BlockId(1), 0), (BlockId(2), 1)]).unwrap();
     handoff.write(0, 1, &[(BlockId(1), 0)]).unwrap();
     let mut refused = |group, layer, pair| handoff.write(group, layer, &[pair]).unwrap_err().to_string();
@@ -155,14 +156,14 @@ fn leases_expire(choice: TransportChoice) {
     let decode = Decode::new(small(), 1);
     let prefill = Prefill::new(small(), 2, choice);
     let blocks = [ids(&[3]), vec![]];
-    let target = decode.receiver.reserve(Epoch(1), &blocks, 1, Duration::ZERO).unwrap();
+    let target = decode.try_reserve(1, &blocks, Duration::ZERO).unwrap();
     assert_eq!(decode.expect_failed(1), TransferError::Expired { epoch: Epoch(1) });
     decode.expect_fenced(1);
     assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Clear);
     let error = prefill.send(&target, 0).wait().unwrap_err();
     assert!(matches!(error, TransferError::Refused { epoch: Epoch(1), .. }), "{error}");
     // While a peer is writing: it is stopped.
-    let target = decode.receiver.reserve(Epoch(2), &blocks, 1, Duration::from_millis(50)).unwrap();
+    let target = decode.try_reserve(2, &blocks, Duration::from_millis(50)).unwrap();
     let mut handoff = prefill.sender.open(&target, far()).unwrap();
     handoff.write(0, 0, &[(BlockId(0), 0)]).unwrap();
     assert_eq!(decode.expect_failed(2), TransferError::Expired { epoch: Epoch(2) });
@@ -183,7 +184,7 @@ fn a_released_block_can_be_lent_again(choice: TransportChoice) {
         prefill.send(&decode.reserve(epoch, &blocks), 0).wait().unwrap();
         decode.expect_verified(epoch);
         // I3: still lent.
-        let again = decode.receiver.reserve(Epoch(99), &blocks, 1, PATIENCE);
+        let again = decode.try_reserve(99, &blocks, PATIENCE);
         assert!(matches!(again, Err(TransferError::Lent { .. })));
         decode.receiver.release(Epoch(epoch));
     }

@@ -54,7 +54,7 @@ fn a_stopped_prefill_worker_is_fenced_only_with_proof(choice: TransportChoice) {
     decode.expect_verified(2);
     assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
     assert!(matches!(
-        decode.receiver.reserve(Epoch(3), &blocks(1), 1, PATIENCE),
+        decode.try_reserve(3, &blocks(1), PATIENCE),
         Err(TransferError::Lent { epoch: Epoch(1), .. })
     ));
     child.thaw();

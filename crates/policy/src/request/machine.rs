@@ -92,7 +92,7 @@ impl RequestMachine {
         match input {
             Input::Placed(placed) => self.on_placed(placed, out),
             Input::NotPlaced(failure) => self.on_not_placed(failure, out),
-            Input::Reserved { cached_tokens } => self.on_reserved(cached_tokens, out),
+            Input::Reserved => self.on_reserved(out),
             Input::FirstToken { token, finish, cached_tokens } => {
                 self.on_first_token(token, finish, cached_tokens, out)
             }
@@ -154,10 +154,9 @@ impl RequestMachine {
         }
     }
 
-    fn on_reserved(&mut self, cached_tokens: u32, out: &mut Vec<Action>) {
+    fn on_reserved(&mut self, out: &mut Vec<Action>) {
         match self.state {
             State::Reserving { decode, prefill } => {
-                self.note_cached(cached_tokens);
                 self.prefill_open = true;
                 self.state = State::Prefilling { decode, prefill };
                 out.push(Action::RunPrefill { worker: prefill });

@@ -116,10 +116,7 @@ pub enum Input {
     /// Answer to [`Action::Place`]: nobody.
     NotPlaced(Failure),
     /// The decode worker reserved blocks.
-    Reserved {
-        /// Prompt tokens whose KV it holds already.
-        cached_tokens: u32,
-    },
+    Reserved,
     /// The prefill worker sampled its token.
     FirstToken {
         /// Numbered by how many tokens the sequence had been given.

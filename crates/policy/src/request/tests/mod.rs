@@ -37,7 +37,7 @@ fn first(index: u32) -> Input {
 }
 
 fn reserved() -> Input {
-    Input::Reserved { cached_tokens: 0 }
+    Input::Reserved
 }
 
 fn finished(reason: FinishReason) -> Input {

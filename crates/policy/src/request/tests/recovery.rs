@@ -15,7 +15,7 @@ fn prefills(actions: &[Action]) -> Vec<WorkerId> {
 fn the_plain_route() {
     let (machine, actions) = after([
         split(D1, P1),
-        Input::Reserved { cached_tokens: 16 },
+        reserved(),
         Input::FirstToken { token: out(0), finish: None, cached_tokens: 32 },
         Input::Transferred,
         token(1),

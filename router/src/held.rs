@@ -1,0 +1,91 @@
+//! Connections of the gRPC front door: as many as there are places for (I5); each keeps its place until it is closed.
+//!
+//! Knows connections only; how they are accepted is in `listener.rs`, what is asked over them in `grpc.rs`.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::OwnedSemaphorePermit;
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use crate::listener::{Bounds, accept};
+
+/// A connection with its place.
+pub(crate) struct Held {
+    stream: TcpStream,
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+/// The connections that come in, each once there is a place for it.
+pub(crate) fn incoming(listener: TcpListener, bounds: Bounds) -> impl Stream<Item = io::Result<Held>> {
+    async_stream::stream! {
+        let places = bounds.places();
+        loop {
+            let (stream, place) = accept(&listener, &places).await;
+            yield Ok(Held { stream, _place: place });
+        }
+    }
+}
+
+impl Connected for Held {
+    type ConnectInfo = TcpConnectInfo;
+
+    fn connect_info(&self) -> TcpConnectInfo {
+        self.stream.connect_info()
+    }
+}
+
+impl AsyncRead for Held {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Held {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::StreamExt;
+
+    #[tokio::test]
+    async fn a_closed_connection_gives_its_place_to_the_next() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut incoming = std::pin::pin!(incoming(listener, Bounds::new(1)));
+        let _clients = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
+        let first = incoming.next().await.unwrap().unwrap();
+        assert!(futures::poll!(incoming.next()).is_pending(), "there is no place for the second yet");
+        drop(first);
+        let _second = incoming.next().await.unwrap().unwrap();
+    }
+}
