@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use baton_engine::{Aborted, Engine, Event, NewSequence};
 use baton_runtime::metrics as names;
-use baton_transfer::{FenceState, Receiver, ReceiverEvent, TransferError};
+use baton_transfer::{FenceState, Receiver, ReceiverEvent, TransferError, Wanted};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
 use baton_worker::{Accepted, Role, parse_first_token};
 use metrics::counter;
@@ -73,7 +73,9 @@ impl DecodeRole {
         let tokens = tables.first().map_or(0, |t| t.tokens());
         let epoch = Epoch(self.next_epoch);
         self.next_epoch += 1;
-        self.receiver.reserve(epoch, &blocks, tokens, self.lease).map(|target| (epoch, target))
+        let first = vec![0; blocks.len()];
+        let wanted = Wanted { tokens, first: &first, blocks: &blocks };
+        self.receiver.reserve(epoch, &wanted, self.lease).map(|target| (epoch, target))
     }
 
     fn reserved(&mut self, engine: &mut Engine, seq: SeqId) {

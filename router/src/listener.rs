@@ -75,7 +75,10 @@ pub(crate) async fn serve(
 
 /// The next connection that there is a place for; its packets leave at once, because tokens are small and waiting to fill a
 /// packet would delay each.
-pub(crate) async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> (TcpStream, Option<OwnedSemaphorePermit>) {
+pub(crate) async fn accept(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+) -> (TcpStream, Option<OwnedSemaphorePermit>) {
     // The semaphore is never closed.
     let place = Arc::clone(places).acquire_owned().await.ok();
     loop {

@@ -53,10 +53,7 @@ fn a_stopped_prefill_worker_is_fenced_only_with_proof(choice: TransportChoice) {
     prefill.send(&decode.reserve(2, &[vec![BlockId(40)]]), 0).wait().unwrap();
     decode.expect_verified(2);
     assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
-    assert!(matches!(
-        decode.try_reserve(3, &blocks(1), PATIENCE),
-        Err(TransferError::Lent { epoch: Epoch(1), .. })
-    ));
+    assert!(matches!(decode.try_reserve(3, &blocks(1), PATIENCE), Err(TransferError::Lent { epoch: Epoch(1), .. })));
     child.thaw();
     child.say("go on");
     decode.expect_fenced(1);
