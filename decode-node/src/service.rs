@@ -4,9 +4,7 @@ use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
 use baton_transfer::{Limits, Receiver, ReceiverOptions};
-use baton_worker::{
-    Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, new_sequence, stream_status,
-};
+use baton_worker::{Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, stream_status};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -58,7 +56,7 @@ impl decode_server::Decode for DecodeNode {
         let request = request.into_inner();
         let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
         let start = if request.local_prefill { Start::Compute } else { Start::Receive };
-        let new = new_sequence(sequence, self.node.vocab, start, &self.node.clock)?;
+        let new = self.node.new_sequence(sequence, start).await?;
         Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Generate { new, stream, accepted })
             .await
     }

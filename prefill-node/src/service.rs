@@ -7,9 +7,7 @@ use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_transfer::{Handoff, Limits, Sender, SenderOptions};
-use baton_worker::{
-    Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, new_sequence, stream_status,
-};
+use baton_worker::{Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, stream_status};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -60,7 +58,7 @@ impl prefill_server::Prefill for PrefillNode {
             0 => self.node.config.kv_lease,
             ms => Duration::from_millis(ms),
         };
-        let new = new_sequence(sequence, self.node.vocab, Start::ComputeAndHold, &self.node.clock)?;
+        let new = self.node.new_sequence(sequence, Start::ComputeAndHold).await?;
         let handoff =
             self.sender.open(&request.target, Instant::now() + left).map_err(|e| baton_proto::status_of(&e))?;
         if handoff.tokens() as usize != new.tokens.len() {

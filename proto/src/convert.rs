@@ -1,6 +1,6 @@
 //! Checked conversion between the wire and `baton-types`.
 
-use baton_types::{BatonError, ErrorKind, FinishReason, SamplingError, SamplingParams, TokenOut};
+use baton_types::{BatonError, Constraint, ErrorKind, FinishReason, SamplingError, SamplingParams, TokenOut};
 
 use crate::v1;
 
@@ -74,7 +74,30 @@ impl From<TokenOut> for v1::Token {
 impl From<v1::Token> for TokenOut {
     fn from(t: v1::Token) -> Self {
         let top = t.top.into_iter().map(|p| (p.id, p.logprob)).collect();
-        TokenOut { index: t.index, id: t.id, logprob: t.logprob, top }
+        TokenOut { index: t.index, id: t.id, logprob: t.logprob, top, failed: None }
+    }
+}
+
+impl From<Constraint> for v1::Constraint {
+    fn from(constraint: Constraint) -> Self {
+        let kind = match constraint {
+            Constraint::JsonSchema(text) => v1::constraint::Kind::JsonSchema(text),
+            Constraint::Regex(text) => v1::constraint::Kind::Regex(text),
+            Constraint::Lark(text) => v1::constraint::Kind::Lark(text),
+        };
+        v1::Constraint { kind: Some(kind) }
+    }
+}
+
+impl TryFrom<v1::Constraint> for Constraint {
+    type Error = ConvertError;
+    fn try_from(constraint: v1::Constraint) -> Result<Self, ConvertError> {
+        match constraint.kind {
+            Some(v1::constraint::Kind::JsonSchema(text)) => Ok(Constraint::JsonSchema(text)),
+            Some(v1::constraint::Kind::Regex(text)) => Ok(Constraint::Regex(text)),
+            Some(v1::constraint::Kind::Lark(text)) => Ok(Constraint::Lark(text)),
+            None => Err(ConvertError::Missing("sampling.constraint.kind")),
+        }
     }
 }
 
@@ -93,6 +116,7 @@ impl From<SamplingParams> for v1::WorkerSampling {
             logit_bias: p.logit_bias.into_iter().collect(),
             top_logprobs: p.top_logprobs,
             stop_token_ids: p.stop_token_ids,
+            constraint: p.constraint.map(Into::into),
         }
     }
 }
@@ -115,6 +139,7 @@ impl TryFrom<v1::WorkerSampling> for SamplingParams {
             logit_bias,
             top_logprobs: p.top_logprobs,
             stop_token_ids: p.stop_token_ids,
+            constraint: p.constraint.map(Constraint::try_from).transpose()?,
         };
         params.validate()?;
         Ok(params)
@@ -146,7 +171,22 @@ mod tests {
             seed: u64::MAX,
             ..SamplingParams::default()
         };
-        assert_eq!(SamplingParams::try_from(v1::WorkerSampling::from(params.clone())), Ok(params));
+        for constraint in [
+            None,
+            Some(Constraint::JsonSchema("{}".to_owned())),
+            Some(Constraint::Regex("a*".to_owned())),
+            Some(Constraint::Lark("start: \"a\"".to_owned())),
+        ] {
+            let params = SamplingParams { constraint, ..params.clone() };
+            assert_eq!(SamplingParams::try_from(v1::WorkerSampling::from(params.clone())), Ok(params));
+        }
+    }
+
+    #[test]
+    fn a_constraint_of_no_kind_is_refused() {
+        let unknown =
+            v1::WorkerSampling { constraint: Some(v1::Constraint { kind: None }), ..SamplingParams::default().into() };
+        assert_eq!(SamplingParams::try_from(unknown), Err(ConvertError::Missing("sampling.constraint.kind")));
     }
 
     #[test]

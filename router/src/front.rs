@@ -131,6 +131,7 @@ impl Front {
         input.check(&self.model)?;
         let permit = Arc::new(self.admit(input.choices())?);
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
+        let calls = input.tools.is_some();
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
@@ -141,7 +142,7 @@ impl Front {
                 let sink = Sink::new(Way {
                     choice,
                     stop_ids: sampling.stop_token_ids.clone(),
-                    text: self.model.text_stream(),
+                    text: self.model.text_stream(calls),
                     stop: StopMatcher::new(stop.clone()),
                     prompt_tokens: plan.prompt.len() as u32,
                     out: out.clone(),

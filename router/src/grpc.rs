@@ -4,9 +4,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_model_files::ChatMessage;
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
-use baton_types::RequestId;
+use baton_types::{Constraint, RequestId};
 use futures::Stream;
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
@@ -14,8 +15,7 @@ use tonic::{Request, Response, Status};
 
 use crate::error::RequestError;
 use crate::front::Front;
-use crate::input::{GenerateInput, Prompt, Standing, random_u64};
-use crate::model::message;
+use crate::input::{GenerateInput, Prompt, Standing, Wanted, random_u64};
 use crate::sink::EventKind;
 
 /// Bytes of a client's own request id that are kept.
@@ -92,7 +92,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
             ));
         }
         Some(Input::Chat(chat)) => {
-            Prompt::Chat(chat.messages.into_iter().map(|m| message(m.role, m.content)).collect())
+            Prompt::Chat(chat.messages.into_iter().map(|m| ChatMessage::new(m.role, m.content)).collect())
         }
         None => return Err(RequestError::invalid("input", "input is missing; set text, token_ids or chat")),
     };
@@ -104,12 +104,18 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         true => format!("gen-{:016x}", random_u64()),
         false => request.request_id,
     };
+    let mut sampling = request.sampling.unwrap_or_default();
+    let field = "sampling.constraint";
+    let constraint = sampling.constraint.take().map(Constraint::try_from).transpose();
+    let constraint = constraint.map_err(|e| RequestError::invalid(field, e.to_string()))?;
     Ok(GenerateInput {
         model: request.model,
         prompts: vec![prompt],
         n: 1,
-        sampling: request.sampling.unwrap_or_default(),
+        sampling,
         stop: request.stop,
+        wanted: constraint.map(|constraint| Wanted { field, constraint }),
+        tools: None,
         standing: Standing { cache_salt: request.cache_salt, priority: request.priority },
         id: RequestId(id),
         deadline,

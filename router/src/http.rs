@@ -95,6 +95,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
             return Err(error);
         }
     };
+    let parser = input.tools.as_ref().map(|tools| front.model.tool_parser(tools));
     let generation = front.generate(input).await?;
     let answer = Answer {
         shape,
@@ -104,6 +105,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
         asked,
         prompts: generation.prompts.clone(),
         n: generation.n,
+        parser,
     };
     match asked.stream {
         true => sse::respond(generation, answer, front.keep_alive).await,
@@ -113,17 +115,19 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
 
 async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, RequestError> {
     let mut parts = answer.empty_parts();
+    let mut readers = answer.readers();
     let mut usage = UsageSum::default();
     while let Some(event) = generation.next().await {
         let part = &mut parts[event.choice as usize];
         match event.kind {
             EventKind::Token { piece, text } => {
-                part.text += &text;
+                part.add(readers[event.choice as usize].push(&text));
                 part.pieces.push(piece);
             }
             EventKind::Finished { reason, text, usage: own } => {
-                part.text += &text;
-                part.finish = Some(reason);
+                part.add(readers[event.choice as usize].push(&text));
+                part.add(readers[event.choice as usize].finish());
+                part.finish = Some(readers[event.choice as usize].finish_reason(reason));
                 usage.add(event.choice, answer.n, own);
             }
             EventKind::Failed(error) => return Err(error),

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use baton_model_files::ChatMessage;
 use baton_proto::v1;
-use baton_types::{RequestId, SamplingParams};
+use baton_types::{Constraint, RequestId, SamplingParams};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::model::ServedModel;
+use crate::tools::Tools;
 use crate::worker::Capacity;
 
 /// Most choices of one request.
@@ -55,6 +56,15 @@ impl Prompt {
     }
 }
 
+/// What every answer must look like.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Wanted {
+    /// The field that asks for it.
+    pub field: &'static str,
+    /// What it asks for.
+    pub constraint: Constraint,
+}
+
 /// One request.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerateInput {
@@ -68,6 +78,10 @@ pub(crate) struct GenerateInput {
     pub sampling: v1::Sampling,
     /// Strings that end an answer.
     pub stop: Vec<String>,
+    /// What the answers must look like.
+    pub wanted: Option<Wanted>,
+    /// Functions the model may call; with a chat only, and not together with `wanted`.
+    pub tools: Option<Tools>,
     /// Its place beside others.
     pub standing: Standing,
     /// The client's id, or one made up.
@@ -92,7 +106,8 @@ impl GenerateInput {
     pub fn check(&self, model: &ServedModel) -> Result<(), RequestError> {
         model.check_name(&self.model)?;
         self.check_counts()?;
-        self.check_ids(model.vocab_size())
+        self.check_ids(model.vocab_size())?;
+        self.tools.as_ref().map_or(Ok(()), |tools| model.check_tools(tools))
     }
 
     /// Answers to be made, all prompts together. At least 1 and at most [`MAX_CHOICES`] once checked.
@@ -103,14 +118,24 @@ impl GenerateInput {
     /// Tokenises a checked request, sees whether it fits, and fills in every default.
     pub async fn plan(self, model: &Arc<ServedModel>, capacity: Capacity) -> Result<Vec<Planned>, RequestError> {
         let seed = self.sampling.seed.unwrap_or_else(random_u64);
+        let wanted = self.wanted.or_else(|| model.forced_calls(self.tools.as_ref()?));
+        if let Some(wanted) = &wanted {
+            if self.sampling.ignore_eos {
+                let wrong = format!("ignore_eos cannot be used together with {}: its answers end", wanted.field);
+                return Err(RequestError::invalid("ignore_eos", wrong));
+            }
+            model.check_constraint(wanted).await?;
+        }
         let mut planned = Vec::with_capacity(self.prompts.len());
         for prompt in self.prompts {
             let field = prompt.field();
-            let ids = model.encode(prompt).await?;
+            let ids = model.encode(prompt, self.tools.as_ref()).await?;
             let context = model.context_tokens().min(capacity.context());
             let room = Room { field, prompt: ids.len() as u32, context, n: self.n, capacity };
             let max_tokens = room.max_tokens(self.sampling.max_tokens)?;
-            let params = sampling_params(&self.sampling, model.eos_ids(), max_tokens, seed);
+            let constraint = wanted.as_ref().map(|wanted| wanted.constraint.clone());
+            let params =
+                SamplingParams { constraint, ..sampling_params(&self.sampling, model.eos_ids(), max_tokens, seed) };
             params.validate()?;
             // The same seed and prompt give the same n answers, whatever the route (I1).
             let choices = (0..self.n).map(|i| SamplingParams { seed: seed.wrapping_add(i.into()), ..params.clone() });
@@ -245,6 +270,7 @@ fn sampling_params(asked: &v1::Sampling, eos: &[u32], max_tokens: u32, seed: u64
         logit_bias,
         top_logprobs: asked.top_logprobs,
         stop_token_ids,
+        constraint: None,
     }
 }
 

@@ -7,6 +7,7 @@
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the other one.
 //! - `listener`, `held`: connections, bounded in number and time.
 //! - `front`: admission, plan, events. `input`, `model`: what a request must be to work.
+//! - `tools`: functions a model may call, told to it and read out of its answers.
 //! - `driver`, `worker`: one choice on its workers. `sink`, `stop`: from tokens to text.
 //! - `server`: puts it all together.
 
@@ -26,6 +27,7 @@ mod server;
 mod sink;
 mod sse;
 mod stop;
+mod tools;
 mod worker;
 
 pub use config::{PlacementKind, RouterConfig};

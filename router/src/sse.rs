@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use crate::error::RequestError;
 use crate::front::Generation;
-use crate::openai::{Answer, ErrorBody, Part, Shape, UsageSum};
+use crate::openai::{Answer, ErrorBody, Part, Reader, Shape, UsageSum};
 use crate::sink::{Event, EventKind};
 
 /// Starts the stream with the first event, so that a request that fails at once has a proper status. A prefill that
@@ -40,7 +40,7 @@ fn events(
     keep_alive: Duration,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
     async_stream::stream! {
-        let mut writer = Writer { begun: vec![false; answer.empty_parts().len()], usage: UsageSum::default(), answer };
+        let mut writer = Writer::new(answer);
         if first.is_none() {
             yield Ok(KEEP_ALIVE.into());
         }
@@ -75,6 +75,7 @@ const KEEP_ALIVE: &str = ": keep-alive\n\n";
 struct Writer {
     answer: Answer,
     begun: Vec<bool>,
+    readers: Vec<Reader>,
     usage: UsageSum,
 }
 
@@ -83,6 +84,11 @@ fn data(json: &str) -> String {
 }
 
 impl Writer {
+    fn new(answer: Answer) -> Writer {
+        let readers = answer.readers();
+        Writer { begun: vec![false; readers.len()], readers, usage: UsageSum::default(), answer }
+    }
+
     /// Zero or more server-sent events.
     fn event(&mut self, event: Event) -> String {
         let choice = event.choice;
@@ -90,18 +96,24 @@ impl Writer {
         match event.kind {
             EventKind::Token { piece, text } => {
                 let begin = self.begin(choice);
-                (part.text, part.pieces) = (text, vec![piece]);
+                part.add(self.readers[choice as usize].push(&text));
+                part.pieces = vec![piece];
                 let asked = self.answer.asked;
-                let worth = !part.text.is_empty() || asked.logprobs.is_some() || asked.token_ids;
+                let worth =
+                    !part.text.is_empty() || !part.calls.is_empty() || asked.logprobs.is_some() || asked.token_ids;
                 begin + &if worth { self.part(part) } else { String::new() }
             }
             EventKind::Finished { reason, text, usage } => {
                 self.usage.add(choice, self.answer.n, usage);
                 let mut all = self.begin(choice);
-                if !text.is_empty() {
-                    all += &self.part(Part { text, ..part.clone() });
+                let reader = &mut self.readers[choice as usize];
+                let mut rest = Part { choice, ..Part::default() };
+                rest.add(reader.push(&text));
+                rest.add(reader.finish());
+                part.finish = Some(reader.finish_reason(reason));
+                if !rest.text.is_empty() || !rest.calls.is_empty() {
+                    all += &self.part(rest);
                 }
-                part.finish = Some(reason);
                 all + &self.part(part)
             }
             EventKind::Failed(error) => data(&serde_json::to_string(&ErrorBody::from(&error)).unwrap_or_default()),

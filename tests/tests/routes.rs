@@ -9,7 +9,7 @@ use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{Cluster, ClusterOptions};
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
-use baton_types::{SamplingParams, TokenOut};
+use baton_types::{Constraint, SamplingParams, TokenOut};
 use futures::future::try_join_all;
 
 /// Log probabilities of this many tokens stand for the logits: they are computed from all of them.
@@ -21,8 +21,9 @@ struct Request {
     params: SamplingParams,
 }
 
-/// Random requests: greedy and sampled, with penalties, prompts of 1 to `longest` tokens.
-fn requests(count: usize, longest: u64, vocab: u64, seed: u64) -> Vec<Request> {
+/// Random requests: greedy and sampled, with penalties, some under a constraint, prompts of 1 to `longest` tokens.
+fn requests(count: usize, longest: u64, model: &Model, seed: u64) -> Vec<Request> {
+    let vocab = u64::from(model.config().vocab_size);
     let mut random = tiny::random_u64(seed, "routes");
     let mut next = |n: u64| random.next().unwrap_or_default() % n;
     (0..count)
@@ -38,6 +39,15 @@ fn requests(count: usize, longest: u64, vocab: u64, seed: u64) -> Vec<Request> {
                 top_logprobs: Some(TOP),
                 ..SamplingParams::default()
             };
+            let constraint = match i % 7 {
+                2 => Constraint::JsonSchema(
+                    "{\"type\": \"object\", \"properties\": {\"a\": {\"type\": \"string\"}}}".to_owned(),
+                ),
+                5 => Constraint::Regex("[a-z]{2,3}( [0-9]+)*".to_owned()),
+                _ => return Request { prompt, params },
+            };
+            let stop_token_ids = model.tokenizer().eos_ids().to_vec();
+            let params = SamplingParams { constraint: Some(constraint), stop_token_ids, ..params };
             Request { prompt, params }
         })
         .collect()
@@ -61,7 +71,8 @@ async fn ask(client: InferenceClient<tonic::transport::Channel>, request: Reques
         seed: Some(p.seed),
         frequency_penalty: Some(p.frequency_penalty),
         top_logprobs: p.top_logprobs,
-        ignore_eos: true,
+        ignore_eos: p.constraint.is_none(),
+        constraint: p.constraint.map(Into::into),
         ..Default::default()
     };
     let input = Some(Input::TokenIds(v1::TokenIds { ids: request.prompt }));
@@ -137,19 +148,18 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
     let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::Quiet)?;
     let model = Model::open(&path)?;
     let spec = path.to_str().context("a path in UTF-8")?;
-    let vocab = u64::from(model.config().vocab_size);
     let routes = [
         ("aggregated", route("auto", 512, true)),
         ("split over shm, chunks of 512", route("shm", 512, false)),
         ("split over tcp, chunks of 16", route("tcp", 16, false)),
         ("split over tcp, chunks of 512", route("tcp", 512, false)),
     ];
-    compare("smollm2", spec, &model, &requests(50, 120, vocab, 1), &routes)?;
+    compare("smollm2", spec, &model, &requests(50, 120, &model, 1), &routes)?;
     compare(
         "smollm2",
         spec,
         &model,
-        &requests(8, 40, vocab, 2),
+        &requests(8, 40, &model, 2),
         &[
             ("split over shm, chunks of 1", route("shm", 1, false)),
             ("split over tcp, chunks of 1", route("tcp", 1, false)),
@@ -167,7 +177,7 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
         let model = Model::open(&path)?;
         let spec = path.to_str().context("a path in UTF-8")?;
         let routes = [("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
-        compare(name, spec, &model, &requests(30, 90, u64::from(model.config().vocab_size), 3), &routes)?;
+        compare(name, spec, &model, &requests(30, 90, &model, 3), &routes)?;
     }
     Ok(())
 }

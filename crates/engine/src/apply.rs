@@ -73,7 +73,10 @@ impl Engine {
             return;
         }
         sequence.computed += row.len;
-        let Some(token) = token else { return };
+        let Some(mut token) = token else { return };
+        if let Some(why) = token.failed.take() {
+            return self.end_failed(seq, SequenceError::NoToken(why), events);
+        }
         let request = sequence.request.clone();
         let finish = sequence.push(&token);
         if sequence.start == Start::ComputeAndHold {

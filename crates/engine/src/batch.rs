@@ -11,7 +11,8 @@ pub trait ModelRunner: Send {
     ///
     /// Stores the K and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)`
     /// after each layer's are stored for all rows: every layer of the model once, ascending. Pushes one [`TokenOut`] for
-    /// each row that samples, in row order, and nothing else.
+    /// each row that samples, in row order, and nothing else. A row for which no token can be chosen says so in
+    /// [`TokenOut::failed`]; only its sequence fails.
     ///
     /// A row's result depends on that row's sequence only: not on the other rows, not on how its tokens were cut into
     /// chunks, not on which blocks it was given (I1).

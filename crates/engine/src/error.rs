@@ -139,6 +139,9 @@ pub enum SequenceError {
     /// The model failed on a batch it was part of.
     #[error(transparent)]
     Run(#[from] RunError),
+    /// No token could be chosen for it: its constraint leaves none, or cannot be followed.
+    #[error("{0}")]
+    NoToken(String),
     /// The model broke its contract.
     #[error("model output of a step with {rows} sampling rows is wrong: {what}")]
     Output {
@@ -154,6 +157,8 @@ impl BatonError for SequenceError {
         match self {
             SequenceError::Deadline { .. } => ErrorKind::DeadlineExceeded,
             SequenceError::Run(error) => error.kind(),
+            // The same on every worker.
+            SequenceError::NoToken(_) => ErrorKind::InvalidArgument,
             SequenceError::Output { .. } => ErrorKind::Internal,
         }
     }

@@ -231,6 +231,7 @@ impl<M: KvMemory> FakeModel<M> {
             id: (state % vocab) as u32,
             logprob: sample.params.top_logprobs.map(|_| logprob(state)),
             top: sample.params.top_logprobs.map_or(Vec::new(), |n| ranked(n).collect()),
+            failed: None,
         })
     }
 

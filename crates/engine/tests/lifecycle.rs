@@ -211,6 +211,29 @@ fn a_failed_step_fails_its_sequences_only() {
     }
 }
 
+/// A row for which the model has no token fails its own sequence; the others of the step go on.
+#[test]
+fn a_row_without_a_token_fails_alone() {
+    for (start, quarantined) in [(Start::Compute, false), (Start::ComputeAndHold, true)] {
+        let mut bench = Bench::new(LIMITS, 15);
+        let stuck = bench.submit(start, 4, 5);
+        let other = bench.submit(Start::Compute, 4, 5);
+        let step = bench.plan().unwrap();
+        let mut out = bench.compute(&step);
+        out[0].failed = Some("nothing can follow".into());
+        bench.engine.apply(step, &mut out, &mut bench.events);
+        let error = SequenceError::NoToken("nothing can follow".into());
+        assert!(matches!(&bench.events[0], Event::Failed { seq, error: e, quarantined: q, .. }
+            if (*seq, e, *q) == (stuck, &error, quarantined)));
+        if quarantined {
+            bench.engine.clear_quarantine(stuck).unwrap();
+        }
+        bench.steps(5);
+        assert_eq!((bench.tokens_of(stuck).len(), bench.tokens_of(other).len()), (0, 5));
+        assert!(bench.engine.idle());
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 

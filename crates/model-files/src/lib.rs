@@ -18,7 +18,7 @@ mod store;
 mod tensors;
 mod tokenizer;
 
-pub use chat::{ChatMessage, ChatTemplate};
+pub use chat::{ChatMessage, ChatTemplate, FunctionCall, ToolCall, ToolSyntax};
 pub use config::{Activation, Architecture, ModelConfig, RopeConfig, RopeScaling};
 pub use error::ModelFileError;
 pub use inspect::{Inspection, inspect};

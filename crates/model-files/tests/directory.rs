@@ -119,8 +119,8 @@ fn tokens_follow_the_files() {
     assert_eq!(tokenizer.encode(" hi", true).unwrap(), [bos, 257], "the post-processor's bos");
     assert_eq!(tokenizer.encode(" hi", false).unwrap(), [257]);
     let chat = model.chat_template().unwrap();
-    let message = baton_model_files::ChatMessage { role: "user".to_owned(), content: " hi".to_owned() };
-    let text = chat.render(&[message], true).unwrap();
+    let message = baton_model_files::ChatMessage::new("user", " hi");
+    let text = chat.render(&[message], None, true).unwrap();
     assert_eq!(tokenizer.encode_chat(&text).unwrap(), [bos, 257, eos], "one bos, though both would add it");
     assert_eq!(tokenizer.encode_chat(" hi").unwrap(), [bos, 257]);
     for text in ["héllo 漢字 👩‍🚀\n\t x", "", "  hi  hi", SPECIAL[2]] {
@@ -147,7 +147,7 @@ fn tokens_follow_the_files() {
 fn a_chat_template_may_lie_in_a_file_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     write_directory(dir.path(), &base_config("llama"), &tensors("llama", "F32"));
-    let render = || Model::open(dir.path()).unwrap().chat_template().unwrap().render(&[], true).unwrap();
+    let render = || Model::open(dir.path()).unwrap().chat_template().unwrap().render(&[], None, true).unwrap();
     let named = json!({"bos_token": "<s>", "chat_template": [
         {"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}default"}]});
     std::fs::write(dir.path().join("tokenizer_config.json"), named.to_string()).unwrap();

@@ -67,8 +67,8 @@ fn a_whole_file_gives_config_tensors_tokens_and_chat() {
     let error = model.tensor(TensorName::Layer(2, LayerTensor::Q)).unwrap_err().to_string();
     assert!(error.contains("Layer(2, Q)"), "{error}");
 
-    let chat = [ChatMessage { role: "user".to_owned(), content: "hello".to_owned() }];
-    let text = model.chat_template().unwrap().render(&chat, true).unwrap();
+    let chat = [ChatMessage::new("user", "hello")];
+    let text = model.chat_template().unwrap().render(&chat, None, true).unwrap();
     assert_eq!(text, "<|im_start|>user\nhello<|im_end|>\n");
     let ids = model.tokenizer().encode_chat(&text).unwrap();
     let (start, end, hello) = (VOCAB as u32 - 2, VOCAB as u32 - 1, 256 + 3);

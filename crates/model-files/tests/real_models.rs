@@ -1,7 +1,11 @@
 //! Real models, fetched by name into the user's cache: what their files say, and that text survives them.
 
 use anyhow::{Context, Result, ensure};
-use baton_model_files::{Architecture, ChatMessage, LayerTensor, Model, TensorName, WeightDtype, fetch, inspect};
+use baton_model_files::{
+    Architecture, ChatMessage, FunctionCall, LayerTensor, Model, TensorName, ToolCall, ToolSyntax, WeightDtype, fetch,
+    inspect,
+};
+use serde_json::json;
 
 fn open(name: &str) -> Result<Model> {
     let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::Quiet)?;
@@ -36,7 +40,7 @@ fn round_trips(model: &Model) -> Result<()> {
 }
 
 fn user(content: &str) -> ChatMessage {
-    ChatMessage { role: "user".to_owned(), content: content.to_owned() }
+    ChatMessage::new("user", content)
 }
 
 #[test]
@@ -56,7 +60,7 @@ fn smollm2() -> Result<()> {
     let tokenizer = model.tokenizer();
     assert_eq!(tokenizer.eos_ids(), [2, 0]);
     let chat = model.chat_template().context("an instruct model has a chat template")?;
-    let text = chat.render(&[user("Hi <b>")], true)?;
+    let text = chat.render(&[user("Hi <b>")], None, true)?;
     let want = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n\
         <|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n";
     assert_eq!(text, want);
@@ -101,7 +105,34 @@ fn qwen() -> Result<()> {
     assert_eq!(model.tensor(TensorName::Layer(0, LayerTensor::VBias))?.shape, [256]);
     assert_eq!(format!("{:016x}", model.fingerprint()), "962c02d9f1561a0b");
     assert_eq!(model.tokenizer().eos_ids(), [151_645, 151_643]);
-    let text = model.chat_template().context("an instruct model")?.render(&[user("Hi")], true)?;
+    let text = model.chat_template().context("an instruct model")?.render(&[user("Hi")], None, true)?;
     assert!(text.ends_with("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), "{text}");
+    tools(&model)?;
     round_trips(&model)
+}
+
+/// A real template with a tool, a call of it and its result.
+fn tools(model: &Model) -> Result<()> {
+    let chat = model.chat_template().context("an instruct model")?;
+    assert_eq!(chat.tools(), Some(ToolSyntax::Hermes));
+    let clock = json!({"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}});
+    let function = FunctionCall { name: "clock".to_owned(), arguments: json!({"zone": "UTC"}) };
+    let call = ToolCall { id: Some("1".to_owned()), kind: "function".to_owned(), function };
+    let messages = [
+        user("Hi"),
+        ChatMessage { tool_calls: vec![call], ..ChatMessage::new("assistant", "") },
+        ChatMessage { tool_call_id: Some("1".to_owned()), ..ChatMessage::new("tool", "12:30") },
+    ];
+    let text = chat.render(&messages, Some(&[clock]), true)?;
+    for part in [
+        "{\"type\": \"function\", \"function\": {\"name\": \"clock\", \"parameters\": {\"type\": \"object\"}}}\n</tools>",
+        "<tool_call>\n{\"name\": \"clock\", \"arguments\": {\"zone\": \"UTC\"}}\n</tool_call>",
+        "<tool_response>\n12:30\n</tool_response>",
+    ] {
+        ensure!(text.contains(part), "{part:?} is not in {text}");
+    }
+    // The markers are text: a client's parser must see them.
+    let marker = model.tokenizer().encode("<tool_call>", false)?;
+    ensure!(marker.iter().all(|&id| !model.tokenizer().is_special(id)), "{marker:?}");
+    Ok(())
 }

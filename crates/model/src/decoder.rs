@@ -1,5 +1,8 @@
 //! The forward pass: embeddings, layers, output head, over buffers allocated once.
 
+use std::sync::Arc;
+
+use baton_grammar::{Grammars, Matchers};
 use baton_kernels::{AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Ragged, Rope};
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
@@ -26,6 +29,7 @@ pub struct Decoder<B: Backend> {
     pub(crate) limits: Limits,
     pub(crate) backend: B,
     pub(crate) sampler: Sampler,
+    grammars: Arc<Grammars>,
     weights: Weights<B>,
     rope: Rope<B::Buffer>,
     local_rope: Option<Rope<B::Buffer>>,
@@ -103,13 +107,19 @@ impl<B: Backend> Decoder<B> {
             sampled: Vec::with_capacity(limits.tokens),
             logits: vec![0.0; config.vocab_size as usize],
         };
-        let sampler = Sampler::new(config.vocab_size as usize);
-        Ok(Decoder { config, limits, backend, sampler, weights, rope, local_rope, shapes, buffers, inputs })
+        let grammars = Arc::new(Grammars::new(model.tokenizer(), config.vocab_size));
+        let sampler = Sampler::new(config.vocab_size as usize).with_constraints(Matchers::new(Arc::clone(&grammars)));
+        Ok(Decoder { config, limits, backend, sampler, grammars, weights, rope, local_rope, shapes, buffers, inputs })
     }
 
     /// What it runs on, for logs.
     pub fn backend_name(&self) -> String {
         self.backend.name()
+    }
+
+    /// Compiles constraints for its sampler, on any thread.
+    pub fn grammars(&self) -> Arc<Grammars> {
+        Arc::clone(&self.grammars)
     }
 
     /// The model's configuration.

@@ -1,9 +1,10 @@
 //! Chooses tokens. Randomness is a function of (seed, token index) only, so an answer does not depend on its route (I1).
 //!
-//! Order: penalties, logit bias, temperature, top-k, top-p, min-p, one draw. Log probabilities are those of the model's own
+//! Order: the constraint's mask, penalties, logit bias, temperature, top-k, top-p, min-p, one draw. Log probabilities are those of the model's own
 //! logits, before any of that. Ties go to the lower id.
 
 use baton_engine::Sample;
+use baton_grammar::{GrammarError, Matchers};
 use baton_types::{SamplingParams, TokenOut};
 
 /// Candidates looked at before the whole vocabulary is sorted for top-p.
@@ -15,19 +16,34 @@ pub struct Sampler {
     seen: Vec<u32>,
     /// Logits as the model gave them, kept while penalties change them, when log probabilities are asked for.
     raw: Vec<f32>,
+    matchers: Option<Matchers>,
 }
 
 impl Sampler {
-    /// For logits of `vocab` tokens.
+    /// For logits of `vocab` tokens; without constraints.
     pub fn new(vocab: usize) -> Self {
-        Sampler { candidates: Vec::with_capacity(vocab), seen: Vec::new(), raw: Vec::with_capacity(vocab) }
+        let (candidates, raw) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
+        Sampler { candidates, seen: Vec::new(), raw, matchers: None }
     }
 
-    /// The next token. Overwrites `logits` (`[vocab]`).
+    /// Answers under a constraint are matched by these.
+    pub fn with_constraints(self, matchers: Matchers) -> Self {
+        Sampler { matchers: Some(matchers), ..self }
+    }
+
+    /// The next token, or in its place why there is none. Overwrites `logits` (`[vocab]`).
     pub fn sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> TokenOut {
+        self.try_sample(logits, sample).unwrap_or_else(|e| TokenOut {
+            index: sample.index,
+            failed: Some(e.to_string()),
+            ..TokenOut::default()
+        })
+    }
+
+    fn try_sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> Result<TokenOut, GrammarError> {
         let params = sample.params;
         let Some(count) = params.top_logprobs else {
-            return TokenOut { index: sample.index, id: self.choose(logits, sample), ..TokenOut::default() };
+            return Ok(TokenOut { index: sample.index, id: self.choose(logits, sample)?, ..TokenOut::default() });
         };
         let log_sum = log_sum_exp(logits);
         let logprob = |x: f32| (x as f64 - log_sum) as f32;
@@ -36,13 +52,27 @@ impl Sampler {
         let top = self.candidates.iter().map(|&(x, id)| (id, logprob(x))).collect();
         self.raw.clear();
         self.raw.extend_from_slice(logits);
-        let id = self.choose(logits, sample);
-        TokenOut { index: sample.index, id, logprob: Some(logprob(self.raw[id as usize])), top }
+        let id = self.choose(logits, sample)?;
+        Ok(TokenOut { index: sample.index, id, logprob: Some(logprob(self.raw[id as usize])), top, failed: None })
     }
 
-    fn choose(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> u32 {
+    fn choose(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> Result<u32, GrammarError> {
+        let params = sample.params;
+        if let Some(constraint) = &params.constraint {
+            let matchers = self
+                .matchers
+                .as_mut()
+                .ok_or_else(|| GrammarError::Vocabulary("this sampler was made without one".to_owned()))?;
+            matchers.mask(constraint, sample.generated, &params.stop_token_ids, logits)?;
+        }
         self.penalise(logits, sample);
-        if sample.params.greedy() { argmax(logits) } else { self.draw(logits, sample.params, sample.index) }
+        let id = if params.greedy() { argmax(logits) } else { self.draw(logits, params, sample.index) };
+        if let Some(matchers) = self.matchers.as_mut().filter(|_| params.constraint.is_some())
+            && params.stop_token_ids.contains(&id)
+        {
+            matchers.ended();
+        }
+        Ok(id)
     }
 
     fn penalise(&mut self, logits: &mut [f32], sample: &Sample<'_>) {

@@ -2,6 +2,7 @@
 //!
 //! Stands below everything. Knows no tokio, no candle, no I/O, no clock.
 
+mod constraint;
 mod digest;
 mod error;
 mod ids;
@@ -9,6 +10,7 @@ mod layout;
 mod sampling;
 mod weight;
 
+pub use constraint::Constraint;
 pub use digest::{digest_block, hash_bytes};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, RequestId, SeqId, WorkerId};

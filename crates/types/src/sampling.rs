@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::constraint::Constraint;
 use crate::error::{BatonError, ErrorKind};
 
 /// How to choose tokens and when to stop. Text-level stopping is the router's affair.
@@ -31,6 +32,9 @@ pub struct SamplingParams {
     pub top_logprobs: Option<u32>,
     /// Tokens that end the sequence, the model's end tokens included unless the client ignores them.
     pub stop_token_ids: Vec<u32>,
+    /// What the answer must look like. Tokens that lead elsewhere are never chosen, and stop tokens only where the answer is
+    /// complete; there must be one.
+    pub constraint: Option<Constraint>,
 }
 
 impl Default for SamplingParams {
@@ -48,6 +52,7 @@ impl Default for SamplingParams {
             logit_bias: Vec::new(),
             top_logprobs: None,
             stop_token_ids: Vec::new(),
+            constraint: None,
         }
     }
 }
@@ -107,6 +112,15 @@ impl SamplingParams {
                 "between -100 and 100",
             )?;
         }
+        if let Some(constraint) = &self.constraint {
+            constraint.validate()?;
+            check(
+                !self.stop_token_ids.is_empty(),
+                "stop_token_ids",
+                &"empty",
+                "at least one token that ends the answer",
+            )?;
+        }
         let top = self.top_logprobs.unwrap_or(0);
         check(top <= 20, "top_logprobs", &top, "at most 20")
     }
@@ -128,6 +142,8 @@ pub struct TokenOut {
     pub logprob: Option<f32>,
     /// The most likely tokens and their log probabilities, most likely first, when asked for.
     pub top: Vec<(u32, f32)>,
+    /// No token could be chosen, and why: the sequence fails, `id` means nothing. Stays on the worker.
+    pub failed: Option<String>,
 }
 
 /// Why a sequence ended.
@@ -161,7 +177,7 @@ mod tests {
     fn each_range_is_checked_and_named() {
         let ok = SamplingParams::default();
         assert_eq!(ok.validate(), Ok(()));
-        let cases: [(&str, SamplingParams); 8] = [
+        let cases: [(&str, SamplingParams); 10] = [
             ("max_tokens", SamplingParams { max_tokens: 0, ..ok.clone() }),
             ("temperature", SamplingParams { temperature: f32::NAN, ..ok.clone() }),
             ("top_p", SamplingParams { top_p: 0.0, ..ok.clone() }),
@@ -170,6 +186,8 @@ mod tests {
             ("repetition_penalty", SamplingParams { repetition_penalty: 0.0, ..ok.clone() }),
             ("logit_bias", SamplingParams { logit_bias: vec![(1, f32::INFINITY)], ..ok.clone() }),
             ("top_logprobs", SamplingParams { top_logprobs: Some(21), ..ok.clone() }),
+            ("constraint", SamplingParams { constraint: Some(Constraint::Regex(String::new())), ..ok.clone() }),
+            ("stop_token_ids", SamplingParams { constraint: Some(Constraint::Regex("a".into())), ..ok.clone() }),
         ];
         for (field, params) in cases {
             assert_eq!(params.validate().map_err(|e| e.field), Err(field));

@@ -20,4 +20,4 @@ pub use load::{Loaded, check_settings, load, resolve_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};
-pub use wire::{Clock, new_sequence, parse_first_token, stream_status, write_first_token};
+pub use wire::{Clock, parse_first_token, stream_status, write_first_token};

@@ -1,15 +1,18 @@
 //! A worker process from start to end: load, listen, register, serve, drain.
 
 use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::{Member, Role as MemberRole};
-use baton_engine::Engine;
+use baton_engine::{Engine, NewSequence, Start};
+use baton_grammar::Grammars;
 use baton_model_files::Model;
-use baton_proto::v1::{DESCRIPTORS, worker_server::WorkerServer};
+use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
 use baton_runtime::{Outcome, Process};
 use baton_types::WorkerId;
 use tokio::sync::watch;
+use tonic::Status;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 
@@ -48,9 +51,11 @@ pub struct Node {
     /// The pool's shape.
     pub geometry: baton_types::PoolGeometry,
     /// The pool's memory.
-    pub segment: std::sync::Arc<baton_transfer::Segment>,
+    pub segment: Arc<baton_transfer::Segment>,
     /// Engine time.
     pub clock: crate::Clock,
+    /// Constraints of the model, compiled before the engine thread needs them.
+    pub grammars: Arc<Grammars>,
 }
 
 /// A random id that is not 0. The standard library's hash keys come from the system's random source.
@@ -61,6 +66,18 @@ pub fn random_worker_id() -> WorkerId {
 }
 
 impl Node {
+    /// Checks a sequence from the router and compiles its constraint, on a thread of its own.
+    pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
+        let new = crate::wire::new_sequence(sequence, self.vocab, start, &self.clock)?;
+        if let Some(constraint) = new.params.constraint.clone() {
+            let grammars = Arc::clone(&self.grammars);
+            let prepared = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;
+            let prepared = prepared.map_err(|e| Status::internal(format!("compiling a constraint failed: {e}")))?;
+            prepared.map_err(|e| baton_proto::status_of(&e))?;
+        }
+        Ok(new)
+    }
+
     /// Runs a worker of role `N` until it is told to stop.
     pub async fn run<N: NodeRole>(config: WorkerConfig) -> Result<(), WorkerError> {
         check_settings(&config)?;
@@ -89,6 +106,7 @@ impl Node {
         let node = Node {
             id: random_worker_id(),
             vocab: decoder.config().vocab_size,
+            grammars: decoder.grammars(),
             clock: crate::Clock::start(),
             geometry,
             segment,

@@ -24,7 +24,12 @@ impl Clock {
 }
 
 /// Checks a sequence from the router: shape, sampling, and that every token is in the vocabulary.
-pub fn new_sequence(sequence: v1::Sequence, vocab: u32, start: Start, clock: &Clock) -> Result<NewSequence, Status> {
+pub(crate) fn new_sequence(
+    sequence: v1::Sequence,
+    vocab: u32,
+    start: Start,
+    clock: &Clock,
+) -> Result<NewSequence, Status> {
     let params = sequence.checked_sampling().map_err(|e| baton_proto::status_of(&e))?;
     if let Some(id) = sequence.tokens.iter().find(|&&id| id >= vocab) {
         let text = format!("sequence.tokens holds {id}; the model's vocabulary has {vocab} tokens");

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use baton_types::{FinishReason, Usage};
+use baton_types::Usage;
 use serde::Serialize;
 
 use super::logprobs::{ChatLogprobs, TextLogprobs};
+use super::reader::Reader;
 use super::request::Asked;
 use crate::model::ServedModel;
 use crate::sink::Piece;
+use crate::tools::{Call, Read, ToolParser};
 
 /// Which of the two APIs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,6 +34,8 @@ pub(crate) struct Answer {
     pub prompts: Vec<Arc<[u32]>>,
     /// Choices of each prompt.
     pub n: u32,
+    /// Reads calls, where tools were offered.
+    pub parser: Option<ToolParser>,
 }
 
 /// A part of one choice.
@@ -42,7 +46,17 @@ pub(crate) struct Part {
     pub first: bool,
     pub text: String,
     pub pieces: Vec<Piece>,
-    pub finish: Option<FinishReason>,
+    pub calls: Vec<Call>,
+    /// In the API's words.
+    pub finish: Option<&'static str>,
+}
+
+impl Part {
+    /// Appends what was read.
+    pub fn add(&mut self, read: Read) {
+        self.text += &read.text;
+        self.calls.extend(read.calls);
+    }
 }
 
 #[derive(Serialize)]
@@ -84,8 +98,35 @@ enum ChoiceContent {
 #[derive(Serialize)]
 struct Message {
     role: &'static str,
-    content: String,
+    /// Null when there are only calls.
+    content: Option<String>,
     refusal: Option<()>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallObject>,
+}
+
+#[derive(Serialize)]
+struct CallObject {
+    /// In a stream only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<u32>,
+    id: String,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    function: FunctionObject,
+}
+
+#[derive(Serialize)]
+struct FunctionObject {
+    name: String,
+    arguments: String,
+}
+
+impl CallObject {
+    fn of(call: Call, chunk: bool) -> CallObject {
+        let Call { index, id, name, arguments } = call;
+        CallObject { index: chunk.then_some(index), id, kind: "function", function: FunctionObject { name, arguments } }
+    }
 }
 
 #[derive(Serialize)]
@@ -94,6 +135,8 @@ struct Delta {
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallObject>,
 }
 
 #[derive(Serialize)]
@@ -127,14 +170,6 @@ impl From<Usage> for UsageObject {
     }
 }
 
-fn finish_reason(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
-        FinishReason::Cancelled => "cancelled",
-    }
-}
-
 /// Adds up what the choices of an answer cost. A prompt counts once, however often it is answered.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct UsageSum(Usage);
@@ -156,14 +191,22 @@ impl Answer {
         (0..self.prompts.len() as u32 * self.n).map(|choice| Part { choice, ..Part::default() }).collect()
     }
 
+    /// One reader for each choice.
+    pub fn readers(&self) -> Vec<Reader> {
+        vec![Reader::new(self.parser.clone()); self.prompts.len() * self.n as usize]
+    }
+
     /// A stream's chunk for a part of one choice.
-    pub fn chunk(&self, part: Part) -> String {
+    pub fn chunk(&self, mut part: Part) -> String {
         let usage = self.asked.include_usage.then_some(None);
+        let calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, true)).collect();
         let content = match self.shape {
             Shape::Text => ChoiceContent::Text(part.text.clone()),
             Shape::Chat => ChoiceContent::Delta(Delta {
                 role: part.first.then_some("assistant"),
-                content: (part.finish.is_none() || !part.text.is_empty()).then(|| part.text.clone()),
+                content: (part.finish.is_none() && calls.is_empty() || !part.text.is_empty())
+                    .then(|| part.text.clone()),
+                tool_calls: calls,
             }),
         };
         let show_prompt = part.first;
@@ -177,12 +220,16 @@ impl Answer {
 
     /// The whole answer; `parts` are the choices in order.
     pub fn whole(&self, parts: Vec<Part>, usage: UsageSum) -> String {
-        let choice = |part: Part| {
+        let choice = |mut part: Part| {
+            let tool_calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, false)).collect();
             let content = match self.shape {
                 Shape::Text => ChoiceContent::Text(part.text.clone()),
-                Shape::Chat => {
-                    ChoiceContent::Message(Message { role: "assistant", content: part.text.clone(), refusal: None })
-                }
+                Shape::Chat => ChoiceContent::Message(Message {
+                    role: "assistant",
+                    content: (tool_calls.is_empty() || !part.text.is_empty()).then(|| part.text.clone()),
+                    refusal: None,
+                    tool_calls,
+                }),
             };
             self.choice(part, content, true)
         };
@@ -209,7 +256,7 @@ impl Answer {
             index: part.choice,
             content,
             logprobs,
-            finish_reason: part.finish.map(finish_reason),
+            finish_reason: part.finish,
             prompt_token_ids: per_choice.then(|| self.prompts[(part.choice / self.n) as usize].to_vec()),
             token_ids: ids.then(|| part.pieces.iter().map(|p| p.token.id).collect()),
         }

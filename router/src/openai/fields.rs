@@ -39,7 +39,7 @@ fn one(value: &Value) -> bool {
     value.as_f64() == Some(1.0)
 }
 
-const REFUSED: [Refused; 35] = {
+const REFUSED: [Refused; 30] = {
     const fn field(name: &'static str, harmless: fn(&Value) -> bool) -> Refused {
         Refused { name, harmless }
     }
@@ -48,7 +48,6 @@ const REFUSED: [Refused; 35] = {
         field("tool_choice", |v| *v == json!("none") || *v == json!("auto")),
         field("functions", empty),
         field("function_call", |v| *v == json!("none") || *v == json!("auto")),
-        field("response_format", |v| v.get("type") == Some(&json!("text"))),
         field("modalities", |v| *v == json!(["text"])),
         field("audio", never),
         field("web_search_options", never),
@@ -74,10 +73,6 @@ const REFUSED: [Refused; 35] = {
         field("chat_template", never),
         field("chat_template_kwargs", empty),
         field("structured_outputs", empty),
-        field("guided_json", never),
-        field("guided_regex", never),
-        field("guided_choice", never),
-        field("guided_grammar", never),
         field("grammar", never),
     ]
 };
@@ -145,7 +140,8 @@ impl<'de> Deserialize<'de> for OtherFields {
 impl OtherFields {
     /// Ok when none of them asks for anything; otherwise the first that does. `read` are the fields that are read.
     pub fn check(&self, read: &[&'static [&'static str]]) -> Result<(), RequestError> {
-        for field in &REFUSED {
+        let is_read = |name: &str| read.iter().any(|fields| fields.contains(&name));
+        for field in REFUSED.iter().filter(|f| !is_read(f.name)) {
             let asks = self.refused.get(field.name).filter(|v| !v.is_null() && !(field.harmless)(v));
             if asks.is_some() {
                 let wrong = format!("{} is not supported; leave it out", field.name);
@@ -208,12 +204,12 @@ mod tests {
     #[test]
     fn what_would_change_the_answer_is_refused_by_name() {
         let check = |body: Value| serde_json::from_value::<OtherFields>(body).unwrap().check(&[]);
-        let harmless = json!({"tools": [], "echo": false, "best_of": 1, "response_format": {"type": "text"},
+        let harmless = json!({"tools": [], "echo": false, "best_of": 1,
             "tool_choice": "auto", "suffix": null, "min_tokens": 0, "user": "me", "store": true, "metadata": {"a": 1}});
         assert_eq!(check(harmless), Ok(()));
         for (name, value) in [
             ("tools", json!([{"type": "function"}])),
-            ("response_format", json!({"type": "json_object"})),
+            ("structured_outputs", json!({"json": {}})),
             ("echo", json!(true)),
             ("best_of", json!(2)),
             ("audio", json!({})),

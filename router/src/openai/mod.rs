@@ -3,10 +3,14 @@
 mod answer;
 mod fields;
 mod logprobs;
+mod output;
 mod parse;
+mod reader;
 mod request;
+mod tools;
 mod types;
 
 pub(crate) use answer::{Answer, Part, Shape, UsageSum};
+pub(crate) use reader::Reader;
 pub(crate) use request::{Asked, Envelope, chat, completion};
 pub(crate) use types::{ErrorBody, Model, ModelList};

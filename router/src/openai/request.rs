@@ -8,7 +8,9 @@ use baton_types::RequestId;
 use tokio::time::Instant;
 
 use super::fields::{OtherFields, names};
+use super::output;
 use super::parse::parse;
+use super::tools;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
 use crate::input::{GenerateInput, Prompt, Standing};
@@ -39,12 +41,13 @@ pub(crate) struct Envelope {
 
 /// Reads POST /v1/chat/completions.
 pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
-    let own: ChatFields = parse(body)?;
+    let mut own: ChatFields = parse(body)?;
     let common: CommonFields = parse(body)?;
     parse::<OtherFields>(body)?.check(&[names::<ChatFields>(), names::<CommonFields>()])?;
     if own.messages.is_empty() {
         return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
     }
+    let tools = tools::tools(&mut own)?;
     let messages = own.messages.into_iter().enumerate().map(|(at, m)| message(at, m)).collect::<Result<_, _>>()?;
     let logprobs = match (own.logprobs.unwrap_or(false), own.top_logprobs) {
         (true, top) => Some(top.unwrap_or(0)),
@@ -54,7 +57,13 @@ pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, As
         }
     };
     let max_tokens = own.max_completion_tokens.or(common.max_tokens);
-    assemble(common, vec![Prompt::Chat(messages)], max_tokens, logprobs, envelope)
+    let (mut input, asked) = assemble(common, vec![Prompt::Chat(messages)], max_tokens, logprobs, envelope)?;
+    input.tools = tools;
+    if let (Some(_), Some(wanted)) = (&input.tools, &input.wanted) {
+        let wrong = format!("{} leaves no room for calls; leave it out, or set tool_choice to none", wanted.field);
+        return Err(RequestError::invalid(wanted.field, wrong));
+    }
+    Ok((input, asked))
 }
 
 /// Reads POST /v1/completions.
@@ -76,7 +85,7 @@ pub(crate) fn completion(body: &[u8], envelope: Envelope) -> Result<(GenerateInp
 }
 
 fn assemble(
-    common: CommonFields,
+    mut common: CommonFields,
     prompts: Vec<Prompt>,
     max_tokens: Option<u32>,
     logprobs: Option<u32>,
@@ -86,6 +95,7 @@ fn assemble(
     if common.stream_options.is_some() && !stream {
         return Err(RequestError::invalid("stream_options", "stream_options needs stream to be true"));
     }
+    let wanted = output::wanted(&mut common)?;
     let asked = Asked {
         stream,
         include_usage: common.stream_options.and_then(|o| o.include_usage).unwrap_or(false),
@@ -106,6 +116,7 @@ fn assemble(
         top_logprobs: logprobs,
         stop_token_ids: common.stop_token_ids.unwrap_or_default(),
         ignore_eos: common.ignore_eos.unwrap_or(false),
+        constraint: None,
     };
     let stop = match common.stop {
         None => Vec::new(),
@@ -116,30 +127,38 @@ fn assemble(
     let Envelope { id, received, deadline } = envelope;
     let standing =
         Standing { cache_salt: common.cache_salt.unwrap_or_default(), priority: common.priority.unwrap_or_default() };
-    Ok((GenerateInput { model, prompts, n, sampling, stop, standing, id, deadline, received }, asked))
+    let tools = None;
+    Ok((GenerateInput { model, prompts, n, sampling, stop, wanted, tools, standing, id, deadline, received }, asked))
 }
 
 fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
     let role = match message.role.as_str() {
         // The newer name of the same role; templates know the older one.
         "developer" => "system".to_owned(),
-        "system" | "user" | "assistant" => message.role,
+        "system" | "user" | "assistant" | "tool" => message.role,
         other => {
-            let wrong = format!("messages[{at}].role is {other:?}; it must be system, developer, user or assistant");
+            let wrong =
+                format!("messages[{at}].role is {other:?}; it must be system, developer, user, assistant or tool");
             return Err(RequestError::invalid(format!("messages[{at}].role"), wrong));
         }
     };
+    let tool_calls = tools::calls(at, message.tool_calls.unwrap_or_default())?;
+    if !tool_calls.is_empty() && role != "assistant" {
+        let field = format!("messages[{at}].tool_calls");
+        return Err(RequestError::invalid(field.clone(), format!("{field}: only an assistant's message has calls")));
+    }
     let content = match message.content {
         Some(Content::Text(text)) => text,
         Some(Content::Parts(parts)) => {
             parts.into_iter().enumerate().map(|(i, part)| text_of(at, i, part)).collect::<Result<Vec<_>, _>>()?.concat()
         }
+        None if !tool_calls.is_empty() => String::new(),
         None => {
             let field = format!("messages[{at}].content");
             return Err(RequestError::invalid(field.clone(), format!("{field} is missing; it must be a string")));
         }
     };
-    Ok(ChatMessage { role, content })
+    Ok(ChatMessage { role, content, tool_calls, tool_call_id: message.tool_call_id, name: message.name })
 }
 
 fn text_of(message: usize, at: usize, part: Part) -> Result<String, RequestError> {
@@ -220,6 +239,7 @@ mod tests {
             top_logprobs: Some(3),
             stop_token_ids: vec![3],
             ignore_eos: true,
+            constraint: None,
         };
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
         assert_eq!(input.stop, ["END"]);
@@ -231,7 +251,7 @@ mod tests {
     fn content_parts_of_text_are_joined_and_others_refused() {
         let parts = |parts: Value| read_chat(&json!({"messages": [{"role": "developer", "content": parts}]}));
         let (input, _) = parts(json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])).unwrap();
-        let want = ChatMessage { role: "system".into(), content: "ab".into() };
+        let want = ChatMessage::new("system", "ab");
         assert_eq!(input.prompts, [Prompt::Chat(vec![want])]);
         let error = parts(json!([{"type": "image_url", "image_url": {"url": "x"}}])).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("messages[0].content[0]"));
@@ -249,7 +269,7 @@ mod tests {
             (with(json!({"seed": 1.5})), "seed"),
             (with(json!({"top_k": -2})), "top_k"),
             (with(json!({"stop": [1]})), "stop"),
-            (with(json!({"tools": [{}]})), "tools"),
+            (with(json!({"tools": [{}]})), "tools[0].type"),
             (with(json!({"n": "two"})), "n"),
             (with(json!({"priority": "high"})), "priority"),
             (with(json!({"max_tokns": 4})), "max_tokns"),

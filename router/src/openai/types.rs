@@ -14,6 +14,9 @@ pub(crate) struct ChatFields {
     pub max_completion_tokens: Option<u32>,
     pub logprobs: Option<bool>,
     pub top_logprobs: Option<u32>,
+    pub tools: Option<Vec<serde_json::Value>>,
+    pub tool_choice: Option<serde_json::Value>,
+    pub parallel_tool_calls: Option<bool>,
 }
 
 /// POST /v1/completions, apart from what it shares with chat.
@@ -46,6 +49,26 @@ pub(crate) struct CommonFields {
     pub return_token_ids: Option<bool>,
     pub cache_salt: Option<String>,
     pub priority: Option<i32>,
+    pub response_format: Option<ResponseFormat>,
+    pub guided_json: Option<serde_json::Value>,
+    pub guided_regex: Option<String>,
+    pub guided_choice: Option<Vec<String>>,
+    pub guided_grammar: Option<String>,
+}
+
+/// What an answer is to be.
+#[derive(Debug, Deserialize)]
+pub(crate) struct ResponseFormat {
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub json_schema: Option<NamedSchema>,
+}
+
+/// A schema as OpenAI's clients send it. It always holds, `strict` or not.
+#[derive(Debug, Deserialize)]
+pub(crate) struct NamedSchema {
+    pub name: Option<String>,
+    pub schema: Option<serde_json::Value>,
 }
 
 /// How a stream is to look.
@@ -59,6 +82,24 @@ pub(crate) struct StreamOptions {
 pub(crate) struct Message {
     pub role: String,
     pub content: Option<Content>,
+    pub tool_calls: Option<Vec<MessageCall>>,
+    pub tool_call_id: Option<String>,
+    pub name: Option<String>,
+}
+
+/// A call that an assistant's message made.
+#[derive(Debug, Deserialize)]
+pub(crate) struct MessageCall {
+    pub id: Option<String>,
+    pub function: MessageFunction,
+}
+
+/// Its function.
+#[derive(Debug, Deserialize)]
+pub(crate) struct MessageFunction {
+    pub name: String,
+    /// A string of JSON; some clients send the object itself.
+    pub arguments: serde_json::Value,
 }
 
 /// A message's content.

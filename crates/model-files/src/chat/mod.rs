@@ -4,6 +4,8 @@
 
 mod date;
 mod json;
+mod message;
+mod tools;
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -11,18 +13,10 @@ use std::time::SystemTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
-use serde::{Deserialize, Serialize};
 
 use crate::ModelFileError;
-
-/// One message of a conversation.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct ChatMessage {
-    /// `system`, `user`, `assistant`, …
-    pub role: String,
-    /// Its text.
-    pub content: String,
-}
+pub use message::{ChatMessage, FunctionCall, ToolCall};
+pub use tools::ToolSyntax;
 
 /// A compiled template.
 #[derive(Debug)]
@@ -30,6 +24,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     bos: String,
     eos: String,
+    tools: Option<ToolSyntax>,
 }
 
 /// The template's name in its environment; without a suffix, so that nothing is escaped.
@@ -54,18 +49,31 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, without_generation_marks(source))
             .map_err(|e| ModelFileError::malformed(path, "chat template", e))?;
-        Ok(ChatTemplate { environment, bos, eos })
+        Ok(ChatTemplate { environment, bos, eos, tools: ToolSyntax::of(source) })
     }
 
-    /// The prompt for these messages; with `add_generation_prompt` it ends where the assistant's answer begins.
-    pub fn render(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String, ModelFileError> {
-        self.render_at(messages, add_generation_prompt, SystemTime::now())
+    /// How the model writes calls of the tools it is told of; None when its template cannot tell it, or it writes them in a way
+    /// that is not known here.
+    pub fn tools(&self) -> Option<ToolSyntax> {
+        self.tools
+    }
+
+    /// The prompt for these messages, with the functions the model may call (as clients describe them; none is not the same as an
+    /// empty list to some templates). With `add_generation_prompt` it ends where the assistant's answer begins.
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        tools: Option<&[serde_json::Value]>,
+        add_generation_prompt: bool,
+    ) -> Result<String, ModelFileError> {
+        self.render_at(messages, tools, add_generation_prompt, SystemTime::now())
     }
 
     /// As [`render`](Self::render), at a given time: some templates tell the model the date (here in UTC).
     pub fn render_at(
         &self,
         messages: &[ChatMessage],
+        tools: Option<&[serde_json::Value]>,
         add_generation_prompt: bool,
         now: SystemTime,
     ) -> Result<String, ModelFileError> {
@@ -75,7 +83,7 @@ impl ChatTemplate {
             add_generation_prompt,
             bos_token => self.bos.as_str(),
             eos_token => self.eos.as_str(),
-            tools => Value::from(()),
+            tools => Value::from(Serde(tools)),
             documents => Value::from(()),
             strftime_now,
         };
@@ -128,16 +136,13 @@ mod tests {
         ChatTemplate::compile(Path::new("t"), source, "<s>".to_owned(), "</s>".to_owned()).unwrap()
     }
 
-    fn message(role: &str, content: &str) -> ChatMessage {
-        ChatMessage { role: role.to_owned(), content: content.to_owned() }
-    }
-
     #[test]
     fn blocks_are_trimmed_as_hugging_face_does() {
         let template = compile(
             "{{ bos_token }}\n  {% for m in messages %}\n    {%- if loop.first %}\nfirst\n    {% endif %}\n[{{ m.role }}] {{ m['content'].strip() | upper }}{{ eos_token }}\n{% endfor %}\n",
         );
-        let text = template.render(&[message("user", " hi "), message("assistant", "yo")], false).unwrap();
+        let messages = [ChatMessage::new("user", " hi "), ChatMessage::new("assistant", "yo")];
+        let text = template.render(&messages, None, false).unwrap();
         assert_eq!(text, "<s>\nfirst\n[user] HI</s>\n[assistant] YO</s>\n");
     }
 
@@ -146,15 +151,20 @@ mod tests {
         let template = compile(
             "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{{ m.content.split(' ')[0] }}{% if m.content.startswith('b') %}!{% break %}{% endif %}{% endfor %}#{{ ns.n }}{% if tools %}T{% endif %}{% if add_generation_prompt %}>{% endif %}",
         );
-        let messages = [message("system", "s"), message("user", "a 1"), message("user", "b 2"), message("user", "c 3")];
-        assert_eq!(template.render(&messages, true).unwrap(), "ab!#2>");
+        let messages = [
+            ChatMessage::new("system", "s"),
+            ChatMessage::new("user", "a 1"),
+            ChatMessage::new("user", "b 2"),
+            ChatMessage::new("user", "c 3"),
+        ];
+        assert_eq!(template.render(&messages, None, true).unwrap(), "ab!#2>");
     }
 
     #[test]
     fn what_the_template_raises_is_the_clients_error() {
         use baton_types::{BatonError, ErrorKind};
         let template = compile("{{ raise_exception('roles must alternate') }}");
-        let error = template.render(&[], true).unwrap_err();
+        let error = template.render(&[], None, true).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.to_string().ends_with("rejects these messages: roles must alternate"), "{error}");
     }
@@ -162,11 +172,11 @@ mod tests {
     #[test]
     fn a_template_that_does_not_end_is_given_up_and_a_long_conversation_is_not() {
         let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
-        let error = compile(endless).render(&[], true).unwrap_err();
+        let error = compile(endless).render(&[], None, true).unwrap_err();
         assert!(error.to_string().contains("more than 2000000 steps"), "{error}");
         let usual = "{% for m in messages %}{% if m.role == 'user' %}<{{ m.role }}>{{ m.content | trim }}{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}";
-        let many = vec![message("user", " hi "); 10_000];
-        assert_eq!(compile(usual).render(&many, true).unwrap().len(), 10_000 * "<user>hi".len());
+        let many = vec![ChatMessage::new("user", " hi "); 10_000];
+        assert_eq!(compile(usual).render(&many, None, true).unwrap().len(), 10_000 * "<user>hi".len());
     }
 
     #[test]
@@ -179,19 +189,36 @@ mod tests {
     fn the_date_is_that_of_the_given_time() {
         let template = compile("{{ strftime_now('%d %b %Y') }}");
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_721_952_000);
-        assert_eq!(template.render_at(&[], false, now).unwrap(), "26 Jul 2024");
+        assert_eq!(template.render_at(&[], None, false, now).unwrap(), "26 Jul 2024");
     }
 
     #[test]
     fn json_is_written_as_python_writes_it() {
         let template = compile("{{ {'b': [1, 'é<&>'], 'a': none} | tojson }}{{ [1] | tojson(indent=2) }}");
-        assert_eq!(template.render(&[], false).unwrap(), "{\"b\": [1, \"é<&>\"], \"a\": null}[\n  1\n]");
+        assert_eq!(template.render(&[], None, false).unwrap(), "{\"b\": [1, \"é<&>\"], \"a\": null}[\n  1\n]");
+    }
+
+    #[test]
+    fn tools_and_their_calls_reach_the_template_as_they_were_sent() {
+        let template = compile(
+            "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% for m in messages %}[{{ m.role }}{{ m.tool_call_id }}]{{ m.content }}{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}",
+        );
+        assert_eq!(template.render(&[ChatMessage::new("user", "hi")], None, false).unwrap(), "[user]hi");
+        let tools = [serde_json::json!({"type": "function", "function": {"name": "f", "a": 1}})];
+        let function = FunctionCall { name: "f".to_owned(), arguments: serde_json::json!({"z": 1, "a": [true]}) };
+        let call = ToolCall { id: Some("c1".to_owned()), kind: "function".to_owned(), function };
+        let messages = [
+            ChatMessage { tool_calls: vec![call], ..ChatMessage::new("assistant", "") },
+            ChatMessage { tool_call_id: Some("c1".to_owned()), ..ChatMessage::new("tool", "4") },
+        ];
+        let want = "{\"type\": \"function\", \"function\": {\"name\": \"f\", \"a\": 1}}[assistant]f{\"z\": 1, \"a\": [true]}[toolc1]4";
+        assert_eq!(template.render(&messages, Some(&tools), false).unwrap(), want);
     }
 
     #[test]
     fn generation_marks_are_passed_over() {
         let template = compile("a\n{%- generation -%}\n b {% endgeneration %}\nc");
-        assert_eq!(template.render(&[], false).unwrap(), "ab c");
+        assert_eq!(template.render(&[], None, false).unwrap(), "ab c");
         assert_eq!(
             without_generation_marks("a{%- generation -%} b{% endgeneration %}c"),
             "a{%- if true -%} b{% endif %}c"

@@ -115,6 +115,17 @@ impl Tokenizer {
         self.0.pieces.get(id).ok_or(ModelFileError::TokenId { id, vocab_size })
     }
 
+    /// Whether the token is one of control, which no text has.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.0.pieces.is_special(id)
+    }
+
+    /// The special token that is written so.
+    pub fn special_id(&self, text: &str) -> Option<u32> {
+        let pieces = &self.0.pieces;
+        (0..pieces.len() as u32).find(|&id| pieces.is_special(id) && pieces.get(id) == Some(text.as_bytes()))
+    }
+
     /// The token as text, incomplete characters as U+FFFD.
     pub fn token_text(&self, id: u32) -> Result<String, ModelFileError> {
         self.token_bytes(id).map(|bytes| String::from_utf8_lossy(bytes).into_owned())

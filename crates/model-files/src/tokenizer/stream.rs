@@ -10,13 +10,20 @@ const MAX_PENDING: usize = 3;
 pub struct TextStream {
     tokenizer: Tokenizer,
     skip_special: bool,
+    /// A special token that is written all the same.
+    kept: Option<u32>,
     /// Bytes of a character that is not complete yet, at most three.
     pending: Vec<u8>,
 }
 
 impl TextStream {
     pub(super) fn new(tokenizer: Tokenizer, skip_special: bool) -> TextStream {
-        TextStream { tokenizer, skip_special, pending: Vec::with_capacity(MAX_PENDING) }
+        TextStream { tokenizer, skip_special, kept: None, pending: Vec::with_capacity(MAX_PENDING) }
+    }
+
+    /// Writes this special token although others are skipped.
+    pub fn keeping(self, id: Option<u32>) -> TextStream {
+        TextStream { kept: id, ..self }
     }
 
     /// The text that `id` completes; empty while a character is incomplete. Bytes that can never be UTF-8 become U+FFFD. An
@@ -24,7 +31,9 @@ impl TextStream {
     pub fn push(&mut self, id: u32) -> String {
         let pieces = &self.tokenizer.0.pieces;
         match pieces.get(id) {
-            Some(piece) if !(self.skip_special && pieces.is_special(id)) => take_text(&mut self.pending, piece),
+            Some(piece) if !self.skip_special || !pieces.is_special(id) || self.kept == Some(id) => {
+                take_text(&mut self.pending, piece)
+            }
             _ => String::new(),
         }
     }

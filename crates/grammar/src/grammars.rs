@@ -1,0 +1,111 @@
+//! Compiles constraints, within limits, and keeps those used last.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use baton_model_files::Tokenizer;
+use baton_types::Constraint;
+use llguidance::api::{ParserLimits, TopLevelGrammar};
+use llguidance::{Matcher, ParserFactory};
+
+use crate::compose::parse_schema;
+use crate::{GrammarError, vocabulary};
+
+/// Compiled constraints that are kept (I5).
+const KEPT: usize = 32;
+
+/// All constraints of one model. Cheap to make: the vocabulary is indexed when the first constraint comes.
+pub struct Grammars {
+    tokenizer: Tokenizer,
+    rows: u32,
+    factory: OnceLock<Result<ParserFactory, GrammarError>>,
+    /// Used last, last.
+    compiled: Mutex<VecDeque<Compiled>>,
+}
+
+struct Compiled {
+    constraint: Constraint,
+    /// At the answer's begin.
+    start: Matcher,
+}
+
+impl std::fmt::Debug for Grammars {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Grammars").field("rows", &self.rows).finish_non_exhaustive()
+    }
+}
+
+impl Grammars {
+    /// For a model with this tokenizer and `rows` rows of logits.
+    pub fn new(tokenizer: &Tokenizer, rows: u32) -> Grammars {
+        let (factory, compiled) = (OnceLock::new(), Mutex::default());
+        Grammars { tokenizer: tokenizer.clone(), rows, factory, compiled }
+    }
+
+    /// Compiles a constraint unless it is at hand, so that [`crate::Matchers::mask`] finds it. Takes up to some hundred
+    /// milliseconds, the first time more: not for threads that others wait for.
+    pub fn prepare(&self, constraint: &Constraint) -> Result<(), GrammarError> {
+        self.start(constraint).map(drop)
+    }
+
+    /// A matcher at the begin of an answer, independent of all others.
+    pub(crate) fn start(&self, constraint: &Constraint) -> Result<Matcher, GrammarError> {
+        if let Some(known) = self.known(constraint) {
+            return Ok(known);
+        }
+        let start = self.compile(constraint)?;
+        let copy = start.deep_clone();
+        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        if compiled.len() >= KEPT {
+            compiled.pop_front();
+        }
+        compiled.push_back(Compiled { constraint: constraint.clone(), start });
+        Ok(copy)
+    }
+
+    fn known(&self, constraint: &Constraint) -> Option<Matcher> {
+        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = compiled.iter().position(|c| c.constraint == *constraint)?;
+        let found = compiled.remove(at)?;
+        let copy = found.start.deep_clone();
+        compiled.push_back(found);
+        Some(copy)
+    }
+
+    fn compile(&self, constraint: &Constraint) -> Result<Matcher, GrammarError> {
+        let grammar = match constraint {
+            Constraint::JsonSchema(text) => TopLevelGrammar::from_json_schema(parse_schema(text, constraint)?),
+            Constraint::Regex(text) => TopLevelGrammar::from_regex(text),
+            Constraint::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
+        };
+        let factory = self.factory.get_or_init(|| factory(&self.tokenizer, self.rows));
+        let factory = factory.as_ref().map_err(GrammarError::clone)?;
+        let parser = factory.create_parser(grammar).map_err(|e| GrammarError::refused(constraint, format!("{e:#}")))?;
+        let mut start = Matcher::new(Ok(parser));
+        // Sees at once when no answer can begin, and spares the first token of each answer some of its work.
+        if !start.is_stopped() {
+            start.compute_mask().map_err(|e| GrammarError::refused(constraint, e))?;
+        }
+        Ok(start)
+    }
+}
+
+fn factory(tokenizer: &Tokenizer, rows: u32) -> Result<ParserFactory, GrammarError> {
+    let failed = |e: &dyn std::fmt::Display| GrammarError::Vocabulary(e.to_string());
+    let indexed = llguidance::panic_utils::catch_unwind(|| Ok(vocabulary::index(tokenizer, rows)));
+    let mut factory = ParserFactory::new_simple(&indexed.map_err(|e| failed(&e))?).map_err(|e| failed(&e))?;
+    factory.quiet();
+    *factory.limits_mut() = limits();
+    Ok(factory)
+}
+
+/// What one constraint may cost (I5): about 20 ms to compile a lexer, 15 ms a token, 20 MB of lexer states a sequence, and
+/// usually a hundredth of that.
+fn limits() -> ParserLimits {
+    ParserLimits {
+        max_lexer_states: 20_000,
+        max_grammar_size: 100_000,
+        verbose_errors: false,
+        ..ParserLimits::default()
+    }
+}

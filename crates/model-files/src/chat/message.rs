@@ -1,0 +1,50 @@
+//! What a conversation is made of, in the form chat templates read.
+
+use serde::{Deserialize, Serialize};
+
+/// One message of a conversation.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant`, `tool`, …
+    pub role: String,
+    /// Its text.
+    pub content: String,
+    /// The calls an assistant's message makes. Left out where there are none: templates ask whether they are defined.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+    /// Which call a tool's message answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
+    /// The function that a tool's message comes from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
+
+/// A call of a function.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ToolCall {
+    /// What its answer refers to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// `function`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// Which, with what.
+    pub function: FunctionCall,
+}
+
+/// A function and its arguments.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct FunctionCall {
+    /// Its name.
+    pub name: String,
+    /// An object. Clients send it as a string of JSON, templates write the object.
+    pub arguments: serde_json::Value,
+}
+
+impl ChatMessage {
+    /// A message that is only text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> ChatMessage {
+        ChatMessage { role: role.into(), content: content.into(), ..ChatMessage::default() }
+    }
+}
