@@ -181,6 +181,8 @@ pub trait Backend: Send {
     /// The first `out.len()` elements from `offset` on, to the host.
     fn read(&mut self, buffer: &Self::Buffer, offset: usize, out: &mut [f32]);
 
+    /// Copies a block of the pool to another, in all layers of the group.
+    fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId);
     /// `out[t] = table[ids[t]] · scale`
     fn embed(&mut self, table: &Self::Weight, ids: &[u32], scale: f32, out: &mut Self::Buffer);
     /// `out[r] = norm(x[r])` for `rows` rows.

@@ -74,6 +74,19 @@ impl HostPool {
         unsafe { self.base.add(range.start + plane * self.geometry.layout.plane_bytes(group)) }
     }
 
+    /// Copies a block to another, in all layers of the group. The caller makes sure that nobody writes either meanwhile.
+    ///
+    /// # Panics
+    /// When group or blocks lie outside the pool.
+    pub fn copy_block(&self, group: usize, from: BlockId, to: BlockId) {
+        for layer in 0..self.geometry.layout.groups[group].layers.len() {
+            let [from, to] = [from, to].map(|block| self.geometry.block_range(group, layer, block));
+            // SAFETY: `block_range` checks the indices, the region holds the whole geometry, and ranges of two blocks are
+            // the same or apart, which `copy` allows.
+            unsafe { std::ptr::copy(self.base.add(from.start), self.base.add(to.start), from.len()) };
+        }
+    }
+
     /// Bytes of one layer's part of a block. The caller makes sure that nobody writes it meanwhile.
     pub fn block_bytes(&self, group: usize, layer: usize, block: BlockId) -> Vec<u8> {
         let range = self.geometry.block_range(group, layer, block);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use baton_engine::{Engine, EngineConfig, Event, NewSequence, Start, Time};
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Start, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
@@ -77,6 +77,8 @@ impl Local {
             max_running: options.max_running,
             max_waiting: u32::MAX,
             context_tokens: context,
+            order: Order::default(),
+            cache: CacheConfig::default(),
         };
         Ok(Local { engine: Engine::new(config, &geometry)?, decoder })
     }
@@ -108,6 +110,8 @@ impl Local {
                 params: params.clone(),
                 start: Start::Compute,
                 deadline: None,
+                prefix: None,
+                priority: 0,
             })?;
             places.insert(seq, place);
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::Context;
-use baton_engine::{Engine, EngineConfig, ModelRunner, NewSequence, Start, Time};
+use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
@@ -47,7 +47,15 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
         let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool)?;
         let limits = Limits { tokens: 64, samples: 2, context: 128, table_entries: 64 };
         let mut decoder = Decoder::load(&model, &geometry.layout, backend, limits)?;
-        let limits = EngineConfig { token_budget: 64, chunk: 20, max_running: 8, max_waiting: 8, context_tokens: 128 };
+        let limits = EngineConfig {
+            token_budget: 64,
+            chunk: 20,
+            max_running: 8,
+            max_waiting: 8,
+            context_tokens: 128,
+            order: Order::default(),
+            cache: CacheConfig::default(),
+        };
         let mut engine = Engine::new(limits, &geometry)?;
         for temperature in [0.0, 0.8, 0.8] {
             engine.submit(NewSequence {
@@ -57,6 +65,8 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
                 params: SamplingParams { temperature, top_p: 0.9, max_tokens: 40, ..SamplingParams::default() },
                 start: Start::Compute,
                 deadline: None,
+                prefix: None,
+                priority: 0,
             })?;
         }
         let (mut events, mut out) = (Vec::new(), Vec::with_capacity(8));

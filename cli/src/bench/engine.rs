@@ -102,6 +102,8 @@ impl Bench {
             params: SamplingParams { temperature: 0.0, max_tokens: answer, ..SamplingParams::default() },
             start: Start::Compute,
             deadline: None,
+            prefix: None,
+            priority: 0,
         })?)
     }
 

@@ -9,8 +9,13 @@ impl Engine {
     /// Lends the step's batch, rows in the order of [`Step::rows`], to `f`: usually a call of the runner.
     pub fn with_batch<R>(&mut self, step: &Step, f: impl FnOnce(&Batch<'_>) -> R) -> R {
         let mut rows = recycle(std::mem::take(&mut self.spare_rows));
+        let mut copies = std::mem::take(&mut self.spare_copies);
+        copies.clear();
         for row in &step.rows {
             let Some(sequence) = self.sequences.get(&row.seq) else { continue };
+            if let Phase::Running(tables) = &sequence.phase {
+                copies.extend(tables.copies());
+            }
             let (prompt, generated) = sequence.tokens.split_at(sequence.prompt_tokens as usize);
             let index = sequence.next_index();
             rows.push(Row {
@@ -21,8 +26,9 @@ impl Engine {
                 sample: row.samples.then_some(Sample { params: &sequence.params, index, prompt, generated }),
             });
         }
-        let result = f(&Batch { rows: &rows });
+        let result = f(&Batch { rows: &rows, copies: &copies });
         self.spare_rows = recycle(rows);
+        self.spare_copies = copies;
         result
     }
 
@@ -73,25 +79,27 @@ impl Engine {
             return;
         }
         sequence.computed += row.len;
+        self.settle(seq, token.is_some());
         let Some(mut token) = token else { return };
         if let Some(why) = token.failed.take() {
             return self.end_failed(seq, SequenceError::NoToken(why), events);
         }
-        let request = sequence.request.clone();
+        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        let (request, cached_tokens, turn) = (sequence.request.clone(), sequence.cached_tokens(), sequence.turn);
         let finish = sequence.push(&token);
         if sequence.start == Start::ComputeAndHold {
             if let Phase::Running(tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
                 sequence.phase = Phase::Held(tables);
             }
-            self.running.retain(|id| *id != seq);
-            events.push(Event::Prefilled { seq, request, token, finish });
+            self.running.retain(|other| *other != turn);
+            events.push(Event::Prefilled { seq, request, token, finish, cached_tokens });
             return;
         }
-        events.push(Event::Token { seq, request, token });
+        events.push(Event::Token { seq, request, token, cached_tokens });
         if let Some(reason) = finish
             && let Some(gone) = self.remove(seq, crate::sequence::Doom::Free)
         {
-            events.push(Event::Finished { seq, request: gone.request, reason });
+            events.push(Event::Finished { seq, request: gone.request, reason, cached_tokens });
         }
     }
 

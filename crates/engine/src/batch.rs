@@ -1,15 +1,15 @@
 //! What a model is asked to compute: the trait the engine owns and the models implement.
 
-use baton_kv_cache::BlockTable;
+use baton_kv_cache::{BlockCopy, BlockTable};
 use baton_types::{SamplingParams, SeqId, TokenOut};
 
 use crate::RunError;
 
 /// Computes batches against one KV pool. Implementations pass [`crate::conformance`].
 pub trait ModelRunner: Send {
-    /// Computes every row of the batch.
+    /// Makes the batch's copies, then computes every row.
     ///
-    /// Stores the K and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)`
+    /// A copy takes over all layers of its group, and everything of the block, before any row is computed. Stores the K and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)`
     /// after each layer's are stored for all rows: every layer of the model once, ascending. Pushes one [`TokenOut`] for
     /// each row that samples, in row order, and nothing else. A row for which no token can be chosen says so in
     /// [`TokenOut::failed`]; only its sequence fails.
@@ -27,8 +27,11 @@ pub trait ModelRunner: Send {
 /// The rows of one step, in a deterministic order: rows of one token that samples first, then chunks.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
-    /// At least one row; no sequence twice.
+    /// At least one row; no sequence twice. Rows may have blocks in common, but none writes to such a block.
     pub rows: &'a [Row<'a>],
+    /// Blocks to copy first: the beginning of a block that a new sequence shares with another. No block is written twice
+    /// or both read and written by copies.
+    pub copies: &'a [BlockCopy],
 }
 
 /// Some consecutive tokens of one sequence.
@@ -38,9 +41,10 @@ pub struct Row<'a> {
     pub seq: SeqId,
     /// Tokens to compute, at least one.
     pub tokens: &'a [u32],
-    /// Position of `tokens[0]`; the KV of all positions before it is in the pool.
+    /// Position of `tokens[0]`; the KV of all positions before it is in the pool, or comes there by the batch's copies.
     pub start: u32,
-    /// One block table per layer group, each covering `start + tokens.len()` tokens or more.
+    /// One block table per layer group, each covering `start + tokens.len()` tokens or more; what its group's window has
+    /// passed may be missing.
     pub tables: &'a [BlockTable],
     /// How to choose the token after the last one; `None` when more of the sequence is to be computed first.
     pub sample: Option<Sample<'a>>,

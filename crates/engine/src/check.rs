@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use baton_kv_cache::{BlockState, BlockTable};
+use baton_kv_cache::{BlockState, BlockTable, HOLE};
 use baton_types::SeqId;
 
-use crate::sequence::{Phase, Sequence};
+use crate::sequence::{Phase, Sequence, Turn};
 use crate::{Engine, EngineError};
 
 type Check = Result<(), EngineError>;
@@ -28,12 +28,16 @@ impl Engine {
     }
 
     fn check_lists(&self) -> Check {
-        let of =
-            |want: fn(&Phase) -> bool| self.sequences.iter().filter(move |(_, s)| want(&s.phase)).map(|(id, _)| id);
-        if !self.waiting.iter().eq(of(|phase| matches!(phase, Phase::Waiting))) {
+        let of = |want: fn(&Phase) -> bool| self.sequences.values().filter(move |s| want(&s.phase)).map(|s| s.turn);
+        let in_order = |want| {
+            let mut turns: Vec<Turn> = of(want).collect();
+            turns.sort();
+            turns
+        };
+        if !self.waiting.iter().eq(&in_order(|phase| matches!(phase, Phase::Waiting))) {
             return broken(format!("the queue {:?} is not the waiting sequences in order", self.waiting));
         }
-        if !self.running.iter().eq(of(|phase| matches!(phase, Phase::Running(_)))) {
+        if self.running != in_order(|phase| matches!(phase, Phase::Running(_))) {
             return broken(format!("the batch {:?} is not the running sequences in order", self.running));
         }
         let receiving = of(|phase| matches!(phase, Phase::Receiving(_))).count();
@@ -49,20 +53,28 @@ impl Engine {
     /// Every owned block has its owner's state and as many owners as the pool says, and no block is owned by nobody.
     fn check_owners(&self) -> Check {
         let mut owners: BTreeMap<(usize, u32), u32> = BTreeMap::new();
-        let lived = self.sequences.iter().map(|(seq, s)| {
-            let lent = matches!(s.phase, Phase::Receiving(_));
-            (seq, s.tables(), if lent { BlockState::Lent } else { BlockState::Used })
+        let lived = self.sequences.iter().map(|(seq, s)| match &s.phase {
+            Phase::Receiving(lease) => (seq, lease.as_slice(), lease.shared() as usize, BlockState::Lent),
+            _ => (seq, s.tables(), usize::MAX, BlockState::Used),
         });
-        let gone = self.quarantine.iter().map(|(seq, q)| (seq, q.as_slice(), BlockState::Quarantined));
-        for (seq, tables, want) in lived.chain(gone) {
-            for (group, block) in blocks(tables) {
+        // What others may read goes on being used.
+        let gone = self.quarantine.iter().map(|(seq, q)| (seq, q.as_slice(), 0, BlockState::Quarantined));
+        for (seq, tables, shared, rest) in lived.chain(gone) {
+            for (group, at, block) in blocks(tables) {
                 let Some(pool) = self.pools.group(group) else { return broken(format!("{seq}: no group {group}")) };
                 let (state, _) = pool.state(block)?;
-                if state != want {
+                let want = if at < shared { BlockState::Used } else { rest };
+                if state != want && (state, want) != (BlockState::Used, BlockState::Quarantined) {
                     return broken(format!(
                         "block {block} of group {group} is {state:?}, its owner {seq} has it {want:?}"
                     ));
                 }
+                *owners.entry((group, block.0)).or_default() += 1;
+            }
+        }
+        for s in self.sequences.values() {
+            let Phase::Running(tables) = &s.phase else { continue };
+            for (group, block) in tables.sources().iter().enumerate() {
                 *owners.entry((group, block.0)).or_default() += 1;
             }
         }
@@ -84,7 +96,8 @@ impl Engine {
     fn check_sequence(&self, seq: SeqId, s: &Sequence) -> Check {
         for table in s.tables() {
             let needed = self.pools.blocks_for(table.tokens()) as usize;
-            if table.blocks().len() != needed || table.tokens() < s.computed {
+            let holes = table.blocks().iter().position(|block| *block != HOLE).unwrap_or(needed);
+            if table.blocks().len() != needed || table.tokens() < s.computed || table.holes() as usize != holes {
                 let (have, tokens) = (table.blocks().len(), table.tokens());
                 return broken(format!("{seq}: {have} blocks for {tokens} tokens, {} computed", s.computed));
             }
@@ -107,8 +120,13 @@ impl Engine {
     }
 }
 
-fn blocks(tables: &[BlockTable]) -> impl Iterator<Item = (usize, baton_types::BlockId)> {
-    tables.iter().enumerate().flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)))
+/// Group, index and id of each block that is here.
+fn blocks(tables: &[BlockTable]) -> impl Iterator<Item = (usize, usize, baton_types::BlockId)> {
+    let all = tables
+        .iter()
+        .enumerate()
+        .flat_map(|(group, table)| table.blocks().iter().enumerate().map(move |(at, block)| (group, at, *block)));
+    all.filter(|(_, _, block)| *block != HOLE)
 }
 
 #[cfg(test)]
@@ -117,17 +135,35 @@ mod tests {
 
     use super::*;
     use crate::sequence::Doom;
-    use crate::{EngineConfig, NewSequence, Start, Time, fake};
+    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Start, Time, fake};
+    use baton_kv_cache::Hit;
 
     /// One sequence in each phase, one quarantine, and no step in flight: ids 0 running, 1 receiving, 2 waiting, 3 gone.
     fn engine() -> Engine {
-        let config = EngineConfig { token_budget: 8, chunk: 8, max_running: 3, max_waiting: 3, context_tokens: 100 };
+        let config = EngineConfig {
+            token_budget: 8,
+            chunk: 8,
+            max_running: 3,
+            max_waiting: 3,
+            context_tokens: 100,
+            order: Order::Fcfs,
+            cache: CacheConfig::default(),
+        };
         let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 10)).unwrap();
         let mut submit = |start, prompt: u32| {
             let (request, params) = (RequestId::default(), SamplingParams::default());
             let tokens = vec![1; prompt as usize];
             engine
-                .submit(NewSequence { request, tokens, prompt_tokens: prompt, params, start, deadline: None })
+                .submit(NewSequence {
+                    request,
+                    tokens,
+                    prompt_tokens: prompt,
+                    params,
+                    start,
+                    deadline: None,
+                    prefix: None,
+                    priority: 0,
+                })
                 .unwrap()
         };
         submit(Start::Compute, 8);
@@ -138,9 +174,9 @@ mod tests {
         let step = engine.plan(Time(0), &mut events).unwrap();
         engine.apply(step, &mut vec![Default::default()], &mut events);
         // Ahead of its turn: the one before it does not fit.
-        let lease = engine.pools.lend(4).unwrap();
+        let lease = engine.pools.lend(&Hit::default(), None, 4).unwrap();
         engine.sequences.get_mut(&gone).unwrap().phase = Phase::Receiving(lease);
-        engine.waiting.pop_back();
+        engine.waiting.pop_last();
         engine.receiving += 1;
         engine.abort(gone, true).unwrap();
         engine
@@ -156,9 +192,9 @@ mod tests {
         type Damage = fn(&mut Engine);
         let breaks: [(&str, Damage); 16] = [
             ("forgotten in the queue", |e| e.waiting.clear()),
-            ("twice in the queue", |e| e.waiting.push_back(SeqId(2))),
+            ("twice in the queue", |e| assert!(e.waiting.insert(Turn { turn: 9, seq: SeqId(2) }))),
             ("forgotten in the batch", |e| e.running.clear()),
-            ("a stranger in the batch", |e| e.running.push(SeqId(9))),
+            ("a stranger in the batch", |e| e.running.push(Turn { turn: 9, seq: SeqId(9) })),
             ("miscounted receiving", |e| e.receiving -= 1),
             ("more than max_running", |e| e.config.max_running = 1),
             ("a sequence lost with its blocks", |e| {
@@ -169,7 +205,7 @@ mod tests {
             ("leaked blocks", |e| drop(e.pools.allocate(4).unwrap())),
             ("lent blocks in use", |e| {
                 let tables = e.pools.allocate(4).unwrap();
-                e.running.push(SeqId(1));
+                e.running.push(Turn { turn: 1, seq: SeqId(1) });
                 e.receiving -= 1;
                 sequence(e, 1).phase = Phase::Running(tables);
             }),

@@ -1,4 +1,6 @@
-//! The engine's limits (I5) and its notion of time.
+//! The engine's limits (I5), its order of service and its notion of time.
+
+use baton_kv_cache::CacheConfig;
 
 use crate::EngineError;
 
@@ -10,6 +12,47 @@ impl Time {
     /// This many milliseconds later; saturates.
     pub fn after_ms(self, ms: u64) -> Time {
         Time(self.0.saturating_add(ms.saturating_mul(1_000_000)))
+    }
+}
+
+/// In which order sequences are served: who starts, who computes, and, from the other end, whose blocks are taken when
+/// there are none.
+///
+/// Each sequence gets a *turn* when it is submitted: its number plus a delay of 0 to `overtakes` that depends on the policy.
+/// Turns are served in order and never change, so the policies age by themselves: **at most `overtakes` sequences
+/// submitted later start before a sequence**, besides those that start while it waits for another to compute the prefix
+/// both begin with (for one with a later turn at most as many steps as it has tokens). One order for everything also means that no two sequences
+/// can take each other's blocks in turn.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Order {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+    /// The shorter the prompt, less what of it is cached, the earlier: a prompt as long as the context waits for the next
+    /// `overtakes` of length 0.
+    ShortestFirst {
+        /// How many later sequences may go first.
+        overtakes: u32,
+    },
+    /// The lower [`crate::NewSequence::priority`] the earlier: priority 127 waits for the next `overtakes` of priority -128.
+    Priority {
+        /// How many later sequences may go first.
+        overtakes: u32,
+    },
+}
+
+impl Order {
+    /// The delay of a sequence's turn.
+    pub(crate) fn delay(self, priority: i32, uncached: u32, context: u32) -> u64 {
+        let part = |of: u32, share: u64, whole: u64| u64::from(of) * share.min(whole) / whole;
+        match self {
+            Order::Fcfs => 0,
+            Order::ShortestFirst { overtakes } => part(overtakes, uncached.into(), u64::from(context.max(1))),
+            Order::Priority { overtakes } => {
+                let above_least = priority.clamp(i8::MIN.into(), i8::MAX.into()) - i32::from(i8::MIN);
+                part(overtakes, above_least.unsigned_abs().into(), u8::MAX.into())
+            }
+        }
     }
 }
 
@@ -27,6 +70,10 @@ pub struct EngineConfig {
     pub max_waiting: u32,
     /// Most tokens of one sequence, prompt and answer together.
     pub context_tokens: u32,
+    /// In which order sequences are served.
+    pub order: Order,
+    /// How prefixes are kept.
+    pub cache: CacheConfig,
 }
 
 impl EngineConfig {

@@ -4,7 +4,7 @@
 //! same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
 //! trait says.
 
-use baton_kv_cache::{KvPools, Tables};
+use baton_kv_cache::{CacheConfig, Hit, KvPools, Prefix, Reuse, Tables};
 use baton_types::{PoolGeometry, SamplingParams, SeqId, TokenOut};
 
 use crate::{Batch, ModelRunner, Row, Sample};
@@ -61,7 +61,23 @@ pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Resu
         Route { rule: "joining at any step", stagger: 1, chunk: 5, ..plain },
         Route { rule: "block tables are followed", scattered: true, ..plain },
         Route { rule: "computed again in other blocks", restart_after: Some(2), chunk: 7, ..plain },
-        Route { rule: "all of these", chunk: 2, stagger: 2, reversed: true, scattered: true, restart_after: Some(1) },
+        Route { rule: "computed again from its own prefix", restart_after: Some(2), cached: true, ..plain },
+        Route {
+            rule: "computed again from its own prefix, in chunks",
+            restart_after: Some(3),
+            cached: true,
+            chunk: 3,
+            ..plain
+        },
+        Route {
+            rule: "all of these",
+            cached: false,
+            chunk: 2,
+            stagger: 2,
+            reversed: true,
+            scattered: true,
+            restart_after: Some(1),
+        },
     ];
     for route in routes {
         let answers = route.run(setup, &mut make(), &requests)?;
@@ -114,6 +130,8 @@ struct Route {
     scattered: bool,
     /// After so many tokens of the answer, everything is computed again in other blocks.
     restart_after: Option<usize>,
+    /// Not all of it: full blocks are shared with what was, the block after them is copied.
+    cached: bool,
 }
 
 struct Live<'a> {
@@ -146,12 +164,20 @@ impl Live<'_> {
 
 impl Route {
     fn plain() -> Route {
-        Route { rule: "", chunk: u32::MAX, stagger: 0, reversed: false, scattered: false, restart_after: None }
+        Route {
+            rule: "",
+            chunk: u32::MAX,
+            stagger: 0,
+            reversed: false,
+            scattered: false,
+            restart_after: None,
+            cached: false,
+        }
     }
 
     fn run<R: ModelRunner>(&self, setup: &Setup, runner: &mut R, requests: &[Request]) -> Result<Answers, Violation> {
         let failed = |error: baton_kv_cache::KvError| Violation { rule: "setup", detail: error.to_string() };
-        let mut pools = KvPools::new(&setup.geometry).map_err(failed)?;
+        let mut pools = KvPools::new(&setup.geometry, CacheConfig::default()).map_err(failed)?;
         let mut live = Vec::new();
         for request in requests {
             let most = request.prompt.len() as u32 + setup.answer_tokens;
@@ -162,20 +188,33 @@ impl Route {
         let mut step = 0;
         while live.iter().any(|l| !l.done(setup)) {
             self.step(setup, runner, &mut live, step)?;
+            live.iter_mut().try_for_each(|l| pools.copied(&mut l.tables)).map_err(failed)?;
             for l in live.iter_mut().filter(|l| Some(l.answer.len()) == self.restart_after && !l.restarted) {
-                let other = self.place(&mut pools, l.tables.tokens()).map_err(failed)?;
-                pools.free(std::mem::replace(&mut l.tables, other)).map_err(failed)?;
-                (l.computed, l.restarted) = (0, true);
+                (l.computed, l.restarted) = (self.restart(&mut pools, l).map_err(failed)?, true);
             }
             step += 1;
         }
         Ok(live.into_iter().map(|l| l.answer).collect())
     }
 
+    /// Other tables; how much of the sequence is in them.
+    fn restart(&self, pools: &mut KvPools, l: &mut Live<'_>) -> Result<usize, baton_kv_cache::KvError> {
+        let covered = l.tables.tokens();
+        let (other, computed) = if self.cached {
+            pools.index(&mut l.tables, &l.tokens[..l.computed], false, true)?;
+            let hit = pools.lookup(&Prefix::default(), &l.tokens, Reuse { whole: true, partial: true });
+            (pools.seat(&hit, None, covered)?, hit.tokens() as usize)
+        } else {
+            (self.place(pools, covered)?, 0)
+        };
+        pools.free(std::mem::replace(&mut l.tables, other))?;
+        Ok(computed)
+    }
+
     /// Tables for `tokens` tokens; scattered ones take every other block, the highest first.
     fn place(&self, pools: &mut KvPools, tokens: u32) -> Result<Tables, baton_kv_cache::KvError> {
         if !self.scattered {
-            return pools.allocate(tokens);
+            return pools.seat(&Hit::default(), Some(Prefix::default()), tokens);
         }
         let size = pools.block_size();
         let (mut kept, mut given_back) = (pools.allocate(0)?, Vec::new());
@@ -204,7 +243,8 @@ impl Route {
         }
         let rows: Vec<Row<'_>> = order.iter().map(|at| live[*at].row(*at as u64, self.chunk)).collect();
         let (mut layers, mut out) = (Vec::new(), Vec::new());
-        let run = runner.run(&Batch { rows: &rows }, &mut |layer| layers.push(layer), &mut out);
+        let copies: Vec<_> = order.iter().flat_map(|at| live[*at].tables.copies()).collect();
+        let run = runner.run(&Batch { rows: &rows, copies: &copies }, &mut |layer| layers.push(layer), &mut out);
         run.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
         if !layers.iter().copied().eq(0..setup.geometry.layout.layers() as u32) {
             return Err(Violation { rule: "on_layer: every layer once, ascending", detail: format!("{layers:?}") });
@@ -319,5 +359,7 @@ mod tests {
             Ok(())
         });
         assert!(chunked.starts_with("chunking invariance"), "{chunked}");
+        let uncopied = verdict(|m, b, on, out| m.run(&Batch { copies: &[], ..*b }, on, out));
+        assert_eq!(uncopied, "computed again from its own prefix");
     }
 }

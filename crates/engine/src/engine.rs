@@ -1,14 +1,14 @@
 //! The engine's state and everything that may happen to it between steps.
 //!
-//! [`crate::plan`] and [`crate::apply`] hold the step itself.
+//! [`crate::admit`], [`crate::plan`] and [`crate::apply`] hold the step itself.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 
-use baton_kv_cache::{BlockCounts, BlockTable, KvError, KvPools, Quarantine};
+use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, KvError, KvPools, Quarantine};
 use baton_types::{PoolGeometry, SeqId, TokenOut};
 
-use crate::sequence::{Doom, Phase, Sequence};
-use crate::{EngineConfig, EngineError, Event, NewSequence, Row, Start, StepRow, Time};
+use crate::sequence::{Doom, Phase, Sequence, Turn};
+use crate::{EngineConfig, EngineError, Event, NewSequence, Order, Row, Start, StepRow, Time};
 
 /// What [`Engine::abort`] left behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,17 +21,17 @@ pub enum Aborted {
 
 /// Continuous batching over one KV pool. See the crate's documentation for the order of calls.
 ///
-/// Sequences are served in the order of their submission: the queue is first come first served without bypass, older
-/// sequences take blocks from younger ones and never the other way round, so each of them ends.
+/// Sequences are served in one order ([`crate::Order`]), first come first served by default: the queue has no bypass, those
+/// before take blocks from those after and never the other way round, so each of them ends.
 #[derive(Debug)]
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) pools: KvPools,
     pub(crate) sequences: BTreeMap<SeqId, Sequence>,
-    /// Ids in [`Phase::Waiting`], ascending, so oldest first.
-    pub(crate) waiting: VecDeque<SeqId>,
-    /// Ids in [`Phase::Running`], ascending, so oldest first.
-    pub(crate) running: Vec<SeqId>,
+    /// Those in [`Phase::Waiting`].
+    pub(crate) waiting: BTreeSet<Turn>,
+    /// Those in [`Phase::Running`], in order.
+    pub(crate) running: Vec<Turn>,
     /// Sequences in [`Phase::Receiving`].
     pub(crate) receiving: u32,
     /// Blocks of sequences that are gone.
@@ -43,11 +43,13 @@ pub struct Engine {
     /// A step is planned and neither applied nor failed.
     pub(crate) in_flight: bool,
     pub(crate) preemptions: u64,
+    pub(crate) hit_tokens: u64,
     /// The first block operation that failed though it cannot; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
     pub(crate) spare_steps: Vec<StepRow>,
     pub(crate) spare_rows: Vec<Row<'static>>,
+    pub(crate) spare_copies: Vec<BlockCopy>,
 }
 
 impl Engine {
@@ -56,9 +58,9 @@ impl Engine {
         config.validate()?;
         Ok(Engine {
             config,
-            pools: KvPools::new(geometry)?,
+            pools: KvPools::new(geometry, config.cache)?,
             sequences: BTreeMap::new(),
-            waiting: VecDeque::new(),
+            waiting: BTreeSet::new(),
             running: Vec::new(),
             receiving: 0,
             quarantine: BTreeMap::new(),
@@ -67,9 +69,11 @@ impl Engine {
             steps: 0,
             in_flight: false,
             preemptions: 0,
+            hit_tokens: 0,
             defect: None,
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
+            spare_copies: Vec::new(),
         })
     }
 
@@ -87,8 +91,16 @@ impl Engine {
         if let Some(deadline) = new.deadline {
             self.earliest_deadline = Some(self.earliest_deadline.map_or(deadline, |known| known.min(deadline)));
         }
-        self.sequences.insert(seq, Sequence::new(new));
-        self.waiting.push_back(seq);
+        let priority = new.priority;
+        let mut sequence = Sequence::new(new, Turn { turn: seq.0, seq }, self.pools.block_size());
+        let cached = match self.config.order {
+            Order::ShortestFirst { .. } => self.hit(&sequence).tokens(),
+            _ => 0,
+        };
+        let delay = self.config.order.delay(priority, sequence.len() - cached, self.config.context_tokens);
+        sequence.turn.turn += delay;
+        self.waiting.insert(sequence.turn);
+        self.sequences.insert(seq, sequence);
         Ok(seq)
     }
 
@@ -120,14 +132,17 @@ impl Engine {
         // From here on it is like any other: when its blocks are taken from it, it is computed again here.
         sequence.start = Start::Compute;
         sequence.computed = sequence.len();
-        let finish = sequence.push(first);
+        let (turn, cached_tokens) = (sequence.turn, sequence.cached_tokens());
         self.receiving -= 1;
-        let at = self.running.partition_point(|id| *id < seq);
-        self.running.insert(at, seq);
+        let at = self.running.partition_point(|other| *other < turn);
+        self.running.insert(at, turn);
+        // I2: only what was verified may be shared.
+        self.settle(seq, true);
+        let finish = self.sequences.get_mut(&seq).and_then(|sequence| sequence.push(first));
         if let Some(reason) = finish
             && let Some(gone) = self.remove(seq, Doom::Free)
         {
-            events.push(Event::Finished { seq, request: gone.request, reason });
+            events.push(Event::Finished { seq, request: gone.request, reason, cached_tokens });
         }
         Ok(())
     }
@@ -221,7 +236,31 @@ impl Engine {
         self.steps
     }
 
-    /// Times a sequence's blocks were taken for an older one.
+    /// A [`Start::Receive`] sequence that waits for its KV: the index of the first block of each of its tables that is lent;
+    /// those before are shared and not to be written to. `None` for any other.
+    pub fn lent_from(&self, seq: SeqId) -> Option<u32> {
+        match &self.sequences.get(&seq)?.phase {
+            Phase::Receiving(lease) => Some(lease.shared()),
+            _ => None,
+        }
+    }
+
+    /// Tokens of prompts that were found in the prefix cache when their computation started.
+    pub fn prefix_hit_tokens(&self) -> u64 {
+        self.hit_tokens
+    }
+
+    /// Blocks taken out of the prefix cache for others.
+    pub fn evictions(&self) -> u64 {
+        self.pools.evictions()
+    }
+
+    /// Empties the prefix cache of what nobody uses.
+    pub fn clear_cache(&mut self) -> Result<(), EngineError> {
+        Ok(self.pools.clear_cache()?)
+    }
+
+    /// Times a sequence's blocks were taken for one with an earlier turn.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
     }
@@ -237,20 +276,22 @@ impl Engine {
         let fence = doom == Doom::Quarantine && sequence.exposed();
         let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Waiting => {
-                self.waiting.retain(|id| *id != seq);
+                self.waiting.remove(&sequence.turn);
                 Ok(None)
             }
             Phase::Receiving(lease) => {
                 self.receiving -= 1;
                 if fence { self.pools.quarantine(lease).map(Some) } else { self.pools.reclaim(lease).map(|()| None) }
             }
-            Phase::Running(tables) | Phase::Held(tables) => {
-                self.running.retain(|id| *id != seq);
-                if fence {
-                    self.pools.quarantine_used(tables).map(Some)
-                } else {
-                    self.pools.free(tables).map(|()| None)
-                }
+            Phase::Running(mut tables) | Phase::Held(mut tables) => {
+                self.running.retain(|other| *other != sequence.turn);
+                let exposed = sequence.start == Start::ComputeAndHold;
+                let pools = &mut self.pools;
+                let indexed = pools.index(&mut tables, &sequence.tokens[..sequence.computed as usize], exposed, true);
+                indexed.and_then(|()| match fence {
+                    true => pools.quarantine_used(tables).map(Some),
+                    false => pools.free(tables).map(|()| None),
+                })
             }
         };
         match disposed {

@@ -13,6 +13,9 @@ pub enum Event {
         seq: SeqId,
         /// Its request.
         request: RequestId,
+        /// Leading tokens whose KV is here already, a multiple of the block size and fewer than the sequence has: the blocks
+        /// after them ([`crate::Engine::lent_from`]) are lent, the others are not to be written to.
+        cached_tokens: u32,
     },
     /// A token of the answer, the stop token id that ends one included.
     Token {
@@ -22,6 +25,8 @@ pub enum Event {
         request: RequestId,
         /// The token, numbered without gaps (I4).
         token: TokenOut,
+        /// Tokens of the prompt that were not computed when its computation started here: they were in the prefix cache.
+        cached_tokens: u32,
     },
     /// [`crate::Start::ComputeAndHold`]: the KV of all its tokens is in its blocks, which stay until
     /// [`crate::Engine::release`].
@@ -34,6 +39,8 @@ pub enum Event {
         token: TokenOut,
         /// Set when that token ends the answer: nobody needs the KV.
         finish: Option<FinishReason>,
+        /// As in [`Event::Token`].
+        cached_tokens: u32,
     },
     /// The answer is complete; the sequence and its blocks are gone.
     Finished {
@@ -43,6 +50,8 @@ pub enum Event {
         request: RequestId,
         /// What ended it.
         reason: FinishReason,
+        /// As in [`Event::Token`].
+        cached_tokens: u32,
     },
     /// The sequence is gone.
     Failed {

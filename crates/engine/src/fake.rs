@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use baton_kv_cache::KvPools;
+use baton_kv_cache::{BlockCopy, CacheConfig, HOLE, KvPools};
 use baton_types::{
     BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
 };
@@ -86,7 +86,8 @@ pub fn answer(
     let most = prompt.len() as u32 + params.max_tokens;
     let geometry = PoolGeometry::uniform(layout.clone(), layout.blocks_for(most as usize) as u32);
     let failed = |error: baton_kv_cache::KvError| RunError(error.to_string());
-    let tables = KvPools::new(&geometry).and_then(|mut pools| pools.allocate(most)).map_err(failed)?;
+    let tables =
+        KvPools::new(&geometry, CacheConfig::default()).and_then(|mut pools| pools.allocate(most)).map_err(failed)?;
     let mut model = FakeModel::new(geometry, vocab);
     let (mut tokens, mut answer, mut start) = (prompt.to_vec(), Vec::new(), 0);
     while answer.len() < params.max_tokens as usize {
@@ -94,7 +95,7 @@ pub fn answer(
         let sample = Some(Sample { params, index: answer.len() as u32, prompt, generated });
         let row =
             Row { seq: SeqId(0), tokens: &tokens[start..], start: start as u32, tables: tables.as_slice(), sample };
-        model.run(&Batch { rows: &[row] }, &mut |_| {}, &mut answer)?;
+        model.run(&Batch { rows: &[row], copies: &[] }, &mut |_| {}, &mut answer)?;
         start = tokens.len();
         tokens.extend(answer.last().map(|token| token.id));
         if tokens.last().is_some_and(|id| params.stop_token_ids.contains(id)) {
@@ -235,9 +236,26 @@ impl<M: KvMemory> FakeModel<M> {
         })
     }
 
-    /// What can be seen without computing: shapes, tables, tails, and that no block is written for two rows.
+    fn copy(&mut self, copy: &BlockCopy) {
+        for inner in 0..self.geometry.layout.groups[copy.group].layers.len() {
+            let [from, to] = [copy.from, copy.to].map(|block| self.geometry.block_range(copy.group, inner, block));
+            let mut bytes = vec![0; from.len()];
+            self.memory.load(from.start, &mut bytes);
+            self.memory.store(to.start, &bytes);
+        }
+    }
+
+    /// What can be seen without computing: shapes, tables, tails, and that no block is written that another row reads.
     fn validate(&self, batch: &Batch<'_>) -> Result<(), RunError> {
         let mut written: BTreeSet<(usize, BlockId)> = BTreeSet::new();
+        let mut read: BTreeSet<(usize, BlockId)> = BTreeSet::new();
+        let sources: BTreeSet<(usize, BlockId)> = batch.copies.iter().map(|copy| (copy.group, copy.from)).collect();
+        for BlockCopy { group, from, to } in batch.copies {
+            let blocks = self.geometry.blocks.get(*group).copied().unwrap_or(0);
+            if from.0 >= blocks || to.0 >= blocks || sources.contains(&(*group, *to)) {
+                return Err(RunError(format!("copy of block {from} to {to} in group {group}")));
+            }
+        }
         let mut seqs = BTreeSet::new();
         let ensure = |ok: bool, row: &Row<'_>, what: &str| {
             if ok { Ok(()) } else { Err(RunError(format!("row of sequence {}: {what}", row.seq))) }
@@ -254,6 +272,7 @@ impl<M: KvMemory> FakeModel<M> {
                 let blocks = table.blocks().get(first..last).unwrap_or(&[]);
                 ensure(blocks.len() == last - first, row, "a table lacks blocks")?;
                 ensure(blocks.iter().all(|b| written.insert((group, *b))), row, "a block is written for two rows")?;
+                read.extend(table.blocks()[..first].iter().filter(|block| **block != HOLE).map(|b| (group, *b)));
             }
             if let Some(Sample { index, prompt, generated, .. }) = row.sample {
                 ensure(index as usize == generated.len(), row, "index is not the length of the answer")?;
@@ -262,7 +281,10 @@ impl<M: KvMemory> FakeModel<M> {
                 ensure(last == row.tokens.last(), row, "its last token is not the sequence's")?;
             }
         }
-        Ok(())
+        match written.intersection(&read).next() {
+            Some((group, block)) => Err(RunError(format!("block {block} of group {group} is written and read"))),
+            None => Ok(()),
+        }
     }
 }
 
@@ -274,6 +296,7 @@ impl<M: KvMemory> ModelRunner for FakeModel<M> {
         out: &mut Vec<TokenOut>,
     ) -> Result<(), RunError> {
         self.validate(batch)?;
+        batch.copies.iter().for_each(|copy| self.copy(copy));
         for layer in 0..self.layers.len() {
             for row in batch.rows {
                 self.store_kv(layer, row)?;
@@ -301,7 +324,7 @@ mod tests {
     #[test]
     fn every_visible_byte_and_no_other_changes_the_answer() {
         let geometry = PoolGeometry::uniform(tiny_layout(4), 6);
-        let mut pools = KvPools::new(&geometry).unwrap();
+        let mut pools = KvPools::new(&geometry, CacheConfig::default()).unwrap();
         let gap = pools.allocate(5).unwrap();
         let tables = pools.allocate(10).unwrap();
         pools.free(gap).unwrap();
@@ -317,7 +340,7 @@ mod tests {
         let mut model = FakeModel::new(geometry.clone(), u32::MAX);
         let run = |model: &mut FakeModel, row| {
             let mut out = Vec::new();
-            model.run(&Batch { rows: &[row] }, &mut |_| {}, &mut out).unwrap();
+            model.run(&Batch { rows: &[row], copies: &[] }, &mut |_| {}, &mut out).unwrap();
             out.pop()
         };
         assert_eq!(run(&mut model, row(0, 9, None)), None);

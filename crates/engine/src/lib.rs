@@ -12,6 +12,7 @@
 //! model: the nodes drive it with real time, the simulator drives the very same code with virtual time. It orders work and
 //! never influences a value: what a sequence says is a function of its tokens and parameters only (I1).
 
+mod admit;
 mod apply;
 mod batch;
 mod check;
@@ -26,11 +27,11 @@ mod sequence;
 mod step;
 
 pub use batch::{Batch, ModelRunner, Row, Sample};
-pub use config::{EngineConfig, Time};
+pub use config::{EngineConfig, Order, Time};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};
 pub use event::Event;
-pub use sequence::{NewSequence, Start};
+pub use sequence::{NewSequence, Prefix, Start};
 pub use step::{Step, StepRow, completed_blocks};
 
-pub use baton_kv_cache::{BlockCounts, BlockTable};
+pub use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, CacheConfig, Eviction, HOLE, chain_hash, chain_hashes};

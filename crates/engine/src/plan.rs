@@ -1,11 +1,14 @@
-//! Planning a step: who expires, who keeps or loses its blocks, who starts, and which tokens are computed.
+//! Planning a step: who expires, who keeps or loses its blocks, and which tokens are computed.
 //!
 //! Why this always ends. A sequence takes blocks for all its tokens when it starts, so it can always compute the next one;
-//! after that it takes a block at a time. When there is none, the youngest preemptible sequence gives up its own and waits
-//! in its old place in the queue. So the oldest that can be preempted always advances, or is alone and waits for blocks that
-//! are lent, held or in quarantine: those need no further block to be given back.
+//! after that it takes a block at a time, from the prefix cache when no block is free. When there is none, the preemptible
+//! sequence with the last turn gives up its own and waits in its old place in the queue; what it had computed stays cached
+//! as long as nobody needs the room. So the first that can be preempted always advances, or is alone and waits for blocks
+//! that are lent, held or in quarantine: those need no further block to be given back.
+//!
+//! Who decodes is never held up by a prompt: decode rows come first, prompts share the rest of the token budget.
 
-use baton_kv_cache::KvError;
+use baton_kv_cache::{KvError, Tables};
 use baton_types::SeqId;
 
 use crate::sequence::{Doom, Phase};
@@ -21,6 +24,7 @@ impl Engine {
             debug_assert!(false, "the last step was neither applied nor failed");
             return None;
         }
+        self.pools.advance(now.0);
         self.expire(now, events);
         let mut rows = std::mem::take(&mut self.spare_steps);
         rows.clear();
@@ -58,48 +62,58 @@ impl Engine {
         }
     }
 
-    /// One row for each running sequence that lacks one token, oldest first.
+    /// One row for each running sequence that lacks one token, in turn.
     fn plan_decodes(&mut self, rows: &mut Vec<StepRow>) {
         let mut at = 0;
-        while let Some(&seq) = self.running.get(at) {
-            let decodes = self.sequences.get(&seq).is_some_and(|s| s.remaining() == 1);
-            if decodes && self.grow(seq) {
-                self.push_row(seq, 1, rows);
+        while let Some(&turn) = self.running.get(at) {
+            let decodes = self.sequences.get(&turn.seq).is_some_and(|s| s.remaining() == 1);
+            if decodes && self.grow(turn.seq) {
+                self.push_row(turn.seq, 1, rows);
             }
             // Preempting others only shortens the list behind `at`. When it was itself preempted, the next is here now.
-            if self.running.get(at) == Some(&seq) {
+            if self.running.get(at) == Some(&turn) {
                 at += 1;
             }
         }
     }
 
-    /// Chunks of running sequences that lack more, oldest first, as far as the budget goes.
+    /// Chunks of running sequences that lack more, as far as the budget goes: the first in turn goes on, so that one long
+    /// prompt is computed at a time; then those that can be finished in this step; then the others in turn.
     fn plan_chunks(&mut self, rows: &mut Vec<StepRow>) {
         let mut budget = self.config.token_budget.saturating_sub(rows.iter().map(|row| row.len).sum());
-        for at in 0..self.running.len() {
-            let seq = self.running[at];
-            let Some(sequence) = self.sequences.get(&seq) else { continue };
-            let len = sequence.remaining().min(self.config.chunk).min(budget);
-            let covered = sequence.tables().first().map_or(0, |table| table.tokens());
-            // A decoding sequence for which there is no block now waits.
-            if len == 0 || sequence.in_step || covered < sequence.computed + len {
-                continue;
+        let (decodes, mut first) = (rows.len(), true);
+        for whole in [true, false] {
+            for at in 0..self.running.len() {
+                let seq = self.running[at].seq;
+                let Some(sequence) = self.sequences.get(&seq) else { continue };
+                let len = sequence.remaining().min(self.config.chunk).min(budget);
+                let covered = sequence.tables().first().map_or(0, |table| table.tokens());
+                // A decoding sequence for which there is no block now waits.
+                if len == 0 || sequence.in_step || covered < sequence.computed + len {
+                    continue;
+                }
+                if first || !whole || len == sequence.remaining() {
+                    self.push_row(seq, len, rows);
+                    budget -= len;
+                }
+                first = false;
             }
-            self.push_row(seq, len, rows);
-            budget -= len;
         }
+        // The batch's order is the order of turns, however the budget was given out.
+        rows[decodes..].sort_unstable_by_key(|row| self.sequences.get(&row.seq).map(|s| s.turn));
     }
 
     fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
         if let Some(s) = self.sequences.get_mut(&seq) {
-            s.in_step = true;
+            (s.in_step, s.last_step) = (true, self.steps + 1);
+            let since = if std::mem::take(&mut s.fresh) { 0 } else { s.computed };
             let (samples, held) = (len == s.remaining(), s.start == Start::ComputeAndHold);
-            rows.push(StepRow { seq, start: s.computed, len, samples, held });
+            rows.push(StepRow { seq, start: s.computed, len, samples, held, since });
         }
     }
 
-    /// Makes the sequence's tables cover all its tokens, taking blocks from the youngest where there are none. False when
-    /// the sequence must wait, or has itself been preempted.
+    /// Makes the sequence's tables cover all its tokens, taking blocks from the last in turn where there are none. False
+    /// when the sequence must wait, or has itself been preempted.
     fn grow(&mut self, seq: SeqId) -> bool {
         loop {
             let Some(sequence) = self.sequences.get_mut(&seq) else { return false };
@@ -113,61 +127,50 @@ impl Engine {
                     return false;
                 }
             }
-            let mut candidates =
-                self.running.iter().rev().filter(|id| self.sequences.get(id).is_some_and(|s| s.preemptible()));
-            let (youngest, other) = (candidates.next().copied(), candidates.next());
-            match youngest {
+            let preemptible = |id: &SeqId| self.sequences.get(id).is_some_and(|s| s.preemptible());
+            let mut candidates = self.running.iter().rev().map(|turn| turn.seq).filter(preemptible);
+            let (last, other) = (candidates.next(), candidates.next());
+            match last {
                 Some(victim) if victim != seq || other.is_some() => self.preempt(victim),
                 _ => return false,
             }
         }
     }
 
-    /// Takes a sequence's blocks; it keeps its tokens, waits in its place in the queue and is computed again (I1).
+    /// Takes a sequence's blocks; it keeps its tokens, waits in its place in the queue and is computed again (I1), as far as
+    /// its blocks are not in the prefix cache by then.
     fn preempt(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-        if let Phase::Running(tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting)
-            && let Err(error) = self.pools.free(tables)
-        {
-            self.defect.get_or_insert(error);
+        let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
+        if let Phase::Running(mut tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
+            let tokens = &sequence.tokens[..computed as usize];
+            let indexed = self.pools.index(&mut tables, tokens, false, true);
+            if let Err(error) = indexed.and_then(|()| self.pools.free(tables)) {
+                self.defect.get_or_insert(error);
+            }
         }
-        sequence.computed = 0;
-        self.running.retain(|id| *id != seq);
-        let at = self.waiting.partition_point(|id| *id < seq);
-        self.waiting.insert(at, seq);
+        self.running.retain(|other| *other != turn);
+        self.waiting.insert(turn);
         self.preemptions += 1;
     }
 
-    /// Starts waiting sequences in order while there is a place and room for all their tokens. The first that does not fit
-    /// blocks those behind it, so that nobody starves.
-    fn admit(&mut self, events: &mut Vec<Event>) {
-        while self.running() + self.receiving < self.config.max_running {
-            let Some(&seq) = self.waiting.front() else { return };
-            let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-            // A block beyond for each running sequence, so that it is not taken back at once.
-            if !self.pools.has_room(sequence.len(), self.running.len() as u32) {
-                return;
-            }
-            let taken = if sequence.start == Start::Receive {
-                self.pools.lend(sequence.len()).map(Phase::Receiving)
-            } else {
-                self.pools.allocate(sequence.len()).map(Phase::Running)
-            };
-            match taken {
-                Ok(phase) => sequence.phase = phase,
-                Err(error) => {
-                    self.defect.get_or_insert(error);
-                    return;
-                }
-            }
-            self.waiting.pop_front();
-            if sequence.start == Start::Receive {
-                self.receiving += 1;
-                events.push(Event::Reserved { seq, request: sequence.request.clone() });
-            } else {
-                let at = self.running.partition_point(|id| *id < seq);
-                self.running.insert(at, seq);
-            }
+    /// After a step: copies are made, what is full is indexed, and windows that have passed a block give it back.
+    pub(crate) fn settle(&mut self, seq: SeqId, sampled: bool) {
+        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        let exposed = sequence.start == Start::ComputeAndHold;
+        let seal = sampled && !sequence.sealed;
+        sequence.sealed |= sampled;
+        let computed = sequence.computed;
+        let Phase::Running(tables) = &mut sequence.phase else { return };
+        let pools = &mut self.pools;
+        let settle = |tables: &mut Tables, tokens: &[u32]| {
+            pools.copied(tables)?;
+            pools.index(tables, tokens, exposed, seal)?;
+            // A peer gets every block.
+            if exposed { Ok(()) } else { pools.trim(tables, computed) }
+        };
+        if let Err(error) = { settle }(tables, &sequence.tokens[..computed as usize]) {
+            self.defect.get_or_insert(error);
         }
     }
 }

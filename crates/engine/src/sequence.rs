@@ -1,7 +1,7 @@
 //! One sequence: its tokens, how far they are computed, and what it owns.
 
-use baton_kv_cache::{BlockTable, Lease, Tables};
-use baton_types::{FinishReason, RequestId, SamplingParams, TokenOut};
+use baton_kv_cache::{BlockTable, Lease, Tables, chain_hashes};
+use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
 use crate::{EngineError, Time};
 
@@ -32,6 +32,42 @@ pub struct NewSequence {
     pub start: Start,
     /// When it fails if it has not ended.
     pub deadline: Option<Time>,
+    /// With whom it shares KV; `None`: with nobody, and its own is not kept.
+    pub prefix: Option<Prefix>,
+    /// The lower the earlier, under [`crate::Order::Priority`]; -128 to 127, others count as the nearest of these.
+    pub priority: i32,
+}
+
+/// Where a sequence stands in the prefix cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Prefix {
+    /// Sequences with equal seeds may share KV: made of the model's fingerprint and the tenant's salt.
+    pub seed: u64,
+    /// Under [`crate::Eviction::Priority`], its blocks stay longer than those of lower ones.
+    pub keep: u8,
+    /// Until then; `None`: for ever.
+    pub keep_until: Option<Time>,
+}
+
+impl From<Prefix> for baton_kv_cache::Prefix {
+    fn from(p: Prefix) -> Self {
+        baton_kv_cache::Prefix { seed: p.seed, keep: p.keep, keep_until: p.keep_until.map(|time| time.0) }
+    }
+}
+
+/// A sequence's place in the order of service; see [`crate::Order`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Turn {
+    pub turn: u64,
+    pub seq: SeqId,
+}
+
+/// A running sequence that computes what another begins with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Leader {
+    pub seq: SeqId,
+    /// How many tokens it must have computed.
+    pub until: u32,
 }
 
 /// What a sequence is doing, with what it owns.
@@ -67,6 +103,10 @@ pub(crate) struct Sequence {
     pub params: SamplingParams,
     pub start: Start,
     pub deadline: Option<Time>,
+    pub prefix: Option<Prefix>,
+    /// Names of its full blocks as it was submitted.
+    pub names: Vec<u64>,
+    pub turn: Turn,
     pub phase: Phase,
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
@@ -74,6 +114,17 @@ pub(crate) struct Sequence {
     pub in_step: bool,
     /// Aborted while a step computes it: ends with the step.
     pub doomed: Option<Doom>,
+    /// What its first computation found in the prefix cache, of the prompt.
+    pub cached: Option<u32>,
+    /// No row since it started.
+    pub fresh: bool,
+    /// All its tokens are indexed as they were when it sampled first since it started.
+    pub sealed: bool,
+    /// The last step it had a row in; when it started, the one before.
+    pub last_step: u64,
+    /// For whose computation it waits, and for how many steps it has waited for later ones.
+    pub leader: Option<Leader>,
+    pub waited: u32,
 }
 
 /// What becomes of the blocks of a sequence that ends.
@@ -84,10 +135,35 @@ pub(crate) enum Doom {
 }
 
 impl Sequence {
-    pub fn new(new: NewSequence) -> Self {
-        let NewSequence { request, tokens, prompt_tokens, params, start, deadline } = new;
-        let (phase, computed, in_step, doomed) = (Phase::Waiting, 0, false, None);
-        Sequence { request, tokens, prompt_tokens, params, start, deadline, phase, computed, in_step, doomed }
+    pub fn new(new: NewSequence, turn: Turn, block_size: u32) -> Self {
+        let NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix, priority: _ } = new;
+        let names = prefix.map_or(Vec::new(), |p| chain_hashes(p.seed, &tokens, block_size).collect());
+        Sequence {
+            request,
+            tokens,
+            prompt_tokens,
+            params,
+            start,
+            deadline,
+            prefix,
+            names,
+            turn,
+            phase: Phase::Waiting,
+            computed: 0,
+            in_step: false,
+            doomed: None,
+            cached: None,
+            fresh: true,
+            sealed: false,
+            last_step: 0,
+            leader: None,
+            waited: 0,
+        }
+    }
+
+    /// Tokens of the prompt that its first computation found in the prefix cache.
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached.unwrap_or(0)
     }
 
     pub fn len(&self) -> u32 {

@@ -26,12 +26,15 @@ pub struct StepRow {
     pub samples: bool,
     /// The sequence is [`crate::Start::ComputeAndHold`]: its blocks go to a peer as they fill.
     pub held: bool,
+    /// `start`, or 0 in a sequence's first row: the blocks it found in the prefix cache are told of with those it computes.
+    pub since: u32,
 }
 
 impl StepRow {
-    /// Indices into the sequence's block tables of the blocks this row completes; see [`completed_blocks`].
+    /// Indices into the sequence's block tables of the blocks that are complete with this row and were not told of before;
+    /// see [`completed_blocks`].
     pub fn completed_blocks(&self, block_size: u32) -> Range<usize> {
-        completed_blocks(self.start, self.len, block_size, self.samples)
+        completed_blocks(self.since, self.start + self.len - self.since, block_size, self.samples)
     }
 }
 

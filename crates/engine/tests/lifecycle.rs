@@ -25,7 +25,7 @@ fn a_reservation_waits_its_turn_and_runs_when_its_kv_is_here() {
     bench.step();
     assert!(bench.engine.tables(big).is_none(), "it has ended");
     assert_eq!(bench.step(), [], "nothing to compute, but blocks are lent");
-    let reserved = |seq| Event::Reserved { seq, request: RequestId("r".into()) };
+    let reserved = |seq| Event::Reserved { seq, request: RequestId("r".into()), cached_tokens: 0 };
     assert_eq!(bench.events[bench.events.len() - 2..], [reserved(waits), reserved(behind)]);
     assert_eq!((bench.blocks(), bench.engine.receiving()), ((0, 5, 0), 2));
     assert_eq!(bench.engine.tables(waits).unwrap()[1].blocks().len(), 4);

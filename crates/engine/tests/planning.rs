@@ -6,7 +6,7 @@ mod bench;
 
 use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, Start, fake};
 use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
-use bench::{Bench, LIMITS, VOCAB, request};
+use bench::{Bench, LIMITS, VOCAB, layout, request};
 use proptest::prelude::*;
 
 #[test]
@@ -73,24 +73,25 @@ fn a_full_queue_refuses() {
 }
 
 #[test]
-fn decodes_go_first_then_chunks_in_order_within_the_budget() {
+fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
     let config = EngineConfig { token_budget: 10, chunk: 6, max_running: 4, ..LIMITS };
     let mut bench = Bench::new(config, 100);
     for prompt in [3, 20, 7, 2, 4] {
         bench.submit(Start::Compute, prompt, 5);
     }
     let rows = bench.steps(4);
-    assert_eq!(rows[0], [(0, 3), (1, 6), (2, 1)]);
-    assert_eq!(rows[1], [(0, 1), (1, 6), (2, 3)]);
-    assert_eq!(rows[2], [(0, 1), (1, 6), (2, 3)]);
-    // 2 is done with its prompt; a place for 4 comes only when one of the four ends.
-    assert_eq!(rows[3], [(0, 1), (2, 1), (1, 2), (3, 2)]);
+    // 0 is first, 3 can be finished as well, what is left goes to the first of the long ones.
+    assert_eq!(rows[0], [(0, 3), (1, 5), (3, 2)]);
+    assert_eq!(rows[1], [(0, 1), (3, 1), (1, 6), (2, 2)]);
+    assert_eq!(rows[2], [(0, 1), (3, 1), (1, 6), (2, 2)]);
+    // A place for 4 comes only when one of the four ends.
+    assert_eq!(rows[3], [(0, 1), (3, 1), (1, 3), (2, 3)]);
     assert_eq!((bench.engine.running(), bench.engine.waiting()), (4, 1));
 }
 
 #[test]
 fn an_answer_ends_with_max_tokens_or_a_stop_token_which_is_told() {
-    let alone = fake::answer(&fake::tiny_layout(4), VOCAB, &[0, 1, 2], &request(Start::Compute, 3, 6).params).unwrap();
+    let alone = fake::answer(&layout(), VOCAB, &[0, 1, 2], &request(Start::Compute, 3, 6).params).unwrap();
     let ids: Vec<u32> = alone.iter().map(|token| token.id).collect();
     let mut bench = Bench::new(LIMITS, 100);
     let whole = bench.submit(Start::Compute, 3, 6);
@@ -99,7 +100,7 @@ fn an_answer_ends_with_max_tokens_or_a_stop_token_which_is_told() {
     let stopped = bench.engine.submit(stopping).unwrap();
     bench.steps(6);
     assert_eq!((bench.tokens_of(whole), bench.tokens_of(stopped)), (ids.clone(), ids[..3].to_vec()));
-    let end = |seq, reason| Event::Finished { seq, request: RequestId("r".into()), reason };
+    let end = |seq, reason| Event::Finished { seq, request: RequestId("r".into()), reason, cached_tokens: 0 };
     assert!(bench.events.contains(&end(whole, FinishReason::Length)));
     assert!(bench.events.contains(&end(stopped, FinishReason::Stop)));
     assert!(bench.engine.idle() && bench.plan().is_none());
@@ -132,7 +133,7 @@ fn the_youngest_is_preempted_and_loses_nothing() {
     assert!(!order.is_empty() && order.iter().all(|(running, _)| *running >= 1));
     for (seq, prompt) in seqs.into_iter().chain([late]).zip([16u32, 12, 4, 5]) {
         let new = request(Start::Compute, prompt, 12);
-        let alone = fake::answer(&fake::tiny_layout(4), VOCAB, &new.tokens, &new.params).unwrap();
+        let alone = fake::answer(&layout(), VOCAB, &new.tokens, &new.params).unwrap();
         assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
     }
     let ends: Vec<SeqId> =
@@ -210,7 +211,8 @@ proptest! {
         spare in 0u32..6,
     ) {
         let blocks = shapes.iter().map(|(prompt, most, _)| (prompt + most).div_ceil(4)).max().unwrap_or(1) + spare;
-        let config = EngineConfig { token_budget: max_running, chunk, max_running, max_waiting: 100, context_tokens: 100 };
+        let config =
+            EngineConfig { token_budget: max_running, chunk, max_running, max_waiting: 100, context_tokens: 100, ..LIMITS };
         let mut bench = Bench::new(config, blocks);
         let (mut arrivals, mut due, mut bound) = (shapes.clone(), Vec::new(), 0u64);
         arrivals.sort_by_key(|shape| shape.2);

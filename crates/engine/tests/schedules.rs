@@ -1,9 +1,9 @@
-//! Thousands of random schedules through the engine; the world says what must hold in each.
+//! Ten thousand random schedules through the engine; the world says what must hold in each.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod world;
 
-use baton_engine::EngineConfig;
+use baton_engine::{CacheConfig, EngineConfig, Eviction, Order};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -15,9 +15,18 @@ fn spec() -> impl Strategy<Value = Spec> {
     let times = (0u64..30, 0u64..6);
     let ends = (prop::option::weighted(0.15, 0u64..40), prop::option::weighted(0.2, 1u64..40));
     let deadline = prop::option::weighted(0.15, 0u64..80);
-    (shape, times, ends, deadline).prop_map(
-        |((prompt, max_tokens, sampled, seed, stops, route), (arrival, delay), (cancel, resume), deadline)| Spec {
+    let standing = (deadline, 0u32..50, -200i32..200);
+    (shape, times, ends, standing).prop_map(
+        |(
+            (prompt, max_tokens, sampled, seed, stops, route),
+            (arrival, delay),
+            (cancel, resume),
+            (deadline, fork, priority),
+        )| Spec {
             prompt,
+            fork,
+            shares: fork % 5 != 0,
+            priority,
             max_tokens,
             sampled,
             seed,
@@ -35,13 +44,24 @@ fn spec() -> impl Strategy<Value = Spec> {
 /// Limits of a node; its blocks are those of the largest request and the given few beyond.
 fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> {
     let fault = prop_oneof![Just(Fault::Error), Just(Fault::Output)];
-    let limits = (1u32..6, 0u32..30, 1u32..20).prop_map(|(max_running, more, chunk)| EngineConfig {
-        token_budget: max_running + more,
-        chunk,
-        max_running,
-        max_waiting: 1000,
-        context_tokens: 1000,
-    });
+    let order = prop_oneof![
+        2 => Just(Order::Fcfs),
+        1 => (0u32..20).prop_map(|overtakes| Order::ShortestFirst { overtakes }),
+        1 => (0u32..20).prop_map(|overtakes| Order::Priority { overtakes }),
+    ];
+    let eviction = prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)];
+    let max_blocks = prop_oneof![1 => Just(0), 2 => 1u32..8, 6 => Just(u32::MAX)];
+    let cache = (max_blocks, eviction).prop_map(|(max_blocks, eviction)| CacheConfig { max_blocks, eviction });
+    let limits =
+        (1u32..6, 0u32..30, 1u32..20, order, cache).prop_map(|(max_running, more, chunk, order, cache)| EngineConfig {
+            token_budget: max_running + more,
+            chunk,
+            max_running,
+            max_waiting: 1000,
+            context_tokens: 1000,
+            order,
+            cache,
+        });
     let spare = prop_oneof![3 => 0u32..4, 1 => 0u32..40];
     let faults = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec((0u64..60, fault), 0..3)];
     (limits, (spare.clone(), spare), faults).prop_map(|(config, (a, b), faults)| (config, [a, b], faults))
@@ -64,7 +84,7 @@ prop_compose! {
 proptest! {
     // PROPTEST_CASES asks for more.
     #![proptest_config(ProptestConfig {
-        cases: ProptestConfig::default().cases.max(3000),
+        cases: ProptestConfig::default().cases.max(10_000),
         max_shrink_iters: 20_000,
         ..ProptestConfig::default()
     })]
@@ -86,7 +106,12 @@ fn schedules_are_not_idle() {
         let (block_size, sides, specs) = world().new_tree(&mut runner).unwrap().current();
         let mut world = World::new(block_size, sides, specs);
         world.run();
-        let Reached { preemptions, handoffs, fences, failures, aborts_in_step } = world.reached();
+        let Reached { preemptions, handoffs, fences, failures, aborts_in_step, .. } = world.reached();
+        let Reached { hits, reserved_hits, copies, evictions, .. } = world.reached();
+        sum.hits += hits;
+        sum.reserved_hits += reserved_hits;
+        sum.copies += copies;
+        sum.evictions += evictions;
         sum.preemptions += preemptions;
         sum.handoffs += handoffs;
         sum.fences += fences;
@@ -100,6 +125,10 @@ fn schedules_are_not_idle() {
             }
         }
     }
-    let counts = [sum.preemptions, sum.handoffs, sum.fences, sum.failures, sum.aborts_in_step];
+    let counts = [
+        [sum.preemptions, sum.handoffs, sum.fences, sum.failures, sum.aborts_in_step].as_slice(),
+        &[sum.hits, sum.reserved_hits, sum.copies, sum.evictions],
+    ]
+    .concat();
     assert!(counts.iter().chain(&ends).all(|count| *count >= 50), "{sum:?}, ends {ends:?}");
 }

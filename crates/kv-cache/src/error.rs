@@ -7,14 +7,14 @@ use crate::{BlockCounts, BlockState};
 /// Errors of this crate. All but [`KvError::OutOfBlocks`] and [`KvError::Geometry`] are defects of the caller.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum KvError {
-    /// Not enough free blocks now; nothing was taken.
-    #[error("layer group {group} has {free} free KV blocks, {wanted} are needed")]
+    /// Not enough blocks to give now; nothing was taken.
+    #[error("layer group {group} has {free} KV blocks to give, {wanted} are needed")]
     OutOfBlocks {
         /// Layer group.
         group: usize,
         /// Blocks asked for.
         wanted: usize,
-        /// Blocks free.
+        /// Blocks free or cached.
         free: usize,
     },
     /// A pool that cannot exist.
@@ -69,6 +69,9 @@ pub enum KvError {
         /// What the states say.
         found: BlockCounts,
     },
+    /// I6 broken: the prefix index and the blocks disagree.
+    #[error("prefix index: {0}")]
+    Index(String),
     /// I6 broken: a block's own record contradicts itself.
     #[error("block {block} of layer group {group}: {what}")]
     Corrupt {

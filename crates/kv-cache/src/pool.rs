@@ -69,10 +69,30 @@ impl BlockPool {
         self.take(n, BlockState::Lent, into)
     }
 
-    /// Used → Used with one more owner.
+    /// Used → Used with one more owner, or Cached → Used with one.
     pub fn share(&mut self, block: BlockId) -> Result<(), KvError> {
-        let at = self.expect(block, "share", |b| b.state == BlockState::Used)?;
+        let at = self.expect(block, "share", |b| matches!(b.state, BlockState::Used | BlockState::Cached))?;
+        if self.blocks[at].state == BlockState::Cached {
+            self.shift(at, BlockState::Used);
+        }
         self.blocks[at].refs += 1;
+        Ok(())
+    }
+
+    /// Used → Used with one owner less, or Cached when that was the last.
+    pub fn cache(&mut self, block: BlockId) -> Result<(), KvError> {
+        let at = self.expect(block, "cache", |b| b.state == BlockState::Used)?;
+        self.blocks[at].refs -= 1;
+        if self.blocks[at].refs == 0 {
+            self.shift(at, BlockState::Cached);
+        }
+        Ok(())
+    }
+
+    /// Cached → Free.
+    pub fn evict(&mut self, block: BlockId) -> Result<(), KvError> {
+        let at = self.expect(block, "evict", |b| b.state == BlockState::Cached)?;
+        self.put_back(at);
         Ok(())
     }
 
@@ -207,8 +227,10 @@ mod tests {
 
     type Operation = fn(&mut BlockPool, BlockId) -> Result<(), KvError>;
 
-    const OPERATIONS: [(&str, Operation); 6] = [
+    const OPERATIONS: [(&str, Operation); 8] = [
         ("share", BlockPool::share),
+        ("cache", BlockPool::cache),
+        ("evict", BlockPool::evict),
         ("free", BlockPool::free),
         ("accept", BlockPool::accept),
         ("reclaim", BlockPool::reclaim),
@@ -232,8 +254,10 @@ mod tests {
         let states = [(Free, 0), (Used, 1), (Used, 2), (Cached, 0), (Lent, 1), (Quarantined, 1)];
         let legal = |from, name| match (from, name) {
             ((Used, n), "share") => Some((Used, n + 1)),
-            ((Used, 1), "free") | ((Lent, 1), "reclaim") => Some((Free, 0)),
-            ((Used, 2), "free") => Some((Used, 1)),
+            ((Cached, 0), "share") => Some((Used, 1)),
+            ((Used, 1), "cache") => Some((Cached, 0)),
+            ((Used, 1), "free") | ((Lent, 1), "reclaim") | ((Cached, 0), "evict") => Some((Free, 0)),
+            ((Used, 2), "free" | "cache") => Some((Used, 1)),
             ((Lent, 1), "accept") => Some((Used, 1)),
             ((Lent, 1) | (Used, 1), "quarantine") => Some((Quarantined, 1)),
             ((Quarantined, 1), "clear the quarantine of") => Some((Free, 0)),

@@ -39,6 +39,7 @@ impl<B: Backend> Decoder<B> {
         each: &mut dyn FnMut(&mut crate::Sampler, usize, &mut [f32]),
     ) -> Result<(), RunError> {
         self.take_batch(batch)?;
+        batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
         self.forward(on_layer);
         let mut first = 0;
         while first < self.inputs.sampled.len() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use baton_engine::EngineConfig;
+use baton_engine::{CacheConfig, EngineConfig, Order};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
@@ -118,6 +118,8 @@ pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError>
         max_running: config.max_running,
         max_waiting: config.max_waiting,
         context_tokens: wanted,
+        order: Order::default(),
+        cache: CacheConfig::default(),
     };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
 }

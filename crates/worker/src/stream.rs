@@ -100,7 +100,7 @@ mod tests {
     use std::time::Duration;
 
     use baton_engine::fake::{FakeModel, tiny_layout};
-    use baton_engine::{EngineConfig, Event, Start};
+    use baton_engine::{CacheConfig, EngineConfig, Event, Order, Start};
     use baton_types::{PoolGeometry, RequestId, SamplingParams};
 
     use super::*;
@@ -156,7 +156,15 @@ mod tests {
     /// An engine thread and what its role did.
     fn engine() -> (EngineHandle<Command>, std_mpsc::Receiver<Did>) {
         let geometry = PoolGeometry::uniform(tiny_layout(4), 8);
-        let config = EngineConfig { token_budget: 4, chunk: 4, max_running: 2, max_waiting: 2, context_tokens: 16 };
+        let config = EngineConfig {
+            token_budget: 4,
+            chunk: 4,
+            max_running: 2,
+            max_waiting: 2,
+            context_tokens: 16,
+            order: Order::default(),
+            cache: CacheConfig::default(),
+        };
         let engine = Engine::new(config, &geometry).unwrap();
         let (tell, told) = std_mpsc::channel();
         let model = Box::new(FakeModel::new(geometry, 50));
@@ -172,6 +180,8 @@ mod tests {
             params: SamplingParams { max_tokens: 4, ..SamplingParams::default() },
             start: Start::Receive,
             deadline: None,
+            prefix: None,
+            priority: 0,
         }
     }
 

@@ -37,7 +37,8 @@ pub(crate) fn new_sequence(
     }
     let deadline = (sequence.deadline_ms > 0).then(|| clock.now().after_ms(sequence.deadline_ms));
     let v1::Sequence { request_id, tokens, prompt_tokens, .. } = sequence;
-    Ok(NewSequence { request: RequestId(request_id), tokens, prompt_tokens, params, start, deadline })
+    let request = RequestId(request_id);
+    Ok(NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix: None, priority: 0 })
 }
 
 /// The status that ends a stream.

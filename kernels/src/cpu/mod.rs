@@ -258,6 +258,10 @@ impl Backend for CpuBackend {
         out.copy_from_slice(&buffer[offset..offset + out.len()]);
     }
 
+    fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {
+        self.pool.copy_block(group, from, to);
+    }
+
     fn embed(&mut self, table: &CpuWeight, ids: &[u32], scale: f32, out: &mut Vec<f32>) {
         for (&id, row) in ids.iter().zip(out.chunks_exact_mut(table.cols)) {
             table.read_row(id as usize, row);

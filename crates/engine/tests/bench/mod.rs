@@ -3,12 +3,28 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use baton_engine::fake::{self, FakeModel};
-use baton_engine::{BlockCounts, Engine, EngineConfig, Event, ModelRunner, NewSequence, Start, Step, Time};
-use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
+use baton_engine::{
+    BlockCounts, CacheConfig, Engine, EngineConfig, Event, Eviction, ModelRunner, NewSequence, Order, Start, Step, Time,
+};
+use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 
 pub const VOCAB: u32 = 500;
-pub const LIMITS: EngineConfig =
-    EngineConfig { token_budget: 64, chunk: 32, max_running: 8, max_waiting: 8, context_tokens: 1000 };
+pub const LIMITS: EngineConfig = EngineConfig {
+    token_budget: 64,
+    chunk: 32,
+    max_running: 8,
+    max_waiting: 8,
+    context_tokens: 1000,
+    order: Order::Fcfs,
+    cache: CacheConfig { max_blocks: u32::MAX, eviction: Eviction::Lru },
+};
+
+/// Two groups without windows, so that both always have the same blocks.
+pub fn layout() -> KvLayout {
+    let mut layout = fake::tiny_layout(4);
+    layout.groups[1].window = None;
+    layout
+}
 
 /// An engine over a fake model with blocks of 4 tokens, and the events so far.
 pub struct Bench {
@@ -20,7 +36,7 @@ pub struct Bench {
 
 impl Bench {
     pub fn new(config: EngineConfig, blocks: u32) -> Bench {
-        let geometry = PoolGeometry::uniform(fake::tiny_layout(4), blocks);
+        let geometry = PoolGeometry::uniform(layout(), blocks);
         let engine = Engine::new(config, &geometry).unwrap();
         Bench { engine, model: FakeModel::new(geometry, VOCAB), events: Vec::new(), now: Time(0) }
     }
@@ -76,6 +92,8 @@ pub fn request(start: Start, prompt: u32, max_tokens: u32) -> NewSequence {
         params: SamplingParams { max_tokens, temperature: 0.0, ..SamplingParams::default() },
         start,
         deadline: None,
+        prefix: None,
+        priority: 0,
     }
 }
 

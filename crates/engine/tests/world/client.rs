@@ -1,6 +1,6 @@
 //! A request as its client sees it, and what it demands.
 
-use baton_engine::fake;
+use baton_engine::{Prefix, Time, fake};
 use baton_types::{BlockId, FinishReason, SamplingParams, SeqId, TokenOut};
 
 pub const VOCAB: u32 = 97;
@@ -21,6 +21,11 @@ pub enum Route {
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub prompt: u32,
+    /// Prompts of a family are the same up to here.
+    pub fork: u32,
+    /// Shares KV with those of the same tenant.
+    pub shares: bool,
+    pub priority: i32,
     pub max_tokens: u32,
     pub sampled: bool,
     pub seed: u64,
@@ -47,8 +52,15 @@ impl Spec {
         }
     }
 
+    pub fn prefix(&self) -> Option<Prefix> {
+        let seed = self.seed / 3 % 2;
+        self.shares.then_some(Prefix { seed, keep: (self.seed % 4) as u8, keep_until: Some(Time(self.seed % 90)) })
+    }
+
     pub fn tokens(&self) -> Vec<u32> {
-        (0..self.prompt).map(|at| (at * 31 + at * at + self.seed as u32 % 7) % VOCAB).collect()
+        let (family, own) = (self.seed as u32 % 3, self.seed as u32 / 3);
+        let token = |at| at * 31 + at * at + family + if at < self.fork { 0 } else { own };
+        (0..self.prompt).map(|at| token(at) % VOCAB).collect()
     }
 }
 
@@ -71,6 +83,8 @@ pub struct Client {
     /// Copies not yet made: (from, to) byte offsets and length.
     pub pending: Vec<(usize, usize, usize)>,
     pub targets: Vec<Vec<BlockId>>,
+    /// Leading blocks the decode side has.
+    pub cached: usize,
 }
 
 impl Client {
@@ -84,6 +98,7 @@ impl Client {
             first: None,
             pending: Vec::new(),
             targets: Vec::new(),
+            cached: 0,
         }
     }
 

@@ -36,6 +36,10 @@ pub struct Reached {
     pub fences: u64,
     pub failures: u64,
     pub aborts_in_step: u64,
+    pub hits: u64,
+    pub reserved_hits: u64,
+    pub copies: u64,
+    pub evictions: u64,
 }
 
 pub struct World {
@@ -77,7 +81,7 @@ impl World {
         let faults = self.nodes.iter().map(|node| node.faults.len() as u64).sum::<u64>();
         let whole = |s: &Spec| u64::from(s.prompt + 2 * s.max_tokens) + 2 * s.delay + 4;
         let last = self.clients.iter().map(|c| c.spec.arrival + c.spec.cancel.max(c.spec.resume).unwrap_or(0)).max();
-        last.unwrap_or(0) + (4 + faults) * self.clients.iter().map(|c| whole(&c.spec)).sum::<u64>()
+        last.unwrap_or(0) + (6 + faults) * self.clients.iter().map(|c| whole(&c.spec)).sum::<u64>()
     }
 
     pub fn run(&mut self) {
@@ -98,7 +102,11 @@ impl World {
             self.tick += 1;
             assert!(self.tick <= bound, "I5: not over after {bound} ticks");
         }
-        for node in &self.nodes {
+        for node in &mut self.nodes {
+            self.reached.hits += node.engine.prefix_hit_tokens();
+            self.reached.evictions += node.engine.evictions();
+            node.engine.clear_cache().unwrap();
+            node.engine.check().unwrap();
             let counts = node.engine.counts();
             assert_eq!(counts.free, counts.total, "I6: all blocks are free after the last request");
         }
@@ -160,6 +168,8 @@ impl World {
             params: client.spec.params(),
             start,
             deadline: client.spec.deadline.map(|at| Time(client.spec.arrival + at)),
+            prefix: client.spec.prefix(),
+            priority: client.spec.priority,
         });
         let seq = seq.unwrap();
         client.at[side] = Some(seq);
@@ -262,14 +272,14 @@ impl World {
         let node = if side == PREFILL { prefill } else { decode };
         let fault = node.faults.iter().find(|(at, _)| *at == self.tick).map(|(_, fault)| *fault);
         let (clients, owners, model) = (&mut self.clients, &node.clients, &mut node.model);
-        let mut failure = None;
+        let (mut failure, mut copies) = (None, 0);
         node.engine.with_batch(step, |batch| {
             assert_eq!(batch.rows.len(), step.rows().len());
             let mut on_layer = |layer: u32| {
                 let (group, inner) = from.layout.locate(layer).unwrap();
                 for (row, planned) in batch.rows.iter().zip(step.rows()).filter(|(_, planned)| planned.held) {
                     let client = &mut clients[owners[&row.seq]];
-                    for at in planned.completed_blocks(block_size) {
+                    for at in planned.completed_blocks(block_size).filter(|at| *at >= client.cached) {
                         let read = from.block_range(group, inner, row.tables[group].blocks()[at]);
                         let write = to.block_range(group, inner, client.targets[group][at]);
                         match client.spec.route {
@@ -279,8 +289,10 @@ impl World {
                     }
                 }
             };
+            copies = batch.copies.len() as u64;
             failure = model.run(batch, &mut on_layer, out).err();
         });
+        self.reached.copies += copies;
         if let Some(error) = failure {
             panic!("the fake saw a broken contract: {error}");
         }
@@ -300,9 +312,15 @@ impl World {
             let Some(c) = self.nodes[side].clients.get(&seq).copied() else { panic!("{event:?} for nobody") };
             assert_eq!(self.clients[c].at[side], Some(seq));
             match event {
-                Event::Reserved { .. } => {
+                Event::Reserved { cached_tokens, .. } => {
                     assert!(self.reserved.insert(seq), "reserved once: what was received is not received again");
-                    let tables = self.nodes[DECODE].engine.tables(seq).unwrap();
+                    let engine = &self.nodes[DECODE].engine;
+                    let tables = engine.tables(seq).unwrap();
+                    let cached = engine.lent_from(seq).unwrap();
+                    assert_eq!(cached * engine.block_size(), cached_tokens);
+                    assert!(cached_tokens < tables[0].tokens(), "the last token is always computed");
+                    self.reached.reserved_hits += u64::from(cached);
+                    self.clients[c].cached = cached as usize;
                     self.clients[c].targets = tables.iter().map(|table| table.blocks().to_vec()).collect();
                     self.submit(PREFILL, c, Start::ComputeAndHold);
                 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use baton_engine::fake::{self, FakeModel, KvMemory, SharedMemory};
-use baton_engine::{Engine, EngineConfig};
+use baton_engine::{Engine, EngineConfig, HOLE};
 use baton_types::{PoolGeometry, SeqId};
 
 use super::client::VOCAB;
@@ -42,13 +42,15 @@ impl Node {
         Node { engine, model, memory, geometry, faults: spec.faults, clients: BTreeMap::new() }
     }
 
-    /// Bytes of a sequence's blocks.
+    /// Bytes of a sequence's blocks; of one that receives, of those that are lent.
     pub fn ranges(&self, seq: SeqId) -> Vec<(usize, usize)> {
         let mut ranges = Vec::new();
         for layer in 0..self.geometry.layout.layers() as u32 {
             let (group, inner) = self.geometry.layout.locate(layer).unwrap();
             let tables = self.engine.tables(seq).unwrap();
-            for block in tables.get(group).map_or(&[][..], |table| table.blocks()) {
+            let ours = self.engine.lent_from(seq).unwrap_or(0) as usize;
+            let table = tables.get(group).map_or(&[][..], |table| table.blocks());
+            for block in table.iter().skip(ours).filter(|block| **block != HOLE) {
                 let range = self.geometry.block_range(group, inner, *block);
                 ranges.push((range.start, range.len()));
             }

@@ -1,0 +1,165 @@
+//! Who starts: prefix hits, room, and waiting for a prefix that another is computing right now.
+//!
+//! Sequences start in the order of their turns. The first that finds no room blocks those behind it, so that nobody
+//! starves. One that waits of its own accord does not: while a running sequence computes what it begins with, computing
+//! the same again would be waste. For one with an earlier turn it loses nothing by that: that one is served first anyway.
+//! For one with a later turn it waits only as long as that one has a row in every step, and for no more steps in all than
+//! it has tokens. So it cannot starve, nor wait in a circle: who is waited for runs.
+
+use std::ops::Bound;
+
+use baton_kv_cache::{Hit, Reuse};
+use baton_types::SeqId;
+
+use crate::sequence::{Leader, Phase, Sequence};
+use crate::{Engine, Event, Start};
+
+/// What became of a sequence that might start.
+enum Outcome {
+    Started,
+    /// Another computes its prefix.
+    Later,
+    /// No room.
+    Full,
+}
+
+impl Engine {
+    /// Starts waiting sequences in order while there is a place and room for all their tokens.
+    pub(crate) fn admit(&mut self, events: &mut Vec<Event>) {
+        let mut next = self.waiting.first().copied();
+        while let Some(turn) = next
+            && self.running() + self.receiving < self.config.max_running
+        {
+            next = self.waiting.range((Bound::Excluded(turn), Bound::Unbounded)).next().copied();
+            if matches!(self.start(turn.seq, events), Outcome::Full) {
+                return;
+            }
+        }
+    }
+
+    fn start(&mut self, seq: SeqId, events: &mut Vec<Event>) -> Outcome {
+        let Some(sequence) = self.sequences.get(&seq) else { return Outcome::Later };
+        if let Some(leader) = self.awaited(sequence) {
+            return self.defer(seq, leader);
+        }
+        let mut hit = self.hit(sequence);
+        if let Some(leader) = self.leader(sequence, hit.tokens()) {
+            return self.defer(seq, leader);
+        }
+        // A block beyond for each running sequence, so that it is not taken back at once.
+        let (tokens, spare) = (sequence.len(), self.running.len() as u32);
+        if self.pools.fits(&hit, tokens, spare).is_err() {
+            hit = hit.without_copy();
+            if self.pools.fits(&hit, tokens, spare).is_err() {
+                return Outcome::Full;
+            }
+        }
+        self.seat(seq, &hit, events)
+    }
+
+    /// What of its tokens is in the prefix cache.
+    pub(crate) fn hit(&self, sequence: &Sequence) -> Hit {
+        let Some(prefix) = sequence.prefix else { return Hit::default() };
+        // What is held goes to a peer as a whole, and a peer writes whole blocks.
+        let reuse = Reuse { whole: sequence.start == Start::ComputeAndHold, partial: sequence.start != Start::Receive };
+        self.pools.lookup(&prefix.into(), &sequence.tokens, reuse)
+    }
+
+    fn seat(&mut self, seq: SeqId, hit: &Hit, events: &mut Vec<Event>) -> Outcome {
+        let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
+        let prefix = s.prefix.map(Into::into);
+        let taken = match s.start {
+            Start::Receive => self.pools.lend(hit, prefix, s.len()).map(Phase::Receiving),
+            _ => self.pools.seat(hit, prefix, s.len()).map(Phase::Running),
+        };
+        match taken {
+            Ok(phase) => s.phase = phase,
+            Err(error) => {
+                self.defect.get_or_insert(error);
+                return Outcome::Full;
+            }
+        }
+        if s.cached.is_none() {
+            let of_prompt = hit.tokens().min(s.prompt_tokens);
+            s.cached = Some(of_prompt);
+            self.hit_tokens += u64::from(of_prompt);
+        }
+        (s.fresh, s.sealed, s.last_step, s.leader) = (true, false, self.steps, None);
+        let turn = s.turn;
+        self.waiting.remove(&turn);
+        if s.start == Start::Receive {
+            self.receiving += 1;
+            events.push(Event::Reserved { seq, request: s.request.clone(), cached_tokens: hit.tokens() });
+        } else {
+            s.computed = hit.tokens();
+            let at = self.running.partition_point(|other| *other < turn);
+            self.running.insert(at, turn);
+        }
+        Outcome::Started
+    }
+
+    fn defer(&mut self, seq: SeqId, leader: Leader) -> Outcome {
+        let turn = self.sequences.get(&leader.seq).map(|s| s.turn);
+        if let Some(sequence) = self.sequences.get_mut(&seq) {
+            sequence.leader = Some(leader);
+            sequence.waited += u32::from(turn > Some(sequence.turn));
+        }
+        Outcome::Later
+    }
+
+    /// The leader it waits for already, if that is still on the way.
+    fn awaited(&self, sequence: &Sequence) -> Option<Leader> {
+        let on_its_way = |leader: &Leader| {
+            self.sequences.get(&leader.seq).is_some_and(|s| self.leads(s, sequence) && s.computed < leader.until)
+        };
+        sequence.leader.filter(on_its_way)
+    }
+
+    /// Whether `other` computes a prompt, leaves its blocks in the index, and is worth waiting for.
+    fn leads(&self, other: &Sequence, sequence: &Sequence) -> bool {
+        let Phase::Running(tables) = &other.phase else { return false };
+        let advances = other.last_step == self.steps && sequence.waited < sequence.len();
+        !other.sealed && tables.indexed() && (other.turn < sequence.turn || advances)
+    }
+
+    /// The running sequence that is computing most of what this one could reuse beyond its `hit`.
+    fn leader(&self, sequence: &Sequence, hit: u32) -> Option<Leader> {
+        let prefix = sequence.prefix?;
+        if sequence.start == Start::Receive {
+            return None;
+        }
+        let size = self.pools.block_size();
+        let mut best = (hit, None);
+        for turn in &self.running {
+            let Some(other) = self.sequences.get(&turn.seq) else { continue };
+            if !self.leads(other, sequence) || other.prefix.is_none_or(|theirs| theirs.seed != prefix.seed) {
+                continue;
+            }
+            // Names say all that comes before, so the first that differs is found by halving.
+            let (ours, theirs) = (&sequence.names, &other.names);
+            let pairs: usize = ours.len().min(theirs.len());
+            let blocks = partition(pairs, |at| ours[at] == theirs[at]) as u32;
+            let rest = |s: &'_ Sequence| {
+                s.tokens[(blocks * size) as usize..].iter().take(size as usize).copied().collect::<Vec<u32>>()
+            };
+            let common = rest(sequence).iter().zip(&rest(other)).take_while(|(a, b)| a == b).count() as u32;
+            let shared = (blocks * size + common).min(sequence.len() - 1);
+            // The block both begin with can be copied once it is full or its owner's prompt ends.
+            let until = if common > 0 { ((blocks + 1) * size).min(other.len()) } else { blocks * size };
+            if shared > best.0 && other.computed < until {
+                best = (shared, Some(Leader { seq: turn.seq, until }));
+            }
+        }
+        best.1
+    }
+}
+
+/// The first of `0..len` for which `holds` does not; it holds up to there and nowhere after.
+fn partition(len: usize, holds: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, len);
+    while low < high {
+        let middle = low.midpoint(high);
+        if holds(middle) { low = middle + 1 } else { high = middle }
+    }
+    low
+}

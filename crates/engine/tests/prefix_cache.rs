@@ -1,0 +1,308 @@
+//! What is shared, what is copied, who waits for whom: one rule at a time, then a whole trace against its oracle.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod bench;
+mod replay;
+
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, Eviction, NewSequence, Order, Prefix, Start, fake};
+use baton_types::{PoolGeometry, SeqId};
+use bench::{Bench, LIMITS, VOCAB, first, layout, request};
+use proptest::prelude::*;
+use replay::{BLOCK, Request, oracle};
+
+fn sharing(seed: u64, start: Start, prompt: u32, max_tokens: u32) -> NewSequence {
+    NewSequence { prefix: Some(Prefix { seed, ..Prefix::default() }), ..request(start, prompt, max_tokens) }
+}
+
+fn finish(bench: &mut Bench) -> u32 {
+    let mut computed = 0;
+    while !bench.engine.idle() {
+        computed += bench.step().iter().map(|row| row.1).sum::<u32>();
+    }
+    computed
+}
+
+fn cached_of(bench: &Bench, of: SeqId) -> Option<u32> {
+    let cached = |event: &Event| match event {
+        Event::Token { seq, cached_tokens, .. } | Event::Prefilled { seq, cached_tokens, .. } if *seq == of => {
+            Some(*cached_tokens)
+        }
+        _ => None,
+    };
+    bench.events.iter().find_map(cached)
+}
+
+/// I1: all but the last token of a prompt is reused, to the token, and the answer is the same.
+#[test]
+fn a_repeated_prompt_computes_its_last_token() {
+    for prompt in [1, 2, 4, 5, 8, 10] {
+        let mut bench = Bench::new(LIMITS, 40);
+        let one = bench.engine.submit(sharing(1, Start::Compute, prompt, 6)).unwrap();
+        assert_eq!(finish(&mut bench), prompt + 5);
+        let two = bench.engine.submit(sharing(1, Start::Compute, prompt, 6)).unwrap();
+        assert_eq!(finish(&mut bench), 6);
+        assert_eq!((cached_of(&bench, one), cached_of(&bench, two)), (Some(0), Some(prompt - 1)));
+        assert_eq!(bench.tokens_of(one), bench.tokens_of(two));
+        assert_eq!(bench.engine.prefix_hit_tokens(), u64::from(prompt) - 1);
+    }
+}
+
+/// Nothing is shared with another tenant, or with one who asked for none.
+#[test]
+fn other_tenants_share_nothing() {
+    let mut bench = Bench::new(LIMITS, 40);
+    bench.engine.submit(sharing(1, Start::Compute, 10, 2)).unwrap();
+    finish(&mut bench);
+    for other in [sharing(2, Start::Compute, 10, 2), request(Start::Compute, 10, 2)] {
+        let seq = bench.engine.submit(other).unwrap();
+        finish(&mut bench);
+        assert_eq!(cached_of(&bench, seq), Some(0));
+    }
+}
+
+/// n > 1: the prompt is computed once, its full blocks are shared, the partial one is copied.
+#[test]
+fn forks_submitted_together_compute_their_prompt_once() {
+    let mut bench = Bench::new(EngineConfig { chunk: 8, ..LIMITS }, 40);
+    let fork = |seed| {
+        let mut new = sharing(1, Start::Compute, 30, 4);
+        (new.params.temperature, new.params.seed) = (0.8, seed);
+        new
+    };
+    let seqs: Vec<SeqId> = (0..4).map(|seed| bench.engine.submit(fork(seed)).unwrap()).collect();
+    assert_eq!(bench.steps(3), [vec![(0, 8)], vec![(0, 8)], vec![(0, 8)]], "the others wait");
+    assert_eq!(bench.step(), [(0, 6)]);
+    assert_eq!(bench.step(), [(0, 1), (1, 1), (2, 1), (3, 1)]);
+    let used = bench.blocks().0;
+    assert_eq!(used, 7 + 4, "seven full blocks for all, one for each");
+    finish(&mut bench);
+    for (seq, seed) in seqs.into_iter().zip(0..) {
+        let new = fork(seed);
+        let alone = fake::answer(&layout(), VOCAB, &new.tokens, &new.params).unwrap();
+        assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
+    }
+}
+
+/// Who waits for another's computation goes on when that one ends or stands still.
+#[test]
+fn nobody_waits_for_a_leader_that_does_not_advance() {
+    let mut bench = Bench::new(EngineConfig { chunk: 4, ..LIMITS }, 40);
+    let leader = bench.engine.submit(sharing(1, Start::Compute, 30, 4)).unwrap();
+    let follower = bench.engine.submit(sharing(1, Start::Compute, 30, 4)).unwrap();
+    bench.steps(2);
+    assert_eq!(bench.engine.waiting(), 1);
+    bench.engine.abort(leader, false).unwrap();
+    assert_eq!(bench.step(), [(follower.0, 4)]);
+    assert_eq!(cached_of(&bench, follower), None);
+    finish(&mut bench);
+    assert_eq!(cached_of(&bench, follower), Some(8), "what the leader had computed is not lost");
+    // The first in turn takes the whole budget, so the second gets no row, and the third, whose turn is before it, does not
+    // wait for it.
+    let order = Order::Priority { overtakes: 10 };
+    let mut bench = Bench::new(EngineConfig { token_budget: 8, chunk: 8, order, ..LIMITS }, 60);
+    let mut long = sharing(2, Start::Compute, 60, 1);
+    long.tokens.reverse();
+    bench.engine.submit(NewSequence { priority: -128, ..long }).unwrap();
+    bench.engine.submit(NewSequence { priority: 127, ..sharing(1, Start::Compute, 40, 1) }).unwrap();
+    bench.steps(2);
+    bench.engine.submit(NewSequence { priority: -128, ..sharing(1, Start::Compute, 40, 1) }).unwrap();
+    bench.step();
+    assert_eq!((bench.engine.running(), bench.engine.waiting()), (3, 0));
+    finish(&mut bench);
+}
+
+/// I2, I3: a reservation lends only what is not here, and what arrives is shared only once it is verified.
+#[test]
+fn a_reservation_lends_what_is_not_here() {
+    let mut bench = Bench::new(LIMITS, 40);
+    bench.engine.submit(sharing(1, Start::Compute, 10, 1)).unwrap();
+    finish(&mut bench);
+    let reserved = bench.engine.submit(sharing(1, Start::Receive, 18, 4)).unwrap();
+    bench.step();
+    assert!(matches!(bench.events.last(), Some(Event::Reserved { cached_tokens: 8, .. })));
+    assert_eq!((bench.engine.lent_from(reserved), bench.blocks()), (Some(2), (2, 3, 0)));
+    let other = bench.engine.submit(sharing(1, Start::Compute, 18, 1)).unwrap();
+    bench.step();
+    assert_eq!(cached_of(&bench, other), Some(10), "I2: nothing of what is not verified");
+    // I3: only what a peer could write to waits for the fence.
+    let third = bench.engine.submit(sharing(1, Start::Receive, 30, 4)).unwrap();
+    bench.step();
+    assert_eq!(bench.engine.lent_from(third), Some(4));
+    bench.engine.abort(third, true).unwrap();
+    assert_eq!(bench.blocks(), (2, 3, 4));
+    bench.engine.clear_quarantine(third).unwrap();
+    bench.engine.kv_arrived(reserved, &first(0), &mut bench.events).unwrap();
+    assert_eq!(bench.engine.lent_from(reserved), None);
+    finish(&mut bench);
+}
+
+/// Blocks that a transfer still reads may be shared but not given to others.
+#[test]
+fn a_quarantined_prefill_is_still_a_prefix() {
+    let mut bench = Bench::new(LIMITS, 40);
+    let held = bench.engine.submit(sharing(1, Start::ComputeAndHold, 10, 4)).unwrap();
+    bench.step();
+    bench.engine.abort(held, true).unwrap();
+    let (used, _, quarantined) = bench.blocks();
+    assert_eq!((used, quarantined), (3, 0), "indexed, so a reference keeps them");
+    let step_of = bench.engine.submit(sharing(1, Start::ComputeAndHold, 10, 4)).unwrap();
+    let step = bench.plan().unwrap();
+    let row = step.rows()[0];
+    assert_eq!((row.start, row.len, row.completed_blocks(4)), (9, 1, 0..3), "what was cached is told with the rest");
+    let mut out = bench.compute(&step);
+    bench.engine.apply(step, &mut out, &mut bench.events);
+    bench.engine.clear_quarantine(held).unwrap();
+    bench.engine.release(step_of).unwrap();
+    assert!(bench.engine.idle() && bench.engine.counts().cached > 0);
+}
+
+/// A preempted sequence finds what it had computed.
+#[test]
+fn a_preempted_sequence_goes_on_from_what_is_cached() {
+    let mut bench = Bench::new(LIMITS, 10);
+    let seqs = [16, 15].map(|prompt| {
+        let mut new = sharing(1, Start::Compute, prompt, 14);
+        new.tokens.iter_mut().for_each(|token| *token += prompt * 20);
+        bench.engine.submit(new).unwrap()
+    });
+    let computed = finish(&mut bench);
+    assert!(bench.engine.preemptions() > 0);
+    assert!(computed < 16 + 15 + 26 + 15, "{computed} tokens: not everything was computed again");
+    assert_eq!(seqs.map(|seq| cached_of(&bench, seq)), [Some(0); 2], "its own blocks are no hit of the prompt");
+    for (seq, prompt) in seqs.into_iter().zip([16, 15]) {
+        let new = request(Start::Compute, prompt, 14);
+        let tokens: Vec<u32> = new.tokens.iter().map(|token| token + prompt * 20).collect();
+        let alone = fake::answer(&layout(), VOCAB, &tokens, &new.params).unwrap();
+        assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
+    }
+}
+
+/// A window's blocks go as the sequence goes on, and a hit needs only those that the window still shows.
+#[test]
+fn a_window_gives_its_blocks_back() {
+    let geometry = PoolGeometry { layout: fake::tiny_layout(4), blocks: vec![30, 18] };
+    let engine = Engine::new(LIMITS, &geometry).unwrap();
+    let mut bench = Bench::new(LIMITS, 1);
+    (bench.engine, bench.model) = (engine, fake::FakeModel::new(geometry, VOCAB));
+    for (round, prefix) in [Some(Prefix::default()), None].into_iter().enumerate() {
+        let seq = bench.engine.submit(NewSequence { prefix, ..request(Start::Compute, 40, 30) }).unwrap();
+        bench.steps(10);
+        let tables = bench.engine.tables(seq).unwrap();
+        assert_eq!((tables[0].holes(), tables[1].holes()), (0, 11), "45 to 49 are seen from 49");
+        assert_eq!(tables[1].slot(10, 4), None);
+        finish(&mut bench);
+        let alone = fake::answer(
+            &fake::tiny_layout(4),
+            VOCAB,
+            &request(Start::Compute, 40, 30).tokens,
+            &request(Start::Compute, 40, 30).params,
+        );
+        assert_eq!(bench.tokens_of(seq), alone.unwrap().iter().map(|token| token.id).collect::<Vec<_>>(), "{round}");
+        bench.engine.check().unwrap();
+    }
+}
+
+/// Pool at 100%: everything is in use all the time, everybody ends with the right tokens.
+#[test]
+fn a_full_pool_preempts_and_loses_nothing() {
+    let mut bench = Bench::new(EngineConfig { max_waiting: 100, ..LIMITS }, 24);
+    let new = |n: u32| {
+        let mut new = sharing(u64::from(n % 3), Start::Compute, 8 + n % 30, 20 + n % 40);
+        new.tokens.iter_mut().skip(8).for_each(|token| *token += n);
+        new
+    };
+    let seqs: Vec<SeqId> = (0..60).map(|n| bench.engine.submit(new(n)).unwrap()).collect();
+    let (mut full, mut steps) = (0, 0);
+    while !bench.engine.idle() {
+        bench.step();
+        let counts = bench.engine.counts();
+        (full, steps) = (full + u64::from(counts.free + counts.cached <= 2), steps + 1);
+        assert!(steps < 60 * 100, "livelock");
+    }
+    assert!(bench.engine.preemptions() > 20 && bench.engine.evictions() > 20 && full > steps / 10, "{full} of {steps}");
+    for (seq, n) in seqs.into_iter().zip(0..) {
+        let new = new(n);
+        let alone = fake::answer(&layout(), VOCAB, &new.tokens, &new.params).unwrap();
+        assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The bound of [`Order`]: so many later ones start before a sequence, and no more.
+    #[test]
+    fn no_more_overtake_than_the_bound_says(
+        shapes in prop::collection::vec((1u32..60, 1u32..8, -300i32..300, 0u64..30), 2..40),
+        overtakes in 0u32..12,
+        shortest in any::<bool>(),
+        max_running in 1u32..4,
+        blocks in 17u32..40,
+    ) {
+        let order = if shortest { Order::ShortestFirst { overtakes } } else { Order::Priority { overtakes } };
+        let config = EngineConfig { max_running, max_waiting: 100, context_tokens: 70, order, ..LIMITS };
+        let mut bench = Bench::new(config, blocks);
+        let (mut shapes, mut started, mut submitted) = (shapes, Vec::new(), 0);
+        shapes.sort_by_key(|shape| shape.3);
+        for tick in 0.. {
+            while submitted < shapes.len() && shapes[submitted].3 <= tick {
+                let (prompt, most, priority, _) = shapes[submitted];
+                bench.engine.submit(NewSequence { priority, ..request(Start::Compute, prompt, most) }).unwrap();
+                submitted += 1;
+            }
+            for (seq, _) in bench.step() {
+                if !started.contains(&seq) {
+                    started.push(seq);
+                }
+            }
+            if submitted == shapes.len() && bench.engine.idle() {
+                break;
+            }
+        }
+        for (at, seq) in started.iter().enumerate() {
+            let later = started[..at].iter().filter(|other| *other > seq).count();
+            // Those that start in the same step have their first rows in the order of the budget, not of their start.
+            prop_assert!(later <= (overtakes + max_running) as usize, "{} overtook {}", later, seq);
+        }
+    }
+}
+
+/// Conversations: each request goes on from an earlier one or begins anew, some at the same time.
+fn conversations() -> Vec<Request> {
+    let mut state = 7u32;
+    let mut random = move |below: u32| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) % below
+    };
+    let (mut requests, mut name): (Vec<Request>, u32) = (Vec::new(), 1);
+    for at in 0..300u32 {
+        let before = (at > 3 && random(4) > 0).then(|| requests[at as usize - 1 - random(at.min(40)) as usize].clone());
+        let mut blocks = before.map_or(vec![0], |r| r.blocks);
+        for _ in 0..random(6) {
+            name += 1;
+            blocks.push(name);
+        }
+        let whole = blocks.len() as u32 * BLOCK;
+        requests.push(Request {
+            at_ms: u64::from(at) * 100,
+            input: whole - random(BLOCK),
+            output: 1 + random(8),
+            blocks,
+        });
+    }
+    requests
+}
+
+#[test]
+fn an_unlimited_cache_finds_what_the_traces_oracle_finds() {
+    let requests = conversations();
+    let unlimited = replay::replay(&requests, CacheConfig::default(), 8000);
+    assert_eq!(unlimited.hit_tokens, oracle(&requests));
+    assert_eq!((unlimited.evictions, unlimited.preemptions), (0, 0));
+    for eviction in [Eviction::Lru, Eviction::Lfu, Eviction::Priority] {
+        let most = unlimited.cached / 8;
+        let short = replay::replay(&requests, CacheConfig { max_blocks: most, eviction }, 8000);
+        assert!(short.cached <= most, "I5");
+        assert!(short.evictions > 0 && short.hit_tokens > 0 && short.hit_tokens < unlimited.hit_tokens, "{short:?}");
+    }
+}

@@ -1,0 +1,132 @@
+//! A chat service's requests through the engine, without a model: what the prefix cache finds of them.
+//!
+//! A request is a list of block names: equal names are equal blocks of tokens at the same place of equal beginnings. The
+//! [`oracle`] knows names only, the engine gets tokens made of them.
+
+#![allow(dead_code, reason = "the test and the example each use their part")]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, Time, fake};
+use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
+
+/// Tokens of a block.
+pub const BLOCK: u32 = 16;
+/// How long a conversation that goes on is kept, under a policy that looks at it.
+const KEEP_MS: u64 = 300_000;
+/// Sequences at once.
+const RUNNING: u32 = 16;
+
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub at_ms: u64,
+    pub input: u32,
+    pub output: u32,
+    /// Names of its blocks; the last may be partly full.
+    pub blocks: Vec<u32>,
+}
+
+impl Request {
+    fn tokens(&self) -> Vec<u32> {
+        // Answers are made of zeros, which no name gives.
+        let token = |at: u32| self.blocks[(at / BLOCK) as usize] * BLOCK + at % BLOCK + 1;
+        (0..self.input).map(token).collect()
+    }
+}
+
+/// What the cache did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Outcome {
+    pub prompt_tokens: u64,
+    pub hit_tokens: u64,
+    pub evictions: u64,
+    /// Blocks of tokens cached at the end.
+    pub cached: u32,
+    pub preemptions: u64,
+}
+
+/// Tokens that a cache without limit finds: for each request the longest beginning that those before it have, less the
+/// last token when that is all.
+pub fn oracle(requests: &[Request]) -> u64 {
+    // Tokens known of each block that is reached by a path of names.
+    let mut known: BTreeMap<(u32, u32), (u32, u32)> = BTreeMap::new();
+    let (mut paths, mut hits) = (1, 0);
+    for request in requests {
+        let (mut path, mut hit, mut hitting) = (0, 0, true);
+        for (at, name) in (0u32..).zip(&request.blocks) {
+            let length = BLOCK.min(request.input - at * BLOCK);
+            let (next, tokens) = known.entry((path, *name)).or_insert_with(|| {
+                paths += 1;
+                (paths, 0)
+            });
+            if hitting {
+                hit += length.min(*tokens);
+                hitting = *tokens == BLOCK;
+            }
+            *tokens = length.max(*tokens);
+            path = *next;
+        }
+        hits += u64::from(hit.min(request.input - 1));
+    }
+    hits
+}
+
+/// Serves all requests in order, `RUNNING` at once.
+pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome {
+    let mut layout = fake::tiny_layout(BLOCK);
+    layout.groups.truncate(1);
+    let config = EngineConfig {
+        token_budget: 2048,
+        chunk: 2048,
+        max_running: RUNNING,
+        max_waiting: RUNNING,
+        context_tokens: 1 << 20,
+        order: Order::Fcfs,
+        cache,
+    };
+    let mut engine = Engine::new(config, &PoolGeometry::uniform(layout, blocks)).unwrap();
+    let (mut events, mut out) = (Vec::new(), Vec::new());
+    let (mut next, mut going_on, mut now, mut told) = (0, BTreeSet::new(), Time(0), 0);
+    while next < requests.len() || !engine.idle() {
+        while next < requests.len() && engine.running() + engine.waiting() < RUNNING {
+            let request = &requests[next];
+            now = now.max(Time(0).after_ms(request.at_ms));
+            engine.submit(sequence(next, request, &mut going_on, now)).unwrap();
+            next += 1;
+        }
+        let Some(step) = engine.plan(now, &mut events) else { panic!("work is left and nothing is planned") };
+        engine.with_batch(&step, |batch| {
+            let token = |index| TokenOut { index, id: 0, ..TokenOut::default() };
+            out.extend(batch.rows.iter().filter_map(|row| row.sample.as_ref()).map(|sample| token(sample.index)));
+        });
+        engine.apply(step, &mut out, &mut events);
+        for event in events.drain(..) {
+            if let Event::Finished { cached_tokens, .. } = event {
+                told += u64::from(cached_tokens);
+            }
+        }
+    }
+    assert_eq!(told, engine.prefix_hit_tokens(), "what events say adds up to what is counted");
+    Outcome {
+        prompt_tokens: requests.iter().map(|request| u64::from(request.input)).sum(),
+        hit_tokens: told,
+        evictions: engine.evictions(),
+        cached: engine.counts().cached,
+        preemptions: engine.preemptions(),
+    }
+}
+
+/// Conversations that go on are worth more than those that have only begun.
+fn sequence(number: usize, request: &Request, going_on: &mut BTreeSet<u32>, now: Time) -> NewSequence {
+    let again = request.blocks.iter().skip(1).take(1).any(|name| !going_on.insert(*name));
+    NewSequence {
+        request: RequestId(number.to_string()),
+        tokens: request.tokens(),
+        prompt_tokens: request.input,
+        params: SamplingParams { max_tokens: request.output, temperature: 0.0, ..SamplingParams::default() },
+        start: Start::Compute,
+        deadline: None,
+        prefix: Some(Prefix { seed: 1, keep: u8::from(again), keep_until: Some(now.after_ms(KEEP_MS)) }),
+        priority: 0,
+    }
+}

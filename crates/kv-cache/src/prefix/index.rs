@@ -1,0 +1,346 @@
+//! The tree itself: nodes, who holds their blocks, and which go next.
+//!
+//! Knows block ids and how many owners hold a node's blocks, which [`crate::KvPools`] reports; never touches the pools. In
+//! the order of eviction stand the *leaves* nobody holds, and, for each layer group with a window, the blocks nobody holds:
+//! those may go from the middle of a chain, since a sequence further on does not see them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+use std::sync::Arc;
+
+use baton_types::BlockId;
+
+use super::eviction::{Rank, Ranking, Usage};
+use super::{CacheConfig, Prefix};
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct NodeId(pub(super) u32);
+
+/// What comes before a block.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Parent {
+    /// Nothing, under this seed.
+    Root(u64),
+    /// A full block.
+    Node(NodeId),
+}
+
+type Children = BTreeMap<Arc<[u32]>, NodeId>;
+
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) parent: Parent,
+    /// A full block's tokens; fewer for the last block of a sequence, which has no children.
+    pub(super) tokens: Arc<[u32]>,
+    /// One per layer group; `None` where a window has passed it.
+    pub(super) blocks: Box<[Option<BlockId>]>,
+    pub(super) children: Children,
+    /// Owners of its blocks, over all of them.
+    pub(super) held: u32,
+    pub(super) usage: Usage,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct PrefixIndex {
+    pub(super) limit: u32,
+    pub(super) nodes: Vec<Option<Node>>,
+    vacant: Vec<NodeId>,
+    roots: BTreeMap<u64, Children>,
+    /// The node of each block, by group.
+    pub(super) by_block: Vec<Vec<Option<NodeId>>>,
+    /// Leaves nobody holds.
+    pub(super) leaves: BTreeSet<(Rank, NodeId)>,
+    /// For groups with a window: nodes whose block of this group nobody holds.
+    pub(super) windowed: Vec<Option<BTreeSet<(Rank, NodeId)>>>,
+    /// Pins that end.
+    expiring: BTreeSet<(u64, NodeId)>,
+    pub(super) ranking: Ranking,
+    now: u64,
+}
+
+impl PrefixIndex {
+    /// An empty index of pools with these `(blocks, has a window)`.
+    pub fn new(config: CacheConfig, groups: impl Iterator<Item = (u32, bool)>) -> PrefixIndex {
+        let (blocks, windows): (Vec<u32>, Vec<bool>) = groups.unzip();
+        PrefixIndex {
+            limit: config.max_blocks,
+            nodes: Vec::new(),
+            vacant: Vec::new(),
+            roots: BTreeMap::new(),
+            by_block: blocks.iter().map(|total| vec![None; *total as usize]).collect(),
+            leaves: BTreeSet::new(),
+            windowed: windows.iter().map(|windowed| windowed.then(BTreeSet::new)).collect(),
+            expiring: BTreeSet::new(),
+            ranking: Ranking::new(config.eviction),
+            now: 0,
+        }
+    }
+
+    /// Whether anything can be indexed.
+    pub fn enabled(&self) -> bool {
+        self.limit > 0
+    }
+
+    /// Nodes.
+    pub fn len(&self) -> usize {
+        self.nodes.len() - self.vacant.len()
+    }
+
+    /// The node of a block.
+    pub fn node_of(&self, group: usize, block: BlockId) -> Option<NodeId> {
+        *self.by_block.get(group)?.get(block.0 as usize)?
+    }
+
+    /// A node's block in a group.
+    pub fn block(&self, id: NodeId, group: usize) -> Option<BlockId> {
+        self.node(id).and_then(|node| node.blocks[group])
+    }
+
+    /// The block with exactly these tokens.
+    pub fn child(&self, parent: Parent, tokens: &[u32]) -> Option<NodeId> {
+        self.children(parent)?.get(tokens).copied()
+    }
+
+    /// The block that begins with the most of `tokens`, and with how many.
+    pub fn nearest(&self, parent: Parent, tokens: &[u32]) -> Option<(NodeId, u32)> {
+        let children = self.children(parent)?;
+        // In lexicographic order, what shares the longest beginning stands next to the place of `tokens`.
+        let before = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back();
+        let after = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
+        let common = |(found, id): (&Arc<[u32]>, &NodeId)| {
+            (*id, found.iter().zip(tokens).take_while(|(ours, theirs)| ours == theirs).count() as u32)
+        };
+        before.into_iter().chain(after).map(common).max_by_key(|(id, common)| (*common, std::cmp::Reverse(*id)))
+    }
+
+    /// Adds a block that is not there yet, whose blocks have `held` owners in all. `None`: over the limit; evict, then try again.
+    pub fn insert(
+        &mut self,
+        parent: Parent,
+        tokens: &[u32],
+        blocks: Box<[Option<BlockId>]>,
+        held: u32,
+    ) -> Option<NodeId> {
+        debug_assert!(self.child(parent, tokens).is_none(), "indexed twice");
+        if self.len() as u64 >= u64::from(self.limit) {
+            return None;
+        }
+        let id = self.vacant.pop().unwrap_or_else(|| {
+            self.nodes.push(None);
+            NodeId(self.nodes.len() as u32 - 1)
+        });
+        let tokens: Arc<[u32]> = tokens.into();
+        match parent {
+            Parent::Root(seed) => drop(self.roots.entry(seed).or_default().insert(tokens.clone(), id)),
+            Parent::Node(parent) => {
+                self.unlist(parent);
+                if let Some(node) = self.node_mut(parent) {
+                    node.children.insert(tokens.clone(), id);
+                }
+            }
+        }
+        for (group, block) in blocks.iter().enumerate() {
+            self.map(group, *block, Some(id));
+        }
+        let node = Node { parent, tokens, blocks, children: Children::new(), held, usage: Usage::default() };
+        self.nodes[id.0 as usize] = Some(node);
+        Some(id)
+    }
+
+    /// Gives a node a block in a group where it has none.
+    pub fn donate(&mut self, id: NodeId, group: usize, block: BlockId, held: u32) {
+        self.unlist(id);
+        self.map(group, Some(block), Some(id));
+        if let Some(node) = self.node_mut(id) {
+            node.blocks[group] = Some(block);
+            node.held += held;
+        }
+    }
+
+    /// Takes a node without children out; its blocks are the caller's to dispose of. Its parent may become a leaf.
+    pub fn remove(&mut self, id: NodeId) -> Box<[Option<BlockId>]> {
+        self.unlist(id);
+        for group in 0..self.windowed.len() {
+            self.unlist_block(group, id);
+        }
+        let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::take) else { return Box::default() };
+        debug_assert!(node.children.is_empty(), "leaves before their parents");
+        self.vacant.push(id);
+        self.expiring.remove(&(node.usage.keep_until, id));
+        for (group, block) in node.blocks.iter().enumerate() {
+            self.map(group, *block, None);
+        }
+        match node.parent {
+            Parent::Root(seed) => {
+                if let Some(children) = self.roots.get_mut(&seed) {
+                    children.remove(&node.tokens);
+                    if children.is_empty() {
+                        self.roots.remove(&seed);
+                    }
+                }
+            }
+            Parent::Node(parent) => {
+                if let Some(above) = self.node_mut(parent) {
+                    above.children.remove(&node.tokens);
+                }
+                self.list(parent);
+            }
+        }
+        node.blocks
+    }
+
+    /// A block got an owner; `first`: it had none.
+    pub fn held(&mut self, group: usize, block: BlockId, first: bool) {
+        let Some(id) = self.node_of(group, block) else { return };
+        self.unlist(id);
+        if first {
+            self.unlist_block(group, id);
+        }
+        if let Some(node) = self.node_mut(id) {
+            node.held += 1;
+        }
+    }
+
+    /// A block lost an owner; `last`: it has none any more.
+    pub fn released(&mut self, group: usize, block: BlockId, last: bool) {
+        let Some(id) = self.node_of(group, block) else { return };
+        let Some(node) = self.node_mut(id) else { return };
+        node.held -= 1;
+        if node.held == 0 {
+            // Other groups' blocks of it may be in their orders already.
+            self.change(id, Ranking::rested);
+            self.list(id);
+        }
+        if last {
+            self.list_block(group, id);
+        }
+    }
+
+    /// A sequence uses the block.
+    pub fn touch(&mut self, id: NodeId, prefix: &Prefix) {
+        let now = self.now;
+        self.change(id, |ranking, usage| {
+            ranking.used(usage);
+            let until = prefix.keep_until.unwrap_or(0);
+            let longer = until == 0 || (usage.keep_until != 0 && until > usage.keep_until);
+            if (until == 0 || until > now) && (prefix.keep > usage.keep || (prefix.keep == usage.keep && longer)) {
+                (usage.keep, usage.keep_until) = (prefix.keep, until);
+            }
+        });
+    }
+
+    /// Time passes: pins that end by `now` count no more.
+    pub fn advance(&mut self, now: u64) {
+        self.now = self.now.max(now);
+        while let Some(&(until, id)) = self.expiring.first()
+            && until <= now
+        {
+            self.change(id, |_, usage| (usage.keep, usage.keep_until) = (0, 0));
+            self.expiring.remove(&(until, id));
+        }
+    }
+
+    /// The leaf to evict next.
+    pub fn next_leaf(&self) -> Option<NodeId> {
+        self.leaves.first().map(|(_, id)| *id)
+    }
+
+    /// A leaf is evicted: what the policy learns from that.
+    pub fn evicted(&mut self, id: NodeId) {
+        if let Some(node) = self.nodes.get(id.0 as usize).and_then(Option::as_ref) {
+            self.ranking.evicted(&node.usage);
+        }
+    }
+
+    /// Takes the next block of a group with a window out of its node; `None`: the group has no window, or nothing to give.
+    /// The second value is a leaf that has no block left.
+    pub fn evict_block(&mut self, group: usize) -> Option<(BlockId, Option<NodeId>)> {
+        let (_, id) = self.windowed.get_mut(group)?.as_mut()?.pop_first()?;
+        let node = self.nodes[id.0 as usize].as_mut()?;
+        let block = node.blocks[group].take()?;
+        let empty = node.blocks.iter().all(Option::is_none) && node.children.is_empty();
+        self.map(group, Some(block), None);
+        Some((block, empty.then_some(id)))
+    }
+
+    /// A leaf that holds no block, above one that was removed.
+    pub fn hollow_parent(&self, parent: Parent) -> Option<NodeId> {
+        let Parent::Node(id) = parent else { return None };
+        let node = self.node(id)?;
+        (node.children.is_empty() && node.blocks.iter().all(Option::is_none)).then_some(id)
+    }
+
+    /// What comes before a node.
+    pub fn parent(&self, id: NodeId) -> Option<Parent> {
+        self.node(id).map(|node| node.parent)
+    }
+
+    fn node(&self, id: NodeId) -> Option<&Node> {
+        self.nodes.get(id.0 as usize)?.as_ref()
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> Option<&mut Node> {
+        self.nodes.get_mut(id.0 as usize)?.as_mut()
+    }
+
+    fn children(&self, parent: Parent) -> Option<&Children> {
+        match parent {
+            Parent::Root(seed) => self.roots.get(&seed),
+            Parent::Node(id) => self.node(id).map(|node| &node.children),
+        }
+    }
+
+    fn map(&mut self, group: usize, block: Option<BlockId>, to: Option<NodeId>) {
+        if let Some(place) = block.and_then(|b| self.by_block.get_mut(group)?.get_mut(b.0 as usize)) {
+            *place = to;
+        }
+    }
+
+    /// Changes what is known of a node's use, wherever it stands in an order.
+    fn change(&mut self, id: NodeId, how: impl FnOnce(&mut Ranking, &mut Usage)) {
+        let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::as_mut) else { return };
+        let (old, pin) = (self.ranking.rank(&node.usage), node.usage.keep_until);
+        how(&mut self.ranking, &mut node.usage);
+        let (new, until) = (self.ranking.rank(&node.usage), node.usage.keep_until);
+        for order in self.windowed.iter_mut().flatten().chain([&mut self.leaves]) {
+            if order.remove(&(old, id)) {
+                order.insert((new, id));
+            }
+        }
+        self.expiring.remove(&(pin, id));
+        if until != 0 {
+            self.expiring.insert((until, id));
+        }
+    }
+
+    fn key(&self, id: NodeId) -> Option<(Rank, NodeId)> {
+        self.node(id).map(|node| (self.ranking.rank(&node.usage), id))
+    }
+
+    /// Stands in the order of eviction from now on, if it may.
+    fn list(&mut self, id: NodeId) {
+        let free = self.node(id).is_some_and(|node| node.held == 0 && node.children.is_empty());
+        if let Some(key) = self.key(id).filter(|_| free) {
+            self.leaves.insert(key);
+        }
+    }
+
+    fn unlist(&mut self, id: NodeId) {
+        if let Some(key) = self.key(id) {
+            self.leaves.remove(&key);
+        }
+    }
+
+    fn list_block(&mut self, group: usize, id: NodeId) {
+        if let (Some(key), Some(Some(order))) = (self.key(id), self.windowed.get_mut(group)) {
+            order.insert(key);
+        }
+    }
+
+    fn unlist_block(&mut self, group: usize, id: NodeId) {
+        if let (Some(key), Some(Some(order))) = (self.key(id), self.windowed.get_mut(group)) {
+            order.remove(&key);
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! The prefix cache over the pools: what a new sequence can reuse, and what a running one leaves for others.
+
+use baton_types::BlockId;
+
+use crate::prefix::{NodeId, Parent};
+use crate::tokens::Chain;
+use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, Prefix, Tables};
+
+/// What of the cache a sequence can use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Reuse {
+    /// Every block must be here, also those a window has passed: they go on to a peer.
+    pub whole: bool,
+    /// A partly equal block may be copied.
+    pub partial: bool,
+}
+
+/// What a lookup found; good until the pools change.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Hit {
+    pub(crate) path: Vec<NodeId>,
+    /// A block whose first so many tokens are the next ones.
+    pub(crate) copy: Option<(NodeId, u32)>,
+    pub(crate) tokens: u32,
+    /// Also what a window has passed is shared.
+    pub(crate) whole: bool,
+}
+
+impl Hit {
+    /// Leading tokens that need not be computed.
+    pub fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    /// Leading full blocks that are shared.
+    pub fn blocks(&self) -> u32 {
+        self.path.len() as u32
+    }
+
+    /// The same without a block to copy, which needs one more block than the sequence itself.
+    pub fn without_copy(mut self) -> Hit {
+        if let Some((_, tokens)) = self.copy.take() {
+            self.tokens -= tokens;
+        }
+        self
+    }
+}
+
+impl KvPools {
+    /// The longest beginning of `tokens` that is here, at most all but the last: that one is computed for its logits.
+    pub fn lookup(&self, prefix: &Prefix, tokens: &[u32], reuse: Reuse) -> Hit {
+        let size = self.block_size as usize;
+        let most = &tokens[..tokens.len().saturating_sub(1)];
+        let (mut path, mut tip) = (Vec::new(), Parent::Root(prefix.seed));
+        for block in most.chunks_exact(size) {
+            let Some(id) = self.index.child(tip, block) else { break };
+            path.push(id);
+            tip = Parent::Node(id);
+        }
+        path.truncate(self.usable(&path, reuse.whole));
+        let tip = path.last().map_or(Parent::Root(prefix.seed), |id| Parent::Node(*id));
+        let done = path.len() * size;
+        let next = &most[done..most.len().min(done + size)];
+        let copy = if reuse.partial { self.index.nearest(tip, next) } else { None };
+        let whole = |id: NodeId| (0..self.groups()).all(|group| self.index.block(id, group).is_some());
+        let copy = copy.filter(|(id, common)| *common > 0 && whole(*id));
+        Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common), whole: reuse.whole }
+    }
+
+    /// How many blocks of a path a sequence can go on from: the most such that each group has those its window shows.
+    fn usable(&self, path: &[NodeId], whole: bool) -> usize {
+        // By group, the first block of the run without a gap that ends here.
+        let mut runs = vec![0; self.groups()];
+        let mut usable = 0;
+        for (at, id) in path.iter().enumerate() {
+            let mut enough = true;
+            for (group, run) in runs.iter_mut().enumerate() {
+                if self.index.block(*id, group).is_none() {
+                    *run = at + 1;
+                }
+                let end = (at as u32 + 1) * self.block_size;
+                let needed = if whole { 0 } else { self.first_needed(group, end) as usize };
+                enough &= *run <= needed;
+            }
+            if enough {
+                usable = at + 1;
+            }
+        }
+        usable
+    }
+
+    /// The first block that a group needs before position `position`, which is computed next. The last full block is always
+    /// needed: it keeps its chain in the index.
+    pub(crate) fn first_needed(&self, group: usize, position: u32) -> u32 {
+        let Some(window) = self.windows[group] else { return 0 };
+        let visible = (position + 1).saturating_sub(window) / self.block_size;
+        visible.min((position / self.block_size).saturating_sub(1))
+    }
+
+    /// The first block that a sequence which begins with a hit shares.
+    pub(crate) fn first_shared(&self, group: usize, hit: &Hit) -> u32 {
+        if hit.whole { 0 } else { self.first_needed(group, hit.tokens) }
+    }
+
+    /// Whether a sequence of `tokens` tokens that begins with `hit` finds room, and `spare` blocks beyond in each group.
+    pub fn fits(&self, hit: &Hit, tokens: u32, spare: u32) -> Result<(), KvError> {
+        for (group, pool) in self.pools.iter().enumerate() {
+            let wanted = self.blocks_for(tokens).saturating_sub(hit.blocks()) as usize + spare as usize;
+            let needed = hit.path.iter().skip(self.first_shared(group, hit) as usize);
+            let kept = needed.chain(hit.copy.iter().map(|(id, _)| id));
+            let revived = kept.filter(|id| self.cached(group, **id)).count();
+            let counts = pool.counts();
+            let free = (counts.free + counts.cached) as usize - revived;
+            if wanted > free {
+                return Err(KvError::OutOfBlocks { group, wanted, free });
+            }
+        }
+        Ok(())
+    }
+
+    fn cached(&self, group: usize, id: NodeId) -> bool {
+        let state = |block| self.pools[group].state(block);
+        self.index.block(id, group).is_some_and(|block| matches!(state(block), Ok((BlockState::Cached, _))))
+    }
+
+    pub(crate) fn hold_sources(&mut self, hit: &Hit) -> Result<Vec<BlockId>, KvError> {
+        let Some((id, _)) = hit.copy else { return Ok(Vec::new()) };
+        let sources: Vec<BlockId> = (0..self.groups()).filter_map(|group| self.index.block(id, group)).collect();
+        sources.iter().enumerate().try_for_each(|(group, block)| self.hold(group, *block))?;
+        Ok(sources)
+    }
+
+    /// The copies of [`Tables::copies`] are made.
+    pub fn copied(&mut self, tables: &mut Tables) -> Result<(), KvError> {
+        let sources = std::mem::take(&mut tables.sources);
+        self.release_sources(&sources)
+    }
+
+    /// Indexes what is full: `tokens` are those whose KV is in the tables. With `seal` also the block that is partly full.
+    ///
+    /// When another sequence has indexed the same tokens, its block takes the place of ours, which is freed: both hold the
+    /// same KV (I1). Not when ours is `exposed`, so that a transfer may be reading it: then nothing more of this sequence
+    /// is indexed.
+    pub fn index(&mut self, tables: &mut Tables, tokens: &[u32], exposed: bool, seal: bool) -> Result<(), KvError> {
+        let Tables { tables, chain: place, .. } = tables;
+        let Some(mut chain) = place.take() else { return Ok(()) };
+        let size = self.block_size as usize;
+        while let Some(block) = tokens.get(chain.blocks as usize * size..(chain.blocks as usize + 1) * size) {
+            if !self.index_full(tables, &mut chain, block, exposed)? {
+                return Ok(());
+            }
+        }
+        let rest = tokens.get(chain.blocks as usize * size..).unwrap_or_default();
+        if seal && !rest.is_empty() {
+            self.index_partial(tables, &mut chain, rest)?;
+        }
+        *place = Some(chain);
+        Ok(())
+    }
+
+    fn index_full(
+        &mut self,
+        tables: &mut [BlockTable],
+        chain: &mut Chain,
+        tokens: &[u32],
+        exposed: bool,
+    ) -> Result<bool, KvError> {
+        if let Some(partial) = chain.partial.take() {
+            self.index.remove(partial);
+        }
+        let at = chain.blocks as usize;
+        let id = match self.index.child(chain.tip, tokens) {
+            Some(_) if exposed => return Ok(false),
+            Some(id) => {
+                self.merge(tables, at, id)?;
+                id
+            }
+            None => match self.add(tables, chain.tip, at, tokens)? {
+                Some(id) => id,
+                None => return Ok(false),
+            },
+        };
+        self.index.touch(id, &chain.prefix);
+        (chain.blocks, chain.tip) = (chain.blocks + 1, Parent::Node(id));
+        Ok(true)
+    }
+
+    fn index_partial(&mut self, tables: &mut [BlockTable], chain: &mut Chain, tokens: &[u32]) -> Result<(), KvError> {
+        let known = self.index.nearest(chain.tip, tokens);
+        if known.is_some_and(|(_, common)| common as usize == tokens.len()) {
+            return Ok(());
+        }
+        if let Some(partial) = chain.partial.take() {
+            self.index.remove(partial);
+        }
+        chain.partial = self.add(tables, chain.tip, chain.blocks as usize, tokens)?;
+        if let Some(id) = chain.partial {
+            self.index.touch(id, &chain.prefix);
+        }
+        Ok(())
+    }
+
+    /// A new node for the block at an index of the tables, in place of the next leaf when the index is full.
+    fn add(
+        &mut self,
+        tables: &[BlockTable],
+        parent: Parent,
+        at: usize,
+        tokens: &[u32],
+    ) -> Result<Option<NodeId>, KvError> {
+        let blocks: Box<[Option<BlockId>]> =
+            tables.iter().map(|table| table.blocks.get(at).copied().filter(|block| *block != HOLE)).collect();
+        let mut held = 0;
+        for (pool, block) in self.pools.iter().zip(&blocks) {
+            held += block.map_or(Ok(0), |block| pool.state(block).map(|(_, refs)| refs))?;
+        }
+        if let Some(id) = self.index.insert(parent, tokens, blocks.clone(), held) {
+            return Ok(Some(id));
+        }
+        let Some(leaf) = self.index.next_leaf() else { return Ok(None) };
+        self.drop_leaf(leaf)?;
+        Ok(self.index.insert(parent, tokens, blocks, held))
+    }
+
+    /// Our block gives way to the index's; where the index has none, ours becomes it.
+    fn merge(&mut self, tables: &mut [BlockTable], at: usize, id: NodeId) -> Result<(), KvError> {
+        for (group, table) in tables.iter_mut().enumerate() {
+            let Some(ours) = table.blocks.get_mut(at).filter(|block| **block != HOLE) else { continue };
+            match self.index.block(id, group) {
+                Some(theirs) => {
+                    self.hold(group, theirs)?;
+                    self.release(group, std::mem::replace(ours, theirs))?;
+                }
+                None => {
+                    let (_, refs) = self.pools[group].state(*ours)?;
+                    self.index.donate(id, group, *ours, refs);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back, in groups with a window, the blocks that no query from `position` on sees.
+    pub fn trim(&mut self, tables: &mut Tables, position: u32) -> Result<(), KvError> {
+        let Tables { tables, chain, .. } = tables;
+        let indexed = chain.map_or(u32::MAX, |chain| chain.blocks.saturating_sub(1));
+        for (group, table) in tables.iter_mut().enumerate() {
+            let passed = self.first_needed(group, position).min(indexed);
+            for at in table.holes..passed {
+                self.release(group, table.blocks[at as usize])?;
+            }
+            table.cut(passed);
+        }
+        Ok(())
+    }
+
+    /// Time passes for pinned prefixes: those whose time is over count as any other. Nanoseconds of the caller's clock.
+    pub fn advance(&mut self, now: u64) {
+        self.index.advance(now);
+    }
+
+    /// Empties the prefix cache of all that nobody uses.
+    pub fn clear_cache(&mut self) -> Result<(), KvError> {
+        while let Some(leaf) = self.index.next_leaf() {
+            self.drop_leaf(leaf)?;
+        }
+        for group in 0..self.groups() {
+            while let Some((block, _)) = self.index.evict_block(group) {
+                self.pools[group].evict(block)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Indexed blocks of tokens.
+    pub fn indexed(&self) -> usize {
+        self.index.len()
+    }
+
+    pub(crate) fn check_index(&self) -> Result<(), KvError> {
+        self.index.check(&self.pools)
+    }
+}

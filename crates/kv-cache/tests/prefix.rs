@@ -1,0 +1,342 @@
+//! The prefix cache against a naive oracle, and the bytes that stand behind it.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::collections::BTreeMap;
+
+use baton_kv_cache::{BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, Lease, Prefix, Reuse, Tables, chain_hash};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
+use proptest::prelude::*;
+
+const LOCAL: Reuse = Reuse { whole: false, partial: true };
+const HOLD: Reuse = Reuse { whole: true, partial: true };
+const RECEIVE: Reuse = Reuse { whole: false, partial: false };
+
+fn pools(block_size: u32, groups: &[(u32, Option<u32>)], cache: CacheConfig) -> KvPools {
+    let group = |(at, (_, window)): (usize, &(u32, Option<u32>))| KvGroup {
+        layers: vec![at as u32],
+        planes: 2,
+        kv_heads: 1,
+        head_dim: 4,
+        window: *window,
+    };
+    let layout = KvLayout {
+        version: 1,
+        model: 0,
+        dtype: KvDtype::F16,
+        block_size,
+        groups: groups.iter().enumerate().map(group).collect(),
+    };
+    KvPools::new(&PoolGeometry { layout, blocks: groups.iter().map(|group| group.0).collect() }, cache).unwrap()
+}
+
+struct Live {
+    tables: Tables,
+    prefix: Prefix,
+    tokens: Vec<u32>,
+    computed: usize,
+}
+
+/// Pools with the memory they account for: the slot of a position holds the name of everything up to it.
+struct World {
+    pools: KvPools,
+    windows: Vec<Option<u32>>,
+    memory: BTreeMap<(usize, BlockId), Vec<u64>>,
+    live: Vec<Live>,
+    /// What was indexed, if nothing was ever evicted: the oracle.
+    known: Vec<(u64, Vec<u32>)>,
+}
+
+fn value(prefix: &Prefix, tokens: &[u32]) -> u64 {
+    chain_hash(prefix.seed, tokens)
+}
+
+impl World {
+    fn size(&self) -> usize {
+        self.pools.block_size() as usize
+    }
+
+    /// The most of `tokens` but the last that any indexed sequence of the seed begins with.
+    fn oracle(&self, prefix: &Prefix, tokens: &[u32]) -> usize {
+        let common = |known: &Vec<u32>| known.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        let of_seed = self.known.iter().filter(|(seed, _)| *seed == prefix.seed);
+        of_seed.map(|(_, known)| common(known)).max().unwrap_or(0).min(tokens.len() - 1)
+    }
+
+    fn start(&mut self, prefix: Prefix, tokens: Vec<u32>, whole: bool) {
+        let hit = self.pools.lookup(&prefix, &tokens, if whole { HOLD } else { LOCAL });
+        assert!((hit.tokens() as usize) < tokens.len());
+        let fits = self.pools.fits(&hit, tokens.len() as u32, 0).is_ok();
+        let seated = self.pools.seat(&hit, Some(prefix), tokens.len() as u32);
+        assert_eq!(seated.is_ok(), fits, "fits tells exactly whether there is room");
+        let Ok(mut tables) = seated else { return };
+        for copy in tables.copies() {
+            let bytes = self.memory[&(copy.group, copy.from)].clone();
+            self.memory.insert((copy.group, copy.to), bytes);
+        }
+        self.pools.copied(&mut tables).unwrap();
+        assert!(!whole || tables.as_slice().iter().all(|table| table.holes() == 0));
+        let live = Live { tables, prefix, computed: hit.tokens() as usize, tokens };
+        self.verify(&live);
+        self.live.push(live);
+    }
+
+    /// A peer's blocks: only what is lent may be written, and nothing of it is found before it is accepted.
+    fn receive(&mut self, prefix: Prefix, tokens: Vec<u32>, arrives: bool) {
+        let hit = self.pools.lookup(&prefix, &tokens, RECEIVE);
+        assert_eq!(hit.tokens(), hit.blocks() * self.pools.block_size());
+        let Ok(lease) = self.pools.lend(&hit, Some(prefix), tokens.len() as u32) else { return };
+        self.write_lent(&lease, &prefix, &tokens);
+        assert_eq!(self.pools.lookup(&prefix, &tokens, RECEIVE), hit, "I2: not before it is verified");
+        if !arrives {
+            let quarantine = self.pools.quarantine(lease).unwrap();
+            self.pools.check().unwrap();
+            return self.pools.clear_quarantine(quarantine).unwrap();
+        }
+        let tables = self.pools.accept(lease).unwrap();
+        let mut live = Live { tables, prefix, computed: tokens.len(), tokens };
+        self.index(&mut live, true);
+        self.verify(&live);
+        self.live.push(live);
+    }
+
+    fn write_lent(&mut self, lease: &Lease, prefix: &Prefix, tokens: &[u32]) {
+        for (group, table) in lease.as_slice().iter().enumerate() {
+            for at in lease.shared() as usize..table.blocks().len() {
+                let block = table.blocks()[at];
+                assert_eq!(self.pools.group(group).unwrap().state(block), Ok((BlockState::Lent, 1)));
+                for position in at * self.size()..tokens.len().min((at + 1) * self.size()) {
+                    self.write(group, block, position % self.size(), value(prefix, &tokens[..=position]));
+                }
+            }
+        }
+    }
+
+    fn write(&mut self, group: usize, block: BlockId, slot: usize, value: u64) {
+        let size = self.size();
+        self.memory.entry((group, block)).or_insert_with(|| vec![0; size])[slot] = value;
+    }
+
+    /// What attention reads next is what these tokens wrote.
+    fn verify(&self, live: &Live) {
+        for (group, table) in live.tables.as_slice().iter().enumerate() {
+            let first = self.windows[group].map_or(0, |window| (live.computed + 1).saturating_sub(window as usize));
+            for position in first..live.computed {
+                let (block, slot) = table.slot(position as u32, self.pools.block_size()).expect("a visible block");
+                let stored = self.memory[&(group, block)][slot as usize];
+                assert_eq!(stored, value(&live.prefix, &live.tokens[..=position]), "group {group} position {position}");
+            }
+        }
+    }
+
+    fn index(&mut self, live: &mut Live, seal: bool) {
+        self.pools.index(&mut live.tables, &live.tokens[..live.computed], false, seal).unwrap();
+        let whole = if seal { live.computed } else { live.computed / self.size() * self.size() };
+        self.known.push((live.prefix.seed, live.tokens[..whole].to_vec()));
+    }
+
+    fn compute(&mut self, at: usize, count: usize, seal: bool) {
+        let mut live = self.live.swap_remove(at);
+        for position in live.computed..(live.computed + count).min(live.tokens.len()) {
+            for group in 0..self.windows.len() {
+                let table = &live.tables.as_slice()[group];
+                let (block, slot) = table.slot(position as u32, self.pools.block_size()).unwrap();
+                self.write(group, block, slot as usize, value(&live.prefix, &live.tokens[..=position]));
+            }
+            live.computed = position + 1;
+        }
+        self.index(&mut live, seal);
+        self.pools.trim(&mut live.tables, live.computed as u32).unwrap();
+        self.verify(&live);
+        self.live.push(live);
+    }
+
+    fn append(&mut self, at: usize, token: u32) {
+        let live = &mut self.live[at];
+        if self.pools.grow(&mut live.tables, live.tokens.len() as u32 + 1).is_ok() {
+            live.tokens.push(token);
+        }
+    }
+
+    fn end(&mut self, at: usize, quarantined: bool) {
+        let mut live = self.live.swap_remove(at);
+        self.index(&mut live, true);
+        if !quarantined {
+            return self.pools.free(live.tables).unwrap();
+        }
+        let quarantine = self.pools.quarantine_used(live.tables).unwrap();
+        self.pools.check().unwrap();
+        self.pools.clear_quarantine(quarantine).unwrap();
+    }
+
+    fn operate(&mut self, (choice, pick, shape, flag): (u8, usize, Vec<u32>, bool)) {
+        let prefix =
+            Prefix { seed: pick as u64 % 2, keep: (pick % 3) as u8, keep_until: flag.then_some(pick as u64 % 50) };
+        if choice == 0 || self.live.is_empty() {
+            return self.start(prefix, shape, flag && pick.is_multiple_of(3));
+        }
+        let at = pick % self.live.len();
+        match choice {
+            1 => self.receive(prefix, shape, flag),
+            2 | 3 => self.compute(at, shape.len(), flag),
+            4 => self.append(at, shape[0]),
+            5 => self.pools.advance(pick as u64 % 60),
+            _ => self.end(at, flag),
+        }
+    }
+
+    fn check(&self) {
+        self.pools.check().unwrap();
+        self.live.iter().for_each(|live| self.verify(live));
+        let counts = self.pools.counts();
+        let owned: std::collections::BTreeSet<_> = self
+            .live
+            .iter()
+            .flat_map(|live| live.tables.as_slice().iter().enumerate())
+            .flat_map(|(group, table)| table.blocks().iter().filter(|b| **b != HOLE).map(move |b| (group, *b)))
+            .collect();
+        assert_eq!(owned.len() as u32, counts.used, "I6: what is used is what somebody has");
+    }
+}
+
+fn operations() -> impl Strategy<Value = Vec<(u8, usize, Vec<u32>, bool)>> {
+    let shape = prop::collection::vec(0u32..2, 1..24);
+    prop::collection::vec((0u8..8, 0usize..1000, shape, any::<bool>()), 1..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// With room for all, a lookup finds exactly what a search of everything ever indexed finds.
+    #[test]
+    fn an_unlimited_cache_finds_what_the_oracle_finds(
+        block_size in 1u32..6,
+        operations in operations(),
+    ) {
+        let pools = pools(block_size, &[(4000, None), (4000, None)], CacheConfig::default());
+        let mut world =
+            World { pools, windows: vec![None; 2], memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
+        for operation in operations {
+            for seed in 0..2 {
+                let prefix = Prefix { seed, ..Prefix::default() };
+                let found = world.pools.lookup(&prefix, &operation.2, LOCAL).tokens() as usize;
+                prop_assert_eq!(found, world.oracle(&prefix, &operation.2));
+            }
+            world.operate(operation);
+            world.check();
+        }
+        prop_assert_eq!(world.pools.evictions(), 0);
+    }
+
+    /// However small the pool, whatever is evicted, with and without windows: nobody ever reads what is not its own.
+    #[test]
+    fn a_hit_is_always_the_right_kv(
+        block_size in 1u32..6,
+        groups in prop::collection::vec((8u32..40, prop::option::of(1u32..12)), 1..4),
+        max_blocks in prop_oneof![Just(0u32), 1u32..10, Just(u32::MAX)],
+        eviction in prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)],
+        operations in operations(),
+    ) {
+        let pools = pools(block_size, &groups, CacheConfig { max_blocks, eviction });
+        let windows = groups.iter().map(|group| group.1).collect();
+        let mut world = World { pools, windows, memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
+        for operation in operations {
+            world.operate(operation);
+            world.check();
+            prop_assert!(world.pools.indexed() as u64 <= u64::from(max_blocks), "I5: the cap holds");
+        }
+        while !world.live.is_empty() {
+            world.end(0, false);
+        }
+        prop_assert!(world.pools.counts().idle(), "I6");
+        world.pools.clear_cache().unwrap();
+        world.check();
+        prop_assert_eq!((world.pools.counts().free, world.pools.indexed()), (world.pools.counts().total, 0));
+    }
+}
+
+/// Blocks of one token; sequences of one block each, cached one after the other.
+fn cached(eviction: Eviction, uses: &[(u32, Prefix)]) -> KvPools {
+    let mut pools = pools(1, &[(3, None)], CacheConfig { max_blocks: u32::MAX, eviction });
+    for (token, prefix) in uses {
+        let hit = pools.lookup(prefix, &[*token, 0], LOCAL);
+        let mut tables = pools.seat(&hit.without_copy(), Some(*prefix), 1).unwrap();
+        pools.index(&mut tables, &[*token], false, false).unwrap();
+        pools.free(tables).unwrap();
+    }
+    pools
+}
+
+/// Which of the tokens are still there after one block more was needed.
+fn left(pools: &mut KvPools, tokens: &[u32]) -> Vec<u32> {
+    let tables = pools.seat(&Hit::default(), None, 1).unwrap();
+    let there = |token: &&u32| pools.lookup(&Prefix::default(), &[**token, 0], LOCAL).tokens() == 1;
+    let left = tokens.iter().filter(there).copied().collect();
+    pools.free(tables).unwrap();
+    left
+}
+
+#[test]
+fn each_policy_evicts_in_its_own_order() {
+    let plain = Prefix::default();
+    // 1 is used twice, then 2 and 3 once each.
+    let uses = [(1, plain), (1, plain), (2, plain), (3, plain)];
+    assert_eq!(left(&mut cached(Eviction::Lru, &uses), &[1, 2, 3]), [2, 3]);
+    assert_eq!(left(&mut cached(Eviction::Lfu, &uses), &[1, 2, 3]), [1, 3]);
+    let kept = |keep, keep_until| Prefix { keep, keep_until, ..plain };
+    let pinned = [(1, kept(9, Some(100))), (2, kept(3, None)), (3, plain)];
+    let mut pools = cached(Eviction::Priority, &pinned);
+    assert_eq!(left(&mut pools, &[1, 2, 3]), [1, 2]);
+    pools.advance(99);
+    assert_eq!(left(&mut cached(Eviction::Priority, &pinned), &[1, 2, 3]), [1, 2]);
+    let mut pools = cached(Eviction::Priority, &[(1, kept(9, Some(100))), (2, kept(3, None)), (3, kept(1, None))]);
+    pools.advance(100);
+    assert_eq!(left(&mut pools, &[1, 2, 3]), [2, 3], "its time is over");
+}
+
+/// What was popular once does not stay for ever.
+#[test]
+fn the_least_frequently_used_age() {
+    let plain = Prefix::default();
+    let mut uses = vec![(1, plain); 4];
+    // A stream of newcomers, each used twice, goes through the other two blocks.
+    uses.extend((10..40).flat_map(|token| [(token, plain), (token, plain)]));
+    let pools = cached(Eviction::Lfu, &uses);
+    assert_eq!(pools.lookup(&plain, &[1, 0], LOCAL).tokens(), 0);
+}
+
+/// A leaf goes before its parent, however old the parent.
+#[test]
+fn leaves_go_before_their_parents() {
+    let mut pools = pools(1, &[(4, None)], CacheConfig::default());
+    let prefix = Prefix::default();
+    let mut tables = pools.seat(&Hit::default(), Some(prefix), 4).unwrap();
+    pools.index(&mut tables, &[1, 2, 3, 4], false, false).unwrap();
+    pools.free(tables).unwrap();
+    for gone in 1..=3 {
+        let tables = pools.allocate(gone).unwrap();
+        assert_eq!(pools.lookup(&prefix, &[1, 2, 3, 4, 5], LOCAL).tokens(), 4 - gone);
+        pools.free(tables).unwrap();
+    }
+    assert_eq!(pools.evictions(), 3);
+}
+
+/// A block that two sequences have computed is kept once.
+#[test]
+fn the_same_block_computed_twice_is_merged_unless_a_transfer_reads_it() {
+    for exposed in [false, true] {
+        let mut pools = pools(2, &[(8, None)], CacheConfig::default());
+        let prefix = Prefix::default();
+        let mut seat = || pools.seat(&Hit::default(), Some(prefix), 4).unwrap();
+        let (mut one, mut two) = (seat(), seat());
+        pools.index(&mut one, &[1, 2, 3, 4], false, false).unwrap();
+        let before = two.as_slice()[0].blocks().to_vec();
+        pools.index(&mut two, &[1, 2, 3, 4], exposed, false).unwrap();
+        pools.check().unwrap();
+        assert_eq!(two.as_slice()[0].blocks() == one.as_slice()[0].blocks(), !exposed);
+        assert_eq!(two.as_slice()[0].blocks() == before, exposed);
+        assert_eq!(pools.counts().used, if exposed { 4 } else { 2 });
+        pools.free(one).unwrap();
+        pools.free(two).unwrap();
+        assert_eq!((pools.counts().cached, pools.indexed()), (2, 2));
+    }
+}
