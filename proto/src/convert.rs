@@ -67,14 +67,14 @@ impl TryFrom<v1::FinishReason> for FinishReason {
 impl From<TokenOut> for v1::Token {
     fn from(t: TokenOut) -> Self {
         let top = t.top.into_iter().map(|(id, logprob)| v1::TopLogprob { id, logprob }).collect();
-        v1::Token { index: t.index, id: t.id, logprob: t.logprob, top }
+        v1::Token { index: t.index, id: t.id, logprob: t.logprob, top, logits_digest: t.logits_digest }
     }
 }
 
 impl From<v1::Token> for TokenOut {
     fn from(t: v1::Token) -> Self {
         let top = t.top.into_iter().map(|p| (p.id, p.logprob)).collect();
-        TokenOut { index: t.index, id: t.id, logprob: t.logprob, top, failed: None }
+        TokenOut { index: t.index, id: t.id, logprob: t.logprob, top, logits_digest: t.logits_digest, failed: None }
     }
 }
 
@@ -187,6 +187,16 @@ mod tests {
         let unknown =
             v1::WorkerSampling { constraint: Some(v1::Constraint { kind: None }), ..SamplingParams::default().into() };
         assert_eq!(SamplingParams::try_from(unknown), Err(ConvertError::Missing("sampling.constraint.kind")));
+    }
+
+    #[test]
+    fn a_token_survives_the_wire() {
+        let top = vec![(4, -0.5), (9, -1.5)];
+        let logits_digest = Some(u64::MAX - 1);
+        let token = TokenOut { index: 3, id: 9, logprob: Some(-1.5), top, logits_digest, failed: None };
+        assert_eq!(TokenOut::from(v1::Token::from(token.clone())), token);
+        let bare = TokenOut { index: 3, id: 9, ..TokenOut::default() };
+        assert_eq!(TokenOut::from(v1::Token::from(bare.clone())), bare);
     }
 
     #[test]

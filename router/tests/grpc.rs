@@ -6,7 +6,7 @@ mod support;
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
 use baton_proto::v1::inference_client::InferenceClient;
-use support::{CONTEXT, Cluster, Decode, END, MODEL};
+use support::{CONTEXT, Cluster, Decode, END, MODEL, digest_at};
 use tonic::transport::Channel;
 use tonic::{Code, Request};
 use tonic_health::pb::HealthCheckRequest;
@@ -62,6 +62,27 @@ async fn text_ids_and_chat() {
         assert_eq!((ids, text.as_str(), finish.reason()), (want.clone(), "né🙂", v1::FinishReason::Stop));
         let usage = finish.usage.unwrap();
         assert_eq!((usage.prompt_tokens, usage.completion_tokens), (prompt, want.len() as u32));
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn logits_digests_come_with_logprobs_and_only_then() {
+    let cluster = Cluster::start(1, 1, "né").await;
+    let mut client = client(&cluster).await;
+    for top_logprobs in [None, Some(0), Some(2)] {
+        let mut request = ask(Input::Text("hi".into()));
+        request.sampling = Some(v1::Sampling { max_tokens: Some(50), top_logprobs, ..Default::default() });
+        let mut stream = client.generate(request).await.unwrap().into_inner();
+        let mut tokens = Vec::new();
+        while let Some(response) = stream.message().await.unwrap() {
+            tokens.extend(response.tokens);
+        }
+        // Token 0 is the prefill worker's, the others the decode worker's.
+        assert!(tokens.len() > 2);
+        for (index, token) in tokens.iter().enumerate() {
+            assert_eq!(token.logits_digest, top_logprobs.map(|_| digest_at(index)), "token {index}");
+        }
     }
     cluster.stop().await;
 }

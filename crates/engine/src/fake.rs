@@ -232,6 +232,7 @@ impl<M: KvMemory> FakeModel<M> {
             id: (state % vocab) as u32,
             logprob: sample.params.top_logprobs.map(|_| logprob(state)),
             top: sample.params.top_logprobs.map_or(Vec::new(), |n| ranked(n).collect()),
+            logits_digest: sample.params.top_logprobs.map(|_| state),
             failed: None,
         })
     }

@@ -5,7 +5,7 @@
 
 use baton_engine::Sample;
 use baton_grammar::{GrammarError, Matchers};
-use baton_types::{SamplingParams, TokenOut};
+use baton_types::{SamplingParams, TokenOut, digest_f32};
 
 /// Candidates looked at before the whole vocabulary is sorted for top-p.
 const FIRST_LOOK: usize = 512;
@@ -53,7 +53,9 @@ impl Sampler {
         self.raw.clear();
         self.raw.extend_from_slice(logits);
         let id = self.choose(logits, sample)?;
-        Ok(TokenOut { index: sample.index, id, logprob: Some(logprob(self.raw[id as usize])), top, failed: None })
+        let logprob = Some(logprob(self.raw[id as usize]));
+        let logits_digest = Some(digest_f32(&self.raw));
+        Ok(TokenOut { index: sample.index, id, logprob, top, logits_digest, failed: None })
     }
 
     fn choose(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> Result<u32, GrammarError> {
@@ -292,6 +294,9 @@ mod tests {
         assert_eq!(token.id, 3);
         assert!((token.logprob.unwrap() - 0.05f32.ln()).abs() < 1e-5);
         assert_eq!(token.top.iter().map(|t| t.0).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(token.logits_digest, Some(digest_f32(&logits)), "before the bias");
+        let without = SamplingParams { top_logprobs: None, ..params };
+        assert_eq!(sample(&without, &logits, 0).logits_digest, None);
     }
 
     #[test]

@@ -25,21 +25,29 @@ fn mix(mut z: u64) -> u64 {
 /// Digest of `bytes`, one layer's part of one block. `first_lane` numbers its first 8-byte lane inside the whole block
 /// (all layers), so that swapped layers do not cancel out. A short last lane is padded with zeros.
 pub fn digest_block(bytes: &[u8], first_lane: u64) -> u64 {
+    let (lanes, rest) = bytes.as_chunks::<8>();
+    let mut padded = [0u8; 8];
+    padded[..rest.len()].copy_from_slice(rest);
+    let last = (!rest.is_empty()).then_some(padded);
+    digest_lanes(lanes.iter().copied().chain(last).map(u64::from_le_bytes), first_lane)
+}
+
+/// Digest of f32 values by their bits: that of their little-endian bytes from lane 0 on.
+pub fn digest_f32(values: &[f32]) -> u64 {
+    let (lanes, rest) = values.as_chunks::<2>();
+    let lane = |low: f32, high: f32| u64::from(low.to_bits()) | u64::from(high.to_bits()) << 32;
+    digest_lanes(lanes.iter().map(|&[low, high]| lane(low, high)).chain(rest.iter().map(|&low| lane(low, 0.0))), 0)
+}
+
+#[inline(always)]
+fn digest_lanes(lanes: impl Iterator<Item = u64>, first_lane: u64) -> u64 {
     let mut key = first_lane.wrapping_add(1).wrapping_mul(LANE_STEP);
-    let mut sum = 0u64;
-    let mut lanes = bytes.chunks_exact(8);
-    for lane in &mut lanes {
-        let value = u64::from_le_bytes([lane[0], lane[1], lane[2], lane[3], lane[4], lane[5], lane[6], lane[7]]);
-        sum = sum.wrapping_add(share(value, key));
+    // `fold`, not `for`: a chain folds as two plain loops.
+    lanes.fold(0, |sum: u64, value| {
+        let next = sum.wrapping_add(share(value, key));
         key = key.wrapping_add(LANE_STEP);
-    }
-    let rest = lanes.remainder();
-    if !rest.is_empty() {
-        let mut padded = [0u8; 8];
-        padded[..rest.len()].copy_from_slice(rest);
-        sum = sum.wrapping_add(share(u64::from_le_bytes(padded), key));
-    }
-    sum
+        next
+    })
 }
 
 /// Order-dependent 64-bit hash of a byte string, for fingerprints. Not cryptographic.
@@ -79,6 +87,16 @@ mod tests {
         let whole = digest_block(&base, 3);
         let parts = digest_block(&base[..64], 3).wrapping_add(digest_block(&base[64..], 3 + 8));
         assert_eq!(whole, parts);
+    }
+
+    #[test]
+    fn the_digest_of_floats_is_that_of_their_bytes() {
+        for count in [0, 1, 2, 7, 48] {
+            let values: Vec<f32> = (0..count).map(|i| (i as f32 - 3.0) / 7.0).collect();
+            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            assert_eq!(digest_f32(&values), digest_block(&bytes, 0), "{count} values");
+        }
+        assert_ne!(digest_f32(&[0.0]), digest_f32(&[-0.0]), "by bits, not by value");
     }
 
     #[test]

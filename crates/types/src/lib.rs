@@ -11,7 +11,7 @@ mod sampling;
 mod weight;
 
 pub use constraint::Constraint;
-pub use digest::{digest_block, hash_bytes};
+pub use digest::{digest_block, digest_f32, hash_bytes};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, RequestId, SeqId, WorkerId};
 pub use layout::{KvDtype, KvGroup, KvLayout, LayoutMismatch, PROTOCOL_VERSION, PoolGeometry};

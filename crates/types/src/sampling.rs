@@ -142,6 +142,9 @@ pub struct TokenOut {
     pub logprob: Option<f32>,
     /// The most likely tokens and their log probabilities, most likely first, when asked for.
     pub top: Vec<(u32, f32)>,
+    /// [`crate::digest_f32`] of the whole row of logits it was chosen from, before penalties, with log probabilities:
+    /// two routes on one kind of backend that give equal digests computed the same logits, bit by bit (I1).
+    pub logits_digest: Option<u64>,
     /// No token could be chosen, and why: the sequence fails, `id` means nothing. Stays on the worker.
     pub failed: Option<String>,
 }

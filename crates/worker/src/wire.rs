@@ -46,7 +46,8 @@ pub fn stream_status(kind: ErrorKind, message: impl Into<String>) -> Status {
     Status::new(Code::from_i32(kind.grpc_code()), message)
 }
 
-/// The first token as it travels with the KV: index and id, little-endian. Its logprobs go to the client directly.
+/// The first token as it travels with the KV: index and id, little-endian. Its logprobs and the
+/// digest of its logits go to the client directly.
 pub fn write_first_token(token: &TokenOut) -> Vec<u8> {
     [token.index.to_le_bytes(), token.id.to_le_bytes()].concat()
 }

@@ -15,7 +15,7 @@ use baton_types::WorkerId;
 use serde_json::{Value, json};
 
 pub use model::{CONTEXT, END, MODEL, NAME};
-pub use worker::{Decode, FakeWorker, Prefill, World};
+pub use worker::{Decode, FakeWorker, Prefill, World, digest_at};
 
 /// A router and its workers.
 pub struct Cluster {

@@ -102,8 +102,14 @@ impl World {
             None => Vec::new(),
         };
         let logprob = sampling.top_logprobs.map(|_| -0.25);
-        (v1::Token { index: index as u32, id, logprob, top }, finish)
+        let logits_digest = sampling.top_logprobs.map(|_| digest_at(index));
+        (v1::Token { index: index as u32, id, logprob, top, logits_digest }, finish)
     }
+}
+
+/// The digest of logits every worker gives at an index.
+pub fn digest_at(index: usize) -> u64 {
+    u64::MAX - index as u64
 }
 
 /// One worker.
