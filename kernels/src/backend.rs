@@ -176,6 +176,10 @@ pub trait Backend: Send {
     fn upload(&self, values: &[f32]) -> Result<Self::Buffer, KernelError>;
     /// A weight matrix.
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError>;
+    /// Bytes a weight matrix takes on the device.
+    fn weight_bytes(&self, weight: &Self::Weight) -> usize;
+    /// f32 a buffer holds.
+    fn elements(&self, buffer: &Self::Buffer) -> usize;
     /// Makes room for products of up to `rows` rows with inputs up to `cols` wide.
     fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError>;
     /// The first `out.len()` elements from `offset` on, to the host.

@@ -10,13 +10,15 @@ mod backend;
 pub mod conformance;
 mod cpu;
 mod pool;
+mod profile;
 
 pub use backend::{
     AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource,
 };
 use baton_types::{BatonError, ErrorKind};
-pub use cpu::{CpuBackend, CpuOptions, CpuWeight, Isa, element};
+pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, element};
 pub use pool::HostPool;
+pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
 
 /// What can go wrong while weights and pools are set up. Steps themselves do not fail.
 #[derive(Debug, thiserror::Error)]

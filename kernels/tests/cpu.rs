@@ -5,7 +5,10 @@
 use std::sync::Arc;
 
 use baton_kernels::conformance::{DTYPES, Factory, Random, random_weight, run};
-use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa, WeightSource};
+use baton_kernels::{
+    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Isa, Operation, Profiled, Ragged, SharedProfile,
+    WeightSource,
+};
 use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry};
 
 struct Cpu(CpuOptions);
@@ -21,6 +24,57 @@ impl Factory for Cpu {
     }
 }
 
+struct ProfiledCpu(SharedProfile);
+
+impl Factory for ProfiledCpu {
+    type Backend = Profiled<CpuBackend>;
+    fn make(&self, geometry: &PoolGeometry) -> Profiled<CpuBackend> {
+        Profiled::new(Cpu(CpuOptions::default()).make(geometry), geometry.layout.clone(), self.0.clone())
+    }
+}
+
+#[test]
+fn a_profiled_backend_conforms_and_counts() {
+    let profile = SharedProfile::default();
+    run(&ProfiledCpu(profile.clone()));
+    let counted: Vec<_> = profile.take().tallies().map(|(operation, _)| operation).collect();
+    for operation in [Operation::Attention, Operation::Norm, Operation::RopeAndStore, Operation::Gate] {
+        assert!(counted.contains(&operation), "{operation} is missing in {counted:?}");
+    }
+    assert_eq!(profile.take().tallies().count(), 0, "taken once");
+}
+
+#[test]
+fn a_profile_counts_what_must_move_and_be_computed() {
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: Some(4) };
+    let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+    let geometry = PoolGeometry::uniform(layout, 2);
+    let profile = SharedProfile::default();
+    let mut backend = ProfiledCpu(profile.clone()).make(&geometry);
+    let dtype = baton_types::WeightDtype::F32;
+    let weight = WeightSource { name: "w", dtype, rows: 16, cols: 8, data: &[0; 16 * 8 * 4], row_order: None };
+    let weight = backend.weight(&weight).unwrap();
+    let x = backend.upload(&[1.0; 3 * 16]).unwrap();
+    let mut out = backend.buffer(3 * 16).unwrap();
+    backend.matmul(&weight, &x, 3, None, &mut out);
+    // Positions 3, 4 and 5 with a window of 4: each sees 4 tokens, together they see tokens 0 to 5.
+    let mut batch = Ragged::default();
+    batch.push(3, 3, &[baton_types::BlockId(0)]);
+    let shape = AttentionShape { group: 0, layer: 0, heads: 2, scale: 1.0 };
+    backend.attention(shape, &batch, &x, &mut out);
+    let counted: Vec<_> = profile.take().tallies().map(|(o, t)| (o, t.calls, t.bytes, t.arithmetic)).collect();
+    let floats = |n: u64| 4 * n;
+    let matmul = Operation::Matmul { dtype, rows: 16, cols: 8 };
+    let attention = (6 * 2 * 8 * 2 + floats(2 * 3 * 16), 4 * 16 * 12);
+    assert_eq!(
+        counted,
+        [
+            (matmul, 1, floats(16 * 8) + floats(3 * 24), 2 * 3 * 16 * 8),
+            (Operation::Attention, 1, attention.0, attention.1),
+        ]
+    );
+}
+
 #[test]
 fn best_instruction_set_conforms() {
     for threads in [1, 2, 5] {
@@ -29,8 +83,10 @@ fn best_instruction_set_conforms() {
 }
 
 #[test]
-fn portable_code_conforms() {
-    run(&Cpu(CpuOptions { threads: 2, isa: Isa::Portable }));
+fn every_instruction_set_conforms() {
+    for isa in Isa::available() {
+        run(&Cpu(CpuOptions { threads: 2, isa }));
+    }
 }
 
 #[test]
@@ -41,17 +97,21 @@ fn instruction_sets_agree_to_the_bit() {
     let product = |isa: Isa, dtype| {
         let mut backend = Cpu(CpuOptions { threads: 1, isa }).make(&geometry);
         let mut random = Random(9);
+        // Rows in tiles of 8, 4, 2 and 1.
+        const ROWS: usize = 15;
         let data = random_weight(dtype, 24, 256, &mut random);
         let source = WeightSource { name: "w", dtype, rows: 24, cols: 256, data: &data, row_order: None };
         let weight = backend.weight(&source).unwrap();
-        backend.reserve(5, 256).unwrap();
-        let x = backend.upload(&random.vector(5 * 256)).unwrap();
-        let mut out = backend.buffer(5 * 24).unwrap();
-        backend.matmul(&weight, &x, 5, None, &mut out);
+        backend.reserve(ROWS, 256).unwrap();
+        let x = backend.upload(&random.vector(ROWS * 256)).unwrap();
+        let mut out = backend.buffer(ROWS * 24).unwrap();
+        backend.matmul(&weight, &x, ROWS, None, &mut out);
         out
     };
     for dtype in DTYPES {
-        assert_eq!(product(Isa::detect(), dtype), product(Isa::Portable, dtype), "{dtype:?}");
+        for isa in Isa::available() {
+            assert_eq!(product(isa, dtype), product(Isa::Portable, dtype), "{dtype:?} {}", isa.name());
+        }
     }
 }
 

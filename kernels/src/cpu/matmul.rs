@@ -11,30 +11,80 @@
 use half::{bf16, f16};
 
 use super::isa::dispatch;
+use super::packing::{Form, SUPER};
 use super::simd::{LANES, Simd};
 use super::unpack::GROUP;
-use super::weight::{CpuWeight, Form};
+use super::weight::CpuWeight;
 
-/// Rows rounded to 8 bits: `x[t][k] ≈ scale[t][k / 32] · q[t][k]`, and `sum[t][g] = scale · Σ q` for weights with a minimum.
+/// Rows rounded to 8 bits: `x[t][k] ≈ scale[t][k / 32] · q[t][k]`; `minus_sum[t][g] = -scale · Σ q` for weights with a minimum, and
+/// `halves[t][k / 16] = Σ q` for products that raise signed weights.
 #[derive(Default)]
 pub struct Quantised {
     pub q: Vec<i8>,
     pub scale: Vec<f32>,
-    pub sum: Vec<f32>,
+    pub minus_sum: Vec<f32>,
+    pub halves: Vec<i16>,
 }
 
 impl Quantised {
+    /// Where rows are rounded to.
+    pub fn rounded(&mut self) -> Rounded {
+        Rounded {
+            q: self.q.as_mut_ptr(),
+            scale: self.scale.as_mut_ptr(),
+            minus_sum: self.minus_sum.as_mut_ptr(),
+            halves: self.halves.as_mut_ptr(),
+        }
+    }
+
     /// Room for `elements` activations.
     pub fn with_capacity(elements: usize) -> Self {
         let groups = elements.div_ceil(GROUP);
-        Quantised { q: vec![0; groups * GROUP], scale: vec![0.0; groups], sum: vec![0.0; groups] }
+        Quantised {
+            q: vec![0; groups * GROUP],
+            scale: vec![0.0; groups],
+            minus_sum: vec![0.0; groups],
+            halves: vec![0; 2 * groups],
+        }
+    }
+}
+
+/// Where rounded groups go: pointers into a [`Quantised`].
+#[derive(Clone, Copy)]
+pub struct Rounded {
+    q: *mut i8,
+    scale: *mut f32,
+    minus_sum: *mut f32,
+    halves: *mut i16,
+}
+
+// SAFETY: tasks write disjoint groups.
+unsafe impl Send for Rounded {}
+// SAFETY: as above.
+unsafe impl Sync for Rounded {}
+
+impl Rounded {
+    /// From group `first` on.
+    ///
+    /// # Safety
+    /// The group is inside.
+    pub unsafe fn from(self, first: usize) -> Rounded {
+        // SAFETY: the caller's promise; a group has 32 elements and two halves.
+        unsafe {
+            Rounded {
+                q: self.q.add(first * GROUP),
+                scale: self.scale.add(first),
+                minus_sum: self.minus_sum.add(first),
+                halves: self.halves.add(2 * first),
+            }
+        }
     }
 }
 
 /// Rounds `groups` groups of 32 starting at `x`.
 #[inline(always)]
-unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, q: *mut i8, scale: *mut f32, sum: *mut f32) {
-    // SAFETY: the caller gives `groups * 32` readable and as many writable elements.
+unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, out: Rounded) {
+    // SAFETY: the caller gives `groups * 32` readable elements and room for as many.
     unsafe {
         for g in 0..groups {
             let x = x.add(g * GROUP);
@@ -44,21 +94,25 @@ unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, q: *mut i
             // Below the least normal number's neighbourhood the inverse overflows; such a group counts as zero.
             let inverse = 127.0 / largest;
             let (largest, inverse) = if inverse.is_finite() { (largest, inverse) } else { (0.0, 0.0) };
-            let mut total = S::splat(0.0);
+            let mut halves = [S::splat(0.0); 2];
             for (i, v) in v.into_iter().enumerate() {
                 let rounded = S::round(S::mul(v, S::splat(inverse)));
-                total = S::add(total, rounded);
-                S::store_i8(q.add(g * GROUP + 8 * i), rounded);
+                halves[i / 2] = S::add(halves[i / 2], rounded);
+                S::store_i8(out.q.add(g * GROUP + 8 * i), rounded);
             }
-            *scale.add(g) = largest / 127.0;
-            *sum.add(g) = largest / 127.0 * S::sum(total);
+            // Sums of small integers: exact in any order.
+            let halves = halves.map(|half| S::sum(half));
+            *out.scale.add(g) = largest / 127.0;
+            *out.minus_sum.add(g) = -largest / 127.0 * (halves[0] + halves[1]);
+            *out.halves.add(2 * g) = halves[0] as i16;
+            *out.halves.add(2 * g + 1) = halves[1] as i16;
         }
     }
 }
 
 dispatch! {
     /// Rounds `groups` groups of 32 activations to 8 bits.
-    pub unsafe fn quantise(x: *const f32, groups: usize, q: *mut i8, scale: *mut f32, sum: *mut f32) = quantise_kernel
+    pub unsafe fn quantise(x: *const f32, groups: usize, out: Rounded) = quantise_kernel
 }
 
 /// Operands of a product, as raw parts so that tasks on several threads can share them.
@@ -68,7 +122,8 @@ pub struct Operands {
     pub x: *const f32,
     pub q: *const i8,
     pub scale: *const f32,
-    pub sum: *const f32,
+    pub minus_sum: *const f32,
+    pub halves: *const i16,
     pub bias: Option<*const f32>,
     pub out: *mut f32,
 }
@@ -78,8 +133,7 @@ unsafe impl Send for Operands {}
 // SAFETY: as above.
 unsafe impl Sync for Operands {}
 
-/// Rows computed together per panel: as many as keep weights, accumulators and one activation in 16 registers.
-const TILE: usize = 4;
+/// Rows of a dense product computed together: as many as keep weights and accumulators in 16 registers.
 const DENSE_TILE: usize = 8;
 
 /// One panel times rows `first..first + T`.
@@ -87,42 +141,128 @@ trait PanelKernel<S: Simd> {
     unsafe fn tile<const T: usize>(panel: *const u8, cols: usize, x: &Operands, first: usize) -> [S::F; T];
 }
 
-struct U4<const WIDE: bool>;
+/// Unsigned weights of 4 or 5 bits with a scale and a minimum, a group a unit.
+struct Plain<const BITS: usize>;
+/// The same in super-blocks.
+struct Super<const BITS: usize>;
+/// 6-bit weights in super-blocks.
+struct U6Super;
+/// Signed bytes.
 struct I8;
-struct I8Two;
 struct Dense<E>(std::marker::PhantomData<E>);
 
+/// Row `first + t`'s activations of group `g`.
 #[inline(always)]
-unsafe fn group_pointers<const T: usize>(x: &Operands, first: usize, cols: usize, k: usize) -> [*const i8; T] {
+unsafe fn groups_of<const T: usize>(x: &Operands, first: usize, cols: usize, g: usize) -> [*const i8; T] {
     let mut p = [x.q; T];
     for (t, p) in p.iter_mut().enumerate() {
         // SAFETY: inside the quantised rows.
-        *p = unsafe { x.q.add((first + t) * cols + k) };
+        *p = unsafe { x.q.add((first + t) * cols + g * GROUP) };
     }
     p
 }
 
-impl<S: Simd, const WIDE: bool> PanelKernel<S> for U4<WIDE> {
+/// The two sums of row `first + t`'s half groups of group `g`.
+#[inline(always)]
+unsafe fn sums_of<const T: usize>(x: &Operands, first: usize, cols: usize, g: usize) -> [*const i16; T] {
+    let mut p = [x.halves; T];
+    for (t, p) in p.iter_mut().enumerate() {
+        // SAFETY: inside the quantised rows.
+        *p = unsafe { x.halves.add(2 * ((first + t) * (cols / GROUP) + g)) };
+    }
+    p
+}
+
+/// Adds a group's products, of weights `scale · q - min`, to `acc`.
+#[inline(always)]
+unsafe fn add_group<S: Simd, const BITS: usize, const T: usize>(
+    acc: &mut [S::F; T],
+    w: *const u8,
+    (scale, min): (S::F, S::F),
+    x: &Operands,
+    (first, cols, g): (usize, usize, usize),
+) {
+    // SAFETY: the caller's promise: a group of weights at `w`, `first + T` rows of activations.
+    unsafe {
+        let activations = groups_of::<T>(x, first, cols, g);
+        let dot = if BITS == 4 { S::dot_u4::<T>(w, activations) } else { S::dot_u5::<T>(w, activations) };
+        for t in 0..T {
+            let at = (first + t) * (cols / GROUP) + g;
+            let s = S::mul(scale, S::splat(*x.scale.add(at)));
+            acc[t] = S::fma(S::to_f32(dot[t]), s, acc[t]);
+            acc[t] = S::fma(min, S::splat(*x.minus_sum.add(at)), acc[t]);
+        }
+    }
+}
+
+const fn plain(bits: usize) -> Form {
+    if bits == 4 { Form::U4 } else { Form::U5 }
+}
+
+const fn in_super(bits: usize) -> Form {
+    if bits == 4 { Form::U4Super } else { Form::U5Super }
+}
+
+impl<S: Simd, const BITS: usize> PanelKernel<S> for Plain<BITS> {
     #[inline(always)]
     unsafe fn tile<const T: usize>(panel: *const u8, cols: usize, x: &Operands, first: usize) -> [S::F; T] {
-        let groups = cols / GROUP;
-        let unit = if WIDE { Form::U4Single } else { Form::U4Half }.unit_bytes();
-        // SAFETY: the panel holds `groups` units, the operands `first + T` rows of `groups` groups.
+        let form = const { plain(BITS) };
+        // SAFETY: the panel holds a unit for each group, the operands `first + T` rows of them.
         unsafe {
             let mut acc = [S::splat(0.0); T];
-            for g in 0..groups {
-                let w = panel.add(g * unit);
-                let dot = S::dot_u4::<T>(w, group_pointers::<T>(x, first, cols, g * GROUP));
-                let (scale, min) = if WIDE {
-                    (S::load(w.add(128).cast()), S::load(w.add(160).cast()))
-                } else {
-                    (S::load_f16(w.add(128).cast()), S::load_f16(w.add(144).cast()))
-                };
-                for t in 0..T {
-                    let at = (first + t) * groups + g;
-                    let s = S::mul(scale, S::splat(*x.scale.add(at)));
-                    acc[t] = S::fma(S::to_f32(dot[t]), s, acc[t]);
-                    acc[t] = S::fma(min, S::splat(*x.sum.add(at)), acc[t]);
+            for g in 0..cols / GROUP {
+                let w = panel.add(g * form.unit_bytes());
+                let scales = w.add(form.weight_bytes());
+                let scale = (S::load_f16(scales.cast()), S::load_f16(scales.add(2 * LANES).cast()));
+                add_group::<S, BITS, T>(&mut acc, w, scale, x, (first, cols, g));
+            }
+            acc
+        }
+    }
+}
+
+impl<S: Simd, const BITS: usize> PanelKernel<S> for Super<BITS> {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panel: *const u8, cols: usize, x: &Operands, first: usize) -> [S::F; T] {
+        let form = const { in_super(BITS) };
+        // SAFETY: the panel holds a unit for each super-block, the operands `first + T` rows of them.
+        unsafe {
+            let mut acc = [S::splat(0.0); T];
+            for u in 0..cols / (SUPER * GROUP) {
+                let unit = panel.add(u * form.unit_bytes());
+                let (d, dmin) = (S::load_f16(unit.cast()), S::load_f16(unit.add(2 * LANES).cast()));
+                for g in 0..SUPER {
+                    let w = unit.add(form.header_bytes() + g * form.group_bytes());
+                    let scales = w.add(form.weight_bytes());
+                    // Halves times small integers: exact.
+                    let scale = (S::mul(d, S::load_u8(scales)), S::mul(dmin, S::load_u8(scales.add(LANES))));
+                    add_group::<S, BITS, T>(&mut acc, w, scale, x, (first, cols, u * SUPER + g));
+                }
+            }
+            acc
+        }
+    }
+}
+
+impl<S: Simd> PanelKernel<S> for U6Super {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panel: *const u8, cols: usize, x: &Operands, first: usize) -> [S::F; T] {
+        let (form, groups) = (Form::U6Super, cols / GROUP);
+        // SAFETY: as above.
+        unsafe {
+            let mut acc = [S::splat(0.0); T];
+            for u in 0..groups / SUPER {
+                let unit = panel.add(u * form.unit_bytes());
+                let d = S::load_f16(unit.cast());
+                for g in 0..SUPER {
+                    let w = unit.add(form.header_bytes() + g * form.group_bytes());
+                    let at = u * SUPER + g;
+                    let sums = sums_of::<T>(x, first, cols, at);
+                    let dot = S::dot_u6::<T>(w, groups_of::<T>(x, first, cols, at), sums);
+                    for t in 0..T {
+                        let s = S::mul(d, S::splat(*x.scale.add((first + t) * groups + at)));
+                        acc[t] = S::fma(S::to_f32(dot[t]), s, acc[t]);
+                    }
                 }
             }
             acc
@@ -138,39 +278,14 @@ impl<S: Simd> PanelKernel<S> for I8 {
         unsafe {
             let mut acc = [S::splat(0.0); T];
             for g in 0..groups {
-                let w = panel.add(g * Form::I8Half.unit_bytes());
-                let a = S::dot_i8::<T>(w.cast(), group_pointers::<T>(x, first, cols, g * GROUP));
-                let b = S::dot_i8::<T>(w.add(128).cast(), group_pointers::<T>(x, first, cols, g * GROUP + 16));
+                let w = panel.add(g * Form::I8.unit_bytes());
+                let (q, sums) = (groups_of::<T>(x, first, cols, g), sums_of::<T>(x, first, cols, g));
+                let a = S::dot_i8::<T>(w.cast(), q, sums.map(|sum| *sum));
+                let b = S::dot_i8::<T>(w.add(128).cast(), q.map(|q| q.add(16)), sums.map(|sum| *sum.add(1)));
                 let scale = S::load_f16(w.add(256).cast());
                 for t in 0..T {
                     let s = S::mul(scale, S::splat(*x.scale.add((first + t) * groups + g)));
                     acc[t] = S::fma(S::to_f32(S::add_i(a[t], b[t])), s, acc[t]);
-                }
-            }
-            acc
-        }
-    }
-}
-
-impl<S: Simd> PanelKernel<S> for I8Two {
-    #[inline(always)]
-    unsafe fn tile<const T: usize>(panel: *const u8, cols: usize, x: &Operands, first: usize) -> [S::F; T] {
-        let groups = cols / GROUP;
-        // SAFETY: as above.
-        unsafe {
-            let mut acc = [S::splat(0.0); T];
-            for g in 0..groups {
-                let w = panel.add(g * Form::I8Halves.unit_bytes());
-                let a = S::dot_i8::<T>(w.cast(), group_pointers::<T>(x, first, cols, g * GROUP));
-                let b = S::dot_i8::<T>(w.add(128).cast(), group_pointers::<T>(x, first, cols, g * GROUP + 16));
-                let scale = [S::load(w.add(256).cast()), S::load(w.add(288).cast())];
-                let min = S::load(w.add(320).cast());
-                for t in 0..T {
-                    let at = (first + t) * groups + g;
-                    let s = S::splat(*x.scale.add(at));
-                    acc[t] = S::fma(S::to_f32(a[t]), S::mul(scale[0], s), acc[t]);
-                    acc[t] = S::fma(S::to_f32(b[t]), S::mul(scale[1], s), acc[t]);
-                    acc[t] = S::fma(min, S::splat(*x.sum.add(at)), acc[t]);
                 }
             }
             acc
@@ -281,10 +396,12 @@ unsafe fn panels_kernel<S: Simd>(_: S, w: &CpuWeight, x: &Operands, first: usize
         // SAFETY: the caller's promise.
         unsafe {
             match w.form {
-                Form::U4Half => panel_rows::<S, U4<false>>(w, x, p, TILE),
-                Form::U4Single => panel_rows::<S, U4<true>>(w, x, p, TILE),
-                Form::I8Half => panel_rows::<S, I8>(w, x, p, TILE),
-                Form::I8Halves => panel_rows::<S, I8Two>(w, x, p, TILE),
+                Form::U4 => panel_rows::<S, Plain<4>>(w, x, p, S::TILE),
+                Form::U5 => panel_rows::<S, Plain<5>>(w, x, p, S::TILE),
+                Form::I8 => panel_rows::<S, I8>(w, x, p, S::TILE),
+                Form::U4Super => panel_rows::<S, Super<4>>(w, x, p, S::TILE),
+                Form::U5Super => panel_rows::<S, Super<5>>(w, x, p, S::TILE),
+                Form::U6Super => panel_rows::<S, U6Super>(w, x, p, S::TILE),
                 Form::F32 => panel_rows::<S, Dense<f32>>(w, x, p, DENSE_TILE),
                 Form::F16 => panel_rows::<S, Dense<f16>>(w, x, p, DENSE_TILE),
                 Form::Bf16 => panel_rows::<S, Dense<bf16>>(w, x, p, DENSE_TILE),

@@ -1,17 +1,24 @@
 //! The CPU backend: splits each operation into tasks and runs them on its threads.
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod ceilings;
 mod elementwise;
 mod isa;
 mod matmul;
+mod packing;
 mod simd;
 mod threads;
 mod unpack;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 mod weight;
 
 use std::sync::Arc;
 
 use baton_types::{BlockId, KvDtype};
+pub use ceilings::Ceilings;
 use half::{bf16, f16};
 pub use isa::Isa;
 use matmul::{Operands, Quantised};
@@ -105,17 +112,10 @@ impl CpuBackend {
     fn quantise(&mut self, x: &[f32], rows: usize, cols: usize) {
         let groups = cols / GROUP;
         let isa = self.isa;
-        let (q, scale, sum) = (
-            Shared(self.scratch.q.as_mut_ptr()),
-            Shared(self.scratch.scale.as_mut_ptr()),
-            Shared(self.scratch.sum.as_mut_ptr()),
-        );
+        let out = self.scratch.rounded();
         self.over_rows(rows, &|first, count| {
-            let (at, group) = (first * cols, first * groups);
             // SAFETY: `matmul` checked the sizes; pieces are disjoint.
-            unsafe {
-                matmul::quantise(isa, x.as_ptr().add(at), count * groups, q.add(at), scale.add(group), sum.add(group))
-            }
+            unsafe { matmul::quantise(isa, x.as_ptr().add(first * cols), count * groups, out.from(first * groups)) }
         });
     }
 
@@ -247,6 +247,14 @@ impl Backend for CpuBackend {
         CpuWeight::new(source)
     }
 
+    fn weight_bytes(&self, weight: &CpuWeight) -> usize {
+        weight.data.len()
+    }
+
+    fn elements(&self, buffer: &Vec<f32>) -> usize {
+        buffer.len()
+    }
+
     fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
         if self.scratch.q.len() < rows * cols {
             self.scratch = Quantised::with_capacity(rows * cols);
@@ -301,7 +309,8 @@ impl Backend for CpuBackend {
             x: x.as_ptr(),
             q: self.scratch.q.as_ptr(),
             scale: self.scratch.scale.as_ptr(),
-            sum: self.scratch.sum.as_ptr(),
+            minus_sum: self.scratch.minus_sum.as_ptr(),
+            halves: self.scratch.halves.as_ptr(),
             bias: bias.map(|b| b.as_ptr()),
             out: out.as_mut_ptr(),
         };

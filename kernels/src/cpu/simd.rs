@@ -1,6 +1,6 @@
-//! Eight-lane arithmetic with two instantiations: AVX2 + FMA + F16C, and portable Rust.
+//! Eight-lane arithmetic with three instantiations: AVX2 + FMA + F16C, the same with AVX-512 VNNI, and portable Rust.
 //!
-//! Every CPU kernel is written once over [`Simd`]. Both instantiations do the same operations in the same order and round
+//! Every CPU kernel is written once over [`Simd`]. All instantiations do the same operations in the same order and round
 //! in the same places (the portable one uses fused `mul_add`), so they give the same bits (I1), and a worker without AVX2 can
 //! stand in for one that has it. All methods are unsafe because the AVX2 ones need the CPU to have the features; the
 //! safe dispatch is in [`super::isa`].
@@ -20,11 +20,14 @@ pub unsafe trait Simd: Copy + 'static {
     type F: Copy;
     /// Eight i32.
     type I: Copy;
+    /// Rows of a quantised product computed together: as many as its registers hold.
+    const TILE: usize;
 
     unsafe fn splat(x: f32) -> Self::F;
     unsafe fn load(p: *const f32) -> Self::F;
     unsafe fn load_f16(p: *const f16) -> Self::F;
     unsafe fn load_bf16(p: *const bf16) -> Self::F;
+    unsafe fn load_u8(p: *const u8) -> Self::F;
     unsafe fn store(p: *mut f32, x: Self::F);
     unsafe fn store_f16(p: *mut f16, x: Self::F);
     unsafe fn store_bf16(p: *mut bf16, x: Self::F);
@@ -55,9 +58,14 @@ pub unsafe trait Simd: Copy + 'static {
     /// Dot products of one group of 32 unsigned 4-bit weights of eight rows with `T` activation groups.
     /// `w`: 128 bytes; the low nibbles of 32-byte vector i hold weights 4i..4i+4 of each row, the high nibbles 16+4i..16+4i+4.
     unsafe fn dot_u4<const T: usize>(w: *const u8, a: [*const i8; T]) -> [Self::I; T];
+    /// The same for 5-bit weights. `w`: the nibbles, then 32 bytes of fifth bits as [`super::packing`] lays them.
+    unsafe fn dot_u5<const T: usize>(w: *const u8, a: [*const i8; T]) -> [Self::I; T];
+    /// The same for 6-bit weights raised by 32, each half group times its scale. `w`: the nibbles, 64 bytes of upper bits, 16 signed
+    /// scales, two a row. `sums`: of the two half groups of each activation group.
+    unsafe fn dot_u6<const T: usize>(w: *const u8, a: [*const i8; T], sums: [*const i16; T]) -> [Self::I; T];
     /// Dot products of one half group of 16 signed 8-bit weights of eight rows with `T` half groups of activations.
-    /// `w`: 128 bytes; 32-byte vector i holds weights 4i..4i+4 of each row.
-    unsafe fn dot_i8<const T: usize>(w: *const i8, a: [*const i8; T]) -> [Self::I; T];
+    /// `w`: 128 bytes; 32-byte vector i holds weights 4i..4i+4 of each row. `sums`: of each half group of activations.
+    unsafe fn dot_i8<const T: usize>(w: *const i8, a: [*const i8; T], sums: [i16; T]) -> [Self::I; T];
     /// Lane-wise integer sum.
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     /// Rows become columns.
@@ -110,6 +118,7 @@ macro_rules! lanewise {
 unsafe impl Simd for Portable {
     type F = [f32; LANES];
     type I = [i32; LANES];
+    const TILE: usize = 4;
 
     unsafe fn splat(x: f32) -> Self::F {
         [x; LANES]
@@ -125,6 +134,10 @@ unsafe impl Simd for Portable {
     unsafe fn load_bf16(p: *const bf16) -> Self::F {
         // SAFETY: eight bf16 are readable at p.
         unsafe { p.cast::<[bf16; LANES]>().read_unaligned().map(bf16::to_f32) }
+    }
+    unsafe fn load_u8(p: *const u8) -> Self::F {
+        // SAFETY: eight bytes are readable at p.
+        unsafe { p.cast::<[u8; LANES]>().read().map(f32::from) }
     }
     unsafe fn store(p: *mut f32, x: Self::F) {
         // SAFETY: eight f32 are writable at p.
@@ -206,7 +219,45 @@ unsafe impl Simd for Portable {
         }
         out
     }
-    unsafe fn dot_i8<const T: usize>(w: *const i8, a: [*const i8; T]) -> [Self::I; T] {
+    unsafe fn dot_u5<const T: usize>(w: *const u8, a: [*const i8; T]) -> [Self::I; T] {
+        // SAFETY: 160 weight bytes and 32 bytes of each activation group are readable.
+        unsafe {
+            let mut out = Self::dot_u4::<T>(w, a);
+            for (t, a) in a.into_iter().enumerate() {
+                for byte in 0..32 {
+                    let bits = *w.add(128 + byte) as i32;
+                    for k in (byte % 4..32).step_by(4) {
+                        out[t][byte / 4] += (bits >> (k / 4) & 1) * 16 * *a.add(k) as i32;
+                    }
+                }
+            }
+            out
+        }
+    }
+    unsafe fn dot_u6<const T: usize>(w: *const u8, a: [*const i8; T], sums: [*const i16; T]) -> [Self::I; T] {
+        let mut out = [[0i32; LANES]; T];
+        for t in 0..T {
+            for byte in 0..128 {
+                let (vector, lane, k) = (byte / 32, byte % 32 / 4, byte % 4);
+                // SAFETY: 208 weight bytes, 32 activation bytes and two sums are readable.
+                unsafe {
+                    let nibbles = *w.add(byte) as i32;
+                    for half in 0..2 {
+                        let upper = *w.add(128 + 32 * half + byte % 32) as i32 >> (2 * vector) & 3;
+                        let q =
+                            (nibbles >> (4 * half) & 15 | upper << 4) * *a[t].add(16 * half + 4 * vector + k) as i32;
+                        out[t][lane] += q * *w.add(192 + 2 * lane + half).cast::<i8>() as i32;
+                    }
+                }
+            }
+            for i in 0..2 * LANES {
+                // SAFETY: as above.
+                unsafe { out[t][i / 2] -= 32 * *w.add(192 + i).cast::<i8>() as i32 * *sums[t].add(i % 2) as i32 }
+            }
+        }
+        out
+    }
+    unsafe fn dot_i8<const T: usize>(w: *const i8, a: [*const i8; T], _: [i16; T]) -> [Self::I; T] {
         let mut out = [[0i32; LANES]; T];
         for (t, a) in a.into_iter().enumerate() {
             for byte in 0..128 {
@@ -226,243 +277,5 @@ unsafe impl Simd for Portable {
     }
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES] {
         std::array::from_fn(|c| std::array::from_fn(|r| rows[r][c]))
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-pub use avx2::Avx2;
-
-#[cfg(target_arch = "x86_64")]
-mod avx2 {
-    use std::arch::x86_64::*;
-
-    use half::{bf16, f16};
-
-    use super::{LANES, Simd};
-
-    /// AVX2, FMA and F16C.
-    #[derive(Clone, Copy)]
-    pub struct Avx2;
-
-    // SAFETY: the trait's contract puts the CPU features and the validity of pointers on the caller;
-    // all loads and stores used are the unaligned ones.
-    unsafe impl Simd for Avx2 {
-        type F = __m256;
-        type I = __m256i;
-
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_set1_ps(x) }
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_loadu_ps(p) }
-        }
-        #[inline(always)]
-        unsafe fn load_f16(p: *const f16) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
-        }
-        #[inline(always)]
-        unsafe fn load_bf16(p: *const bf16) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe {
-                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
-            }
-        }
-        #[inline(always)]
-        unsafe fn store(p: *mut f32, x: __m256) {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_storeu_ps(p, x) }
-        }
-        #[inline(always)]
-        unsafe fn store_f16(p: *mut f16, x: __m256) {
-            // SAFETY: see the impl block.
-            unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
-        }
-        #[inline(always)]
-        unsafe fn store_bf16(p: *mut bf16, x: __m256) {
-            let mut lanes = [0.0f32; LANES];
-            // SAFETY: see the impl block; `lanes` holds eight f32.
-            unsafe {
-                _mm256_storeu_ps(lanes.as_mut_ptr(), x);
-                p.cast::<[bf16; LANES]>().write_unaligned(lanes.map(bf16::from_f32));
-            }
-        }
-        #[inline(always)]
-        unsafe fn add(a: __m256, b: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_add_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn sub(a: __m256, b: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_sub_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_mul_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn div(a: __m256, b: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_div_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_fmadd_ps(a, b, c) }
-        }
-        #[inline(always)]
-        unsafe fn max(a: __m256, b: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_max_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn min(a: __m256, b: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_min_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn abs(a: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
-        }
-        #[inline(always)]
-        unsafe fn round(a: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
-        }
-        #[inline(always)]
-        unsafe fn exp2i(n: __m256) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe {
-                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
-            }
-        }
-        #[inline(always)]
-        unsafe fn sum(a: __m256) -> f32 {
-            // SAFETY: see the impl block.
-            unsafe {
-                let four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-                let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-                _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
-            }
-        }
-        #[inline(always)]
-        unsafe fn max_lane(a: __m256) -> f32 {
-            // SAFETY: see the impl block.
-            unsafe {
-                let four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-                let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-                _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
-            }
-        }
-        #[inline(always)]
-        unsafe fn select_range(a: __m256, low: usize, high: usize, other: f32) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe {
-                let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-                let from = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(low as i32 - 1));
-                let until = _mm256_cmpgt_epi32(_mm256_set1_epi32(high as i32), lane);
-                let keep = _mm256_castsi256_ps(_mm256_and_si256(from, until));
-                _mm256_blendv_ps(_mm256_set1_ps(other), a, keep)
-            }
-        }
-        #[inline(always)]
-        unsafe fn store_i8(p: *mut i8, x: __m256) {
-            // SAFETY: see the impl block; eight bytes are writable at p.
-            unsafe {
-                let i = _mm256_cvtps_epi32(x);
-                let s = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256::<1>(i));
-                _mm_storel_epi64(p.cast(), _mm_packs_epi16(s, s));
-            }
-        }
-        #[inline(always)]
-        unsafe fn to_f32(x: __m256i) -> __m256 {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_cvtepi32_ps(x) }
-        }
-        #[inline(always)]
-        unsafe fn dot_u4<const T: usize>(w: *const u8, a: [*const i8; T]) -> [__m256i; T] {
-            // SAFETY: see the impl block; 128 weight bytes and 32 bytes of each activation group are readable.
-            // No saturation: eight products of pairs, each at most 2 * 15 * 127, sum to 30,480 < 32,767.
-            unsafe {
-                let nibble = _mm256_set1_epi8(15);
-                let mut acc = [_mm256_setzero_si256(); T];
-                for i in 0..4 {
-                    let packed = _mm256_loadu_si256(w.add(32 * i).cast());
-                    let low = _mm256_and_si256(packed, nibble);
-                    let high = _mm256_and_si256(_mm256_srli_epi16::<4>(packed), nibble);
-                    for t in 0..T {
-                        let words = a[t].cast::<i32>();
-                        let x = _mm256_set1_epi32(words.add(i).read_unaligned());
-                        let y = _mm256_set1_epi32(words.add(4 + i).read_unaligned());
-                        let pair = _mm256_add_epi16(_mm256_maddubs_epi16(low, x), _mm256_maddubs_epi16(high, y));
-                        acc[t] = _mm256_add_epi16(acc[t], pair);
-                    }
-                }
-                let ones = _mm256_set1_epi16(1);
-                for t in 0..T {
-                    acc[t] = _mm256_madd_epi16(acc[t], ones);
-                }
-                acc
-            }
-        }
-        #[inline(always)]
-        unsafe fn dot_i8<const T: usize>(w: *const i8, a: [*const i8; T]) -> [__m256i; T] {
-            // SAFETY: see the impl block; 128 weight bytes and 16 bytes of each activation half group are readable.
-            // The sign moves from the weight to the activation because the instruction multiplies unsigned by signed.
-            // No saturation: a pair is at most 2 * 128 * 127 = 32,512.
-            unsafe {
-                let ones = _mm256_set1_epi16(1);
-                let mut acc = [_mm256_setzero_si256(); T];
-                for i in 0..4 {
-                    let weights = _mm256_loadu_si256(w.add(32 * i).cast());
-                    let magnitude = _mm256_abs_epi8(weights);
-                    for t in 0..T {
-                        let x = _mm256_set1_epi32(a[t].cast::<i32>().add(i).read_unaligned());
-                        let pair = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x, weights));
-                        acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(pair, ones));
-                    }
-                }
-                acc
-            }
-        }
-        #[inline(always)]
-        unsafe fn add_i(a: __m256i, b: __m256i) -> __m256i {
-            // SAFETY: see the impl block.
-            unsafe { _mm256_add_epi32(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn transpose(r: [__m256; LANES]) -> [__m256; LANES] {
-            // SAFETY: see the impl block.
-            unsafe {
-                let mut pairs = r;
-                for i in 0..4 {
-                    pairs[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-                    pairs[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-                }
-                let mut quads = r;
-                for half in 0..2 {
-                    let [a, b, c, d] = [pairs[4 * half], pairs[4 * half + 1], pairs[4 * half + 2], pairs[4 * half + 3]];
-                    quads[4 * half] = _mm256_shuffle_ps::<0x44>(a, c);
-                    quads[4 * half + 1] = _mm256_shuffle_ps::<0xee>(a, c);
-                    quads[4 * half + 2] = _mm256_shuffle_ps::<0x44>(b, d);
-                    quads[4 * half + 3] = _mm256_shuffle_ps::<0xee>(b, d);
-                }
-                let mut out = r;
-                for i in 0..4 {
-                    out[i] = _mm256_permute2f128_ps::<0x20>(quads[i], quads[4 + i]);
-                    out[4 + i] = _mm256_permute2f128_ps::<0x31>(quads[i], quads[4 + i]);
-                }
-                out
-            }
-        }
     }
 }

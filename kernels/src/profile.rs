@@ -1,0 +1,278 @@
+//! Where a step's time goes: [`Profiled`], a [`Backend`] around another one that times each operation and counts what it
+//! moves and computes.
+//!
+//! For benchmarks. A decoder over a plain backend has none of this compiled in, so measuring costs nothing when it is off. Knows
+//! nothing of models: matrix products are told apart by the type and shape of their weights.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use baton_types::{KvLayout, WeightDtype};
+
+use crate::KernelError;
+use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+
+/// A kind of operation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operation {
+    /// Products with weights of one type and shape.
+    Matmul {
+        /// Element type in the file.
+        dtype: WeightDtype,
+        /// Outputs.
+        rows: usize,
+        /// Inputs.
+        cols: usize,
+    },
+    /// Paged attention.
+    Attention,
+    /// RMS norms.
+    Norm,
+    /// Rotary embedding, and K and V into the pool.
+    RopeAndStore,
+    /// The gated activation.
+    Gate,
+    /// Embedding, residual sums, gathered rows, logits to the host.
+    Copies,
+    /// Choosing tokens: on the host, so the decoder's caller adds it.
+    Sampling,
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Operation::Matmul { dtype, rows, cols } => write!(f, "matmul {dtype} {rows} x {cols}"),
+            Operation::Attention => f.write_str("attention"),
+            Operation::Norm => f.write_str("norm"),
+            Operation::RopeAndStore => f.write_str("rope + store"),
+            Operation::Gate => f.write_str("gate"),
+            Operation::Copies => f.write_str("copies"),
+            Operation::Sampling => f.write_str("sampling"),
+        }
+    }
+}
+
+/// What the calls of one kind took and did.
+#[derive(Clone, Copy, PartialEq, Default, Debug)]
+pub struct Tally {
+    /// Calls.
+    pub calls: u64,
+    /// Time inside them.
+    pub time: Duration,
+    /// Bytes that had to move at least once a call: weights as packed, K and V that a sequence's rows see, activations in and out.
+    pub bytes: u64,
+    /// Multiplications and additions, of products and attention only.
+    pub arithmetic: u64,
+}
+
+impl Tally {
+    fn add(&mut self, more: Tally) {
+        self.calls += more.calls;
+        self.time += more.time;
+        self.bytes += more.bytes;
+        self.arithmetic += more.arithmetic;
+    }
+}
+
+/// Tallies of all kinds that occurred.
+#[derive(Clone, Default, Debug)]
+pub struct Profile(Vec<(Operation, Tally)>);
+
+impl Profile {
+    /// Kinds with their tallies, in the order in which they were first prepared or called.
+    pub fn tallies(&self) -> impl Iterator<Item = (Operation, Tally)> + '_ {
+        self.0.iter().copied().filter(|(_, tally)| tally.calls > 0)
+    }
+
+    fn place(&mut self, operation: Operation) -> usize {
+        self.0.iter().position(|(known, _)| *known == operation).unwrap_or_else(|| {
+            self.0.push((operation, Tally::default()));
+            self.0.len() - 1
+        })
+    }
+}
+
+/// A [`Profile`] that the backend adds to and others read.
+#[derive(Clone, Default, Debug)]
+pub struct SharedProfile(Arc<Mutex<Profile>>);
+
+impl SharedProfile {
+    /// What was counted since the last time, which is forgotten.
+    pub fn take(&self) -> Profile {
+        let mut profile = self.lock();
+        let taken = profile.clone();
+        profile.0.iter_mut().for_each(|(_, tally)| *tally = Tally::default());
+        taken
+    }
+
+    /// Adds what calls took and did.
+    pub fn add(&self, operation: Operation, more: Tally) {
+        let mut profile = self.lock();
+        let place = profile.place(operation);
+        profile.0[place].1.add(more);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Profile> {
+        // Plain numbers: a panic elsewhere leaves them usable.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A weight with what a product with it costs.
+pub struct ProfiledWeight<W> {
+    weight: W,
+    place: usize,
+    rows: usize,
+    cols: usize,
+    bytes: u64,
+}
+
+/// Times and counts another backend's operations.
+pub struct Profiled<B> {
+    inner: B,
+    layout: KvLayout,
+    profile: SharedProfile,
+}
+
+/// Bytes of so many f32.
+fn floats(count: usize) -> u64 {
+    count as u64 * 4
+}
+
+impl<B> Profiled<B> {
+    /// Around `inner`, whose pool has this layout.
+    pub fn new(inner: B, layout: KvLayout, profile: SharedProfile) -> Self {
+        Profiled { inner, layout, profile }
+    }
+
+    fn timed(&mut self, operation: Operation, bytes: u64, arithmetic: u64, run: impl FnOnce(&mut B)) {
+        let place = self.profile.lock().place(operation);
+        self.timed_at(place, bytes, arithmetic, run);
+    }
+
+    fn timed_at(&mut self, place: usize, bytes: u64, arithmetic: u64, run: impl FnOnce(&mut B)) {
+        let started = Instant::now();
+        run(&mut self.inner);
+        let time = started.elapsed();
+        self.profile.lock().0[place].1.add(Tally { calls: 1, time, bytes, arithmetic });
+    }
+
+    fn head_dim(&self, shape: AttentionShape) -> usize {
+        self.layout.groups[shape.group].head_dim as usize
+    }
+
+    /// Bytes of K and V of one token in one layer.
+    fn token_bytes(&self, shape: AttentionShape) -> u64 {
+        (self.layout.block_bytes(shape.group) / self.layout.block_size as usize) as u64
+    }
+
+    /// (tokens whose K and V are read at least once, pairs of a row and a token it sees)
+    fn seen(&self, shape: AttentionShape, batch: &Ragged) -> (u64, u64) {
+        let window = self.layout.groups[shape.group].window.map_or(usize::MAX, |w| w as usize);
+        batch.spans().iter().fold((0, 0), |(tokens, pairs), span| {
+            let end = span.start + span.len;
+            let first = (span.start + 1).saturating_sub(window);
+            let more: usize = (span.start..end).map(|position| (position + 1).min(window)).sum();
+            (tokens + (end - first) as u64, pairs + more as u64)
+        })
+    }
+}
+
+impl<B: Backend> Backend for Profiled<B> {
+    type Buffer = B::Buffer;
+    type Weight = ProfiledWeight<B::Weight>;
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn buffer(&self, elements: usize) -> Result<B::Buffer, KernelError> {
+        self.inner.buffer(elements)
+    }
+
+    fn upload(&self, values: &[f32]) -> Result<B::Buffer, KernelError> {
+        self.inner.upload(values)
+    }
+
+    fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError> {
+        let weight = self.inner.weight(source)?;
+        let bytes = self.inner.weight_bytes(&weight) as u64;
+        let (dtype, rows, cols) = (source.dtype, source.rows, source.cols);
+        let place = self.profile.lock().place(Operation::Matmul { dtype, rows, cols });
+        Ok(ProfiledWeight { weight, place, rows, cols, bytes })
+    }
+
+    fn weight_bytes(&self, weight: &Self::Weight) -> usize {
+        self.inner.weight_bytes(&weight.weight)
+    }
+
+    fn elements(&self, buffer: &B::Buffer) -> usize {
+        self.inner.elements(buffer)
+    }
+
+    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
+        self.inner.reserve(rows, cols)
+    }
+
+    fn read(&mut self, buffer: &B::Buffer, offset: usize, out: &mut [f32]) {
+        self.timed(Operation::Copies, floats(2 * out.len()), 0, |b| b.read(buffer, offset, out));
+    }
+
+    fn embed(&mut self, table: &Self::Weight, ids: &[u32], scale: f32, out: &mut B::Buffer) {
+        let bytes = floats(ids.len() * table.cols);
+        self.timed(Operation::Copies, bytes, 0, |b| b.embed(&table.weight, ids, scale, out));
+    }
+
+    fn rms_norm(&mut self, norm: &Norm<B::Buffer>, x: &B::Buffer, rows: usize, out: &mut B::Buffer) {
+        let bytes = 2 * floats(rows * self.inner.elements(&norm.weight));
+        self.timed(Operation::Norm, bytes, 0, |b| b.rms_norm(norm, x, rows, out));
+    }
+
+    fn rms_norm_in_place(&mut self, norm: &Norm<B::Buffer>, x: &mut B::Buffer, rows: usize) {
+        let bytes = 2 * floats(rows * self.inner.elements(&norm.weight));
+        self.timed(Operation::Norm, bytes, 0, |b| b.rms_norm_in_place(norm, x, rows));
+    }
+
+    fn add(&mut self, x: &mut B::Buffer, y: &B::Buffer, elements: usize) {
+        self.timed(Operation::Copies, floats(3 * elements), 0, |b| b.add(x, y, elements));
+    }
+
+    fn matmul(&mut self, w: &Self::Weight, x: &B::Buffer, rows: usize, bias: Option<&B::Buffer>, out: &mut B::Buffer) {
+        let bytes = w.bytes + floats(rows * (w.rows + w.cols));
+        let arithmetic = 2 * (rows * w.rows * w.cols) as u64;
+        self.timed_at(w.place, bytes, arithmetic, |b| b.matmul(&w.weight, x, rows, bias, out));
+    }
+
+    fn rope_and_store_kv(
+        &mut self,
+        shape: AttentionShape,
+        batch: &Ragged,
+        rope: &Rope<B::Buffer>,
+        q: &mut B::Buffer,
+        k: &B::Buffer,
+        v: &B::Buffer,
+    ) {
+        let kv = 2 * self.layout.groups[shape.group].kv_heads as usize;
+        let activations = floats(batch.rows() * self.head_dim(shape) * (2 * shape.heads + kv));
+        let bytes = activations + batch.rows() as u64 * self.token_bytes(shape);
+        self.timed(Operation::RopeAndStore, bytes, 0, |b| b.rope_and_store_kv(shape, batch, rope, q, k, v));
+    }
+
+    fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &B::Buffer, out: &mut B::Buffer) {
+        let (tokens, pairs) = self.seen(shape, batch);
+        let width = shape.heads * self.head_dim(shape);
+        let bytes = tokens * self.token_bytes(shape) + floats(2 * batch.rows() * width);
+        // A score and a weighted sum: two products of a head's width for every pair and head.
+        let arithmetic = 4 * width as u64 * pairs;
+        self.timed(Operation::Attention, bytes, arithmetic, |b| b.attention(shape, batch, q, out));
+    }
+
+    fn gate_mul(&mut self, act: Gate, gate: &mut B::Buffer, up: &B::Buffer, elements: usize) {
+        self.timed(Operation::Gate, floats(3 * elements), 0, |b| b.gate_mul(act, gate, up, elements));
+    }
+
+    fn gather_rows(&mut self, x: &B::Buffer, width: usize, rows: &[u32], out: &mut B::Buffer) {
+        self.timed(Operation::Copies, floats(2 * rows.len() * width), 0, |b| b.gather_rows(x, width, rows, out));
+    }
+}
