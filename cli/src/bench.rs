@@ -1,6 +1,7 @@
 //! `baton bench`: figures of this machine. See `bench/` for comparisons with others.
 
 mod engine;
+mod profile;
 mod transfer;
 
 use clap::{ArgMatches, Command};

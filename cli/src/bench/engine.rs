@@ -1,15 +1,19 @@
-//! `baton bench engine`: tokens a second of the model and engine in this process, without workers or sockets.
+//! `baton bench engine`: tokens a second of the model and engine in this process, without workers or sockets, and where the
+//! time goes ([`super::profile`]).
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Context;
-use baton_engine::{Engine, Event, ModelRunner, NewSequence, Start, Time};
+use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Start, Time};
+use baton_kernels::{Ceilings, CpuOptions, Profiled};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
-use baton_types::{RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{Loaded, WorkerConfig, load, resolve_model};
+use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
+use baton_worker::{Loaded, WorkerConfig, load, load_on, resolve_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+
+use super::profile::{Profiler, print_ceilings};
 
 /// `baton bench engine`.
 pub fn command() -> Command {
@@ -39,8 +43,20 @@ pub fn command() -> Command {
                 .long("metrics")
                 .value_name("LIST")
                 .value_delimiter(',')
-                .default_value("prefill_512,prefill_2048,decode_1,decode_4,decode_16")
+                .default_value("prefill_512,prefill_2048,decode_1,decode_8,decode_32")
                 .help("What to measure: prefill_N (a prompt of N tokens) and decode_B (B sequences together)"),
+        )
+        .arg(
+            Arg::new("no-profile")
+                .long("no-profile")
+                .action(ArgAction::SetTrue)
+                .help("Only tokens a second, without timing each operation"),
+        )
+        .arg(
+            Arg::new("ceilings")
+                .long("ceilings")
+                .action(ArgAction::SetTrue)
+                .help("Only what this machine can do at most; no model is loaded"),
         )
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("One JSON object a line"))
 }
@@ -48,9 +64,31 @@ pub fn command() -> Command {
 /// Tokens each sequence of a decode figure has behind it.
 const CONTEXT: u32 = 128;
 
+/// What is measured.
+#[derive(Clone, Copy)]
+enum Metric {
+    /// One prompt of so many tokens.
+    Prefill(u32),
+    /// So many sequences together.
+    Decode(u32),
+}
+
+impl Metric {
+    fn parse(name: &str) -> anyhow::Result<Metric> {
+        let what = || format!("{name:?} is neither prefill_N nor decode_B, with a number above 0");
+        let (kind, n) = name.split_once('_').with_context(what)?;
+        match (kind, n.parse().ok().filter(|&n: &u32| n > 0)) {
+            ("prefill", Some(n)) => Ok(Metric::Prefill(n)),
+            ("decode", Some(n)) => Ok(Metric::Decode(n)),
+            _ => anyhow::bail!(what()),
+        }
+    }
+}
+
 struct Bench {
     engine: Engine,
     runner: Box<dyn ModelRunner>,
+    profiler: Option<Profiler>,
     vocab: u32,
     events: Vec<Event>,
     out: Vec<TokenOut>,
@@ -66,32 +104,75 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         chunk: 512,
         ..WorkerConfig::default()
     };
-    let model = Model::open(&resolve_model(&config)?)?;
-    let Loaded { decoder, geometry, engine, .. } = load(&config, &model)?;
-    let vocab = decoder.config().vocab_size;
-    let engine = Engine::new(engine, &geometry)?;
-    let mut bench = Bench { engine, runner: Box::new(decoder), vocab, events: Vec::new(), out: Vec::new() };
-    bench.prefill(64)?;
+    let json = matches.get_flag("json");
+    let ceilings = || {
+        let cpu = CpuOptions::default();
+        Ceilings::measure(CpuOptions { threads: config.threads.unwrap_or(cpu.threads), ..cpu })
+    };
+    if matches.get_flag("ceilings") {
+        print_ceilings(&ceilings()?, json);
+        return Ok(());
+    }
+    let named = matches.get_many::<String>("metrics").into_iter().flatten();
+    let metrics = named.map(|name| Ok((name, Metric::parse(name)?))).collect::<anyhow::Result<Vec<_>>>()?;
     let steps = matches.get_one("decode-steps").copied().unwrap_or(64);
-    for metric in matches.get_many::<String>("metrics").into_iter().flatten() {
-        let (kind, n) =
-            metric.split_once('_').with_context(|| format!("{metric:?} is neither prefill_N nor decode_B"))?;
-        let n: u32 = n.parse().with_context(|| format!("{metric:?}: {n:?} is not a number"))?;
-        let value = match kind {
-            "prefill" => n as f64 / bench.prefill(n)?,
-            "decode" => (n * steps) as f64 / bench.decode(n, steps)?,
-            _ => anyhow::bail!("{metric:?} is neither prefill_N nor decode_B"),
+    let model = Model::open(&resolve_model(&config)?)?;
+    let mut bench = if matches.get_flag("no-profile") {
+        let Loaded { decoder, geometry, engine, .. } = load(&config, &model)?;
+        Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
+    } else {
+        let ceilings = ceilings()?;
+        print_ceilings(&ceilings, json);
+        let profiler = Profiler::new(ceilings, json);
+        let wrap = |backend, layout: &_| Profiled::new(backend, Clone::clone(layout), profiler.shared());
+        let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, wrap)?;
+        let runner = profiler.runner(decoder);
+        Bench::new(engine, &geometry, Box::new(runner), Some(profiler), &model)?
+    };
+    bench.prefill(64)?;
+    for (name, metric) in metrics {
+        let (tokens, seconds) = match metric {
+            Metric::Prefill(n) => (n, bench.prefill(n)?),
+            Metric::Decode(n) => (n * steps, bench.decode(n, steps)?),
         };
-        if matches.get_flag("json") {
-            println!("{}", serde_json::json!({"metric": metric, "value": value, "unit": "tokens/s"}));
+        let profile = bench.profiler.as_ref().map(|profiler| (profiler, profiler.take()));
+        let rate = |seconds: f64| f64::from(tokens) / seconds;
+        let ceiling = profile.as_ref().map(|(profiler, profile)| rate(profiler.least_seconds(profile)));
+        if json {
+            let value = rate(seconds);
+            println!("{}", serde_json::json!({"metric": name, "value": value, "unit": "tokens/s", "ceiling": ceiling}));
         } else {
-            println!("{metric:<14} {value:>10.1} tokens/s");
+            let of = ceiling.map_or(String::new(), |c| format!(" of at most {c:.1} on this machine"));
+            println!("{name:<14} {:>10.1} tokens/s{of}", rate(seconds));
+        }
+        if let Some((profiler, profile)) = profile {
+            profiler.print(name, &profile, seconds);
         }
     }
     Ok(())
 }
 
 impl Bench {
+    fn new(
+        engine: EngineConfig,
+        geometry: &PoolGeometry,
+        runner: Box<dyn ModelRunner>,
+        profiler: Option<Profiler>,
+        model: &Model,
+    ) -> anyhow::Result<Bench> {
+        let engine = Engine::new(engine, geometry)?;
+        let vocab = model.config().vocab_size;
+        Ok(Bench { engine, runner, profiler, vocab, events: Vec::new(), out: Vec::new() })
+    }
+
+    /// Measuring begins.
+    fn start(&self) -> Instant {
+        if let Some(profiler) = &self.profiler {
+            profiler.take();
+        }
+        Instant::now()
+    }
+
     fn submit(&mut self, prompt: u32, answer: u32, salt: u32) -> anyhow::Result<SeqId> {
         let vocab = self.vocab;
         let id = |i: u32| i.wrapping_mul(2_654_435_761).wrapping_add(salt.wrapping_mul(97)) % vocab;
@@ -122,7 +203,7 @@ impl Bench {
     /// Seconds for one prompt of `tokens`.
     fn prefill(&mut self, tokens: u32) -> anyhow::Result<f64> {
         self.submit(tokens, 1, 1)?;
-        let started = Instant::now();
+        let started = self.start();
         while self.step()? == 0 {}
         Ok(started.elapsed().as_secs_f64())
     }
@@ -132,7 +213,7 @@ impl Bench {
         let most = steps + batch * CONTEXT;
         let sequences = (0..batch).map(|salt| self.submit(CONTEXT, most, salt)).collect::<Result<Vec<_>, _>>()?;
         while self.step()? < batch as usize {}
-        let started = Instant::now();
+        let started = self.start();
         for _ in 0..steps {
             self.step()?;
         }

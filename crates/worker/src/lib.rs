@@ -16,7 +16,7 @@ mod wire;
 pub use config::{KvType, TransportKind, WorkerConfig};
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
-pub use load::{Loaded, check_settings, load, resolve_model};
+pub use load::{Loaded, check_settings, load, load_on, resolve_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};

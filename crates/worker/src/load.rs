@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use baton_engine::{CacheConfig, EngineConfig, Order};
-use baton_kernels::{CpuBackend, CpuOptions, HostPool};
+use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_runtime::config::format_duration;
 use baton_transfer::Segment;
-use baton_types::PoolGeometry;
+use baton_types::{KvLayout, PoolGeometry};
 
 use crate::{WorkerConfig, WorkerError};
 
@@ -21,9 +21,9 @@ const SAMPLES: usize = 16;
 const MIN_TTL: Duration = Duration::from_secs(1);
 
 /// A model on the CPU over a shareable pool.
-pub struct Loaded {
+pub struct Loaded<B: Backend = CpuBackend> {
     /// Runs steps.
-    pub decoder: Decoder<CpuBackend>,
+    pub decoder: Decoder<B>,
     /// The pool's shape.
     pub geometry: PoolGeometry,
     /// The pool's memory.
@@ -90,6 +90,15 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
 
 /// Loads an open model. Blocks for seconds.
 pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
+    load_on(config, model, |backend, _| backend)
+}
+
+/// Loads an open model onto what `wrap` makes of the CPU backend and its pool's layout. Blocks for seconds.
+pub fn load_on<B: Backend>(
+    config: &WorkerConfig,
+    model: &Model,
+    wrap: impl FnOnce(CpuBackend, &KvLayout) -> B,
+) -> Result<Loaded<B>, WorkerError> {
     let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
     let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
     let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
@@ -104,7 +113,7 @@ pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError>
     let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
         .map_err(ModelError::from)?;
     let options = CpuOptions { threads: config.threads.unwrap_or(CpuOptions::default().threads), ..Default::default() };
-    let backend = CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?;
+    let backend = wrap(CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?, &geometry.layout);
     let limits = Limits {
         tokens: config.token_budget as usize,
         samples: SAMPLES,
