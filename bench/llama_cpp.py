@@ -20,7 +20,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests/references"))
 import llama_capi  # noqa: E402
 
-METRICS = "prefill_512,prefill_2048,decode_1,decode_4,decode_16"
+METRICS = "prefill_512,prefill_2048,decode_1,decode_8,decode_32"
 
 
 def prefill(model, tokens, args):

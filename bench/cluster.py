@@ -1,0 +1,60 @@
+"""A Baton cluster as a benchmark's child process: `baton up` until closed."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def random_ids(count, salt):
+    """A prompt like no other, as token ids that every model has."""
+    return [(i * 2654435761 + salt * 97) % 40000 for i in range(count)]
+
+
+class Cluster:
+    """`baton up` with some flags and further variables of its environment."""
+
+    def __init__(self, baton, model, flags, variables=None):
+        self.port = free_port()
+        addresses = ["--http", f"127.0.0.1:{self.port}", "--grpc", f"127.0.0.1:{free_port()}"]
+        command = [baton, "up", "--model", model, *addresses, *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(variables or {})})
+        self.model = None
+        while self.model is None:
+            if self.process.poll() is not None:
+                raise SystemExit("the cluster did not start; its message is above")
+            time.sleep(0.1)
+            try:
+                if self.request("GET", "/ready").status == 200:
+                    self.model = json.load(self.request("GET", "/v1/models"))["data"][0]["id"]
+            except OSError:
+                pass
+
+    def request(self, method, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+        return connection.getresponse()
+
+    def completion(self, ids, max_tokens):
+        """(path, body) of a greedy request that streams exactly so many tokens."""
+        return "/v1/completions", {"model": self.model, "prompt": ids, "max_tokens": max_tokens, "temperature": 0,
+                                   "stream": True, "ignore_eos": True, "return_token_ids": True}
+
+    @staticmethod
+    def tokens(event):
+        """How many tokens an event of the stream carries."""
+        choices = event.get("choices") or [{}]
+        return len(choices[0].get("token_ids") or [])
+
+    def close(self):
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait()
