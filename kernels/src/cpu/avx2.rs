@@ -51,14 +51,38 @@ pub(super) unsafe fn u6(w: *const u8, i: usize) -> (__m256i, __m256i) {
     // SAFETY: the caller's promise.
     unsafe {
         let (low, high) = nibbles(w, i);
-        let upper = |at: usize| {
-            let bits = _mm256_loadu_si256(w.add(128 + at).cast());
-            let down = _mm256_srl_epi16(bits, _mm_cvtsi32_si128((2 * i as i32 - 4).max(0)));
-            let up = _mm256_sll_epi16(down, _mm_cvtsi32_si128((4 - 2 * i as i32).max(0)));
-            _mm256_and_si256(up, _mm256_set1_epi8(0x30))
-        };
-        (_mm256_or_si256(low, upper(0)), _mm256_or_si256(high, upper(32)))
+        (_mm256_or_si256(low, upper_bits(w.add(128), i)), _mm256_or_si256(high, upper_bits(w.add(160), i)))
     }
+}
+
+/// Bits 2i and 2i + 1 of 32 bytes, as bits 4 and 5.
+///
+/// # Safety
+/// They are readable at `p`, and the CPU has AVX2.
+#[inline(always)]
+unsafe fn upper_bits(p: *const u8, i: usize) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = _mm256_loadu_si256(p.cast());
+        // Shifts of 16-bit lanes: what crosses a byte is masked off.
+        let moved = match i {
+            0 => _mm256_slli_epi16::<4>(bits),
+            1 => _mm256_slli_epi16::<2>(bits),
+            2 => bits,
+            _ => _mm256_srli_epi16::<2>(bits),
+        };
+        _mm256_and_si256(moved, _mm256_set1_epi8(0x30))
+    }
+}
+
+/// Four activations from `4 * i` on, in every lane.
+///
+/// # Safety
+/// They are readable, and the CPU has AVX2.
+#[inline(always)]
+pub(super) unsafe fn word(a: *const i8, i: usize) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_set1_epi32(a.cast::<i32>().add(i).read_unaligned()) }
 }
 
 /// The scales of a 6-bit group as 16-bit pairs a lane: (first, second), (first, first), (second, second).
@@ -237,9 +261,7 @@ unsafe impl Simd for Avx2 {
             for i in 0..4 {
                 let (low, high) = nibbles(w, i);
                 for t in 0..T {
-                    let words = a[t].cast::<i32>();
-                    let x = _mm256_set1_epi32(words.add(i).read_unaligned());
-                    let y = _mm256_set1_epi32(words.add(4 + i).read_unaligned());
+                    let (x, y) = (word(a[t], i), word(a[t], 4 + i));
                     let pair = _mm256_add_epi16(_mm256_maddubs_epi16(low, x), _mm256_maddubs_epi16(high, y));
                     acc[t] = _mm256_add_epi16(acc[t], pair);
                 }
@@ -261,15 +283,13 @@ unsafe impl Simd for Avx2 {
             for i in 0..2 {
                 let (low, high) = (u5(w, 2 * i), u5(w, 2 * i + 1));
                 for t in 0..T {
-                    let words = a[t].cast::<i32>();
-                    let x = |at: usize| _mm256_set1_epi32(words.add(at).read_unaligned());
                     let first = _mm256_add_epi16(
-                        _mm256_maddubs_epi16(low.0, x(2 * i)),
-                        _mm256_maddubs_epi16(low.1, x(4 + 2 * i)),
+                        _mm256_maddubs_epi16(low.0, word(a[t], 2 * i)),
+                        _mm256_maddubs_epi16(low.1, word(a[t], 4 + 2 * i)),
                     );
                     let second = _mm256_add_epi16(
-                        _mm256_maddubs_epi16(high.0, x(2 * i + 1)),
-                        _mm256_maddubs_epi16(high.1, x(5 + 2 * i)),
+                        _mm256_maddubs_epi16(high.0, word(a[t], 2 * i + 1)),
+                        _mm256_maddubs_epi16(high.1, word(a[t], 5 + 2 * i)),
                     );
                     let sum = _mm256_madd_epi16(_mm256_add_epi16(first, second), ones);
                     acc[t] = _mm256_add_epi32(acc[t], sum);
@@ -286,22 +306,21 @@ unsafe impl Simd for Avx2 {
             let [both, first, second] = scale_pairs(w);
             let offset = _mm256_slli_epi16::<5>(both);
             // Taken off: 32 times each half's scale times its sum of activations.
-            let mut acc = sums.map(|sum| {
-                let sum = _mm256_set1_epi32(sum.cast::<i32>().read_unaligned());
-                _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_madd_epi16(offset, sum))
-            });
+            let mut acc = [_mm256_setzero_si256(); T];
+            for t in 0..T {
+                let sum = _mm256_set1_epi32(sums[t].cast::<i32>().read_unaligned());
+                acc[t] = _mm256_sub_epi32(acc[t], _mm256_madd_epi16(offset, sum));
+            }
             for i in 0..2 {
                 let (even, odd) = (u6(w, 2 * i), u6(w, 2 * i + 1));
                 for t in 0..T {
-                    let words = a[t].cast::<i32>();
-                    let x = |at: usize| _mm256_set1_epi32(words.add(at).read_unaligned());
                     let low = _mm256_add_epi16(
-                        _mm256_maddubs_epi16(even.0, x(2 * i)),
-                        _mm256_maddubs_epi16(odd.0, x(2 * i + 1)),
+                        _mm256_maddubs_epi16(even.0, word(a[t], 2 * i)),
+                        _mm256_maddubs_epi16(odd.0, word(a[t], 2 * i + 1)),
                     );
                     let high = _mm256_add_epi16(
-                        _mm256_maddubs_epi16(even.1, x(4 + 2 * i)),
-                        _mm256_maddubs_epi16(odd.1, x(5 + 2 * i)),
+                        _mm256_maddubs_epi16(even.1, word(a[t], 4 + 2 * i)),
+                        _mm256_maddubs_epi16(odd.1, word(a[t], 5 + 2 * i)),
                     );
                     let scaled = _mm256_add_epi32(_mm256_madd_epi16(low, first), _mm256_madd_epi16(high, second));
                     acc[t] = _mm256_add_epi32(acc[t], scaled);
@@ -322,7 +341,7 @@ unsafe impl Simd for Avx2 {
                 let weights = _mm256_loadu_si256(w.add(32 * i).cast());
                 let magnitude = _mm256_abs_epi8(weights);
                 for t in 0..T {
-                    let x = _mm256_set1_epi32(a[t].cast::<i32>().add(i).read_unaligned());
+                    let x = word(a[t], i);
                     let pair = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x, weights));
                     acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(pair, ones));
                 }

@@ -1,13 +1,14 @@
 //! The third instantiation of [`Simd`]: AVX2's float arithmetic with AVX-512 VNNI's integer dot products, on vectors of 256 bits.
 //!
 //! One instruction sums four byte products into 32 bits, where AVX2 takes three. The dot products of a group are exact in integers
-//! either way, so the bits are the same (I1).
+//! either way, so the bits are the same (I1). Plain loops instead of `map`: a closure that is not inlined is compiled without the CPU's
+//! features.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::avx2::{Avx2, nibbles, u5, u6};
+use super::avx2::{Avx2, nibbles, u5, u6, word};
 use super::simd::{LANES, Simd};
 
 /// AVX2, FMA, F16C, AVX-512 VNNI and VL.
@@ -64,13 +65,13 @@ unsafe impl Simd for Vnni {
     #[inline(always)]
     unsafe fn dot_u4<const T: usize>(w: *const u8, a: [*const i8; T]) -> [__m256i; T] {
         // SAFETY: see the impl block; 128 weight bytes and 32 bytes of each activation group are readable.
-        unsafe { dot_unsigned(a, |i| nibbles(w, i)) }
+        unsafe { dot_unsigned::<4, T>(w, a) }
     }
 
     #[inline(always)]
     unsafe fn dot_u5<const T: usize>(w: *const u8, a: [*const i8; T]) -> [__m256i; T] {
         // SAFETY: see the impl block; 160 weight bytes and 32 bytes of each activation group are readable.
-        unsafe { dot_unsigned(a, |i| u5(w, i)) }
+        unsafe { dot_unsigned::<5, T>(w, a) }
     }
 
     #[inline(always)]
@@ -81,18 +82,22 @@ unsafe impl Simd for Vnni {
             let scales = _mm256_cvtepi8_epi16(_mm_loadu_si128(w.add(192).cast()));
             let first = _mm256_srai_epi32::<16>(_mm256_slli_epi32::<16>(scales));
             let second = _mm256_srai_epi32::<16>(scales);
-            let mut acc = sums.map(|sum| {
-                let [low, high] = [*sum, *sum.add(1)].map(|sum| _mm256_set1_epi32(-32 * i32::from(sum)));
-                (low, high)
-            });
+            let (mut low, mut high) = ([_mm256_setzero_si256(); T], [_mm256_setzero_si256(); T]);
+            for t in 0..T {
+                low[t] = _mm256_set1_epi32(-32 * i32::from(*sums[t]));
+                high[t] = _mm256_set1_epi32(-32 * i32::from(*sums[t].add(1)));
+            }
             for i in 0..4 {
-                let (low, high) = u6(w, i);
+                let weights = u6(w, i);
                 for t in 0..T {
-                    acc[t].0 = _mm256_dpbusd_epi32(acc[t].0, low, word(a[t], i));
-                    acc[t].1 = _mm256_dpbusd_epi32(acc[t].1, high, word(a[t], 4 + i));
+                    low[t] = _mm256_dpbusd_epi32(low[t], weights.0, word(a[t], i));
+                    high[t] = _mm256_dpbusd_epi32(high[t], weights.1, word(a[t], 4 + i));
                 }
             }
-            acc.map(|(low, high)| _mm256_add_epi32(_mm256_mullo_epi32(low, first), _mm256_mullo_epi32(high, second)))
+            for t in 0..T {
+                low[t] = _mm256_add_epi32(_mm256_mullo_epi32(low[t], first), _mm256_mullo_epi32(high[t], second));
+            }
+            low
         }
     }
 
@@ -102,7 +107,10 @@ unsafe impl Simd for Vnni {
         // The instruction multiplies unsigned by signed: 128 is added to each weight and taken off the sum, all in 32 bits.
         unsafe {
             let sign = _mm256_set1_epi8(-128);
-            let mut acc = sums.map(|sum| _mm256_set1_epi32(-128 * i32::from(sum)));
+            let mut acc = [_mm256_setzero_si256(); T];
+            for t in 0..T {
+                acc[t] = _mm256_set1_epi32(-128 * i32::from(sums[t]));
+            }
             for i in 0..4 {
                 let raised = _mm256_xor_si256(_mm256_loadu_si256(w.add(32 * i).cast()), sign);
                 for t in 0..T {
@@ -114,30 +122,17 @@ unsafe impl Simd for Vnni {
     }
 }
 
-/// Four activations from `4 * i` on, in every lane.
+/// Dot products of a group of unsigned weights of 4 or 5 bits with `T` activation groups.
 ///
 /// # Safety
-/// They are readable, and the CPU has AVX2.
+/// The group's bytes and 32 bytes of each activation group are readable, and the CPU has VNNI.
 #[inline(always)]
-unsafe fn word(a: *const i8, i: usize) -> __m256i {
-    // SAFETY: the caller's promise.
-    unsafe { _mm256_set1_epi32(a.cast::<i32>().add(i).read_unaligned()) }
-}
-
-/// Dot products of a group of unsigned weights, whose vectors `weights` unpacks, with `T` activation groups.
-///
-/// # Safety
-/// 32 bytes of each activation group are readable, and the CPU has VNNI.
-#[inline(always)]
-unsafe fn dot_unsigned<const T: usize>(
-    a: [*const i8; T],
-    weights: impl Fn(usize) -> (__m256i, __m256i),
-) -> [__m256i; T] {
+unsafe fn dot_unsigned<const BITS: usize, const T: usize>(w: *const u8, a: [*const i8; T]) -> [__m256i; T] {
     // SAFETY: the caller's promise.
     unsafe {
         let mut acc = [_mm256_setzero_si256(); T];
         for i in 0..4 {
-            let (low, high) = weights(i);
+            let (low, high) = if BITS == 4 { nibbles(w, i) } else { u5(w, i) };
             for t in 0..T {
                 acc[t] = _mm256_dpbusd_epi32(acc[t], low, word(a[t], i));
                 acc[t] = _mm256_dpbusd_epi32(acc[t], high, word(a[t], 4 + i));
