@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use anyhow::Context;
 use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Start, Time};
-use baton_kernels::{Ceilings, CpuOptions, Profiled};
+use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
 use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{Loaded, WorkerConfig, load, load_on, resolve_model};
+use baton_worker::{Loaded, WorkerConfig, load_on, resolve_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use super::profile::{Profiler, print_ceilings};
@@ -36,6 +36,13 @@ pub fn command() -> Command {
                 .value_name("N")
                 .value_parser(value_parser!(usize))
                 .help("Compute threads; default: one per core"),
+        )
+        .arg(
+            Arg::new("isa")
+                .long("isa")
+                .default_value(Isa::detect().name())
+                .value_parser(Isa::available().iter().map(|isa| isa.name()).collect::<Vec<_>>())
+                .help("Instruction set"),
         )
         .arg(number("decode-steps", "64", "Steps measured for each decode figure"))
         .arg(
@@ -105,10 +112,10 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         ..WorkerConfig::default()
     };
     let json = matches.get_flag("json");
-    let ceilings = || {
-        let cpu = CpuOptions::default();
-        Ceilings::measure(CpuOptions { threads: config.threads.unwrap_or(cpu.threads), ..cpu })
-    };
+    let named = matches.get_one::<String>("isa");
+    let isa = Isa::available().into_iter().find(|isa| named.is_some_and(|name| name == isa.name())).context("--isa")?;
+    let threads = config.threads.unwrap_or(CpuOptions::default().threads);
+    let ceilings = || Ceilings::measure(CpuOptions { threads, isa });
     if matches.get_flag("ceilings") {
         print_ceilings(&ceilings()?, json);
         return Ok(());
@@ -118,14 +125,14 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let steps = matches.get_one("decode-steps").copied().unwrap_or(64);
     let model = Model::open(&resolve_model(&config)?)?;
     let mut bench = if matches.get_flag("no-profile") {
-        let Loaded { decoder, geometry, engine, .. } = load(&config, &model)?;
+        let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, |backend, _| backend)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
     } else {
         let ceilings = ceilings()?;
         print_ceilings(&ceilings, json);
         let profiler = Profiler::new(ceilings, json);
         let wrap = |backend, layout: &_| Profiled::new(backend, Clone::clone(layout), profiler.shared());
-        let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, wrap)?;
+        let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, wrap)?;
         let runner = profiler.runner(decoder);
         Bench::new(engine, &geometry, Box::new(runner), Some(profiler), &model)?
     };

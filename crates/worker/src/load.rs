@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use baton_engine::{CacheConfig, EngineConfig, Order};
-use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool};
+use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_runtime::config::format_duration;
@@ -90,13 +90,15 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
 
 /// Loads an open model. Blocks for seconds.
 pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
-    load_on(config, model, |backend, _| backend)
+    load_on(config, model, Isa::detect(), |backend, _| backend)
 }
 
-/// Loads an open model onto what `wrap` makes of the CPU backend and its pool's layout. Blocks for seconds.
+/// Loads an open model onto what `wrap` makes of the CPU backend, with that instruction set, and its pool's layout. Blocks for
+/// seconds.
 pub fn load_on<B: Backend>(
     config: &WorkerConfig,
     model: &Model,
+    isa: Isa,
     wrap: impl FnOnce(CpuBackend, &KvLayout) -> B,
 ) -> Result<Loaded<B>, WorkerError> {
     let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
@@ -112,7 +114,7 @@ pub fn load_on<B: Backend>(
     // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
     let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
         .map_err(ModelError::from)?;
-    let options = CpuOptions { threads: config.threads.unwrap_or(CpuOptions::default().threads), ..Default::default() };
+    let options = CpuOptions { threads: config.threads.unwrap_or(CpuOptions::default().threads), isa };
     let backend = wrap(CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?, &geometry.layout);
     let limits = Limits {
         tokens: config.token_budget as usize,
