@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_types::{KvLayout, WeightDtype};
+use baton_types::{BlockId, KvLayout, WeightDtype};
 
 use crate::KernelError;
 use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
@@ -33,7 +33,7 @@ pub enum Operation {
     RopeAndStore,
     /// The gated activation.
     Gate,
-    /// Embedding, residual sums, gathered rows, logits to the host.
+    /// Embedding, residual sums, gathered rows, logits to the host, blocks of the pool.
     Copies,
     /// Choosing tokens: on the host, so the decoder's caller adds it.
     Sampling,
@@ -217,6 +217,11 @@ impl<B: Backend> Backend for Profiled<B> {
 
     fn read(&mut self, buffer: &B::Buffer, offset: usize, out: &mut [f32]) {
         self.timed(Operation::Copies, floats(2 * out.len()), 0, |b| b.read(buffer, offset, out));
+    }
+
+    fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {
+        let bytes = 2 * self.layout.block_bytes_all_layers(group) as u64;
+        self.timed(Operation::Copies, bytes, 0, |b| b.copy_block(group, from, to));
     }
 
     fn embed(&mut self, table: &Self::Weight, ids: &[u32], scale: f32, out: &mut B::Buffer) {
