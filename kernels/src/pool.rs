@@ -102,3 +102,31 @@ struct Memory(Vec<std::cell::UnsafeCell<u64>>);
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{KvDtype, KvGroup, KvLayout};
+
+    use super::*;
+
+    /// A copy takes a block's bytes in every layer of its group, and touches no other.
+    #[test]
+    fn a_block_is_copied_in_every_layer_of_its_group() {
+        let group = |layers: Vec<u32>| KvGroup { layers, planes: 2, kv_heads: 1, head_dim: 8, window: None };
+        let groups = vec![group(vec![0, 2]), group(vec![1])];
+        let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups };
+        let pool = HostPool::in_memory(PoolGeometry { layout, blocks: vec![3, 3] }).unwrap();
+        let places = [(0, 0), (0, 1), (1, 0)].into_iter().flat_map(|(g, l)| (0..3).map(move |b| (g, l, BlockId(b))));
+        for (number, (group, layer, block)) in places.clone().enumerate() {
+            let bytes = pool.geometry.block_range(group, layer, block).len();
+            // SAFETY: one layer's part of a block, of a pool nobody else has.
+            unsafe { pool.plane(group, layer, block, 0).write_bytes(number as u8 + 1, bytes) };
+        }
+        let before: Vec<Vec<u8>> = places.clone().map(|(g, l, b)| pool.block_bytes(g, l, b)).collect();
+        pool.copy_block(0, BlockId(2), BlockId(1));
+        for (number, (group, layer, block)) in places.enumerate() {
+            let from = if (group, block) == (0, BlockId(1)) { number + 1 } else { number };
+            assert_eq!(pool.block_bytes(group, layer, block), before[from]);
+        }
+    }
+}

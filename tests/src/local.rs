@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Start, Time};
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
@@ -29,6 +29,8 @@ pub struct Options {
     pub threads: usize,
     /// Instruction set.
     pub isa: Isa,
+    /// Requests share what they begin with.
+    pub share: bool,
 }
 
 impl Default for Options {
@@ -42,6 +44,7 @@ impl Default for Options {
             blocks: 256,
             threads: cpu.threads,
             isa: cpu.isa,
+            share: false,
         }
     }
 }
@@ -54,6 +57,7 @@ pub type OnLogits<'a> = dyn FnMut(usize, u32, &[f32]) -> Option<u32> + 'a;
 pub struct Local {
     engine: Engine,
     decoder: Decoder<CpuBackend>,
+    prefix: Option<Prefix>,
 }
 
 impl Local {
@@ -80,7 +84,13 @@ impl Local {
             order: Order::default(),
             cache: CacheConfig::default(),
         };
-        Ok(Local { engine: Engine::new(config, &geometry)?, decoder })
+        let prefix = options.share.then(Prefix::default);
+        Ok(Local { engine: Engine::new(config, &geometry)?, decoder, prefix })
+    }
+
+    /// Prompt tokens that were not computed so far.
+    pub fn hit_tokens(&self) -> u64 {
+        self.engine.prefix_hit_tokens()
     }
 
     /// Opens the model at `path` and loads it.
@@ -110,7 +120,7 @@ impl Local {
                 params: params.clone(),
                 start: Start::Compute,
                 deadline: None,
-                prefix: None,
+                prefix: self.prefix,
                 priority: 0,
             })?;
             places.insert(seq, place);
@@ -119,7 +129,7 @@ impl Local {
         while left > 0 {
             let step = self.engine.plan(Time(0), &mut events).context("sequences are left but no step")?;
             out.clear();
-            let Local { engine, decoder } = self;
+            let Local { engine, decoder, .. } = self;
             engine.with_batch(&step, |batch| {
                 let sampling: Vec<_> = batch.rows.iter().filter(|row| row.sample.is_some()).collect();
                 decoder.run_logits(batch, &mut |_| (), &mut |sampler, i, logits| {

@@ -3,12 +3,15 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use baton_kernels::Isa;
+use baton_engine::conformance;
+use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
+use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
-use baton_types::{KvDtype, SamplingParams};
+use baton_types::{KvDtype, PoolGeometry, SamplingParams};
 use proptest::prelude::*;
 
 type Request = (Vec<u32>, SamplingParams);
@@ -81,7 +84,53 @@ proptest! {
         let model = Model::open(directory.path()).unwrap();
         let wanted = alone(&model, kv, &requests);
         let isa = if portable { Isa::Portable } else { Isa::detect() };
-        let options = Options { kv, chunk, budget, max_running: 8, blocks, threads: 3, isa };
+        let options = Options { kv, chunk, budget, max_running: 8, blocks, threads: 3, isa, share: false };
         prop_assert_eq!(answers(&model, options, &requests), wanted);
+    }
+
+    /// Prompts that begin alike, at once and one after the other: blocks are shared, copied and found again.
+    #[test]
+    fn tiny_models_answer_alike_whatever_they_share(
+        which in any::<prop::sample::Index>(),
+        first in request(200, 70),
+        forks in prop::collection::vec((any::<prop::sample::Index>(), request(200, 20)), 1..6),
+        chunk in prop_oneof![Just(16u32), Just(512), 2u32..40],
+        blocks in prop_oneof![Just(8u32), Just(64)],
+    ) {
+        let configs = tiny::configs().unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        configs[which.index(configs.len())].write(directory.path()).unwrap();
+        let model = Model::open(directory.path()).unwrap();
+        let fork = |(cut, (suffix, params)): &(prop::sample::Index, Request)| {
+            let begin = &first.0[..cut.index(first.0.len() + 1)];
+            ([begin, suffix].concat(), params.clone())
+        };
+        let mut requests: Vec<Request> = forks.iter().map(fork).collect();
+        requests.extend([first.clone(), (first.0.clone(), SamplingParams { seed: 99, ..first.1.clone() })]);
+        let wanted = alone(&model, KvDtype::F16, &requests);
+        let options = Options { kv: KvDtype::F16, chunk, max_running: 8, blocks, threads: 2, share: true, ..Options::default() };
+        prop_assert_eq!(answers(&model, options, &requests), wanted);
+    }
+}
+
+/// The suite every runner passes, with the copies of blocks that sharing needs.
+#[test]
+fn the_decoder_conforms() {
+    for config in tiny::configs().unwrap() {
+        let directory = tempfile::tempdir().unwrap();
+        config.write(directory.path()).unwrap();
+        let model = Model::open(directory.path()).unwrap();
+        let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
+        let vocab = model.config().vocab_size;
+        let mut setup = conformance::Setup { geometry: PoolGeometry::uniform(layout, 1), vocab, answer_tokens: 5 };
+        let blocks = setup.blocks();
+        setup.geometry.blocks.fill(blocks);
+        let limits = Limits { tokens: 256, samples: 4, context: 128, table_entries: blocks as usize };
+        let make = || {
+            let pool = Arc::new(HostPool::in_memory(setup.geometry.clone()).unwrap());
+            let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool).unwrap();
+            Decoder::load(&model, &setup.geometry.layout, backend, limits).unwrap()
+        };
+        assert_eq!(conformance::check(&setup, make), Ok(()), "{}", config.name);
     }
 }

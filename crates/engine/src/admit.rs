@@ -137,12 +137,10 @@ impl Engine {
             }
             // Names say all that comes before, so the first that differs is found by halving.
             let (ours, theirs) = (&sequence.names, &other.names);
-            let pairs: usize = ours.len().min(theirs.len());
-            let blocks = partition(pairs, |at| ours[at] == theirs[at]) as u32;
-            let rest = |s: &'_ Sequence| {
-                s.tokens[(blocks * size) as usize..].iter().take(size as usize).copied().collect::<Vec<u32>>()
-            };
-            let common = rest(sequence).iter().zip(&rest(other)).take_while(|(a, b)| a == b).count() as u32;
+            let blocks = partition(ours.len().min(theirs.len()), |at| ours[at] == theirs[at]) as u32;
+            let next = (blocks * size) as usize;
+            let pairs = sequence.tokens[next..].iter().zip(&other.tokens[next..]).take(size as usize);
+            let common = pairs.take_while(|(ours, theirs)| ours == theirs).count() as u32;
             let shared = (blocks * size + common).min(sequence.len() - 1);
             // The block both begin with can be copied once it is full or its owner's prompt ends.
             let until = if common > 0 { ((blocks + 1) * size).min(other.len()) } else { blocks * size };

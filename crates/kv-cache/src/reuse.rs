@@ -140,10 +140,10 @@ impl KvPools {
     ///
     /// When another sequence has indexed the same tokens, its block takes the place of ours, which is freed: both hold the
     /// same KV (I1). Not when ours is `exposed`, so that a transfer may be reading it: then nothing more of this sequence
-    /// is indexed.
+    /// is indexed. Nor is anything before its copies are made: until then its last block is not there.
     pub fn index(&mut self, tables: &mut Tables, tokens: &[u32], exposed: bool, seal: bool) -> Result<(), KvError> {
-        let Tables { tables, chain: place, .. } = tables;
-        let Some(mut chain) = place.take() else { return Ok(()) };
+        let Tables { tables, chain: place, sources, .. } = tables;
+        let Some(mut chain) = place.take_if(|_| sources.is_empty()) else { return Ok(()) };
         let size = self.block_size as usize;
         while let Some(block) = tokens.get(chain.blocks as usize * size..(chain.blocks as usize + 1) * size) {
             if !self.index_full(tables, &mut chain, block, exposed)? {
