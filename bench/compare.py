@@ -114,7 +114,7 @@ def main():
     if args.ceilings:
         idle &= wait_until_idle(args.idle_limit, args.idle_patience)
         machine = lines(args.ceilings)
-    ceilings = {entry["metric"]: entry["ceiling"] for entry in machine if entry.get("ceiling")}
+    ceilings = {entry["metric"]: entry["ceiling"] for entry in machine if "metric" in entry and entry.get("ceiling")}
     rows, data = table(runs, names, ceilings)
     if args.title:
         print(f"\n{args.title}\n")
