@@ -37,7 +37,7 @@ baton_runtime::config! {
         registry: String = "embedded".to_owned(),
         /// How KV travels between workers: auto, shm or tcp.
         transport: TransportKind = TransportKind::Auto,
-        /// Element type of the KV pools: f16, bf16 or f32.
+        /// Element type of the KV pools: f32, f16, bf16, q8, fp8 or int4.
         kv_type: KvType = KvType::F16,
         /// Memory of each worker's KV pool.
         kv_memory: Bytes = Bytes::mib(512),

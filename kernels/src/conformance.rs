@@ -5,8 +5,11 @@
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, WeightDtype};
 use half::f16;
 
-use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+use crate::backend::{Backend, Gate, Norm, WeightSource};
 use crate::cpu::element;
+
+mod attention;
+mod kv;
 
 /// Makes a backend over a fresh pool of the given shape.
 pub trait Factory {
@@ -14,6 +17,8 @@ pub trait Factory {
     type Backend: Backend;
     /// Makes one; every slot of its pool should hold garbage that is not a number.
     fn make(&self, geometry: &PoolGeometry) -> Self::Backend;
+    /// Bytes of one layer's part of a block of its pool.
+    fn block(&self, backend: &Self::Backend, group: usize, layer_in_group: usize, block: BlockId) -> Vec<u8>;
 }
 
 /// Deterministic numbers (SplitMix64).
@@ -100,13 +105,7 @@ fn geometry(dtype: KvDtype, kv_heads: u32, head_dim: u32, window: Option<u32>, b
 pub fn run<F: Factory>(factory: &F) {
     matmul(factory);
     elementwise(factory);
-    for (dtype, tolerance) in [(KvDtype::F32, 2e-6), (KvDtype::F16, 2e-3), (KvDtype::Bf16, 2e-2)] {
-        for (heads, kv_heads, head_dim) in [(4, 4, 8), (6, 2, 64), (5, 1, 72), (9, 3, 24), (4, 1, 256)] {
-            for window in [None, Some(21)] {
-                attention(factory, dtype, tolerance, heads, kv_heads, head_dim, window);
-            }
-        }
-    }
+    attention::run(factory);
 }
 
 /// Products of every type against f64; rows alone and in any batch give the same bits.
@@ -217,99 +216,5 @@ fn elementwise<F: Factory>(factory: &F) {
         let (all, got) = (read(&mut backend, &xb, rows * width), read(&mut backend, &gathered, 2 * width));
         assert_eq!(got[..width], all[(rows - 1) * width..]);
         assert_eq!(got[width..], all[..width]);
-    }
-}
-
-/// Two sequences, chunked in different ways and in one batch or apart, against a reference over all positions.
-fn attention<F: Factory>(
-    factory: &F,
-    dtype: KvDtype,
-    tolerance: f64,
-    heads: usize,
-    kv_heads: usize,
-    dim: usize,
-    window: Option<u32>,
-) {
-    let shape = AttentionShape { group: 0, layer: 1, heads, scale: 0.25 };
-    let lens = [61usize, 18];
-    let mut random = Random(3 + dim as u64);
-    let q: Vec<Vec<f32>> = lens.iter().map(|n| random.vector(n * heads * dim)).collect();
-    let k: Vec<Vec<f32>> = lens.iter().map(|n| random.vector(n * kv_heads * dim)).collect();
-    let v: Vec<Vec<f32>> = lens.iter().map(|n| random.vector(n * kv_heads * dim)).collect();
-    let angle = |p: usize, i: usize| p as f64 / 10f64.powf(i as f64 / (dim / 2) as f64 * 4.0);
-    let table = |f: fn(f64) -> f64| -> Vec<f32> {
-        (0..64 * dim / 2).map(|j| f(angle(j / (dim / 2), j % (dim / 2))) as f32).collect()
-    };
-    let mut runs: Vec<Vec<Vec<f32>>> = Vec::new();
-    for (block_size, chunk) in [(16u32, 64usize), (16, 1), (32, 7), (16, 16)] {
-        let mut backend = factory.make(&geometry(dtype, kv_heads as u32, dim as u32, window, block_size));
-        let rope = Rope {
-            cos: backend.upload(&table(f64::cos)).expect("cos"),
-            sin: backend.upload(&table(f64::sin)).expect("sin"),
-        };
-        // Tables out of order and interleaved between the sequences.
-        let tables: [Vec<BlockId>; 2] =
-            [(0..4).map(|i| BlockId(23 - 2 * i)).collect(), (0..4).map(|i| BlockId(2 * i)).collect()];
-        let mut outs: Vec<Vec<f32>> = vec![Vec::new(), Vec::new()];
-        for first in (0..64).step_by(chunk) {
-            let mut batch = Ragged::with_capacity(128, 16);
-            let (mut bq, mut bk, mut bv, mut who) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-            for s in [1, 0] {
-                let end = (first + chunk).min(lens[s]);
-                if first >= end {
-                    continue;
-                }
-                batch.push(first, end - first, &tables[s]);
-                bq.extend_from_slice(&q[s][first * heads * dim..end * heads * dim]);
-                bk.extend_from_slice(&k[s][first * kv_heads * dim..end * kv_heads * dim]);
-                bv.extend_from_slice(&v[s][first * kv_heads * dim..end * kv_heads * dim]);
-                who.push((s, end - first));
-            }
-            if who.is_empty() {
-                continue;
-            }
-            let (mut bq, bk, bv) =
-                (backend.upload(&bq).expect("q"), backend.upload(&bk).expect("k"), backend.upload(&bv).expect("v"));
-            let mut out = backend.buffer(batch.rows() * heads * dim).expect("out");
-            backend.rope_and_store_kv(shape, &batch, &rope, &mut bq, &bk, &bv);
-            backend.attention(shape, &batch, &bq, &mut out);
-            let got = read(&mut backend, &out, batch.rows() * heads * dim);
-            let mut at = 0;
-            for (s, n) in who {
-                outs[s].extend_from_slice(&got[at..at + n * heads * dim]);
-                at += n * heads * dim;
-            }
-        }
-        runs.push(outs);
-    }
-    for (i, run) in runs.iter().enumerate().skip(1) {
-        assert_eq!(run, &runs[0], "I1: chunking {i} changes bits ({dtype:?}, {heads}/{kv_heads} x {dim}, {window:?})");
-    }
-    for s in 0..2 {
-        let rotate = |x: &[f32], width: usize, p: usize, h: usize, d: usize| {
-            let at = p * width + h * dim;
-            let i = d % (dim / 2);
-            let (a, b) = (x[at + i] as f64, x[at + dim / 2 + i] as f64);
-            let (sin, cos) = angle(p, i).sin_cos();
-            if d < dim / 2 { a * cos - b * sin } else { b * cos + a * sin }
-        };
-        let mut want = Vec::new();
-        for p in 0..lens[s] {
-            for h in 0..heads {
-                let kh = h / (heads / kv_heads);
-                let from = window.map_or(0, |w| (p + 1).saturating_sub(w as usize));
-                let query: Vec<f64> = (0..dim).map(|d| rotate(&q[s], heads * dim, p, h, d)).collect();
-                let scores: Vec<f64> = (from..=p)
-                    .map(|t| 0.25 * (0..dim).map(|d| query[d] * rotate(&k[s], kv_heads * dim, t, kh, d)).sum::<f64>())
-                    .collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let total: f64 = scores.iter().map(|x| (x - max).exp()).sum();
-                for d in 0..dim {
-                    let value = |t: usize| v[s][t * kv_heads * dim + kh * dim + d] as f64;
-                    want.push((from..=p).zip(&scores).map(|(t, x)| (x - max).exp() / total * value(t)).sum());
-                }
-            }
-        }
-        close("attention", &runs[0][s], &want, tolerance);
     }
 }

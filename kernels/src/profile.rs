@@ -146,6 +146,11 @@ impl<B> Profiled<B> {
         Profiled { inner, layout, profile }
     }
 
+    /// The backend inside.
+    pub fn inner(&self) -> &B {
+        &self.inner
+    }
+
     fn timed(&mut self, operation: Operation, bytes: u64, arithmetic: u64, run: impl FnOnce(&mut B)) {
         let place = self.profile.lock().place(operation);
         self.timed_at(place, bytes, arithmetic, run);

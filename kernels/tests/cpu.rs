@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use baton_kernels::conformance::{DTYPES, Factory, Random, random_weight, run};
 use baton_kernels::{
-    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Isa, Operation, Profiled, Ragged, SharedProfile,
+    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Isa, Operation, Profiled, Ragged, Rope, SharedProfile,
     WeightSource,
 };
-use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
 
 struct Cpu(CpuOptions);
 
@@ -18,9 +18,12 @@ impl Factory for Cpu {
     fn make(&self, geometry: &PoolGeometry) -> CpuBackend {
         let mut memory = vec![0xffu8; geometry.bytes()];
         let (base, bytes) = (memory.as_mut_ptr(), memory.len());
-        // SAFETY: the vector lives in the owner; 0xff bytes are NaN in every KV type.
+        // SAFETY: the vector lives in the owner; 0xff bytes are NaN in every KV type, as elements or as parameters.
         let pool = unsafe { HostPool::new(base, bytes, geometry.clone(), Arc::new(memory)) }.unwrap();
         CpuBackend::new(self.0, Arc::new(pool)).unwrap()
+    }
+    fn block(&self, backend: &CpuBackend, group: usize, layer_in_group: usize, block: BlockId) -> Vec<u8> {
+        backend.pool().block_bytes(group, layer_in_group, block)
     }
 }
 
@@ -30,6 +33,9 @@ impl Factory for ProfiledCpu {
     type Backend = Profiled<CpuBackend>;
     fn make(&self, geometry: &PoolGeometry) -> Profiled<CpuBackend> {
         Profiled::new(Cpu(CpuOptions::default()).make(geometry), geometry.layout.clone(), self.0.clone())
+    }
+    fn block(&self, backend: &Self::Backend, group: usize, layer_in_group: usize, block: BlockId) -> Vec<u8> {
+        backend.inner().pool().block_bytes(group, layer_in_group, block)
     }
 }
 
@@ -59,7 +65,7 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     backend.matmul(&weight, &x, 3, None, &mut out);
     // Positions 3, 4 and 5 with a window of 4: each sees 4 tokens, together they see tokens 0 to 5.
     let mut batch = Ragged::default();
-    batch.push(3, 3, &[baton_types::BlockId(0)]);
+    batch.push(3, 3, &[BlockId(0)]);
     let shape = AttentionShape { group: 0, layer: 0, heads: 2, scale: 1.0 };
     backend.attention(shape, &batch, &x, &mut out);
     let counted: Vec<_> = profile.take().tallies().map(|(o, t)| (o, t.calls, t.bytes, t.arithmetic)).collect();
@@ -111,6 +117,43 @@ fn instruction_sets_agree_to_the_bit() {
     for dtype in DTYPES {
         for isa in Isa::available() {
             assert_eq!(product(isa, dtype), product(Isa::Portable, dtype), "{dtype:?} {}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn instruction_sets_store_and_attend_alike_to_the_bit() {
+    let run = |isa: Isa, dtype: KvDtype, head_dim: u32| {
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 2, head_dim, window: None };
+        let layout = KvLayout { version: 1, model: 0, dtype, block_size: 16, groups: vec![group] };
+        let factory = Cpu(CpuOptions { threads: 1, isa });
+        let mut backend = factory.make(&PoolGeometry::uniform(layout, 3));
+        let (mut random, tokens, dim) = (Random(4), 45, head_dim as usize);
+        let mut rows = |heads: usize, factor: f32| -> Vec<f32> {
+            random.vector(tokens * heads * dim).into_iter().map(|x| x * factor).collect()
+        };
+        let (mut q, k, mut v, angles) = (rows(6, 1.0), rows(2, 1.0), rows(2, 30.0), rows(1, 1.0));
+        // A row without a finite number is stored as something, and the same something.
+        v[7 * dim..8 * dim].fill(f32::NAN);
+        let rope = Rope { cos: angles.clone(), sin: angles };
+        let shape = AttentionShape { group: 0, layer: 0, heads: 6, scale: 0.3 };
+        let mut batch = Ragged::with_capacity(tokens, 3);
+        batch.push(0, tokens, &[BlockId(2), BlockId(0), BlockId(1)]);
+        let mut out = vec![0.0f32; q.len()];
+        backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
+        backend.attention(shape, &batch, &q, &mut out);
+        let blocks: Vec<_> = (0..3).map(|b| factory.block(&backend, 0, 0, BlockId(b))).collect();
+        // Which NaN it is may differ.
+        (out.into_iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect::<Vec<_>>(), blocks)
+    };
+    for dtype in KvDtype::ALL {
+        for head_dim in [8, 64, 72] {
+            let (out, blocks) = run(Isa::Portable, dtype, head_dim);
+            for isa in Isa::available() {
+                let got = run(isa, dtype, head_dim);
+                assert!(got.1 == blocks, "blocks differ: {dtype:?} x {head_dim}, {}", isa.name());
+                assert!(got.0 == out, "attention differs: {dtype:?} x {head_dim}, {}", isa.name());
+            }
         }
     }
 }

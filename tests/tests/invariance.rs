@@ -73,7 +73,7 @@ proptest! {
         budget in 8u32..64,
         // A small pool forces preemption, a large one none.
         blocks in prop_oneof![Just(8u32), Just(64)],
-        kv in prop_oneof![Just(KvDtype::F32), Just(KvDtype::F16), Just(KvDtype::Bf16)],
+        kv in prop::sample::select(&KvDtype::ALL[..]),
         portable in any::<bool>(),
     ) {
         let configs = tiny::configs().unwrap();

@@ -111,11 +111,7 @@ pub(crate) fn encode_layout(layout: &KvLayout) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u32(layout.version);
     out.put_u64(layout.model);
-    out.put_u8(match layout.dtype {
-        KvDtype::F32 => 0,
-        KvDtype::F16 => 1,
-        KvDtype::Bf16 => 2,
-    });
+    out.put_u8(dtype_code(layout.dtype));
     out.put_u32(layout.block_size);
     out.put_u16(layout.groups.len() as u16);
     for group in &layout.groups {
@@ -129,17 +125,26 @@ pub(crate) fn encode_layout(layout: &KvLayout) -> Vec<u8> {
     out
 }
 
+/// On the wire.
+fn dtype_code(dtype: KvDtype) -> u8 {
+    match dtype {
+        KvDtype::F32 => 0,
+        KvDtype::F16 => 1,
+        KvDtype::Bf16 => 2,
+        KvDtype::Q8 => 3,
+        KvDtype::Fp8 => 4,
+        KvDtype::Int4 => 5,
+    }
+}
+
 /// The layout out of [`encode_layout`]'s bytes.
 pub(crate) fn parse_layout(bytes: &[u8]) -> Result<KvLayout, Malformed> {
     let mut f = Fields::new(bytes);
     let version = f.u32("version")?;
     let model = f.u64("model")?;
-    let dtype = match f.u8("dtype")? {
-        0 => KvDtype::F32,
-        1 => KvDtype::F16,
-        2 => KvDtype::Bf16,
-        other => return Err(Malformed::new("dtype", format!("{other} is no dtype"))),
-    };
+    let code = f.u8("dtype")?;
+    let dtype = KvDtype::ALL.into_iter().find(|&dtype| dtype_code(dtype) == code);
+    let dtype = dtype.ok_or_else(|| Malformed::new("dtype", format!("{code} is no dtype")))?;
     let block_size = f.u32("block_size")?;
     let groups = f.u16("groups")?;
     let groups = (0..groups).map(|_| parse_group(&mut f)).collect::<Result<_, _>>()?;
@@ -231,6 +236,9 @@ mod tests {
             let error = Descriptor::parse(&lopsided.encode(&layout()), &layout()).unwrap_err();
             assert!(matches!(error, TransferError::Descriptor { field, .. } if field == name), "{error}");
         }
-        assert_eq!(parse_layout(&encode_layout(&layout())), Ok(layout()));
+        for dtype in KvDtype::ALL {
+            let layout = KvLayout { dtype, ..layout() };
+            assert_eq!(parse_layout(&encode_layout(&layout)), Ok(layout));
+        }
     }
 }

@@ -165,7 +165,7 @@ impl<M: KvMemory> FakeModel<M> {
 
     fn piece_bytes(&self, layer: usize) -> usize {
         let layout = &self.geometry.layout;
-        layout.groups[self.layers[layer].0].head_dim as usize * layout.dtype.size()
+        layout.dtype.row_bytes(layout.groups[self.layers[layer].0].head_dim as usize)
     }
 
     /// Hash of what is stored for one position of one layer.

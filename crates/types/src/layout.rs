@@ -2,7 +2,10 @@
 //!
 //! A pool is one region of memory: for each group, for each of its layers, for each block, the block's planes
 //! `[K, V][kv_head][slot][head_dim]`. Heads outside slots, so that a worker with another tensor-parallel degree takes a
-//! contiguous slice of each plane. Nobody outside this crate and the kernels assumes one group or two planes.
+//! contiguous slice of each plane. A quantised type keeps its parameters in the same slice, behind the elements:
+//! `[K, V][kv_head]{ [slot][head_dim] elements, [slot][parameters] f16 }`, so a block stays one run of bytes that is copied,
+//! moved and digested without knowing its type. Nobody outside this crate and the kernels assumes one group, two planes or
+//! where parameters lie.
 
 use std::ops::Range;
 
@@ -15,7 +18,7 @@ use crate::ids::BlockId;
 /// Version of everything two workers exchange; part of the layout fingerprint.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// Element type of a KV pool.
+/// Element type of a KV pool. A row is the K, or the V, of one token and head; quantised types round each row by itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvDtype {
@@ -25,14 +28,38 @@ pub enum KvDtype {
     F16,
     /// bfloat16.
     Bf16,
+    /// Integers in -127..=127. One parameter a row, its scale: x = q · scale.
+    Q8,
+    /// OCP 8-bit float E4M3. One parameter a row, its scale: x = q · scale, with the row's largest magnitude at 448.
+    Fp8,
+    /// Integers in 0..=15, eight to a little-endian u32, the first in the lowest bits. Two parameters for every
+    /// [`KvDtype::INT4_GROUP`] elements of a row, scale and minimum: x = q · scale + minimum.
+    Int4,
 }
 
 impl KvDtype {
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
+    /// All of them.
+    pub const ALL: [KvDtype; 6] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Q8, KvDtype::Fp8, KvDtype::Int4];
+
+    /// Elements that share a scale and a minimum in [`KvDtype::Int4`]; the last group of a row may have fewer.
+    pub const INT4_GROUP: usize = 32;
+
+    /// Bytes of the elements of one row.
+    pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
-            KvDtype::F32 => 4,
-            KvDtype::F16 | KvDtype::Bf16 => 2,
+            KvDtype::F32 => head_dim * 4,
+            KvDtype::F16 | KvDtype::Bf16 => head_dim * 2,
+            KvDtype::Q8 | KvDtype::Fp8 => head_dim,
+            KvDtype::Int4 => head_dim.div_ceil(8) * 4,
+        }
+    }
+
+    /// Parameters of one row, f16 each.
+    pub fn row_parameters(self, head_dim: usize) -> usize {
+        match self {
+            KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => 0,
+            KvDtype::Q8 | KvDtype::Fp8 => 1,
+            KvDtype::Int4 => 2 * head_dim.div_ceil(Self::INT4_GROUP),
         }
     }
 }
@@ -98,10 +125,20 @@ impl KvLayout {
         self.groups.iter().enumerate().find_map(|(g, group)| group.layers.binary_search(&layer).ok().map(|i| (g, i)))
     }
 
+    /// Where the parameters of a quantised type begin inside a KV head's slice of a plane: behind the elements of all slots.
+    pub fn parameters_offset(&self, group: usize) -> usize {
+        self.block_size as usize * self.dtype.row_bytes(self.groups[group].head_dim as usize)
+    }
+
+    /// Bytes of one KV head's slice of one plane: the elements of all slots, then their parameters.
+    pub fn head_bytes(&self, group: usize) -> usize {
+        let parameters = self.dtype.row_parameters(self.groups[group].head_dim as usize);
+        self.parameters_offset(group) + self.block_size as usize * parameters * 2
+    }
+
     /// Bytes of one plane of one block of one layer.
     pub fn plane_bytes(&self, group: usize) -> usize {
-        let g = &self.groups[group];
-        g.kv_heads as usize * self.block_size as usize * g.head_dim as usize * self.dtype.size()
+        self.groups[group].kv_heads as usize * self.head_bytes(group)
     }
 
     /// Bytes of one block of one layer.
@@ -231,6 +268,21 @@ mod tests {
         assert_eq!(next, pool.bytes());
         assert_eq!(pool.layout.locate(3), Some((1, 2)));
         assert_eq!(pool.layout.locate(6), None);
+    }
+
+    #[test]
+    fn head_slices_are_whole_lanes_and_hold_elements_and_parameters() {
+        // (bits of a row of 64 elements, of a row of 24)
+        let bits = [(2048, 768), (1024, 384), (1024, 384), (528, 208), (528, 208), (320, 128)];
+        for (dtype, (wide, narrow)) in KvDtype::ALL.into_iter().zip(bits) {
+            for (head_dim, bits) in [(64, wide), (24, narrow)] {
+                let mut layout = KvLayout { dtype, ..layout() };
+                layout.groups[0].head_dim = head_dim;
+                assert_eq!(layout.head_bytes(0), 16 * bits / 8, "{dtype:?} x {head_dim}");
+                assert_eq!(layout.plane_bytes(0), 3 * layout.head_bytes(0));
+                assert!(layout.head_bytes(0).is_multiple_of(8) && layout.parameters_offset(0).is_multiple_of(8));
+            }
+        }
     }
 
     #[test]

@@ -17,6 +17,12 @@ baton_runtime::config_enum! {
         F16 = "f16",
         /// bfloat16.
         Bf16 = "bf16",
+        /// Signed bytes with a scale for each head and token.
+        Q8 = "q8",
+        /// 8-bit floats (E4M3) with a scale for each head and token.
+        Fp8 = "fp8",
+        /// 4-bit integers with a scale and a minimum for each 32 elements.
+        Int4 = "int4",
     }
 }
 
@@ -27,6 +33,9 @@ impl KvType {
             KvType::F32 => KvDtype::F32,
             KvType::F16 => KvDtype::F16,
             KvType::Bf16 => KvDtype::Bf16,
+            KvType::Q8 => KvDtype::Q8,
+            KvType::Fp8 => KvDtype::Fp8,
+            KvType::Int4 => KvDtype::Int4,
         }
     }
 }
@@ -76,7 +85,7 @@ baton_runtime::config! {
         transport: TransportKind = TransportKind::Auto,
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
-        /// Element type of the KV pool: f16, bf16 or f32. All workers of a cluster need the same.
+        /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All workers of a cluster need the same.
         kv_type: KvType = KvType::F16,
         /// Memory of the KV pool.
         kv_memory: Bytes = Bytes::mib(512),

@@ -1,4 +1,4 @@
-//! Paged attention for a ragged batch of prefill chunks and decode rows, and the store of K and V into the pool.
+//! Paged attention for a ragged batch of prefill chunks and decode rows.
 //!
 //! Source of the online softmax: Milakov and Gimelshein 2018, as used by FlashAttention (Dao et al. 2022).
 //!
@@ -8,53 +8,26 @@
 //! ascending order (I1). Bytes moved per task: K and V of the visible slots, once. Bound: memory bandwidth for decode,
 //! fused multiply-adds for prefill (4 · head_dim · visible slots per row and head).
 
-use baton_types::BlockId;
+use baton_types::{BlockId, KvDtype};
+use half::{bf16, f16};
 
-use super::isa::dispatch;
-use super::matmul::Element;
+use super::codes::Codes;
+use super::isa::{Isa, dispatch};
+use super::kv_row::{Fp8, Int4, KvType, MAX_PARAMETERS, Planes, Q8, Row};
 use super::simd::{LANES, Simd, exp};
 use crate::backend::{MAX_HEADS_PER_KV_HEAD, Span, TILE_ROWS};
 
 /// Slots taken together.
 const SLOTS: usize = 16;
 /// Largest head dimension.
-const MAX_DIM: usize = 512;
+pub const MAX_DIM: usize = 512;
 /// Query heads scored together.
 const PAIRS: usize = 4;
 
-/// Where one layer's K and V lie, in elements.
-#[derive(Clone, Copy)]
-pub struct Planes<E> {
-    /// K plane of block 0.
-    pub base: *mut E,
-    /// Elements from one block to the next.
-    pub block: usize,
-    /// Elements from the K plane to the V plane.
-    pub value: usize,
-    pub block_size: usize,
-    pub head_dim: usize,
-}
-
-// SAFETY: tasks write disjoint slots and read only slots that nobody writes meanwhile.
-unsafe impl<E> Send for Planes<E> {}
-// SAFETY: as above.
-unsafe impl<E> Sync for Planes<E> {}
-
-impl<E> Planes<E> {
-    /// K of `position` of a KV head.
-    #[inline(always)]
-    unsafe fn key(&self, table: &[BlockId], head: usize, position: usize) -> *mut E {
-        let block = table[position / self.block_size].0 as usize;
-        let slot = head * self.block_size + position % self.block_size;
-        // SAFETY: the caller's table names blocks of the pool.
-        unsafe { self.base.add(block * self.block + slot * self.head_dim) }
-    }
-}
-
 /// One task's view.
 #[derive(Clone, Copy)]
-pub struct Task<'a, E> {
-    pub planes: Planes<E>,
+pub struct Task<'a> {
+    pub planes: Planes,
     pub span: Span,
     /// First row of the tile inside the span.
     pub first: usize,
@@ -76,25 +49,55 @@ struct Tile {
     v: *mut f32,
 }
 
+/// Parameters of 16 rows, widened.
+type Parameters = [f32; MAX_PARAMETERS * SLOTS];
+
+/// Widens the parameters of 16 rows, which lie one behind the other.
 #[inline(always)]
-unsafe fn load_tile<S: Simd, E: Element>(task: &Task<'_, E>, position: usize, tile: &Tile) {
-    let dim = task.planes.head_dim;
-    // SAFETY: 16 slots from `position`, a multiple of 16, lie in one block of the pool.
+unsafe fn widen<S: Codes, T: KvType>(row: Row, each: usize, out: *mut f32) {
+    for i in (0..each * SLOTS).step_by(LANES) {
+        // SAFETY: 16 rows of one block have `each` parameters each, a multiple of 8 in all; `out` has room for them.
+        unsafe { S::store(out.add(i), S::mul(S::load_f16(row.parameters.add(i)), S::splat(T::UNIT))) }
+    }
+}
+
+/// Elements `d..d + 8` of the row `slot` slots behind `first`, with the parameters of `first` and the 15 rows behind it.
+#[inline(always)]
+unsafe fn load<S: Codes, T: KvType>(
+    planes: &Planes,
+    first: Row,
+    slot: usize,
+    parameters: *const f32,
+    d: usize,
+) -> S::F {
+    // SAFETY: the slot is one of the 16, all in one block.
+    unsafe { T::load::<S>(planes.elements(first, slot), parameters.add(slot * planes.parameters), d) }
+}
+
+#[inline(always)]
+unsafe fn load_tile<S: Codes, T: KvType>(task: &Task<'_>, position: usize, tile: &Tile) {
+    let (planes, dim) = (&task.planes, task.planes.head_dim);
+    let mut memory = std::mem::MaybeUninit::<Parameters>::uninit();
+    let parameters = memory.as_mut_ptr().cast::<f32>();
+    // SAFETY: 16 slots from `position`, a multiple of 16, lie in one block of the pool; parameters are widened before use.
     unsafe {
-        let key = task.planes.key(task.table, task.kv_head, position);
-        let value = key.add(task.planes.value);
+        let [key, value] = planes.rows(task.table, task.kv_head, position);
+        widen::<S, T>(key, planes.parameters, parameters);
         for d in (0..dim).step_by(LANES) {
             for octet in 0..SLOTS / LANES {
                 let mut rows = [S::splat(0.0); LANES];
                 for (s, row) in rows.iter_mut().enumerate() {
-                    *row = E::load::<S>(key.add((octet * LANES + s) * dim + d));
+                    *row = load::<S, T>(planes, key, octet * LANES + s, parameters, d);
                 }
                 for (i, column) in S::transpose(rows).into_iter().enumerate() {
                     S::store(tile.k.add((d + i) * SLOTS + octet * LANES), column);
                 }
             }
-            for s in 0..SLOTS {
-                S::store(tile.v.add(s * dim + d), E::load::<S>(value.add(s * dim + d)));
+        }
+        widen::<S, T>(value, planes.parameters, parameters);
+        for s in 0..SLOTS {
+            for d in (0..dim).step_by(LANES) {
+                S::store(tile.v.add(s * dim + d), load::<S, T>(planes, value, s, parameters, d));
             }
         }
     }
@@ -114,6 +117,17 @@ unsafe fn scores<S: Simd, const N: usize>(q: [*const f32; N], k: *const f32, dim
             }
         }
         acc
+    }
+}
+
+/// [`scores`] of the first `N` of four queries.
+#[inline(always)]
+unsafe fn scores_of<S: Simd, const N: usize>(q: [*const f32; PAIRS], k: *const f32, dim: usize) -> [[S::F; 2]; PAIRS] {
+    // SAFETY: as for `scores`.
+    unsafe {
+        let mut out = [[S::splat(0.0); 2]; PAIRS];
+        out[..N].copy_from_slice(&scores::<S, N>(std::array::from_fn(|n| q[n]), k, dim));
+        out
     }
 }
 
@@ -216,7 +230,7 @@ fn first_visible(position: usize, window: Option<usize>) -> usize {
 }
 
 #[inline(always)]
-unsafe fn attend_kernel<S: Simd, E: Element>(_: S, task: &Task<'_, E>) {
+unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
     let dim = task.planes.head_dim;
     let rows = TILE_ROWS.min(task.span.len - task.first);
     let position = task.span.start + task.first;
@@ -238,17 +252,18 @@ unsafe fn attend_kernel<S: Simd, E: Element>(_: S, task: &Task<'_, E>) {
         }
         let mut base = first_visible(position, task.window) / SLOTS * SLOTS;
         while base < position + rows {
-            load_tile::<S, E>(task, base, &tile);
+            load_tile::<S, T>(task, base, &tile);
             let mut i = 0;
             while i < pairs {
-                let n = if pairs - i >= PAIRS { PAIRS } else { 1 };
-                let mut both = [[S::splat(0.0); 2]; PAIRS];
-                if n == PAIRS {
-                    let q = [0, 1, 2, 3].map(|j| task.q.add(row_offset(i + j)));
-                    both = scores::<S, PAIRS>(q, tile.k, dim);
-                } else {
-                    both[0] = scores::<S, 1>([task.q.add(row_offset(i))], tile.k, dim)[0];
-                }
+                let n = PAIRS.min(pairs - i);
+                // Unused places repeat the last query; they are not read.
+                let q = [0, 1, 2, 3].map(|j| task.q.add(row_offset(i + j.min(n - 1))));
+                let both = match n {
+                    1 => scores_of::<S, 1>(q, tile.k, dim),
+                    2 => scores_of::<S, 2>(q, tile.k, dim),
+                    3 => scores_of::<S, 3>(q, tile.k, dim),
+                    _ => scores_of::<S, PAIRS>(q, tile.k, dim),
+                };
                 for (j, score) in both.into_iter().take(n).enumerate() {
                     let at = position + (i + j) / task.group;
                     let low = first_visible(at, task.window).saturating_sub(base);
@@ -268,79 +283,31 @@ unsafe fn attend_kernel<S: Simd, E: Element>(_: S, task: &Task<'_, E>) {
     }
 }
 
-/// K and V of one token and their rotation.
-#[derive(Clone, Copy)]
-pub struct StoreTask<'a, E> {
-    pub planes: Planes<E>,
-    pub table: &'a [BlockId],
-    pub position: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    /// This token's rows.
-    pub q: *mut f32,
-    pub k: *const f32,
-    pub v: *const f32,
-    /// `[head_dim / 2]` of this position.
-    pub cos: *const f32,
-    pub sin: *const f32,
-}
-
-/// Rotates the pairs (x[i], x[i + dim/2]).
-#[inline(always)]
-unsafe fn rotate(x: *const f32, out: *mut f32, cos: *const f32, sin: *const f32, dim: usize) {
-    let half = dim / 2;
-    for i in 0..half {
-        // SAFETY: the vectors have `dim` and `dim / 2` elements.
-        unsafe {
-            let (a, b, c, s) = (*x.add(i), *x.add(half + i), *cos.add(i), *sin.add(i));
-            *out.add(i) = a.mul_add(c, -(b * s));
-            *out.add(half + i) = b.mul_add(c, a * s);
-        }
+/// The attention kernel of a KV type.
+///
+/// # Safety
+/// Of what it returns: the table names pool blocks that cover the task's positions and are not written meanwhile; the task's
+/// rows and heads of `q` are readable, those of `out` writable by this task alone.
+pub fn kernel(dtype: KvDtype) -> unsafe fn(Isa, &Task<'_>) {
+    match dtype {
+        KvDtype::F32 => attend_f32,
+        KvDtype::F16 => attend_f16,
+        KvDtype::Bf16 => attend_bf16,
+        KvDtype::Q8 => attend_q8,
+        KvDtype::Fp8 => attend_fp8,
+        KvDtype::Int4 => attend_int4,
     }
 }
 
-#[inline(always)]
-unsafe fn store_kernel<S: Simd, E: Element>(_: S, task: &StoreTask<'_, E>) {
-    let dim = task.planes.head_dim;
-    let mut rotated = [0.0f32; MAX_DIM];
-    // SAFETY: the rows are this token's; its slot is written by this task alone.
-    unsafe {
-        for h in 0..task.heads {
-            let q = task.q.add(h * dim);
-            rotate(q, rotated.as_mut_ptr(), task.cos, task.sin, dim);
-            std::ptr::copy_nonoverlapping(rotated.as_ptr(), q, dim);
-        }
-        for h in 0..task.kv_heads {
-            rotate(task.k.add(h * dim), rotated.as_mut_ptr(), task.cos, task.sin, dim);
-            let key = task.planes.key(task.table, h, task.position);
-            let value = key.add(task.planes.value);
-            for d in (0..dim).step_by(LANES) {
-                E::store::<S>(key.add(d), S::load(rotated.as_ptr().add(d)));
-                E::store::<S>(value.add(d), S::load(task.v.add(h * dim + d)));
-            }
-        }
-    }
-}
-
-macro_rules! for_element {
-    ($attend:ident, $store:ident, $ty:ty) => {
-        dispatch! {
+macro_rules! attend {
+    ($($name:ident: $ty:ty),*) => {
+        $(dispatch! {
             /// One attention task.
             ///
             /// # Safety
-            /// The table names pool blocks that cover the task's positions and are not written meanwhile; its rows and
-            /// heads of `q` are readable, those of `out` writable by this task alone.
-            pub unsafe fn $attend(task: &Task<'_, $ty>) = attend_kernel
-        }
-        dispatch! {
-            /// Rotates and stores one token.
-            ///
-            /// # Safety
-            /// The token's slot in the pool and its rows are accessed by this task alone.
-            pub unsafe fn $store(task: &StoreTask<'_, $ty>) = store_kernel
-        }
+            /// See [`kernel`].
+            unsafe fn $name(task: &Task<'_>) = attend_kernel::<_, $ty>
+        })*
     };
 }
-for_element!(attend_f32, store_f32, f32);
-for_element!(attend_f16, store_f16, half::f16);
-for_element!(attend_bf16, store_bf16, half::bf16);
+attend!(attend_f32: f32, attend_f16: f16, attend_bf16: bf16, attend_q8: Q8, attend_fp8: Fp8, attend_int4: Int4);

@@ -4,8 +4,11 @@ mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 mod ceilings;
+mod codes;
 mod elementwise;
 mod isa;
+mod kv_row;
+mod kv_store;
 mod matmul;
 mod packing;
 mod simd;
@@ -17,10 +20,10 @@ mod weight;
 
 use std::sync::Arc;
 
-use baton_types::{BlockId, KvDtype};
+use baton_types::BlockId;
 pub use ceilings::Ceilings;
-use half::{bf16, f16};
 pub use isa::Isa;
+use kv_row::Planes;
 use matmul::{Operands, Quantised};
 use simd::LANES;
 use threads::Threads;
@@ -119,31 +122,18 @@ impl CpuBackend {
         });
     }
 
-    fn planes<E>(&self, shape: AttentionShape) -> attention::Planes<E> {
-        let layout = &self.pool.geometry().layout;
-        let group = &layout.groups[shape.group];
-        attention::Planes {
-            base: self.pool.plane(shape.group, shape.layer, BlockId(0), 0).cast(),
-            block: layout.block_bytes(shape.group) / size_of::<E>(),
-            value: layout.plane_bytes(shape.group) / size_of::<E>(),
-            block_size: layout.block_size as usize,
-            head_dim: group.head_dim as usize,
-        }
+    fn planes(&self, shape: AttentionShape) -> Planes {
+        let base = self.pool.plane(shape.group, shape.layer, BlockId(0), 0);
+        Planes::new(&self.pool.geometry().layout, shape.group, base)
     }
 
     fn kv_heads(&self, shape: AttentionShape) -> usize {
         self.pool.geometry().layout.groups[shape.group].kv_heads as usize
     }
 
-    fn attend<E: Sync + Copy>(
-        &mut self,
-        shape: AttentionShape,
-        batch: &Ragged,
-        q: &[f32],
-        out: &mut [f32],
-        run: unsafe fn(Isa, &attention::Task<'_, E>),
-    ) {
-        let planes = self.planes::<E>(shape);
+    fn attend(&mut self, shape: AttentionShape, batch: &Ragged, q: &[f32], out: &mut [f32]) {
+        let planes = self.planes(shape);
+        let run = attention::kernel(self.pool.geometry().layout.dtype);
         let (isa, kv_heads) = (self.isa, self.kv_heads(shape));
         let group = shape.heads / kv_heads;
         assert!(
@@ -178,8 +168,7 @@ impl CpuBackend {
         });
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn store<E: Copy>(
+    fn store(
         &mut self,
         shape: AttentionShape,
         batch: &Ragged,
@@ -187,9 +176,9 @@ impl CpuBackend {
         q: &mut [f32],
         k: &[f32],
         v: &[f32],
-        run: unsafe fn(Isa, &attention::StoreTask<'_, E>),
     ) {
-        let planes = self.planes::<E>(shape);
+        let planes = self.planes(shape);
+        let run = kv_store::kernel(self.pool.geometry().layout.dtype);
         let (isa, kv_heads) = (self.isa, self.kv_heads(shape));
         let dim = self.pool.geometry().layout.groups[shape.group].head_dim as usize;
         let (q_width, kv_width) = (shape.heads * dim, kv_heads * dim);
@@ -208,7 +197,7 @@ impl CpuBackend {
                 let (cos, sin) = (&rope.cos[half.clone()], &rope.sin[half]);
                 // SAFETY: sizes are checked above; rows and slots of a token belong to one task.
                 unsafe {
-                    let task = attention::StoreTask {
+                    let task = kv_store::StoreTask {
                         planes,
                         table: &batch.blocks()[span.table..],
                         position,
@@ -334,19 +323,11 @@ impl Backend for CpuBackend {
         k: &Vec<f32>,
         v: &Vec<f32>,
     ) {
-        match self.pool.geometry().layout.dtype {
-            KvDtype::F32 => self.store::<f32>(shape, batch, rope, q, k, v, attention::store_f32),
-            KvDtype::F16 => self.store::<f16>(shape, batch, rope, q, k, v, attention::store_f16),
-            KvDtype::Bf16 => self.store::<bf16>(shape, batch, rope, q, k, v, attention::store_bf16),
-        }
+        self.store(shape, batch, rope, q, k, v);
     }
 
     fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Vec<f32>, out: &mut Vec<f32>) {
-        match self.pool.geometry().layout.dtype {
-            KvDtype::F32 => self.attend::<f32>(shape, batch, q, out, attention::attend_f32),
-            KvDtype::F16 => self.attend::<f16>(shape, batch, q, out, attention::attend_f16),
-            KvDtype::Bf16 => self.attend::<bf16>(shape, batch, q, out, attention::attend_bf16),
-        }
+        self.attend(shape, batch, q, out);
     }
 
     fn gate_mul(&mut self, act: Gate, gate: &mut Vec<f32>, up: &Vec<f32>, elements: usize) {
