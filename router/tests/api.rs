@@ -340,9 +340,7 @@ async fn chats_a_model_cannot_take_are_refused() {
     let image = json!([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "http://x"}}]);
     for (body, param) in [
         (json!({"messages": [{"role": "user", "content": image}]}), "messages[0].content[1]"),
-        (json!({"messages": [{"role": "tool", "content": "x"}]}), "messages[0].role"),
-        (support::merged(hello(), json!({"tools": [{"type": "function"}]})), "tools"),
-        (support::merged(hello(), json!({"response_format": {"type": "json_object"}})), "response_format"),
+        (json!({"messages": [{"role": "function", "content": "x"}]}), "messages[0].role"),
         (support::merged(hello(), json!({"top_logprobs": 5})), "top_logprobs"),
     ] {
         let (status, answer) = cluster.ask(CHAT, &body).await;

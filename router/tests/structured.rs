@@ -5,7 +5,7 @@ mod support;
 
 use baton_proto::v1::constraint::Kind;
 use serde_json::{Value, json};
-use support::{Cluster, merged, streamed};
+use support::{Cluster, config, merged, streamed};
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
@@ -152,5 +152,62 @@ async fn calls_and_results_are_part_of_the_conversation() {
     let call = "<tool_call>\n{\"name\":\"look\",\"arguments\":{\"at\":1}}\n</tool_call>";
     let want = format!("user\nhi\nassistant\n{call}\nuser\n<tool_response>\na cat\n</tool_response>\nassistant\n");
     assert_eq!(prompt(&cluster, 0), want);
+    cluster.stop().await;
+}
+
+/// Tells of tools as Qwen's templates do, and shows calls and results.
+const HERMES: &str = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}\
+    {% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\
+    {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}{% endfor %}";
+
+#[tokio::test]
+async fn a_model_that_knows_tools_calls_as_it_likes() {
+    let answer = format!("Let me look.\n{CALL}\n{CALL}");
+    let cluster = Cluster::of_model(HERMES, config(), 0, 1, &[&answer]).await;
+    let (status, whole) = cluster.ask(CHAT, &tools(json!({"tool_choice": "auto"}))).await;
+    assert_eq!(status, 200, "{whole}");
+    let message = &whole["choices"][0]["message"];
+    assert_eq!((&message["content"], message["tool_calls"].as_array().unwrap().len()), (&json!("Let me look."), 2));
+    assert_ne!(message["tool_calls"][0]["id"], message["tool_calls"][1]["id"]);
+    assert_eq!(whole["choices"][0]["finish_reason"], "tool_calls");
+    assert_eq!(constraint(&cluster, 0), None, "nothing is forced");
+    let spec = "{\"type\": \"function\", \"function\": {\"name\": \"look\", \"parameters\": {\"type\": \"object\"}}}";
+    assert_eq!(prompt(&cluster, 0), format!("<tools>{spec}</tools>[user]hi"), "keys as the client sent them");
+
+    let chunks = cluster.stream(CHAT, tools(json!({"tool_choice": "auto"}))).await;
+    assert_eq!(streamed(&chunks, 0), "Let me look.");
+    let calls = chunks.iter().filter_map(|c| c["choices"][0]["delta"].get("tool_calls"));
+    assert_eq!(calls.map(|c| c[0]["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1]);
+
+    let one = tools(json!({"tool_choice": "auto", "parallel_tool_calls": false}));
+    let (_, one) = cluster.ask(CHAT, &one).await;
+    let message = &one["choices"][0]["message"];
+    assert_eq!(message["tool_calls"].as_array().unwrap().len(), 1);
+    assert_eq!(message["content"], json!(format!("Let me look.\n{CALL}")), "the second is not lost");
+
+    cluster.ask(CHAT, &tools(json!({"tool_choice": "none"}))).await;
+    assert_eq!(prompt(&cluster, 0), "[user]hi", "none is told of");
+    let (_, without) = cluster.ask(CHAT, &hello(json!({}))).await;
+    assert_eq!(without["choices"][0]["message"]["content"], json!(answer), "nobody asked for calls");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_special_token_may_announce_calls() {
+    let template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{# [TOOL_CALLS] #}";
+    let answer = "[TOOL_CALLS] [{\"name\": \"look\", \"arguments\": {}}]";
+    let cluster = Cluster::of_model(template, config(), 0, 1, &[answer]).await;
+    let (_, whole) = cluster.ask(CHAT, &tools(json!({}))).await;
+    assert_eq!(whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"], "{}", "{whole}");
+    let (_, plain) = cluster.ask(CHAT, &hello(json!({}))).await;
+    assert!(
+        plain["choices"][0]["message"]["content"].as_str().unwrap().starts_with(" [{"),
+        "special tokens have no text"
+    );
+    cluster.ask(CHAT, &tools(json!({}))).await;
+    let marker = support::CALLS;
+    assert!(
+        matches!(constraint(&cluster, 0), Some(Kind::Lark(text)) if text.starts_with(&format!("start: <[{marker}]>")))
+    );
     cluster.stop().await;
 }

@@ -14,7 +14,7 @@ use baton_runtime::{Outcome, Readiness, Shutdown, Tasks};
 use baton_types::WorkerId;
 use serde_json::{Value, json};
 
-pub use model::{CONTEXT, END, MODEL, NAME};
+pub use model::{CALLS, CONTEXT, END, MODEL, NAME};
 pub use worker::{Decode, FakeWorker, Prefill, World, digest_at};
 
 /// A router and its workers.
@@ -49,9 +49,20 @@ impl Cluster {
 
     /// The same with other settings; the seed chooses among several answers.
     pub async fn with(config: RouterConfig, prefill: usize, decode: usize, answers: &[&str]) -> Cluster {
+        Cluster::of_model(model::TEMPLATE, config, prefill, decode, answers).await
+    }
+
+    /// The same for a model with another chat template.
+    pub async fn of_model(
+        template: &str,
+        config: RouterConfig,
+        prefill: usize,
+        decode: usize,
+        answers: &[&str],
+    ) -> Cluster {
         logs::watch();
         let files = tempfile::tempdir().unwrap();
-        let model = model::write_and_open(files.path());
+        let model = model::write_and_open(files.path(), template);
         let registry = EmbeddedRegistry::new();
         let shutdown = Shutdown::new(Duration::from_secs(20));
         let tasks = Tasks::new(shutdown.clone());
@@ -89,7 +100,7 @@ impl Cluster {
     /// Only tries to start a router.
     pub async fn try_start(config: RouterConfig) -> Result<RunningRouter, baton_router::RouterError> {
         let files = tempfile::tempdir().unwrap();
-        let served = ServedModel::new(model::write_and_open(files.path()), MODEL);
+        let served = ServedModel::new(model::write_and_open(files.path(), model::TEMPLATE), MODEL);
         let shutdown = Shutdown::new(Duration::from_secs(20));
         let choice = RegistryChoice::Embedded(EmbeddedRegistry::new());
         let (tasks, readiness) = (Tasks::new(shutdown.clone()), Readiness::new("starting"));

@@ -12,10 +12,13 @@ pub const NAME: &str = "byte-model";
 pub const CONTEXT: u32 = 512;
 /// Ends an answer.
 pub const END: u32 = 257;
+/// Announces calls in the answers of one family.
+pub const CALLS: u32 = 258;
 const VOCAB: u32 = 260;
 const WIDTH: usize = 4;
 
-const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+/// One message after the other; knows no tools.
+pub const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// The character byte-level tokenizers write for a byte.
@@ -39,7 +42,7 @@ fn tokenizer() -> Value {
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
-        "added_tokens": [special(256, "<|im_start|>"), special(END, "<|im_end|>")],
+        "added_tokens": [special(256, "<|im_start|>"), special(END, "<|im_end|>"), special(CALLS, "[TOOL_CALLS]")],
         "pre_tokenizer": byte_level, "decoder": byte_level,
         "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
                   "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
@@ -74,8 +77,8 @@ fn weights() -> Vec<u8> {
     file
 }
 
-/// Writes the model below `dir` and opens it.
-pub fn write_and_open(dir: &Path) -> Model {
+/// Writes the model with this chat template below `dir` and opens it.
+pub fn write_and_open(dir: &Path, template: &str) -> Model {
     let dir = dir.join(NAME);
     std::fs::create_dir(&dir).unwrap();
     let config = json!({
@@ -84,7 +87,7 @@ pub fn write_and_open(dir: &Path) -> Model {
         "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": true, "eos_token_id": END, "hidden_act": "silu",
     });
-    let settings = json!({"eos_token": "<|im_end|>", "chat_template": TEMPLATE});
+    let settings = json!({"eos_token": "<|im_end|>", "chat_template": template});
     for (name, json) in [("config.json", config), ("tokenizer.json", tokenizer()), ("tokenizer_config.json", settings)]
     {
         std::fs::write(dir.join(name), json.to_string()).unwrap();
