@@ -136,6 +136,18 @@ fn a_reservation_lends_what_is_not_here() {
     finish(&mut bench);
 }
 
+#[test]
+fn what_has_arrived_is_shared_to_the_token() {
+    let mut bench = Bench::new(LIMITS, 40);
+    let received = bench.engine.submit(sharing(1, Start::Receive, 10, 4)).unwrap();
+    bench.step();
+    bench.engine.kv_arrived(received, &first(0), &mut bench.events).unwrap();
+    let other = bench.engine.submit(sharing(1, Start::Compute, 10, 1)).unwrap();
+    bench.step();
+    assert_eq!(cached_of(&bench, other), Some(9));
+    finish(&mut bench);
+}
+
 /// Blocks that a transfer still reads may be shared but not given to others.
 #[test]
 fn a_quarantined_prefill_is_still_a_prefix() {

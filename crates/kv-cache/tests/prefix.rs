@@ -340,3 +340,30 @@ fn the_same_block_computed_twice_is_merged_unless_a_transfer_reads_it() {
         assert_eq!((pools.counts().cached, pools.indexed()), (2, 2));
     }
 }
+
+/// Where every group has a window, the blocks it has passed may go from the middle of a chain; the last full one stays with
+/// its owner, so that what follows is found under it.
+#[test]
+fn the_last_full_block_keeps_its_chain() {
+    let mut pools = pools(4, &[(3, Some(1))], CacheConfig::default());
+    let (prefix, tokens) = (Prefix::default(), (1..20).collect::<Vec<u32>>());
+    let mut tables = pools.seat(&Hit::default(), Some(prefix), 8).unwrap();
+    pools.index(&mut tables, &tokens[..8], false, false).unwrap();
+    pools.trim(&mut tables, 8).unwrap();
+    assert_eq!((tables.as_slice()[0].holes(), pools.counts().cached), (1, 1));
+    let other = pools.allocate(8).unwrap();
+    assert_eq!((pools.counts().cached, pools.evictions(), pools.indexed()), (0, 1, 2));
+    pools.free(other).unwrap();
+    pools.free(tables).unwrap();
+    // Everything but the last full block is evicted for the newcomer's own.
+    let hit = pools.lookup(&prefix, &tokens[..13], LOCAL);
+    assert_eq!(hit.tokens(), 8);
+    let mut tables = pools.seat(&hit, Some(prefix), 13).unwrap();
+    pools.check().unwrap();
+    pools.index(&mut tables, &tokens[..12], false, false).unwrap();
+    pools.trim(&mut tables, 12).unwrap();
+    pools.check().unwrap();
+    assert_eq!(pools.lookup(&prefix, &tokens[..13], LOCAL).tokens(), 12);
+    pools.free(tables).unwrap();
+    assert!(pools.counts().idle());
+}
