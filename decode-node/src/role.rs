@@ -30,7 +30,7 @@ pub(crate) type Stream = mpsc::UnboundedSender<Said>;
 /// What the service and the receiver say.
 pub(crate) enum Command {
     Generate {
-        new: NewSequence,
+        new: Box<NewSequence>,
         stream: Stream,
         accepted: Accepted<Command>,
     },
@@ -186,7 +186,7 @@ impl Role for DecodeRole {
     fn command(&mut self, engine: &mut Engine, command: Command, events: &mut Vec<Event>) {
         match command {
             Command::Generate { new, stream, accepted } => {
-                if let Some(seq) = accepted.submit(engine, new) {
+                if let Some(seq) = accepted.submit(engine, *new) {
                     self.open.insert(seq, Open { stream, epoch: None });
                 }
             }

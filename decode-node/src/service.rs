@@ -56,7 +56,7 @@ impl decode_server::Decode for DecodeNode {
         let request = request.into_inner();
         let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
         let start = if request.local_prefill { Start::Compute } else { Start::Receive };
-        let new = self.node.new_sequence(sequence, start).await?;
+        let new = Box::new(self.node.new_sequence(sequence, start).await?);
         Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Generate { new, stream, accepted })
             .await
     }

@@ -365,19 +365,32 @@ unsafe fn store_tile<S: Simd, const T: usize>(acc: [S::F; T], x: &Operands, firs
     }
 }
 
+/// Bytes of panels that are taken together when rows are few: they stay in the second-level cache.
+const TOGETHER: usize = 128 << 10;
+/// Most rows that count as few.
+const FEW: usize = 64;
+
+/// Panels `first..last` times all rows. With few rows a tile goes over several panels before the next one does: output rows can be a
+/// multiple of a cache's size apart, and more of them written in turn than a cache has ways would push each other out.
 #[inline(always)]
-unsafe fn panel_rows<S: Simd, K: PanelKernel<S>>(w: &CpuWeight, x: &Operands, p: usize, tile: usize) {
-    // SAFETY: the caller's promise; the panel index is inside the weight.
-    unsafe {
-        let panel = w.data.as_ptr().add(p * w.panel_bytes());
-        let mut first = 0;
-        while first < x.rows {
-            let left = (x.rows - first).min(tile);
+unsafe fn panel_rows<S: Simd, K: PanelKernel<S>>(w: &CpuWeight, x: &Operands, first: usize, last: usize, tile: usize) {
+    let together = if x.rows <= FEW { (TOGETHER / w.panel_bytes().max(1)).max(1) } else { 1 };
+    for start in (first..last).step_by(together) {
+        let end = last.min(start + together);
+        let mut row = 0;
+        while row < x.rows {
+            let left = (x.rows - row).min(tile);
             macro_rules! tile {
                 ($t:literal) => {{
-                    let acc = K::tile::<$t>(panel, w.cols, x, first);
-                    store_tile::<S, $t>(acc, x, first, p, w.rows);
-                    first += $t;
+                    for p in start..end {
+                        // SAFETY: the caller's promise; the panel is inside the weight, the rows inside the operands.
+                        unsafe {
+                            let panel = w.data.as_ptr().add(p * w.panel_bytes());
+                            let acc = K::tile::<$t>(panel, w.cols, x, row);
+                            store_tile::<S, $t>(acc, x, row, p, w.rows);
+                        }
+                    }
+                    row += $t;
                 }};
             }
             match left {
@@ -392,20 +405,18 @@ unsafe fn panel_rows<S: Simd, K: PanelKernel<S>>(w: &CpuWeight, x: &Operands, p:
 
 #[inline(always)]
 unsafe fn panels_kernel<S: Simd>(_: S, w: &CpuWeight, x: &Operands, first: usize, last: usize) {
-    for p in first..last {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match w.form {
-                Form::U4 => panel_rows::<S, Plain<4>>(w, x, p, S::TILE),
-                Form::U5 => panel_rows::<S, Plain<5>>(w, x, p, S::TILE),
-                Form::I8 => panel_rows::<S, I8>(w, x, p, S::TILE),
-                Form::U4Super => panel_rows::<S, Super<4>>(w, x, p, S::TILE),
-                Form::U5Super => panel_rows::<S, Super<5>>(w, x, p, S::TILE),
-                Form::U6Super => panel_rows::<S, U6Super>(w, x, p, S::TILE),
-                Form::F32 => panel_rows::<S, Dense<f32>>(w, x, p, DENSE_TILE),
-                Form::F16 => panel_rows::<S, Dense<f16>>(w, x, p, DENSE_TILE),
-                Form::Bf16 => panel_rows::<S, Dense<bf16>>(w, x, p, DENSE_TILE),
-            }
+    // SAFETY: the caller's promise.
+    unsafe {
+        match w.form {
+            Form::U4 => panel_rows::<S, Plain<4>>(w, x, first, last, S::TILE),
+            Form::U5 => panel_rows::<S, Plain<5>>(w, x, first, last, S::TILE),
+            Form::I8 => panel_rows::<S, I8>(w, x, first, last, S::TILE),
+            Form::U4Super => panel_rows::<S, Super<4>>(w, x, first, last, S::TILE),
+            Form::U5Super => panel_rows::<S, Super<5>>(w, x, first, last, S::TILE),
+            Form::U6Super => panel_rows::<S, U6Super>(w, x, first, last, S::TILE),
+            Form::F32 => panel_rows::<S, Dense<f32>>(w, x, first, last, DENSE_TILE),
+            Form::F16 => panel_rows::<S, Dense<f16>>(w, x, first, last, DENSE_TILE),
+            Form::Bf16 => panel_rows::<S, Dense<bf16>>(w, x, first, last, DENSE_TILE),
         }
     }
 }
