@@ -20,6 +20,21 @@ pub fn command() -> Command {
                 .value_parser(value_parser!(PathBuf))
                 .help("Folder that fetched models are kept in; default: baton/models in the user's cache folder"),
         )
+        .arg(
+            Arg::new("hub-endpoint")
+                .long("hub-endpoint")
+                .global(true)
+                .value_name("URL")
+                .help("Base URL of the hub that org/name is fetched from; default: the public hub"),
+        )
+        .arg(
+            Arg::new("hub-token-file")
+                .long("hub-token-file")
+                .global(true)
+                .value_name("FILE")
+                .value_parser(value_parser!(PathBuf))
+                .help("File that holds the hub's access token, for models that need one"),
+        )
         .subcommand(Command::new("pull").about("Fetches a model into the cache and prints its path").arg(spec()))
         .subcommand(Command::new("list").about("Lists the models that can be had by name, and those in the cache"))
         .subcommand(
@@ -33,15 +48,14 @@ pub fn command() -> Command {
 /// Does what the subcommand says.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
-    let cache = match matches.get_one::<PathBuf>("model-cache") {
-        Some(path) => path.clone(),
-        None => fetch::default_cache()?,
-    };
+    let path = |name| matches.get_one::<PathBuf>(name).cloned();
+    let endpoint = matches.get_one::<String>("hub-endpoint").cloned();
+    let source = fetch::Source::new(path("model-cache"), endpoint, path("hub-token-file").as_deref())?;
     let spec = || matches.get_one::<String>("model").map_or("", String::as_str);
-    let resolve = || fetch::resolve(spec(), &cache, &fetch::ProgressBar::new());
+    let resolve = || source.resolve(spec(), &fetch::ProgressBar::new());
     match name {
         "pull" => println!("{}", resolve()?.display()),
-        "list" => list(&cache)?,
+        "list" => list(source.cache())?,
         _ => {
             let facts = inspect(&Model::open(&resolve()?)?);
             if matches.get_flag("json") {

@@ -5,12 +5,11 @@
 
 use std::io::{IsTerminal, Write};
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
-use baton_runtime::{Bytes, Process, ProcessConfig, config::format_duration};
+use baton_runtime::{Bytes, FetchConfig, Process, ProcessConfig, config::format_duration};
 use baton_worker::{KvType, TransportKind};
 
 use crate::supervisor::{Kind, Supervisor};
@@ -18,11 +17,10 @@ use crate::supervisor::{Kind, Supervisor};
 baton_runtime::config! {
     /// A whole cluster on this machine.
     pub struct UpConfig {
+        use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig { log: "warn".parse().unwrap_or_default(), ..Default::default() };
         /// The model: a name (see `baton model list`), a path, or org/name on the hub.
         model: String = "smollm2".to_owned(),
-        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
-        model_cache: Option<PathBuf> = None,
         /// Prefill workers.
         prefill: u32 = 1,
         /// Decode workers.
@@ -113,10 +111,10 @@ async fn supervise(
 
 /// Fetches here, once and with a progress bar, so that the workers find the model in the cache.
 async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
-    let (spec, cache) = (config.model.clone(), config.model_cache.clone());
+    let (spec, from) = (config.model.clone(), config.fetch.clone());
     let fetched = tokio::task::spawn_blocking(move || {
-        let cache = cache.map_or_else(fetch::default_cache, Ok)?;
-        fetch::resolve(&spec, &cache, &fetch::ProgressBar::new())
+        let source = fetch::Source::new(from.model_cache, from.hub_endpoint, from.hub_token_file.as_deref())?;
+        source.resolve(&spec, &fetch::ProgressBar::new())
     });
     fetched.await.context("fetching the model")??;
     Ok(())
@@ -152,7 +150,9 @@ fn worker_args(config: &UpConfig, registry: &str) -> Vec<String> {
 
 fn common_args(config: &UpConfig) -> Vec<String> {
     let mut args: Vec<String> = flag("model", &config.model).into();
-    args.extend(config.model_cache.iter().flat_map(|path| flag("model-cache", path.display())));
+    args.extend(config.fetch.model_cache.iter().flat_map(|path| flag("model-cache", path.display())));
+    args.extend(config.fetch.hub_endpoint.iter().flat_map(|url| flag("hub-endpoint", url)));
+    args.extend(config.fetch.hub_token_file.iter().flat_map(|path| flag("hub-token-file", path.display())));
     args.extend(flag("log", &config.process.log));
     args.extend(flag("log-format", config.process.log_format));
     args.extend(flag("admin", "127.0.0.1:0"));

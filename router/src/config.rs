@@ -1,10 +1,9 @@
 //! The router's settings.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use baton_runtime::{Bytes, ProcessConfig};
+use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
 
 use crate::error::RouterError;
 
@@ -21,6 +20,7 @@ baton_runtime::config_enum! {
 baton_runtime::config! {
     /// The front door: OpenAI-compatible HTTP and gRPC for clients, and the one coordinator of each request.
     pub struct RouterConfig {
+        use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
         /// Address of the OpenAI-compatible HTTP API; port 0 takes a free one.
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
@@ -30,8 +30,6 @@ baton_runtime::config! {
         model: String = "smollm2".to_owned(),
         /// Name by which clients ask for the model; default: the value of model, or, when that is a path, the name of the file without its ending.
         served_name: Option<String> = None,
-        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
-        model_cache: Option<PathBuf> = None,
         /// Where workers are found: embedded (this router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
         /// Longest time a request may take.

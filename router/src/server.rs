@@ -11,7 +11,7 @@ use baton_cluster::{EmbeddedRegistry, Registry, Role, View, ViewReceiver};
 use baton_model_files::{Model, fetch};
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
-use baton_runtime::{Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
+use baton_runtime::{FetchConfig, Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
 use metrics::gauge;
 use tokio::net::TcpListener;
 use tonic::service::Routes;
@@ -120,11 +120,9 @@ pub async fn start(
 
 /// Finds the model, fetching it when it is not here yet, and opens it.
 fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
-    let cache = match &config.model_cache {
-        Some(path) => path.clone(),
-        None => fetch::default_cache()?,
-    };
-    let model = Model::open(&fetch::resolve(&config.model, &cache, &Logged)?)?;
+    let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
+    let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
+    let model = Model::open(&source.resolve(&config.model, &Logged)?)?;
     let id = model.served_name(&config.model, config.served_name.as_deref());
     Ok(ServedModel::new(model, id))
 }

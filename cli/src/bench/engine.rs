@@ -8,7 +8,7 @@ use anyhow::Context;
 use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Start, Time};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
-use baton_runtime::Bytes;
+use baton_runtime::{Bytes, FetchConfig};
 use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 use baton_worker::{Loaded, WorkerConfig, load_on, resolve_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
@@ -105,7 +105,7 @@ struct Bench {
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let config = WorkerConfig {
         model: matches.get_one::<String>("model").cloned().unwrap_or_default(),
-        model_cache: matches.get_one("model-cache").cloned(),
+        fetch: FetchConfig { model_cache: matches.get_one("model-cache").cloned(), ..FetchConfig::default() },
         threads: matches.get_one("threads").copied(),
         kv_memory: Bytes::gib(1),
         chunk: 512,

@@ -85,6 +85,14 @@ pub enum ModelFileError {
         /// What would have worked.
         hint: String,
     },
+    /// A setting of the fetch does not work.
+    #[error("{name}: {problem}")]
+    Setting {
+        /// The setting.
+        name: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
     /// A registry or hub did not deliver.
     #[error("cannot fetch {what}: {problem}")]
     Fetch {
@@ -122,6 +130,7 @@ impl BatonError for ModelFileError {
             | Config { .. }
             | Tensor { .. }
             | UnsupportedArchitecture { .. }
+            | Setting { .. }
             | Encode(_)
             | TokenId { .. }
             | ChatTemplate(_) => ErrorKind::InvalidArgument,

@@ -21,7 +21,7 @@ pub use config::{Bytes, Config, Parsed};
 pub use error::{Origin, RuntimeError};
 pub use metrics::MetricsHandle;
 pub use parent::die_with_parent;
-pub use process::{Process, ProcessConfig};
+pub use process::{FetchConfig, Process, ProcessConfig};
 pub use shutdown::{Outcome, Shutdown};
 pub use tasks::Tasks;
 pub use telemetry::{LogFilter, LogFormat};

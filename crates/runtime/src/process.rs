@@ -1,6 +1,7 @@
 //! The frame around a component's own work: logs, metrics, admin endpoint, signals, tasks, in the right order.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::admin::{AdminServer, Readiness};
@@ -20,6 +21,18 @@ crate::config! {
         admin: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
         /// How long running requests may take to finish once the process is told to stop.
         drain_timeout: Duration = Duration::from_secs(30),
+    }
+}
+
+crate::config! {
+    /// What every process that opens a model has.
+    pub struct FetchConfig {
+        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
+        model_cache: Option<PathBuf> = None,
+        /// Base URL of the hub that org/name is fetched from, such as a mirror's; default: the public hub.
+        hub_endpoint: Option<String> = None,
+        /// File that holds the hub's access token, for models that need one.
+        hub_token_file: Option<PathBuf> = None,
     }
 }
 

@@ -1,10 +1,9 @@
 //! Settings of a worker; both roles have the same.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use baton_runtime::{Bytes, ProcessConfig};
+use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
 use baton_transfer::TransportChoice;
 use baton_types::KvDtype;
 
@@ -66,11 +65,10 @@ impl TransportKind {
 baton_runtime::config! {
     /// A worker: one model, one KV pool, one role.
     pub struct WorkerConfig {
+        use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
         /// The model: a path, a name, or org/name on the hub. All workers and routers of a cluster need the same.
         model: String = "smollm2".to_owned(),
-        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
-        model_cache: Option<PathBuf> = None,
         /// Address of the gRPC server the router calls; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
         /// Address KV arrives at over TCP (decode workers); port 0 takes a free one.

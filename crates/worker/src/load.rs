@@ -9,6 +9,7 @@ use baton_engine::{CacheConfig, EngineConfig, Order};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
+use baton_runtime::FetchConfig;
 use baton_runtime::config::format_duration;
 use baton_transfer::Segment;
 use baton_types::{KvLayout, PoolGeometry};
@@ -36,11 +37,9 @@ pub struct Loaded<B: Backend = CpuBackend> {
 
 /// Finds the model, fetching it when it is a name or a hub id that is not in the cache yet.
 pub fn resolve_model(config: &WorkerConfig) -> Result<PathBuf, WorkerError> {
-    let cache = match &config.model_cache {
-        Some(path) => path.clone(),
-        None => fetch::default_cache()?,
-    };
-    Ok(fetch::resolve(&config.model, &cache, &Logged::default())?)
+    let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
+    let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
+    Ok(source.resolve(&config.model, &Logged::default())?)
 }
 
 /// Progress of a fetch as log lines, one per tenth; a worker has no terminal.

@@ -52,7 +52,19 @@ fn a_file_the_binary_does_not_take_fails_here() -> anyhow::Result<()> {
 #[test]
 fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
     // Made by the chart from other values, or from the pod.
-    let own = ["admin", "advertise", "drain_timeout", "grpc", "http", "log", "log_format", "model", "model_cache"];
+    let own = [
+        "admin",
+        "advertise",
+        "drain_timeout",
+        "grpc",
+        "http",
+        "hub_endpoint",
+        "hub_token_file",
+        "log",
+        "log_format",
+        "model",
+        "model_cache",
+    ];
     let own: BTreeSet<&str> = own.into_iter().chain(["registry", "served_name", "transfer"]).collect();
     let schema: Value = serde_json::from_slice(&std::fs::read(chart().join("values.schema.json"))?)?;
     let keys = |node: &Value| -> BTreeSet<String> {
@@ -107,6 +119,10 @@ fn pods_run_their_role_with_their_file() -> anyhow::Result<()> {
             let mounted = |path: &str| mounts.iter().find(|m| m["mountPath"] == path).context(path.to_owned());
             assert_eq!(mounted("/etc/baton")?["name"], volume["name"]);
             mounted(release.settings(role)?.text("model_cache")?)?;
+            if release.name == "everything" {
+                let token = release.settings(role)?.text("hub_token_file")?.to_owned();
+                mounted(token.trim_end_matches("/token"))?;
+            }
         }
     }
     Ok(())

@@ -239,7 +239,7 @@ impl<'a> Fetch<'a> {
             },
             Some(401 | 403) => ModelFileError::fetch(
                 what,
-                "the hub refuses access; the repository may need an access token, or not exist",
+                "the hub refuses access; the repository may need an access token (--hub-token-file), or not exist",
             ),
             _ => ModelFileError::fetch(what, error),
         }

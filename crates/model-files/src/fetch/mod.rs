@@ -20,6 +20,54 @@ pub use hub::HubOptions;
 pub use progress::{Progress, ProgressBar, Quiet};
 pub use store::{CachedModel, default_cache, list};
 
+/// Where models are kept, and the hub they are fetched from.
+#[derive(Clone, Debug)]
+pub struct Source {
+    cache: PathBuf,
+    hub: HubOptions,
+}
+
+impl Source {
+    /// Settings as a user gives them: the cache folder (None: the user's own), the hub's base URL (None: the public one),
+    /// and the file that holds an access token.
+    ///
+    /// # Errors
+    /// No cache folder can be found, the URL is none, or the token cannot be read; each names the setting.
+    pub fn new(
+        cache: Option<PathBuf>,
+        hub_endpoint: Option<String>,
+        hub_token_file: Option<&Path>,
+    ) -> Result<Source, ModelFileError> {
+        let setting = |name, problem| Err(ModelFileError::Setting { name, problem });
+        if let Some(url) = hub_endpoint.as_ref().filter(|u| !u.starts_with("http://") && !u.starts_with("https://")) {
+            return setting("hub_endpoint", format!("{url:?} does not begin with http:// or https://"));
+        }
+        let token = match hub_token_file.map(|path| (path, std::fs::read_to_string(path))) {
+            None => None,
+            Some((path, Err(e))) => {
+                return setting("hub_token_file", format!("{} cannot be read: {e}", path.display()));
+            }
+            Some((path, Ok(text))) => match text.trim() {
+                token if !token.is_empty() && token.chars().all(|c| c.is_ascii_graphic()) => Some(token.to_owned()),
+                // Never the text itself: it may be another secret.
+                _ => return setting("hub_token_file", format!("{} does not hold one token", path.display())),
+            },
+        };
+        let cache = cache.map_or_else(default_cache, Ok)?;
+        Ok(Source { cache, hub: HubOptions { endpoint: hub_endpoint, token, ..HubOptions::default() } })
+    }
+
+    /// The cache folder.
+    pub fn cache(&self) -> &Path {
+        &self.cache
+    }
+
+    /// As [`resolve`], from here.
+    pub fn resolve(&self, spec: &str, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
+        resolve_with(spec, &self.cache, &self.hub, progress)
+    }
+}
+
 /// The path of a model, fetched if need be: `PATH`, a name of the [`catalogue`], or `org/name` of the public hub, where
 /// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files.
 pub fn resolve(spec: &str, cache: &Path, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
@@ -55,6 +103,28 @@ fn hint() -> String {
 mod tests {
     use super::*;
     use baton_types::{BatonError, ErrorKind};
+
+    #[test]
+    fn a_wrong_setting_is_named_and_a_token_never_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |text: &str| {
+            let path = dir.path().join("token");
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let source = |url: Option<&str>, token: Option<&Path>| {
+            Source::new(Some(dir.path().into()), url.map(str::to_owned), token).map_err(|e| e.to_string())
+        };
+        let good = source(Some("https://mirror"), Some(&file("hf_secret\n"))).unwrap();
+        assert_eq!(good.hub.token.as_deref(), Some("hf_secret"));
+        assert!(!format!("{good:?}").contains("secret"));
+        assert!(source(Some("mirror"), None).unwrap_err().contains("hub_endpoint"));
+        assert!(source(None, Some(Path::new("/no/such"))).unwrap_err().contains("hub_token_file"));
+        for bad in ["", " \n", "two tokens", "secret\u{1}"] {
+            let error = source(None, Some(&file(bad))).unwrap_err();
+            assert!(error.contains("hub_token_file") && !error.contains("secret"), "{error}");
+        }
+    }
 
     #[test]
     fn paths_win_and_nonsense_is_told_what_works() {

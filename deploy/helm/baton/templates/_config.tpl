@@ -7,6 +7,9 @@
 
 {{- define "baton.modelCachePath" -}}/var/cache/baton/models{{- end -}}
 
+{{/* Where pods find the hub's access token. */}}
+{{- define "baton.hubTokenPath" -}}/etc/baton-hub/token{{- end -}}
+
 {{/* Name in the registry, 1 to 63 of a-z, 0-9 and -; a long one is told apart from others by a digest. */}}
 {{- define "baton.cluster" -}}
 {{- $name := .Values.registry.cluster | default (printf "%s-%s" .Release.Namespace (include "baton.fullname" .)) -}}
@@ -61,6 +64,12 @@
   "admin" (printf "%s:%v" $any $ports.admin)
   "grpc" (printf "%s:%v" $any $ports.grpc)
 -}}
+{{- with $v.hub.endpoint -}}
+  {{- $_ := set $settings "hub_endpoint" . -}}
+{{- end -}}
+{{- if $v.hub.token.secretName -}}
+  {{- $_ := set $settings "hub_token_file" (include "baton.hubTokenPath" .root) -}}
+{{- end -}}
 {{- if eq .role "router" -}}
   {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}
   {{- with $v.servedName -}}

@@ -106,10 +106,21 @@ containers:
       - {name: config, mountPath: /etc/baton, readOnly: true}
       - {name: models, mountPath: {{ include "baton.modelCachePath" .root }}}
       - {name: tmp, mountPath: /tmp}
+      {{- if $v.hub.token.secretName }}
+      - {name: hub-token, mountPath: {{ include "baton.hubTokenPath" .root | dir }}, readOnly: true}
+      {{- end }}
       {{- with $c.extraVolumeMounts }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
 volumes:
+  {{- with $v.hub.token }}
+  {{- if .secretName }}
+  - name: hub-token
+    secret:
+      secretName: {{ .secretName }}
+      items: [{key: {{ .key | quote }}, path: {{ include "baton.hubTokenPath" $ | base }}}]
+  {{- end }}
+  {{- end }}
   - name: config
     configMap:
       name: {{ include "baton.fullname" .root }}-{{ .role }}
