@@ -66,8 +66,8 @@ async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let view = views(url(matches)).await?.borrow().clone();
     println!(
-        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  STATE",
-        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "IN USE", "LENT"
+        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  STATE",
+        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "CACHED", "IN USE", "LENT"
     );
     for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
         let (role, id) = (member.role.as_str(), member.id.to_string());
@@ -76,12 +76,13 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
                 let b = s.blocks.unwrap_or_default();
                 let state = if s.draining { "draining" } else { "serving" };
                 println!(
-                    "{role:<9} {id:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9}  {state}",
+                    "{role:<9} {id:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  {state}",
                     member.grpc,
                     s.running,
                     s.waiting,
                     b.free,
-                    b.used + b.cached,
+                    b.cached,
+                    b.used,
                     b.lent + b.quarantined
                 );
             }

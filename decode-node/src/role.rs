@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use baton_engine::{Aborted, Engine, Event, NewSequence};
+use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence};
 use baton_runtime::metrics as names;
 use baton_transfer::{FenceState, Receiver, ReceiverEvent, TransferError, Wanted};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
@@ -20,7 +20,8 @@ pub(crate) enum Said {
     /// Opaque target for the prefill worker.
     Reserved(Vec<u8>),
     Token(TokenOut),
-    Finished(FinishReason),
+    /// The reason, and how many tokens of the prompt were not computed, when it was computed here.
+    Finished(FinishReason, u32),
     Failed(ErrorKind, String),
 }
 
@@ -42,6 +43,8 @@ pub(crate) enum Command {
 struct Open {
     stream: Stream,
     epoch: Option<Epoch>,
+    /// Its KV comes from a prefill worker, which tells what it reused.
+    received: bool,
 }
 
 pub(crate) struct DecodeRole {
@@ -69,11 +72,14 @@ impl DecodeRole {
 
     fn reserve(&mut self, engine: &Engine, seq: SeqId) -> Result<(Epoch, Vec<u8>), TransferError> {
         let tables = engine.tables(seq).unwrap_or_default();
-        let blocks: Vec<Vec<BlockId>> = tables.iter().map(|t| t.blocks().to_vec()).collect();
+        // I3: the blocks before are shared with others, and nobody is told to write to them.
+        let from = engine.lent_from(seq).unwrap_or(0);
+        let lent = |t: &BlockTable| t.blocks().get(from as usize..).unwrap_or_default().to_vec();
+        let blocks: Vec<Vec<BlockId>> = tables.iter().map(lent).collect();
         let tokens = tables.first().map_or(0, |t| t.tokens());
         let epoch = Epoch(self.next_epoch);
         self.next_epoch += 1;
-        let first = vec![0; blocks.len()];
+        let first = vec![from; blocks.len()];
         let wanted = Wanted { tokens, first: &first, blocks: &blocks };
         self.receiver.reserve(epoch, &wanted, self.lease).map(|target| (epoch, target))
     }
@@ -88,6 +94,7 @@ impl DecodeRole {
         match outcome {
             Ok((epoch, target)) => {
                 open.epoch = Some(epoch);
+                open.received = true;
                 self.epochs.insert(epoch, seq);
                 // A closed stream is cancelled by its guard.
                 let _ = open.stream.send(Said::Reserved(target));
@@ -187,7 +194,7 @@ impl Role for DecodeRole {
         match command {
             Command::Generate { new, stream, accepted } => {
                 if let Some(seq) = accepted.submit(engine, *new) {
-                    self.open.insert(seq, Open { stream, epoch: None });
+                    self.open.insert(seq, Open { stream, epoch: None, received: false });
                 }
             }
             Command::Cancel(seq) => self.cancel(engine, seq),
@@ -204,8 +211,9 @@ impl Role for DecodeRole {
                     let _ = open.stream.send(Said::Token(token));
                 }
             }
-            Event::Finished { seq, reason, .. } => {
-                self.finish(seq, Said::Finished(reason));
+            Event::Finished { seq, reason, cached_tokens, .. } => {
+                let received = self.open.get(&seq).is_some_and(|open| open.received);
+                self.finish(seq, Said::Finished(reason, if received { 0 } else { cached_tokens }));
             }
             Event::Failed { seq, error, quarantined, .. } => {
                 let epoch = self.finish(seq, Said::Failed(error.kind(), error.to_string()));

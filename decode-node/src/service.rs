@@ -66,12 +66,12 @@ impl Item for Said {
     type Event = v1::DecodeEvent;
 
     fn into_event(self) -> Result<(v1::DecodeEvent, bool), Status> {
-        let last = matches!(self, Said::Finished(_));
+        let last = matches!(self, Said::Finished(..));
         let event = match self {
             Said::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
             Said::Token(token) => Sent::Token(token.into()),
-            Said::Finished(reason) => {
-                Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into(), cached_tokens: 0 })
+            Said::Finished(reason, cached_tokens) => {
+                Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into(), cached_tokens })
             }
             Said::Failed(kind, message) => return Err(stream_status(kind, message)),
         };

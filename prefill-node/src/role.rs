@@ -16,7 +16,8 @@ use tokio::sync::mpsc;
 /// What a stream carries: a first token, then the transfer's outcome.
 #[derive(Debug)]
 pub(crate) enum Said {
-    First(TokenOut, Option<FinishReason>),
+    /// The token, what it ends, and how many tokens of the prompt were not computed.
+    First(TokenOut, Option<FinishReason>, u32),
     Transferred(TransferStats),
     Failed(ErrorKind, String),
 }
@@ -44,8 +45,6 @@ struct Open {
     stream: Stream,
     /// Until it is completed or aborted.
     handoff: Option<Handoff>,
-    /// Blocks of the sequence that are on their way, in every layer group.
-    sent: usize,
     /// A write that was refused; the sequence ends after the step.
     refused: Option<TransferError>,
 }
@@ -87,7 +86,14 @@ impl PrefillRole {
         }
     }
 
-    fn prefilled(&mut self, engine: &mut Engine, seq: SeqId, token: TokenOut, finish: Option<FinishReason>) {
+    fn prefilled(
+        &mut self,
+        engine: &mut Engine,
+        seq: SeqId,
+        token: TokenOut,
+        finish: Option<FinishReason>,
+        cached_tokens: u32,
+    ) {
         let Some(open) = self.open.get_mut(&seq) else {
             // Nothing reads its blocks, and nobody would clear a quarantine.
             if let Err(error) = engine.release(seq) {
@@ -97,7 +103,7 @@ impl PrefillRole {
         };
         let tail = write_first_token(&token);
         // A closed stream is cancelled by its guard.
-        let _ = open.stream.send(Said::First(token, finish));
+        let _ = open.stream.send(Said::First(token, finish, cached_tokens));
         let Some(handoff) = open.handoff.take() else { return };
         // Also when the token ends the answer: the KV is nearly there, and an abort would look like a failure to the decode
         // worker, and through it to the router, before this token gets there.
@@ -152,7 +158,7 @@ impl Role for PrefillRole {
             Command::Run { new, handoff, stream, accepted } => {
                 // A handoff without a sequence is aborted by being dropped.
                 if let Some(seq) = accepted.submit(engine, *new) {
-                    self.open.insert(seq, Open { stream, handoff: Some(handoff), sent: 0, refused: None });
+                    self.open.insert(seq, Open { stream, handoff: Some(handoff), refused: None });
                 }
             }
             Command::Cancel(seq) => {
@@ -168,7 +174,9 @@ impl Role for PrefillRole {
 
     fn event(&mut self, engine: &mut Engine, event: Event) {
         match event {
-            Event::Prefilled { seq, token, finish, .. } => self.prefilled(engine, seq, token, finish),
+            Event::Prefilled { seq, token, finish, cached_tokens, .. } => {
+                self.prefilled(engine, seq, token, finish, cached_tokens)
+            }
             Event::Failed { seq, error, quarantined, .. } => {
                 let Some(open) = self.open.remove(&seq) else {
                     if quarantined {
@@ -192,10 +200,9 @@ impl Role for PrefillRole {
     fn step_planned(&mut self, engine: &Engine, step: &Step) {
         self.outgoing.clear();
         for row in step.rows().iter().filter(|row| row.held) {
-            let Some(open) = self.open.get_mut(&row.seq) else { continue };
+            let Some(open) = self.open.get(&row.seq) else { continue };
             let Some(handoff) = &open.handoff else { continue };
-            // From what is sent, not from the row's start: blocks that were cached here travel with the first row.
-            let ready = open.sent..row.completed_blocks(self.layout.block_size).end;
+            let ready = row.completed_blocks(self.layout.block_size);
             let tables = engine.tables(row.seq).unwrap_or_default();
             let wanted = handoff.first_blocks().iter().map(|first| *first as usize);
             let pairs: Vec<_> = tables
@@ -203,7 +210,6 @@ impl Role for PrefillRole {
                 .zip(wanted)
                 .map(|(table, first)| pairs_of(table, ready.start.max(first)..ready.end, first))
                 .collect();
-            open.sent = ready.end.max(ready.start);
             if pairs.iter().any(|pairs| !pairs.is_empty()) {
                 self.outgoing.push(Outgoing { seq: row.seq, pairs });
             }

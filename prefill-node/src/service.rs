@@ -95,9 +95,9 @@ impl Item for Said {
 
     fn into_event(self) -> Result<(v1::PrefillEvent, bool), Status> {
         let (event, last) = match self {
-            Said::First(token, finish) => {
+            Said::First(token, finish, cached_tokens) => {
                 let reason = finish.map(|reason| v1::FinishReason::from(reason).into());
-                let first = v1::FirstToken { token: Some(token.into()), finish: reason, cached_tokens: 0 };
+                let first = v1::FirstToken { token: Some(token.into()), finish: reason, cached_tokens };
                 // When the token ends the answer, no transfer follows.
                 (Sent::FirstToken(first), finish.is_some())
             }

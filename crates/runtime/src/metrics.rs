@@ -26,6 +26,10 @@ pub const RUNNING: &str = "baton_running_sequences";
 pub const KV_BLOCKS: &str = "baton_kv_blocks";
 /// Counter: prompt tokens whose KV was reused instead of computed.
 pub const PREFIX_HIT_TOKENS: &str = "baton_prefix_hit_tokens_total";
+/// Counter: cached blocks whose place was taken for others.
+pub const CACHE_EVICTIONS: &str = "baton_prefix_evictions_total";
+/// Counter: times a running sequence's blocks were taken for one that goes first.
+pub const PREEMPTIONS: &str = "baton_preemptions_total";
 /// Counter: prompt tokens computed.
 pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
 /// Counter: tokens decoded.
@@ -107,6 +111,8 @@ fn describe() {
     describe_gauge!(RUNNING, Unit::Count, "Sequences in the running batch.");
     describe_gauge!(KV_BLOCKS, Unit::Count, "Blocks of the KV pool, by state.");
     describe_counter!(PREFIX_HIT_TOKENS, Unit::Count, "Prompt tokens whose KV was reused instead of computed.");
+    describe_counter!(CACHE_EVICTIONS, Unit::Count, "Cached blocks whose place was taken for others.");
+    describe_counter!(PREEMPTIONS, Unit::Count, "Running sequences whose blocks were taken for one that goes first.");
     describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
     describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded.");
     describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");

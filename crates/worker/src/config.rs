@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use baton_engine::{Eviction, Order};
 use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
 use baton_transfer::TransportChoice;
 use baton_types::KvDtype;
@@ -35,6 +36,49 @@ impl KvType {
             KvType::Q8 => KvDtype::Q8,
             KvType::Fp8 => KvDtype::Fp8,
             KvType::Int4 => KvDtype::Int4,
+        }
+    }
+}
+
+baton_runtime::config_enum! {
+    /// Which cached blocks make room first.
+    pub enum EvictionKind {
+        /// The least recently used.
+        Lru = "lru",
+        /// The least frequently used, with aging.
+        Lfu = "lfu",
+    }
+}
+
+impl EvictionKind {
+    /// The same in the engine's words.
+    pub fn policy(self) -> Eviction {
+        match self {
+            EvictionKind::Lru => Eviction::Lru,
+            EvictionKind::Lfu => Eviction::Lfu,
+        }
+    }
+}
+
+baton_runtime::config_enum! {
+    /// In which order sequences are served.
+    pub enum OrderKind {
+        /// First come, first served.
+        Fcfs = "fcfs",
+        /// The shorter what is to be computed of the prompt, the earlier.
+        ShortestFirst = "shortest-first",
+        /// The lower the request's priority, the earlier.
+        Priority = "priority",
+    }
+}
+
+impl OrderKind {
+    /// The same in the engine's words.
+    pub fn order(self, overtakes: u32) -> Order {
+        match self {
+            OrderKind::Fcfs => Order::Fcfs,
+            OrderKind::ShortestFirst => Order::ShortestFirst { overtakes },
+            OrderKind::Priority => Order::Priority { overtakes },
         }
     }
 }
@@ -99,6 +143,14 @@ baton_runtime::config! {
         max_running: u32 = 64,
         /// Most sequences that wait for a place; more are refused.
         max_waiting: u32 = 1024,
+        /// In which order sequences are served: fcfs, shortest-first or priority.
+        order: OrderKind = OrderKind::Fcfs,
+        /// Under another order than fcfs: how many later sequences may start before one, at most.
+        overtakes: u32 = 64,
+        /// Most blocks of tokens kept for prompts that begin alike; 0: none; default: all that nobody else needs.
+        prefix_cache_blocks: Option<u32> = None,
+        /// Which cached blocks make room first: lru or lfu.
+        eviction: EvictionKind = EvictionKind::Lru,
         /// Compute threads; default: one per core.
         threads: Option<usize> = None,
     }

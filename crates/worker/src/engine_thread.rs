@@ -197,6 +197,9 @@ impl<R: Role> Thread<R> {
         self.publish.send_replace(now);
         gauge!(names::RUNNING).set(running as f64);
         gauge!(names::QUEUE_DEPTH).set(now.waiting as f64);
+        counter!(names::PREFIX_HIT_TOKENS).absolute(e.prefix_hit_tokens());
+        counter!(names::CACHE_EVICTIONS).absolute(e.evictions());
+        counter!(names::PREEMPTIONS).absolute(e.preemptions());
         for (state, count) in [
             ("free", blocks.free),
             ("used", blocks.used),

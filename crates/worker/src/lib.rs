@@ -13,7 +13,7 @@ mod service;
 mod stream;
 mod wire;
 
-pub use config::{KvType, TransportKind, WorkerConfig};
+pub use config::{EvictionKind, KvType, OrderKind, TransportKind, WorkerConfig};
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
 pub use load::{Loaded, check_settings, load, load_on, resolve_model};

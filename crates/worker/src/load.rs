@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use baton_engine::{CacheConfig, EngineConfig, Order};
+use baton_engine::{CacheConfig, EngineConfig};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
@@ -128,8 +128,11 @@ pub fn load_on<B: Backend>(
         max_running: config.max_running,
         max_waiting: config.max_waiting,
         context_tokens: wanted,
-        order: Order::default(),
-        cache: CacheConfig::default(),
+        order: config.order.order(config.overtakes),
+        cache: CacheConfig {
+            max_blocks: config.prefix_cache_blocks.unwrap_or(u32::MAX),
+            eviction: config.eviction.policy(),
+        },
     };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
 }

@@ -68,7 +68,8 @@ pub fn random_worker_id() -> WorkerId {
 impl Node {
     /// Checks a sequence from the router and compiles its constraint, on a thread of its own.
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
-        let new = crate::wire::new_sequence(sequence, self.vocab, start, &self.clock)?;
+        let new =
+            crate::wire::new_sequence(sequence, self.vocab, self.geometry.layout.fingerprint(), start, &self.clock)?;
         if let Some(constraint) = new.params.constraint.clone() {
             let grammars = Arc::clone(&self.grammars);
             let prepared = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;

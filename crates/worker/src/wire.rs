@@ -1,11 +1,15 @@
 //! Small conversions both roles need between the wire and the engine.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
 
-use baton_engine::{NewSequence, Start, Time};
+use baton_engine::{NewSequence, Prefix, Start, Time};
 use baton_proto::v1;
 use baton_types::{BatonError, ErrorKind, RequestId, TokenOut};
 use tonic::{Code, Status};
+
+/// Bytes of a cache salt at most.
+const MAX_SALT: usize = 256;
 
 /// Engine time: nanoseconds since the worker started.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +31,7 @@ impl Clock {
 pub(crate) fn new_sequence(
     sequence: v1::Sequence,
     vocab: u32,
+    layout: u64,
     start: Start,
     clock: &Clock,
 ) -> Result<NewSequence, Status> {
@@ -35,10 +40,23 @@ pub(crate) fn new_sequence(
         let text = format!("sequence.tokens holds {id}; the model's vocabulary has {vocab} tokens");
         return Err(Status::new(Code::InvalidArgument, text));
     }
+    let salt = sequence.cache_salt.len();
+    if salt > MAX_SALT {
+        let text = format!("sequence.cache_salt has {salt} bytes; at most {MAX_SALT} are allowed");
+        return Err(Status::new(Code::InvalidArgument, text));
+    }
     let deadline = (sequence.deadline_ms > 0).then(|| clock.now().after_ms(sequence.deadline_ms));
-    let v1::Sequence { request_id, tokens, prompt_tokens, .. } = sequence;
+    let prefix = Some(Prefix { seed: prefix_seed(layout, &sequence.cache_salt), ..Prefix::default() });
+    let v1::Sequence { request_id, tokens, prompt_tokens, priority, .. } = sequence;
     let request = RequestId(request_id);
-    Ok(NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix: None, priority: 0 })
+    Ok(NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix, priority })
+}
+
+/// What keeps tenants' prefixes apart, and those of models: with the layout's fingerprint comes the model's.
+fn prefix_seed(layout: u64, salt: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (layout, salt).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// The status that ends a stream.
@@ -85,7 +103,7 @@ mod tests {
     fn a_token_outside_the_vocabulary_is_refused_by_name() {
         let sampling = Some(baton_types::SamplingParams::default().into());
         let sequence = v1::Sequence { tokens: vec![1, 9], prompt_tokens: 2, sampling, ..Default::default() };
-        let status = new_sequence(sequence, 8, Start::Compute, &Clock::start()).unwrap_err();
+        let status = new_sequence(sequence, 8, 1, Start::Compute, &Clock::start()).unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains("sequence.tokens holds 9"));
     }

@@ -28,7 +28,7 @@ impl Worker {
         self.status.blocks.unwrap_or_default()
     }
 
-    /// No sequence, and every block free (I6).
+    /// No sequence, and every block free or kept for its prefix only (I6).
     pub fn idle(&self) -> bool {
         idle(&self.status)
     }
@@ -36,7 +36,7 @@ impl Worker {
 
 fn idle(status: &v1::StatusResponse) -> bool {
     let blocks = status.blocks.unwrap_or_default();
-    status.running == 0 && status.waiting == 0 && blocks.total > 0 && blocks.free == blocks.total
+    status.running == 0 && status.waiting == 0 && blocks.total > 0 && blocks.free + blocks.cached == blocks.total
 }
 
 /// What a worker holds right now.
