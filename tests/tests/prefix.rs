@@ -1,0 +1,112 @@
+//! The prefix cache through a whole cluster: what is reused is told to the token, travels no more, and changes no answer.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, ensure};
+use baton_cluster::Role;
+use baton_proto::v1;
+use baton_tests::cluster::client::{Answer, prompt, sampled};
+use baton_tests::cluster::http::Metrics;
+use baton_tests::cluster::models;
+use baton_tests::cluster::{Cluster, ClusterOptions};
+
+/// Prompt tokens; blocks have 16.
+const PROMPT: usize = 100;
+
+fn ask(cluster: &Cluster, tokens: &[u32], salt: &str) -> anyhow::Result<(Answer, u32)> {
+    let request = v1::GenerateRequest { cache_salt: salt.to_owned(), ..sampled(tokens, 20, 5) };
+    let client = cluster.client()?;
+    let answer = cluster.block_on(client.ask(request))?;
+    let usage = answer.finish.as_ref().and_then(|f| f.usage).context("usage")?;
+    ensure!(usage.prompt_tokens as usize == tokens.len(), "{usage:?}");
+    Ok((answer, usage.cached_tokens))
+}
+
+fn metric(cluster: &Cluster, role: Role, name: &str) -> anyhow::Result<f64> {
+    let worker = cluster.workers_of(role).pop().context("a worker")?;
+    Ok(Metrics::of(worker.member.admin.trim_start_matches("http://").parse()?)?.sum(name, ""))
+}
+
+/// What each request reuses, whichever the route.
+fn reuse(options: ClusterOptions) -> anyhow::Result<()> {
+    let split = !options.aggregated;
+    let cluster = Cluster::start(options)?;
+    let sent = || if split { metric(&cluster, Role::Prefill, "baton_transfer_bytes_total") } else { Ok(0.0) };
+    let first = prompt(PROMPT, 1);
+    let (answer, cached) = ask(&cluster, &first, "")?;
+    ensure!(cached == 0, "{cached} cached tokens before anything was asked");
+    let whole = sent()?;
+    // I1: the last token is computed for its logits, all others are there.
+    let (again, cached) = ask(&cluster, &first, "")?;
+    ensure!(cached as usize == PROMPT - 1, "{cached} of {PROMPT} tokens cached");
+    ensure!(again.ids == answer.ids, "a prefix hit changed the answer: {:?}, not {:?}", again.ids, answer.ids);
+    let rest = sent()? - whole;
+    // Of 7 blocks the decode worker has 6; the last one is not full.
+    ensure!(!split || rest * 7.0 == whole, "{rest} bytes travelled where {whole} had");
+    // A fork inside a block: 4 whole blocks and 6 tokens of the fifth.
+    let mut fork = first.clone();
+    fork[70] = (fork[70] + 1) % 256;
+    let (_, cached) = ask(&cluster, &fork, "")?;
+    ensure!(cached == 70, "{cached} cached tokens of a fork after 70");
+    // Another tenant's cache is empty, and its answer the same.
+    let (apart, cached) = ask(&cluster, &first, "tenant")?;
+    ensure!(cached == 0, "{cached} tokens of another tenant's prompt were cached");
+    ensure!(apart.ids == answer.ids, "a salt changed the answer");
+    let computing = if split { Role::Prefill } else { Role::Decode };
+    let hits = metric(&cluster, computing, "baton_prefix_hit_tokens_total")?;
+    ensure!(hits as usize == PROMPT - 1 + 70, "{hits} hit tokens counted");
+    cluster.wait_idle()?;
+    cluster.stop()
+}
+
+#[test]
+fn what_was_asked_before_is_not_computed_again() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let options = || ClusterOptions::new(model.path());
+    reuse(ClusterOptions { aggregated: true, ..options() })?;
+    for transport in ["shm", "tcp"] {
+        reuse(ClusterOptions { transport, ..options() })?;
+    }
+    Ok(())
+}
+
+/// A follow-up question begins with the answer before it, which only the decode worker has seen being written.
+#[test]
+fn a_conversation_goes_on_from_its_answer() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let cluster = Cluster::start(ClusterOptions { aggregated: true, ..ClusterOptions::new(model.path()) })?;
+    let mut turns = prompt(40, 3);
+    let (answer, _) = ask(&cluster, &turns, "")?;
+    turns.extend(&answer.ids);
+    let known = turns.len() - 1;
+    turns.extend(prompt(30, 4));
+    let (_, cached) = ask(&cluster, &turns, "")?;
+    // The answer's last token was never computed.
+    ensure!(cached as usize == known, "{cached} of {known} tokens cached");
+    cluster.wait_idle()?;
+    cluster.stop()
+}
+
+/// Requests that begin alike and come at once: answers are those of each alone, whatever was shared meanwhile (I1).
+#[test]
+fn those_who_come_at_once_share_and_say_the_same() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let cluster = Cluster::start(ClusterOptions::new(model.path()))?;
+    let client = cluster.client()?;
+    let begin = prompt(90, 7);
+    let prompts: Vec<Vec<u32>> = (0..12).map(|i| [begin.clone(), prompt(5 + i % 3, 8 + i as u64)].concat()).collect();
+    let together = cluster.block_on(async {
+        let asked = prompts.iter().map(|p| client.ask(sampled(p.as_slice(), 16, 9)));
+        futures::future::try_join_all(asked).await
+    })?;
+    for (prompt, shared) in prompts.iter().zip(&together) {
+        let (request, salt) =
+            (sampled(prompt.as_slice(), 16, 9), format!("alone {prompt:?}").chars().take(200).collect());
+        let alone = cluster.block_on(client.ask(v1::GenerateRequest { cache_salt: salt, ..request }))?;
+        ensure!(alone.ids == shared.ids, "{:?} shared, {:?} alone", shared.ids, alone.ids);
+    }
+    let different: BTreeSet<&[u32]> = together.iter().map(|a| a.ids.as_slice()).collect();
+    ensure!(different.len() == prompts.len(), "the prompts' answers are too alike to tell them apart");
+    cluster.wait_idle()?;
+    cluster.stop()
+}
