@@ -19,9 +19,10 @@ use tokio::sync::mpsc;
 pub(crate) enum Said {
     /// Opaque target for the prefill worker.
     Reserved(Vec<u8>),
+    /// Before the first token, when the prompt was computed here: how many of its tokens were not computed.
+    Started(u32),
     Token(TokenOut),
-    /// The reason, and how many tokens of the prompt were not computed, when it was computed here.
-    Finished(FinishReason, u32),
+    Finished(FinishReason),
     Failed(ErrorKind, String),
 }
 
@@ -43,13 +44,15 @@ pub(crate) enum Command {
 struct Open {
     stream: Stream,
     epoch: Option<Epoch>,
-    /// Its KV comes from a prefill worker, which tells what it reused.
-    received: bool,
+    /// Somebody has told what of the prompt was reused: this worker, or the prefill worker its KV comes from.
+    told: bool,
 }
 
 pub(crate) struct DecodeRole {
     receiver: Receiver,
     lease: Duration,
+    /// Token ids are below this.
+    vocab: u32,
     open: HashMap<SeqId, Open>,
     /// Reservations that are neither verified nor given up.
     epochs: HashMap<Epoch, SeqId>,
@@ -59,10 +62,11 @@ pub(crate) struct DecodeRole {
 }
 
 impl DecodeRole {
-    pub(crate) fn new(receiver: Receiver, lease: Duration) -> DecodeRole {
+    pub(crate) fn new(receiver: Receiver, lease: Duration, vocab: u32) -> DecodeRole {
         DecodeRole {
             receiver,
             lease,
+            vocab,
             open: HashMap::new(),
             epochs: HashMap::new(),
             fencing: HashMap::new(),
@@ -85,16 +89,17 @@ impl DecodeRole {
     }
 
     fn reserved(&mut self, engine: &mut Engine, seq: SeqId) {
-        let outcome = self.reserve(engine, seq);
-        let Some(open) = self.open.get_mut(&seq) else {
-            // Cancelled between submit and reservation: nobody was told where to write.
+        if !self.open.contains_key(&seq) {
+            // Cancelled between submit and reservation: nobody is told where to write.
             give_up(engine, seq, false);
             return;
-        };
+        }
+        let outcome = self.reserve(engine, seq);
+        let Some(open) = self.open.get_mut(&seq) else { return };
         match outcome {
             Ok((epoch, target)) => {
                 open.epoch = Some(epoch);
-                open.received = true;
+                open.told = true;
                 self.epochs.insert(epoch, seq);
                 // A closed stream is cancelled by its guard.
                 let _ = open.stream.send(Said::Reserved(target));
@@ -116,7 +121,7 @@ impl DecodeRole {
                     open.epoch = None;
                 }
                 tracing::debug!(%seq, %epoch, bytes, seconds, transport = transport.as_str(), "KV verified");
-                let taken = parse_first_token(&tail)
+                let taken = parse_first_token(&tail, self.vocab)
                     .map_err(|e| (e.kind(), e.to_string()))
                     .and_then(|first| engine.kv_arrived(seq, &first, events).map_err(|e| (e.kind(), e.to_string())));
                 // The first token ended the answer: its sender tells the router, which then drops this stream.
@@ -194,7 +199,7 @@ impl Role for DecodeRole {
         match command {
             Command::Generate { new, stream, accepted } => {
                 if let Some(seq) = accepted.submit(engine, *new) {
-                    self.open.insert(seq, Open { stream, epoch: None, received: false });
+                    self.open.insert(seq, Open { stream, epoch: None, told: false });
                 }
             }
             Command::Cancel(seq) => self.cancel(engine, seq),
@@ -205,15 +210,17 @@ impl Role for DecodeRole {
     fn event(&mut self, engine: &mut Engine, event: Event) {
         match event {
             Event::Reserved { seq, .. } => self.reserved(engine, seq),
-            Event::Token { seq, token, .. } => {
-                if let Some(open) = self.open.get(&seq) {
+            Event::Token { seq, token, cached_tokens, .. } => {
+                if let Some(open) = self.open.get_mut(&seq) {
                     // A closed stream is cancelled by its guard.
+                    if !std::mem::replace(&mut open.told, true) {
+                        let _ = open.stream.send(Said::Started(cached_tokens));
+                    }
                     let _ = open.stream.send(Said::Token(token));
                 }
             }
-            Event::Finished { seq, reason, cached_tokens, .. } => {
-                let received = self.open.get(&seq).is_some_and(|open| open.received);
-                self.finish(seq, Said::Finished(reason, if received { 0 } else { cached_tokens }));
+            Event::Finished { seq, reason, .. } => {
+                self.finish(seq, Said::Finished(reason));
             }
             Event::Failed { seq, error, quarantined, .. } => {
                 let epoch = self.finish(seq, Said::Failed(error.kind(), error.to_string()));

@@ -33,7 +33,7 @@ impl NodeRole for DecodeNode {
             // The engine thread outlives the receiver, except at the very end, when nobody waits for events.
             let _ = commands.send(Command::Received(event));
         });
-        Ok(DecodeRole::new(Receiver::bind(options, on_event)?, node.config.kv_lease))
+        Ok(DecodeRole::new(Receiver::bind(options, on_event)?, node.config.kv_lease, node.vocab))
     }
 
     fn routes(
@@ -70,9 +70,8 @@ impl Item for Said {
         let event = match self {
             Said::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
             Said::Token(token) => Sent::Token(token.into()),
-            Said::Finished(reason, cached_tokens) => {
-                Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into(), cached_tokens })
-            }
+            Said::Started(cached_tokens) => Sent::Started(v1::Started { cached_tokens }),
+            Said::Finished(reason) => Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into() }),
             Said::Failed(kind, message) => return Err(stream_status(kind, message)),
         };
         Ok((v1::DecodeEvent { event: Some(event) }, last))

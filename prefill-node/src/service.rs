@@ -76,9 +76,13 @@ impl prefill_server::Prefill for PrefillNode {
     }
 }
 
-/// The reservation must begin within the sequence and go on to its last block, or the handoff could never be complete.
+/// The reservation must begin within the sequence and go on to its last block, or the handoff could never be complete; and one
+/// without blocks is none.
 fn check_reach(handoff: &Handoff, block_size: u32) -> Result<(), Status> {
     let blocks = handoff.tokens().div_ceil(block_size);
+    if handoff.block_counts().iter().all(|count| *count == 0) {
+        return Err(Status::invalid_argument("target wants no block at all"));
+    }
     for (group, (first, count)) in handoff.first_blocks().iter().zip(handoff.block_counts()).enumerate() {
         if first.checked_add(*count) != Some(blocks) {
             let text = format!(

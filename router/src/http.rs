@@ -133,7 +133,7 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
             EventKind::Failed(error) => return Err(error),
         }
     }
-    Ok(([(header::CONTENT_TYPE, "application/json")], answer.whole(parts, usage)).into_response())
+    Ok(([(header::CONTENT_TYPE, "application/json")], answer.whole(parts, &usage)).into_response())
 }
 
 /// The body, unless it is too large or too slow.

@@ -134,7 +134,7 @@ impl Writer {
     }
 
     fn end(&self) -> String {
-        let usage = self.answer.asked.include_usage.then(|| data(&self.answer.usage_chunk(self.usage)));
+        let usage = self.answer.asked.include_usage.then(|| data(&self.answer.usage_chunk(&self.usage)));
         usage.unwrap_or_default() + &data("[DONE]")
     }
 }

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 
-use crate::cluster::client::{Client, prompt, sampled};
+use crate::cluster::client::{Client, apart, prompt, sampled};
 use crate::cluster::processes::{self, Process};
 use crate::tiny::random_u64;
 
@@ -197,7 +197,8 @@ impl Visitor {
         let mut visited = Visited::default();
         while Instant::now() < end {
             let number = below(self.load.requests);
-            let request = self.request(number);
+            // Half of them find what others have left in the prefix cache; for the others everything is computed and travels.
+            let request = if below(2) == 0 { self.request(number) } else { apart(self.request(number)) };
             let length = request.sampling.as_ref().and_then(|s| s.max_tokens).unwrap_or(0) as usize;
             // One in four leaves early, some before the first token.
             let leave = (below(4) == 0).then(|| below(length as u64) as usize);
@@ -245,7 +246,7 @@ async fn ask_http(address: SocketAddr, request: v1::GenerateRequest, leave: Opti
     };
     let body = json!({
         "prompt": prompt.ids, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
-        "seed": sampling.seed, "ignore_eos": true, "stream": true, "return_token_ids": true,
+        "seed": sampling.seed, "cache_salt": request.cache_salt, "ignore_eos": true, "stream": true, "return_token_ids": true,
     })
     .to_string();
     let length = body.len();

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use baton_cluster::Role;
 use baton_proto::v1::GenerateRequest;
-use baton_tests::cluster::client::{Answer, Answering, Client, prompt, sampled};
+use baton_tests::cluster::client::{Answer, Answering, Client, apart, prompt, sampled};
 use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models, wait};
 use baton_types::Constraint;
 use rustix::process::Signal;
@@ -37,12 +37,13 @@ impl Scene {
         Scene::new(|options| ClusterOptions { prefill, decode, transport, ..options })
     }
 
+    /// Nothing of it is cached: workers are to be lost while they have much to do.
     fn ask(&self, request: &GenerateRequest) -> Answer {
-        self.cluster.block_on(self.client.ask(request.clone())).unwrap()
+        self.cluster.block_on(self.client.ask(apart(request.clone()))).unwrap()
     }
 
     fn start(&self, request: &GenerateRequest) -> Answering {
-        self.cluster.block_on(self.client.start(request.clone())).unwrap()
+        self.cluster.block_on(self.client.start(apart(request.clone()))).unwrap()
     }
 
     fn until(&self, answering: &mut Answering, tokens: usize) {

@@ -129,6 +129,10 @@ fn three_hosts(model: &Path) -> Option<Hosts> {
         println!("skipped: needs root, to make network namespaces");
         return None;
     }
+    if Command::new("ip").arg("-V").output().is_err() {
+        println!("skipped: needs ip, of the package iproute2");
+        return None;
+    }
     let mut hosts = Hosts::new().unwrap();
     let model = model.to_str().unwrap();
     hosts.start("router", &["--model", model, "--http", "10.77.0.1:8000", "--grpc", "10.77.0.1:8001"]).unwrap();

@@ -27,6 +27,9 @@ use queue::{Core, Done, Op, Queue, Quiet};
 #[cfg(test)]
 pub(crate) use connect::Wrap;
 
+/// Blocks of one queued write at most.
+const WRITE_BLOCKS: usize = 256;
+
 /// What a verified handoff took.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct TransferStats {
@@ -190,9 +193,12 @@ impl Handoff {
         if pairs.is_empty() {
             return Ok(());
         }
-        let op = Op::Write { epoch: self.core.epoch, group, layer: layer_in_group, pairs: pairs.to_vec() };
-        self.queue.write(&self.core, op)?;
-        self.written += pairs.len() as u64;
+        // Many small ones, so that room comes free steadily, however long a prefix goes at once.
+        for pairs in pairs.chunks(WRITE_BLOCKS) {
+            let op = Op::Write { epoch: self.core.epoch, group, layer: layer_in_group, pairs: pairs.to_vec() };
+            self.queue.write(&self.core, op)?;
+            self.written += pairs.len() as u64;
+        }
         Ok(())
     }
 

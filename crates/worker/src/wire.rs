@@ -1,6 +1,7 @@
 //! Small conversions both roles need between the wire and the engine.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::LazyLock;
 use std::time::Instant;
 
 use baton_engine::{NewSequence, Prefix, Start, Time};
@@ -52,11 +53,11 @@ pub(crate) fn new_sequence(
     Ok(NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix, priority })
 }
 
-/// What keeps tenants' prefixes apart, and those of models: with the layout's fingerprint comes the model's.
+/// What keeps tenants' prefixes apart, and those of models: with the layout's fingerprint comes the model's. The keys are this
+/// process's own and random, so that nobody can choose a salt that has another's seed.
 fn prefix_seed(layout: u64, salt: &str) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (layout, salt).hash(&mut hasher);
-    hasher.finish()
+    static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    KEYS.hash_one((layout, salt))
 }
 
 /// The status that ends a stream.
@@ -72,8 +73,19 @@ pub fn write_first_token(token: &TokenOut) -> Vec<u8> {
 
 /// What came with the KV is not a first token.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("the handoff's tail has {0} bytes; a first token has 8")]
-pub struct TailError(usize);
+pub enum TailError {
+    /// It has another length.
+    #[error("the handoff's tail has {0} bytes; a first token has 8")]
+    Length(usize),
+    /// It is no token of the model: one such token would fail a whole batch (I8).
+    #[error("the handoff's first token is {id}; the model's vocabulary has {vocab} tokens")]
+    Token {
+        /// The token's id.
+        id: u32,
+        /// Ids are below this.
+        vocab: u32,
+    },
+}
 
 impl BatonError for TailError {
     fn kind(&self) -> ErrorKind {
@@ -81,11 +93,15 @@ impl BatonError for TailError {
     }
 }
 
-/// The inverse of [`write_first_token`].
-pub fn parse_first_token(tail: &[u8]) -> Result<TokenOut, TailError> {
-    let bytes: [u8; 8] = tail.try_into().map_err(|_| TailError(tail.len()))?;
+/// The inverse of [`write_first_token`], for a vocabulary of `vocab` tokens.
+pub fn parse_first_token(tail: &[u8], vocab: u32) -> Result<TokenOut, TailError> {
+    let bytes: [u8; 8] = tail.try_into().map_err(|_| TailError::Length(tail.len()))?;
     let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    Ok(TokenOut { index: word(0), id: word(4), ..TokenOut::default() })
+    let id = word(4);
+    if id >= vocab {
+        return Err(TailError::Token { id, vocab });
+    }
+    Ok(TokenOut { index: word(0), id, ..TokenOut::default() })
 }
 
 #[cfg(test)]
@@ -95,8 +111,10 @@ mod tests {
     #[test]
     fn the_first_token_survives_the_handoff() {
         let token = TokenOut { index: 7, id: 0x01020304, ..TokenOut::default() };
-        assert_eq!(parse_first_token(&write_first_token(&token)), Ok(token));
-        assert_eq!(parse_first_token(&[1, 2, 3]), Err(TailError(3)));
+        let tail = write_first_token(&token);
+        assert_eq!(parse_first_token(&tail, token.id + 1), Ok(token.clone()));
+        assert_eq!(parse_first_token(&tail, token.id), Err(TailError::Token { id: token.id, vocab: token.id }));
+        assert_eq!(parse_first_token(&[1, 2, 3], 9), Err(TailError::Length(3)));
     }
 
     #[test]

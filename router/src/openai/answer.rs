@@ -1,5 +1,6 @@
 //! The answer's JSON: a stream of chunks, or one object.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use baton_types::Usage;
@@ -171,17 +172,27 @@ impl From<Usage> for UsageObject {
 }
 
 /// Adds up what the choices of an answer cost. A prompt counts once, however often it is answered.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct UsageSum(Usage);
+#[derive(Clone, Debug, Default)]
+pub(crate) struct UsageSum {
+    sum: Usage,
+    /// By prompt: the least that was cached for one of its choices; the others may have found what that one computed.
+    cached: BTreeMap<u32, u32>,
+}
 
 impl UsageSum {
     /// A choice has ended.
     pub fn add(&mut self, choice: u32, n: u32, usage: Usage) {
-        self.0.completion_tokens += usage.completion_tokens;
+        self.sum.completion_tokens += usage.completion_tokens;
         if choice.is_multiple_of(n) {
-            self.0.prompt_tokens += usage.prompt_tokens;
-            self.0.cached_tokens += usage.cached_tokens;
+            self.sum.prompt_tokens += usage.prompt_tokens;
         }
+        let cached = self.cached.entry(choice / n).or_insert(usage.cached_tokens);
+        *cached = usage.cached_tokens.min(*cached);
+    }
+
+    /// The sum.
+    pub fn usage(&self) -> Usage {
+        Usage { cached_tokens: self.cached.values().sum(), ..self.sum }
     }
 }
 
@@ -214,12 +225,12 @@ impl Answer {
     }
 
     /// A stream's last chunk, when the client asked for the usage.
-    pub fn usage_chunk(&self, usage: UsageSum) -> String {
-        self.json(self.object(true), Vec::new(), Some(Some(usage.0.into())), false)
+    pub fn usage_chunk(&self, usage: &UsageSum) -> String {
+        self.json(self.object(true), Vec::new(), Some(Some(usage.usage().into())), false)
     }
 
     /// The whole answer; `parts` are the choices in order.
-    pub fn whole(&self, parts: Vec<Part>, usage: UsageSum) -> String {
+    pub fn whole(&self, parts: Vec<Part>, usage: &UsageSum) -> String {
         let choice = |mut part: Part| {
             let tool_calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, false)).collect();
             let content = match self.shape {
@@ -234,7 +245,7 @@ impl Answer {
             self.choice(part, content, true)
         };
         let choices = parts.into_iter().map(choice).collect();
-        self.json(self.object(false), choices, Some(Some(usage.0.into())), true)
+        self.json(self.object(false), choices, Some(Some(usage.usage().into())), true)
     }
 
     fn object(&self, chunk: bool) -> &'static str {

@@ -60,7 +60,7 @@ impl DecodeLeg {
                     Some(Ok(event)) => match decode_said(event) {
                         Ok(said) => {
                             // Nothing follows; the end of the stream would say that the worker is lost.
-                            let last = matches!(said.input, Input::Finished { .. });
+                            let last = matches!(said.input, Input::Finished(_));
                             awaiting_kv = matches!(said.input, Input::Reserved);
                             yield said;
                             if last {
@@ -126,9 +126,8 @@ fn decode_said(event: v1::DecodeEvent) -> Result<Said, Failure> {
     Ok(match event.event {
         Some(DecodeEvent::Reserved(v1::Reserved { target })) => Said { input: Input::Reserved, target: Some(target) },
         Some(DecodeEvent::Token(token)) => Input::Token(token.into()).into(),
-        Some(DecodeEvent::Finished(v1::Finished { reason, cached_tokens })) => {
-            Input::Finished { reason: finish_reason(reason)?, cached_tokens }.into()
-        }
+        Some(DecodeEvent::Started(v1::Started { cached_tokens })) => Input::Started { cached_tokens }.into(),
+        Some(DecodeEvent::Finished(v1::Finished { reason })) => Input::Finished(finish_reason(reason)?).into(),
         None => return Err(unknown_event("decode")),
     })
 }

@@ -335,7 +335,7 @@ impl DecodeRun {
             }
             index += 1;
             if let Some(reason) = finish {
-                let finished = v1::Finished { reason: reason.into(), cached_tokens: 0 };
+                let finished = v1::Finished { reason: reason.into() };
                 return self.say(DecodeEvent::Finished(finished)).await;
             }
         }

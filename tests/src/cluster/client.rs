@@ -1,6 +1,7 @@
 //! A gRPC client that counts: every token index once, in order (I4).
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, ensure};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
@@ -34,6 +35,13 @@ pub fn sampled(prompt: impl Into<Vec<u32>>, max_tokens: u32, seed: u64) -> v1::G
         sampling.seed = Some(seed);
     }
     request
+}
+
+/// The same with a cache of its own, so that all of it is computed and travels.
+pub fn apart(request: v1::GenerateRequest) -> v1::GenerateRequest {
+    static ASKED: AtomicU64 = AtomicU64::new(0);
+    let cache_salt = format!("apart {}", ASKED.fetch_add(1, Ordering::Relaxed));
+    v1::GenerateRequest { cache_salt, ..request }
 }
 
 /// A prompt that is none other's: `tokens` ids below 256, which every tiny model has.

@@ -36,7 +36,7 @@ pub struct RequestMachine {
     pub(super) prefill_open: bool,
     /// Decode tokens ahead of the prefill stream's token, and the end if that came too.
     pub(super) early: VecDeque<TokenOut>,
-    pub(super) early_finish: Option<(FinishReason, u32)>,
+    pub(super) early_finish: Option<FinishReason>,
     pub(super) cached_tokens: u32,
 }
 
@@ -98,7 +98,8 @@ impl RequestMachine {
             }
             Input::Transferred => self.on_transferred(out),
             Input::Token(token) => self.on_token(token, out),
-            Input::Finished { reason, cached_tokens } => self.on_finished(reason, cached_tokens, out),
+            Input::Started { cached_tokens } => self.note_cached(cached_tokens),
+            Input::Finished(reason) => self.on_finished(reason, out),
             Input::DecodeLost(failure) => self.on_decode_lost(failure, out),
             Input::PrefillLost(failure) => self.on_prefill_lost(failure, out),
             Input::HandoffFailed(failure) => self.on_handoff_failed(failure, out),
@@ -223,7 +224,7 @@ impl RequestMachine {
         }
     }
 
-    pub(super) fn on_finished(&mut self, reason: FinishReason, cached_tokens: u32, out: &mut Vec<Action>) {
+    pub(super) fn on_finished(&mut self, reason: FinishReason, out: &mut Vec<Action>) {
         match self.state {
             _ if !self.decode_open => {}
             _ if reason == FinishReason::Cancelled => {
@@ -231,12 +232,9 @@ impl RequestMachine {
                 self.on_decode_lost(Failure::new(ErrorKind::Unavailable, why), out);
             }
             State::Reserving { .. } => self.protocol_error("an end before its reservation", out),
-            State::Prefilling { .. } if self.emitted.len() == self.base => {
-                self.early_finish = Some((reason, cached_tokens));
-            }
+            State::Prefilling { .. } if self.emitted.len() == self.base => self.early_finish = Some(reason),
             _ => {
                 self.decode_open = false;
-                self.note_cached(cached_tokens);
                 self.finish(reason, out);
             }
         }

@@ -130,13 +130,13 @@ pub enum Input {
     Transferred,
     /// A token from the decode worker.
     Token(TokenOut),
-    /// The decode worker ended the answer.
-    Finished {
-        /// Why.
-        reason: FinishReason,
-        /// Prompt tokens whose KV was reused.
+    /// The decode worker has computed the prompt itself.
+    Started {
+        /// Prompt tokens it did not have to compute.
         cached_tokens: u32,
     },
+    /// The decode worker ended the answer.
+    Finished(FinishReason),
     /// The decode stream ended before the answer did.
     DecodeLost(Failure),
     /// The prefill stream ended before its part was done.

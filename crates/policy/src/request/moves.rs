@@ -44,8 +44,8 @@ impl RequestMachine {
         while let Some(token) = self.early.pop_front() {
             self.on_token(token, out);
         }
-        if let Some((reason, cached_tokens)) = self.early_finish.take() {
-            self.on_finished(reason, cached_tokens, out);
+        if let Some(reason) = self.early_finish.take() {
+            self.on_finished(reason, out);
         }
     }
 
@@ -58,10 +58,10 @@ impl RequestMachine {
         (self.emitted.len() >= self.limits.max_tokens as usize).then_some(FinishReason::Length)
     }
 
-    /// Only reuse before the first token is the prompt's; later attempts replay the answer.
+    /// Of the attempt that gave the first token; those after it compute the prompt once more, with the answer so far.
     pub(super) fn note_cached(&mut self, tokens: u32) {
-        if self.attempt == 0 {
-            self.cached_tokens = self.cached_tokens.max(tokens);
+        if self.base == 0 {
+            self.cached_tokens = tokens;
         }
     }
 

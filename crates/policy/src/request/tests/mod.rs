@@ -41,7 +41,7 @@ fn reserved() -> Input {
 }
 
 fn finished(reason: FinishReason) -> Input {
-    Input::Finished { reason, cached_tokens: 0 }
+    Input::Finished(reason)
 }
 
 fn split(decode: WorkerId, prefill: WorkerId) -> Input {

@@ -28,6 +28,24 @@ fn the_plain_route() {
 }
 
 #[test]
+fn what_was_reused_is_told_of_the_attempt_that_gave_the_first_token() {
+    let started = |cached_tokens| Input::Started { cached_tokens };
+    let (_, actions) = after([
+        local(D1),
+        started(16),
+        Input::DecodeLost(lost(ErrorKind::Unavailable)),
+        local(D2),
+        started(48),
+        token(0),
+        Input::DecodeLost(lost(ErrorKind::Unavailable)),
+        local(D1),
+        started(64),
+        Input::StopMatched,
+    ]);
+    assert_eq!(actions.last(), Some(&Action::Finish { reason: FinishReason::Stop, cached_tokens: 48 }));
+}
+
+#[test]
 fn decode_may_be_ahead_of_the_prefill_stream() {
     // I4: two connections, so token 1 may overtake token 0; the client still sees 0, 1, 2.
     let (_, actions) = after([split(D1, P1), reserved(), token(1), token(2), finished(FinishReason::Stop), first(0)]);
