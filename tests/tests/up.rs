@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use baton_cluster::Role;
 use baton_tests::binary::{self, Said};
-use baton_tests::cluster::client::{greedy, prompt, sampled};
+use baton_tests::cluster::client::{apart, greedy, prompt, sampled};
 use baton_tests::cluster::{Cluster, ClusterOptions, http, models, processes, wait};
 use rustix::process::Signal;
 
@@ -86,8 +86,8 @@ fn an_interrupt_lets_requests_finish() {
     let mut cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
     let client = cluster.client().unwrap();
     let request = sampled(prompt(20, 1), 600, 1);
-    let want = cluster.block_on(client.ask(request.clone())).unwrap();
-    let mut answering = cluster.block_on(client.start(request)).unwrap();
+    let want = cluster.block_on(client.ask(apart(request.clone()))).unwrap();
+    let mut answering = cluster.block_on(client.start(apart(request))).unwrap();
     cluster.block_on(answering.until(5)).unwrap();
     cluster.signal(cluster.up_pid(), Signal::INT).unwrap();
     assert_eq!(cluster.block_on(answering.rest()).unwrap(), want);
@@ -140,13 +140,13 @@ fn a_killed_worker_is_started_again() {
     let cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
     let client = cluster.client().unwrap();
     let request = sampled(prompt(40, 2), 30, 2);
-    let want = cluster.block_on(client.ask(request.clone())).unwrap();
+    let want = cluster.block_on(client.ask(apart(request.clone()))).unwrap();
     for role in [Role::Prefill, Role::Decode] {
         let old = cluster.wait_for_worker(role, |_| true).unwrap();
         cluster.signal(old.pid, Signal::KILL).unwrap();
         let new = cluster.wait_for_worker(role, |w| w.pid != old.pid).unwrap();
         assert_ne!(new.member.id, old.member.id);
-        assert_eq!(cluster.block_on(client.ask(request.clone())).unwrap(), want, "after another {role:?}");
+        assert_eq!(cluster.block_on(client.ask(apart(request.clone()))).unwrap(), want, "after another {role:?}");
     }
     cluster.wait_idle().unwrap();
     cluster.stop().unwrap();
