@@ -66,7 +66,7 @@ impl Item for Said {
     type Event = v1::DecodeEvent;
 
     fn into_event(self) -> Result<(v1::DecodeEvent, bool), Status> {
-        let last = matches!(self, Said::Finished(..));
+        let last = matches!(self, Said::Finished(_));
         let event = match self {
             Said::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
             Said::Token(token) => Sent::Token(token.into()),

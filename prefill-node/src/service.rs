@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
-use baton_transfer::{Handoff, Limits, Sender, SenderOptions};
+use baton_transfer::{Limits, Sender, SenderOptions};
 use baton_worker::{Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, stream_status};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
@@ -65,7 +65,8 @@ impl prefill_server::Prefill for PrefillNode {
             let text = format!("target is for {} tokens, the sequence has {}", handoff.tokens(), new.tokens.len());
             return Err(Status::invalid_argument(text));
         }
-        check_reach(&handoff, self.node.geometry.layout.block_size)?;
+        let blocks = handoff.tokens().div_ceil(self.node.geometry.layout.block_size);
+        check_reach(blocks, handoff.first_blocks(), handoff.block_counts())?;
         Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Run {
             new: Box::new(new),
             handoff,
@@ -76,14 +77,13 @@ impl prefill_server::Prefill for PrefillNode {
     }
 }
 
-/// The reservation must begin within the sequence and go on to its last block, or the handoff could never be complete; and one
-/// without blocks is none.
-fn check_reach(handoff: &Handoff, block_size: u32) -> Result<(), Status> {
-    let blocks = handoff.tokens().div_ceil(block_size);
-    if handoff.block_counts().iter().all(|count| *count == 0) {
+/// Per layer group, the reservation must begin within the sequence's `blocks` and go on to the last one, or the handoff could
+/// never be complete; and one without blocks is none.
+fn check_reach(blocks: u32, first: &[u32], counts: &[u32]) -> Result<(), Status> {
+    if counts.iter().all(|count| *count == 0) {
         return Err(Status::invalid_argument("target wants no block at all"));
     }
-    for (group, (first, count)) in handoff.first_blocks().iter().zip(handoff.block_counts()).enumerate() {
+    for (group, (first, count)) in first.iter().zip(counts).enumerate() {
         if first.checked_add(*count) != Some(blocks) {
             let text = format!(
                 "target wants {count} blocks of layer group {group} from block {first} on; the sequence has {blocks}"
@@ -113,5 +113,21 @@ impl Item for Said {
             Said::Failed(kind, message) => return Err(stream_status(kind, message)),
         };
         Ok((v1::PrefillEvent { event: Some(event) }, last))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_target_must_reach_from_within_the_sequence_to_its_end() {
+        for (first, counts) in [([0, 0], [7, 7]), ([6, 2], [1, 5]), ([7, 6], [0, 1])] {
+            assert!(check_reach(7, &first, &counts).is_ok(), "{first:?} {counts:?}");
+        }
+        for (first, counts) in [([0, 0], [7, 6]), ([1, 0], [7, 7]), ([7, 7], [0, 0]), ([u32::MAX, 0], [8, 7])] {
+            let refused = check_reach(7, &first, &counts).unwrap_err();
+            assert_eq!(refused.code(), tonic::Code::InvalidArgument, "{first:?} {counts:?}");
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use baton_model_files::ChatMessage;
 use baton_proto::v1;
-use baton_types::{Constraint, RequestId, SamplingParams};
+use baton_types::{Constraint, MAX_CACHE_SALT, RequestId, SamplingParams};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
@@ -22,9 +22,6 @@ const MAX_STOPS: usize = 4;
 const MAX_STOP_BYTES: usize = 1024;
 const MAX_STOP_IDS: usize = 256;
 const MAX_BIASES: usize = 1024;
-
-/// Bytes of a cache salt at most; workers refuse longer ones too.
-const MAX_SALT: usize = 256;
 
 /// What a request says about its place beside others; its answer does not depend on it (I1).
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -158,8 +155,8 @@ impl GenerateInput {
             ));
         }
         let salt = self.standing.cache_salt.len();
-        if salt > MAX_SALT {
-            let wrong = format!("cache_salt has {salt} bytes; at most {MAX_SALT} are allowed");
+        if salt > MAX_CACHE_SALT {
+            let wrong = format!("cache_salt has {salt} bytes; at most {MAX_CACHE_SALT} are allowed");
             return Err(RequestError::invalid("cache_salt", wrong));
         }
         if let Some(bad) = self.stop.iter().find(|s| s.is_empty() || s.len() > MAX_STOP_BYTES) {

@@ -70,6 +70,23 @@ fn what_was_asked_before_is_not_computed_again() -> anyhow::Result<()> {
     Ok(())
 }
 
+#[test]
+fn without_a_prefix_cache_every_block_is_free_again() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let env = vec![("BATON_PREFIX_CACHE_BLOCKS".to_owned(), "0".to_owned())];
+    let cluster = Cluster::start(ClusterOptions { env, ..ClusterOptions::new(model.path()) })?;
+    for _ in 0..2 {
+        let (_, cached) = ask(&cluster, &prompt(PROMPT, 1), "")?;
+        ensure!(cached == 0, "{cached} cached tokens without a cache");
+    }
+    cluster.wait_idle()?;
+    for worker in cluster.workers() {
+        let blocks = worker.blocks();
+        ensure!(blocks.free == blocks.total, "{blocks:?}"); // I6
+    }
+    cluster.stop()
+}
+
 /// A follow-up question begins with the answer before it, which only the decode worker has seen being written.
 #[test]
 fn a_conversation_goes_on_from_its_answer() -> anyhow::Result<()> {

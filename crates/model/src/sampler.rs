@@ -1,7 +1,7 @@
 //! Chooses tokens. Randomness is a function of (seed, token index) only, so an answer does not depend on its route (I1).
 //!
-//! Order: the constraint's mask, penalties, logit bias, temperature, top-k, top-p, min-p, one draw. Log probabilities are those of the model's own
-//! logits, before any of that. Ties go to the lower id.
+//! Order: the constraint's mask, penalties, logit bias, temperature, top-k, top-p, min-p, one draw. Log probabilities are
+//! those of the model's own logits, before any of that. Ties go to the lower id.
 
 use baton_engine::Sample;
 use baton_grammar::{GrammarError, Matchers};

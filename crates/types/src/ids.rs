@@ -4,6 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+/// Bytes of a cache salt at most, for clients at the router and for routers at the workers.
+pub const MAX_CACHE_SALT: usize = 256;
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident($inner:ty), $prefix:literal) => {
         $(#[$doc])*

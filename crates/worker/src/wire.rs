@@ -6,11 +6,8 @@ use std::time::Instant;
 
 use baton_engine::{NewSequence, Prefix, Start, Time};
 use baton_proto::v1;
-use baton_types::{BatonError, ErrorKind, RequestId, TokenOut};
+use baton_types::{BatonError, ErrorKind, MAX_CACHE_SALT, RequestId, TokenOut};
 use tonic::{Code, Status};
-
-/// Bytes of a cache salt at most.
-const MAX_SALT: usize = 256;
 
 /// Engine time: nanoseconds since the worker started.
 #[derive(Clone, Copy, Debug)]
@@ -42,8 +39,8 @@ pub(crate) fn new_sequence(
         return Err(Status::new(Code::InvalidArgument, text));
     }
     let salt = sequence.cache_salt.len();
-    if salt > MAX_SALT {
-        let text = format!("sequence.cache_salt has {salt} bytes; at most {MAX_SALT} are allowed");
+    if salt > MAX_CACHE_SALT {
+        let text = format!("sequence.cache_salt has {salt} bytes; at most {MAX_CACHE_SALT} are allowed");
         return Err(Status::new(Code::InvalidArgument, text));
     }
     let deadline = (sequence.deadline_ms > 0).then(|| clock.now().after_ms(sequence.deadline_ms));

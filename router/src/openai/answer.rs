@@ -299,3 +299,19 @@ impl Answer {
         serde_json::to_string(&body).unwrap_or_default()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_counts_once_and_what_its_own_choices_computed_is_not_reuse() {
+        let mut sum = UsageSum::default();
+        let usage = |prompt_tokens, cached_tokens| Usage { prompt_tokens, completion_tokens: 5, cached_tokens };
+        // Two prompts, two answers each: choice 1 computed the first prompt, and choice 0 found what it had left.
+        for (choice, usage) in [(0, usage(10, 9)), (3, usage(20, 16)), (1, usage(10, 0)), (2, usage(20, 19))] {
+            sum.add(choice, 2, usage);
+        }
+        assert_eq!(sum.usage(), Usage { prompt_tokens: 30, completion_tokens: 20, cached_tokens: 16 });
+    }
+}

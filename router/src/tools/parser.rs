@@ -196,7 +196,8 @@ impl ToolParser {
         let (at, json) = self.json();
         let text = Verdict::Text(match self.syntax {
             ToolSyntax::Hermes => self.lead() + self.syntax.marker().len(),
-            ToolSyntax::Llama | ToolSyntax::Mistral => self.held.len(),
+            // White space at its end is looked at with what follows it.
+            ToolSyntax::Llama | ToolSyntax::Mistral => self.held.trim_end().len(),
         });
         if !self.plausible() {
             return text;
@@ -299,6 +300,8 @@ mod tests {
         assert_eq!(all("{\"name\": \"Bob\", \"age\": 3}").1, []);
         let text = format!("Call {call}");
         assert_eq!(all(&text), (text, vec![]));
+        let pieces = [call, " {\"name\": \"f\"text", "\n"];
+        assert_eq!(read(ToolSyntax::Llama, true, &pieces), all(&pieces.concat()), "white space at the end");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::descriptor::Descriptor;
 for_each_transport![
     one_block,
     many_blocks_in_order,
+    a_write_of_many_blocks_arrives_whole,
     epochs_and_keys_are_checked,
     holes_and_repeats_are_refused_by_the_sender,
     two_peers_at_once,
@@ -72,6 +73,19 @@ fn epochs_and_keys_are_checked(choice: TransportChoice) {
     assert!(refused(descriptor.clone()).contains("Verified already"));
     assert_eq!(decode.receiver.fence(Epoch(7)), FenceState::Clear);
     assert!(refused(descriptor).contains("ended or never was"));
+}
+
+fn a_write_of_many_blocks_arrives_whole(choice: TransportChoice) {
+    // Of more blocks than one queued write has.
+    let geometry = PoolGeometry { blocks: vec![600, 12], ..small() };
+    let (decode, prefill) = (Decode::new(geometry.clone(), 1), Prefill::new(geometry, 2, choice));
+    let target = decode.reserve(1, &[(0..600).map(BlockId).collect(), vec![]]);
+    assert_eq!(prefill.send(&target, 0).wait().unwrap().writes, 600 * 2);
+    decode.expect_verified(1);
+    for id in (0..600).map(BlockId) {
+        let got = block(&decode.pool, &decode.geometry, 0, id);
+        assert_eq!(got, block(&prefill.pool, &prefill.geometry, 0, id), "{id}");
+    }
 }
 
 fn holes_and_repeats_are_refused_by_the_sender(choice: TransportChoice) {
