@@ -3,7 +3,7 @@
 
 /// What is wrong with a byte string.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Malformed {
+pub struct Malformed {
     /// The field that was being read.
     pub field: &'static str,
     /// What is wrong with it.

@@ -16,26 +16,32 @@ const MAX_BYTES: usize = 64 << 10;
 
 /// A reservation as the prefill side needs to know it.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Descriptor {
+pub struct Descriptor {
+    /// The decode worker.
     pub worker: WorkerId,
+    /// The reservation.
     pub epoch: Epoch,
     /// Random per reservation: who knows it may write.
     pub key: u64,
+    /// Tokens of the sequence.
     pub tokens: u32,
     /// Per group: which block of the sequence the reservation's first one is; those before it do not travel.
     pub first: Vec<u32>,
     /// Blocks per group.
     pub counts: Vec<u32>,
+    /// Where the decode worker runs.
     pub host: Host,
     /// Abstract unix socket.
     pub unix: Vec<u8>,
     /// TCP host name or address.
     pub address: String,
+    /// TCP port.
     pub port: u16,
 }
 
 impl Descriptor {
-    pub(crate) fn encode(&self, layout: &KvLayout) -> Vec<u8> {
+    /// The bytes that travel, for a pool of this layout.
+    pub fn encode(&self, layout: &KvLayout) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.put_u64(layout.fingerprint());
         out.put_blob(&encode_layout(layout));
@@ -54,7 +60,7 @@ impl Descriptor {
     }
 
     /// Reads a descriptor made for `layout`.
-    pub(crate) fn parse(bytes: &[u8], layout: &KvLayout) -> Result<Descriptor, TransferError> {
+    pub fn parse(bytes: &[u8], layout: &KvLayout) -> Result<Descriptor, TransferError> {
         let bad = |m: Malformed| TransferError::Descriptor { field: m.field, problem: m.problem };
         if bytes.len() > MAX_BYTES {
             return Err(bad(Malformed::new("length", format!("{} bytes, at most {MAX_BYTES}", bytes.len()))));

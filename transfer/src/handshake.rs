@@ -81,17 +81,23 @@ pub(crate) fn receive(
     };
     link.push_bytes(Hello { fingerprint }.encode());
     compare(until(link, patience, take_hello).map_err(ended)?, fingerprint)?;
-    let Frame::Identify { me: worker, you } = until(link, patience, Link::next_frame).map_err(ended)? else {
-        return Err(turn_away(link, "the first frame must say who calls"));
-    };
-    if you != me {
-        return Err(turn_away(link, &format!("{you} is not here any more, this is {me}")));
-    }
+    let first = until(link, patience, Link::next_frame).map_err(ended)?;
+    let worker = visitor(&first, me).map_err(|reason| turn_away(link, &reason))?;
     let process = link.take_fd();
     if link.kind() == TransportKind::Shm && !process.as_ref().is_some_and(is_process) {
         return Err(turn_away(link, "shared memory needs the caller's process descriptor"));
     }
     Ok(Guest { worker, process })
+}
+
+/// Who calls, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
+/// `me`.
+pub fn visitor(first: &Frame, me: WorkerId) -> Result<WorkerId, String> {
+    match first {
+        Frame::Identify { me: worker, you } if *you == me => Ok(*worker),
+        Frame::Identify { you, .. } => Err(format!("{you} is not here any more, this is {me}")),
+        _ => Err("the first frame must say who calls".into()),
+    }
 }
 
 /// Says why the peer may not come in; as good as the socket takes at once, since nobody waits for it.

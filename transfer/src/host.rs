@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 
 /// One running kernel and one network namespace in it. Abstract unix sockets are visible exactly within it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Host {
+pub struct Host {
     /// Random per boot; zeros when unknown.
     pub boot: [u8; 16],
     /// Inode of the network namespace.

@@ -15,6 +15,7 @@ mod handshake;
 mod host;
 mod link;
 mod options;
+pub mod protocol;
 mod receiver;
 mod segment;
 mod sender;

@@ -45,7 +45,7 @@ impl AsFd for Socket {
 }
 
 /// A range of the pool: offset and bytes.
-pub(crate) type Range = (usize, usize);
+pub type Range = (usize, usize);
 
 /// What a non-blocking read came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -5,7 +5,10 @@
 //! blocks are lent is the caller's choice, and the caller's pool keeps them aside until an event gives them back.
 
 mod hub;
+mod inbound;
 mod incoming;
+mod ledger;
+mod payload;
 mod reception;
 mod session;
 mod table;
@@ -25,7 +28,11 @@ use crate::host::Host;
 use crate::options::{ReceiverOptions, TransportKind, check_pool};
 use crate::{tcp, threads};
 use hub::Hub;
+pub use inbound::Inbound;
+pub use ledger::Ledger;
+pub use payload::{Payload, Target};
 use reception::Doors;
+pub use table::SessionId;
 
 /// What happens to reservations; called on transfer threads, in order, one at a time. Must not block; may call the
 /// receiver.
@@ -163,12 +170,12 @@ impl Receiver {
 
     /// Ends the lease after `Verified`. The peer has nothing in flight: its completion followed all its writes.
     pub fn release(&self, epoch: Epoch) {
-        self.hub.release(epoch);
+        self.hub.with(|ledger| ledger.release(epoch));
     }
 
     /// Takes the reservation back, whatever its state: no new peer is let in, a peer that was is stopped.
     pub fn fence(&self, epoch: Epoch) -> FenceState {
-        self.hub.fence(epoch)
+        self.hub.with(|ledger| ledger.fence(epoch))
     }
 
     /// Counts for metrics.

@@ -5,12 +5,14 @@
 
 mod active;
 mod connect;
+mod line;
+mod outbound;
 mod queue;
 mod session;
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -22,7 +24,9 @@ use crate::host::Host;
 use crate::options::{SenderOptions, TransportKind, check_pool};
 use crate::threads::{self, lock};
 use connect::{Config, Plan};
-use queue::{Core, Done, Op, Queue, Quiet};
+pub use line::{Core, Done, Line, Op, Quiet};
+pub use outbound::{Effect, Outbound, Parties};
+use queue::Queue;
 
 #[cfg(test)]
 pub(crate) use connect::Wrap;
@@ -91,9 +95,8 @@ impl Sender {
         if blocks > limit {
             return Err(TransferError::Limit { what: "blocks of a reservation", limit, asked: blocks });
         }
-        let (tokens, epoch, key, peer) = (target.tokens, target.epoch, target.key, target.worker);
-        let (first, counts) = (target.first.clone(), target.counts.clone());
-        let core = Arc::new(Core { epoch, key, peer, deadline, counts, failure: OnceLock::new() });
+        let (tokens, first) = (target.tokens, target.first.clone());
+        let core = Arc::new(Core::new(&target, deadline));
         let mut queue = self.queue_to(&target)?;
         if let Err(error) = queue.begin(core.clone()) {
             if !queue.is_closed() {

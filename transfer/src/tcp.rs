@@ -1,14 +1,12 @@
-//! Blocks over TCP: the sender's Write frames, the receiver's payload, and the socket's settings.
+//! Blocks over TCP: the sender's Write frames, and the socket's settings.
 
-use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
 use rustix::net::sockopt;
 
 use crate::error::TransferError;
-use crate::link::{Got, Link, Range};
+use crate::link::Link;
 use crate::options::TransportKind;
 use crate::transport::{Batch, Progress, Transport};
 use crate::wire::Frame;
@@ -37,68 +35,6 @@ impl Transport for Tcp {
     fn cancel(&mut self, link: &mut Link) {
         // The announced length must still be met; the peer applies zeros to blocks it will not verify, or drops them.
         link.forget_pool();
-    }
-}
-
-/// The receiving half: payload on its way from a socket to where it belongs.
-#[derive(Default)]
-pub(crate) struct Payload {
-    /// Where the rest goes.
-    ranges: VecDeque<Range>,
-    /// Bytes still to drop; only without ranges.
-    discard: usize,
-}
-
-impl Payload {
-    /// To be written to these ranges of the pool.
-    pub(crate) fn apply(ranges: VecDeque<Range>) -> Payload {
-        Payload { ranges, discard: 0 }
-    }
-
-    /// To be dropped.
-    pub(crate) fn discard(bytes: usize) -> Payload {
-        Payload { ranges: VecDeque::new(), discard: bytes }
-    }
-
-    /// From now on nothing of it reaches the pool.
-    pub(crate) fn turn_to_discard(&mut self) {
-        self.discard += self.ranges.drain(..).map(|r| r.1).sum::<usize>();
-    }
-
-    /// Whether all of it is here.
-    pub(crate) fn is_done(&self) -> bool {
-        self.ranges.is_empty() && self.discard == 0
-    }
-
-    /// Reads some of it.
-    ///
-    /// # Safety
-    /// As [`Link::read_payload`].
-    pub(crate) unsafe fn read(&mut self, link: &mut Link) -> Result<Got, Errno> {
-        if self.ranges.is_empty() {
-            let got = link.discard_payload(self.discard)?;
-            if let Got::Bytes(count) = got {
-                self.discard -= count;
-            }
-            return Ok(got);
-        }
-        // SAFETY: passed on to the caller.
-        let got = unsafe { link.read_payload(self.ranges.make_contiguous())? };
-        if let Got::Bytes(count) = got {
-            self.advance(count);
-        }
-        Ok(got)
-    }
-
-    fn advance(&mut self, mut count: usize) {
-        while let Some((offset, len)) = self.ranges.front_mut() {
-            if count < *len {
-                (*offset, *len) = (*offset + count, *len - count);
-                return;
-            }
-            count -= *len;
-            self.ranges.pop_front();
-        }
     }
 }
 

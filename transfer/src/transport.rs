@@ -16,7 +16,7 @@ pub(crate) const BATCH_BYTES: usize = 256 << 10;
 
 /// One layer's part of one block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct BlockWrite {
+pub struct BlockWrite {
     /// Where it lies in the local pool.
     pub source: Range,
     /// Its position in the reservation's list of the group.
@@ -27,16 +27,20 @@ pub(crate) struct BlockWrite {
 
 /// One layer of some blocks; at most [`crate::wire::MAX_WRITE_BLOCKS`] of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Batch {
+pub struct Batch {
+    /// The handoff.
     pub epoch: Epoch,
+    /// Layer group.
     pub group: usize,
+    /// Layer in the group.
     pub layer: usize,
+    /// What goes where.
     pub writes: Vec<BlockWrite>,
 }
 
 impl Batch {
     /// The Write frame that names these blocks.
-    pub(crate) fn head(&self, payload: u32) -> WriteHead {
+    pub fn head(&self, payload: u32) -> WriteHead {
         WriteHead {
             epoch: self.epoch,
             group: self.group as u16,

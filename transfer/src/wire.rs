@@ -12,7 +12,7 @@ use crate::codec::{Fields, Malformed, Put};
 use crate::options::Limits;
 
 /// Bytes of a frame's prefix.
-pub(crate) const PREFIX: usize = 8;
+pub const PREFIX: usize = 8;
 /// Blocks of one Write frame at most.
 pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
 /// Bytes of a text in a frame at most.
@@ -21,22 +21,24 @@ const MAGIC: [u8; 8] = *b"baton-kv";
 
 /// The first bytes of a session, in both directions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Hello {
+pub struct Hello {
     /// `KvLayout::fingerprint`, which covers the protocol's version.
     pub fingerprint: u64,
 }
 
 impl Hello {
     /// Bytes on the wire.
-    pub(crate) const LEN: usize = 16;
+    pub const LEN: usize = 16;
 
-    pub(crate) fn encode(self) -> Vec<u8> {
+    /// The bytes.
+    pub fn encode(self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.put_u64(self.fingerprint);
         bytes
     }
 
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Hello, Malformed> {
+    /// A peer's, or what is wrong with it.
+    pub fn parse(bytes: &[u8]) -> Result<Hello, Malformed> {
         let mut fields = Fields::new(bytes);
         if fields.array::<8>("magic")? != MAGIC {
             return Err(Malformed::new("magic", "not a transfer session"));
@@ -49,7 +51,8 @@ impl Hello {
 
 /// Why the decode side will not verify a handoff.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Refusal {
+#[allow(missing_docs)]
+pub enum Refusal {
     /// There is no reservation to write to.
     NoReservation(String),
     /// A write outside the reservation, or twice.
@@ -62,7 +65,8 @@ pub(crate) enum Refusal {
 
 /// One message of a session after the handshake's first step.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Frame {
+#[allow(missing_docs)]
+pub enum Frame {
     /// Prefill: who calls, and whom it means to reach.
     Identify { me: WorkerId, you: WorkerId },
     /// Decode: come in. Over shared memory the pool's descriptor travels with it.
@@ -91,9 +95,12 @@ pub(crate) enum Frame {
 
 /// Which blocks a Write frame's payload holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct WriteHead {
+pub struct WriteHead {
+    /// The handoff.
     pub epoch: Epoch,
+    /// Layer group.
     pub group: u16,
+    /// Layer in the group.
     pub layer: u16,
     /// Bytes that follow the frame; 0 over shared memory.
     pub payload: u32,
@@ -116,14 +123,14 @@ const FENCE: u8 = 22;
 
 /// The largest body of each kind of frame.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FrameLimits {
+pub struct FrameLimits {
     list: usize,
     complete: usize,
 }
 
 impl FrameLimits {
     /// Bounds for handoffs within `limits` over `groups` layer groups.
-    pub(crate) fn new(limits: &Limits, groups: usize) -> FrameLimits {
+    pub fn new(limits: &Limits, groups: usize) -> FrameLimits {
         let lists = 64 + 4 * groups;
         FrameLimits {
             list: lists + 4 * limits.blocks_per_handoff,
@@ -144,7 +151,7 @@ impl FrameLimits {
 }
 
 /// Kind and body length out of a prefix.
-pub(crate) fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<(u8, usize), Malformed> {
+pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<(u8, usize), Malformed> {
     let [a, b, c, d, kind, zeros @ ..] = prefix;
     let len = u32::from_le_bytes([a, b, c, d]) as usize;
     let limit = limits.body(kind).ok_or_else(|| Malformed::new("kind", format!("{kind} is no frame")))?;
@@ -158,7 +165,7 @@ pub(crate) fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result
 }
 
 /// The frame of `kind` with this body.
-pub(crate) fn parse_body(kind: u8, body: &[u8]) -> Result<Frame, Malformed> {
+pub fn parse_body(kind: u8, body: &[u8]) -> Result<Frame, Malformed> {
     let mut f = Fields::new(body);
     let epoch = |f: &mut Fields| f.u64("epoch").map(Epoch);
     let frame = match kind {
@@ -229,7 +236,7 @@ fn parse_refusal(f: &mut Fields) -> Result<Refusal, Malformed> {
 
 impl Frame {
     /// Prefix and body.
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; PREFIX];
         out[4] = self.encode_body(&mut out);
         let len = (out.len() - PREFIX) as u32;

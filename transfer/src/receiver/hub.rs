@@ -1,21 +1,19 @@
-//! What the decode end's threads share: the reservations, the events they cause, the sessions that can be told to fence.
-//!
-//! Every step of a reservation goes through here, so that its action, its event and the word to its session happen in
-//! one order for everybody.
+//! What the decode end's threads share: the ledger under its lock, the owner's callback, the sessions that can be told to
+//! fence.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, WorkerId};
 
-use super::table::{Blocks, SessionId, Stepped, Table};
-use super::{FenceState, OnEvent, ReceiverEvent, ReceiverStats};
+use super::ledger::Ledger;
+use super::table::SessionId;
+use super::{OnEvent, ReceiverStats};
 use crate::error::TransferError;
-use crate::options::{ReceiverOptions, TransportKind};
-use crate::state::{Action, Input, State};
+use crate::options::ReceiverOptions;
 use crate::threads::lock;
 use crate::wake::Wake;
 
@@ -52,44 +50,32 @@ struct Member {
     worker: Option<WorkerId>,
 }
 
-#[derive(Default)]
-struct Events {
-    queue: VecDeque<ReceiverEvent>,
+struct Books {
+    ledger: Ledger,
+    /// A thread is handing events to the owner.
     delivering: bool,
-}
-
-#[derive(Default)]
-struct Counters {
-    verified: AtomicU64,
-    failed: AtomicU64,
-    verify_failures: AtomicU64,
-    shm_bytes: AtomicU64,
-    tcp_bytes: AtomicU64,
 }
 
 /// The shared part of a receiver.
 pub(crate) struct Hub {
     pub options: ReceiverOptions,
     on_event: OnEvent,
-    table: Mutex<Table>,
-    events: Mutex<Events>,
+    books: Mutex<Books>,
     sessions: Mutex<HashMap<SessionId, Member>>,
     stopped: AtomicBool,
-    counters: Counters,
     /// Wakes the thread that accepts peers and watches leases.
     pub wake: Wake,
 }
 
 impl Hub {
     pub(crate) fn new(options: ReceiverOptions, on_event: OnEvent) -> Result<Hub, TransferError> {
+        let ledger = Ledger::new(&options.geometry, options.limits.clone());
         Ok(Hub {
-            table: Mutex::new(Table::new(&options.geometry, options.limits.clone())),
+            books: Mutex::new(Books { ledger, delivering: false }),
             options,
             on_event,
-            events: Mutex::default(),
             sessions: Mutex::default(),
             stopped: AtomicBool::new(false),
-            counters: Counters::default(),
             wake: Wake::new()?,
         })
     }
@@ -105,6 +91,24 @@ impl Hub {
         self.stopped.load(Ordering::Acquire)
     }
 
+    /// Does something with the ledger, and passes on what it causes.
+    pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Ledger) -> T) -> T {
+        let answer = {
+            let mut books = lock(&self.books);
+            let answer = act(&mut books.ledger);
+            let fences = books.ledger.take_fences();
+            if !fences.is_empty() {
+                let sessions = lock(&self.sessions);
+                for (session, epoch) in fences {
+                    sessions.get(&session).into_iter().for_each(|member| member.mail.fence(epoch));
+                }
+            }
+            answer
+        };
+        self.deliver();
+        answer
+    }
+
     /// Sets blocks aside.
     pub(crate) fn reserve(
         &self,
@@ -113,121 +117,13 @@ impl Hub {
         blocks: &[Vec<BlockId>],
         expires: Instant,
     ) -> Result<(), TransferError> {
-        let first = {
-            let mut table = lock(&self.table);
-            table.reserve(epoch, key, blocks, expires)?;
-            table.next_expiry() == Some(expires)
-        };
+        let first = self.with(|ledger| {
+            ledger.reserve(epoch, key, blocks, expires).map(|()| ledger.next_expiry() == Some(expires))
+        })?;
         if first {
             self.wake.ring();
         }
         Ok(())
-    }
-
-    /// Takes a reservation back for its owner.
-    pub(crate) fn fence(&self, epoch: Epoch) -> FenceState {
-        match self.step(epoch, Input::Abort) {
-            Some(stepped) if stepped.after != State::Released => FenceState::Pending,
-            _ => FenceState::Clear,
-        }
-    }
-
-    /// Ends a verified reservation's lease.
-    pub(crate) fn release(&self, epoch: Epoch) {
-        if let Some(stepped) = self.step(epoch, Input::Release)
-            && stepped.action == Action::Refuse
-        {
-            tracing::error!(%epoch, state = ?stepped.before, "released before it was verified; the lease goes on");
-        }
-    }
-
-    /// A step of the owner, without a failure of its own.
-    fn step(&self, epoch: Epoch, input: Input) -> Option<Stepped> {
-        let stepped = {
-            let mut table = lock(&self.table);
-            let stepped = table.step(epoch, input)?;
-            self.carry_out(epoch, stepped, || TransferError::Closed);
-            stepped
-        };
-        self.deliver();
-        Some(stepped)
-    }
-
-    /// Lets a session write.
-    pub(crate) fn grant(&self, epoch: Epoch, key: u64, session: SessionId) -> Result<Blocks, String> {
-        lock(&self.table).grant(epoch, key, session)
-    }
-
-    /// Steps a reservation on behalf of a session. False when the session has no say in it or it has no place.
-    pub(crate) fn step_as(
-        &self,
-        session: SessionId,
-        epoch: Epoch,
-        input: Input,
-        error: impl FnOnce() -> TransferError,
-    ) -> bool {
-        let stepped = {
-            let mut table = lock(&self.table);
-            let stepped = table.step_as(session, epoch, input);
-            if let Some(stepped) = stepped {
-                self.carry_out(epoch, stepped, error);
-            }
-            stepped
-        };
-        self.deliver();
-        stepped.is_some_and(|s| s.action != Action::Refuse)
-    }
-
-    /// Every digest of a handoff matches: tells the owner, unless it has taken the blocks back meanwhile.
-    pub(crate) fn verified(&self, session: SessionId, event: ReceiverEvent) -> bool {
-        let ReceiverEvent::Verified { epoch, bytes, transport, .. } = event else { return false };
-        let announced = {
-            let mut table = lock(&self.table);
-            let stepped = table.step_as(session, epoch, Input::Verify);
-            let announced = stepped.is_some_and(|s| s.action == Action::Announce);
-            if announced {
-                lock(&self.events).queue.push_back(event);
-            }
-            announced
-        };
-        if announced {
-            let moved = match transport {
-                TransportKind::Shm => &self.counters.shm_bytes,
-                TransportKind::Tcp => &self.counters.tcp_bytes,
-            };
-            moved.fetch_add(bytes, Ordering::Relaxed);
-            self.counters.verified.fetch_add(1, Ordering::Relaxed);
-        }
-        self.deliver();
-        announced
-    }
-
-    /// Does what a step asks for, under the table's lock, so that events keep the order of steps.
-    fn carry_out(&self, epoch: Epoch, stepped: Stepped, error: impl FnOnce() -> TransferError) {
-        let Stepped { before, action, session, .. } = stepped;
-        if matches!(action, Action::FailAndFree | Action::FailAndFence) {
-            let error = error();
-            self.counters.failed.fetch_add(1, Ordering::Relaxed);
-            if matches!(error, TransferError::Verify { .. }) {
-                self.counters.verify_failures.fetch_add(1, Ordering::Relaxed);
-            }
-            match error.is_withdrawal() {
-                true => tracing::debug!(%epoch, %error, "handoff withdrawn"),
-                false => tracing::warn!(%epoch, %error, "handoff failed"),
-            }
-            lock(&self.events).queue.push_back(ReceiverEvent::Failed { epoch, error });
-        }
-        // Whoever takes back blocks that nobody could write to has been told so by the call itself.
-        let was_pending = matches!(before, State::Aborted | State::Expired);
-        if action == Action::FailAndFree || action == Action::Free && was_pending {
-            lock(&self.events).queue.push_back(ReceiverEvent::Fenced { epoch });
-        }
-        if matches!(action, Action::Fence | Action::FailAndFence)
-            && let Some(session) = session
-            && let Some(member) = lock(&self.sessions).get(&session)
-        {
-            member.mail.fence(epoch);
-        }
     }
 
     /// Hands events to the owner, one at a time and in order, by whichever thread comes first. No lock is held
@@ -235,39 +131,19 @@ impl Hub {
     fn deliver(&self) {
         loop {
             let event = {
-                let mut events = lock(&self.events);
-                if events.delivering {
+                let mut books = lock(&self.books);
+                if books.delivering {
                     return;
                 }
-                let Some(event) = events.queue.pop_front() else { return };
-                events.delivering = true;
+                let Some(event) = books.ledger.next_event() else { return };
+                books.delivering = true;
                 event
             };
             if catch_unwind(AssertUnwindSafe(|| (self.on_event)(event))).is_err() {
                 tracing::error!("the receiver's event callback panicked");
             }
-            lock(&self.events).delivering = false;
+            lock(&self.books).delivering = false;
         }
-    }
-
-    /// Fails every reservation whose lease has run out; answers when to look again.
-    pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
-        let next = {
-            let mut table = lock(&self.table);
-            for epoch in table.expired(now) {
-                if let Some(stepped) = table.step(epoch, Input::Expire) {
-                    self.carry_out(epoch, stepped, || TransferError::Expired { epoch });
-                }
-            }
-            table.next_expiry()
-        };
-        self.deliver();
-        next
-    }
-
-    /// Epochs under which a session may write.
-    pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
-        lock(&self.table).held_by(session)
     }
 
     /// Counts a session in, or says that there are too many.
@@ -298,15 +174,7 @@ impl Hub {
     }
 
     pub(crate) fn stats(&self) -> ReceiverStats {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        ReceiverStats {
-            verified: read(&self.counters.verified),
-            failed: read(&self.counters.failed),
-            verify_failures: read(&self.counters.verify_failures),
-            shm_bytes: read(&self.counters.shm_bytes),
-            tcp_bytes: read(&self.counters.tcp_bytes),
-            reservations: lock(&self.table).len(),
-            sessions: lock(&self.sessions).len(),
-        }
+        let sessions = lock(&self.sessions).len();
+        ReceiverStats { sessions, ..lock(&self.books).ledger.stats() }
     }
 }

@@ -37,7 +37,10 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
     let mut refused: VecDeque<Link> = VecDeque::new();
     let mut next_id: SessionId = 0;
     while !hub.stopped() {
-        let next = hub.expire(Instant::now());
+        let next = hub.with(|ledger| {
+            ledger.expire(Instant::now());
+            ledger.next_expiry()
+        });
         let mut paused = false;
         while let Some(accepted) = accept(&doors) {
             next_id += 1;

@@ -1,6 +1,6 @@
 //! The decode end's reservations: which epoch holds which blocks, in which state, until when. Pure: no clock, no I/O.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::options::Limits;
 use crate::state::{self, Action, Input, State};
 
 /// Number of a session at this receiver.
-pub(crate) type SessionId = u64;
+pub type SessionId = u64;
 /// Reserved blocks per group, in token order.
 pub(crate) type Blocks = Arc<Vec<Vec<BlockId>>>;
 
@@ -36,7 +36,7 @@ pub(crate) struct Stepped {
 /// All reservations that are not over.
 pub(crate) struct Table {
     limits: Limits,
-    entries: HashMap<Epoch, Reservation>,
+    entries: BTreeMap<Epoch, Reservation>,
     /// Per group and block: the epoch it is lent under.
     lent: Vec<Vec<Option<Epoch>>>,
     /// Leases that still run.
@@ -46,7 +46,7 @@ pub(crate) struct Table {
 impl Table {
     pub(crate) fn new(geometry: &PoolGeometry, limits: Limits) -> Table {
         let lent = geometry.blocks.iter().map(|blocks| vec![None; *blocks as usize]).collect();
-        Table { limits, entries: HashMap::new(), lent, leases: BTreeSet::new() }
+        Table { limits, entries: BTreeMap::new(), lent, leases: BTreeSet::new() }
     }
 
     /// Sets blocks aside.

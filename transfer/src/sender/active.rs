@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
 use super::TransferStats;
-use super::queue::{Core, Done};
+use super::line::{Core, Done};
 use crate::error::TransferError;
 use crate::options::TransportKind;
 use crate::state::{self, Action, Input, State};
@@ -30,24 +30,29 @@ pub(crate) struct Active {
 }
 
 impl Active {
-    pub(crate) fn new(core: Arc<Core>) -> Active {
+    pub(crate) fn new(core: Arc<Core>, now: Instant) -> Active {
         let sums = core.counts.iter().map(|n| vec![0; *n as usize]).collect();
         let (state, _) = state::step(State::Offered, Input::Reserve);
-        Active { core, state, targets: Vec::new(), sums, writes: 0, bytes: 0, done: None, began: Instant::now() }
+        Active { core, state, targets: Vec::new(), sums, writes: 0, bytes: 0, done: None, began: now }
     }
 
     /// Takes a step; answers what to do.
-    pub(crate) fn step(&mut self, input: Input) -> Action {
+    pub(crate) fn step(&mut self, input: Input, now: Instant) -> Action {
         let (next, action) = state::step(self.state, input);
         self.state = next;
         if action == Action::Apply && self.writes == 0 {
-            self.began = Instant::now();
+            self.began = now;
         }
         action
     }
 
-    pub(crate) fn stats(&self, transport: TransportKind) -> TransferStats {
-        let seconds = self.began.elapsed().as_secs_f64();
+    /// Whether it can still end in more than one way.
+    pub(crate) fn is_running(&self) -> bool {
+        self.state != State::Released
+    }
+
+    pub(crate) fn stats(&self, transport: TransportKind, now: Instant) -> TransferStats {
+        let seconds = now.saturating_duration_since(self.began).as_secs_f64();
         TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes }
     }
 

@@ -1,0 +1,14 @@
+//! The session protocol without its sockets and threads: its bytes, and what each end makes of them.
+//!
+//! Everything here is pure, and it is what [`crate::Receiver`] and [`crate::Sender`] run. Workers use those; simulations and
+//! fuzzers drive these parts under their own clock and network.
+
+pub use crate::codec::Malformed;
+pub use crate::descriptor::Descriptor;
+pub use crate::handshake::visitor;
+pub use crate::host::Host;
+pub use crate::link::Range;
+pub use crate::receiver::{Inbound, Ledger, Payload, SessionId, Target};
+pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Quiet};
+pub use crate::transport::{Batch, BlockWrite};
+pub use crate::wire::{Frame, FrameLimits, Hello, PREFIX, Refusal, WriteHead, parse_body, parse_prefix};

@@ -1,0 +1,257 @@
+//! One prefill worker's session at the decode end without its socket: what each frame means, where payload goes, what a
+//! fence stops.
+//!
+//! Pure: the session feeds it frames and payload from a socket, a simulation from anywhere. What it has to say waits in
+//! [`Inbound::next_answer`].
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Instant;
+
+use baton_types::{Epoch, PoolGeometry, WorkerId};
+
+use super::ReceiverEvent;
+use super::incoming::Incoming;
+use super::ledger::Ledger;
+use super::payload::Payload;
+use super::table::SessionId;
+use crate::codec::Malformed;
+use crate::error::TransferError;
+use crate::link::Range;
+use crate::options::TransportKind;
+use crate::segment::Segment;
+use crate::state::Input;
+use crate::wire::{Frame, MAX_WRITE_BLOCKS, Refusal, WriteHead};
+
+/// Payload under way, and the write it belongs to unless it is dropped.
+struct Landing {
+    payload: Payload,
+    head: Option<WriteHead>,
+}
+
+/// The session's handoffs, and the write that is arriving.
+pub struct Inbound {
+    id: SessionId,
+    peer: WorkerId,
+    kind: TransportKind,
+    geometry: PoolGeometry,
+    /// Handoffs this session was let in for and that it has not ended.
+    incoming: BTreeMap<Epoch, Incoming>,
+    landing: Option<Landing>,
+    answers: VecDeque<Frame>,
+}
+
+impl Inbound {
+    /// A session with nothing under way. `kind` says who writes to the pool of this `geometry`: this end (TCP) or the
+    /// peer itself (shm).
+    pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry) -> Inbound {
+        let (incoming, answers) = (BTreeMap::new(), VecDeque::new());
+        Inbound { id, peer, kind, geometry, incoming, landing: None, answers }
+    }
+
+    /// Whom it serves.
+    pub fn peer(&self) -> WorkerId {
+        self.peer
+    }
+
+    /// The oldest answer that has yet to leave.
+    pub fn next_answer(&mut self) -> Option<Frame> {
+        self.answers.pop_front()
+    }
+
+    /// Payload that must be read before the next frame.
+    pub fn payload(&mut self) -> Option<&mut Payload> {
+        self.landing.as_mut().map(|landing| &mut landing.payload)
+    }
+
+    /// Takes in what was written, once [`Inbound::payload`] is done.
+    ///
+    /// # Safety
+    /// All of the payload went where it was to go, and nobody else touches the blocks lent to this session's handoffs
+    /// but the peer, over shared memory, before it says so.
+    pub unsafe fn landed(&mut self, pool: &Segment) {
+        if let Some(landing) = self.landing.take_if(|l| l.payload.is_done())
+            && let Some(head) = landing.head
+            && let Some(incoming) = self.incoming.get_mut(&head.epoch)
+        {
+            // SAFETY: the blocks are lent to this handoff. Over TCP only this end writes to them; over shared memory the
+            // peer has said that it is done with this layer, and it may not write it twice.
+            unsafe { incoming.landed(&self.geometry, pool, &head) };
+        }
+    }
+
+    /// What a frame of the peer's asks for. An error ends the session.
+    pub fn frame(&mut self, frame: Frame, now: Instant, ledger: &mut Ledger) -> Result<(), TransferError> {
+        match frame {
+            Frame::Begin { epoch, key } => self.begin(epoch, key, now, ledger),
+            Frame::Write(head) => return self.write(head, ledger),
+            Frame::Complete { epoch, writes, digests, tail } => {
+                self.complete(ledger, epoch, tail, now, |incoming| incoming.verify(writes, &digests));
+            }
+            Frame::Abort { epoch } => {
+                self.forget(epoch);
+                self.stopped(epoch, ledger);
+            }
+            Frame::FenceAck { epoch } => self.stopped(epoch, ledger),
+            other => return Err(self.broken(Malformed::new("kind", format!("{other:?} is not for a decode worker")))),
+        }
+        Ok(())
+    }
+
+    /// Stops a handoff whose blocks are taken back. Over TCP this end alone writes, so its own word is enough; over
+    /// shared memory the peer's is needed (I3).
+    pub fn fence(&mut self, epoch: Epoch, ledger: &mut Ledger) {
+        self.forget(epoch);
+        self.answers.push_back(Frame::Fence { epoch });
+        if self.kind == TransportKind::Tcp {
+            self.stopped(epoch, ledger);
+        }
+    }
+
+    /// The connection has ended, or the peer went astray: fails what is under way. That the peer cannot write any more is
+    /// not known by that.
+    pub fn lost(&mut self, ledger: &mut Ledger, error: &TransferError) {
+        self.incoming.clear();
+        self.landing = None;
+        self.end_all(ledger, Input::Lost, error);
+    }
+
+    /// The peer provably cannot write any more.
+    pub fn severed(&mut self, ledger: &mut Ledger, error: &TransferError) {
+        self.end_all(ledger, Input::Severed, error);
+    }
+
+    /// Whether blocks are still kept for what this peer may write.
+    pub fn holds_any(&self, ledger: &Ledger) -> bool {
+        !ledger.held_by(self.id).is_empty()
+    }
+
+    fn end_all(&self, ledger: &mut Ledger, input: Input, error: &TransferError) {
+        for epoch in ledger.held_by(self.id) {
+            ledger.step_as(self.id, epoch, input, || error.clone());
+        }
+    }
+
+    /// The peer has stopped, by its word or because only this end writes.
+    fn stopped(&self, epoch: Epoch, ledger: &mut Ledger) {
+        ledger.step_as(self.id, epoch, Input::Fenced, || TransferError::Aborted { epoch });
+    }
+
+    /// From now on nothing that arrives under this epoch reaches the pool.
+    fn forget(&mut self, epoch: Epoch) {
+        self.incoming.remove(&epoch);
+        if let Some(landing) = &mut self.landing
+            && landing.head.take_if(|head| head.epoch == epoch).is_some()
+        {
+            landing.payload.turn_to_discard();
+        }
+    }
+
+    fn begin(&mut self, epoch: Epoch, key: u64, now: Instant, ledger: &mut Ledger) {
+        match ledger.grant(epoch, key, self.id) {
+            Ok(blocks) => {
+                self.answers.push_back(Frame::Granted { epoch, blocks: blocks.to_vec() });
+                self.incoming.insert(epoch, Incoming::new(&self.geometry, blocks, now));
+            }
+            Err(reason) => self.refuse(epoch, Refusal::NoReservation(reason)),
+        }
+    }
+
+    fn refuse(&mut self, epoch: Epoch, refusal: Refusal) {
+        self.answers.push_back(Frame::Failed { epoch, refusal });
+    }
+
+    fn write(&mut self, head: WriteHead, ledger: &mut Ledger) -> Result<(), TransferError> {
+        let (epoch, bytes) = (head.epoch, head.payload as usize);
+        let layout = &self.geometry.layout;
+        let largest = (0..layout.groups.len()).map(|g| layout.block_bytes(g)).max().unwrap_or(0);
+        if bytes > largest * MAX_WRITE_BLOCKS {
+            return Err(self.broken(Malformed::new("payload", format!("{bytes} bytes in one write"))));
+        }
+        self.landing = Some(match self.accept(&head, ledger) {
+            Ok(ranges) => Landing { payload: Payload::apply(ranges), head: Some(head) },
+            Err(refusal) => {
+                refusal.into_iter().for_each(|refusal| self.fail(epoch, refusal, ledger));
+                Landing { payload: Payload::discard(bytes), head: None }
+            }
+        });
+        Ok(())
+    }
+
+    /// Where a write's payload goes; over shared memory there is none. Nowhere, and without an answer, when the owner
+    /// has taken the blocks back: the fence is on its way to the peer.
+    fn accept(&mut self, head: &WriteHead, ledger: &mut Ledger) -> Result<VecDeque<Range>, Option<Refusal>> {
+        let epoch = head.epoch;
+        let Some(incoming) = self.incoming.get_mut(&epoch) else {
+            return Err(Some(Refusal::NoReservation("nothing may be written under it".into())));
+        };
+        if !ledger.step_as(self.id, epoch, Input::Write, || TransferError::Aborted { epoch }) {
+            return Err(None);
+        }
+        let bad = |problem| Some(Refusal::BadWrite(problem));
+        let ranges = incoming.accept(&self.geometry, head).map_err(bad)?;
+        let expected = match self.kind {
+            TransportKind::Tcp => ranges.iter().map(|r| r.1).sum(),
+            TransportKind::Shm => 0,
+        };
+        if head.payload as usize != expected {
+            return Err(bad(format!("{} bytes instead of {expected}", head.payload)));
+        }
+        Ok(if expected == 0 { VecDeque::new() } else { ranges })
+    }
+
+    fn complete(
+        &mut self,
+        ledger: &mut Ledger,
+        epoch: Epoch,
+        tail: Vec<u8>,
+        now: Instant,
+        verify: impl FnOnce(&Incoming) -> Result<(), Refusal>,
+    ) {
+        let Some(incoming) = self.incoming.remove(&epoch) else {
+            return self.refuse(epoch, Refusal::NoReservation("nothing may be completed under it".into()));
+        };
+        // I2
+        if let Err(refusal) = verify(&incoming) {
+            return self.fail(epoch, refusal, ledger);
+        }
+        let bytes = incoming.bytes(&self.geometry);
+        let seconds = now.saturating_duration_since(incoming.began).as_secs_f64();
+        let event = ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport: self.kind };
+        if ledger.verified(self.id, event) {
+            self.answers.push_back(Frame::Verified { epoch });
+        }
+    }
+
+    /// Ends a handoff that cannot be verified, and says so to both sides.
+    fn fail(&mut self, epoch: Epoch, refusal: Refusal, ledger: &mut Ledger) {
+        self.incoming.remove(&epoch);
+        let error = self.error_of(epoch, &refusal);
+        let input = match (&refusal, self.kind) {
+            // I3: a peer that errs in the middle may go on copying until it says that it has stopped.
+            (Refusal::BadWrite(_), TransportKind::Shm) => Input::Lost,
+            _ => Input::Refute,
+        };
+        ledger.step_as(self.id, epoch, input, || error);
+        self.refuse(epoch, refusal);
+    }
+
+    fn error_of(&self, epoch: Epoch, refusal: &Refusal) -> TransferError {
+        let peer = self.peer;
+        match refusal {
+            Refusal::NoReservation(reason) => TransferError::Refused { epoch, peer, reason: reason.clone() },
+            Refusal::BadWrite(problem) => TransferError::Protocol { peer, field: "write", problem: problem.clone() },
+            Refusal::Incomplete { written, expected } => {
+                TransferError::Incomplete { epoch, peer, written: *written, expected: *expected }
+            }
+            Refusal::Verify { group, index, block, want, got } => {
+                let (group, index, block, want, got) = (*group, *index, *block, *want, *got);
+                TransferError::Verify { epoch, peer, group, index, block, want, got }
+            }
+        }
+    }
+
+    /// The peer does not keep to the protocol.
+    pub(crate) fn broken(&self, Malformed { field, problem }: Malformed) -> TransferError {
+        TransferError::Protocol { peer: self.peer, field, problem }
+    }
+}

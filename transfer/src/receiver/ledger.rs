@@ -1,0 +1,158 @@
+//! The decode end's books: its reservations, and what their steps cause: events for the owner, fences for sessions, counts.
+//!
+//! Pure: no clock, no I/O, no threads. Every step of a reservation goes through here, so that its action, its event and
+//! the word to its session happen in one order for everybody. The hub keeps it under a lock; a simulation drives it bare.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use baton_types::{BlockId, Epoch, PoolGeometry};
+
+use super::table::{Blocks, SessionId, Stepped, Table};
+use super::{FenceState, ReceiverEvent, ReceiverStats};
+use crate::error::TransferError;
+use crate::options::{Limits, TransportKind};
+use crate::state::{Action, Input, State};
+
+/// Reservations and what is to be told of them.
+pub struct Ledger {
+    table: Table,
+    events: VecDeque<ReceiverEvent>,
+    fences: Vec<(SessionId, Epoch)>,
+    /// Without what is counted elsewhere.
+    stats: ReceiverStats,
+}
+
+impl Ledger {
+    /// No reservations, for a pool of this shape.
+    pub fn new(geometry: &PoolGeometry, limits: Limits) -> Ledger {
+        Ledger {
+            table: Table::new(geometry, limits),
+            events: VecDeque::new(),
+            fences: Vec::new(),
+            stats: ReceiverStats::default(),
+        }
+    }
+
+    /// Lends blocks to whoever knows `key`, until `expires`. Blocks of an epoch that is not over are refused (I3).
+    pub fn reserve(
+        &mut self,
+        epoch: Epoch,
+        key: u64,
+        blocks: &[Vec<BlockId>],
+        expires: Instant,
+    ) -> Result<(), TransferError> {
+        self.table.reserve(epoch, key, blocks, expires)
+    }
+
+    /// Takes a reservation back for its owner.
+    pub fn fence(&mut self, epoch: Epoch) -> FenceState {
+        match self.step(epoch, Input::Abort, || TransferError::Closed) {
+            Some(stepped) if stepped.after != State::Released => FenceState::Pending,
+            _ => FenceState::Clear,
+        }
+    }
+
+    /// Ends a verified reservation's lease.
+    pub fn release(&mut self, epoch: Epoch) {
+        if let Some(stepped) = self.step(epoch, Input::Release, || TransferError::Closed)
+            && stepped.action == Action::Refuse
+        {
+            tracing::error!(%epoch, state = ?stepped.before, "released before it was verified; the lease goes on");
+        }
+    }
+
+    /// Fails every reservation whose lease has run out.
+    pub fn expire(&mut self, now: Instant) {
+        for epoch in self.table.expired(now) {
+            self.step(epoch, Input::Expire, || TransferError::Expired { epoch });
+        }
+    }
+
+    /// When to look for leases that have run out.
+    pub fn next_expiry(&self) -> Option<Instant> {
+        self.table.next_expiry()
+    }
+
+    /// Lets a session write, or says why not.
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Blocks, String> {
+        self.table.grant(epoch, key, session)
+    }
+
+    /// Steps a reservation on behalf of a session. False when the session has no say in it or it has no place.
+    pub(crate) fn step_as(
+        &mut self,
+        session: SessionId,
+        epoch: Epoch,
+        input: Input,
+        error: impl FnOnce() -> TransferError,
+    ) -> bool {
+        let stepped = self.table.step_as(session, epoch, input);
+        stepped.inspect(|stepped| self.book(epoch, *stepped, error)).is_some_and(|s| s.action != Action::Refuse)
+    }
+
+    /// Every digest of a handoff matches: tells the owner, unless it has taken the blocks back meanwhile.
+    pub(crate) fn verified(&mut self, session: SessionId, event: ReceiverEvent) -> bool {
+        let ReceiverEvent::Verified { epoch, bytes, transport, .. } = event else { return false };
+        let stepped = self.table.step_as(session, epoch, Input::Verify);
+        let announced = stepped.is_some_and(|s| s.action == Action::Announce);
+        if announced {
+            self.events.push_back(event);
+            self.stats.verified += 1;
+            *match transport {
+                TransportKind::Shm => &mut self.stats.shm_bytes,
+                TransportKind::Tcp => &mut self.stats.tcp_bytes,
+            } += bytes;
+        }
+        announced
+    }
+
+    /// Epochs under which a session may write.
+    pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
+        self.table.held_by(session)
+    }
+
+    /// What the owner has yet to be told, oldest first.
+    pub fn next_event(&mut self) -> Option<ReceiverEvent> {
+        self.events.pop_front()
+    }
+
+    /// Which sessions have yet to be told to stop, and under which epoch: each once.
+    pub fn take_fences(&mut self) -> Vec<(SessionId, Epoch)> {
+        std::mem::take(&mut self.fences)
+    }
+
+    /// Counts; sessions are the hub's to count.
+    pub fn stats(&self) -> ReceiverStats {
+        ReceiverStats { reservations: self.table.len(), ..self.stats }
+    }
+
+    fn step(&mut self, epoch: Epoch, input: Input, error: impl FnOnce() -> TransferError) -> Option<Stepped> {
+        let stepped = self.table.step(epoch, input)?;
+        self.book(epoch, stepped, error);
+        Some(stepped)
+    }
+
+    /// Notes what a step asks for.
+    fn book(&mut self, epoch: Epoch, stepped: Stepped, error: impl FnOnce() -> TransferError) {
+        let Stepped { before, action, session, .. } = stepped;
+        if matches!(action, Action::FailAndFree | Action::FailAndFence) {
+            let error = error();
+            self.stats.failed += 1;
+            self.stats.verify_failures += u64::from(matches!(error, TransferError::Verify { .. }));
+            match error.is_withdrawal() {
+                true => tracing::debug!(%epoch, %error, "handoff withdrawn"),
+                false => tracing::warn!(%epoch, %error, "handoff failed"),
+            }
+            self.events.push_back(ReceiverEvent::Failed { epoch, error });
+        }
+        // Whoever takes back blocks that nobody could write to has been told so by the call itself.
+        let was_pending = matches!(before, State::Aborted | State::Expired);
+        if action == Action::FailAndFree || action == Action::Free && was_pending {
+            self.events.push_back(ReceiverEvent::Fenced { epoch });
+        }
+        if matches!(action, Action::Fence | Action::FailAndFence) {
+            self.fences.extend(session.map(|session| (session, epoch)));
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! What handoffs ask of their session, in order, and aborts that overtake it.
+//!
+//! Pure: no clock, no I/O, no threads. The queue keeps it under a lock, a simulation drives it bare.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use baton_types::{BlockId, Epoch, WorkerId};
+
+use super::{OnDone, TransferStats};
+use crate::descriptor::Descriptor;
+use crate::error::TransferError;
+use crate::options::Limits;
+
+/// What a handoff and its session both know.
+#[derive(Debug)]
+pub struct Core {
+    pub(crate) epoch: Epoch,
+    pub(crate) key: u64,
+    pub(crate) peer: WorkerId,
+    pub(crate) deadline: Instant,
+    /// Blocks of the reservation per group.
+    pub(crate) counts: Vec<u32>,
+    /// Why it failed, once it has.
+    pub(crate) failure: OnceLock<TransferError>,
+}
+
+impl Core {
+    /// A handoff to the reservation that `target` describes, to be over by `deadline`.
+    pub fn new(target: &Descriptor, deadline: Instant) -> Core {
+        Core {
+            epoch: target.epoch,
+            key: target.key,
+            peer: target.worker,
+            deadline,
+            counts: target.counts.clone(),
+            failure: OnceLock::new(),
+        }
+    }
+
+    /// Why it failed, once it has.
+    pub fn failure(&self) -> Option<&TransferError> {
+        self.failure.get()
+    }
+}
+
+/// A completion's callback. Called exactly once, if need be by being dropped.
+pub struct Done(Option<OnDone>);
+
+impl Done {
+    /// Calls `callback`.
+    pub fn new(callback: OnDone) -> Done {
+        Done(Some(callback))
+    }
+
+    /// Calls it with this outcome.
+    pub fn report(mut self, outcome: Result<TransferStats, TransferError>) {
+        if let Some(callback) = self.0.take() {
+            callback(outcome);
+        }
+    }
+}
+
+impl Drop for Done {
+    fn drop(&mut self) {
+        if let Some(callback) = self.0.take() {
+            callback(Err(TransferError::Closed));
+        }
+    }
+}
+
+/// Called once nothing reads a handoff's local blocks any more, if need be by being dropped.
+pub struct Quiet(pub Option<Box<dyn FnOnce() + Send>>);
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        if let Some(callback) = self.0.take() {
+            callback();
+        }
+    }
+}
+
+/// One request of a handoff, in its order.
+pub enum Op {
+    /// To be let in.
+    Begin(Arc<Core>),
+    /// One layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the group).
+    Write {
+        /// The handoff.
+        epoch: Epoch,
+        /// Layer group.
+        group: usize,
+        /// Layer in the group.
+        layer: usize,
+        /// What goes where.
+        pairs: Vec<(BlockId, u32)>,
+    },
+    /// To be verified, once all writes are applied.
+    Complete {
+        /// The handoff.
+        epoch: Epoch,
+        /// What travels along.
+        tail: Vec<u8>,
+        /// To be told the outcome.
+        done: Done,
+    },
+}
+
+impl Op {
+    /// Whose it is.
+    pub(crate) fn epoch(&self) -> Epoch {
+        match self {
+            Op::Begin(core) => core.epoch,
+            Op::Write { epoch, .. } | Op::Complete { epoch, .. } => *epoch,
+        }
+    }
+
+    /// Block writes it asks for.
+    pub(crate) fn blocks(&self) -> usize {
+        if let Op::Write { pairs, .. } = self { pairs.len() } else { 0 }
+    }
+}
+
+/// One session's ops.
+pub struct Line {
+    ops: VecDeque<Op>,
+    aborts: Vec<(Epoch, Quiet)>,
+    /// Block writes in `ops`.
+    blocks: usize,
+    /// Handoffs begun and not over.
+    live: BTreeSet<Epoch>,
+    /// No more ops, and why.
+    closed: Option<TransferError>,
+    /// A write has waited in vain and nothing has left since: no other waits too.
+    pub(crate) stalled: bool,
+    limits: Limits,
+}
+
+impl Line {
+    /// Nothing is asked for.
+    pub fn new(limits: Limits) -> Line {
+        Line {
+            ops: VecDeque::new(),
+            aborts: Vec::new(),
+            blocks: 0,
+            live: BTreeSet::new(),
+            closed: None,
+            stalled: false,
+            limits,
+        }
+    }
+
+    /// True when no handoff is under way.
+    pub fn idle(&self) -> bool {
+        self.live.is_empty()
+    }
+
+    /// Why nothing can be asked any more.
+    pub fn closed(&self) -> Option<&TransferError> {
+        self.closed.as_ref()
+    }
+
+    /// A handoff's first op.
+    pub fn begin(&mut self, core: Arc<Core>) -> Result<(), TransferError> {
+        if let Some(error) = &self.closed {
+            return Err(error.clone());
+        }
+        if self.live.contains(&core.epoch) {
+            return Err(TransferError::argument("target", format!("{} is being written already", core.epoch)));
+        }
+        if self.live.len() >= self.limits.handoffs {
+            let (limit, asked) = (self.limits.handoffs as u64, self.live.len() as u64 + 1);
+            return Err(TransferError::Limit { what: "handoffs to one worker", limit, asked });
+        }
+        self.live.insert(core.epoch);
+        self.ops.push_back(Op::Begin(core));
+        Ok(())
+    }
+
+    /// Whether a write of so many blocks has room (I5). A write larger than the whole queue goes alone.
+    pub fn has_room(&self, core: &Core, blocks: usize) -> Result<bool, TransferError> {
+        match core.failure.get().or(self.closed.as_ref()) {
+            Some(error) => Err(error.clone()),
+            None => Ok(self.blocks == 0 || self.blocks + blocks <= self.limits.queued_blocks),
+        }
+    }
+
+    /// A write for which there is room.
+    pub fn write(&mut self, op: Op) {
+        self.blocks += op.blocks();
+        self.ops.push_back(op);
+    }
+
+    /// A handoff's last op; it comes back with the reason when the session is over. The number of handoffs bounds these.
+    pub fn complete(&mut self, epoch: Epoch, tail: Vec<u8>, done: Done) -> Result<(), (Done, TransferError)> {
+        match self.closed.clone() {
+            Some(error) => Err((done, error)),
+            None => {
+                self.ops.push_back(Op::Complete { epoch, tail, done });
+                Ok(())
+            }
+        }
+    }
+
+    /// Ends a handoff before its turn: what it queued is forgotten. Its completion's callback comes back, and when the
+    /// session is over, `quiet`: both to be dropped where no lock is held.
+    pub fn abort(&mut self, epoch: Epoch, quiet: Quiet) -> (Option<Done>, Option<Quiet>) {
+        if self.closed.is_some() {
+            return (None, Some(quiet));
+        }
+        self.aborts.push((epoch, quiet));
+        (self.forget(epoch), None)
+    }
+
+    /// Removes what a handoff queued; answers its completion's callback.
+    pub fn forget(&mut self, epoch: Epoch) -> Option<Done> {
+        let mut done = None;
+        for op in std::mem::take(&mut self.ops) {
+            match op {
+                Op::Complete { done: callback, epoch: of, .. } if of == epoch => done = Some(callback),
+                op if op.epoch() == epoch => self.blocks -= op.blocks(),
+                op => self.ops.push_back(op),
+            }
+        }
+        done
+    }
+
+    /// Handoffs to end, oldest first.
+    pub fn take_aborts(&mut self) -> Vec<(Epoch, Quiet)> {
+        std::mem::take(&mut self.aborts)
+    }
+
+    /// The oldest op, if `ready` says that its time has come.
+    pub fn next_if(&mut self, ready: impl FnOnce(&Op) -> bool) -> Option<Op> {
+        if !self.ops.front().is_some_and(ready) {
+            return None;
+        }
+        let op = self.ops.pop_front()?;
+        self.blocks -= op.blocks();
+        self.stalled = false;
+        Some(op)
+    }
+
+    /// A handoff is over.
+    pub fn retire(&mut self, epoch: Epoch) {
+        self.live.remove(&epoch);
+    }
+
+    /// The session has ended: nothing can be asked from now on. Answers what was queued, to be ended where no lock is
+    /// held.
+    pub fn close(&mut self, error: TransferError) -> (VecDeque<Op>, Vec<(Epoch, Quiet)>) {
+        self.closed = Some(error);
+        self.blocks = 0;
+        self.live.clear();
+        (std::mem::take(&mut self.ops), std::mem::take(&mut self.aborts))
+    }
+}

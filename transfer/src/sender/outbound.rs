@@ -1,0 +1,281 @@
+//! The session to one decode worker without its socket: asks for access, digests what is copied, completes, stops at once
+//! when fenced, and reports.
+//!
+//! Pure: the session feeds it frames from a socket and hands its batches to a transport, a simulation does both as it
+//! likes. After every call, [`Outbound::take_effects`] says what is to be done, in order.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
+
+use super::TransferStats;
+use super::active::{Active, Writing};
+use super::line::{Done, Line, Op, Quiet};
+
+use crate::error::TransferError;
+use crate::options::TransportKind;
+use crate::segment::Segment;
+use crate::state::{Action, Input, State};
+use crate::transport::Batch;
+use crate::wire::{Frame, Refusal};
+
+/// What a session must do for its handoffs.
+pub enum Effect {
+    /// Give up the batch that the transport has: from then on the local pool is not read.
+    Cancel,
+    /// Send this.
+    Send(Frame),
+    /// Report a handoff's outcome.
+    Report(Done, Result<TransferStats, TransferError>),
+    /// Say that nothing reads a handoff's local blocks any more.
+    Hush(Quiet),
+}
+
+/// Who is who, and how long to wait.
+#[derive(Clone, Copy, Debug)]
+pub struct Parties {
+    /// The prefill worker.
+    pub me: WorkerId,
+    /// The decode worker.
+    pub peer: WorkerId,
+    /// Longest time until access is granted.
+    pub grant: Duration,
+}
+
+/// The session's handoffs and the write under way.
+pub struct Outbound {
+    parties: Parties,
+    geometry: PoolGeometry,
+    active: BTreeMap<Epoch, Active>,
+    /// The write being copied.
+    writing: Option<Writing>,
+    /// Whether the transport holds a batch that is not flushed.
+    copying: bool,
+    effects: Vec<Effect>,
+}
+
+impl Outbound {
+    /// A session with nothing under way, out of a pool of this shape.
+    pub fn new(parties: Parties, geometry: PoolGeometry) -> Outbound {
+        let (active, effects) = (BTreeMap::new(), Vec::new());
+        Outbound { parties, geometry, active, writing: None, copying: false, effects }
+    }
+
+    /// What is to be done since the last call, in order.
+    pub fn take_effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    /// Whether the transport has a batch that is neither flushed nor cancelled.
+    pub fn copying(&self) -> bool {
+        self.copying
+    }
+
+    /// The batch is flushed.
+    pub fn flushed(&mut self) {
+        self.copying = false;
+    }
+
+    /// What a frame of the peer's asks for. `kind` is what carries blocks. An error ends the session.
+    pub fn frame(
+        &mut self,
+        frame: Frame,
+        kind: TransportKind,
+        now: Instant,
+        line: &mut Line,
+    ) -> Result<(), TransferError> {
+        match frame {
+            Frame::Granted { epoch, blocks } => self.granted(epoch, blocks, now),
+            Frame::Verified { epoch } => self.verified(epoch, kind, now, line),
+            Frame::Failed { epoch, refusal } => {
+                let error = self.refused(epoch, refusal);
+                self.end(epoch, Input::Refute, error, now, line);
+                Ok(())
+            }
+            Frame::Fence { epoch } => {
+                let peer = self.parties.peer;
+                self.end(epoch, Input::Fenced, TransferError::Fenced { epoch, peer }, now, line);
+                // I3: from here on nothing is copied under this epoch, known or not.
+                self.say(Frame::FenceAck { epoch });
+                Ok(())
+            }
+            other => Err(self.broken("kind", format!("{other:?} is not for a prefill worker"))),
+        }
+    }
+
+    /// Ends what its owner has given up.
+    pub fn abort(&mut self, epoch: Epoch, quiet: Quiet, now: Instant, line: &mut Line) {
+        self.end(epoch, Input::Abort, TransferError::Aborted { epoch }, now, line);
+        self.bury(epoch, line);
+        self.effects.push(Effect::Hush(quiet));
+    }
+
+    /// Ends handoffs whose time is over; answers when the next one's is.
+    pub fn expire(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
+        let grant = self.parties.grant;
+        let late = self.active.values().filter(|a| a.is_running() && a.due(grant) <= now);
+        for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, grant))).collect::<Vec<_>>() {
+            self.end(epoch, Input::Expire, error, now, line);
+        }
+        self.active.values().filter(|a| a.is_running()).map(|a| a.due(grant)).min()
+    }
+
+    /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `pool` is the
+    /// local one; blocks of handoffs whose end is not reported do not change.
+    pub fn next_batch(&mut self, pool: &Segment, now: Instant) -> Result<Option<Batch>, TransferError> {
+        let Some(mut writing) = self.writing.take_if(|w| !w.is_done()) else {
+            self.writing = None;
+            return Ok(None);
+        };
+        let Some(active) = self.active.get_mut(&writing.epoch) else { return Ok(None) };
+        if active.step(Input::Write, now) != Action::Apply {
+            return Ok(None);
+        }
+        let batch = writing.next_batch(&self.geometry, &active.targets)?;
+        let first_lane = self.geometry.layout.first_lane(batch.group, batch.layer);
+        for write in &batch.writes {
+            let (offset, len) = write.source;
+            let Some(start) = pool.at(offset, len) else { continue };
+            // SAFETY: inside the mapping; the block stays unchanged until the handoff's end is reported.
+            let bytes = unsafe { std::slice::from_raw_parts(start, len) };
+            let sum = &mut active.sums[batch.group][write.index as usize];
+            *sum = sum.wrapping_add(digest_block(bytes, first_lane));
+            active.bytes += len as u64;
+        }
+        active.writes += batch.writes.len() as u64;
+        self.writing = Some(writing);
+        self.copying = true;
+        Ok(Some(batch))
+    }
+
+    /// Takes up the next op, in order: one whose handoff waits for access holds back the rest, since all wait for the same
+    /// peer. False when there is none to take up now.
+    pub fn next_op(&mut self, now: Instant, line: &mut Line) -> bool {
+        let active = &self.active;
+        let ready = |op: &Op| active.get(&op.epoch()).is_none_or(|active| active.state != State::Reserved);
+        let Some(op) = line.next_if(ready) else { return false };
+        match op {
+            Op::Begin(core) => {
+                let (epoch, key) = (core.epoch, core.key);
+                self.active.insert(epoch, Active::new(core, now));
+                self.say(Frame::Begin { epoch, key });
+            }
+            Op::Write { epoch, group, layer, pairs } => {
+                // A failed handoff's writes are dropped; its owner learns of the failure by its next call.
+                if self.active.get(&epoch).is_some_and(|active| active.state == State::Transferring) {
+                    self.writing = Some(Writing { epoch, group, layer, pairs, next: 0 });
+                }
+            }
+            Op::Complete { epoch, tail, done } => self.complete(epoch, tail, done, line),
+        }
+        true
+    }
+
+    /// Ends every handoff, telling the peer.
+    pub fn end_all(&mut self, error: &TransferError, now: Instant, line: &mut Line) {
+        for epoch in self.active.keys().copied().collect::<Vec<_>>() {
+            self.end(epoch, Input::Abort, error.clone(), now, line);
+        }
+    }
+
+    fn complete(&mut self, epoch: Epoch, tail: Vec<u8>, done: Done, line: &mut Line) {
+        let Some(active) = self.active.get_mut(&epoch) else {
+            return self.effects.push(Effect::Report(done, Err(TransferError::Closed)));
+        };
+        if let Some(error) = active.core.failure.get().cloned() {
+            self.bury(epoch, line);
+            return self.effects.push(Effect::Report(done, Err(error)));
+        }
+        active.done = Some(done);
+        let (writes, digests) = (active.writes, active.sums.clone());
+        self.say(Frame::Complete { epoch, writes, digests, tail });
+    }
+
+    fn granted(&mut self, epoch: Epoch, blocks: Vec<Vec<BlockId>>, now: Instant) -> Result<(), TransferError> {
+        // A handoff given up meanwhile has said so; the peer knows by now or will.
+        let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
+        if !blocks.iter().map(Vec::len).eq(active.core.counts.iter().map(|n| *n as usize)) {
+            return Err(self.broken("blocks", "not as many as the target descriptor says".into()));
+        }
+        if active.step(Input::Grant, now) == Action::Begin {
+            active.targets = blocks;
+        }
+        Ok(())
+    }
+
+    fn verified(
+        &mut self,
+        epoch: Epoch,
+        kind: TransportKind,
+        now: Instant,
+        line: &mut Line,
+    ) -> Result<(), TransferError> {
+        let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
+        let Some(done) = active.done.take() else {
+            return Err(self.broken("epoch", "verified before it was completed".into()));
+        };
+        let announced = active.step(Input::Verify, now) == Action::Announce;
+        let stats = active.stats(kind, now);
+        active.step(Input::Release, now);
+        self.bury(epoch, line);
+        if announced {
+            self.effects.push(Effect::Report(done, Ok(stats)));
+        }
+        Ok(())
+    }
+
+    /// Ends a handoff that will not be verified: stops copying, tells the peer if it does not know, reports.
+    fn end(&mut self, epoch: Epoch, input: Input, error: TransferError, now: Instant, line: &mut Line) {
+        let Some(active) = self.active.get_mut(&epoch) else { return };
+        let before = active.state;
+        active.step(input, now);
+        if before == State::Released {
+            return;
+        }
+        if self.writing.take_if(|w| w.epoch == epoch).is_some() && std::mem::take(&mut self.copying) {
+            self.effects.push(Effect::Cancel);
+        }
+        if matches!(input, Input::Abort | Input::Expire) {
+            self.effects.push(Effect::Send(Frame::Abort { epoch }));
+        }
+        // Stopped, and said so.
+        active.step(Input::Fenced, now);
+        let queued = line.forget(epoch);
+        // The handoff's owner learns of it at its next call, or now when it has made its last.
+        let _ = active.core.failure.set(error.clone());
+        if let Some(done) = active.done.take().or(queued) {
+            self.bury(epoch, line);
+            self.effects.push(Effect::Report(done, Err(error)));
+        }
+    }
+
+    fn bury(&mut self, epoch: Epoch, line: &mut Line) {
+        self.active.remove(&epoch);
+        line.retire(epoch);
+    }
+
+    fn say(&mut self, frame: Frame) {
+        self.effects.push(Effect::Send(frame));
+    }
+
+    fn refused(&self, epoch: Epoch, refusal: Refusal) -> TransferError {
+        let Parties { me, peer, .. } = self.parties;
+        let refused = |reason| TransferError::Refused { epoch, peer, reason };
+        match refusal {
+            Refusal::NoReservation(reason) => refused(reason),
+            Refusal::BadWrite(problem) => refused(format!("bad write: {problem}")),
+            Refusal::Incomplete { written, expected } => {
+                TransferError::Incomplete { epoch, peer: me, written, expected }
+            }
+            Refusal::Verify { group, index, block, want, got } => {
+                TransferError::Verify { epoch, peer: me, group, index, block, want, got }
+            }
+        }
+    }
+
+    /// The peer does not keep to the protocol.
+    pub(crate) fn broken(&self, field: &'static str, problem: String) -> TransferError {
+        TransferError::Protocol { peer: self.parties.peer, field, problem }
+    }
+}
