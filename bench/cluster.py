@@ -50,8 +50,8 @@ class Cluster:
                                    "stream": True, "ignore_eos": True, "return_token_ids": True}
 
     @staticmethod
-    def tokens(event):
-        """How many tokens an event of the stream carries."""
+    def tokens(event, _before=0):
+        """How many tokens an event of the stream carries, after so many before it."""
         choices = event.get("choices") or [{}]
         return len(choices[0].get("token_ids") or [])
 

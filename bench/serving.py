@@ -41,8 +41,9 @@ class LlamaServer:
                                "cache_prompt": False, "return_tokens": True}
 
     @staticmethod
-    def tokens(event):
-        return 0 if event.get("stop") else len(event.get("tokens") or [])
+    def tokens(event, before):
+        # A token that ends within a character gets no event of its own; the last event says how many there were.
+        return event["tokens_predicted"] - before if event.get("stop") else len(event.get("tokens") or [])
 
     def close(self):
         self.process.stdin.close()
@@ -79,7 +80,7 @@ async def stream(server, ids, max_tokens):
         # Chunk sizes and the blank lines between events are not looked at: each event is one line.
         if line.startswith(b"data: {"):
             now = time.monotonic()
-            times += [now] * server.tokens(json.loads(line[6:]))
+            times += [now] * server.tokens(json.loads(line[6:]), len(times))
     writer.close()
     if len(times) != max_tokens:
         raise SystemExit(f"{path}: {len(times)} tokens came, {max_tokens} were asked for")

@@ -165,6 +165,7 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
     let mut local = Local::new(&model, Options::default())?;
     let routes = [
         ("aggregated", route("auto", 512, true)),
+        ("split over shm, chunks of 16", route("shm", 16, false)),
         ("split over shm, chunks of 512", route("shm", 512, false)),
         ("split over tcp, chunks of 16", route("tcp", 16, false)),
         ("split over tcp, chunks of 512", route("tcp", 512, false)),

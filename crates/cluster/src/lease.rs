@@ -39,14 +39,21 @@ impl Lease {
         member.validate()?;
         check_ttl(ttl)?;
         let mut backoff = Backoff::new(member.id.0, ttl / 3);
+        let (mut waited, mut warned) = (Duration::ZERO, false);
         while let Err(error) = attempt(&mut hold, &member, true, ttl).await {
             if !matches!(error, ClusterError::Unavailable { .. }) {
                 return Err(error);
             }
+            // Whoever starts first waits for the others; only a long wait is worth somebody's attention.
             if backoff.is_fresh() {
+                info!(registry = hold.address(), "waiting for the registry");
+            } else if waited >= ttl && !warned {
                 warn!(%error, "cannot register yet, trying again");
+                warned = true;
             }
-            sleep(backoff.next()).await;
+            let pause = backoff.next();
+            waited += pause;
+            sleep(pause).await;
         }
         info!(id = %member.id, role = member.role.as_str(), "registered");
         let (member, members) = watch::channel(member);
