@@ -28,6 +28,7 @@ impl NodeRole for DecodeNode {
             geometry: node.geometry.clone(),
             segment: node.segment.clone(),
             limits: Limits::default(),
+            verify: true,
         };
         let on_event = Box::new(move |event| {
             // The engine thread outlives the receiver, except at the very end, when nobody waits for events.

@@ -9,7 +9,7 @@ use crate::backend::{Backend, Gate, Norm, WeightSource};
 use crate::cpu::element;
 
 mod attention;
-mod kv;
+pub(crate) mod kv;
 
 /// Makes a backend over a fresh pool of the given shape.
 pub trait Factory {

@@ -16,7 +16,7 @@ pub use backend::{
     AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource,
 };
 use baton_types::{BatonError, ErrorKind};
-pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, element};
+pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
 pub use pool::HostPool;
 pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
 

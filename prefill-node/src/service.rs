@@ -40,6 +40,8 @@ impl NodeRole for PrefillNode {
             segment: node.segment.clone(),
             transport: node.config.transport.choice(),
             limits: Limits::default(),
+            convert: None,
+            verify: true,
         })?);
         routes.add_service(prefill_server::PrefillServer::new(PrefillNode { node, engine, worker, sender }));
         Ok(<prefill_server::PrefillServer<PrefillNode> as tonic::server::NamedService>::NAME)

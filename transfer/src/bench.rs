@@ -31,6 +31,9 @@ const PLAIN_CHUNK: usize = 256 << 10;
 /// Stands before every answer of the child, whose output may hold other lines.
 pub(crate) const MARK: &str = "@ ";
 
+/// Asks the child for a target whose bytes are checked.
+const VERIFIED: &str = "verified";
+
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct BenchOptions {
@@ -38,10 +41,12 @@ pub struct BenchOptions {
     pub geometry: PoolGeometry,
     /// Rounds, at least 1.
     pub rounds: u32,
+    /// Also handoffs whose bytes nobody checks, to see what checking costs. Workers always check.
+    pub unverified: bool,
 }
 
 /// Medians over the rounds, in bytes a second.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct BenchReport {
     /// Bytes of one handoff.
     pub bytes: u64,
@@ -55,16 +60,26 @@ pub struct BenchReport {
     pub plain_tcp: f64,
     /// A handoff over TCP.
     pub tcp: f64,
+    /// Handoffs whose bytes nobody checks, if asked for: over shared memory, and over TCP.
+    pub unverified: Option<[f64; 2]>,
 }
 
 impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gb = |rate: f64| rate / 1e9;
-        writeln!(f, "{} rounds of {:.1} MB between two processes, medians", self.rounds, self.bytes as f64 / 1e6)?;
-        writeln!(f, "memcpy        {:6.2} GB/s", gb(self.memcpy))?;
-        writeln!(f, "shm handoff   {:6.2} GB/s   {:.2} of memcpy", gb(self.shm), self.shm / self.memcpy)?;
-        writeln!(f, "plain TCP     {:6.2} GB/s", gb(self.plain_tcp))?;
-        write!(f, "TCP handoff   {:6.2} GB/s   {:.2} of plain TCP", gb(self.tcp), self.tcp / self.plain_tcp)
+        let (memcpy, plain) = (("memcpy", self.memcpy), ("plain TCP", self.plain_tcp));
+        let mut rows = vec![("memcpy", self.memcpy, None), ("shm handoff", self.shm, Some(memcpy))];
+        rows.extend(self.unverified.map(|[shm, _]| ("  unverified", shm, Some(memcpy))));
+        rows.extend([("plain TCP", self.plain_tcp, None), ("TCP handoff", self.tcp, Some(plain))]);
+        rows.extend(self.unverified.map(|[_, tcp]| ("  unverified", tcp, Some(plain))));
+        write!(f, "{} rounds of {:.1} MB between two processes, medians", self.rounds, self.bytes as f64 / 1e6)?;
+        for (name, rate, beside) in rows {
+            write!(f, "\n{name:<13} {:6.2} GB/s", gb(rate))?;
+            if let Some((what, base)) = beside {
+                write!(f, "   {:.2} of {what}", rate / base)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -77,25 +92,35 @@ pub fn run(options: &BenchOptions, child: Command) -> Result<BenchReport, Transf
     let mut peer = Peer::start(child, geometry)?;
     let ours = filled(geometry)?;
     let scratch = Segment::create("bench-scratch", geometry.bytes())?;
-    let shm = sender(1, geometry, &ours, TransportChoice::Shm)?;
-    let tcp = sender(2, geometry, &ours, TransportChoice::Tcp)?;
+    let senders = [TransportChoice::Shm, TransportChoice::Tcp]
+        .map(|choice| Ok([sender(choice, geometry, &ours, true)?, sender(choice, geometry, &ours, false)?]));
+    let [shm, tcp]: [Result<[Sender; 2], TransferError>; 2] = senders;
+    let ([shm, shm_unverified], [tcp, tcp_unverified]) = (shm?, tcp?);
     let mut stream = peer.plain_stream()?;
-    let mut seconds: [Vec<f64>; 4] = Default::default();
+    let plain = |stream: &mut TcpStream| send_plainly(stream, &ours, geometry.bytes());
+    let mut seconds: [Vec<f64>; 6] = Default::default();
     // The first round only touches every page and fills every cache.
     for round in 0..=options.rounds {
+        let unverified = |sender: &Sender, peer: &mut Peer| match options.unverified {
+            true => hand_over(sender, geometry, peer, false),
+            false => Ok(f64::NAN),
+        };
         let taken = [
             copy(geometry, &ours, &scratch),
-            hand_over(&shm, geometry, &mut peer)?,
-            send_plainly(&mut stream, &ours, geometry.bytes()).map_err(|e| TransferError::os("plain stream", e))?,
-            hand_over(&tcp, geometry, &mut peer)?,
+            hand_over(&shm, geometry, &mut peer, true)?,
+            unverified(&shm_unverified, &mut peer)?,
+            plain(&mut stream).map_err(|e| TransferError::os("plain stream", e))?,
+            hand_over(&tcp, geometry, &mut peer, true)?,
+            unverified(&tcp_unverified, &mut peer)?,
         ];
         if round > 0 {
             seconds.iter_mut().zip(taken).for_each(|(all, one)| all.push(one));
         }
     }
     let bytes = geometry.bytes() as u64;
-    let [memcpy, shm, plain_tcp, tcp] = seconds.map(|all| bytes as f64 / median(all));
-    Ok(BenchReport { bytes, rounds: options.rounds, memcpy, shm, plain_tcp, tcp })
+    let [memcpy, shm, shm_unverified, plain_tcp, tcp, tcp_unverified] = seconds.map(|all| bytes as f64 / median(all));
+    let unverified = options.unverified.then_some([shm_unverified, tcp_unverified]);
+    Ok(BenchReport { bytes, rounds: options.rounds, memcpy, shm, plain_tcp, tcp, unverified })
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -113,14 +138,16 @@ fn filled(geometry: &PoolGeometry) -> Result<Arc<Segment>, TransferError> {
     Ok(Arc::new(segment))
 }
 
+/// A sender of its own, and so a session of its own, for each way.
 fn sender(
-    worker: u64,
+    transport: TransportChoice,
     geometry: &PoolGeometry,
     segment: &Arc<Segment>,
-    transport: TransportChoice,
+    verify: bool,
 ) -> Result<Sender, TransferError> {
     let (geometry, segment, limits) = (geometry.clone(), segment.clone(), Limits::default());
-    Sender::new(SenderOptions { worker: WorkerId(worker), geometry, segment, transport, limits })
+    let worker = WorkerId(1 + u64::from(verify) + 2 * u64::from(transport == TransportChoice::Shm));
+    Sender::new(SenderOptions { worker, geometry, segment, transport, limits, convert: None, verify })
 }
 
 /// Every layer's part of every block.
@@ -141,8 +168,8 @@ fn copy(geometry: &PoolGeometry, from: &Segment, to: &Segment) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-fn hand_over(sender: &Sender, geometry: &PoolGeometry, peer: &mut Peer) -> Result<f64, TransferError> {
-    let target = peer.reserve()?;
+fn hand_over(sender: &Sender, geometry: &PoolGeometry, peer: &mut Peer, verify: bool) -> Result<f64, TransferError> {
+    let target = peer.reserve(verify)?;
     let (tell, told) = mpsc::channel();
     let start = Instant::now();
     let mut handoff = sender.open(&target, start + PATIENCE)?;
@@ -219,8 +246,8 @@ impl Peer {
         connected.map_err(|e| TransferError::os("open the plain stream", e))
     }
 
-    fn reserve(&mut self) -> Result<Vec<u8>, TransferError> {
-        self.say("reserve")?;
+    fn reserve(&mut self, verify: bool) -> Result<Vec<u8>, TransferError> {
+        self.say(if verify { VERIFIED } else { "unverified" })?;
         let line = self.hear()?;
         hex::decode(&line).ok_or_else(|| TransferError::os("read the child's target", line))
     }
@@ -252,10 +279,12 @@ mod tests {
     fn a_run_measures_all_four_and_a_child_that_dies_is_an_error() {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 64, window: None };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
-        let options = BenchOptions { geometry: PoolGeometry::uniform(layout, 4), rounds: 2 };
+        let options = BenchOptions { geometry: PoolGeometry::uniform(layout, 4), rounds: 2, unverified: true };
         let report = run(&options, crate::conformance::child_process("bench")).unwrap();
         assert_eq!((report.bytes, report.rounds), (2 * 4 * 4096, 2));
         assert!([report.memcpy, report.shm, report.plain_tcp, report.tcp].iter().all(|rate| *rate > 0.0));
+        assert!(report.unverified.is_some_and(|rates| rates.iter().all(|rate| *rate > 0.0)));
+        assert_eq!(report.to_string().lines().count(), 7);
         assert!(report.to_string().contains("of plain TCP"));
         assert!(run(&options, Command::new("false")).is_err());
         assert!(run(&BenchOptions { rounds: 0, ..options }, Command::new("false")).is_err());

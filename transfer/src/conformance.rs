@@ -4,6 +4,7 @@
 mod children;
 mod faults;
 mod handoffs;
+mod parts;
 mod processes;
 
 use std::sync::Arc;
@@ -114,6 +115,7 @@ impl Decode {
             geometry: geometry.clone(),
             segment: pool.clone(),
             limits,
+            verify: true,
         };
         let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
         Decode { receiver, events, pool, geometry }
@@ -126,7 +128,7 @@ impl Decode {
     fn try_reserve(&self, epoch: u64, blocks: &[Vec<BlockId>], lease: Duration) -> Result<Vec<u8>, TransferError> {
         // Opaque to the transfer: in this suite group 0 travels from its block 0 on, group 1 from its block 1 on.
         let first: Vec<u32> = (0..blocks.len() as u32).collect();
-        self.receiver.reserve(Epoch(epoch), &Wanted { tokens: 100, first: &first, blocks }, lease)
+        self.receiver.reserve(Epoch(epoch), &Wanted { tokens: 100, first: &first, blocks, heads: &[] }, lease)
     }
 
     fn event(&self) -> ReceiverEvent {
@@ -179,6 +181,8 @@ impl Prefill {
             segment: pool.clone(),
             transport,
             limits,
+            convert: None,
+            verify: true,
         };
         Prefill { sender: Sender::with_wrap(options, wrap).unwrap(), pool, geometry }
     }

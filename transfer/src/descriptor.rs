@@ -8,11 +8,14 @@ use baton_types::{Epoch, KvDtype, KvGroup, KvLayout, LayoutMismatch, WorkerId};
 
 use crate::codec::{Fields, Malformed, Put};
 use crate::error::TransferError;
+use crate::heads::HeadSlice;
 use crate::host::Host;
 
-const MAGIC: [u8; 4] = *b"bkt2";
+const MAGIC: [u8; 4] = *b"bkt3";
 /// Bytes of a descriptor at most.
 const MAX_BYTES: usize = 64 << 10;
+/// KV heads of a peer's group at most, so that sizes made of them stay far from overflow.
+const MAX_HEADS: u32 = 1 << 16;
 
 /// A reservation as the prefill side needs to know it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -29,6 +32,10 @@ pub struct Descriptor {
     pub first: Vec<u32>,
     /// Blocks per group.
     pub counts: Vec<u32>,
+    /// Per group, the heads that travel; empty: all of them, and both pools have the same.
+    pub heads: Vec<HeadSlice>,
+    /// Of the pool that is written to. Differs from the prefill side's in heads and type at most.
+    pub layout: KvLayout,
     /// Where the decode worker runs.
     pub host: Host,
     /// Abstract unix socket.
@@ -40,17 +47,19 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// The bytes that travel, for a pool of this layout.
-    pub fn encode(&self, layout: &KvLayout) -> Vec<u8> {
+    /// The bytes that travel.
+    pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
-        out.put_u64(layout.fingerprint());
-        out.put_blob(&encode_layout(layout));
+        out.put_u64(self.layout.fingerprint());
+        out.put_blob(&encode_layout(&self.layout));
         out.put_u64(self.worker.0);
         out.put_u64(self.epoch.0);
         out.put_u64(self.key);
         out.put_u32(self.tokens);
         out.put_u32s(self.first.iter().copied());
         out.put_u32s(self.counts.iter().copied());
+        let heads: Vec<u32> = self.heads.iter().flat_map(|s| [s.source, s.target, s.count]).collect();
+        out.put_u32s(heads.into_iter());
         out.put(&self.host.boot);
         out.put_u64(self.host.netns);
         out.put_blob(&self.unix);
@@ -59,8 +68,17 @@ impl Descriptor {
         out
     }
 
-    /// Reads a descriptor made for `layout`.
-    pub fn parse(bytes: &[u8], layout: &KvLayout) -> Result<Descriptor, TransferError> {
+    /// Per group, the heads that travel.
+    pub(crate) fn slices(&self) -> Vec<HeadSlice> {
+        match self.heads.is_empty() {
+            true => self.layout.groups.iter().map(|group| HeadSlice::all(group.kv_heads)).collect(),
+            false => self.heads.clone(),
+        }
+    }
+
+    /// Reads a descriptor for a worker whose pool has the layout `ours`; `converts`: which can write another KV type
+    /// than its own.
+    pub fn parse(bytes: &[u8], ours: &KvLayout, converts: bool) -> Result<Descriptor, TransferError> {
         let bad = |m: Malformed| TransferError::Descriptor { field: m.field, problem: m.problem };
         if bytes.len() > MAX_BYTES {
             return Err(bad(Malformed::new("length", format!("{} bytes, at most {MAX_BYTES}", bytes.len()))));
@@ -70,15 +88,44 @@ impl Descriptor {
             return Err(bad(Malformed::new("magic", "not a target descriptor of this version")));
         }
         let fingerprint = fields.u64("fingerprint").map_err(bad)?;
-        if fingerprint != layout.fingerprint() {
-            return Err(mismatch(layout, fingerprint, fields.blob("layout").ok()).into());
+        let theirs = match fingerprint == ours.fingerprint() {
+            true => fields.blob("layout").map(|_| ours.clone()).map_err(bad)?,
+            false => other_layout(ours, fingerprint, fields.blob("layout").ok(), converts)?,
+        };
+        let descriptor = parse_reservation(fields, theirs).map_err(bad)?;
+        if descriptor.heads.is_empty() && kv_heads(ours) != kv_heads(&descriptor.layout) {
+            return Err(mismatch(ours, fingerprint, Some(&descriptor.layout)).into());
         }
-        parse_reservation(fields, layout).map_err(bad)
+        check_heads(&descriptor, ours).map_err(bad)?;
+        Ok(descriptor)
     }
 }
 
-fn parse_reservation(mut f: Fields, layout: &KvLayout) -> Result<Descriptor, Malformed> {
-    f.blob("layout")?;
+fn kv_heads(layout: &KvLayout) -> Vec<u32> {
+    layout.groups.iter().map(|group| group.kv_heads).collect()
+}
+
+/// A layout that differs from `ours` in nothing but what can be adapted to: heads, of which a slice may travel, and type.
+fn other_layout(
+    ours: &KvLayout,
+    fingerprint: u64,
+    bytes: Option<&[u8]>,
+    converts: bool,
+) -> Result<KvLayout, LayoutMismatch> {
+    let theirs = bytes.and_then(|bytes| parse_layout(bytes).ok()).filter(|l| l.fingerprint() == fingerprint);
+    let Some(theirs) = theirs else { return Err(mismatch(ours, fingerprint, None)) };
+    let mut adapted = theirs.clone();
+    if converts {
+        adapted.dtype = ours.dtype;
+    }
+    let sane = kv_heads(&theirs).into_iter().all(|heads| (1..=MAX_HEADS).contains(&heads));
+    if sane && adapted.groups.len() == ours.groups.len() {
+        adapted.groups.iter_mut().zip(&ours.groups).for_each(|(group, ours)| group.kv_heads = ours.kv_heads);
+    }
+    ours.compatible(&adapted).map(|()| theirs)
+}
+
+fn parse_reservation(mut f: Fields, layout: KvLayout) -> Result<Descriptor, Malformed> {
     let descriptor = Descriptor {
         worker: WorkerId(f.u64("worker")?),
         epoch: Epoch(f.u64("epoch")?),
@@ -86,13 +133,15 @@ fn parse_reservation(mut f: Fields, layout: &KvLayout) -> Result<Descriptor, Mal
         tokens: f.u32("tokens")?,
         first: f.u32s("first")?,
         counts: f.u32s("counts")?,
+        heads: parse_heads(&f.u32s("heads")?)?,
+        layout,
         host: Host { boot: f.array("host")?, netns: f.u64("host")? },
         unix: f.blob("unix")?.to_vec(),
         address: f.text("address")?,
         port: f.u16("port")?,
     };
     f.end()?;
-    let groups = layout.groups.len();
+    let groups = descriptor.layout.groups.len();
     for (field, found) in [("first", descriptor.first.len()), ("counts", descriptor.counts.len())] {
         if found != groups {
             return Err(Malformed::new(field, format!("{found} groups, the layout has {groups}")));
@@ -101,9 +150,30 @@ fn parse_reservation(mut f: Fields, layout: &KvLayout) -> Result<Descriptor, Mal
     Ok(descriptor)
 }
 
+fn parse_heads(numbers: &[u32]) -> Result<Vec<HeadSlice>, Malformed> {
+    let (slices, rest) = numbers.as_chunks::<3>();
+    if !rest.is_empty() {
+        return Err(Malformed::new("heads", format!("{} numbers; a slice has three", numbers.len())));
+    }
+    Ok(slices.iter().map(|&[source, target, count]| HeadSlice { source, target, count }).collect())
+}
+
+/// Slices lie within both pools.
+fn check_heads(descriptor: &Descriptor, ours: &KvLayout) -> Result<(), Malformed> {
+    let (heads, groups) = (&descriptor.heads, ours.groups.len());
+    if !heads.is_empty() && heads.len() != groups {
+        return Err(Malformed::new("heads", format!("slices for {} groups, the layout has {groups}", heads.len())));
+    }
+    for (group, slice) in heads.iter().enumerate() {
+        let [here, there] = [ours, &descriptor.layout].map(|layout| layout.groups[group].kv_heads);
+        slice.check(here, there).map_err(|problem| Malformed::new("heads", format!("group {group}: {problem}")))?;
+    }
+    Ok(())
+}
+
 /// The most telling difference: a field when the peer's layout can be read, else the fingerprints.
-fn mismatch(ours: &KvLayout, fingerprint: u64, theirs: Option<&[u8]>) -> LayoutMismatch {
-    let named = theirs.and_then(|bytes| parse_layout(bytes).ok()).and_then(|theirs| ours.compatible(&theirs).err());
+fn mismatch(ours: &KvLayout, fingerprint: u64, theirs: Option<&KvLayout>) -> LayoutMismatch {
+    let named = theirs.and_then(|theirs| ours.compatible(theirs).err());
     named.unwrap_or_else(|| fingerprint_mismatch(ours.fingerprint(), fingerprint))
 }
 
@@ -191,6 +261,8 @@ mod tests {
             tokens: 100,
             first: vec![0, 5],
             counts: vec![7, 2],
+            heads: vec![],
+            layout: layout(),
             host: Host { boot: [9; 16], netns: 4 },
             unix: b"baton-x".to_vec(),
             address: "example".into(),
@@ -198,36 +270,61 @@ mod tests {
         }
     }
 
+    fn parse(bytes: &[u8]) -> Result<Descriptor, TransferError> {
+        Descriptor::parse(bytes, &layout(), false)
+    }
+
+    #[test]
+    fn other_heads_need_slices_and_other_types_somebody_who_converts() {
+        let mut theirs = layout();
+        theirs.groups[0].kv_heads = 1;
+        let whole = Descriptor { layout: theirs.clone(), ..descriptor() };
+        let error = parse(&whole.encode()).unwrap_err().to_string();
+        assert!(error.contains("layer groups"), "{error}");
+        let slice = HeadSlice { source: 2, target: 0, count: 1 };
+        let sliced = Descriptor { heads: vec![slice, HeadSlice::all(3)], ..whole.clone() };
+        assert_eq!(parse(&sliced.encode()), Ok(sliced));
+        // A size nobody has, which sums would overflow with.
+        theirs.groups[0].kv_heads = u32::MAX;
+        assert!(parse(&Descriptor { layout: theirs, ..whole }.encode()).is_err());
+
+        let quantised = Descriptor { layout: KvLayout { dtype: KvDtype::Q8, ..layout() }, ..descriptor() };
+        let error = parse(&quantised.encode()).unwrap_err().to_string();
+        assert!(error.contains("KV dtype: F16 here, Q8 at the peer"), "{error}");
+        assert_eq!(Descriptor::parse(&quantised.encode(), &layout(), true), Ok(quantised));
+    }
+
     #[test]
     fn descriptors_survive_and_mutations_are_errors_not_panics() {
-        let bytes = descriptor().encode(&layout());
-        assert_eq!(Descriptor::parse(&bytes, &layout()), Ok(descriptor()));
+        let sliced =
+            Descriptor { heads: vec![HeadSlice::all(3), HeadSlice { count: 0, ..HeadSlice::all(3) }], ..descriptor() };
+        let bytes = sliced.encode();
+        assert_eq!(parse(&bytes), Ok(sliced));
         for end in 0..bytes.len() {
-            assert!(Descriptor::parse(&bytes[..end], &layout()).is_err(), "cut to {end}");
+            assert!(parse(&bytes[..end]).is_err(), "cut to {end}");
         }
         let mut longer = bytes.clone();
         longer.push(0);
-        assert!(Descriptor::parse(&longer, &layout()).is_err());
-        assert!(Descriptor::parse(&vec![0; MAX_BYTES + 1], &layout()).is_err());
+        assert!(parse(&longer).is_err());
+        assert!(parse(&vec![0; MAX_BYTES + 1]).is_err());
         for at in 0..bytes.len() {
             for value in [0, 1, 0x7f, 0xff] {
                 let mut mutated = bytes.clone();
                 mutated[at] = value;
-                let _ = Descriptor::parse(&mutated, &layout());
+                let _ = parse(&mutated);
             }
         }
     }
 
     #[test]
     fn another_layout_is_named_before_anything_else_is_read() {
-        let mut theirs = layout();
-        theirs.block_size = 32;
-        let mut bytes = descriptor().encode(&theirs);
-        let error = Descriptor::parse(&bytes, &layout()).unwrap_err().to_string();
+        let theirs = KvLayout { block_size: 32, ..layout() };
+        let mut bytes = Descriptor { layout: theirs.clone(), ..descriptor() }.encode();
+        let error = parse(&bytes).unwrap_err().to_string();
         assert!(error.contains("block size: 16 here, 32 at the peer"), "{error}");
         // What follows the fingerprint is of an unknown version: the fingerprints themselves are named.
         bytes.truncate(12);
-        let error = Descriptor::parse(&bytes, &layout()).unwrap_err().to_string();
+        let error = parse(&bytes).unwrap_err().to_string();
         assert!(error.contains(&format!("{:016x}", theirs.fingerprint())), "{error}");
         assert!(error.contains(&format!("{:016x}", layout().fingerprint())), "{error}");
     }
@@ -237,9 +334,15 @@ mod tests {
         let cases = [
             ("first", Descriptor { first: vec![1], ..descriptor() }),
             ("counts", Descriptor { counts: vec![1], ..descriptor() }),
+            ("heads", Descriptor { heads: vec![HeadSlice::all(3)], ..descriptor() }),
+            ("heads", Descriptor { heads: vec![HeadSlice { source: 1, ..HeadSlice::all(3) }; 2], ..descriptor() }),
+            (
+                "heads",
+                Descriptor { heads: vec![HeadSlice { target: u32::MAX, ..HeadSlice::all(3) }; 2], ..descriptor() },
+            ),
         ];
         for (name, lopsided) in cases {
-            let error = Descriptor::parse(&lopsided.encode(&layout()), &layout()).unwrap_err();
+            let error = parse(&lopsided.encode()).unwrap_err();
             assert!(matches!(error, TransferError::Descriptor { field, .. } if field == name), "{error}");
         }
         for dtype in KvDtype::ALL {

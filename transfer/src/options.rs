@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use baton_types::{PoolGeometry, WorkerId};
 
+use crate::convert::Converter;
 use crate::error::TransferError;
 use crate::segment::Segment;
 
@@ -89,6 +90,8 @@ pub struct ReceiverOptions {
     pub segment: Arc<Segment>,
     /// Bounds.
     pub limits: Limits,
+    /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
+    pub verify: bool,
 }
 
 /// The prefill end.
@@ -104,6 +107,10 @@ pub struct SenderOptions {
     pub transport: TransportChoice,
     /// Bounds.
     pub limits: Limits,
+    /// Writes KV in the type of decode pools that have another; None: both sides must have the same.
+    pub convert: Option<Converter>,
+    /// Whether what leaves is digested (I2). Only a benchmark may say no; see [`ReceiverOptions::verify`].
+    pub verify: bool,
 }
 
 /// A pool's geometry must fit its segment before any of its offsets is used.

@@ -6,9 +6,10 @@
 pub use crate::codec::Malformed;
 pub use crate::descriptor::Descriptor;
 pub use crate::handshake::visitor;
+pub use crate::heads::HeadSlice;
 pub use crate::host::Host;
 pub use crate::link::Range;
 pub use crate::receiver::{Inbound, Ledger, Payload, SessionId, Target};
-pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Quiet};
-pub use crate::transport::{Batch, BlockWrite};
+pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
+pub use crate::transport::{Batch, BlockWrite, Run};
 pub use crate::wire::{Frame, FrameLimits, Hello, PREFIX, Refusal, WriteHead, parse_body, parse_prefix};

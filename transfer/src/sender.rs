@@ -25,7 +25,7 @@ use crate::options::{SenderOptions, TransportKind, check_pool};
 use crate::threads::{self, lock};
 use connect::{Config, Plan};
 pub use line::{Core, Done, Line, Op, Quiet};
-pub use outbound::{Effect, Outbound, Parties};
+pub use outbound::{Effect, Outbound, Parties, Pools};
 use queue::Queue;
 
 #[cfg(test)]
@@ -51,6 +51,8 @@ pub struct TransferStats {
 pub type OnDone = Box<dyn FnOnce(Result<TransferStats, TransferError>) + Send>;
 
 struct Peer {
+    /// Of its pool.
+    layout: u64,
     queue: Arc<Queue>,
     thread: JoinHandle<()>,
 }
@@ -89,7 +91,8 @@ impl Sender {
     /// network.
     pub fn open(&self, target: &[u8], deadline: Instant) -> Result<Handoff, TransferError> {
         let options = &self.config.options;
-        let target = Descriptor::parse(target, &options.geometry.layout)?;
+        let layout = &options.geometry.layout;
+        let target = Descriptor::parse(target, layout, options.convert.is_some())?;
         let blocks: u64 = target.counts.iter().map(|n| u64::from(*n)).sum();
         let limit = options.limits.blocks_per_handoff as u64;
         if blocks > limit {
@@ -106,7 +109,7 @@ impl Sender {
             queue = self.queue_to(&target)?;
             queue.begin(core.clone())?;
         }
-        let layers = |group: usize| options.geometry.layout.groups[group].layers.len();
+        let layers = |group: usize| layout.groups[group].layers.len();
         let unwritten = core.counts.iter().enumerate().map(|(g, n)| vec![true; *n as usize * layers(g)]).collect();
         Ok(Handoff { config: self.config.clone(), queue, core, tokens, first, unwritten, written: 0, ended: false })
     }
@@ -115,7 +118,12 @@ impl Sender {
     fn queue_to(&self, target: &Descriptor) -> Result<Arc<Queue>, TransferError> {
         let mut peers = lock(&self.peers);
         peers.retain(|_, peer| !peer.queue.is_closed());
+        let layout = target.layout.fingerprint();
         if let Some(peer) = peers.get(&target.worker) {
+            if peer.layout != layout {
+                let (field, problem) = ("layout", format!("{} has a session with another one", target.worker));
+                return Err(TransferError::Descriptor { field, problem });
+            }
             return Ok(peer.queue.clone());
         }
         let limits = &self.config.options.limits;
@@ -128,7 +136,7 @@ impl Sender {
         let plan = Plan { config: self.config.clone(), target: target.clone() };
         let inner = queue.clone();
         let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
-        peers.insert(worker, Peer { queue: queue.clone(), thread });
+        peers.insert(worker, Peer { layout, queue: queue.clone(), thread });
         Ok(queue)
     }
 }

@@ -3,26 +3,43 @@
 //! A session's thread submits one batch at a time and polls until it is flushed. Everything else (access, digests,
 //! completion, fencing) is the session's and the same for all. Implementations must pass the suite in `conformance`.
 
-use baton_types::{BlockId, Epoch};
+use baton_types::{Epoch, digest_block};
 
 use crate::error::TransferError;
-use crate::link::{Link, Range};
+use crate::link::Link;
 use crate::options::TransportKind;
+use crate::runs::Route;
+use crate::segment::Segment;
 use crate::wire::WriteHead;
 
 /// Bytes of a batch, unless a single block is larger: small enough to fence quickly and to stay in a core's cache
 /// between digest and copy.
 pub(crate) const BATCH_BYTES: usize = 256 << 10;
 
-/// One layer's part of one block.
+/// One layer's part of one block: where its runs are counted from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockWrite {
-    /// Where it lies in the local pool.
-    pub source: Range,
     /// Its position in the reservation's list of the group.
     pub index: u32,
-    /// The block in the peer's pool.
-    pub target: BlockId,
+    /// Offset of the block in the local pool, or in the staging memory of the batch.
+    pub source: usize,
+    /// Offset of the block in the peer's pool.
+    pub target: usize,
+}
+
+/// One contiguous piece of a batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Run {
+    /// Of the block with this position.
+    pub index: u32,
+    /// Offset in the local pool, or in the staging memory of the batch.
+    pub source: usize,
+    /// Offset in the peer's pool.
+    pub target: usize,
+    /// Bytes.
+    pub len: usize,
+    /// Number of its first digest lane in the block.
+    pub lane: u64,
 }
 
 /// One layer of some blocks; at most [`crate::wire::MAX_WRITE_BLOCKS`] of them.
@@ -34,11 +51,56 @@ pub struct Batch {
     pub group: usize,
     /// Layer in the group.
     pub layer: usize,
+    /// Which bytes of each block.
+    pub(crate) route: Route,
+    /// First digest lane of the layer in a block.
+    pub(crate) lane: u64,
     /// What goes where.
     pub writes: Vec<BlockWrite>,
+    /// Whether digests are wanted from a transport that [makes them](Transport::digests).
+    pub(crate) digest: bool,
+    /// Memory of its own that it is sent from instead of the pool, in the order of its runs and without gaps.
+    pub(crate) staged: Option<Vec<u8>>,
 }
 
 impl Batch {
+    /// Its pieces, block by block: the order of bytes in a payload.
+    pub fn runs(&self) -> impl Iterator<Item = Run> + '_ {
+        let Route { source, target } = self.route;
+        self.writes.iter().flat_map(move |write| {
+            source.starts().zip(target.starts()).map(move |(from, to)| Run {
+                index: write.index,
+                source: write.source.saturating_add(from),
+                target: write.target.saturating_add(to),
+                len: target.len,
+                lane: self.lane + (to / 8) as u64,
+            })
+        })
+    }
+
+    /// Bytes of all pieces.
+    pub fn bytes(&self) -> usize {
+        self.writes.len() * self.route.target.bytes()
+    }
+
+    /// First byte of a run, or None when it lies outside the memory it is sent from.
+    pub(crate) fn source(&self, pool: &Segment, run: &Run) -> Option<*const u8> {
+        match &self.staged {
+            None => pool.at(run.source, run.len).map(|start| start.cast_const()),
+            Some(bytes) => bytes.get(run.source..)?.get(..run.len).map(<[u8]>::as_ptr),
+        }
+    }
+
+    /// For each run its block's position and its digest.
+    pub(crate) fn digests(&self, pool: &Segment) -> impl Iterator<Item = (u32, u64)> {
+        self.runs().filter_map(|run| {
+            let start = self.source(pool, &run)?;
+            // SAFETY: inside the memory it is sent from; a local block stays unchanged until its handoff's end is reported.
+            let bytes = unsafe { std::slice::from_raw_parts(start, run.len) };
+            Some((run.index, digest_block(bytes, run.lane)))
+        })
+    }
+
     /// The Write frame that names these blocks.
     pub fn head(&self, payload: u32) -> WriteHead {
         WriteHead {
@@ -58,6 +120,7 @@ pub(crate) enum Progress {
     /// applied there.
     Flushed,
     /// More can be done right away.
+    #[allow(dead_code)] // Of transports that are driven by polling.
     Runnable,
     /// The link must move first.
     Blocked,
@@ -73,6 +136,17 @@ pub(crate) trait Transport: Send {
 
     /// Goes on with the batch for a short while.
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError>;
+
+    /// Whether it digests what it reads, so that memory is read once. Otherwise the session does, before submitting.
+    fn digests(&self) -> bool {
+        false
+    }
+
+    /// Of a transport that [digests](Transport::digests): for each run of a flushed batch, its block's position and its
+    /// digest.
+    fn take_digests(&mut self) -> Vec<(u32, u64)> {
+        Vec::new()
+    }
 
     /// Gives the batch up. From the return on the local pool is not read, and nothing is written to the peer's pool
     /// that the peer does not apply itself, in order (I3).

@@ -1,7 +1,7 @@
 //! Waiting: for a socket, for a ring from another thread, for a process to die, or until a time.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -43,6 +43,15 @@ pub(crate) fn wait(
     fds: &[(BorrowedFd<'_>, Interest)],
     timeout: Option<Duration>,
 ) -> Result<u32, TransferError> {
+    look(wake, fds, timeout).map(Option::unwrap_or_default)
+}
+
+/// As [`wait`]; None when the time is over.
+fn look(
+    wake: &Wake,
+    fds: &[(BorrowedFd<'_>, Interest)],
+    timeout: Option<Duration>,
+) -> Result<Option<u32>, TransferError> {
     let mut polled: Vec<PollFd> = fds
         .iter()
         .map(|(fd, interest)| match interest {
@@ -54,15 +63,36 @@ pub(crate) fn wait(
     polled.push(PollFd::from_borrowed_fd(wake.0.as_fd(), PollFlags::IN));
     let timeout = timeout.map(|t| Timespec { tv_sec: t.as_secs() as _, tv_nsec: t.subsec_nanos() as _ });
     match rustix::event::poll(&mut polled, timeout.as_ref()) {
+        Ok(0) => return Ok(None),
         Ok(_) => {}
-        Err(Errno::INTR) => return Ok(0),
+        Err(Errno::INTR) => return Ok(Some(0)),
         Err(error) => return Err(TransferError::os("wait for sockets", error)),
     }
     if polled.last().is_some_and(|fd| !fd.revents().is_empty()) {
         wake.clear();
     }
     let ready = polled[..fds.len()].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
-    Ok(ready.fold(0, |bits, (i, _)| bits | 1 << i))
+    Ok(Some(ready.fold(0, |bits, (i, _)| bits | 1 << i)))
+}
+
+/// How long [`wait_awake`] looks before it sleeps: about what waking a sleeping thread takes, so at worst as long again.
+const AWAKE: Duration = Duration::from_micros(50);
+
+/// As [`wait`], for a thread that expects something any moment: it looks for a short while before it
+/// sleeps, because on the way to waking it others lose more time than a batch takes. Whoever wants the core gets it.
+pub(crate) fn wait_awake(
+    wake: &Wake,
+    fds: &[(BorrowedFd<'_>, Interest)],
+    timeout: Option<Duration>,
+) -> Result<u32, TransferError> {
+    let until = Instant::now() + timeout.map_or(AWAKE, |timeout| timeout.min(AWAKE));
+    while Instant::now() < until {
+        if let Some(ready) = look(wake, fds, Some(Duration::ZERO))? {
+            return Ok(ready);
+        }
+        std::thread::yield_now();
+    }
+    wait(wake, fds, timeout)
 }
 
 #[cfg(test)]

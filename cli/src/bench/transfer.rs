@@ -5,7 +5,7 @@ use std::process;
 use anyhow::Context;
 use baton_transfer::bench::{self, BenchOptions};
 use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
-use clap::{Arg, ArgMatches, Command, value_parser};
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 /// Subcommand of the receiving process.
 pub const SERVE: &str = "transfer-peer";
@@ -35,6 +35,12 @@ pub fn command() -> Command {
         )
         .arg(number("tokens", "1000", "Tokens of the prompt whose blocks move"))
         .arg(number("rounds", "5", "Rounds; medians are printed"))
+        .arg(
+            Arg::new("no-verify")
+                .long("no-verify")
+                .action(ArgAction::SetTrue)
+                .help("Also measure handoffs whose bytes nobody checks; workers always check"),
+        )
 }
 
 /// The receiving process, started by [`run`].
@@ -51,7 +57,8 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let layout =
         KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let blocks = layout.blocks_for(number("tokens") as usize) as u32;
-    let options = BenchOptions { geometry: PoolGeometry::uniform(layout, blocks), rounds: number("rounds") };
+    let geometry = PoolGeometry::uniform(layout, blocks);
+    let options = BenchOptions { geometry, rounds: number("rounds"), unverified: matches.get_flag("no-verify") };
     let mut peer = process::Command::new(std::env::current_exe()?);
     peer.args(["bench", SERVE]);
     let report = bench::run(&options, peer)?;

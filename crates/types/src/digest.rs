@@ -4,6 +4,9 @@
 //! the order in which lanes are visited, so it vectorises and parallelises freely, and digests of a block's layers add up. It
 //! guards against torn, stale, missing and misplaced data, not against an adversary.
 
+#[cfg(target_arch = "x86_64")]
+mod wide;
+
 const LANE_STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// One lane's share. With x = value ^ key: low half times high half, plus x with its halves swapped. One 32 x 32 bit
@@ -25,6 +28,49 @@ fn mix(mut z: u64) -> u64 {
 /// Digest of `bytes`, one layer's part of one block. `first_lane` numbers its first 8-byte lane inside the whole block
 /// (all layers), so that swapped layers do not cancel out. A short last lane is padded with zeros.
 pub fn digest_block(bytes: &[u8], first_lane: u64) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if wide::available() {
+        // SAFETY: the CPU has what it needs.
+        return unsafe { wide::digest(bytes, first_lane) };
+    }
+    digest_bytes(bytes, first_lane)
+}
+
+/// [`digest_block`] of `bytes`, which are copied to `target` on the way: memory is read once. The stores may go around the
+/// cache; when this returns they are ordered before any that the caller makes next.
+///
+/// # Safety
+/// `target` is valid for writes of as many bytes, which nobody else accesses and which do not overlap `bytes`.
+pub unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if wide::available() {
+        // SAFETY: the CPU has what it needs; the rest is the caller's promise.
+        let digest = unsafe { wide::digest_copy(bytes, target, first_lane) };
+        wide::fence();
+        return digest;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
+    digest_bytes(bytes, first_lane)
+}
+
+/// Copies `bytes` to `target` as [`digest_copy`] does.
+///
+/// # Safety
+/// As [`digest_copy`].
+pub unsafe fn stream_copy(bytes: &[u8], target: *mut u8) {
+    #[cfg(target_arch = "x86_64")]
+    if wide::available() {
+        // SAFETY: the CPU has what it needs; the rest is the caller's promise.
+        unsafe { wide::copy(bytes, target) };
+        return wide::fence();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
+}
+
+#[inline(always)]
+fn digest_bytes(bytes: &[u8], first_lane: u64) -> u64 {
     let (lanes, rest) = bytes.as_chunks::<8>();
     let mut padded = [0u8; 8];
     padded[..rest.len()].copy_from_slice(rest);
@@ -87,6 +133,26 @@ mod tests {
         let whole = digest_block(&base, 3);
         let parts = digest_block(&base[..64], 3).wrapping_add(digest_block(&base[64..], 3 + 8));
         assert_eq!(whole, parts);
+    }
+
+    #[test]
+    fn copies_digest_to_the_same_and_copy_what_they_must() {
+        let base: Vec<u8> = (0..1000u32).map(|i| (i * i % 253) as u8).collect();
+        // Every alignment of the target, with and without whole steps and lanes.
+        for (at, len) in (0..40).flat_map(|at| [0, 1, 8, 63, 64, 65, 200, 513, 900].map(|len| (at, len))) {
+            let (want, first_lane) = (digest_bytes(&base[..len], 77), 77);
+            assert_eq!(digest_block(&base[..len], first_lane), want, "{len} bytes");
+            let (mut copied, mut streamed) = (vec![0xee; 1000], vec![0xee; 1000]);
+            // SAFETY: both have room for at + len bytes, and nobody else knows them.
+            unsafe {
+                assert_eq!(digest_copy(&base[..len], copied.as_mut_ptr().add(at), first_lane), want, "{len} at {at}");
+                stream_copy(&base[..len], streamed.as_mut_ptr().add(at));
+            }
+            for target in [copied, streamed] {
+                assert_eq!(target[at..at + len], base[..len]);
+                assert!(target[..at].iter().chain(&target[at + len..]).all(|byte| *byte == 0xee), "{len} at {at}");
+            }
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The benchmark's child: reserves all its blocks again and again, and swallows a plain stream.
 //!
-//! First line in: layout in hex, then blocks per group. First line out: the plain stream's port. Then for each line in
-//! a target out. Ends with its input.
+//! First line in: layout in hex, then blocks per group. First line out: the plain stream's port. Then for each line in,
+//! which says whether to check what comes, a target out. Ends with its input.
 
 use std::io::{BufRead, Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
-use super::{MARK, PLAIN_CHUNK, hex};
+use super::{MARK, PLAIN_CHUNK, VERIFIED, hex};
 use crate::descriptor::parse_layout;
 use crate::error::TransferError;
 use crate::options::{Limits, ReceiverOptions};
@@ -34,22 +34,27 @@ pub fn serve() -> Result<(), TransferError> {
 
     let segment = Arc::new(Segment::create("bench-target", bytes)?);
     let (tell, told) = mpsc::channel();
-    let options = ReceiverOptions {
-        worker: WorkerId(u64::from(std::process::id())),
-        tcp: (Ipv4Addr::LOCALHOST, 0).into(),
-        advertise: None,
-        geometry: geometry.clone(),
-        segment,
-        limits: Limits::default(),
+    let receiver = |verify: bool| {
+        let tell = tell.clone();
+        let options = ReceiverOptions {
+            worker: WorkerId(u64::from(std::process::id()) << 1 | u64::from(verify)),
+            tcp: (Ipv4Addr::LOCALHOST, 0).into(),
+            advertise: None,
+            geometry: geometry.clone(),
+            segment: segment.clone(),
+            limits: Limits::default(),
+            verify,
+        };
+        Receiver::bind(options, Box::new(move |event| drop(tell.send(event))))
     };
-    let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event))))?;
+    // Two of them have the same pool, one after the other.
+    let (verified, unverified) = (receiver(true)?, receiver(false)?);
     let all: Vec<Vec<BlockId>> = geometry.blocks.iter().map(|n| (0..*n).map(BlockId).collect()).collect();
     let first = vec![0; all.len()];
-    let wanted = Wanted { tokens: 0, first: &first, blocks: &all };
+    let wanted = Wanted { tokens: 0, first: &first, blocks: &all, heads: &[] };
     for (epoch, line) in (1..).map(Epoch).zip(lines) {
-        if line.is_err() {
-            break;
-        }
+        let Ok(line) = line else { break };
+        let receiver = if line == VERIFIED { &verified } else { &unverified };
         say(&hex::encode(&receiver.reserve(epoch, &wanted, Duration::from_secs(600))?))?;
         match told.recv() {
             Ok(ReceiverEvent::Verified { epoch, .. }) => receiver.release(epoch),

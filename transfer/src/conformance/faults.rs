@@ -32,7 +32,7 @@ fn a_changed_byte_is_caught(choice: TransportChoice) {
         let alter = move |batch: &mut Batch| {
             batches += 1;
             if batches == 3 {
-                batch.writes[1].source.0 += 1;
+                batch.writes[1].source += 1;
             }
         };
         Altered { inner, alter }
@@ -74,7 +74,7 @@ fn a_write_outside_the_reservation_is_refused(choice: TransportChoice) {
     let stray = |inner| {
         let alter = |batch: &mut Batch| {
             batch.writes[0].index = 4000;
-            batch.writes[0].target = BlockId(4000);
+            batch.writes[0].target = usize::MAX / 2;
         };
         Altered { inner, alter }
     };
@@ -316,7 +316,7 @@ fn call(decode: &Decode) -> TcpStream {
 }
 
 fn key(decode: &Decode, target: &[u8]) -> u64 {
-    Descriptor::parse(target, &decode.geometry.layout).unwrap().key
+    Descriptor::parse(target, &decode.geometry.layout, false).unwrap().key
 }
 
 #[test]

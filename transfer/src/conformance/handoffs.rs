@@ -59,9 +59,9 @@ fn epochs_and_keys_are_checked(choice: TransportChoice) {
     let prefill = Prefill::new(small(), 2, choice);
     let layout = &prefill.geometry.layout;
     let target = decode.reserve(7, &[ids(&[3]), vec![]]);
-    let descriptor = Descriptor::parse(&target, layout).unwrap();
+    let descriptor = Descriptor::parse(&target, layout, false).unwrap();
     let refused = |forged: Descriptor| {
-        let error = prefill.send(&forged.encode(layout), 0).wait().unwrap_err();
+        let error = prefill.send(&forged.encode(), 0).wait().unwrap_err();
         assert!(matches!(error, TransferError::Refused { .. }), "{error}");
         error.to_string()
     };
@@ -238,14 +238,14 @@ fn auto_takes_shared_memory_here_and_tcp_elsewhere() {
     // Another host by its identity; and a host without the unix socket.
     let layout = &prefill.geometry.layout;
     let far_away = |target: &[u8]| {
-        let mut descriptor = Descriptor::parse(target, layout).unwrap();
+        let mut descriptor = Descriptor::parse(target, layout, false).unwrap();
         descriptor.host.boot[0] ^= 1;
-        descriptor.encode(layout)
+        descriptor.encode()
     };
     let no_socket = |target: &[u8]| {
-        let mut descriptor = Descriptor::parse(target, layout).unwrap();
+        let mut descriptor = Descriptor::parse(target, layout, false).unwrap();
         descriptor.unix = b"baton-nobody-listens-here".to_vec();
-        descriptor.encode(layout)
+        descriptor.encode()
     };
     for (epoch, alter) in [(2, &far_away as &dyn Fn(&[u8]) -> Vec<u8>), (3, &no_socket)] {
         let prefill = Prefill::new(small(), 2 + epoch, TransportChoice::Auto);
@@ -271,6 +271,7 @@ fn options_that_cannot_work_are_named() {
             geometry: small(),
             segment: pool(&small(), 1),
             limits: Limits::default(),
+            verify: true,
         };
         alter(&mut options);
         Receiver::bind(options, Box::new(|_| {})).err().unwrap().to_string()

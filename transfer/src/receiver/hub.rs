@@ -13,6 +13,7 @@ use super::ledger::Ledger;
 use super::table::SessionId;
 use super::{OnEvent, ReceiverStats};
 use crate::error::TransferError;
+use crate::heads::HeadSlice;
 use crate::options::ReceiverOptions;
 use crate::threads::lock;
 use crate::wake::Wake;
@@ -115,10 +116,11 @@ impl Hub {
         epoch: Epoch,
         key: u64,
         blocks: &[Vec<BlockId>],
+        heads: &[HeadSlice],
         expires: Instant,
     ) -> Result<(), TransferError> {
         let first = self.with(|ledger| {
-            ledger.reserve(epoch, key, blocks, expires).map(|()| ledger.next_expiry() == Some(expires))
+            ledger.reserve(epoch, key, blocks, heads, expires).map(|()| ledger.next_expiry() == Some(expires))
         })?;
         if first {
             self.wake.ring();

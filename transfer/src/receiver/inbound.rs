@@ -34,6 +34,8 @@ pub struct Inbound {
     peer: WorkerId,
     kind: TransportKind,
     geometry: PoolGeometry,
+    /// See [`crate::ReceiverOptions::verify`].
+    verify: bool,
     /// Handoffs this session was let in for and that it has not ended.
     incoming: BTreeMap<Epoch, Incoming>,
     landing: Option<Landing>,
@@ -45,7 +47,17 @@ impl Inbound {
     /// peer itself (shm).
     pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry) -> Inbound {
         let (incoming, answers) = (BTreeMap::new(), VecDeque::new());
-        Inbound { id, peer, kind, geometry, incoming, landing: None, answers }
+        Inbound { id, peer, kind, geometry, verify: true, incoming, landing: None, answers }
+    }
+
+    /// The same with nothing compared, for a benchmark.
+    pub(crate) fn unverified(self) -> Inbound {
+        Inbound { verify: false, ..self }
+    }
+
+    /// Whether handoffs are under way, so that more is to come.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.incoming.is_empty()
     }
 
     /// Whom it serves.
@@ -148,9 +160,9 @@ impl Inbound {
 
     fn begin(&mut self, epoch: Epoch, key: u64, now: Instant, ledger: &mut Ledger) {
         match ledger.grant(epoch, key, self.id) {
-            Ok(blocks) => {
-                self.answers.push_back(Frame::Granted { epoch, blocks: blocks.to_vec() });
-                self.incoming.insert(epoch, Incoming::new(&self.geometry, blocks, now));
+            Ok(lent) => {
+                self.answers.push_back(Frame::Granted { epoch, blocks: lent.blocks.to_vec() });
+                self.incoming.insert(epoch, Incoming::new(&self.geometry, lent, self.verify, now));
             }
             Err(reason) => self.refuse(epoch, Refusal::NoReservation(reason)),
         }

@@ -5,28 +5,33 @@ use std::time::Instant;
 
 use baton_types::{PoolGeometry, digest_block};
 
-use super::table::Blocks;
+use super::table::Lent;
 use crate::link::Range;
+use crate::runs::{Runs, lane, target_runs};
 use crate::segment::Segment;
 use crate::wire::{Refusal, WriteHead};
 
 /// Coverage and digests of one handoff.
 pub(crate) struct Incoming {
-    blocks: Blocks,
+    lent: Lent,
+    /// Per group: what of each block's layer is written.
+    runs: Vec<Runs>,
     /// One bit per group, layer and index.
     covered: Vec<Vec<bool>>,
     /// Per group and index: sum of the digests of the layers that arrived.
     sums: Vec<Vec<u64>>,
     written: u64,
+    digest: bool,
     pub began: Instant,
 }
 
 impl Incoming {
-    pub(crate) fn new(geometry: &PoolGeometry, blocks: Blocks, began: Instant) -> Incoming {
+    pub(crate) fn new(geometry: &PoolGeometry, lent: Lent, digest: bool, began: Instant) -> Incoming {
         let layers = |group: usize| geometry.layout.groups[group].layers.len();
-        let covered = blocks.iter().enumerate().map(|(g, list)| vec![false; list.len() * layers(g)]).collect();
-        let sums = blocks.iter().map(|list| vec![0; list.len()]).collect();
-        Incoming { blocks, covered, sums, written: 0, began }
+        let covered = lent.blocks.iter().enumerate().map(|(g, list)| vec![false; list.len() * layers(g)]).collect();
+        let sums = lent.blocks.iter().map(|list| vec![0; list.len()]).collect();
+        let runs = lent.heads.iter().enumerate().map(|(g, slice)| target_runs(&geometry.layout, g, *slice)).collect();
+        Incoming { lent, runs, covered, sums, written: 0, digest, began }
     }
 
     /// Layers of blocks the reservation holds.
@@ -36,19 +41,21 @@ impl Incoming {
 
     /// KV bytes of the whole reservation.
     pub(crate) fn bytes(&self, geometry: &PoolGeometry) -> u64 {
-        let bytes = |(g, list): (usize, &Vec<_>)| (geometry.layout.block_bytes_all_layers(g) * list.len()) as u64;
-        self.blocks.iter().enumerate().map(bytes).sum()
+        let layers = geometry.layout.groups.iter().map(|group| group.layers.len());
+        let each = self.runs.iter().zip(layers).map(|(runs, layers)| runs.bytes() * layers);
+        self.lent.blocks.iter().zip(each).map(|(list, bytes)| (list.len() * bytes) as u64).sum()
     }
 
     /// Where a write goes, or went. Checks every field but the payload's length before any memory is touched.
     pub(crate) fn accept(&mut self, geometry: &PoolGeometry, head: &WriteHead) -> Result<VecDeque<Range>, String> {
         let (group, layer) = (head.group as usize, head.layer as usize);
-        let list = self.blocks.get(group).ok_or_else(|| format!("group {group} of {}", self.blocks.len()))?;
+        let groups = self.lent.blocks.len();
+        let list = self.lent.blocks.get(group).ok_or_else(|| format!("group {group} of {groups}"))?;
         let layers = geometry.layout.groups[group].layers.len();
         if layer >= layers {
             return Err(format!("layer {layer} of {layers} in group {group}"));
         }
-        let block_bytes = geometry.layout.block_bytes(group);
+        let runs = self.runs[group];
         let mut ranges: VecDeque<Range> = VecDeque::with_capacity(head.indexes.len());
         for &index in &head.indexes {
             let Some(block) = list.get(index as usize) else {
@@ -58,10 +65,12 @@ impl Incoming {
             if std::mem::replace(bit, true) {
                 return Err(format!("index {index} of group {group} is written twice in layer {layer}"));
             }
-            let start = geometry.block_range(group, layer, *block).start;
-            match ranges.back_mut() {
-                Some((from, len)) if *from + *len == start => *len += block_bytes,
-                _ => ranges.push_back((start, block_bytes)),
+            let block = geometry.block_range(group, layer, *block).start;
+            for start in runs.starts().map(|start| block + start) {
+                match ranges.back_mut() {
+                    Some((from, len)) if *from + *len == start => *len += runs.len,
+                    _ => ranges.push_back((start, runs.len)),
+                }
             }
         }
         Ok(ranges)
@@ -73,6 +82,9 @@ impl Incoming {
     /// The write was accepted, and nobody writes to its blocks' layer any more.
     pub(crate) unsafe fn landed(&mut self, geometry: &PoolGeometry, pool: &Segment, head: &WriteHead) {
         self.written += head.indexes.len() as u64;
+        if !self.digest {
+            return;
+        }
         for &index in &head.indexes {
             // SAFETY: passed on to the caller.
             unsafe { self.add_digest(geometry, pool, head.group as usize, head.layer as usize, index as usize) }
@@ -80,13 +92,14 @@ impl Incoming {
     }
 
     unsafe fn add_digest(&mut self, geometry: &PoolGeometry, pool: &Segment, group: usize, layer: usize, index: usize) {
-        let range = geometry.block_range(group, layer, self.blocks[group][index]);
-        let Some(start) = pool.at(range.start, range.len()) else { return };
-        // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
-        let bytes = unsafe { std::slice::from_raw_parts(start, range.len()) };
-        let digest = digest_block(bytes, geometry.layout.first_lane(group, layer));
-        let sum = &mut self.sums[group][index];
-        *sum = sum.wrapping_add(digest);
+        let block = geometry.block_range(group, layer, self.lent.blocks[group][index]).start;
+        let (runs, sum) = (self.runs[group], &mut self.sums[group][index]);
+        for at in runs.starts() {
+            let Some(start) = pool.at(block + at, runs.len) else { return };
+            // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
+            let bytes = unsafe { std::slice::from_raw_parts(start, runs.len) };
+            *sum = sum.wrapping_add(digest_block(bytes, lane(&geometry.layout, group, layer, at)));
+        }
     }
 
     /// Compares what arrived with what the sender says it sent.
@@ -95,13 +108,16 @@ impl Incoming {
         if self.written != expected || writes != expected {
             return Err(Refusal::Incomplete { written: self.written.min(writes), expected });
         }
+        if !self.digest {
+            return Ok(());
+        }
         let shape = |lists: &[Vec<u64>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
         if shape(digests) != shape(&self.sums) {
             return Err(Refusal::BadWrite(format!("{:?} digests for {:?} blocks", shape(digests), shape(&self.sums))));
         }
         for (group, (want, got)) in digests.iter().zip(&self.sums).enumerate() {
             if let Some(index) = (0..want.len()).find(|i| want[*i] != got[*i]) {
-                let block = self.blocks[group][index];
+                let block = self.lent.blocks[group][index];
                 let (group, want, got) = (group as u32, want[index], got[index]);
                 return Err(Refusal::Verify { group, index: index as u32, block, want, got });
             }
@@ -117,6 +133,7 @@ mod tests {
     use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout};
 
     use super::*;
+    use crate::heads::HeadSlice;
 
     fn geometry() -> PoolGeometry {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None };
@@ -130,7 +147,8 @@ mod tests {
 
     fn incoming() -> Incoming {
         let blocks = Arc::new(vec![vec![BlockId(5), BlockId(6), BlockId(2)]]);
-        Incoming::new(&geometry(), blocks, Instant::now())
+        let lent = Lent { blocks, heads: [HeadSlice::all(1)].into() };
+        Incoming::new(&geometry(), lent, true, Instant::now())
     }
 
     #[test]

@@ -8,9 +8,10 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
-use super::table::{Blocks, SessionId, Stepped, Table};
+use super::table::{Lent, SessionId, Stepped, Table};
 use super::{FenceState, ReceiverEvent, ReceiverStats};
 use crate::error::TransferError;
+use crate::heads::HeadSlice;
 use crate::options::{Limits, TransportKind};
 use crate::state::{Action, Input, State};
 
@@ -34,15 +35,16 @@ impl Ledger {
         }
     }
 
-    /// Lends blocks to whoever knows `key`, until `expires`. Blocks of an epoch that is not over are refused (I3).
+    /// Lends blocks, and of each group these heads of them, to whoever knows `key`, until `expires`. Blocks of an epoch that is not over are refused (I3).
     pub fn reserve(
         &mut self,
         epoch: Epoch,
         key: u64,
         blocks: &[Vec<BlockId>],
+        heads: &[HeadSlice],
         expires: Instant,
     ) -> Result<(), TransferError> {
-        self.table.reserve(epoch, key, blocks, expires)
+        self.table.reserve(epoch, key, blocks, heads, expires)
     }
 
     /// Takes a reservation back for its owner.
@@ -75,7 +77,7 @@ impl Ledger {
     }
 
     /// Lets a session write, or says why not.
-    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Blocks, String> {
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Lent, String> {
         self.table.grant(epoch, key, session)
     }
 

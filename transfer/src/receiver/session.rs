@@ -17,7 +17,7 @@ use crate::error::TransferError;
 use crate::handshake::{self, Patience};
 use crate::link::{Got, Link, Socket};
 use crate::options::TransportKind;
-use crate::wake::{Interest, wait};
+use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::{Frame, FrameLimits};
 
 /// Answers queued for a peer that does not read them; beyond it nothing more is read from it.
@@ -30,6 +30,7 @@ pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket)
     match welcome(&hub, id, &mail, &mut link) {
         Ok((peer, process)) => {
             let inbound = Inbound::new(id, peer, link.kind(), hub.options.geometry.clone());
+            let inbound = if hub.options.verify { inbound } else { inbound.unverified() };
             let mut session = Session { hub: hub.clone(), mail, link, inbound, pool_given: false };
             let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
                 .unwrap_or_else(|_| TransferError::os("serve a prefill worker", "the session's thread panicked"));
@@ -91,6 +92,7 @@ impl Session {
             (false, true) => Interest::ReadWrite,
             (false, false) => Interest::Read,
         };
+        let wait = if self.inbound.is_busy() { wait_awake } else { wait };
         wait(&self.mail.wake, &[(self.link.as_fd(), interest)], None)?;
         Ok(())
     }

@@ -1,12 +1,14 @@
 //! The decode end's reservations: which epoch holds which blocks, in which state, until when. Pure: no clock, no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
 use crate::error::TransferError;
+use crate::heads::HeadSlice;
 use crate::options::Limits;
 use crate::state::{self, Action, Input, State};
 
@@ -15,10 +17,21 @@ pub type SessionId = u64;
 /// Reserved blocks per group, in token order.
 pub(crate) type Blocks = Arc<Vec<Vec<BlockId>>>;
 
+/// What a peer that is let in may write to.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Lent {
+    pub blocks: Blocks,
+    /// Per group: which heads of them.
+    pub heads: Arc<[HeadSlice]>,
+}
+
+/// Heads of a block and the epoch they are lent under.
+type Loan = (Range<u32>, Epoch);
+
 struct Reservation {
     state: State,
     key: u64,
-    blocks: Blocks,
+    lent: Lent,
     expires: Instant,
     /// Who was let in.
     session: Option<SessionId>,
@@ -37,38 +50,39 @@ pub(crate) struct Stepped {
 pub(crate) struct Table {
     limits: Limits,
     entries: BTreeMap<Epoch, Reservation>,
-    /// Per group and block: the epoch it is lent under.
-    lent: Vec<Vec<Option<Epoch>>>,
+    /// Per group and block: the epochs it is lent under. Several have disjoint heads of it.
+    loans: Vec<Vec<Vec<Loan>>>,
     /// Leases that still run.
     leases: BTreeSet<(Instant, Epoch)>,
 }
 
 impl Table {
     pub(crate) fn new(geometry: &PoolGeometry, limits: Limits) -> Table {
-        let lent = geometry.blocks.iter().map(|blocks| vec![None; *blocks as usize]).collect();
-        Table { limits, entries: BTreeMap::new(), lent, leases: BTreeSet::new() }
+        let loans = geometry.blocks.iter().map(|blocks| vec![Vec::new(); *blocks as usize]).collect();
+        Table { limits, entries: BTreeMap::new(), loans, leases: BTreeSet::new() }
     }
 
-    /// Sets blocks aside.
+    /// Sets blocks aside, per group the heads of a slice of them.
     pub(crate) fn reserve(
         &mut self,
         epoch: Epoch,
         key: u64,
         blocks: &[Vec<BlockId>],
+        heads: &[HeadSlice],
         expires: Instant,
     ) -> Result<(), TransferError> {
         self.check(epoch, blocks)?;
-        for (group, list) in blocks.iter().enumerate() {
+        for (group, (list, slice)) in blocks.iter().zip(heads).enumerate() {
             for block in list {
-                if let Err(error) = self.lend(group, *block, epoch) {
+                if let Err(error) = self.lend(group, *block, slice.target_heads(), epoch) {
                     self.take_back(blocks, epoch);
                     return Err(error);
                 }
             }
         }
         let (state, _) = state::step(State::Offered, Input::Reserve);
-        let blocks = Arc::new(blocks.to_vec());
-        self.entries.insert(epoch, Reservation { state, key, blocks, expires, session: None });
+        let lent = Lent { blocks: Arc::new(blocks.to_vec()), heads: heads.into() };
+        self.entries.insert(epoch, Reservation { state, key, lent, expires, session: None });
         self.leases.insert((expires, epoch));
         Ok(())
     }
@@ -79,8 +93,8 @@ impl Table {
             true => Ok(()),
             false => Err(TransferError::Limit { what, limit: limit as u64, asked: asked as u64 }),
         };
-        if blocks.len() != self.lent.len() {
-            let problem = format!("lists for {} groups, the layout has {}", blocks.len(), self.lent.len());
+        if blocks.len() != self.loans.len() {
+            let problem = format!("lists for {} groups, the layout has {}", blocks.len(), self.loans.len());
             return Err(TransferError::argument("blocks", problem));
         }
         if total == 0 {
@@ -93,34 +107,35 @@ impl Table {
         bound("blocks of a reservation", self.limits.blocks_per_handoff, total)
     }
 
-    fn lend(&mut self, group: usize, block: BlockId, epoch: Epoch) -> Result<(), TransferError> {
-        let pool = self.lent[group].len();
-        let Some(slot) = self.lent[group].get_mut(block.0 as usize) else {
+    fn lend(&mut self, group: usize, block: BlockId, heads: Range<u32>, epoch: Epoch) -> Result<(), TransferError> {
+        let pool = self.loans[group].len();
+        let Some(loans) = self.loans[group].get_mut(block.0 as usize) else {
             let problem = format!("{block} of group {group}, its pool has {pool} blocks");
             return Err(TransferError::argument("blocks", problem));
         };
-        match *slot {
-            // I3: a block some peer may still write to is never lent again.
-            Some(holder) => Err(TransferError::Lent { group: group as u32, block, epoch: holder }),
+        let overlaps = |(lent, _): &&Loan| lent.start < heads.end && heads.start < lent.end;
+        match loans.iter().find(overlaps) {
+            // I3: what some peer may still write to is never lent again.
+            Some((_, holder)) => Err(TransferError::Lent { group: group as u32, block, epoch: *holder }),
             None => {
-                *slot = Some(epoch);
+                loans.push((heads, epoch));
                 Ok(())
             }
         }
     }
 
     fn take_back(&mut self, blocks: &[Vec<BlockId>], epoch: Epoch) {
-        for (slots, list) in self.lent.iter_mut().zip(blocks) {
+        for (loans, list) in self.loans.iter_mut().zip(blocks) {
             for block in list {
-                if let Some(slot) = slots.get_mut(block.0 as usize).filter(|slot| **slot == Some(epoch)) {
-                    *slot = None;
+                if let Some(loans) = loans.get_mut(block.0 as usize) {
+                    loans.retain(|(_, holder)| *holder != epoch);
                 }
             }
         }
     }
 
     /// Lets a session write to a reservation whose key it knows, or says why not.
-    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Blocks, String> {
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Lent, String> {
         let entry = self.entries.get_mut(&epoch).ok_or("it ended or never was")?;
         if entry.key != key {
             return Err("the key is another's".into());
@@ -131,7 +146,7 @@ impl Table {
         }
         entry.state = state;
         entry.session = Some(session);
-        Ok(entry.blocks.clone())
+        Ok(entry.lent.clone())
     }
 
     /// Steps a reservation for its owner. None when there is none.
@@ -147,7 +162,7 @@ impl Table {
         if after == State::Released
             && let Some(entry) = self.entries.remove(&epoch)
         {
-            self.take_back(&entry.blocks, epoch);
+            self.take_back(&entry.lent.blocks, epoch);
         }
         Some(stepped)
     }
@@ -187,8 +202,10 @@ mod tests {
 
     use super::*;
 
+    const ALL: [HeadSlice; 1] = [HeadSlice { source: 0, target: 0, count: 4 }];
+
     fn table() -> Table {
-        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None };
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 4, head_dim: 8, window: None };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
         let limits = Limits { handoffs: 2, blocks_per_handoff: 4, ..Limits::default() };
         Table::new(&PoolGeometry::uniform(layout, 8), limits)
@@ -202,19 +219,37 @@ mod tests {
     fn a_lent_block_is_lent_once_until_its_epoch_is_over() {
         let mut table = table();
         let soon = Instant::now();
-        table.reserve(Epoch(1), 0, &ids(0..3), soon).unwrap();
+        table.reserve(Epoch(1), 0, &ids(0..3), &ALL, soon).unwrap();
         // I3
-        let error = table.reserve(Epoch(2), 0, &ids(2..4), soon).unwrap_err();
+        let error = table.reserve(Epoch(2), 0, &ids(2..4), &ALL, soon).unwrap_err();
         assert_eq!(error, TransferError::Lent { group: 0, block: BlockId(2), epoch: Epoch(1) });
         // The refused reservation holds nothing.
-        table.reserve(Epoch(3), 0, &ids(3..5), soon).unwrap();
+        table.reserve(Epoch(3), 0, &ids(3..5), &ALL, soon).unwrap();
         table.grant(Epoch(1), 0, 9).unwrap();
         table.step(Epoch(1), Input::Abort).unwrap();
         table.step(Epoch(3), Input::Abort).unwrap();
-        assert!(table.reserve(Epoch(4), 0, &ids(0..1), soon).is_err(), "the peer has not stopped yet");
+        assert!(table.reserve(Epoch(4), 0, &ids(0..1), &ALL, soon).is_err(), "the peer has not stopped yet");
         assert_eq!(table.step_as(8, Epoch(1), Input::Fenced), None, "another session's word is worth nothing");
         assert_eq!(table.step_as(9, Epoch(1), Input::Fenced).map(|s| s.action), Some(Action::Free));
-        table.reserve(Epoch(4), 0, &ids(0..1), soon).unwrap();
+        table.reserve(Epoch(4), 0, &ids(0..1), &ALL, soon).unwrap();
+    }
+
+    #[test]
+    fn a_block_is_lent_to_several_by_heads() {
+        let mut table = table();
+        let soon = Instant::now();
+        let slice = |target, count| [HeadSlice { source: 0, target, count }];
+        table.reserve(Epoch(1), 0, &ids(0..2), &slice(0, 2), soon).unwrap();
+        for (target, count) in [(0, 4), (1, 1), (1, 3)] {
+            let error = table.reserve(Epoch(2), 0, &ids(1..2), &slice(target, count), soon).unwrap_err();
+            assert_eq!(error, TransferError::Lent { group: 0, block: BlockId(1), epoch: Epoch(1) });
+        }
+        table.reserve(Epoch(2), 0, &ids(1..2), &slice(2, 2), soon).unwrap();
+        // I3: one end gives back its own heads only.
+        table.step(Epoch(1), Input::Abort).unwrap();
+        assert!(table.reserve(Epoch(3), 0, &ids(1..2), &ALL, soon).is_err());
+        table.step(Epoch(2), Input::Abort).unwrap();
+        table.reserve(Epoch(3), 0, &ids(1..2), &ALL, soon).unwrap();
     }
 
     #[test]
@@ -222,7 +257,7 @@ mod tests {
         let mut table = table();
         let now = Instant::now();
         let mut message = |epoch, blocks: &[Vec<BlockId>]| {
-            table.reserve(Epoch(epoch), 0, blocks, now).map_err(|e| e.to_string()).err().unwrap_or_default()
+            table.reserve(Epoch(epoch), 0, blocks, &ALL, now).map_err(|e| e.to_string()).err().unwrap_or_default()
         };
         assert!(message(1, &[]).contains("lists for 0 groups"));
         assert!(message(1, &[vec![]]).contains("none"));
@@ -240,8 +275,8 @@ mod tests {
         let mut table = table();
         let start = Instant::now();
         let at = |s| start + Duration::from_secs(s);
-        table.reserve(Epoch(1), 5, &ids(0..1), at(2)).unwrap();
-        table.reserve(Epoch(2), 6, &ids(1..2), at(1)).unwrap();
+        table.reserve(Epoch(1), 5, &ids(0..1), &ALL, at(2)).unwrap();
+        table.reserve(Epoch(2), 6, &ids(1..2), &ALL, at(1)).unwrap();
         assert_eq!(table.next_expiry(), Some(at(1)));
         assert_eq!(table.expired(at(0)), []);
         assert_eq!(table.expired(at(9)), [Epoch(2), Epoch(1)]);

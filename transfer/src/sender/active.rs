@@ -9,6 +9,7 @@ use super::TransferStats;
 use super::line::{Core, Done};
 use crate::error::TransferError;
 use crate::options::TransportKind;
+use crate::runs::Route;
 use crate::state::{self, Action, Input, State};
 use crate::transport::{BATCH_BYTES, Batch, BlockWrite};
 use crate::wire::MAX_WRITE_BLOCKS;
@@ -44,6 +45,13 @@ impl Active {
             self.began = now;
         }
         action
+    }
+
+    /// Counts a part of a block that leaves.
+    pub(crate) fn add_digest(&mut self, group: usize, index: u32, digest: u64) {
+        if let Some(sum) = self.sums.get_mut(group).and_then(|sums| sums.get_mut(index as usize)) {
+            *sum = sum.wrapping_add(digest);
+        }
     }
 
     /// Whether it can still end in more than one way.
@@ -97,24 +105,21 @@ impl Writing {
         self.next == self.pairs.len()
     }
 
-    /// The next blocks, about [`BATCH_BYTES`] of them.
-    pub(crate) fn next_batch(
-        &mut self,
-        geometry: &PoolGeometry,
-        targets: &[Vec<BlockId>],
-    ) -> Result<Batch, TransferError> {
+    /// The next blocks, about [`BATCH_BYTES`] of them, from a pool of one shape to one of another.
+    pub(crate) fn next_batch(&mut self, local: &PoolGeometry, remote: &PoolGeometry, to: &Active) -> Option<Batch> {
         let (group, layer) = (self.group, self.layer);
-        let bytes = geometry.layout.block_bytes(group);
-        let count = (BATCH_BYTES / bytes.max(1)).clamp(1, MAX_WRITE_BLOCKS);
+        let route = Route::new(&local.layout, &remote.layout, group, *to.core.heads.get(group)?);
+        let count = (BATCH_BYTES / route.target.bytes().max(1)).clamp(1, MAX_WRITE_BLOCKS);
         let end = (self.next + count).min(self.pairs.len());
-        let write = |&(local, index): &(BlockId, u32)| {
-            let source = (geometry.block_range(group, layer, local).start, bytes);
-            let target = targets.get(group).and_then(|list| list.get(index as usize)).copied();
-            let target = target.ok_or_else(|| TransferError::argument("index", format!("{index} was not reserved")))?;
-            Ok(BlockWrite { source, index, target })
+        let targets = to.targets.get(group)?;
+        let write = |&(block, index): &(BlockId, u32)| {
+            let target = targets.get(index as usize)?;
+            let source = local.block_range(group, layer, block).start;
+            Some(BlockWrite { index, source, target: remote.block_range(group, layer, *target).start })
         };
-        let writes = self.pairs[self.next..end].iter().map(write).collect::<Result<_, TransferError>>()?;
+        let writes = self.pairs[self.next..end].iter().map(write).collect::<Option<_>>()?;
         self.next = end;
-        Ok(Batch { epoch: self.epoch, group, layer, writes })
+        let lane = remote.layout.first_lane(group, layer);
+        Some(Batch { epoch: self.epoch, group, layer, route, lane, writes, digest: true, staged: None })
     }
 }

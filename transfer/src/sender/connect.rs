@@ -54,10 +54,6 @@ impl Plan {
         self.target.worker
     }
 
-    pub(crate) fn geometry(&self) -> &PoolGeometry {
-        &self.config.options.geometry
-    }
-
     pub(crate) fn segment(&self) -> Arc<Segment> {
         self.config.options.segment.clone()
     }
@@ -127,7 +123,8 @@ impl Plan {
     }
 
     fn caller<'a>(&self, address: &'a str) -> Caller<'a> {
-        let fingerprint = self.geometry().layout.fingerprint();
+        // Whatever this side's own pool looks like: what is written is of the target's layout.
+        let fingerprint = self.target.layout.fingerprint();
         Caller { me: self.me(), you: self.peer(), fingerprint, address }
     }
 
@@ -138,7 +135,7 @@ impl Plan {
         socket: Socket,
         until: Instant,
     ) -> Result<Connected, TransferError> {
-        let layout = &self.geometry().layout;
+        let layout = &self.target.layout;
         let limits = &self.config.options.limits;
         let mut link = Link::new(socket, self.segment(), FrameLimits::new(limits, layout.groups.len()));
         let patience = Patience { wake: &queue.wake, until, stopped: &|| queue.stopped() };
@@ -146,9 +143,20 @@ impl Plan {
         if blocks.len() != layout.groups.len() {
             return Err(caller.cannot(format!("its pool has {} groups of blocks", blocks.len())));
         }
+        let remote = PoolGeometry { layout: layout.clone(), blocks };
+        if !is_addressable(&remote) {
+            return Err(caller.cannot(format!("no pool can have {:?} blocks", remote.blocks)));
+        }
         tracing::debug!(peer = %caller.you, transport = link.kind().as_str(), "transfer session begun");
-        Ok(Connected { link, remote: PoolGeometry { layout: layout.clone(), blocks } })
+        Ok(Connected { link, remote })
     }
+}
+
+/// Whether offsets into a peer's pool can be computed without overflow.
+fn is_addressable(pool: &PoolGeometry) -> bool {
+    let bytes =
+        |(group, blocks): (usize, &u32)| pool.layout.block_bytes_all_layers(group) as u128 * u128::from(*blocks);
+    isize::try_from(pool.blocks.iter().enumerate().map(bytes).sum::<u128>()).is_ok()
 }
 
 /// Layouts differ over every transport, and who stops here does not want another.

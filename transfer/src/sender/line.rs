@@ -11,6 +11,7 @@ use baton_types::{BlockId, Epoch, WorkerId};
 use super::{OnDone, TransferStats};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
+use crate::heads::HeadSlice;
 use crate::options::Limits;
 
 /// What a handoff and its session both know.
@@ -22,6 +23,8 @@ pub struct Core {
     pub(crate) deadline: Instant,
     /// Blocks of the reservation per group.
     pub(crate) counts: Vec<u32>,
+    /// Heads that travel, per group.
+    pub(crate) heads: Vec<HeadSlice>,
     /// Why it failed, once it has.
     pub(crate) failure: OnceLock<TransferError>,
 }
@@ -35,6 +38,7 @@ impl Core {
             peer: target.worker,
             deadline,
             counts: target.counts.clone(),
+            heads: target.slices(),
             failure: OnceLock::new(),
         }
     }

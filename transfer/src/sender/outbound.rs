@@ -7,12 +7,12 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use super::TransferStats;
 use super::active::{Active, Writing};
 use super::line::{Done, Line, Op, Quiet};
-
+use crate::convert::Converter;
 use crate::error::TransferError;
 use crate::options::TransportKind;
 use crate::segment::Segment;
@@ -43,10 +43,30 @@ pub struct Parties {
     pub grant: Duration,
 }
 
+/// Between which pools blocks move.
+#[derive(Clone, Debug)]
+pub struct Pools {
+    /// This worker's.
+    pub local: PoolGeometry,
+    /// The peer's. Its layout differs in heads and type at most.
+    pub remote: PoolGeometry,
+    /// Needed when the types differ.
+    pub convert: Option<Converter>,
+    /// See [`crate::SenderOptions::verify`].
+    pub verify: bool,
+}
+
+impl Pools {
+    /// Two of the same shape.
+    pub fn alike(geometry: PoolGeometry) -> Pools {
+        Pools { local: geometry.clone(), remote: geometry, convert: None, verify: true }
+    }
+}
+
 /// The session's handoffs and the write under way.
 pub struct Outbound {
     parties: Parties,
-    geometry: PoolGeometry,
+    pools: Pools,
     active: BTreeMap<Epoch, Active>,
     /// The write being copied.
     writing: Option<Writing>,
@@ -56,10 +76,10 @@ pub struct Outbound {
 }
 
 impl Outbound {
-    /// A session with nothing under way, out of a pool of this shape.
-    pub fn new(parties: Parties, geometry: PoolGeometry) -> Outbound {
+    /// A session with nothing under way.
+    pub fn new(parties: Parties, pools: Pools) -> Outbound {
         let (active, effects) = (BTreeMap::new(), Vec::new());
-        Outbound { parties, geometry, active, writing: None, copying: false, effects }
+        Outbound { parties, pools, active, writing: None, copying: false, effects }
     }
 
     /// What is to be done since the last call, in order.
@@ -72,9 +92,19 @@ impl Outbound {
         self.copying
     }
 
-    /// The batch is flushed.
-    pub fn flushed(&mut self) {
+    /// The batch is flushed; a transport that digests says what it read, per run the block's position and a digest.
+    pub fn flushed(&mut self, digests: Vec<(u32, u64)>) {
         self.copying = false;
+        if let Some(writing) = &self.writing
+            && let Some(active) = self.active.get_mut(&writing.epoch)
+        {
+            digests.into_iter().for_each(|(index, digest)| active.add_digest(writing.group, index, digest));
+        }
+    }
+
+    /// Whether the peer owes an answer that comes at once when it is well: access, or an outcome.
+    pub(crate) fn awaits_answer(&self) -> bool {
+        self.active.values().any(|active| active.state == State::Reserved || active.done.is_some())
     }
 
     /// What a frame of the peer's asks for. `kind` is what carries blocks. An error ends the session.
@@ -122,8 +152,9 @@ impl Outbound {
     }
 
     /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `pool` is the
-    /// local one; blocks of handoffs whose end is not reported do not change.
-    pub fn next_batch(&mut self, pool: &Segment, now: Instant) -> Result<Option<Batch>, TransferError> {
+    /// local one; blocks of handoffs whose end is not reported do not change. `digests`: the transport digests what it
+    /// reads, and tells in [`Outbound::flushed`].
+    pub fn next_batch(&mut self, pool: &Segment, digests: bool, now: Instant) -> Result<Option<Batch>, TransferError> {
         let Some(mut writing) = self.writing.take_if(|w| !w.is_done()) else {
             self.writing = None;
             return Ok(None);
@@ -132,17 +163,20 @@ impl Outbound {
         if active.step(Input::Write, now) != Action::Apply {
             return Ok(None);
         }
-        let batch = writing.next_batch(&self.geometry, &active.targets)?;
-        let first_lane = self.geometry.layout.first_lane(batch.group, batch.layer);
-        for write in &batch.writes {
-            let (offset, len) = write.source;
-            let Some(start) = pool.at(offset, len) else { continue };
-            // SAFETY: inside the mapping; the block stays unchanged until the handoff's end is reported.
-            let bytes = unsafe { std::slice::from_raw_parts(start, len) };
-            let sum = &mut active.sums[batch.group][write.index as usize];
-            *sum = sum.wrapping_add(digest_block(bytes, first_lane));
-            active.bytes += len as u64;
+        let Pools { local, remote, convert, verify } = &self.pools;
+        let batch = writing.next_batch(local, remote, active);
+        let mut batch = batch.ok_or_else(|| TransferError::argument("index", "it was not reserved"))?;
+        if local.layout.dtype != remote.layout.dtype
+            && let Some(convert) = convert
+        {
+            let staged = convert.stage(batch, pool, &local.layout, &remote.layout);
+            batch = staged.ok_or_else(|| TransferError::argument("block", "it lies outside the pool"))?;
         }
+        batch.digest = *verify && digests;
+        if *verify && !digests {
+            batch.digests(pool).for_each(|(index, digest)| active.add_digest(batch.group, index, digest));
+        }
+        active.bytes += batch.bytes() as u64;
         active.writes += batch.writes.len() as u64;
         self.writing = Some(writing);
         self.copying = true;
@@ -197,6 +231,10 @@ impl Outbound {
         let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
         if !blocks.iter().map(Vec::len).eq(active.core.counts.iter().map(|n| *n as usize)) {
             return Err(self.broken("blocks", "not as many as the target descriptor says".into()));
+        }
+        let inside = |(list, blocks): (&Vec<BlockId>, &u32)| list.iter().all(|block| block.0 < *blocks);
+        if !blocks.iter().zip(&self.pools.remote.blocks).all(inside) {
+            return Err(self.broken("blocks", "some lie outside its own pool".into()));
         }
         if active.step(Input::Grant, now) == Action::Begin {
             active.targets = blocks;

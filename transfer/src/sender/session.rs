@@ -10,7 +10,7 @@ use baton_types::PoolGeometry;
 
 use super::connect::{Connected, Plan};
 use super::line::Line;
-use super::outbound::{Effect, Outbound, Parties};
+use super::outbound::{Effect, Outbound, Parties, Pools};
 use super::queue::Queue;
 use crate::codec::Malformed;
 use crate::error::TransferError;
@@ -19,7 +19,7 @@ use crate::options::TransportKind;
 use crate::shm::Shm;
 use crate::tcp::Tcp;
 use crate::transport::{Progress, Transport};
-use crate::wake::{Interest, wait};
+use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::Frame;
 
 /// How long a session that ends goes on trying to say so.
@@ -90,10 +90,12 @@ impl Session {
     fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, remote }: Connected) -> Session {
         let grant = plan.config.options.limits.handshake;
         let parties = Parties { me: plan.me(), peer: plan.peer(), grant };
-        let outbound = Outbound::new(parties, plan.geometry().clone());
+        let options = &plan.config.options;
+        let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
+        let outbound = Outbound::new(parties, Pools { local, remote: remote.clone(), convert, verify });
         let mut session = Session { plan, queue, link, remote, transport: None, outbound };
         if session.link.kind() == TransportKind::Tcp {
-            session.transport = Some(session.plan.wrap(Box::new(Tcp)));
+            session.transport = Some(session.plan.wrap(Box::new(Tcp::default())));
         }
         session
     }
@@ -126,6 +128,7 @@ impl Session {
             false => next_deadline.map(|at| at.saturating_duration_since(Instant::now())),
         };
         let interest = if self.link.has_output() { Interest::ReadWrite } else { Interest::Read };
+        let wait = if self.outbound.awaits_answer() { wait_awake } else { wait };
         if wait(&self.queue.wake, &[(self.link.as_fd(), interest)], timeout)? != 0 {
             self.read()?;
         }
@@ -157,7 +160,7 @@ impl Session {
     fn map_pool(&mut self) -> Result<(), TransferError> {
         let fd = self.link.take_fd();
         let fd = fd.ok_or_else(|| self.broken(Malformed::new("pool", "its descriptor is missing")))?;
-        let shm = Shm::map(self.plan.peer(), self.plan.segment(), fd, self.remote.clone());
+        let shm = Shm::map(self.plan.peer(), self.plan.segment(), fd, &self.remote);
         let shm = shm.inspect_err(|_| self.plan.avoid_shm())?;
         self.transport = Some(self.plan.wrap(Box::new(shm)));
         Ok(())
@@ -186,11 +189,11 @@ impl Session {
             match transport.poll(&mut self.link)? {
                 Progress::Blocked => return Ok(false),
                 Progress::Runnable => return Ok(true),
-                Progress::Flushed => self.outbound.flushed(),
+                Progress::Flushed => self.outbound.flushed(transport.take_digests()),
             }
         }
         if let Some(transport) = &mut self.transport
-            && let Some(batch) = self.outbound.next_batch(&self.plan.segment(), now)?
+            && let Some(batch) = self.outbound.next_batch(&self.plan.segment(), transport.digests(), now)?
         {
             transport.submit(batch, &mut self.link)?;
             return Ok(true);

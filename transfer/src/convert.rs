@@ -1,0 +1,81 @@
+//! KV that changes its type on the way: the prefill pool may hold f16 and the decode pool q8.
+//!
+//! The prefill side converts a batch into memory of its own, in the decode pool's type, and sends that, digests and all: the
+//! decode side sees nothing but its own type. How types round is the kernels' business, so the node hands in a function.
+
+use std::fmt;
+use std::sync::Arc;
+
+use baton_types::{KvDtype, KvLayout};
+
+use crate::runs::Runs;
+use crate::segment::Segment;
+use crate::transport::Batch;
+
+/// Some heads' slices of one plane of one block, to be written in another type.
+#[derive(Debug)]
+pub struct Conversion<'a> {
+    /// Type of `source`.
+    pub from: KvDtype,
+    /// Type of `target`.
+    pub to: KvDtype,
+    /// Slots of a slice.
+    pub block_size: usize,
+    /// Elements of a row.
+    pub head_dim: usize,
+    /// Slices as they lie in a pool of type `from`, [`KvLayout::head_bytes`] each. Slots without a token hold anything.
+    pub source: &'a [u8],
+    /// As many slices of type `to`; all of it is to be written.
+    pub target: &'a mut [u8],
+}
+
+/// Converts between any two types. What it writes must be what storing the same values, as `source` holds them, would give
+/// in a pool of the target's type (I1).
+#[derive(Clone)]
+pub struct Converter(Arc<dyn Fn(Conversion<'_>) + Send + Sync>);
+
+impl Converter {
+    /// By this function. Called on a session's thread; must not block.
+    pub fn new(convert: impl Fn(Conversion<'_>) + Send + Sync + 'static) -> Converter {
+        Converter(Arc::new(convert))
+    }
+
+    /// Turns a batch of the pool into one that is staged in the type of `target`. None when it lies outside the pool.
+    pub(crate) fn stage(
+        &self,
+        mut batch: Batch,
+        pool: &Segment,
+        source: &KvLayout,
+        target: &KvLayout,
+    ) -> Option<Batch> {
+        // I5: one batch at a time is staged, so this is a batch's bytes, or one block's.
+        let mut staged = vec![0; batch.bytes()];
+        let (from, to) = (batch.route.source, batch.route.target);
+        let starts = batch.writes.iter().flat_map(|write| from.starts().map(move |start| write.source + start));
+        for (start, out) in starts.zip(staged.chunks_exact_mut(to.len.max(1))) {
+            let start = pool.at(start, from.len)?;
+            // SAFETY: inside the mapping; the block stays unchanged until the handoff's end is reported.
+            let bytes = unsafe { std::slice::from_raw_parts(start, from.len) };
+            (self.0)(Conversion {
+                from: source.dtype,
+                to: target.dtype,
+                block_size: target.block_size as usize,
+                head_dim: target.groups[batch.group].head_dim as usize,
+                source: bytes,
+                target: out,
+            });
+        }
+        for (i, write) in batch.writes.iter_mut().enumerate() {
+            write.source = i * to.bytes();
+        }
+        batch.route.source = Runs { first: 0, step: to.len, ..to };
+        batch.staged = Some(staged);
+        Some(batch)
+    }
+}
+
+impl fmt::Debug for Converter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Converter")
+    }
+}
