@@ -37,6 +37,8 @@ baton_runtime::config! {
         transport: TransportKind = TransportKind::Auto,
         /// Element type of the KV pools: f32, f16, bf16, q8, fp8 or int4.
         kv_type: KvType = KvType::F16,
+        /// Element type of the prefill workers' pools, if another; they convert on the way (docs/kv-types.md).
+        prefill_kv_type: Option<KvType> = None,
         /// Memory of each worker's KV pool.
         kv_memory: Bytes = Bytes::mib(512),
         /// Longest sequence; default: what the model was made for, as far as the pool can hold it.
@@ -73,8 +75,9 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     };
     let mut supervisor = Supervisor::new(std::env::current_exe().context("finding this program's file")?);
     supervisor.define(Kind::Router, router_args(&config));
-    supervisor.define(Kind::Prefill, worker_args(&config, &registry));
-    supervisor.define(Kind::Decode, worker_args(&config, &registry));
+    let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
+    supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type));
+    supervisor.define(Kind::Decode, worker_args(&config, &registry, config.kv_type));
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);
@@ -136,12 +139,12 @@ fn router_args(config: &UpConfig) -> Vec<String> {
     args
 }
 
-fn worker_args(config: &UpConfig, registry: &str) -> Vec<String> {
+fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType) -> Vec<String> {
     let mut args = common_args(config);
     args.extend(flag("grpc", "127.0.0.1:0"));
     args.extend(flag("registry", registry));
     args.extend(flag("transport", config.transport));
-    args.extend(flag("kv-type", config.kv_type));
+    args.extend(flag("kv-type", kv_type));
     args.extend(flag("kv-memory", config.kv_memory));
     args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));

@@ -7,7 +7,9 @@ use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_transfer::{Limits, Sender, SenderOptions};
-use baton_worker::{Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, stream_status};
+use baton_worker::{
+    Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, kv_converter, stream_status,
+};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -40,7 +42,7 @@ impl NodeRole for PrefillNode {
             segment: node.segment.clone(),
             transport: node.config.transport.choice(),
             limits: Limits::default(),
-            convert: None,
+            convert: Some(kv_converter()),
             verify: true,
         })?);
         routes.add_service(prefill_server::PrefillServer::new(PrefillNode { node, engine, worker, sender }));

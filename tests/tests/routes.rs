@@ -194,3 +194,39 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// The prefill worker keeps f16 and the decode worker q8: the first token is computed over f16, the others over what the
+/// prefill worker rounded on the way, which is the same over every transport.
+#[test]
+fn kv_changes_its_type_between_workers_alike_over_every_transport() -> anyhow::Result<()> {
+    let directory = tempfile::tempdir()?;
+    let config = tiny::configs()?.into_iter().find(|c| c.name.starts_with("qwen3")).context("a tiny model")?;
+    config.write(directory.path())?;
+    let model = Model::open(directory.path())?;
+    let requests = requests(20, 90, &model, 4);
+    let mut over_f16 = Local::new(&model, Options::default())?;
+    let mut answers = Vec::new();
+    for transport in ["shm", "tcp"] {
+        let args = ["--kv-type", "q8", "--prefill-kv-type", "f16"].map(str::to_owned).to_vec();
+        let cluster = Cluster::start(ClusterOptions { transport, args, ..ClusterOptions::new(directory.path()) })?;
+        let got = through(&cluster, &requests, true, transport)?;
+        for (request, got) in requests.iter().zip(&got) {
+            let local = over_f16.one(&request.prompt, &request.params)?;
+            let wanted = local.into_iter().map(exact).collect::<anyhow::Result<Vec<_>>>()?;
+            ensure!(got[0] == wanted[0], "the first token is computed over f16:\n{:?}\n{:?}", got[0], wanted[0]);
+            if let (Some(got), Some(wanted)) = (got.get(1), wanted.get(1)) {
+                ensure!(got.2 != wanted.2, "the second token is computed over q8, whose logits are others");
+            }
+        }
+        let prefill = cluster.workers_of(Role::Prefill).pop().context("a prefill worker")?;
+        let admin = prefill.member.admin.trim_start_matches("http://").parse()?;
+        let label = format!("transport=\"{transport}\"");
+        let handoffs = Metrics::of(admin)?.sum("baton_transfer_seconds_count", &label);
+        ensure!(handoffs == requests.len() as f64, "{handoffs} handoffs over {transport}");
+        cluster.wait_idle()?;
+        cluster.stop()?;
+        answers.push(got);
+    }
+    ensure!(answers[0] == answers[1], "shm and tcp differ");
+    Ok(())
+}

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use baton_types::{PoolGeometry, WorkerId, digest_copy, stream_copy};
+use baton_types::{PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::TransferError;
@@ -75,7 +75,7 @@ impl Transport for Shm {
                 self.digests.push((run.index, digest));
             }
         }
-        // The system calls that carry it order the copies before it.
+        order_copies();
         link.push(&Frame::Write(batch.head(0)));
         Ok(Progress::Flushed)
     }

@@ -50,7 +50,7 @@ pub struct Member {
     pub admin: String,
     /// Name of the model it serves; empty for a supervisor.
     pub model: String,
-    /// KV layout fingerprint; only equal ones may hand over.
+    /// Fingerprint of the KV layout but its type; only equal ones may hand over.
     pub layout: u64,
     /// Blocks of its KV pool.
     pub blocks: u32,

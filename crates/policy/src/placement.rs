@@ -23,7 +23,7 @@ pub struct Candidate {
     pub role: Role,
     /// The model it serves.
     pub model: String,
-    /// Its KV layout fingerprint; only workers with equal ones hand over to each other.
+    /// Fingerprint of its KV layout but the type; only workers with equal ones hand over to each other.
     pub layout: u64,
     /// It takes no new requests.
     pub draining: bool,

@@ -37,7 +37,7 @@ pub fn digest_block(bytes: &[u8], first_lane: u64) -> u64 {
 }
 
 /// [`digest_block`] of `bytes`, which are copied to `target` on the way: memory is read once. The stores may go around the
-/// cache; when this returns they are ordered before any that the caller makes next.
+/// cache; before others are told of them, [`order_copies`].
 ///
 /// # Safety
 /// `target` is valid for writes of as many bytes, which nobody else accesses and which do not overlap `bytes`.
@@ -45,9 +45,7 @@ pub unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64) -> u64
     #[cfg(target_arch = "x86_64")]
     if wide::available() {
         // SAFETY: the CPU has what it needs; the rest is the caller's promise.
-        let digest = unsafe { wide::digest_copy(bytes, target, first_lane) };
-        wide::fence();
-        return digest;
+        return unsafe { wide::digest_copy(bytes, target, first_lane) };
     }
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
@@ -62,11 +60,16 @@ pub unsafe fn stream_copy(bytes: &[u8], target: *mut u8) {
     #[cfg(target_arch = "x86_64")]
     if wide::available() {
         // SAFETY: the CPU has what it needs; the rest is the caller's promise.
-        unsafe { wide::copy(bytes, target) };
-        return wide::fence();
+        return unsafe { wide::stream_copy(bytes, target) };
     }
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
+}
+
+/// Orders the stores of [`digest_copy`] and [`stream_copy`] before any store of this thread that follows.
+pub fn order_copies() {
+    #[cfg(target_arch = "x86_64")]
+    wide::fence();
 }
 
 #[inline(always)]

@@ -161,6 +161,11 @@ impl KvLayout {
         (self.block_bytes(group).div_ceil(8) * layer_in_group) as u64
     }
 
+    /// 64 bits that differ when any field but the type differs. Where they agree KV can move, if need be converted.
+    pub fn family(&self) -> u64 {
+        KvLayout { dtype: KvDtype::F32, ..self.clone() }.fingerprint()
+    }
+
     /// 64 bits that differ when any field differs.
     pub fn fingerprint(&self) -> u64 {
         let mut text = format!("{}/{:x}/{:?}/{}", self.version, self.model, self.dtype, self.block_size);
@@ -297,6 +302,7 @@ mod tests {
         let fields = ["protocol version", "model fingerprint", "KV dtype", "block size", "layer groups"];
         for (other, field) in others.iter().zip(fields) {
             assert_ne!(other.fingerprint(), base.fingerprint());
+            assert_eq!(other.family() == base.family(), field == "KV dtype");
             assert_eq!(base.compatible(other).map_err(|e| e.field), Err(field));
         }
         assert_eq!(base.compatible(&layout()), Ok(()));

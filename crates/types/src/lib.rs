@@ -11,7 +11,7 @@ mod sampling;
 mod weight;
 
 pub use constraint::Constraint;
-pub use digest::{digest_block, digest_copy, digest_f32, hash_bytes, stream_copy};
+pub use digest::{digest_block, digest_copy, digest_f32, hash_bytes, order_copies, stream_copy};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, MAX_CACHE_SALT, RequestId, SeqId, WorkerId};
 pub use layout::{KvDtype, KvGroup, KvLayout, LayoutMismatch, PROTOCOL_VERSION, PoolGeometry};

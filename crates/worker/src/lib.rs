@@ -5,6 +5,7 @@
 //! Knows nothing of placement, HTTP or text.
 
 mod config;
+mod convert;
 mod engine_thread;
 mod error;
 mod load;
@@ -14,6 +15,7 @@ mod stream;
 mod wire;
 
 pub use config::{EvictionKind, KvType, OrderKind, TransportKind, WorkerConfig};
+pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
 pub use load::{Loaded, check_settings, load, load_on, resolve_model};

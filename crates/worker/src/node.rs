@@ -139,7 +139,7 @@ impl Node {
             grpc: reach(grpc),
             admin: reach(admin),
             model: model.to_owned(),
-            layout: self.geometry.layout.fingerprint(),
+            layout: self.geometry.layout.family(),
             block_size: self.geometry.layout.block_size,
             blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
             context_tokens,

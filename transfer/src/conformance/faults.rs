@@ -126,6 +126,56 @@ fn a_copy_to_the_wrong_block_is_caught() {
     decode.expect_fenced(1);
 }
 
+/// Flips a bit of what the third batch has written, before the peer is told of it. Digests stay the transport's own.
+struct Flipping {
+    inner: Box<dyn Transport>,
+    target: Arc<Segment>,
+    batches: usize,
+    at: usize,
+}
+
+impl Transport for Flipping {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.batches += 1;
+        self.at = batch.runs().last().map_or(0, |run| run.target + run.len - 1);
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        let progress = self.inner.poll(link)?;
+        if self.batches == 3 && progress == Progress::Flushed {
+            // SAFETY: the block is lent to this session, whose thread this is.
+            unsafe { *self.target.at(self.at, 1).unwrap() ^= 0x10 };
+            self.batches += 1;
+        }
+        Ok(progress)
+    }
+    fn digests(&self) -> bool {
+        self.inner.digests()
+    }
+    fn take_digests(&mut self) -> Vec<(u32, u64)> {
+        self.inner.take_digests()
+    }
+    fn cancel(&mut self, link: &mut Link) {
+        self.inner.cancel(link)
+    }
+}
+
+/// What the copy digests is what it read, not what lies in the target.
+#[test]
+fn a_bit_flipped_in_the_target_is_caught() {
+    let decode = Decode::new(large(), 1);
+    let target = decode.pool.clone();
+    let flip = wrapped(move |inner| Flipping { inner, target: target.clone(), batches: 0, at: 0 });
+    let prefill = Prefill::faulty(large(), 2, TransportChoice::Shm, flip);
+    prefill.send(&decode.reserve(1, &first(4)), 8).wait().unwrap_err();
+    let error = decode.expect_failed(1);
+    assert!(matches!(error, TransferError::Verify { index: 3, block: BlockId(3), .. }), "{error}");
+    decode.expect_fenced(1);
+}
+
 fn write_all(prefill: &Prefill, target: &[u8]) -> crate::Handoff {
     let mut handoff = prefill.sender.open(target, far()).unwrap();
     let pairs: Vec<_> = (0..handoff.block_counts()[0]).map(|i| (BlockId(i), i)).collect();

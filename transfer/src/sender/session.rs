@@ -22,6 +22,9 @@ use crate::transport::{Progress, Transport};
 use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::Frame;
 
+/// Batches between two looks at the socket: a look takes about a tenth of a batch's time.
+const BATCHES: usize = 4;
+
 /// How long a session that ends goes on trying to say so.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -119,7 +122,14 @@ impl Session {
             line.take_aborts().into_iter().for_each(|(epoch, quiet)| outbound.abort(epoch, quiet, now, line));
             outbound.expire(now, line)
         });
-        let busy = self.copy_some(now)?;
+        // Whatever was taken up may have a deadline of its own: only a turn without progress waits.
+        let mut busy = false;
+        for _ in 0..BATCHES {
+            if !self.copy_some(now)? {
+                break;
+            }
+            busy = true;
+        }
         self.link.flush().map_err(|e| self.lost(e))?;
         // What blocked the copying may just have left.
         let busy = busy || self.outbound.copying() && !self.link.has_output();

@@ -21,21 +21,21 @@ pub(super) unsafe fn digest(bytes: &[u8], first_lane: u64) -> u64 {
     digest_bytes(bytes, first_lane)
 }
 
-/// Copies and digests in one pass. Stores go around the cache where `target` is aligned for it; the caller orders them
-/// before anything that tells others of the copy ([`fence`]).
+/// Copies and digests in one pass, around the cache where `target` is aligned for it: blocks that were not in the cache need
+/// not be read before they are overwritten, which costs more than it saves whoever verifies the copy.
 ///
 /// # Safety
 /// The CPU has AVX2; `target` is valid for as many writes as `bytes` has bytes and does not overlap them.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64) -> u64 {
-    let whole = bytes.len() / STEP * STEP;
-    // SAFETY: the caller's promise, and streamed only to aligned addresses.
+    let (steps, rest) = bytes.as_chunks::<STEP>();
+    let whole = bytes.len() - rest.len();
+    // SAFETY: the caller's promise; streamed to aligned addresses only.
     unsafe {
         let digest = match target.cast::<__m256i>().is_aligned() {
-            true => steps::<true>(bytes, target, first_lane),
-            false => steps::<false>(bytes, target, first_lane),
+            true => digest_copy_steps::<true>(steps, target, first_lane),
+            false => digest_copy_steps::<false>(steps, target, first_lane),
         };
-        let rest = &bytes[whole..];
         std::ptr::copy_nonoverlapping(rest.as_ptr(), target.add(whole), rest.len());
         digest.wrapping_add(digest_bytes(rest, first_lane.wrapping_add((whole / 8) as u64)))
     }
@@ -43,19 +43,18 @@ pub(super) unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64)
 
 /// The whole steps of [`digest_copy`].
 #[target_feature(enable = "avx2")]
-unsafe fn steps<const STREAM: bool>(bytes: &[u8], target: *mut u8, first_lane: u64) -> u64 {
+unsafe fn digest_copy_steps<const STREAM: bool>(source: &[[u8; STEP]], target: *mut u8, first_lane: u64) -> u64 {
     let key = |lane: u64| first_lane.wrapping_add(lane + 1).wrapping_mul(LANE_STEP) as i64;
     let mut keys =
         [_mm256_set_epi64x(key(3), key(2), key(1), key(0)), _mm256_set_epi64x(key(7), key(6), key(5), key(4))];
-    let step = _mm256_set1_epi64x(LANE_STEP.wrapping_mul(8) as i64);
+    let next = _mm256_set1_epi64x(LANE_STEP.wrapping_mul(8) as i64);
     let mut sums = [_mm256_setzero_si256(); 2];
-    for (i, source) in bytes.as_chunks::<STEP>().0.iter().enumerate() {
+    for (i, source) in source.iter().enumerate() {
         for half in 0..2 {
-            let at = i * STEP + half * 32;
             // SAFETY: within the source's step, and within the target, which is as long; aligned if streamed.
             let value = unsafe {
                 let value = _mm256_loadu_si256(source.as_ptr().add(half * 32).cast());
-                let target = target.add(at).cast();
+                let target = target.add(i * STEP + half * 32).cast();
                 if STREAM {
                     _mm256_stream_si256(target, value)
                 } else {
@@ -68,7 +67,7 @@ unsafe fn steps<const STREAM: bool>(bytes: &[u8], target: *mut u8, first_lane: u
             // The low halves' product: low times high.
             let share = _mm256_add_epi64(_mm256_mul_epu32(x, swapped), swapped);
             sums[half] = _mm256_add_epi64(sums[half], share);
-            keys[half] = _mm256_add_epi64(keys[half], step);
+            keys[half] = _mm256_add_epi64(keys[half], next);
         }
     }
     let mut lanes = [0u64; 4];
@@ -77,12 +76,12 @@ unsafe fn steps<const STREAM: bool>(bytes: &[u8], target: *mut u8, first_lane: u
     lanes.into_iter().fold(0, u64::wrapping_add)
 }
 
-/// Copies around the cache.
+/// Copies around the cache, as far as `target` is aligned for it.
 ///
 /// # Safety
 /// As [`digest_copy`].
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn copy(bytes: &[u8], target: *mut u8) {
+pub(super) unsafe fn stream_copy(bytes: &[u8], target: *mut u8) {
     let whole = if target.cast::<__m256i>().is_aligned() { bytes.len() / STEP * STEP } else { 0 };
     // SAFETY: the caller's promise; streamed only to aligned addresses.
     unsafe {
