@@ -176,15 +176,24 @@ impl Sampler {
     }
 }
 
+/// Maxima kept side by side, so that the search is bound by memory.
+const SIDE_BY_SIDE: usize = 32;
+
 /// The most likely token, the lowest id among equals.
 fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, &x) in logits.iter().enumerate() {
-        if x > logits[best] {
-            best = i;
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let first = logits.first().copied().unwrap_or(0.0);
+    let mut largest = [first; SIDE_BY_SIDE];
+    let chunks = logits.chunks_exact(SIDE_BY_SIDE);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (largest, &x) in largest.iter_mut().zip(chunk) {
+            *largest = larger(*largest, x);
         }
     }
-    best as u32
+    let largest = largest.iter().chain(rest).fold(first, |a, &b| larger(a, b));
+    // No logit equals the largest only if the first is not a number, which nothing is larger than.
+    logits.iter().position(|&x| x == largest).unwrap_or(0) as u32
 }
 
 fn log_sum_exp(logits: &[f32]) -> f64 {
@@ -244,6 +253,30 @@ mod tests {
     fn greedy_takes_the_lowest_of_equals() {
         let params = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
         assert_eq!(sample(&params, &[1.0, 3.0, 3.0], 0).id, 1);
+    }
+
+    #[test]
+    fn the_search_for_the_largest_is_the_plain_one() {
+        let plain = |logits: &[f32]| {
+            let mut best = 0;
+            (0..logits.len()).for_each(|i| {
+                if logits[i] > logits[best] {
+                    best = i
+                }
+            });
+            best as u32
+        };
+        for len in [1, 31, 32, 33, 100] {
+            for i in 0..len {
+                let mut logits: Vec<f32> = (0..len).map(|j| -((j * 7 % 5) as f32) - 1.0).collect();
+                logits[i] = -0.0;
+                logits[(i + 40) % len] = 0.0;
+                assert_eq!(argmax(&logits), plain(&logits));
+                logits[(i + 1) % len] = f32::NAN;
+                assert_eq!(argmax(&logits), plain(&logits));
+            }
+        }
+        assert_eq!(argmax(&[f32::NAN, 1.0]), 0);
     }
 
     #[test]

@@ -1,28 +1,23 @@
 //! Paged attention for a ragged batch of prefill chunks and decode rows.
 //!
-//! Source of the online softmax: Milakov and Gimelshein 2018, as used by FlashAttention (Dao et al. 2022).
-//!
 //! A task is up to 16 query rows of one sequence with all query heads of one KV head, so each 16 slots of K and V are
 //! read and widened to f32 once per task. A row's result depends only on its own position: slots are taken in ascending
-//! order, 16 at a time counted from position 0, scores accumulate over head_dim in ascending order, values over slots in
-//! ascending order (I1). Bytes moved per task: K and V of the visible slots, once. Bound: memory bandwidth for decode,
-//! fused multiply-adds for prefill (4 · head_dim · visible slots per row and head).
+//! order, 16 at a time counted from position 0 (I1); the arithmetic is [`super::fold`]'s. Bytes moved per task: K and V of the
+//! visible slots, once. Bound: memory bandwidth for decode, fused multiply-adds for prefill (4 · head_dim · visible slots per
+//! row and head).
 
 use baton_types::{BlockId, KvDtype};
 use half::{bf16, f16};
 
 use super::codes::Codes;
+use super::fold::{Query, SLOTS, Slots, Softmax, TOGETHER, fold, scale_row};
 use super::isa::{Isa, dispatch};
 use super::kv_row::{Fp8, Int4, KvType, MAX_PARAMETERS, Planes, Q8, Row};
-use super::simd::{LANES, Simd, exp};
+use super::simd::LANES;
 use crate::backend::{MAX_HEADS_PER_KV_HEAD, Span, TILE_ROWS};
 
-/// Slots taken together.
-const SLOTS: usize = 16;
 /// Largest head dimension.
 pub const MAX_DIM: usize = 512;
-/// Query heads scored together.
-const PAIRS: usize = 4;
 
 /// One task's view.
 #[derive(Clone, Copy)]
@@ -42,8 +37,7 @@ pub struct Task<'a> {
     pub out: *mut f32,
 }
 
-/// K transposed to `[dim][slot]` and V as `[slot][dim]`, widened. Uninitialised until loaded: clearing 64 KiB a task would
-/// cost more than a short decode row.
+/// Where [`Slots`] are widened to. Uninitialised until loaded: clearing 64 KiB a task would cost more than a short decode row.
 struct Tile {
     k: *mut f32,
     v: *mut f32,
@@ -103,127 +97,6 @@ unsafe fn load_tile<S: Codes, T: KvType>(task: &Task<'_>, position: usize, tile:
     }
 }
 
-/// Scores of `N` queries against 16 slots.
-#[inline(always)]
-unsafe fn scores<S: Simd, const N: usize>(q: [*const f32; N], k: *const f32, dim: usize) -> [[S::F; 2]; N] {
-    // SAFETY: each query has `dim` elements, k has `dim * 16`.
-    unsafe {
-        let mut acc = [[S::splat(0.0); 2]; N];
-        for d in 0..dim {
-            let (low, high) = (S::load(k.add(d * SLOTS)), S::load(k.add(d * SLOTS + LANES)));
-            for n in 0..N {
-                let x = S::splat(*q[n].add(d));
-                acc[n] = [S::fma(x, low, acc[n][0]), S::fma(x, high, acc[n][1])];
-            }
-        }
-        acc
-    }
-}
-
-/// [`scores`] of the first `N` of four queries.
-#[inline(always)]
-unsafe fn scores_of<S: Simd, const N: usize>(q: [*const f32; PAIRS], k: *const f32, dim: usize) -> [[S::F; 2]; PAIRS] {
-    // SAFETY: as for `scores`.
-    unsafe {
-        let mut out = [[S::splat(0.0); 2]; PAIRS];
-        out[..N].copy_from_slice(&scores::<S, N>(std::array::from_fn(|n| q[n]), k, dim));
-        out
-    }
-}
-
-/// `out += Σ_s p[s] · v[s]` over slots `low..high`, `W` vectors wide.
-#[inline(always)]
-unsafe fn add_values<S: Simd, const W: usize>(
-    out: *mut f32,
-    p: &[f32; SLOTS],
-    v: *const f32,
-    dim: usize,
-    low: usize,
-    high: usize,
-) {
-    // SAFETY: `out` has `W * 8` elements, v 16 rows of `dim`, `W * 8` of which belong to this call.
-    unsafe {
-        let mut acc = [S::splat(0.0); W];
-        for (w, acc) in acc.iter_mut().enumerate() {
-            *acc = S::load(out.add(w * LANES));
-        }
-        for s in low..high {
-            let x = S::splat(p[s]);
-            for (w, acc) in acc.iter_mut().enumerate() {
-                *acc = S::fma(x, S::load(v.add(s * dim + w * LANES)), *acc);
-            }
-        }
-        for (w, acc) in acc.into_iter().enumerate() {
-            S::store(out.add(w * LANES), acc);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn scale_row<S: Simd>(out: *mut f32, dim: usize, factor: f32) {
-    for d in (0..dim).step_by(LANES) {
-        // SAFETY: the row has `dim` elements.
-        unsafe { S::store(out.add(d), S::mul(S::load(out.add(d)), S::splat(factor))) }
-    }
-}
-
-/// Running maximum and sum of a query's softmax.
-#[derive(Clone, Copy)]
-struct Softmax {
-    max: f32,
-    sum: f32,
-}
-
-/// Folds 16 scores, of which `low..high` are visible, into a query's softmax and output.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn fold<S: Simd>(
-    state: &mut Softmax,
-    scores: [S::F; 2],
-    scale: f32,
-    low: usize,
-    high: usize,
-    v: *const f32,
-    out: *mut f32,
-    dim: usize,
-) {
-    // SAFETY: the output row has `dim` elements, v 16 rows of them.
-    unsafe {
-        let visible =
-            |half: usize| (low.saturating_sub(half * LANES).min(LANES), high.saturating_sub(half * LANES).min(LANES));
-        let (a, b) = (visible(0), visible(1));
-        let scale = S::splat(scale);
-        let x0 = S::select_range(S::mul(scores[0], scale), a.0, a.1, f32::NEG_INFINITY);
-        let x1 = S::select_range(S::mul(scores[1], scale), b.0, b.1, f32::NEG_INFINITY);
-        let largest = S::max_lane(S::max(x0, x1));
-        let mut row = [0.0f32; LANES];
-        if largest > state.max {
-            if state.max > f32::NEG_INFINITY {
-                S::store(row.as_mut_ptr(), exp::<S>(S::splat(state.max - largest)));
-                state.sum *= row[0];
-                scale_row::<S>(out, dim, row[0]);
-            }
-            state.max = largest;
-        }
-        let max = S::splat(state.max);
-        let p0 = S::select_range(exp::<S>(S::sub(x0, max)), a.0, a.1, 0.0);
-        let p1 = S::select_range(exp::<S>(S::sub(x1, max)), b.0, b.1, 0.0);
-        state.sum += S::sum(S::add(p0, p1));
-        let mut p = [0.0f32; SLOTS];
-        S::store(p.as_mut_ptr(), p0);
-        S::store(p.as_mut_ptr().add(LANES), p1);
-        let mut d = 0;
-        while d + 8 * LANES <= dim {
-            add_values::<S, 8>(out.add(d), &p, v.add(d), dim, low, high);
-            d += 8 * LANES;
-        }
-        while d < dim {
-            add_values::<S, 1>(out.add(d), &p, v.add(d), dim, low, high);
-            d += LANES;
-        }
-    }
-}
-
 /// First position a query at `position` sees.
 fn first_visible(position: usize, window: Option<usize>) -> usize {
     window.map_or(0, |w| (position + 1).saturating_sub(w))
@@ -234,51 +107,49 @@ unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
     let dim = task.planes.head_dim;
     let rows = TILE_ROWS.min(task.span.len - task.first);
     let position = task.span.start + task.first;
-    let pairs = rows * task.group;
-    // Query `i` of the tile: row i / group, head i % group of this KV head.
-    let row_offset = |i: usize| {
-        let row = task.span.row + task.first + i / task.group;
-        (row * task.heads + task.kv_head * task.group + i % task.group) * dim
+    let row_offset = |row: usize, head: usize| {
+        ((task.span.row + task.first + row) * task.heads + task.kv_head * task.group + head) * dim
     };
     let mut memory = std::mem::MaybeUninit::<[[f32; MAX_DIM * SLOTS]; 2]>::uninit();
     let k = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: the second half of the array just made; `load_tile` fills `dim * 16` elements of each before they are read.
     let tile = Tile { k, v: unsafe { k.add(MAX_DIM * SLOTS) } };
-    let mut softmax = [Softmax { max: f32::NEG_INFINITY, sum: 0.0 }; TILE_ROWS * MAX_HEADS_PER_KV_HEAD];
+    let slots = Slots { k: tile.k, v: tile.v, dim };
+    let mut softmax = [Softmax::EMPTY; TILE_ROWS * MAX_HEADS_PER_KV_HEAD];
     // SAFETY: rows of q and out belong to this tile and KV head alone; the table covers the visible positions.
     unsafe {
-        for i in 0..pairs {
-            std::ptr::write_bytes(task.out.add(row_offset(i)), 0, dim);
+        for row in 0..rows {
+            std::ptr::write_bytes(task.out.add(row_offset(row, 0)), 0, task.group * dim);
         }
         let mut base = first_visible(position, task.window) / SLOTS * SLOTS;
         while base < position + rows {
             load_tile::<S, T>(task, base, &tile);
-            let mut i = 0;
-            while i < pairs {
-                let n = PAIRS.min(pairs - i);
-                // Unused places repeat the last query; they are not read.
-                let q = [0, 1, 2, 3].map(|j| task.q.add(row_offset(i + j.min(n - 1))));
-                let both = match n {
-                    1 => scores_of::<S, 1>(q, tile.k, dim),
-                    2 => scores_of::<S, 2>(q, tile.k, dim),
-                    3 => scores_of::<S, 3>(q, tile.k, dim),
-                    _ => scores_of::<S, PAIRS>(q, tile.k, dim),
-                };
-                for (j, score) in both.into_iter().take(n).enumerate() {
-                    let at = position + (i + j) / task.group;
-                    let low = first_visible(at, task.window).saturating_sub(base);
-                    let high = (at + 1).saturating_sub(base).min(SLOTS);
-                    if low < high {
-                        let out = task.out.add(row_offset(i + j));
-                        fold::<S>(&mut softmax[i + j], score, task.scale, low, high, tile.v, out, dim);
-                    }
+            // Slots of these that a row sees, from the first to behind the last. Rows that see any follow one another.
+            let seen = |row: usize| {
+                let at = position + row;
+                let low = first_visible(at, task.window).saturating_sub(base);
+                (low.min(SLOTS), (at + 1).saturating_sub(base).min(SLOTS))
+            };
+            let sees = |row: &usize| seen(*row).0 < seen(*row).1;
+            let skipped = (0..rows).take_while(|row| !sees(row)).count();
+            let seeing = (skipped..rows).take_while(sees).count();
+            let (mut row, mut head) = (skipped, 0);
+            let mut i = row * task.group;
+            while i < (skipped + seeing) * task.group {
+                let count = TOGETHER.min((skipped + seeing) * task.group - i);
+                let mut queries = [Query { q: task.q, out: task.out, seen: (0, 0) }; TOGETHER];
+                for query in &mut queries[..count] {
+                    let offset = row_offset(row, head);
+                    *query = Query { q: task.q.add(offset), out: task.out.add(offset), seen: seen(row) };
+                    (row, head) = if head + 1 < task.group { (row, head + 1) } else { (row + 1, 0) };
                 }
-                i += n;
+                fold::<S>(&queries[..count], &mut softmax[i..i + count], task.scale, &slots);
+                i += count;
             }
             base += SLOTS;
         }
-        for (i, state) in softmax[..pairs].iter().enumerate() {
-            scale_row::<S>(task.out.add(row_offset(i)), dim, 1.0 / state.sum);
+        for (i, state) in softmax[..rows * task.group].iter().enumerate() {
+            scale_row::<S>(task.out.add(row_offset(i / task.group, i % task.group)), dim, 1.0 / state.sum);
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::CpuOptions;
 use super::isa::{Isa, dispatch};
-use super::simd::{LANES, Simd};
+use super::simd::{Floats, LANES, Simd};
 use super::threads::Threads;
 use crate::KernelError;
 
@@ -33,16 +33,20 @@ const READ: usize = 64 << 20;
 const PIECE: usize = 64 << 10;
 /// Independent chains: enough to hide the latency of an instruction, few enough for 16 registers.
 const CHAINS: usize = 12;
+/// Most lanes of a register.
+const WIDEST: usize = 2 * LANES;
 
 impl Ceilings {
     /// Measures; takes about a second.
     pub fn measure(options: CpuOptions) -> Result<Ceilings, KernelError> {
         let mut threads = Threads::new(options.threads.max(1))?;
+        // Lanes of 32 bits of a register.
+        let lanes = if matches!(options.isa, Isa::Vnni(_)) { WIDEST } else { LANES };
         Ok(Ceilings {
             read: read(&mut threads, options.isa),
             // SAFETY: no memory is touched.
-            f32: rate(&mut threads, (CHAINS * LANES * 2) as f64, &|steps| unsafe { fma_chains(options.isa, steps) }),
-            int8: rate(&mut threads, (CHAINS * 64) as f64, &|steps| int8_chains(options.isa, steps)),
+            f32: rate(&mut threads, (CHAINS * lanes * 2) as f64, &|steps| unsafe { fma_chains(options.isa, steps) }),
+            int8: rate(&mut threads, (CHAINS * lanes * 8) as f64, &|steps| int8_chains(options.isa, steps)),
         })
     }
 }
@@ -103,18 +107,30 @@ dispatch! {
 }
 
 #[inline(always)]
-unsafe fn fma_kernel<S: Simd>(_: S, steps: usize) -> f32 {
-    // SAFETY: no memory is touched.
+unsafe fn fma_vectors<L: Floats>(steps: usize) -> f32 {
+    // SAFETY: no memory but `lanes` is touched, which has room for a vector.
     unsafe {
-        let (a, b) = (S::splat(black_box(0.5)), S::splat(black_box(0.25)));
+        let (a, b) = (L::splat(black_box(0.5)), L::splat(black_box(0.25)));
         let mut acc = [b; CHAINS];
         for _ in 0..steps {
             for acc in &mut acc {
-                *acc = S::fma(*acc, a, b);
+                *acc = L::fma(*acc, a, b);
             }
         }
-        acc.into_iter().fold(0.0, |total, a| total + S::sum(a))
+        let mut total = b;
+        for acc in acc {
+            total = L::add(total, acc);
+        }
+        let mut lanes = [0.0; WIDEST];
+        L::store(lanes.as_mut_ptr(), total);
+        lanes[0]
     }
+}
+
+#[inline(always)]
+unsafe fn fma_kernel<S: Simd>(_: S, steps: usize) -> f32 {
+    // SAFETY: as above.
+    unsafe { if S::REGISTERS >= 32 { fma_vectors::<S::Wide>(steps) } else { fma_vectors::<S>(steps) } }
 }
 
 dispatch! {
@@ -125,7 +141,7 @@ dispatch! {
     unsafe fn fma_chains(steps: usize) -> f32 = fma_kernel
 }
 
-/// `steps` times 32 products and sums of bytes on each of the chains.
+/// `steps` times the products and sums of a vector of bytes on each of the chains.
 fn int8_chains(isa: Isa, steps: usize) -> f32 {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -154,18 +170,18 @@ fn int8_avx2(steps: usize) -> f32 {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,avx512f,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512vnni")]
 fn int8_vnni(steps: usize) -> f32 {
     use std::arch::x86_64::*;
-    let (x, y) = (_mm256_set1_epi8(black_box(3)), _mm256_set1_epi8(black_box(1)));
+    let (x, y) = (_mm512_set1_epi8(black_box(3)), _mm512_set1_epi8(black_box(1)));
     let mut acc = [x; CHAINS];
     for _ in 0..steps {
         for acc in &mut acc {
-            *acc = _mm256_dpbusd_epi32(*acc, x, y);
+            *acc = _mm512_dpbusd_epi32(*acc, x, y);
         }
     }
-    let total = acc.into_iter().fold(x, |total, a| _mm256_add_epi32(total, a));
-    _mm256_extract_epi32::<0>(total) as f32
+    let total = acc.into_iter().fold(x, |total, a| _mm512_add_epi32(total, a));
+    _mm512_reduce_add_epi32(total) as f32
 }
 
 fn int8_portable(steps: usize) -> f32 {

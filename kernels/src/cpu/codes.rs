@@ -2,7 +2,8 @@
 //!
 //! All give the same bits (I1): every code is an exact f32. Knows nothing of scales, rows or pools.
 
-use super::simd::{LANES, Portable, Simd};
+use super::portable::Portable;
+use super::simd::{LANES, Simd};
 
 /// [`Codes::load_e4m3`] gives values in this unit, 2^-8: moving the bits of an E4M3 into an f16 changes the exponent's bias by 8.
 pub const E4M3_UNIT: f32 = 256.0;
@@ -75,7 +76,7 @@ mod avx2 {
     use std::arch::x86_64::*;
 
     use super::super::avx2::Avx2;
-    use super::super::vnni::Vnni;
+    use super::super::avx512::Vnni;
     use super::Codes;
 
     // SAFETY: the trait's contract puts the CPU features and the validity of pointers on the caller.
@@ -169,7 +170,7 @@ mod tests {
         let lanes = |x: std::arch::x86_64::__m256| -> [f32; LANES] {
             let mut out = [0.0; LANES];
             // SAFETY: the CPU has AVX2, `out` eight lanes.
-            unsafe { <super::super::avx2::Avx2 as Simd>::store(out.as_mut_ptr(), x) };
+            unsafe { <super::super::avx2::Avx2 as crate::cpu::simd::Floats>::store(out.as_mut_ptr(), x) };
             out
         };
         for first in (0..=255u8).step_by(8) {

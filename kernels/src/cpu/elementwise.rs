@@ -1,7 +1,7 @@
 //! Row-wise and element-wise kernels: RMS norm and the gated activation. Memory-bound, in cache.
 
 use super::isa::dispatch;
-use super::simd::{LANES, Simd, exp};
+use super::simd::{Floats, LANES, Simd, exp};
 use crate::backend::Gate;
 
 /// `out = x / sqrt(mean(x²) + eps) · weight`; `out` may be `x`.
@@ -32,24 +32,37 @@ dispatch! {
 /// sqrt(2 / pi)
 const GELU_SCALE: f32 = 0.797_884_6;
 
+/// As many lanes of the gated activation as a vector has.
+///
 /// Both gates are `x · sigmoid(y)`: y = x for SiLU, and y = 2·sqrt(2/π)·(x + 0.044715·x³) for GELU because
 /// (1 + tanh(u)) / 2 = sigmoid(2u).
 #[inline(always)]
+unsafe fn gate_vector<L: Floats>(act: Gate, gate: *mut f32, up: *const f32) {
+    // SAFETY: both have `L::COUNT` elements.
+    unsafe {
+        let (x, one) = (L::load(gate), L::splat(1.0));
+        let y = match act {
+            Gate::Silu => x,
+            Gate::GeluTanh => {
+                let cubic = L::fma(L::mul(L::mul(x, x), L::splat(0.044_715)), x, x);
+                L::mul(cubic, L::splat(2.0 * GELU_SCALE))
+            }
+        };
+        let sigmoid = L::div(one, L::add(one, exp::<L>(L::sub(L::splat(0.0), y))));
+        L::store(gate, L::mul(L::mul(x, sigmoid), L::load(up)));
+    }
+}
+
+#[inline(always)]
 unsafe fn gate_kernel<S: Simd>(_: S, act: Gate, gate: *mut f32, up: *const f32, count: usize) {
+    let wide = S::Wide::COUNT;
     // SAFETY: both have `count` elements, a multiple of 8.
     unsafe {
-        let one = S::splat(1.0);
-        for i in (0..count).step_by(LANES) {
-            let x = S::load(gate.add(i));
-            let y = match act {
-                Gate::Silu => x,
-                Gate::GeluTanh => {
-                    let cubic = S::fma(S::mul(S::mul(x, x), S::splat(0.044_715)), x, x);
-                    S::mul(cubic, S::splat(2.0 * GELU_SCALE))
-                }
-            };
-            let sigmoid = S::div(one, S::add(one, exp::<S>(S::sub(S::splat(0.0), y))));
-            S::store(gate.add(i), S::mul(S::mul(x, sigmoid), S::load(up.add(i))));
+        for i in (0..count / wide * wide).step_by(wide) {
+            gate_vector::<S::Wide>(act, gate.add(i), up.add(i));
+        }
+        for i in (count / wide * wide..count).step_by(LANES) {
+            gate_vector::<S>(act, gate.add(i), up.add(i));
         }
     }
 }

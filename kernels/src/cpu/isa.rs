@@ -5,7 +5,7 @@
 pub enum Isa {
     /// AVX2, FMA and F16C. Made only by [`Isa::available`], so that holding it proves the CPU has them.
     Avx2(Proof),
-    /// AVX2's with AVX-512 VNNI and VL. Made only by [`Isa::available`] too.
+    /// AVX2's with AVX-512 F, BW, VL and VNNI. Made only by [`Isa::available`] too.
     Vnni(Proof),
     /// Plain Rust.
     Portable,
@@ -27,7 +27,8 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
             found.insert(0, Isa::Avx2(Proof(())));
-            if is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni") {
+            let wide = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw");
+            if wide && is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni") {
                 found.insert(0, Isa::Vnni(Proof(())));
             }
         }
@@ -60,10 +61,10 @@ macro_rules! dispatch {
                 unsafe { $kernel(Set, $($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")]
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn with_vnni($($arg: $ty),*) $(-> $out)? {
-                use crate::cpu::vnni::Vnni as Set;
+                use crate::cpu::avx512::Vnni as Set;
                 // SAFETY: as for AVX2.
                 unsafe { $kernel(Set, $($arg),*) }
             }
@@ -75,7 +76,7 @@ macro_rules! dispatch {
                 #[cfg(target_arch = "x86_64")]
                 crate::cpu::isa::Isa::Avx2(_) => unsafe { with_avx2($($arg),*) },
                 // SAFETY: the caller's promise.
-                _ => unsafe { $kernel(crate::cpu::simd::Portable, $($arg),*) },
+                _ => unsafe { $kernel(crate::cpu::portable::Portable, $($arg),*) },
             }
         }
     };

@@ -7,7 +7,7 @@ use baton_types::{BlockId, KvDtype, KvLayout};
 use half::f16;
 
 use super::codes::{Codes, E4M3_MAX, E4M3_UNIT, to_e4m3};
-use super::matmul::Element;
+use super::element::Element;
 use super::simd::LANES;
 
 /// Most parameters of a row: scale and minimum of the groups of 512 elements.

@@ -3,20 +3,26 @@
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod ceilings;
 mod codes;
+mod dots;
+mod element;
 mod elementwise;
+mod fold;
 mod isa;
 mod kv_convert;
 mod kv_row;
 mod kv_store;
 mod matmul;
 mod packing;
+mod portable;
+mod quantise;
 mod simd;
 mod threads;
+mod tiles;
 mod unpack;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
 mod weight;
 
 use std::sync::Arc;
@@ -26,7 +32,8 @@ pub use ceilings::Ceilings;
 pub use isa::Isa;
 pub use kv_convert::{KvSlice, convert_kv};
 use kv_row::Planes;
-use matmul::{Operands, Quantised};
+use matmul::Operands;
+use quantise::Quantised;
 use simd::LANES;
 use threads::Threads;
 use unpack::GROUP;
@@ -38,6 +45,9 @@ use crate::{HostPool, KernelError};
 
 /// Rows of element-wise work that make a task.
 const ROWS_PER_TASK: usize = 8;
+
+/// Elements of element-wise work that make a task.
+const PIECE: usize = 8192;
 
 /// How to run on the CPU.
 #[derive(Clone, Copy, Debug)]
@@ -120,7 +130,7 @@ impl CpuBackend {
         let out = self.scratch.rounded();
         self.over_rows(rows, &|first, count| {
             // SAFETY: `matmul` checked the sizes; pieces are disjoint.
-            unsafe { matmul::quantise(isa, x.as_ptr().add(first * cols), count * groups, out.from(first * groups)) }
+            unsafe { quantise::quantise(isa, x.as_ptr().add(first * cols), count * groups, out.from(first * groups)) }
         });
     }
 
@@ -284,8 +294,12 @@ impl Backend for CpuBackend {
 
     fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>, elements: usize) {
         assert!(elements.is_multiple_of(LANES) && x.len() >= elements && y.len() >= elements, "add sizes");
-        // SAFETY: checked just above.
-        unsafe { elementwise::add(self.isa, x.as_mut_ptr(), y.as_ptr(), elements) }
+        let (isa, x) = (self.isa, Shared(x.as_mut_ptr()));
+        self.threads.run(elements.div_ceil(PIECE), &|i| {
+            let first = i * PIECE;
+            // SAFETY: checked above; pieces are disjoint multiples of 8.
+            unsafe { elementwise::add(isa, x.add(first), y.as_ptr().add(first), PIECE.min(elements - first)) }
+        });
     }
 
     fn matmul(&mut self, w: &CpuWeight, x: &Vec<f32>, rows: usize, bias: Option<&Vec<f32>>, out: &mut Vec<f32>) {
@@ -307,7 +321,7 @@ impl Backend for CpuBackend {
         };
         let (isa, panels) = (self.isa, w.panels());
         // Pieces small enough to balance, large enough not to be felt.
-        let piece = panels.div_ceil(self.threads.count() * 4).max(1);
+        let piece = panels.div_ceil(self.threads.count() * 4).max(1).next_multiple_of(matmul::SIDE_BY_SIDE);
         self.threads.run(panels.div_ceil(piece), &|i| {
             let first = i * piece;
             let operands = &operands;
@@ -335,7 +349,6 @@ impl Backend for CpuBackend {
     fn gate_mul(&mut self, act: Gate, gate: &mut Vec<f32>, up: &Vec<f32>, elements: usize) {
         assert!(elements.is_multiple_of(LANES) && gate.len() >= elements && up.len() >= elements, "gate_mul sizes");
         let (isa, gate) = (self.isa, Shared(gate.as_mut_ptr()));
-        const PIECE: usize = 8192;
         self.threads.run(elements.div_ceil(PIECE), &|i| {
             let first = i * PIECE;
             // SAFETY: checked above; pieces are disjoint multiples of 8.

@@ -1,0 +1,211 @@
+//! Tiles of a matrix product: `T` rows of activations times the panels that are taken side by side.
+//!
+//! An output element is one chain of fused multiply-adds over k in ascending order, whatever the tile (I1). For quantised
+//! weights the dot product inside a group of 32 is exact in integers, and one or two fused multiply-adds per group apply the
+//! scales. Per group and vector of outputs, with AVX-512: 8 dot products, a conversion, a product of scales and one or two fused
+//! multiply-adds a row, beside 10 to 40 instructions that unpack the weights for all rows of the tile.
+
+use half::f16;
+
+use super::dots::{Dots, Outputs, Panels, load, load_u8, splat};
+use super::element::Element;
+use super::matmul::Operands;
+use super::packing::{Form, SUPER};
+use super::simd::{Floats, LANES};
+use super::unpack::GROUP;
+
+/// Where a tile is: its first row of activations, and elements of a row.
+#[derive(Clone, Copy)]
+pub struct At {
+    /// First row.
+    pub row: usize,
+    /// Elements of a row.
+    pub cols: usize,
+}
+
+/// Panels times rows `at.row..at.row + T`.
+pub trait Tile<S: Dots> {
+    /// The sums.
+    ///
+    /// # Safety
+    /// The panels hold units for `at.cols` weights of each output, the operands `at.row + T` rows of as many activations.
+    unsafe fn tile<const T: usize>(w: Panels, x: &Operands, at: At) -> [Outputs<S>; T];
+}
+
+/// Unsigned weights of 4 or 5 bits with a scale and a minimum, a group a unit.
+pub struct Plain<const BITS: usize>;
+/// The same in super-blocks.
+pub struct Super<const BITS: usize>;
+/// 6-bit weights in super-blocks.
+pub struct U6Super;
+/// Signed bytes.
+pub struct I8;
+/// Floats.
+pub struct Dense<E>(std::marker::PhantomData<E>);
+
+/// The tile's activations of group `g`.
+#[inline(always)]
+unsafe fn groups_of<const T: usize>(x: &Operands, at: At, g: usize) -> [*const i8; T] {
+    let mut p = [x.q; T];
+    for (t, p) in p.iter_mut().enumerate() {
+        // SAFETY: inside the quantised rows.
+        *p = unsafe { x.q.add((at.row + t) * at.cols + g * GROUP) };
+    }
+    p
+}
+
+/// The two sums of the half groups of the tile's group `g`.
+#[inline(always)]
+unsafe fn sums_of<const T: usize>(x: &Operands, at: At, g: usize) -> [*const i16; T] {
+    let mut p = [x.halves; T];
+    for (t, p) in p.iter_mut().enumerate() {
+        // SAFETY: inside the quantised rows.
+        *p = unsafe { x.halves.add(2 * ((at.row + t) * (at.cols / GROUP) + g)) };
+    }
+    p
+}
+
+/// Adds products of group `g` to `acc`: dot products times the scales of weights and activations.
+#[inline(always)]
+unsafe fn add_scaled<S: Dots, const T: usize>(
+    acc: &mut [Outputs<S>; T],
+    dot: [S::I; T],
+    scale: Outputs<S>,
+    x: &Operands,
+    (at, g): (At, usize),
+) {
+    // SAFETY: inside the quantised rows.
+    unsafe {
+        for t in 0..T {
+            let s = S::Outputs::mul(scale, splat::<S>(*x.scale.add((at.row + t) * (at.cols / GROUP) + g)));
+            acc[t] = S::Outputs::fma(S::to_f32(dot[t]), s, acc[t]);
+        }
+    }
+}
+
+/// Adds a group's products, of weights `scale · q - min`, to `acc`.
+#[inline(always)]
+unsafe fn add_group<S: Dots, const BITS: usize, const T: usize>(
+    acc: &mut [Outputs<S>; T],
+    w: Panels,
+    (scale, min): (Outputs<S>, Outputs<S>),
+    x: &Operands,
+    (at, g): (At, usize),
+) {
+    // SAFETY: the caller's promise: a group of weights at `w`, the tile's rows of activations.
+    unsafe {
+        let activations = groups_of::<T>(x, at, g);
+        let dot = if BITS == 4 { S::dot_u4::<T>(w, activations) } else { S::dot_u5::<T>(w, activations) };
+        add_scaled::<S, T>(acc, dot, scale, x, (at, g));
+        for t in 0..T {
+            let sum = splat::<S>(*x.minus_sum.add((at.row + t) * (at.cols / GROUP) + g));
+            acc[t] = S::Outputs::fma(min, sum, acc[t]);
+        }
+    }
+}
+
+const fn plain(bits: usize) -> Form {
+    if bits == 4 { Form::U4 } else { Form::U5 }
+}
+
+const fn in_super(bits: usize) -> Form {
+    if bits == 4 { Form::U4Super } else { Form::U5Super }
+}
+
+impl<S: Dots, const BITS: usize> Tile<S> for Plain<BITS> {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+        let form = const { plain(BITS) };
+        // SAFETY: the panels hold a unit for each group, the operands the rows.
+        unsafe {
+            let mut acc = [splat::<S>(0.0); T];
+            for g in 0..at.cols / GROUP {
+                let w = panels.add(g * form.unit_bytes());
+                let scales = w.add(form.weight_bytes());
+                let scale = (load::<S, f16>(scales), load::<S, f16>(scales.add(2 * LANES)));
+                add_group::<S, BITS, T>(&mut acc, w, scale, x, (at, g));
+            }
+            acc
+        }
+    }
+}
+
+impl<S: Dots, const BITS: usize> Tile<S> for Super<BITS> {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+        let form = const { in_super(BITS) };
+        // SAFETY: the panels hold a unit for each super-block, the operands the rows.
+        unsafe {
+            let mut acc = [splat::<S>(0.0); T];
+            for u in 0..at.cols / (SUPER * GROUP) {
+                let unit = panels.add(u * form.unit_bytes());
+                let (d, dmin) = (load::<S, f16>(unit), load::<S, f16>(unit.add(2 * LANES)));
+                for g in 0..SUPER {
+                    let w = unit.add(form.header_bytes() + g * form.group_bytes());
+                    let scales = w.add(form.weight_bytes());
+                    // Halves times small integers: exact.
+                    let scale = S::Outputs::mul(d, load_u8::<S>(scales));
+                    let min = S::Outputs::mul(dmin, load_u8::<S>(scales.add(LANES)));
+                    add_group::<S, BITS, T>(&mut acc, w, (scale, min), x, (at, u * SUPER + g));
+                }
+            }
+            acc
+        }
+    }
+}
+
+impl<S: Dots> Tile<S> for U6Super {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+        let form = Form::U6Super;
+        // SAFETY: as above.
+        unsafe {
+            let mut acc = [splat::<S>(0.0); T];
+            for u in 0..at.cols / (SUPER * GROUP) {
+                let unit = panels.add(u * form.unit_bytes());
+                let d = load::<S, f16>(unit);
+                for group in 0..SUPER {
+                    let w = unit.add(form.header_bytes() + group * form.group_bytes());
+                    let g = u * SUPER + group;
+                    let dot = S::dot_u6::<T>(w, groups_of::<T>(x, at, g), sums_of::<T>(x, at, g));
+                    add_scaled::<S, T>(&mut acc, dot, d, x, (at, g));
+                }
+            }
+            acc
+        }
+    }
+}
+
+impl<S: Dots> Tile<S> for I8 {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+        let form = Form::I8;
+        // SAFETY: as above.
+        unsafe {
+            let mut acc = [splat::<S>(0.0); T];
+            for g in 0..at.cols / GROUP {
+                let w = panels.add(g * form.unit_bytes());
+                let dot = S::dot_i8::<T>(w, groups_of::<T>(x, at, g), sums_of::<T>(x, at, g));
+                add_scaled::<S, T>(&mut acc, dot, load::<S, f16>(w.add(form.weight_bytes())), x, (at, g));
+            }
+            acc
+        }
+    }
+}
+
+impl<S: Dots, E: Element> Tile<S> for Dense<E> {
+    #[inline(always)]
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+        // SAFETY: the panels hold `cols` units of eight elements, the operands the rows.
+        unsafe {
+            let mut acc = [splat::<S>(0.0); T];
+            for k in 0..at.cols {
+                let w = load::<S, E>(panels.add(k * LANES * size_of::<E>()));
+                for t in 0..T {
+                    acc[t] = S::Outputs::fma(w, splat::<S>(*x.x.add((at.row + t) * at.cols + k)), acc[t]);
+                }
+            }
+            acc
+        }
+    }
+}
