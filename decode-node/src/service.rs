@@ -4,7 +4,9 @@ use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
 use baton_transfer::{Limits, Receiver, ReceiverOptions};
-use baton_worker::{Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, stream_status};
+use baton_worker::{
+    Commands, EngineHandle, Events, Item, Node, NodeRole, TransportKind, WorkerError, WorkerService, stream_status,
+};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -27,6 +29,7 @@ impl NodeRole for DecodeNode {
             advertise: node.config.advertise.clone(),
             geometry: node.geometry.clone(),
             segment: node.segment.clone(),
+            ucx: node.config.ucx(),
             limits: Limits::default(),
             verify: true,
         };
@@ -34,7 +37,11 @@ impl NodeRole for DecodeNode {
             // The engine thread outlives the receiver, except at the very end, when nobody waits for events.
             let _ = commands.send(Command::Received(event));
         });
-        Ok(DecodeRole::new(Receiver::bind(options, on_event)?, node.config.kv_lease, node.vocab))
+        let receiver = Receiver::bind(options, on_event)?;
+        if node.config.transport == TransportKind::Ucx {
+            receiver.prepare_ucx()?;
+        }
+        Ok(DecodeRole::new(receiver, node.config.kv_lease, node.vocab))
     }
 
     fn routes(

@@ -41,6 +41,7 @@ impl NodeRole for PrefillNode {
             geometry: node.geometry.clone(),
             segment: node.segment.clone(),
             transport: node.config.transport.choice(),
+            ucx: node.config.ucx(),
             limits: Limits::default(),
             convert: Some(kv_converter()),
             verify: true,

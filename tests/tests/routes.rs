@@ -1,7 +1,10 @@
 //! I1 over the routes between processes: the same tokens and logits, to the bit, from one process, from a cluster without
-//! split, split over shared memory and over TCP, with prompts in chunks of 1, 16 and 512, alone and many at once.
+//! split, split over shared memory, TCP and UCX, with prompts in chunks of 1, 16 and 512, alone and many at once.
 //!
 //! Logits are compared whole, by the digest that comes with each token; log probabilities beside it say what differs.
+
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
@@ -157,6 +160,21 @@ fn route(transport: &'static str, chunk: u32, aggregated: bool) -> ClusterOption
     ClusterOptions { transport, aggregated, env, ..ClusterOptions::new("") }
 }
 
+/// Over UCX's TCP, with the library that `tools/fetch-ucx` finds or fetches; None, said aloud, where it does not.
+fn ucx_route(chunk: u32) -> anyhow::Result<Option<ClusterOptions>> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/fetch-ucx");
+    let found = Command::new(script).output()?;
+    if !found.status.success() {
+        println!("not over ucx: {}", String::from_utf8_lossy(&found.stderr));
+        return Ok(None);
+    }
+    let library = format!("{}/lib", String::from_utf8(found.stdout)?.trim());
+    let mut options = route("ucx", chunk, false);
+    options.env.push(("BATON_UCX_LIBRARY".to_owned(), library));
+    options.env.push(("BATON_UCX_OPTIONS".to_owned(), "TLS=tcp".to_owned()));
+    Ok(Some(options))
+}
+
 #[test]
 fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
     let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::Quiet)?;
@@ -188,7 +206,8 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
         config.write(&path)?;
         let model = Model::open(&path)?;
         let spec = path.to_str().context("a path in UTF-8")?;
-        let routes = [("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
+        let mut routes = vec![("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
+        routes.extend(ucx_route(16)?.map(|options| ("split over ucx", options)));
         let mut local = Local::new(&model, Options::default())?;
         compare(name, spec, &mut local, &requests(30, 90, &model, 3), &routes)?;
     }

@@ -10,6 +10,7 @@ mod serve;
 use std::fmt;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use baton_types::{BlockId, PoolGeometry, WorkerId};
 
 use crate::descriptor::encode_layout;
 use crate::error::TransferError;
-use crate::options::{Limits, SenderOptions, TransportChoice};
+use crate::options::{Limits, SenderOptions, TransportChoice, TransportKind, UcxSettings};
 use crate::segment::Segment;
 use crate::sender::Sender;
 use crate::tcp;
@@ -43,6 +44,8 @@ pub struct BenchOptions {
     pub rounds: u32,
     /// Also handoffs whose bytes nobody checks, to see what checking costs. Workers always check.
     pub unverified: bool,
+    /// Also handoffs over UCX, set up like this on both ends.
+    pub ucx: Option<UcxSettings>,
 }
 
 /// Medians over the rounds, in bytes a second.
@@ -62,6 +65,8 @@ pub struct BenchReport {
     pub tcp: f64,
     /// Handoffs whose bytes nobody checks, if asked for: over shared memory, and over TCP.
     pub unverified: Option<[f64; 2]>,
+    /// A handoff over UCX, if asked for.
+    pub ucx: Option<f64>,
 }
 
 impl fmt::Display for BenchReport {
@@ -72,6 +77,7 @@ impl fmt::Display for BenchReport {
         rows.extend(self.unverified.map(|[shm, _]| ("  unverified", shm, Some(memcpy))));
         rows.extend([("plain TCP", self.plain_tcp, None), ("TCP handoff", self.tcp, Some(plain))]);
         rows.extend(self.unverified.map(|[_, tcp]| ("  unverified", tcp, Some(plain))));
+        rows.extend(self.ucx.map(|ucx| ("UCX handoff", ucx, Some(plain))));
         write!(f, "{} rounds of {:.1} MB between two processes, medians", self.rounds, self.bytes as f64 / 1e6)?;
         for (name, rate, beside) in rows {
             write!(f, "\n{name:<13} {:6.2} GB/s", gb(rate))?;
@@ -89,16 +95,17 @@ pub fn run(options: &BenchOptions, child: Command) -> Result<BenchReport, Transf
         return Err(TransferError::argument("rounds", "0; at least 1 is needed"));
     }
     let geometry = &options.geometry;
-    let mut peer = Peer::start(child, geometry)?;
+    let mut peer = Peer::start(child, options)?;
     let ours = filled(geometry)?;
     let scratch = Segment::create("bench-scratch", geometry.bytes())?;
     let senders = [TransportChoice::Shm, TransportChoice::Tcp]
-        .map(|choice| Ok([sender(choice, geometry, &ours, true)?, sender(choice, geometry, &ours, false)?]));
+        .map(|choice| Ok([sender(choice, options, &ours, true)?, sender(choice, options, &ours, false)?]));
     let [shm, tcp]: [Result<[Sender; 2], TransferError>; 2] = senders;
     let ([shm, shm_unverified], [tcp, tcp_unverified]) = (shm?, tcp?);
+    let ucx = options.ucx.as_ref().map(|_| sender(TransportChoice::Ucx, options, &ours, true)).transpose()?;
     let mut stream = peer.plain_stream()?;
     let plain = |stream: &mut TcpStream| send_plainly(stream, &ours, geometry.bytes());
-    let mut seconds: [Vec<f64>; 6] = Default::default();
+    let mut seconds: [Vec<f64>; 7] = Default::default();
     // The first round only touches every page and fills every cache.
     for round in 0..=options.rounds {
         let unverified = |sender: &Sender, peer: &mut Peer| match options.unverified {
@@ -112,15 +119,18 @@ pub fn run(options: &BenchOptions, child: Command) -> Result<BenchReport, Transf
             plain(&mut stream).map_err(|e| TransferError::os("plain stream", e))?,
             hand_over(&tcp, geometry, &mut peer, true)?,
             unverified(&tcp_unverified, &mut peer)?,
+            ucx.as_ref().map_or(Ok(f64::NAN), |ucx| hand_over(ucx, geometry, &mut peer, true))?,
         ];
         if round > 0 {
             seconds.iter_mut().zip(taken).for_each(|(all, one)| all.push(one));
         }
     }
     let bytes = geometry.bytes() as u64;
-    let [memcpy, shm, shm_unverified, plain_tcp, tcp, tcp_unverified] = seconds.map(|all| bytes as f64 / median(all));
+    let rates = seconds.map(|all| bytes as f64 / median(all));
+    let [memcpy, shm, shm_unverified, plain_tcp, tcp, tcp_unverified, over_ucx] = rates;
     let unverified = options.unverified.then_some([shm_unverified, tcp_unverified]);
-    Ok(BenchReport { bytes, rounds: options.rounds, memcpy, shm, plain_tcp, tcp, unverified })
+    let ucx = ucx.map(|_| over_ucx);
+    Ok(BenchReport { bytes, rounds: options.rounds, memcpy, shm, plain_tcp, tcp, unverified, ucx })
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -141,13 +151,24 @@ fn filled(geometry: &PoolGeometry) -> Result<Arc<Segment>, TransferError> {
 /// A sender of its own, and so a session of its own, for each way.
 fn sender(
     transport: TransportChoice,
-    geometry: &PoolGeometry,
+    options: &BenchOptions,
     segment: &Arc<Segment>,
     verify: bool,
 ) -> Result<Sender, TransferError> {
-    let (geometry, segment, limits) = (geometry.clone(), segment.clone(), Limits::default());
-    let worker = WorkerId(1 + u64::from(verify) + 2 * u64::from(transport == TransportChoice::Shm));
-    Sender::new(SenderOptions { worker, geometry, segment, transport, limits, convert: None, verify })
+    let number = match transport {
+        TransportChoice::Ucx => 5,
+        other => 1 + u64::from(verify) + 2 * u64::from(other == TransportChoice::Shm),
+    };
+    Sender::new(SenderOptions {
+        worker: WorkerId(number),
+        geometry: options.geometry.clone(),
+        segment: segment.clone(),
+        transport,
+        ucx: options.ucx.clone().unwrap_or_default(),
+        limits: Limits::default(),
+        convert: None,
+        verify,
+    })
 }
 
 /// Every layer's part of every block.
@@ -180,7 +201,10 @@ fn hand_over(sender: &Sender, geometry: &PoolGeometry, peer: &mut Peer, verify: 
         }
     }
     handoff.complete(Vec::new(), Box::new(move |outcome| drop(tell.send(outcome))));
-    told.recv().map_err(|_| TransferError::Closed)??;
+    let stats = told.recv().map_err(|_| TransferError::Closed)??;
+    if sender.transport() == TransportChoice::Ucx && stats.transport != TransportKind::Ucx {
+        return Err(TransferError::os("measure UCX", "the handoff went over TCP; the log says why"));
+    }
     Ok(start.elapsed().as_secs_f64())
 }
 
@@ -207,15 +231,20 @@ struct Peer {
 }
 
 impl Peer {
-    fn start(mut command: Command, geometry: &PoolGeometry) -> Result<Peer, TransferError> {
+    fn start(mut command: Command, options: &BenchOptions) -> Result<Peer, TransferError> {
         let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let mut child = spawned.map_err(|e| TransferError::os("start the benchmark's child", e))?;
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(TransferError::os("start the benchmark's child", "no pipes"));
         };
         let mut peer = Peer { child, input, output: BufReader::new(output) };
+        let geometry = &options.geometry;
         let counts: Vec<String> = geometry.blocks.iter().map(u32::to_string).collect();
-        peer.say(&format!("{} {}", hex::encode(&encode_layout(&geometry.layout)), counts.join(",")))?;
+        let layout = hex::encode(&encode_layout(&geometry.layout));
+        let ucx = options.ucx.clone().unwrap_or_default();
+        let directory = hex::encode(ucx.directory.unwrap_or_default().as_os_str().as_bytes());
+        let settings = hex::encode(ucx.options.to_string().as_bytes());
+        peer.say(&format!("{layout} {} {directory} {settings}", counts.join(",")))?;
         Ok(peer)
     }
 
@@ -265,6 +294,7 @@ mod tests {
     use baton_types::{KvDtype, KvGroup, KvLayout};
 
     use super::*;
+    use crate::conformance::{ucx, ucx_is_here};
 
     #[test]
     fn hex_survives_and_other_text_is_refused() {
@@ -276,15 +306,18 @@ mod tests {
     }
 
     #[test]
-    fn a_run_measures_all_four_and_a_child_that_dies_is_an_error() {
+    fn a_run_measures_what_is_asked_for_and_a_child_that_dies_is_an_error() {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 64, window: None };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
-        let options = BenchOptions { geometry: PoolGeometry::uniform(layout, 4), rounds: 2, unverified: true };
+        let ucx = ucx_is_here().then(ucx);
+        let rows = 7 + usize::from(ucx.is_some());
+        let options = BenchOptions { geometry: PoolGeometry::uniform(layout, 4), rounds: 2, unverified: true, ucx };
         let report = run(&options, crate::conformance::child_process("bench")).unwrap();
         assert_eq!((report.bytes, report.rounds), (2 * 4 * 4096, 2));
         assert!([report.memcpy, report.shm, report.plain_tcp, report.tcp].iter().all(|rate| *rate > 0.0));
         assert!(report.unverified.is_some_and(|rates| rates.iter().all(|rate| *rate > 0.0)));
-        assert_eq!(report.to_string().lines().count(), 7);
+        assert_eq!(report.to_string().lines().count(), rows);
+        assert!(report.ucx.is_none_or(|rate| rate > 0.0));
         assert!(report.to_string().contains("of plain TCP"));
         assert!(run(&options, Command::new("false")).is_err());
         assert!(run(&BenchOptions { rounds: 0, ..options }, Command::new("false")).is_err());

@@ -7,8 +7,11 @@ mod handoffs;
 mod parts;
 mod processes;
 
-use std::sync::Arc;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::mpsc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
@@ -20,7 +23,7 @@ use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};
 use crate::{
     Limits, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError, TransferStats,
-    TransportChoice, TransportKind, Wanted,
+    TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
 };
 
 /// Makes a test of each function for each transport.
@@ -31,6 +34,13 @@ macro_rules! for_each_transport {
         }
         mod tcp {
             $(#[test] fn $name() { super::$name(crate::TransportChoice::Tcp) })*
+        }
+        mod ucx {
+            $(#[test] fn $name() {
+                if crate::conformance::ucx_is_here() {
+                    super::$name(crate::TransportChoice::Ucx)
+                }
+            })*
         }
     };
 }
@@ -84,8 +94,36 @@ fn block(pool: &Segment, geometry: &PoolGeometry, group: usize, block: BlockId) 
 fn kind(choice: TransportChoice) -> TransportKind {
     match choice {
         TransportChoice::Shm => TransportKind::Shm,
+        TransportChoice::Ucx => TransportKind::Ucx,
         _ => TransportKind::Tcp,
     }
+}
+
+/// The directory of the UCX that `tools/fetch-ucx` finds or fetches, once per process; or why there is none.
+fn ucx_directory() -> &'static Result<PathBuf, String> {
+    static PATH: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/fetch-ucx");
+        let found = Command::new(script).output().map_err(|e| e.to_string())?;
+        match found.status.success() {
+            true => Ok(Path::new(String::from_utf8_lossy(&found.stdout).trim()).join("lib")),
+            false => Err(String::from_utf8_lossy(&found.stderr).into_owned()),
+        }
+    })
+}
+
+/// Says so where it is not.
+pub(crate) fn ucx_is_here() -> bool {
+    if let Err(reason) = ucx_directory() {
+        println!("skipped, no UCX here: {reason}");
+    }
+    ucx_directory().is_ok()
+}
+
+/// UCX over TCP, unless its own variable says what else; without UCX, settings that find none.
+pub(crate) fn ucx() -> UcxSettings {
+    let tls = std::env::var_os("UCX_TLS").is_none().then(|| ("TLS".to_owned(), "tcp".to_owned()));
+    UcxSettings { directory: ucx_directory().clone().ok(), options: UcxOptions(tls.into_iter().collect()) }
 }
 
 /// The decode end with its pool and what it was told.
@@ -114,6 +152,7 @@ impl Decode {
             advertise: None,
             geometry: geometry.clone(),
             segment: pool.clone(),
+            ucx: ucx(),
             limits,
             verify: true,
         };
@@ -180,6 +219,7 @@ impl Prefill {
             geometry: geometry.clone(),
             segment: pool.clone(),
             transport,
+            ucx: ucx(),
             limits,
             convert: None,
             verify: true,
@@ -247,7 +287,10 @@ impl<F: FnMut(&mut Batch) + Send> Transport for Altered<F> {
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
         self.inner.poll(link)
     }
-    fn cancel(&mut self, link: &mut Link) {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
         self.inner.cancel(link)
     }
 }

@@ -161,6 +161,14 @@ pub enum TransferError {
     /// This end is shutting down.
     #[error("the transfer engine is shut down")]
     Closed,
+    /// UCX is missing, or refused something this worker needs.
+    #[error("UCX cannot {what}: {cause}")]
+    Ucx {
+        /// What was tried.
+        what: &'static str,
+        /// Its answer.
+        cause: String,
+    },
     /// The operating system refused something this worker needs.
     #[error("{what}: {cause}")]
     Os {
@@ -179,6 +187,10 @@ impl TransferError {
 
     pub(crate) fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Os { what, cause: cause.to_string() }
+    }
+
+    pub(crate) fn ucx(what: &'static str, cause: impl std::fmt::Display) -> Self {
+        TransferError::Ucx { what, cause: cause.to_string() }
     }
 
     pub(crate) fn argument(field: &'static str, problem: impl Into<String>) -> Self {
@@ -203,7 +215,7 @@ impl BatonError for TransferError {
             | PeerLost { .. }
             | Connect { .. }
             | Closed => ErrorKind::Unavailable,
-            Argument { .. } | Lent { .. } | Os { .. } => ErrorKind::Internal,
+            Argument { .. } | Lent { .. } | Ucx { .. } | Os { .. } => ErrorKind::Internal,
         }
     }
 }

@@ -13,7 +13,6 @@ use crate::codec::Malformed;
 use crate::descriptor::fingerprint_mismatch;
 use crate::error::TransferError;
 use crate::link::{Got, Link};
-use crate::options::TransportKind;
 use crate::wake::{Interest, Wake, wait};
 use crate::wire::{Frame, Hello};
 
@@ -29,6 +28,8 @@ pub(crate) struct Caller<'a> {
     pub me: WorkerId,
     pub you: WorkerId,
     pub fingerprint: u64,
+    /// Whether blocks go over UCX.
+    pub ucx: bool,
     /// Where `you` was looked for.
     pub address: &'a str,
 }
@@ -38,10 +39,10 @@ impl Caller<'_> {
     pub(crate) fn greet(&self, link: &mut Link, patience: &Patience) -> Result<Vec<u32>, TransferError> {
         link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
         compare(self.until(link, patience, take_hello)?, self.fingerprint)?;
-        if link.kind() == TransportKind::Shm {
+        if link.is_unix() {
             link.push_fd(own_process()?);
         }
-        link.push(&Frame::Identify { me: self.me, you: self.you });
+        link.push(&Frame::Identify { me: self.me, you: self.you, ucx: self.ucx });
         match self.until(link, patience, Link::next_frame)? {
             Frame::Welcome { blocks } => Ok(blocks),
             Frame::Reject { reason } => Err(self.cannot(reason)),
@@ -64,7 +65,9 @@ impl Caller<'_> {
 /// A peer that came in.
 pub(crate) struct Guest {
     pub worker: WorkerId,
-    /// Its process, over shared memory.
+    /// Whether its blocks go over UCX.
+    pub ucx: bool,
+    /// Its process, over a unix socket.
     pub process: Option<OwnedFd>,
 }
 
@@ -84,17 +87,18 @@ pub(crate) fn receive(
     let first = until(link, patience, Link::next_frame).map_err(ended)?;
     let worker = visitor(&first, me).map_err(|reason| turn_away(link, &reason))?;
     let process = link.take_fd();
-    if link.kind() == TransportKind::Shm && !process.as_ref().is_some_and(is_process) {
-        return Err(turn_away(link, "shared memory needs the caller's process descriptor"));
+    if link.is_unix() && !process.as_ref().is_some_and(is_process) {
+        return Err(turn_away(link, "a unix socket needs the caller's process descriptor"));
     }
-    Ok(Guest { worker, process })
+    let ucx = matches!(first, Frame::Identify { ucx: true, .. });
+    Ok(Guest { worker, ucx, process })
 }
 
 /// Who calls, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
 /// `me`.
 pub fn visitor(first: &Frame, me: WorkerId) -> Result<WorkerId, String> {
     match first {
-        Frame::Identify { me: worker, you } if *you == me => Ok(*worker),
+        Frame::Identify { me: worker, you, .. } if *you == me => Ok(*worker),
         Frame::Identify { you, .. } => Err(format!("{you} is not here any more, this is {me}")),
         _ => Err("the first frame must say who calls".into()),
     }
@@ -191,7 +195,7 @@ mod tests {
         });
         let wake = Wake::new().unwrap();
         let until = Instant::now() + Duration::from_secs(60);
-        let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, address: "here" };
+        let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, ucx: me == 7, address: "here" };
         let blocks = caller.greet(&mut link(a), &Patience { wake: &wake, until, stopped: &|| false });
         (blocks, decode.join().unwrap())
     }

@@ -2,7 +2,7 @@
 //!
 //! [`Receiver`] is the decode end: it lends blocks under an epoch and a lease, and says when they are verified or safe
 //! to reuse. [`Sender`] is the prefill end: it opens a [`Handoff`] to a reservation and writes layers as they are
-//! computed. Between them a session per pair of workers, over shared memory or TCP. Knows nothing of models, requests
+//! computed. Between them a session per pair of workers, over shared memory, TCP or UCX. Knows nothing of models, requests
 //! and the router; no async runtime, only its own threads and callbacks.
 
 pub mod bench;
@@ -28,6 +28,7 @@ pub mod state;
 mod tcp;
 mod threads;
 mod transport;
+mod ucx;
 mod wake;
 mod wire;
 
@@ -35,7 +36,7 @@ pub use convert::{Conversion, Converter};
 pub use error::TransferError;
 pub use gather::{Gather, Gathered};
 pub use heads::{HeadPart, HeadSlice, head_plan, heads_of_rank};
-pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind};
+pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions, UcxSettings};
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;
 pub use sender::{Handoff, OnDone, Sender, TransferStats};

@@ -18,7 +18,6 @@ use rustix::net::{
 };
 
 use crate::codec::Malformed;
-use crate::options::TransportKind;
 use crate::segment::Segment;
 use crate::wire::{self, Frame, FrameLimits, PREFIX};
 
@@ -91,12 +90,9 @@ impl Link {
         }
     }
 
-    /// What KV travels over on such a stream.
-    pub(crate) fn kind(&self) -> TransportKind {
-        match self.socket {
-            Socket::Tcp(_) => TransportKind::Tcp,
-            Socket::Unix(_) => TransportKind::Shm,
-        }
+    /// Whether it is a unix socket: the peer runs on this host, and descriptors can be handed over.
+    pub(crate) fn is_unix(&self) -> bool {
+        matches!(self.socket, Socket::Unix(_))
     }
 
     /// The descriptor that came last, if not yet taken.

@@ -1,6 +1,9 @@
 //! What the two ends are told when they start. Values come from the nodes' configuration; nothing is read from outside.
 
+use std::fmt;
 use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -54,6 +57,8 @@ pub enum TransportChoice {
     Shm,
     /// TCP.
     Tcp,
+    /// UCX; to a worker that cannot be reached by it, TCP.
+    Ucx,
 }
 
 /// What carried a handoff.
@@ -63,6 +68,8 @@ pub enum TransportKind {
     Shm,
     /// A TCP connection.
     Tcp,
+    /// Whatever UCX has found.
+    Ucx,
 }
 
 impl TransportKind {
@@ -71,7 +78,56 @@ impl TransportKind {
         match self {
             TransportKind::Shm => "shm",
             TransportKind::Tcp => "tcp",
+            TransportKind::Ucx => "ucx",
         }
+    }
+
+    /// What a session's stream implies, and what its caller asks for.
+    pub(crate) fn of(unix: bool, ucx: bool) -> TransportKind {
+        match (ucx, unix) {
+            (true, _) => TransportKind::Ucx,
+            (false, true) => TransportKind::Shm,
+            (false, false) => TransportKind::Tcp,
+        }
+    }
+
+    /// Whether the prefill worker writes into the decode worker's pool by itself, so that only it knows when it has
+    /// stopped (I3).
+    pub(crate) fn is_one_sided(self) -> bool {
+        self != TransportKind::Tcp
+    }
+}
+
+/// How UCX is found and set up, where it is used.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct UcxSettings {
+    /// Where libucp.so.0 is; default: where the dynamic linker looks.
+    pub directory: Option<PathBuf>,
+    /// They go before those in the environment, which UCX reads by itself.
+    pub options: UcxOptions,
+}
+
+/// Settings of UCX by its own names, with or without the prefix UCX_, and their values. As text: NAME=VALUE, separated
+/// by spaces.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct UcxOptions(pub Vec<(String, String)>);
+
+impl FromStr for UcxOptions {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<UcxOptions, String> {
+        let pair = |item: &str| match item.split_once('=') {
+            Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+            _ => Err(format!("{item:?} is not NAME=VALUE")),
+        };
+        text.split_whitespace().map(pair).collect::<Result<_, _>>().map(UcxOptions)
+    }
+}
+
+impl fmt::Display for UcxOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pairs: Vec<String> = self.0.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        f.write_str(&pairs.join(" "))
     }
 }
 
@@ -88,6 +144,8 @@ pub struct ReceiverOptions {
     pub geometry: PoolGeometry,
     /// The pool.
     pub segment: Arc<Segment>,
+    /// For peers that come over UCX.
+    pub ucx: UcxSettings,
     /// Bounds.
     pub limits: Limits,
     /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
@@ -105,6 +163,8 @@ pub struct SenderOptions {
     pub segment: Arc<Segment>,
     /// How to reach decode workers.
     pub transport: TransportChoice,
+    /// For [`TransportChoice::Ucx`].
+    pub ucx: UcxSettings,
     /// Bounds.
     pub limits: Limits,
     /// Writes KV in the type of decode pools that have another; None: both sides must have the same.
@@ -125,4 +185,20 @@ pub(crate) fn check_pool(geometry: &PoolGeometry, segment: &Segment) -> Result<(
         return Err(TransferError::argument("segment", problem));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ucx_options_are_pairs() {
+        let options: UcxOptions = " TLS=tcp,cma  UCX_NET_DEVICES=eth0 EMPTY= A=b=c".parse().unwrap();
+        let pairs = [("TLS", "tcp,cma"), ("UCX_NET_DEVICES", "eth0"), ("EMPTY", ""), ("A", "b=c")];
+        assert_eq!(options, UcxOptions(pairs.map(|(name, value)| (name.into(), value.into())).into()));
+        assert_eq!(options.to_string().parse(), Ok(options));
+        for bad in ["TLS", "=tcp", "TLS=tcp NET DEVICES=eth0"] {
+            assert!(bad.parse::<UcxOptions>().unwrap_err().contains("is not NAME=VALUE"), "{bad}");
+        }
+    }
 }

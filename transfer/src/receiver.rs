@@ -109,6 +109,8 @@ pub struct ReceiverStats {
     pub shm_bytes: u64,
     /// KV bytes verified that came over TCP.
     pub tcp_bytes: u64,
+    /// KV bytes verified over UCX.
+    pub ucx_bytes: u64,
     /// Reservations that are not over, now.
     pub reservations: usize,
     /// Connected prefill workers, now.
@@ -185,6 +187,12 @@ impl Receiver {
     /// Takes the reservation back, whatever its state: no new peer is let in, a peer that was is stopped.
     pub fn fence(&self, epoch: Epoch) -> FenceState {
         self.hub.with(|ledger| ledger.fence(epoch))
+    }
+
+    /// Opens UCX and registers the pool now, rather than when the first peer comes over it: where the library is missing
+    /// the error comes early, and a network card that pins a large pool keeps no peer waiting.
+    pub fn prepare_ucx(&self) -> Result<(), TransferError> {
+        self.hub.ucx().map(drop)
     }
 
     /// Counts for metrics.

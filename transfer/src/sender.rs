@@ -21,8 +21,9 @@ use baton_types::{BlockId, Epoch, WorkerId};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
 use crate::host::Host;
-use crate::options::{SenderOptions, TransportKind, check_pool};
+use crate::options::{SenderOptions, TransportChoice, TransportKind, check_pool};
 use crate::threads::{self, lock};
+use crate::ucx::Engine;
 use connect::{Config, Plan};
 pub use line::{Core, Done, Line, Op, Quiet};
 pub use outbound::{Effect, Outbound, Parties, Pools};
@@ -64,13 +65,19 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// Connects to nobody yet.
+    /// Connects to nobody yet. With [`TransportChoice::Ucx`] the library must be there.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
         check_pool(&options.geometry, &options.segment)?;
+        let ucx = match options.transport {
+            TransportChoice::Ucx => Some(Arc::new(Engine::open(&options.ucx, options.segment.clone())?)),
+            _ => None,
+        };
         let config = Config {
             options,
             host: Host::current(),
             shm_fails: AtomicBool::new(false),
+            ucx,
+            ucx_fails: Mutex::default(),
             #[cfg(test)]
             wrap: None,
         };
@@ -85,6 +92,11 @@ impl Sender {
             config.wrap = Some(wrap);
         }
         Ok(sender)
+    }
+
+    /// How decode workers are reached.
+    pub(crate) fn transport(&self) -> TransportChoice {
+        self.config.options.transport
     }
 
     /// Starts a handoff to the reservation that `target` describes, to be over by `deadline`. Does not wait for the

@@ -88,8 +88,9 @@ impl Transport for Shm {
         std::mem::take(&mut self.digests)
     }
 
-    fn cancel(&mut self, _: &mut Link) {
+    fn cancel(&mut self, _: &mut Link) -> Result<(), TransferError> {
         self.batch = None;
+        Ok(())
     }
 }
 

@@ -41,9 +41,10 @@ impl Transport for Tcp {
         Ok(if blocked { Progress::Blocked } else { Progress::Flushed })
     }
 
-    fn cancel(&mut self, link: &mut Link) {
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
         // The announced length must still be met; the peer applies zeros to blocks it will not verify, or drops them.
         link.forget_pool();
+        Ok(())
     }
 }
 

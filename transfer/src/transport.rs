@@ -3,6 +3,8 @@
 //! A session's thread submits one batch at a time and polls until it is flushed. Everything else (access, digests,
 //! completion, fencing) is the session's and the same for all. Implementations must pass the suite in `conformance`.
 
+use std::os::fd::BorrowedFd;
+
 use baton_types::{Epoch, digest_block};
 
 use crate::error::TransferError;
@@ -120,9 +122,8 @@ pub(crate) enum Progress {
     /// applied there.
     Flushed,
     /// More can be done right away.
-    #[allow(dead_code)] // Of transports that are driven by polling.
     Runnable,
-    /// The link must move first.
+    /// The link must move first, or [`Transport::fd`] become readable.
     Blocked,
 }
 
@@ -148,7 +149,13 @@ pub(crate) trait Transport: Send {
         Vec::new()
     }
 
+    /// What else than the link can move a blocked batch, ready to be waited for right after `poll` has answered so.
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
     /// Gives the batch up. From the return on the local pool is not read, and nothing is written to the peer's pool
-    /// that the peer does not apply itself, in order (I3).
-    fn cancel(&mut self, link: &mut Link);
+    /// that the peer does not apply itself, in order (I3). After an error something may still be: the session must end
+    /// without telling the peer that it has stopped.
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError>;
 }

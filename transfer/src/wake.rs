@@ -61,7 +61,7 @@ fn look(
         })
         .collect();
     polled.push(PollFd::from_borrowed_fd(wake.0.as_fd(), PollFlags::IN));
-    let timeout = timeout.map(|t| Timespec { tv_sec: t.as_secs() as _, tv_nsec: t.subsec_nanos() as _ });
+    let timeout = timeout.map(timespec);
     match rustix::event::poll(&mut polled, timeout.as_ref()) {
         Ok(0) => return Ok(None),
         Ok(_) => {}
@@ -93,6 +93,19 @@ pub(crate) fn wait_awake(
         std::thread::yield_now();
     }
     wait(wake, fds, timeout)
+}
+
+/// Waits until `fd` is readable, at most for so long.
+pub(crate) fn readable(fd: BorrowedFd<'_>, at_most: Duration) -> Result<(), TransferError> {
+    let timeout = timespec(at_most);
+    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timeout)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(TransferError::os("wait for a descriptor", error)),
+    }
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as _, tv_nsec: time.subsec_nanos() as _ }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 //!
 //! A session starts with one [`Hello`] from each side, compared before anything else is read; all that follows are
 //! frames: an 8-byte prefix (body length u32, kind u8, three zero bytes) and a body of little-endian fields. Over TCP a
-//! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over shared memory it says that
-//! they were copied. Pure functions without I/O: every
+//! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over shared memory and UCX it
+//! says that they were copied. Pure functions without I/O: every
 //! byte string yields a frame or an error that names the field.
 
 use baton_types::{BlockId, Epoch, WorkerId};
@@ -17,6 +17,8 @@ pub const PREFIX: usize = 8;
 pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
 /// Bytes of a text in a frame at most.
 const MAX_TEXT: usize = 1024;
+/// Bytes of an address or a key of UCX at most; with dozens of devices they have a few thousand.
+const MAX_OPAQUE: usize = 64 << 10;
 const MAGIC: [u8; 8] = *b"baton-kv";
 
 /// The first bytes of a session, in both directions.
@@ -67,17 +69,19 @@ pub enum Refusal {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[allow(missing_docs)]
 pub enum Frame {
-    /// Prefill: who calls, and whom it means to reach.
-    Identify { me: WorkerId, you: WorkerId },
+    /// Prefill: who calls, whom it means to reach, and whether blocks go over UCX instead of what the stream implies.
+    Identify { me: WorkerId, you: WorkerId, ucx: bool },
     /// Decode: come in. Over shared memory the pool's descriptor travels with it.
     Welcome { blocks: Vec<u32> },
     /// Decode: go away.
     Reject { reason: String },
     /// Prefill: asks for access under an epoch.
     Begin { epoch: Epoch, key: u64 },
+    /// Decode, before the first Granted, over UCX: where the pool is written to.
+    Access(Access),
     /// Decode: access granted to these blocks.
     Granted { epoch: Epoch, blocks: Vec<Vec<BlockId>> },
-    /// Prefill: one layer of some blocks follows (tcp) or was copied (shm).
+    /// Prefill: one layer of some blocks follows (tcp) or was copied (shm, ucx).
     Write(WriteHead),
     /// Prefill: all writes precede this frame.
     Complete { epoch: Epoch, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
@@ -93,6 +97,19 @@ pub enum Frame {
     Fence { epoch: Epoch },
 }
 
+/// Where a pool is written to over UCX. All but the sizes is opaque.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Access {
+    /// Address of the pool's first byte in the decode worker's process.
+    pub base: u64,
+    /// Bytes of the pool.
+    pub bytes: u64,
+    /// Where its UCX worker is reached.
+    pub worker: Vec<u8>,
+    /// The right to write to the pool.
+    pub key: Vec<u8>,
+}
+
 /// Which blocks a Write frame's payload holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WriteHead {
@@ -102,7 +119,7 @@ pub struct WriteHead {
     pub group: u16,
     /// Layer in the group.
     pub layer: u16,
-    /// Bytes that follow the frame; 0 over shared memory.
+    /// Bytes that follow the frame; 0 over shared memory and UCX.
     pub payload: u32,
     /// Positions in the reservation's list of the group.
     pub indexes: Vec<u32>,
@@ -120,6 +137,7 @@ const GRANTED: u8 = 19;
 const VERIFIED: u8 = 20;
 const FAILED: u8 = 21;
 const FENCE: u8 = 22;
+const ACCESS: u8 = 23;
 
 /// The largest body of each kind of frame.
 #[derive(Clone, Copy, Debug)]
@@ -140,10 +158,12 @@ impl FrameLimits {
 
     fn body(&self, kind: u8) -> Option<usize> {
         match kind {
-            IDENTIFY | BEGIN | ABORT | FENCE_ACK | VERIFIED | FENCE => Some(16),
+            IDENTIFY => Some(17),
+            BEGIN | ABORT | FENCE_ACK | VERIFIED | FENCE => Some(16),
             WRITE => Some(32 + 4 * MAX_WRITE_BLOCKS),
             WELCOME | REJECT | FAILED => Some(64 + MAX_TEXT),
             GRANTED => Some(self.list),
+            ACCESS => Some(32 + 2 * MAX_OPAQUE),
             COMPLETE => Some(self.complete),
             _ => None,
         }
@@ -169,10 +189,14 @@ pub fn parse_body(kind: u8, body: &[u8]) -> Result<Frame, Malformed> {
     let mut f = Fields::new(body);
     let epoch = |f: &mut Fields| f.u64("epoch").map(Epoch);
     let frame = match kind {
-        IDENTIFY => Frame::Identify { me: WorkerId(f.u64("me")?), you: WorkerId(f.u64("you")?) },
+        IDENTIFY => {
+            let (me, you) = (WorkerId(f.u64("me")?), WorkerId(f.u64("you")?));
+            Frame::Identify { me, you, ucx: parse_flag(&mut f, "ucx")? }
+        }
         WELCOME => Frame::Welcome { blocks: f.u32s("blocks")? },
         REJECT => Frame::Reject { reason: f.text("reason")? },
         BEGIN => Frame::Begin { epoch: epoch(&mut f)?, key: f.u64("key")? },
+        ACCESS => Frame::Access(parse_access(&mut f)?),
         GRANTED => Frame::Granted { epoch: epoch(&mut f)?, blocks: parse_blocks(&mut f)? },
         WRITE => Frame::Write(parse_write(&mut f)?),
         COMPLETE => Frame::Complete {
@@ -202,6 +226,22 @@ fn parse_groups<T>(
 
 fn parse_blocks(f: &mut Fields) -> Result<Vec<Vec<BlockId>>, Malformed> {
     parse_groups(f, |f| Ok(f.u32s("blocks")?.into_iter().map(BlockId).collect()))
+}
+
+fn parse_flag(f: &mut Fields, field: &'static str) -> Result<bool, Malformed> {
+    match f.u8(field)? {
+        flag @ 0..=1 => Ok(flag == 1),
+        other => Err(Malformed::new(field, format!("{other} is neither 0 nor 1"))),
+    }
+}
+
+fn parse_access(f: &mut Fields) -> Result<Access, Malformed> {
+    let opaque = |f: &mut Fields, field| match f.blob(field)? {
+        bytes if (1..=MAX_OPAQUE).contains(&bytes.len()) => Ok(bytes.to_vec()),
+        bytes => Err(Malformed::new(field, format!("{} bytes; it has 1 to {MAX_OPAQUE}", bytes.len()))),
+    };
+    let (base, bytes) = (f.u64("base")?, f.u64("bytes")?);
+    Ok(Access { base, bytes, worker: opaque(f, "worker")?, key: opaque(f, "key")? })
 }
 
 fn parse_write(f: &mut Fields) -> Result<WriteHead, Malformed> {
@@ -246,9 +286,10 @@ impl Frame {
 
     fn encode_body(&self, out: &mut Vec<u8>) -> u8 {
         match self {
-            Frame::Identify { me, you } => {
+            Frame::Identify { me, you, ucx } => {
                 out.put_u64(me.0);
                 out.put_u64(you.0);
+                out.put_u8(u8::from(*ucx));
                 IDENTIFY
             }
             Frame::Welcome { blocks } => {
@@ -263,6 +304,13 @@ impl Frame {
                 out.put_u64(epoch.0);
                 out.put_u64(*key);
                 BEGIN
+            }
+            Frame::Access(Access { base, bytes, worker, key }) => {
+                out.put_u64(*base);
+                out.put_u64(*bytes);
+                out.put_blob(worker);
+                out.put_blob(key);
+                ACCESS
             }
             Frame::Granted { epoch, blocks } => {
                 out.put_u64(epoch.0);

@@ -1,9 +1,11 @@
 //! `baton bench transfer`: how fast KV moves between two processes of this machine, beside memcpy and a plain TCP stream.
 
+use std::path::PathBuf;
 use std::process;
 
 use anyhow::Context;
 use baton_transfer::bench::{self, BenchOptions};
+use baton_transfer::{UcxOptions, UcxSettings};
 use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
@@ -41,6 +43,27 @@ pub fn command() -> Command {
                 .action(ArgAction::SetTrue)
                 .help("Also measure handoffs whose bytes nobody checks; workers always check"),
         )
+        .arg(
+            Arg::new("transport")
+                .long("transport")
+                .value_parser(["ucx"])
+                .help("Also measure handoffs over this, beside shared memory and TCP"),
+        )
+        .arg(
+            Arg::new("ucx-library")
+                .long("ucx-library")
+                .value_name("DIR")
+                .value_parser(value_parser!(PathBuf))
+                .help("Directory of UCX's libucp.so.0; default: where the system looks for libraries"),
+        )
+        .arg(
+            Arg::new("ucx-options")
+                .long("ucx-options")
+                .value_name("NAME=VALUE …")
+                .default_value("")
+                .value_parser(value_parser!(UcxOptions))
+                .help("Settings of UCX by its own names, separated by spaces"),
+        )
 }
 
 /// The receiving process, started by [`run`].
@@ -58,7 +81,11 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let blocks = layout.blocks_for(number("tokens") as usize) as u32;
     let geometry = PoolGeometry::uniform(layout, blocks);
-    let options = BenchOptions { geometry, rounds: number("rounds"), unverified: matches.get_flag("no-verify") };
+    let ucx = matches.get_one::<String>("transport").map(|_| UcxSettings {
+        directory: matches.get_one::<PathBuf>("ucx-library").cloned(),
+        options: matches.get_one::<UcxOptions>("ucx-options").cloned().unwrap_or_default(),
+    });
+    let options = BenchOptions { geometry, rounds: number("rounds"), unverified: matches.get_flag("no-verify"), ucx };
     let mut peer = process::Command::new(std::env::current_exe()?);
     peer.args(["bench", SERVE]);
     let report = bench::run(&options, peer)?;

@@ -1,11 +1,12 @@
 //! Settings of a worker; both roles have the same.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_engine::{Eviction, Order};
-use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
-use baton_transfer::TransportChoice;
+use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
+use baton_transfer::{TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
 baton_runtime::config_enum! {
@@ -92,6 +93,8 @@ baton_runtime::config_enum! {
         Shm = "shm",
         /// TCP.
         Tcp = "tcp",
+        /// UCX; TCP to a worker that cannot be reached by it.
+        Ucx = "ucx",
     }
 }
 
@@ -102,6 +105,7 @@ impl TransportKind {
             TransportKind::Auto => TransportChoice::Auto,
             TransportKind::Shm => TransportChoice::Shm,
             TransportKind::Tcp => TransportChoice::Tcp,
+            TransportKind::Ucx => TransportChoice::Ucx,
         }
     }
 }
@@ -123,8 +127,14 @@ baton_runtime::config! {
         registry: String = "http://127.0.0.1:8001".to_owned(),
         /// How long the cluster keeps this worker in its view when it is not heard.
         registry_ttl: Duration = Duration::from_secs(5),
-        /// How KV travels to decode workers (prefill workers): auto, shm or tcp.
+        /// How KV travels to decode workers (prefill workers): auto, shm, tcp or ucx. A decode worker takes all of them; with
+        /// ucx it opens UCX when it starts, not for the first prefill worker that comes over it.
         transport: TransportKind = TransportKind::Auto,
+        /// Directory of UCX's libucp.so.0; default: where the system looks for libraries.
+        ucx_library: Option<PathBuf> = None,
+        /// Settings of UCX by its own names, separated by spaces, as TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. What is not
+        /// here, UCX takes from its own UCX_* variables and files.
+        ucx_options: Parsed<UcxOptions> = Parsed::default(),
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
         /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All workers of a cluster need the same.
@@ -153,5 +163,12 @@ baton_runtime::config! {
         eviction: EvictionKind = EvictionKind::Lru,
         /// Compute threads; default: one per core.
         threads: Option<usize> = None,
+    }
+}
+
+impl WorkerConfig {
+    /// How UCX is found and set up, in the transfer engine's words.
+    pub fn ucx(&self) -> UcxSettings {
+        UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }
     }
 }

@@ -1,10 +1,13 @@
 //! The benchmark's child: reserves all its blocks again and again, and swallows a plain stream.
 //!
-//! First line in: layout in hex, then blocks per group. First line out: the plain stream's port. Then for each line in,
+//! First line in: layout in hex, blocks per group, UCX's directory and settings in hex. First line out: the plain stream's port. Then for each line in,
 //! which says whether to check what comes, a target out. Ends with its input.
 
+use std::ffi::OsString;
 use std::io::{BufRead, Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -13,7 +16,7 @@ use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 use super::{MARK, PLAIN_CHUNK, VERIFIED, hex};
 use crate::descriptor::parse_layout;
 use crate::error::TransferError;
-use crate::options::{Limits, ReceiverOptions};
+use crate::options::{Limits, ReceiverOptions, UcxSettings};
 use crate::receiver::{Receiver, ReceiverEvent, Wanted};
 use crate::segment::Segment;
 use crate::{tcp, threads};
@@ -21,7 +24,7 @@ use crate::{tcp, threads};
 /// The receiving half of [`super::run`], over this process's standard input and output.
 pub fn serve() -> Result<(), TransferError> {
     let mut lines = std::io::stdin().lock().lines();
-    let geometry = parse_geometry(&lines.next().and_then(Result::ok).unwrap_or_default())?;
+    let (geometry, ucx) = parse_first(&lines.next().and_then(Result::ok).unwrap_or_default())?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| TransferError::os("listen", e))?;
     let port = listener.local_addr().map_err(|e| TransferError::os("listen", e))?.port();
     let bytes = geometry.bytes();
@@ -42,6 +45,7 @@ pub fn serve() -> Result<(), TransferError> {
             advertise: None,
             geometry: geometry.clone(),
             segment: segment.clone(),
+            ucx: ucx.clone(),
             limits: Limits::default(),
             verify,
         };
@@ -70,13 +74,19 @@ fn say(line: &str) -> Result<(), TransferError> {
     writeln!(out, "{MARK}{line}").and_then(|()| out.flush()).map_err(|e| TransferError::os("answer the benchmark", e))
 }
 
-fn parse_geometry(line: &str) -> Result<PoolGeometry, TransferError> {
+fn parse_first(line: &str) -> Result<(PoolGeometry, UcxSettings), TransferError> {
     let bad =
         || TransferError::argument("standard input", "its first line is no geometry; this half is started by run");
-    let (layout, counts) = line.split_once(' ').ok_or_else(bad)?;
+    let &[layout, counts, directory, settings] = &*line.split(' ').collect::<Vec<_>>() else {
+        return Err(bad());
+    };
+    let directory = hex::decode(directory).ok_or_else(bad)?;
+    let directory = (!directory.is_empty()).then(|| PathBuf::from(OsString::from_vec(directory)));
+    let settings = hex::decode(settings).and_then(|text| String::from_utf8(text).ok()).ok_or_else(bad)?;
+    let options = settings.parse().map_err(|_| bad())?;
     let layout = hex::decode(layout).and_then(|bytes| parse_layout(&bytes).ok()).ok_or_else(bad)?;
     let blocks = counts.split(',').map(|n| n.parse().map_err(|_| bad())).collect::<Result<_, _>>()?;
-    Ok(PoolGeometry { layout, blocks })
+    Ok((PoolGeometry { layout, blocks }, UcxSettings { directory, options }))
 }
 
 /// Reads `bytes` at a time and answers each with one byte.

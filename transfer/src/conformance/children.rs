@@ -2,7 +2,7 @@
 //! input and output.
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 
 use rustix::process::{Pid, Signal, WaitOptions};
 
@@ -83,6 +83,7 @@ fn child() {
         "decode" => decode(),
         "prefill shm" => prefill(TransportChoice::Shm),
         "prefill tcp" => prefill(TransportChoice::Tcp),
+        "prefill ucx" => prefill(TransportChoice::Ucx),
         "leaks" => leaks(),
         "bench" => crate::bench::serve().unwrap(),
         other => panic!("no role {other}"),

@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::net::TcpStream;
+use std::os::fd::BorrowedFd;
 
 use super::*;
 use crate::FenceState;
@@ -13,6 +14,8 @@ for_each_transport![
     a_lost_write_is_caught,
     a_write_outside_the_reservation_is_refused,
     a_write_under_a_wrong_index_is_refused,
+    a_copy_to_the_wrong_block_is_caught,
+    a_bit_flipped_in_the_target_is_caught,
     an_abort_gives_the_blocks_back,
     after_a_fence_not_a_byte_changes,
     a_handoff_without_end_misses_its_deadline,
@@ -100,14 +103,16 @@ fn a_write_under_a_wrong_index_is_refused(choice: TransportChoice) {
     let error = prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
     assert!(error.to_string().contains("written twice"), "{error}");
     assert!(decode.expect_failed(1).to_string().contains("written twice"));
-    // I3: over shared memory only after the sender's word; it may be copying the next layer.
+    // I3: where the sender writes by itself, only after its word; it may be copying the next layer.
     decode.expect_fenced(1);
     assert_eq!(decode.receiver.stats().reservations, 0);
 }
 
-/// Only shared memory lets a sender choose where it writes.
-#[test]
-fn a_copy_to_the_wrong_block_is_caught() {
+fn a_copy_to_the_wrong_block_is_caught(choice: TransportChoice) {
+    if !kind(choice).is_one_sided() {
+        // The receiver applies writes itself: the sender has no say in where they go.
+        return;
+    }
     let stray = |inner| {
         let alter = |batch: &mut Batch| {
             if batch.layer == 7 {
@@ -119,7 +124,7 @@ fn a_copy_to_the_wrong_block_is_caught() {
         Altered { inner, alter }
     };
     let decode = Decode::new(large(), 1);
-    let prefill = Prefill::faulty(large(), 2, TransportChoice::Shm, wrapped(stray));
+    let prefill = Prefill::faulty(large(), 2, choice, wrapped(stray));
     prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
     let error = decode.expect_failed(1);
     assert!(matches!(error, TransferError::Verify { index: 0, .. }), "{error}");
@@ -158,18 +163,24 @@ impl Transport for Flipping {
     fn take_digests(&mut self) -> Vec<(u32, u64)> {
         self.inner.take_digests()
     }
-    fn cancel(&mut self, link: &mut Link) {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
         self.inner.cancel(link)
     }
 }
 
-/// What the copy digests is what it read, not what lies in the target.
-#[test]
-fn a_bit_flipped_in_the_target_is_caught() {
+/// What the sender digests is what it read, not what lies in the target.
+fn a_bit_flipped_in_the_target_is_caught(choice: TransportChoice) {
+    if !kind(choice).is_one_sided() {
+        // What has left is not yet in the target.
+        return;
+    }
     let decode = Decode::new(large(), 1);
     let target = decode.pool.clone();
     let flip = wrapped(move |inner| Flipping { inner, target: target.clone(), batches: 0, at: 0 });
-    let prefill = Prefill::faulty(large(), 2, TransportChoice::Shm, flip);
+    let prefill = Prefill::faulty(large(), 2, choice, flip);
     prefill.send(&decode.reserve(1, &first(4)), 8).wait().unwrap_err();
     let error = decode.expect_failed(1);
     assert!(matches!(error, TransferError::Verify { index: 3, block: BlockId(3), .. }), "{error}");
@@ -218,7 +229,7 @@ fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
     }
     let now: Vec<_> = (0..48).map(|id| block(&decode.pool, &decode.geometry, 0, BlockId(id))).collect();
     go.send(()).unwrap();
-    let fenced = if choice == TransportChoice::Shm {
+    let fenced = if kind(choice).is_one_sided() {
         decode.expect_fenced(1);
         (0..48).map(|id| block(&decode.pool, &decode.geometry, 0, BlockId(id))).collect()
     } else {
@@ -270,7 +281,10 @@ impl Transport for Crashing {
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
         self.inner.poll(link)
     }
-    fn cancel(&mut self, link: &mut Link) {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
         self.inner.cancel(link)
     }
 }
@@ -289,7 +303,7 @@ fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
     let prefill = Prefill::faulty(large(), 2, choice, crash);
     let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
     assert!(matches!(decode.expect_failed(1), TransferError::PeerLost { .. }));
-    if choice == TransportChoice::Shm {
+    if kind(choice).is_one_sided() {
         // I3: the connection is gone, but the mapping is not.
         assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
     }
@@ -320,7 +334,10 @@ impl Transport for Babbling {
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
         self.inner.poll(link)
     }
-    fn cancel(&mut self, link: &mut Link) {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
         self.inner.cancel(link)
     }
 }
@@ -361,7 +378,7 @@ fn call(decode: &Decode) -> TcpStream {
     let mut stream = TcpStream::connect(decode.receiver.local_addr()).unwrap();
     let fingerprint = decode.geometry.layout.fingerprint();
     stream.write_all(&Hello { fingerprint }.encode()).unwrap();
-    stream.write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1) }.encode()).unwrap();
+    stream.write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1), ucx: false }.encode()).unwrap();
     stream
 }
 

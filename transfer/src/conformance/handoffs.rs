@@ -270,6 +270,7 @@ fn options_that_cannot_work_are_named() {
             advertise: None,
             geometry: small(),
             segment: pool(&small(), 1),
+            ucx: UcxSettings::default(),
             limits: Limits::default(),
             verify: true,
         };

@@ -88,11 +88,20 @@ fn a_stopped_decode_worker_completes_nothing(choice: TransportChoice) {
     assert!(matches!(error, TransferError::Deadline { .. }), "sent is not complete: {error}");
     child.thaw();
     // Its completion had been sent before the deadline, or its abort arrived; either way it goes on serving.
+    // Over UCX what was put cannot be taken back, so the session ends and the receiver cuts it off.
     let first = child.hear();
-    assert!(first == "verified" || first.contains("aborted"), "{first}");
+    let lost = choice == TransportChoice::Ucx && first.contains("lost w2");
+    assert!(first == "verified" || first.contains("aborted") || lost, "{first}");
     child.say("1");
     let target = hex::decode(&child.hear()).unwrap();
-    prefill.send(&target, 0).wait().unwrap();
+    if lost {
+        // The next session's first batch is held too.
+        go.send(()).unwrap();
+    }
+    // A handoff begun while the session is ending ends with it.
+    while let Err(error) = prefill.send(&target, 0).wait() {
+        assert!(lost && matches!(error, TransferError::PeerLost { .. }), "{error}");
+    }
     assert_eq!(child.hear(), "verified");
 }
 

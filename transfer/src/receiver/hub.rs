@@ -16,6 +16,7 @@ use crate::error::TransferError;
 use crate::heads::HeadSlice;
 use crate::options::ReceiverOptions;
 use crate::threads::lock;
+use crate::ucx::Engine;
 use crate::wake::Wake;
 
 /// How other threads reach a session's.
@@ -64,6 +65,8 @@ pub(crate) struct Hub {
     books: Mutex<Books>,
     sessions: Mutex<HashMap<SessionId, Member>>,
     stopped: AtomicBool,
+    /// The pool as UCX knows it, once a peer has come over UCX.
+    ucx: Mutex<Option<Arc<Engine>>>,
     /// Wakes the thread that accepts peers and watches leases.
     pub wake: Wake,
 }
@@ -77,8 +80,19 @@ impl Hub {
             on_event,
             sessions: Mutex::default(),
             stopped: AtomicBool::new(false),
+            ucx: Mutex::default(),
             wake: Wake::new()?,
         })
+    }
+
+    /// The pool, registered with UCX at the first call that succeeds: it may pin every page of it.
+    pub(crate) fn ucx(&self) -> Result<Arc<Engine>, TransferError> {
+        let mut ucx = lock(&self.ucx);
+        if let Some(engine) = &*ucx {
+            return Ok(engine.clone());
+        }
+        let engine = Arc::new(Engine::open(&self.options.ucx, self.options.segment.clone())?);
+        Ok(ucx.insert(engine).clone())
     }
 
     /// Ends every thread soon.

@@ -44,7 +44,7 @@ pub struct Inbound {
 
 impl Inbound {
     /// A session with nothing under way. `kind` says who writes to the pool of this `geometry`: this end (TCP) or the
-    /// peer itself (shm).
+    /// peer itself (shm, UCX).
     pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry) -> Inbound {
         let (incoming, answers) = (BTreeMap::new(), VecDeque::new());
         Inbound { id, peer, kind, geometry, verify: true, incoming, landing: None, answers }
@@ -114,7 +114,7 @@ impl Inbound {
     pub fn fence(&mut self, epoch: Epoch, ledger: &mut Ledger) {
         self.forget(epoch);
         self.answers.push_back(Frame::Fence { epoch });
-        if self.kind == TransportKind::Tcp {
+        if !self.kind.is_one_sided() {
             self.stopped(epoch, ledger);
         }
     }
@@ -201,9 +201,9 @@ impl Inbound {
         }
         let bad = |problem| Some(Refusal::BadWrite(problem));
         let ranges = incoming.accept(&self.geometry, head).map_err(bad)?;
-        let expected = match self.kind {
-            TransportKind::Tcp => ranges.iter().map(|r| r.1).sum(),
-            TransportKind::Shm => 0,
+        let expected = match self.kind.is_one_sided() {
+            false => ranges.iter().map(|r| r.1).sum(),
+            true => 0,
         };
         if head.payload as usize != expected {
             return Err(bad(format!("{} bytes instead of {expected}", head.payload)));
@@ -238,9 +238,9 @@ impl Inbound {
     fn fail(&mut self, epoch: Epoch, refusal: Refusal, ledger: &mut Ledger) {
         self.incoming.remove(&epoch);
         let error = self.error_of(epoch, &refusal);
-        let input = match (&refusal, self.kind) {
+        let input = match (&refusal, self.kind.is_one_sided()) {
             // I3: a peer that errs in the middle may go on copying until it says that it has stopped.
-            (Refusal::BadWrite(_), TransportKind::Shm) => Input::Lost,
+            (Refusal::BadWrite(_), true) => Input::Lost,
             _ => Input::Refute,
         };
         ledger.step_as(self.id, epoch, input, || error);

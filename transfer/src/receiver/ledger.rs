@@ -104,6 +104,7 @@ impl Ledger {
             *match transport {
                 TransportKind::Shm => &mut self.stats.shm_bytes,
                 TransportKind::Tcp => &mut self.stats.tcp_bytes,
+                TransportKind::Ucx => &mut self.stats.ucx_bytes,
             } += bytes;
         }
         announced

@@ -17,21 +17,24 @@ use crate::error::TransferError;
 use crate::handshake::{self, Patience};
 use crate::link::{Got, Link, Socket};
 use crate::options::TransportKind;
+use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::{Frame, FrameLimits};
+use crate::wire::{Access, Frame, FrameLimits};
 
 /// Answers queued for a peer that does not read them; beyond it nothing more is read from it.
 const MAX_ANSWERS: usize = 256;
+/// Steps of UCX's progress before frames get their turn.
+const PUTS_A_TURN: usize = 64;
 
 /// Runs a session until either side ends it.
 pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
     let limits = FrameLimits::new(&hub.options.limits, hub.options.geometry.layout.groups.len());
     let mut link = Link::new(socket, hub.options.segment.clone(), limits);
     match welcome(&hub, id, &mail, &mut link) {
-        Ok((peer, process)) => {
-            let inbound = Inbound::new(id, peer, link.kind(), hub.options.geometry.clone());
+        Ok(Welcomed { peer, kind, ucx, process }) => {
+            let inbound = Inbound::new(id, peer, kind, hub.options.geometry.clone());
             let inbound = if hub.options.verify { inbound } else { inbound.unverified() };
-            let mut session = Session { hub: hub.clone(), mail, link, inbound, pool_given: false };
+            let mut session = Session { hub: hub.clone(), mail, link, kind, ucx, inbound, pool_given: false };
             let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
                 .unwrap_or_else(|_| TransferError::os("serve a prefill worker", "the session's thread panicked"));
             tracing::debug!(%peer, reason = %end, "session over");
@@ -43,28 +46,37 @@ pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket)
     hub.dismiss(id);
 }
 
-fn welcome(
-    hub: &Hub,
-    id: SessionId,
-    mail: &Mail,
-    link: &mut Link,
-) -> Result<(WorkerId, Option<OwnedFd>), TransferError> {
+struct Welcomed {
+    peer: WorkerId,
+    kind: TransportKind,
+    ucx: Option<Worker>,
+    process: Option<OwnedFd>,
+}
+
+fn welcome(hub: &Hub, id: SessionId, mail: &Mail, link: &mut Link) -> Result<Welcomed, TransferError> {
     let patience =
         Patience { wake: &mail.wake, until: Instant::now() + hub.options.limits.handshake, stopped: &|| hub.stopped() };
     let geometry = &hub.options.geometry;
     let guest = handshake::receive(link, hub.options.worker, geometry.layout.fingerprint(), &patience)?;
+    let made = guest.ucx.then(|| hub.ucx().and_then(|engine| Worker::new(&engine))).transpose();
+    let ucx = made.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
+    let kind = TransportKind::of(link.is_unix(), guest.ucx);
     hub.introduce(id, guest.worker);
     link.push(&Frame::Welcome { blocks: geometry.blocks.clone() });
-    tracing::debug!(peer = %guest.worker, transport = link.kind().as_str(), "session begun");
-    Ok((guest.worker, guest.process))
+    tracing::debug!(peer = %guest.worker, transport = kind.as_str(), "session begun");
+    Ok(Welcomed { peer: guest.worker, kind, ucx, process: guest.process })
 }
 
 struct Session {
     hub: Arc<Hub>,
     mail: Arc<Mail>,
     link: Link,
+    /// What blocks travel over.
+    kind: TransportKind,
+    /// Applies what the peer puts, over UCX.
+    ucx: Option<Worker>,
     inbound: Inbound,
-    /// Whether the pool's descriptor was handed out.
+    /// Whether the pool's descriptor, or its key, was handed out.
     pool_given: bool,
 }
 
@@ -93,7 +105,15 @@ impl Session {
             (false, false) => Interest::Read,
         };
         let wait = if self.inbound.is_busy() { wait_awake } else { wait };
-        wait(&self.mail.wake, &[(self.link.as_fd(), interest)], None)?;
+        let mut fds = vec![(self.link.as_fd(), interest)];
+        if let Some(worker) = &self.ucx {
+            // What arrives there moves by nobody else's doing.
+            if (0..PUTS_A_TURN).all(|_| worker.progress()) || !worker.arm()? {
+                return Ok(());
+            }
+            fds.push((worker.fd(), Interest::Read));
+        }
+        wait(&self.mail.wake, &fds, None)?;
         Ok(())
     }
 
@@ -163,9 +183,8 @@ impl Session {
         let done = self.hub.with(|ledger| act(inbound, ledger));
         while let Some(answer) = self.inbound.next_answer() {
             // The pool goes to whoever was let in, once.
-            if matches!(answer, Frame::Granted { .. }) && self.link.kind() == TransportKind::Shm && !self.pool_given {
-                let fd = self.hub.options.segment.fd().try_clone_to_owned();
-                self.link.push_fd(fd.map_err(|e| TransferError::os("duplicate the pool's descriptor", e))?);
+            if matches!(answer, Frame::Granted { .. }) && self.kind.is_one_sided() && !self.pool_given {
+                self.give_pool()?;
                 self.pool_given = true;
             }
             self.link.push(&answer);
@@ -173,15 +192,29 @@ impl Session {
         Ok(done)
     }
 
-    /// Fails what is still under way. Its blocks are free once the peer provably cannot write: over TCP at once, over
-    /// shared memory when its process is gone or has come back with a new session.
+    fn give_pool(&mut self) -> Result<(), TransferError> {
+        let pool = &self.hub.options.segment;
+        if let Some(worker) = &self.ucx {
+            let (base, bytes) = (pool.as_ptr() as u64, pool.len() as u64);
+            let (worker, key) = (worker.address()?, self.hub.ucx()?.pack_key()?);
+            self.link.push(&Frame::Access(Access { base, bytes, worker, key }));
+            return Ok(());
+        }
+        let fd = pool.fd().try_clone_to_owned();
+        self.link.push_fd(fd.map_err(|e| TransferError::os("duplicate the pool's descriptor", e))?);
+        Ok(())
+    }
+
+    /// Fails what is still under way. Its blocks are free once the peer provably cannot write: over TCP at once, on one
+    /// host when its process is gone or has come back with a new session. Over UCX this end's worker goes first, and
+    /// with it all that applies what the peer put; from another host nothing else can write.
     fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
-        let Session { hub, mail, link, mut inbound, pool_given } = self;
+        let Session { hub, mail, link, ucx, mut inbound, pool_given, .. } = self;
         if hub.stopped() {
             return;
         }
         hub.with(|ledger| inbound.lost(ledger, &end));
-        drop(link);
+        drop((link, ucx));
         if let Some(process) = process.filter(|_| pool_given) {
             let over = || hub.stopped() || mail.superseded() || !hub.with(|ledger| inbound.holds_any(ledger));
             while !over() {

@@ -1,8 +1,9 @@
-//! How the prefill end reaches a decode worker: shared memory when both are on one host, else TCP.
+//! How the prefill end reaches a decode worker: shared memory when both are on one host, else TCP; UCX where asked for.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use baton_types::{PoolGeometry, WorkerId};
 
@@ -12,9 +13,11 @@ use crate::error::TransferError;
 use crate::handshake::{Caller, Patience};
 use crate::host::Host;
 use crate::link::{Link, Socket};
-use crate::options::{SenderOptions, TransportChoice};
+use crate::options::{SenderOptions, TransportChoice, TransportKind};
 use crate::segment::Segment;
+use crate::threads::lock;
 use crate::transport::Transport;
+use crate::ucx::Engine;
 use crate::wire::FrameLimits;
 use crate::{shm, tcp};
 
@@ -22,12 +25,19 @@ use crate::{shm, tcp};
 #[cfg(test)]
 pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
+/// How long a worker that UCX has failed to reach is written to over TCP.
+const UCX_PAUSE: Duration = Duration::from_secs(60);
+
 /// What all sessions of a sender share.
 pub(crate) struct Config {
     pub options: SenderOptions,
     pub host: Host,
     /// Set once mapping a peer's pool has failed here.
     pub shm_fails: AtomicBool,
+    /// The pool as UCX knows it; with [`TransportChoice::Ucx`] only.
+    pub ucx: Option<Arc<Engine>>,
+    /// Workers that UCX has failed to reach or lost, and when.
+    pub ucx_fails: Mutex<HashMap<WorkerId, Instant>>,
     #[cfg(test)]
     pub wrap: Option<Wrap>,
 }
@@ -41,6 +51,8 @@ pub(crate) struct Plan {
 /// A session after its handshake.
 pub(crate) struct Connected {
     pub link: Link,
+    /// What blocks travel over.
+    pub kind: TransportKind,
     /// Shape of the peer's pool.
     pub remote: PoolGeometry,
 }
@@ -61,6 +73,22 @@ impl Plan {
     /// Sessions opened from now on use TCP if they may choose.
     pub(crate) fn avoid_shm(&self) {
         self.config.shm_fails.store(true, Ordering::Relaxed);
+    }
+
+    /// A transport has failed in the middle. Where there is another one, sessions to this worker opened in the next minute
+    /// use that.
+    pub(crate) fn lost_over(&self, kind: TransportKind) {
+        if kind == TransportKind::Ucx {
+            let now = Instant::now();
+            let mut fails = lock(&self.config.ucx_fails);
+            fails.retain(|_, since| now < *since + UCX_PAUSE);
+            fails.insert(self.peer(), now);
+        }
+    }
+
+    fn ucx_fails(&self) -> bool {
+        let since = lock(&self.config.ucx_fails).get(&self.peer()).copied();
+        since.is_some_and(|since| Instant::now() < since + UCX_PAUSE)
     }
 
     #[cfg(test)]
@@ -89,7 +117,27 @@ impl Plan {
                 other => return other,
             }
         }
-        self.connect_tcp(queue, until)
+        if choice == TransportChoice::Ucx && !self.ucx_fails() {
+            match self.connect_ucx(queue, near, until) {
+                Err(error) if may_fall_back(&error) => {
+                    tracing::warn!(peer = %self.peer(), %error, "no session for UCX; using TCP");
+                    self.lost_over(TransportKind::Ucx);
+                }
+                other => return other,
+            }
+        }
+        self.connect_tcp(queue, false, until)
+    }
+
+    /// Over the unix socket if there is one, so that the peer can tell when this process has ended.
+    fn connect_ucx(&self, queue: &Queue, near: bool, until: Instant) -> Result<Connected, TransferError> {
+        if near {
+            match self.connect_unix(queue, true, until) {
+                Err(error) if may_fall_back(&error) => tracing::debug!(%error, "no unix socket for UCX's frames"),
+                other => return other,
+            }
+        }
+        self.connect_tcp(queue, true, until)
     }
 
     fn shm_fails(&self) -> bool {
@@ -97,35 +145,44 @@ impl Plan {
     }
 
     fn connect_shm(&self, queue: &Queue, near: bool, until: Instant) -> Result<Connected, TransferError> {
-        let address = format!("@{}", String::from_utf8_lossy(&self.target.unix));
-        let caller = self.caller(&address);
         if !near {
-            return Err(caller.cannot("it runs on another host or network; choose transport auto or tcp"));
+            let cause = "it runs on another host or network; choose transport auto or tcp";
+            return Err(self.caller(&self.unix_address(), false).cannot(cause));
         }
+        self.connect_unix(queue, false, until)
+    }
+
+    fn unix_address(&self) -> String {
+        format!("@{}", String::from_utf8_lossy(&self.target.unix))
+    }
+
+    fn connect_unix(&self, queue: &Queue, ucx: bool, until: Instant) -> Result<Connected, TransferError> {
+        let address = self.unix_address();
+        let caller = self.caller(&address, ucx);
         let stream = shm::connect(&self.target.unix).map_err(|e| caller.cannot(e))?;
         self.greet(queue, &caller, Socket::Unix(stream), until)
     }
 
-    fn connect_tcp(&self, queue: &Queue, until: Instant) -> Result<Connected, TransferError> {
+    fn connect_tcp(&self, queue: &Queue, ucx: bool, until: Instant) -> Result<Connected, TransferError> {
         let (host, port) = (&self.target.address, self.target.port);
         let address = format!("{host}:{port}");
-        let caller = self.caller(&address);
+        let caller = self.caller(&address, ucx);
         let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
         self.greet(queue, &caller, Socket::Tcp(stream.map_err(|e| caller.cannot(e))?), until)
     }
 
-    /// After a session over shared memory has ended without the peer's leave: tells the peer, by another session that ends
-    /// at once, that its pool is not mapped here any more. Otherwise it would keep the blocks aside until this process
+    /// After a session over a unix socket has ended without the peer's leave: tells the peer, by another session that ends
+    /// at once, that its pool is not written to from here any more. Otherwise it would keep the blocks aside until this process
     /// ends or has something new for it (I3).
     pub(crate) fn excuse(&self, queue: &Queue) -> Result<(), TransferError> {
         let until = Instant::now() + self.config.options.limits.handshake;
-        self.connect_shm(queue, true, until).map(drop)
+        self.connect_unix(queue, false, until).map(drop)
     }
 
-    fn caller<'a>(&self, address: &'a str) -> Caller<'a> {
+    fn caller<'a>(&self, address: &'a str, ucx: bool) -> Caller<'a> {
         // Whatever this side's own pool looks like: what is written is of the target's layout.
         let fingerprint = self.target.layout.fingerprint();
-        Caller { me: self.me(), you: self.peer(), fingerprint, address }
+        Caller { me: self.me(), you: self.peer(), fingerprint, ucx, address }
     }
 
     fn greet(
@@ -147,8 +204,9 @@ impl Plan {
         if !is_addressable(&remote) {
             return Err(caller.cannot(format!("no pool can have {:?} blocks", remote.blocks)));
         }
-        tracing::debug!(peer = %caller.you, transport = link.kind().as_str(), "transfer session begun");
-        Ok(Connected { link, remote })
+        let kind = TransportKind::of(link.is_unix(), caller.ucx);
+        tracing::debug!(peer = %caller.you, transport = kind.as_str(), "transfer session begun");
+        Ok(Connected { link, kind, remote })
     }
 }
 

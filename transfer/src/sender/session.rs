@@ -19,8 +19,9 @@ use crate::options::TransportKind;
 use crate::shm::Shm;
 use crate::tcp::Tcp;
 use crate::transport::{Progress, Transport};
+use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::Frame;
+use crate::wire::{Access, Frame};
 
 /// Batches between two looks at the socket: a look takes about a tenth of a batch's time.
 const BATCHES: usize = 4;
@@ -37,7 +38,7 @@ pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
         Ok(connected) => connected,
         Err(error) => return end.error = error,
     };
-    let over_shm = connected.link.kind() == TransportKind::Shm;
+    let near = connected.link.is_unix();
     let mut session = Session::new(plan.clone(), queue.clone(), connected);
     let idle = &mut end.idle;
     // The session goes in there, so that it is dropped, and with it the mapping of the peer's pool, also in a panic.
@@ -50,7 +51,7 @@ pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
     if let Ok(error) = served {
         end.error = error;
     }
-    if over_shm
+    if near
         && end.error != TransferError::Closed
         && let Err(error) = plan.excuse(&queue)
     {
@@ -82,22 +83,26 @@ struct Session {
     plan: Arc<Plan>,
     queue: Arc<Queue>,
     link: Link,
+    /// What blocks travel over.
+    kind: TransportKind,
     /// Shape of the peer's pool.
     remote: PoolGeometry,
-    /// None over shared memory until the pool was handed out.
+    /// None over shared memory and UCX until the pool was handed out.
     transport: Option<Box<dyn Transport>>,
     outbound: Outbound,
+    /// Why copying could not be stopped: the peer's pool may still change, so nothing more may be said to it (I3).
+    stuck: Option<TransferError>,
 }
 
 impl Session {
-    fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, remote }: Connected) -> Session {
+    fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, kind, remote }: Connected) -> Session {
         let grant = plan.config.options.limits.handshake;
         let parties = Parties { me: plan.me(), peer: plan.peer(), grant };
         let options = &plan.config.options;
         let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
         let outbound = Outbound::new(parties, Pools { local, remote: remote.clone(), convert, verify });
-        let mut session = Session { plan, queue, link, remote, transport: None, outbound };
-        if session.link.kind() == TransportKind::Tcp {
+        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, stuck: None };
+        if kind == TransportKind::Tcp {
             session.transport = Some(session.plan.wrap(Box::new(Tcp::default())));
         }
         session
@@ -122,27 +127,31 @@ impl Session {
             line.take_aborts().into_iter().for_each(|(epoch, quiet)| outbound.abort(epoch, quiet, now, line));
             outbound.expire(now, line)
         });
+        self.stuck.clone().map_or(Ok(()), Err)?;
         // Whatever was taken up may have a deadline of its own: only a turn without progress waits.
         let mut busy = false;
         for _ in 0..BATCHES {
-            if !self.copy_some(now)? {
+            if !self.copy_some(now).inspect_err(|_| self.plan.lost_over(self.kind))? {
                 break;
             }
             busy = true;
         }
         self.link.flush().map_err(|e| self.lost(e))?;
+        let also = self.transport.as_ref().filter(|_| self.outbound.copying()).and_then(|transport| transport.fd());
         // What blocked the copying may just have left.
-        let busy = busy || self.outbound.copying() && !self.link.has_output();
+        let busy = busy || self.outbound.copying() && also.is_none() && !self.link.has_output();
         let timeout = match busy {
             true => Some(Duration::ZERO),
             false => next_deadline.map(|at| at.saturating_duration_since(Instant::now())),
         };
         let interest = if self.link.has_output() { Interest::ReadWrite } else { Interest::Read };
-        let wait = if self.outbound.awaits_answer() { wait_awake } else { wait };
-        if wait(&self.queue.wake, &[(self.link.as_fd(), interest)], timeout)? != 0 {
+        let wait = if self.outbound.awaits_answer() || also.is_some() { wait_awake } else { wait };
+        let mut fds = vec![(self.link.as_fd(), interest)];
+        fds.extend(also.map(|fd| (fd, Interest::Read)));
+        if wait(&self.queue.wake, &fds, timeout)? & 1 != 0 {
             self.read()?;
         }
-        Ok(())
+        self.stuck.clone().map_or(Ok(()), Err)
     }
 
     fn read(&mut self) -> Result<(), TransferError> {
@@ -159,10 +168,13 @@ impl Session {
     }
 
     fn handle(&mut self, frame: Frame) -> Result<(), TransferError> {
+        if let Frame::Access(access) = &frame {
+            return self.reach_pool(access);
+        }
         if matches!(frame, Frame::Granted { .. }) && self.transport.is_none() {
             self.map_pool()?;
         }
-        let kind = self.transport.as_ref().map_or(self.link.kind(), |transport| transport.kind());
+        let kind = self.transport.as_ref().map_or(self.kind, |transport| transport.kind());
         self.with(|outbound, line| outbound.frame(frame, kind, Instant::now(), line))
     }
 
@@ -176,6 +188,18 @@ impl Session {
         Ok(())
     }
 
+    /// Over UCX the pool's key comes before the first grant.
+    fn reach_pool(&mut self, access: &Access) -> Result<(), TransferError> {
+        let (plan, wanted) = (&self.plan, self.kind == TransportKind::Ucx && self.transport.is_none());
+        let Some(engine) = plan.config.ucx.as_ref().filter(|_| wanted) else {
+            return Err(self.broken(Malformed::new("access", "not asked for")));
+        };
+        let ucx = Ucx::connect(engine, plan.peer(), &self.remote, access, self.link.is_unix());
+        let ucx = ucx.inspect_err(|_| plan.lost_over(self.kind))?;
+        self.transport = Some(plan.wrap(Box::new(ucx)));
+        Ok(())
+    }
+
     /// Does something with the handoffs, and then what follows from it.
     fn with<T>(&mut self, act: impl FnOnce(&mut Outbound, &mut Line) -> T) -> T {
         let outbound = &mut self.outbound;
@@ -183,8 +207,11 @@ impl Session {
         for effect in self.outbound.take_effects() {
             match effect {
                 Effect::Cancel => {
-                    self.transport.iter_mut().for_each(|transport| transport.cancel(&mut self.link));
+                    let cancelled =
+                        self.transport.as_mut().map_or(Ok(()), |transport| transport.cancel(&mut self.link));
+                    self.stuck = self.stuck.take().or(cancelled.err());
                 }
+                Effect::Send(_) if self.stuck.is_some() => {}
                 Effect::Send(frame) => self.link.push(&frame),
                 Effect::Report(done, outcome) => done.report(outcome),
                 Effect::Hush(quiet) => drop(quiet),

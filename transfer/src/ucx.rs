@@ -1,0 +1,173 @@
+//! Blocks over UCX: RDMA, RoCE, shared memory, CUDA IPC or TCP, whatever UCX finds between two workers.
+//!
+//! The session's frames travel over its stream as ever; blocks are put one-sidedly into the peer's registered pool. A
+//! batch is flushed, which in UCX means applied at the target, before the Write frame that names its blocks is sent.
+//! `engine` holds the registered pool, `worker` one thread's progress, `endpoint` a connection; each gives one kind
+//! of C handle an owner. Only this module calls UCX.
+
+mod endpoint;
+mod engine;
+mod worker;
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_types::{PoolGeometry, WorkerId};
+
+pub(crate) use endpoint::Endpoint;
+pub(crate) use engine::Engine;
+pub(crate) use worker::Worker;
+
+use crate::error::TransferError;
+use crate::link::Link;
+use crate::options::TransportKind;
+use crate::segment::Segment;
+use crate::transport::{Batch, Progress, Run, Transport};
+use crate::wire::{Access, Frame};
+use endpoint::Request;
+
+/// How long a batch that is given up may take to be applied before its endpoint is closed by force. A batch is small;
+/// what takes longer is a peer that does not move.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// Transports by which a process writes to another's memory without the other's, or its network card's, doing. The
+/// receiver cannot cut them off, so they need proof of the writer's end (I3), which only a unix stream gives.
+const DIRECT: [&str; 5] = ["cma", "knem", "xpmem", "cuda_ipc", "rocm_ipc"];
+
+/// Puts from one pool into another.
+pub(crate) struct Ucx {
+    peer: WorkerId,
+    local: Arc<Segment>,
+    /// Address and bytes of the peer's pool.
+    base: u64,
+    bytes: u64,
+    /// The batch's puts, and the flush behind them. Before `endpoint`, so that they are dropped first.
+    requests: Vec<Request>,
+    /// Under way, with the memory it is sent from.
+    batch: Option<Batch>,
+    endpoint: Endpoint,
+}
+
+impl Ucx {
+    /// Connects to the pool of `peer`, whose shape is `geometry`. With `direct`, the peer can tell when this process has
+    /// ended, so transports may be used that it cannot cut off.
+    pub(crate) fn connect(
+        engine: &Arc<Engine>,
+        peer: WorkerId,
+        geometry: &PoolGeometry,
+        access: &Access,
+        direct: bool,
+    ) -> Result<Ucx, TransferError> {
+        if access.bytes < geometry.bytes() as u64 || access.base.checked_add(access.bytes).is_none() {
+            let problem = format!("{} bytes, its geometry needs {}", access.bytes, geometry.bytes());
+            return Err(TransferError::Protocol { peer, field: "access", problem });
+        }
+        let lost = |cause: String| TransferError::PeerLost { peer, cause };
+        let endpoint = Endpoint::connect(Worker::new(engine)?, &access.worker, &access.key).map_err(lost)?;
+        let over = endpoint.transports().map_err(lost)?;
+        // I3
+        if let Some(name) = over.iter().find(|name| !direct && DIRECT.contains(&name.as_str())) {
+            let cause =
+                format!("UCX chose {name}, which nobody can cut off between containers; exclude it by TLS=^{name}");
+            return Err(lost(cause));
+        }
+        tracing::info!(%peer, over = over.join(","), "UCX endpoint made");
+        let (local, base, bytes) = (engine.pool().clone(), access.base, access.bytes);
+        Ok(Ucx { peer, local, base, bytes, requests: Vec::new(), batch: None, endpoint })
+    }
+
+    fn lost(&self, cause: String) -> TransferError {
+        TransferError::PeerLost { peer: self.peer, cause }
+    }
+
+    /// Drops what is complete. True when nothing is under way.
+    fn settle(&mut self) -> Result<bool, TransferError> {
+        while self.endpoint.worker().progress() {}
+        let mut failed = self.endpoint.failure();
+        self.requests.retain(|request| match request.poll() {
+            Ok(done) => !done,
+            Err(cause) => {
+                failed.get_or_insert(cause);
+                false
+            }
+        });
+        failed.map_or(Ok(self.requests.is_empty()), |cause| Err(self.lost(cause)))
+    }
+}
+
+impl Transport for Ucx {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Ucx
+    }
+
+    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+        let batch = self.batch.insert(batch);
+        for run in joined(batch) {
+            let inside = run.target.checked_add(run.len).is_some_and(|end| end as u64 <= self.bytes);
+            let (Some(from), true) = (batch.source(&self.local, &run), inside) else {
+                let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
+                return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });
+            };
+            let registered = batch.staged.is_none();
+            // SAFETY: a checked range of the pool, unchanged until the handoff's end is reported, or of the batch's own
+            // memory, kept as long as the endpoint may read it. The remote one is lent to this handoff until this
+            // session says that it has stopped (I3).
+            let put = unsafe { self.endpoint.put(from, run.len, self.base + run.target as u64, registered) };
+            let lost = |cause| TransferError::PeerLost { peer: self.peer, cause };
+            self.requests.extend(put.map_err(lost)?);
+        }
+        self.requests.extend(self.endpoint.flush().map_err(|cause| self.lost(cause))?);
+        Ok(())
+    }
+
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        if self.settle()? {
+            self.batch.take().into_iter().for_each(|batch| link.push(&Frame::Write(batch.head(0))));
+            return Ok(Progress::Flushed);
+        }
+        Ok(if self.endpoint.worker().arm()? { Progress::Blocked } else { Progress::Runnable })
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.endpoint.worker().fd())
+    }
+
+    fn cancel(&mut self, _: &mut Link) -> Result<(), TransferError> {
+        let until = Instant::now() + GRACE;
+        while !self.settle()? {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                self.endpoint.close();
+                return Err(self.lost(format!("a batch was not applied within {GRACE:?} after it was given up")));
+            }
+            self.endpoint.worker().wait(left)?;
+        }
+        self.batch = None;
+        Ok(())
+    }
+}
+
+impl Drop for Ucx {
+    fn drop(&mut self) {
+        // Before its requests are let go, so that none of them reads the local pool any more.
+        self.endpoint.close();
+    }
+}
+
+/// A batch's pieces, adjacent ones that go to adjacent places as one.
+fn joined(batch: &Batch) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for run in batch.runs() {
+        match runs.last_mut() {
+            Some(last) if last.source + last.len == run.source && last.target + last.len == run.target => {
+                last.len += run.len
+            }
+            _ => runs.push(run),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,175 @@
+//! A pool as UCX knows it: one context, with the whole segment registered once for all sessions of this end.
+
+use std::ffi::{CStr, CString};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use baton_ucx_sys::{
+    self as sys, Api, FEATURE_RMA, FEATURE_WAKEUP, MEM_MAP_PARAM_FIELD_ADDRESS, MEM_MAP_PARAM_FIELD_LENGTH,
+    MemMapParams, PARAM_FIELD_FEATURES, PARAM_FIELD_MT_WORKERS_SHARED, Params, Status,
+};
+
+use crate::error::TransferError;
+use crate::options::UcxSettings;
+use crate::segment::Segment;
+
+/// Context and registration.
+pub(crate) struct Engine {
+    context: Context,
+    /// Unregistered before the context and the segment go.
+    memory: NonNull<sys::Memory>,
+    pool: Arc<Segment>,
+}
+
+// SAFETY: the context was made to be shared between workers of several threads (MT_WORKERS_SHARED), and the registration
+// is only read until the last owner drops it.
+unsafe impl Send for Engine {}
+// SAFETY: as above.
+unsafe impl Sync for Engine {}
+
+impl Engine {
+    /// Opens the library and registers `pool`.
+    pub(crate) fn open(settings: &UcxSettings, pool: Arc<Segment>) -> Result<Engine, TransferError> {
+        let context = Context::new(settings)?;
+        let mut params = MemMapParams::new();
+        params.field_mask = MEM_MAP_PARAM_FIELD_ADDRESS | MEM_MAP_PARAM_FIELD_LENGTH;
+        (params.address, params.length) = (pool.as_ptr().cast(), pool.len());
+        let mut memory = ptr::null_mut();
+        // SAFETY: the segment is mapped for as long as `pool`, which goes after the registration.
+        let status = unsafe { (context.api.mem_map)(context.handle.as_ptr(), &params, &mut memory) };
+        let memory = made(context.api, "register the pool", status, memory)?;
+        Ok(Engine { context, memory, pool })
+    }
+
+    pub(crate) fn api(&self) -> &'static Api {
+        self.context.api
+    }
+
+    pub(super) fn context(&self) -> *mut sys::Context {
+        self.context.handle.as_ptr()
+    }
+
+    pub(super) fn memory(&self) -> *mut sys::Memory {
+        self.memory.as_ptr()
+    }
+
+    /// What is registered.
+    pub(crate) fn pool(&self) -> &Arc<Segment> {
+        &self.pool
+    }
+
+    /// What a peer needs to write to the pool, opaque.
+    pub(crate) fn pack_key(&self) -> Result<Vec<u8>, TransferError> {
+        let (mut buffer, mut size) = (ptr::null_mut(), 0);
+        // SAFETY: handles of this engine and places for the answer.
+        let status = unsafe { (self.api().rkey_pack)(self.context(), self.memory(), &mut buffer, &mut size) };
+        let buffer = made(self.api(), "describe the pool to others", status, buffer)?;
+        // SAFETY: UCX wrote `size` bytes there, which are copied before they are released.
+        let key = unsafe { std::slice::from_raw_parts(buffer.as_ptr().cast::<u8>(), size) }.to_vec();
+        // SAFETY: the buffer was made by `rkey_pack` just above.
+        unsafe { (self.api().rkey_buffer_release)(buffer.as_ptr()) };
+        Ok(key)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // SAFETY: workers hold an `Arc` of this engine, so nobody uses the registration any more.
+        let status = unsafe { (self.api().mem_unmap)(self.context(), self.memory()) };
+        if let Err(status) = status.ok() {
+            tracing::warn!(cause = words(self.api(), status), "the pool stays registered with UCX");
+        }
+    }
+}
+
+/// A context without memory or workers.
+struct Context {
+    api: &'static Api,
+    handle: NonNull<sys::Context>,
+}
+
+impl Context {
+    fn new(settings: &UcxSettings) -> Result<Context, TransferError> {
+        let loaded = sys::load(settings.directory.as_deref());
+        let (api, version) = loaded.map_err(|e| TransferError::ucx("open the library", e))?;
+        let config = Config::new(api, settings)?;
+        let mut params = Params::new();
+        params.field_mask = PARAM_FIELD_FEATURES | PARAM_FIELD_MT_WORKERS_SHARED;
+        params.features = FEATURE_RMA | FEATURE_WAKEUP;
+        params.mt_workers_shared = 1;
+        let mut handle = ptr::null_mut();
+        let (major, minor) = (sys::LEAST.major, sys::LEAST.minor);
+        // SAFETY: structures as the headers have them, and a place for the answer.
+        let status = unsafe { (api.init_version)(major, minor, &params, config.handle.as_ptr(), &mut handle) };
+        let handle = made(api, "start", status, handle)?;
+        tracing::debug!(%version, "UCX context made");
+        Ok(Context { api, handle })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: the registration is gone, and so are all workers.
+        unsafe { (self.api.cleanup)(self.handle.as_ptr()) };
+    }
+}
+
+/// Settings on their way to a context: UCX's own files and variables, then ours.
+struct Config {
+    api: &'static Api,
+    handle: NonNull<sys::Config>,
+}
+
+impl Config {
+    fn new(api: &'static Api, settings: &UcxSettings) -> Result<Config, TransferError> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: null stands for UCX's default prefix and files.
+        let status = unsafe { (api.config_read)(ptr::null(), ptr::null(), &mut handle) };
+        let config = Config { api, handle: made(api, "read its settings", status, handle)? };
+        for (name, value) in &settings.options.0 {
+            config.set(name, value)?;
+        }
+        Ok(config)
+    }
+
+    fn set(&self, name: &str, value: &str) -> Result<(), TransferError> {
+        let bad = |cause: &str| TransferError::argument("ucx options", format!("{name}={value}: {cause}"));
+        // Users know the names by those of UCX's variables.
+        let bare = name.strip_prefix("UCX_").unwrap_or(name);
+        let (Ok(bare), Ok(text)) = (CString::new(bare), CString::new(value)) else {
+            return Err(bad("a zero byte"));
+        };
+        // SAFETY: a live config and two strings that end with a zero byte.
+        let status = unsafe { (self.api.config_modify)(self.handle.as_ptr(), bare.as_ptr(), text.as_ptr()) };
+        status.ok().map_err(|status| bad(words(self.api, status)))
+    }
+}
+
+impl Drop for Config {
+    fn drop(&mut self) {
+        // SAFETY: made by `config_read`, used by nobody any more.
+        unsafe { (self.api.config_release)(self.handle.as_ptr()) };
+    }
+}
+
+/// A handle that UCX says it has made.
+pub(super) fn made<T>(
+    api: &'static Api,
+    what: &'static str,
+    status: Status,
+    handle: *mut T,
+) -> Result<NonNull<T>, TransferError> {
+    status.ok().map_err(|status| TransferError::ucx(what, words(api, status)))?;
+    NonNull::new(handle).ok_or_else(|| TransferError::ucx(what, "it answered nothing"))
+}
+
+/// A status in UCX's words.
+pub(super) fn words(api: &'static Api, status: Status) -> &'static str {
+    // SAFETY: takes any status and answers a constant, or text of a thread's own that is the same for each status.
+    let text = unsafe { (api.status_string)(status) };
+    if text.is_null() {
+        return "an unknown status";
+    }
+    // SAFETY: a string that ends with a zero byte and is never freed.
+    unsafe { CStr::from_ptr(text) }.to_str().unwrap_or("a status that is not text")
+}

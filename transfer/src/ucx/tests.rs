@@ -1,0 +1,102 @@
+//! Two workers of one process, real UCX between them; skipped where it is not.
+
+use super::*;
+use crate::conformance::{ucx, ucx_is_here};
+use crate::options::{UcxOptions, UcxSettings};
+
+/// Segment of `bytes` bytes, all `value`, registered with UCX over `tls`.
+fn engine(tls: &str, bytes: usize, value: u8) -> Arc<Engine> {
+    let pool = Segment::create("ucx-test", bytes).unwrap();
+    // SAFETY: nobody else knows the segment yet.
+    unsafe { pool.write(0, &vec![value; bytes]) };
+    let options = UcxOptions(vec![("UCX_TLS".into(), tls.into())]);
+    Arc::new(Engine::open(&UcxSettings { options, ..ucx() }, Arc::new(pool)).unwrap())
+}
+
+fn bytes(engine: &Engine, offset: usize, len: usize) -> Vec<u8> {
+    // SAFETY: read once nothing is under way.
+    unsafe { engine.pool().read(offset, len) }
+}
+
+/// Progresses both sides until `requests` are done.
+fn finish(requests: Vec<Request>, sides: [&Worker; 2]) -> Result<(), String> {
+    let start = Instant::now();
+    for request in requests {
+        while !request.poll()? {
+            sides.iter().for_each(|side| _ = side.progress());
+            assert!(start.elapsed() < Duration::from_secs(30), "nothing moves");
+        }
+    }
+    Ok(())
+}
+
+/// A put over `tls` is applied once flushed; answers the transports' names.
+fn put_and_flush(tls: &str) -> Vec<String> {
+    let (near, far) = (engine(tls, 1 << 20, 7), engine(tls, 1 << 20, 1));
+    let target = Worker::new(&far).unwrap();
+    let (address, key) = (target.address().unwrap(), far.pack_key().unwrap());
+    let endpoint = Endpoint::connect(Worker::new(&near).unwrap(), &address, &key).unwrap();
+    let base = far.pool().as_ptr() as u64;
+    let mut requests = Vec::new();
+    for (from, len, to) in [(0, 300_000, 4096), (300_001, 17, 700_001), (0, 64 << 10, 800_000)] {
+        let start = near.pool().at(from, len).unwrap();
+        // SAFETY: inside the registered segment, which nobody changes; the other one waits to be written to.
+        requests.extend(unsafe { endpoint.put(start, len, base + to, to != 4096) }.unwrap());
+    }
+    requests.extend(endpoint.flush().unwrap());
+    finish(requests, [endpoint.worker(), &target]).unwrap();
+    for (offset, len, value) in [(0, 4096, 1), (4096, 300_000, 7), (700_000, 1, 1), (700_001, 17, 7), (700_018, 9, 1)] {
+        assert_eq!(bytes(&far, offset, len), vec![value; len], "{tls}: {len} bytes at {offset}");
+    }
+    endpoint.transports().unwrap()
+}
+
+#[test]
+fn a_flushed_put_is_in_the_peers_memory() {
+    if !ucx_is_here() {
+        return;
+    }
+    assert_eq!(put_and_flush("tcp"), ["tcp"]);
+    // Whatever it chooses where it may choose.
+    let over = put_and_flush("all");
+    assert!(!over.is_empty());
+}
+
+#[test]
+fn an_endpoint_whose_peer_is_gone_fails_and_closes() {
+    if !ucx_is_here() {
+        return;
+    }
+    let (near, far) = (engine("tcp", 4096, 7), engine("tcp", 4096, 1));
+    let target = Worker::new(&far).unwrap();
+    let (address, key) = (target.address().unwrap(), far.pack_key().unwrap());
+    let mut endpoint = Endpoint::connect(Worker::new(&near).unwrap(), &address, &key).unwrap();
+    finish(endpoint.flush().unwrap().into_iter().collect(), [endpoint.worker(), &target]).unwrap();
+    drop(target);
+    let start = Instant::now();
+    while endpoint.failure().is_none() {
+        // SAFETY: inside the registered segment; the memory it goes to is not read again.
+        let put = unsafe { endpoint.put(near.pool().as_ptr(), 4096, far.pool().as_ptr() as u64, true) };
+        drop(put);
+        endpoint.worker().progress();
+        assert!(start.elapsed() < Duration::from_secs(30), "still open");
+    }
+    endpoint.close();
+    assert!(endpoint.flush().is_err());
+}
+
+#[test]
+fn settings_that_ucx_does_not_take_are_named() {
+    if !ucx_is_here() {
+        return;
+    }
+    let pool = Arc::new(Segment::create("ucx-test", 4096).unwrap());
+    let open = |name: &str, value: &str| {
+        let options = UcxOptions(vec![(name.into(), value.into())]);
+        Engine::open(&UcxSettings { options, ..ucx() }, pool.clone()).err().map(|e| e.to_string()).unwrap_or_default()
+    };
+    let error = open("TLS", "carrier-pigeon");
+    assert!(error.contains("UCX cannot start"), "{error}");
+    let error = open("MAX_RNDV_LANES", "many");
+    assert!(error.contains("ucx options: MAX_RNDV_LANES=many"), "{error}");
+}

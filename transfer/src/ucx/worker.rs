@@ -1,0 +1,101 @@
+//! One thread's progress in UCX. Whoever owns a worker drives it: nothing moves on either side while it is not.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_ucx_sys::{self as sys, Status, THREAD_MODE_SERIALIZED, WORKER_PARAM_FIELD_THREAD_MODE, WorkerParams};
+
+use super::engine::{Engine, made, words};
+use crate::error::TransferError;
+use crate::wake;
+
+/// Progress of one thread and the connections made through it.
+pub(crate) struct Worker {
+    engine: Arc<Engine>,
+    handle: NonNull<sys::Worker>,
+    /// Valid as long as the worker.
+    fd: i32,
+}
+
+// SAFETY: made for use by any one thread at a time (THREAD_MODE_SERIALIZED), and not `Sync`.
+unsafe impl Send for Worker {}
+
+impl Worker {
+    /// A worker without connections.
+    pub(crate) fn new(engine: &Arc<Engine>) -> Result<Worker, TransferError> {
+        let api = engine.api();
+        let mut params = WorkerParams::new();
+        params.field_mask = WORKER_PARAM_FIELD_THREAD_MODE;
+        params.thread_mode = THREAD_MODE_SERIALIZED;
+        let mut handle = ptr::null_mut();
+        // SAFETY: a live context, a structure as the header has it, a place for the answer.
+        let status = unsafe { (api.worker_create)(engine.context(), &params, &mut handle) };
+        let handle = made(api, "make a worker", status, handle)?;
+        let mut worker = Worker { engine: engine.clone(), handle, fd: -1 };
+        // SAFETY: a live worker, a place for the answer.
+        let status = unsafe { (api.worker_get_efd)(handle.as_ptr(), &mut worker.fd) };
+        status.ok().map_err(|status| TransferError::ucx("get a descriptor to wait on", words(api, status)))?;
+        Ok(worker)
+    }
+
+    pub(super) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    pub(super) fn handle(&self) -> *mut sys::Worker {
+        self.handle.as_ptr()
+    }
+
+    /// Where others reach it, opaque.
+    pub(crate) fn address(&self) -> Result<Vec<u8>, TransferError> {
+        let api = self.engine.api();
+        let (mut address, mut size) = (ptr::null_mut(), 0);
+        // SAFETY: a live worker and places for the answer.
+        let status = unsafe { (api.worker_get_address)(self.handle(), &mut address, &mut size) };
+        let address = made(api, "tell a worker's address", status, address)?;
+        // SAFETY: UCX wrote `size` bytes there, which are copied before they are released.
+        let bytes = unsafe { std::slice::from_raw_parts(address.as_ptr().cast::<u8>(), size) }.to_vec();
+        // SAFETY: made by `worker_get_address` of this worker just above.
+        unsafe { (api.worker_release_address)(self.handle(), address.as_ptr()) };
+        Ok(bytes)
+    }
+
+    /// Does a little of what can be done. False when there was nothing.
+    pub(crate) fn progress(&self) -> bool {
+        // SAFETY: a live worker, on the one thread that has it.
+        unsafe { (self.engine.api().worker_progress)(self.handle()) != 0 }
+    }
+
+    /// Readable when there is something to do, once [`Worker::arm`] has said true.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open until the worker is destroyed, which the borrow prevents.
+        unsafe { BorrowedFd::borrow_raw(self.fd) }
+    }
+
+    /// True: wait for the descriptor. False: there is something to do already.
+    pub(crate) fn arm(&self) -> Result<bool, TransferError> {
+        let api = self.engine.api();
+        // SAFETY: a live worker, on the one thread that has it.
+        match unsafe { (api.worker_arm)(self.handle()) } {
+            Status::BUSY => Ok(false),
+            status => {
+                let armed = status.ok().map(|()| true);
+                armed.map_err(|status| TransferError::ucx("wait for its descriptor", words(api, status)))
+            }
+        }
+    }
+
+    /// Waits until there is something to do, at most for so long.
+    pub(super) fn wait(&self, at_most: Duration) -> Result<(), TransferError> {
+        if self.arm()? { wake::readable(self.fd(), at_most) } else { Ok(()) }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // SAFETY: a live worker whose endpoints are closed or closed with it; its address was copied.
+        unsafe { (self.engine.api().worker_destroy)(self.handle()) };
+    }
+}
