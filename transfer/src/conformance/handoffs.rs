@@ -285,3 +285,44 @@ fn options_that_cannot_work_are_named() {
     let holder = std::net::TcpListener::bind(taken).unwrap();
     assert!(bind(&|o| o.tcp = holder.local_addr().unwrap()).contains("tcp: 127.0.0.1:"));
 }
+
+#[test]
+fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
+    if !ucx_is_here() {
+        return;
+    }
+    let geometry = small();
+    let (tell, events) = mpsc::channel();
+    let nowhere = UcxSettings { directory: Some("/nonexistent".into()), ..UcxSettings::default() };
+    let options = ReceiverOptions {
+        worker: WorkerId(1),
+        tcp: "127.0.0.1:0".parse().unwrap(),
+        advertise: None,
+        geometry: geometry.clone(),
+        segment: pool(&geometry, 1),
+        ucx: nowhere.clone(),
+        limits: Limits::default(),
+        verify: true,
+    };
+    let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
+    assert!(matches!(receiver.prepare_ucx(), Err(TransferError::Ucx { .. })));
+    let prefill = Prefill::new(geometry.clone(), 2, TransportChoice::Ucx);
+    for epoch in 1..=2 {
+        let wanted = Wanted { tokens: 100, first: &[0, 0], blocks: &[ids(&[epoch as u32]), vec![]], heads: &[] };
+        let target = receiver.reserve(Epoch(epoch), &wanted, PATIENCE).unwrap();
+        assert_eq!(prefill.send(&target, 0).wait().unwrap().transport, TransportKind::Tcp);
+        assert!(matches!(events.recv_timeout(PATIENCE), Ok(ReceiverEvent::Verified { .. })));
+    }
+    // Who is told to use it and has none does not start.
+    let options = SenderOptions {
+        worker: WorkerId(3),
+        geometry: geometry.clone(),
+        segment: pool(&geometry, 3),
+        transport: TransportChoice::Ucx,
+        ucx: nowhere,
+        limits: Limits::default(),
+        convert: None,
+        verify: true,
+    };
+    assert!(matches!(Sender::new(options).err(), Some(TransferError::Ucx { .. })));
+}
