@@ -2,6 +2,7 @@
 
 mod bench;
 mod chat;
+mod fetch;
 mod model;
 mod status;
 mod supervisor;

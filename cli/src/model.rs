@@ -1,9 +1,8 @@
 //! `baton model pull | list | inspect`.
 
-use std::path::PathBuf;
-
 use baton_model_files::{Model, fetch, inspect};
-use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use baton_runtime::FetchConfig;
+use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// `baton model`.
 pub fn command() -> Command {
@@ -12,29 +11,7 @@ pub fn command() -> Command {
         .about("Fetches, lists and describes models")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .arg(
-            Arg::new("model-cache")
-                .long("model-cache")
-                .global(true)
-                .value_name("DIR")
-                .value_parser(value_parser!(PathBuf))
-                .help("Folder that fetched models are kept in; default: baton/models in the user's cache folder"),
-        )
-        .arg(
-            Arg::new("hub-endpoint")
-                .long("hub-endpoint")
-                .global(true)
-                .value_name("URL")
-                .help("Base URL of the hub that org/name is fetched from; default: the public hub"),
-        )
-        .arg(
-            Arg::new("hub-token-file")
-                .long("hub-token-file")
-                .global(true)
-                .value_name("FILE")
-                .value_parser(value_parser!(PathBuf))
-                .help("File that holds the hub's access token, for models that need one"),
-        )
+        .args(crate::fetch::args().map(|arg| arg.global(true)))
         .subcommand(Command::new("pull").about("Fetches a model into the cache and prints its path").arg(spec()))
         .subcommand(Command::new("list").about("Lists the models that can be had by name, and those in the cache"))
         .subcommand(
@@ -48,9 +25,8 @@ pub fn command() -> Command {
 /// Does what the subcommand says.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
-    let path = |name| matches.get_one::<PathBuf>(name).cloned();
-    let endpoint = matches.get_one::<String>("hub-endpoint").cloned();
-    let source = fetch::Source::new(path("model-cache"), endpoint, path("hub-token-file").as_deref())?;
+    let FetchConfig { model_cache, hub_endpoint, hub_token_file } = crate::fetch::settings(matches)?;
+    let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
     let spec = || matches.get_one::<String>("model").map_or("", String::as_str);
     let resolve = || source.resolve(spec(), &fetch::ProgressBar::new());
     match name {

@@ -1,14 +1,13 @@
 //! `baton bench engine`: tokens a second of the model and engine in this process, without workers or sockets, and where the
 //! time goes ([`super::profile`]).
 
-use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Context;
 use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Start, Time};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
-use baton_runtime::{Bytes, FetchConfig};
+use baton_runtime::Bytes;
 use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 use baton_worker::{Loaded, WorkerConfig, load_on, resolve_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
@@ -23,13 +22,7 @@ pub fn command() -> Command {
     Command::new("engine")
         .about("Tokens a second of prefill and decode, in one process")
         .arg(Arg::new("model").long("model").default_value("smollm2").help("A name, a path, or org/name on the hub"))
-        .arg(
-            Arg::new("model-cache")
-                .long("model-cache")
-                .value_name("DIR")
-                .value_parser(value_parser!(PathBuf))
-                .help("Folder of fetched models"),
-        )
+        .args(crate::fetch::args())
         .arg(
             Arg::new("threads")
                 .long("threads")
@@ -105,7 +98,7 @@ struct Bench {
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let config = WorkerConfig {
         model: matches.get_one::<String>("model").cloned().unwrap_or_default(),
-        fetch: FetchConfig { model_cache: matches.get_one("model-cache").cloned(), ..FetchConfig::default() },
+        fetch: crate::fetch::settings(matches)?,
         threads: matches.get_one("threads").copied(),
         kv_memory: Bytes::gib(1),
         chunk: 512,
