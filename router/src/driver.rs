@@ -177,6 +177,7 @@ impl Driver {
             deadline_ms: self.milliseconds_left(),
             cache_salt: self.job.standing.cache_salt.clone(),
             priority: self.job.standing.priority,
+            cache_keep_seconds: self.job.standing.cache_keep_seconds,
         }
     }
 

@@ -116,7 +116,11 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         stop: request.stop,
         wanted: constraint.map(|constraint| Wanted { field, constraint }),
         tools: None,
-        standing: Standing { cache_salt: request.cache_salt, priority: request.priority },
+        standing: Standing {
+            cache_salt: request.cache_salt,
+            priority: request.priority,
+            cache_keep_seconds: request.cache_keep_seconds,
+        },
         id: RequestId(id),
         deadline,
         received,

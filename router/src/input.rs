@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use baton_model_files::ChatMessage;
 use baton_proto::v1;
-use baton_types::{Constraint, MAX_CACHE_SALT, RequestId, SamplingParams};
+use baton_types::{Constraint, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
@@ -30,6 +30,8 @@ pub(crate) struct Standing {
     pub cache_salt: String,
     /// Lower goes first.
     pub priority: i32,
+    /// How long its KV is kept before that of those that do not ask.
+    pub cache_keep_seconds: u32,
 }
 
 /// The prompt as the client gave it.
@@ -158,6 +160,11 @@ impl GenerateInput {
         if salt > MAX_CACHE_SALT {
             let wrong = format!("cache_salt has {salt} bytes; at most {MAX_CACHE_SALT} are allowed");
             return Err(RequestError::invalid("cache_salt", wrong));
+        }
+        let keep = self.standing.cache_keep_seconds;
+        if keep > MAX_CACHE_KEEP_SECONDS {
+            let wrong = format!("cache_keep_seconds is {keep}; at most {MAX_CACHE_KEEP_SECONDS} are allowed");
+            return Err(RequestError::invalid("cache_keep_seconds", wrong));
         }
         if let Some(bad) = self.stop.iter().find(|s| s.is_empty() || s.len() > MAX_STOP_BYTES) {
             let length = bad.len();

@@ -67,6 +67,21 @@ async fn text_ids_and_chat() {
 }
 
 #[tokio::test]
+async fn what_a_request_says_of_its_place_reaches_both_workers() {
+    let cluster = Cluster::start(1, 1, "fine").await;
+    let mut client = client(&cluster).await;
+    let text = ask(Input::Text("hi".into()));
+    let request = v1::GenerateRequest { cache_salt: "tenant".into(), priority: -7, cache_keep_seconds: 90, ..text };
+    whole(&mut client, request).await;
+    for worker in [0, 1] {
+        let asked = cluster.worker(worker).asked().remove(0);
+        let place = (asked.cache_salt.as_str(), asked.priority, asked.cache_keep_seconds);
+        assert_eq!(place, ("tenant", -7, 90), "worker {worker}");
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn logits_digests_come_with_logprobs_and_only_then() {
     let cluster = Cluster::start(1, 1, "né").await;
     let mut client = client(&cluster).await;
@@ -122,6 +137,7 @@ async fn errors_have_codes_and_name_the_field() {
         (v1::GenerateRequest { stop: vec![String::new()], ..text() }, Code::InvalidArgument, "stop"),
         (v1::GenerateRequest { request_id: "x".repeat(200), ..text() }, Code::InvalidArgument, "request_id"),
         (v1::GenerateRequest { cache_salt: "x".repeat(257), ..text() }, Code::InvalidArgument, "cache_salt"),
+        (v1::GenerateRequest { cache_keep_seconds: 86_401, ..text() }, Code::InvalidArgument, "cache_keep_seconds"),
     ] {
         let status = client.generate(request).await.unwrap_err();
         assert_eq!(

@@ -78,6 +78,7 @@ impl Local {
         let config = EngineConfig {
             token_budget: options.budget,
             chunk: options.chunk,
+            pack_tokens: u32::MAX,
             max_running: options.max_running,
             max_waiting: u32::MAX,
             context_tokens: context,

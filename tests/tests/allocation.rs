@@ -50,6 +50,7 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
         let limits = EngineConfig {
             token_budget: 64,
             chunk: 20,
+            pack_tokens: u32::MAX,
             max_running: 8,
             max_waiting: 8,
             context_tokens: 128,

@@ -35,7 +35,7 @@ fn main() {
     line("unlimited", &unlimited);
     println!("{:<24} {expected:>12}", "  oracle of the trace");
     for (name, eviction) in [("LRU", Eviction::Lru), ("LFU", Eviction::Lfu), ("priority", Eviction::Priority)] {
-        let cache = CacheConfig { max_blocks: unlimited.cached / 2, eviction };
+        let cache = CacheConfig { max_blocks: unlimited.cached / 2, eviction, ..CacheConfig::default() };
         line(&format!("half the size, {name}"), &replay(&requests, cache, ample));
     }
     assert_eq!(unlimited.hit_tokens, expected, "an unlimited cache finds what the oracle finds");

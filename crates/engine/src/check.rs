@@ -143,6 +143,7 @@ mod tests {
         let config = EngineConfig {
             token_budget: 8,
             chunk: 8,
+            pack_tokens: u32::MAX,
             max_running: 3,
             max_waiting: 3,
             context_tokens: 100,

@@ -63,6 +63,10 @@ pub struct EngineConfig {
     pub token_budget: u32,
     /// Most tokens of one sequence in one step.
     pub chunk: u32,
+    /// So many prompt tokens fill a step. Where they saturate the hardware ([`crate::Saturation`]), more would only make
+    /// prompts that end in it wait for each other: they are packed up to here, and one that is longer ends alone. `token_budget`
+    /// or more: no such limit.
+    pub pack_tokens: u32,
     /// Most sequences that run or wait for a peer's KV at once. Those that hold finished KV for a transfer are bounded by
     /// their blocks.
     pub max_running: u32,
@@ -82,6 +86,7 @@ impl EngineConfig {
             if ok { Ok(()) } else { Err(EngineError::Config { field, value, must }) }
         };
         check(self.chunk >= 1, "chunk", self.chunk, "at least 1".into())?;
+        check(self.pack_tokens >= 1, "pack_tokens", self.pack_tokens, "at least 1".into())?;
         check(self.max_running >= 1, "max_running", self.max_running, "at least 1".into())?;
         check(self.context_tokens >= 2, "context_tokens", self.context_tokens, "at least 2".into())?;
         let must = || format!("at least max_running, which is {}", self.max_running);

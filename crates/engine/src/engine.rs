@@ -255,6 +255,11 @@ impl Engine {
         self.pools.evictions()
     }
 
+    /// Blocks of tokens in the prefix cache that are kept ([`crate::Prefix::keep`]).
+    pub fn kept_blocks(&self) -> u32 {
+        self.pools.kept()
+    }
+
     /// Empties the prefix cache of what nobody uses.
     pub fn clear_cache(&mut self) -> Result<(), EngineError> {
         Ok(self.pools.clear_cache()?)

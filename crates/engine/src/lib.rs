@@ -23,6 +23,7 @@ mod error;
 mod event;
 pub mod fake;
 mod plan;
+mod saturation;
 mod sequence;
 mod step;
 
@@ -31,6 +32,7 @@ pub use config::{EngineConfig, Order, Time};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};
 pub use event::Event;
+pub use saturation::Saturation;
 pub use sequence::{NewSequence, Prefix, Start};
 pub use step::{Step, StepRow, completed_blocks};
 

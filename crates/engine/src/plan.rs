@@ -77,26 +77,37 @@ impl Engine {
         }
     }
 
-    /// Chunks of running sequences that lack more, as far as the budget goes: the first in turn goes on, so that one long
-    /// prompt is computed at a time; then those that can be finished in this step; then the others in turn.
+    /// Chunks of running sequences that lack more: the first in turn goes on, so that one long prompt is computed at a time;
+    /// then those that can be finished in this step; then the others in turn.
+    ///
+    /// All get no more than [`crate::EngineConfig::pack_tokens`] together, but the first its whole chunk. Where that does not
+    /// finish it, others may finish beside it as far as the token budget goes: they delay it by little, and it them by all it lacks.
     fn plan_chunks(&mut self, rows: &mut Vec<StepRow>) {
-        let mut budget = self.config.token_budget.saturating_sub(rows.iter().map(|row| row.len).sum());
-        let (decodes, mut first) = (rows.len(), true);
+        let budget = self.config.token_budget.saturating_sub(rows.iter().map(|row| row.len).sum());
+        let decodes = rows.len();
+        // Prompt tokens in the step, and whether the first goes on after it; `None` before there is a first.
+        let (mut packed, mut goes_on) = (0, None);
         for whole in [true, false] {
             for at in 0..self.running.len() {
                 let seq = self.running[at].seq;
                 let Some(sequence) = self.sequences.get(&seq) else { continue };
-                let len = sequence.remaining().min(self.config.chunk).min(budget);
+                let most = match goes_on {
+                    None => budget,
+                    Some(true) if whole => budget,
+                    Some(_) => budget.min(self.config.pack_tokens),
+                };
+                let remaining = sequence.remaining();
+                let len = remaining.min(self.config.chunk).min(most.saturating_sub(packed));
                 let covered = sequence.tables().first().map_or(0, |table| table.tokens());
                 // A decoding sequence for which there is no block now waits.
                 if len == 0 || sequence.in_step || covered < sequence.computed + len {
                     continue;
                 }
-                if first || !whole || len == sequence.remaining() {
+                if goes_on.is_none() || !whole || len == remaining {
                     self.push_row(seq, len, rows);
-                    budget -= len;
+                    packed += len;
                 }
-                first = false;
+                goes_on.get_or_insert(len < remaining);
             }
         }
         // The batch's order is the order of turns, however the budget was given out.

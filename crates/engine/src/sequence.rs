@@ -43,7 +43,8 @@ pub struct NewSequence {
 pub struct Prefix {
     /// Sequences with equal seeds may share KV: made of the model's fingerprint and the tenant's salt.
     pub seed: u64,
-    /// Under [`crate::Eviction::Priority`], its blocks stay longer than those of lower ones.
+    /// Under [`crate::Eviction::Priority`], its blocks stay longer than those of lower ones, as far as the cache's
+    /// configuration lets so many be kept; 0: they are not kept.
     pub keep: u8,
     /// Until then; `None`: for ever.
     pub keep_until: Option<Time>,

@@ -13,6 +13,7 @@ use proptest::prelude::*;
 fn limits_that_cannot_work_are_named() {
     let cases = [
         ("chunk", EngineConfig { chunk: 0, ..LIMITS }),
+        ("pack_tokens", EngineConfig { pack_tokens: 0, ..LIMITS }),
         ("max_running", EngineConfig { max_running: 0, ..LIMITS }),
         ("context_tokens", EngineConfig { context_tokens: 1, ..LIMITS }),
         ("token_budget", EngineConfig { token_budget: 7, ..LIMITS }),
@@ -87,6 +88,21 @@ fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
     // A place for 4 comes only when one of the four ends.
     assert_eq!(rows[3], [(0, 1), (3, 1), (1, 3), (2, 3)]);
     assert_eq!((bench.engine.running(), bench.engine.waiting()), (4, 1));
+}
+
+/// Prompts share a step up to the length that saturates the hardware. A longer one ends alone; while it goes on, others may
+/// end beside it.
+#[test]
+fn prompts_are_packed_up_to_the_saturating_length() {
+    let config = EngineConfig { token_budget: 64, chunk: 20, pack_tokens: 12, max_running: 8, ..LIMITS };
+    let mut bench = Bench::new(config, 100);
+    for prompt in [15, 2, 40, 13, 3] {
+        bench.submit(Start::Compute, prompt, 9);
+    }
+    assert_eq!(bench.step(), [(0, 15)]);
+    assert_eq!(bench.step(), [(0, 1), (1, 2), (2, 7), (4, 3)], "filled up, decode rows not counted");
+    assert_eq!(bench.step(), [(0, 1), (1, 1), (4, 1), (2, 20), (3, 13)]);
+    assert_eq!(bench.step(), [(0, 1), (1, 1), (3, 1), (4, 1), (2, 13)]);
 }
 
 #[test]

@@ -313,7 +313,8 @@ fn an_unlimited_cache_finds_what_the_traces_oracle_finds() {
     assert_eq!((unlimited.evictions, unlimited.preemptions), (0, 0));
     for eviction in [Eviction::Lru, Eviction::Lfu, Eviction::Priority] {
         let most = unlimited.cached / 8;
-        let short = replay::replay(&requests, CacheConfig { max_blocks: most, eviction }, 8000);
+        let short =
+            replay::replay(&requests, CacheConfig { max_blocks: most, eviction, ..CacheConfig::default() }, 8000);
         assert!(short.cached <= most, "I5");
         assert!(short.evictions > 0 && short.hit_tokens > 0 && short.hit_tokens < unlimited.hit_tokens, "{short:?}");
     }

@@ -51,17 +51,24 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
     ];
     let eviction = prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)];
     let max_blocks = prop_oneof![1 => Just(0), 2 => 1u32..8, 6 => Just(u32::MAX)];
-    let cache = (max_blocks, eviction).prop_map(|(max_blocks, eviction)| CacheConfig { max_blocks, eviction });
-    let limits =
-        (1u32..6, 0u32..30, 1u32..20, order, cache).prop_map(|(max_running, more, chunk, order, cache)| EngineConfig {
+    let max_kept = prop_oneof![1 => Just(0), 2 => 1u32..8, 3 => Just(u32::MAX)];
+    let cache = (max_blocks, max_kept, eviction).prop_map(|(max_blocks, max_kept, eviction)| CacheConfig {
+        max_blocks,
+        max_kept,
+        eviction,
+    });
+    let limits = (1u32..6, 0u32..30, (1u32..20, prop_oneof![1u32..40, Just(u32::MAX)]), order, cache).prop_map(
+        |(max_running, more, prompts, order, cache)| EngineConfig {
             token_budget: max_running + more,
-            chunk,
+            chunk: prompts.0,
+            pack_tokens: prompts.1,
             max_running,
             max_waiting: 1000,
             context_tokens: 1000,
             order,
             cache,
-        });
+        },
+    );
     let spare = prop_oneof![3 => 0u32..4, 1 => 0u32..40];
     let faults = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec((0u64..60, fault), 0..3)];
     (limits, (spare.clone(), spare), faults).prop_map(|(config, (a, b), faults)| (config, [a, b], faults))
@@ -102,7 +109,7 @@ fn schedules_are_not_idle() {
     let mut runner = TestRunner::deterministic();
     let mut sum = Reached::default();
     let mut ends = [0; 3];
-    for _ in 0..300 {
+    for _ in 0..500 {
         let (block_size, sides, specs) = world().new_tree(&mut runner).unwrap().current();
         let mut world = World::new(block_size, sides, specs);
         world.run();

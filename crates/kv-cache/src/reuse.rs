@@ -254,7 +254,7 @@ impl KvPools {
         Ok(())
     }
 
-    /// Time passes for pinned prefixes: those whose time is over count as any other. Nanoseconds of the caller's clock.
+    /// Time passes for prefixes that are kept: those whose time is over count as any other. Nanoseconds of the caller's clock.
     pub fn advance(&mut self, now: u64) {
         self.index.advance(now);
     }
@@ -275,6 +275,11 @@ impl KvPools {
     /// Indexed blocks of tokens.
     pub fn indexed(&self) -> usize {
         self.index.len()
+    }
+
+    /// Those of them that are kept ([`Prefix::keep`]).
+    pub fn kept(&self) -> u32 {
+        self.index.kept()
     }
 
     pub(crate) fn check_index(&self) -> Result<(), KvError> {

@@ -233,16 +233,18 @@ proptest! {
         block_size in 1u32..6,
         groups in prop::collection::vec((8u32..40, prop::option::of(1u32..12)), 1..4),
         max_blocks in prop_oneof![Just(0u32), 1u32..10, Just(u32::MAX)],
+        max_kept in prop_oneof![Just(0u32), 1u32..10, Just(u32::MAX)],
         eviction in prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)],
         operations in operations(),
     ) {
-        let pools = pools(block_size, &groups, CacheConfig { max_blocks, eviction });
+        let pools = pools(block_size, &groups, CacheConfig { max_blocks, max_kept, eviction });
         let windows = groups.iter().map(|group| group.1).collect();
         let mut world = World { pools, windows, memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
         for operation in operations {
             world.operate(operation);
             world.check();
             prop_assert!(world.pools.indexed() as u64 <= u64::from(max_blocks), "I5: the cap holds");
+            prop_assert!(world.pools.kept() <= max_kept, "I5: and that on what is kept");
         }
         while !world.live.is_empty() {
             world.end(0, false);
@@ -256,7 +258,11 @@ proptest! {
 
 /// Blocks of one token; sequences of one block each, cached one after the other.
 fn cached(eviction: Eviction, uses: &[(u32, Prefix)]) -> KvPools {
-    let mut pools = pools(1, &[(3, None)], CacheConfig { max_blocks: u32::MAX, eviction });
+    cached_within(CacheConfig { eviction, ..CacheConfig::default() }, uses)
+}
+
+fn cached_within(cache: CacheConfig, uses: &[(u32, Prefix)]) -> KvPools {
+    let mut pools = pools(1, &[(3, None)], cache);
     for (token, prefix) in uses {
         let hit = pools.lookup(prefix, &[*token, 0], LOCAL);
         let mut tables = pools.seat(&hit.without_copy(), Some(*prefix), 1).unwrap();
@@ -291,6 +297,27 @@ fn each_policy_evicts_in_its_own_order() {
     let mut pools = cached(Eviction::Priority, &[(1, kept(9, Some(100))), (2, kept(3, None)), (3, kept(1, None))]);
     pools.advance(100);
     assert_eq!(left(&mut pools, &[1, 2, 3]), [2, 3], "its time is over");
+}
+
+/// I5: who asks for all to be kept gets what may be kept, and that for a time; the rest is as any other's.
+#[test]
+fn no_more_is_kept_than_may_be() {
+    let kept = |keep_until| Prefix { keep: 1, keep_until, ..Prefix::default() };
+    let cache = CacheConfig { max_kept: 2, eviction: Eviction::Priority, ..CacheConfig::default() };
+    // The third finds no room to be kept, so it goes first, though it was used last.
+    let uses = [(1, kept(Some(100))), (2, kept(Some(200))), (3, kept(None))];
+    let mut pools = cached_within(cache, &uses);
+    assert_eq!((pools.kept(), left(&mut pools, &[1, 2, 3])), (2, vec![1, 2]));
+    // What is kept already may be kept for longer; an end makes room.
+    let mut pools = cached_within(cache, &[uses[0], uses[1], (1, kept(Some(300))), uses[2]]);
+    pools.advance(200);
+    assert_eq!((pools.kept(), left(&mut pools, &[1, 2, 3])), (1, vec![1, 3]));
+    // So does an eviction.
+    let mut pools = cached_within(cache, &uses[..2]);
+    let tables = pools.allocate(2).unwrap();
+    assert_eq!(pools.kept(), 1);
+    pools.free(tables).unwrap();
+    pools.check().unwrap();
 }
 
 /// What was popular once does not stay for ever.

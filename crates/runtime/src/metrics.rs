@@ -28,6 +28,10 @@ pub const KV_BLOCKS: &str = "baton_kv_blocks";
 pub const PREFIX_HIT_TOKENS: &str = "baton_prefix_hit_tokens_total";
 /// Counter: cached blocks whose place was taken for others.
 pub const CACHE_EVICTIONS: &str = "baton_prefix_evictions_total";
+/// Gauge: blocks of tokens in the prefix cache that requests have asked to keep.
+pub const KEPT_BLOCKS: &str = "baton_prefix_kept_blocks";
+/// Gauge: prompt tokens that fill a step.
+pub const PACK_TOKENS: &str = "baton_pack_tokens";
 /// Counter: times a running sequence's blocks were taken for one that goes first.
 pub const PREEMPTIONS: &str = "baton_preemptions_total";
 /// Counter: prompt tokens computed.
@@ -112,6 +116,8 @@ fn describe() {
     describe_gauge!(KV_BLOCKS, Unit::Count, "Blocks of the KV pool, by state.");
     describe_counter!(PREFIX_HIT_TOKENS, Unit::Count, "Prompt tokens whose KV was reused instead of computed.");
     describe_counter!(CACHE_EVICTIONS, Unit::Count, "Cached blocks whose place was taken for others.");
+    describe_gauge!(KEPT_BLOCKS, Unit::Count, "Blocks of tokens that requests have asked the prefix cache to keep.");
+    describe_gauge!(PACK_TOKENS, Unit::Count, "Prompt tokens that fill a step.");
     describe_counter!(PREEMPTIONS, Unit::Count, "Running sequences whose blocks were taken for one that goes first.");
     describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
     describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded.");

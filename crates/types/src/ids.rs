@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 /// Bytes of a cache salt at most, for clients at the router and for routers at the workers.
 pub const MAX_CACHE_SALT: usize = 256;
 
+/// Longest time, in seconds, that a request may ask for its KV to be kept: a day.
+pub const MAX_CACHE_KEEP_SECONDS: u32 = 86_400;
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident($inner:ty), $prefix:literal) => {
         $(#[$doc])*

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_engine::{Eviction, Order};
+use baton_runtime::config::{Plain, Value};
 use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
 use baton_transfer::{TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
@@ -48,6 +49,8 @@ baton_runtime::config_enum! {
         Lru = "lru",
         /// The least frequently used, with aging.
         Lfu = "lfu",
+        /// Those of requests that did not ask for them to be kept, then by the request's priority.
+        Priority = "priority",
     }
 }
 
@@ -57,6 +60,7 @@ impl EvictionKind {
         match self {
             EvictionKind::Lru => Eviction::Lru,
             EvictionKind::Lfu => Eviction::Lfu,
+            EvictionKind::Priority => Eviction::Priority,
         }
     }
 }
@@ -80,6 +84,34 @@ impl OrderKind {
             OrderKind::Fcfs => Order::Fcfs,
             OrderKind::ShortestFirst => Order::ShortestFirst { overtakes },
             OrderKind::Priority => Order::Priority { overtakes },
+        }
+    }
+}
+
+/// How many prompt tokens fill a step.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum PackTokens {
+    /// As many as saturate the hardware, found by measuring.
+    Auto,
+    /// So many.
+    Tokens(u32),
+}
+
+impl Value for PackTokens {
+    const EXPECTS: &'static str = "auto or a whole number between 1 and 4294967295";
+
+    fn from_plain(value: &Plain) -> Result<Self, String> {
+        if value.text("").is_ok_and(|text| text == "auto") {
+            return Ok(PackTokens::Auto);
+        }
+        let tokens = u32::from_plain(value).ok().filter(|tokens| *tokens > 0);
+        tokens.map(PackTokens::Tokens).ok_or_else(|| value.refused(Self::EXPECTS))
+    }
+
+    fn to_plain(&self) -> Option<Plain> {
+        match self {
+            PackTokens::Auto => Some(Plain::Text("auto".to_owned())),
+            PackTokens::Tokens(tokens) => tokens.to_plain(),
         }
     }
 }
@@ -149,6 +181,9 @@ baton_runtime::config! {
         token_budget: u32 = 512,
         /// Most prompt tokens of one sequence computed in one step.
         chunk: u32 = 256,
+        /// Prompt tokens that fill a step; more than saturates the hardware only makes prompts wait for each other. auto: as many
+        /// as a short measurement at the start finds to do so.
+        pack_tokens: PackTokens = PackTokens::Auto,
         /// Most sequences in the running batch.
         max_running: u32 = 64,
         /// Most sequences that wait for a place; more are refused.
@@ -159,8 +194,12 @@ baton_runtime::config! {
         overtakes: u32 = 64,
         /// Most blocks of tokens kept for prompts that begin alike; 0: none; default: all that nobody else needs.
         prefix_cache_blocks: Option<u32> = None,
-        /// Which cached blocks make room first: lru or lfu.
+        /// Which cached blocks make room first: lru, lfu or priority (those that no request asked to keep).
         eviction: EvictionKind = EvictionKind::Lru,
+        /// Under eviction = priority: longest time a request can have its blocks kept, whatever it asks for.
+        max_keep: Duration = Duration::from_secs(3600),
+        /// Under eviction = priority: most of the prefix cache that is kept at once, in percent; requests beyond are as any other.
+        max_kept_percent: u32 = 50,
         /// Compute threads; default: one per core.
         threads: Option<usize> = None,
     }
@@ -170,5 +209,27 @@ impl WorkerConfig {
     /// How UCX is found and set up, in the transfer engine's words.
     pub fn ucx(&self) -> UcxSettings {
         UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_of_a_step_are_a_number_or_found_by_measuring() {
+        for (plain, want) in [
+            (Plain::Text("auto".to_owned()), Ok(PackTokens::Auto)),
+            (Plain::Text("64".to_owned()), Ok(PackTokens::Tokens(64))),
+            (Plain::Int(64), Ok(PackTokens::Tokens(64))),
+            (Plain::Int(0), Err(format!("0 is not {}", PackTokens::EXPECTS))),
+            (Plain::Text("all".to_owned()), Err(format!("\"all\" is not {}", PackTokens::EXPECTS))),
+        ] {
+            let read = PackTokens::from_plain(&plain);
+            assert_eq!(read, want);
+            if let Ok(value) = read {
+                assert_eq!(PackTokens::from_plain(&value.to_plain().unwrap()), Ok(value), "what is printed reads back");
+            }
+        }
     }
 }

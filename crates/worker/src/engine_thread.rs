@@ -39,6 +39,8 @@ pub struct Snapshot {
     pub waiting: u32,
     /// Blocks by state.
     pub blocks: BlockCounts,
+    /// Blocks of tokens that the prefix cache was asked to keep.
+    pub kept: u32,
     /// Steps so far.
     pub steps: u64,
     /// No sequence and no block in use.
@@ -190,13 +192,15 @@ impl<R: Role> Thread<R> {
         let e = &self.engine;
         let blocks = e.counts();
         let running = e.running() + e.receiving() + e.held();
-        let now = Snapshot { running, waiting: e.waiting(), blocks, steps: e.steps(), idle: e.idle() };
+        let (waiting, kept) = (e.waiting(), e.kept_blocks());
+        let now = Snapshot { running, waiting, blocks, kept, steps: e.steps(), idle: e.idle() };
         if *self.publish.borrow() == now {
             return;
         }
         self.publish.send_replace(now);
         gauge!(names::RUNNING).set(running as f64);
         gauge!(names::QUEUE_DEPTH).set(now.waiting as f64);
+        gauge!(names::KEPT_BLOCKS).set(now.kept as f64);
         counter!(names::PREFIX_HIT_TOKENS).absolute(e.prefix_hit_tokens());
         counter!(names::CACHE_EVICTIONS).absolute(e.evictions());
         counter!(names::PREEMPTIONS).absolute(e.preemptions());

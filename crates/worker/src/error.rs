@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use baton_cluster::ClusterError;
-use baton_engine::EngineError;
+use baton_engine::{EngineError, RunError};
 use baton_model::ModelError;
 use baton_model_files::ModelFileError;
 use baton_runtime::RuntimeError;
@@ -22,6 +22,9 @@ pub enum WorkerError {
     /// The engine's limits do not fit together.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The model cannot compute a step.
+    #[error(transparent)]
+    Run(#[from] RunError),
     /// Configuration, logs, signals, the admin endpoint.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
@@ -63,6 +66,7 @@ impl BatonError for WorkerError {
             WorkerError::Files(e) => e.kind(),
             WorkerError::Model(e) => e.kind(),
             WorkerError::Engine(e) => e.kind(),
+            WorkerError::Run(e) => e.kind(),
             WorkerError::Runtime(e) => e.kind(),
             WorkerError::Cluster(e) => e.kind(),
             WorkerError::Transfer(e) => e.kind(),

@@ -10,11 +10,12 @@ mod engine_thread;
 mod error;
 mod load;
 mod node;
+mod pack;
 mod service;
 mod stream;
 mod wire;
 
-pub use config::{EvictionKind, KvType, OrderKind, TransportKind, WorkerConfig};
+pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, WorkerConfig};
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;

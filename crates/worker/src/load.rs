@@ -14,7 +14,7 @@ use baton_runtime::config::format_duration;
 use baton_transfer::Segment;
 use baton_types::{KvLayout, PoolGeometry};
 
-use crate::{WorkerConfig, WorkerError};
+use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
@@ -76,6 +76,8 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     positive("max_running", config.max_running)?;
     let must = format!("at least max_running, which is {}", config.max_running);
     check(config.token_budget >= config.max_running, "token_budget", config.token_budget, must)?;
+    let percent = config.max_kept_percent;
+    check(percent <= 100, "max_kept_percent", percent, "at most 100")?;
     check(config.threads != Some(0), "threads", 0, "at least 1")?;
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
@@ -85,6 +87,17 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
         check(reachable, field, address, must)?;
     }
     Ok(())
+}
+
+/// How a pool of so many blocks keeps prefixes.
+fn cache(config: &WorkerConfig, blocks: u32) -> CacheConfig {
+    let max_blocks = config.prefix_cache_blocks.unwrap_or(u32::MAX);
+    let share = |of: u32| (u64::from(of) * u64::from(config.max_kept_percent) / 100) as u32;
+    let max_kept = match config.eviction {
+        EvictionKind::Priority => share(max_blocks.min(blocks)),
+        EvictionKind::Lru | EvictionKind::Lfu => 0,
+    };
+    CacheConfig { max_blocks, max_kept, eviction: config.eviction.policy() }
 }
 
 /// Loads an open model. Blocks for seconds.
@@ -125,14 +138,35 @@ pub fn load_on<B: Backend>(
     let engine = EngineConfig {
         token_budget: config.token_budget,
         chunk: config.chunk.min(config.token_budget),
+        pack_tokens: match config.pack_tokens {
+            PackTokens::Tokens(tokens) => tokens,
+            PackTokens::Auto => config.token_budget,
+        },
         max_running: config.max_running,
         max_waiting: config.max_waiting,
         context_tokens: wanted,
         order: config.order.order(config.overtakes),
-        cache: CacheConfig {
-            max_blocks: config.prefix_cache_blocks.unwrap_or(u32::MAX),
-            eviction: config.eviction.policy(),
-        },
+        cache: cache(config, blocks),
     };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_of_the_cache_can_be_kept_where_eviction_knows_of_it() {
+        let config = |eviction, prefix_cache_blocks, max_kept_percent| {
+            let config = WorkerConfig { eviction, prefix_cache_blocks, max_kept_percent, ..WorkerConfig::default() };
+            check_settings(&config).map(|()| cache(&config, 1000).max_kept)
+        };
+        let priority = EvictionKind::Priority;
+        assert_eq!(config(EvictionKind::Lru, None, 50).unwrap(), 0);
+        assert_eq!(config(priority, None, 50).unwrap(), 500);
+        assert_eq!(config(priority, Some(10), 25).unwrap(), 2);
+        assert_eq!(config(priority, Some(2000), 100).unwrap(), 1000);
+        let error = config(priority, None, 101).unwrap_err();
+        assert!(error.to_string().starts_with("max_kept_percent is 101"), "{error}");
+    }
 }

@@ -9,15 +9,19 @@ use baton_engine::{Engine, NewSequence, Start};
 use baton_grammar::Grammars;
 use baton_model_files::Model;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
+use baton_runtime::metrics as names;
 use baton_runtime::{Outcome, Process};
 use baton_types::WorkerId;
+use metrics::gauge;
 use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 
 use crate::load::{check_settings, load};
-use crate::{Commands, EngineHandle, Loaded, Role, WorkerConfig, WorkerError, WorkerService, engine_thread};
+use crate::{
+    Commands, EngineHandle, Loaded, PackTokens, Role, WorkerConfig, WorkerError, WorkerService, engine_thread,
+};
 
 /// HTTP/2 streams a worker keeps open at most, per connection (I5).
 const MAX_STREAMS: u32 = 4096;
@@ -68,8 +72,9 @@ pub fn random_worker_id() -> WorkerId {
 impl Node {
     /// Checks a sequence from the router and compiles its constraint, on a thread of its own.
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
-        let new =
-            crate::wire::new_sequence(sequence, self.vocab, self.geometry.layout.fingerprint(), start, &self.clock)?;
+        let layout = self.geometry.layout.fingerprint();
+        let fit = crate::wire::Fit { vocab: self.vocab, layout, max_keep: self.config.max_keep };
+        let new = crate::wire::new_sequence(sequence, fit, start, self.clock.now())?;
         if let Some(constraint) = new.params.constraint.clone() {
             let grammars = Arc::clone(&self.grammars);
             let prepared = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;
@@ -89,7 +94,11 @@ impl Node {
         let loaded = tokio::task::spawn_blocking(move || {
             let path = crate::resolve_model(&settings)?;
             let model = Model::open(&path)?;
-            load(&settings, &model)
+            let mut loaded = load(&settings, &model)?;
+            if settings.pack_tokens == PackTokens::Auto {
+                loaded.find_pack_tokens()?;
+            }
+            Ok::<_, WorkerError>(loaded)
         });
         let Loaded { decoder, geometry, segment, engine: limits, name } = tokio::select! {
             loaded = loaded => loaded.map_err(|_| WorkerError::EngineStopped)??,
@@ -103,6 +112,7 @@ impl Node {
             kv_tokens = geometry.blocks[0] * geometry.layout.block_size,
             "model loaded"
         );
+        gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let engine = Engine::new(limits, &geometry)?;
         let node = Node {
             id: random_worker_id(),

@@ -159,6 +159,7 @@ mod tests {
         let config = EngineConfig {
             token_budget: 4,
             chunk: 4,
+            pack_tokens: u32::MAX,
             max_running: 2,
             max_waiting: 2,
             context_tokens: 16,

@@ -2,11 +2,11 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_engine::{NewSequence, Prefix, Start, Time};
 use baton_proto::v1;
-use baton_types::{BatonError, ErrorKind, MAX_CACHE_SALT, RequestId, TokenOut};
+use baton_types::{BatonError, ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, TokenOut};
 use tonic::{Code, Status};
 
 /// Engine time: nanoseconds since the worker started.
@@ -25,14 +25,20 @@ impl Clock {
     }
 }
 
+/// What a worker's sequences have to fit.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fit {
+    /// Token ids are below this.
+    pub vocab: u32,
+    /// The layout's fingerprint.
+    pub layout: u64,
+    /// Longest time the prefix cache keeps what a request asks it to keep.
+    pub max_keep: Duration,
+}
+
 /// Checks a sequence from the router: shape, sampling, and that every token is in the vocabulary.
-pub(crate) fn new_sequence(
-    sequence: v1::Sequence,
-    vocab: u32,
-    layout: u64,
-    start: Start,
-    clock: &Clock,
-) -> Result<NewSequence, Status> {
+pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: Time) -> Result<NewSequence, Status> {
+    let vocab = fit.vocab;
     let params = sequence.checked_sampling().map_err(|e| baton_proto::status_of(&e))?;
     if let Some(id) = sequence.tokens.iter().find(|&&id| id >= vocab) {
         let text = format!("sequence.tokens holds {id}; the model's vocabulary has {vocab} tokens");
@@ -43,11 +49,28 @@ pub(crate) fn new_sequence(
         let text = format!("sequence.cache_salt has {salt} bytes; at most {MAX_CACHE_SALT} are allowed");
         return Err(Status::new(Code::InvalidArgument, text));
     }
-    let deadline = (sequence.deadline_ms > 0).then(|| clock.now().after_ms(sequence.deadline_ms));
-    let prefix = Some(Prefix { seed: prefix_seed(layout, &sequence.cache_salt), ..Prefix::default() });
+    let keep = sequence.cache_keep_seconds;
+    if keep > MAX_CACHE_KEEP_SECONDS {
+        let text = format!("sequence.cache_keep_seconds is {keep}; at most {MAX_CACHE_KEEP_SECONDS} are allowed");
+        return Err(Status::new(Code::InvalidArgument, text));
+    }
+    let deadline = (sequence.deadline_ms > 0).then(|| now.after_ms(sequence.deadline_ms));
+    let prefix = Some(prefix(&sequence, &fit, now));
     let v1::Sequence { request_id, tokens, prompt_tokens, priority, .. } = sequence;
     let request = RequestId(request_id);
     Ok(NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix, priority })
+}
+
+/// Where it stands in the prefix cache. Of those that ask to be kept, who is served first is kept longest.
+fn prefix(sequence: &v1::Sequence, fit: &Fit, now: Time) -> Prefix {
+    let seed = prefix_seed(fit.layout, &sequence.cache_salt);
+    // I5: for no longer than the worker allows, whatever is asked for.
+    let wanted = Duration::from_secs(sequence.cache_keep_seconds.into()).min(fit.max_keep).as_millis() as u64;
+    if wanted == 0 {
+        return Prefix { seed, ..Prefix::default() };
+    }
+    let rank = i32::from(i8::MAX) + 1 - sequence.priority.clamp(i8::MIN.into(), i8::MAX.into());
+    Prefix { seed, keep: u8::try_from(rank).unwrap_or(u8::MAX), keep_until: Some(now.after_ms(wanted)) }
 }
 
 /// What keeps tenants' prefixes apart, and those of models: with the layout's fingerprint comes the model's. The keys are this
@@ -118,8 +141,32 @@ mod tests {
     fn a_token_outside_the_vocabulary_is_refused_by_name() {
         let sampling = Some(baton_types::SamplingParams::default().into());
         let sequence = v1::Sequence { tokens: vec![1, 9], prompt_tokens: 2, sampling, ..Default::default() };
-        let status = new_sequence(sequence, 8, 1, Start::Compute, &Clock::start()).unwrap_err();
+        let fit = Fit { vocab: 8, layout: 1, max_keep: Duration::ZERO };
+        let status = new_sequence(sequence, fit, Start::Compute, Time(0)).unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains("sequence.tokens holds 9"));
+    }
+
+    #[test]
+    fn kept_as_asked_but_no_longer_than_the_worker_allows() {
+        let fit = Fit { vocab: 8, layout: 1, max_keep: Duration::from_secs(60) };
+        let read = |cache_keep_seconds, priority| {
+            let sampling = Some(baton_types::SamplingParams::default().into());
+            let sequence = v1::Sequence { tokens: vec![1], prompt_tokens: 1, sampling, ..Default::default() };
+            let sequence = v1::Sequence { cache_keep_seconds, priority, ..sequence };
+            new_sequence(sequence, fit, Start::Compute, Time(7)).map(|new| new.prefix.unwrap())
+        };
+        let kept = |seconds, priority| {
+            let prefix = read(seconds, priority).unwrap();
+            (prefix.keep, prefix.keep_until)
+        };
+        let after = |seconds: u64| Some(Time(7).after_ms(seconds * 1000));
+        assert_eq!(kept(0, -128), (0, None), "who does not ask is not kept");
+        assert_eq!(kept(9, 0), (128, after(9)));
+        assert_eq!(kept(61, 127), (1, after(60)));
+        assert_eq!([kept(5, 1000).0, kept(5, 126).0, kept(5, -128).0, kept(5, -1000).0], [1, 2, 255, 255]);
+        // I8
+        let status = read(MAX_CACHE_KEEP_SECONDS + 1, 0).unwrap_err();
+        assert!(status.message().contains("cache_keep_seconds is 86401; at most 86400"), "{status}");
     }
 }

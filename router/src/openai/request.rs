@@ -125,8 +125,11 @@ fn assemble(
     };
     let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
     let Envelope { id, received, deadline } = envelope;
-    let standing =
-        Standing { cache_salt: common.cache_salt.unwrap_or_default(), priority: common.priority.unwrap_or_default() };
+    let standing = Standing {
+        cache_salt: common.cache_salt.unwrap_or_default(),
+        priority: common.priority.unwrap_or_default(),
+        cache_keep_seconds: common.cache_keep_seconds.unwrap_or_default(),
+    };
     let tools = None;
     Ok((GenerateInput { model, prompts, n, sampling, stop, wanted, tools, standing, id, deadline, received }, asked))
 }
@@ -222,7 +225,7 @@ mod tests {
             "seed": -1, "stop": "END", "stop_token_ids": [3], "presence_penalty": 1, "frequency_penalty": -1,
             "repetition_penalty": 1.5, "logit_bias": {"5": -100}, "logprobs": true, "top_logprobs": 3, "ignore_eos": true,
             "stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true, "user": "u",
-            "cache_salt": "tenant", "priority": -1,
+            "cache_salt": "tenant", "priority": -1, "cache_keep_seconds": 90,
         })))
         .unwrap();
         let sampling = v1::Sampling {
@@ -243,7 +246,7 @@ mod tests {
         };
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
         assert_eq!(input.stop, ["END"]);
-        assert_eq!(input.standing, Standing { cache_salt: "tenant".into(), priority: -1 });
+        assert_eq!(input.standing, Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90 });
         assert_eq!(asked, Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true });
     }
 
@@ -272,6 +275,8 @@ mod tests {
             (with(json!({"tools": [{}]})), "tools[0].type"),
             (with(json!({"n": "two"})), "n"),
             (with(json!({"priority": "high"})), "priority"),
+            (with(json!({"cache_keep_seconds": -1})), "cache_keep_seconds"),
+            (with(json!({"cache_keep_second": 5})), "cache_keep_second"),
             (with(json!({"max_tokns": 4})), "max_tokns"),
             (with(json!({"max_completion_token": 4})), "max_completion_token"),
         ] {

@@ -49,6 +49,7 @@ pub(crate) struct CommonFields {
     pub return_token_ids: Option<bool>,
     pub cache_salt: Option<String>,
     pub priority: Option<i32>,
+    pub cache_keep_seconds: Option<u32>,
     pub response_format: Option<ResponseFormat>,
     pub guided_json: Option<serde_json::Value>,
     pub guided_regex: Option<String>,

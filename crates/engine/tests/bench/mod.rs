@@ -12,11 +12,12 @@ pub const VOCAB: u32 = 500;
 pub const LIMITS: EngineConfig = EngineConfig {
     token_budget: 64,
     chunk: 32,
+    pack_tokens: 64,
     max_running: 8,
     max_waiting: 8,
     context_tokens: 1000,
     order: Order::Fcfs,
-    cache: CacheConfig { max_blocks: u32::MAX, eviction: Eviction::Lru },
+    cache: CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru },
 };
 
 /// Two groups without windows, so that both always have the same blocks.

@@ -78,6 +78,7 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
     let config = EngineConfig {
         token_budget: 2048,
         chunk: 2048,
+        pack_tokens: u32::MAX,
         max_running: RUNNING,
         max_waiting: RUNNING,
         context_tokens: 1 << 20,

@@ -11,10 +11,11 @@ impl PrefixIndex {
     pub fn check(&self, pools: &[BlockPool]) -> Result<(), KvError> {
         let broken = |what: String| Err(KvError::Index(what));
         let (mut leaves, mut windowed) = (BTreeSet::new(), vec![BTreeSet::new(); pools.len()]);
-        let mut indexed = vec![0; pools.len()];
+        let (mut indexed, mut kept) = (vec![0; pools.len()], 0);
         for (at, node) in self.nodes.iter().enumerate().filter_map(|(at, node)| Some((at, node.as_ref()?))) {
             let id = NodeId(at as u32);
             self.check_links(id, node)?;
+            kept += u32::from(node.usage.keep > 0);
             let rank = self.ranking.rank(&node.usage);
             let mut held = 0;
             for (group, pool) in pools.iter().enumerate() {
@@ -40,6 +41,9 @@ impl PrefixIndex {
             if held == 0 && node.children.is_empty() {
                 leaves.insert((rank, id));
             }
+        }
+        if kept != self.kept || kept > self.max_kept {
+            return broken(format!("{} blocks counted as kept, {kept} found, {} allowed", self.kept, self.max_kept));
         }
         if leaves != self.leaves {
             return broken(format!("leaves in order {:?}, found {leaves:?}", self.leaves));

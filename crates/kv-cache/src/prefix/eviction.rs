@@ -13,8 +13,8 @@ pub enum Eviction {
     /// Web proxy caches", 2000): a block's count starts at that of the last one evicted, so that what was popular once
     /// does not stay for ever. Ties: least recently used.
     Lfu,
-    /// Lowest [`crate::Prefix::keep`] first, for as long as its time lasts; ties: least recently used. Pins order, they do
-    /// not reserve: when nothing else is left, the pinned go too.
+    /// Lowest [`crate::Prefix::keep`] first, for as long as its time lasts; ties: least recently used. Keeping orders, it
+    /// does not reserve: when nothing else is left, what is kept goes too.
     Priority,
 }
 

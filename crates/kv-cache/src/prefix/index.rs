@@ -44,6 +44,9 @@ pub(super) struct Node {
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
     pub(super) limit: u32,
+    pub(super) max_kept: u32,
+    /// Nodes with a `keep` above 0.
+    pub(super) kept: u32,
     pub(super) nodes: Vec<Option<Node>>,
     vacant: Vec<NodeId>,
     roots: BTreeMap<u64, Children>,
@@ -53,7 +56,7 @@ pub(crate) struct PrefixIndex {
     pub(super) leaves: BTreeSet<(Rank, NodeId)>,
     /// For groups with a window: nodes whose block of this group nobody holds.
     pub(super) windowed: Vec<Option<BTreeSet<(Rank, NodeId)>>>,
-    /// Pins that end.
+    /// What is kept for a time.
     expiring: BTreeSet<(u64, NodeId)>,
     pub(super) ranking: Ranking,
     now: u64,
@@ -65,6 +68,8 @@ impl PrefixIndex {
         let (blocks, windows): (Vec<u32>, Vec<bool>) = groups.unzip();
         PrefixIndex {
             limit: config.max_blocks,
+            max_kept: config.max_kept,
+            kept: 0,
             nodes: Vec::new(),
             vacant: Vec::new(),
             roots: BTreeMap::new(),
@@ -85,6 +90,11 @@ impl PrefixIndex {
     /// Nodes.
     pub fn len(&self) -> usize {
         self.nodes.len() - self.vacant.len()
+    }
+
+    /// Nodes that are kept.
+    pub fn kept(&self) -> u32 {
+        self.kept
     }
 
     /// The node of a block.
@@ -167,6 +177,7 @@ impl PrefixIndex {
         let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::take) else { return Box::default() };
         debug_assert!(node.children.is_empty(), "leaves before their parents");
         self.vacant.push(id);
+        self.kept -= u32::from(node.usage.keep > 0);
         self.expiring.remove(&(node.usage.keep_until, id));
         for (group, block) in node.blocks.iter().enumerate() {
             self.map(group, *block, None);
@@ -217,20 +228,21 @@ impl PrefixIndex {
         }
     }
 
-    /// A sequence uses the block.
+    /// A sequence uses the block. It is kept as the sequence asks for, unless as many are kept as may be.
     pub fn touch(&mut self, id: NodeId, prefix: &Prefix) {
-        let now = self.now;
+        let (now, room) = (self.now, self.kept < self.max_kept);
         self.change(id, |ranking, usage| {
             ranking.used(usage);
             let until = prefix.keep_until.unwrap_or(0);
             let longer = until == 0 || (usage.keep_until != 0 && until > usage.keep_until);
-            if (until == 0 || until > now) && (prefix.keep > usage.keep || (prefix.keep == usage.keep && longer)) {
+            let asks = (until == 0 || until > now) && (room || usage.keep > 0); // I5
+            if asks && (prefix.keep > usage.keep || (prefix.keep == usage.keep && longer)) {
                 (usage.keep, usage.keep_until) = (prefix.keep, until);
             }
         });
     }
 
-    /// Time passes: pins that end by `now` count no more.
+    /// Time passes: what was kept until `now` counts as any other.
     pub fn advance(&mut self, now: u64) {
         self.now = self.now.max(now);
         while let Some(&(until, id)) = self.expiring.first()
@@ -300,17 +312,18 @@ impl PrefixIndex {
     /// Changes what is known of a node's use, wherever it stands in an order.
     fn change(&mut self, id: NodeId, how: impl FnOnce(&mut Ranking, &mut Usage)) {
         let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::as_mut) else { return };
-        let (old, pin) = (self.ranking.rank(&node.usage), node.usage.keep_until);
+        let (old, before) = (self.ranking.rank(&node.usage), node.usage);
         how(&mut self.ranking, &mut node.usage);
-        let (new, until) = (self.ranking.rank(&node.usage), node.usage.keep_until);
+        let (new, after) = (self.ranking.rank(&node.usage), node.usage);
+        self.kept = self.kept + u32::from(after.keep > 0) - u32::from(before.keep > 0);
         for order in self.windowed.iter_mut().flatten().chain([&mut self.leaves]) {
             if order.remove(&(old, id)) {
                 order.insert((new, id));
             }
         }
-        self.expiring.remove(&(pin, id));
-        if until != 0 {
-            self.expiring.insert((until, id));
+        self.expiring.remove(&(before.keep_until, id));
+        if after.keep_until != 0 {
+            self.expiring.insert((after.keep_until, id));
         }
     }
 

@@ -21,6 +21,8 @@ pub(crate) use index::{NodeId, Parent, PrefixIndex};
 pub struct CacheConfig {
     /// Most indexed blocks of tokens, whatever the pool has; 0 turns the cache off.
     pub max_blocks: u32,
+    /// Most blocks of tokens that are kept ([`Prefix::keep`]) at once; those beyond count as any other.
+    pub max_kept: u32,
     /// Which cached blocks go first.
     pub eviction: Eviction,
 }
@@ -28,7 +30,7 @@ pub struct CacheConfig {
 impl Default for CacheConfig {
     /// As much as the pool holds, least recently used first.
     fn default() -> Self {
-        CacheConfig { max_blocks: u32::MAX, eviction: Eviction::Lru }
+        CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru }
     }
 }
 
@@ -37,7 +39,8 @@ impl Default for CacheConfig {
 pub struct Prefix {
     /// Sequences with equal seeds may share KV: made of the model's fingerprint and the tenant's salt.
     pub seed: u64,
-    /// For [`Eviction::Priority`]: blocks of lower ones go first. A block has the highest of those that use it.
+    /// For [`Eviction::Priority`]: blocks of lower ones go first, those of 0 (not kept at all) before all. A block has the
+    /// highest of those that use it.
     pub keep: u8,
     /// When `keep` ends, on the clock of [`crate::KvPools::advance`].
     pub keep_until: Option<u64>,
