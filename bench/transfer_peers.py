@@ -154,7 +154,7 @@ def drive(library, size, count):
 
 
 class Pair:
-    """A library's two processes; alive between rounds, so that connections and registrations are warm."""
+    """A library's two processes, connected and warm. Not alive while others are measured: their threads poll."""
 
     def __init__(self, library, size, count, env):
         arguments = [library, str(size), str(count)]
@@ -232,6 +232,14 @@ def attempt(make, problems, name):
         return None
 
 
+def once(make):
+    peer = make()
+    try:
+        return peer.rate()
+    finally:
+        peer.end()
+
+
 def measure(options, shape):
     layers, heads, dim = SHAPES[shape]
     blocks = -(-options.tokens // 16)
@@ -244,26 +252,22 @@ def measure(options, shape):
         "NIXL write (UCX)": lambda: Pair("nixl", size, count, env),
         "Mooncake write": lambda: Pair("mooncake", size, count, env),
     }
-    peers = {name: attempt(make, problems, name) for name, make in makers.items()}
     for _ in range(options.rounds):
         for name, rate in baton(options.baton, shape, options.tokens).items():
             runs.setdefault(name, []).append(rate)
-        for name, peer in peers.items():
-            rate = attempt(peer.rate, problems, name) if peer and name not in problems else None
-            if rate:
-                runs.setdefault(name, []).append(rate)
-    for peer in filter(None, peers.values()):
-        peer.end()
+        for name, make in makers.items():
+            if name not in problems:
+                runs.setdefault(name, []).append(attempt(lambda: once(make), problems, name))
     print(f"\n{options.tokens} tokens of {shape}: {count} pieces of {size} bytes, medians of {options.rounds} rounds\n")
     table(runs, problems, list(makers))
 
 
 def table(runs, problems, peers):
-    median = {name: statistics.median(rates) for name, rates in runs.items()}
+    median = {name: statistics.median(rates) for name, rates in runs.items() if name not in problems}
 
     def beside(name):
         if name in peers:
-            return f"Baton over TCP: {median['TCP handoff'] / median[name]:.1f} times that"
+            return f"TCP handoff: {median['TCP handoff'] / median[name]:.1f} times that"
         base = {"s": "memcpy", "T": "plain TCP"}.get(name[0])
         return f"{median[name] / median[base]:.2f} of {base}" if base else ""
 
