@@ -6,9 +6,10 @@ use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_tests::cluster::client::{Answer, prompt, sampled};
-use baton_tests::cluster::http::Metrics;
+use baton_tests::cluster::http::{self, Metrics};
 use baton_tests::cluster::models;
 use baton_tests::cluster::{Cluster, ClusterOptions};
+use serde_json::{Value, json};
 
 /// Prompt tokens; blocks have 16.
 const PROMPT: usize = 100;
@@ -84,6 +85,36 @@ fn without_a_prefix_cache_every_block_is_free_again() -> anyhow::Result<()> {
         let blocks = worker.blocks();
         ensure!(blocks.free == blocks.total, "{blocks:?}"); // I6
     }
+    cluster.stop()
+}
+
+/// What HTTP clients are told, in one body and at the end of a stream.
+#[test]
+fn http_tells_what_was_cached() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let cluster = Cluster::start(ClusterOptions::new(model.path()))?;
+    let mut body = json!({"prompt": prompt(PROMPT, 1), "max_tokens": 5, "temperature": 0, "ignore_eos": true});
+    let mut cached = |stream: bool| -> anyhow::Result<u64> {
+        body["stream"] = stream.into();
+        body["stream_options"] = if stream { json!({"include_usage": true}) } else { Value::Null };
+        let (status, answer) = http::post(cluster.http(), "/v1/completions", &body.to_string())?;
+        ensure!(status == 200, "{status} {answer}");
+        let last = match stream {
+            true => answer
+                .lines()
+                .filter_map(|line| line.strip_prefix("data: {"))
+                .next_back()
+                .map(|rest| format!("{{{rest}")),
+            false => Some(answer),
+        };
+        let answer: Value = serde_json::from_str(&last.context("an event")?)?;
+        let usage = &answer["usage"];
+        ensure!(usage["prompt_tokens"] == PROMPT && usage["completion_tokens"] == 5, "{answer}");
+        usage["prompt_tokens_details"]["cached_tokens"].as_u64().with_context(|| format!("no cached_tokens: {answer}"))
+    };
+    let told = [cached(false)?, cached(false)?, cached(true)?];
+    ensure!(told == [0, PROMPT as u64 - 1, PROMPT as u64 - 1], "{told:?} cached tokens");
+    cluster.wait_idle()?;
     cluster.stop()
 }
 

@@ -1,5 +1,6 @@
 //! I1 over the routes between processes: the same tokens and logits, to the bit, from one process, from a cluster without
-//! split, split over shared memory, TCP and UCX, with prompts in chunks of 1, 16 and 512, alone and many at once.
+//! split, split over shared memory, TCP and UCX, with prompts in chunks of 1, 16 and 512, alone and many at once, over pools
+//! of floats and quantised ones.
 //!
 //! Logits are compared whole, by the digest that comes with each token; log probabilities beside it say what differs.
 
@@ -14,7 +15,7 @@ use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{Cluster, ClusterOptions};
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
-use baton_types::{Constraint, SamplingParams, TokenOut};
+use baton_types::{Constraint, KvDtype, SamplingParams, TokenOut};
 use futures::future::try_join_all;
 
 /// Log probabilities that come with each token.
@@ -195,6 +196,26 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
         ("split over tcp, chunks of 1", route("tcp", 1, false)),
     ];
     compare("smollm2", spec, &mut local, &requests(50, 12, &model, 2), &routes)
+}
+
+/// A quantised pool travels as it is: elements and their scales arrive to the bit.
+#[test]
+fn quantised_pools_answer_alike_over_every_route() -> anyhow::Result<()> {
+    let directory = tempfile::tempdir()?;
+    tiny::config("llama-gqa-odd-vocab")?.write(directory.path())?;
+    let model = Model::open(directory.path())?;
+    let spec = directory.path().to_str().context("a path in UTF-8")?;
+    let requests = requests(24, 90, &model, 4);
+    for (name, kv) in [("q8", KvDtype::Q8), ("int4", KvDtype::Int4)] {
+        let split = |transport, chunk| ClusterOptions {
+            args: vec!["--kv-type".to_owned(), name.to_owned()],
+            ..route(transport, chunk, false)
+        };
+        let routes = [("split over shm", split("shm", 7)), ("split over tcp", split("tcp", 512))];
+        let mut local = Local::new(&model, Options { kv, ..Options::default() })?;
+        compare(name, spec, &mut local, &requests, &routes)?;
+    }
+    Ok(())
 }
 
 #[test]

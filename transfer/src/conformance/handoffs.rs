@@ -8,6 +8,7 @@ for_each_transport![
     one_block,
     many_blocks_in_order,
     a_write_of_many_blocks_arrives_whole,
+    more_than_the_queue_holds_waits_and_arrives_whole,
     epochs_and_keys_are_checked,
     holes_and_repeats_are_refused_by_the_sender,
     two_peers_at_once,
@@ -83,6 +84,39 @@ fn a_write_of_many_blocks_arrives_whole(choice: TransportChoice) {
     assert_eq!(prefill.send(&target, 0).wait().unwrap().writes, 600 * 2);
     decode.expect_verified(1);
     for id in (0..600).map(BlockId) {
+        let got = block(&decode.pool, &decode.geometry, 0, id);
+        assert_eq!(got, block(&prefill.pool, &prefill.geometry, 0, id), "{id}");
+    }
+}
+
+/// A long prefix that is all cached goes at once, whatever the queue holds (I5).
+fn more_than_the_queue_holds_waits_and_arrives_whole(choice: TransportChoice) {
+    let geometry = PoolGeometry { blocks: vec![1500, 12], ..small() };
+    let decode = Decode::new(geometry.clone(), 1);
+    let sender = |worker, wrap, room| {
+        let limits = Limits { queued_blocks: 300, room, ..Limits::default() };
+        Prefill::limited(geometry.clone(), worker, choice, wrap, limits)
+    };
+    let reserve = |epoch| decode.reserve(epoch, &[(0..1500).map(BlockId).collect(), vec![]]);
+    let pairs: Vec<_> = (0..1500).map(|i| (BlockId(i), i)).collect();
+    // Nothing leaves: the queue is full long before all of it is in there.
+    let (wrap, reached, go) = held(1);
+    let prefill = sender(2, wrap, Duration::from_millis(1));
+    let mut handoff = prefill.sender.open(&reserve(1), far()).unwrap();
+    handoff.write(0, 0, &pairs[..1]).unwrap();
+    reached.recv_timeout(PATIENCE).unwrap();
+    let error = handoff.write(0, 0, &pairs[1..]).unwrap_err();
+    assert!(matches!(error, TransferError::Stalled { epoch: Epoch(1), .. }), "{error}");
+    drop(handoff);
+    go.send(()).unwrap();
+    decode.expect_failed(1);
+    decode.expect_fenced(1);
+    drop(prefill);
+    // With time to leave, all of it arrives.
+    let prefill = sender(3, Arc::new(|transport| transport), PATIENCE);
+    assert_eq!(prefill.send(&reserve(2), 0).wait().unwrap().writes, 1500 * 2);
+    decode.expect_verified(2);
+    for id in (0..1500).map(BlockId) {
         let got = block(&decode.pool, &decode.geometry, 0, id);
         assert_eq!(got, block(&prefill.pool, &prefill.geometry, 0, id), "{id}");
     }
