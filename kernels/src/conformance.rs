@@ -5,7 +5,7 @@
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, WeightDtype};
 use half::f16;
 
-use crate::backend::{Backend, Gate, Norm, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
 use crate::cpu::element;
 
 mod attention;
@@ -106,6 +106,39 @@ pub fn run<F: Factory>(factory: &F) {
     matmul(factory);
     elementwise(factory);
     attention::run(factory);
+    swap(factory);
+}
+
+/// What goes to host memory comes back bit by bit, whatever becomes of the pool's block meanwhile.
+fn swap<F: Factory>(factory: &F) {
+    let geometry = geometry(KvDtype::F16, 2, 8, None, 16);
+    let mut backend = factory.make(&geometry);
+    backend.reserve_swap(3).expect("host memory");
+    let mut random = Random(3);
+    // One position of block 0 or 1 of both layers.
+    let mut store = |backend: &mut F::Backend, block: u32| {
+        let mut batch = Ragged::default();
+        batch.push(0, 1, &[BlockId(block)]);
+        let rope = Rope { cos: backend.upload(&[1.0; 4]).expect("cos"), sin: backend.upload(&[0.0; 4]).expect("sin") };
+        let mut row = |len| backend.upload(&random.vector(len)).expect("row");
+        let (mut q, k, v) = (row(16), row(16), row(16));
+        for layer in 0..2 {
+            let shape = AttentionShape { group: 0, layer, heads: 2, scale: 1.0 };
+            backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
+        }
+    };
+    let bytes = |backend: &F::Backend, block| [0, 1].map(|layer| factory.block(backend, 0, layer, BlockId(block)));
+    store(&mut backend, 0);
+    store(&mut backend, 1);
+    let before = [0, 1].map(|block| bytes(&backend, block));
+    backend.swap_out(0, BlockId(0), BlockId(2));
+    backend.swap_out(0, BlockId(1), BlockId(0));
+    assert_eq!([0, 1].map(|block| bytes(&backend, block)), before, "a copy leaves its source alone");
+    store(&mut backend, 0);
+    assert_ne!(bytes(&backend, 0), before[0]);
+    backend.swap_in(0, BlockId(0), BlockId(0));
+    backend.swap_in(0, BlockId(2), BlockId(7));
+    assert_eq!([bytes(&backend, 0), bytes(&backend, 7)], [before[1].clone(), before[0].clone()]);
 }
 
 /// Products of every type against f64; rows alone and in any batch give the same bits.

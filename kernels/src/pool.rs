@@ -1,5 +1,6 @@
 //! The KV pool in host memory, as the kernels see it.
 
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -52,14 +53,12 @@ impl HostPool {
         Ok(HostPool { base, geometry, _owner: owner })
     }
 
-    /// A pool in this process's own memory, zeroed; for one-process runs and tests.
+    /// A pool in this process's own memory, zeroed, of which the system gives what is touched; for one-process runs, tests,
+    /// and what is swapped out of another pool.
     pub fn in_memory(geometry: PoolGeometry) -> Result<Self, KernelError> {
-        // u64 elements give 8-byte alignment; the kernels use unaligned vector accesses.
-        let words = geometry.bytes().div_ceil(8);
-        let memory: Arc<Memory> = Arc::new(Memory((0..words).map(|_| std::cell::UnsafeCell::new(0u64)).collect()));
-        let base = memory.0.as_ptr() as *mut u8;
+        let memory = Arc::new(Memory::zeroed(geometry.bytes())?);
         // SAFETY: the memory lives as long as its Arc and is reached only through this pointer.
-        unsafe { HostPool::new(base, words * 8, geometry, memory) }
+        unsafe { HostPool::new(memory.base, memory.layout.size(), geometry, memory) }
     }
 
     /// Its shape.
@@ -87,6 +86,23 @@ impl HostPool {
         }
     }
 
+    /// Copies a block to a block of another pool of the same layout, in all layers of the group. The caller makes sure that
+    /// nobody writes either meanwhile.
+    ///
+    /// # Panics
+    /// When their blocks differ in size, or group or blocks lie outside the pools.
+    pub fn copy_block_to(&self, group: usize, from: BlockId, to: BlockId, other: &HostPool) {
+        let bytes = [self, other].map(|pool| pool.geometry.layout.block_bytes_all_layers(group));
+        assert_eq!(bytes[0], bytes[1], "blocks of two layouts");
+        for layer in 0..self.geometry.layout.groups[group].layers.len() {
+            let source = self.geometry.block_range(group, layer, from);
+            let target = other.geometry.block_range(group, layer, to);
+            // SAFETY: `block_range` checks the indices, each region holds its whole geometry, blocks of one layout have one
+            // size, and `copy` allows what two pools over one region would do.
+            unsafe { std::ptr::copy(self.base.add(source.start), other.base.add(target.start), source.len()) };
+        }
+    }
+
     /// Bytes of one layer's part of a block. The caller makes sure that nobody writes it meanwhile.
     pub fn block_bytes(&self, group: usize, layer: usize, block: BlockId) -> Vec<u8> {
         let range = self.geometry.block_range(group, layer, block);
@@ -97,7 +113,29 @@ impl HostPool {
     }
 }
 
-struct Memory(Vec<std::cell::UnsafeCell<u64>>);
+/// Zeroed memory of this process, freed with its owner.
+struct Memory {
+    base: *mut u8,
+    layout: Layout,
+}
+
+impl Memory {
+    fn zeroed(bytes: usize) -> Result<Memory, KernelError> {
+        let failed = || KernelError::Pool(format!("no memory for a pool of {bytes} bytes"));
+        let layout = Layout::from_size_align(bytes.max(1), 64).map_err(|_| failed())?;
+        // SAFETY: the size is not 0.
+        let base = unsafe { alloc_zeroed(layout) };
+        if base.is_null() { Err(failed()) } else { Ok(Memory { base, layout }) }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout, and nobody else frees it.
+        unsafe { dealloc(self.base, self.layout) };
+    }
+}
+
 // SAFETY: only ever accessed through the pool's raw pointer.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
@@ -109,22 +147,54 @@ mod tests {
 
     use super::*;
 
-    /// A copy takes a block's bytes in every layer of its group, and touches no other.
-    #[test]
-    fn a_block_is_copied_in_every_layer_of_its_group() {
+    fn pool(blocks: [u32; 2]) -> HostPool {
         let group = |layers: Vec<u32>| KvGroup { layers, planes: 2, kv_heads: 1, head_dim: 8, window: None };
         let groups = vec![group(vec![0, 2]), group(vec![1])];
         let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups };
-        let pool = HostPool::in_memory(PoolGeometry { layout, blocks: vec![3, 3] }).unwrap();
-        let places = [(0, 0), (0, 1), (1, 0)].into_iter().flat_map(|(g, l)| (0..3).map(move |b| (g, l, BlockId(b))));
-        for (number, (group, layer, block)) in places.clone().enumerate() {
+        HostPool::in_memory(PoolGeometry { layout, blocks: blocks.to_vec() }).unwrap()
+    }
+
+    /// (group, layer, block) of all blocks of a pool with three of each group.
+    fn places() -> impl Iterator<Item = (usize, usize, BlockId)> + Clone {
+        [(0, 0), (0, 1), (1, 0)].into_iter().flat_map(|(g, l)| (0..3).map(move |b| (g, l, BlockId(b))))
+    }
+
+    /// A pool in which each layer's part of each block has another byte.
+    fn numbered() -> HostPool {
+        let pool = pool([3, 3]);
+        for (number, (group, layer, block)) in places().enumerate() {
             let bytes = pool.geometry.block_range(group, layer, block).len();
             // SAFETY: one layer's part of a block, of a pool nobody else has.
             unsafe { pool.plane(group, layer, block, 0).write_bytes(number as u8 + 1, bytes) };
         }
-        let before: Vec<Vec<u8>> = places.clone().map(|(g, l, b)| pool.block_bytes(g, l, b)).collect();
+        pool
+    }
+
+    fn contents(pool: &HostPool) -> Vec<Vec<u8>> {
+        places().map(|(g, l, b)| pool.block_bytes(g, l, b)).collect()
+    }
+
+    /// A block goes to another pool and comes back, elsewhere.
+    #[test]
+    fn a_block_is_copied_to_another_pool_in_every_layer_of_its_group() {
+        let (pool, other) = (numbered(), pool([5, 2]));
+        let before = contents(&pool);
+        pool.copy_block_to(0, BlockId(2), BlockId(4), &other);
+        pool.copy_block_to(1, BlockId(0), BlockId(1), &other);
+        assert_eq!(contents(&pool), before);
+        other.copy_block_to(0, BlockId(4), BlockId(0), &pool);
+        other.copy_block_to(1, BlockId(1), BlockId(2), &pool);
+        let from = [2, 1, 2, 5, 4, 5, 6, 7, 6];
+        assert_eq!(contents(&pool), from.map(|at| before[at].clone()));
+    }
+
+    /// A copy takes a block's bytes in every layer of its group, and touches no other.
+    #[test]
+    fn a_block_is_copied_in_every_layer_of_its_group() {
+        let pool = numbered();
+        let before = contents(&pool);
         pool.copy_block(0, BlockId(2), BlockId(1));
-        for (number, (group, layer, block)) in places.enumerate() {
+        for (number, (group, layer, block)) in places().enumerate() {
             let from = if (group, block) == (0, BlockId(1)) { number + 1 } else { number };
             assert_eq!(pool.block_bytes(group, layer, block), before[from]);
         }

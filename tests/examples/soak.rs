@@ -1,13 +1,15 @@
 //! A long soak: `cargo run --release -p baton-tests --example soak -- --clients 64 --seconds 120 --model smollm2`.
+//! Under memory pressure, ten minutes: `… --example soak -- --pressure 40 --clients 16 --seconds 600 --prompt 40 --answer 300`.
 //!
 //! Starts a cluster of its own, or takes one that runs (`--grpc`, `--http`, as `baton up` prints them). Ends with an error
 //! when a request fails, a token is lost, doubled or changed, a block is not free at the end, or a process has grown.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
-use baton_tests::cluster::{self, Cluster, ClusterOptions};
+use baton_tests::cluster::{self, Cluster, ClusterOptions, models};
 use baton_tests::soak::{Load, Report, Target, soak};
 use clap::Parser;
 
@@ -35,6 +37,13 @@ struct Args {
     /// The model of an own cluster: a path or a name.
     #[arg(long, default_value = "smollm2")]
     model: String,
+    /// A pool that is always too small, in an own cluster of the tiny model: `--pressure 40` gives each worker 40 blocks. Nobody
+    /// leaves early, and every answer is compared with that of the same request alone.
+    #[arg(long, conflicts_with_all = ["grpc", "model", "kv_memory"])]
+    pressure: Option<u32>,
+    /// No prefill workers in an own cluster.
+    #[arg(long)]
+    aggregated: bool,
     /// Prefill workers of an own cluster.
     #[arg(long, default_value_t = 1)]
     prefill: u32,
@@ -58,7 +67,8 @@ struct Args {
 impl Args {
     fn load(&self) -> Load {
         let Args { clients, seed, requests, prompt, answer, .. } = *self;
-        Load { clients, duration: Duration::from_secs(self.seconds), seed, requests, prompt, answer }
+        let (duration, pressure) = (Duration::from_secs(self.seconds), self.pressure.is_some());
+        Load { clients, duration, seed, requests, prompt, answer, pressure }
     }
 }
 
@@ -76,11 +86,25 @@ fn own(args: &Args) -> anyhow::Result<()> {
         "tcp" => "tcp",
         _ => "auto",
     };
-    let (prefill, decode) = (args.prefill, args.decode);
-    let memory = ["--kv-memory".to_owned(), args.kv_memory.clone()].into();
-    let options = ClusterOptions { prefill, decode, transport, args: memory, ..ClusterOptions::new(&args.model) };
+    let (prefill, decode, aggregated) = (args.prefill, args.decode, args.aggregated);
+    let options =
+        |model: &Path| ClusterOptions { prefill, decode, aggregated, transport, ..ClusterOptions::new(model) };
+    // Lives as long as the cluster.
+    let tiny = models::tiny()?;
+    let options = match args.pressure {
+        Some(blocks) => {
+            options(tiny.path()).under_pressure(blocks, models::block_bytes(tiny.path())?, args.clients as u32)
+        }
+        None => ClusterOptions {
+            args: ["--kv-memory".to_owned(), args.kv_memory.clone()].into(),
+            ..options(Path::new(&args.model))
+        },
+    };
     let cluster = Cluster::start(options)?;
-    let target = Target { grpc: cluster.grpc(), http: cluster.http(), processes: cluster.processes() };
+    cluster.wait_idle()?;
+    let workers = cluster.workers().into_iter().map(|worker| worker.member);
+    let workers = if args.pressure.is_some() { workers.collect() } else { Vec::new() };
+    let target = Target { grpc: cluster.grpc(), http: cluster.http(), processes: cluster.processes(), workers };
     let report = cluster.block_on(soak(&target, &args.load()))?;
     finish(&report, cluster.wait_idle())?;
     cluster.stop()
@@ -88,7 +112,7 @@ fn own(args: &Args) -> anyhow::Result<()> {
 
 fn running(args: &Args, grpc: SocketAddr, http: SocketAddr) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let target = Target { grpc, http, processes: Vec::new() };
+    let target = Target { grpc, http, processes: Vec::new(), workers: Vec::new() };
     let report = runtime.block_on(soak(&target, &args.load()))?;
     finish(&report, runtime.block_on(cluster::wait_all_free(&format!("http://{grpc}"))))
 }

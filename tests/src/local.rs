@@ -6,8 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, Time};
-use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
+use baton_engine::{
+    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, SwapConfig, SwapRates, Time,
+};
+use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
 use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
@@ -31,6 +33,8 @@ pub struct Options {
     pub isa: Isa,
     /// Requests share what they begin with.
     pub share: bool,
+    /// Blocks of host memory; with any, all that is preempted goes there.
+    pub swap_blocks: u32,
 }
 
 impl Default for Options {
@@ -45,6 +49,7 @@ impl Default for Options {
             threads: cpu.threads,
             isa: cpu.isa,
             share: false,
+            swap_blocks: 0,
         }
     }
 }
@@ -66,7 +71,11 @@ impl Local {
         let layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
         let geometry = PoolGeometry::uniform(layout, options.blocks);
         let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
-        let backend = CpuBackend::new(CpuOptions { threads: options.threads, isa: options.isa }, pool)?;
+        let mut backend = CpuBackend::new(CpuOptions { threads: options.threads, isa: options.isa }, pool)?;
+        backend.reserve_swap(options.swap_blocks)?;
+        let bytes = u64::from(options.swap_blocks) * SwapConfig::block_bytes(&geometry.layout);
+        // Copying costs next to nothing.
+        let rates = SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 };
         let context = model.config().context_length.min(options.blocks * 16);
         let limits = Limits {
             tokens: options.budget as usize,
@@ -84,6 +93,7 @@ impl Local {
             context_tokens: context,
             order: Order::default(),
             cache: CacheConfig::default(),
+            swap: SwapConfig { bytes, rates },
         };
         let prefix = options.share.then(Prefix::default);
         Ok(Local { engine: Engine::new(config, &geometry)?, decoder, prefix })
@@ -92,6 +102,11 @@ impl Local {
     /// Prompt tokens that were not computed so far.
     pub fn hit_tokens(&self) -> u64 {
         self.engine.prefix_hit_tokens()
+    }
+
+    /// Sequences whose KV went to host memory so far.
+    pub fn swaps(&self) -> u64 {
+        self.engine.swaps()
     }
 
     /// Opens the model at `path` and loads it.

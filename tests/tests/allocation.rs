@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::Context;
-use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, Time};
+use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
@@ -56,6 +56,7 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
             context_tokens: 128,
             order: Order::default(),
             cache: CacheConfig::default(),
+            swap: SwapConfig::default(),
         };
         let mut engine = Engine::new(limits, &geometry)?;
         for temperature in [0.0, 0.8, 0.8] {

@@ -4,19 +4,32 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_tests::cluster::{Cluster, ClusterOptions, models};
+use baton_cluster::{Member, Role};
+use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models};
 use baton_tests::soak::{Load, Target, soak};
 use baton_tests::tiny::random_u64;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
 fn load(clients: u64, seconds: u64) -> Load {
-    Load { clients, duration: Duration::from_secs(seconds), seed: 1, requests: 40, prompt: 200, answer: 120 }
+    Load {
+        clients,
+        duration: Duration::from_secs(seconds),
+        seed: 1,
+        requests: 40,
+        prompt: 200,
+        answer: 120,
+        pressure: false,
+    }
+}
+
+fn target(cluster: &Cluster, workers: Vec<Member>) -> Target {
+    Target { grpc: cluster.grpc(), http: cluster.http(), processes: cluster.processes(), workers }
 }
 
 fn cluster(model: &TempDir) -> (Cluster, Target) {
     let cluster = Cluster::start(ClusterOptions { prefill: 2, decode: 2, ..ClusterOptions::new(model) }).unwrap();
-    let target = Target { grpc: cluster.grpc(), http: cluster.http(), processes: cluster.processes() };
+    let target = target(&cluster, Vec::new());
     (cluster, target)
 }
 
@@ -61,4 +74,29 @@ fn clients_do_not_notice_workers_that_are_killed() {
     assert!(kills > 1, "{kills}");
     cluster.wait_idle().unwrap(); // I6
     cluster.stop().unwrap();
+}
+
+/// A pool that is always full: sequences lose their blocks again and again, to host memory and to be computed again, and each
+/// answer is to the token what it is alone.
+#[test]
+fn a_full_pool_changes_no_answer() {
+    let _alone = alone();
+    let model = models::tiny().unwrap();
+    let block_bytes = models::block_bytes(model.path()).unwrap();
+    for aggregated in [true, false] {
+        let options = ClusterOptions { aggregated, ..ClusterOptions::new(&model) };
+        let cluster = Cluster::start(options.under_pressure(40, block_bytes, 16)).unwrap();
+        let decode = cluster.wait_for_worker(Role::Decode, Worker::idle).unwrap();
+        let target = target(&cluster, vec![decode.member]);
+        // Short prompts find room, long answers take it from each other.
+        let load = Load { pressure: true, prompt: 40, answer: 300, ..load(16, 5) };
+        let report = cluster.block_on(soak(&target, &load)).unwrap();
+        println!("{report}");
+        let pool = &report.pools[0];
+        assert!(report.whole > 20 && report.broken_off == 0, "{report}");
+        assert!(pool.mean() > 0.7, "{report}");
+        assert!(pool.swaps > 0 && pool.swapped[1] > 0 && pool.preemptions > pool.swaps, "{report}");
+        cluster.wait_idle().unwrap(); // I6
+        cluster.stop().unwrap();
+    }
 }

@@ -8,11 +8,11 @@
 
 use std::ops::Bound;
 
-use baton_kv_cache::{Hit, Reuse};
+use baton_kv_cache::{Hit, KvError, Reuse};
 use baton_types::SeqId;
 
 use crate::sequence::{Leader, Phase, Sequence};
-use crate::{Engine, Event, Start};
+use crate::{Engine, Event, Start, StepRow};
 
 /// What became of a sequence that might start.
 enum Outcome {
@@ -25,26 +25,35 @@ enum Outcome {
 
 impl Engine {
     /// Starts waiting sequences in order while there is a place and room for all their tokens.
-    pub(crate) fn admit(&mut self, events: &mut Vec<Event>) {
+    pub(crate) fn admit(&mut self, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) {
         let mut next = self.waiting.first().copied();
         while let Some(turn) = next
             && self.running() + self.receiving < self.config.max_running
         {
             next = self.waiting.range((Bound::Excluded(turn), Bound::Unbounded)).next().copied();
-            if matches!(self.start(turn.seq, events), Outcome::Full) {
+            if matches!(self.start(turn.seq, rows, events), Outcome::Full) {
                 return;
             }
         }
     }
 
-    fn start(&mut self, seq: SeqId, events: &mut Vec<Event>) -> Outcome {
+    fn start(&mut self, seq: SeqId, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) -> Outcome {
         let Some(sequence) = self.sequences.get(&seq) else { return Outcome::Later };
-        if let Some(leader) = self.awaited(sequence) {
+        if sequence.swapped.is_none()
+            && let Some(leader) = self.awaited(sequence)
+        {
             return self.defer(seq, leader);
         }
         let mut hit = self.hit(sequence);
-        if let Some(leader) = self.leader(sequence, hit.tokens()) {
+        let comes_back = sequence.swapped.as_ref().is_some_and(|swapped| swapped.completes(&hit));
+        if comes_back {
+            hit = hit.without_copy();
+        } else if let Some(leader) = self.leader(sequence, hit.tokens()) {
             return self.defer(seq, leader);
+        }
+        // I3: blocks of which copies are planned are lent after those are made.
+        if sequence.start == Start::Receive && self.swaps_out() {
+            return Outcome::Full;
         }
         // A block beyond for each running sequence, so that it is not taken back at once.
         let (tokens, spare) = (sequence.len(), self.running.len() as u32);
@@ -54,7 +63,10 @@ impl Engine {
                 return Outcome::Full;
             }
         }
-        self.seat(seq, &hit, events)
+        match comes_back {
+            true => self.bring_back(seq, &hit, rows),
+            false => self.seat(seq, &hit, events),
+        }
     }
 
     /// What of its tokens is in the prefix cache.
@@ -72,30 +84,57 @@ impl Engine {
             Start::Receive => self.pools.lend(hit, prefix, s.len()).map(Phase::Receiving),
             _ => self.pools.seat(hit, prefix, s.len()).map(Phase::Running),
         };
-        match taken {
-            Ok(phase) => s.phase = phase,
-            Err(error) => {
-                self.defect.get_or_insert(error);
-                return Outcome::Full;
-            }
-        }
+        let phase = match taken {
+            Ok(phase) => phase,
+            Err(error) => return self.broken(error),
+        };
         if s.cached.is_none() {
             let of_prompt = hit.tokens().min(s.prompt_tokens);
             s.cached = Some(of_prompt);
             self.hit_tokens += u64::from(of_prompt);
         }
-        (s.fresh, s.sealed, s.last_step, s.leader) = (true, false, self.steps, None);
-        let turn = s.turn;
-        self.waiting.remove(&turn);
         if s.start == Start::Receive {
             self.receiving += 1;
             events.push(Event::Reserved { seq, request: s.request.clone(), cached_tokens: hit.tokens() });
         } else {
             s.computed = hit.tokens();
+        }
+        self.forget_swapped(seq);
+        self.leave_queue(seq, phase)
+    }
+
+    /// A swapped sequence goes on. It has a row at once, of one token: the step that computes that copies its KV first.
+    fn bring_back(&mut self, seq: SeqId, hit: &Hit, rows: &mut Vec<StepRow>) -> Outcome {
+        match self.seat_swapped(seq, hit) {
+            Ok(Some(tables)) => {
+                let outcome = self.leave_queue(seq, Phase::Running(tables));
+                self.push_row(seq, 1, rows);
+                outcome
+            }
+            Ok(None) => {
+                self.forget_swapped(seq);
+                Outcome::Later
+            }
+            Err(error) => self.broken(error),
+        }
+    }
+
+    fn leave_queue(&mut self, seq: SeqId, phase: Phase) -> Outcome {
+        let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
+        (s.fresh, s.sealed, s.last_step, s.leader) = (true, false, self.steps, None);
+        let turn = s.turn;
+        self.waiting.remove(&turn);
+        if matches!(phase, Phase::Running(_)) {
             let at = self.running.partition_point(|other| *other < turn);
             self.running.insert(at, turn);
         }
+        s.phase = phase;
         Outcome::Started
+    }
+
+    fn broken(&mut self, error: KvError) -> Outcome {
+        self.defect.get_or_insert(error);
+        Outcome::Full
     }
 
     fn defer(&mut self, seq: SeqId, leader: Leader) -> Outcome {

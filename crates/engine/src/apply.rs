@@ -3,6 +3,7 @@
 use baton_types::TokenOut;
 
 use crate::sequence::Phase;
+use crate::swap::swaps_in;
 use crate::{Batch, Engine, Event, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
 
 impl Engine {
@@ -11,11 +12,14 @@ impl Engine {
         let mut rows = recycle(std::mem::take(&mut self.spare_rows));
         let mut copies = std::mem::take(&mut self.spare_copies);
         copies.clear();
+        let mut swap_in = std::mem::take(&mut self.spare_swaps);
+        swap_in.clear();
         for row in &step.rows {
             let Some(sequence) = self.sequences.get(&row.seq) else { continue };
             if let Phase::Running(tables) = &sequence.phase {
                 copies.extend(tables.copies());
             }
+            swap_in.extend(swaps_in(sequence));
             let (prompt, generated) = sequence.tokens.split_at(sequence.prompt_tokens as usize);
             let index = sequence.next_index();
             rows.push(Row {
@@ -26,9 +30,10 @@ impl Engine {
                 sample: row.samples.then_some(Sample { params: &sequence.params, index, prompt, generated }),
             });
         }
-        let result = f(&Batch { rows: &rows, copies: &copies });
+        let result = f(&Batch { rows: &rows, copies: &copies, swap_out: &self.host.out, swap_in: &swap_in });
         self.spare_rows = recycle(rows);
         self.spare_copies = copies;
+        self.spare_swaps = swap_in;
         result
     }
 
@@ -46,7 +51,7 @@ impl Engine {
             self.apply_row(row, token, events);
         }
         drop(tokens);
-        self.finish_step(step);
+        self.finish_step(step, true);
     }
 
     /// The runner failed: every sequence of the step fails.
@@ -79,6 +84,7 @@ impl Engine {
             return;
         }
         sequence.computed += row.len;
+        self.swapped_in(seq);
         self.settle(seq, token.is_some());
         let Some(mut token) = token else { return };
         if let Some(why) = token.failed.take() {
@@ -112,13 +118,14 @@ impl Engine {
                 None => self.end_failed(row.seq, error.clone(), events),
             }
         }
-        self.finish_step(step);
+        self.finish_step(step, false);
     }
 
-    fn finish_step(&mut self, step: Step) {
+    fn finish_step(&mut self, step: Step, computed: bool) {
         debug_assert_eq!(step.number, self.steps, "a step of another engine");
         self.spare_steps = step.rows;
         self.in_flight = false;
+        self.swapped_out(computed);
         debug_assert_eq!(self.check(), Ok(()), "I6");
     }
 }

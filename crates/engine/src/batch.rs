@@ -3,16 +3,19 @@
 use baton_kv_cache::{BlockCopy, BlockTable};
 use baton_types::{SamplingParams, SeqId, TokenOut};
 
-use crate::RunError;
+use crate::{BlockSwap, RunError};
 
 /// Computes batches against one KV pool. Implementations pass [`crate::conformance`].
 pub trait ModelRunner: Send {
-    /// Makes the batch's copies, then computes every row.
+    /// Makes the batch's copies, first those to host memory, then those from it, then those in the pool; then computes every
+    /// row.
     ///
-    /// A copy takes over all layers of its group, and everything of the block, before any row is computed. Stores the K and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)`
-    /// after each layer's are stored for all rows: every layer of the model once, ascending. Pushes one [`TokenOut`] for
-    /// each row that samples, in row order, and nothing else. A row for which no token can be chosen says so in
-    /// [`TokenOut::failed`]; only its sequence fails.
+    /// A copy takes over all layers of its group, and everything of the block. Host memory keeps what is copied to it until it
+    /// is copied over; its block numbers lie below [`crate::SwapConfig::blocks`] of the engine's configuration. Stores the K
+    /// and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)` after each layer's
+    /// are stored for all rows: every layer of the model once, ascending. Pushes one [`TokenOut`] for each row that samples,
+    /// in row order, and nothing else. A row for which no token can be chosen says so in [`TokenOut::failed`]; only its
+    /// sequence fails.
     ///
     /// A row's result depends on that row's sequence only: not on the other rows, not on how its tokens were cut into
     /// chunks, not on which blocks it was given (I1).
@@ -24,7 +27,7 @@ pub trait ModelRunner: Send {
     ) -> Result<(), RunError>;
 }
 
-/// The rows of one step, in a deterministic order: rows of one token that samples first, then chunks.
+/// The rows of one step, in a deterministic order: rows of one token first, then chunks.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     /// At least one row; no sequence twice. Rows may have blocks in common, but none writes to such a block.
@@ -32,6 +35,10 @@ pub struct Batch<'a> {
     /// Blocks to copy first: the beginning of a block that a new sequence shares with another. No block is written twice
     /// or both read and written by copies.
     pub copies: &'a [BlockCopy],
+    /// Blocks to copy to host memory before anything is written: of sequences that were preempted for these.
+    pub swap_out: &'a [BlockSwap],
+    /// Blocks to copy from host memory: of sequences of the batch that were preempted before. None is written twice.
+    pub swap_in: &'a [BlockSwap],
 }
 
 /// Some consecutive tokens of one sequence.

@@ -24,6 +24,7 @@ impl Engine {
         self.pools.check()?;
         self.check_lists()?;
         self.check_owners()?;
+        self.host.check(self.sequences.values().filter_map(|s| s.swapped.as_ref()))?;
         self.sequences.iter().try_for_each(|(seq, sequence)| self.check_sequence(*seq, sequence))
     }
 
@@ -113,6 +114,9 @@ impl Engine {
         if s.in_step && (!self.in_flight || !matches!(s.phase, Phase::Running(_))) {
             return broken(format!("{seq} is {} and marked as part of a step", s.phase.name()));
         }
+        if s.swapped.is_some() && !s.in_step && !matches!(s.phase, Phase::Waiting) {
+            return broken(format!("{seq} is {} and has KV in host memory", s.phase.name()));
+        }
         if s.doomed.is_some() && !s.in_step {
             return broken(format!("{seq} was aborted and is still {}", s.phase.name()));
         }
@@ -135,7 +139,7 @@ mod tests {
 
     use super::*;
     use crate::sequence::Doom;
-    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Start, Time, fake};
+    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Start, SwapConfig, Time, fake};
     use baton_kv_cache::Hit;
 
     /// One sequence in each phase, one quarantine, and no step in flight: ids 0 running, 1 receiving, 2 waiting, 3 gone.
@@ -149,6 +153,7 @@ mod tests {
             context_tokens: 100,
             order: Order::Fcfs,
             cache: CacheConfig::default(),
+            swap: SwapConfig::default(),
         };
         let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 10)).unwrap();
         let mut submit = |start, prompt: u32| {

@@ -2,7 +2,7 @@
 
 use baton_kv_cache::CacheConfig;
 
-use crate::EngineError;
+use crate::{EngineError, SwapConfig};
 
 /// Nanoseconds since an epoch the driver chooses: a process start, or the start of a simulation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -78,6 +78,8 @@ pub struct EngineConfig {
     pub order: Order,
     /// How prefixes are kept.
     pub cache: CacheConfig,
+    /// What becomes of the KV of preempted sequences.
+    pub swap: SwapConfig,
 }
 
 impl EngineConfig {

@@ -1,13 +1,13 @@
 //! What every [`ModelRunner`] must do, as a suite that runs against any of them: [`check`].
 //!
-//! Each route through the same requests (alone, chunked, batched, staggered, in other blocks, computed again) must give the
+//! Each route through the same requests (alone, chunked, batched, staggered, in other blocks, computed again, swapped) must give the
 //! same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
 //! trait says.
 
 use baton_kv_cache::{CacheConfig, Hit, KvPools, Prefix, Reuse, Tables};
-use baton_types::{PoolGeometry, SamplingParams, SeqId, TokenOut};
+use baton_types::{BlockId, PoolGeometry, SamplingParams, SeqId, TokenOut};
 
-use crate::{Batch, ModelRunner, Row, Sample};
+use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
 
 /// What the suite runs against.
 #[derive(Clone, Debug)]
@@ -33,7 +33,7 @@ pub struct Violation {
 type Answers = Vec<Vec<TokenOut>>;
 
 impl Setup {
-    /// Blocks each group of the pool needs.
+    /// Blocks each group of the pool, and of host memory, needs.
     pub fn blocks(&self) -> u32 {
         let (size, answer) = (self.geometry.layout.block_size, self.answer_tokens);
         // Twice the blocks of all requests, so that there is always another place for each.
@@ -42,7 +42,8 @@ impl Setup {
     }
 }
 
-/// Runs the suite. `make` gives a fresh runner, its pool untouched, for each route.
+/// Runs the suite. `make` gives a fresh runner, its pool untouched, with [`Setup::blocks`] blocks of host memory, for each
+/// route.
 pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Result<(), Violation> {
     let requests = requests(setup);
     let size = setup.geometry.layout.block_size;
@@ -61,17 +62,27 @@ pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Resu
         Route { rule: "joining at any step", stagger: 1, chunk: 5, ..plain },
         Route { rule: "block tables are followed", scattered: true, ..plain },
         Route { rule: "computed again in other blocks", restart_after: Some(2), chunk: 7, ..plain },
-        Route { rule: "computed again from its own prefix", restart_after: Some(2), cached: true, ..plain },
+        Route { rule: "computed again from its own prefix", restart_after: Some(2), restart: Restart::Cached, ..plain },
         Route {
             rule: "computed again from its own prefix, in chunks",
             restart_after: Some(3),
-            cached: true,
+            restart: Restart::Cached,
             chunk: 3,
+            ..plain
+        },
+        Route { rule: "swapped out and in", restart_after: Some(2), restart: Restart::Swapped, ..plain },
+        Route {
+            rule: "swapped out and in, at any step",
+            restart_after: Some(1),
+            restart: Restart::Swapped,
+            chunk: 5,
+            stagger: 3,
+            scattered: true,
             ..plain
         },
         Route {
             rule: "all of these",
-            cached: false,
+            restart: Restart::Compute,
             chunk: 2,
             stagger: 2,
             reversed: true,
@@ -128,10 +139,20 @@ struct Route {
     reversed: bool,
     /// Blocks out of order, with gaps.
     scattered: bool,
-    /// After so many tokens of the answer, everything is computed again in other blocks.
+    /// After so many tokens of the answer, it goes on in other blocks.
     restart_after: Option<usize>,
-    /// Not all of it: full blocks are shared with what was, the block after them is copied.
-    cached: bool,
+    restart: Restart,
+}
+
+/// How KV comes into a sequence's other blocks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Restart {
+    /// All of it is computed again.
+    Compute,
+    /// Full blocks are shared with what was, the block after them is copied.
+    Cached,
+    /// Through host memory: of every second sequence at once, of the others a step later.
+    Swapped,
 }
 
 struct Live<'a> {
@@ -141,6 +162,10 @@ struct Live<'a> {
     tables: Tables,
     answer: Vec<TokenOut>,
     restarted: bool,
+    swap_out: Vec<BlockSwap>,
+    swap_in: Vec<BlockSwap>,
+    /// Has no row in the next step.
+    away: bool,
 }
 
 impl Live<'_> {
@@ -171,26 +196,41 @@ impl Route {
             reversed: false,
             scattered: false,
             restart_after: None,
-            cached: false,
+            restart: Restart::Compute,
         }
     }
 
     fn run<R: ModelRunner>(&self, setup: &Setup, runner: &mut R, requests: &[Request]) -> Result<Answers, Violation> {
         let failed = |error: baton_kv_cache::KvError| Violation { rule: "setup", detail: error.to_string() };
         let mut pools = KvPools::new(&setup.geometry, CacheConfig::default()).map_err(failed)?;
-        let mut live = Vec::new();
+        let (mut live, mut hosts) = (Vec::new(), vec![0; pools.groups()]);
         for request in requests {
             let most = request.prompt.len() as u32 + setup.answer_tokens;
             let tables = self.place(&mut pools, most).map_err(failed)?;
             let (tokens, answer) = (request.prompt.clone(), Vec::new());
-            live.push(Live { request, tokens, computed: 0, tables, answer, restarted: false });
+            let (swap_out, swap_in) = (Vec::new(), Vec::new());
+            live.push(Live {
+                request,
+                tokens,
+                computed: 0,
+                tables,
+                answer,
+                restarted: false,
+                swap_out,
+                swap_in,
+                away: false,
+            });
         }
         let mut step = 0;
         while live.iter().any(|l| !l.done(setup)) {
             self.step(setup, runner, &mut live, step)?;
             live.iter_mut().try_for_each(|l| pools.copied(&mut l.tables)).map_err(failed)?;
-            for l in live.iter_mut().filter(|l| Some(l.answer.len()) == self.restart_after && !l.restarted) {
-                (l.computed, l.restarted) = (self.restart(&mut pools, l).map_err(failed)?, true);
+            live.iter_mut().for_each(|l| l.away = false);
+            let restarts = |l: &Live<'_>| Some(l.answer.len()) == self.restart_after && !l.restarted;
+            // The longest first: the shorter ones then write where those were.
+            for (at, l) in live.iter_mut().enumerate().rev().filter(|(_, l)| restarts(l)) {
+                (l.computed, l.restarted) = (self.restart(&mut pools, l, &mut hosts).map_err(failed)?, true);
+                l.away = self.restart == Restart::Swapped && at % 2 == 1;
             }
             step += 1;
         }
@@ -198,14 +238,33 @@ impl Route {
     }
 
     /// Other tables; how much of the sequence is in them.
-    fn restart(&self, pools: &mut KvPools, l: &mut Live<'_>) -> Result<usize, baton_kv_cache::KvError> {
+    fn restart(
+        &self,
+        pools: &mut KvPools,
+        l: &mut Live<'_>,
+        hosts: &mut [u32],
+    ) -> Result<usize, baton_kv_cache::KvError> {
         let covered = l.tables.tokens();
-        let (other, computed) = if self.cached {
-            pools.index(&mut l.tables, &l.tokens[..l.computed], false, true)?;
-            let hit = pools.lookup(&Prefix::default(), &l.tokens, Reuse { whole: true, partial: true });
-            (pools.seat(&hit, None, covered)?, hit.tokens() as usize)
-        } else {
-            (self.place(pools, covered)?, 0)
+        let (other, computed) = match self.restart {
+            Restart::Compute => (self.place(pools, covered)?, 0),
+            Restart::Cached => {
+                pools.index(&mut l.tables, &l.tokens[..l.computed], false, true)?;
+                let hit = pools.lookup(&Prefix::default(), &l.tokens, Reuse { whole: true, partial: true });
+                (pools.seat(&hit, None, covered)?, hit.tokens() as usize)
+            }
+            Restart::Swapped => {
+                let other = self.place(pools, covered)?;
+                let filled = pools.blocks_for(l.computed as u32) as usize;
+                for (group, (ours, theirs)) in l.tables.as_slice().iter().zip(other.as_slice()).enumerate() {
+                    for (from, to) in ours.blocks().iter().zip(theirs.blocks()).take(filled) {
+                        let host = BlockId(hosts[group]);
+                        hosts[group] += 1;
+                        l.swap_out.push(BlockSwap { group, block: *from, host });
+                        l.swap_in.push(BlockSwap { group, block: *to, host });
+                    }
+                }
+                (other, l.computed)
+            }
         };
         pools.free(std::mem::replace(&mut l.tables, other))?;
         Ok(computed)
@@ -234,17 +293,21 @@ impl Route {
         step: u32,
     ) -> Result<(), Violation> {
         let joined = |at: usize| step >= at as u32 * self.stagger;
-        let mut order: Vec<usize> = (0..live.len()).filter(|at| joined(*at) && !live[*at].done(setup)).collect();
+        let runs = |at: usize| joined(at) && !live[at].done(setup) && !live[at].away;
+        let mut order: Vec<usize> = (0..live.len()).filter(|at| runs(*at)).collect();
         if self.reversed {
             order.reverse();
         }
         if order.is_empty() {
             return Ok(());
         }
+        let swap_out: Vec<_> = live.iter_mut().flat_map(|l| std::mem::take(&mut l.swap_out)).collect();
+        let swap_in: Vec<_> = order.iter().flat_map(|at| std::mem::take(&mut live[*at].swap_in)).collect();
         let rows: Vec<Row<'_>> = order.iter().map(|at| live[*at].row(*at as u64, self.chunk)).collect();
         let (mut layers, mut out) = (Vec::new(), Vec::new());
         let copies: Vec<_> = order.iter().flat_map(|at| live[*at].tables.copies()).collect();
-        let run = runner.run(&Batch { rows: &rows, copies: &copies }, &mut |layer| layers.push(layer), &mut out);
+        let batch = Batch { rows: &rows, copies: &copies, swap_out: &swap_out, swap_in: &swap_in };
+        let run = runner.run(&batch, &mut |layer| layers.push(layer), &mut out);
         run.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
         if !layers.iter().copied().eq(0..setup.geometry.layout.layers() as u32) {
             return Err(Violation { rule: "on_layer: every layer once, ascending", detail: format!("{layers:?}") });
@@ -361,5 +424,15 @@ mod tests {
         assert!(chunked.starts_with("chunking invariance"), "{chunked}");
         let uncopied = verdict(|m, b, on, out| m.run(&Batch { copies: &[], ..*b }, on, out));
         assert_eq!(uncopied, "computed again from its own prefix");
+        // What is left where it was.
+        let unswapped = verdict(|m, b, on, out| m.run(&Batch { swap_out: &[], swap_in: &[], ..*b }, on, out));
+        assert_eq!(unswapped, "swapped out and in");
+        // Written to host memory only after the pool's blocks have been given to others.
+        let swapped_late = verdict(|m, b, on, out| {
+            m.run(&Batch { swap_out: &[], swap_in: &[], ..*b }, on, out)?;
+            out.clear();
+            m.run(b, &mut |_| {}, out)
+        });
+        assert_eq!(swapped_late, "swapped out and in");
     }
 }

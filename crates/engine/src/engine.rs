@@ -8,7 +8,8 @@ use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, KvError, KvPools, Quara
 use baton_types::{PoolGeometry, SeqId, TokenOut};
 
 use crate::sequence::{Doom, Phase, Sequence, Turn};
-use crate::{EngineConfig, EngineError, Event, NewSequence, Order, Row, Start, StepRow, Time};
+use crate::swap::HostMemory;
+use crate::{BlockSwap, EngineConfig, EngineError, Event, NewSequence, Order, Row, Start, StepRow, Time};
 
 /// What [`Engine::abort`] left behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,6 +28,7 @@ pub enum Aborted {
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) pools: KvPools,
+    pub(crate) host: HostMemory,
     pub(crate) sequences: BTreeMap<SeqId, Sequence>,
     /// Those in [`Phase::Waiting`].
     pub(crate) waiting: BTreeSet<Turn>,
@@ -50,6 +52,7 @@ pub struct Engine {
     pub(crate) spare_steps: Vec<StepRow>,
     pub(crate) spare_rows: Vec<Row<'static>>,
     pub(crate) spare_copies: Vec<BlockCopy>,
+    pub(crate) spare_swaps: Vec<BlockSwap>,
 }
 
 impl Engine {
@@ -59,6 +62,7 @@ impl Engine {
         Ok(Engine {
             config,
             pools: KvPools::new(geometry, config.cache)?,
+            host: HostMemory::new(config.swap, geometry),
             sequences: BTreeMap::new(),
             waiting: BTreeSet::new(),
             running: Vec::new(),
@@ -74,6 +78,7 @@ impl Engine {
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
             spare_copies: Vec::new(),
+            spare_swaps: Vec::new(),
         })
     }
 
@@ -270,15 +275,19 @@ impl Engine {
         self.preemptions
     }
 
-    /// No sequence is here and no block is owned: what a drained worker must reach (I6).
+    /// No sequence is here and no block is owned, here or in host memory: what a drained worker must reach (I6).
     pub fn idle(&self) -> bool {
-        self.sequences.is_empty() && self.counts().idle()
+        self.sequences.is_empty() && self.counts().idle() && self.host_counts().idle()
     }
 
     /// Takes a sequence out of whatever it is in and disposes of its blocks.
     pub(crate) fn remove(&mut self, seq: SeqId, doom: Doom) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&seq)?;
         let fence = doom == Doom::Quarantine && sequence.exposed();
+        let swapped = sequence.swapped.take();
+        // What was to come back from host memory may not be there: not to be indexed.
+        let complete = swapped.is_none();
+        swapped.into_iter().for_each(|swapped| self.free_swapped(swapped));
         let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Waiting => {
                 self.waiting.remove(&sequence.turn);
@@ -292,7 +301,8 @@ impl Engine {
                 self.running.retain(|other| *other != sequence.turn);
                 let exposed = sequence.start == Start::ComputeAndHold;
                 let pools = &mut self.pools;
-                let indexed = pools.index(&mut tables, &sequence.tokens[..sequence.computed as usize], exposed, true);
+                let computed = &sequence.tokens[..sequence.computed as usize];
+                let indexed = if complete { pools.index(&mut tables, computed, exposed, true) } else { Ok(()) };
                 indexed.and_then(|()| match fence {
                     true => pools.quarantine_used(tables).map(Some),
                     false => pools.free(tables).map(|()| None),

@@ -6,7 +6,7 @@
 //! seed each change the answer, while batching, chunking and the choice of blocks do not (I1). A broken contract that it can
 //! see directly is a [`RunError`].
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -15,7 +15,7 @@ use baton_types::{
     BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
 };
 
-use crate::{Batch, ModelRunner, Row, RunError, Sample};
+use crate::{Batch, BlockSwap, ModelRunner, Row, RunError, Sample};
 
 /// The bytes of a pool, wherever they are: private, or mapped by a peer as well.
 pub trait KvMemory: Send {
@@ -95,7 +95,7 @@ pub fn answer(
         let sample = Some(Sample { params, index: answer.len() as u32, prompt, generated });
         let row =
             Row { seq: SeqId(0), tokens: &tokens[start..], start: start as u32, tables: tables.as_slice(), sample };
-        model.run(&Batch { rows: &[row], copies: &[] }, &mut |_| {}, &mut answer)?;
+        model.run(&Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] }, &mut |_| {}, &mut answer)?;
         start = tokens.len();
         tokens.extend(answer.last().map(|token| token.id));
         if tokens.last().is_some_and(|id| params.stop_token_ids.contains(id)) {
@@ -111,6 +111,8 @@ pub struct FakeModel<M = Vec<u8>> {
     geometry: PoolGeometry,
     vocab: u32,
     memory: M,
+    /// By group and block, what was copied out of the pool and not yet back, layer by layer.
+    host: BTreeMap<(usize, BlockId), Vec<u8>>,
     /// Group and index in the group of each layer.
     layers: Vec<(usize, usize)>,
     slot: Vec<u8>,
@@ -129,7 +131,7 @@ impl<M: KvMemory> FakeModel<M> {
     pub fn with_memory(geometry: PoolGeometry, vocab: u32, memory: M) -> Self {
         let layout = &geometry.layout;
         let layers = (0..layout.layers() as u32).filter_map(|layer| layout.locate(layer)).collect();
-        FakeModel { geometry, vocab: vocab.max(1), memory, layers, slot: Vec::new() }
+        FakeModel { geometry, vocab: vocab.max(1), memory, host: BTreeMap::new(), layers, slot: Vec::new() }
     }
 
     /// The pool's bytes.
@@ -246,6 +248,24 @@ impl<M: KvMemory> FakeModel<M> {
         }
     }
 
+    fn swap_out(&mut self, swap: &BlockSwap) {
+        let mut bytes = vec![0; self.geometry.layout.block_bytes_all_layers(swap.group)];
+        for (inner, part) in bytes.chunks_exact_mut(self.geometry.layout.block_bytes(swap.group)).enumerate() {
+            self.memory.load(self.geometry.block_range(swap.group, inner, swap.block).start, part);
+        }
+        self.host.insert((swap.group, swap.host), bytes);
+    }
+
+    /// What is brought back is forgotten: nobody may count on host memory after that.
+    fn swap_in(&mut self, swap: &BlockSwap) -> Result<(), RunError> {
+        let bytes = self.host.remove(&(swap.group, swap.host));
+        let bytes = bytes.ok_or_else(|| RunError(format!("nothing was copied to host memory for {swap:?}")))?;
+        for (inner, part) in bytes.chunks_exact(self.geometry.layout.block_bytes(swap.group)).enumerate() {
+            self.memory.store(self.geometry.block_range(swap.group, inner, swap.block).start, part);
+        }
+        Ok(())
+    }
+
     /// What can be seen without computing: shapes, tables, tails, and that no block is written that another row reads.
     fn validate(&self, batch: &Batch<'_>) -> Result<(), RunError> {
         let mut written: BTreeSet<(usize, BlockId)> = BTreeSet::new();
@@ -256,6 +276,14 @@ impl<M: KvMemory> FakeModel<M> {
             if from.0 >= blocks || to.0 >= blocks || sources.contains(&(*group, *to)) {
                 return Err(RunError(format!("copy of block {from} to {to} in group {group}")));
             }
+        }
+        let swaps = batch.swap_out.iter().chain(batch.swap_in);
+        if let Some(swap) = { swaps }.find(|s| s.block.0 >= self.geometry.blocks.get(s.group).copied().unwrap_or(0)) {
+            return Err(RunError(format!("{swap:?} is outside the pool")));
+        }
+        let filled: BTreeSet<_> = batch.swap_in.iter().map(|swap| (swap.group, swap.block)).collect();
+        if filled.len() < batch.swap_in.len() || !filled.is_disjoint(&sources) {
+            return Err(RunError("a block from host memory is written twice, or copied on".into()));
         }
         let mut seqs = BTreeSet::new();
         let ensure = |ok: bool, row: &Row<'_>, what: &str| {
@@ -297,6 +325,8 @@ impl<M: KvMemory> ModelRunner for FakeModel<M> {
         out: &mut Vec<TokenOut>,
     ) -> Result<(), RunError> {
         self.validate(batch)?;
+        batch.swap_out.iter().for_each(|swap| self.swap_out(swap));
+        batch.swap_in.iter().try_for_each(|swap| self.swap_in(swap))?;
         batch.copies.iter().for_each(|copy| self.copy(copy));
         for layer in 0..self.layers.len() {
             for row in batch.rows {
@@ -341,7 +371,8 @@ mod tests {
         let mut model = FakeModel::new(geometry.clone(), u32::MAX);
         let run = |model: &mut FakeModel, row| {
             let mut out = Vec::new();
-            model.run(&Batch { rows: &[row], copies: &[] }, &mut |_| {}, &mut out).unwrap();
+            let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
+            model.run(&batch, &mut |_| {}, &mut out).unwrap();
             out.pop()
         };
         assert_eq!(run(&mut model, row(0, 9, None)), None);

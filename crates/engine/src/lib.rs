@@ -26,6 +26,7 @@ mod plan;
 mod saturation;
 mod sequence;
 mod step;
+mod swap;
 
 pub use batch::{Batch, ModelRunner, Row, Sample};
 pub use config::{EngineConfig, Order, Time};
@@ -35,5 +36,6 @@ pub use event::Event;
 pub use saturation::Saturation;
 pub use sequence::{NewSequence, Prefix, Start};
 pub use step::{Step, StepRow, completed_blocks};
+pub use swap::{BlockSwap, SwapConfig, SwapRates};
 
 pub use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, CacheConfig, Eviction, HOLE, chain_hash, chain_hashes};

@@ -29,8 +29,14 @@ impl Engine {
         let mut rows = std::mem::take(&mut self.spare_steps);
         rows.clear();
         self.plan_decodes(&mut rows);
-        self.admit(events);
+        self.admit(&mut rows, events);
         self.plan_chunks(&mut rows);
+        if rows.is_empty() && self.swaps_out() {
+            // Without a step nothing is copied, and without copies everything may be lent.
+            self.swapped_out(false);
+            self.admit(&mut rows, events);
+            self.plan_chunks(&mut rows);
+        }
         self.in_flight = !rows.is_empty();
         debug_assert_eq!(self.check(), Ok(()), "I6");
         if rows.is_empty() {
@@ -114,7 +120,7 @@ impl Engine {
         rows[decodes..].sort_unstable_by_key(|row| self.sequences.get(&row.seq).map(|s| s.turn));
     }
 
-    fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
+    pub(crate) fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
         if let Some(s) = self.sequences.get_mut(&seq) {
             (s.in_step, s.last_step) = (true, self.steps + 1);
             let since = if std::mem::take(&mut s.fresh) { 0 } else { s.computed };
@@ -148,14 +154,15 @@ impl Engine {
         }
     }
 
-    /// Takes a sequence's blocks; it keeps its tokens, waits in its place in the queue and is computed again (I1), as far as
-    /// its blocks are not in the prefix cache by then.
+    /// Takes a sequence's blocks; it keeps its tokens and waits in its place in the queue. Then its KV comes back from host
+    /// memory, when that is cheaper, or is computed again (I1), as far as it is not in the prefix cache by then.
     fn preempt(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
         if let Phase::Running(mut tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             let tokens = &sequence.tokens[..computed as usize];
             let indexed = self.pools.index(&mut tables, tokens, false, true);
+            sequence.swapped = self.host.take(&self.pools, seq, &tables, computed);
             if let Err(error) = indexed.and_then(|()| self.pools.free(tables)) {
                 self.defect.get_or_insert(error);
             }

@@ -3,6 +3,7 @@
 use baton_kv_cache::{BlockTable, Lease, Tables, chain_hashes};
 use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
+use crate::swap::Swapped;
 use crate::{EngineError, Time};
 
 /// How a sequence's KV comes to be here, and what happens then.
@@ -74,7 +75,7 @@ pub(crate) struct Leader {
 /// What a sequence is doing, with what it owns.
 #[derive(Debug)]
 pub(crate) enum Phase {
-    /// In the queue; owns nothing.
+    /// In the queue; owns nothing of the pool.
     Waiting,
     /// Its blocks are lent to a peer.
     Receiving(Lease),
@@ -109,6 +110,8 @@ pub(crate) struct Sequence {
     pub names: Vec<u64>,
     pub turn: Turn,
     pub phase: Phase,
+    /// Its KV in host memory: while it waits, and during the step that brings it back.
+    pub swapped: Option<Swapped>,
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
     /// A row of the step in flight is its.
@@ -150,6 +153,7 @@ impl Sequence {
             names,
             turn,
             phase: Phase::Waiting,
+            swapped: None,
             computed: 0,
             in_step: false,
             doomed: None,

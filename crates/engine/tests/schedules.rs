@@ -3,7 +3,7 @@
 
 mod world;
 
-use baton_engine::{CacheConfig, EngineConfig, Eviction, Order};
+use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapRates};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -11,7 +11,7 @@ use world::{End, Fault, NodeSpec, Reached, Route, Spec, World};
 
 fn spec() -> impl Strategy<Value = Spec> {
     let route = prop_oneof![Just(Route::Local), Just(Route::Eager), Just(Route::Late), Just(Route::Corrupt)];
-    let shape = (1u32..40, 1u32..12, any::<bool>(), 0u64..1000, any::<bool>(), route);
+    let shape = (1u32..40, prop_oneof![2 => 1u32..12, 1 => 12u32..30], any::<bool>(), 0u64..1000, any::<bool>(), route);
     let times = (0u64..30, 0u64..6);
     let ends = (prop::option::weighted(0.15, 0u64..40), prop::option::weighted(0.2, 1u64..40));
     let deadline = prop::option::weighted(0.15, 0u64..80);
@@ -41,9 +41,19 @@ fn spec() -> impl Strategy<Value = Spec> {
     )
 }
 
+/// No host memory, a little, or enough; swapping is always cheaper than computing, or only where blocks are well filled.
+fn swap() -> impl Strategy<Value = SwapConfig> {
+    let bytes = prop_oneof![1 => Just(0), 2 => 0u64..4000, 3 => Just(1 << 20)];
+    let rates = prop_oneof![4 => Just((u64::MAX, 1)), 1 => Just((200, 1)), 1 => Just((0, 1))];
+    (bytes, rates).prop_map(|(bytes, (copy_bytes_per_second, prefill_tokens_per_second))| {
+        let rates = SwapRates { copy_bytes_per_second, prefill_tokens_per_second };
+        SwapConfig { bytes, rates }
+    })
+}
+
 /// Limits of a node; its blocks are those of the largest request and the given few beyond.
 fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> {
-    let fault = prop_oneof![Just(Fault::Error), Just(Fault::Output)];
+    let fault = prop_oneof![Just(Fault::Error), Just(Fault::Nothing), Just(Fault::Output)];
     let order = prop_oneof![
         2 => Just(Order::Fcfs),
         1 => (0u32..20).prop_map(|overtakes| Order::ShortestFirst { overtakes }),
@@ -57,8 +67,8 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
         max_kept,
         eviction,
     });
-    let limits = (1u32..6, 0u32..30, (1u32..20, prop_oneof![1u32..40, Just(u32::MAX)]), order, cache).prop_map(
-        |(max_running, more, prompts, order, cache)| EngineConfig {
+    let limits = (1u32..6, 0u32..30, (1u32..20, prop_oneof![1u32..40, Just(u32::MAX)]), order, cache, swap()).prop_map(
+        |(max_running, more, prompts, order, cache, swap)| EngineConfig {
             token_budget: max_running + more,
             chunk: prompts.0,
             pack_tokens: prompts.1,
@@ -67,16 +77,17 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
             context_tokens: 1000,
             order,
             cache,
+            swap,
         },
     );
-    let spare = prop_oneof![3 => 0u32..4, 1 => 0u32..40];
+    let spare = prop_oneof![3 => 0u32..4, 2 => 4u32..16, 1 => 0u32..40];
     let faults = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec((0u64..60, fault), 0..3)];
     (limits, (spare.clone(), spare), faults).prop_map(|(config, (a, b), faults)| (config, [a, b], faults))
 }
 
 prop_compose! {
     fn world()(
-        block_size in 1u32..9,
+        block_size in prop_oneof![2 => 1u32..4, 1 => 4u32..9],
         nodes in (node(), node()),
         specs in prop::collection::vec(spec(), 1..14),
     ) -> (u32, [NodeSpec; 2], Vec<Spec>) {
@@ -114,7 +125,9 @@ fn schedules_are_not_idle() {
         let mut world = World::new(block_size, sides, specs);
         world.run();
         let Reached { preemptions, handoffs, fences, failures, aborts_in_step, .. } = world.reached();
-        let Reached { hits, reserved_hits, copies, evictions, .. } = world.reached();
+        let Reached { hits, reserved_hits, copies, evictions, swaps, returns, .. } = world.reached();
+        sum.swaps += swaps;
+        sum.returns += returns;
         sum.hits += hits;
         sum.reserved_hits += reserved_hits;
         sum.copies += copies;
@@ -134,7 +147,7 @@ fn schedules_are_not_idle() {
     }
     let counts = [
         [sum.preemptions, sum.handoffs, sum.fences, sum.failures, sum.aborts_in_step].as_slice(),
-        &[sum.hits, sum.reserved_hits, sum.copies, sum.evictions],
+        &[sum.hits, sum.reserved_hits, sum.copies, sum.evictions, sum.swaps, sum.returns],
     ]
     .concat();
     assert!(counts.iter().chain(&ends).all(|count| *count >= 50), "{sum:?}, ends {ends:?}");

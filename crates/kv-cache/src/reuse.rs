@@ -118,6 +118,17 @@ impl KvPools {
         Ok(())
     }
 
+    /// Leading blocks that have other owners too, in every group: what these tables keep from being cached is what follows.
+    pub fn leading_shared(&self, tables: &Tables) -> u32 {
+        let shared = |group: usize, block: &BlockId| {
+            *block == HOLE || self.pools[group].state(*block).is_ok_and(|(_, owners)| owners > 1)
+        };
+        let leading = |(group, table): (usize, &BlockTable)| {
+            table.blocks().iter().take_while(|block| shared(group, block)).count() as u32
+        };
+        tables.tables.iter().enumerate().map(leading).min().unwrap_or(0)
+    }
+
     fn cached(&self, group: usize, id: NodeId) -> bool {
         let state = |block| self.pools[group].state(block);
         self.index.block(id, group).is_some_and(|block| matches!(state(block), Ok((BlockState::Cached, _))))

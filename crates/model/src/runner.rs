@@ -39,6 +39,8 @@ impl<B: Backend> Decoder<B> {
         each: &mut dyn FnMut(&mut crate::Sampler, usize, &mut [f32]),
     ) -> Result<(), RunError> {
         self.take_batch(batch)?;
+        batch.swap_out.iter().for_each(|swap| self.backend.swap_out(swap.group, swap.block, swap.host));
+        batch.swap_in.iter().for_each(|swap| self.backend.swap_in(swap.group, swap.host, swap.block));
         batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
         self.forward(on_layer);
         let mut first = 0;

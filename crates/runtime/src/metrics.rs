@@ -34,6 +34,12 @@ pub const KEPT_BLOCKS: &str = "baton_prefix_kept_blocks";
 pub const PACK_TOKENS: &str = "baton_pack_tokens";
 /// Counter: times a running sequence's blocks were taken for one that goes first.
 pub const PREEMPTIONS: &str = "baton_preemptions_total";
+/// Counter: preemptions after which the KV waits in host memory; after the others it is computed again.
+pub const SWAPS: &str = "baton_swaps_total";
+/// Counter by `direction` (out, in): blocks copied between the pool and host memory.
+pub const SWAPPED_BLOCKS: &str = "baton_swapped_blocks_total";
+/// Gauge by `state` (free, used): blocks of host memory for preempted sequences.
+pub const SWAP_BLOCKS: &str = "baton_swap_blocks";
 /// Counter: prompt tokens computed.
 pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
 /// Counter: tokens decoded.
@@ -119,6 +125,9 @@ fn describe() {
     describe_gauge!(KEPT_BLOCKS, Unit::Count, "Blocks of tokens that requests have asked the prefix cache to keep.");
     describe_gauge!(PACK_TOKENS, Unit::Count, "Prompt tokens that fill a step.");
     describe_counter!(PREEMPTIONS, Unit::Count, "Running sequences whose blocks were taken for one that goes first.");
+    describe_counter!(SWAPS, Unit::Count, "Preempted sequences whose KV went to host memory.");
+    describe_counter!(SWAPPED_BLOCKS, Unit::Count, "Blocks copied to host memory and back, by direction.");
+    describe_gauge!(SWAP_BLOCKS, Unit::Count, "Blocks of host memory for preempted sequences, by state.");
     describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
     describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded.");
     describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");

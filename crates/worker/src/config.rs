@@ -173,6 +173,9 @@ baton_runtime::config! {
         kv_type: KvType = KvType::F16,
         /// Memory of the KV pool.
         kv_memory: Bytes = Bytes::mib(512),
+        /// Most memory beside the pool for the KV of preempted sequences, used where copying is faster than
+        /// computing again; 0B: none.
+        swap_bytes: Bytes = Bytes(0),
         /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
         block_size: u32 = 16,
         /// Longest sequence, prompt and answer; default: what the model was made for, as far as the pool can hold it.

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use baton_engine::{BlockCounts, Engine, Event, ModelRunner, Step};
+use baton_engine::{BlockCounts, Engine, Event, ModelRunner, Step, SwapRates};
 use baton_runtime::metrics as names;
 use baton_types::TokenOut;
 use metrics::{counter, gauge, histogram};
@@ -114,9 +114,29 @@ pub fn start<R: Role>(
     let (publish, snapshot) = watch::channel(Snapshot::default());
     let handle = EngineHandle { commands: Commands(commands), snapshot };
     let role = make(handle.commands())?;
-    let thread = Thread { engine, runner, role, inbox, publish, events: Vec::new(), out: Vec::new() };
+    let prefills = PrefillRate::default();
+    let thread = Thread { engine, runner, role, inbox, publish, prefills, events: Vec::new(), out: Vec::new() };
     std::thread::Builder::new().name(name.to_owned()).spawn(move || thread.run(clock))?;
     Ok(handle)
+}
+
+/// Tokens a second of steps that mostly prefill, the latest tokens counting most.
+#[derive(Debug, Default)]
+struct PrefillRate {
+    tokens: f64,
+    seconds: f64,
+}
+
+impl PrefillRate {
+    /// Tokens after which what was measured before counts for a third.
+    const MEMORY: f64 = 4096.0;
+
+    fn add(&mut self, tokens: u64, took: Duration) -> u64 {
+        let kept = (-(tokens as f64) / Self::MEMORY).exp();
+        self.tokens = self.tokens * kept + tokens as f64;
+        self.seconds = self.seconds * kept + took.as_secs_f64();
+        (self.tokens / self.seconds.max(1e-9)) as u64
+    }
 }
 
 struct Thread<R: Role> {
@@ -125,6 +145,7 @@ struct Thread<R: Role> {
     role: R,
     inbox: Receiver<R::Command>,
     publish: watch::Sender<Snapshot>,
+    prefills: PrefillRate,
     events: Vec<Event>,
     out: Vec<TokenOut>,
 }
@@ -167,7 +188,7 @@ impl<R: Role> Thread<R> {
 
     fn step(&mut self, step: Step) {
         let started = Instant::now();
-        let Thread { engine, runner, role, out, events, .. } = self;
+        let Thread { engine, runner, role, out, events, prefills, .. } = self;
         role.step_planned(engine, &step);
         out.clear();
         let outcome = engine.with_batch(&step, |batch| runner.run(batch, &mut |layer| role.layer_stored(layer), out));
@@ -182,7 +203,14 @@ impl<R: Role> Thread<R> {
                 engine.fail(step, error, events);
             }
         }
-        histogram!(names::STEP_SECONDS).record(started.elapsed().as_secs_f64());
+        let took = started.elapsed();
+        // What computing again would cost: known once something was.
+        if prefilled > decoded {
+            let prefill_tokens_per_second = prefills.add(prefilled + decoded, took);
+            let copy_bytes_per_second = engine.config().swap.rates.copy_bytes_per_second;
+            engine.set_swap_rates(SwapRates { copy_bytes_per_second, prefill_tokens_per_second });
+        }
+        histogram!(names::STEP_SECONDS).record(took.as_secs_f64());
         counter!(names::DECODE_TOKENS).increment(decoded);
         counter!(names::PREFILL_TOKENS).increment(prefilled);
         self.dispatch();
@@ -204,6 +232,14 @@ impl<R: Role> Thread<R> {
         counter!(names::PREFIX_HIT_TOKENS).absolute(e.prefix_hit_tokens());
         counter!(names::CACHE_EVICTIONS).absolute(e.evictions());
         counter!(names::PREEMPTIONS).absolute(e.preemptions());
+        counter!(names::SWAPS).absolute(e.swaps());
+        for (direction, blocks) in ["out", "in"].into_iter().zip(e.swapped_blocks()) {
+            counter!(names::SWAPPED_BLOCKS, "direction" => direction).absolute(blocks);
+        }
+        let host = e.host_counts();
+        for (state, count) in [("free", host.free), ("used", host.used)] {
+            gauge!(names::SWAP_BLOCKS, "state" => state).set(count as f64);
+        }
         for (state, count) in [
             ("free", blocks.free),
             ("used", blocks.used),
@@ -213,5 +249,21 @@ impl<R: Role> Thread<R> {
         ] {
             gauge!(names::KV_BLOCKS, "state" => state).set(count as f64);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_of_prefills_follows_the_latest_tokens() {
+        let (mut rate, second) = (PrefillRate::default(), Duration::from_secs(1));
+        assert_eq!(rate.add(100, second), 100);
+        // One step does not undo thousands of tokens, thousands of tokens do.
+        assert_eq!([0; 10].map(|_| rate.add(1000, second))[9] / 100, 9);
+        assert!((900..1000).contains(&rate.add(1, Duration::from_millis(100))));
+        assert!([0; 40].map(|_| rate.add(1000, 10 * second))[39] <= 101);
+        assert_eq!(PrefillRate::default().add(0, Duration::ZERO), 0);
     }
 }

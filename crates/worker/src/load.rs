@@ -3,21 +3,23 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use baton_engine::{CacheConfig, EngineConfig};
+use baton_engine::{CacheConfig, EngineConfig, SwapConfig, SwapRates};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_runtime::FetchConfig;
 use baton_runtime::config::format_duration;
 use baton_transfer::Segment;
-use baton_types::{KvLayout, PoolGeometry};
+use baton_types::{BlockId, KvLayout, PoolGeometry};
 
 use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
+/// Blocks copied to see how fast copies are: more than caches hold, few enough not to be noticed.
+const MEASURED_BLOCKS: u32 = 64;
 /// What every registry can keep.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
@@ -127,7 +129,8 @@ pub fn load_on<B: Backend>(
     let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
         .map_err(ModelError::from)?;
     let options = CpuOptions { threads: config.threads.unwrap_or(CpuOptions::default().threads), isa };
-    let backend = wrap(CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?, &geometry.layout);
+    let mut backend = wrap(CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?, &geometry.layout);
+    let swap = prepare_swap(config, &mut backend, &geometry)?;
     let limits = Limits {
         tokens: config.token_budget as usize,
         samples: SAMPLES,
@@ -147,8 +150,48 @@ pub fn load_on<B: Backend>(
         context_tokens: wanted,
         order: config.order.order(config.overtakes),
         cache: cache(config, blocks),
+        swap,
     };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
+}
+
+/// Host memory for what is swapped out, and how fast it is copied.
+fn prepare_swap<B: Backend>(
+    config: &WorkerConfig,
+    backend: &mut B,
+    geometry: &PoolGeometry,
+) -> Result<SwapConfig, WorkerError> {
+    let mut swap = SwapConfig { bytes: config.swap_bytes.0, rates: SwapRates::default() };
+    let blocks = swap.blocks(&geometry.layout);
+    if blocks == 0 {
+        let one = SwapConfig::block_bytes(&geometry.layout);
+        let must = format!("0, or at least {one} bytes, one block of this model");
+        check(config.swap_bytes.0 == 0, "swap_bytes", config.swap_bytes, must)?;
+        return Ok(swap);
+    }
+    backend.reserve_swap(blocks).map_err(ModelError::from)?;
+    swap.rates.copy_bytes_per_second = copy_rate(backend, geometry, blocks);
+    Ok(swap)
+}
+
+/// Bytes a second out of the pool and in again, both still unused.
+fn copy_rate<B: Backend>(backend: &mut B, geometry: &PoolGeometry, host_blocks: u32) -> u64 {
+    let blocks = geometry.blocks.iter().copied().min().unwrap_or(0).min(host_blocks).min(MEASURED_BLOCKS);
+    let mut copied = || {
+        let started = Instant::now();
+        for block in (0..blocks).map(BlockId) {
+            for group in 0..geometry.layout.groups.len() {
+                backend.swap_out(group, block, block);
+                backend.swap_in(group, block, block);
+            }
+        }
+        started.elapsed()
+    };
+    // The first time, the system has yet to find the memory.
+    copied();
+    let seconds = copied().as_secs_f64().max(1e-9);
+    let bytes = 2 * u64::from(blocks) * SwapConfig::block_bytes(&geometry.layout);
+    (bytes as f64 / seconds) as u64
 }
 
 #[cfg(test)]

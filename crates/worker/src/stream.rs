@@ -100,7 +100,7 @@ mod tests {
     use std::time::Duration;
 
     use baton_engine::fake::{FakeModel, tiny_layout};
-    use baton_engine::{CacheConfig, EngineConfig, Event, Order, Start};
+    use baton_engine::{CacheConfig, EngineConfig, Event, Order, Start, SwapConfig};
     use baton_types::{PoolGeometry, RequestId, SamplingParams};
 
     use super::*;
@@ -165,6 +165,7 @@ mod tests {
             context_tokens: 16,
             order: Order::default(),
             cache: CacheConfig::default(),
+            swap: SwapConfig::default(),
         };
         let engine = Engine::new(config, &geometry).unwrap();
         let (tell, told) = std_mpsc::channel();

@@ -27,7 +27,7 @@ mod weight;
 
 use std::sync::Arc;
 
-use baton_types::BlockId;
+use baton_types::{BlockId, PoolGeometry};
 pub use ceilings::Ceilings;
 pub use isa::Isa;
 pub use kv_convert::{KvSlice, convert_kv};
@@ -71,6 +71,8 @@ pub struct CpuBackend {
     isa: Isa,
     threads: Threads,
     pool: Arc<HostPool>,
+    /// What is swapped out of the pool.
+    swapped: HostPool,
     scratch: Quantised,
 }
 
@@ -94,7 +96,8 @@ impl CpuBackend {
     /// A backend over a pool.
     pub fn new(options: CpuOptions, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let threads = Threads::new(options.threads.max(1))?;
-        Ok(CpuBackend { isa: options.isa, threads, pool, scratch: Quantised::default() })
+        let swapped = HostPool::in_memory(PoolGeometry::uniform(pool.geometry().layout.clone(), 0))?;
+        Ok(CpuBackend { isa: options.isa, threads, pool, swapped, scratch: Quantised::default() })
     }
 
     /// The pool it reads and writes.
@@ -265,6 +268,20 @@ impl Backend for CpuBackend {
 
     fn read(&mut self, buffer: &Vec<f32>, offset: usize, out: &mut [f32]) {
         out.copy_from_slice(&buffer[offset..offset + out.len()]);
+    }
+
+    fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
+        let layout = self.pool.geometry().layout.clone();
+        self.swapped = HostPool::in_memory(PoolGeometry::uniform(layout, blocks))?;
+        Ok(())
+    }
+
+    fn swap_out(&mut self, group: usize, block: BlockId, host: BlockId) {
+        self.pool.copy_block_to(group, block, host, &self.swapped);
+    }
+
+    fn swap_in(&mut self, group: usize, host: BlockId, block: BlockId) {
+        self.swapped.copy_block_to(group, host, block, &self.pool);
     }
 
     fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {

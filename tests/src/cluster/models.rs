@@ -1,5 +1,11 @@
 //! Models to serve.
 
+use std::path::Path;
+
+use baton_engine::SwapConfig;
+use baton_model::kv_layout;
+use baton_model_files::Model;
+use baton_types::KvDtype;
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -10,6 +16,12 @@ pub fn tiny() -> anyhow::Result<TempDir> {
     let dir = tempfile::tempdir()?;
     tiny::config("llama-gqa-odd-vocab")?.write(dir.path())?;
     Ok(dir)
+}
+
+/// Bytes of a block of 16 tokens of a model's KV pool, in f16.
+pub fn block_bytes(model: &Path) -> anyhow::Result<u64> {
+    let model = Model::open(model)?;
+    Ok(SwapConfig::block_bytes(&kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16)))
 }
 
 /// A model slow enough to be caught in the middle of a prompt or of an answer; 8,192 tokens of context.

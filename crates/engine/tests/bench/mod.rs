@@ -4,7 +4,8 @@
 
 use baton_engine::fake::{self, FakeModel};
 use baton_engine::{
-    BlockCounts, CacheConfig, Engine, EngineConfig, Event, Eviction, ModelRunner, NewSequence, Order, Start, Step, Time,
+    BlockCounts, CacheConfig, Engine, EngineConfig, Event, Eviction, ModelRunner, NewSequence, Order, Start, Step,
+    SwapConfig, SwapRates, Time,
 };
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 
@@ -18,6 +19,7 @@ pub const LIMITS: EngineConfig = EngineConfig {
     context_tokens: 1000,
     order: Order::Fcfs,
     cache: CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru },
+    swap: SwapConfig { bytes: 0, rates: SwapRates { copy_bytes_per_second: 0, prefill_tokens_per_second: 0 } },
 };
 
 /// Two groups without windows, so that both always have the same blocks.

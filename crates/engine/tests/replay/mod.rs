@@ -7,7 +7,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, Time, fake};
+use baton_engine::{
+    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, SwapConfig, Time, fake,
+};
 use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
 
 /// Tokens of a block.
@@ -84,6 +86,7 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
         context_tokens: 1 << 20,
         order: Order::Fcfs,
         cache,
+        swap: SwapConfig::default(),
     };
     let mut engine = Engine::new(config, &PoolGeometry::uniform(layout, blocks)).unwrap();
     let (mut events, mut out) = (Vec::new(), Vec::new());

@@ -40,6 +40,9 @@ pub struct Reached {
     pub reserved_hits: u64,
     pub copies: u64,
     pub evictions: u64,
+    /// Preemptions that swapped, and worlds in which one came back from host memory.
+    pub swaps: u64,
+    pub returns: u64,
 }
 
 pub struct World {
@@ -105,10 +108,14 @@ impl World {
         for node in &mut self.nodes {
             self.reached.hits += node.engine.prefix_hit_tokens();
             self.reached.evictions += node.engine.evictions();
+            self.reached.swaps += node.engine.swaps();
+            self.reached.returns += u64::from(node.engine.swapped_blocks()[1] > 0);
             node.engine.clear_cache().unwrap();
             node.engine.check().unwrap();
             let counts = node.engine.counts();
             assert_eq!(counts.free, counts.total, "I6: all blocks are free after the last request");
+            let host = node.engine.host_counts();
+            assert_eq!(host.free, host.total, "I6: and all of host memory");
         }
         self.clients.iter().for_each(Client::check_answer);
     }
@@ -272,6 +279,9 @@ impl World {
         let node = if side == PREFILL { prefill } else { decode };
         let fault = node.faults.iter().find(|(at, _)| *at == self.tick).map(|(_, fault)| *fault);
         let (clients, owners, model) = (&mut self.clients, &node.clients, &mut node.model);
+        if fault == Some(Fault::Nothing) {
+            return Err(RunError("planted".into()));
+        }
         let (mut failure, mut copies) = (None, 0);
         node.engine.with_batch(step, |batch| {
             assert_eq!(batch.rows.len(), step.rows().len());
@@ -302,7 +312,7 @@ impl World {
                 out.push(TokenOut::default());
                 Ok(())
             }
-            None => Ok(()),
+            Some(Fault::Nothing) | None => Ok(()),
         }
     }
 

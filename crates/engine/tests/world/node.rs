@@ -10,8 +10,10 @@ use super::client::VOCAB;
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Fault {
-    /// The runner stops in the middle of a step.
+    /// The runner stops at the end of a step.
     Error,
+    /// The runner does nothing, not even the copies.
+    Nothing,
     /// The runner forgets a token.
     Output,
 }
