@@ -58,7 +58,15 @@ pub(crate) enum Got {
 }
 
 enum Piece {
-    Owned { bytes: Vec<u8>, sent: usize },
+    Owned {
+        bytes: Vec<u8>,
+        sent: usize,
+    },
+    /// In the pool's stead.
+    Staged {
+        bytes: Vec<u8>,
+        sent: usize,
+    },
     Pool(Range),
     Zeros(usize),
 }
@@ -239,16 +247,24 @@ impl Link {
         self.outbox.push_back(Piece::Pool((offset, len)));
     }
 
-    /// Whether queued pool memory has yet to be read.
-    pub(crate) fn reads_pool(&self) -> bool {
-        self.outbox.iter().any(|piece| matches!(piece, Piece::Pool(_)))
+    /// Queues bytes that stand for pool memory.
+    pub(crate) fn push_staged(&mut self, bytes: Vec<u8>) {
+        self.outbox.push_back(Piece::Staged { bytes, sent: 0 });
     }
 
-    /// Replaces queued pool memory by zeros: framing stays whole, the pool is not read any more.
+    /// Whether queued pool memory, or what stands for it, has yet to leave.
+    pub(crate) fn reads_pool(&self) -> bool {
+        self.outbox.iter().any(|piece| matches!(piece, Piece::Pool(_) | Piece::Staged { .. }))
+    }
+
+    /// Replaces queued pool memory, and what stands for it, by zeros: framing stays whole, the pool is not read any more, and
+    /// nothing is kept (I5).
     pub(crate) fn forget_pool(&mut self) {
         for piece in &mut self.outbox {
-            if let Piece::Pool((_, len)) = piece {
-                *piece = Piece::Zeros(*len);
+            match piece {
+                Piece::Pool((_, len)) => *piece = Piece::Zeros(*len),
+                Piece::Staged { bytes, sent } => *piece = Piece::Zeros(bytes.len() - *sent),
+                Piece::Owned { .. } | Piece::Zeros(_) => {}
             }
         }
     }
@@ -285,7 +301,7 @@ impl Link {
         let mut iov: Vec<IoSlice> = Vec::with_capacity(self.outbox.len().min(VECTOR));
         for piece in self.outbox.iter().take(VECTOR) {
             iov.push(IoSlice::new(match piece {
-                Piece::Owned { bytes, sent } => &bytes[*sent..],
+                Piece::Owned { bytes, sent } | Piece::Staged { bytes, sent } => &bytes[*sent..],
                 Piece::Zeros(len) => &ZEROS[..(*len).min(ZEROS.len())],
                 Piece::Pool((offset, len)) => {
                     let Some(start) = self.pool.at(*offset, *len) else { return Err(Errno::FAULT) };
@@ -314,7 +330,7 @@ impl Link {
     fn sent(&mut self, mut count: usize) {
         while let Some(piece) = self.outbox.front_mut() {
             let left = match piece {
-                Piece::Owned { bytes, sent } => bytes.len() - *sent,
+                Piece::Owned { bytes, sent } | Piece::Staged { bytes, sent } => bytes.len() - *sent,
                 Piece::Pool((_, len)) | Piece::Zeros(len) => *len,
             };
             if count >= left {
@@ -323,7 +339,7 @@ impl Link {
                 continue;
             }
             match piece {
-                Piece::Owned { sent, .. } => *sent += count,
+                Piece::Owned { sent, .. } | Piece::Staged { sent, .. } => *sent += count,
                 Piece::Pool((offset, len)) => (*offset, *len) = (*offset + count, *len - count),
                 Piece::Zeros(len) => *len -= count,
             }

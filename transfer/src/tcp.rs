@@ -12,11 +12,7 @@ use crate::transport::{Batch, Progress, Transport};
 use crate::wire::Frame;
 
 /// The sending half: a frame, then the blocks straight from the pool.
-#[derive(Default)]
-pub(crate) struct Tcp {
-    /// The batch brings its own memory.
-    staged: bool,
-}
+pub(crate) struct Tcp;
 
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
@@ -26,9 +22,8 @@ impl Transport for Tcp {
     fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
         let payload = u32::try_from(batch.bytes()).map_err(|_| TransferError::argument("payload", "4 GiB or more"))?;
         link.push(&Frame::Write(batch.head(payload)));
-        self.staged = batch.staged.is_some();
         match batch.staged.take() {
-            Some(bytes) => link.push_bytes(bytes),
+            Some(bytes) => link.push_staged(bytes),
             None => batch.runs().for_each(|run| link.push_pool((run.source, run.len))),
         }
         Ok(())
@@ -36,9 +31,7 @@ impl Transport for Tcp {
 
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
         // The stream keeps order, so whatever is queued behind the payload arrives behind it.
-        // I5: staged bytes wait here, one batch of them, as long as the socket does not take them.
-        let blocked = link.reads_pool() || self.staged && link.has_output();
-        Ok(if blocked { Progress::Blocked } else { Progress::Flushed })
+        Ok(if link.reads_pool() { Progress::Blocked } else { Progress::Flushed })
     }
 
     fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {

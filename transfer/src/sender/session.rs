@@ -103,7 +103,7 @@ impl Session {
         let outbound = Outbound::new(parties, Pools { local, remote: remote.clone(), convert, verify });
         let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, stuck: None };
         if kind == TransportKind::Tcp {
-            session.transport = Some(session.plan.wrap(Box::new(Tcp::default())));
+            session.transport = Some(session.plan.wrap(Box::new(Tcp)));
         }
         session
     }
