@@ -5,6 +5,7 @@ mod chart;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 use baton_cluster::Spec;
@@ -305,7 +306,10 @@ fn the_image_is_the_one_the_chart_expects() -> anyhow::Result<()> {
     let manifest: toml::Table = std::fs::read_to_string(root().join("Cargo.toml"))?.parse()?;
     let members = manifest["workspace"]["members"].as_array().context("members")?;
     for member in members.iter().filter_map(toml::Value::as_str).map(|m| m.trim_end_matches("/*")) {
-        ensure!(file.contains(&format!("\nCOPY {member} {member}\n")), "{member} is not copied into the build");
+        // By itself or with a folder it lies in.
+        let mut folders = Path::new(member).ancestors().filter_map(Path::to_str).filter(|folder| !folder.is_empty());
+        let copied = folders.any(|folder| file.contains(&format!("\nCOPY {folder} {folder}\n")));
+        ensure!(copied, "{member} is not copied into the build");
     }
     Ok(())
 }
