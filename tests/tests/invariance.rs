@@ -130,7 +130,10 @@ fn tiny_models_answer_alike_when_they_are_swapped() {
         let options = Options { max_running: 4, blocks: 12, swap_blocks: 12, ..Options::default() };
         let mut local = Local::new(&model, options).unwrap();
         let together = local.run(&requests, &mut |_, _, _| None).unwrap();
-        assert!(local.swaps() > 0, "{}", config.name);
+        // Where every layer has a window, blocks are given back before they run out.
+        let layout = kv_layout(model.config(), 0, KvDtype::F16, 16);
+        let windows_only = layout.groups.iter().all(|group| group.window.is_some());
+        assert_eq!(local.swaps() == 0, windows_only, "{}", config.name);
         let ids: Vec<Vec<u32>> =
             together.into_iter().map(|tokens| tokens.into_iter().map(|t| t.id).collect()).collect();
         assert_eq!(ids, alone(&model, KvDtype::F16, &requests).0, "{}", config.name); // I1
