@@ -44,7 +44,7 @@ pub struct Run {
     pub lane: u64,
 }
 
-/// One layer of some blocks; at most [`crate::wire::MAX_WRITE_BLOCKS`] of them.
+/// One layer of some blocks; at most 256 of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Batch {
     /// The handoff.
