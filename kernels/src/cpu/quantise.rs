@@ -1,4 +1,4 @@
-//! Activations rounded to 8 bits, once for all products that take them.
+//! Activations rounded to 8 bits, once for all outputs of a product.
 //!
 //! Bytes moved: the rows once, and a quarter of them out. Bound: in cache, by arithmetic: about 40 vector instructions per 32 elements.
 

@@ -35,7 +35,8 @@ impl Ledger {
         }
     }
 
-    /// Lends blocks, and of each group these heads of them, to whoever knows `key`, until `expires`. Blocks of an epoch that is not over are refused (I3).
+    /// Lends blocks, and of each group these heads of them, to whoever knows `key`, until `expires`. Blocks of an epoch that
+    /// is not over are refused (I3).
     pub fn reserve(
         &mut self,
         epoch: Epoch,
