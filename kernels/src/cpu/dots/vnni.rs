@@ -99,6 +99,28 @@ unsafe fn word(a: *const i8, i: usize) -> __m512i {
     unsafe { _mm512_set1_epi32(a.cast::<i32>().add(i).read_unaligned()) }
 }
 
+/// Adds the products of words `i` and `4 + i` of each activation group with the low and the high weights of vector `i`.
+///
+/// # Safety
+/// 32 bytes of each activation group are readable, and the CPU has AVX-512 VNNI.
+#[inline(always)]
+unsafe fn add_products<const T: usize>(
+    acc: &mut [__m512i; T],
+    (low, high): (__m512i, __m512i),
+    a: [*const i8; T],
+    i: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for t in 0..T {
+            acc[t] = _mm512_dpbusd_epi32(acc[t], low, word(a[t], i));
+        }
+        for t in 0..T {
+            acc[t] = _mm512_dpbusd_epi32(acc[t], high, word(a[t], 4 + i));
+        }
+    }
+}
+
 // SAFETY: the trait's contract puts the CPU features and the validity of pointers on the caller; all loads are the unaligned ones.
 unsafe impl Dots for Vnni {
     type Outputs = Avx512;
@@ -121,13 +143,7 @@ unsafe impl Dots for Vnni {
         unsafe {
             let mut acc = [_mm512_setzero_si512(); T];
             for i in 0..4 {
-                let (low, high) = nibbles(w, i);
-                for t in 0..T {
-                    acc[t] = _mm512_dpbusd_epi32(acc[t], low, word(a[t], i));
-                }
-                for t in 0..T {
-                    acc[t] = _mm512_dpbusd_epi32(acc[t], high, word(a[t], 4 + i));
-                }
+                add_products(&mut acc, nibbles(w, i), a, i);
             }
             acc
         }
@@ -139,13 +155,7 @@ unsafe impl Dots for Vnni {
             let fifth = bytes(w, 128);
             let mut acc = [_mm512_setzero_si512(); T];
             for i in 0..4 {
-                let (low, high) = u5(w, fifth, i);
-                for t in 0..T {
-                    acc[t] = _mm512_dpbusd_epi32(acc[t], low, word(a[t], i));
-                }
-                for t in 0..T {
-                    acc[t] = _mm512_dpbusd_epi32(acc[t], high, word(a[t], 4 + i));
-                }
+                add_products(&mut acc, u5(w, fifth, i), a, i);
             }
             acc
         }
