@@ -161,6 +161,29 @@ pub struct Norm<B> {
     pub eps: f32,
 }
 
+/// Rows that products are made of: `x[t]`, or `norm(x[t])`.
+pub struct Input<'a, T> {
+    /// `[rows, width]`
+    pub x: &'a T,
+    /// How many rows.
+    pub rows: usize,
+    /// What is done to each row first; `x` itself stays as it is.
+    pub norm: Option<&'a Norm<T>>,
+}
+
+/// One of the products of an input.
+pub struct Product<'a, W, T> {
+    /// Outputs times inputs.
+    pub weight: &'a W,
+    /// Added to every row.
+    pub bias: Option<&'a T>,
+    /// `[rows, outputs]`
+    pub out: &'a mut T,
+}
+
+/// Most products of one input.
+pub const MAX_PRODUCTS: usize = 3;
+
 /// A device that runs decoder steps.
 pub trait Backend: Send {
     /// f32 memory on the device.
@@ -195,20 +218,15 @@ pub trait Backend: Send {
     fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId);
     /// `out[t] = table[ids[t]] · scale`
     fn embed(&mut self, table: &Self::Weight, ids: &[u32], scale: f32, out: &mut Self::Buffer);
-    /// `out[r] = norm(x[r])` for `rows` rows.
-    fn rms_norm(&mut self, norm: &Norm<Self::Buffer>, x: &Self::Buffer, rows: usize, out: &mut Self::Buffer);
     /// `x[r] = norm(x[r])` for `rows` rows; heads are rows when their dimensions are normed.
-    fn rms_norm_in_place(&mut self, norm: &Norm<Self::Buffer>, x: &mut Self::Buffer, rows: usize);
+    fn rms_norm(&mut self, norm: &Norm<Self::Buffer>, x: &mut Self::Buffer, rows: usize);
     /// `x += y` over the first `elements`.
     fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, elements: usize);
-    /// `out[t] = w · x[t] (+ bias)` for `rows` rows.
-    fn matmul(
+    /// `out[t] = weight · x[t] (+ bias)` for each product, up to [`MAX_PRODUCTS`] of them, and each row of the input.
+    fn matmul<const N: usize>(
         &mut self,
-        w: &Self::Weight,
-        x: &Self::Buffer,
-        rows: usize,
-        bias: Option<&Self::Buffer>,
-        out: &mut Self::Buffer,
+        input: Input<'_, Self::Buffer>,
+        products: [Product<'_, Self::Weight, Self::Buffer>; N],
     );
     /// Rotates q `[rows, heads, head_dim]` in place and k on its way into the pool; stores k and v (`[rows, kv_heads,
     /// head_dim]`), rounded to the pool's type, at their positions' slots.

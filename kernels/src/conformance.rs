@@ -5,7 +5,7 @@
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, WeightDtype};
 use half::f16;
 
-use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Rope, WeightSource};
 use crate::cpu::element;
 
 mod attention;
@@ -104,6 +104,7 @@ fn geometry(dtype: KvDtype, kv_heads: u32, head_dim: u32, window: Option<u32>, b
 /// Runs everything.
 pub fn run<F: Factory>(factory: &F) {
     matmul(factory);
+    products(factory);
     elementwise(factory);
     attention::run(factory);
     swap(factory);
@@ -158,7 +159,9 @@ fn matmul<F: Factory>(factory: &F) {
             let bias = random.vector(outs);
             let (input, bias_buffer) = (backend.upload(&x).expect("x"), backend.upload(&bias).expect("bias"));
             let mut out = backend.buffer(rows * outs).expect("out");
-            backend.matmul(&weight, &input, rows, Some(&bias_buffer), &mut out);
+            let (w, bias_of_all) = (&weight, Some(&bias_buffer));
+            let product = Product { weight: w, bias: bias_of_all, out: &mut out };
+            backend.matmul(Input { x: &input, rows, norm: None }, [product]);
             let got = read(&mut backend, &out, rows * outs);
             let stored = dtype.row_bytes(cols).expect("row bytes");
             let mut tolerance = vec![0.0f64; outs];
@@ -188,7 +191,8 @@ fn matmul<F: Factory>(factory: &F) {
             for (first, count) in [(0, 1), (1, 2), (5, 7), (12, 1)] {
                 let part = backend.upload(&x[first * cols..][..count * cols]).expect("part");
                 let mut out = backend.buffer(count * outs).expect("out");
-                backend.matmul(&weight, &part, count, Some(&bias_buffer), &mut out);
+                let product = Product { weight: w, bias: bias_of_all, out: &mut out };
+                backend.matmul(Input { x: &part, rows: count, norm: None }, [product]);
                 let alone = read(&mut backend, &out, count * outs);
                 assert_eq!(alone, got[first * outs..][..count * outs], "I1: {dtype:?} rows {first}+{count}");
             }
@@ -198,6 +202,47 @@ fn matmul<F: Factory>(factory: &F) {
             let want: Vec<f64> =
                 (0..cols).map(|k| 2.0 * element(dtype, &data[at * stored..][..stored], k) as f64).collect();
             close("embed", &read(&mut backend, &embedded, cols), &want, 1e-6);
+        }
+    }
+}
+
+/// Products of one input, normed first, have the bits of a norm and of each product alone.
+fn products<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F32, 1, 8, None, 16));
+    let mut random = Random(3);
+    let cols = 256;
+    let quantised = [(WeightDtype::Q4K, 40), (WeightDtype::Q6K, 24), (WeightDtype::Q8_0, 8)];
+    let dense = [(WeightDtype::F16, 40), (WeightDtype::F32, 9), (WeightDtype::Bf16, 8)];
+    for of in [quantised, dense, [quantised[0], dense[0], quantised[2]]] {
+        let weights = of.map(|(dtype, rows)| {
+            let data = random_weight(dtype, rows, cols, &mut random);
+            backend
+                .weight(&WeightSource { name: "w", dtype, rows, cols, data: &data, row_order: None })
+                .expect("weight")
+        });
+        let norm = Norm { weight: backend.upload(&random.vector(cols)).expect("norm"), eps: 1e-5 };
+        for rows in [1, 3, 70] {
+            backend.reserve(rows, cols).expect("reserve");
+            let x = backend.upload(&random.vector(rows * cols)).expect("x");
+            let mut normed = backend.buffer(rows * cols).expect("normed");
+            let all: Vec<u32> = (0..rows as u32).collect();
+            backend.gather_rows(&x, cols, &all, &mut normed);
+            backend.rms_norm(&norm, &mut normed, rows);
+            for norm in [None, Some(&norm)] {
+                let buffer = |backend: &F::Backend, i: usize| backend.buffer(rows * of[i].1).expect("out");
+                let [mut a, mut b, mut c] = [0, 1, 2].map(|i| buffer(&backend, i));
+                let outs = [(&weights[0], &mut a), (&weights[1], &mut b), (&weights[2], &mut c)];
+                let products = outs.map(|(weight, out)| Product { weight, bias: None, out });
+                backend.matmul(Input { x: &x, rows, norm }, products);
+                let input = if norm.is_some() { &normed } else { &x };
+                for (i, together) in [a, b, c].iter().enumerate() {
+                    let mut out = buffer(&backend, i);
+                    let product = Product { weight: &weights[i], bias: None, out: &mut out };
+                    backend.matmul(Input { x: input, rows, norm: None }, [product]);
+                    let alone = read(&mut backend, &out, rows * of[i].1);
+                    assert_eq!(read(&mut backend, together, rows * of[i].1), alone, "I1: {:?}, {rows} rows", of[i]);
+                }
+            }
         }
     }
 }
@@ -212,8 +257,8 @@ fn elementwise<F: Factory>(factory: &F) {
         let norm = Norm { weight: backend.upload(&weight).expect("weight"), eps: 1e-5 };
         let mut xb = backend.upload(&x).expect("x");
         let yb = backend.upload(&y).expect("y");
-        let mut out = backend.buffer(rows * width).expect("out");
-        backend.rms_norm(&norm, &xb, rows, &mut out);
+        let mut out = backend.upload(&x).expect("out");
+        backend.rms_norm(&norm, &mut out, rows);
         let want: Vec<f64> = (0..rows * width)
             .map(|i| {
                 let row = &x[i / width * width..][..width];
@@ -243,7 +288,6 @@ fn elementwise<F: Factory>(factory: &F) {
         backend.add(&mut xb, &yb, rows * width);
         let want: Vec<f64> = x.iter().zip(&y).map(|(&a, &b)| (a + b) as f64).collect();
         close("add", &read(&mut backend, &xb, rows * width), &want, 0.0);
-        backend.rms_norm_in_place(&norm, &mut out, rows);
         let mut gathered = backend.buffer(2 * width).expect("gathered");
         backend.gather_rows(&xb, width, &[rows as u32 - 1, 0], &mut gathered);
         let (all, got) = (read(&mut backend, &xb, rows * width), read(&mut backend, &gathered, 2 * width));

@@ -9,11 +9,13 @@
 mod backend;
 pub mod conformance;
 mod cpu;
+mod pages;
 mod pool;
 mod profile;
 
 pub use backend::{
-    AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Norm, Ragged, Rope, Span, TILE_ROWS, WeightSource,
+    AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged, Rope, Span,
+    TILE_ROWS, WeightSource,
 };
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
@@ -34,6 +36,12 @@ pub enum KernelError {
     /// A pool the kernels cannot use.
     #[error("KV pool: {0}")]
     Pool(String),
+    /// The system gave no memory.
+    #[error("no memory for {bytes} bytes of weights or KV")]
+    Memory {
+        /// How much was asked for.
+        bytes: usize,
+    },
     /// Threads could not be started.
     #[error("cannot start kernel threads: {0}")]
     Threads(#[from] std::io::Error),
@@ -43,7 +51,7 @@ impl BatonError for KernelError {
     fn kind(&self) -> ErrorKind {
         match self {
             KernelError::Weight { .. } | KernelError::Pool(_) => ErrorKind::InvalidArgument,
-            KernelError::Threads(_) => ErrorKind::Internal,
+            KernelError::Threads(_) | KernelError::Memory { .. } => ErrorKind::Internal,
         }
     }
 }

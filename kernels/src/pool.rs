@@ -1,12 +1,12 @@
 //! The KV pool in host memory, as the kernels see it.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::sync::Arc;
 
 use baton_types::{BlockId, PoolGeometry};
 
 use crate::KernelError;
+use crate::pages::Region;
 
 /// A region of host memory with a pool's geometry. Transfer threads write blocks of the same region; block states keep
 /// the two apart: a block is read here only after it was verified, and never written while it is lent (I2, I3).
@@ -56,9 +56,10 @@ impl HostPool {
     /// A pool in this process's own memory, zeroed, of which the system gives what is touched; for one-process runs, tests,
     /// and what is swapped out of another pool.
     pub fn in_memory(geometry: PoolGeometry) -> Result<Self, KernelError> {
-        let memory = Arc::new(Memory::zeroed(geometry.bytes())?);
+        let bytes = geometry.bytes();
+        let memory = Arc::new(Region::new(bytes)?);
         // SAFETY: the memory lives as long as its Arc and is reached only through this pointer.
-        unsafe { HostPool::new(memory.base, memory.layout.size(), geometry, memory) }
+        unsafe { HostPool::new(memory.base(), bytes, geometry, memory) }
     }
 
     /// Its shape.
@@ -112,34 +113,6 @@ impl HostPool {
         out
     }
 }
-
-/// Zeroed memory of this process, freed with its owner.
-struct Memory {
-    base: *mut u8,
-    layout: Layout,
-}
-
-impl Memory {
-    fn zeroed(bytes: usize) -> Result<Memory, KernelError> {
-        let failed = || KernelError::Pool(format!("no memory for a pool of {bytes} bytes"));
-        let layout = Layout::from_size_align(bytes.max(1), 64).map_err(|_| failed())?;
-        // SAFETY: the size is not 0.
-        let base = unsafe { alloc_zeroed(layout) };
-        if base.is_null() { Err(failed()) } else { Ok(Memory { base, layout }) }
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and nobody else frees it.
-        unsafe { dealloc(self.base, self.layout) };
-    }
-}
-
-// SAFETY: only ever accessed through the pool's raw pointer.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
 
 #[cfg(test)]
 mod tests {

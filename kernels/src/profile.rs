@@ -11,23 +11,21 @@ use std::time::{Duration, Instant};
 use baton_types::{BlockId, KvLayout, WeightDtype};
 
 use crate::KernelError;
-use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Input, MAX_PRODUCTS, Norm, Product, Ragged, Rope, WeightSource};
 
 /// A kind of operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
-    /// Products with weights of one type and shape.
+    /// Products of one input, normed first where the layer has it so.
     Matmul {
-        /// Element type in the file.
-        dtype: WeightDtype,
-        /// Outputs.
-        rows: usize,
+        /// Element type in the file and outputs of each weight.
+        parts: [Option<(WeightDtype, usize)>; MAX_PRODUCTS],
         /// Inputs.
         cols: usize,
     },
     /// Paged attention.
     Attention,
-    /// RMS norms.
+    /// RMS norms that no product starts with.
     Norm,
     /// Rotary embedding, and K and V into the pool.
     RopeAndStore,
@@ -42,7 +40,13 @@ pub enum Operation {
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Operation::Matmul { dtype, rows, cols } => write!(f, "matmul {dtype} {rows} x {cols}"),
+            Operation::Matmul { parts, cols } => {
+                f.write_str("matmul ")?;
+                for (i, (dtype, rows)) in parts.iter().flatten().enumerate() {
+                    write!(f, "{}{dtype} {rows}", if i > 0 { " + " } else { "" })?;
+                }
+                write!(f, " x {cols}")
+            }
             Operation::Attention => f.write_str("attention"),
             Operation::Norm => f.write_str("norm"),
             Operation::RopeAndStore => f.write_str("rope + store"),
@@ -80,7 +84,7 @@ impl Tally {
 pub struct Profile(Vec<(Operation, Tally)>);
 
 impl Profile {
-    /// Kinds with their tallies, in the order in which they were first prepared or called.
+    /// Kinds with their tallies, in the order in which they were first called.
     pub fn tallies(&self) -> impl Iterator<Item = (Operation, Tally)> + '_ {
         self.0.iter().copied().filter(|(_, tally)| tally.calls > 0)
     }
@@ -122,7 +126,7 @@ impl SharedProfile {
 /// A weight with what a product with it costs.
 pub struct ProfiledWeight<W> {
     weight: W,
-    place: usize,
+    dtype: WeightDtype,
     rows: usize,
     cols: usize,
     bytes: u64,
@@ -152,15 +156,10 @@ impl<B> Profiled<B> {
     }
 
     fn timed(&mut self, operation: Operation, bytes: u64, arithmetic: u64, run: impl FnOnce(&mut B)) {
-        let place = self.profile.lock().place(operation);
-        self.timed_at(place, bytes, arithmetic, run);
-    }
-
-    fn timed_at(&mut self, place: usize, bytes: u64, arithmetic: u64, run: impl FnOnce(&mut B)) {
         let started = Instant::now();
         run(&mut self.inner);
         let time = started.elapsed();
-        self.profile.lock().0[place].1.add(Tally { calls: 1, time, bytes, arithmetic });
+        self.profile.add(operation, Tally { calls: 1, time, bytes, arithmetic });
     }
 
     fn head_dim(&self, shape: AttentionShape) -> usize {
@@ -204,8 +203,7 @@ impl<B: Backend> Backend for Profiled<B> {
         let weight = self.inner.weight(source)?;
         let bytes = self.inner.weight_bytes(&weight) as u64;
         let (dtype, rows, cols) = (source.dtype, source.rows, source.cols);
-        let place = self.profile.lock().place(Operation::Matmul { dtype, rows, cols });
-        Ok(ProfiledWeight { weight, place, rows, cols, bytes })
+        Ok(ProfiledWeight { weight, dtype, rows, cols, bytes })
     }
 
     fn weight_bytes(&self, weight: &Self::Weight) -> usize {
@@ -248,24 +246,29 @@ impl<B: Backend> Backend for Profiled<B> {
         self.timed(Operation::Copies, bytes, 0, |b| b.embed(&table.weight, ids, scale, out));
     }
 
-    fn rms_norm(&mut self, norm: &Norm<B::Buffer>, x: &B::Buffer, rows: usize, out: &mut B::Buffer) {
+    fn rms_norm(&mut self, norm: &Norm<B::Buffer>, x: &mut B::Buffer, rows: usize) {
         let bytes = 2 * floats(rows * self.inner.elements(&norm.weight));
-        self.timed(Operation::Norm, bytes, 0, |b| b.rms_norm(norm, x, rows, out));
-    }
-
-    fn rms_norm_in_place(&mut self, norm: &Norm<B::Buffer>, x: &mut B::Buffer, rows: usize) {
-        let bytes = 2 * floats(rows * self.inner.elements(&norm.weight));
-        self.timed(Operation::Norm, bytes, 0, |b| b.rms_norm_in_place(norm, x, rows));
+        self.timed(Operation::Norm, bytes, 0, |b| b.rms_norm(norm, x, rows));
     }
 
     fn add(&mut self, x: &mut B::Buffer, y: &B::Buffer, elements: usize) {
         self.timed(Operation::Copies, floats(3 * elements), 0, |b| b.add(x, y, elements));
     }
 
-    fn matmul(&mut self, w: &Self::Weight, x: &B::Buffer, rows: usize, bias: Option<&B::Buffer>, out: &mut B::Buffer) {
-        let bytes = w.bytes + floats(rows * (w.rows + w.cols));
-        let arithmetic = 2 * (rows * w.rows * w.cols) as u64;
-        self.timed_at(w.place, bytes, arithmetic, |b| b.matmul(&w.weight, x, rows, bias, out));
+    fn matmul<const N: usize>(
+        &mut self,
+        input: Input<'_, B::Buffer>,
+        products: [Product<'_, Self::Weight, B::Buffer>; N],
+    ) {
+        let cols = products.first().map_or(0, |first| first.weight.cols);
+        let (mut parts, mut bytes, mut arithmetic) = ([None; MAX_PRODUCTS], floats(input.rows * cols), 0);
+        for (part, Product { weight: w, .. }) in parts.iter_mut().zip(&products) {
+            *part = Some((w.dtype, w.rows));
+            bytes += w.bytes + floats(input.rows * w.rows);
+            arithmetic += 2 * (input.rows * w.rows * w.cols) as u64;
+        }
+        let products = products.map(|p| Product { weight: &p.weight.weight, bias: p.bias, out: p.out });
+        self.timed(Operation::Matmul { parts, cols }, bytes, arithmetic, |b| b.matmul(input, products));
     }
 
     fn rope_and_store_kv(

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use baton_kernels::conformance::{DTYPES, Factory, Random, random_weight, run};
 use baton_kernels::{
-    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Isa, Operation, Profiled, Ragged, Rope, SharedProfile,
-    WeightSource,
+    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Input, Isa, Norm, Operation, Product, Profiled, Ragged,
+    Rope, SharedProfile, WeightSource,
 };
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
 
@@ -62,7 +62,8 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     let weight = backend.weight(&weight).unwrap();
     let x = backend.upload(&[1.0; 3 * 16]).unwrap();
     let mut out = backend.buffer(3 * 16).unwrap();
-    backend.matmul(&weight, &x, 3, None, &mut out);
+    let input = Input { x: &x, rows: 3, norm: None };
+    backend.matmul(input, [Product { weight: &weight, bias: None, out: &mut out }]);
     // Positions 3, 4 and 5 with a window of 4: each sees 4 tokens, together they see tokens 0 to 5.
     let mut batch = Ragged::default();
     batch.push(3, 3, &[BlockId(0)]);
@@ -70,7 +71,7 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     backend.attention(shape, &batch, &x, &mut out);
     let counted: Vec<_> = profile.take().tallies().map(|(o, t)| (o, t.calls, t.bytes, t.arithmetic)).collect();
     let floats = |n: u64| 4 * n;
-    let matmul = Operation::Matmul { dtype, rows: 16, cols: 8 };
+    let matmul = Operation::Matmul { parts: [Some((dtype, 16)), None, None], cols: 8 };
     let attention = (6 * 2 * 8 * 2 + floats(2 * 3 * 16), 4 * 16 * 12);
     assert_eq!(
         counted,
@@ -84,14 +85,14 @@ fn a_profile_counts_what_must_move_and_be_computed() {
 #[test]
 fn best_instruction_set_conforms() {
     for threads in [1, 2, 5] {
-        run(&Cpu(CpuOptions { threads, isa: Isa::detect() }));
+        run(&Cpu(CpuOptions { threads, ..CpuOptions::default() }));
     }
 }
 
 #[test]
 fn every_instruction_set_conforms() {
     for isa in Isa::available() {
-        run(&Cpu(CpuOptions { threads: 2, isa }));
+        run(&Cpu(CpuOptions { threads: 2, isa, pinned: false }));
     }
 }
 
@@ -101,7 +102,7 @@ fn instruction_sets_agree_to_the_bit() {
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout, 2);
     let product = |isa: Isa, dtype| {
-        let mut backend = Cpu(CpuOptions { threads: 1, isa }).make(&geometry);
+        let mut backend = Cpu(CpuOptions { threads: 1, isa, pinned: false }).make(&geometry);
         let mut random = Random(9);
         // Rows in tiles of 8, 4, 2 and 1; outputs of two panels side by side, and of one alone that is not full.
         const ROWS: usize = 15;
@@ -110,9 +111,12 @@ fn instruction_sets_agree_to_the_bit() {
         let weight = backend.weight(&source).unwrap();
         backend.reserve(ROWS, 256).unwrap();
         let x = backend.upload(&random.vector(ROWS * 256)).unwrap();
-        let mut out = backend.buffer(ROWS * 21).unwrap();
-        backend.matmul(&weight, &x, ROWS, None, &mut out);
-        out
+        let norm = Norm { weight: backend.upload(&random.vector(256)).unwrap(), eps: 1e-6 };
+        let (mut plain, mut normed) = (backend.buffer(ROWS * 21).unwrap(), backend.buffer(ROWS * 21).unwrap());
+        for (norm, out) in [(None, &mut plain), (Some(&norm), &mut normed)] {
+            backend.matmul(Input { x: &x, rows: ROWS, norm }, [Product { weight: &weight, bias: None, out }]);
+        }
+        (plain, normed)
     };
     for dtype in DTYPES {
         for isa in Isa::available() {
@@ -126,7 +130,7 @@ fn instruction_sets_store_and_attend_alike_to_the_bit() {
     let run = |isa: Isa, dtype: KvDtype, head_dim: u32| {
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 2, head_dim, window: None };
         let layout = KvLayout { version: 1, model: 0, dtype, block_size: 16, groups: vec![group] };
-        let factory = Cpu(CpuOptions { threads: 1, isa });
+        let factory = Cpu(CpuOptions { threads: 1, isa, pinned: false });
         let mut backend = factory.make(&PoolGeometry::uniform(layout, 3));
         let (mut random, tokens, dim) = (Random(4), 45, head_dim as usize);
         let mut rows = |heads: usize, factor: f32| -> Vec<f32> {

@@ -71,7 +71,8 @@ impl Local {
         let layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
         let geometry = PoolGeometry::uniform(layout, options.blocks);
         let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
-        let mut backend = CpuBackend::new(CpuOptions { threads: options.threads, isa: options.isa }, pool)?;
+        let mut backend =
+            CpuBackend::new(CpuOptions { threads: options.threads, isa: options.isa, pinned: false }, pool)?;
         backend.reserve_swap(options.swap_blocks)?;
         let bytes = u64::from(options.swap_blocks) * SwapConfig::block_bytes(&geometry.layout);
         // Copying costs next to nothing.

@@ -31,6 +31,12 @@ pub fn command() -> Command {
                 .help("Compute threads; default: one per core"),
         )
         .arg(
+            Arg::new("pin-threads")
+                .long("pin-threads")
+                .action(ArgAction::SetTrue)
+                .help("Keep each compute thread on a CPU of its own"),
+        )
+        .arg(
             Arg::new("isa")
                 .long("isa")
                 .default_value(Isa::detect().name())
@@ -100,6 +106,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         model: matches.get_one::<String>("model").cloned().unwrap_or_default(),
         fetch: crate::fetch::settings(matches)?,
         threads: matches.get_one("threads").copied(),
+        pin_threads: matches.get_flag("pin-threads"),
         kv_memory: Bytes::gib(1),
         chunk: 512,
         ..WorkerConfig::default()
@@ -108,7 +115,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let named = matches.get_one::<String>("isa");
     let isa = Isa::available().into_iter().find(|isa| named.is_some_and(|name| name == isa.name())).context("--isa")?;
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
-    let ceilings = || Ceilings::measure(CpuOptions { threads, isa });
+    let ceilings = || Ceilings::measure(CpuOptions { threads, isa, pinned: config.pin_threads });
     if matches.get_flag("ceilings") {
         print_ceilings(&ceilings()?, json);
         return Ok(());

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use baton_engine::{Batch, ModelRunner, RunError};
 use baton_kernels::{Backend, Ceilings, Operation, Profile, SharedProfile, Tally};
 use baton_model::Decoder;
-use baton_types::{TokenOut, WeightDtype};
+use baton_types::TokenOut;
 use serde_json::json;
 
 /// Collects profiles of one model.
@@ -130,7 +130,8 @@ fn row(operation: Operation, tally: Tally, ceilings: &Ceilings, seconds: f64) ->
 /// The least seconds an operation's calls can take, and which ceiling says so.
 fn least(operation: Operation, tally: Tally, ceilings: &Ceilings) -> (f64, &'static str) {
     let quantised = match operation {
-        Operation::Matmul { dtype, .. } => !matches!(dtype, WeightDtype::F32 | WeightDtype::F16 | WeightDtype::Bf16),
+        // A layer's matrices are all quantised or none is.
+        Operation::Matmul { parts, .. } => parts.iter().flatten().all(|(dtype, _)| dtype.block_elements() > 1),
         _ => false,
     };
     let (most, name) = if quantised { (ceilings.int8, "int8") } else { (ceilings.f32, "f32") };
@@ -160,6 +161,8 @@ impl<B: Backend> ModelRunner for TimedSampler<B> {
 
 #[cfg(test)]
 mod tests {
+    use baton_types::WeightDtype;
+
     use super::*;
 
     #[test]
@@ -167,13 +170,14 @@ mod tests {
         let shared = SharedProfile::default();
         let tally =
             |millis, bytes, arithmetic| Tally { calls: 1, time: Duration::from_millis(millis), bytes, arithmetic };
-        let product = Operation::Matmul { dtype: WeightDtype::Q4_1, rows: 8, cols: 32 };
+        let product =
+            Operation::Matmul { parts: [Some((WeightDtype::Q4_1, 8)), Some((WeightDtype::Q6K, 4)), None], cols: 32 };
         shared.add(Operation::Norm, tally(100, 1_000_000_000, 0));
         shared.add(product, tally(500, 1_000_000_000, 50_000_000_000));
         let ceilings = Ceilings { read: 20e9, f32: 100e9, int8: 200e9 };
         let rows = rows(&shared.take(), &ceilings, 1.0);
         let shares: Vec<_> = rows.iter().map(|r| (r.operation.as_str(), (r.share * 100.0).round())).collect();
-        assert_eq!(shares, [("matmul Q4_1 8 x 32", 50.0), ("norm", 10.0), ("other", 40.0)]);
+        assert_eq!(shares, [("matmul Q4_1 8 + Q6_K 4 x 32", 50.0), ("norm", 10.0), ("other", 40.0)]);
         assert_eq!(rows[0].reached, Some((0.5, "int8")));
         assert_eq!(rows[1].reached, Some((0.5, "read")));
     }

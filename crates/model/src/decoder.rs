@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use baton_grammar::{Grammars, Matchers};
-use baton_kernels::{AttentionShape, Backend, Gate, MAX_HEADS_PER_KV_HEAD, Ragged, Rope};
+use baton_kernels::{AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Rope};
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
-use crate::weights::{Layer, Linear, Weights, load};
+use crate::weights::{Layer, Weights, load};
 use crate::{ModelError, Sampler, rope};
 
 /// What buffers are sized for.
@@ -42,8 +42,6 @@ pub struct Decoder<B: Backend> {
 pub(crate) struct Buffers<B: Backend> {
     /// The residual stream, `hidden`.
     x: B::Buffer,
-    /// Normalised input of a block, `hidden`.
-    normed: B::Buffer,
     /// Output of a block, `hidden`.
     out: B::Buffer,
     q: B::Buffer,
@@ -148,9 +146,9 @@ impl<B: Backend> Decoder<B> {
     pub(crate) fn logits(&mut self, first: usize, count: usize) {
         let Decoder { config, backend, weights, buffers: b, inputs, .. } = self;
         backend.gather_rows(&b.x, config.hidden_size as usize, &inputs.sampled[first..first + count], &mut b.last);
-        backend.rms_norm_in_place(&weights.output_norm, &mut b.last, count);
         let head = weights.output.as_ref().unwrap_or(&weights.embedding);
-        backend.matmul(head, &b.last, count, None, &mut b.logits);
+        let input = Input { x: &b.last, rows: count, norm: Some(&weights.output_norm) };
+        backend.matmul(input, [Product { weight: head, bias: None, out: &mut b.logits }]);
     }
 
     /// One row of the logits buffer, to the host.
@@ -169,43 +167,37 @@ struct Pass<'a, B: Backend> {
 }
 
 impl<B: Backend> Pass<'_, B> {
-    fn linear(&self, backend: &mut B, linear: &Linear<B>, x: &B::Buffer, out: &mut B::Buffer) {
-        backend.matmul(&linear.weight, x, self.batch.rows(), linear.bias.as_ref(), out);
-    }
-
     fn attention(&self, backend: &mut B, layer: &Layer<B>, b: &mut Buffers<B>, stored: &mut dyn FnMut()) {
         let (rows, c) = (self.batch.rows(), self.config);
-        backend.rms_norm(&layer.attn_norm, &b.x, rows, &mut b.normed);
-        self.linear(backend, &layer.q, &b.normed, &mut b.q);
-        self.linear(backend, &layer.k, &b.normed, &mut b.k);
-        self.linear(backend, &layer.v, &b.normed, &mut b.v);
+        let input = Input { x: &b.x, rows, norm: Some(&layer.attn_norm) };
+        backend.matmul(input, [layer.q.product(&mut b.q), layer.k.product(&mut b.k), layer.v.product(&mut b.v)]);
         if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
-            backend.rms_norm_in_place(q_norm, &mut b.q, rows * c.heads as usize);
-            backend.rms_norm_in_place(k_norm, &mut b.k, rows * c.kv_heads as usize);
+            backend.rms_norm(q_norm, &mut b.q, rows * c.heads as usize);
+            backend.rms_norm(k_norm, &mut b.k, rows * c.kv_heads as usize);
         }
         backend.rope_and_store_kv(self.shape, self.batch, self.rope, &mut b.q, &b.k, &b.v);
         stored();
         backend.attention(self.shape, self.batch, &b.q, &mut b.attended);
-        self.linear(backend, &layer.attn_output, &b.attended, &mut b.out);
+        let input = Input { x: &b.attended, rows, norm: None };
+        backend.matmul(input, [layer.attn_output.product(&mut b.out)]);
         if let Some(norm) = &layer.post_attn_norm {
-            backend.rms_norm_in_place(norm, &mut b.out, rows);
+            backend.rms_norm(norm, &mut b.out, rows);
         }
         backend.add(&mut b.x, &b.out, rows * c.hidden_size as usize);
     }
 
     fn feed_forward(&self, backend: &mut B, layer: &Layer<B>, b: &mut Buffers<B>) {
         let (rows, c) = (self.batch.rows(), self.config);
-        backend.rms_norm(&layer.ffn_norm, &b.x, rows, &mut b.normed);
-        self.linear(backend, &layer.gate, &b.normed, &mut b.gate);
-        self.linear(backend, &layer.up, &b.normed, &mut b.up);
+        let input = Input { x: &b.x, rows, norm: Some(&layer.ffn_norm) };
+        backend.matmul(input, [layer.gate.product(&mut b.gate), layer.up.product(&mut b.up)]);
         let act = match c.activation {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
         };
         backend.gate_mul(act, &mut b.gate, &b.up, rows * c.intermediate_size as usize);
-        self.linear(backend, &layer.down, &b.gate, &mut b.out);
+        backend.matmul(Input { x: &b.gate, rows, norm: None }, [layer.down.product(&mut b.out)]);
         if let Some(norm) = &layer.post_ffn_norm {
-            backend.rms_norm_in_place(norm, &mut b.out, rows);
+            backend.rms_norm(norm, &mut b.out, rows);
         }
         backend.add(&mut b.x, &b.out, rows * c.hidden_size as usize);
     }
@@ -217,7 +209,6 @@ impl<B: Backend> Buffers<B> {
         let samples = |width: u32| backend.buffer(limits.samples * width as usize);
         Ok(Buffers {
             x: rows(config.hidden_size)?,
-            normed: rows(config.hidden_size)?,
             out: rows(config.hidden_size)?,
             q: rows(config.q_size())?,
             k: rows(config.kv_size())?,

@@ -1,6 +1,6 @@
 //! Loads a model's tensors onto a backend, checking every shape against the configuration.
 
-use baton_kernels::{Backend, Norm, WeightSource, element};
+use baton_kernels::{Backend, Norm, Product, WeightSource, element};
 use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
 
 use crate::ModelError;
@@ -26,6 +26,13 @@ pub(crate) struct Layer<B: Backend> {
 pub(crate) struct Linear<B: Backend> {
     pub weight: B::Weight,
     pub bias: Option<B::Buffer>,
+}
+
+impl<B: Backend> Linear<B> {
+    /// Its product with an input.
+    pub fn product<'a>(&'a self, out: &'a mut B::Buffer) -> Product<'a, B::Weight, B::Buffer> {
+        Product { weight: &self.weight, bias: self.bias.as_ref(), out }
+    }
 }
 
 /// All weights.

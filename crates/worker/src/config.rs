@@ -205,6 +205,8 @@ baton_runtime::config! {
         max_kept_percent: u32 = 50,
         /// Compute threads; default: one per core.
         threads: Option<usize> = None,
+        /// Keep each compute thread on a CPU of its own; for workers that share their CPUs with nobody.
+        pin_threads: bool = false,
     }
 }
 

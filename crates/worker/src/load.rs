@@ -128,7 +128,8 @@ pub fn load_on<B: Backend>(
     // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
     let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
         .map_err(ModelError::from)?;
-    let options = CpuOptions { threads: config.threads.unwrap_or(CpuOptions::default().threads), isa };
+    let threads = config.threads.unwrap_or(CpuOptions::default().threads);
+    let options = CpuOptions { threads, isa, pinned: config.pin_threads };
     let mut backend = wrap(CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?, &geometry.layout);
     let swap = prepare_swap(config, &mut backend, &geometry)?;
     let limits = Limits {

@@ -11,6 +11,7 @@ use super::isa::{Isa, dispatch};
 use super::simd::{Floats, LANES, Simd};
 use super::threads::Threads;
 use crate::KernelError;
+use crate::pages::Arena;
 
 /// The best rates of all threads together.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -39,11 +40,11 @@ const WIDEST: usize = 2 * LANES;
 impl Ceilings {
     /// Measures; takes about a second.
     pub fn measure(options: CpuOptions) -> Result<Ceilings, KernelError> {
-        let mut threads = Threads::new(options.threads.max(1))?;
+        let mut threads = Threads::new(options.threads.max(1), options.pinned)?;
         // Lanes of 32 bits of a register.
         let lanes = if matches!(options.isa, Isa::Vnni(_)) { WIDEST } else { LANES };
         Ok(Ceilings {
-            read: read(&mut threads, options.isa),
+            read: read(&mut threads, options.isa)?,
             // SAFETY: no memory is touched.
             f32: rate(&mut threads, (CHAINS * lanes * 2) as f64, &|steps| unsafe { fma_chains(options.isa, steps) }),
             int8: rate(&mut threads, (CHAINS * lanes * 8) as f64, &|steps| int8_chains(options.isa, steps)),
@@ -51,19 +52,22 @@ impl Ceilings {
     }
 }
 
-fn read(threads: &mut Threads, isa: Isa) -> f64 {
-    let memory = vec![1.0f32; READ];
+/// Reads memory of the kind that weights lie in.
+fn read(threads: &mut Threads, isa: Isa) -> Result<f64, KernelError> {
+    let mut memory = Arena::default().zeroed(READ * size_of::<f32>())?;
+    // Pages that were never written would all be the same one.
+    memory.fill(1);
     let mut best = 0.0f64;
     for _ in 0..ROUNDS {
         let started = Instant::now();
         threads.run(READ / PIECE, &|i| {
-            let piece = &memory[i * PIECE..][..PIECE];
-            // SAFETY: the piece has `PIECE` elements, a multiple of what a step reads.
-            black_box(unsafe { sum(isa, piece.as_ptr(), PIECE) });
+            let piece = &memory[i * PIECE * size_of::<f32>()..][..PIECE * size_of::<f32>()];
+            // SAFETY: the piece has `PIECE` elements, a multiple of what a step reads; any bits are a float.
+            black_box(unsafe { sum(isa, piece.as_ptr().cast(), PIECE) });
         });
         best = best.max((READ * 4) as f64 / started.elapsed().as_secs_f64());
     }
-    best
+    Ok(best)
 }
 
 /// Work a second when each thread does `steps` steps of `work` each, with as many steps as a round needs.
@@ -203,7 +207,7 @@ mod tests {
     #[test]
     fn every_ceiling_is_a_rate_with_any_instruction_set() {
         for isa in [Isa::detect(), Isa::Portable] {
-            let found = Ceilings::measure(CpuOptions { threads: 2, isa }).unwrap();
+            let found = Ceilings::measure(CpuOptions { threads: 2, isa, pinned: false }).unwrap();
             for rate in [found.read, found.f32, found.int8] {
                 assert!(rate.is_finite() && rate > 1e6, "{found:?}");
             }

@@ -4,19 +4,41 @@ use super::isa::dispatch;
 use super::simd::{Floats, LANES, Simd, exp};
 use crate::backend::Gate;
 
-/// `out = x / sqrt(mean(x²) + eps) · weight`; `out` may be `x`.
+/// What a row is multiplied by: `1 / sqrt(mean(x²) + eps)`.
+///
+/// # Safety
+/// `x` has `width` elements, a multiple of 8, and the CPU `S`'s features.
 #[inline(always)]
-unsafe fn rms_norm_kernel<S: Simd>(_: S, x: *const f32, weight: *const f32, eps: f32, width: usize, out: *mut f32) {
-    // SAFETY: all three have `width` elements, a multiple of 8.
+pub unsafe fn rms_factor<S: Simd>(x: *const f32, eps: f32, width: usize) -> S::F {
+    // SAFETY: the caller's promise.
     unsafe {
         let mut squares = S::splat(0.0);
         for i in (0..width).step_by(LANES) {
             let v = S::load(x.add(i));
             squares = S::fma(v, v, squares);
         }
-        let factor = S::splat(1.0 / (S::sum(squares) / width as f32 + eps).sqrt());
+        S::splat(1.0 / (S::sum(squares) / width as f32 + eps).sqrt())
+    }
+}
+
+/// Eight elements of a row, normed.
+///
+/// # Safety
+/// `x` and `weight` have eight elements, and the CPU `S`'s features.
+#[inline(always)]
+pub unsafe fn normed<S: Simd>(x: *const f32, factor: S::F, weight: *const f32) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::mul(S::mul(S::load(x), factor), S::load(weight)) }
+}
+
+/// `out = x / sqrt(mean(x²) + eps) · weight`; `out` may be `x`.
+#[inline(always)]
+unsafe fn rms_norm_kernel<S: Simd>(_: S, x: *const f32, weight: *const f32, eps: f32, width: usize, out: *mut f32) {
+    // SAFETY: all three have `width` elements, a multiple of 8.
+    unsafe {
+        let factor = rms_factor::<S>(x, eps, width);
         for i in (0..width).step_by(LANES) {
-            S::store(out.add(i), S::mul(S::mul(S::load(x.add(i)), factor), S::load(weight.add(i))));
+            S::store(out.add(i), normed::<S>(x.add(i), factor, weight.add(i)));
         }
     }
 }

@@ -18,6 +18,7 @@ mod kv_store;
 mod matmul;
 mod packing;
 mod portable;
+mod products;
 mod quantise;
 mod simd;
 mod threads;
@@ -32,15 +33,14 @@ pub use ceilings::Ceilings;
 pub use isa::Isa;
 pub use kv_convert::{KvSlice, convert_kv};
 use kv_row::Planes;
-use matmul::Operands;
 use quantise::Quantised;
 use simd::LANES;
 use threads::Threads;
-use unpack::GROUP;
 pub use unpack::element;
 pub use weight::CpuWeight;
 
-use crate::backend::{AttentionShape, Backend, Gate, Norm, Ragged, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Rope, WeightSource};
+use crate::pages::Arena;
 use crate::{HostPool, KernelError};
 
 /// Rows of element-wise work that make a task.
@@ -56,13 +56,15 @@ pub struct CpuOptions {
     pub threads: usize,
     /// Instruction set.
     pub isa: Isa,
+    /// Whether threads keep a CPU each.
+    pub pinned: bool,
 }
 
 impl Default for CpuOptions {
-    /// All cores and the best instruction set.
+    /// All cores, the best instruction set, threads that move.
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
-        CpuOptions { threads, isa: Isa::detect() }
+        CpuOptions { threads, isa: Isa::detect(), pinned: false }
     }
 }
 
@@ -74,6 +76,7 @@ pub struct CpuBackend {
     /// What is swapped out of the pool.
     swapped: HostPool,
     scratch: Quantised,
+    weights: Arena,
 }
 
 /// A pointer that tasks share.
@@ -95,9 +98,16 @@ impl<T> Shared<T> {
 impl CpuBackend {
     /// A backend over a pool.
     pub fn new(options: CpuOptions, pool: Arc<HostPool>) -> Result<Self, KernelError> {
-        let threads = Threads::new(options.threads.max(1))?;
+        let threads = Threads::new(options.threads.max(1), options.pinned)?;
         let swapped = HostPool::in_memory(PoolGeometry::uniform(pool.geometry().layout.clone(), 0))?;
-        Ok(CpuBackend { isa: options.isa, threads, pool, swapped, scratch: Quantised::default() })
+        Ok(CpuBackend {
+            isa: options.isa,
+            threads,
+            pool,
+            swapped,
+            scratch: Quantised::default(),
+            weights: Arena::default(),
+        })
     }
 
     /// The pool it reads and writes.
@@ -110,30 +120,6 @@ impl CpuBackend {
         self.threads.run(rows.div_ceil(ROWS_PER_TASK), &|i| {
             let first = i * ROWS_PER_TASK;
             task(first, ROWS_PER_TASK.min(rows - first));
-        });
-    }
-
-    fn norm_rows(&mut self, norm: &Norm<Vec<f32>>, x: *const f32, rows: usize, out: *mut f32) {
-        let (isa, width, eps) = (self.isa, norm.weight.len(), norm.eps);
-        let (x, out, weight) = (Shared(x.cast_mut()), Shared(out), norm.weight.as_slice());
-        self.over_rows(rows, &|first, count| {
-            for row in first..first + count {
-                // SAFETY: the callers checked that both buffers hold `rows` rows; a row belongs to one task.
-                unsafe {
-                    elementwise::rms_norm(isa, x.add(row * width), weight.as_ptr(), eps, width, out.add(row * width))
-                }
-            }
-        });
-    }
-
-    /// Rounds `rows` rows of `x` into the scratch buffers.
-    fn quantise(&mut self, x: &[f32], rows: usize, cols: usize) {
-        let groups = cols / GROUP;
-        let isa = self.isa;
-        let out = self.scratch.rounded();
-        self.over_rows(rows, &|first, count| {
-            // SAFETY: `matmul` checked the sizes; pieces are disjoint.
-            unsafe { quantise::quantise(isa, x.as_ptr().add(first * cols), count * groups, out.from(first * groups)) }
         });
     }
 
@@ -248,7 +234,7 @@ impl Backend for CpuBackend {
     }
 
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<CpuWeight, KernelError> {
-        CpuWeight::new(source)
+        CpuWeight::new(source, &mut self.weights)
     }
 
     fn weight_bytes(&self, weight: &CpuWeight) -> usize {
@@ -260,7 +246,7 @@ impl Backend for CpuBackend {
     }
 
     fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
-        if self.scratch.q.len() < rows * cols {
+        if self.scratch.normed.len() < rows * cols {
             self.scratch = Quantised::with_capacity(rows * cols);
         }
         Ok(())
@@ -297,16 +283,19 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn rms_norm(&mut self, norm: &Norm<Vec<f32>>, x: &Vec<f32>, rows: usize, out: &mut Vec<f32>) {
-        let needed = rows * norm.weight.len();
-        assert!(x.len() >= needed && out.len() >= needed, "rms_norm buffers too small");
-        self.norm_rows(norm, x.as_ptr(), rows, out.as_mut_ptr());
-    }
-
-    fn rms_norm_in_place(&mut self, norm: &Norm<Vec<f32>>, x: &mut Vec<f32>, rows: usize) {
-        assert!(x.len() >= rows * norm.weight.len(), "rms_norm buffer too small");
-        let p = x.as_mut_ptr();
-        self.norm_rows(norm, p, rows, p);
+    fn rms_norm(&mut self, norm: &Norm<Vec<f32>>, x: &mut Vec<f32>, rows: usize) {
+        let (isa, width, eps) = (self.isa, norm.weight.len(), norm.eps);
+        assert!(x.len() >= rows * width, "rms_norm buffer too small");
+        let (x, weight) = (Shared(x.as_mut_ptr()), norm.weight.as_slice());
+        self.over_rows(rows, &|first, count| {
+            for row in first..first + count {
+                // SAFETY: the buffer holds `rows` rows; a row belongs to one task.
+                unsafe {
+                    let row = x.add(row * width);
+                    elementwise::rms_norm(isa, row, weight.as_ptr(), eps, width, row)
+                }
+            }
+        });
     }
 
     fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>, elements: usize) {
@@ -319,32 +308,8 @@ impl Backend for CpuBackend {
         });
     }
 
-    fn matmul(&mut self, w: &CpuWeight, x: &Vec<f32>, rows: usize, bias: Option<&Vec<f32>>, out: &mut Vec<f32>) {
-        assert!(x.len() >= rows * w.cols && out.len() >= rows * w.rows, "matmul buffers too small");
-        assert!(bias.is_none_or(|b| b.len() >= w.rows), "matmul bias too small");
-        if w.form.quantised() {
-            assert!(self.scratch.q.len() >= rows * w.cols, "reserve() was not called for {rows} rows of {}", w.cols);
-            self.quantise(x, rows, w.cols);
-        }
-        let operands = Operands {
-            rows,
-            x: x.as_ptr(),
-            q: self.scratch.q.as_ptr(),
-            scale: self.scratch.scale.as_ptr(),
-            minus_sum: self.scratch.minus_sum.as_ptr(),
-            halves: self.scratch.halves.as_ptr(),
-            bias: bias.map(|b| b.as_ptr()),
-            out: out.as_mut_ptr(),
-        };
-        let (isa, panels) = (self.isa, w.panels());
-        // Pieces small enough to balance, large enough not to be felt.
-        let piece = panels.div_ceil(self.threads.count() * 4).max(1).next_multiple_of(matmul::SIDE_BY_SIDE);
-        self.threads.run(panels.div_ceil(piece), &|i| {
-            let first = i * piece;
-            let operands = &operands;
-            // SAFETY: sizes are checked above; a panel's columns belong to one task.
-            unsafe { matmul::panels(isa, w, operands, first, panels.min(first + piece)) }
-        });
+    fn matmul<const N: usize>(&mut self, input: Input<'_, Vec<f32>>, products: [Product<'_, CpuWeight, Vec<f32>>; N]) {
+        self.multiply(input, products);
     }
 
     fn rope_and_store_kv(

@@ -1,15 +1,18 @@
-//! Activations rounded to 8 bits, once for all outputs of a product.
+//! Activations rounded to 8 bits, once for all products of an input, and normed on the way where the layer starts with that.
 //!
-//! Bytes moved: the rows once, and a quarter of them out. Bound: in cache, by arithmetic: about 40 vector instructions per 32 elements.
+//! Bytes moved: the rows once (twice when normed), and a quarter of them out. Bound: in cache, by arithmetic: about 40 vector instructions per 32 elements.
 
+use super::elementwise::{normed, rms_factor};
 use super::isa::dispatch;
-use super::simd::Simd;
+use super::simd::{LANES, Simd};
 use super::unpack::GROUP;
 
 /// Rows rounded to 8 bits: `x[t][k] ≈ scale[t][k / 32] · q[t][k]`; `minus_sum[t][g] = -scale · Σ q` for weights with a minimum, and
 /// `halves[t][k / 16] = Σ q` for products that raise signed weights.
 #[derive(Default)]
 pub struct Quantised {
+    /// Rows that were only normed, for products with floats.
+    pub normed: Vec<f32>,
     pub q: Vec<i8>,
     pub scale: Vec<f32>,
     pub minus_sum: Vec<f32>,
@@ -31,6 +34,7 @@ impl Quantised {
     pub fn with_capacity(elements: usize) -> Self {
         let groups = elements.div_ceil(GROUP);
         Quantised {
+            normed: vec![0.0; elements],
             q: vec![0; groups * GROUP],
             scale: vec![0.0; groups],
             minus_sum: vec![0.0; groups],
@@ -71,36 +75,79 @@ impl Rounded {
     }
 }
 
-/// Rounds `groups` groups of 32 starting at `x`.
+/// Rounds group `g`, whose elements are `v`.
+#[inline(always)]
+unsafe fn round_group<S: Simd>(v: [S::F; GROUP / LANES], g: usize, out: Rounded) {
+    // SAFETY: the caller gives room for the group.
+    unsafe {
+        let pair = (S::max(S::abs(v[0]), S::abs(v[1])), S::max(S::abs(v[2]), S::abs(v[3])));
+        let largest = S::max_lane(S::max(pair.0, pair.1));
+        // Below the least normal number's neighbourhood the inverse overflows; such a group counts as zero.
+        let inverse = 127.0 / largest;
+        let (largest, inverse) = if inverse.is_finite() { (largest, inverse) } else { (0.0, 0.0) };
+        let mut halves = [S::splat(0.0); 2];
+        for (i, v) in v.into_iter().enumerate() {
+            let rounded = S::round(S::mul(v, S::splat(inverse)));
+            halves[i / 2] = S::add(halves[i / 2], rounded);
+            S::store_i8(out.q.add(g * GROUP + LANES * i), rounded);
+        }
+        // Sums of small integers: exact in any order.
+        let halves = halves.map(|half| S::sum(half));
+        *out.scale.add(g) = largest / 127.0;
+        *out.minus_sum.add(g) = -largest / 127.0 * (halves[0] + halves[1]);
+        *out.halves.add(2 * g) = halves[0] as i16;
+        *out.halves.add(2 * g + 1) = halves[1] as i16;
+    }
+}
+
 #[inline(always)]
 unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, out: Rounded) {
     // SAFETY: the caller gives `groups * 32` readable elements and room for as many.
     unsafe {
         for g in 0..groups {
-            let x = x.add(g * GROUP);
-            let v = [S::load(x), S::load(x.add(8)), S::load(x.add(16)), S::load(x.add(24))];
-            let pair = (S::max(S::abs(v[0]), S::abs(v[1])), S::max(S::abs(v[2]), S::abs(v[3])));
-            let largest = S::max_lane(S::max(pair.0, pair.1));
-            // Below the least normal number's neighbourhood the inverse overflows; such a group counts as zero.
-            let inverse = 127.0 / largest;
-            let (largest, inverse) = if inverse.is_finite() { (largest, inverse) } else { (0.0, 0.0) };
-            let mut halves = [S::splat(0.0); 2];
-            for (i, v) in v.into_iter().enumerate() {
-                let rounded = S::round(S::mul(v, S::splat(inverse)));
-                halves[i / 2] = S::add(halves[i / 2], rounded);
-                S::store_i8(out.q.add(g * GROUP + 8 * i), rounded);
-            }
-            // Sums of small integers: exact in any order.
-            let halves = halves.map(|half| S::sum(half));
-            *out.scale.add(g) = largest / 127.0;
-            *out.minus_sum.add(g) = -largest / 127.0 * (halves[0] + halves[1]);
-            *out.halves.add(2 * g) = halves[0] as i16;
-            *out.halves.add(2 * g + 1) = halves[1] as i16;
+            let at = |i| x.add(g * GROUP + LANES * i);
+            round_group::<S>([S::load(at(0)), S::load(at(1)), S::load(at(2)), S::load(at(3))], g, out);
         }
     }
 }
 
 dispatch! {
     /// Rounds `groups` groups of 32 activations to 8 bits.
+    ///
+    /// # Safety
+    /// `x` is readable and `out` writable for as many.
     pub unsafe fn quantise(x: *const f32, groups: usize, out: Rounded) = quantise_kernel
+}
+
+#[inline(always)]
+unsafe fn norm_quantise_kernel<S: Simd>(
+    _: S,
+    x: *const f32,
+    weight: *const f32,
+    eps: f32,
+    groups: usize,
+    out: Rounded,
+) {
+    // SAFETY: the caller gives `groups * 32` readable elements and weights, and room for as many.
+    unsafe {
+        let factor = rms_factor::<S>(x, eps, groups * GROUP);
+        for g in 0..groups {
+            let at = |i| normed::<S>(x.add(g * GROUP + LANES * i), factor, weight.add(g * GROUP + LANES * i));
+            round_group::<S>([at(0), at(1), at(2), at(3)], g, out);
+        }
+    }
+}
+
+dispatch! {
+    /// Norms a row of `groups` groups of 32 activations and rounds it to 8 bits; the bits are those of norming first and then rounding.
+    ///
+    /// # Safety
+    /// `x` and `weight` are readable and `out` writable for as many.
+    pub unsafe fn norm_quantise(
+        x: *const f32,
+        weight: *const f32,
+        eps: f32,
+        groups: usize,
+        out: Rounded,
+    ) = norm_quantise_kernel
 }

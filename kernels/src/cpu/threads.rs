@@ -1,12 +1,15 @@
 //! A small pool of threads that run the tasks of one operation together.
 //!
 //! An operation is a few microseconds, so workers spin briefly for the next one before they sleep; with `spin` 0 they
-//! sleep at once, which is kinder to other processes on the same cores.
+//! sleep at once, which is kinder to other processes on the same cores. Threads that are pinned keep a CPU each, which helps where
+//! this process has its CPUs to itself, and hurts where it shares them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// How often a waiting thread looks before it sleeps; about ten microseconds.
 const SPIN: usize = 2_000;
@@ -39,6 +42,21 @@ struct Shared {
 pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    /// Where the caller's thread is pinned once it runs something.
+    pin_caller: Option<usize>,
+}
+
+/// CPUs that this process may use, ascending.
+fn cpus() -> std::io::Result<Vec<usize>> {
+    let allowed = sched_getaffinity(None)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect())
+}
+
+/// Keeps this thread on a CPU. Should that have been taken from the process since it was asked, the thread stays where it may.
+fn pin(cpu: usize) {
+    let mut one = CpuSet::new();
+    one.set(cpu);
+    let _ = sched_setaffinity(None, &one);
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -47,8 +65,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Threads {
-    /// A pool that runs operations on `threads` threads in all, at least one.
-    pub fn new(threads: usize) -> std::io::Result<Self> {
+    /// A pool that runs operations on `threads` threads in all, at least one; pinned ones keep a CPU each of those that the
+    /// process may use.
+    pub fn new(threads: usize, pinned: bool) -> std::io::Result<Self> {
+        let cpus = if pinned { cpus()? } else { Vec::new() };
+        let cpu = |i: usize| (!cpus.is_empty()).then(|| cpus[i % cpus.len()]);
         let shared = Arc::new(Shared {
             generation: AtomicUsize::new(0),
             job: Mutex::new(None),
@@ -60,11 +81,14 @@ impl Threads {
         });
         let workers = (1..threads)
             .map(|i| {
-                let shared = shared.clone();
-                std::thread::Builder::new().name(format!("kernel-{i}")).spawn(move || work(&shared))
+                let (shared, cpu) = (shared.clone(), cpu(i));
+                std::thread::Builder::new().name(format!("kernel-{i}")).spawn(move || {
+                    cpu.into_iter().for_each(pin);
+                    work(&shared);
+                })
             })
             .collect::<Result<_, _>>()?;
-        Ok(Threads { shared, workers })
+        Ok(Threads { shared, workers, pin_caller: cpu(0) })
     }
 
     /// Threads that take part in an operation.
@@ -77,6 +101,7 @@ impl Threads {
     /// # Panics
     /// When a task panicked.
     pub fn run(&mut self, count: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.pin_caller.take().into_iter().for_each(pin);
         if count <= 1 || self.workers.is_empty() {
             (0..count).for_each(task);
             return;
@@ -162,7 +187,7 @@ mod tests {
     #[test]
     fn every_task_runs_once_on_any_number_of_threads() {
         for threads in [1, 2, 3, 8] {
-            let mut pool = Threads::new(threads).unwrap();
+            let mut pool = Threads::new(threads, false).unwrap();
             for count in [0, 1, 2, 7, 100] {
                 let hits: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
                 pool.run(count, &|i| {
@@ -174,8 +199,32 @@ mod tests {
     }
 
     #[test]
+    fn pinned_threads_keep_a_cpu_each() {
+        let allowed = cpus().unwrap();
+        // On a thread of its own, since the caller's is pinned too.
+        let seen = std::thread::spawn(move || {
+            let mut pool = Threads::new(allowed.len() + 1, true).unwrap();
+            let seen = Mutex::new(Vec::new());
+            let barrier = std::sync::Barrier::new(allowed.len() + 1);
+            pool.run(allowed.len() + 1, &|_| {
+                let mine = cpus().unwrap();
+                lock(&seen).push(mine);
+                // One task a thread.
+                barrier.wait();
+            });
+            (seen.into_inner().unwrap(), allowed)
+        });
+        let (mut seen, allowed) = seen.join().unwrap();
+        seen.sort();
+        let mut expected: Vec<Vec<usize>> = allowed.iter().map(|&cpu| vec![cpu]).collect();
+        // One thread more than CPUs: it shares the first.
+        expected.insert(0, vec![allowed[0]]);
+        assert_eq!(seen, expected);
+    }
+
+    #[test]
     fn a_panic_reaches_the_caller_and_nobody_hangs() {
-        let mut pool = Threads::new(3).unwrap();
+        let mut pool = Threads::new(3, false).unwrap();
         let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(10, &|i| assert_ne!(i, 5))));
         assert!(outcome.is_err());
     }

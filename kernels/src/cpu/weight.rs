@@ -11,23 +11,24 @@ use super::simd::LANES;
 use super::unpack::{GROUP, element, quantised_group};
 use crate::KernelError;
 use crate::backend::WeightSource;
+use crate::pages::{Arena, Bytes};
 
 /// A matrix `[rows, cols]`, rows being outputs. The last panel is padded with zero rows.
 pub struct CpuWeight {
     pub(super) form: Form,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    pub(super) data: Vec<u8>,
+    pub(super) data: Bytes,
 }
 
 impl CpuWeight {
-    /// Repacks a stored matrix.
-    pub fn new(source: &WeightSource<'_>) -> Result<Self, KernelError> {
+    /// Repacks a stored matrix into memory of `arena`.
+    pub fn new(source: &WeightSource<'_>, arena: &mut Arena) -> Result<Self, KernelError> {
         let form = Form::of(source.dtype);
         let (rows, cols) = (source.rows, source.cols);
         let row_bytes = source.row_bytes()?;
         let panel_bytes = cols / form.unit_weights() * form.unit_bytes();
-        let mut data = vec![0u8; rows.div_ceil(LANES) * panel_bytes];
+        let mut data = arena.zeroed(rows.div_ceil(LANES) * panel_bytes)?;
         if data.is_empty() {
             return Ok(CpuWeight { form, rows, cols, data });
         }

@@ -1,0 +1,123 @@
+//! Products of one input with several weights: the input is normed and rounded once, then the panels of all weights are shared
+//! out among the threads together, so that a small weight beside a large one leaves no thread waiting.
+
+use super::matmul::{self, Operands, SIDE_BY_SIDE};
+use super::unpack::GROUP;
+use super::{CpuBackend, CpuWeight, Shared, elementwise, quantise};
+use crate::backend::{Input, MAX_PRODUCTS, Product};
+
+/// Tasks a thread gets, about: small enough to balance, large enough not to be felt.
+const TASKS_PER_THREAD: usize = 4;
+
+/// One product's share of the work.
+struct Part<'a> {
+    weight: &'a CpuWeight,
+    operands: Operands,
+    /// Panels of a task.
+    piece: usize,
+}
+
+impl Part<'_> {
+    fn tasks(&self) -> usize {
+        self.weight.panels().div_ceil(self.piece)
+    }
+}
+
+/// Panels that a task takes of this weight when it moves about `bytes`.
+fn piece(weight: &CpuWeight, bytes: usize) -> usize {
+    (bytes / weight.panel_bytes().max(1)).max(1).next_multiple_of(SIDE_BY_SIDE)
+}
+
+impl CpuBackend {
+    /// Norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for quantised weights, the
+    /// normed floats for dense ones. Gives the floats to multiply.
+    fn prepare(&mut self, input: &Input<'_, Vec<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
+        let (isa, rounded) = (self.isa, self.scratch.rounded());
+        let normed = Shared(self.scratch.normed.as_mut_ptr());
+        let (x, groups) = (input.x.as_slice(), cols / GROUP);
+        let norm = input.norm.map(|norm| (norm.weight.as_slice(), norm.eps));
+        if !quantised && norm.is_none() {
+            return x.as_ptr();
+        }
+        self.over_rows(input.rows, &|first, count| {
+            for row in first..first + count {
+                // SAFETY: `multiply` checked that all buffers hold the rows; a row belongs to one task.
+                unsafe {
+                    let mut from = x.as_ptr().add(row * cols);
+                    let out = || rounded.from(row * groups);
+                    match norm {
+                        Some((weight, eps)) if !dense => {
+                            quantise::norm_quantise(isa, from, weight.as_ptr(), eps, groups, out());
+                            continue;
+                        }
+                        Some((weight, eps)) => {
+                            let to = normed.add(row * cols);
+                            elementwise::rms_norm(isa, from, weight.as_ptr(), eps, cols, to);
+                            from = to;
+                        }
+                        None => {}
+                    }
+                    if quantised {
+                        quantise::quantise(isa, from, groups, out());
+                    }
+                }
+            }
+        });
+        if norm.is_some() { self.scratch.normed.as_ptr() } else { x.as_ptr() }
+    }
+
+    /// All products of an input.
+    ///
+    /// # Panics
+    /// When a buffer is too small, weights differ in their inputs, or [`crate::Backend::reserve`] was not called for as many.
+    pub(super) fn multiply<const N: usize>(
+        &mut self,
+        input: Input<'_, Vec<f32>>,
+        products: [Product<'_, CpuWeight, Vec<f32>>; N],
+    ) {
+        const { assert!(N >= 1 && N <= MAX_PRODUCTS) };
+        let (rows, cols) = (input.rows, products[0].weight.cols);
+        assert!(input.x.len() >= rows * cols, "matmul input too small");
+        assert!(input.norm.is_none_or(|norm| norm.weight.len() == cols), "norm of another width");
+        for product in &products {
+            assert!(product.weight.cols == cols, "weights of one input differ in width");
+            assert!(product.out.len() >= rows * product.weight.rows, "matmul output too small");
+            assert!(product.bias.is_none_or(|b| b.len() >= product.weight.rows), "matmul bias too small");
+        }
+        let quantised = products.iter().any(|p| p.weight.form.quantised());
+        let dense = products.iter().any(|p| !p.weight.form.quantised());
+        let room = self.scratch.normed.len() >= rows * cols || !quantised && input.norm.is_none();
+        assert!(room, "reserve() was not called for {rows} rows of {cols}");
+        let x = self.prepare(&input, cols, quantised, dense);
+        let bytes: usize = products.iter().map(|p| p.weight.data.len()).sum();
+        let share = bytes / (self.threads.count() * TASKS_PER_THREAD);
+        let parts = products.map(|product| Part {
+            weight: product.weight,
+            operands: Operands {
+                rows,
+                x,
+                q: self.scratch.q.as_ptr(),
+                scale: self.scratch.scale.as_ptr(),
+                minus_sum: self.scratch.minus_sum.as_ptr(),
+                halves: self.scratch.halves.as_ptr(),
+                bias: product.bias.map(|b| b.as_ptr()),
+                out: product.out.as_mut_ptr(),
+            },
+            piece: piece(product.weight, share),
+        });
+        let isa = self.isa;
+        self.threads.run(parts.iter().map(Part::tasks).sum(), &|mut i| {
+            for part in &parts {
+                if let Some(later) = i.checked_sub(part.tasks()) {
+                    i = later;
+                    continue;
+                }
+                let first = i * part.piece;
+                let last = part.weight.panels().min(first + part.piece);
+                // SAFETY: sizes are checked above; a panel's columns belong to one task.
+                unsafe { matmul::panels(isa, part.weight, &part.operands, first, last) }
+                return;
+            }
+        });
+    }
+}

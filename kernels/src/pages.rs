@@ -1,0 +1,140 @@
+//! Memory of weights and pools, in huge pages where the system has them.
+//!
+//! A decode step reads every weight once, in a few streams. With pages of 4 KiB each of them ends every 64 cache lines, where the
+//! hardware's prefetcher stops and the address is translated anew; pages of 2 MiB leave the memory's own bandwidth as the bound.
+//! Matrices of small models are smaller than such a page, so they lie one after another in large regions. A region is given
+//! back when its last matrix is dropped; what of it was never handed out was never touched.
+
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::KernelError;
+
+/// Bytes of a huge page, the unit of regions.
+const HUGE: usize = 2 << 20;
+/// Bytes of a region of small matrices.
+const REGION: usize = 32 << 20;
+/// Every range starts a cache line.
+const LINE: usize = 64;
+
+/// Mapped memory of this process.
+pub struct Region {
+    mapping: NonNull<u8>,
+    mapped: usize,
+    /// Where its bytes begin: for a large one, a huge page.
+    base: NonNull<u8>,
+}
+
+// SAFETY: the memory is reached through pointers alone, whose users keep apart: `Bytes` by ranges, pools by blocks.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Zeroed, of at least `bytes`, of which the system gives what is touched.
+    pub fn new(bytes: usize) -> Result<Self, KernelError> {
+        let no_memory = || KernelError::Memory { bytes };
+        let huge = bytes >= HUGE;
+        let mapped = if huge { bytes.checked_add(HUGE).ok_or_else(no_memory)? } else { bytes.max(1) };
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the system's choice touches nobody's memory.
+        let mapping = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, access, MapFlags::PRIVATE) };
+        let mapping = mapping.ok().and_then(|p| NonNull::new(p.cast::<u8>())).ok_or_else(no_memory)?;
+        let mut region = Region { mapping, mapped, base: mapping };
+        if huge {
+            // SAFETY: less than a huge page further on, and one more than `bytes` is mapped.
+            region.base = unsafe { mapping.add(mapping.align_offset(HUGE)) };
+            // A system without huge pages refuses; its small ones do.
+            // SAFETY: inside the mapping; advice on page sizes changes no contents.
+            let _ = unsafe { madvise(region.base.as_ptr().cast(), bytes, Advice::LinuxHugepage) };
+        }
+        Ok(region)
+    }
+
+    /// Its first byte.
+    pub fn base(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this region's own, and no `Bytes` of it is left. It can only fail for a range that is not mapped.
+        let _ = unsafe { munmap(self.mapping.as_ptr().cast(), self.mapped) };
+    }
+}
+
+/// Hands out ranges of regions.
+#[derive(Default)]
+pub struct Arena {
+    region: Option<(Arc<Region>, usize)>,
+}
+
+impl Arena {
+    /// `bytes` zeroed bytes, from a cache line's start on.
+    pub fn zeroed(&mut self, bytes: usize) -> Result<Bytes, KernelError> {
+        if bytes > REGION / 2 {
+            return Ok(Bytes { region: Arc::new(Region::new(bytes)?), start: 0, len: bytes });
+        }
+        let (region, start) = match self.region.take() {
+            Some((region, used)) if used + bytes <= REGION => (region, used),
+            _ => (Arc::new(Region::new(REGION)?), 0),
+        };
+        self.region = Some((region.clone(), (start + bytes).next_multiple_of(LINE)));
+        Ok(Bytes { region, start, len: bytes })
+    }
+}
+
+/// A range of a region.
+pub struct Bytes {
+    region: Arc<Region>,
+    start: usize,
+    len: usize,
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range lies in the region, which lives as long as this, and is this one's alone.
+        unsafe { std::slice::from_raw_parts(self.region.base.add(self.start).as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for Bytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed for as long.
+        unsafe { std::slice::from_raw_parts_mut(self.region.base.add(self.start).as_ptr(), self.len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_zeroed_apart_and_outlive_their_arena() {
+        let mut arena = Arena::default();
+        let sizes = [1, 63, 64, 65, 0, REGION / 2, REGION / 2 - 300, 4096, REGION / 2 + 1];
+        let mut ranges: Vec<Bytes> = sizes.iter().map(|&size| arena.zeroed(size).unwrap()).collect();
+        drop(arena);
+        for (i, range) in ranges.iter_mut().enumerate() {
+            assert_eq!(range.len(), sizes[i]);
+            assert_eq!(range.as_ptr() as usize % LINE, 0);
+            assert!(range.iter().all(|&b| b == 0), "range {i} overlaps another");
+            range.fill(1 + i as u8);
+        }
+        for (i, range) in ranges.iter().enumerate() {
+            assert!(range.iter().all(|&b| b == 1 + i as u8), "range {i} overlaps another");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_an_error() {
+        assert!(matches!(Arena::default().zeroed(usize::MAX), Err(KernelError::Memory { .. })));
+        assert!(matches!(Arena::default().zeroed(1 << 60), Err(KernelError::Memory { .. })));
+    }
+}
