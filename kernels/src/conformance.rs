@@ -10,6 +10,7 @@ use crate::cpu::element;
 
 mod attention;
 pub(crate) mod kv;
+mod shared;
 
 /// Makes a backend over a fresh pool of the given shape.
 pub trait Factory {
@@ -107,6 +108,7 @@ pub fn run<F: Factory>(factory: &F) {
     products(factory);
     elementwise(factory);
     attention::run(factory);
+    shared::run(factory);
     swap(factory);
 }
 

@@ -1,10 +1,11 @@
 //! Paged attention for a ragged batch of prefill chunks and decode rows.
 //!
-//! A task is up to 16 query rows of one sequence with all query heads of one KV head, so each 16 slots of K and V are
-//! read and widened to f32 once per task. A row's result depends only on its own position: slots are taken in ascending
-//! order, 16 at a time counted from position 0 (I1); the arithmetic is [`super::fold`]'s. Bytes moved per task: K and V of the
-//! visible slots, once. Bound: memory bandwidth for decode, fused multiply-adds for prefill (4 · head_dim · visible slots per
-//! row and head).
+//! A task is up to 16 query rows with all query heads of one KV head: rows of one sequence, or of several that have blocks in
+//! common ([`super::together`]). Each 16 slots of a block are read and widened to f32 once per task. A row's result depends only on
+//! its own position and sequence: slots are taken in ascending order, 16 at a time counted from position 0, into a softmax of the
+//! row's own, whoever else takes them (I1); the arithmetic is [`super::fold`]'s. Bytes moved per task: K and V of the
+//! visible slots, once. Bound: memory bandwidth for decode, fused multiply-adds for prefill and for shared blocks (4 · head_dim ·
+//! visible slots per row and head).
 
 use baton_types::{BlockId, KvDtype};
 use half::{bf16, f16};
@@ -14,7 +15,8 @@ use super::fold::{Query, SLOTS, Slots, Softmax, TOGETHER, fold, scale_row};
 use super::isa::{Isa, dispatch};
 use super::kv_row::{Fp8, Int4, KvType, MAX_PARAMETERS, Planes, Q8, Row};
 use super::simd::LANES;
-use crate::backend::{MAX_HEADS_PER_KV_HEAD, Span, TILE_ROWS};
+use super::together::{Tables, Tile};
+use crate::backend::{MAX_HEADS_PER_KV_HEAD, TILE_ROWS};
 
 /// Largest head dimension.
 pub const MAX_DIM: usize = 512;
@@ -23,22 +25,70 @@ pub const MAX_DIM: usize = 512;
 #[derive(Clone, Copy)]
 pub struct Task<'a> {
     pub planes: Planes,
-    pub span: Span,
-    /// First row of the tile inside the span.
-    pub first: usize,
-    pub table: &'a [BlockId],
+    /// Whose rows these are, at most [`TILE_ROWS`] in all.
+    pub tiles: &'a [Tile],
+    /// Behind the last position of which two neighbours share the block.
+    pub shared: usize,
+    pub tables: Tables<'a>,
     pub kv_head: usize,
     /// Query heads in all, and per KV head.
     pub heads: usize,
     pub group: usize,
     pub scale: f32,
-    pub window: Option<usize>,
     pub q: *const f32,
     pub out: *mut f32,
 }
 
+/// A part of a task's slots that is taken in ascending order, 16 of all its tiles before the next 16 of any.
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    tiles: &'a [Tile],
+    from: usize,
+    to: usize,
+}
+
+impl<'a> Task<'a> {
+    /// Where a query begins in q and out: a row of a tile, a head of this KV head.
+    fn offset(&self, tile: &Tile, row: usize, head: usize) -> usize {
+        ((tile.row + row) * self.heads + self.kv_head * self.group + head) * self.planes.head_dim
+    }
+
+    /// Position of the first 16 slots that a tile sees.
+    fn first(&self, tile: &Tile) -> usize {
+        self.tables.sight.first(tile.position) / SLOTS * SLOTS
+    }
+
+    /// What neighbours share, and the rest of each tile.
+    fn passes(&self) -> impl Iterator<Item = Pass<'a>> {
+        let task = *self;
+        let from = task.tiles.iter().map(|tile| task.first(tile)).min().unwrap_or(0);
+        let together = Pass { tiles: task.tiles, from, to: task.shared };
+        let alone = task.tiles.chunks(1).map(move |tiles| {
+            let from = task.first(&tiles[0]).max(task.shared);
+            Pass { tiles, from, to: tiles[0].end() }
+        });
+        std::iter::once(together).chain(alone)
+    }
+
+    /// The next tiles of a pass that take 16 slots from one block, perhaps with some between them that take none, and those
+    /// behind them.
+    fn split<'b>(&self, tiles: &'b [Tile], base: usize) -> Option<(&'b [Tile], &'b [Tile])> {
+        let sees = |tile: &Tile| self.first(tile) <= base && base < tile.end();
+        let tiles = &tiles[tiles.iter().position(sees)?..];
+        let block = |tile: &Tile| self.tables.block(tile, base / self.tables.sight.block_size);
+        let other = |tile: &Tile| sees(tile) && block(tile) != block(&tiles[0]);
+        Some(tiles.split_at(if tiles.len() == 1 { 1 } else { tiles.iter().position(other).unwrap_or(tiles.len()) }))
+    }
+
+    /// Of the 16 slots from `base` on, the first that a row sees, and the one behind the last.
+    fn seen(&self, base: usize, position: usize) -> (usize, usize) {
+        let (low, end) = (self.tables.sight.first(position), position + 1);
+        (low.saturating_sub(base).min(SLOTS), end.saturating_sub(base).min(SLOTS))
+    }
+}
+
 /// Where [`Slots`] are widened to. Uninitialised until loaded: clearing 64 KiB a task would cost more than a short decode row.
-struct Tile {
+struct Widened {
     k: *mut f32,
     v: *mut f32,
 }
@@ -69,13 +119,13 @@ unsafe fn load<S: Codes, T: KvType>(
 }
 
 #[inline(always)]
-unsafe fn load_tile<S: Codes, T: KvType>(task: &Task<'_>, position: usize, tile: &Tile) {
+unsafe fn load_slots<S: Codes, T: KvType>(task: &Task<'_>, table: &[BlockId], position: usize, slots: &Widened) {
     let (planes, dim) = (&task.planes, task.planes.head_dim);
     let mut memory = std::mem::MaybeUninit::<Parameters>::uninit();
     let parameters = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: 16 slots from `position`, a multiple of 16, lie in one block of the pool; parameters are widened before use.
     unsafe {
-        let [key, value] = planes.rows(task.table, task.kv_head, position);
+        let [key, value] = planes.rows(table, task.kv_head, position);
         widen::<S, T>(key, planes.parameters, parameters);
         for d in (0..dim).step_by(LANES) {
             for octet in 0..SLOTS / LANES {
@@ -84,72 +134,80 @@ unsafe fn load_tile<S: Codes, T: KvType>(task: &Task<'_>, position: usize, tile:
                     *row = load::<S, T>(planes, key, octet * LANES + s, parameters, d);
                 }
                 for (i, column) in S::transpose(rows).into_iter().enumerate() {
-                    S::store(tile.k.add((d + i) * SLOTS + octet * LANES), column);
+                    S::store(slots.k.add((d + i) * SLOTS + octet * LANES), column);
                 }
             }
         }
         widen::<S, T>(value, planes.parameters, parameters);
         for s in 0..SLOTS {
             for d in (0..dim).step_by(LANES) {
-                S::store(tile.v.add(s * dim + d), load::<S, T>(planes, value, s, parameters, d));
+                S::store(slots.v.add(s * dim + d), load::<S, T>(planes, value, s, parameters, d));
             }
         }
     }
 }
 
-/// First position a query at `position` sees.
-fn first_visible(position: usize, window: Option<usize>) -> usize {
-    window.map_or(0, |w| (position + 1).saturating_sub(w))
+/// Takes the 16 slots from `base` on into the queries of those rows of `tiles` that see any.
+#[inline(always)]
+unsafe fn take<S: Codes>(task: &Task<'_>, tiles: &[Tile], base: usize, slots: &Slots, states: &mut [Softmax]) {
+    // Where a row's first query lies, its softmax, and what it sees.
+    let mut rows = [(0, 0, (0, 0)); TILE_ROWS];
+    let mut seeing = 0;
+    for tile in tiles {
+        for row in 0..tile.rows {
+            let seen = task.seen(base, tile.position + row);
+            rows[seeing] = (task.offset(tile, row, 0), (tile.place + row) * task.group, seen);
+            seeing += usize::from(seen.0 < seen.1);
+        }
+    }
+    let (mut row, mut head) = (0, 0);
+    while row < seeing {
+        let mut queries = [Query { q: task.q, out: task.out, seen: (0, 0), state: 0 }; TOGETHER];
+        let mut count = 0;
+        while count < TOGETHER && row < seeing {
+            let (offset, state, seen) = rows[row];
+            let offset = offset + head * task.planes.head_dim;
+            // SAFETY: rows of q and out belong to these tiles and this KV head.
+            queries[count] =
+                unsafe { Query { q: task.q.add(offset), out: task.out.add(offset), seen, state: state + head } };
+            count += 1;
+            (row, head) = if head + 1 < task.group { (row, head + 1) } else { (row + 1, 0) };
+        }
+        // SAFETY: as above; each query sees a slot, and the slots are loaded.
+        unsafe { fold::<S>(&queries[..count], states, task.scale, slots) };
+    }
 }
 
 #[inline(always)]
 unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
-    let dim = task.planes.head_dim;
-    let rows = TILE_ROWS.min(task.span.len - task.first);
-    let position = task.span.start + task.first;
-    let row_offset = |row: usize, head: usize| {
-        ((task.span.row + task.first + row) * task.heads + task.kv_head * task.group + head) * dim
-    };
+    let (dim, width) = (task.planes.head_dim, task.group * task.planes.head_dim);
     let mut memory = std::mem::MaybeUninit::<[[f32; MAX_DIM * SLOTS]; 2]>::uninit();
     let k = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: the second half of the array just made; `load_tile` fills `dim * 16` elements of each before they are read.
-    let tile = Tile { k, v: unsafe { k.add(MAX_DIM * SLOTS) } };
-    let slots = Slots { k: tile.k, v: tile.v, dim };
-    let mut softmax = [Softmax::EMPTY; TILE_ROWS * MAX_HEADS_PER_KV_HEAD];
-    // SAFETY: rows of q and out belong to this tile and KV head alone; the table covers the visible positions.
+    // SAFETY: the second half of the array just made; `load_slots` fills `dim * 16` elements of each before they are read.
+    let widened = Widened { k, v: unsafe { k.add(MAX_DIM * SLOTS) } };
+    let slots = Slots { k: widened.k, v: widened.v, dim };
+    let mut states = [Softmax::EMPTY; TILE_ROWS * MAX_HEADS_PER_KV_HEAD];
+    let rows = || task.tiles.iter().flat_map(|tile| (0..tile.rows).map(move |row| (tile, row)));
+    // SAFETY: rows of q and out belong to these tiles and this KV head alone; the tables cover the visible positions.
     unsafe {
-        for row in 0..rows {
-            std::ptr::write_bytes(task.out.add(row_offset(row, 0)), 0, task.group * dim);
+        for (tile, row) in rows() {
+            std::ptr::write_bytes(task.out.add(task.offset(tile, row, 0)), 0, width);
         }
-        let mut base = first_visible(position, task.window) / SLOTS * SLOTS;
-        while base < position + rows {
-            load_tile::<S, T>(task, base, &tile);
-            // Slots of these that a row sees, from the first to behind the last. Rows that see any follow one another.
-            let seen = |row: usize| {
-                let at = position + row;
-                let low = first_visible(at, task.window).saturating_sub(base);
-                (low.min(SLOTS), (at + 1).saturating_sub(base).min(SLOTS))
-            };
-            let sees = |row: &usize| seen(*row).0 < seen(*row).1;
-            let skipped = (0..rows).take_while(|row| !sees(row)).count();
-            let seeing = (skipped..rows).take_while(sees).count();
-            let (mut row, mut head) = (skipped, 0);
-            let mut i = row * task.group;
-            while i < (skipped + seeing) * task.group {
-                let count = TOGETHER.min((skipped + seeing) * task.group - i);
-                let mut queries = [Query { q: task.q, out: task.out, seen: (0, 0) }; TOGETHER];
-                for query in &mut queries[..count] {
-                    let offset = row_offset(row, head);
-                    *query = Query { q: task.q.add(offset), out: task.out.add(offset), seen: seen(row) };
-                    (row, head) = if head + 1 < task.group { (row, head + 1) } else { (row + 1, 0) };
+        for pass in task.passes() {
+            for base in (pass.from..pass.to).step_by(SLOTS) {
+                let mut rest = pass.tiles;
+                while let Some((tiles, others)) = task.split(rest, base) {
+                    load_slots::<S, T>(task, &task.tables.blocks[tiles[0].table..], base, &widened);
+                    take::<S>(task, tiles, base, &slots, &mut states);
+                    rest = others;
                 }
-                fold::<S>(&queries[..count], &mut softmax[i..i + count], task.scale, &slots);
-                i += count;
             }
-            base += SLOTS;
         }
-        for (i, state) in softmax[..rows * task.group].iter().enumerate() {
-            scale_row::<S>(task.out.add(row_offset(i / task.group, i % task.group)), dim, 1.0 / state.sum);
+        for (tile, row) in rows() {
+            for head in 0..task.group {
+                let state = &states[(tile.place + row) * task.group + head];
+                scale_row::<S>(task.out.add(task.offset(tile, row, head)), dim, 1.0 / state.sum);
+            }
         }
     }
 }
@@ -157,8 +215,9 @@ unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
 /// The attention kernel of a KV type.
 ///
 /// # Safety
-/// Of what it returns: the table names pool blocks that cover the task's positions and are not written meanwhile; the task's
-/// rows and heads of `q` are readable, those of `out` writable by this task alone.
+/// Of what it returns: the tables name pool blocks that cover the positions of the task's tiles and are not written meanwhile;
+/// these have 16 rows at most, numbered in [`Tile::place`]; their rows and heads of `q` are readable, those of `out` writable
+/// by this task alone.
 pub fn kernel(dtype: KvDtype) -> unsafe fn(Isa, &Task<'_>) {
     match dtype {
         KvDtype::F32 => attend_f32,

@@ -51,6 +51,8 @@ pub struct Query {
     pub out: *mut f32,
     /// Of the 16 slots, the first it sees and the one behind the last.
     pub seen: (usize, usize),
+    /// Which of the softmaxes is its.
+    pub state: usize,
 }
 
 /// K transposed to `[dim][slot]` and V as `[slot][dim]`, of 16 slots, widened.
@@ -186,7 +188,8 @@ unsafe fn add_values<S: Simd, const N: usize, const W: usize>(queries: &[Query],
     }
 }
 
-/// Folds 16 slots into the softmax and output of up to [`TOGETHER`] queries, each of which sees at least one.
+/// Folds 16 slots into the softmax and output of up to [`TOGETHER`] queries, each of which sees at least one. They may belong to
+/// several sequences.
 ///
 /// # Safety
 /// Queries, outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s features.
@@ -227,7 +230,7 @@ pub unsafe fn fold<S: Simd>(queries: &[Query], states: &mut [Softmax], scale: f3
         }
         let mut p = [[0.0f32; SLOTS]; TOGETHER];
         for (i, query) in queries.iter().enumerate() {
-            weigh::<S>(&mut states[i], found[i], scale, query, slots.dim, &mut p[i]);
+            weigh::<S>(&mut states[query.state], found[i], scale, query, slots.dim, &mut p[i]);
         }
         let mut n = 0;
         while n < queries.len() {

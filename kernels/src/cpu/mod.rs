@@ -23,6 +23,7 @@ mod quantise;
 mod simd;
 mod threads;
 mod tiles;
+mod together;
 mod unpack;
 mod weight;
 
@@ -36,6 +37,7 @@ use kv_row::Planes;
 use quantise::Quantised;
 use simd::LANES;
 use threads::Threads;
+use together::{Labour, Plan, Sight, Tables};
 pub use unpack::element;
 pub use weight::CpuWeight;
 
@@ -77,6 +79,8 @@ pub struct CpuBackend {
     swapped: HostPool,
     scratch: Quantised,
     weights: Arena,
+    /// Of the latest step's attention, one per layer group.
+    plans: Vec<Plan>,
 }
 
 /// A pointer that tasks share.
@@ -100,6 +104,7 @@ impl CpuBackend {
     pub fn new(options: CpuOptions, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let threads = Threads::new(options.threads.max(1), options.pinned)?;
         let swapped = HostPool::in_memory(PoolGeometry::uniform(pool.geometry().layout.clone(), 0))?;
+        let plans = pool.geometry().layout.groups.iter().map(|_| Plan::default()).collect();
         Ok(CpuBackend {
             isa: options.isa,
             threads,
@@ -107,6 +112,7 @@ impl CpuBackend {
             swapped,
             scratch: Quantised::default(),
             weights: Arena::default(),
+            plans,
         })
     }
 
@@ -141,24 +147,26 @@ impl CpuBackend {
             group * kv_heads == shape.heads && group <= crate::MAX_HEADS_PER_KV_HEAD,
             "{group} query heads per KV head"
         );
-        let window = self.pool.geometry().layout.groups[shape.group].window.map(|w| w as usize);
-        let needed = batch.rows() * shape.heads * self.pool.geometry().layout.groups[shape.group].head_dim as usize;
+        let layout = &self.pool.geometry().layout;
+        let seen = &layout.groups[shape.group];
+        let sight = Sight { window: seen.window.map(|w| w as usize), block_size: layout.block_size as usize };
+        let needed = batch.rows() * shape.heads * seen.head_dim as usize;
         assert!(q.len() >= needed && out.len() >= needed, "attention buffers too small");
         let out = Shared(out.as_mut_ptr());
-        self.threads.run(batch.tiles().len() * kv_heads, &|i| {
-            let (span, first) = batch.tiles()[i / kv_heads];
-            let span = batch.spans()[span];
-            let table = &batch.blocks()[span.table..];
+        let plan = &mut self.plans[shape.group];
+        plan.renew(batch, sight, Labour { threads: self.threads.count(), kv_heads, group });
+        let plan = &*plan;
+        self.threads.run(plan.tasks().len() * kv_heads, &|i| {
+            let together = &plan.tasks()[i / kv_heads];
             let task = attention::Task {
                 planes,
-                span,
-                first,
-                table,
+                tiles: &plan.tiles()[together.tiles.clone()],
+                shared: together.shared,
+                tables: Tables { blocks: batch.blocks(), sight },
                 kv_head: i % kv_heads,
                 heads: shape.heads,
                 group,
                 scale: shape.scale,
-                window,
                 q: q.as_ptr(),
                 // SAFETY: offset 0.
                 out: unsafe { out.add(0) },
