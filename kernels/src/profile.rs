@@ -5,6 +5,7 @@
 //! nothing of models: matrix products are told apart by the type and shape of their weights.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -64,7 +65,8 @@ pub struct Tally {
     pub calls: u64,
     /// Time inside them.
     pub time: Duration,
-    /// Bytes that had to move at least once a call: weights as packed, K and V that a sequence's rows see, activations in and out.
+    /// Bytes that had to move at least once a call: weights as packed, K and V that rows see (what sequences share, once), activations
+    /// in and out.
     pub bytes: u64,
     /// Multiplications and additions, of products and attention only.
     pub arithmetic: u64,
@@ -137,6 +139,9 @@ pub struct Profiled<B> {
     inner: B,
     layout: KvLayout,
     profile: SharedProfile,
+    /// By block: the last call that counted tokens of it, and how many.
+    counted: Vec<(u64, u64)>,
+    calls: u64,
 }
 
 /// Bytes of so many f32.
@@ -147,7 +152,7 @@ fn floats(count: usize) -> u64 {
 impl<B> Profiled<B> {
     /// Around `inner`, whose pool has this layout.
     pub fn new(inner: B, layout: KvLayout, profile: SharedProfile) -> Self {
-        Profiled { inner, layout, profile }
+        Profiled { inner, layout, profile, counted: Vec::new(), calls: 0 }
     }
 
     /// The backend inside.
@@ -172,14 +177,34 @@ impl<B> Profiled<B> {
     }
 
     /// (tokens whose K and V are read at least once, pairs of a row and a token it sees)
-    fn seen(&self, shape: AttentionShape, batch: &Ragged) -> (u64, u64) {
+    fn seen(&mut self, shape: AttentionShape, batch: &Ragged) -> (u64, u64) {
         let window = self.layout.groups[shape.group].window.map_or(usize::MAX, |w| w as usize);
+        self.calls += 1;
         batch.spans().iter().fold((0, 0), |(tokens, pairs), span| {
             let end = span.start + span.len;
             let first = (span.start + 1).saturating_sub(window);
+            let new = self.count(&batch.blocks()[span.table..], first..end);
             let more: usize = (span.start..end).map(|position| (position + 1).min(window)).sum();
-            (tokens + (end - first) as u64, pairs + more as u64)
+            (tokens + new, pairs + more as u64)
         })
+    }
+
+    /// Of these tokens of a table, those that no other sequence of this call has counted.
+    fn count(&mut self, table: &[BlockId], tokens: Range<usize>) -> u64 {
+        let size = self.layout.block_size as usize;
+        let mut new = 0;
+        for at in tokens.start / size..tokens.end.div_ceil(size) {
+            let block = table[at].0 as usize;
+            let here = (tokens.end.min((at + 1) * size) - tokens.start.max(at * size)) as u64;
+            if self.counted.len() <= block {
+                self.counted.resize(block + 1, (0, 0));
+            }
+            let (call, counted) = &mut self.counted[block];
+            let before = if *call == self.calls { *counted } else { 0 };
+            (*call, *counted) = (self.calls, before.max(here));
+            new += here.saturating_sub(before);
+        }
+        new
     }
 }
 

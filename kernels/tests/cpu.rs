@@ -54,7 +54,7 @@ fn a_profiled_backend_conforms_and_counts() {
 fn a_profile_counts_what_must_move_and_be_computed() {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: Some(4) };
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
-    let geometry = PoolGeometry::uniform(layout, 2);
+    let geometry = PoolGeometry::uniform(layout, 3);
     let profile = SharedProfile::default();
     let mut backend = ProfiledCpu(profile.clone()).make(&geometry);
     let dtype = baton_types::WeightDtype::F32;
@@ -69,15 +69,21 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     batch.push(3, 3, &[BlockId(0)]);
     let shape = AttentionShape { group: 0, layer: 0, heads: 2, scale: 1.0 };
     backend.attention(shape, &batch, &x, &mut out);
+    // Two rows that share their first 16 tokens: what they share moves once, and the window shows 4 tokens to each.
+    let mut shared = Ragged::default();
+    shared.push(17, 1, &[BlockId(0), BlockId(1)]);
+    shared.push(16, 1, &[BlockId(0), BlockId(2)]);
+    backend.attention(shape, &shared, &x, &mut out);
     let counted: Vec<_> = profile.take().tallies().map(|(o, t)| (o, t.calls, t.bytes, t.arithmetic)).collect();
     let floats = |n: u64| 4 * n;
     let matmul = Operation::Matmul { parts: [Some((dtype, 16)), None, None], cols: 8 };
-    let attention = (6 * 2 * 8 * 2 + floats(2 * 3 * 16), 4 * 16 * 12);
+    let tokens = 6 + (2 + 2 + 1 + 1);
+    let attention = (tokens * 2 * 8 * 2 + floats(2 * 5 * 16), 4 * 16 * (12 + 8));
     assert_eq!(
         counted,
         [
             (matmul, 1, floats(16 * 8) + floats(3 * 24), 2 * 3 * 16 * 8),
-            (Operation::Attention, 1, attention.0, attention.1),
+            (Operation::Attention, 2, attention.0, attention.1),
         ]
     );
 }
