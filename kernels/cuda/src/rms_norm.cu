@@ -1,0 +1,64 @@
+// RMS norm of rows, with the residual added first: x += add (where given), out = x / sqrt(mean(x²) + eps) · weight.
+//
+// x: [rows, width] of x_type, written only when there is something to add. add, out: [rows, width] of y_type. weight: [width] f32.
+// out may be x where the types are the same; heads are rows when their dimensions are normed. Same operation: `rms_norm`,
+// `rms_norm_in_place` and `add` in kernels/src/backend.rs; the sum's order differs from the CPU's.
+//
+// Threads: a row is taken by one warp when it has up to 1024 elements, otherwise by a block; one thread takes octets of it.
+// Bytes moved: x and out once, and with a residual add once and x once more; a row's second read hits L1. Bound: memory bandwidth.
+// Limits: width a multiple of 8; rows · width below 2^63.
+#include "common.cuh"
+
+namespace baton {
+
+struct RmsNorm {
+    void* x;
+    const void* add;
+    const float* weight;
+    void* out;
+    Element x_type;
+    Element y_type;
+    u32 rows;
+    u32 width;
+    float eps;
+};
+
+constexpr u32 RMS_NORM_THREADS = 512;
+
+inline Launch launch_of(const RmsNorm& p) {
+    constexpr u32 warps = 4;
+    if (p.width <= 1024) return {dim3(parts(p.rows, warps)), dim3(WARP, warps)};
+    return {dim3(p.rows), dim3(RMS_NORM_THREADS)};
+}
+
+BATON_KERNEL(RMS_NORM_THREADS) baton_rms_norm(const __grid_constant__ RmsNorm p) {
+    u32 row = blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= p.rows) return;
+    u64 start = static_cast<u64>(row) * p.width;
+    u32 step = blockDim.x * OCTET;
+    float squares = 0.0f;
+    for (u32 i = threadIdx.x * OCTET; i < p.width; i += step) {
+        Octet x = load8(p.x_type, p.x, start + i);
+        if (p.add) {
+            Octet y = load8(p.y_type, p.add, start + i);
+#pragma unroll
+            for (u32 k = 0; k < OCTET; k++) x.x[k] += y.x[k];
+            store8(p.x_type, p.x, start + i, x);
+            // What the next reader sees is what is normed.
+            x = load8(p.x_type, p.x, start + i);
+        }
+#pragma unroll
+        for (u32 k = 0; k < OCTET; k++) squares = fmaf(x.x[k], x.x[k], squares);
+    }
+    squares = blockDim.x == WARP ? warp_sum(squares) : block_sum(squares);
+    float factor = 1.0f / sqrtf(squares / static_cast<float>(p.width) + p.eps);
+    for (u32 i = threadIdx.x * OCTET; i < p.width; i += step) {
+        Octet x = load8(p.x_type, p.x, start + i);
+        Octet weight = load8(Element::F32, p.weight, i);
+#pragma unroll
+        for (u32 k = 0; k < OCTET; k++) x.x[k] = x.x[k] * factor * weight.x[k];
+        store8(p.y_type, p.out, start + i, x);
+    }
+}
+
+} // namespace baton

@@ -1,0 +1,116 @@
+// Copies and digests of KV blocks.
+#include "copy_blocks.cu"
+#include "digest_blocks.cu"
+
+#include "harness.hpp"
+
+namespace test {
+
+static std::vector<u8> noise(u64 bytes, Random& random) {
+    std::vector<u8> out(bytes);
+    for (u8& byte : out) byte = static_cast<u8>(random.next());
+    return out;
+}
+
+TEST(blocks_are_copied_in_all_layers_and_nothing_else_is) {
+    Random random{5};
+    for (u64 bytes : {16ull, 1056ull, 16400ull, 65536ull}) {
+        u32 blocks = 5, layers = 3;
+        u64 layer = blocks * bytes;
+        std::vector<u8> pool = noise(layers * layer, random), want = pool;
+        std::vector<uint2> pairs = {{4, 0}, {1, 3}};
+        for (u32 l = 0; l < layers; l++) {
+            for (uint2 pair : pairs) std::memcpy(&want[l * layer + pair.y * bytes], &pool[l * layer + pair.x * bytes], bytes);
+        }
+        BlockSide side{pool.data(), layer, bytes, 0};
+        run(baton_copy_blocks, CopyBlocks{side, side, pairs.data(), bytes, 2, layers, 1});
+        CHECK(pool == want, "blocks of %llu bytes", bytes);
+        run(baton_copy_blocks, CopyBlocks{side, side, pairs.data(), bytes, 0, layers, 1});
+        CHECK(pool == want, "an empty list copied something");
+    }
+}
+
+TEST(blocks_are_gathered_into_a_buffer_and_scattered_back) {
+    Random random{6};
+    u64 bytes = 2064;
+    u32 layers = 4, blocks = 7, count = 3;
+    std::vector<u8> pool = noise(layers * blocks * bytes, random), buffer(layers * count * bytes), back(pool.size());
+    std::vector<uint2> out = {{6, 0}, {0, 1}, {3, 2}}, in = {{0, 6}, {1, 0}, {2, 3}};
+    // In the buffer a block's layers lie together.
+    BlockSide in_pool{pool.data(), blocks * bytes, bytes, 0}, in_buffer{buffer.data(), bytes, layers * bytes, 0};
+    BlockSide in_back{back.data(), blocks * bytes, bytes, 0};
+    run(baton_copy_blocks, CopyBlocks{in_pool, in_buffer, out.data(), bytes, count, layers, 1});
+    run(baton_copy_blocks, CopyBlocks{in_buffer, in_back, in.data(), bytes, count, layers, 1});
+    for (u32 l = 0; l < layers; l++) {
+        for (u32 b = 0; b < blocks; b++) {
+            bool there = b == 6 || b == 0 || b == 3;
+            for (u64 i = 0; i < bytes; i++) {
+                u64 at = (l * blocks + b) * bytes + i;
+                CHECK(back[at] == (there ? pool[at] : 0), "layer %u block %u byte %llu", l, b, i);
+            }
+        }
+    }
+    CHECK(std::memcmp(&buffer[1 * layers * bytes + 2 * bytes], &pool[2 * blocks * bytes], bytes) == 0, "block 0, layer 2 in the buffer");
+}
+
+TEST(a_slice_of_heads_is_copied_from_both_planes) {
+    Random random{8};
+    u64 head = 544;
+    u32 heads = 4, blocks = 3;
+    std::vector<u8> source = noise(blocks * 2 * heads * head, random), target(blocks * 2 * 2 * head, 0xee);
+    // Heads 1 and 2 of 4 into a pool that has only those two.
+    std::vector<uint2> pairs = {{2, 1}};
+    BlockSide from{source.data() + head, 0, 2 * heads * head, heads * head}, to{target.data(), 0, 4 * head, 2 * head};
+    run(baton_copy_blocks, CopyBlocks{from, to, pairs.data(), 2 * head, 1, 1, 2});
+    for (u32 plane = 0; plane < 2; plane++) {
+        CHECK(std::memcmp(&target[4 * head + plane * 2 * head], &source[2 * 2 * heads * head + (plane * heads + 1) * head], 2 * head) == 0,
+              "plane %u", plane);
+    }
+    for (u64 i = 0; i < target.size(); i++) CHECK(i / (4 * head) == 1 || target[i] == 0xee, "byte %llu of another block", i);
+}
+
+// As crates/types/src/digest.rs says it, lane by lane.
+static u64 digest(const u8* bytes, u64 count, u64 first_lane) {
+    u64 sum = 0;
+    for (u64 i = 0; i < count / 8; i++) {
+        u64 value = 0;
+        for (int b = 7; b >= 0; b--) value = value << 8 | bytes[i * 8 + b];
+        u64 x = value ^ ((first_lane + i + 1) * 0x9e3779b97f4a7c15ull);
+        sum += (x & 0xffffffff) * (x >> 32) + (x << 32 | x >> 32);
+    }
+    return sum;
+}
+
+TEST(digests_are_those_of_the_cpu) {
+    // Pinned in crates/types/src/digest.rs.
+    std::vector<u8> zeros(8);
+    std::vector<u64> one(1);
+    std::vector<u32> block = {0};
+    run(baton_digest_blocks, DigestBlocks{zeros.data(), block.data(), one.data(), 8, 8, 1, 0, 1});
+    CHECK(one[0] == 0xcdf60a316e3411e6ull, "%llx", one[0]);
+    // A short last lane is padded with zeros, and lanes are numbered from 7.
+    std::vector<u8> nine = {1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0};
+    u64 pinned = digest(nine.data(), 16, 7);
+    CHECK(pinned == 0xb46a82c6cd768fd5ull, "the test's own digest is %llx", pinned);
+
+    Random random{9};
+    for (u64 bytes : {8ull, 528ull, 2056ull, 20480ull}) {
+        u32 blocks = 4, layers = 3;
+        std::vector<u8> pool = noise(layers * blocks * bytes, random);
+        std::vector<u32> list = {3, 0};
+        std::vector<u64> got(2), want(2);
+        for (u32 i = 0; i < 2; i++) {
+            for (u32 l = 0; l < layers; l++) want[i] += digest(&pool[(l * blocks + list[i]) * bytes], bytes, l * (bytes / 8));
+        }
+        // All layers at once, and the first before the others.
+        for (u32 first : {0u, 1u}) {
+            std::fill(got.begin(), got.end(), 0);
+            if (first) run(baton_digest_blocks, DigestBlocks{pool.data(), list.data(), got.data(), bytes, blocks * bytes, 2, 0, 1});
+            run(baton_digest_blocks,
+                DigestBlocks{pool.data() + first * blocks * bytes, list.data(), got.data(), bytes, blocks * bytes, 2, first, layers - first});
+            CHECK(got == want, "%llu bytes", bytes); // I2
+        }
+    }
+}
+
+} // namespace test

@@ -1,0 +1,73 @@
+// The gated activation and the embedding.
+#include "embed.cu"
+#include "gate_mul.cu"
+
+#include "harness.hpp"
+
+namespace test {
+
+static double activation(Gate act, double x) {
+    if (act == Gate::Silu) return x / (1.0 + std::exp(-x));
+    return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+static void check_gate(Element type, Gate act, u32 rows, u32 width, u32 padding, bool in_place) {
+    Random random{rows + 31ull * width};
+    u32 stride = width + padding;
+    u64 count = rows == 0 ? 0 : static_cast<u64>(rows - 1) * stride + width;
+    Array gate = normals(type, count, random, 4.0), before = gate, up = normals(type, count, random), out(type, count);
+    Array& target = in_place ? gate : out;
+    run(baton_gate_mul, GateMul{gate.data(), up.data(), target.data(), type, act, rows, width, stride, stride, stride});
+    for (u64 i = 0; i < count; i++) {
+        if (i % stride >= width) {
+            CHECK(target[i] == (in_place ? before[i] : 0.0), "element %llu between rows was written", i);
+            continue;
+        }
+        double want = activation(act, before[i]) * up[i];
+        CHECK_NEAR(target[i], want, std::fabs(want) * (rounding(type) * 1.01 + 4e-6) + 1e-7, "element %llu, %s", i, name_of(type));
+    }
+}
+
+TEST(gate_mul_is_the_activation_times_up) {
+    for (Element type : {Element::F32, Element::F16, Element::Bf16}) {
+        for (Gate act : {Gate::Silu, Gate::GeluTanh}) {
+            for (u32 rows : {0u, 1u, 2u, 7u}) {
+                check_gate(type, act, rows, 8, 0, false);
+                check_gate(type, act, rows, 248, 8, true);
+                check_gate(type, act, rows, 2056, 2056, false);
+            }
+        }
+    }
+}
+
+TEST(gate_mul_of_large_values_saturates) {
+    for (Gate act : {Gate::Silu, Gate::GeluTanh}) {
+        Array gate = Array::of(Element::F32, 8, [](u64 i) { return i % 2 ? -1e4 : 1e4; });
+        Array up = Array::of(Element::F32, 8, [](u64) { return 1.0; }), out(Element::F32, 8);
+        run(baton_gate_mul, GateMul{gate.data(), up.data(), out.data(), Element::F32, act, 1, 8, 8, 8, 8});
+        for (u64 i = 0; i < 8; i++) CHECK(out[i] == (i % 2 ? 0.0 : 1e4), "element %llu is %g", i, out[i]);
+    }
+}
+
+TEST(embed_takes_the_rows_and_scales_them) {
+    Random random{3};
+    for (u32 width : {8u, 24u, 640u, 1032u}) {
+        for (u32 count : {0u, 1u, 5u, 33u}) {
+            u32 vocabulary = 11;
+            Array table = normals(Element::Bf16, vocabulary * width, random);
+            std::vector<u32> rows(count);
+            for (u32& row : rows) row = random.below(vocabulary);
+            if (count > 1) rows[0] = vocabulary - 1;
+            for (Element type : {Element::F32, Element::Bf16}) {
+                Array out(type, static_cast<u64>(count) * width);
+                run(baton_embed, Embed{table.data(), rows.data(), out.data(), Element::Bf16, type, count, width, 25.25f});
+                for (u64 i = 0; i < out.count; i++) {
+                    double want = table[rows[i / width] * width + i % width] * 25.25;
+                    CHECK_NEAR(out[i], want, std::fabs(want) * rounding(type), "element %llu of %u rows of %u", i, count, width);
+                }
+            }
+        }
+    }
+}
+
+} // namespace test
