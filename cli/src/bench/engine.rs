@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use anyhow::Context;
-use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Start, Time};
+use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix, Start, Time};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
@@ -50,8 +50,12 @@ pub fn command() -> Command {
                 .value_name("LIST")
                 .value_delimiter(',')
                 .default_value("prefill_512,prefill_2048,decode_1,decode_8,decode_32")
-                .help("What to measure: prefill_N (a prompt of N tokens) and decode_B (B sequences together)"),
+                .help(
+                    "What to measure: prefill_N (a prompt of N tokens), decode_B (B sequences together), and shared_B (the same, \
+                     with all but 16 tokens of their prompts in common)",
+                ),
         )
+        .arg(number("context", "128", "Tokens each sequence has behind it when decode_B and shared_B begin"))
         .arg(
             Arg::new("no-profile")
                 .long("no-profile")
@@ -67,25 +71,30 @@ pub fn command() -> Command {
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("One JSON object a line"))
 }
 
-/// Tokens each sequence of a decode figure has behind it.
-const CONTEXT: u32 = 128;
+/// Most tokens of a prompt computed in a step, and of all of them.
+const CHUNK: u32 = 512;
+/// Last tokens of its prompt that a sequence has for itself when the rest is shared.
+const OWN: u32 = 16;
 
 /// What is measured.
 #[derive(Clone, Copy)]
 enum Metric {
     /// One prompt of so many tokens.
     Prefill(u32),
-    /// So many sequences together.
+    /// So many sequences together, with prompts of their own.
     Decode(u32),
+    /// So many that share all but the last [`OWN`] tokens of their prompts.
+    Shared(u32),
 }
 
 impl Metric {
     fn parse(name: &str) -> anyhow::Result<Metric> {
-        let what = || format!("{name:?} is neither prefill_N nor decode_B, with a number above 0");
+        let what = || format!("{name:?} is not prefill_N, decode_B or shared_B, with a number above 0");
         let (kind, n) = name.split_once('_').with_context(what)?;
         match (kind, n.parse().ok().filter(|&n: &u32| n > 0)) {
             ("prefill", Some(n)) => Ok(Metric::Prefill(n)),
             ("decode", Some(n)) => Ok(Metric::Decode(n)),
+            ("shared", Some(n)) => Ok(Metric::Shared(n)),
             _ => anyhow::bail!(what()),
         }
     }
@@ -107,8 +116,8 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         fetch: crate::fetch::settings(matches)?,
         threads: matches.get_one("threads").copied(),
         pin_threads: matches.get_flag("pin-threads"),
-        kv_memory: Bytes::gib(1),
-        chunk: 512,
+        kv_memory: Bytes::gib(2),
+        chunk: CHUNK,
         ..WorkerConfig::default()
     };
     let json = matches.get_flag("json");
@@ -122,7 +131,9 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     }
     let named = matches.get_many::<String>("metrics").into_iter().flatten();
     let metrics = named.map(|name| Ok((name, Metric::parse(name)?))).collect::<anyhow::Result<Vec<_>>>()?;
-    let steps = matches.get_one("decode-steps").copied().unwrap_or(64);
+    let number = |name| matches.get_one(name).copied().with_context(|| format!("--{name}"));
+    let (steps, context) = (number("decode-steps")?, number("context")?);
+    anyhow::ensure!(context > 0, "--context 0: a sequence has at least one token behind it");
     let model = Model::open(&resolve_model(&config)?)?;
     let mut bench = if matches.get_flag("no-profile") {
         let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, |backend, _| backend)?;
@@ -140,7 +151,8 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     for (name, metric) in metrics {
         let (tokens, seconds) = match metric {
             Metric::Prefill(n) => (n, bench.prefill(n)?),
-            Metric::Decode(n) => (n * steps, bench.decode(n, steps)?),
+            Metric::Decode(n) => (n * steps, bench.decode(n, steps, context, 0)?),
+            Metric::Shared(n) => (n * steps, bench.decode(n, steps, context, context.saturating_sub(OWN))?),
         };
         let profile = bench.profiler.as_ref().map(|profiler| (profiler, profiler.take()));
         let rate = |seconds: f64| f64::from(tokens) / seconds;
@@ -180,17 +192,19 @@ impl Bench {
         Instant::now()
     }
 
-    fn submit(&mut self, prompt: u32, answer: u32, salt: u32) -> anyhow::Result<SeqId> {
+    /// A prompt of `prompt` tokens, of which the first `common` are those of every other sequence with as many, and in the
+    /// prefix cache if there are any.
+    fn submit(&mut self, prompt: u32, common: u32, answer: u32, salt: u32) -> anyhow::Result<SeqId> {
         let vocab = self.vocab;
-        let id = |i: u32| i.wrapping_mul(2_654_435_761).wrapping_add(salt.wrapping_mul(97)) % vocab;
+        let id = |i: u32, salt: u32| i.wrapping_mul(2_654_435_761).wrapping_add(salt.wrapping_mul(97)) % vocab;
         Ok(self.engine.submit(NewSequence {
             request: RequestId(salt.to_string()),
-            tokens: (0..prompt).map(id).collect(),
+            tokens: (0..prompt).map(|i| id(i, if i < common { 0 } else { salt })).collect(),
             prompt_tokens: prompt,
             params: SamplingParams { temperature: 0.0, max_tokens: answer, ..SamplingParams::default() },
             start: Start::Compute,
             deadline: None,
-            prefix: None,
+            prefix: (common > 0).then(Prefix::default),
             priority: 0,
         })?)
     }
@@ -209,16 +223,19 @@ impl Bench {
 
     /// Seconds for one prompt of `tokens`.
     fn prefill(&mut self, tokens: u32) -> anyhow::Result<f64> {
-        self.submit(tokens, 1, 1)?;
+        self.submit(tokens, 0, 1, 1)?;
         let started = self.start();
         while self.step()? == 0 {}
         Ok(started.elapsed().as_secs_f64())
     }
 
-    /// Seconds for `steps` steps of `batch` sequences, after all have their prompt computed.
-    fn decode(&mut self, batch: u32, steps: u32) -> anyhow::Result<f64> {
-        let most = steps + batch * CONTEXT;
-        let sequences = (0..batch).map(|salt| self.submit(CONTEXT, most, salt)).collect::<Result<Vec<_>, _>>()?;
+    /// Seconds for `steps` steps of `batch` sequences, after all have their prompt computed, of which the first `common` tokens
+    /// are the same.
+    fn decode(&mut self, batch: u32, steps: u32, context: u32, common: u32) -> anyhow::Result<f64> {
+        // The first go on while the last are computed, an eighth of a chunk at a time at least.
+        let most = steps + batch * context.div_ceil(CHUNK / 8);
+        let submit = |salt| self.submit(context, common, most, salt);
+        let sequences = (0..batch).map(submit).collect::<Result<Vec<_>, _>>()?;
         while self.step()? < batch as usize {}
         let started = self.start();
         for _ in 0..steps {
