@@ -11,6 +11,10 @@ up *args:
 test:
     cargo test --workspace
 
+# 100,000 simulated handoffs under random faults from 1,000 seeds
+simulate seeds="1000":
+    cargo run --release -p baton-simulator --example handoffs -- {{ seeds }}
+
 # What must be green before a change goes in
 check:
     .ci/run

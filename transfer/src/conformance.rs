@@ -49,6 +49,16 @@ use for_each_transport;
 /// Long enough for any machine; only a hang gets there.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Limits of tests that hold up an end without meaning it to be taken for dead.
+fn patient() -> Limits {
+    Limits { silence: PATIENCE, ..Limits::default() }
+}
+
+/// Limits of tests in which a peer falls silent.
+fn alert() -> Limits {
+    Limits { heartbeat: Duration::from_millis(25), silence: Duration::from_millis(500), ..Limits::default() }
+}
+
 fn far() -> Instant {
     Instant::now() + PATIENCE
 }
@@ -140,7 +150,7 @@ impl Decode {
     }
 
     fn listening(geometry: PoolGeometry, worker: u64, tcp: &str) -> Decode {
-        Decode::limited(geometry, worker, tcp, Limits::default())
+        Decode::limited(geometry, worker, tcp, patient())
     }
 
     fn limited(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits) -> Decode {
@@ -209,7 +219,7 @@ impl Prefill {
     }
 
     fn faulty(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap) -> Prefill {
-        Prefill::limited(geometry, worker, transport, wrap, Limits::default())
+        Prefill::limited(geometry, worker, transport, wrap, patient())
     }
 
     fn limited(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap, limits: Limits) -> Prefill {

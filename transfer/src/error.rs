@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, LayoutMismatch, WorkerId};
 
+use crate::codec::Malformed;
+use crate::wire::CHECK;
+
 /// An error of the data plane. Cloned because one lost connection fails many handoffs.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TransferError {
@@ -55,6 +58,12 @@ pub enum TransferError {
         want: u64,
         /// What lies in the decode pool.
         got: u64,
+    },
+    /// A frame arrived with other bytes than were sent, so nothing of the session can be relied on (I2).
+    #[error("a frame from {peer} changed on its way")]
+    Corrupt {
+        /// The peer.
+        peer: WorkerId,
     },
     /// A handoff was completed although not every layer of every block was written.
     #[error("{epoch} from {peer} is incomplete: {written} of {expected} block layers were written")]
@@ -108,12 +117,12 @@ pub enum TransferError {
         /// What was going on.
         doing: &'static str,
     },
-    /// The decode worker is connected but does not move, so the handoff is given up before its deadline.
+    /// The peer is connected but does not move, so the handoff is given up before its deadline.
     #[error("{peer} made no progress for {waited:?} while {epoch} was {doing}")]
     Stalled {
         /// The handoff.
         epoch: Epoch,
-        /// The decode worker.
+        /// The worker at the other end.
         peer: WorkerId,
         /// What was going on.
         doing: &'static str,
@@ -185,12 +194,25 @@ impl TransferError {
         matches!(self, TransferError::Fenced { .. } | TransferError::Aborted { .. })
     }
 
+    /// Whether bytes arrived that were not those sent (I2).
+    pub fn is_corruption(&self) -> bool {
+        matches!(self, TransferError::Verify { .. } | TransferError::Corrupt { .. })
+    }
+
     pub(crate) fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Os { what, cause: cause.to_string() }
     }
 
     pub(crate) fn ucx(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Ucx { what, cause: cause.to_string() }
+    }
+
+    /// A peer that said what is no frame, or no frame any more.
+    pub(crate) fn broken(peer: WorkerId, Malformed { field, problem }: Malformed) -> Self {
+        match field {
+            CHECK => TransferError::Corrupt { peer },
+            _ => TransferError::Protocol { peer, field, problem },
+        }
     }
 
     pub(crate) fn argument(field: &'static str, problem: impl Into<String>) -> Self {
@@ -204,7 +226,7 @@ impl BatonError for TransferError {
         match self {
             Layout(mismatch) => mismatch.kind(),
             Descriptor { .. } => ErrorKind::InvalidArgument,
-            Verify { .. } | Incomplete { .. } => ErrorKind::DataLoss,
+            Verify { .. } | Corrupt { .. } | Incomplete { .. } => ErrorKind::DataLoss,
             Aborted { .. } => ErrorKind::Cancelled,
             Expired { .. } | Deadline { .. } => ErrorKind::DeadlineExceeded,
             Limit { .. } => ErrorKind::ResourceExhausted,

@@ -129,7 +129,7 @@ impl Link {
     /// Bytes the frame at the front lacks, as far as known.
     fn lacks(&self) -> usize {
         let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return PREFIX - self.buffered().len() };
-        let body = wire::parse_prefix(*prefix, &self.limits).map_or(0, |(_, len)| len);
+        let body = wire::parse_prefix(*prefix, &self.limits).map_or(0, |head| head.len);
         (PREFIX + body).saturating_sub(self.buffered().len())
     }
 
@@ -143,10 +143,10 @@ impl Link {
     /// The next frame, once it is here.
     pub(crate) fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
         let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return Ok(None) };
-        let (kind, len) = wire::parse_prefix(*prefix, &self.limits)?;
-        let Some(body) = self.buffered().get(PREFIX..PREFIX + len) else { return Ok(None) };
-        let frame = wire::parse_body(kind, body)?;
-        self.consume(PREFIX + len);
+        let head = wire::parse_prefix(*prefix, &self.limits)?;
+        let Some(body) = self.buffered().get(PREFIX..PREFIX + head.len) else { return Ok(None) };
+        let frame = wire::parse_body(&head, body)?;
+        self.consume(PREFIX + head.len);
         Ok(Some(frame))
     }
 

@@ -31,6 +31,11 @@ pub struct Limits {
     /// Longest time for connecting and shaking hands, over all transports tried; and again for each handoff to be
     /// granted access.
     pub handshake: Duration,
+    /// While a handoff is under way, each end says at least so often that it is alive. The same on both ends.
+    pub heartbeat: Duration,
+    /// A peer that says nothing for so long while a handoff is under way is given up, and its handoffs with it. Several
+    /// times the heartbeat.
+    pub silence: Duration,
 }
 
 impl Default for Limits {
@@ -43,6 +48,8 @@ impl Default for Limits {
             queued_blocks: 65_536,
             room: Duration::from_secs(1),
             handshake: Duration::from_secs(2),
+            heartbeat: Duration::from_millis(400),
+            silence: Duration::from_secs(2),
         }
     }
 }

@@ -12,4 +12,6 @@ pub use crate::link::Range;
 pub use crate::receiver::{Inbound, Ledger, Payload, SessionId, Target};
 pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
 pub use crate::transport::{Batch, BlockWrite, Run};
-pub use crate::wire::{Access, Frame, FrameLimits, Hello, PREFIX, Refusal, WriteHead, parse_body, parse_prefix};
+pub use crate::wire::{
+    Access, Frame, FrameHead, FrameLimits, Hello, PREFIX, Refusal, WriteHead, parse_body, parse_prefix,
+};

@@ -103,7 +103,7 @@ pub struct ReceiverStats {
     pub verified: u64,
     /// Handoffs failed.
     pub failed: u64,
-    /// Of these: handoffs with a block whose digest did not match.
+    /// Of these: handoffs with a block whose digest did not match, or a frame that changed on its way.
     pub verify_failures: u64,
     /// KV bytes verified that came over shared memory.
     pub shm_bytes: u64,
@@ -161,7 +161,8 @@ impl Receiver {
         let key = threads::random()?;
         let expires = Instant::now().checked_add(lease);
         let expires = expires.ok_or_else(|| TransferError::argument("lease", format!("{lease:?} is too long")))?;
-        self.hub.reserve(epoch, key, blocks, if heads.is_empty() { &all } else { heads }, expires)?;
+        let lent = if heads.is_empty() { &all } else { heads };
+        self.hub.with(|ledger| ledger.reserve(epoch, key, blocks, lent, expires))?;
         let descriptor = Descriptor {
             worker: self.hub.options.worker,
             epoch,

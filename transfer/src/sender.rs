@@ -201,6 +201,11 @@ impl Handoff {
         &self.core.counts
     }
 
+    /// Why it has failed, once it has: good to know before computing more for it.
+    pub fn failure(&self) -> Option<TransferError> {
+        self.queue.with(|line| line.has_room(&self.core, 0)).err()
+    }
+
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
     /// group). Every layer of every block must be written once, so a block that two chunks fill is written after the
     /// second. The local blocks must stay unchanged until the

@@ -1,18 +1,21 @@
 //! The session protocol's bytes.
 //!
 //! A session starts with one [`Hello`] from each side, compared before anything else is read; all that follows are
-//! frames: an 8-byte prefix (body length u32, kind u8, three zero bytes) and a body of little-endian fields. Over TCP a
+//! frames: a 16-byte prefix (body length u32, kind u8, three zero bytes, check u64) and a body of little-endian fields. The
+//! check is a hash of all else, so that a frame that changed on its way is never acted upon (I2). Over TCP a
 //! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over shared memory and UCX it
 //! says that they were copied. Pure functions without I/O: every
 //! byte string yields a frame or an error that names the field.
 
-use baton_types::{BlockId, Epoch, WorkerId};
+use baton_types::{BlockId, Epoch, WorkerId, hash_bytes};
 
 use crate::codec::{Fields, Malformed, Put};
 use crate::options::Limits;
 
 /// Bytes of a frame's prefix.
-pub const PREFIX: usize = 8;
+pub const PREFIX: usize = 16;
+/// What a frame is said to be malformed in when it changed on its way.
+pub(crate) const CHECK: &str = "check";
 /// Blocks of one Write frame at most.
 pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
 /// Bytes of a text in a frame at most.
@@ -85,6 +88,8 @@ pub enum Frame {
     Write(WriteHead),
     /// Prefill: all writes precede this frame.
     Complete { epoch: Epoch, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
+    /// Either: nothing to say, but alive.
+    Beat,
     /// Prefill: has stopped and gives up.
     Abort { epoch: Epoch },
     /// Prefill: has stopped because it was told to.
@@ -131,6 +136,7 @@ const WRITE: u8 = 3;
 const COMPLETE: u8 = 4;
 const ABORT: u8 = 5;
 const FENCE_ACK: u8 = 6;
+const BEAT: u8 = 7;
 const WELCOME: u8 = 17;
 const REJECT: u8 = 18;
 const GRANTED: u8 = 19;
@@ -160,6 +166,7 @@ impl FrameLimits {
         match kind {
             IDENTIFY => Some(17),
             BEGIN | ABORT | FENCE_ACK | VERIFIED | FENCE => Some(16),
+            BEAT => Some(0),
             WRITE => Some(32 + 4 * MAX_WRITE_BLOCKS),
             WELCOME | REJECT | FAILED => Some(64 + MAX_TEXT),
             GRANTED => Some(self.list),
@@ -170,10 +177,32 @@ impl FrameLimits {
     }
 }
 
-/// Kind and body length out of a prefix.
-pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<(u8, usize), Malformed> {
-    let [a, b, c, d, kind, zeros @ ..] = prefix;
+/// What a prefix says of its frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FrameHead {
+    /// Bytes of the body.
+    pub len: usize,
+    kind: u8,
+    check: u64,
+}
+
+impl FrameHead {
+    /// That of a frame with this body, whatever it is; for tests of what is made of bodies.
+    pub fn matching(kind: u8, body: &[u8]) -> FrameHead {
+        FrameHead { len: body.len(), kind, check: check_of(kind, body) }
+    }
+}
+
+/// What a frame's prefix must hold, given the rest of it.
+fn check_of(kind: u8, body: &[u8]) -> u64 {
+    hash_bytes(u64::from(kind), body)
+}
+
+/// A prefix, before anything of its frame is read.
+pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<FrameHead, Malformed> {
+    let [a, b, c, d, kind, zeros @ .., _, _, _, _, _, _, _, _] = prefix;
     let len = u32::from_le_bytes([a, b, c, d]) as usize;
+    let check = prefix.last_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
     let limit = limits.body(kind).ok_or_else(|| Malformed::new("kind", format!("{kind} is no frame")))?;
     if zeros != [0; 3] {
         return Err(Malformed::new("prefix", "reserved bytes are not zero"));
@@ -181,14 +210,17 @@ pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<(u8, u
     if len > limit {
         return Err(Malformed::new("length", format!("{len} bytes, a frame of kind {kind} has at most {limit}")));
     }
-    Ok((kind, len))
+    Ok(FrameHead { len, kind, check })
 }
 
-/// The frame of `kind` with this body.
-pub fn parse_body(kind: u8, body: &[u8]) -> Result<Frame, Malformed> {
+/// The frame with this prefix and body.
+pub fn parse_body(head: &FrameHead, body: &[u8]) -> Result<Frame, Malformed> {
+    if check_of(head.kind, body) != head.check {
+        return Err(Malformed::new(CHECK, "the frame changed on its way"));
+    }
     let mut f = Fields::new(body);
     let epoch = |f: &mut Fields| f.u64("epoch").map(Epoch);
-    let frame = match kind {
+    let frame = match head.kind {
         IDENTIFY => {
             let (me, you) = (WorkerId(f.u64("me")?), WorkerId(f.u64("you")?));
             Frame::Identify { me, you, ucx: parse_flag(&mut f, "ucx")? }
@@ -210,7 +242,8 @@ pub fn parse_body(kind: u8, body: &[u8]) -> Result<Frame, Malformed> {
         VERIFIED => Frame::Verified { epoch: epoch(&mut f)? },
         FAILED => Frame::Failed { epoch: epoch(&mut f)?, refusal: parse_refusal(&mut f)? },
         FENCE => Frame::Fence { epoch: epoch(&mut f)? },
-        _ => return Err(Malformed::new("kind", format!("{kind} is no frame"))),
+        BEAT => Frame::Beat,
+        kind => return Err(Malformed::new("kind", format!("{kind} is no frame"))),
     };
     f.end()?;
     Ok(frame)
@@ -278,9 +311,11 @@ impl Frame {
     /// Prefix and body.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; PREFIX];
-        out[4] = self.encode_body(&mut out);
-        let len = (out.len() - PREFIX) as u32;
+        let kind = self.encode_body(&mut out);
+        let (len, check) = ((out.len() - PREFIX) as u32, check_of(kind, &out[PREFIX..]));
         out[..4].copy_from_slice(&len.to_le_bytes());
+        out[4] = kind;
+        out[PREFIX - 8..PREFIX].copy_from_slice(&check.to_le_bytes());
         out
     }
 
@@ -339,6 +374,7 @@ impl Frame {
                 encode_refusal(refusal, out);
                 FAILED
             }
+            Frame::Beat => BEAT,
             Frame::Abort { epoch } => only_epoch(out, *epoch, ABORT),
             Frame::FenceAck { epoch } => only_epoch(out, *epoch, FENCE_ACK),
             Frame::Verified { epoch } => only_epoch(out, *epoch, VERIFIED),

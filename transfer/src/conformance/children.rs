@@ -80,7 +80,10 @@ impl Drop for Process {
 fn child() {
     let Ok(role) = std::env::var(ROLE) else { return };
     match role.as_str() {
-        "decode" => decode(),
+        "decode" => decode(patient()),
+        "alert decode" => decode(alert()),
+        "idle shm" => idle(TransportChoice::Shm),
+        "idle tcp" => idle(TransportChoice::Tcp),
         "prefill shm" => prefill(TransportChoice::Shm),
         "prefill tcp" => prefill(TransportChoice::Tcp),
         "prefill ucx" => prefill(TransportChoice::Ucx),
@@ -95,8 +98,8 @@ fn tell(line: &str) {
 }
 
 /// For each line, reserves its number of blocks and tells the target; tells what becomes of it.
-fn decode() {
-    let decode = Decode::new(large(), std::process::id().into());
+fn decode(limits: Limits) {
+    let decode = Decode::limited(large(), std::process::id().into(), "127.0.0.1:0", limits);
     let mut free = 0;
     for (epoch, line) in (1..).zip(std::io::stdin().lines()) {
         let count: u32 = line.unwrap().parse().unwrap();
@@ -128,6 +131,26 @@ fn prefill(choice: TransportChoice) {
     tell(&format!("{outcome:?}"));
     // Stays, with the peer's pool mapped, until told to go.
     std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+/// Writes all layers but the last to the target it is given, tells so, and waits for a line before it writes that.
+fn idle(choice: TransportChoice) {
+    let written = watched(|batch| {
+        if batch == 7 {
+            tell("written");
+        }
+    });
+    let prefill = Prefill::limited(large(), std::process::id().into(), choice, written, alert());
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let mut handoff = prefill.sender.open(&hex::decode(line.trim()).unwrap(), far()).unwrap();
+    let pairs: Vec<_> = (0..handoff.block_counts()[0]).map(|i| (BlockId(i), i)).collect();
+    (0..7).for_each(|layer| handoff.write(0, layer, &pairs).unwrap());
+    std::io::stdin().read_line(&mut line).unwrap();
+    let _ = handoff.write(0, 7, &pairs);
+    let (report, reported) = mpsc::channel();
+    handoff.complete(vec![], Box::new(move |outcome| report.send(outcome).unwrap()));
+    tell(&format!("{:?}", reported.recv_timeout(PATIENCE).unwrap()));
 }
 
 /// Handoffs of every kind of end, then tells whether threads or descriptors are left.

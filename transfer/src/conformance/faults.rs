@@ -11,6 +11,7 @@ use crate::wire::{Frame, Hello, WriteHead};
 
 for_each_transport![
     a_changed_byte_is_caught,
+    a_flipped_bit_is_caught_wherever_it_is,
     a_lost_write_is_caught,
     a_write_outside_the_reservation_is_refused,
     a_write_under_a_wrong_index_is_refused,
@@ -53,6 +54,74 @@ fn a_changed_byte_is_caught(choice: TransportChoice) {
     // Transfer again, to the same blocks.
     prefill.send(&decode.reserve(2, &first(4)), 8).wait().unwrap();
     decode.expect_verified(2);
+}
+
+/// Flips a bit of the blocks that a batch is about to move, after their digest was taken.
+struct FlippingAny {
+    inner: Box<dyn Transport>,
+    flip: Arc<Flip>,
+}
+
+/// Which bit of which batch, and where it was.
+#[derive(Default)]
+struct Flip {
+    pool: std::sync::OnceLock<Arc<Segment>>,
+    batches_before: std::sync::atomic::AtomicU64,
+    bit: std::sync::atomic::AtomicU64,
+}
+
+impl Flip {
+    fn at(&self, batch: &Batch) {
+        use std::sync::atomic::Ordering::Relaxed;
+        if self.batches_before.fetch_sub(1, Relaxed) == 0 {
+            let bit = self.bit.load(Relaxed) as usize;
+            let run = batch.runs().nth(bit % batch.writes.len()).unwrap();
+            let byte = run.source + (bit / 64) % run.len;
+            let pool = self.pool.get().unwrap();
+            // SAFETY: this session's thread alone uses the block until the handoff has ended.
+            unsafe { pool.write(byte, &[pool.read(byte, 1)[0] ^ 1 << (bit % 8)]) };
+        }
+    }
+}
+
+impl Transport for FlippingAny {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.flip.at(&batch);
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.inner.poll(link)
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(link)
+    }
+}
+
+fn a_flipped_bit_is_caught_wherever_it_is(choice: TransportChoice) {
+    // I2
+    use std::sync::atomic::Ordering::Relaxed;
+    let decode = Decode::new(large(), 1);
+    let flip = Arc::new(Flip::default());
+    let in_wrap = flip.clone();
+    let wrap = wrapped(move |inner| FlippingAny { inner, flip: in_wrap.clone() });
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    assert!(flip.pool.set(prefill.pool.clone()).is_ok());
+    for round in 0..24u64 {
+        flip.batches_before.store(round % 8, Relaxed);
+        flip.bit.store(round.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8, Relaxed);
+        let seen = prefill.send(&decode.reserve(1 + round, &first(4)), 0).wait().unwrap_err();
+        assert!(matches!(seen, TransferError::Verify { .. }), "round {round}: {seen}");
+        decode.expect_failed(1 + round);
+        decode.expect_fenced(1 + round);
+    }
+    assert_eq!(decode.receiver.stats().verify_failures, 24);
+    // Transferred again, the same blocks are what they are now.
+    flip.batches_before.store(u64::MAX, Relaxed);
+    prefill.send(&decode.reserve(99, &first(4)), 0).wait().unwrap();
+    decode.expect_verified(99);
 }
 
 fn a_lost_write_is_caught(choice: TransportChoice) {

@@ -9,6 +9,9 @@ for_each_transport![
     a_killed_prefill_worker_gives_the_blocks_back,
     a_stopped_prefill_worker_is_fenced_only_with_proof,
     a_killed_decode_worker_is_an_error,
+    a_silent_prefill_worker_is_noticed,
+    a_silent_decode_worker_is_noticed,
+    an_idle_writer_is_not_silent,
     a_stopped_decode_worker_completes_nothing,
     a_decode_worker_that_never_grants_is_given_up,
     a_writer_does_not_wait_for_a_stopped_decode_worker,
@@ -58,6 +61,67 @@ fn a_stopped_prefill_worker_is_fenced_only_with_proof(choice: TransportChoice) {
     child.say("go on");
     decode.expect_fenced(1);
     assert!(child.hear().contains("Fenced"));
+}
+
+/// A child that has written a layer and is alive.
+fn idle_child(decode: &Decode, choice: TransportChoice, epoch: u64) -> Process {
+    let mut child = Process::start(&format!("idle {}", kind(choice).as_str()));
+    child.say(&hex::encode(&decode.reserve(epoch, &blocks(4))));
+    assert_eq!(child.hear(), "written");
+    child
+}
+
+fn a_silent_prefill_worker_is_noticed(choice: TransportChoice) {
+    // I5: long before its lease ends.
+    let decode = Decode::limited(large(), 1, "127.0.0.1:0", alert());
+    let child = idle_child(&decode, choice, 1);
+    child.freeze();
+    let error = decode.expect_failed(1);
+    assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
+    if choice == TransportChoice::Shm {
+        // I3: it may wake up and go on copying, so its blocks stay aside until it has said that it stopped.
+        assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+        assert!(matches!(decode.try_reserve(2, &blocks(1), PATIENCE), Err(TransferError::Lent { .. })));
+        child.thaw();
+    }
+    decode.expect_fenced(1);
+    decode.reserve(3, &blocks(4));
+}
+
+fn a_silent_decode_worker_is_noticed(choice: TransportChoice) {
+    let mut child = Process::start("alert decode");
+    let (reached, is_reached) = mpsc::channel();
+    let wrap = watched(move |_| reached.send(()).unwrap_or_default());
+    let prefill = Prefill::limited(large(), 2, choice, wrap, alert());
+    child.say("4");
+    let mut handoff = prefill.sender.open(&hex::decode(&child.hear()).unwrap(), far()).unwrap();
+    handoff.write(0, 0, &[(BlockId(0), 0)]).unwrap();
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    child.freeze();
+    let (tell, told) = mpsc::channel();
+    while handoff.failure().is_none() {
+        std::thread::yield_now();
+    }
+    handoff.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
+    let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
+    child.thaw();
+    // It hears that the handoff was given up, or has noticed the silence itself; its blocks are back either way.
+    let told = child.hear();
+    assert!(told.starts_with("failed"), "{told}");
+    child.say("1");
+    prefill.send(&hex::decode(&child.hear()).unwrap(), 0).wait().unwrap();
+    assert_eq!(child.hear(), "verified");
+}
+
+fn an_idle_writer_is_not_silent(choice: TransportChoice) {
+    let decode = Decode::limited(large(), 1, "127.0.0.1:0", alert());
+    let mut child = idle_child(&decode, choice, 1);
+    // Its engine computes for longer than silence may last.
+    assert!(decode.events.recv_timeout(alert().silence * 3 / 2).is_err(), "nothing happens to it");
+    child.say("go on");
+    assert!(child.hear().starts_with("Ok"));
+    decode.expect_verified(1);
 }
 
 fn a_killed_decode_worker_is_an_error(choice: TransportChoice) {

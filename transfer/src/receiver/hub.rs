@@ -5,15 +5,13 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
-use baton_types::{BlockId, Epoch, WorkerId};
+use baton_types::{Epoch, WorkerId};
 
 use super::ledger::Ledger;
 use super::table::SessionId;
 use super::{OnEvent, ReceiverStats};
 use crate::error::TransferError;
-use crate::heads::HeadSlice;
 use crate::options::ReceiverOptions;
 use crate::threads::lock;
 use crate::ucx::Engine;
@@ -110,7 +108,12 @@ impl Hub {
     pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Ledger) -> T) -> T {
         let answer = {
             let mut books = lock(&self.books);
+            let before = books.ledger.next_expiry();
             let answer = act(&mut books.ledger);
+            let next = books.ledger.next_expiry();
+            if next.is_some_and(|next| before.is_none_or(|before| next < before)) {
+                self.wake.ring();
+            }
             let fences = books.ledger.take_fences();
             if !fences.is_empty() {
                 let sessions = lock(&self.sessions);
@@ -122,24 +125,6 @@ impl Hub {
         };
         self.deliver();
         answer
-    }
-
-    /// Sets blocks aside.
-    pub(crate) fn reserve(
-        &self,
-        epoch: Epoch,
-        key: u64,
-        blocks: &[Vec<BlockId>],
-        heads: &[HeadSlice],
-        expires: Instant,
-    ) -> Result<(), TransferError> {
-        let first = self.with(|ledger| {
-            ledger.reserve(epoch, key, blocks, heads, expires).map(|()| ledger.next_expiry() == Some(expires))
-        })?;
-        if first {
-            self.wake.ring();
-        }
-        Ok(())
     }
 
     /// Hands events to the owner, one at a time and in order, by whichever thread comes first. No lock is held

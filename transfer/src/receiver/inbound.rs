@@ -5,7 +5,7 @@
 //! [`Inbound::next_answer`].
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
@@ -13,11 +13,11 @@ use super::ReceiverEvent;
 use super::incoming::Incoming;
 use super::ledger::Ledger;
 use super::payload::Payload;
-use super::table::SessionId;
+use super::table::{Holder, SessionId};
 use crate::codec::Malformed;
 use crate::error::TransferError;
 use crate::link::Range;
-use crate::options::TransportKind;
+use crate::options::{Limits, TransportKind};
 use crate::segment::Segment;
 use crate::state::Input;
 use crate::wire::{Frame, MAX_WRITE_BLOCKS, Refusal, WriteHead};
@@ -40,14 +40,33 @@ pub struct Inbound {
     incoming: BTreeMap<Epoch, Incoming>,
     landing: Option<Landing>,
     answers: VecDeque<Frame>,
+    heartbeat: Duration,
+    /// When leases were renewed last.
+    renewed: Option<Instant>,
+    /// When something was said last, as far as noticed.
+    said: Option<Instant>,
+    /// Something was said since.
+    speaks: bool,
 }
 
 impl Inbound {
     /// A session with nothing under way. `kind` says who writes to the pool of this `geometry`: this end (TCP) or the
     /// peer itself (shm, UCX).
-    pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry) -> Inbound {
-        let (incoming, answers) = (BTreeMap::new(), VecDeque::new());
-        Inbound { id, peer, kind, geometry, verify: true, incoming, landing: None, answers }
+    pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry, limits: &Limits) -> Inbound {
+        Inbound {
+            id,
+            peer,
+            kind,
+            geometry,
+            verify: true,
+            incoming: BTreeMap::new(),
+            landing: None,
+            answers: VecDeque::new(),
+            heartbeat: limits.heartbeat,
+            renewed: None,
+            said: None,
+            speaks: false,
+        }
     }
 
     /// The same with nothing compared, for a benchmark.
@@ -67,7 +86,42 @@ impl Inbound {
 
     /// The oldest answer that has yet to leave.
     pub fn next_answer(&mut self) -> Option<Frame> {
-        self.answers.pop_front()
+        let answer = self.answers.pop_front();
+        self.speaks |= answer.is_some();
+        answer
+    }
+
+    /// Something of the peer's has arrived, whatever it is. True when leases are to be renewed for that: not every time.
+    pub fn heard(&mut self, now: Instant) -> bool {
+        let due = self.renewed.is_none_or(|at| now.saturating_duration_since(at) >= self.heartbeat / 4);
+        if due && !self.incoming.is_empty() {
+            self.renewed = Some(now);
+            return true;
+        }
+        false
+    }
+
+    /// Renews the leases of what the peer writes to.
+    pub fn renew(&self, now: Instant, ledger: &mut Ledger) {
+        ledger.renew(self.id, now);
+    }
+
+    /// While a handoff is under way, says that this end is alive if it has said nothing else for a heartbeat; `may_say` is
+    /// false while earlier answers have yet to leave. Answers when to ask again.
+    pub fn beat(&mut self, now: Instant, may_say: bool) -> Option<Instant> {
+        if self.incoming.is_empty() {
+            return None;
+        }
+        if std::mem::take(&mut self.speaks) || !may_say {
+            self.said = Some(now);
+        }
+        let due = *self.said.get_or_insert(now) + self.heartbeat;
+        if due > now {
+            return Some(due);
+        }
+        self.answers.push_back(Frame::Beat);
+        self.said = Some(now);
+        Some(now + self.heartbeat)
     }
 
     /// Payload that must be read before the next frame.
@@ -104,6 +158,7 @@ impl Inbound {
                 self.stopped(epoch, ledger);
             }
             Frame::FenceAck { epoch } => self.stopped(epoch, ledger),
+            Frame::Beat => {}
             other => return Err(self.broken(Malformed::new("kind", format!("{other:?} is not for a decode worker")))),
         }
         Ok(())
@@ -159,7 +214,8 @@ impl Inbound {
     }
 
     fn begin(&mut self, epoch: Epoch, key: u64, now: Instant, ledger: &mut Ledger) {
-        match ledger.grant(epoch, key, self.id) {
+        let holder = Holder { session: self.id, peer: self.peer };
+        match ledger.grant(epoch, key, holder, now) {
             Ok(lent) => {
                 self.answers.push_back(Frame::Granted { epoch, blocks: lent.blocks.to_vec() });
                 self.incoming.insert(epoch, Incoming::new(&self.geometry, lent, self.verify, now));
@@ -263,7 +319,7 @@ impl Inbound {
     }
 
     /// The peer does not keep to the protocol.
-    pub(crate) fn broken(&self, Malformed { field, problem }: Malformed) -> TransferError {
-        TransferError::Protocol { peer: self.peer, field, problem }
+    pub(crate) fn broken(&self, malformed: Malformed) -> TransferError {
+        TransferError::broken(self.peer, malformed)
     }
 }

@@ -4,11 +4,11 @@
 //! the word to its session happen in one order for everybody. The hub keeps it under a lock; a simulation drives it bare.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
-use super::table::{Lent, SessionId, Stepped, Table};
+use super::table::{Holder, Lent, SessionId, Stepped, Table};
 use super::{FenceState, ReceiverEvent, ReceiverStats};
 use crate::error::TransferError;
 use crate::heads::HeadSlice;
@@ -18,6 +18,7 @@ use crate::state::{Action, Input, State};
 /// Reservations and what is to be told of them.
 pub struct Ledger {
     table: Table,
+    silence: Duration,
     events: VecDeque<ReceiverEvent>,
     fences: Vec<(SessionId, Epoch)>,
     /// Without what is counted elsewhere.
@@ -28,6 +29,7 @@ impl Ledger {
     /// No reservations, for a pool of this shape.
     pub fn new(geometry: &PoolGeometry, limits: Limits) -> Ledger {
         Ledger {
+            silence: limits.silence,
             table: Table::new(geometry, limits),
             events: VecDeque::new(),
             fences: Vec::new(),
@@ -35,17 +37,17 @@ impl Ledger {
         }
     }
 
-    /// Lends blocks, and of each group these heads of them, to whoever knows `key`, until `expires`. Blocks of an epoch that
-    /// is not over are refused (I3).
+    /// Lends blocks, and of each group these heads of them, to whoever knows `key`: until `deadline`, or until the peer that
+    /// was let in falls silent. Blocks of an epoch that is not over are refused (I3).
     pub fn reserve(
         &mut self,
         epoch: Epoch,
         key: u64,
         blocks: &[Vec<BlockId>],
         heads: &[HeadSlice],
-        expires: Instant,
+        deadline: Instant,
     ) -> Result<(), TransferError> {
-        self.table.reserve(epoch, key, blocks, heads, expires)
+        self.table.reserve(epoch, key, blocks, heads, deadline)
     }
 
     /// Takes a reservation back for its owner.
@@ -67,8 +69,13 @@ impl Ledger {
 
     /// Fails every reservation whose lease has run out.
     pub fn expire(&mut self, now: Instant) {
-        for epoch in self.table.expired(now) {
-            self.step(epoch, Input::Expire, || TransferError::Expired { epoch });
+        let waited = self.silence;
+        for (epoch, silent) in self.table.expired(now) {
+            let error = || match silent {
+                Some(peer) => TransferError::Stalled { epoch, peer, doing: "being written", waited },
+                None => TransferError::Expired { epoch },
+            };
+            self.step(epoch, Input::Expire, error);
         }
     }
 
@@ -78,8 +85,13 @@ impl Ledger {
     }
 
     /// Lets a session write, or says why not.
-    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Lent, String> {
-        self.table.grant(epoch, key, session)
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, now: Instant) -> Result<Lent, String> {
+        self.table.grant(epoch, key, holder, now + self.silence)
+    }
+
+    /// A session's peer was heard of: its leases are renewed.
+    pub(crate) fn renew(&mut self, session: SessionId, now: Instant) {
+        self.table.renew(session, now + self.silence);
     }
 
     /// Steps a reservation on behalf of a session. False when the session has no say in it or it has no place.
@@ -139,11 +151,11 @@ impl Ledger {
 
     /// Notes what a step asks for.
     fn book(&mut self, epoch: Epoch, stepped: Stepped, error: impl FnOnce() -> TransferError) {
-        let Stepped { before, action, session, .. } = stepped;
+        let Stepped { before, action, holder, .. } = stepped;
         if matches!(action, Action::FailAndFree | Action::FailAndFence) {
             let error = error();
             self.stats.failed += 1;
-            self.stats.verify_failures += u64::from(matches!(error, TransferError::Verify { .. }));
+            self.stats.verify_failures += u64::from(error.is_corruption());
             match error.is_withdrawal() {
                 true => tracing::debug!(%epoch, %error, "handoff withdrawn"),
                 false => tracing::warn!(%epoch, %error, "handoff failed"),
@@ -156,7 +168,7 @@ impl Ledger {
             self.events.push_back(ReceiverEvent::Fenced { epoch });
         }
         if matches!(action, Action::Fence | Action::FailAndFence) {
-            self.fences.extend(session.map(|session| (session, epoch)));
+            self.fences.extend(holder.map(|holder| (holder.session, epoch)));
         }
     }
 }

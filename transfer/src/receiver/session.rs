@@ -32,7 +32,7 @@ pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket)
     let mut link = Link::new(socket, hub.options.segment.clone(), limits);
     match welcome(&hub, id, &mail, &mut link) {
         Ok(Welcomed { peer, kind, ucx, process }) => {
-            let inbound = Inbound::new(id, peer, kind, hub.options.geometry.clone());
+            let inbound = Inbound::new(id, peer, kind, hub.options.geometry.clone(), &hub.options.limits);
             let inbound = if hub.options.verify { inbound } else { inbound.unverified() };
             let mut session = Session { hub: hub.clone(), mail, link, kind, ucx, inbound, pool_given: false };
             let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
@@ -95,6 +95,9 @@ impl Session {
         self.may_go_on()?;
         while !self.is_full() && self.read_some()? {}
         self.obey_fences()?;
+        let now = Instant::now();
+        let next_beat = self.inbound.beat(now, !self.link.has_output());
+        self.answer()?;
         let was_full = self.is_full();
         self.link.flush().map_err(|e| self.lost(e))?;
         let interest = match (self.is_full(), self.link.has_output()) {
@@ -113,7 +116,8 @@ impl Session {
             }
             fds.push((worker.fd(), Interest::Read));
         }
-        wait(&self.mail.wake, &fds, None)?;
+        let timeout = next_beat.map(|at| at.saturating_duration_since(now));
+        wait(&self.mail.wake, &fds, timeout)?;
         Ok(())
     }
 
@@ -143,7 +147,10 @@ impl Session {
             return Ok(true);
         }
         match self.link.fill().map_err(|e| self.lost(e))? {
-            Got::Bytes(_) => Ok(true),
+            Got::Bytes(_) => {
+                self.heard()?;
+                Ok(true)
+            }
             Got::Blocked => Ok(false),
             Got::Ended => Err(self.lost("it closed the connection")),
         }
@@ -158,7 +165,10 @@ impl Session {
                 Target::Pool(ranges) => unsafe { self.link.read_payload(ranges) },
             };
             match got {
-                Ok(Got::Bytes(count)) => payload.advance(count),
+                Ok(Got::Bytes(count)) => {
+                    payload.advance(count);
+                    self.heard()?;
+                }
                 Ok(Got::Blocked) => return Ok(false),
                 Ok(Got::Ended) => return Err(self.lost("it closed the connection in the middle of a block")),
                 Err(error) => return Err(self.lost(error)),
@@ -167,6 +177,18 @@ impl Session {
         // SAFETY: this thread has read what it counted; lent blocks are the peer's and this session's only.
         unsafe { self.inbound.landed(&self.hub.options.segment) };
         Ok(true)
+    }
+
+    /// Whatever arrives shows that the peer is alive; now and then it is told the same, however much there is to read.
+    fn heard(&mut self) -> Result<(), TransferError> {
+        let now = Instant::now();
+        if self.inbound.heard(now) {
+            self.with(|inbound, ledger| inbound.renew(now, ledger))?;
+            self.inbound.beat(now, !self.link.has_output());
+            self.answer()?;
+            self.link.flush().map_err(|e| self.lost(e))?;
+        }
+        Ok(())
     }
 
     /// Fences what other threads asked to be fenced.
@@ -181,6 +203,11 @@ impl Session {
     fn with<T>(&mut self, act: impl FnOnce(&mut Inbound, &mut Ledger) -> T) -> Result<T, TransferError> {
         let inbound = &mut self.inbound;
         let done = self.hub.with(|ledger| act(inbound, ledger));
+        self.answer()?;
+        Ok(done)
+    }
+
+    fn answer(&mut self) -> Result<(), TransferError> {
         while let Some(answer) = self.inbound.next_answer() {
             // The pool goes to whoever was let in, once.
             if matches!(answer, Frame::Granted { .. }) && self.kind.is_one_sided() && !self.pool_given {
@@ -189,7 +216,7 @@ impl Session {
             }
             self.link.push(&answer);
         }
-        Ok(done)
+        Ok(())
     }
 
     fn give_pool(&mut self) -> Result<(), TransferError> {

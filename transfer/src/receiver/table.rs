@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use baton_types::{BlockId, Epoch, PoolGeometry};
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use crate::error::TransferError;
 use crate::heads::HeadSlice;
@@ -32,9 +32,19 @@ struct Reservation {
     state: State,
     key: u64,
     lent: Lent,
+    /// When its time is over whatever the peer does.
+    deadline: Instant,
+    /// When its lease runs out: at the deadline, or before when the peer that was let in falls silent.
     expires: Instant,
     /// Who was let in.
-    session: Option<SessionId>,
+    holder: Option<Holder>,
+}
+
+/// A peer that was let in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Holder {
+    pub session: SessionId,
+    pub peer: WorkerId,
 }
 
 /// What a step came to.
@@ -43,7 +53,7 @@ pub(crate) struct Stepped {
     pub before: State,
     pub after: State,
     pub action: Action,
-    pub session: Option<SessionId>,
+    pub holder: Option<Holder>,
 }
 
 /// All reservations that are not over.
@@ -69,7 +79,7 @@ impl Table {
         key: u64,
         blocks: &[Vec<BlockId>],
         heads: &[HeadSlice],
-        expires: Instant,
+        deadline: Instant,
     ) -> Result<(), TransferError> {
         self.check(epoch, blocks)?;
         for (group, (list, slice)) in blocks.iter().zip(heads).enumerate() {
@@ -82,7 +92,8 @@ impl Table {
         }
         let (state, _) = state::step(State::Offered, Input::Reserve);
         let lent = Lent { blocks: Arc::new(blocks.to_vec()), heads: heads.into() };
-        self.entries.insert(epoch, Reservation { state, key, lent, expires, session: None });
+        let expires = deadline;
+        self.entries.insert(epoch, Reservation { state, key, lent, deadline, expires, holder: None });
         self.leases.insert((expires, epoch));
         Ok(())
     }
@@ -134,8 +145,9 @@ impl Table {
         }
     }
 
-    /// Lets a session write to a reservation whose key it knows, or says why not.
-    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, session: SessionId) -> Result<Lent, String> {
+    /// Lets a session write to a reservation whose key it knows, for as long as it is heard of before `until`; or says why
+    /// not.
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, until: Instant) -> Result<Lent, String> {
         let entry = self.entries.get_mut(&epoch).ok_or("it ended or never was")?;
         if entry.key != key {
             return Err("the key is another's".into());
@@ -145,8 +157,21 @@ impl Table {
             return Err(format!("it is {:?} already", entry.state));
         }
         entry.state = state;
-        entry.session = Some(session);
-        Ok(entry.lent.clone())
+        entry.holder = Some(holder);
+        let lent = entry.lent.clone();
+        self.renew(holder.session, until);
+        Ok(lent)
+    }
+
+    /// A session was heard of: the leases of what it writes to run until `until`, or their deadlines.
+    pub(crate) fn renew(&mut self, session: SessionId, until: Instant) {
+        for (epoch, entry) in &mut self.entries {
+            if entry.state == State::Transferring && entry.holder.is_some_and(|h| h.session == session) {
+                self.leases.remove(&(entry.expires, *epoch));
+                entry.expires = until.min(entry.deadline);
+                self.leases.insert((entry.expires, *epoch));
+            }
+        }
     }
 
     /// Steps a reservation for its owner. None when there is none.
@@ -155,7 +180,7 @@ impl Table {
         let before = entry.state;
         let (after, action) = state::step(before, input);
         entry.state = after;
-        let stepped = Stepped { before, after, action, session: entry.session };
+        let stepped = Stepped { before, after, action, holder: entry.holder };
         if after != before && !matches!(after, State::Reserved | State::Transferring) {
             self.leases.remove(&(entry.expires, epoch));
         }
@@ -169,13 +194,17 @@ impl Table {
 
     /// Steps a reservation for a peer's session. None when that session was not let in under this epoch.
     pub(crate) fn step_as(&mut self, session: SessionId, epoch: Epoch, input: Input) -> Option<Stepped> {
-        let holder = self.entries.get(&epoch)?.session;
-        if holder == Some(session) { self.step(epoch, input) } else { None }
+        let holder = self.entries.get(&epoch)?.holder;
+        if holder.is_some_and(|h| h.session == session) { self.step(epoch, input) } else { None }
     }
 
     /// Epochs a session was let in under and that are not over.
     pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
-        self.entries.iter().filter(|(_, r)| r.session == Some(session)).map(|(epoch, _)| *epoch).collect()
+        self.entries
+            .iter()
+            .filter(|(_, r)| r.holder.is_some_and(|h| h.session == session))
+            .map(|(epoch, _)| *epoch)
+            .collect()
     }
 
     /// When the next lease runs out.
@@ -183,9 +212,11 @@ impl Table {
         self.leases.first().map(|(at, _)| *at)
     }
 
-    /// Epochs whose lease has run out.
-    pub(crate) fn expired(&self, now: Instant) -> Vec<Epoch> {
-        self.leases.iter().take_while(|(at, _)| *at <= now).map(|(_, epoch)| *epoch).collect()
+    /// Epochs whose lease has run out; with who fell silent, when that is why.
+    pub(crate) fn expired(&self, now: Instant) -> Vec<(Epoch, Option<WorkerId>)> {
+        let over = self.leases.iter().take_while(|(at, _)| *at <= now).map(|(_, epoch)| *epoch);
+        let silent = |epoch| self.entries.get(&epoch).filter(|r| r.deadline > now).and_then(|r| r.holder);
+        over.map(|epoch| (epoch, silent(epoch).map(|holder| holder.peer))).collect()
     }
 
     /// Reservations that are not over.
@@ -211,6 +242,29 @@ mod tests {
         Table::new(&PoolGeometry::uniform(layout, 8), limits)
     }
 
+    fn holder(session: SessionId) -> Holder {
+        Holder { session, peer: WorkerId(100 + session) }
+    }
+
+    #[test]
+    fn a_lease_lasts_while_its_peer_is_heard_of_and_no_longer_than_its_deadline() {
+        let mut table = table();
+        let start = Instant::now();
+        let at = |s| start + Duration::from_secs(s);
+        table.reserve(Epoch(1), 0, &ids(0..1), &ALL, at(10)).unwrap();
+        table.reserve(Epoch(2), 0, &ids(1..2), &ALL, at(10)).unwrap();
+        table.grant(Epoch(1), 0, holder(1), at(2)).unwrap();
+        table.grant(Epoch(2), 0, holder(2), at(3)).unwrap();
+        table.renew(1, at(5));
+        assert_eq!(table.expired(at(4)), [(Epoch(2), Some(WorkerId(102)))]);
+        table.step(Epoch(2), Input::Expire).unwrap();
+        // Its blocks are with the peer still: hearing of it again changes nothing.
+        table.renew(2, at(9));
+        table.renew(1, at(20));
+        assert_eq!(table.next_expiry(), Some(at(10)));
+        assert_eq!(table.expired(at(10)), [(Epoch(1), None)]);
+    }
+
     fn ids(range: std::ops::Range<u32>) -> Vec<Vec<BlockId>> {
         vec![range.map(BlockId).collect()]
     }
@@ -225,7 +279,7 @@ mod tests {
         assert_eq!(error, TransferError::Lent { group: 0, block: BlockId(2), epoch: Epoch(1) });
         // The refused reservation holds nothing.
         table.reserve(Epoch(3), 0, &ids(3..5), &ALL, soon).unwrap();
-        table.grant(Epoch(1), 0, 9).unwrap();
+        table.grant(Epoch(1), 0, holder(9), soon).unwrap();
         table.step(Epoch(1), Input::Abort).unwrap();
         table.step(Epoch(3), Input::Abort).unwrap();
         assert!(table.reserve(Epoch(4), 0, &ids(0..1), &ALL, soon).is_err(), "the peer has not stopped yet");
@@ -279,12 +333,12 @@ mod tests {
         table.reserve(Epoch(2), 6, &ids(1..2), &ALL, at(1)).unwrap();
         assert_eq!(table.next_expiry(), Some(at(1)));
         assert_eq!(table.expired(at(0)), []);
-        assert_eq!(table.expired(at(9)), [Epoch(2), Epoch(1)]);
-        assert!(table.grant(Epoch(1), 6, 1).unwrap_err().contains("key"));
-        table.grant(Epoch(1), 5, 1).unwrap();
-        assert!(table.grant(Epoch(1), 5, 2).unwrap_err().contains("Transferring already"));
+        assert_eq!(table.expired(at(9)), [(Epoch(2), None), (Epoch(1), None)]);
+        assert!(table.grant(Epoch(1), 6, holder(1), at(9)).unwrap_err().contains("key"));
+        table.grant(Epoch(1), 5, holder(1), at(9)).unwrap();
+        assert!(table.grant(Epoch(1), 5, holder(2), at(9)).unwrap_err().contains("Transferring already"));
         table.step_as(1, Epoch(1), Input::Verify).unwrap();
-        assert_eq!(table.expired(at(9)), [Epoch(2)]);
+        assert_eq!(table.expired(at(9)), [(Epoch(2), None)]);
         table.step(Epoch(2), Input::Expire).unwrap();
         assert_eq!((table.next_expiry(), table.len()), (None, 1));
         assert_eq!(table.held_by(1), [Epoch(1)]);

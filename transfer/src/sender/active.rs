@@ -1,12 +1,13 @@
 //! One handoff under way at the prefill end, as its session keeps it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
 use super::TransferStats;
 use super::line::{Core, Done};
+use super::outbound::Patience;
 use crate::error::TransferError;
 use crate::options::TransportKind;
 use crate::runs::Route;
@@ -26,7 +27,9 @@ pub(crate) struct Active {
     pub bytes: u64,
     /// Set once the handoff is completed.
     pub done: Option<Done>,
-    /// When access was asked for; from the first write on, when that was.
+    /// When access was asked for.
+    asked: Instant,
+    /// The same; from the first write on, when that was.
     began: Instant,
 }
 
@@ -34,7 +37,7 @@ impl Active {
     pub(crate) fn new(core: Arc<Core>, now: Instant) -> Active {
         let sums = core.counts.iter().map(|n| vec![0; *n as usize]).collect();
         let (state, _) = state::step(State::Offered, Input::Reserve);
-        Active { core, state, targets: Vec::new(), sums, writes: 0, bytes: 0, done: None, began: now }
+        Active { core, state, targets: Vec::new(), sums, writes: 0, bytes: 0, done: None, asked: now, began: now }
     }
 
     /// Takes a step; answers what to do.
@@ -64,20 +67,27 @@ impl Active {
         TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes }
     }
 
-    /// When it is given up: at its deadline, or when access was not granted within `grant` of asking.
-    pub(crate) fn due(&self, grant: Duration) -> Instant {
+    /// When it is given up: at its deadline; when access was not granted in time; when the peer, last `heard` of then, has
+    /// been silent for too long.
+    pub(crate) fn due(&self, patience: &Patience, heard: Option<Instant>) -> Instant {
+        let silent = heard.map_or(self.asked, |heard| heard.max(self.asked)) + patience.silence;
+        let due = self.core.deadline.min(silent);
         match self.state {
-            State::Reserved => self.core.deadline.min(self.began + grant),
-            _ => self.core.deadline,
+            State::Reserved => due.min(self.asked + patience.grant),
+            _ => due,
         }
     }
 
     /// Why it is given up once it is due.
-    pub(crate) fn late(&self, now: Instant, grant: Duration) -> TransferError {
+    pub(crate) fn late(&self, now: Instant, patience: &Patience) -> TransferError {
         let (epoch, peer, doing) = (self.core.epoch, self.core.peer, self.doing());
+        let waited = match self.state {
+            State::Reserved => patience.grant.min(patience.silence),
+            _ => patience.silence,
+        };
         match self.core.deadline <= now {
             true => TransferError::Deadline { epoch, peer, doing },
-            false => TransferError::Stalled { epoch, peer, doing, waited: grant },
+            false => TransferError::Stalled { epoch, peer, doing, waited },
         }
     }
 

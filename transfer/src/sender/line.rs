@@ -87,8 +87,6 @@ impl Drop for Quiet {
 
 /// One request of a handoff, in its order.
 pub enum Op {
-    /// To be let in.
-    Begin(Arc<Core>),
     /// One layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the group).
     Write {
         /// The handoff.
@@ -115,7 +113,6 @@ impl Op {
     /// Whose it is.
     pub(crate) fn epoch(&self) -> Epoch {
         match self {
-            Op::Begin(core) => core.epoch,
             Op::Write { epoch, .. } | Op::Complete { epoch, .. } => *epoch,
         }
     }
@@ -128,6 +125,8 @@ impl Op {
 
 /// One session's ops.
 pub struct Line {
+    /// Handoffs to ask access for: before all else, so that none waits for another's and each one's time is watched.
+    begins: VecDeque<Arc<Core>>,
     ops: VecDeque<Op>,
     aborts: Vec<(Epoch, Quiet)>,
     /// Block writes in `ops`.
@@ -145,6 +144,7 @@ impl Line {
     /// Nothing is asked for.
     pub fn new(limits: Limits) -> Line {
         Line {
+            begins: VecDeque::new(),
             ops: VecDeque::new(),
             aborts: Vec::new(),
             blocks: 0,
@@ -165,7 +165,7 @@ impl Line {
         self.closed.as_ref()
     }
 
-    /// A handoff's first op.
+    /// A handoff begins.
     pub fn begin(&mut self, core: Arc<Core>) -> Result<(), TransferError> {
         if let Some(error) = &self.closed {
             return Err(error.clone());
@@ -178,7 +178,7 @@ impl Line {
             return Err(TransferError::Limit { what: "handoffs to one worker", limit, asked });
         }
         self.live.insert(core.epoch);
-        self.ops.push_back(Op::Begin(core));
+        self.begins.push_back(core);
         Ok(())
     }
 
@@ -220,6 +220,7 @@ impl Line {
     /// Removes what a handoff queued; answers its completion's callback.
     pub fn forget(&mut self, epoch: Epoch) -> Option<Done> {
         let mut done = None;
+        self.begins.retain(|core| core.epoch != epoch);
         for op in std::mem::take(&mut self.ops) {
             match op {
                 Op::Complete { done: callback, epoch: of, .. } if of == epoch => done = Some(callback),
@@ -233,6 +234,11 @@ impl Line {
     /// Handoffs to end, oldest first.
     pub fn take_aborts(&mut self) -> Vec<(Epoch, Quiet)> {
         std::mem::take(&mut self.aborts)
+    }
+
+    /// The oldest handoff to ask access for.
+    pub fn next_begin(&mut self) -> Option<Arc<Core>> {
+        self.begins.pop_front()
     }
 
     /// The oldest op, if `ready` says that its time has come.
@@ -257,6 +263,7 @@ impl Line {
         self.closed = Some(error);
         self.blocks = 0;
         self.live.clear();
+        self.begins.clear();
         (std::mem::take(&mut self.ops), std::mem::take(&mut self.aborts))
     }
 }

@@ -12,9 +12,10 @@ use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 use super::TransferStats;
 use super::active::{Active, Writing};
 use super::line::{Done, Line, Op, Quiet};
+use crate::codec::Malformed;
 use crate::convert::Converter;
 use crate::error::TransferError;
-use crate::options::TransportKind;
+use crate::options::{Limits, TransportKind};
 use crate::segment::Segment;
 use crate::state::{Action, Input, State};
 use crate::transport::Batch;
@@ -32,15 +33,24 @@ pub enum Effect {
     Hush(Quiet),
 }
 
-/// Who is who, and how long to wait.
+/// Who is who.
 #[derive(Clone, Copy, Debug)]
 pub struct Parties {
     /// The prefill worker.
     pub me: WorkerId,
     /// The decode worker.
     pub peer: WorkerId,
-    /// Longest time until access is granted.
+}
+
+/// How long to wait for what.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For access to be granted.
     pub grant: Duration,
+    /// For anything at all to be heard while a handoff is under way.
+    pub silence: Duration,
+    /// Before saying that this end is alive.
+    pub heartbeat: Duration,
 }
 
 /// Between which pools blocks move.
@@ -66,6 +76,7 @@ impl Pools {
 /// The session's handoffs and the write under way.
 pub struct Outbound {
     parties: Parties,
+    patience: Patience,
     pools: Pools,
     active: BTreeMap<Epoch, Active>,
     /// The write being copied.
@@ -73,18 +84,60 @@ pub struct Outbound {
     /// Whether the transport holds a batch that is not flushed.
     copying: bool,
     effects: Vec<Effect>,
+    /// When the peer was heard of last.
+    heard: Option<Instant>,
+    /// When something was said last, as far as noticed.
+    said: Option<Instant>,
+    /// Something was said since.
+    speaks: bool,
 }
 
 impl Outbound {
     /// A session with nothing under way.
-    pub fn new(parties: Parties, pools: Pools) -> Outbound {
-        let (active, effects) = (BTreeMap::new(), Vec::new());
-        Outbound { parties, pools, active, writing: None, copying: false, effects }
+    pub fn new(parties: Parties, pools: Pools, limits: &Limits) -> Outbound {
+        let Limits { handshake: grant, silence, heartbeat, .. } = *limits;
+        Outbound {
+            parties,
+            patience: Patience { grant, silence, heartbeat },
+            pools,
+            active: BTreeMap::new(),
+            writing: None,
+            copying: false,
+            effects: Vec::new(),
+            heard: None,
+            said: None,
+            speaks: false,
+        }
+    }
+
+    /// Something of the peer's has arrived, whatever it is.
+    pub fn heard(&mut self, now: Instant) {
+        self.heard = Some(now);
+    }
+
+    /// While a handoff is under way, says that this end is alive if it has said nothing else for a heartbeat; `may_say` is
+    /// false while something has yet to leave. Answers when to ask again.
+    pub fn beat(&mut self, now: Instant, may_say: bool) -> Option<Instant> {
+        if !self.active.values().any(Active::is_running) {
+            return None;
+        }
+        if std::mem::take(&mut self.speaks) || !may_say {
+            self.said = Some(now);
+        }
+        let due = *self.said.get_or_insert(now) + self.patience.heartbeat;
+        if due > now {
+            return Some(due);
+        }
+        self.effects.push(Effect::Send(Frame::Beat));
+        self.said = Some(now);
+        Some(now + self.patience.heartbeat)
     }
 
     /// What is to be done since the last call, in order.
     pub fn take_effects(&mut self) -> Vec<Effect> {
-        std::mem::take(&mut self.effects)
+        let effects = std::mem::take(&mut self.effects);
+        self.speaks |= effects.iter().any(|effect| matches!(effect, Effect::Send(_)));
+        effects
     }
 
     /// Whether the transport has a batch that is neither flushed nor cancelled.
@@ -130,6 +183,7 @@ impl Outbound {
                 self.say(Frame::FenceAck { epoch });
                 Ok(())
             }
+            Frame::Beat => Ok(()),
             other => Err(self.broken("kind", format!("{other:?} is not for a prefill worker"))),
         }
     }
@@ -141,14 +195,20 @@ impl Outbound {
         self.effects.push(Effect::Hush(quiet));
     }
 
-    /// Ends handoffs whose time is over; answers when the next one's is.
+    /// Takes up handoffs that begin, whatever is being copied, so that the time of each is watched; ends those whose time is
+    /// over; answers when the next one's is.
     pub fn expire(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
-        let grant = self.parties.grant;
-        let late = self.active.values().filter(|a| a.is_running() && a.due(grant) <= now);
-        for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, grant))).collect::<Vec<_>>() {
+        while let Some(core) = line.next_begin() {
+            let (epoch, key) = (core.epoch, core.key);
+            self.active.insert(epoch, Active::new(core, now));
+            self.say(Frame::Begin { epoch, key });
+        }
+        let (patience, heard) = (self.patience, self.heard);
+        let late = self.active.values().filter(|a| a.is_running() && a.due(&patience, heard) <= now);
+        for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, &patience))).collect::<Vec<_>>() {
             self.end(epoch, Input::Expire, error, now, line);
         }
-        self.active.values().filter(|a| a.is_running()).map(|a| a.due(grant)).min()
+        self.active.values().filter(|a| a.is_running()).map(|a| a.due(&patience, heard)).min()
     }
 
     /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `pool` is the
@@ -180,21 +240,17 @@ impl Outbound {
         active.writes += batch.writes.len() as u64;
         self.writing = Some(writing);
         self.copying = true;
+        self.speaks = true;
         Ok(Some(batch))
     }
 
     /// Takes up the next op, in order: one whose handoff waits for access holds back the rest, since all wait for the same
     /// peer. False when there is none to take up now.
-    pub fn next_op(&mut self, now: Instant, line: &mut Line) -> bool {
+    pub fn next_op(&mut self, line: &mut Line) -> bool {
         let active = &self.active;
         let ready = |op: &Op| active.get(&op.epoch()).is_none_or(|active| active.state != State::Reserved);
         let Some(op) = line.next_if(ready) else { return false };
         match op {
-            Op::Begin(core) => {
-                let (epoch, key) = (core.epoch, core.key);
-                self.active.insert(epoch, Active::new(core, now));
-                self.say(Frame::Begin { epoch, key });
-            }
             Op::Write { epoch, group, layer, pairs } => {
                 // A failed handoff's writes are dropped; its owner learns of the failure by its next call.
                 if self.active.get(&epoch).is_some_and(|active| active.state == State::Transferring) {
@@ -298,7 +354,7 @@ impl Outbound {
     }
 
     fn refused(&self, epoch: Epoch, refusal: Refusal) -> TransferError {
-        let Parties { me, peer, .. } = self.parties;
+        let Parties { me, peer } = self.parties;
         let refused = |reason| TransferError::Refused { epoch, peer, reason };
         match refusal {
             Refusal::NoReservation(reason) => refused(reason),
@@ -313,7 +369,7 @@ impl Outbound {
     }
 
     /// The peer does not keep to the protocol.
-    pub(crate) fn broken(&self, field: &'static str, problem: String) -> TransferError {
-        TransferError::Protocol { peer: self.parties.peer, field, problem }
+    fn broken(&self, field: &'static str, problem: String) -> TransferError {
+        TransferError::broken(self.parties.peer, Malformed { field, problem })
     }
 }

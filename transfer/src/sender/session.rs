@@ -96,11 +96,11 @@ struct Session {
 
 impl Session {
     fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, kind, remote }: Connected) -> Session {
-        let grant = plan.config.options.limits.handshake;
-        let parties = Parties { me: plan.me(), peer: plan.peer(), grant };
+        let parties = Parties { me: plan.me(), peer: plan.peer() };
         let options = &plan.config.options;
         let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
-        let outbound = Outbound::new(parties, Pools { local, remote: remote.clone(), convert, verify });
+        let pools = Pools { local, remote: remote.clone(), convert, verify };
+        let outbound = Outbound::new(parties, pools, &options.limits);
         let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, stuck: None };
         if kind == TransportKind::Tcp {
             session.transport = Some(session.plan.wrap(Box::new(Tcp)));
@@ -136,13 +136,15 @@ impl Session {
             }
             busy = true;
         }
+        let may_say = !self.link.has_output();
+        let next_beat = self.with(|outbound, _| outbound.beat(now, may_say));
         self.link.flush().map_err(|e| self.lost(e))?;
         let also = self.transport.as_ref().filter(|_| self.outbound.copying()).and_then(|transport| transport.fd());
         // What blocked the copying may just have left.
         let busy = busy || self.outbound.copying() && also.is_none() && !self.link.has_output();
         let timeout = match busy {
             true => Some(Duration::ZERO),
-            false => next_deadline.map(|at| at.saturating_duration_since(Instant::now())),
+            false => [next_deadline, next_beat].into_iter().flatten().min().map(|at| at.saturating_duration_since(now)),
         };
         let interest = if self.link.has_output() { Interest::ReadWrite } else { Interest::Read };
         let wait = if self.outbound.awaits_answer() || also.is_some() { wait_awake } else { wait };
@@ -160,7 +162,7 @@ impl Session {
                 self.handle(frame)?;
             }
             match self.link.fill().map_err(|e| self.lost(e))? {
-                Got::Bytes(_) => {}
+                Got::Bytes(_) => self.outbound.heard(Instant::now()),
                 Got::Blocked => return Ok(()),
                 Got::Ended => return Err(self.lost("it closed the connection")),
             }
@@ -235,7 +237,7 @@ impl Session {
             transport.submit(batch, &mut self.link)?;
             return Ok(true);
         }
-        Ok(self.with(|outbound, line| outbound.next_op(now, line)))
+        Ok(self.with(|outbound, line| outbound.next_op(line)))
     }
 
     /// Ends every handoff, telling the peer as far as it still listens. Waits a moment until it has read that: closed
@@ -266,7 +268,7 @@ impl Session {
         TransferError::PeerLost { peer: self.plan.peer(), cause: cause.to_string() }
     }
 
-    fn broken(&self, Malformed { field, problem }: Malformed) -> TransferError {
-        self.outbound.broken(field, problem)
+    fn broken(&self, malformed: Malformed) -> TransferError {
+        TransferError::broken(self.plan.peer(), malformed)
     }
 }

@@ -19,6 +19,7 @@ fn samples() -> Vec<Frame> {
         Frame::Granted { epoch, blocks: vec![vec![BlockId(1), BlockId(2)], vec![]] },
         Frame::Write(WriteHead { epoch, group: 1, layer: 2, payload: 96, indexes: vec![0, 5, 4] }),
         Frame::Complete { epoch, writes: 12, digests: vec![vec![1, u64::MAX], vec![]], tail: b"tail".to_vec() },
+        Frame::Beat,
         Frame::Abort { epoch },
         Frame::FenceAck { epoch },
         Frame::Verified { epoch },
@@ -31,12 +32,20 @@ fn samples() -> Vec<Frame> {
 fn parse(bytes: &[u8]) -> Result<Frame, Malformed> {
     let limits = FrameLimits::new(&Limits::default(), 2);
     let prefix = Fields::new(bytes).array::<PREFIX>("prefix")?;
-    let (kind, len) = parse_prefix(prefix, &limits)?;
+    let head = parse_prefix(prefix, &limits)?;
     let body = &bytes[PREFIX..];
-    if body.len() != len {
+    if body.len() != head.len {
         return Err(Malformed::new("length", "not the body's"));
     }
-    parse_body(kind, body)
+    parse_body(&head, body)
+}
+
+/// Makes length and check those of the body.
+fn seal(bytes: &mut [u8]) {
+    let len = (bytes.len() - PREFIX) as u32;
+    bytes[..4].copy_from_slice(&len.to_le_bytes());
+    let check = check_of(bytes[4], &bytes[PREFIX..]);
+    bytes[8..PREFIX].copy_from_slice(&check.to_le_bytes());
 }
 
 /// Numbers without a dependency: SplitMix64.
@@ -66,12 +75,12 @@ fn truncated_and_padded_frames_are_refused() {
             // Also with a length that agrees with what is there.
             let mut cut = bytes[..end].to_vec();
             assert!(parse(&cut).is_err());
-            cut[..4].copy_from_slice(&((end - PREFIX) as u32).to_le_bytes());
+            seal(&mut cut);
             assert!(parse(&cut).is_err(), "{frame:?} cut to {end}");
         }
         let mut padded = bytes.clone();
         padded.push(0);
-        padded[..4].copy_from_slice(&((bytes.len() + 1 - PREFIX) as u32).to_le_bytes());
+        seal(&mut padded);
         assert!(parse(&padded).is_err(), "{frame:?} with a byte more");
     }
 }
@@ -81,7 +90,7 @@ fn random_and_mutated_bytes_never_panic_and_what_parses_encodes_back() {
     let mut next = numbers(1);
     for _ in 0..20_000 {
         let body: Vec<u8> = (0..next() % 64).map(|_| next() as u8).collect();
-        if let Ok(frame) = parse_body(next() as u8 % 32, &body) {
+        if let Ok(frame) = parse_body(&FrameHead::matching(next() as u8 % 32, &body), &body) {
             assert_eq!(&frame.encode()[PREFIX..], &body);
         }
     }
@@ -91,9 +100,23 @@ fn random_and_mutated_bytes_never_panic_and_what_parses_encodes_back() {
             let mut mutated = bytes.clone();
             let at = next() as usize % mutated.len();
             mutated[at] = next() as u8;
+            seal(&mut mutated);
             if let Ok(frame) = parse(&mutated) {
                 assert_eq!(frame.encode(), mutated);
             }
+        }
+    }
+}
+
+#[test]
+fn a_frame_with_any_bit_flipped_is_refused() {
+    // I2
+    for frame in samples() {
+        let bytes = frame.encode();
+        for bit in 0..8 * bytes.len() {
+            let mut flipped = bytes.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(parse(&flipped).is_err(), "{frame:?} with bit {bit} flipped");
         }
     }
 }
@@ -103,19 +126,21 @@ fn lengths_are_bounded_before_anything_is_allocated() {
     let limits = FrameLimits::new(&Limits::default(), 2);
     let prefix = |len: u32, kind: u8| {
         let [a, b, c, d] = len.to_le_bytes();
-        [a, b, c, d, kind, 0, 0, 0]
+        [a, b, c, d, kind, 0, 0, 0, 9, 9, 9, 9, 9, 9, 9, 9]
     };
     for kind in 0..=255 {
         assert!(parse_prefix(prefix(u32::MAX, kind), &limits).is_err());
     }
     assert!(parse_prefix(prefix(8, ABORT), &limits).is_ok());
-    assert!(parse_prefix([8, 0, 0, 0, ABORT, 0, 1, 0], &limits).is_err());
+    let mut reserved = prefix(8, ABORT);
+    reserved[6] = 1;
+    assert!(parse_prefix(reserved, &limits).is_err());
     // A count far beyond the body is an error, not an allocation.
     let mut body = Vec::new();
     body.put_u64(1);
     body.put_u16(1);
     body.put_u32(u32::MAX);
-    assert_eq!(parse_body(GRANTED, &body).unwrap_err().field, "blocks");
+    assert_eq!(parse_body(&FrameHead::matching(GRANTED, &body), &body).unwrap_err().field, "blocks");
     assert!(Frame::Reject { reason: "é".repeat(5000) }.encode().len() <= PREFIX + 4 + MAX_TEXT);
 }
 

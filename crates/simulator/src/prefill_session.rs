@@ -1,0 +1,444 @@
+//! A session at a prefill worker: what its thread does with its socket and its transport, on simulated ones.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use baton_transfer::protocol::{Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Parties, Pools};
+use baton_transfer::{Segment, TransferError, TransportKind};
+use baton_types::{Epoch, WorkerId};
+
+use crate::decode_session::{take_frame, take_hello};
+use crate::events::{Event, Life, Line, Place};
+use crate::outbox::Outbox;
+use crate::prefill::FAREWELL;
+use crate::shapes::geometry;
+use crate::stream::{Micros, Timer};
+use crate::world::World;
+use crate::{Sabotage, Violation};
+
+/// How far the session is.
+#[derive(Clone, PartialEq, Debug)]
+enum Phase {
+    /// Until this time for the peer's welcome.
+    Greeting {
+        until: Micros,
+        hello_seen: bool,
+    },
+    Open,
+    /// Says goodbye, until then.
+    Closing {
+        until: Micros,
+        error: TransferError,
+    },
+    /// Another connection tells the peer that its pool is not mapped here any more, until then.
+    Excusing {
+        until: Micros,
+        hello_seen: bool,
+        error: TransferError,
+    },
+    Over,
+}
+
+/// A block's layer on its way over shared memory.
+#[derive(Clone, Copy, Debug)]
+struct Copy {
+    from: usize,
+    to: usize,
+    len: usize,
+    epoch: Epoch,
+}
+
+/// One decode worker's pool, as mapped here.
+struct Mapped {
+    segment: Arc<Segment>,
+    life: Life,
+}
+
+/// One connection's end at the prefill worker, and the transport over it.
+pub(crate) struct PrefillSession {
+    decode: Place,
+    peer: WorkerId,
+    kind: TransportKind,
+    /// Tells sessions to the same peer apart.
+    pub serial: Line,
+    connection: Line,
+    pub line: Ops,
+    outbound: Outbound,
+    phase: Phase,
+    inbox: Vec<u8>,
+    outbox: Outbox,
+    mapped: Option<Mapped>,
+    copies: VecDeque<Copy>,
+    /// Says that the copies were made.
+    notice: Option<Frame>,
+    timer: Timer,
+}
+
+impl PrefillSession {
+    /// For the message of a violation.
+    pub(crate) fn describe(&self, serial: Line) -> String {
+        let (phase, closed, own) = (&self.phase, self.line.closed(), self.serial == serial);
+        format!("its own session {own}, {phase:?}, closed by {closed:?}, sends {}", !self.outbox.is_empty())
+    }
+
+    /// Whether a handoff that was begun here may ask for more.
+    pub(crate) fn serves(&self, serial: Line, core: &Core) -> bool {
+        self.serial == serial && self.line.has_room(core, 0).is_ok()
+    }
+}
+
+/// Why a step did not go well.
+enum Stop {
+    Ended(TransferError),
+    Broken(Violation),
+}
+
+impl World {
+    pub(crate) fn new_session(
+        &mut self,
+        place: Place,
+        decode: Place,
+        peer: WorkerId,
+        kind: TransportKind,
+        connection: Line,
+    ) -> PrefillSession {
+        let prefill = &self.prefills[place];
+        let parties = Parties { me: prefill.id, peer };
+        let (local, remote) = (prefill.memory.geometry.clone(), geometry(crate::decode::BLOCKS));
+        let pools = Pools { local, remote, convert: None, verify: true };
+        let mut session = PrefillSession {
+            decode,
+            peer,
+            kind,
+            serial: connection,
+            connection,
+            line: Ops::new(self.limits.clone()),
+            outbound: Outbound::new(parties, pools, &self.limits),
+            phase: Phase::Greeting { until: self.now + self.handshake(), hello_seen: false },
+            inbox: Vec::new(),
+            outbox: Outbox::default(),
+            mapped: None,
+            copies: VecDeque::new(),
+            notice: None,
+            timer: Timer::default(),
+        };
+        self.call(place, &mut session);
+        session
+    }
+
+    /// A handshake's first words.
+    fn call(&mut self, place: Place, session: &mut PrefillSession) {
+        let prefill = &self.prefills[place];
+        let (me, life) = (prefill.id, prefill.life);
+        let fingerprint = prefill.memory.geometry.layout.fingerprint();
+        session.inbox.clear();
+        session.outbox = Outbox::default();
+        session.outbox.push_bytes(Hello { fingerprint }.encode());
+        session.outbox.push_bytes(Frame::Identify { me, you: session.peer, ucx: false }.encode());
+        let until = self.now + self.handshake();
+        self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
+    }
+
+    pub(crate) fn wake_prefill(&mut self, prefill: Place, peer: WorkerId) {
+        let (at, life) = (self.soon(), self.prefills[prefill].life);
+        self.events.plan(at, Event::PrefillTurn { prefill, life, peer: peer.0 });
+    }
+
+    /// Everything that can be done now, or a part of it.
+    pub(crate) fn prefill_turn(&mut self, place: Place, life: Life, peer: WorkerId) -> Result<(), Violation> {
+        if self.prefills[place].life != life {
+            return Ok(());
+        }
+        let Some(mut session) = self.prefills[place].sessions.remove(&peer) else { return Ok(()) };
+        let stepped = match session.phase.clone() {
+            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(&mut session),
+            Phase::Open => self.work(place, &mut session),
+            Phase::Closing { until, error } => {
+                self.flush_prefill(place, &mut session)?;
+                let done = session.outbox.is_empty() || until <= self.now;
+                if done {
+                    self.hang_up(place, &mut session, error);
+                }
+                Ok(())
+            }
+            Phase::Over => Ok(()),
+        };
+        match stepped {
+            Ok(()) => {}
+            Err(Stop::Broken(violation)) => return Err(violation),
+            Err(Stop::Ended(error)) => self.over(place, &mut session, error)?,
+        }
+        if session.phase != Phase::Over {
+            self.flush_prefill(place, &mut session)?;
+        }
+        self.prefills[place].sessions.insert(peer, session);
+        self.reported(place)
+    }
+
+    fn receive(&mut self, session: &mut PrefillSession) -> bool {
+        let mut heard = false;
+        let now = self.now;
+        if let Some(connection) = self.lines.get_mut(&session.connection) {
+            while let Some(bytes) = connection.down.receive(now) {
+                session.inbox.extend(bytes);
+                heard = true;
+            }
+        }
+        heard
+    }
+
+    fn has_ended(&self, session: &PrefillSession) -> bool {
+        self.lines.get(&session.connection).is_none_or(|connection| connection.down.has_ended(self.now))
+    }
+
+    /// The handshake's side that calls.
+    fn greeting(&mut self, session: &mut PrefillSession) -> Result<(), Stop> {
+        self.receive(session);
+        let fingerprint = geometry(1).layout.fingerprint();
+        let (until, seen) = match &mut session.phase {
+            Phase::Greeting { until, hello_seen } | Phase::Excusing { until, hello_seen, .. } => (*until, hello_seen),
+            _ => return Ok(()),
+        };
+        let cannot = |cause: String| {
+            Stop::Ended(TransferError::Connect { peer: WorkerId(0), address: "simulated".into(), cause })
+        };
+        if !*seen {
+            *seen = take_hello(&mut session.inbox, fingerprint).map_err(cannot)?;
+        }
+        let limits = FrameLimits::new(&self.limits, 2);
+        if *seen && let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(cannot)? {
+            return match (frame, &session.phase) {
+                (Frame::Welcome { .. }, Phase::Greeting { .. }) => {
+                    session.phase = Phase::Open;
+                    Ok(())
+                }
+                (other, _) => Err(cannot(format!("{other:?}"))),
+            };
+        }
+        match until <= self.now || self.has_ended(session) {
+            true => Err(cannot("no answer in time".into())),
+            false => Ok(()),
+        }
+    }
+
+    /// An error in whatever phase.
+    fn over(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) -> Result<(), Violation> {
+        match session.phase.clone() {
+            Phase::Greeting { .. } => self.close(place, session, error),
+            // However the excuse went, the session is over now.
+            Phase::Excusing { error, .. } => self.close(place, session, error),
+            _ => {
+                let now = self.instant(self.now);
+                session.outbound.end_all(&error, now, &mut session.line);
+                self.carry_out(session);
+                let until = self.now + self.random.within(1, FAREWELL);
+                session.phase = Phase::Closing { until, error };
+                let life = self.prefills[place].life;
+                self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes the connection, lets go of the peer's pool, and tells the peer so if it may not know.
+    fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) {
+        self.end_connection(session);
+        session.mapped = None;
+        session.copies.clear();
+        if session.kind == TransportKind::Tcp {
+            return self.close(place, session, error);
+        }
+        session.connection = self.connect(place, session.decode, session.peer, session.kind);
+        let until = self.now + self.handshake();
+        session.phase = Phase::Excusing { until, hello_seen: false, error };
+        self.call(place, session);
+    }
+
+    fn end_connection(&mut self, session: &PrefillSession) {
+        let delay = self.faults.delay(&mut self.random);
+        if let Some(connection) = self.lines.get_mut(&session.connection) {
+            let at = connection.up.finish(self.now, delay);
+            self.events.plan(at, Event::DecodeTurn { line: session.connection });
+        }
+    }
+
+    /// The last thing: from now on another session may be opened.
+    fn close(&mut self, _: Place, session: &mut PrefillSession, error: TransferError) {
+        self.end_connection(session);
+        session.phase = Phase::Over;
+        let (ops, aborts) = session.line.close(error.clone());
+        for op in ops {
+            if let baton_transfer::protocol::Op::Complete { done, .. } = op {
+                done.report(Err(error.clone()));
+            }
+        }
+        drop(aborts);
+    }
+
+    /// An open session's turn.
+    fn work(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+        let now = self.instant(self.now);
+        for (epoch, quiet) in session.line.take_aborts() {
+            session.outbound.abort(epoch, quiet, now, &mut session.line);
+        }
+        self.carry_out(session);
+        let deadlines = !self.broken(Sabotage::IgnoreDeadlines);
+        let due = if deadlines { session.outbound.expire(now, &mut session.line) } else { None };
+        self.carry_out(session);
+        while self.copy_some(place, session)? {
+            if self.random.chance(300) {
+                self.wake_prefill(place, session.peer);
+                break;
+            }
+        }
+        let beat = session.outbound.beat(now, session.outbox.is_empty());
+        self.carry_out(session);
+        self.flush_prefill(place, session).map_err(Stop::Broken)?;
+        if let Some(at) = [due, beat].into_iter().flatten().min() {
+            self.set_prefill_timer(place, session, self.micros(at));
+        }
+        self.read(place, session)
+    }
+
+    fn read(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+        let now = self.instant(self.now);
+        if self.receive(session) {
+            session.outbound.heard(now);
+        }
+        let limits = FrameLimits::new(&self.limits, 2);
+        let lost = |cause: String| Stop::Ended(TransferError::PeerLost { peer: WorkerId(0), cause });
+        while let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(lost)? {
+            if matches!(frame, Frame::Granted { .. }) && session.kind == TransportKind::Shm && session.mapped.is_none()
+            {
+                let life = self.lines.get(&session.connection).map_or(0, |connection| connection.decode_life);
+                let decode = &self.decodes[session.decode];
+                if decode.life != life {
+                    return Err(lost("its pool is gone".into()));
+                }
+                session.mapped = Some(Mapped { segment: decode.memory.segment.clone(), life });
+            }
+            let kind = session.kind;
+            session.outbound.frame(frame, kind, now, &mut session.line).map_err(Stop::Ended)?;
+            self.carry_out(session);
+            self.wake_prefill(place, session.peer);
+        }
+        match self.has_ended(session) {
+            true => Err(lost("it closed the connection".into())),
+            false => Ok(()),
+        }
+    }
+
+    fn carry_out(&mut self, session: &mut PrefillSession) {
+        for effect in session.outbound.take_effects() {
+            match effect {
+                Effect::Cancel if self.broken(Sabotage::IgnoreCancel) => {}
+                Effect::Cancel => {
+                    session.copies.clear();
+                    session.notice = None;
+                    session.outbox.forget_pool();
+                }
+                Effect::Send(frame) => session.outbox.push(&frame),
+                Effect::Report(done, outcome) => done.report(outcome),
+                Effect::Hush(quiet) => drop(quiet),
+            }
+        }
+    }
+
+    /// A copy, a batch, or an op. False when nothing can be done now.
+    fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
+        if let Some(copy) = session.copies.pop_front() {
+            self.copy(place, session, copy).map_err(Stop::Broken)?;
+            if session.copies.is_empty() {
+                session.notice.take().into_iter().for_each(|notice| session.outbox.push(&notice));
+            }
+            return Ok(true);
+        }
+        if session.outbound.copying() {
+            if session.outbox.reads_pool() {
+                return Ok(false);
+            }
+            session.outbound.flushed(Vec::new());
+        }
+        let now = self.instant(self.now);
+        let segment = self.prefills[place].memory.segment.clone();
+        let batch = session.outbound.next_batch(&segment, false, now).map_err(Stop::Ended)?;
+        if let Some(batch) = batch {
+            self.submit_batch(session, &batch);
+            return Ok(true);
+        }
+        let more = session.outbound.next_op(&mut session.line);
+        self.carry_out(session);
+        Ok(more)
+    }
+
+    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
+        match (&session.mapped, session.kind) {
+            (Some(_), TransportKind::Shm) => {
+                let copies = batch.runs();
+                let epoch = batch.epoch;
+                session.copies.extend(copies.map(|run| Copy { from: run.source, to: run.target, len: run.len, epoch }));
+                session.notice = Some(Frame::Write(batch.head(0)));
+                if self.broken(Sabotage::CompleteEarly) {
+                    session.notice.take().into_iter().for_each(|notice| session.outbox.push(&notice));
+                    session.outbound.flushed(Vec::new());
+                }
+            }
+            _ => {
+                let payload = batch.bytes() as u32;
+                let sources = batch.runs().map(|run| (run.source, run.len));
+                session.outbox.push_with(&Frame::Write(batch.head(payload)), sources);
+            }
+        }
+    }
+
+    /// One copy over shared memory, while the peer may be doing anything.
+    fn copy(&mut self, place: Place, session: &PrefillSession, copy: Copy) -> Result<(), Violation> {
+        let Some(mapped) = &session.mapped else { return Ok(()) };
+        let prefill = &self.prefills[place];
+        if prefill.memory.owner_at(copy.from).is_none() {
+            return Err(self.violation("I3", format!("{} reads local blocks it has given back", copy.epoch)));
+        }
+        let decode = &self.decodes[session.decode];
+        if decode.life == mapped.life && decode.memory.owner_at(copy.to) != Some(copy.epoch) {
+            let owner = decode.memory.owner_at(copy.to);
+            let what = format!("{} writes to a block that is kept for {owner:?}", copy.epoch);
+            return Err(self.violation("I3", what));
+        }
+        let bytes = prefill.memory.bytes((copy.from, copy.len));
+        // SAFETY: a simulation is one thread; the range is a block of the mapped pool's geometry.
+        unsafe { mapped.segment.write(copy.to, &bytes) };
+        Ok(())
+    }
+
+    fn flush_prefill(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Violation> {
+        let Some(connection) = self.lines.get_mut(&session.connection) else { return Ok(()) };
+        let memory = &self.prefills[place].memory;
+        let mut stray = None;
+        let read = |range: (usize, usize)| {
+            if memory.owner_at(range.0).is_none() {
+                stray = Some(range.0);
+            }
+            memory.bytes(range)
+        };
+        let last = session.outbox.flush(&mut connection.up, self.now, &mut self.random, &mut self.faults, read);
+        if let Some(offset) = stray {
+            return Err(self.violation("I3", format!("local bytes at {offset} are read after they were given back")));
+        }
+        if let Some(at) = last {
+            self.events.plan(at, Event::DecodeTurn { line: session.connection });
+        }
+        if !session.outbox.is_empty() {
+            // The stream has room again once the peer has read.
+            self.set_prefill_timer(place, session, self.now + 1_000);
+        }
+        Ok(())
+    }
+
+    fn set_prefill_timer(&mut self, place: Place, session: &mut PrefillSession, at: Micros) {
+        let at = at.max(self.now + 1);
+        if session.timer.set(at, self.now) {
+            let life = self.prefills[place].life;
+            self.events.plan(at, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! The run: workers, connections, and the events that move them. Who does what is in the workers' files; here is what
+//! happens to them from outside.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use baton_transfer::{Limits, TransportKind};
+use baton_types::WorkerId;
+
+use crate::decode::Decode;
+use crate::decode_session::DecodeSession;
+use crate::events::{Event, Events, Life, Line, Place};
+use crate::faults::{Fault, Faults};
+use crate::prefill::Prefill;
+use crate::random::Random;
+use crate::stream::{Micros, Stream};
+use crate::{Options, Sabotage, Summary, Violation};
+
+/// How late a thread may be with what it can do now.
+pub(crate) const LAZINESS: Micros = 300;
+/// How much later than its bound something may end.
+pub(crate) const SLACK: Micros = 10_000;
+/// Between two looks whether a fault strikes, at most.
+const STRIKES: Micros = 20_000;
+/// A request that finds no room is asked again so often.
+const TRIES: u32 = 1000;
+/// Events after which a run does not end by itself.
+const MOST_EVENTS: u64 = 20_000_000;
+
+/// Two sockets.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub prefill: Place,
+    pub prefill_life: Life,
+    pub decode: Place,
+    pub decode_life: Life,
+    /// The peer that the prefill worker means to reach.
+    pub peer: WorkerId,
+    /// Prefill to decode.
+    pub up: Stream,
+    /// Decode to prefill.
+    pub down: Stream,
+}
+
+pub(crate) struct World {
+    pub random: Random,
+    pub now: Micros,
+    base: Instant,
+    pub events: Events,
+    pub faults: Faults,
+    pub options: Options,
+    pub limits: Limits,
+    pub decodes: Vec<Decode>,
+    pub prefills: Vec<Prefill>,
+    pub lines: BTreeMap<Line, Connection>,
+    next_line: Line,
+    next_life: Life,
+    pub summary: Summary,
+    /// Requests that have not been placed or given up.
+    unplaced: u32,
+    healed: bool,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, options: &Options) -> Result<World, Violation> {
+        let mut random = Random::new(seed);
+        let faults = if options.calm { Faults::none() } else { Faults::random(&mut random) };
+        let limits = Limits {
+            handshake: Duration::from_millis(200),
+            handoffs: 64,
+            queued_blocks: 12,
+            heartbeat: Duration::from_millis(20),
+            silence: Duration::from_millis(100),
+            ..Limits::default()
+        };
+        let mut world = World {
+            random,
+            now: 0,
+            // Only differences of instants matter, so the run does not depend on when it is made.
+            base: Instant::now(),
+            events: Events::default(),
+            faults,
+            options: *options,
+            limits,
+            decodes: Vec::new(),
+            prefills: Vec::new(),
+            lines: BTreeMap::new(),
+            next_line: 0,
+            next_life: 0,
+            summary: Summary::default(),
+            unplaced: options.handoffs,
+            healed: false,
+        };
+        for _ in 0..world.random.within(1, 2) {
+            let decode = Decode::new(world.life(), world.limits.clone())?;
+            world.decodes.push(decode);
+        }
+        for _ in 0..world.random.within(1, 3) {
+            let prefill = Prefill::new(world.life())?;
+            world.prefills.push(prefill);
+        }
+        let mut at = 0;
+        for request in 0..u64::from(options.handoffs) {
+            at += world.random.below(15_000);
+            world.events.plan(at, Event::Submit { request, tries: TRIES });
+        }
+        world.events.plan(1, Event::Strike);
+        Ok(world)
+    }
+
+    fn life(&mut self) -> Life {
+        self.next_life += 1;
+        self.next_life
+    }
+
+    /// A virtual time for code that knows only instants.
+    pub(crate) fn instant(&self, at: Micros) -> Instant {
+        self.base + Duration::from_micros(at)
+    }
+
+    /// The virtual time of an instant, rounded up.
+    pub(crate) fn micros(&self, at: Instant) -> Micros {
+        at.saturating_duration_since(self.base).as_nanos().div_ceil(1000) as Micros
+    }
+
+    pub(crate) fn violation(&self, invariant: &'static str, what: impl Into<String>) -> Violation {
+        Violation { invariant, at_micros: self.now, what: what.into() }
+    }
+
+    pub(crate) fn broken(&self, sabotage: Sabotage) -> bool {
+        self.options.sabotage == Some(sabotage)
+    }
+
+    /// Longest time for a handshake.
+    pub(crate) fn handshake(&self) -> Micros {
+        self.limits.handshake.as_micros() as Micros
+    }
+
+    /// Soon, as threads go.
+    pub(crate) fn soon(&mut self) -> Micros {
+        self.now + self.random.within(1, LAZINESS)
+    }
+
+    /// Plays until nothing is left to happen.
+    pub(crate) fn play(mut self) -> Result<Summary, Violation> {
+        while let Some((at, event)) = self.events.next() {
+            self.now = self.now.max(at);
+            self.summary.events += 1;
+            if self.summary.events > MOST_EVENTS {
+                return Err(self.violation("I5", "the run does not end"));
+            }
+            match self.frozen(&event) {
+                Some(until) => self.events.plan(until + 1, event),
+                None => self.happen(event)?,
+            }
+            if self.unplaced == 0 && !self.healed && self.quiet() {
+                self.heal();
+            }
+        }
+        self.end()
+    }
+
+    /// Until when the worker that an event belongs to stands still.
+    fn frozen(&self, event: &Event) -> Option<Micros> {
+        let until = match event {
+            Event::Run { prefill, .. }
+            | Event::Compute { prefill, .. }
+            | Event::MustHaveEnded { prefill, .. }
+            | Event::PrefillTurn { prefill, .. } => self.prefills[*prefill].frozen_until,
+            Event::MustHaveFailed { decode, .. }
+            | Event::Cancel { decode, .. }
+            | Event::Finish { decode, .. }
+            | Event::Desk { decode, .. } => self.decodes[*decode].frozen_until,
+            Event::DecodeTurn { line } | Event::Died { line } => {
+                self.lines.get(line).map_or(0, |line| self.decodes[line.decode].frozen_until)
+            }
+            Event::Submit { .. } | Event::Strike => 0,
+        };
+        (until > self.now).then_some(until)
+    }
+
+    fn happen(&mut self, event: Event) -> Result<(), Violation> {
+        match event {
+            Event::Submit { request, tries } => self.submit(request, tries),
+            Event::Run { prefill, request, target, deadline } => self.open(prefill, request, &target, deadline),
+            Event::Compute { prefill, life, handoff } => self.compute(prefill, life, handoff),
+            Event::MustHaveEnded { prefill, life, handoff } => self.must_have_ended(prefill, life, handoff),
+            Event::MustHaveFailed { decode, life, epoch } => self.must_have_failed(decode, life, epoch),
+            Event::Cancel { decode, life, epoch } => self.cancel(decode, life, epoch),
+            Event::Finish { decode, life, epoch } => self.finish(decode, life, epoch),
+            Event::DecodeTurn { line } => self.decode_turn(line),
+            Event::PrefillTurn { prefill, life, peer } => self.prefill_turn(prefill, life, WorkerId(peer)),
+            Event::Desk { decode, life } => self.desk(decode, life),
+            Event::Died { line } => self.died(line),
+            Event::Strike => self.strike(),
+        }
+    }
+
+    fn submit(&mut self, request: u64, tries: u32) -> Result<(), Violation> {
+        let decode = self.random.below(self.decodes.len() as u64) as Place;
+        if self.decodes[decode].frozen_until <= self.now && self.reserve(decode, request)? || tries == 0 {
+            self.unplaced -= 1;
+            return Ok(());
+        }
+        let at = self.now + self.random.within(1, 30_000);
+        self.events.plan(at, Event::Submit { request, tries: tries - 1 });
+        Ok(())
+    }
+
+    /// Opens a connection; whoever is at that place now answers.
+    pub(crate) fn connect(&mut self, prefill: Place, decode: Place, peer: WorkerId, kind: TransportKind) -> Line {
+        self.next_line += 1;
+        let line = self.next_line;
+        let room = self.random.within(40, 2_000) as usize;
+        let connection = Connection {
+            prefill,
+            prefill_life: self.prefills[prefill].life,
+            decode,
+            decode_life: self.decodes[decode].life,
+            peer,
+            up: Stream::new(room),
+            down: Stream::new(room),
+        };
+        self.lines.insert(line, connection);
+        let until = self.now + self.handshake();
+        self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind, until));
+        self.wake_decode(line);
+        self.events.plan(until, Event::DecodeTurn { line });
+        line
+    }
+
+    /// Lets both ends of a connection look what is new.
+    fn wake_both(&mut self, line: Line, at: Micros) {
+        let Some(connection) = self.lines.get(&line) else { return };
+        let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
+        self.events.plan(at, Event::DecodeTurn { line });
+        self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
+    }
+
+    /// A random line, if there is one.
+    fn any_line(&mut self) -> Option<Line> {
+        let open = |connection: &Connection| connection.up.is_open() && connection.down.is_open();
+        let alive: Vec<Line> = self.lines.iter().filter(|(_, c)| open(c)).map(|(line, _)| *line).collect();
+        (!alive.is_empty()).then(|| alive[self.random.below(alive.len() as u64) as usize])
+    }
+
+    fn strike(&mut self) -> Result<(), Violation> {
+        if self.healed {
+            return Ok(());
+        }
+        let next = self.now + self.random.within(1, STRIKES);
+        self.events.plan(next, Event::Strike);
+        match self.faults.strike(&mut self.random) {
+            Some(Fault::Corrupt) => self.corrupt(),
+            Some(Fault::Stall) => self.stall(),
+            Some(Fault::Cut) => {
+                if let Some(line) = self.any_line() {
+                    self.faults.count(Fault::Cut);
+                    self.cut(line);
+                }
+            }
+            Some(Fault::Restart) if self.random.chance(100) => self.restart()?,
+            Some(Fault::Freeze) if self.random.chance(200) => self.freeze(),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn corrupt(&mut self) {
+        let Some(line) = self.any_line() else { return };
+        let up = self.random.chance(700);
+        let Some(connection) = self.lines.get_mut(&line) else { return };
+        let stream = if up { &mut connection.up } else { &mut connection.down };
+        if stream.corrupt(&mut self.random) {
+            self.faults.count(Fault::Corrupt);
+        }
+    }
+
+    fn stall(&mut self) {
+        let Some(line) = self.any_line() else { return };
+        let until = self.now + self.random.within(1_000, 400_000);
+        let Some(connection) = self.lines.get_mut(&line) else { return };
+        let stream = if self.random.chance(500) { &mut connection.up } else { &mut connection.down };
+        let last = stream.stall(until).unwrap_or(until);
+        self.faults.count(Fault::Stall);
+        self.wake_both(line, last);
+    }
+
+    /// Ends a connection; either end learns of it in its time.
+    pub(crate) fn cut(&mut self, line: Line) {
+        let (a, b) = (self.random.within(1, 50_000), self.random.within(1, 50_000));
+        let now = self.now;
+        let Some(connection) = self.lines.get_mut(&line) else { return };
+        connection.up.cut(now, now + a);
+        connection.down.cut(now, now + b);
+        self.wake_both(line, now + a);
+        self.wake_both(line, now + b);
+    }
+
+    fn freeze(&mut self) {
+        self.faults.count(Fault::Freeze);
+        let until = self.now + self.random.within(1_000, 600_000);
+        if self.random.chance(500) {
+            let place = self.random.below(self.decodes.len() as u64) as Place;
+            let frozen = &mut self.decodes[place].frozen_until;
+            *frozen = until.max(*frozen);
+        } else {
+            let place = self.random.below(self.prefills.len() as u64) as Place;
+            let frozen = &mut self.prefills[place].frozen_until;
+            *frozen = until.max(*frozen);
+        }
+    }
+
+    fn restart(&mut self) -> Result<(), Violation> {
+        self.faults.count(Fault::Restart);
+        if self.random.chance(500) {
+            let place = self.random.below(self.decodes.len() as u64) as Place;
+            self.restart_decode(place)
+        } else {
+            let place = self.random.below(self.prefills.len() as u64) as Place;
+            self.restart_prefill(place)
+        }
+    }
+
+    /// The process dies with everything in it; the next one has the same address and another name.
+    fn restart_decode(&mut self, place: Place) -> Result<(), Violation> {
+        let life = self.life();
+        let before = std::mem::replace(&mut self.decodes[place], Decode::new(life, self.limits.clone())?);
+        self.summary.withdrawn += before.open();
+        let lines = self.lines.iter().filter(|(_, c)| c.decode_life == before.life).map(|(line, _)| *line);
+        for line in lines.collect::<Vec<_>>() {
+            self.cut(line);
+        }
+        Ok(())
+    }
+
+    fn restart_prefill(&mut self, place: Place) -> Result<(), Violation> {
+        let life = self.life();
+        let before = std::mem::replace(&mut self.prefills[place], Prefill::new(life)?);
+        let lines = self.lines.iter().filter(|(_, c)| c.prefill_life == before.life).map(|(line, _)| *line);
+        for line in lines.collect::<Vec<_>>() {
+            self.cut(line);
+            let at = self.now + self.random.within(1, 50_000);
+            self.events.plan(at, Event::Died { line });
+        }
+        Ok(())
+    }
+
+    /// Whether every handoff has ended on both sides, but for what waits for a peer's word.
+    fn quiet(&self) -> bool {
+        self.prefills.iter().all(|p| p.handoffs.is_empty()) && self.decodes.iter().all(|d| d.open() == 0)
+    }
+
+    /// From now on nothing goes wrong; then the prefill workers leave, which settles what still waits for their word.
+    fn heal(&mut self) {
+        self.healed = true;
+        self.faults.heal();
+    }
+
+    /// Everything has ended: what is still held is held for peers that were never heard of again, and they are gone now.
+    fn end(mut self) -> Result<Summary, Violation> {
+        if !self.healed {
+            return Err(self.violation("I5", "handoffs are left and nothing will happen to them"));
+        }
+        let harmless = self.faults.counts.keys().all(|fault| matches!(fault, Fault::Stall | Fault::Freeze));
+        if harmless {
+            // Nothing was lost between live peers, so every block came back without anybody's death.
+            self.check_free()?;
+        }
+        for place in 0..self.prefills.len() {
+            self.restart_prefill(place)?;
+        }
+        while let Some((at, event)) = self.events.next() {
+            self.now = self.now.max(at);
+            self.happen(event)?;
+        }
+        self.check_free()?;
+        self.summary.faults = self.faults.counts.clone();
+        self.summary.micros = self.now;
+        Ok(self.summary)
+    }
+
+    fn check_free(&self) -> Result<(), Violation> {
+        for decode in &self.decodes {
+            decode.check_free().map_err(|what| self.violation("I6", what))?;
+        }
+        for prefill in &self.prefills {
+            prefill.check_free().map_err(|what| self.violation("I6", what))?;
+        }
+        Ok(())
+    }
+}
