@@ -15,6 +15,10 @@ test:
 simulate seeds="1000":
     cargo run --release -p baton-simulator --example handoffs -- {{ seeds }}
 
+# Every fuzz target for so many seconds
+fuzz seconds="600":
+    cargo run --release -p baton-fuzz -- all {{ seconds }}
+
 # What must be green before a change goes in
 check:
     .ci/run

@@ -1,0 +1,234 @@
+//! Fuzz targets: everything a worker makes of bytes that come from a peer. A target takes any byte string and must neither
+//! panic nor loop; what it asserts holds for all of them.
+//!
+//! `cargo run --release -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
+//! it. A target answers a signature of what became of its input, by which the runner tells inputs that are worth
+//! keeping.
+
+mod mutate;
+mod sessions;
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use baton_proto::v1;
+use baton_transfer::protocol::{
+    Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, PREFIX, parse_body, parse_prefix,
+};
+use baton_transfer::{Limits, TransferError};
+use baton_types::{
+    BlockId, Epoch, FinishReason, KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams, TokenOut, WorkerId,
+};
+use prost::Message;
+
+pub use mutate::Mutator;
+
+/// One thing that parses what a peer says.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Its name, and its corpus' folder.
+    pub name: &'static str,
+    /// Tries an input; answers a signature of what became of it.
+    pub run: fn(&[u8]) -> u64,
+    /// Inputs to begin with.
+    pub seeds: fn() -> Vec<Vec<u8>>,
+}
+
+/// Every target.
+pub const TARGETS: [Target; 6] = [
+    Target { name: "handshake", run: handshake, seeds: handshake_seeds },
+    Target { name: "frame", run: frame, seeds: frame_seeds },
+    Target { name: "descriptor", run: descriptor, seeds: descriptor_seeds },
+    Target { name: "decode-session", run: sessions::decode, seeds: sessions::decode_seeds },
+    Target { name: "prefill-session", run: sessions::prefill, seeds: sessions::prefill_seeds },
+    Target { name: "request", run: request, seeds: request_seeds },
+];
+
+/// A pool of two groups of different shapes.
+pub(crate) fn geometry() -> PoolGeometry {
+    let group = |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window };
+    let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
+    let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
+    PoolGeometry { layout, blocks: vec![8, 12] }
+}
+
+/// A signature: the outcome without its numbers, so that only new kinds of it count.
+pub(crate) fn signature(outcome: &impl std::fmt::Debug) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    format!("{outcome:?}").chars().filter(|c| !c.is_ascii_digit()).collect::<String>().hash(&mut hasher);
+    hasher.finish()
+}
+
+fn handshake(input: &[u8]) -> u64 {
+    let hello = Hello::parse(input.get(..Hello::LEN).unwrap_or(input));
+    if let Ok(hello) = hello {
+        assert_eq!(hello.encode(), input[..Hello::LEN]);
+    }
+    let rest = input.get(Hello::LEN..).and_then(|rest| rest.split_first());
+    let visitor = rest.map(|(kind, body)| {
+        let frame = parse_body(&FrameHead::matching(*kind, body), body);
+        frame.map(|frame| baton_transfer::protocol::visitor(&frame, WorkerId(2)).map_err(|_| "turned away"))
+    });
+    signature(&(hello.map(drop), visitor))
+}
+
+fn handshake_seeds() -> Vec<Vec<u8>> {
+    let hello = Hello { fingerprint: geometry().layout.fingerprint() }.encode();
+    let identify = |you| {
+        let bytes = Frame::Identify { me: WorkerId(1), you: WorkerId(you), ucx: false }.encode();
+        [&hello[..], &bytes[4..5], &bytes[PREFIX..]].concat()
+    };
+    vec![hello.clone(), identify(2), identify(3)]
+}
+
+fn frame(input: &[u8]) -> u64 {
+    let limits = FrameLimits::new(&Limits { blocks_per_handoff: 64, tail_bytes: 64, ..Limits::default() }, 2);
+    if let Some(prefix) = input.first_chunk::<PREFIX>()
+        && let Ok(head) = parse_prefix(*prefix, &limits)
+    {
+        // Bounded before anything is read.
+        assert!(head.len <= 1 << 16, "{} bytes in a frame", head.len);
+        let body = input.get(PREFIX..PREFIX + head.len);
+        if let Some(Ok(frame)) = body.map(|body| parse_body(&head, body)) {
+            assert_eq!(frame.encode(), input[..PREFIX + head.len]);
+        }
+    }
+    let Some((kind, body)) = input.split_first() else { return 0 };
+    let parsed = parse_body(&FrameHead::matching(*kind, body), body);
+    if let Ok(frame) = &parsed {
+        assert_eq!(frame.encode()[PREFIX..], *body, "{frame:?}");
+    }
+    signature(&parsed)
+}
+
+fn frame_seeds() -> Vec<Vec<u8>> {
+    let frames = sessions::frames_to_decode().into_iter().chain(sessions::frames_to_prefill());
+    let unsealed = |frame: Frame| {
+        let bytes = frame.encode();
+        [&bytes[4..5], &bytes[PREFIX..]].concat()
+    };
+    let whole = Frame::Abort { epoch: Epoch(3) }.encode();
+    frames.map(unsealed).chain([whole]).collect()
+}
+
+fn descriptor(input: &[u8]) -> u64 {
+    let layout = geometry().layout;
+    let parsed = Descriptor::parse(input, &layout, false);
+    let _ = Descriptor::parse(input, &layout, true);
+    if let Ok(descriptor) = &parsed {
+        assert_eq!(descriptor.counts.len(), layout.groups.len());
+        let again = Descriptor::parse(&descriptor.encode(), &layout, false);
+        assert_eq!(again.as_ref(), Ok(descriptor));
+    }
+    signature(&parsed.map(|_| ()).map_err(|error| match error {
+        TransferError::Descriptor { field, problem } => format!("{field} {problem}"),
+        other => other.to_string(),
+    }))
+}
+
+/// A reservation of worker 2, epoch 1, key 7.
+pub(crate) fn target(counts: [u32; 2]) -> Descriptor {
+    Descriptor {
+        worker: WorkerId(2),
+        epoch: Epoch(1),
+        key: 7,
+        tokens: 9,
+        first: vec![0, 1],
+        counts: counts.to_vec(),
+        heads: Vec::new(),
+        layout: geometry().layout,
+        host: Host { boot: [3; 16], netns: 4 },
+        unix: b"baton-x".to_vec(),
+        address: "localhost".into(),
+        port: 4000,
+    }
+}
+
+fn descriptor_seeds() -> Vec<Vec<u8>> {
+    let other = KvLayout { block_size: 32, dtype: KvDtype::Q8, ..geometry().layout };
+    let heads = [3, 1].map(|count| HeadSlice { source: 0, target: 0, count }).to_vec();
+    let targets = [
+        target([2, 1]),
+        target([0, 0]),
+        Descriptor { layout: other, ..target([2, 1]) },
+        Descriptor { heads, ..target([2, 1]) },
+    ];
+    targets.map(|target| target.encode()).to_vec()
+}
+
+/// Requests and answers between router and workers: decoded, and converted with checks.
+fn request(input: &[u8]) -> u64 {
+    let Some((which, bytes)) = input.split_first() else { return 0 };
+    match which % 4 {
+        0 => {
+            let request = v1::PrefillRequest::decode(bytes).map_err(|_| "no message");
+            let checked = request.map(|request| {
+                let _ = descriptor(&request.target);
+                request.sequence.map(|sequence| sequence.checked_sampling().map(|p| valid(&p)))
+            });
+            signature(&checked)
+        }
+        1 => {
+            let event = v1::PrefillEvent::decode(bytes).map_err(|_| "no message");
+            signature(&event.map(|event| match event.event {
+                Some(v1::prefill_event::Event::FirstToken(first)) => (token(first.token), finish(first.finish)),
+                _ => (false, None),
+            }))
+        }
+        2 => {
+            let event = v1::DecodeEvent::decode(bytes).map_err(|_| "no message");
+            signature(&event.map(|event| match event.event {
+                Some(v1::decode_event::Event::Token(other)) => token(Some(other)),
+                _ => false,
+            }))
+        }
+        _ => {
+            let sampling = v1::WorkerSampling::decode(bytes).map_err(|_| "no message");
+            signature(&sampling.map(|s| SamplingParams::try_from(s).map(|p| valid(&p))))
+        }
+    }
+}
+
+/// What was accepted survives the way back.
+fn valid(params: &SamplingParams) -> bool {
+    let again = SamplingParams::try_from(v1::WorkerSampling::from(params.clone()));
+    assert_eq!(again.as_ref(), Ok(params));
+    params.constraint.is_some()
+}
+
+fn token(token: Option<v1::Token>) -> bool {
+    token.map(TokenOut::from).is_some_and(|token| token.logprob.is_some())
+}
+
+fn finish(reason: Option<i32>) -> Option<bool> {
+    let reason = v1::FinishReason::try_from(reason?).ok()?;
+    Some(FinishReason::try_from(reason).is_ok())
+}
+
+fn request_seeds() -> Vec<Vec<u8>> {
+    let sampling: v1::WorkerSampling =
+        SamplingParams { logit_bias: vec![(3, 1.5)], stop_token_ids: vec![2], ..SamplingParams::default() }.into();
+    let sequence = v1::Sequence {
+        tokens: vec![1, 2, 3],
+        prompt_tokens: 3,
+        sampling: Some(sampling.clone()),
+        ..Default::default()
+    };
+    let target = target([2, 1]).encode();
+    let out: v1::Token = TokenOut { index: 3, id: 9, logprob: Some(-1.5), ..TokenOut::default() }.into();
+    let prefill = v1::PrefillRequest { sequence: Some(sequence), target };
+    let first = v1::FirstToken { token: Some(out.clone()), finish: Some(1), cached_tokens: 4 };
+    let first = v1::PrefillEvent { event: Some(v1::prefill_event::Event::FirstToken(first)) };
+    let next = v1::DecodeEvent { event: Some(v1::decode_event::Event::Token(out)) };
+    let tagged = |tag: u8, bytes: Vec<u8>| [vec![tag], bytes].concat();
+    vec![
+        tagged(0, prefill.encode_to_vec()),
+        tagged(1, first.encode_to_vec()),
+        tagged(2, next.encode_to_vec()),
+        tagged(3, sampling.encode_to_vec()),
+    ]
+}
+
+/// Blocks of both groups.
+pub(crate) fn blocks(range: std::ops::Range<u32>) -> Vec<Vec<BlockId>> {
+    vec![range.clone().map(BlockId).collect(), range.take(1).map(BlockId).collect()]
+}

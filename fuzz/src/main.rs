@@ -1,0 +1,87 @@
+//! Runs a target on mutations of its corpus: `cargo run --release -p baton-fuzz -- TARGET|all SECONDS [SEED]`.
+//!
+//! A panic leaves its input in `fuzz/findings/TARGET` for the test to replay, and ends the run. `keep` in place of the
+//! seconds writes the smallest input of each kind of outcome found in 10 seconds to the corpus.
+
+use std::collections::BTreeMap;
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use baton_fuzz::{Mutator, TARGETS, Target};
+
+/// Bytes of an input at most.
+const MOST: usize = 2048;
+/// Inputs kept in memory at most.
+const KEPT: usize = 20_000;
+/// Inputs of a target in the corpus at most.
+const CORPUS: usize = 24;
+
+fn folder(kind: &str, target: &Target) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(kind).join(target.name)
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let usage = "TARGET|all SECONDS|keep [SEED]";
+    let (name, time) = (arguments.next().ok_or(usage)?, arguments.next().ok_or(usage)?);
+    let seed = arguments.next().map_or(Ok(1), |seed| seed.parse())?;
+    let keep = time == "keep";
+    let seconds: u64 = if keep { 10 } else { time.parse()? };
+    let chosen: Vec<Target> = TARGETS.into_iter().filter(|t| name == "all" || t.name == name).collect();
+    if chosen.is_empty() {
+        return Err(format!("no target {name}; there are {:?}", TARGETS.map(|t| t.name)).into());
+    }
+    for target in chosen {
+        let found = fuzz(&target, Duration::from_secs(seconds), seed)?;
+        if keep {
+            std::fs::create_dir_all(folder("corpus", &target))?;
+            let mut kept: Vec<Vec<u8>> = (target.seeds)();
+            let mut by_size: Vec<Vec<u8>> = found.into_values().collect();
+            by_size.sort_by_key(Vec::len);
+            let room = CORPUS.saturating_sub(kept.len());
+            let step = (by_size.len() / room.max(1)).max(1);
+            kept.extend(by_size.into_iter().step_by(step).take(room));
+            for (at, input) in kept.iter().enumerate() {
+                std::fs::write(folder("corpus", &target).join(format!("{at:02}")), input)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Kinds of outcomes, with the smallest input of each.
+fn fuzz(target: &Target, time: Duration, seed: u64) -> Result<BTreeMap<u64, Vec<u8>>, Box<dyn std::error::Error>> {
+    let (start, mut mutator, mut tried) = (Instant::now(), Mutator::new(seed), 0u64);
+    let mut inputs = (target.seeds)();
+    for entry in std::fs::read_dir(folder("corpus", target)).into_iter().flatten() {
+        inputs.push(std::fs::read(entry?.path())?);
+    }
+    let mut outcomes: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
+    while start.elapsed() < time {
+        for _ in 0..256 {
+            let (one, other) = (mutator.below(inputs.len()), mutator.below(inputs.len()));
+            let input = mutator.mutate(&inputs[one], &inputs[other], MOST);
+            let run = target.run;
+            let Ok(outcome) = catch_unwind(|| run(&input)) else {
+                std::fs::create_dir_all(folder("findings", target))?;
+                let file = folder("findings", target).join(format!("{seed}-{tried}"));
+                std::fs::write(&file, &input)?;
+                return Err(format!("{} panics on {}", target.name, file.display()).into());
+            };
+            tried += 1;
+            match outcomes.get_mut(&outcome) {
+                Some(smallest) if smallest.len() <= input.len() => {}
+                Some(smallest) => *smallest = input,
+                None => {
+                    outcomes.insert(outcome, input.clone());
+                    if inputs.len() < KEPT {
+                        inputs.push(input);
+                    }
+                }
+            }
+        }
+    }
+    println!("{}: {tried} inputs, {} kinds of outcomes, no finding", target.name, outcomes.len());
+    Ok(outcomes)
+}
