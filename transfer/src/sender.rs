@@ -126,12 +126,13 @@ impl Sender {
         Ok(Handoff { config: self.config.clone(), queue, core, tokens, first, unwritten, written: 0, ended: false })
     }
 
-    /// The queue of the session to a worker; a session that has ended is replaced.
+    /// The queue of the session to a worker; a session that has ended is replaced. Its thread may still be telling the worker
+    /// so, and counts as a connection until it has.
     fn queue_to(&self, target: &Descriptor) -> Result<Arc<Queue>, TransferError> {
         let mut peers = lock(&self.peers);
-        peers.retain(|_, peer| !peer.queue.is_closed());
+        peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.is_finished());
         let layout = target.layout.fingerprint();
-        if let Some(peer) = peers.get(&target.worker) {
+        if let Some(peer) = peers.get(&target.worker).filter(|peer| !peer.queue.is_closed()) {
             if peer.layout != layout {
                 let (field, problem) = ("layout", format!("{} has a session with another one", target.worker));
                 return Err(TransferError::Descriptor { field, problem });
@@ -139,13 +140,18 @@ impl Sender {
             return Ok(peer.queue.clone());
         }
         let limits = &self.config.options.limits;
-        if peers.len() >= limits.connections {
-            let (limit, asked) = (limits.connections as u64, peers.len() as u64 + 1);
+        let others = peers.keys().filter(|worker| **worker != target.worker).count();
+        if others >= limits.connections {
+            let (limit, asked) = (limits.connections as u64, others as u64 + 1);
             return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
         }
+        let before = peers.remove(&target.worker).map(|peer| {
+            peer.queue.stop();
+            peer.thread
+        });
         let worker = target.worker;
         let queue = Arc::new(Queue::new(limits.clone())?);
-        let plan = Plan { config: self.config.clone(), target: target.clone() };
+        let plan = Plan { config: self.config.clone(), target: target.clone(), before };
         let inner = queue.clone();
         let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
         peers.insert(worker, Peer { layout, queue: queue.clone(), thread });
@@ -275,8 +281,8 @@ impl Handoff {
     }
 
     fn completable(&self, tail: &[u8]) -> Result<(), TransferError> {
-        if let Some(error) = self.core.failure.get() {
-            return Err(error.clone());
+        if let Some(error) = self.failure() {
+            return Err(error);
         }
         let limit = self.config.options.limits.tail_bytes;
         if tail.len() > limit {

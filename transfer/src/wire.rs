@@ -1,8 +1,9 @@
 //! The session protocol's bytes.
 //!
 //! A session starts with one [`Hello`] from each side, compared before anything else is read; all that follows are
-//! frames: a 16-byte prefix (body length u32, kind u8, three zero bytes, check u64) and a body of little-endian fields. The
-//! check is a hash of all else, so that a frame that changed on its way is never acted upon (I2). Over TCP a
+//! frames: a 16-byte prefix (body length u32, kind u8, head check u24, body check u64) and a body of little-endian fields.
+//! The checks are hashes, of length and kind and of kind and body, so that a frame that changed on its way is never acted
+//! upon (I2), nor waited for when its length changed. Over TCP a
 //! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over shared memory and UCX it
 //! says that they were copied. Pure functions without I/O: every
 //! byte string yields a frame or an error that names the field.
@@ -193,20 +194,25 @@ impl FrameHead {
     }
 }
 
-/// What a frame's prefix must hold, given the rest of it.
+/// What a frame's prefix must hold, given its body.
 fn check_of(kind: u8, body: &[u8]) -> u64 {
     hash_bytes(u64::from(kind), body)
 }
 
+/// What a prefix must hold, given what it says: three bytes.
+fn head_check_of(kind: u8, len: [u8; 4]) -> [u8; 3] {
+    let [a, b, c, ..] = hash_bytes(u64::from(kind), &len).to_le_bytes();
+    [a, b, c]
+}
+
 /// A prefix, before anything of its frame is read.
 pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<FrameHead, Malformed> {
-    let [a, b, c, d, kind, zeros @ .., _, _, _, _, _, _, _, _] = prefix;
-    let len = u32::from_le_bytes([a, b, c, d]) as usize;
-    let check = prefix.last_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-    let limit = limits.body(kind).ok_or_else(|| Malformed::new("kind", format!("{kind} is no frame")))?;
-    if zeros != [0; 3] {
-        return Err(Malformed::new("prefix", "reserved bytes are not zero"));
+    let [a, b, c, d, kind, e, f, g, check @ ..] = prefix;
+    let (len, check) = (u32::from_le_bytes([a, b, c, d]) as usize, u64::from_le_bytes(check));
+    if head_check_of(kind, [a, b, c, d]) != [e, f, g] {
+        return Err(Malformed::new(CHECK, "the frame changed on its way"));
     }
+    let limit = limits.body(kind).ok_or_else(|| Malformed::new("kind", format!("{kind} is no frame")))?;
     if len > limit {
         return Err(Malformed::new("length", format!("{len} bytes, a frame of kind {kind} has at most {limit}")));
     }
@@ -307,15 +313,22 @@ fn parse_refusal(f: &mut Fields) -> Result<Refusal, Malformed> {
     })
 }
 
+/// Writes the prefix of the body behind it.
+fn seal(kind: u8, frame: &mut [u8]) {
+    let len = ((frame.len() - PREFIX) as u32).to_le_bytes();
+    let check = check_of(kind, &frame[PREFIX..]);
+    frame[..4].copy_from_slice(&len);
+    frame[4] = kind;
+    frame[5..8].copy_from_slice(&head_check_of(kind, len));
+    frame[8..PREFIX].copy_from_slice(&check.to_le_bytes());
+}
+
 impl Frame {
     /// Prefix and body.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; PREFIX];
         let kind = self.encode_body(&mut out);
-        let (len, check) = ((out.len() - PREFIX) as u32, check_of(kind, &out[PREFIX..]));
-        out[..4].copy_from_slice(&len.to_le_bytes());
-        out[4] = kind;
-        out[PREFIX - 8..PREFIX].copy_from_slice(&check.to_le_bytes());
+        seal(kind, &mut out);
         out
     }
 

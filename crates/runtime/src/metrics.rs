@@ -50,7 +50,7 @@ pub const STEP_SECONDS: &str = "baton_step_seconds";
 pub const TRANSFER_BYTES: &str = "baton_transfer_bytes_total";
 /// Histogram, seconds: first write of a handoff until its verification.
 pub const TRANSFER_SECONDS: &str = "baton_transfer_seconds";
-/// Counter: blocks whose digest or epoch was wrong (I2).
+/// Counter: handoffs that brought other bytes than were sent (I2).
 pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
 /// Counter by `leg` and `cause`: requests resumed after a failure.
 pub const RECOVERIES: &str = "baton_recoveries_total";
@@ -133,7 +133,7 @@ fn describe() {
     describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");
     describe_counter!(TRANSFER_BYTES, Unit::Bytes, "KV bytes written to peers.");
     describe_histogram!(TRANSFER_SECONDS, Unit::Seconds, "First write of a handoff until its verification.");
-    describe_counter!(VERIFY_FAILURES, Unit::Count, "Blocks whose digest or epoch was wrong.");
+    describe_counter!(VERIFY_FAILURES, Unit::Count, "Handoffs that brought other bytes than were sent.");
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_gauge!(MEMBERS, Unit::Count, "Members of the cluster in the present view, by role.");

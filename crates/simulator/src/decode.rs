@@ -173,6 +173,9 @@ impl World {
     /// Passes on what the ledger has to say.
     pub(crate) fn after(&mut self, place: Place) -> Result<(), Violation> {
         while let Some(event) = self.decodes[place].ledger.next_event() {
+            if self.broken(Sabotage::AnnounceTwice) && matches!(event, ReceiverEvent::Verified { .. }) {
+                self.received(place, event.clone())?;
+            }
             self.received(place, event)?;
         }
         for (line, epoch) in self.decodes[place].ledger.take_fences() {

@@ -19,7 +19,8 @@ pub(crate) struct DecodeSession {
     inbound: Option<Inbound>,
     worker: Option<WorkerId>,
     hello_seen: bool,
-    greeting_until: Micros,
+    /// Since it was taken up.
+    greeting_until: Option<Micros>,
     inbox: Vec<u8>,
     outbox: Outbox,
     /// Epochs that other threads want fenced.
@@ -63,14 +64,14 @@ pub(crate) fn take_hello(inbox: &mut Vec<u8>, fingerprint: u64) -> Result<bool, 
 }
 
 impl DecodeSession {
-    pub(crate) fn new(line: Line, kind: TransportKind, greeting_until: Micros) -> DecodeSession {
+    pub(crate) fn new(line: Line, kind: TransportKind) -> DecodeSession {
         DecodeSession {
             line,
             kind,
             inbound: None,
             worker: None,
             hello_seen: false,
-            greeting_until,
+            greeting_until: None,
             inbox: Vec::new(),
             outbox: Outbox::default(),
             fences: Vec::new(),
@@ -178,7 +179,7 @@ impl World {
                 Some(_) => self.read_some(place, session)?,
                 None => self.greet(place, session)?,
             };
-            self.answer(place, session);
+            self.answer(session);
             if !moved {
                 break;
             }
@@ -188,7 +189,7 @@ impl World {
                 break;
             }
         }
-        self.beat(place, session);
+        self.beat(session);
         self.flush_decode(session);
         let ended = self.lines.get(&line).is_none_or(|connection| connection.up.has_ended(now));
         if ended && session.inbound.is_none() | self.starved(session) {
@@ -219,7 +220,12 @@ impl World {
         let decode = &self.decodes[place];
         let (id, geometry) = (decode.id, decode.memory.geometry.clone());
         let fingerprint = geometry.layout.fingerprint();
-        if self.now >= session.greeting_until {
+        let until = *session.greeting_until.get_or_insert_with(|| {
+            let until = self.now + self.limits.handshake.as_micros() as Micros;
+            self.events.plan(until, Event::DecodeTurn { line: session.line });
+            until
+        });
+        if self.now >= until {
             return Err(session.lost("no handshake in time"));
         }
         if !session.hello_seen {
@@ -235,10 +241,11 @@ impl World {
         };
         match visitor(&frame, id) {
             Ok(worker) => {
-                self.supersede(place, worker);
+                self.supersede(place, session.line, worker);
                 session.worker = Some(worker);
-                session.inbound =
-                    Some(Inbound::new(session.line, worker, session.kind, geometry.clone(), &self.limits));
+                let inbound = Inbound::new(session.line, worker, session.kind, geometry.clone(), &self.limits);
+                let careless = self.broken(Sabotage::SkipVerify);
+                session.inbound = Some(if careless { inbound.unverified() } else { inbound });
                 session.outbox.push_bytes(Frame::Welcome { blocks: geometry.blocks }.encode());
                 Ok(true)
             }
@@ -251,8 +258,9 @@ impl World {
     }
 
     /// A worker opens a session only after its last one is over.
-    fn supersede(&mut self, place: Place, worker: WorkerId) {
-        let earlier = self.decodes[place].sessions.values_mut().filter(|s| s.worker == Some(worker));
+    fn supersede(&mut self, place: Place, line: Line, worker: WorkerId) {
+        let sessions = self.decodes[place].sessions.values_mut();
+        let earlier = sessions.filter(|s| s.line < line && s.worker == Some(worker));
         let lines: Vec<Line> = earlier
             .map(|session| {
                 session.superseded = true;
@@ -292,13 +300,18 @@ impl World {
         let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(|e| session.lost(e))? else {
             return Ok(false);
         };
+        if let Frame::Complete { epoch, .. } = frame
+            && self.broken(Sabotage::AckEarly)
+        {
+            session.outbox.push(&Frame::Verified { epoch });
+        }
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
         inbound.frame(frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
         Ok(true)
     }
 
     /// Queues answers.
-    fn answer(&mut self, _: Place, session: &mut DecodeSession) {
+    fn answer(&mut self, session: &mut DecodeSession) {
         while let Some(answer) = session.inbound.as_mut().and_then(Inbound::next_answer) {
             session.pool_given |= matches!(answer, Frame::Granted { .. }) && session.kind == TransportKind::Shm;
             session.outbox.push(&answer);
@@ -306,11 +319,11 @@ impl World {
     }
 
     /// Shows that it is alive, when it has said nothing else.
-    fn beat(&mut self, place: Place, session: &mut DecodeSession) {
+    fn beat(&mut self, session: &mut DecodeSession) {
         let now = self.instant(self.now);
         let Some(inbound) = &mut session.inbound else { return };
         let next = inbound.beat(now, session.outbox.is_empty());
-        self.answer(place, session);
+        self.answer(session);
         if let Some(at) = next {
             self.set_decode_timer(session, self.micros(at));
         }

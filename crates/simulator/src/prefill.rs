@@ -159,13 +159,16 @@ impl World {
     /// When a handoff with this deadline has ended, whatever its session was doing: connecting, or winding up and telling the
     /// peer so.
     fn bound(&self, deadline: Micros) -> Micros {
-        deadline + 2 * self.handshake() + FAREWELL + SLACK
+        deadline + self.handshake() + FAREWELL + SLACK
     }
 
     /// Queues the first op; a session that has ended is replaced.
     fn begin(&mut self, place: Place, decode: Place, peer: WorkerId, core: &Arc<Core>) -> Result<Line, TransferError> {
         let open = self.prefills[place].sessions.get(&peer).is_some_and(|s| s.line.closed().is_none());
         if !open {
+            if let Some(mut before) = self.prefills[place].sessions.remove(&peer) {
+                self.leave(&mut before);
+            }
             let kind = if self.random.chance(500) { TransportKind::Shm } else { TransportKind::Tcp };
             let connection = self.connect(place, decode, peer, kind);
             let session = self.new_session(place, decode, peer, kind, connection);

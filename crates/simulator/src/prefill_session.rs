@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
 use baton_transfer::protocol::{Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Parties, Pools};
 use baton_transfer::{Segment, TransferError, TransportKind};
@@ -30,11 +31,9 @@ enum Phase {
         until: Micros,
         error: TransferError,
     },
-    /// Another connection tells the peer that its pool is not mapped here any more, until then.
+    /// Another connection tells the peer that its pool is not mapped here any more, for as long as that takes.
     Excusing {
-        until: Micros,
         hello_seen: bool,
-        error: TransferError,
     },
     Over,
 }
@@ -157,7 +156,7 @@ impl World {
                 self.flush_prefill(place, &mut session)?;
                 let done = session.outbox.is_empty() || until <= self.now;
                 if done {
-                    self.hang_up(place, &mut session, error);
+                    self.hang_up(place, &mut session, &error);
                 }
                 Ok(())
             }
@@ -196,7 +195,8 @@ impl World {
         self.receive(session);
         let fingerprint = geometry(1).layout.fingerprint();
         let (until, seen) = match &mut session.phase {
-            Phase::Greeting { until, hello_seen } | Phase::Excusing { until, hello_seen, .. } => (*until, hello_seen),
+            Phase::Greeting { until, hello_seen } => (*until, hello_seen),
+            Phase::Excusing { hello_seen } => (Micros::MAX, hello_seen),
             _ => return Ok(()),
         };
         let cannot = |cause: String| {
@@ -224,9 +224,9 @@ impl World {
     /// An error in whatever phase.
     fn over(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) -> Result<(), Violation> {
         match session.phase.clone() {
-            Phase::Greeting { .. } => self.close(place, session, error),
-            // However the excuse went, the session is over now.
-            Phase::Excusing { error, .. } => self.close(place, session, error),
+            Phase::Greeting { .. } => self.close(session, &error),
+            // However the excuse went.
+            Phase::Excusing { .. } => self.leave(session),
             _ => {
                 let now = self.instant(self.now);
                 session.outbound.end_all(&error, now, &mut session.line);
@@ -241,17 +241,15 @@ impl World {
     }
 
     /// Closes the connection, lets go of the peer's pool, and tells the peer so if it may not know.
-    fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) {
-        self.end_connection(session);
+    fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
         session.mapped = None;
         session.copies.clear();
-        if session.kind == TransportKind::Tcp {
-            return self.close(place, session, error);
+        self.close(session, error);
+        if session.kind == TransportKind::Shm {
+            session.connection = self.connect(place, session.decode, session.peer, session.kind);
+            session.phase = Phase::Excusing { hello_seen: false };
+            self.call(place, session);
         }
-        session.connection = self.connect(place, session.decode, session.peer, session.kind);
-        let until = self.now + self.handshake();
-        session.phase = Phase::Excusing { until, hello_seen: false, error };
-        self.call(place, session);
     }
 
     fn end_connection(&mut self, session: &PrefillSession) {
@@ -262,10 +260,8 @@ impl World {
         }
     }
 
-    /// The last thing: from now on another session may be opened.
-    fn close(&mut self, _: Place, session: &mut PrefillSession, error: TransferError) {
-        self.end_connection(session);
-        session.phase = Phase::Over;
+    /// From now on another session may be opened.
+    fn close(&mut self, session: &mut PrefillSession, error: &TransferError) {
         let (ops, aborts) = session.line.close(error.clone());
         for op in ops {
             if let baton_transfer::protocol::Op::Complete { done, .. } = op {
@@ -273,18 +269,19 @@ impl World {
             }
         }
         drop(aborts);
+        self.leave(session);
+    }
+
+    /// The last thing, also before another session to the same worker.
+    pub(crate) fn leave(&mut self, session: &mut PrefillSession) {
+        self.end_connection(session);
+        session.phase = Phase::Over;
     }
 
     /// An open session's turn.
     fn work(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
         let now = self.instant(self.now);
-        for (epoch, quiet) in session.line.take_aborts() {
-            session.outbound.abort(epoch, quiet, now, &mut session.line);
-        }
-        self.carry_out(session);
-        let deadlines = !self.broken(Sabotage::IgnoreDeadlines);
-        let due = if deadlines { session.outbound.expire(now, &mut session.line) } else { None };
-        self.carry_out(session);
+        let due = self.look(place, session);
         while self.copy_some(place, session)? {
             if self.random.chance(300) {
                 self.wake_prefill(place, session.peer);
@@ -298,6 +295,24 @@ impl World {
             self.set_prefill_timer(place, session, self.micros(at));
         }
         self.read(place, session)
+    }
+
+    /// At what was given up, begins, or is over; answers when the next handoff is. What its owners do on other threads may
+    /// come right after this look and before the next step.
+    fn look(&mut self, place: Place, session: &mut PrefillSession) -> Option<Instant> {
+        if self.random.chance(100) {
+            self.wake_prefill(place, session.peer);
+            return None;
+        }
+        let now = self.instant(self.now);
+        for (epoch, quiet) in session.line.take_aborts() {
+            session.outbound.abort(epoch, quiet, now, &mut session.line);
+        }
+        self.carry_out(session);
+        let deadlines = !self.broken(Sabotage::IgnoreDeadlines);
+        let due = if deadlines { session.outbound.expire(now, &mut session.line) } else { None };
+        self.carry_out(session);
+        due
     }
 
     fn read(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
@@ -346,7 +361,8 @@ impl World {
 
     /// A copy, a batch, or an op. False when nothing can be done now.
     fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
-        if let Some(copy) = session.copies.pop_front() {
+        let early = self.broken(Sabotage::CompleteEarly) && self.random.chance(900);
+        if !early && let Some(copy) = session.copies.pop_front() {
             self.copy(place, session, copy).map_err(Stop::Broken)?;
             if session.copies.is_empty() {
                 session.notice.take().into_iter().for_each(|notice| session.outbox.push(&notice));
@@ -366,7 +382,7 @@ impl World {
             self.submit_batch(session, &batch);
             return Ok(true);
         }
-        let more = session.outbound.next_op(&mut session.line);
+        let more = session.outbound.next_op(now, &mut session.line);
         self.carry_out(session);
         Ok(more)
     }

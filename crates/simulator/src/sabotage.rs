@@ -1,54 +1,65 @@
 //! Ways to break the rules, to show that the checkers see it. Only the simulated shells misbehave; the code under test stays
-//! as it is.
+//! as it is, but for the benchmark's switch that turns verification off.
 
 /// One rule broken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sabotage {
-    /// The decode worker frees blocks as soon as it has asked for a fence (I3).
+    /// The decode worker compares no digests.
+    SkipVerify,
+    /// The decode worker frees blocks as soon as it has asked for a fence.
     FreeBeforeFenced,
-    /// The decode worker frees blocks as soon as a handoff has failed (I3).
+    /// The decode worker frees blocks as soon as a handoff has failed.
     FreeOnFailed,
-    /// A closed connection is taken for the end of the peer's access to shared memory (I3).
+    /// A closed connection is taken for the end of the peer's access to shared memory.
     FreeOnLost,
-    /// The prefill worker goes on copying after it was told to stop and said so (I3).
+    /// The prefill worker goes on copying after it was told to stop and said so.
     IgnoreCancel,
-    /// The prefill worker frees local blocks when its last write is queued (I3).
+    /// The prefill worker frees local blocks when its last write is queued.
     FreeLocalEarly,
-    /// The prefill worker says that blocks are copied before they are (I2).
+    /// The prefill worker says that blocks are copied, and completes, before they are.
     CompleteEarly,
-    /// The decode worker drops what its sessions say of fences (I5).
-    LoseFences,
-    /// Nobody looks for leases that have run out (I5).
+    /// Nobody looks for leases that have run out.
     IgnoreLeases,
-    /// Nobody looks for deadlines that have passed (I5).
+    /// Nobody looks for deadlines that have passed.
     IgnoreDeadlines,
-    /// The decode worker forgets blocks of reservations it takes back (I6).
+    /// The decode worker does not pass on to its sessions what is to be fenced.
+    LoseFences,
+    /// The decode worker forgets blocks of reservations it takes back.
     LeakOnCancel,
+    /// The decode worker says that a handoff is verified before it has looked.
+    AckEarly,
+    /// The decode worker is told twice what is verified.
+    AnnounceTwice,
 }
 
 impl Sabotage {
     /// Every one.
-    pub const ALL: [Sabotage; 10] = [
+    pub const ALL: [Sabotage; 13] = [
+        Sabotage::SkipVerify,
         Sabotage::FreeBeforeFenced,
         Sabotage::FreeOnFailed,
         Sabotage::FreeOnLost,
         Sabotage::IgnoreCancel,
         Sabotage::FreeLocalEarly,
         Sabotage::CompleteEarly,
-        Sabotage::LoseFences,
         Sabotage::IgnoreLeases,
         Sabotage::IgnoreDeadlines,
+        Sabotage::LoseFences,
         Sabotage::LeakOnCancel,
+        Sabotage::AckEarly,
+        Sabotage::AnnounceTwice,
     ];
 
-    /// The invariant it breaks.
+    /// What it breaks: the checker that must notice.
     pub fn breaks(self) -> &'static str {
         use Sabotage::*;
         match self {
-            FreeBeforeFenced | FreeOnFailed | FreeOnLost | IgnoreCancel | FreeLocalEarly => "I3",
-            CompleteEarly => "I3",
-            LoseFences | LeakOnCancel => "I6",
+            SkipVerify => "I2",
+            FreeBeforeFenced | FreeOnFailed | FreeOnLost | IgnoreCancel | FreeLocalEarly | CompleteEarly => "I3",
             IgnoreLeases | IgnoreDeadlines => "I5",
+            LoseFences | LeakOnCancel => "I6",
+            AckEarly => "agreement",
+            AnnounceTwice => "reported once",
         }
     }
 }

@@ -222,10 +222,8 @@ impl World {
             down: Stream::new(room),
         };
         self.lines.insert(line, connection);
-        let until = self.now + self.handshake();
-        self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind, until));
+        self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind));
         self.wake_decode(line);
-        self.events.plan(until, Event::DecodeTurn { line });
         line
     }
 

@@ -84,6 +84,7 @@ fn child() {
         "alert decode" => decode(alert()),
         "idle shm" => idle(TransportChoice::Shm),
         "idle tcp" => idle(TransportChoice::Tcp),
+        "idle ucx" => idle(TransportChoice::Ucx),
         "prefill shm" => prefill(TransportChoice::Shm),
         "prefill tcp" => prefill(TransportChoice::Tcp),
         "prefill ucx" => prefill(TransportChoice::Ucx),

@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use super::*;
 use crate::FenceState;
 use crate::descriptor::Descriptor;
-use crate::wire::{Frame, Hello, WriteHead};
+use crate::wire::{Frame, Hello, PREFIX, WriteHead};
 
 for_each_transport![
     a_changed_byte_is_caught,
@@ -22,6 +22,7 @@ for_each_transport![
     a_handoff_without_end_misses_its_deadline,
     a_crashed_session_is_over_once_it_has_unmapped,
     a_session_the_receiver_ends_gives_back,
+    a_frame_that_changed_on_its_way_ends_the_session,
     a_dropped_sender_reports_and_gives_back,
 ];
 
@@ -56,13 +57,7 @@ fn a_changed_byte_is_caught(choice: TransportChoice) {
     decode.expect_verified(2);
 }
 
-/// Flips a bit of the blocks that a batch is about to move, after their digest was taken.
-struct FlippingAny {
-    inner: Box<dyn Transport>,
-    flip: Arc<Flip>,
-}
-
-/// Which bit of which batch, and where it was.
+/// Which bit of which batch is flipped on its way.
 #[derive(Default)]
 struct Flip {
     pool: std::sync::OnceLock<Arc<Segment>>,
@@ -84,29 +79,17 @@ impl Flip {
     }
 }
 
-impl Transport for FlippingAny {
-    fn kind(&self) -> TransportKind {
-        self.inner.kind()
-    }
-    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
-        self.flip.at(&batch);
-        self.inner.submit(batch, link)
-    }
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        self.inner.poll(link)
-    }
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(link)
-    }
-}
-
 fn a_flipped_bit_is_caught_wherever_it_is(choice: TransportChoice) {
     // I2
     use std::sync::atomic::Ordering::Relaxed;
     let decode = Decode::new(large(), 1);
     let flip = Arc::new(Flip::default());
     let in_wrap = flip.clone();
-    let wrap = wrapped(move |inner| FlippingAny { inner, flip: in_wrap.clone() });
+    let wrap = wrapped(move |inner| {
+        let flip = in_wrap.clone();
+        // Their digest was taken before.
+        Altered { inner, alter: move |batch: &mut Batch| flip.at(batch) }
+    });
     let prefill = Prefill::faulty(large(), 2, choice, wrap);
     assert!(flip.pool.set(prefill.pool.clone()).is_ok());
     for round in 0..24u64 {
@@ -383,10 +366,11 @@ fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
     assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
 }
 
-/// Says something senseless at its third batch.
+/// Says something else at its third batch.
 struct Babbling {
     inner: Box<dyn Transport>,
     batches: usize,
+    words: Vec<u8>,
 }
 
 impl Transport for Babbling {
@@ -396,7 +380,7 @@ impl Transport for Babbling {
     fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
         self.batches += 1;
         if self.batches == 3 {
-            link.push_bytes(vec![0xff; 64]);
+            link.push_bytes(self.words.clone());
         }
         self.inner.submit(batch, link)
     }
@@ -411,15 +395,34 @@ impl Transport for Babbling {
     }
 }
 
-fn a_session_the_receiver_ends_gives_back(choice: TransportChoice) {
+/// What the receiver makes of it when a sender says this.
+fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
     let decode = Decode::new(large(), 1);
-    let babble = wrapped(|inner| Babbling { inner, batches: 0 });
+    let babble = wrapped(move |inner| Babbling { inner, batches: 0, words: words.clone() });
     let prefill = Prefill::faulty(large(), 2, choice, babble);
     let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
-    assert!(matches!(decode.expect_failed(1), TransferError::Protocol { .. }));
+    let error = decode.expect_failed(1);
     // The sender's process lives on and has nothing more to send; its blocks come back all the same.
     decode.expect_fenced(1);
     assert!(matches!(outcome.wait(), Err(TransferError::PeerLost { .. })));
+    (error, decode)
+}
+
+fn a_session_the_receiver_ends_gives_back(choice: TransportChoice) {
+    let (error, decode) = babble(choice, Frame::Welcome { blocks: vec![] }.encode());
+    assert!(matches!(error, TransferError::Protocol { .. }), "{error}");
+    assert_eq!(decode.receiver.stats().verify_failures, 0);
+}
+
+fn a_frame_that_changed_on_its_way_ends_the_session(choice: TransportChoice) {
+    // I2: in the length, in the kind, in the check, in the body.
+    for at in [0, 2, 4, 8, PREFIX] {
+        let mut words = Frame::Abort { epoch: Epoch(7) }.encode();
+        words[at] ^= 1;
+        let (error, decode) = babble(choice, words);
+        assert!(matches!(error, TransferError::Corrupt { .. }), "byte {at}: {error}");
+        assert_eq!(decode.receiver.stats().verify_failures, 1);
+    }
 }
 
 fn a_dropped_sender_reports_and_gives_back(choice: TransportChoice) {

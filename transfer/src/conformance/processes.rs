@@ -13,6 +13,7 @@ for_each_transport![
     a_silent_decode_worker_is_noticed,
     an_idle_writer_is_not_silent,
     a_stopped_decode_worker_completes_nothing,
+    a_stopped_decode_worker_learns_late_that_it_is_let_go_of,
     a_decode_worker_that_never_grants_is_given_up,
     a_writer_does_not_wait_for_a_stopped_decode_worker,
 ];
@@ -78,7 +79,7 @@ fn a_silent_prefill_worker_is_noticed(choice: TransportChoice) {
     child.freeze();
     let error = decode.expect_failed(1);
     assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
-    if choice == TransportChoice::Shm {
+    if choice != TransportChoice::Tcp {
         // I3: it may wake up and go on copying, so its blocks stay aside until it has said that it stopped.
         assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
         assert!(matches!(decode.try_reserve(2, &blocks(1), PATIENCE), Err(TransferError::Lent { .. })));
@@ -167,6 +168,33 @@ fn a_stopped_decode_worker_completes_nothing(choice: TransportChoice) {
         assert!(lost && matches!(error, TransferError::PeerLost { .. }), "{error}");
     }
     assert_eq!(child.hear(), "verified");
+}
+
+fn a_stopped_decode_worker_learns_late_that_it_is_let_go_of(choice: TransportChoice) {
+    let mut child = Process::start("decode");
+    let (reached, is_reached) = mpsc::channel();
+    let (go, may_go) = mpsc::channel();
+    let may_go = Arc::new(std::sync::Mutex::new(may_go));
+    let crash = watched(move |batch| {
+        if batch == 2 {
+            reached.send(()).unwrap();
+            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+            panic!("a defect in a transport");
+        }
+    });
+    let prefill = Prefill::faulty(large(), 2, choice, crash);
+    child.say("8");
+    let outcome = prefill.send(&hex::decode(&child.hear()).unwrap(), 0);
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    child.freeze();
+    go.send(()).unwrap();
+    // Told at once: nobody waits for the decode worker.
+    assert!(matches!(outcome.wait(), Err(TransferError::Os { .. })));
+    child.thaw();
+    assert!(child.hear().starts_with("failed"));
+    // I6: it has its blocks back, though nobody has anything new for it.
+    child.say("8");
+    assert!(!child.hear().is_empty());
 }
 
 /// A queue of a few blocks, and little patience with it.

@@ -158,10 +158,10 @@ impl Hub {
     }
 
     /// Names a session's peer. A worker opens a new session only after its last one has stopped writing, so earlier
-    /// ones of the same worker are over.
+    /// ones of the same worker are over; not those that came later, should this one's thread be late.
     pub(crate) fn introduce(&self, session: SessionId, worker: WorkerId) {
         let mut sessions = lock(&self.sessions);
-        for member in sessions.values().filter(|m| m.worker == Some(worker)) {
+        for (_, member) in sessions.iter().filter(|(id, m)| **id < session && m.worker == Some(worker)) {
             member.mail.superseded.store(true, Ordering::Release);
             member.mail.wake.ring();
         }

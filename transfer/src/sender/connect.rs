@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_types::{PoolGeometry, WorkerId};
@@ -25,6 +26,9 @@ use crate::{shm, tcp};
 #[cfg(test)]
 pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
+/// How long a worker that does not move is waited for, to tell it that its pool is let go of. Nothing else waits meanwhile.
+const EXCUSE: Duration = Duration::from_secs(3600);
+
 /// How long a worker that UCX has failed to reach is written to over TCP.
 const UCX_PAUSE: Duration = Duration::from_secs(60);
 
@@ -46,6 +50,8 @@ pub(crate) struct Config {
 pub(crate) struct Plan {
     pub config: Arc<Config>,
     pub target: Descriptor,
+    /// The last session to the same worker, told to end; until it has, the next one may not begin.
+    pub before: Option<JoinHandle<()>>,
 }
 
 /// A session after its handshake.
@@ -173,9 +179,10 @@ impl Plan {
 
     /// After a session over a unix socket has ended without the peer's leave: tells the peer, by another session that ends
     /// at once, that its pool is not written to from here any more. Otherwise it would keep the blocks aside until this process
-    /// ends or has something new for it (I3).
+    /// ends or has something new for it (I3). A peer that stands still is told when it moves again; a new session to it
+    /// stops this one, and says as much.
     pub(crate) fn excuse(&self, queue: &Queue) -> Result<(), TransferError> {
-        let until = Instant::now() + self.config.options.limits.handshake;
+        let until = Instant::now() + EXCUSE;
         self.connect_unix(queue, false, until).map(drop)
     }
 

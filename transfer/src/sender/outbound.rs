@@ -195,14 +195,18 @@ impl Outbound {
         self.effects.push(Effect::Hush(quiet));
     }
 
-    /// Takes up handoffs that begin, whatever is being copied, so that the time of each is watched; ends those whose time is
-    /// over; answers when the next one's is.
-    pub fn expire(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
+    /// Asks access for handoffs that begin, whatever is being copied, so that the time of each is watched.
+    fn take_up(&mut self, now: Instant, line: &mut Line) {
         while let Some(core) = line.next_begin() {
             let (epoch, key) = (core.epoch, core.key);
             self.active.insert(epoch, Active::new(core, now));
             self.say(Frame::Begin { epoch, key });
         }
+    }
+
+    /// Takes up handoffs that begin; ends those whose time is over; answers when the next one's is.
+    pub fn expire(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
+        self.take_up(now, line);
         let (patience, heard) = (self.patience, self.heard);
         let late = self.active.values().filter(|a| a.is_running() && a.due(&patience, heard) <= now);
         for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, &patience))).collect::<Vec<_>>() {
@@ -246,7 +250,9 @@ impl Outbound {
 
     /// Takes up the next op, in order: one whose handoff waits for access holds back the rest, since all wait for the same
     /// peer. False when there is none to take up now.
-    pub fn next_op(&mut self, line: &mut Line) -> bool {
+    pub fn next_op(&mut self, now: Instant, line: &mut Line) -> bool {
+        // Their first ops may be here already.
+        self.take_up(now, line);
         let active = &self.active;
         let ready = |op: &Op| active.get(&op.epoch()).is_none_or(|active| active.state != State::Reserved);
         let Some(op) = line.next_if(ready) else { return false };

@@ -30,7 +30,8 @@ const BATCHES: usize = 4;
 const FAREWELL: Duration = Duration::from_millis(500);
 
 /// Connects and serves until the connection or the sender ends.
-pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
+pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
+    plan.before.take().into_iter().for_each(|before| drop(before.join()));
     let panicked = TransferError::os("serve a decode worker", "its thread panicked");
     let mut end = End { queue: queue.clone(), error: panicked, idle: false };
     let plan = Arc::new(plan);
@@ -51,16 +52,15 @@ pub(crate) fn run(plan: Plan, queue: Arc<Queue>) {
     if let Ok(error) = served {
         end.error = error;
     }
-    if near
-        && end.error != TransferError::Closed
-        && let Err(error) = plan.excuse(&queue)
-    {
+    let excused = near && end.error != TransferError::Closed;
+    drop(end);
+    if excused && let Err(error) = plan.excuse(&queue) {
         tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");
     }
 }
 
-/// Closes the queue as the very last thing, also in a panic: when the connection is closed and the peer's pool unmapped.
-/// Only then may another session be opened to the same worker, which takes that as this one's end.
+/// Closes the queue, also in a panic, once the connection is closed and the peer's pool unmapped: only then may another
+/// session be opened to the same worker, which takes that as this one's end.
 struct End {
     queue: Arc<Queue>,
     error: TransferError,
@@ -237,7 +237,7 @@ impl Session {
             transport.submit(batch, &mut self.link)?;
             return Ok(true);
         }
-        Ok(self.with(|outbound, line| outbound.next_op(line)))
+        Ok(self.with(|outbound, line| outbound.next_op(now, line)))
     }
 
     /// Ends every handoff, telling the peer as far as it still listens. Waits a moment until it has read that: closed
