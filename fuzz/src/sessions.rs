@@ -10,7 +10,7 @@ use baton_transfer::protocol::{
     Quiet, Refusal, Target, WriteHead, parse_body,
 };
 use baton_transfer::{Limits, ReceiverEvent, Segment, TransferError, TransportKind};
-use baton_types::{BlockId, Epoch, WorkerId};
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
 
 use crate::{blocks, geometry, signature, target};
 
@@ -54,11 +54,27 @@ pub(crate) fn frames_to_decode() -> Vec<Frame> {
         write(1, 0, 20, vec![0]),
         write(1, 1, 20, vec![0]),
         write(1, 2, 20, vec![0]),
-        Frame::Complete { epoch, writes: 7, digests: vec![vec![1, 2], vec![3]], tail: b"tail".to_vec() },
+        Frame::Complete {
+            epoch,
+            writes: 7,
+            digests: vec![vec![digest(0); 2], vec![digest(1)]],
+            tail: b"tail".to_vec(),
+        },
         Frame::Begin { epoch: Epoch(2), key: 8 },
         Frame::Abort { epoch: Epoch(2) },
         Frame::FenceAck { epoch: Epoch(3) },
     ]
+}
+
+/// What every payload is made of.
+const FILL: u8 = 0x5a;
+
+/// Of a block of a group, all of whose layers were filled.
+fn digest(group: usize) -> u64 {
+    let layout = geometry().layout;
+    let bytes = vec![FILL; layout.block_bytes(group)];
+    let layers = 0..layout.groups[group].layers.len();
+    layers.fold(0, |sum, layer| sum.wrapping_add(digest_block(&bytes, layout.first_lane(group, layer))))
 }
 
 /// One of every kind that a prefill worker gets.
@@ -104,7 +120,7 @@ pub(crate) fn prefill_seeds() -> Vec<Vec<u8>> {
 }
 
 /// A decode worker with two reservations, (1, key 7) and (2, key 8). Whatever the peer says, each ends once, no byte goes
-/// elsewhere, and nothing is verified that it has not really sent.
+/// elsewhere, and what is verified over TCP has arrived whole.
 pub(crate) fn decode(input: &[u8]) -> u64 {
     let Some((&first, input)) = input.split_first() else { return 0 };
     let kind = if first % 2 == 0 { TransportKind::Tcp } else { TransportKind::Shm };
@@ -131,7 +147,7 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
                     // I3: only blocks 0 to 3 of group 0, 0 and 2 of group 1 are lent, in whichever layer.
                     assert!(lent(&geometry, offset, len), "{len} bytes at {offset}");
                     // SAFETY: nobody else has the pool.
-                    unsafe { pool.write(offset, &vec![0x5a; len]) };
+                    unsafe { pool.write(offset, &vec![FILL; len]) };
                     len
                 }
             };
@@ -146,22 +162,46 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
             outcome.push(format!("{answer:?}"));
         }
     }
-    let error = TransferError::Closed;
-    session.lost(&mut ledger, &error);
-    session.severed(&mut ledger, &error);
-    assert!(!session.holds_any(&ledger));
-    let mut ends = [0; 2];
-    while let Some(event) = ledger.next_event() {
-        if let ReceiverEvent::Verified { epoch, .. } | ReceiverEvent::Failed { epoch, .. } = &event {
-            ends[epoch.0 as usize - 1] += 1;
-        }
-        outcome.push(format!("{event:?}"));
-    }
-    assert!(ends.iter().all(|n| *n <= 1), "{outcome:?}");
+    end(&mut session, &mut ledger, &pool, kind, &mut outcome);
     signature(&outcome)
 }
 
-fn lent(geometry: &baton_types::PoolGeometry, offset: usize, len: usize) -> bool {
+/// The connection and the peer are gone: every reservation has ended at most once, and none is held any more.
+fn end(session: &mut Inbound, ledger: &mut Ledger, pool: &Segment, kind: TransportKind, outcome: &mut Vec<String>) {
+    let error = TransferError::Closed;
+    session.lost(ledger, &error);
+    session.severed(ledger, &error);
+    let mut ends = [0; 2];
+    while let Some(event) = ledger.next_event() {
+        outcome.push(format!("{event:?}"));
+        match event {
+            ReceiverEvent::Verified { epoch, .. } => {
+                ends[epoch.0 as usize - 1] += 1;
+                ledger.release(epoch);
+                let first = (epoch.0 as u32 - 1) * 2;
+                let arrived = kind != TransportKind::Tcp || is_filled(pool, &blocks(first..first + 2));
+                assert!(arrived, "{outcome:?}"); // I2
+            }
+            ReceiverEvent::Failed { epoch, .. } => ends[epoch.0 as usize - 1] += 1,
+            ReceiverEvent::Fenced { .. } => {}
+        }
+    }
+    assert!(ends.iter().all(|n| *n <= 1), "{outcome:?}");
+    assert!(!session.holds_any(ledger));
+}
+
+fn is_filled(pool: &Segment, blocks: &[Vec<BlockId>]) -> bool {
+    let geometry = &geometry();
+    blocks.iter().enumerate().all(|(group, list)| {
+        let layers = 0..geometry.layout.groups[group].layers.len();
+        let mut ranges =
+            layers.flat_map(|layer| list.iter().map(move |block| geometry.block_range(group, layer, *block)));
+        // SAFETY: nobody else has the pool.
+        ranges.all(|range| unsafe { pool.read(range.start, range.len()) }.iter().all(|byte| *byte == FILL))
+    })
+}
+
+fn lent(geometry: &PoolGeometry, offset: usize, len: usize) -> bool {
     let inside = |group: usize, block: u32| {
         (0..geometry.layout.groups[group].layers.len()).any(|layer| {
             let range = geometry.block_range(group, layer, BlockId(block));
@@ -209,7 +249,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
             if let Ok(Some(batch)) = &batch {
                 assert!(batch.writes.iter().all(|write| (write.index as usize) < 2));
             }
-            let more = matches!(batch, Ok(Some(_))) || session.next_op(&mut line);
+            let more = matches!(batch, Ok(Some(_))) || session.next_op(start, &mut line);
             session.flushed(Vec::new());
             outcome.extend(carry_out(&mut session));
             if !more {

@@ -75,3 +75,17 @@ fn the_tests_named_for_each_invariant_exist() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// The image is built from what its file names, and cargo wants every member.
+#[test]
+fn the_image_is_built_from_every_crate() -> anyhow::Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace")?;
+    let text = std::fs::read_to_string(root.join("deploy/Containerfile"))?;
+    let copied: BTreeSet<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("COPY ")?.split(' ').next()).collect();
+    for path in from_cargo(root)?.keys() {
+        let top = path.split('/').next().unwrap_or(path);
+        ensure!(copied.contains(top), "deploy/Containerfile does not copy {top}, and {path} is in the workspace");
+    }
+    Ok(())
+}
