@@ -165,11 +165,25 @@ struct Walk {
         second[0] = low.z, second[1] = high.z, second[2] = low.w, second[3] = high.w;
     }
 
-    /// Folds in slots base..base + 16, of which some row of the warp sees those from `from` to before `to`. `base` is a multiple of 16.
-    __device__ void fold(u32 base, u32 from, u32 to) {
+    /// Folds in sixteen slots from `first` on, and from every `step` further, a multiple of 16 both, of which some row of the warp sees
+    /// those from `from` to before `to`. AHEAD: a block's number is asked for a turn before, so that no load of K waits for it, for a
+    /// register.
+    template <bool AHEAD>
+    __device__ void run(u32 first, u32 step, u32 from, u32 to) {
+        u32 block = AHEAD && first < to ? table[first / p.planes.block_size] : 0;
+        for (u32 base = first; base < to; base += step) {
+            if (!AHEAD) block = table[base / p.planes.block_size];
+            u32 next = AHEAD && base + step < to ? table[(base + step) / p.planes.block_size] : 0;
+            fold(base, block, from, to);
+            block = next;
+        }
+    }
+
+    /// Folds in slots base..base + 16, which lie in `block`.
+    __device__ void fold(u32 base, u32 block, u32 from, u32 to) {
         u32 g = lane() / 4, t = lane() % 4, dim = p.planes.head_dim, bytes = kv_row_bytes(T, dim);
         u32 slot = base % p.planes.block_size;
-        const u8* keys = p.planes.base + table[base / p.planes.block_size] * p.planes.block + kv_head * p.planes.head;
+        const u8* keys = p.planes.base + block * p.planes.block + kv_head * p.planes.head;
         const u8* values = keys + p.planes.value;
         float score[2][4] = {};
 #pragma unroll

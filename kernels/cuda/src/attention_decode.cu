@@ -94,7 +94,7 @@ __device__ inline void attention_decode(const AttentionDecode& p) {
     if (Walk<T, DIM>::Q_SHARED) __syncthreads();
     // Which warp takes which sixteen slots is counted from position 0 too.
     u32 first = from / 16 + (warp + DECODE_WARPS - from / 16 % DECODE_WARPS) % DECODE_WARPS;
-    for (u32 base = first * 16; base < to; base += DECODE_WARPS * 16) walk.fold(base, from, to);
+    walk.template run<(DIM <= 128)>(first * 16, DECODE_WARPS * 16, from, to);
     walk.finish();
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {

@@ -50,7 +50,7 @@ __device__ inline void attention_prefill(const Attention& p) {
     // A lane reads only the words of q that it wrote itself.
     walk.begin(at, 0, 1);
     u32 from = first_visible(tile.position + first / group, p.window), to = tile.position + last / group + 1;
-    for (u32 base = from / 16 * 16; base < to; base += 16) walk.fold(base, from, to);
+    walk.template run<false>(from / 16 * 16, 16, from, to);
     walk.finish();
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
