@@ -1,4 +1,5 @@
-// The gated activation and the embedding.
+// The gated activation, the addition and the embedding.
+#include "add.cu"
 #include "embed.cu"
 #include "gate_mul.cu"
 
@@ -46,6 +47,20 @@ TEST(gate_mul_of_large_values_saturates) {
         Array up = Array::of(Element::F32, 8, [](u64) { return 1.0; }), out(Element::F32, 8);
         run(baton_gate_mul, GateMul{gate.data(), up.data(), out.data(), Element::F32, act, 1, 8, 8, 8, 8});
         for (u64 i = 0; i < 8; i++) CHECK(out[i] == (i % 2 ? 0.0 : 1e4), "element %llu is %g", i, out[i]);
+    }
+}
+
+TEST(add_adds) {
+    Random random{41};
+    for (u64 elements : {0ull, 8ull, 2040ull, 2048ull, 2056ull}) {
+        for (Element type : {Element::F32, Element::Bf16}) {
+            Array x = normals(type, elements, random), before = x, y = normals(Element::Bf16, elements, random);
+            run(baton_add, Add{x.data(), y.data(), elements, type, Element::Bf16});
+            for (u64 i = 0; i < elements; i++) {
+                double want = before[i] + y[i];
+                CHECK_NEAR(x[i], want, std::fabs(want) * rounding(type) * 1.001, "element %llu of %llu", i, elements);
+            }
+        }
     }
 }
 
