@@ -93,6 +93,10 @@ struct Widened {
     v: *mut f32,
 }
 
+/// K and V of 16 slots, aligned so that no load of a wide vector straddles two cache lines.
+#[repr(C, align(64))]
+struct Memory([[f32; MAX_DIM * SLOTS]; 2]);
+
 /// Parameters of 16 rows, widened.
 type Parameters = [f32; MAX_PARAMETERS * SLOTS];
 
@@ -181,7 +185,7 @@ unsafe fn take<S: Codes>(task: &Task<'_>, tiles: &[Tile], base: usize, slots: &S
 #[inline(always)]
 unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
     let (dim, width) = (task.planes.head_dim, task.group * task.planes.head_dim);
-    let mut memory = std::mem::MaybeUninit::<[[f32; MAX_DIM * SLOTS]; 2]>::uninit();
+    let mut memory = std::mem::MaybeUninit::<Memory>::uninit();
     let k = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: the second half of the array just made; `load_slots` fills `dim * 16` elements of each before they are read.
     let widened = Widened { k, v: unsafe { k.add(MAX_DIM * SLOTS) } };
