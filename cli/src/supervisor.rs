@@ -296,6 +296,7 @@ fn member(address: SocketAddr) -> Member {
         model: String::new(),
         layout: 0,
         block_size: 0,
+        window_tokens: 0,
         blocks: 0,
         context_tokens: 0,
         draining: false,

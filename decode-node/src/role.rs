@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence};
+use baton_engine::{Aborted, BlockTable, Engine, Event, HOLE, NewSequence};
 use baton_runtime::metrics as names;
 use baton_transfer::{FenceState, Receiver, ReceiverEvent, TransferError, Wanted};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
@@ -78,7 +78,10 @@ impl DecodeRole {
         let tables = engine.tables(seq).unwrap_or_default();
         // I3: the blocks before are shared with others, and nobody is told to write to them.
         let from = engine.lent_from(seq).unwrap_or(0);
-        let lent = |t: &BlockTable| t.blocks().get(from as usize..).unwrap_or_default().to_vec();
+        // What the next token does not see does not travel.
+        let here =
+            |blocks: &[BlockId]| -> Vec<BlockId> { blocks.iter().copied().filter(|block| *block != HOLE).collect() };
+        let lent = |t: &BlockTable| here(t.blocks().get(from as usize..).unwrap_or_default());
         let blocks: Vec<Vec<BlockId>> = tables.iter().map(lent).collect();
         let tokens = tables.first().map_or(0, |t| t.tokens());
         let epoch = Epoch(self.next_epoch);

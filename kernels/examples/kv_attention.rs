@@ -62,7 +62,7 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 impl Bench {
     fn new(dtype: KvDtype, heads: usize, kv_heads: usize, dim: usize) -> Result<Bench, KernelError> {
         let (kv, layers) = (kv_heads as u32, (0..LAYERS).collect());
-        let group = KvGroup { layers, planes: 2, kv_heads: kv, head_dim: dim as u32, window: None };
+        let group = KvGroup { layers, planes: 2, kv_heads: kv, head_dim: dim as u32, window: None, sinks: 0 };
         let layout = KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size: 16, groups: vec![group] };
         let count = layout.blocks_for(CONTEXT);
         let bytes = layout.block_bytes(0) * count;

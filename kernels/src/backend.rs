@@ -56,6 +56,8 @@ pub struct Span {
     pub start: usize,
     /// First entry of its block table in [`Ragged::blocks`].
     pub table: usize,
+    /// Tokens between its sinks and its window whose blocks are not in the table.
+    pub hidden: usize,
 }
 
 /// Most query heads that may share one KV head.
@@ -95,10 +97,17 @@ impl Ragged {
 
     /// Adds the next `len` rows: positions `start..start + len` of a sequence with this block table.
     pub fn push(&mut self, start: usize, len: usize, table: &[BlockId]) {
+        self.push_around(start, len, (&[], table), 0);
+    }
+
+    /// The same with a table in two parts: the group's sinks, and what lies behind `hidden` tokens, whole blocks of them, that
+    /// the window of `start` has passed.
+    pub fn push_around(&mut self, start: usize, len: usize, table: (&[BlockId], &[BlockId]), hidden: usize) {
         let span = self.spans.len();
         self.tiles.extend((0..len).step_by(TILE_ROWS).map(|first| (span, first)));
-        self.spans.push(Span { row: self.rows, len, start, table: self.blocks.len() });
-        self.blocks.extend_from_slice(table);
+        self.spans.push(Span { row: self.rows, len, start, table: self.blocks.len(), hidden });
+        self.blocks.extend_from_slice(table.0);
+        self.blocks.extend_from_slice(table.1);
         self.rows += len;
     }
 
@@ -230,6 +239,10 @@ pub trait Backend: Send {
     );
     /// Rotates q `[rows, heads, head_dim]` in place and k on its way into the pool; stores k and v (`[rows, kv_heads,
     /// head_dim]`), rounded to the pool's type, at their positions' slots.
+    ///
+    /// In a group with sinks q has room for twice the rows. The second half gets the queries as the sinks see them: rotated to
+    /// where they stand within the cache, `sinks + window - 1` at most. A rotated key meets a rotated query at the difference
+    /// of their positions, so the window's keys need nothing of the kind.
     fn rope_and_store_kv(
         &mut self,
         shape: AttentionShape,
@@ -239,7 +252,7 @@ pub trait Backend: Send {
         k: &Self::Buffer,
         v: &Self::Buffer,
     );
-    /// Causal attention of every row over its sequence's KV in the pool, within the group's window.
+    /// Causal attention of every row over its sequence's KV in the pool: the group's sinks and its window.
     fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Self::Buffer, out: &mut Self::Buffer);
     /// `gate = act(gate) · up` over the first `elements`.
     fn gate_mul(&mut self, act: Gate, gate: &mut Self::Buffer, up: &Self::Buffer, elements: usize);

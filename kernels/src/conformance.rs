@@ -97,7 +97,7 @@ fn close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
 }
 
 fn geometry(dtype: KvDtype, kv_heads: u32, head_dim: u32, window: Option<u32>, block_size: u32) -> PoolGeometry {
-    let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads, head_dim, window };
+    let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads, head_dim, window, sinks: 0 };
     let layout = KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size, groups: vec![group] };
     PoolGeometry::uniform(layout, 24)
 }

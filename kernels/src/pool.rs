@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     fn pool(blocks: [u32; 2]) -> HostPool {
-        let group = |layers: Vec<u32>| KvGroup { layers, planes: 2, kv_heads: 1, head_dim: 8, window: None };
+        let group = |layers: Vec<u32>| KvGroup { layers, planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
         let groups = vec![group(vec![0, 2]), group(vec![1])];
         let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups };
         HostPool::in_memory(PoolGeometry { layout, blocks: blocks.to_vec() }).unwrap()

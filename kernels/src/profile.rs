@@ -178,23 +178,27 @@ impl<B> Profiled<B> {
 
     /// (tokens whose K and V are read at least once, pairs of a row and a token it sees)
     fn seen(&mut self, shape: AttentionShape, batch: &Ragged) -> (u64, u64) {
-        let window = self.layout.groups[shape.group].window.map_or(usize::MAX, |w| w as usize);
+        let seen = &self.layout.groups[shape.group];
+        let (window, sinks) = (seen.window.map_or(usize::MAX, |w| w as usize), seen.sinks as usize);
         self.calls += 1;
         batch.spans().iter().fold((0, 0), |(tokens, pairs), span| {
             let end = span.start + span.len;
             let first = (span.start + 1).saturating_sub(window);
-            let new = self.count(&batch.blocks()[span.table..], first..end);
-            let more: usize = (span.start..end).map(|position| (position + 1).min(window)).sum();
+            let size = self.layout.block_size as usize;
+            let table = span.table.wrapping_sub(span.hidden / size);
+            let mut new = self.count(batch.blocks(), table, first.max(sinks).min(end)..end);
+            new += self.count(batch.blocks(), span.table, 0..sinks.min(end));
+            let more: usize = (span.start..end).map(|position| (position + 1).min(window.saturating_add(sinks))).sum();
             (tokens + new, pairs + more as u64)
         })
     }
 
     /// Of these tokens of a table, those that no other sequence of this call has counted.
-    fn count(&mut self, table: &[BlockId], tokens: Range<usize>) -> u64 {
+    fn count(&mut self, blocks: &[BlockId], table: usize, tokens: Range<usize>) -> u64 {
         let size = self.layout.block_size as usize;
         let mut new = 0;
         for at in tokens.start / size..tokens.end.div_ceil(size) {
-            let block = table[at].0 as usize;
+            let block = blocks[table.wrapping_add(at)].0 as usize;
             let here = (tokens.end.min((at + 1) * size) - tokens.start.max(at * size)) as u64;
             if self.counted.len() <= block {
                 self.counted.resize(block + 1, (0, 0));

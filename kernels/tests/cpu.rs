@@ -52,7 +52,7 @@ fn a_profiled_backend_conforms_and_counts() {
 
 #[test]
 fn a_profile_counts_what_must_move_and_be_computed() {
-    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: Some(4) };
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: Some(4), sinks: 0 };
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout, 3);
     let profile = SharedProfile::default();
@@ -104,7 +104,7 @@ fn every_instruction_set_conforms() {
 
 #[test]
 fn instruction_sets_agree_to_the_bit() {
-    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None };
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout, 2);
     let product = |isa: Isa, dtype| {
@@ -134,7 +134,7 @@ fn instruction_sets_agree_to_the_bit() {
 #[test]
 fn instruction_sets_store_and_attend_alike_to_the_bit() {
     let run = |isa: Isa, dtype: KvDtype, head_dim: u32| {
-        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 2, head_dim, window: None };
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 2, head_dim, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 0, dtype, block_size: 16, groups: vec![group] };
         let factory = Cpu(CpuOptions { threads: 1, isa, pinned: false });
         let mut backend = factory.make(&PoolGeometry::uniform(layout, 3));
@@ -170,7 +170,7 @@ fn instruction_sets_store_and_attend_alike_to_the_bit() {
 
 #[test]
 fn a_weight_of_the_wrong_size_is_an_error_that_names_it() {
-    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None };
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let mut backend = Cpu(CpuOptions::default()).make(&PoolGeometry::uniform(layout, 2));
     let source = |cols, data| WeightSource {

@@ -4,11 +4,12 @@
 //! reports its end, or quarantined by an abort until it has gone quiet (I3).
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence, Step};
 use baton_runtime::metrics as names;
 use baton_transfer::{Handoff, TransferError, TransferStats};
-use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, SeqId, TokenOut};
+use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, LiveBlocks, SeqId, TokenOut};
 use baton_worker::{Accepted, Commands, Role, write_first_token};
 use metrics::{counter, histogram};
 use tokio::sync::mpsc;
@@ -139,9 +140,10 @@ impl PrefillRole {
     }
 }
 
-/// The blocks of a range of the sequence, each with its index in a reservation that begins with block `first`.
-fn pairs_of(table: &BlockTable, range: std::ops::Range<usize>, first: usize) -> Vec<(BlockId, u32)> {
-    range.filter_map(|at| Some((*table.blocks().get(at)?, (at - first) as u32))).collect()
+/// The blocks of a range of the sequence that go on living with it, each with its index in a reservation that begins with
+/// block `first`.
+fn pairs_of(table: &BlockTable, range: Range<usize>, live: LiveBlocks, first: u32) -> Vec<(BlockId, u32)> {
+    range.filter_map(|at| Some((*table.blocks().get(at)?, live.place(first, at as u32)?))).collect()
 }
 
 fn clear(engine: &mut Engine, seq: SeqId) {
@@ -204,11 +206,12 @@ impl Role for PrefillRole {
             let Some(handoff) = &open.handoff else { continue };
             let ready = row.completed_blocks(self.layout.block_size);
             let tables = engine.tables(row.seq).unwrap_or_default();
-            let wanted = handoff.first_blocks().iter().map(|first| *first as usize);
+            let groups = self.layout.groups.iter().map(|group| group.live(handoff.tokens(), self.layout.block_size));
+            let wanted = groups.zip(handoff.first_blocks());
             let pairs: Vec<_> = tables
                 .iter()
                 .zip(wanted)
-                .map(|(table, first)| pairs_of(table, ready.start.max(first)..ready.end, first))
+                .map(|(table, (live, first))| pairs_of(table, ready.clone(), live, *first))
                 .collect();
             if pairs.iter().any(|pairs| !pairs.is_empty()) {
                 self.outgoing.push(Outgoing { seq: row.seq, pairs });

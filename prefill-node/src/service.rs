@@ -7,6 +7,7 @@ use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_transfer::{Limits, Sender, SenderOptions};
+use baton_types::KvLayout;
 use baton_worker::{
     Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, kv_converter, stream_status,
 };
@@ -70,8 +71,8 @@ impl prefill_server::Prefill for PrefillNode {
             let text = format!("target is for {} tokens, the sequence has {}", handoff.tokens(), new.tokens.len());
             return Err(Status::invalid_argument(text));
         }
-        let blocks = handoff.tokens().div_ceil(self.node.geometry.layout.block_size);
-        check_reach(blocks, handoff.first_blocks(), handoff.block_counts())?;
+        let layout = &self.node.geometry.layout;
+        check_reach(layout, handoff.tokens(), handoff.first_blocks(), handoff.block_counts())?;
         Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Run {
             new: Box::new(new),
             handoff,
@@ -82,16 +83,20 @@ impl prefill_server::Prefill for PrefillNode {
     }
 }
 
-/// Per layer group, the reservation must begin within the sequence's `blocks` and go on to the last one, or the handoff could
-/// never be complete; and one without blocks is none.
-fn check_reach(blocks: u32, first: &[u32], counts: &[u32]) -> Result<(), Status> {
+/// Per layer group, the reservation must be all the blocks from some block of the sequence on that the token after the last
+/// one sees, or the handoff could never be complete; and one without blocks is none.
+fn check_reach(layout: &KvLayout, tokens: u32, first: &[u32], counts: &[u32]) -> Result<(), Status> {
     if counts.iter().all(|count| *count == 0) {
         return Err(Status::invalid_argument("target wants no block at all"));
     }
+    let blocks = tokens.div_ceil(layout.block_size);
     for (group, (first, count)) in first.iter().zip(counts).enumerate() {
-        if first.checked_add(*count) != Some(blocks) {
+        let live = layout.groups[group].live(tokens, layout.block_size);
+        let due = blocks.checked_sub(*first).map(|rest| rest - live.missing(*first, blocks));
+        if due != Some(*count) {
             let text = format!(
-                "target wants {count} blocks of layer group {group} from block {first} on; the sequence has {blocks}"
+                "target wants {count} blocks of layer group {group} from block {first} on; the sequence has {} of {blocks}",
+                due.unwrap_or(0)
             );
             return Err(Status::invalid_argument(text));
         }
@@ -123,15 +128,39 @@ impl Item for Said {
 
 #[cfg(test)]
 mod tests {
+    use baton_types::{KvDtype, KvGroup};
+
     use super::*;
 
     #[test]
     fn a_target_must_reach_from_within_the_sequence_to_its_end() {
-        for (first, counts) in [([0, 0], [7, 7]), ([6, 2], [1, 5]), ([7, 6], [0, 1])] {
-            assert!(check_reach(7, &first, &counts).is_ok(), "{first:?} {counts:?}");
+        let group = |window, sinks| KvGroup { layers: Vec::new(), planes: 2, kv_heads: 1, head_dim: 8, window, sinks };
+        let layout = |window, sinks| {
+            let groups = vec![group(None, 0), group(window, sinks)];
+            KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups }
+        };
+        // The 101st token sees a window of 32 from block 4 on.
+        let (full, window, sinks) = (layout(None, 0), layout(Some(32), 0), layout(Some(32), 16));
+        for (layout, first, counts) in [
+            (&full, [0, 0], [7, 7]),
+            (&full, [6, 2], [1, 5]),
+            (&full, [7, 6], [0, 1]),
+            (&window, [0, 0], [7, 3]),
+            (&window, [2, 5], [5, 2]),
+            (&sinks, [0, 0], [7, 4]),
+            (&sinks, [1, 1], [6, 3]),
+        ] {
+            assert!(check_reach(layout, 100, &first, &counts).is_ok(), "{first:?} {counts:?}");
         }
-        for (first, counts) in [([0, 0], [7, 6]), ([1, 0], [7, 7]), ([7, 7], [0, 0]), ([u32::MAX, 0], [8, 7])] {
-            let refused = check_reach(7, &first, &counts).unwrap_err();
+        for (layout, first, counts) in [
+            (&full, [0, 0], [7, 6]),
+            (&full, [1, 0], [7, 7]),
+            (&full, [7, 7], [0, 0]),
+            (&full, [u32::MAX, 0], [8, 7]),
+            (&window, [0, 0], [7, 7]),
+            (&sinks, [0, 0], [7, 3]),
+        ] {
+            let refused = check_reach(layout, 100, &first, &counts).unwrap_err();
             assert_eq!(refused.code(), tonic::Code::InvalidArgument, "{first:?} {counts:?}");
         }
     }

@@ -92,7 +92,7 @@ impl Front {
 
     /// Longest sequence that can be asked for now, tokens: the model's, or what its workers are set to if that is less.
     pub fn context_tokens(&self) -> u32 {
-        self.model.context_tokens().min(self.workers.capacity().context())
+        self.workers.capacity().context().unwrap_or(self.model.context_tokens())
     }
 
     /// Counts a request that was refused before any work.

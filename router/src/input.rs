@@ -129,7 +129,7 @@ impl GenerateInput {
         for prompt in self.prompts {
             let field = prompt.field();
             let ids = model.encode(prompt, self.tools.as_ref()).await?;
-            let context = model.context_tokens().min(capacity.context());
+            let context = capacity.context().unwrap_or(model.context_tokens());
             let room = Room { field, prompt: ids.len() as u32, context, n: self.n, capacity };
             let max_tokens = room.max_tokens(self.sampling.max_tokens)?;
             let constraint = wanted.as_ref().map(|wanted| wanted.constraint.clone());
@@ -222,7 +222,7 @@ impl Room {
             let wrong = format!("the context is {context} tokens, but the prompt has {prompt}; shorten it");
             return Err(RequestError::invalid(self.field, wrong).code("context_length_exceeded"));
         }
-        let pool = self.pool_share();
+        let pool = self.capacity.share(self.n);
         let Some(asked) = asked else { return Ok((context - prompt).min(pool.saturating_sub(prompt)).max(1)) };
         if u64::from(prompt) + u64::from(asked) > context.into() {
             let wrong = format!(
@@ -232,7 +232,7 @@ impl Room {
             );
             return Err(RequestError::invalid("max_tokens", wrong).code("context_length_exceeded"));
         }
-        if prompt + asked > pool {
+        if prompt.saturating_add(asked) > pool {
             let wrong = format!(
                 "n = {} answers of {prompt} + {asked} tokens do not fit the {} KV tokens of the decode workers; lower n \
                  or max_tokens",
@@ -242,11 +242,6 @@ impl Room {
             return Err(RequestError::invalid("max_tokens", wrong).code("kv_capacity_exceeded"));
         }
         Ok(asked)
-    }
-
-    /// Tokens one answer may have in the pools, prompt included.
-    fn pool_share(&self) -> u32 {
-        self.capacity.largest().min(self.capacity.total() / u64::from(self.n)).try_into().unwrap_or(u32::MAX)
     }
 }
 
@@ -306,6 +301,8 @@ mod tests {
         let too_much = Some("kv_capacity_exceeded");
         assert_eq!(code(room(10, 4, pools), Some(31)), Err(("max_tokens".into(), too_much)));
         assert_eq!(code(room(10, 4, pools), Some(30)), Ok(30));
+        assert_eq!(code(room(10, 4, pools.with_window(40)), Some(80)), Ok(80), "a window needs no more than its own");
+        assert_eq!(code(room(10, 5, pools.with_window(40)), Some(80)), Err(("max_tokens".into(), too_much)));
         assert_eq!(code(room(0, 1, pools), None), Err(("prompt".into(), None)));
     }
 

@@ -42,7 +42,7 @@ impl ServedModel {
         &self.id
     }
 
-    /// Longest sequence by the model's files, tokens; workers may be set to less.
+    /// Longest sequence by the model's files, tokens; workers may be set to another.
     pub fn context_tokens(&self) -> u32 {
         self.model.config().context_length
     }

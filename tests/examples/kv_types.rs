@@ -4,12 +4,12 @@
 //! text is Python's own language reference, as the installed Python carries it, or a file.
 
 use std::path::PathBuf;
-use std::process::Command;
 
 use anyhow::{Context, ensure};
 use baton_model::kv_layout;
 use baton_model_files::{Model, fetch};
 use baton_tests::local::{Local, Options};
+use baton_tests::perplexity::{log_probability, python_documentation};
 use baton_types::{KvDtype, SamplingParams};
 use clap::Parser;
 
@@ -39,11 +39,6 @@ fn kv_type(text: &str) -> Result<KvDtype, String> {
     KvDtype::ALL.into_iter().find(|&dtype| name(dtype) == text).ok_or(format!("one of {names}"))
 }
 
-/// Prints chapters of the language reference that are prose rather than grammar.
-const PYTHON_DOCUMENTATION: &str = "
-from pydoc_data.topics import topics
-print('\\n'.join(topics[t] for t in ('objects', 'naming', 'exceptions', 'import', 'typesseq') if t in topics))";
-
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::Quiet)?)?;
@@ -64,15 +59,6 @@ fn main() -> anyhow::Result<()> {
         println!("{}", cost.row(&model, dtype));
     }
     Ok(())
-}
-
-fn python_documentation() -> anyhow::Result<String> {
-    let output = Command::new("python3")
-        .args(["-c", PYTHON_DOCUMENTATION])
-        .output()
-        .context("running python3 for its documentation; or give a file with --text")?;
-    ensure!(output.status.success(), "python3: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(String::from_utf8(output.stdout)?)
 }
 
 /// Against the f32 pool, over all steps.
@@ -120,9 +106,7 @@ impl Cost {
         self.errors += logits.len();
         self.steps += 1;
         self.same += usize::from(best(exact) == best(logits));
-        let max = logits.iter().copied().fold(f32::MIN, f32::max) as f64;
-        let total = logits.iter().map(|&x| (x as f64 - max).exp()).sum::<f64>().ln() + max;
-        self.log_likelihood += logits[next as usize] as f64 - total;
+        self.log_likelihood += log_probability(logits, next);
     }
 
     fn row(&self, model: &Model, dtype: KvDtype) -> String {

@@ -35,6 +35,10 @@ pub struct Options {
     pub share: bool,
     /// Blocks of host memory; with any, all that is preempted goes there.
     pub swap_blocks: u32,
+    /// Attention sinks and window, tokens.
+    pub sinks: Option<(u32, u32)>,
+    /// Longest sequence; default: the model's context, as far as the pool holds it.
+    pub context: Option<u32>,
 }
 
 impl Default for Options {
@@ -50,6 +54,8 @@ impl Default for Options {
             isa: cpu.isa,
             share: false,
             swap_blocks: 0,
+            sinks: None,
+            context: None,
         }
     }
 }
@@ -68,7 +74,10 @@ pub struct Local {
 impl Local {
     /// Loads a model.
     pub fn new(model: &Model, options: Options) -> anyhow::Result<Local> {
-        let layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
+        let mut layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
+        if let Some((sinks, window)) = options.sinks {
+            layout = layout.with_sinks(sinks, window);
+        }
         let geometry = PoolGeometry::uniform(layout, options.blocks);
         let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
         let mut backend =
@@ -77,7 +86,7 @@ impl Local {
         let bytes = u64::from(options.swap_blocks) * SwapConfig::block_bytes(&geometry.layout);
         // Copying costs next to nothing.
         let rates = SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 };
-        let context = model.config().context_length.min(options.blocks * 16);
+        let context = options.context.unwrap_or(model.config().context_length.min(options.blocks * 16));
         let limits = Limits {
             tokens: options.budget as usize,
             samples: 4,
@@ -108,6 +117,11 @@ impl Local {
     /// Sequences whose KV went to host memory so far.
     pub fn swaps(&self) -> u64 {
         self.engine.swaps()
+    }
+
+    /// Times a sequence's blocks were taken from it so far.
+    pub fn preemptions(&self) -> u64 {
+        self.engine.preemptions()
     }
 
     /// Opens the model at `path` and loads it.

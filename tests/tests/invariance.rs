@@ -86,7 +86,8 @@ proptest! {
         let model = Model::open(directory.path()).unwrap();
         let wanted = alone(&model, kv, &requests);
         let isa = if portable { Isa::Portable } else { Isa::detect() };
-        let options = Options { kv, chunk, budget, max_running: 8, blocks, threads: 3, isa, share: false, swap_blocks };
+        let options =
+            Options { kv, chunk, budget, max_running: 8, blocks, threads: 3, isa, swap_blocks, ..Options::default() };
         prop_assert_eq!(answers(&model, options, &requests), wanted);
     }
 

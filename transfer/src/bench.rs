@@ -307,7 +307,7 @@ mod tests {
 
     #[test]
     fn a_run_measures_what_is_asked_for_and_a_child_that_dies_is_an_error() {
-        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 64, window: None };
+        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 64, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
         let ucx = ucx_is_here().then(ucx);
         let rows = 7 + usize::from(ucx.is_some());

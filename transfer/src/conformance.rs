@@ -65,7 +65,8 @@ fn far() -> Instant {
 
 /// Two groups of different shapes; block bytes that are not whole digest lanes.
 fn small() -> PoolGeometry {
-    let group = |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window };
+    let group =
+        |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window, sinks: 0 };
     let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
     let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
     PoolGeometry { layout, blocks: vec![8, 12] }
@@ -73,7 +74,7 @@ fn small() -> PoolGeometry {
 
 /// Blocks of 64 KiB, so that a handoff takes many batches and does not fit socket buffers.
 fn large() -> PoolGeometry {
-    let group = KvGroup { layers: (0..8).collect(), planes: 2, kv_heads: 8, head_dim: 128, window: None };
+    let group = KvGroup { layers: (0..8).collect(), planes: 2, kv_heads: 8, head_dim: 128, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 43, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     PoolGeometry::uniform(layout, 64)
 }

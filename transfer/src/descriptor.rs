@@ -197,6 +197,7 @@ pub(crate) fn encode_layout(layout: &KvLayout) -> Vec<u8> {
         out.put_u32(group.head_dim);
         out.put_u8(u8::from(group.window.is_some()));
         out.put_u32(group.window.unwrap_or(0));
+        out.put_u32(group.sinks);
     }
     out
 }
@@ -240,7 +241,8 @@ fn parse_group(f: &mut Fields) -> Result<KvGroup, Malformed> {
         1 => Some(window),
         other => return Err(Malformed::new("window", format!("flag {other} with {window}"))),
     };
-    Ok(KvGroup { layers, planes, kv_heads, head_dim, window })
+    let sinks = f.u32("sinks")?;
+    Ok(KvGroup { layers, planes, kv_heads, head_dim, window, sinks })
 }
 
 #[cfg(test)]
@@ -248,7 +250,8 @@ mod tests {
     use super::*;
 
     fn layout() -> KvLayout {
-        let group = |layers: Vec<u32>, window| KvGroup { layers, planes: 2, kv_heads: 3, head_dim: 8, window };
+        let group =
+            |layers: Vec<u32>, window| KvGroup { layers, planes: 2, kv_heads: 3, head_dim: 8, window, sinks: 0 };
         let groups = vec![group(vec![0, 2], None), group(vec![1, 3], Some(32))];
         KvLayout { version: 1, model: 7, dtype: KvDtype::F16, block_size: 16, groups }
     }

@@ -69,8 +69,8 @@ pub enum ReceiverEvent {
     },
 }
 
-/// What a reservation is to hold: of a sequence's KV, the blocks from `first` on. Those before it are here already, or
-/// lie outside the group's window.
+/// What a reservation is to hold: of a sequence's KV, the blocks from `first` on that the next token sees. Those before it are
+/// here already.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// Tokens of the sequence.

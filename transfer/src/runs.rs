@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     fn layout(dtype: KvDtype, kv_heads: u32) -> KvLayout {
-        let group = KvGroup { layers: vec![0], planes: 2, kv_heads, head_dim: 64, window: None };
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads, head_dim: 64, window: None, sinks: 0 };
         KvLayout { version: 1, model: 1, dtype, block_size: 16, groups: vec![group] }
     }
 

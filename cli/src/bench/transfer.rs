@@ -76,7 +76,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let shape = matches.get_one::<String>("shape").context("shape")?;
     let number = |name: &str| matches.get_one::<u32>(name).copied().unwrap_or(1);
     let (_, [layers, kv_heads, head_dim]) = SHAPES.into_iter().find(|(name, _)| name == shape).context("shape")?;
-    let group = KvGroup { layers: (0..layers).collect(), planes: 2, kv_heads, head_dim, window: None };
+    let group = KvGroup { layers: (0..layers).collect(), planes: 2, kv_heads, head_dim, window: None, sinks: 0 };
     let layout =
         KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let blocks = layout.blocks_for(number("tokens") as usize) as u32;

@@ -56,6 +56,8 @@ pub struct Member {
     pub blocks: u32,
     /// Tokens of one block.
     pub block_size: u32,
+    /// Tokens whose blocks one sequence has at once, at most; 0: those of all its tokens.
+    pub window_tokens: u32,
     /// Tokens of its longest sequence.
     pub context_tokens: u32,
     /// True once it takes no new requests.
@@ -130,6 +132,7 @@ pub(crate) mod tests {
             layout: u64::MAX,
             blocks: 512,
             block_size: 16,
+            window_tokens: 0,
             context_tokens: 8192,
             draining: false,
         }

@@ -22,6 +22,7 @@ impl From<Member> for v1::Member {
             layout: m.layout,
             blocks: m.blocks,
             block_size: m.block_size,
+            window_tokens: m.window_tokens,
             context_tokens: m.context_tokens,
             draining: m.draining,
         }
@@ -50,6 +51,7 @@ impl TryFrom<v1::Member> for Member {
             layout: m.layout,
             blocks: m.blocks,
             block_size: m.block_size,
+            window_tokens: m.window_tokens,
             context_tokens: m.context_tokens,
             draining: m.draining,
         };
@@ -84,6 +86,7 @@ mod tests {
             model: text,
             blocks: u32::MAX,
             block_size: u32::MAX,
+            window_tokens: u32::MAX,
             context_tokens: u32::MAX,
             draining: true,
             ..member(u64::MAX).into()

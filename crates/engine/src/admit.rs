@@ -8,7 +8,7 @@
 
 use std::ops::Bound;
 
-use baton_kv_cache::{Hit, KvError, Reuse};
+use baton_kv_cache::{Hit, KvError, Need, Reuse};
 use baton_types::SeqId;
 
 use crate::sequence::{Leader, Phase, Sequence};
@@ -56,33 +56,50 @@ impl Engine {
             return Outcome::Full;
         }
         // A block beyond for each running sequence, so that it is not taken back at once.
-        let (tokens, spare) = (sequence.len(), self.running.len() as u32);
-        if self.pools.fits(&hit, tokens, spare).is_err() {
+        let need = if comes_back { Need::whole(sequence.len()) } else { self.need(sequence) };
+        let spare = self.running.len() as u32;
+        if self.pools.fits(&hit, need, spare).is_err() {
             hit = hit.without_copy();
-            if self.pools.fits(&hit, tokens, spare).is_err() {
+            if self.pools.fits(&hit, need, spare).is_err() {
                 return Outcome::Full;
             }
         }
         match comes_back {
             true => self.bring_back(seq, &hit, rows),
-            false => self.seat(seq, &hit, events),
+            false => self.seat(seq, &hit, need, events),
+        }
+    }
+
+    /// What it takes when it starts. Layer groups with a window need no more than window and chunk at a time, and take later
+    /// blocks as the window passes earlier ones. Blocks that a transfer reads cannot be taken back, so of those sequences only
+    /// one at a time may have blocks yet to take: two could wait for each other.
+    fn need(&self, sequence: &Sequence) -> Need {
+        let (tokens, chunk) = (sequence.len(), self.config.chunk);
+        let growing = |turn: &crate::sequence::Turn| {
+            let other = self.sequences.get(&turn.seq);
+            other.is_some_and(|s| s.start == Start::ComputeAndHold && s.covered() < s.len())
+        };
+        match sequence.start {
+            Start::Receive => Need::received(tokens),
+            Start::ComputeAndHold if self.running.iter().any(growing) => Need::whole(tokens),
+            Start::Compute | Start::ComputeAndHold => Need::chunks(tokens, chunk),
         }
     }
 
     /// What of its tokens is in the prefix cache.
     pub(crate) fn hit(&self, sequence: &Sequence) -> Hit {
         let Some(prefix) = sequence.prefix else { return Hit::default() };
-        // What is held goes to a peer as a whole, and a peer writes whole blocks.
-        let reuse = Reuse { whole: sequence.start == Start::ComputeAndHold, partial: sequence.start != Start::Receive };
+        // A peer writes whole blocks.
+        let reuse = Reuse { partial: sequence.start != Start::Receive };
         self.pools.lookup(&prefix.into(), &sequence.tokens, reuse)
     }
 
-    fn seat(&mut self, seq: SeqId, hit: &Hit, events: &mut Vec<Event>) -> Outcome {
+    fn seat(&mut self, seq: SeqId, hit: &Hit, need: Need, events: &mut Vec<Event>) -> Outcome {
         let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
         let prefix = s.prefix.map(Into::into);
         let taken = match s.start {
             Start::Receive => self.pools.lend(hit, prefix, s.len()).map(Phase::Receiving),
-            _ => self.pools.seat(hit, prefix, s.len()).map(Phase::Running),
+            _ => self.pools.seat(hit, prefix, need).map(Phase::Running),
         };
         let phase = match taken {
             Ok(phase) => phase,

@@ -97,8 +97,10 @@ impl Engine {
     fn check_sequence(&self, seq: SeqId, s: &Sequence) -> Check {
         for table in s.tables() {
             let needed = self.pools.blocks_for(table.tokens()) as usize;
-            let holes = table.blocks().iter().position(|block| *block != HOLE).unwrap_or(needed);
-            if table.blocks().len() != needed || table.tokens() < s.computed || table.holes() as usize != holes {
+            let (before, after) = table.present();
+            let gap = table.blocks().len() - before.len() - after.len();
+            let all = before.iter().chain(after).all(|block| *block != HOLE);
+            if table.blocks().len() != needed || table.tokens() < s.computed || table.holes() as usize != gap || !all {
                 let (have, tokens) = (table.blocks().len(), table.tokens());
                 return broken(format!("{seq}: {have} blocks for {tokens} tokens, {} computed", s.computed));
             }

@@ -4,7 +4,7 @@
 //! same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
 //! trait says.
 
-use baton_kv_cache::{CacheConfig, Hit, KvPools, Prefix, Reuse, Tables};
+use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Reuse, Tables};
 use baton_types::{BlockId, PoolGeometry, SamplingParams, SeqId, TokenOut};
 
 use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
@@ -249,8 +249,8 @@ impl Route {
             Restart::Compute => (self.place(pools, covered)?, 0),
             Restart::Cached => {
                 pools.index(&mut l.tables, &l.tokens[..l.computed], false, true)?;
-                let hit = pools.lookup(&Prefix::default(), &l.tokens, Reuse { whole: true, partial: true });
-                (pools.seat(&hit, None, covered)?, hit.tokens() as usize)
+                let hit = pools.lookup(&Prefix::default(), &l.tokens, Reuse { partial: true });
+                (pools.seat(&hit, None, Need::whole(covered))?, hit.tokens() as usize)
             }
             Restart::Swapped => {
                 let other = self.place(pools, covered)?;
@@ -273,7 +273,7 @@ impl Route {
     /// Tables for `tokens` tokens; scattered ones take every other block, the highest first.
     fn place(&self, pools: &mut KvPools, tokens: u32) -> Result<Tables, baton_kv_cache::KvError> {
         if !self.scattered {
-            return pools.seat(&Hit::default(), Some(Prefix::default()), tokens);
+            return pools.seat(&Hit::default(), Some(Prefix::default()), Need::whole(tokens));
         }
         let size = pools.block_size();
         let (mut kept, mut given_back) = (pools.allocate(0)?, Vec::new());

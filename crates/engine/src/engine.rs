@@ -86,7 +86,7 @@ impl Engine {
     ///
     /// Refuses at once what can never fit, and anything when the queue is full (I5).
     pub fn submit(&mut self, new: NewSequence) -> Result<SeqId, EngineError> {
-        new.validate(self.config.context_tokens, self.pools.capacity_tokens())?;
+        new.validate(self.config.context_tokens, self.pools.capacity_tokens(self.config.chunk))?;
         let (waiting, free) = (self.waiting(), self.config.max_running.saturating_sub(self.running() + self.receiving));
         if waiting >= self.config.max_waiting.saturating_add(free) {
             return Err(EngineError::QueueFull { waiting, limit: self.config.max_waiting });

@@ -66,6 +66,7 @@ pub fn tiny_layout(block_size: u32) -> KvLayout {
         kv_heads,
         head_dim: 4,
         window,
+        sinks: 0,
     };
     KvLayout {
         version: PROTOCOL_VERSION,
@@ -74,6 +75,11 @@ pub fn tiny_layout(block_size: u32) -> KvLayout {
         block_size,
         groups: vec![group(&[0, 2], 1, None), group(&[1], 2, Some(5))],
     }
+}
+
+/// The same with attention sinks: every group has a window, and those of full attention keep a block of sinks.
+pub fn sinks_layout(block_size: u32) -> KvLayout {
+    tiny_layout(block_size).with_sinks(block_size, 7)
 }
 
 /// What [`FakeModel`] answers to a request that runs alone, without an engine: the reference every route must match (I1).
@@ -201,6 +207,13 @@ impl<M: KvMemory> FakeModel<M> {
         self.geometry.layout.groups[self.layers[layer].0].window.unwrap_or(u32::MAX)
     }
 
+    /// The positions that the last of `end` tokens sees, in order.
+    fn visible(&self, layer: usize, end: u32) -> impl Iterator<Item = u32> + use<M> {
+        let first = end.saturating_sub(self.window(layer));
+        let sinks = self.geometry.layout.groups[self.layers[layer].0].sinks;
+        (0..sinks.min(first)).chain(first..end)
+    }
+
     fn store_kv(&mut self, layer: usize, row: &Row<'_>) -> Result<(), RunError> {
         for (position, token) in (row.start..).zip(row.tokens) {
             let mut value = fold(fold(u64::from(*token), u64::from(position)), layer as u64);
@@ -216,7 +229,7 @@ impl<M: KvMemory> FakeModel<M> {
         let end = row.start + row.tokens.len() as u32;
         let mut state = sample.prompt.len() as u64;
         for layer in 0..self.layers.len() {
-            for position in end.saturating_sub(self.window(layer))..end {
+            for position in self.visible(layer, end) {
                 state = fold(state, self.read(layer, row, position)?);
             }
         }

@@ -1,10 +1,12 @@
 //! Planning a step: who expires, who keeps or loses its blocks, and which tokens are computed.
 //!
 //! Why this always ends. A sequence takes blocks for all its tokens when it starts, so it can always compute the next one;
-//! after that it takes a block at a time, from the prefix cache when no block is free. When there is none, the preemptible
-//! sequence with the last turn gives up its own and waits in its old place in the queue; what it had computed stays cached
-//! as long as nobody needs the room. So the first that can be preempted always advances, or is alone and waits for blocks
-//! that are lent, held or in quarantine: those need no further block to be given back.
+//! after that it takes a block at a time, from the prefix cache when no block is free. In layer groups with a window it takes
+//! only what window and next chunk need, and then as much again as the window passes; others may share what it gives back, so
+//! that may be none. When there is no block, the preemptible sequence with the last turn gives up its own and waits in its old
+//! place in the queue; what it had computed stays cached as long as nobody needs the room. So the first that can be preempted
+//! always advances, or is alone and waits for blocks that are lent, held or in quarantine: those need no further block to be
+//! given back, but for one of those that are held, and that one waits for no other of its kind.
 //!
 //! Who decodes is never held up by a prompt: decode rows come first, prompts share the rest of the token budget.
 
@@ -28,6 +30,7 @@ impl Engine {
         self.expire(now, events);
         let mut rows = std::mem::take(&mut self.spare_steps);
         rows.clear();
+        self.cover();
         self.plan_decodes(&mut rows);
         self.admit(&mut rows, events);
         self.plan_chunks(&mut rows);
@@ -68,17 +71,21 @@ impl Engine {
         }
     }
 
+    /// Sees in turn that the running sequences have blocks for what they compute next. Some lose their own.
+    fn cover(&mut self) {
+        let mut next = self.running.first().copied();
+        while let Some(turn) = next {
+            self.grow(turn.seq);
+            next = self.running.get(self.running.partition_point(|other| *other <= turn)).copied();
+        }
+    }
+
     /// One row for each running sequence that lacks one token, in turn.
     fn plan_decodes(&mut self, rows: &mut Vec<StepRow>) {
-        let mut at = 0;
-        while let Some(&turn) = self.running.get(at) {
-            let decodes = self.sequences.get(&turn.seq).is_some_and(|s| s.remaining() == 1);
-            if decodes && self.grow(turn.seq) {
-                self.push_row(turn.seq, 1, rows);
-            }
-            // Preempting others only shortens the list behind `at`. When it was itself preempted, the next is here now.
-            if self.running.get(at) == Some(&turn) {
-                at += 1;
+        for at in 0..self.running.len() {
+            let seq = self.running[at].seq;
+            if self.sequences.get(&seq).is_some_and(|s| s.remaining() == 1 && s.covered() == s.len()) {
+                self.push_row(seq, 1, rows);
             }
         }
     }
@@ -104,9 +111,8 @@ impl Engine {
                 };
                 let remaining = sequence.remaining();
                 let len = remaining.min(self.config.chunk).min(most.saturating_sub(packed));
-                let covered = sequence.tables().first().map_or(0, |table| table.tokens());
-                // A decoding sequence for which there is no block now waits.
-                if len == 0 || sequence.in_step || covered < sequence.computed + len {
+                // One for which there is no block now waits.
+                if len == 0 || sequence.in_step || sequence.covered() < sequence.computed + len {
                     continue;
                 }
                 if goes_on.is_none() || !whole || len == remaining {
@@ -129,19 +135,19 @@ impl Engine {
         }
     }
 
-    /// Makes the sequence's tables cover all its tokens, taking blocks from the last in turn where there are none. False
-    /// when the sequence must wait, or has itself been preempted.
-    fn grow(&mut self, seq: SeqId) -> bool {
+    /// Makes the sequence's tables cover what it computes next, taking blocks from the last in turn where there are none. When
+    /// there are none to take, it waits, or has itself been preempted.
+    fn grow(&mut self, seq: SeqId) {
         loop {
-            let Some(sequence) = self.sequences.get_mut(&seq) else { return false };
-            let tokens = sequence.len();
-            let Phase::Running(tables) = &mut sequence.phase else { return false };
+            let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+            let tokens = sequence.computed + sequence.remaining().min(self.config.chunk);
+            let Phase::Running(tables) = &mut sequence.phase else { return };
             match self.pools.grow(tables, tokens) {
-                Ok(()) => return true,
+                Ok(()) => return,
                 Err(KvError::OutOfBlocks { .. }) => {}
                 Err(error) => {
                     self.defect.get_or_insert(error);
-                    return false;
+                    return;
                 }
             }
             let preemptible = |id: &SeqId| self.sequences.get(id).is_some_and(|s| s.preemptible());
@@ -149,7 +155,7 @@ impl Engine {
             let (last, other) = (candidates.next(), candidates.next());
             match last {
                 Some(victim) if victim != seq || other.is_some() => self.preempt(victim),
-                _ => return false,
+                _ => return,
             }
         }
     }
@@ -162,7 +168,7 @@ impl Engine {
         if let Phase::Running(mut tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             let tokens = &sequence.tokens[..computed as usize];
             let indexed = self.pools.index(&mut tables, tokens, false, true);
-            sequence.swapped = self.host.take(&self.pools, seq, &tables, computed);
+            sequence.swapped = self.host.take(&self.pools, seq, &tables, (computed, sequence.len()));
             if let Err(error) = indexed.and_then(|()| self.pools.free(tables)) {
                 self.defect.get_or_insert(error);
             }
@@ -184,8 +190,8 @@ impl Engine {
         let settle = |tables: &mut Tables, tokens: &[u32]| {
             pools.copied(tables)?;
             pools.index(tables, tokens, exposed, seal)?;
-            // A peer gets every block.
-            if exposed { Ok(()) } else { pools.trim(tables, computed) }
+            // What no later token sees does not go to a peer either.
+            pools.trim(tables, computed)
         };
         if let Err(error) = { settle }(tables, &sequence.tokens[..computed as usize]) {
             self.defect.get_or_insert(error);

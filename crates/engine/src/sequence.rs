@@ -193,6 +193,11 @@ impl Sequence {
         }
     }
 
+    /// Tokens for which it has blocks, in every layer group.
+    pub fn covered(&self) -> u32 {
+        self.tables().iter().map(BlockTable::tokens).min().unwrap_or(0)
+    }
+
     /// Whether a peer or a transfer may be at its blocks, so that taking them back needs a fence (I3).
     pub fn exposed(&self) -> bool {
         match self.phase {

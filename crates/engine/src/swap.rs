@@ -7,7 +7,7 @@
 //!
 //! Deliberately knows no bytes of KV and no memory: the runner keeps those, under the same block numbers.
 
-use baton_kv_cache::{BlockCounts, BlockPool, HOLE, Hit, KvError, KvPools, Tables};
+use baton_kv_cache::{BlockCounts, BlockPool, HOLE, Hit, KvError, KvPools, Need, Tables};
 use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId};
 
 use crate::sequence::{Phase, Sequence};
@@ -123,11 +123,19 @@ impl HostMemory {
         self.pools.iter().fold(BlockCounts::default(), |sum, pool| sum + pool.counts())
     }
 
-    /// Room for the first `computed` tokens of a sequence that is being preempted, with the copies planned; `None` when
+    /// Room for the first `computed` of a sequence's `tokens` that is being preempted, with the copies planned; `None` when
     /// computing them again is cheaper, or there is no room.
-    pub fn take(&mut self, kv: &KvPools, seq: SeqId, tables: &Tables, computed: u32) -> Option<Swapped> {
-        // Before its first step, what it was to copy is not in its blocks.
-        if !tables.sources().is_empty() || self.counts().free == 0 {
+    pub fn take(
+        &mut self,
+        kv: &KvPools,
+        seq: SeqId,
+        tables: &Tables,
+        (computed, tokens): (u32, u32),
+    ) -> Option<Swapped> {
+        // What comes back takes blocks for all its tokens at once, also those that a window passes. And before its first
+        // step, what it was to copy is not in its blocks.
+        let comes_back = kv.capacity_tokens(u32::MAX) >= u64::from(tokens);
+        if !comes_back || !tables.sources().is_empty() || self.counts().free == 0 {
             return None;
         }
         let (from, end) = (kv.leading_shared(tables), kv.blocks_for(computed));
@@ -214,7 +222,7 @@ impl Engine {
         let whole = (0..self.pools.groups()).all(|group| (from..end).all(|at| comes(group, at)));
         // What a window had passed does not come back, and a gap cannot be indexed.
         let prefix = if whole { sequence.prefix.map(Into::into) } else { None };
-        let mut tables = self.pools.seat(hit, prefix, sequence.tokens.len() as u32)?;
+        let mut tables = self.pools.seat(hit, prefix, Need::whole(sequence.tokens.len() as u32))?;
         self.pools.trim(&mut tables, swapped.computed)?;
         let missing = tables.as_slice().iter().enumerate().any(|(group, table)| {
             let new = (0u32..).zip(table.blocks()).take(end as usize).skip(from as usize);

@@ -214,6 +214,44 @@ fn a_window_gives_its_blocks_back() {
     }
 }
 
+/// However long a sequence, a group with a window needs blocks for window and chunk: that is what admission asks for. Of those
+/// that are held for a transfer only one at a time may have blocks yet to take.
+#[test]
+fn a_window_needs_no_more_than_itself_and_a_chunk() {
+    let config = EngineConfig { chunk: 8, ..LIMITS };
+    let layout = fake::tiny_layout(4);
+    let most = layout.groups[1].most_live(config.chunk, 4).unwrap();
+    let bench_of = |blocks: Vec<u32>| {
+        let geometry = PoolGeometry { layout: layout.clone(), blocks };
+        let mut bench = Bench::new(config, 1);
+        (bench.engine, bench.model) = (Engine::new(config, &geometry).unwrap(), fake::FakeModel::new(geometry, VOCAB));
+        bench
+    };
+    let error = bench_of(vec![60, most - 1]).engine.submit(request(Start::Compute, 90, 30)).unwrap_err();
+    assert!(error.to_string().contains(&format!("the worker's pool holds {}", (most - 1) * 4)), "{error}");
+    let mut bench = bench_of(vec![60, most]);
+    let seq = bench.submit(Start::Compute, 90, 30);
+    finish(&mut bench);
+    let new = request(Start::Compute, 90, 30);
+    let alone = fake::answer(&layout, VOCAB, &new.tokens, &new.params).unwrap();
+    assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
+    assert_eq!(bench.engine.preemptions(), 0);
+    let mut bench = bench_of(vec![60, 3 * most]);
+    let [first, second] = [90, 89].map(|prompt| bench.submit(Start::ComputeAndHold, prompt, 2));
+    while bench.engine.held() == 0 {
+        bench.step();
+        let to_take = bench.engine.tables(first).unwrap()[1].tokens() < 90;
+        assert!(!to_take || bench.engine.running() == 1, "the second waits while the first has blocks to take");
+    }
+    bench.steps(20);
+    assert_eq!((bench.engine.held(), bench.engine.waiting()), (2, 0));
+    for seq in [first, second] {
+        assert!(bench.engine.tables(seq).unwrap()[1].present().1.len() <= 3, "what the next token sees");
+        bench.engine.release(seq).unwrap();
+    }
+    assert!(bench.engine.idle());
+}
+
 /// Pool at 100%: everything is in use all the time, everybody ends with the right tokens.
 #[test]
 fn a_full_pool_preempts_and_loses_nothing() {

@@ -3,7 +3,8 @@
 
 mod world;
 
-use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapRates};
+use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapRates, fake};
+use baton_types::KvLayout;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -51,7 +52,7 @@ fn swap() -> impl Strategy<Value = SwapConfig> {
     })
 }
 
-/// Limits of a node; its blocks are those of the largest request and the given few beyond.
+/// Limits of a node; its blocks are those the largest request can need and the given few beyond.
 fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> {
     let fault = prop_oneof![Just(Fault::Error), Just(Fault::Nothing), Just(Fault::Output)];
     let order = prop_oneof![
@@ -88,14 +89,19 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
 prop_compose! {
     fn world()(
         block_size in prop_oneof![2 => 1u32..4, 1 => 4u32..9],
+        sinks in any::<bool>(),
         nodes in (node(), node()),
         specs in prop::collection::vec(spec(), 1..14),
-    ) -> (u32, [NodeSpec; 2], Vec<Spec>) {
+    ) -> (KvLayout, [NodeSpec; 2], Vec<Spec>) {
+        let layout = if sinks { fake::sinks_layout(block_size) } else { fake::tiny_layout(block_size) };
         let largest = specs.iter().map(|s| (s.prompt + s.max_tokens).div_ceil(block_size)).max().unwrap_or(1);
         let side = |(config, spare, faults): (EngineConfig, [u32; 2], Vec<(u64, Fault)>)| {
-            NodeSpec { config, blocks: spare.map(|more| largest + more).to_vec(), faults }
+            let most = |group: usize| layout.groups[group].most_live(config.chunk, block_size).unwrap_or(largest);
+            let blocks = (0..2).map(|group| most(group).min(largest) + spare[group]).collect();
+            NodeSpec { config, blocks, faults }
         };
-        (block_size, [side(nodes.0), side(nodes.1)], specs)
+        let sides = [side(nodes.0), side(nodes.1)];
+        (layout, sides, specs)
     }
 }
 
@@ -109,8 +115,8 @@ proptest! {
 
     /// I1, I3, I4, I5, I6 on every route, alone and together, with every failure.
     #[test]
-    fn any_schedule_gives_each_client_its_tokens_and_all_blocks_back((block_size, sides, specs) in world()) {
-        World::new(block_size, sides, specs).run();
+    fn any_schedule_gives_each_client_its_tokens_and_all_blocks_back((layout, sides, specs) in world()) {
+        World::new(&layout, sides, specs).run();
     }
 }
 
@@ -120,9 +126,9 @@ fn schedules_are_not_idle() {
     let mut runner = TestRunner::deterministic();
     let mut sum = Reached::default();
     let mut ends = [0; 3];
-    for _ in 0..500 {
-        let (block_size, sides, specs) = world().new_tree(&mut runner).unwrap().current();
-        let mut world = World::new(block_size, sides, specs);
+    for _ in 0..900 {
+        let (layout, sides, specs) = world().new_tree(&mut runner).unwrap().current();
+        let mut world = World::new(&layout, sides, specs);
         world.run();
         let Reached { preemptions, handoffs, fences, failures, aborts_in_step, .. } = world.reached();
         let Reached { hits, reserved_hits, copies, evictions, swaps, returns, .. } = world.reached();

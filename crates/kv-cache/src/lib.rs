@@ -35,7 +35,7 @@ mod tokens;
 pub use counts::BlockCounts;
 pub use error::KvError;
 pub use pool::{BlockPool, BlockState};
-pub use pools::KvPools;
+pub use pools::{KvPools, Need};
 pub use prefix::{CacheConfig, Eviction, Prefix, chain_hash, chain_hashes};
 pub use reuse::{Hit, Reuse};
 pub use table::{BlockTable, HOLE};

@@ -4,7 +4,7 @@
 //! was given back. What the types cannot exclude (a token of another pool) is an error, and a failed assertion in debug
 //! builds. The prefix cache's part is in [`crate::reuse`].
 
-use baton_types::{BlockId, PoolGeometry};
+use baton_types::{BlockId, KvGroup, LiveBlocks, PoolGeometry};
 
 use crate::prefix::{NodeId, PrefixIndex};
 use crate::tokens::Chain;
@@ -12,13 +12,39 @@ use crate::{
     BlockCounts, BlockPool, BlockState, BlockTable, CacheConfig, HOLE, Hit, KvError, Lease, Prefix, Quarantine, Tables,
 };
 
+/// What blocks a sequence takes when it starts, of `tokens` tokens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Need {
+    pub(crate) tokens: u32,
+    pub(crate) chunk: u32,
+    pub(crate) received: bool,
+}
+
+impl Need {
+    /// Those of all its tokens.
+    pub fn whole(tokens: u32) -> Need {
+        Need { tokens, chunk: u32::MAX, received: false }
+    }
+
+    /// It is computed in chunks of at most `chunk` tokens, so groups with a window need no more than window and chunk: later
+    /// blocks are taken ([`KvPools::grow`]) as earlier ones are given back ([`KvPools::trim`]).
+    pub fn chunks(tokens: u32, chunk: u32) -> Need {
+        Need { tokens, chunk, received: false }
+    }
+
+    /// A peer computes it, and only what the token after the last one sees is here at any time.
+    pub fn received(tokens: u32) -> Need {
+        Need { tokens, chunk: u32::MAX, received: true }
+    }
+}
+
 /// One [`BlockPool`] per layer group, and the prefixes in them.
 #[derive(Debug)]
 pub struct KvPools {
     pub(crate) pools: Vec<BlockPool>,
     pub(crate) block_size: u32,
-    /// Tokens a query sees, by group.
-    pub(crate) windows: Vec<Option<u32>>,
+    /// What a query sees, by group.
+    pub(crate) shapes: Vec<KvGroup>,
     pub(crate) index: PrefixIndex,
     evictions: u64,
 }
@@ -41,10 +67,10 @@ impl KvPools {
             return error("blocks", 0, "at least 1 in every layer group");
         }
         let pools = blocks.iter().enumerate().map(|(group, total)| BlockPool::new(group, *total)).collect();
-        let windows: Vec<Option<u32>> = groups.iter().map(|group| group.window).collect();
-        let index =
-            PrefixIndex::new(cache, blocks.iter().zip(&windows).map(|(total, window)| (*total, window.is_some())));
-        Ok(KvPools { pools, block_size: geometry.layout.block_size, windows, index, evictions: 0 })
+        let windowed = blocks.iter().zip(groups).map(|(total, group)| (*total, group.window.is_some()));
+        let index = PrefixIndex::new(cache, windowed);
+        let (block_size, shapes) = (geometry.layout.block_size, groups.clone());
+        Ok(KvPools { pools, block_size, shapes, index, evictions: 0 })
     }
 
     /// Tokens of a block.
@@ -62,10 +88,32 @@ impl KvPools {
         tokens.div_ceil(self.block_size)
     }
 
-    /// The most tokens one sequence can ever have: those the smallest group holds.
-    pub fn capacity_tokens(&self) -> u64 {
-        let smallest = self.pools.iter().map(|pool| pool.counts().total).min().unwrap_or(0);
-        u64::from(smallest) * u64::from(self.block_size)
+    /// The most tokens one sequence can ever have when it is computed in chunks of at most `chunk` tokens: those the smallest
+    /// group holds. A group with a window that has room for window and chunk sets no limit.
+    pub fn capacity_tokens(&self, chunk: u32) -> u64 {
+        let limit = |(pool, shape): (&BlockPool, &KvGroup)| {
+            let total = pool.counts().total;
+            let bounded = shape.most_live(chunk, self.block_size).is_some_and(|most| most <= total);
+            if bounded { u64::MAX } else { u64::from(total) * u64::from(self.block_size) }
+        };
+        self.pools.iter().zip(&self.shapes).map(limit).min().unwrap_or(0)
+    }
+
+    /// The blocks of a group that must be here before `position` is computed.
+    pub(crate) fn live(&self, group: usize, position: u32) -> LiveBlocks {
+        self.shapes[group].live(position, self.block_size)
+    }
+
+    /// Tokens that the table of a group covers when a sequence that begins with `hit` starts.
+    pub(crate) fn covers(&self, group: usize, hit: &Hit, need: Need) -> u32 {
+        match self.shapes[group].most_live(need.chunk, self.block_size) {
+            Some(most) if !need.received => {
+                let live = self.live(group, hit.tokens);
+                let end = live.first.max(live.sinks).saturating_add(most - live.sinks);
+                need.tokens.min(end.saturating_mul(self.block_size))
+            }
+            _ => need.tokens,
+        }
     }
 
     /// Blocks by state, over all groups.
@@ -91,16 +139,18 @@ impl KvPools {
 
     /// Tables that cover `tokens` tokens and are never shared, or nothing taken.
     pub fn allocate(&mut self, tokens: u32) -> Result<Tables, KvError> {
-        self.seat(&Hit::default(), None, tokens)
+        self.seat(&Hit::default(), None, Need::whole(tokens))
     }
 
-    /// Tables that cover `tokens` tokens and begin with what a lookup has just found, or nothing taken. With a prefix, what
-    /// is computed later can be indexed under it.
-    pub fn seat(&mut self, hit: &Hit, prefix: Option<Prefix>, tokens: u32) -> Result<Tables, KvError> {
-        self.fits(hit, tokens, 0)?;
-        let (mut tables, chain) = self.shared(hit, prefix)?;
+    /// Tables for what is needed that begin with what a lookup has just found, or nothing taken. With a prefix, what is
+    /// computed later can be indexed under it.
+    pub fn seat(&mut self, hit: &Hit, prefix: Option<Prefix>, need: Need) -> Result<Tables, KvError> {
+        self.fits(hit, need, 0)?;
+        let (mut tables, chain) = self.shared(hit, prefix, hit.tokens)?;
         let sources = self.hold_sources(hit)?;
-        self.extend(&mut tables, tokens, BlockPool::allocate)?;
+        for (group, table) in tables.iter_mut().enumerate() {
+            self.extend(group, table, self.covers(group, hit, need), 0, BlockPool::allocate)?;
+        }
         Ok(Tables { tables, chain, sources, copy_to: hit.blocks() })
     }
 
@@ -115,15 +165,24 @@ impl KvPools {
                 return Err(KvError::OutOfBlocks { group, wanted, free: (counts.free + counts.cached) as usize });
             }
         }
-        self.extend(&mut tables.tables, tokens, BlockPool::allocate)
+        for (group, table) in tables.tables.iter_mut().enumerate() {
+            self.extend(group, table, tokens, 0, BlockPool::allocate)?;
+        }
+        Ok(())
     }
 
-    /// Blocks for `tokens` tokens: those a lookup has just found, the rest for a peer to write to; or nothing taken.
+    /// Blocks for `tokens` tokens: those a lookup has just found, the rest for a peer to write to; or nothing taken. What the
+    /// next token does not see is neither shared nor lent.
     pub fn lend(&mut self, hit: &Hit, prefix: Option<Prefix>, tokens: u32) -> Result<Lease, KvError> {
         debug_assert!(hit.copy.is_none(), "a peer writes whole blocks");
-        self.fits(hit, tokens, 0)?;
-        let (mut tables, chain) = self.shared(hit, prefix)?;
-        self.extend(&mut tables, tokens, BlockPool::lend)?;
+        self.fits(hit, Need::received(tokens), 0)?;
+        let (mut tables, chain) = self.shared(hit, prefix, tokens)?;
+        for (group, table) in tables.iter_mut().enumerate() {
+            self.extend(group, table, tokens, tokens, BlockPool::lend)?;
+        }
+        // What arrives stands in the index below what was found; somebody must hold a block of each on the way.
+        let joined = |table: &BlockTable| table.holes == 0 || table.sinks + table.holes < hit.blocks();
+        let chain = chain.filter(|_| tables.iter().any(joined));
         Ok(Lease { tables, chain, shared: hit.blocks() })
     }
 
@@ -153,7 +212,8 @@ impl KvPools {
             true => pools.release(group, block),
             false => pools.pools[group].quarantine(block),
         })?;
-        tables.iter_mut().for_each(|table| table.cut(shared));
+        // Their places are not needed any more.
+        tables.iter_mut().for_each(|table| table.blocks[..shared as usize].fill(HOLE));
         Ok(Quarantine(tables))
     }
 
@@ -216,7 +276,7 @@ impl KvPools {
             return empty.map_or(Ok(()), |id| self.drop_leaf(id)).map(|()| true);
         }
         match self.index.next_leaf() {
-            Some(id) if self.windows[group].is_none() => self.drop_leaf(id).map(|()| true),
+            Some(id) if self.shapes[group].window.is_none() => self.drop_leaf(id).map(|()| true),
             _ => Ok(false),
         }
     }
@@ -238,17 +298,25 @@ impl KvPools {
         Ok(())
     }
 
-    fn shared(&mut self, hit: &Hit, prefix: Option<Prefix>) -> Result<(Vec<BlockTable>, Option<Chain>), KvError> {
+    /// Tables that share what of a hit is needed before `position` is computed.
+    fn shared(
+        &mut self,
+        hit: &Hit,
+        prefix: Option<Prefix>,
+        position: u32,
+    ) -> Result<(Vec<BlockTable>, Option<Chain>), KvError> {
         let mut tables: Vec<BlockTable> = self.pools.iter().map(|_| BlockTable::default()).collect();
         for (group, table) in tables.iter_mut().enumerate() {
-            table.holes = self.first_shared(group, hit);
-            table.tokens = hit.blocks() * self.block_size;
-            for (at, id) in hit.path.iter().enumerate() {
-                let block = if at < table.holes as usize { None } else { self.index.block(*id, group) };
-                if let Some(block) = block {
-                    self.hold(group, block)?;
+            let live = self.live(group, position);
+            (table.sinks, table.tokens) = (live.sinks, hit.blocks() * self.block_size);
+            for (at, id) in (0..).zip(&hit.path) {
+                match self.index.block(*id, group).filter(|_| live.contains(at)) {
+                    Some(block) => {
+                        self.hold(group, block)?;
+                        table.blocks.push(block);
+                    }
+                    None => table.skip(1),
                 }
-                table.blocks.push(block.unwrap_or(HOLE));
             }
         }
         let chain = prefix.filter(|_| self.index.enabled()).map(|prefix| {
@@ -262,19 +330,25 @@ impl KvPools {
         Ok((tables, chain))
     }
 
+    /// Makes a table cover `tokens` tokens, but for blocks that are not needed before `position` is computed.
     fn extend(
         &mut self,
-        tables: &mut [BlockTable],
+        group: usize,
+        table: &mut BlockTable,
         tokens: u32,
+        position: u32,
         take: fn(&mut BlockPool, usize, &mut Vec<BlockId>) -> Result<(), KvError>,
     ) -> Result<(), KvError> {
-        let need = self.blocks_for(tokens) as usize;
-        for (group, table) in tables.iter_mut().enumerate() {
-            let wanted = need.saturating_sub(table.blocks.len());
-            while (self.pools[group].counts().free as usize) < wanted && self.evict(group)? {}
-            take(&mut self.pools[group], wanted, &mut table.blocks)?;
-            table.tokens = table.tokens.max(tokens);
-        }
+        let (have, need) = (table.blocks.len() as u32, self.blocks_for(tokens));
+        let live = self.live(group, position);
+        let missing = live.missing(have, need);
+        let wanted = need.saturating_sub(have) - missing;
+        let before = if missing == 0 { wanted } else { live.sinks.saturating_sub(have) };
+        while self.pools[group].counts().free < wanted && self.evict(group)? {}
+        take(&mut self.pools[group], before as usize, &mut table.blocks)?;
+        table.skip(missing);
+        take(&mut self.pools[group], (wanted - before) as usize, &mut table.blocks)?;
+        table.tokens = table.tokens.max(tokens);
         Ok(())
     }
 
@@ -287,7 +361,7 @@ impl KvPools {
     ) -> Result<(), KvError> {
         self.own(tables)?;
         for (group, table) in tables.iter().enumerate() {
-            for (at, block) in table.blocks.iter().enumerate().skip(table.holes as usize).rev() {
+            for (at, block) in table.blocks.iter().enumerate().filter(|(_, block)| **block != HOLE).rev() {
                 let done = change(self, group, at as u32, *block);
                 debug_assert!(done.is_ok(), "a token of another pool: {done:?}");
                 done?;

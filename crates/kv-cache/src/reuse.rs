@@ -4,13 +4,11 @@ use baton_types::BlockId;
 
 use crate::prefix::{NodeId, Parent};
 use crate::tokens::Chain;
-use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, Prefix, Tables};
+use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, Need, Prefix, Tables};
 
 /// What of the cache a sequence can use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reuse {
-    /// Every block must be here, also those a window has passed: they go on to a peer.
-    pub whole: bool,
     /// A partly equal block may be copied.
     pub partial: bool,
 }
@@ -22,8 +20,6 @@ pub struct Hit {
     /// A block whose first so many tokens are the next ones.
     pub(crate) copy: Option<(NodeId, u32)>,
     pub(crate) tokens: u32,
-    /// Also what a window has passed is shared.
-    pub(crate) whole: bool,
 }
 
 impl Hit {
@@ -57,56 +53,46 @@ impl KvPools {
             path.push(id);
             tip = Parent::Node(id);
         }
-        path.truncate(self.usable(&path, reuse.whole));
+        path.truncate(self.usable(&path));
         let tip = path.last().map_or(Parent::Root(prefix.seed), |id| Parent::Node(*id));
         let done = path.len() * size;
         let next = &most[done..most.len().min(done + size)];
         let copy = if reuse.partial { self.index.nearest(tip, next) } else { None };
         let whole = |id: NodeId| (0..self.groups()).all(|group| self.index.block(id, group).is_some());
         let copy = copy.filter(|(id, common)| *common > 0 && whole(*id));
-        Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common), whole: reuse.whole }
+        Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common) }
     }
 
-    /// How many blocks of a path a sequence can go on from: the most such that each group has those its window shows.
-    fn usable(&self, path: &[NodeId], whole: bool) -> usize {
-        // By group, the first block of the run without a gap that ends here.
-        let mut runs = vec![0; self.groups()];
+    /// How many blocks of a path a sequence can go on from: the most such that each group has those its queries see.
+    fn usable(&self, path: &[NodeId]) -> usize {
+        // By group, the sinks that are here, and the first block of the run without a gap that ends here.
+        let mut runs = vec![(0, 0); self.groups()];
         let mut usable = 0;
-        for (at, id) in path.iter().enumerate() {
+        for (at, id) in (0..).zip(path) {
             let mut enough = true;
-            for (group, run) in runs.iter_mut().enumerate() {
-                if self.index.block(*id, group).is_none() {
-                    *run = at + 1;
+            for (group, (sinks, run)) in runs.iter_mut().enumerate() {
+                match self.index.block(*id, group) {
+                    Some(_) => *sinks += u32::from(*sinks == at),
+                    None => *run = at + 1,
                 }
-                let end = (at as u32 + 1) * self.block_size;
-                let needed = if whole { 0 } else { self.first_needed(group, end) as usize };
-                enough &= *run <= needed;
+                let live = self.live(group, (at + 1) * self.block_size);
+                enough &= *run <= live.first && *sinks >= live.sinks.min(at + 1);
             }
             if enough {
-                usable = at + 1;
+                usable = at as usize + 1;
             }
         }
         usable
     }
 
-    /// The first block that a group needs before position `position`, which is computed next. The last full block is always
-    /// needed: it keeps its chain in the index.
-    pub(crate) fn first_needed(&self, group: usize, position: u32) -> u32 {
-        let Some(window) = self.windows[group] else { return 0 };
-        let visible = (position + 1).saturating_sub(window) / self.block_size;
-        visible.min((position / self.block_size).saturating_sub(1))
-    }
-
-    /// The first block that a sequence which begins with a hit shares.
-    pub(crate) fn first_shared(&self, group: usize, hit: &Hit) -> u32 {
-        if hit.whole { 0 } else { self.first_needed(group, hit.tokens) }
-    }
-
-    /// Whether a sequence of `tokens` tokens that begins with `hit` finds room, and `spare` blocks beyond in each group.
-    pub fn fits(&self, hit: &Hit, tokens: u32, spare: u32) -> Result<(), KvError> {
+    /// Whether a sequence that begins with `hit` finds room for what it needs, and `spare` blocks beyond in each group.
+    pub fn fits(&self, hit: &Hit, need: Need, spare: u32) -> Result<(), KvError> {
+        let position = if need.received { need.tokens } else { hit.tokens };
         for (group, pool) in self.pools.iter().enumerate() {
-            let wanted = self.blocks_for(tokens).saturating_sub(hit.blocks()) as usize + spare as usize;
-            let needed = hit.path.iter().skip(self.first_shared(group, hit) as usize);
+            let (live, end) = (self.live(group, position), self.blocks_for(self.covers(group, hit, need)));
+            let missing = live.missing(hit.blocks(), end);
+            let wanted = (end.saturating_sub(hit.blocks()) - missing) as usize + spare as usize;
+            let needed = (0..).zip(&hit.path).filter(|(at, _)| live.contains(*at)).map(|(_, id)| id);
             let kept = needed.chain(hit.copy.iter().map(|(id, _)| id));
             let revived = kept.filter(|id| self.cached(group, **id)).count();
             let counts = pool.counts();
@@ -256,8 +242,8 @@ impl KvPools {
         let Tables { tables, chain, .. } = tables;
         let indexed = chain.map_or(u32::MAX, |chain| chain.blocks.saturating_sub(1));
         for (group, table) in tables.iter_mut().enumerate() {
-            let passed = self.first_needed(group, position).min(indexed);
-            for at in table.holes..passed {
+            let passed = table.passed(self.live(group, position).first.min(indexed));
+            for at in passed.clone() {
                 self.release(group, table.blocks[at as usize])?;
             }
             table.cut(passed);

@@ -65,14 +65,14 @@ impl Tables {
         &self.tables
     }
 
-    /// Tokens covered, the same in every group.
+    /// Tokens covered in every group; in those without a window there may be more.
     pub fn tokens(&self) -> u32 {
-        self.tables.first().map_or(0, |table| table.tokens)
+        self.tables.iter().map(|table| table.tokens).min().unwrap_or(0)
     }
 
     /// Blocks owned, over all groups.
     pub fn blocks(&self) -> usize {
-        self.tables.iter().map(|table| table.present().len()).sum()
+        self.tables.iter().map(|table| table.blocks.len() - table.holes as usize).sum()
     }
 
     /// What must be copied before the first token is computed; nothing after [`crate::KvPools::copied`].

@@ -3,19 +3,19 @@
 
 use std::collections::BTreeMap;
 
-use baton_kv_cache::{BlockState, BlockTable, CacheConfig, Hit, KvError, KvPools, Lease, Quarantine, Tables};
+use baton_kv_cache::{BlockState, BlockTable, CacheConfig, Hit, KvError, KvPools, Lease, Need, Quarantine, Tables};
 use baton_types::{BatonError, BlockId, ErrorKind, KvDtype, KvGroup, KvLayout, PoolGeometry};
 use proptest::prelude::*;
 
 fn geometry(block_size: u32, blocks: &[u32]) -> PoolGeometry {
-    let group = |at| KvGroup { layers: vec![at], planes: 2, kv_heads: 1, head_dim: 4, window: None };
+    let group = |at| KvGroup { layers: vec![at], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
     let groups = (0..blocks.len() as u32).map(group).collect();
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size, groups };
     PoolGeometry { layout, blocks: blocks.to_vec() }
 }
 
 fn room(pools: &KvPools, tokens: u32, spare: u32) -> bool {
-    pools.fits(&Hit::default(), tokens, spare).is_ok()
+    pools.fits(&Hit::default(), Need::whole(tokens), spare).is_ok()
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn bad_geometry_names_the_field() {
 #[test]
 fn grows_in_every_group_or_in_none() {
     let mut pools = KvPools::new(&geometry(4, &[8, 3]), CacheConfig::default()).unwrap();
-    assert_eq!(pools.capacity_tokens(), 12);
+    assert_eq!(pools.capacity_tokens(1), 12);
     let mut tables = pools.allocate(5).unwrap();
     assert_eq!((tables.tokens(), tables.blocks()), (5, 4));
     pools.grow(&mut tables, 8).unwrap();

@@ -3,21 +3,26 @@
 
 use std::collections::BTreeMap;
 
-use baton_kv_cache::{BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, Lease, Prefix, Reuse, Tables, chain_hash};
+use baton_kv_cache::{
+    BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, Lease, Need, Prefix, Reuse, Tables, chain_hash,
+};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
 use proptest::prelude::*;
 
-const LOCAL: Reuse = Reuse { whole: false, partial: true };
-const HOLD: Reuse = Reuse { whole: true, partial: true };
-const RECEIVE: Reuse = Reuse { whole: false, partial: false };
+const LOCAL: Reuse = Reuse { partial: true };
+const RECEIVE: Reuse = Reuse { partial: false };
 
-fn pools(block_size: u32, groups: &[(u32, Option<u32>)], cache: CacheConfig) -> KvPools {
-    let group = |(at, (_, window)): (usize, &(u32, Option<u32>))| KvGroup {
+/// Blocks and window of a group, and its sinks.
+type Shape = (u32, Option<u32>, u32);
+
+fn pools(block_size: u32, groups: &[Shape], cache: CacheConfig) -> KvPools {
+    let group = |(at, (_, window, sinks)): (usize, &Shape)| KvGroup {
         layers: vec![at as u32],
         planes: 2,
         kv_heads: 1,
         head_dim: 4,
         window: *window,
+        sinks: *sinks,
     };
     let layout = KvLayout {
         version: 1,
@@ -39,7 +44,8 @@ struct Live {
 /// Pools with the memory they account for: the slot of a position holds the name of everything up to it.
 struct World {
     pools: KvPools,
-    windows: Vec<Option<u32>>,
+    /// Window and sinks by group.
+    windows: Vec<(Option<u32>, u32)>,
     memory: BTreeMap<(usize, BlockId), Vec<u64>>,
     live: Vec<Live>,
     /// What was indexed, if nothing was ever evicted: the oracle.
@@ -63,10 +69,12 @@ impl World {
     }
 
     fn start(&mut self, prefix: Prefix, tokens: Vec<u32>, whole: bool) {
-        let hit = self.pools.lookup(&prefix, &tokens, if whole { HOLD } else { LOCAL });
+        let hit = self.pools.lookup(&prefix, &tokens, LOCAL);
         assert!((hit.tokens() as usize) < tokens.len());
-        let fits = self.pools.fits(&hit, tokens.len() as u32, 0).is_ok();
-        let seated = self.pools.seat(&hit, Some(prefix), tokens.len() as u32);
+        let count = tokens.len() as u32;
+        let need = if whole { Need::whole(count) } else { Need::chunks(count, 2) };
+        let fits = self.pools.fits(&hit, need, 0).is_ok();
+        let seated = self.pools.seat(&hit, Some(prefix), need);
         assert_eq!(seated.is_ok(), fits, "fits tells exactly whether there is room");
         let Ok(mut tables) = seated else { return };
         for copy in tables.copies() {
@@ -74,7 +82,7 @@ impl World {
             self.memory.insert((copy.group, copy.to), bytes);
         }
         self.pools.copied(&mut tables).unwrap();
-        assert!(!whole || tables.as_slice().iter().all(|table| table.holes() == 0));
+        assert!(tables.tokens() >= count.min(hit.tokens() + if whole { count } else { 2 }));
         let live = Live { tables, prefix, computed: hit.tokens() as usize, tokens };
         self.verify(&live);
         self.live.push(live);
@@ -103,6 +111,9 @@ impl World {
         for (group, table) in lease.as_slice().iter().enumerate() {
             for at in lease.shared() as usize..table.blocks().len() {
                 let block = table.blocks()[at];
+                if block == HOLE {
+                    continue;
+                }
                 assert_eq!(self.pools.group(group).unwrap().state(block), Ok((BlockState::Lent, 1)));
                 for position in at * self.size()..tokens.len().min((at + 1) * self.size()) {
                     self.write(group, block, position % self.size(), value(prefix, &tokens[..=position]));
@@ -119,8 +130,9 @@ impl World {
     /// What attention reads next is what these tokens wrote.
     fn verify(&self, live: &Live) {
         for (group, table) in live.tables.as_slice().iter().enumerate() {
-            let first = self.windows[group].map_or(0, |window| (live.computed + 1).saturating_sub(window as usize));
-            for position in first..live.computed {
+            let (window, sinks) = self.windows[group];
+            let first = window.map_or(0, |window| (live.computed + 1).saturating_sub(window as usize));
+            for position in (0..first.min(sinks as usize)).chain(first..live.computed) {
                 let (block, slot) = table.slot(position as u32, self.pools.block_size()).expect("a visible block");
                 let stored = self.memory[&(group, block)][slot as usize];
                 assert_eq!(stored, value(&live.prefix, &live.tokens[..=position]), "group {group} position {position}");
@@ -136,7 +148,11 @@ impl World {
 
     fn compute(&mut self, at: usize, count: usize, seal: bool) {
         let mut live = self.live.swap_remove(at);
-        for position in live.computed..(live.computed + count).min(live.tokens.len()) {
+        let target = (live.computed + count).min(live.tokens.len()) as u32;
+        let before = live.tables.tokens();
+        let grown = self.pools.grow(&mut live.tables, target).is_ok();
+        assert!(grown || live.tables.tokens() == before, "all or nothing");
+        for position in live.computed..(target.min(live.tables.tokens()) as usize) {
             for group in 0..self.windows.len() {
                 let table = &live.tables.as_slice()[group];
                 let (block, slot) = table.slot(position as u32, self.pools.block_size()).unwrap();
@@ -203,6 +219,11 @@ fn operations() -> impl Strategy<Value = Vec<(u8, usize, Vec<u32>, bool)>> {
     prop::collection::vec((0u8..8, 0usize..1000, shape, any::<bool>()), 1..60)
 }
 
+fn shape() -> impl Strategy<Value = Shape> {
+    (8u32..40, prop::option::of((1u32..12, 0u32..9)))
+        .prop_map(|(blocks, seen)| (blocks, seen.map(|(window, _)| window), seen.map_or(0, |(_, sinks)| sinks)))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -212,9 +233,9 @@ proptest! {
         block_size in 1u32..6,
         operations in operations(),
     ) {
-        let pools = pools(block_size, &[(4000, None), (4000, None)], CacheConfig::default());
+        let pools = pools(block_size, &[(4000, None, 0), (4000, None, 0)], CacheConfig::default());
         let mut world =
-            World { pools, windows: vec![None; 2], memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
+            World { pools, windows: vec![(None, 0); 2], memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
         for operation in operations {
             for seed in 0..2 {
                 let prefix = Prefix { seed, ..Prefix::default() };
@@ -231,14 +252,14 @@ proptest! {
     #[test]
     fn a_hit_is_always_the_right_kv(
         block_size in 1u32..6,
-        groups in prop::collection::vec((8u32..40, prop::option::of(1u32..12)), 1..4),
+        groups in prop::collection::vec(shape(), 1..4),
         max_blocks in prop_oneof![Just(0u32), 1u32..10, Just(u32::MAX)],
         max_kept in prop_oneof![Just(0u32), 1u32..10, Just(u32::MAX)],
         eviction in prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)],
         operations in operations(),
     ) {
         let pools = pools(block_size, &groups, CacheConfig { max_blocks, max_kept, eviction });
-        let windows = groups.iter().map(|group| group.1).collect();
+        let windows = groups.iter().map(|group| (group.1, group.2)).collect();
         let mut world = World { pools, windows, memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
         for operation in operations {
             world.operate(operation);
@@ -262,10 +283,10 @@ fn cached(eviction: Eviction, uses: &[(u32, Prefix)]) -> KvPools {
 }
 
 fn cached_within(cache: CacheConfig, uses: &[(u32, Prefix)]) -> KvPools {
-    let mut pools = pools(1, &[(3, None)], cache);
+    let mut pools = pools(1, &[(3, None, 0)], cache);
     for (token, prefix) in uses {
         let hit = pools.lookup(prefix, &[*token, 0], LOCAL);
-        let mut tables = pools.seat(&hit.without_copy(), Some(*prefix), 1).unwrap();
+        let mut tables = pools.seat(&hit.without_copy(), Some(*prefix), Need::whole(1)).unwrap();
         pools.index(&mut tables, &[*token], false, false).unwrap();
         pools.free(tables).unwrap();
     }
@@ -274,7 +295,7 @@ fn cached_within(cache: CacheConfig, uses: &[(u32, Prefix)]) -> KvPools {
 
 /// Which of the tokens are still there after one block more was needed.
 fn left(pools: &mut KvPools, tokens: &[u32]) -> Vec<u32> {
-    let tables = pools.seat(&Hit::default(), None, 1).unwrap();
+    let tables = pools.seat(&Hit::default(), None, Need::whole(1)).unwrap();
     let there = |token: &&u32| pools.lookup(&Prefix::default(), &[**token, 0], LOCAL).tokens() == 1;
     let left = tokens.iter().filter(there).copied().collect();
     pools.free(tables).unwrap();
@@ -334,9 +355,9 @@ fn the_least_frequently_used_age() {
 /// A leaf goes before its parent, however old the parent.
 #[test]
 fn leaves_go_before_their_parents() {
-    let mut pools = pools(1, &[(4, None)], CacheConfig::default());
+    let mut pools = pools(1, &[(4, None, 0)], CacheConfig::default());
     let prefix = Prefix::default();
-    let mut tables = pools.seat(&Hit::default(), Some(prefix), 4).unwrap();
+    let mut tables = pools.seat(&Hit::default(), Some(prefix), Need::whole(4)).unwrap();
     pools.index(&mut tables, &[1, 2, 3, 4], false, false).unwrap();
     pools.free(tables).unwrap();
     for gone in 1..=3 {
@@ -351,9 +372,9 @@ fn leaves_go_before_their_parents() {
 #[test]
 fn the_same_block_computed_twice_is_merged_unless_a_transfer_reads_it() {
     for exposed in [false, true] {
-        let mut pools = pools(2, &[(8, None)], CacheConfig::default());
+        let mut pools = pools(2, &[(8, None, 0)], CacheConfig::default());
         let prefix = Prefix::default();
-        let mut seat = || pools.seat(&Hit::default(), Some(prefix), 4).unwrap();
+        let mut seat = || pools.seat(&Hit::default(), Some(prefix), Need::whole(4)).unwrap();
         let (mut one, mut two) = (seat(), seat());
         pools.index(&mut one, &[1, 2, 3, 4], false, false).unwrap();
         let before = two.as_slice()[0].blocks().to_vec();
@@ -372,9 +393,9 @@ fn the_same_block_computed_twice_is_merged_unless_a_transfer_reads_it() {
 /// its owner, so that what follows is found under it.
 #[test]
 fn the_last_full_block_keeps_its_chain() {
-    let mut pools = pools(4, &[(3, Some(1))], CacheConfig::default());
+    let mut pools = pools(4, &[(3, Some(1), 0)], CacheConfig::default());
     let (prefix, tokens) = (Prefix::default(), (1..20).collect::<Vec<u32>>());
-    let mut tables = pools.seat(&Hit::default(), Some(prefix), 8).unwrap();
+    let mut tables = pools.seat(&Hit::default(), Some(prefix), Need::whole(8)).unwrap();
     pools.index(&mut tables, &tokens[..8], false, false).unwrap();
     pools.trim(&mut tables, 8).unwrap();
     assert_eq!((tables.as_slice()[0].holes(), pools.counts().cached), (1, 1));
@@ -385,7 +406,7 @@ fn the_last_full_block_keeps_its_chain() {
     // Everything but the last full block is evicted for the newcomer's own.
     let hit = pools.lookup(&prefix, &tokens[..13], LOCAL);
     assert_eq!(hit.tokens(), 8);
-    let mut tables = pools.seat(&hit, Some(prefix), 13).unwrap();
+    let mut tables = pools.seat(&hit, Some(prefix), Need::whole(13)).unwrap();
     pools.check().unwrap();
     pools.index(&mut tables, &tokens[..12], false, false).unwrap();
     pools.trim(&mut tables, 12).unwrap();

@@ -34,6 +34,7 @@ pub struct Decoder<B: Backend> {
     rope: Rope<B::Buffer>,
     local_rope: Option<Rope<B::Buffer>>,
     shapes: Vec<AttentionShape>,
+    pub(crate) block_size: u32,
     pub(crate) buffers: Buffers<B>,
     pub(crate) inputs: Inputs,
 }
@@ -96,7 +97,7 @@ impl<B: Backend> Decoder<B> {
             AttentionShape { group, layer, heads: config.heads as usize, scale: config.attention_scale }
         };
         let shapes = (0..config.layers).map(shape).collect();
-        let buffers = Buffers::new(&backend, &config, limits)?;
+        let buffers = Buffers::new(&backend, &config, layout, limits)?;
         let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size()) as usize;
         backend.reserve(limits.tokens, widest)?;
         let inputs = Inputs {
@@ -107,7 +108,21 @@ impl<B: Backend> Decoder<B> {
         };
         let grammars = Arc::new(Grammars::new(model.tokenizer(), config.vocab_size));
         let sampler = Sampler::new(config.vocab_size as usize).with_constraints(Matchers::new(Arc::clone(&grammars)));
-        Ok(Decoder { config, limits, backend, sampler, grammars, weights, rope, local_rope, shapes, buffers, inputs })
+        let block_size = layout.block_size;
+        Ok(Decoder {
+            config,
+            limits,
+            backend,
+            sampler,
+            grammars,
+            weights,
+            rope,
+            local_rope,
+            shapes,
+            block_size,
+            buffers,
+            inputs,
+        })
     }
 
     /// What it runs on, for logs.
@@ -204,13 +219,14 @@ impl<B: Backend> Pass<'_, B> {
 }
 
 impl<B: Backend> Buffers<B> {
-    fn new(backend: &B, config: &ModelConfig, limits: Limits) -> Result<Self, ModelError> {
+    fn new(backend: &B, config: &ModelConfig, layout: &KvLayout, limits: Limits) -> Result<Self, ModelError> {
         let rows = |width: u32| backend.buffer(limits.tokens * width as usize);
         let samples = |width: u32| backend.buffer(limits.samples * width as usize);
         Ok(Buffers {
             x: rows(config.hidden_size)?,
             out: rows(config.hidden_size)?,
-            q: rows(config.q_size())?,
+            // In groups with sinks each query is there twice.
+            q: rows(config.q_size() * if layout.groups.iter().any(|group| group.sinks > 0) { 2 } else { 1 })?,
             k: rows(config.kv_size())?,
             v: rows(config.kv_size())?,
             attended: rows(config.q_size())?,

@@ -16,6 +16,7 @@ pub fn kv_layout(config: &ModelConfig, fingerprint: u64, dtype: KvDtype, block_s
                 kv_heads: config.kv_heads,
                 head_dim: config.head_dim,
                 window,
+                sinks: 0,
             }),
         }
     }

@@ -22,7 +22,7 @@ impl<B: Backend> Decoder<B> {
             }
             self.inputs.ids.extend_from_slice(row.tokens);
             for (ragged, table) in self.inputs.batches.iter_mut().zip(row.tables) {
-                ragged.push(start, len, table.blocks());
+                ragged.push_around(start, len, table.present(), (table.holes() * self.block_size) as usize);
             }
             if row.sample.is_some() {
                 self.inputs.sampled.push(self.inputs.ids.len() as u32 - 1);

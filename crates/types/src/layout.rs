@@ -77,6 +77,53 @@ pub struct KvGroup {
     pub head_dim: u32,
     /// A query sees this many latest tokens, itself included; None: all.
     pub window: Option<u32>,
+    /// Beside those, a query sees this many first tokens of its sequence (attention sinks), at positions within the cache:
+    /// to a query the sinks look as far away as if nothing lay between them and its window. 0 without a window.
+    pub sinks: u32,
+}
+
+/// Which blocks of a sequence a layer group needs to compute a position and those after it: the first few, and all from one
+/// on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LiveBlocks {
+    /// Leading blocks that are never given back.
+    pub sinks: u32,
+    /// The first block the window shows. At most the last full one, which keeps its sequence's place in a prefix index.
+    pub first: u32,
+}
+
+impl LiveBlocks {
+    /// Whether the block at this index of the sequence is one of them.
+    pub fn contains(self, at: u32) -> bool {
+        at < self.sinks || at >= self.first
+    }
+
+    /// Of the blocks from `from` on, how many of those before `at` are not needed.
+    pub fn missing(self, from: u32, at: u32) -> u32 {
+        at.min(self.first).saturating_sub(from.max(self.sinks))
+    }
+
+    /// The place of block `at` in the list of the needed blocks from `from` on; `None` when it is not in it.
+    pub fn place(self, from: u32, at: u32) -> Option<u32> {
+        (at >= from && self.contains(at)).then(|| at - from - self.missing(from, at))
+    }
+}
+
+impl KvGroup {
+    /// What of a sequence is needed to compute `position` and all after it.
+    pub fn live(&self, position: u32, block_size: u32) -> LiveBlocks {
+        let sinks = self.sinks.div_ceil(block_size);
+        let Some(window) = self.window else { return LiveBlocks { sinks, first: 0 } };
+        let visible = (position + 1).saturating_sub(window) / block_size;
+        LiveBlocks { sinks, first: visible.min((position / block_size).saturating_sub(1)) }
+    }
+
+    /// The most blocks a sequence needs at once when it is computed in chunks of `chunk` tokens and gives back what its window
+    /// has passed; `None` without a window.
+    pub fn most_live(&self, chunk: u32, block_size: u32) -> Option<u32> {
+        let span = self.window?.saturating_add(chunk).div_ceil(block_size);
+        Some(span.saturating_add(self.sinks.div_ceil(block_size)).saturating_add(2))
+    }
 }
 
 /// Everything two workers must agree on before KV moves between them.
@@ -156,6 +203,22 @@ impl KvLayout {
         tokens.div_ceil(self.block_size as usize)
     }
 
+    /// The same, with layers of full attention seeing only the first `sinks` tokens, in whole blocks, and the last `window`.
+    pub fn with_sinks(mut self, sinks: u32, window: u32) -> KvLayout {
+        let sinks = sinks.next_multiple_of(self.block_size);
+        for group in self.groups.iter_mut().filter(|group| group.window.is_none()) {
+            (group.window, group.sinks) = (Some(window), sinks);
+        }
+        self
+    }
+
+    /// The most tokens whose blocks a sequence has at once when it is computed in chunks of `chunk` tokens, however long it gets;
+    /// `None` when some layers see all of it.
+    pub fn most_tokens(&self, chunk: u32) -> Option<u32> {
+        let mut most = self.groups.iter().map(|group| group.most_live(chunk, self.block_size));
+        most.try_fold(0, |most, blocks| Some(blocks?.saturating_mul(self.block_size).max(most)))
+    }
+
     /// First 8-byte lane of a layer's part of a block, for [`crate::digest_block`].
     pub fn first_lane(&self, group: usize, layer_in_group: usize) -> u64 {
         (self.block_bytes(group).div_ceil(8) * layer_in_group) as u64
@@ -170,7 +233,7 @@ impl KvLayout {
     pub fn fingerprint(&self) -> u64 {
         let mut text = format!("{}/{:x}/{:?}/{}", self.version, self.model, self.dtype, self.block_size);
         for g in &self.groups {
-            text += &format!("/{:?}:{}:{}:{}:{:?}", g.layers, g.planes, g.kv_heads, g.head_dim, g.window);
+            text += &format!("/{:?}:{}:{}:{}:{:?}:{}", g.layers, g.planes, g.kv_heads, g.head_dim, g.window, g.sinks);
         }
         hash_bytes(0, text.as_bytes())
     }
@@ -247,7 +310,8 @@ mod tests {
     use super::*;
 
     fn layout() -> KvLayout {
-        let group = |layers: Vec<u32>, window| KvGroup { layers, planes: 2, kv_heads: 3, head_dim: 8, window };
+        let group =
+            |layers: Vec<u32>, window| KvGroup { layers, planes: 2, kv_heads: 3, head_dim: 8, window, sinks: 0 };
         KvLayout {
             version: PROTOCOL_VERSION,
             model: 7,
@@ -293,18 +357,50 @@ mod tests {
     #[test]
     fn every_field_is_in_the_fingerprint_and_named_in_a_mismatch() {
         let base = layout();
-        let mut others = vec![base.clone(); 5];
+        let mut others = vec![base.clone(); 6];
         others[0].version += 1;
         others[1].model += 1;
         others[2].dtype = KvDtype::F32;
         others[3].block_size = 32;
         others[4].groups[0].window = Some(1);
-        let fields = ["protocol version", "model fingerprint", "KV dtype", "block size", "layer groups"];
+        others[5].groups[1].sinks = 16;
+        let fields =
+            ["protocol version", "model fingerprint", "KV dtype", "block size", "layer groups", "layer groups"];
         for (other, field) in others.iter().zip(fields) {
             assert_ne!(other.fingerprint(), base.fingerprint());
             assert_eq!(other.family() == base.family(), field == "KV dtype");
             assert_eq!(base.compatible(other).map_err(|e| e.field), Err(field));
         }
         assert_eq!(base.compatible(&layout()), Ok(()));
+    }
+
+    /// What is needed goes on being needed until it is passed for good, its places have no gap, and there is never more of it
+    /// than the bound says.
+    #[test]
+    fn live_blocks_only_move_on_and_are_bounded() {
+        for (window, sinks, size) in [(5, 0, 4), (5, 4, 4), (1, 3, 1), (7, 8, 3), (40, 16, 16)] {
+            let group = KvGroup { window: Some(window), sinks, ..layout().groups[0].clone() };
+            for (position, chunk) in (0..200).flat_map(|p| [(p, 1), (p, 9)]) {
+                let (live, next) = (group.live(position, size), group.live(position + chunk, size));
+                assert!(live.first <= next.first && live.sinks == next.sinks);
+                let visible = |at: u32| at < sinks || at + window > position;
+                assert!((0..=position).all(|at| !visible(at) || live.contains(at / size)));
+                let needed: Vec<u32> = (0..(position + chunk).div_ceil(size)).filter(|at| live.contains(*at)).collect();
+                assert!(needed.len() as u32 <= group.most_live(chunk, size).unwrap(), "{window} {sinks} {size}");
+                for from in 0..8 {
+                    let listed = needed.iter().filter(|at| **at >= from);
+                    assert!(listed.enumerate().all(|(place, at)| live.place(from, *at) == Some(place as u32)));
+                }
+            }
+        }
+        let full = KvGroup { window: None, ..layout().groups[0].clone() };
+        assert_eq!((full.live(99, 4), full.most_live(1, 4)), (LiveBlocks { sinks: 0, first: 0 }, None));
+    }
+
+    #[test]
+    fn sinks_are_for_full_attention_in_whole_blocks() {
+        let layout = layout().with_sinks(4, 100);
+        let seen: Vec<_> = layout.groups.iter().map(|group| (group.sinks, group.window)).collect();
+        assert_eq!(seen, [(16, Some(100)), (0, Some(32))]);
     }
 }

@@ -178,7 +178,13 @@ baton_runtime::config! {
         swap_bytes: Bytes = Bytes(0),
         /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
         block_size: u32 = 16,
-        /// Longest sequence, prompt and answer; default: what the model was made for, as far as the pool can hold it.
+        /// Layers of full attention see only the first tokens and this many of the last, so that a stream may run past the
+        /// model's context; default: all. All workers of a cluster need the same.
+        attention_window: Option<u32> = None,
+        /// With an attention window: first tokens that stay visible, rounded up to whole blocks; 0: none.
+        attention_sinks: u32 = 4,
+        /// Longest sequence, prompt and answer; default: what the model was made for, as far as the pool can hold it. With an
+        /// attention window it may be longer than that.
         context: Option<u32> = None,
         /// Most tokens computed in one step, over all sequences.
         token_budget: u32 = 512,

@@ -20,6 +20,8 @@ use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
 const SAMPLES: usize = 16;
 /// Blocks copied to see how fast copies are: more than caches hold, few enough not to be noticed.
 const MEASURED_BLOCKS: u32 = 64;
+/// Most tokens of a stream past the model's context: rotations are tabulated, `head_dim` · 4 bytes a position.
+const MAX_STREAM: u32 = 1 << 22;
 /// What every registry can keep.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
@@ -115,14 +117,30 @@ pub fn load_on<B: Backend>(
     isa: Isa,
     wrap: impl FnOnce(CpuBackend, &KvLayout) -> B,
 ) -> Result<Loaded<B>, WorkerError> {
-    let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
+    let most = model.config().context_length;
+    let mut layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
+    if let Some(window) = config.attention_window {
+        let sinks = config.attention_sinks.checked_next_multiple_of(config.block_size).filter(|sinks| *sinks < most);
+        let must = format!("in whole blocks fewer than the model's {most} tokens");
+        check(sinks.is_some(), "attention_sinks", config.attention_sinks, must)?;
+        let room = most - sinks.unwrap_or(0);
+        let must = format!("between 1 and {room}: with the sinks within the model's {most} tokens");
+        check((1..=room).contains(&window), "attention_window", window, must)?;
+        layout = layout.with_sinks(config.attention_sinks, window);
+    }
     let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
     let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
     let least = format!("at least {per_block} bytes, one block of this model");
     check(blocks >= 1, "kv_memory", config.kv_memory, least)?;
-    let most = model.config().context_length;
-    let wanted = config.context.unwrap_or(most.min(blocks.saturating_mul(config.block_size)));
-    check(wanted >= 2 && wanted <= most, "context", wanted, format!("between 2 and the model's {most} tokens"))?;
+    let chunk = config.chunk.min(config.token_budget);
+    let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.block_size) <= blocks);
+    let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.block_size) };
+    let (longest, whose) = match config.attention_window {
+        Some(_) => (MAX_STREAM, "the most a stream may have,"),
+        None => (most, "the model's"),
+    };
+    let wanted = config.context.unwrap_or(most.min(held));
+    check(wanted >= 2 && wanted <= longest, "context", wanted, format!("between 2 and {whose} {longest} tokens"))?;
     let geometry = PoolGeometry::uniform(layout, blocks);
     let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
     // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
@@ -141,7 +159,7 @@ pub fn load_on<B: Backend>(
     let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
     let engine = EngineConfig {
         token_budget: config.token_budget,
-        chunk: config.chunk.min(config.token_budget),
+        chunk,
         pack_tokens: match config.pack_tokens {
             PackTokens::Tokens(tokens) => tokens,
             PackTokens::Auto => config.token_budget,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::{Member, Role as MemberRole};
-use baton_engine::{Engine, NewSequence, Start};
+use baton_engine::{Engine, EngineConfig, NewSequence, Start};
 use baton_grammar::Grammars;
 use baton_model_files::Model;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
@@ -127,7 +127,7 @@ impl Node {
             engine_thread::start("engine", engine, Box::new(decoder), node.clock, |commands| N::role(&node, commands))?;
         let service =
             WorkerService { role: N::ROLE.as_str(), snapshot: handle.snapshot(), draining: watch::Sender::new(false) };
-        let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits.context_tokens);
+        let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
     }
 
@@ -137,7 +137,7 @@ impl Node {
         model: &str,
         grpc: std::net::SocketAddr,
         admin: std::net::SocketAddr,
-        context_tokens: u32,
+        limits: EngineConfig,
     ) -> Member {
         let reach = |addr: std::net::SocketAddr| match &self.config.advertise {
             Some(host) => format!("http://{host}:{}", addr.port()),
@@ -152,7 +152,8 @@ impl Node {
             layout: self.geometry.layout.family(),
             block_size: self.geometry.layout.block_size,
             blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
-            context_tokens,
+            window_tokens: self.geometry.layout.most_tokens(limits.chunk).unwrap_or(0),
+            context_tokens: limits.context_tokens,
             draining: false,
         }
     }

@@ -19,6 +19,7 @@ struct Case {
     kv_heads: usize,
     dim: usize,
     window: Option<u32>,
+    sinks: u32,
 }
 
 /// Rows `[token, head, dim]` of each sequence.
@@ -40,8 +41,8 @@ struct Outcome {
 pub(super) fn run<F: Factory>(factory: &F) {
     for dtype in KvDtype::ALL {
         for (heads, kv_heads, dim) in [(4, 4, 8), (6, 2, 64), (5, 1, 72), (9, 3, 24), (4, 1, 256)] {
-            for window in [None, Some(21)] {
-                Case { dtype, heads, kv_heads, dim, window }.check(factory);
+            for (window, sinks) in [(None, 0), (Some(21), 0), (Some(21), 16), (Some(5), 3)] {
+                Case { dtype, heads, kv_heads, dim, window, sinks }.check(factory);
             }
         }
     }
@@ -49,8 +50,8 @@ pub(super) fn run<F: Factory>(factory: &F) {
 
 impl Case {
     fn name(&self) -> String {
-        let Case { dtype, heads, kv_heads, dim, window } = self;
-        format!("{dtype:?}, {heads}/{kv_heads} heads of {dim}, window {window:?}")
+        let Case { dtype, heads, kv_heads, dim, window, sinks } = self;
+        format!("{dtype:?}, {heads}/{kv_heads} heads of {dim}, window {window:?}, {sinks} sinks")
     }
 
     fn check<F: Factory>(&self, factory: &F) {
@@ -95,7 +96,8 @@ impl Case {
     /// Runs both sequences in chunks, together where both have tokens left.
     fn compute<F: Factory>(&self, factory: &F, inputs: &Inputs, block_size: u32, chunk: usize) -> Outcome {
         let (dim, half) = (self.dim, self.dim / 2);
-        let geometry = geometry(self.dtype, self.kv_heads as u32, dim as u32, self.window, block_size);
+        let mut geometry = geometry(self.dtype, self.kv_heads as u32, dim as u32, self.window, block_size);
+        geometry.layout.groups[0].sinks = self.sinks;
         let mut backend = factory.make(&geometry);
         let table = |f: fn(f64) -> f64| -> Vec<f32> {
             (0..POSITIONS * half).map(|j| f(self.angle(j / half, j % half)) as f32).collect()
@@ -113,12 +115,20 @@ impl Case {
             for s in [1, 0] {
                 let end = (first + chunk).min(LENS[s]);
                 if first < end {
-                    batch.push(first, end - first, &tables[s]);
+                    // In short chunks only what the first row and those after it see.
+                    let live = geometry.layout.groups[0].live(first as u32, block_size);
+                    let hidden = if chunk < 16 { live.missing(0, 4) } else { 0 };
+                    let (sinks, rest) = tables[s].split_at(if hidden > 0 { live.sinks as usize } else { 0 });
+                    let around = (sinks, &rest[hidden as usize..]);
+                    batch.push_around(first, end - first, around, (hidden * block_size) as usize);
                     q.extend_from_slice(&inputs.q[s][first * self.heads * dim..end * self.heads * dim]);
                     k.extend_from_slice(&inputs.k[s][first * self.kv_heads * dim..end * self.kv_heads * dim]);
                     v.extend_from_slice(&inputs.v[s][first * self.kv_heads * dim..end * self.kv_heads * dim]);
                     who.push((s, (end - first) * self.heads * dim));
                 }
+            }
+            if self.sinks > 0 {
+                q.resize(q.len() * 2, f32::NAN);
             }
             let mut q = backend.upload(&q).expect("q");
             let (k, v) = (backend.upload(&k).expect("k"), backend.upload(&v).expect("v"));
@@ -145,11 +155,11 @@ impl Case {
         outcome
     }
 
-    /// The row of a token and head out of `heads`, rotated.
-    fn rotated(&self, x: &[f32], heads: usize, token: usize, head: usize) -> Vec<f64> {
+    /// The row of a token and head out of `heads`, rotated to a position.
+    fn rotated(&self, x: &[f32], heads: usize, token: usize, head: usize, position: usize) -> Vec<f64> {
         let (row, half) = (&x[(token * heads + head) * self.dim..][..self.dim], self.dim / 2);
         let rotate = |d: usize| {
-            let (sin, cos) = self.angle(token, d % half).sin_cos();
+            let (sin, cos) = self.angle(position, d % half).sin_cos();
             let (a, b) = (row[d % half] as f64, row[half + d % half] as f64);
             if d < half { a * cos - b * sin } else { b * cos + a * sin }
         };
@@ -162,7 +172,7 @@ impl Case {
             for (t, h) in (0..LENS[s]).flat_map(|t| (0..self.kv_heads).map(move |h| (t, h))) {
                 let at = (t * self.kv_heads + h) * self.dim;
                 let v: Vec<f64> = inputs.v[s][at..][..self.dim].iter().map(|&x| x as f64).collect();
-                let k = self.rotated(&inputs.k[s], self.kv_heads, t, h);
+                let k = self.rotated(&inputs.k[s], self.kv_heads, t, h, t);
                 for (what, given, stored) in [("K", k, &got.k[s]), ("V", v, &got.v[s])] {
                     for (d, &stored) in stored[at..][..self.dim].iter().enumerate() {
                         let allowed = rounding(self.dtype, &given, d);
@@ -183,16 +193,23 @@ impl Case {
         let (k, v) = (&stored.k[s], &stored.v[s]);
         let mut want = Vec::new();
         for (p, h) in (0..LENS[s]).flat_map(|p| (0..self.heads).map(move |h| (p, h))) {
-            let query = self.rotated(&inputs.q[s], self.heads, p, h);
+            let query = self.rotated(&inputs.q[s], self.heads, p, h, p);
+            // To the sinks it stands where it does in a cache of nothing but sinks and window.
+            let (sinks, window) = (self.sinks as usize, self.window.unwrap_or(0) as usize);
+            let near = self.rotated(&inputs.q[s], self.heads, p, h, p.min((sinks + window).max(1) - 1));
             let row = |t: usize| (t * self.kv_heads + h / (self.heads / self.kv_heads)) * self.dim;
             let from = self.window.map_or(0, |w| (p + 1).saturating_sub(w as usize));
-            let score = |t: usize| SCALE * (0..self.dim).map(|d| query[d] * k[row(t) + d] as f64).sum::<f64>();
-            let scores: Vec<f64> = (from..=p).map(score).collect();
+            let seen = || (0..from.min(sinks)).chain(from..=p);
+            let score = |t: usize| {
+                let query = if t < from { &near } else { &query };
+                SCALE * (0..self.dim).map(|d| query[d] * k[row(t) + d] as f64).sum::<f64>()
+            };
+            let scores: Vec<f64> = seen().map(score).collect();
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let total: f64 = scores.iter().map(|x| (x - max).exp()).sum();
             for d in 0..self.dim {
                 let share = |(t, x): (usize, &f64)| (x - max).exp() / total * v[row(t) + d] as f64;
-                want.push((from..=p).zip(&scores).map(share).sum());
+                want.push(seen().zip(&scores).map(share).sum());
             }
         }
         want

@@ -6,6 +6,9 @@
 //! row's own, whoever else takes them (I1); the arithmetic is [`super::fold`]'s. Bytes moved per task: K and V of the
 //! visible slots, once. Bound: memory bandwidth for decode, fused multiply-adds for prefill and for shared blocks (4 · head_dim ·
 //! visible slots per row and head).
+//!
+//! A group with sinks shows its first slots before those of the window, to queries rotated for them: then keys are as far away as
+//! they stand within the cache (StreamingLLM, Xiao et al. 2023).
 
 use baton_types::{BlockId, KvDtype};
 use half::{bf16, f16};
@@ -35,6 +38,8 @@ pub struct Task<'a> {
     pub heads: usize,
     pub group: usize,
     pub scale: f32,
+    /// The queries as the sinks see them; not read without sinks.
+    pub sink_q: *const f32,
     pub q: *const f32,
     pub out: *mut f32,
 }
@@ -123,8 +128,9 @@ unsafe fn load<S: Codes, T: KvType>(
 }
 
 #[inline(always)]
-unsafe fn load_slots<S: Codes, T: KvType>(task: &Task<'_>, table: &[BlockId], position: usize, slots: &Widened) {
+unsafe fn load_slots<S: Codes, T: KvType>(task: &Task<'_>, block: BlockId, position: usize, slots: &Widened) {
     let (planes, dim) = (&task.planes, task.planes.head_dim);
+    let (table, position) = (&[block], position % task.tables.sight.block_size);
     let mut memory = std::mem::MaybeUninit::<Parameters>::uninit();
     let parameters = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: 16 slots from `position`, a multiple of 16, lie in one block of the pool; parameters are widened before use.
@@ -151,29 +157,37 @@ unsafe fn load_slots<S: Codes, T: KvType>(task: &Task<'_>, table: &[BlockId], po
     }
 }
 
-/// Takes the 16 slots from `base` on into the queries of those rows of `tiles` that see any.
+/// Takes 16 slots into the queries, read from `q`, of those rows of `tiles` that see any: `seen` says of a position the first
+/// slot and the one behind the last.
 #[inline(always)]
-unsafe fn take<S: Codes>(task: &Task<'_>, tiles: &[Tile], base: usize, slots: &Slots, states: &mut [Softmax]) {
+unsafe fn take<S: Codes>(
+    task: &Task<'_>,
+    tiles: &[Tile],
+    q: *const f32,
+    slots: &Slots,
+    states: &mut [Softmax],
+    seen: impl Fn(usize) -> (usize, usize),
+) {
     // Where a row's first query lies, its softmax, and what it sees.
     let mut rows = [(0, 0, (0, 0)); TILE_ROWS];
     let mut seeing = 0;
     for tile in tiles {
         for row in 0..tile.rows {
-            let seen = task.seen(base, tile.position + row);
+            let seen = seen(tile.position + row);
             rows[seeing] = (task.offset(tile, row, 0), (tile.place + row) * task.group, seen);
             seeing += usize::from(seen.0 < seen.1);
         }
     }
     let (mut row, mut head) = (0, 0);
     while row < seeing {
-        let mut queries = [Query { q: task.q, out: task.out, seen: (0, 0), state: 0 }; TOGETHER];
+        let mut queries = [Query { q, out: task.out, seen: (0, 0), state: 0 }; TOGETHER];
         let mut count = 0;
         while count < TOGETHER && row < seeing {
             let (offset, state, seen) = rows[row];
             let offset = offset + head * task.planes.head_dim;
             // SAFETY: rows of q and out belong to these tiles and this KV head.
             queries[count] =
-                unsafe { Query { q: task.q.add(offset), out: task.out.add(offset), seen, state: state + head } };
+                unsafe { Query { q: q.add(offset), out: task.out.add(offset), seen, state: state + head } };
             count += 1;
             (row, head) = if head + 1 < task.group { (row, head + 1) } else { (row + 1, 0) };
         }
@@ -197,12 +211,23 @@ unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
         for (tile, row) in rows() {
             std::ptr::write_bytes(task.out.add(task.offset(tile, row, 0)), 0, width);
         }
+        for tile in task.tiles {
+            let sinks = task.tables.sight.sinks;
+            for base in (0..sinks.min(tile.end())).step_by(SLOTS) {
+                let block = task.tables.blocks[tile.sinks + base / task.tables.sight.block_size];
+                load_slots::<S, T>(task, block, base, &widened);
+                take::<S>(task, std::slice::from_ref(tile), task.sink_q, &slots, &mut states, |position| {
+                    (0, (position + 1).min(sinks).saturating_sub(base).min(SLOTS))
+                });
+            }
+        }
         for pass in task.passes() {
             for base in (pass.from..pass.to).step_by(SLOTS) {
                 let mut rest = pass.tiles;
                 while let Some((tiles, others)) = task.split(rest, base) {
-                    load_slots::<S, T>(task, &task.tables.blocks[tiles[0].table..], base, &widened);
-                    take::<S>(task, tiles, base, &slots, &mut states);
+                    let block = task.tables.block(&tiles[0], base / task.tables.sight.block_size);
+                    load_slots::<S, T>(task, block, base, &widened);
+                    take::<S>(task, tiles, task.q, &slots, &mut states, |position| task.seen(base, position));
                     rest = others;
                 }
             }

@@ -126,7 +126,14 @@ mod tests {
     use crate::conformance::kv::{read_row, rounding};
 
     fn layout(dtype: KvDtype, slice: KvSlice) -> KvLayout {
-        let group = KvGroup { layers: vec![0], planes: 1, kv_heads: 3, head_dim: slice.head_dim as u32, window: None };
+        let group = KvGroup {
+            layers: vec![0],
+            planes: 1,
+            kv_heads: 3,
+            head_dim: slice.head_dim as u32,
+            window: None,
+            sinks: 0,
+        };
         let block_size = slice.block_size as u32;
         KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size, groups: vec![group] }
     }

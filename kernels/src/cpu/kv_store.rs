@@ -1,4 +1,5 @@
-//! The store of K and V into the pool: rotates a token's q and k, and rounds its k and v to the pool's type.
+//! The store of K and V into the pool: rotates a token's q and k, and rounds its k and v to the pool's type. In a group with
+//! sinks also rotates q as the sinks see it.
 //!
 //! Bytes moved per token: q, k and v once, and their rows in the pool. Bound: memory bandwidth.
 
@@ -15,14 +16,25 @@ use super::kv_row::{Fp8, Int4, KvType, Planes, Q8};
 pub struct StoreTask<'a> {
     pub planes: Planes,
     pub table: &'a [BlockId],
-    pub position: usize,
+    /// Its slot is that of this position.
+    pub place: usize,
     pub heads: usize,
     pub kv_heads: usize,
     /// This token's rows.
     pub q: *mut f32,
     pub k: *const f32,
     pub v: *const f32,
-    /// `[head_dim / 2]` of this position.
+    /// `[head_dim / 2]` of this token's position.
+    pub cos: *const f32,
+    pub sin: *const f32,
+    /// Where its queries go as the sinks see them, and the rotation for that.
+    pub sinks: Option<SinkQueries>,
+}
+
+/// A token's queries as the sinks see them.
+#[derive(Clone, Copy)]
+pub struct SinkQueries {
+    pub q: *mut f32,
     pub cos: *const f32,
     pub sin: *const f32,
 }
@@ -49,12 +61,15 @@ unsafe fn store_kernel<S: Codes, T: KvType>(_: S, task: &StoreTask<'_>) {
     unsafe {
         for h in 0..task.heads {
             let q = task.q.add(h * dim);
+            if let Some(sinks) = task.sinks {
+                rotate(q, sinks.q.add(h * dim), sinks.cos, sinks.sin, dim);
+            }
             rotate(q, rotated.as_mut_ptr(), task.cos, task.sin, dim);
             std::ptr::copy_nonoverlapping(rotated.as_ptr(), q, dim);
         }
         for h in 0..task.kv_heads {
             rotate(task.k.add(h * dim), rotated.as_mut_ptr(), task.cos, task.sin, dim);
-            let [key, value] = task.planes.rows(task.table, h, task.position);
+            let [key, value] = task.planes.rows(task.table, h, task.place);
             T::store::<S>(key, rotated.as_ptr(), dim);
             T::store::<S>(value, task.v.add(h * dim), dim);
         }

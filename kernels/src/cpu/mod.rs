@@ -149,9 +149,13 @@ impl CpuBackend {
         );
         let layout = &self.pool.geometry().layout;
         let seen = &layout.groups[shape.group];
-        let sight = Sight { window: seen.window.map(|w| w as usize), block_size: layout.block_size as usize };
+        let (window, sinks) = (seen.window.map(|w| w as usize), seen.sinks as usize);
+        let sight = Sight { window, sinks, block_size: layout.block_size as usize };
         let needed = batch.rows() * shape.heads * seen.head_dim as usize;
-        assert!(q.len() >= needed && out.len() >= needed, "attention buffers too small");
+        assert!(q.len() >= needed * (1 + usize::from(sinks > 0)), "attention queries too few");
+        assert!(out.len() >= needed, "attention output too small");
+        let sink_q = if sinks > 0 { q[needed..].as_ptr() } else { q.as_ptr() };
+        let sink_q = Shared(sink_q.cast_mut());
         let out = Shared(out.as_mut_ptr());
         let plan = &mut self.plans[shape.group];
         plan.renew(batch, sight, Labour { threads: self.threads.count(), kv_heads, group });
@@ -167,6 +171,8 @@ impl CpuBackend {
                 heads: shape.heads,
                 group,
                 scale: shape.scale,
+                // SAFETY: offset 0.
+                sink_q: unsafe { sink_q.add(0) },
                 q: q.as_ptr(),
                 // SAFETY: offset 0.
                 out: unsafe { out.add(0) },

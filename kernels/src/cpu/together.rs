@@ -24,14 +24,16 @@ const WIDENING: usize = 3;
 pub struct Sight {
     /// This many latest tokens, itself included; None: all.
     pub window: Option<usize>,
+    /// And this many first ones, which a plan leaves out: they are few.
+    pub sinks: usize,
     /// Tokens of a block.
     pub block_size: usize,
 }
 
 impl Sight {
-    /// First position that a query at `position` sees.
+    /// First position behind the sinks that a query at `position` sees, if it stands behind them itself.
     pub fn first(&self, position: usize) -> usize {
-        self.window.map_or(0, |w| (position + 1).saturating_sub(w))
+        self.window.map_or(0, |w| (position + 1).saturating_sub(w)).max(self.sinks)
     }
 }
 
@@ -55,8 +57,11 @@ pub struct Tile {
     pub rows: usize,
     /// Of the first row, in its sequence.
     pub position: usize,
-    /// First entry of its block table in [`Ragged::blocks`].
+    /// Where block 0 of its sequence would stand in [`Ragged::blocks`], wrapping, so that what lies behind [`Span::hidden`]
+    /// stands where it does.
     pub table: usize,
+    /// First entry of its block table: where its sinks stand.
+    pub sinks: usize,
     /// Rows of its task before it.
     pub place: usize,
 }
@@ -147,9 +152,10 @@ impl Plan {
         sorted.clear();
         families.clear();
         for &(span, first) in batch.tiles() {
-            let Span { row, len, start, table } = batch.spans()[span];
+            let Span { row, len, start, table: sinks, hidden } = batch.spans()[span];
             let rows = TILE_ROWS.min(len - first);
-            let tile = Tile { row: row + first, rows, position: start + first, table, place: 0 };
+            let table = sinks.wrapping_sub(hidden / sight.block_size);
+            let tile = Tile { row: row + first, rows, position: start + first, table, sinks, place: 0 };
             let from = tables.seen(&tile).start;
             let joined = families.iter().position(|family| tables.meet(&family.first, &tile));
             let family = joined.unwrap_or(families.len());
@@ -194,7 +200,7 @@ impl Plan {
 impl<'a> Tables<'a> {
     /// The block of a tile's sequence at an index that it sees.
     pub fn block(&self, tile: &Tile, index: usize) -> BlockId {
-        self.blocks[tile.table + index]
+        self.blocks[tile.table.wrapping_add(index)]
     }
 
     /// Indices of the blocks a tile sees.
@@ -206,7 +212,8 @@ impl<'a> Tables<'a> {
     /// The blocks it sees from an index on that is not before the first.
     fn from(&self, tile: &Tile, index: usize) -> &'a [BlockId] {
         let end = self.seen(tile).end;
-        &self.blocks[tile.table + index.min(end)..tile.table + end]
+        let at = |index| tile.table.wrapping_add(index);
+        if index < end { &self.blocks[at(index)..at(end)] } else { &[] }
     }
 
     /// Whether two tiles share a block and gain from it.
@@ -227,7 +234,7 @@ impl<'a> Tables<'a> {
 
     /// Tokens a tile sees.
     fn visible(&self, tile: &Tile) -> usize {
-        tile.end() - self.sight.first(tile.position)
+        tile.end().saturating_sub(self.sight.first(tile.position))
     }
 
     /// What one KV head of these tiles takes together, in slots folded into a query: each shared slot is widened once.
@@ -260,7 +267,7 @@ mod tests {
     use super::*;
     use crate::conformance::Random;
 
-    const ALL: Sight = Sight { window: None, block_size: 16 };
+    const ALL: Sight = Sight { window: None, sinks: 0, block_size: 16 };
     const ONE: Labour = Labour { threads: 1, kv_heads: 3, group: 3 };
 
     /// A batch of one row each, with so many tokens and this table.

@@ -43,16 +43,19 @@ struct Known {
 pub(crate) struct Capacity {
     largest: u64,
     total: u64,
-    context: u32,
+    context: Option<u32>,
+    /// What a sequence needs at once, however long it is.
+    window: u64,
 }
 
 impl Capacity {
     /// Nothing is known; placement will say more.
-    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX, context: u32::MAX };
+    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX, context: None, window: u64::MAX };
 
-    /// Of the largest worker.
-    pub fn largest(&self) -> u64 {
-        self.largest
+    /// Tokens that each of `n` answers may have in the pools, prompt included.
+    pub fn share(&self, n: u32) -> u32 {
+        let share = self.largest.min(self.total / u64::from(n.max(1)));
+        if self.window <= share { u32::MAX } else { share.try_into().unwrap_or(u32::MAX) }
     }
 
     /// Of all of them together.
@@ -60,14 +63,20 @@ impl Capacity {
         self.total
     }
 
-    /// Longest sequence that every worker takes, tokens; a request may be placed on any of them.
-    pub fn context(&self) -> u32 {
+    /// Longest sequence that every worker takes, tokens; a request may be placed on any of them. Shorter than the model's
+    /// context when a worker is set so, longer when they keep sinks and a window.
+    pub fn context(&self) -> Option<u32> {
         self.context
     }
 
     #[cfg(test)]
     pub fn of(largest: u64, total: u64) -> Capacity {
         Capacity { largest, total, ..Capacity::UNKNOWN }
+    }
+
+    #[cfg(test)]
+    pub fn with_window(self, window: u64) -> Capacity {
+        Capacity { window, ..self }
     }
 }
 
@@ -147,13 +156,15 @@ impl Workers {
             let works = |m: &&Member| matches!(m.role, Role::Prefill | Role::Decode) && m.model == self.model;
             known.view.members.iter().filter(works)
         };
-        let context = serving().map(|m| m.context_tokens).filter(|tokens| *tokens > 0).min().unwrap_or(u32::MAX);
+        let context = serving().map(|m| m.context_tokens).filter(|tokens| *tokens > 0).min();
         let tokens = |m: &Member| u64::from(m.blocks) * u64::from(m.block_size);
-        let pools = serving().filter(|m| m.role == Role::Decode).map(tokens);
+        let decoders = || serving().filter(|m| m.role == Role::Decode);
+        let pools = decoders().map(tokens);
         let (largest, total) = pools.fold((0, 0u64), |(largest, total), t| (largest.max(t), total.saturating_add(t)));
-        match largest {
-            0 => Capacity { context, ..Capacity::UNKNOWN },
-            _ => Capacity { largest, total, context },
+        let window = decoders().map(|m| if m.window_tokens == 0 { u64::MAX } else { m.window_tokens.into() }).max();
+        match (largest, window) {
+            (1.., Some(window)) => Capacity { largest, total, context, window },
+            _ => Capacity { context, ..Capacity::UNKNOWN },
         }
     }
 

@@ -119,6 +119,7 @@ impl Cluster {
             layout: 7,
             blocks: 64,
             block_size: 16,
+            window_tokens: 0,
             context_tokens: CONTEXT,
             draining: false,
         };

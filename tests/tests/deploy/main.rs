@@ -85,7 +85,8 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
     }
     let one = keys(&schema["definitions"]["workerConfig"]);
     let shared: BTreeSet<String> = both.difference(&one).cloned().collect();
-    assert_eq!(shared, BTreeSet::from(["block_size".to_owned(), "kv_type".to_owned()]));
+    let agreed = ["attention_sinks", "attention_window", "block_size", "kv_type"];
+    assert_eq!(shared, BTreeSet::from(agreed.map(str::to_owned)));
     Ok(())
 }
 

@@ -23,6 +23,7 @@ fn geometry(ranks: u32, dtype: KvDtype) -> PoolGeometry {
         kv_heads: heads_of_rank(heads, ranks, 0).len() as u32,
         head_dim: 8,
         window: None,
+        sinks: 0,
     };
     let groups = vec![group(vec![0, 2], HEADS[0]), group(vec![1], HEADS[1])];
     PoolGeometry { layout: KvLayout { version: 1, model: 44, dtype, block_size: 4, groups }, blocks: BLOCKS.to_vec() }

@@ -136,7 +136,7 @@ mod tests {
     use crate::heads::HeadSlice;
 
     fn geometry() -> PoolGeometry {
-        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None };
+        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
         PoolGeometry::uniform(layout, 8)
     }

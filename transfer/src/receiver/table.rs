@@ -236,7 +236,7 @@ mod tests {
     const ALL: [HeadSlice; 1] = [HeadSlice { source: 0, target: 0, count: 4 }];
 
     fn table() -> Table {
-        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 4, head_dim: 8, window: None };
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 4, head_dim: 8, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
         let limits = Limits { handoffs: 2, blocks_per_handoff: 4, ..Limits::default() };
         Table::new(&PoolGeometry::uniform(layout, 8), limits)

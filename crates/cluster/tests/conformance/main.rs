@@ -160,6 +160,7 @@ fn member(id: u64) -> Member {
         layout: u64::MAX - 1,
         blocks: 512,
         block_size: 16,
+        window_tokens: 0,
         context_tokens: 8192,
         draining: false,
     }

@@ -1,7 +1,7 @@
 //! A request as its client sees it, and what it demands.
 
 use baton_engine::{Prefix, Time, fake};
-use baton_types::{BlockId, FinishReason, SamplingParams, SeqId, TokenOut};
+use baton_types::{BlockId, FinishReason, KvLayout, SamplingParams, SeqId, TokenOut};
 
 pub const VOCAB: u32 = 97;
 
@@ -108,9 +108,9 @@ impl Client {
         self.answer.push(token);
     }
 
-    pub fn check_answer(&self) {
+    pub fn check_answer(&self, layout: &KvLayout) {
         let params = self.spec.params();
-        let alone = fake::answer(&fake::tiny_layout(16), VOCAB, &self.spec.tokens(), &params).unwrap();
+        let alone = fake::answer(layout, VOCAB, &self.spec.tokens(), &params).unwrap();
         match self.end.unwrap() {
             End::Finished(reason) => {
                 assert_eq!(self.answer, alone, "I1");

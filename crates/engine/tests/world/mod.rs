@@ -9,8 +9,8 @@ mod node;
 use std::collections::{BTreeMap, BTreeSet};
 
 use baton_engine::fake::KvMemory;
-use baton_engine::{Aborted, Event, ModelRunner, NewSequence, RunError, SequenceError, Start, Step, Time};
-use baton_types::{FinishReason, RequestId, SeqId, TokenOut};
+use baton_engine::{Aborted, Event, HOLE, ModelRunner, NewSequence, RunError, SequenceError, Start, Step, Time};
+use baton_types::{FinishReason, KvLayout, RequestId, SeqId, TokenOut};
 
 pub use client::{Client, End, Route, Spec};
 pub use node::{Fault, NodeSpec};
@@ -57,8 +57,8 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(block_size: u32, sides: [NodeSpec; 2], specs: Vec<Spec>) -> World {
-        let nodes = sides.map(|side| Node::new(block_size, side));
+    pub fn new(layout: &KvLayout, sides: [NodeSpec; 2], specs: Vec<Spec>) -> World {
+        let nodes = sides.map(|side| Node::new(layout.clone(), side));
         let mut agenda: BTreeMap<u64, Vec<Action>> = BTreeMap::new();
         for (c, spec) in specs.iter().enumerate() {
             agenda.entry(spec.arrival).or_default().push(Action::Arrive(c));
@@ -117,7 +117,8 @@ impl World {
             let host = node.engine.host_counts();
             assert_eq!(host.free, host.total, "I6: and all of host memory");
         }
-        self.clients.iter().for_each(Client::check_answer);
+        let layout = &self.nodes[DECODE].geometry.layout;
+        self.clients.iter().for_each(|client| client.check_answer(layout));
     }
 
     /// What happened, so that a test can tell that it does.
@@ -289,14 +290,17 @@ impl World {
                 let (group, inner) = from.layout.locate(layer).unwrap();
                 for (row, planned) in batch.rows.iter().zip(step.rows()).filter(|(_, planned)| planned.held) {
                     let client = &mut clients[owners[&row.seq]];
-                    for at in planned.completed_blocks(block_size).filter(|at| *at >= client.cached) {
+                    let mut pending = std::mem::take(&mut client.pending);
+                    let wanted = |at: &usize| *at >= client.cached && client.targets[group][*at] != HOLE;
+                    for at in planned.completed_blocks(block_size).filter(wanted) {
                         let read = from.block_range(group, inner, row.tables[group].blocks()[at]);
                         let write = to.block_range(group, inner, client.targets[group][at]);
                         match client.spec.route {
                             Route::Eager => copy(&source, &mut target, read.start, write.start, read.len()),
-                            _ => client.pending.push((read.start, write.start, read.len())),
+                            _ => pending.push((read.start, write.start, read.len())),
                         }
                     }
+                    client.pending = pending;
                 }
             };
             copies = batch.copies.len() as u64;

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use baton_engine::fake::{self, FakeModel, KvMemory, SharedMemory};
+use baton_engine::fake::{FakeModel, KvMemory, SharedMemory};
 use baton_engine::{Engine, EngineConfig, HOLE};
-use baton_types::{PoolGeometry, SeqId};
+use baton_types::{KvLayout, PoolGeometry, SeqId};
 
 use super::client::VOCAB;
 
@@ -36,8 +36,8 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(block_size: u32, spec: NodeSpec) -> Node {
-        let geometry = PoolGeometry { layout: fake::tiny_layout(block_size), blocks: spec.blocks };
+    pub fn new(layout: KvLayout, spec: NodeSpec) -> Node {
+        let geometry = PoolGeometry { layout, blocks: spec.blocks };
         let memory = SharedMemory::new(geometry.bytes());
         let engine = Engine::new(spec.config, &geometry).unwrap();
         let model = FakeModel::with_memory(geometry.clone(), VOCAB, memory.clone());
