@@ -126,7 +126,7 @@ fn schedules_are_not_idle() {
     let mut runner = TestRunner::deterministic();
     let mut sum = Reached::default();
     let mut ends = [0; 3];
-    for _ in 0..900 {
+    for _ in 0..1200 {
         let (layout, sides, specs) = world().new_tree(&mut runner).unwrap().current();
         let mut world = World::new(&layout, sides, specs);
         world.run();
