@@ -11,7 +11,7 @@ use std::ops::Bound;
 use baton_kv_cache::{Hit, KvError, Need, Reuse};
 use baton_types::SeqId;
 
-use crate::sequence::{Leader, Phase, Sequence};
+use crate::sequence::{Leader, Phase, Sequence, Turn};
 use crate::{Engine, Event, Start, StepRow};
 
 /// What became of a sequence that might start.
@@ -75,7 +75,7 @@ impl Engine {
     /// one at a time may have blocks yet to take: two could wait for each other.
     fn need(&self, sequence: &Sequence) -> Need {
         let (tokens, chunk) = (sequence.len(), self.config.chunk);
-        let growing = |turn: &crate::sequence::Turn| {
+        let growing = |turn: &Turn| {
             let other = self.sequences.get(&turn.seq);
             other.is_some_and(|s| s.start == Start::ComputeAndHold && s.covered() < s.len())
         };

@@ -118,16 +118,8 @@ pub fn load_on<B: Backend>(
     wrap: impl FnOnce(CpuBackend, &KvLayout) -> B,
 ) -> Result<Loaded<B>, WorkerError> {
     let most = model.config().context_length;
-    let mut layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
-    if let Some(window) = config.attention_window {
-        let sinks = config.attention_sinks.checked_next_multiple_of(config.block_size).filter(|sinks| *sinks < most);
-        let must = format!("in whole blocks fewer than the model's {most} tokens");
-        check(sinks.is_some(), "attention_sinks", config.attention_sinks, must)?;
-        let room = most - sinks.unwrap_or(0);
-        let must = format!("between 1 and {room}: with the sinks within the model's {most} tokens");
-        check((1..=room).contains(&window), "attention_window", window, must)?;
-        layout = layout.with_sinks(config.attention_sinks, window);
-    }
+    let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
+    let layout = windowed(config, layout, most)?;
     let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
     let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
     let least = format!("at least {per_block} bytes, one block of this model");
@@ -135,12 +127,7 @@ pub fn load_on<B: Backend>(
     let chunk = config.chunk.min(config.token_budget);
     let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.block_size) <= blocks);
     let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.block_size) };
-    let (longest, whose) = match config.attention_window {
-        Some(_) => (MAX_STREAM, "the most a stream may have,"),
-        None => (most, "the model's"),
-    };
-    let wanted = config.context.unwrap_or(most.min(held));
-    check(wanted >= 2 && wanted <= longest, "context", wanted, format!("between 2 and {whose} {longest} tokens"))?;
+    let wanted = stream(config, most, held)?;
     let geometry = PoolGeometry::uniform(layout, blocks);
     let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
     // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
@@ -172,6 +159,31 @@ pub fn load_on<B: Backend>(
         swap,
     };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
+}
+
+/// The layout with the attention sinks and the window that are set, of a model with a context of `most` tokens: no query may
+/// stand farther from a key than the model was made for.
+fn windowed(config: &WorkerConfig, layout: KvLayout, most: u32) -> Result<KvLayout, WorkerError> {
+    let Some(window) = config.attention_window else { return Ok(layout) };
+    let sinks = config.attention_sinks.checked_next_multiple_of(config.block_size).filter(|sinks| *sinks < most);
+    let must = format!("fewer than the model's {most} tokens, in whole blocks of {}", config.block_size);
+    check(sinks.is_some(), "attention_sinks", config.attention_sinks, must)?;
+    let sinks = sinks.unwrap_or(0);
+    let room = most - sinks;
+    let must = format!("between 1 and {room}, so that with {sinks} sinks it is within the model's {most} tokens");
+    check((1..=room).contains(&window), "attention_window", window, must)?;
+    Ok(layout.with_sinks(sinks, window))
+}
+
+/// The longest sequence, where the model's context is `most` tokens and the pool can hold `held` of one sequence.
+fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerError> {
+    let wanted = config.context.unwrap_or(most.min(held));
+    let (longest, must) = match config.attention_window {
+        Some(_) => (MAX_STREAM, format!("between 2 and {MAX_STREAM} tokens")),
+        None => (most, format!("between 2 and the model's {most} tokens; streams run past them with attention_window")),
+    };
+    check((2..=longest).contains(&wanted), "context", wanted, must)?;
+    Ok(wanted)
 }
 
 /// Host memory for what is swapped out, and how fast it is copied.
@@ -215,6 +227,8 @@ fn copy_rate<B: Backend>(backend: &mut B, geometry: &PoolGeometry, host_blocks: 
 
 #[cfg(test)]
 mod tests {
+    use baton_types::{KvDtype, KvGroup, PROTOCOL_VERSION};
+
     use super::*;
 
     #[test]
@@ -230,5 +244,35 @@ mod tests {
         assert_eq!(config(priority, Some(2000), 100).unwrap(), 1000);
         let error = config(priority, None, 101).unwrap_err();
         assert!(error.to_string().starts_with("max_kept_percent is 101"), "{error}");
+    }
+    #[test]
+    fn a_window_lies_within_the_models_context_and_a_stream_beyond_it() {
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+        let layout =
+            KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+        let set = |attention_sinks, attention_window, context| {
+            let config = WorkerConfig { attention_sinks, attention_window, context, ..WorkerConfig::default() };
+            let set = windowed(&config, layout.clone(), 128).and_then(|layout| {
+                let [group] = &layout.groups[..] else { panic!("one group") };
+                Ok((group.sinks, group.window, stream(&config, 128, u32::MAX)?))
+            });
+            set.map_err(|error| error.to_string())
+        };
+        assert_eq!(set(4, None, None), Ok((0, None, 128)));
+        assert_eq!(set(4, Some(112), Some(100_000)), Ok((16, Some(112), 100_000)));
+        assert_eq!(set(0, Some(128), None), Ok((0, Some(128), 128)));
+        assert_eq!(set(17, Some(1), Some(MAX_STREAM)), Ok((32, Some(1), MAX_STREAM)));
+        for (sinks, window, context, wrong) in [
+            (4, Some(0), None, "attention_window is 0; it must be between 1 and 112"),
+            (4, Some(113), None, "attention_window is 113; it must be between 1 and 112, so that with 16 sinks"),
+            (113, Some(1), None, "attention_sinks is 113; it must be fewer than the model's 128 tokens"),
+            (u32::MAX, Some(1), None, "attention_sinks is 4294967295"),
+            (4, Some(100), Some(MAX_STREAM + 1), "context is 4194305; it must be between 2 and 4194304 tokens"),
+            (4, Some(100), Some(1), "context is 1;"),
+            (4, None, Some(129), "streams run past them with attention_window"),
+        ] {
+            let error = set(sinks, window, context).unwrap_err();
+            assert!(error.contains(wrong), "{error}");
+        }
     }
 }
