@@ -195,11 +195,15 @@ impl CpuBackend {
         let planes = self.planes(shape);
         let run = kv_store::kernel(self.pool.geometry().layout.dtype);
         let (isa, kv_heads) = (self.isa, self.kv_heads(shape));
-        let dim = self.pool.geometry().layout.groups[shape.group].head_dim as usize;
+        let seen = &self.pool.geometry().layout.groups[shape.group];
+        let dim = seen.head_dim as usize;
+        // The last position within the cache, for groups with sinks.
+        let last = seen.window.filter(|_| seen.sinks > 0).map(|window| (seen.sinks + window) as usize - 1);
         let (q_width, kv_width) = (shape.heads * dim, kv_heads * dim);
         let rows = batch.rows();
+        let q_rows = rows * (1 + usize::from(last.is_some()));
         assert!(
-            q.len() >= rows * q_width && k.len() >= rows * kv_width && v.len() >= rows * kv_width,
+            q.len() >= q_rows * q_width && k.len() >= rows * kv_width && v.len() >= rows * kv_width,
             "q, k or v too small"
         );
         let q = Shared(q.as_mut_ptr());
@@ -208,21 +212,32 @@ impl CpuBackend {
             let span = batch.spans()[span];
             for j in first..span.len.min(first + crate::TILE_ROWS) {
                 let (row, position) = (span.row + j, span.start + j);
-                let half = position * dim / 2..(position + 1) * dim / 2;
-                let (cos, sin) = (&rope.cos[half.clone()], &rope.sin[half]);
+                let rotation = |position: usize| {
+                    let half = position * dim / 2..(position + 1) * dim / 2;
+                    (rope.cos[half.clone()].as_ptr(), rope.sin[half].as_ptr())
+                };
+                let (cos, sin) = rotation(position);
+                let sinks = last.map(|last| {
+                    let (cos, sin) = rotation(position.min(last));
+                    // SAFETY: the second half of q has this row, by the check above.
+                    kv_store::SinkQueries { q: unsafe { q.add((rows + row) * q_width) }, cos, sin }
+                });
+                // What is stored now lies behind what is hidden.
+                let place = position - span.hidden;
                 // SAFETY: sizes are checked above; rows and slots of a token belong to one task.
                 unsafe {
                     let task = kv_store::StoreTask {
                         planes,
                         table: &batch.blocks()[span.table..],
-                        position,
+                        place,
                         heads: shape.heads,
                         kv_heads,
                         q: q.add(row * q_width),
                         k: k.as_ptr().add(row * kv_width),
                         v: v.as_ptr().add(row * kv_width),
-                        cos: cos.as_ptr(),
-                        sin: sin.as_ptr(),
+                        cos,
+                        sin,
+                        sinks,
                     };
                     run(isa, &task);
                 }
