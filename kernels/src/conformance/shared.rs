@@ -32,7 +32,7 @@ struct Case<F: Factory> {
     name: String,
 }
 
-/// Every type, every number of query heads for a KV head up to 8, with windows and without; forks at random.
+/// Every type, every number of query heads for a KV head up to 8, with windows, with sinks too, and without; forks at random.
 pub(super) fn run<F: Factory>(factory: &F) {
     let mut random = Random(17);
     for (i, dtype) in KvDtype::ALL.into_iter().enumerate() {
@@ -41,9 +41,15 @@ pub(super) fn run<F: Factory>(factory: &F) {
             let window = [None, Some(40), None, Some(21)][(i / 2 + group) % 4];
             let mut geometry = geometry(dtype, kv_heads as u32, dim, window, BLOCK as u32);
             geometry.blocks = vec![BLOCKS];
+            geometry.layout.groups[0].sinks = window.map_or(0, |_| [0, 3, BLOCK as u32][group % 3]);
             Case::new(factory, &geometry, group * kv_heads, &mut random).check(&mut random);
         }
     }
+}
+
+/// How often a step rotates its queries: for the window, and for the sinks where there are any.
+fn times(group: &KvGroup) -> usize {
+    1 + usize::from(group.sinks > 0)
 }
 
 /// Forks of forks: a sequence goes on behind some blocks of one before it, or shares nothing.
@@ -78,7 +84,7 @@ impl<F: Factory> Case<F> {
             let mut batch = Ragged::default();
             batch.push(*shared, tokens - shared, table);
             let mut rows = |heads: usize| backend.upload(&random.vector(batch.rows() * heads * dim)).expect("rows");
-            let (mut q, k, v) = (rows(heads), rows(kv_heads), rows(kv_heads));
+            let (mut q, k, v) = (rows(heads * times(&geometry.layout.groups[0])), rows(kv_heads), rows(kv_heads));
             backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
         }
         Case { backend, shape, group, sequences, name }
@@ -87,7 +93,9 @@ impl<F: Factory> Case<F> {
     /// All sequences together, then each alone, then all again in another order.
     fn check(&mut self, random: &mut Random) {
         let width = self.shape.heads * self.group.head_dim as usize;
-        let queries: Vec<Vec<f32>> = self.sequences.iter().map(|s| random.vector(s.rows * width)).collect();
+        // As the window sees them, and as the sinks do.
+        let mut queries = || self.sequences.iter().map(|s| random.vector(s.rows * width)).collect();
+        let queries: [Vec<Vec<f32>>; 2] = [queries(), queries()];
         let mut order: Vec<usize> = (0..SEQUENCES).collect();
         let together = self.attend(&order, &queries);
         order.reverse();
@@ -104,13 +112,19 @@ impl<F: Factory> Case<F> {
     }
 
     /// Output rows of these sequences in one batch.
-    fn attend(&mut self, which: &[usize], queries: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    fn attend(&mut self, which: &[usize], queries: &[Vec<Vec<f32>>; 2]) -> Vec<Vec<f32>> {
         let width = self.shape.heads * self.group.head_dim as usize;
         let mut batch = Ragged::default();
         for s in which.iter().map(|&i| &self.sequences[i]) {
-            batch.push(s.tokens - s.rows, s.rows, &s.table);
+            let start = s.tokens - s.rows;
+            // Sequences of an odd length no longer have what their windows have passed.
+            let live = self.group.live(start as u32, BLOCK as u32);
+            let hidden = if s.tokens % 2 == 1 { live.missing(0, s.table.len() as u32) } else { 0 };
+            let (sinks, rest) = s.table.split_at(if hidden > 0 { live.sinks as usize } else { 0 });
+            batch.push_around(start, s.rows, (sinks, &rest[hidden as usize..]), hidden as usize * BLOCK);
         }
-        let q: Vec<f32> = which.iter().flat_map(|&i| &queries[i]).copied().collect();
+        let seen = &queries[..times(&self.group)];
+        let q: Vec<f32> = seen.iter().flat_map(|of| which.iter().flat_map(|&i| &of[i])).copied().collect();
         let q = self.backend.upload(&q).expect("q");
         let mut out = self.backend.buffer(batch.rows() * width).expect("out");
         self.backend.attention(self.shape, &batch, &q, &mut out);
