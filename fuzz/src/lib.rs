@@ -45,7 +45,8 @@ pub const TARGETS: [Target; 6] = [
 
 /// A pool of two groups of different shapes.
 pub(crate) fn geometry() -> PoolGeometry {
-    let group = |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window };
+    let group =
+        |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window, sinks: 0 };
     let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
     let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
     PoolGeometry { layout, blocks: vec![8, 12] }

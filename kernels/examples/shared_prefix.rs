@@ -67,7 +67,7 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 impl Bench {
     fn new(heads: usize, kv_heads: usize, dim: usize, sequences: usize) -> Result<Bench, KernelError> {
         let (kv, layers) = (kv_heads as u32, (0..LAYERS).collect());
-        let group = KvGroup { layers, planes: 2, kv_heads: kv, head_dim: dim as u32, window: None };
+        let group = KvGroup { layers, planes: 2, kv_heads: kv, head_dim: dim as u32, window: None, sinks: 0 };
         let (dtype, block_size) = (KvDtype::F16, BLOCK as u32);
         let layout = KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size, groups: vec![group] };
         let pool = HostPool::in_memory(PoolGeometry::uniform(layout, (sequences * (PREFIX + OWN)) as u32))?;

@@ -11,7 +11,8 @@ use crate::random::mix;
 
 /// Blocks of 60 and of 20 bytes a layer, one token each; neither is a whole number of digest lanes.
 pub(crate) fn geometry(blocks: u32) -> PoolGeometry {
-    let group = |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window };
+    let group =
+        |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window, sinks: 0 };
     let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
     let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
     PoolGeometry { layout, blocks: vec![blocks, blocks] }
