@@ -1,9 +1,10 @@
 // The host shim: what kernel bodies need of CUDA to be compiled and run as C++20 on any x86-64 host, for tests.
 //
-// Every CUDA thread is a fiber. Barriers, shuffles and votes are real: a thread waits in them for the others, collectives check that all lanes of the warp called the same one, and a block in which nobody can go on is a
-// failure, not a hang. bf16 and f16 are the compiler's own headers. Shared variables are allocated for each block at their exact size and
-// filled with 0xff, so that ASan sees an index too far and a missing initialisation shows as a NaN. What it does not know: inline PTX
-// (see mma.cuh for the one instruction that kernels use), partial masks, several streams, time.
+// Every CUDA thread is a fiber. Barriers, shuffles and votes are real: a thread waits in them for the others, collectives check that all
+// lanes of the warp called the same one, and a block in which nobody can go on is a failure, not a hang. bf16 and f16 are the compiler's
+// own headers. Shared variables are allocated for each block at their exact size and filled with 0xff, so that ASan sees an index too far
+// and a missing initialisation shows as a NaN. What it does not know: inline PTX (see mma.cuh for the one instruction that kernels use),
+// partial masks, several streams, time.
 #pragma once
 
 #include <vector_functions.h>

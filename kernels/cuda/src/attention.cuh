@@ -2,9 +2,12 @@
 //
 // A row is one query token with one query head; the sixteen share a KV head, so K and V are read once for all of them (GQA-packed).
 // Slots are taken in ascending order from a multiple of 16, with an online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et
-// al. 2022); what others of the sixteen see and a row does not changes no bit of it, so its result depends on its own position only (I1). Tensor cores compute q · K and
-// p · V with f32 sums; no shared memory: a sum over head_dim may be taken in any order of its elements, and the columns of V in any order
-// too, so each lane loads 16 bytes (8 elements) of a row and calls them what the fragments of mma.cuh need:
+// al. 2022); what others of the sixteen see and a row does not changes no bit of it, so its result depends on its own position only
+// (I1). Decode and prefill take a row's slots in different portions, so they agree to rounding, not bit for bit.
+//
+// Tensor cores compute q · K and p · V with f32 sums. K and V need no shared memory: a sum over head_dim may be taken in any order of
+// its elements, and the columns of V in any order too, so each lane loads 16 bytes (8 elements) of a row and calls them what the
+// fragments of mma.cuh need:
 //
 //   q · K, 32 elements of head_dim at a time: lane (g, t) holds elements 8t..8t + 8 of slot g. The first instruction takes its first
 //   four as k = 2t, 2t + 1, 2t + 8, 2t + 9, the second its last four; q is loaded the same way.

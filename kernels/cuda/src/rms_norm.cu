@@ -1,8 +1,8 @@
 // RMS norm of rows, with the residual added first: x += add (where given), out = x / sqrt(mean(x²) + eps) · weight.
 //
 // x: [rows, width] of x_type, written only when there is something to add. add, out: [rows, width] of y_type. weight: [width] f32.
-// out may be x where the types are the same; heads are rows when their dimensions are normed. Same operation: `rms_norm`,
-// `rms_norm_in_place` and `add` in kernels/src/backend.rs; the sum's order differs from the CPU's.
+// out may be x where the types are the same; heads are rows when their dimensions are normed. Same operations: `add` and `rms_norm` in
+// kernels/src/backend.rs; the sum's order differs from the CPU's.
 //
 // Threads: a row is taken by one warp when it has up to 1024 elements, otherwise by a block; one thread takes octets of it.
 // Bytes moved: x and out once, and with a residual add once and x once more; a row's second read hits L1. Bound: memory bandwidth.
