@@ -151,7 +151,8 @@ impl Carrier {
     fn deliver(&mut self) {
         let now = Instant::now();
         for host in &mut self.hosts {
-            while let Some((_, frame)) = host.queue.pop_front_if(|(due, _)| *due <= now) {
+            while host.queue.front().is_some_and(|(due, _)| *due <= now) {
+                let Some((_, frame)) = host.queue.pop_front() else { break };
                 // A full device loses a frame, as one does.
                 let arrived = !self.state.cut.load(Ordering::Relaxed) && write(&host.device, &frame).is_ok();
                 let counter = if arrived { &self.state.carried } else { &self.state.lost };
