@@ -6,7 +6,8 @@
 // kernels/src/cpu/kv_store.rs. Rounding and places: kv.cuh.
 //
 // Threads: a warp takes one head of one row; a thread block WARPS of them. Bytes moved per token: q, k, v once, q_out and their rows in the
-// pool once, cos and sin once for each head (L1). Bound: memory bandwidth. Limits: head_dim a multiple of 8 up to 256.
+// pool once, cos and sin once for each head (L1). Bound: memory bandwidth. Limits: groups without sinks (no second
+// half of q); head_dim a multiple of 8 up to 256.
 #include "kv.cuh"
 
 namespace baton {
