@@ -10,7 +10,7 @@ mod sessions;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use baton_proto::v1;
+use baton_proto::{ConvertError, v1};
 use baton_transfer::protocol::{
     Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, PREFIX, parse_body, parse_prefix,
 };
@@ -159,12 +159,12 @@ fn descriptor_seeds() -> Vec<Vec<u8>> {
 /// Requests and answers between router and workers: decoded, and converted with checks.
 fn request(input: &[u8]) -> u64 {
     let Some((which, bytes)) = input.split_first() else { return 0 };
-    match which % 4 {
+    match which % 5 {
         0 => {
             let request = v1::PrefillRequest::decode(bytes).map_err(|_| "no message");
             let checked = request.map(|request| {
                 let _ = descriptor(&request.target);
-                request.sequence.map(|sequence| sequence.checked_sampling().map(|p| valid(&p)))
+                sampled(request.sequence)
             });
             signature(&checked)
         }
@@ -182,11 +182,19 @@ fn request(input: &[u8]) -> u64 {
                 _ => false,
             }))
         }
-        _ => {
+        3 => {
             let sampling = v1::WorkerSampling::decode(bytes).map_err(|_| "no message");
             signature(&sampling.map(|s| SamplingParams::try_from(s).map(|p| valid(&p))))
         }
+        _ => {
+            let request = v1::DecodeRequest::decode(bytes).map_err(|_| "no message");
+            signature(&request.map(|request| (request.local_prefill, sampled(request.sequence))))
+        }
     }
+}
+
+fn sampled(sequence: Option<v1::Sequence>) -> Option<Result<bool, ConvertError>> {
+    sequence.map(|sequence| sequence.checked_sampling().map(|params| valid(&params)))
 }
 
 /// What was accepted survives the way back.
@@ -216,6 +224,7 @@ fn request_seeds() -> Vec<Vec<u8>> {
     };
     let target = target([2, 1]).encode();
     let out: v1::Token = TokenOut { index: 3, id: 9, logprob: Some(-1.5), ..TokenOut::default() }.into();
+    let decode = v1::DecodeRequest { sequence: Some(sequence.clone()), local_prefill: false };
     let prefill = v1::PrefillRequest { sequence: Some(sequence), target };
     let first = v1::FirstToken { token: Some(out.clone()), finish: Some(1), cached_tokens: 4 };
     let first = v1::PrefillEvent { event: Some(v1::prefill_event::Event::FirstToken(first)) };
@@ -226,6 +235,7 @@ fn request_seeds() -> Vec<Vec<u8>> {
         tagged(1, first.encode_to_vec()),
         tagged(2, next.encode_to_vec()),
         tagged(3, sampling.encode_to_vec()),
+        tagged(4, decode.encode_to_vec()),
     ]
 }
 

@@ -73,15 +73,15 @@ fn fuzz(target: &Target, time: Duration, seed: u64) -> Result<BTreeMap<u64, Vec<
             match outcomes.get_mut(&outcome) {
                 Some(smallest) if smallest.len() <= input.len() => {}
                 Some(smallest) => *smallest = input,
-                None => {
+                // I5
+                None if inputs.len() < KEPT => {
                     outcomes.insert(outcome, input.clone());
-                    if inputs.len() < KEPT {
-                        inputs.push(input);
-                    }
+                    inputs.push(input);
                 }
+                None => {}
             }
         }
     }
-    println!("{}: {tried} inputs, {} kinds of outcomes, no finding", target.name, outcomes.len());
+    println!("{}: {tried} inputs, {} kinds of outcomes kept, no finding", target.name, outcomes.len());
     Ok(outcomes)
 }

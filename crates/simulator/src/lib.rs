@@ -7,7 +7,8 @@
 //! - I2: what is announced as verified is, byte for byte, what the prefill worker computed for this request.
 //! - I3: a block is written to only while its owner keeps it aside for that epoch; local blocks are read only until the
 //!   handoff's end was reported; what lies in a block that was given back does not change.
-//! - I5: every reservation and every handoff ends within its bound, and a silent peer is noticed within its own.
+//! - I5: every reservation and every handoff ends within its bound. That a silent peer is noticed before that is for the tests
+//!   of the lease's table and of real processes.
 //! - I6: blocks are conserved; in the end all are free, on both sides.
 //! - Each outcome is reported once, on each side, and the two never contradict each other.
 //!
