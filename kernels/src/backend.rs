@@ -95,6 +95,11 @@ impl Ragged {
         self.rows = 0;
     }
 
+    /// (spans, table entries) it has room for, so that what follows from it can have as much.
+    pub fn capacity(&self) -> (usize, usize) {
+        (self.spans.capacity(), self.blocks.capacity())
+    }
+
     /// Adds the next `len` rows: positions `start..start + len` of a sequence with this block table.
     pub fn push(&mut self, start: usize, len: usize, table: &[BlockId]) {
         self.push_around(start, len, (&[], table), 0);

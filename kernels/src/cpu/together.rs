@@ -123,16 +123,27 @@ impl Plan {
             return;
         }
         self.conditions = conditions;
-        self.spans.clear();
+        self.clear(batch.capacity());
         self.spans.extend_from_slice(batch.spans());
-        self.blocks.clear();
         self.blocks.extend_from_slice(batch.blocks());
-        self.tiles.clear();
-        self.tasks.clear();
         self.sort(batch);
         self.divide();
         // Those that take longest first, so that the threads end together.
         self.tasks.sort_unstable_by_key(|task| (Reverse(task.cost), task.tiles.start));
+    }
+
+    /// Empties it; from then on a batch of the same room makes it allocate nothing.
+    fn clear(&mut self, (spans, blocks): (usize, usize)) {
+        fn room<T>(of: &mut Vec<T>, count: usize) {
+            of.clear();
+            of.reserve(count);
+        }
+        room(&mut self.spans, spans);
+        room(&mut self.blocks, blocks);
+        room(&mut self.tiles, spans);
+        room(&mut self.tasks, spans);
+        room(&mut self.sorted, spans);
+        room(&mut self.families, spans);
     }
 
     /// Its tasks.
@@ -149,8 +160,6 @@ impl Plan {
     fn sort(&mut self, batch: &Ragged) {
         let Plan { blocks, sorted, families, conditions: (sight, _), .. } = self;
         let tables = Tables { blocks, sight: *sight };
-        sorted.clear();
-        families.clear();
         for &(span, first) in batch.tiles() {
             let Span { row, len, start, table: sinks, hidden } = batch.spans()[span];
             let rows = TILE_ROWS.min(len - first);
