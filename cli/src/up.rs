@@ -43,6 +43,13 @@ baton_runtime::config! {
         kv_memory: Bytes = Bytes::mib(512),
         /// Longest sequence; default: what the model was made for, as far as the pool can hold it.
         context: Option<u32> = None,
+        /// Layers of full attention see only the first tokens and this many of the last, so that a stream may run past the
+        /// model's context; default: all.
+        attention_window: Option<u32> = None,
+        /// With an attention window: first tokens that stay visible, rounded up to whole blocks; 0: none.
+        attention_sinks: u32 = 4,
+        /// Host memory of each worker for the KV of sequences that make room for others; 0B: they are computed again.
+        swap_bytes: Bytes = Bytes(0),
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
         /// How long the cluster may take to get ready.
@@ -147,6 +154,9 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType) -> Vec<String
     args.extend(flag("kv-type", kv_type));
     args.extend(flag("kv-memory", config.kv_memory));
     args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
+    args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
+    args.extend(flag("attention-sinks", config.attention_sinks));
+    args.extend(flag("swap-bytes", config.swap_bytes));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
     args
 }

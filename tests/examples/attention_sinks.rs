@@ -6,10 +6,10 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use baton_model_files::{Model, fetch};
 use baton_tests::local::{Local, Options};
-use baton_tests::perplexity::{log_probability, python_documentation};
+use baton_tests::perplexity::{log_probability, text};
 use baton_types::SamplingParams;
 use clap::Parser;
 
@@ -48,10 +48,7 @@ struct Way {
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::Quiet)?)?;
-    let text = match &args.text {
-        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?,
-        None => python_documentation()?,
-    };
+    let text = text(args.text.as_deref())?;
     let ids = model.tokenizer().encode(&text, true)?;
     let most = args.at.iter().max().copied().unwrap_or(0) + args.steps;
     ensure!(args.steps > 0 && !args.at.contains(&0), "--steps and --at must be at least 1");

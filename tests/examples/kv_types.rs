@@ -5,11 +5,11 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use baton_model::kv_layout;
 use baton_model_files::{Model, fetch};
 use baton_tests::local::{Local, Options};
-use baton_tests::perplexity::{log_probability, python_documentation};
+use baton_tests::perplexity::{log_probability, text};
 use baton_types::{KvDtype, SamplingParams};
 use clap::Parser;
 
@@ -42,10 +42,7 @@ fn kv_type(text: &str) -> Result<KvDtype, String> {
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::Quiet)?)?;
-    let text = match &args.text {
-        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?,
-        None => python_documentation()?,
-    };
+    let text = text(args.text.as_deref())?;
     let mut ids = model.tokenizer().encode(&text, true)?;
     ensure!(ids.len() > args.tokens, "the text has {} tokens, {} steps need one more", ids.len(), args.tokens);
     ids.truncate(args.tokens + 1);

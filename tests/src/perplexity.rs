@@ -1,5 +1,6 @@
 //! What examples that measure a model's accuracy share: a text, and how well logits foresee it.
 
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, ensure};
@@ -9,8 +10,16 @@ const PYTHON_DOCUMENTATION: &str = "
 from pydoc_data.topics import topics
 print('\\n'.join(topics[t] for t in ('objects', 'naming', 'exceptions', 'import', 'typesseq') if t in topics))";
 
+/// A file's text, or Python's documentation.
+pub fn text(file: Option<&Path>) -> anyhow::Result<String> {
+    match file {
+        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display())),
+        None => python_documentation(),
+    }
+}
+
 /// Python's own language reference, as the installed Python carries it.
-pub fn python_documentation() -> anyhow::Result<String> {
+fn python_documentation() -> anyhow::Result<String> {
     let output = Command::new("python3")
         .args(["-c", PYTHON_DOCUMENTATION])
         .output()

@@ -1,9 +1,11 @@
 //! What every transport must do, one suite run against each. Real sockets, real shared memory, and real processes where
 //! one has to be stopped or killed.
 
+mod changed;
 mod children;
-mod faults;
+mod endings;
 mod handoffs;
+mod nonsense;
 mod parts;
 mod processes;
 
@@ -57,6 +59,11 @@ fn patient() -> Limits {
 /// Limits of tests in which a peer falls silent.
 fn alert() -> Limits {
     Limits { heartbeat: Duration::from_millis(25), silence: Duration::from_millis(500), ..Limits::default() }
+}
+
+/// The first blocks of the only group.
+fn first(count: u32) -> Vec<Vec<BlockId>> {
+    vec![(0..count).map(BlockId).collect()]
 }
 
 fn far() -> Instant {

@@ -19,6 +19,7 @@ mod host;
 mod link;
 mod options;
 pub mod protocol;
+mod pulse;
 mod receiver;
 mod runs;
 mod segment;

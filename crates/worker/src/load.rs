@@ -245,6 +245,7 @@ mod tests {
         let error = config(priority, None, 101).unwrap_err();
         assert!(error.to_string().starts_with("max_kept_percent is 101"), "{error}");
     }
+
     #[test]
     fn a_window_lies_within_the_models_context_and_a_stream_beyond_it() {
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };

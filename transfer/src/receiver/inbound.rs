@@ -5,7 +5,7 @@
 //! [`Inbound::next_answer`].
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
@@ -18,6 +18,7 @@ use crate::codec::Malformed;
 use crate::error::TransferError;
 use crate::link::Range;
 use crate::options::{Limits, TransportKind};
+use crate::pulse::Pulse;
 use crate::segment::Segment;
 use crate::state::Input;
 use crate::wire::{Frame, MAX_WRITE_BLOCKS, Refusal, WriteHead};
@@ -40,13 +41,9 @@ pub struct Inbound {
     incoming: BTreeMap<Epoch, Incoming>,
     landing: Option<Landing>,
     answers: VecDeque<Frame>,
-    heartbeat: Duration,
+    pulse: Pulse,
     /// When leases were renewed last.
     renewed: Option<Instant>,
-    /// When something was said last, as far as noticed.
-    said: Option<Instant>,
-    /// Something was said since.
-    speaks: bool,
 }
 
 impl Inbound {
@@ -62,10 +59,8 @@ impl Inbound {
             incoming: BTreeMap::new(),
             landing: None,
             answers: VecDeque::new(),
-            heartbeat: limits.heartbeat,
+            pulse: Pulse::new(limits.heartbeat),
             renewed: None,
-            said: None,
-            speaks: false,
         }
     }
 
@@ -87,13 +82,15 @@ impl Inbound {
     /// The oldest answer that has yet to leave.
     pub fn next_answer(&mut self) -> Option<Frame> {
         let answer = self.answers.pop_front();
-        self.speaks |= answer.is_some();
+        if answer.is_some() {
+            self.pulse.speaks();
+        }
         answer
     }
 
     /// Something of the peer's has arrived, whatever it is. True when leases are to be renewed for that: not every time.
     pub fn heard(&mut self, now: Instant) -> bool {
-        let due = self.renewed.is_none_or(|at| now.saturating_duration_since(at) >= self.heartbeat / 4);
+        let due = self.renewed.is_none_or(|at| now.saturating_duration_since(at) >= self.pulse.heartbeat() / 4);
         if due && !self.incoming.is_empty() {
             self.renewed = Some(now);
             return true;
@@ -112,16 +109,9 @@ impl Inbound {
         if self.incoming.is_empty() {
             return None;
         }
-        if std::mem::take(&mut self.speaks) || !may_say {
-            self.said = Some(now);
-        }
-        let due = *self.said.get_or_insert(now) + self.heartbeat;
-        if due > now {
-            return Some(due);
-        }
-        self.answers.push_back(Frame::Beat);
-        self.said = Some(now);
-        Some(now + self.heartbeat)
+        let (beats, next) = self.pulse.beat(now, may_say);
+        self.answers.extend(beats.then_some(Frame::Beat));
+        Some(next)
     }
 
     /// Payload that must be read before the next frame.

@@ -16,6 +16,7 @@ use crate::codec::Malformed;
 use crate::convert::Converter;
 use crate::error::TransferError;
 use crate::options::{Limits, TransportKind};
+use crate::pulse::Pulse;
 use crate::segment::Segment;
 use crate::state::{Action, Input, State};
 use crate::transport::Batch;
@@ -49,8 +50,6 @@ pub(crate) struct Patience {
     pub grant: Duration,
     /// For anything at all to be heard while a handoff is under way.
     pub silence: Duration,
-    /// Before saying that this end is alive.
-    pub heartbeat: Duration,
 }
 
 /// Between which pools blocks move.
@@ -86,10 +85,7 @@ pub struct Outbound {
     effects: Vec<Effect>,
     /// When the peer was heard of last.
     heard: Option<Instant>,
-    /// When something was said last, as far as noticed.
-    said: Option<Instant>,
-    /// Something was said since.
-    speaks: bool,
+    pulse: Pulse,
 }
 
 impl Outbound {
@@ -98,15 +94,14 @@ impl Outbound {
         let Limits { handshake: grant, silence, heartbeat, .. } = *limits;
         Outbound {
             parties,
-            patience: Patience { grant, silence, heartbeat },
+            patience: Patience { grant, silence },
             pools,
             active: BTreeMap::new(),
             writing: None,
             copying: false,
             effects: Vec::new(),
             heard: None,
-            said: None,
-            speaks: false,
+            pulse: Pulse::new(heartbeat),
         }
     }
 
@@ -121,22 +116,17 @@ impl Outbound {
         if !self.active.values().any(Active::is_running) {
             return None;
         }
-        if std::mem::take(&mut self.speaks) || !may_say {
-            self.said = Some(now);
-        }
-        let due = *self.said.get_or_insert(now) + self.patience.heartbeat;
-        if due > now {
-            return Some(due);
-        }
-        self.effects.push(Effect::Send(Frame::Beat));
-        self.said = Some(now);
-        Some(now + self.patience.heartbeat)
+        let (beats, next) = self.pulse.beat(now, may_say);
+        self.effects.extend(beats.then_some(Effect::Send(Frame::Beat)));
+        Some(next)
     }
 
     /// What is to be done since the last call, in order.
     pub fn take_effects(&mut self) -> Vec<Effect> {
         let effects = std::mem::take(&mut self.effects);
-        self.speaks |= effects.iter().any(|effect| matches!(effect, Effect::Send(_)));
+        if effects.iter().any(|effect| matches!(effect, Effect::Send(_))) {
+            self.pulse.speaks();
+        }
         effects
     }
 
@@ -244,7 +234,7 @@ impl Outbound {
         active.writes += batch.writes.len() as u64;
         self.writing = Some(writing);
         self.copying = true;
-        self.speaks = true;
+        self.pulse.speaks();
         Ok(Some(batch))
     }
 

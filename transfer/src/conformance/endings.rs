@@ -1,0 +1,221 @@
+//! Handoffs and sessions that end before they are complete: given up, fenced, late, crashed, refused.
+
+use super::*;
+use crate::FenceState;
+use crate::wire::{Frame, PREFIX};
+
+for_each_transport![
+    an_abort_gives_the_blocks_back,
+    after_a_fence_not_a_byte_changes,
+    a_handoff_without_end_misses_its_deadline,
+    a_crashed_session_is_over_once_it_has_unmapped,
+    a_session_the_receiver_ends_gives_back,
+    a_frame_that_changed_on_its_way_ends_the_session,
+    a_dropped_sender_reports_and_gives_back,
+];
+
+fn write_all(prefill: &Prefill, target: &[u8]) -> crate::Handoff {
+    let mut handoff = prefill.sender.open(target, far()).unwrap();
+    let pairs: Vec<_> = (0..handoff.block_counts()[0]).map(|i| (BlockId(i), i)).collect();
+    for layer in 0..8 {
+        handoff.write(0, layer, &pairs).unwrap();
+    }
+    handoff
+}
+
+fn an_abort_gives_the_blocks_back(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let (wrap, is_reached, go) = held(3);
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    let handoff = write_all(&prefill, &decode.reserve(1, &first(32)));
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    let (quiet, is_quiet) = mpsc::channel();
+    handoff.abort(Box::new(move || quiet.send(()).unwrap()));
+    assert!(is_quiet.try_recv().is_err(), "a batch is being copied");
+    go.send(()).unwrap();
+    is_quiet.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(decode.expect_failed(1), TransferError::Aborted { epoch: Epoch(1) });
+    decode.expect_fenced(1);
+    // The session goes on, with the same blocks on both sides.
+    prefill.send(&decode.reserve(2, &first(32)), 0).wait().unwrap();
+    decode.expect_verified(2);
+}
+
+fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
+    // I3
+    let decode = Decode::new(large(), 1);
+    let (wrap, is_reached, go) = held(5);
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    let handoff = write_all(&prefill, &decode.reserve(1, &first(48)));
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+    match choice {
+        // The receiver applies writes itself, so it does not need the peer's word.
+        TransportChoice::Tcp => decode.expect_fenced(1),
+        _ => assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending, "asking again changes nothing"),
+    }
+    let now: Vec<_> = (0..48).map(|id| block(&decode.pool, &decode.geometry, 0, BlockId(id))).collect();
+    go.send(()).unwrap();
+    let fenced = if kind(choice).is_one_sided() {
+        decode.expect_fenced(1);
+        (0..48).map(|id| block(&decode.pool, &decode.geometry, 0, BlockId(id))).collect()
+    } else {
+        now
+    };
+    assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Clear);
+    let (tell, told) = mpsc::channel();
+    handoff.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
+    let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    assert!(matches!(error, TransferError::Fenced { epoch: Epoch(1), .. }), "{error}");
+    // Everything the peer still had to say has arrived once a later handoff of the same session is verified.
+    let later = vec![(48..56).map(BlockId).collect()];
+    prefill.send(&decode.reserve(2, &later), 0).wait().unwrap();
+    decode.expect_verified(2);
+    for (id, bytes) in fenced.iter().enumerate() {
+        assert!(block(&decode.pool, &decode.geometry, 0, BlockId(id as u32)) == *bytes, "block {id} changed");
+    }
+}
+
+fn a_handoff_without_end_misses_its_deadline(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let prefill = Prefill::new(large(), 2, choice);
+    let deadline = Instant::now() + Duration::from_millis(100);
+    let mut handoff = prefill.sender.open(&decode.reserve(1, &first(2)), deadline).unwrap();
+    let _ = handoff.write(0, 0, &[(BlockId(0), 0)]);
+    // Its owner does nothing more; the decode side is told when the time is over.
+    assert_eq!(decode.expect_failed(1), TransferError::Aborted { epoch: Epoch(1) });
+    decode.expect_fenced(1);
+    let error = handoff.write(0, 1, &[(BlockId(0), 0)]).unwrap_err();
+    assert!(matches!(error, TransferError::Deadline { epoch: Epoch(1), .. }), "{error}");
+}
+
+/// Panics at its second batch, and waits to be told before it lets go of the peer's pool.
+struct Crashing {
+    inner: Box<dyn Transport>,
+    batches: usize,
+    may_go: Arc<std::sync::Mutex<mpsc::Receiver<()>>>,
+}
+
+impl Transport for Crashing {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.batches += 1;
+        assert_ne!(self.batches, 2, "a defect in a transport");
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.inner.poll(link)
+    }
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(link)
+    }
+}
+
+impl Drop for Crashing {
+    fn drop(&mut self) {
+        let _ = self.may_go.lock().unwrap().recv_timeout(PATIENCE);
+    }
+}
+
+fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let (go, may_go) = mpsc::channel();
+    let may_go = Arc::new(std::sync::Mutex::new(may_go));
+    let crash = wrapped(move |inner| Crashing { inner, batches: 0, may_go: may_go.clone() });
+    let prefill = Prefill::faulty(large(), 2, choice, crash);
+    let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
+    assert!(matches!(decode.expect_failed(1), TransferError::PeerLost { .. }));
+    if kind(choice).is_one_sided() {
+        // I3: the connection is gone, but the mapping is not.
+        assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+    }
+    go.send(()).unwrap();
+    // Without another handoff, and while the process lives on.
+    decode.expect_fenced(1);
+    let error = outcome.wait().unwrap_err();
+    assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
+}
+
+/// Says something else at its third batch.
+struct Babbling {
+    inner: Box<dyn Transport>,
+    batches: usize,
+    words: Vec<u8>,
+}
+
+impl Transport for Babbling {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.batches += 1;
+        if self.batches == 3 {
+            link.push_bytes(self.words.clone());
+        }
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.inner.poll(link)
+    }
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(link)
+    }
+}
+
+/// What the receiver makes of it when a sender says this.
+fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
+    let decode = Decode::new(large(), 1);
+    let babble = wrapped(move |inner| Babbling { inner, batches: 0, words: words.clone() });
+    let prefill = Prefill::faulty(large(), 2, choice, babble);
+    let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
+    let error = decode.expect_failed(1);
+    // The sender's process lives on and has nothing more to send; its blocks come back all the same.
+    decode.expect_fenced(1);
+    assert!(matches!(outcome.wait(), Err(TransferError::PeerLost { .. })));
+    (error, decode)
+}
+
+fn a_session_the_receiver_ends_gives_back(choice: TransportChoice) {
+    let (error, decode) = babble(choice, Frame::Welcome { blocks: vec![] }.encode());
+    assert!(matches!(error, TransferError::Protocol { .. }), "{error}");
+    assert_eq!(decode.receiver.stats().verify_failures, 0);
+}
+
+fn a_frame_that_changed_on_its_way_ends_the_session(choice: TransportChoice) {
+    // I2: in the length, in the kind, in the check, in the body.
+    for at in [0, 2, 4, 8, PREFIX] {
+        let mut words = Frame::Abort { epoch: Epoch(7) }.encode();
+        words[at] ^= 1;
+        let (error, decode) = babble(choice, words);
+        assert!(matches!(error, TransferError::Corrupt { .. }), "byte {at}: {error}");
+        assert_eq!(decode.receiver.stats().verify_failures, 1);
+    }
+}
+
+fn a_dropped_sender_reports_and_gives_back(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let (wrap, is_reached, go) = held(2);
+    let prefill = Prefill::faulty(large(), 2, choice, wrap);
+    let writing = write_all(&prefill, &decode.reserve(1, &first(32)));
+    is_reached.recv_timeout(PATIENCE).unwrap();
+    let waiting = prefill.sender.open(&decode.reserve(2, &[(32..34).map(BlockId).collect()]), far()).unwrap();
+    let dropped = std::thread::spawn(move || drop(prefill));
+    go.send(()).unwrap();
+    dropped.join().unwrap();
+    decode.expect_failed(1);
+    decode.expect_fenced(1);
+    let (tell, told) = mpsc::channel();
+    writing.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
+    assert_eq!(told.recv_timeout(PATIENCE).unwrap(), Err(TransferError::Closed));
+    let (quiet, is_quiet) = mpsc::channel();
+    waiting.abort(Box::new(move || quiet.send(()).unwrap()));
+    is_quiet.recv_timeout(PATIENCE).unwrap();
+}
