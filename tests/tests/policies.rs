@@ -26,7 +26,7 @@ fn metric(cluster: &Cluster, name: &str) -> anyhow::Result<f64> {
 /// In which order three that wait for the only place in the batch are answered. Prompts of 200, 20 and 100 tokens, of low,
 /// high and middle numbers of priority.
 fn served(model: &TempDir, order: &str) -> anyhow::Result<Vec<u32>> {
-    let settings = [("BATON_ORDER", order), ("BATON_OVERTAKES", "8000"), ("BATON_MAX_RUNNING", "1")];
+    let settings = [("BATON_ORDER", order), ("BATON_MAX_RUNNING", "1")];
     let cluster = alone(model, &settings)?;
     let client = cluster.client()?;
     let ended = Arc::new(Mutex::new(Vec::new()));
@@ -36,7 +36,7 @@ fn served(model: &TempDir, order: &str) -> anyhow::Result<Vec<u32>> {
         anyhow::Ok(busy)
     })?;
     let mut asked = Vec::new();
-    for (number, (tokens, priority)) in [(200, -100), (20, 100), (100, 0)].into_iter().enumerate() {
+    for (number, (tokens, priority)) in [(200, -1), (20, 1), (100, 0)].into_iter().enumerate() {
         let request = v1::GenerateRequest { priority, ..apart(greedy(prompt(tokens, 2 + number as u64), 3)) };
         let (client, ended) = (client.clone(), ended.clone());
         asked.push(cluster.spawn(async move {

@@ -11,12 +11,14 @@ use std::ops::Bound;
 use baton_kv_cache::{Hit, KvError, Need, Reuse};
 use baton_types::SeqId;
 
+use crate::config::AGED;
 use crate::sequence::{Leader, Phase, Sequence, Turn};
 use crate::{Engine, Event, Start, StepRow};
 
 /// What became of a sequence that might start.
 enum Outcome {
-    Started,
+    /// Whether another's turn has come before those of others by that.
+    Started { aged: bool },
     /// Another computes its prefix.
     Later,
     /// No room.
@@ -31,8 +33,10 @@ impl Engine {
             && self.running() + self.receiving < self.config.max_running
         {
             next = self.waiting.range((Bound::Excluded(turn), Bound::Unbounded)).next().copied();
-            if matches!(self.start(turn.seq, rows, events), Outcome::Full) {
-                return;
+            match self.start(turn.seq, rows, events) {
+                Outcome::Started { aged: true } => next = self.waiting.first().copied(),
+                Outcome::Started { aged: false } | Outcome::Later => {}
+                Outcome::Full => return,
             }
         }
     }
@@ -105,7 +109,8 @@ impl Engine {
             Ok(phase) => phase,
             Err(error) => return self.broken(error),
         };
-        if s.cached.is_none() {
+        let first = s.cached.is_none();
+        if first {
             let of_prompt = hit.tokens().min(s.prompt_tokens);
             s.cached = Some(of_prompt);
             self.hit_tokens += u64::from(of_prompt);
@@ -117,7 +122,8 @@ impl Engine {
             s.computed = hit.tokens();
         }
         self.forget_swapped(seq);
-        self.leave_queue(seq, phase)
+        let outcome = self.leave_queue(seq, phase);
+        if first && self.overtake(seq) { Outcome::Started { aged: true } } else { outcome }
     }
 
     /// A swapped sequence goes on. It has a row at once, of one token: the step that computes that copies its KV first.
@@ -146,7 +152,44 @@ impl Engine {
             self.running.insert(at, turn);
         }
         s.phase = phase;
-        Outcome::Started
+        Outcome::Started { aged: false }
+    }
+
+    /// `seq` has started for the first time. Those that came before it, wait or compute their prompt still, and have a later
+    /// turn, have been overtaken; whether that is enough for one of them.
+    fn overtake(&mut self, seq: SeqId) -> bool {
+        let most = self.config.order.overtakes();
+        let Some(turn) = self.sequences.get(&seq).map(|s| s.turn).filter(|_| most > 0) else { return false };
+        let mut aged = Vec::new();
+        for (_, other) in self.sequences.range_mut(..seq) {
+            let served = match other.phase {
+                Phase::Waiting => false,
+                Phase::Running(_) => other.remaining() <= 1,
+                Phase::Receiving(_) | Phase::Held(_) => true,
+            };
+            if !served && other.turn > turn {
+                other.overtaken += 1;
+                aged.extend((other.overtaken >= most).then_some(other.turn));
+            }
+        }
+        aged.iter().for_each(|turn| self.set_turn(*turn, AGED));
+        !aged.is_empty()
+    }
+
+    /// Another turn for a sequence, wherever it stands.
+    pub(crate) fn set_turn(&mut self, old: Turn, turn: u64) {
+        let new = Turn { turn, ..old };
+        if let Some(sequence) = self.sequences.get_mut(&old.seq) {
+            sequence.turn = new;
+        }
+        if self.waiting.remove(&old) {
+            self.waiting.insert(new);
+        }
+        if let Ok(at) = self.running.binary_search(&old) {
+            self.running.remove(at);
+            let at = self.running.partition_point(|other| *other < new);
+            self.running.insert(at, new);
+        }
     }
 
     fn broken(&mut self, error: KvError) -> Outcome {

@@ -1,10 +1,10 @@
 //! A step's batch, and what becomes of the sequences once it is computed or has failed.
 
-use baton_types::TokenOut;
+use baton_types::{SeqId, TokenOut};
 
 use crate::sequence::Phase;
 use crate::swap::swaps_in;
-use crate::{Batch, Engine, Event, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
+use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
 
 impl Engine {
     /// Lends the step's batch, rows in the order of [`Step::rows`], to `f`: usually a call of the runner.
@@ -84,6 +84,7 @@ impl Engine {
             return;
         }
         sequence.computed += row.len;
+        self.advance_turn(seq);
         self.swapped_in(seq);
         self.settle(seq, token.is_some());
         let Some(mut token) = token else { return };
@@ -106,6 +107,15 @@ impl Engine {
             && let Some(gone) = self.remove(seq, crate::sequence::Doom::Free)
         {
             events.push(Event::Finished { seq, request: gone.request, reason, cached_tokens });
+        }
+    }
+
+    /// What is left of a prompt decides its turn, where the shortest go first.
+    fn advance_turn(&mut self, seq: SeqId) {
+        let Order::ShortestFirst { .. } = self.config.order else { return };
+        let turns = self.sequences.get(&seq).map(|s| (s.turn, self.config.order.turn(0, s.remaining())));
+        if let Some((old, new)) = turns.filter(|(old, new)| *new < old.turn) {
+            self.set_turn(old, new);
         }
     }
 

@@ -18,40 +18,48 @@ impl Time {
 /// In which order sequences are served: who starts, who computes, and, from the other end, whose blocks are taken when
 /// there are none.
 ///
-/// Each sequence gets a *turn* when it is submitted: its number plus a delay of 0 to `overtakes` that depends on the policy.
-/// Turns are served in order and never change, so the policies age by themselves: **at most `overtakes` sequences
-/// submitted later start before a sequence**, besides those that start while it waits for another to compute the prefix
-/// both begin with (for one with a later turn at most as many steps as it has tokens). One order for everything also means that no two sequences
+/// Each sequence has a *turn*, which the policy gives it, and turns are served in order, equal ones first come, first served.
+/// They age: once `overtakes` sequences that were submitted later have started before a sequence, or while it computes its
+/// prompt, its turn is before all that have not aged so. So **at most `overtakes` sequences submitted later start before a
+/// sequence**, besides those that start while it waits for another to compute the prefix both begin with (for one with a later
+/// turn at most as many steps as it has tokens). A turn ages once, and one order for everything means that no two sequences
 /// can take each other's blocks in turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Order {
     /// First come, first served.
     #[default]
     Fcfs,
-    /// The shorter the prompt, less what of it is cached, the earlier: a prompt as long as the context waits for the next
-    /// `overtakes` of length 0.
+    /// The less is left to compute of the prompt, the earlier.
     ShortestFirst {
         /// How many later sequences may go first.
         overtakes: u32,
     },
-    /// The lower [`crate::NewSequence::priority`] the earlier: priority 127 waits for the next `overtakes` of priority -128.
+    /// The lower [`crate::NewSequence::priority`] the earlier.
     Priority {
         /// How many later sequences may go first.
         overtakes: u32,
     },
 }
 
+/// The turn of those that were overtaken as often as may be.
+pub(crate) const AGED: u64 = 0;
+
 impl Order {
-    /// The delay of a sequence's turn.
-    pub(crate) fn delay(self, priority: i32, uncached: u32, context: u32) -> u64 {
-        let part = |of: u32, share: u64, whole: u64| u64::from(of) * share.min(whole) / whole;
+    /// The turn of a new sequence.
+    pub(crate) fn turn(self, priority: i32, uncached: u32) -> u64 {
+        let turn = match self {
+            Order::Fcfs => AGED,
+            Order::ShortestFirst { .. } => 1 + u64::from(uncached),
+            Order::Priority { .. } => 1 + u64::from(priority.abs_diff(i32::MIN)),
+        };
+        if self.overtakes() == 0 { AGED } else { turn }
+    }
+
+    /// How many later sequences may go first.
+    pub(crate) fn overtakes(self) -> u32 {
         match self {
             Order::Fcfs => 0,
-            Order::ShortestFirst { overtakes } => part(overtakes, uncached.into(), u64::from(context.max(1))),
-            Order::Priority { overtakes } => {
-                let above_least = priority.clamp(i8::MIN.into(), i8::MAX.into()) - i32::from(i8::MIN);
-                part(overtakes, above_least.unsigned_abs().into(), u8::MAX.into())
-            }
+            Order::ShortestFirst { overtakes } | Order::Priority { overtakes } => overtakes,
         }
     }
 }

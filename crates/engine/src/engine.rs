@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, KvError, KvPools, Quarantine};
 use baton_types::{PoolGeometry, SeqId, TokenOut};
 
+use crate::config::AGED;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
 use crate::swap::HostMemory;
 use crate::{BlockSwap, EngineConfig, EngineError, Event, NewSequence, Order, Row, Start, StepRow, Time};
@@ -97,13 +98,12 @@ impl Engine {
             self.earliest_deadline = Some(self.earliest_deadline.map_or(deadline, |known| known.min(deadline)));
         }
         let priority = new.priority;
-        let mut sequence = Sequence::new(new, Turn { turn: seq.0, seq }, self.pools.block_size());
+        let mut sequence = Sequence::new(new, Turn { turn: AGED, seq }, self.pools.block_size());
         let cached = match self.config.order {
             Order::ShortestFirst { .. } => self.hit(&sequence).tokens(),
             _ => 0,
         };
-        let delay = self.config.order.delay(priority, sequence.len() - cached, self.config.context_tokens);
-        sequence.turn.turn += delay;
+        sequence.turn.turn = self.config.order.turn(priority, sequence.len() - cached);
         self.waiting.insert(sequence.turn);
         self.sequences.insert(seq, sequence);
         Ok(seq)

@@ -35,7 +35,7 @@ pub struct NewSequence {
     pub deadline: Option<Time>,
     /// With whom it shares KV; `None`: with nobody, and its own is not kept.
     pub prefix: Option<Prefix>,
-    /// The lower the earlier, under [`crate::Order::Priority`]; -128 to 127, others count as the nearest of these.
+    /// The lower the earlier, under [`crate::Order::Priority`].
     pub priority: i32,
 }
 
@@ -129,6 +129,8 @@ pub(crate) struct Sequence {
     /// For whose computation it waits, and for how many steps it has waited for later ones.
     pub leader: Option<Leader>,
     pub waited: u32,
+    /// How many that were submitted later have started first, or while it computed its prompt.
+    pub overtaken: u32,
 }
 
 /// What becomes of the blocks of a sequence that ends.
@@ -163,6 +165,7 @@ impl Sequence {
             last_step: 0,
             leader: None,
             waited: 0,
+            overtaken: 0,
         }
     }
 

@@ -70,7 +70,7 @@ baton_runtime::config_enum! {
     pub enum OrderKind {
         /// First come, first served.
         Fcfs = "fcfs",
-        /// The shorter what is to be computed of the prompt, the earlier.
+        /// The less is left to compute of the prompt, the earlier.
         ShortestFirst = "shortest-first",
         /// The lower the request's priority, the earlier.
         Priority = "priority",
@@ -197,8 +197,9 @@ baton_runtime::config! {
         max_running: u32 = 64,
         /// Most sequences that wait for a place; more are refused.
         max_waiting: u32 = 1024,
-        /// In which order sequences are served: fcfs, shortest-first or priority.
-        order: OrderKind = OrderKind::Fcfs,
+        /// In which order sequences are served: priority (the request's own, then first come first served), fcfs (whatever
+        /// the requests say) or shortest-first.
+        order: OrderKind = OrderKind::Priority,
         /// Under another order than fcfs: how many later sequences may start before one, at most.
         overtakes: u32 = 64,
         /// Most blocks of tokens kept for prompts that begin alike; 0: none; default: all that nobody else needs.
