@@ -5,6 +5,7 @@ pub mod client;
 pub mod http;
 pub mod models;
 mod options;
+pub mod pool;
 pub mod processes;
 mod stdout;
 mod worker;

@@ -8,3 +8,4 @@ pub mod perplexity;
 pub mod references;
 pub mod soak;
 pub mod tiny;
+pub mod ucx;

@@ -6,16 +6,18 @@
 #[path = "flipped/relay.rs"]
 mod relay;
 
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::path::Path;
 use std::process::Command;
 
 use baton_cluster::Role;
 use baton_proto::v1::GenerateRequest;
 use baton_tests::cluster::client::{Answer, Client, apart, prompt, sampled};
 use baton_tests::cluster::http::Metrics;
+use baton_tests::cluster::pool::Pool;
+use baton_tests::cluster::processes::stands_still;
 use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models, wait};
+use baton_tests::ucx;
 use rustix::process::Signal;
 
 /// How often, over each transport.
@@ -62,65 +64,23 @@ fn told(answer: Answer) -> (Vec<u32>, String) {
     (answer.ids, answer.text)
 }
 
-/// A decode worker's KV pool, from outside.
-struct Pool(File);
-
-impl Pool {
-    fn of(worker: &Worker) -> Pool {
-        let fds = std::fs::read_dir(format!("/proc/{}/fd", worker.pid)).unwrap().map(|fd| fd.unwrap().path());
-        let is_pool =
-            |fd: &PathBuf| std::fs::read_link(fd).is_ok_and(|to| to.to_string_lossy().starts_with("/memfd:baton-kv"));
-        let path = fds.into_iter().find(is_pool).expect("a memfd of the pool");
-        Pool(OpenOptions::new().read(true).write(true).open(path).unwrap())
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.0.metadata().unwrap().len() as usize];
-        self.0.read_exact_at(&mut bytes, 0).unwrap();
-        bytes
-    }
-
-    /// Waits until a byte is not as `before`; answers where.
-    fn until_changed(&self, before: &[u8]) -> usize {
-        // Piece by piece, so that a worker that stands still meanwhile does not seem to be gone.
-        const PIECE: usize = 4096;
-        let changed = || {
-            let now = self.bytes();
-            let piece = now.chunks(PIECE).zip(before.chunks(PIECE)).position(|(now, before)| now != before)?;
-            (piece * PIECE..now.len()).find(|&at| now[at] != before[at])
-        };
-        wait(changed).expect("KV that arrives")
-    }
-
-    fn flip(&self, at: usize) {
-        let mut byte = [0];
-        self.0.read_exact_at(&mut byte, at as u64).unwrap();
-        self.0.write_all_at(&[byte[0] ^ 4], at as u64).unwrap();
-    }
-}
-
-fn stands_still(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
-}
-
 #[test]
 fn over_shm() {
     let scene = Scene::new("shm", vec![]);
     let decode = scene.decode();
-    let pool = Pool::of(&decode);
+    let pool = Pool::of(&decode).unwrap();
     for seed in 0..u64::from(FLIPS) {
         let request = sampled(prompt(2000, seed), 20, seed);
         let want = scene.ask(&request);
-        let before = pool.bytes();
+        let before = pool.bytes().unwrap();
         let answering = scene.cluster.block_on(scene.client.start(apart(request))).unwrap();
-        pool.until_changed(&before);
+        pool.until_changed(&before).unwrap();
         // The prefill worker was let in, and copies by itself; the decode worker stands still, so what comes now it has not
         // digested.
         scene.cluster.signal(decode.pid, Signal::STOP).unwrap();
         wait(|| stands_still(decode.pid).then_some(())).unwrap();
-        let before = pool.bytes();
-        pool.flip(pool.until_changed(&before));
+        let before = pool.bytes().unwrap();
+        pool.flip(pool.until_changed(&before).unwrap()).unwrap();
         scene.cluster.signal(decode.pid, Signal::CONT).unwrap();
         assert_eq!(told(scene.cluster.block_on(answering.rest()).unwrap()), want);
     }
@@ -141,17 +101,6 @@ fn over_tcp() {
     scene.end();
 }
 
-/// Where UCX is, as `tools/fetch-ucx` finds or fetches it; None, said aloud, where it does not.
-fn ucx_library() -> Option<String> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/fetch-ucx");
-    let found = Command::new(script).output().unwrap();
-    if !found.status.success() {
-        println!("not over ucx: {}", String::from_utf8_lossy(&found.stderr));
-        return None;
-    }
-    Some(format!("{}/lib", String::from_utf8(found.stdout).unwrap().trim()))
-}
-
 fn build_shim(dir: &Path) -> String {
     let (source, library) =
         (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/flipped/shim.rs"), dir.join("libshim.so"));
@@ -164,16 +113,12 @@ fn build_shim(dir: &Path) -> String {
 
 #[test]
 fn over_ucx() {
-    let Some(library) = ucx_library() else { return };
+    let Some(library) = ucx::library() else { return };
     let dir = tempfile::tempdir().unwrap();
     let (shim, armed) = (build_shim(dir.path()), dir.path().join("armed"));
-    let env = [
-        ("BATON_UCX_LIBRARY", library),
-        ("BATON_UCX_OPTIONS", "TLS=tcp".to_owned()),
-        ("LD_PRELOAD", shim),
-        ("BATON_TEST_FLIP", armed.to_str().unwrap().to_owned()),
-    ];
-    let scene = Scene::new("ucx", env.map(|(key, value)| (key.to_owned(), value)).to_vec());
+    let preload = [("LD_PRELOAD", shim), ("BATON_TEST_FLIP", armed.to_str().unwrap().to_owned())];
+    let preload = preload.map(|(key, value)| (key.to_owned(), value));
+    let scene = Scene::new("ucx", ucx::env(library).into_iter().chain(preload).collect());
     for seed in 0..u64::from(FLIPS) {
         let request = sampled(prompt(600, seed), 20, seed);
         let want = scene.ask(&request);

@@ -8,7 +8,6 @@ use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_tests::cluster::client::{apart, greedy, prompt, sampled};
-use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{Cluster, ClusterOptions, models};
 use tempfile::TempDir;
 
@@ -20,7 +19,7 @@ fn alone(model: &TempDir, settings: &[(&str, &str)]) -> anyhow::Result<Cluster> 
 
 fn metric(cluster: &Cluster, name: &str) -> anyhow::Result<f64> {
     let worker = cluster.wait_for_worker(Role::Decode, |_| true)?;
-    Ok(Metrics::of(worker.member.admin.trim_start_matches("http://").parse()?)?.sum(name, ""))
+    Ok(worker.metrics()?.sum(name, ""))
 }
 
 /// In which order three that wait for the only place in the batch are answered. Prompts of 200, 20 and 100 tokens, of low,

@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_tests::cluster::client::{Answer, prompt, sampled};
-use baton_tests::cluster::http::{self, Metrics};
+use baton_tests::cluster::http;
 use baton_tests::cluster::models;
 use baton_tests::cluster::{Cluster, ClusterOptions};
 use serde_json::{Value, json};
@@ -25,7 +25,7 @@ fn ask(cluster: &Cluster, tokens: &[u32], salt: &str) -> anyhow::Result<(Answer,
 
 fn metric(cluster: &Cluster, role: Role, name: &str) -> anyhow::Result<f64> {
     let worker = cluster.workers_of(role).pop().context("a worker")?;
-    Ok(Metrics::of(worker.member.admin.trim_start_matches("http://").parse()?)?.sum(name, ""))
+    Ok(worker.metrics()?.sum(name, ""))
 }
 
 /// What each request reuses, whichever the route.

@@ -5,7 +5,7 @@ use std::path::Path;
 use baton_engine::SwapConfig;
 use baton_model::kv_layout;
 use baton_model_files::Model;
-use baton_types::KvDtype;
+use baton_types::{KvDtype, KvLayout, PoolGeometry};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -20,8 +20,18 @@ pub fn tiny() -> anyhow::Result<TempDir> {
 
 /// Bytes of a block of 16 tokens of a model's KV pool, in f16.
 pub fn block_bytes(model: &Path) -> anyhow::Result<u64> {
+    Ok(SwapConfig::block_bytes(&layout(model)?))
+}
+
+/// Where blocks lie in a pool of so many.
+pub fn pool_geometry(model: &Path, blocks: u32) -> anyhow::Result<PoolGeometry> {
+    Ok(PoolGeometry::uniform(layout(model)?, blocks))
+}
+
+/// As workers have it that are told nothing else.
+fn layout(model: &Path) -> anyhow::Result<KvLayout> {
     let model = Model::open(model)?;
-    Ok(SwapConfig::block_bytes(&kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16)))
+    Ok(kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16))
 }
 
 /// A model slow enough to be caught in the middle of a prompt or of an answer; 8,192 tokens of context.

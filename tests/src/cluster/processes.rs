@@ -48,6 +48,12 @@ pub fn own_bytes(pid: u32) -> Option<u64> {
     Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
 }
 
+/// Whether a process was stopped by a signal and has not gone on.
+pub fn stands_still(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+}
+
 /// Inodes of a process's sockets.
 fn sockets(pid: u32) -> BTreeSet<String> {
     let links = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();

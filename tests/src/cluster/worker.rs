@@ -6,6 +6,7 @@ use anyhow::ensure;
 use baton_cluster::{Member, Role};
 use baton_proto::v1::{self, worker_client::WorkerClient};
 
+use super::http::Metrics;
 use super::{HANG, LOOK};
 
 /// What a worker may take to answer before it counts as not there.
@@ -26,6 +27,11 @@ impl Worker {
     /// Blocks by state.
     pub fn blocks(&self) -> v1::BlockCounts {
         self.status.blocks.unwrap_or_default()
+    }
+
+    /// What its admin endpoint says.
+    pub fn metrics(&self) -> anyhow::Result<Metrics> {
+        Metrics::of(self.member.admin.trim_start_matches("http://").parse()?)
     }
 
     /// No sequence, and every block free or kept for its prefix only (I6).

@@ -167,7 +167,7 @@ impl Inbound {
     /// The connection has ended, or the peer went astray: fails what is under way. That the peer cannot write any more is
     /// not known by that.
     pub fn lost(&mut self, ledger: &mut Ledger, error: &TransferError) {
-        self.incoming.clear();
+        std::mem::take(&mut self.incoming).iter().for_each(|(epoch, incoming)| self.note_cut(*epoch, incoming));
         self.landing = None;
         self.end_all(ledger, Input::Lost, error);
     }
@@ -195,12 +195,20 @@ impl Inbound {
 
     /// From now on nothing that arrives under this epoch reaches the pool.
     fn forget(&mut self, epoch: Epoch) {
-        self.incoming.remove(&epoch);
+        if let Some(incoming) = self.incoming.remove(&epoch) {
+            self.note_cut(epoch, &incoming);
+        }
         if let Some(landing) = &mut self.landing
             && landing.head.take_if(|head| head.epoch == epoch).is_some()
         {
             landing.payload.turn_to_discard();
         }
+    }
+
+    /// How far a handoff came that ends before it is completed.
+    fn note_cut(&self, epoch: Epoch, incoming: &Incoming) {
+        let (arrived, of) = incoming.progress();
+        tracing::debug!(peer = %self.peer, %epoch, arrived, of, "handoff cut short");
     }
 
     fn begin(&mut self, epoch: Epoch, key: u64, now: Instant, ledger: &mut Ledger) {

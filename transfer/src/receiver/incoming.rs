@@ -39,6 +39,11 @@ impl Incoming {
         self.covered.iter().map(|bits| bits.len() as u64).sum()
     }
 
+    /// Layers of blocks that arrived, and that the reservation holds.
+    pub(crate) fn progress(&self) -> (u64, u64) {
+        (self.written, self.expected())
+    }
+
     /// KV bytes of the whole reservation.
     pub(crate) fn bytes(&self, geometry: &PoolGeometry) -> u64 {
         let layers = geometry.layout.groups.iter().map(|group| group.layers.len());
