@@ -41,6 +41,8 @@ pub struct Engine {
     pub(crate) quarantine: BTreeMap<SeqId, Quarantine>,
     /// No deadline lies before this, so most plans need not look at them.
     pub(crate) earliest_deadline: Option<Time>,
+    /// Since the last step only blocks in quarantine were left to wait for; until when that is borne.
+    pub(crate) starved: Option<Time>,
     pub(crate) next_seq: u64,
     pub(crate) steps: u64,
     /// A step is planned and neither applied nor failed.
@@ -70,6 +72,7 @@ impl Engine {
             receiving: 0,
             quarantine: BTreeMap::new(),
             earliest_deadline: None,
+            starved: None,
             next_seq: 0,
             steps: 0,
             in_flight: false,

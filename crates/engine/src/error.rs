@@ -136,6 +136,14 @@ pub enum SequenceError {
         /// What it was doing.
         state: &'static str,
     },
+    /// The blocks it needs may still be written to by a peer that does not answer (I3), and nothing else can give it any.
+    #[error(
+        "{blocks} KV blocks are kept aside for a peer that does not answer, and the others do not do; try again later"
+    )]
+    Quarantined {
+        /// How many are kept aside.
+        blocks: u32,
+    },
     /// The model failed on a batch it was part of.
     #[error(transparent)]
     Run(#[from] RunError),
@@ -156,6 +164,7 @@ impl BatonError for SequenceError {
     fn kind(&self) -> ErrorKind {
         match self {
             SequenceError::Deadline { .. } => ErrorKind::DeadlineExceeded,
+            SequenceError::Quarantined { .. } => ErrorKind::ResourceExhausted,
             SequenceError::Run(error) => error.kind(),
             // The same on every worker.
             SequenceError::NoToken(_) => ErrorKind::InvalidArgument,

@@ -6,15 +6,20 @@
 //! that may be none. When there is no block, the preemptible sequence with the last turn gives up its own and waits in its old
 //! place in the queue; what it had computed stays cached as long as nobody needs the room. So the first that can be preempted
 //! always advances, or is alone and waits for blocks that are lent, held or in quarantine: those need no further block to be
-//! given back, but for one of those that are held, and that one waits for no other of its kind.
+//! given back, but for one of those that are held, and that one waits for no other of its kind. Lent and held ones come back
+//! within the bounds of a handoff. For those in quarantine there is no bound, as long as a peer that may write to them stands
+//! still, so nobody waits long for those alone.
 //!
 //! Who decodes is never held up by a prompt: decode rows come first, prompts share the rest of the token budget.
 
 use baton_kv_cache::{KvError, Tables};
 use baton_types::SeqId;
 
-use crate::sequence::{Doom, Phase};
+use crate::sequence::{Doom, Phase, Sequence};
 use crate::{Engine, Event, SequenceError, Start, Step, StepRow, Time};
+
+/// How long a sequence waits for blocks in quarantine when nothing else can give it any (I5).
+const QUARANTINE_WAIT_MS: u64 = 2_000;
 
 impl Engine {
     /// The next step, or `None` when there is nothing to compute now. Also ends sequences whose deadline has passed and lends
@@ -43,9 +48,11 @@ impl Engine {
         self.in_flight = !rows.is_empty();
         debug_assert_eq!(self.check(), Ok(()), "I6");
         if rows.is_empty() {
+            self.give_up_starved(now, events);
             self.spare_steps = rows;
             return None;
         }
+        self.starved = None;
         self.steps += 1;
         Some(Step { rows, number: self.steps })
     }
@@ -61,6 +68,21 @@ impl Engine {
             self.end_failed(seq, SequenceError::Deadline { state }, events);
         }
         self.earliest_deadline = self.sequences.values().filter_map(|s| s.deadline).min();
+    }
+
+    /// Nothing can be computed. If that is so because the only blocks that may yet come free are in quarantine, and has been for
+    /// long, the first in turn fails: other workers may have room, and a shorter one behind it may find some here.
+    fn give_up_starved(&mut self, now: Time, events: &mut Vec<Event>) {
+        let first = self.running.first().or(self.waiting.first()).map(|turn| turn.seq);
+        let comes_back = |s: &Sequence| matches!(s.phase, Phase::Receiving(_) | Phase::Held(_));
+        let Some(first) = first.filter(|_| !self.quarantine.is_empty() && !self.sequences.values().any(comes_back))
+        else {
+            return self.starved = None;
+        };
+        if *self.starved.get_or_insert(now.after_ms(QUARANTINE_WAIT_MS)) <= now {
+            let blocks = self.counts().quarantined;
+            self.end_failed(first, SequenceError::Quarantined { blocks }, events);
+        }
     }
 
     /// Ends a sequence with an error. Blocks that others may reach are quarantined, since nobody has fenced them yet (I3).

@@ -4,7 +4,7 @@
 
 mod bench;
 
-use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, Start, fake};
+use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, SequenceError, Start, Time, fake};
 use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
 use bench::{Bench, LIMITS, VOCAB, layout, request};
 use proptest::prelude::*;
@@ -188,6 +188,36 @@ fn growth_waits_for_lent_blocks_without_losing_work() {
     bench.steps(3);
     assert_eq!(bench.tokens_of(grower).len(), 12);
     assert!(bench.engine.idle() && bench.engine.preemptions() == 0);
+}
+
+/// I5: a peer that stands still may keep blocks for ever, but nobody waits for ever for those alone.
+#[test]
+fn blocks_in_quarantine_are_waited_for_only_so_long() {
+    let mut bench = Bench::new(LIMITS, 5);
+    let lent = bench.submit(Start::Receive, 16, 2);
+    bench.step();
+    assert_eq!(bench.engine.abort(lent, true), Ok(Aborted::Quarantined));
+    let [long, short] = [8, 1].map(|prompt| bench.submit(Start::Compute, prompt, 3));
+    let at = |bench: &mut Bench, ms| {
+        bench.now = Time(0).after_ms(ms);
+        bench.step()
+    };
+    assert_eq!((at(&mut bench, 100), at(&mut bench, 2_099)), (vec![], vec![]));
+    assert_eq!(bench.engine.waiting(), 2);
+    // The first fails; the one behind it has room enough.
+    at(&mut bench, 2_100);
+    let error = SequenceError::Quarantined { blocks: 8 };
+    assert_eq!(error.kind(), ErrorKind::ResourceExhausted);
+    let request = RequestId("r".into());
+    assert_eq!(bench.events.last(), Some(&Event::Failed { seq: long, request, error, quarantined: false }));
+    assert_eq!(at(&mut bench, 2_101), [(short.0, 1)]);
+    // Time begins anew with the next that waits, and blocks that come back in time are enough.
+    bench.steps(5);
+    let patient = bench.submit(Start::Compute, 8, 1);
+    assert_eq!((at(&mut bench, 3_000), at(&mut bench, 4_999)), (vec![], vec![]));
+    bench.engine.clear_quarantine(lent).unwrap();
+    assert_eq!(at(&mut bench, 5_000), [(patient.0, 8)]);
+    assert!(bench.engine.idle());
 }
 
 /// The blocks of a prefill are on their way to a peer while it is computed: nobody takes them (I3).
