@@ -219,6 +219,9 @@ pub trait Backend: Send {
     fn elements(&self, buffer: &Self::Buffer) -> usize;
     /// Makes room for products of up to `rows` rows with inputs up to `cols` wide.
     fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError>;
+    /// Waits until all operations are done; what went wrong with one of them since the last time. After a failure those that follow
+    /// are not done, and what [`Backend::read`] gives is worth nothing.
+    fn finish(&mut self) -> Result<(), KernelError>;
     /// The first `out.len()` elements from `offset` on, to the host.
     fn read(&mut self, buffer: &Self::Buffer, offset: usize, out: &mut [f32]);
 

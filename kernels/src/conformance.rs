@@ -20,6 +20,31 @@ pub trait Factory {
     fn make(&self, geometry: &PoolGeometry) -> Self::Backend;
     /// Bytes of one layer's part of a block of its pool.
     fn block(&self, backend: &Self::Backend, group: usize, layer_in_group: usize, block: BlockId) -> Vec<u8>;
+    /// How exact the backend is.
+    fn promises(&self) -> Promises {
+        Promises::default()
+    }
+    /// Whether the backend takes pools of this layout.
+    fn serves(&self, _layout: &KvLayout) -> bool {
+        true
+    }
+}
+
+/// How exact a backend is; the default is what f32 throughout allows.
+#[derive(Clone, Copy, Debug)]
+pub struct Promises {
+    /// Relative rounding of weights, and of the rows they are multiplied with.
+    pub operands: f64,
+    /// How far attention may be from the reference, relative to 1 plus its size.
+    pub attention: f64,
+    /// How far the attention of a row may differ from that of the same row in another chunk, likewise; None: not by a bit (I1).
+    pub chunks: Option<f64>,
+}
+
+impl Default for Promises {
+    fn default() -> Self {
+        Promises { operands: 0.0, attention: 1e-5, chunks: None }
+    }
 }
 
 /// Deterministic numbers (SplitMix64).
@@ -146,8 +171,9 @@ fn swap<F: Factory>(factory: &F) {
 
 /// Products of every type against f64; rows alone and in any batch give the same bits.
 fn matmul<F: Factory>(factory: &F) {
-    let mut backend = factory.make(&geometry(KvDtype::F32, 1, 8, None, 16));
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
     let mut random = Random(1);
+    let operands = factory.promises().operands;
     for dtype in DTYPES {
         for (outs, cols) in [(8, 256), (37, 512), (3, 256)] {
             let data = random_weight(dtype, outs, cols, &mut random);
@@ -181,7 +207,8 @@ fn matmul<F: Factory>(factory: &F) {
                     want.push(sum);
                     // Rounding activations in [-1, 1] to 8 bits: uniform errors below 1/254 that do not conspire.
                     let step = if dtype.block_elements() > 1 { 6.0 / 254.0 } else { 1e-5 };
-                    tolerance[o] = magnitude.sqrt() * step;
+                    // Both operands' rounding likewise.
+                    tolerance[o] = magnitude.sqrt() * f64::max(step, 3.0 * operands);
                 }
             }
             for (i, (&g, &w)) in got.iter().zip(&want).enumerate() {
@@ -203,14 +230,14 @@ fn matmul<F: Factory>(factory: &F) {
             let at = row_order.map_or(outs - 1, |f| f(outs - 1));
             let want: Vec<f64> =
                 (0..cols).map(|k| 2.0 * element(dtype, &data[at * stored..][..stored], k) as f64).collect();
-            close("embed", &read(&mut backend, &embedded, cols), &want, 1e-6);
+            close("embed", &read(&mut backend, &embedded, cols), &want, f64::max(1e-6, operands));
         }
     }
 }
 
 /// Products of one input, normed first, have the bits of a norm and of each product alone.
 fn products<F: Factory>(factory: &F) {
-    let mut backend = factory.make(&geometry(KvDtype::F32, 1, 8, None, 16));
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
     let mut random = Random(3);
     let cols = 256;
     let quantised = [(WeightDtype::Q4K, 40), (WeightDtype::Q6K, 24), (WeightDtype::Q8_0, 8)];
@@ -250,7 +277,7 @@ fn products<F: Factory>(factory: &F) {
 }
 
 fn elementwise<F: Factory>(factory: &F) {
-    let mut backend = factory.make(&geometry(KvDtype::F32, 1, 8, None, 16));
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
     let mut random = Random(2);
     for (rows, width) in [(1, 8), (3, 64), (17, 24)] {
         let x: Vec<f32> = random.vector(rows * width).iter().map(|v| v * 8.0).collect();

@@ -9,6 +9,8 @@
 mod backend;
 pub mod conformance;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod pages;
 mod pool;
 mod profile;
@@ -42,6 +44,17 @@ pub enum KernelError {
         /// How much was asked for.
         bytes: usize,
     },
+    /// There is no GPU to run on.
+    #[error("no GPU: {0}")]
+    NoDevice(String),
+    /// A GPU refused something, or went wrong with something it was given before.
+    #[error("GPU, {operation}: {why}")]
+    Device {
+        /// What was asked of it.
+        operation: String,
+        /// What it said.
+        why: String,
+    },
     /// Threads could not be started.
     #[error("cannot start kernel threads: {0}")]
     Threads(#[from] std::io::Error),
@@ -51,7 +64,8 @@ impl BatonError for KernelError {
     fn kind(&self) -> ErrorKind {
         match self {
             KernelError::Weight { .. } | KernelError::Pool(_) => ErrorKind::InvalidArgument,
-            KernelError::Threads(_) | KernelError::Memory { .. } => ErrorKind::Internal,
+            KernelError::NoDevice(_) => ErrorKind::FailedPrecondition,
+            KernelError::Threads(_) | KernelError::Memory { .. } | KernelError::Device { .. } => ErrorKind::Internal,
         }
     }
 }

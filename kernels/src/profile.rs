@@ -247,6 +247,10 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.reserve(rows, cols)
     }
 
+    fn finish(&mut self) -> Result<(), KernelError> {
+        self.inner.finish()
+    }
+
     fn read(&mut self, buffer: &B::Buffer, offset: usize, out: &mut [f32]) {
         self.timed(Operation::Copies, floats(2 * out.len()), 0, |b| b.read(buffer, offset, out));
     }

@@ -65,23 +65,41 @@ impl Default for Options {
 pub type OnLogits<'a> = dyn FnMut(usize, u32, &[f32]) -> Option<u32> + 'a;
 
 /// An engine over a decoder.
-pub struct Local {
+pub struct Local<B: Backend = CpuBackend> {
     engine: Engine,
-    decoder: Decoder<CpuBackend>,
+    decoder: Decoder<B>,
     prefix: Option<Prefix>,
 }
 
 impl Local {
-    /// Loads a model.
+    /// Loads a model on the CPU.
     pub fn new(model: &Model, options: Options) -> anyhow::Result<Local> {
+        Local::on(model, options, |geometry| {
+            let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
+            let cpu = CpuOptions { threads: options.threads, isa: options.isa, pinned: false };
+            Ok(CpuBackend::new(cpu, pool)?)
+        })
+    }
+
+    /// Opens the model at `path` and loads it.
+    pub fn open(path: &Path, options: Options) -> anyhow::Result<Local> {
+        Local::new(&Model::open(path)?, options)
+    }
+}
+
+impl<B: Backend> Local<B> {
+    /// Loads a model on what `make` makes for its pool.
+    pub fn on(
+        model: &Model,
+        options: Options,
+        make: impl FnOnce(&PoolGeometry) -> anyhow::Result<B>,
+    ) -> anyhow::Result<Self> {
         let mut layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
         if let Some((sinks, window)) = options.sinks {
             layout = layout.with_sinks(sinks, window);
         }
         let geometry = PoolGeometry::uniform(layout, options.blocks);
-        let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
-        let mut backend =
-            CpuBackend::new(CpuOptions { threads: options.threads, isa: options.isa, pinned: false }, pool)?;
+        let mut backend = make(&geometry)?;
         backend.reserve_swap(options.swap_blocks)?;
         let bytes = u64::from(options.swap_blocks) * SwapConfig::block_bytes(&geometry.layout);
         // Copying costs next to nothing.
@@ -122,11 +140,6 @@ impl Local {
     /// Times a sequence's blocks were taken from it so far.
     pub fn preemptions(&self) -> u64 {
         self.engine.preemptions()
-    }
-
-    /// Opens the model at `path` and loads it.
-    pub fn open(path: &Path, options: Options) -> anyhow::Result<Local> {
-        Local::new(&Model::open(path)?, options)
     }
 
     /// Answers one prompt.

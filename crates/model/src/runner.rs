@@ -53,7 +53,7 @@ impl<B: Backend> Decoder<B> {
             }
             first += count;
         }
-        Ok(())
+        self.backend.finish().map_err(|error| RunError(error.to_string()))
     }
 }
 

@@ -21,6 +21,7 @@ namespace baton {
 
 using u8 = std::uint8_t;
 using i8 = std::int8_t;
+using i32 = std::int32_t;
 using i64 = long long;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;

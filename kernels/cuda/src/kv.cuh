@@ -33,8 +33,9 @@ struct Tile {
     u32 rows;
     /// Position of the first row in its sequence.
     u32 position;
-    /// First entry of its sequence's block table.
-    u32 table;
+    /// Entry of its sequence's first position in the block tables; before their begin where a window has passed that position and its
+    /// block is no longer there.
+    i32 table;
 };
 
 /// Bytes of a row's elements, and how many f16 parameters it has.

@@ -27,7 +27,7 @@ struct Case {
         u32 rows = 0, next = pool.blocks;
         std::vector<float> x(dim);
         for (auto [position, count] : spans) {
-            Tile tile{rows, count, position, static_cast<u32>(tables.size())};
+            Tile tile{rows, count, position, static_cast<i32>(tables.size())};
             std::vector<u32> table;
             // Blocks that no row can see are not there: their entries name no block.
             u32 first = window && position >= window ? (position + 1 - window) / block_size : 0;

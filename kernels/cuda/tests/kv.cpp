@@ -16,7 +16,7 @@ static void check_store(KvType type, Element in_type, u32 dim, std::vector<std::
     std::vector<u32> tables;
     u32 rows = 0, largest = 1;
     for (auto [position, count] : spans) {
-        tiles.push_back({rows, count, position, static_cast<u32>(tables.size())});
+        tiles.push_back({rows, count, position, static_cast<i32>(tables.size())});
         for (u32 b = 0; b < positions / block_size; b++) tables.push_back(static_cast<u32>(spans.size() * 4 - 1 - tables.size()));
         rows += count;
         largest = std::max(largest, count);

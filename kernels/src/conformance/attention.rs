@@ -1,7 +1,7 @@
 //! Attention and the store of K and V: what is stored is within the type's rounding, attention over what is stored agrees
 //! with an f64 reference, and chunks, batches and block sizes change no bit (I1).
 
-use baton_types::{BlockId, KvDtype};
+use baton_types::{BlockId, KvDtype, PoolGeometry};
 
 use super::kv::{read_row, rounding};
 use super::{Factory, Random, close, geometry, read};
@@ -30,7 +30,6 @@ struct Inputs {
 }
 
 /// What a run gave: the output of every row, and K and V `[token, head, dim]` as they can be read back.
-#[derive(PartialEq)]
 struct Outcome {
     out: Vec<Vec<f32>>,
     k: Vec<Vec<f32>>,
@@ -42,7 +41,10 @@ pub(super) fn run<F: Factory>(factory: &F) {
     for dtype in KvDtype::ALL {
         for (heads, kv_heads, dim) in [(4, 4, 8), (6, 2, 64), (5, 1, 72), (9, 3, 24), (4, 1, 256)] {
             for (window, sinks) in [(None, 0), (Some(21), 0), (Some(21), 16), (Some(5), 3)] {
-                Case { dtype, heads, kv_heads, dim, window, sinks }.check(factory);
+                let case = Case { dtype, heads, kv_heads, dim, window, sinks };
+                if factory.serves(&case.geometry(16).layout) {
+                    case.check(factory);
+                }
             }
         }
     }
@@ -54,17 +56,35 @@ impl Case {
         format!("{dtype:?}, {heads}/{kv_heads} heads of {dim}, window {window:?}, {sinks} sinks")
     }
 
+    fn geometry(&self, block_size: u32) -> PoolGeometry {
+        let mut geometry = geometry(self.dtype, self.kv_heads as u32, self.dim as u32, self.window, block_size);
+        geometry.layout.groups[0].sinks = self.sinks;
+        geometry
+    }
+
     fn check<F: Factory>(&self, factory: &F) {
         let inputs = self.inputs();
         let runs = [(16u32, 64usize), (16, 1), (32, 7), (16, 16)];
         let mut runs = runs.map(|(block_size, chunk)| self.compute(factory, &inputs, block_size, chunk)).into_iter();
         let Some(first) = runs.next() else { return };
+        let promises = factory.promises();
         for (i, run) in runs.enumerate() {
-            assert!(run == first, "I1: chunking {} changes bits ({})", i + 1, self.name());
+            let how = format!("I1: chunking {} changes ", i + 1);
+            assert!((&run.k, &run.v) == (&first.k, &first.v), "{how}what is stored ({})", self.name());
+            match promises.chunks {
+                None => assert!(run.out == first.out, "{how}bits ({})", self.name()),
+                Some(far) => {
+                    for (out, want) in run.out.iter().zip(&first.out) {
+                        let want: Vec<f64> = want.iter().map(|&x| x as f64).collect();
+                        close(&format!("{how}attention ({})", self.name()), out, &want, far);
+                    }
+                }
+            }
         }
         self.check_store(&inputs, &first);
         for s in 0..LENS.len() {
-            close(&format!("attention ({})", self.name()), &first.out[s], &self.reference(&inputs, &first, s), 1e-5);
+            let want = self.reference(&inputs, &first, s);
+            close(&format!("attention ({})", self.name()), &first.out[s], &want, promises.attention);
         }
     }
 
@@ -96,8 +116,7 @@ impl Case {
     /// Runs both sequences in chunks, together where both have tokens left.
     fn compute<F: Factory>(&self, factory: &F, inputs: &Inputs, block_size: u32, chunk: usize) -> Outcome {
         let (dim, half) = (self.dim, self.dim / 2);
-        let mut geometry = geometry(self.dtype, self.kv_heads as u32, dim as u32, self.window, block_size);
-        geometry.layout.groups[0].sinks = self.sinks;
+        let geometry = self.geometry(block_size);
         let mut backend = factory.make(&geometry);
         let table = |f: fn(f64) -> f64| -> Vec<f32> {
             (0..POSITIONS * half).map(|j| f(self.angle(j / half, j % half)) as f32).collect()

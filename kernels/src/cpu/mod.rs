@@ -281,6 +281,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    /// Every operation is done when it returns.
+    fn finish(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     fn read(&mut self, buffer: &Vec<f32>, offset: usize, out: &mut [f32]) {
         out.copy_from_slice(&buffer[offset..offset + out.len()]);
     }

@@ -1,0 +1,150 @@
+//! Which attention kernels a batch is given to, and with what.
+
+use baton_types::KvDtype;
+
+use super::batch::{SPLIT, Tiles};
+use super::device::{Access, Device, Memory, Piece};
+use super::params::{Attention, AttentionCombine, AttentionDecode, Element, RopeStoreKv};
+use super::pool::Pool;
+use super::queue::Queue;
+use crate::KernelError;
+use crate::backend::AttentionShape;
+
+/// A layer group's batch on the device.
+pub(super) struct Placed<'a, D: Device> {
+    pub queue: &'a Queue<D>,
+    pub pool: &'a Pool<D>,
+    pub shape: AttentionShape,
+    pub tiles: &'a Tiles,
+    /// The words of `tiles`.
+    pub words: Piece<'a>,
+}
+
+/// Tables and activations of a store.
+pub(super) struct Rotated<'a> {
+    pub q: Piece<'a>,
+    pub k: Piece<'a>,
+    pub v: Piece<'a>,
+    pub cos: Piece<'a>,
+    pub sin: Piece<'a>,
+}
+
+/// Kernels by pool type and the smallest of 64, 128 and 256 that holds a head: (decode, prefill).
+fn kernels(dtype: KvDtype, head_dim: u32) -> Result<(&'static str, &'static str), KernelError> {
+    macro_rules! of {
+        ($name:literal) => {
+            match head_dim {
+                ..=64 => (
+                    concat!("baton_attention_decode_", $name, "_64"),
+                    concat!("baton_attention_prefill_", $name, "_64"),
+                ),
+                ..=128 => (
+                    concat!("baton_attention_decode_", $name, "_128"),
+                    concat!("baton_attention_prefill_", $name, "_128"),
+                ),
+                _ => (
+                    concat!("baton_attention_decode_", $name, "_256"),
+                    concat!("baton_attention_prefill_", $name, "_256"),
+                ),
+            }
+        };
+    }
+    match dtype {
+        KvDtype::F16 => Ok(of!("f16")),
+        KvDtype::Bf16 => Ok(of!("bf16")),
+        KvDtype::Q8 => Ok(of!("q8")),
+        KvDtype::Fp8 => Ok(of!("fp8")),
+        KvDtype::F32 | KvDtype::Int4 => Err(KernelError::Pool(format!("no attention over {dtype:?} on a GPU"))),
+    }
+}
+
+impl<D: Device> Placed<'_, D> {
+    fn kv_heads(&self) -> u32 {
+        self.pool.geometry().layout.groups[self.shape.group].kv_heads
+    }
+
+    /// Rotates q in place, and k on its way into the pool.
+    pub fn store(&self, with: &Rotated<'_>) -> Result<(), KernelError> {
+        let (group, layer) = (self.shape.group, self.shape.layer);
+        let touches = [
+            Access::Write(with.q),
+            Access::Read(with.k),
+            Access::Read(with.v),
+            Access::Read(with.cos),
+            Access::Read(with.sin),
+            Access::Read(self.words),
+            Access::Write(self.pool.layer(group, layer)),
+        ];
+        let (chunks, largest) = self.tiles.chunks();
+        for (first, tile_count, tile_rows) in [(0, self.tiles.decode(), 1), (self.tiles.decode(), chunks, largest)] {
+            let params = RopeStoreKv {
+                planes: self.pool.planes(group, layer),
+                q: with.q.at(),
+                k: with.k.at(),
+                v: with.v.at(),
+                q_out: with.q.at(),
+                cos: with.cos.at(),
+                sin: with.sin.at(),
+                tiles: self.words.at().plus(self.tiles.tile_offset(first)),
+                blocks: self.words.at().plus(self.tiles.blocks_offset()),
+                in_type: Element::F32,
+                q_type: Element::F32,
+                tile_count: tile_count as u32,
+                tile_rows,
+                heads: self.shape.heads as u32,
+                kv_heads: self.kv_heads(),
+            };
+            self.queue.launch("baton_rope_store_kv", &params, &touches)?;
+        }
+        Ok(())
+    }
+
+    /// Attention of all rows; `sums` keeps room for what splits leave.
+    pub fn attend(&self, q: Piece<'_>, out: Piece<'_>, sums: &mut Option<Memory<D>>) -> Result<(), KernelError> {
+        let layout = &self.pool.geometry().layout;
+        let group = &layout.groups[self.shape.group];
+        let (decode, prefill) = kernels(layout.dtype, group.head_dim)?;
+        let pool = self.pool.layer(self.shape.group, self.shape.layer);
+        let touches = [Access::Read(q), Access::Read(self.words), Access::Read(pool), Access::Write(out)];
+        let attention = |first: usize, tile_count: usize, tile_rows: u32| Attention {
+            planes: self.pool.planes(self.shape.group, self.shape.layer),
+            q: q.at(),
+            out: out.at(),
+            tiles: self.words.at().plus(self.tiles.tile_offset(first)),
+            blocks: self.words.at().plus(self.tiles.blocks_offset()),
+            q_type: Element::F32,
+            out_type: Element::F32,
+            tile_count: tile_count as u32,
+            tile_rows,
+            heads: self.shape.heads as u32,
+            kv_heads: group.kv_heads,
+            window: group.window.unwrap_or(0),
+            scale_log2: self.shape.scale * std::f32::consts::LOG2_E,
+        };
+        let (chunks, largest) = self.tiles.chunks();
+        self.queue.launch(prefill, &attention(self.tiles.decode(), chunks, largest), &touches)?;
+        // For each split of a row and head: sums of head_dim, and behind all of them a maximum and a sum of weights.
+        let (sum, stats) = (group.head_dim as usize * size_of::<f32>(), 2 * size_of::<f32>());
+        for launch in self.tiles.launches(self.shape.heads * (sum + stats)) {
+            let count = launch.count * self.shape.heads * launch.splits as usize;
+            self.queue.at_least(sums, count * (sum + stats))?;
+            let Some(sums) = sums.as_ref() else { continue };
+            let (partial, stats) = (sums.piece(0, count * sum), sums.piece(count * sum, count * stats));
+            let params = AttentionDecode {
+                a: attention(launch.first, launch.count, 1),
+                partial: partial.at(),
+                stats: stats.at(),
+                split: SPLIT,
+                splits: launch.splits,
+            };
+            let [q, words, pool, out] = touches;
+            let scratch = [Access::Write(partial), Access::Write(stats)];
+            self.queue.launch(decode, &params, &[q, words, pool, out, scratch[0], scratch[1]])?;
+            if launch.splits > 1 {
+                let touches = [words, Access::Read(partial), Access::Read(stats), out];
+                self.queue.launch("baton_attention_combine", &AttentionCombine(params), &touches)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,206 @@
+//! [`CudaBackend`] and what its operations are put together from.
+
+use std::sync::Arc;
+
+use baton_types::{BlockId, PoolGeometry};
+
+use super::attention::Placed;
+use super::batch::{Cut, Tiles};
+use super::device::{Access, Address, Device, Gemm, Memory, Piece};
+use super::params::{Element, Embed, RmsNorm};
+use super::pool::{self, Pool};
+use super::queue::Queue;
+use super::weight::CudaWeight;
+use crate::KernelError;
+use crate::backend::{AttentionShape, Input, Norm, Product, Ragged};
+
+/// How to run on a GPU.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct CudaOptions {
+    /// Whether a row's attention has the same bits as a decode row as within a chunk, so that logits do not depend on how a prompt
+    /// is cut (I1). Decode rows then take the kernel of chunks, which walks their KV alone and leaves most of the device idle. Without
+    /// it they agree to rounding; whatever else is in the batch changes no bit either way.
+    pub invariant: bool,
+}
+
+/// Decoder operations on a device, over a KV pool in its memory.
+pub struct CudaBackend<D: Device> {
+    pub(super) queue: Queue<D>,
+    pub(super) options: CudaOptions,
+    pub(super) pool: Pool<D>,
+    /// A product's input as bf16.
+    pub(super) operand: Option<Memory<D>>,
+    /// Numbers of rows, or of two blocks.
+    pub(super) indices: Option<Memory<D>>,
+    /// Stored rows of a weight while it is loaded.
+    pub(super) staging: Option<Memory<D>>,
+    /// Of splits of decode rows.
+    pub(super) sums: Option<Memory<D>>,
+    /// Of the latest step, one per layer group.
+    batches: Vec<GroupBatch<D>>,
+    /// The first thing that went wrong since [`Backend::finish`]; what follows it is not tried.
+    pub(super) failed: Option<KernelError>,
+}
+
+/// A group's tiles, here and on the device.
+struct GroupBatch<D: Device> {
+    tiles: Tiles,
+    words: Option<Memory<D>>,
+}
+
+impl<D: Device> CudaBackend<D> {
+    /// A backend with a pool of its own.
+    ///
+    /// # Errors
+    /// When the pool is of a kind that no kernel serves (f32, int4, attention sinks, heads wider than 256), or the device has no
+    /// room for it.
+    pub fn new(device: Arc<D>, geometry: PoolGeometry, options: CudaOptions) -> Result<Self, KernelError> {
+        let queue = Queue::new(device)?;
+        let batches =
+            geometry.layout.groups.iter().map(|_| GroupBatch { tiles: Tiles::default(), words: None }).collect();
+        let pool = Pool::new(&queue, geometry)?;
+        let (operand, indices, staging, sums) = (None, None, None, None);
+        Ok(CudaBackend { queue, options, pool, operand, indices, staging, sums, batches, failed: None })
+    }
+
+    /// Whether a pool of this shape can be served.
+    pub fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
+        pool::check(geometry)
+    }
+
+    /// What it runs on.
+    pub fn device(&self) -> &Arc<D> {
+        &self.queue.device
+    }
+
+    /// Bytes of one layer's part of a block.
+    pub fn block_bytes(&self, group: usize, layer: usize, block: BlockId) -> Result<Vec<u8>, KernelError> {
+        self.pool.block_bytes(&self.queue, group, layer, block)
+    }
+
+    pub(super) fn attempt(&mut self, run: impl FnOnce(&mut Self) -> Result<(), KernelError>) {
+        if self.failed.is_none() {
+            self.failed = run(self).err();
+        }
+    }
+
+    /// `out[i] = table[rows[i]] · scale`, for tables and rows of any kind.
+    pub(super) fn gather(
+        &mut self,
+        table: (Piece<'_>, Element),
+        width: usize,
+        rows: &[u32],
+        scale: f32,
+        out: &Memory<D>,
+    ) -> Result<(), KernelError> {
+        let out = out.floats(rows.len() * width);
+        self.queue.at_least(&mut self.indices, size_of_val(rows).max(1))?;
+        let Some(indices) = &self.indices else { return Ok(()) };
+        let indices = indices.piece(0, size_of_val(rows));
+        self.queue.write(indices, rows)?;
+        let (table, table_type) = table;
+        let touches = [Access::Read(table), Access::Read(indices), Access::Write(out)];
+        let (count, width, out_type) = (rows.len() as u32, width as u32, Element::F32);
+        let params =
+            Embed { table: table.at(), rows: indices.at(), out: out.at(), table_type, out_type, count, width, scale };
+        self.queue.launch("baton_embed", &params, &touches)
+    }
+
+    /// RMS norm of rows of `x` into `out`, which may be the same where the types are.
+    pub(super) fn normed(
+        &self,
+        norm: &Norm<Memory<D>>,
+        x: Piece<'_>,
+        out: (Piece<'_>, Element),
+        rows: usize,
+    ) -> Result<(), KernelError> {
+        let (out, y_type) = out;
+        let weight = norm.weight.piece(0, norm.weight.bytes());
+        let width = weight.bytes() / size_of::<f32>();
+        let touches = [Access::Read(weight), Access::Read(x), Access::Write(out)];
+        let params = RmsNorm {
+            x: x.at(),
+            add: Address::default(),
+            weight: weight.at(),
+            out: out.at(),
+            x_type: Element::F32,
+            y_type,
+            rows: rows as u32,
+            width: width as u32,
+            eps: norm.eps,
+        };
+        self.queue.launch("baton_rms_norm", &params, &touches)
+    }
+
+    /// A product's input, normed where it is to be, as bf16.
+    fn operand(&mut self, input: &Input<'_, Memory<D>>, cols: usize) -> Result<(), KernelError> {
+        let elements = input.rows * cols;
+        self.queue.at_least(&mut self.operand, (elements * Element::Bf16.bytes()).max(1))?;
+        let Some(operand) = &self.operand else { return Ok(()) };
+        let (x, out) = (input.x.floats(elements), operand.piece(0, elements * Element::Bf16.bytes()));
+        if let Some(norm) = input.norm {
+            assert_eq!(norm.weight.bytes(), cols * size_of::<f32>(), "norm of another width than the product");
+            return self.normed(norm, x, (out, Element::Bf16), input.rows);
+        }
+        let params = Embed {
+            table: x.at(),
+            rows: Address::default(),
+            out: out.at(),
+            table_type: Element::F32,
+            out_type: Element::Bf16,
+            count: input.rows as u32,
+            width: cols as u32,
+            scale: 1.0,
+        };
+        self.queue.launch("baton_embed", &params, &[Access::Read(x), Access::Write(out)])
+    }
+
+    pub(super) fn multiply<const N: usize>(
+        &mut self,
+        input: Input<'_, Memory<D>>,
+        products: [Product<'_, CudaWeight<D>, Memory<D>>; N],
+    ) -> Result<(), KernelError> {
+        let Some(cols) = products.first().map(|product| product.weight.cols) else { return Ok(()) };
+        self.operand(&input, cols)?;
+        let Some(operand) = &self.operand else { return Ok(()) };
+        let (rows, x) = (input.rows, operand.piece(0, input.rows * cols * Element::Bf16.bytes()));
+        for Product { weight, bias, out } in products {
+            assert_eq!(weight.cols, cols, "products of one input have as many inputs");
+            let outs = weight.rows;
+            let bias = bias.map(|bias| bias.floats(outs));
+            let (weight, out) = (weight.memory.piece(0, weight.memory.bytes()), out.floats(rows * outs));
+            self.queue.product(&Gemm { weight, x, bias, out, rows, outs, cols })?;
+        }
+        Ok(())
+    }
+
+    /// Brings the batch of a layer to the device, unless it is there.
+    pub(super) fn place(&mut self, shape: AttentionShape, batch: &Ragged) -> Result<(), KernelError> {
+        let layout = &self.pool.geometry().layout;
+        let kv_heads = layout.groups[shape.group].kv_heads as usize;
+        let (group, block_size) = (shape.heads / kv_heads, layout.block_size as usize);
+        assert_eq!(group * kv_heads, shape.heads, "query heads for each KV head");
+        let GroupBatch { tiles, words } = &mut self.batches[shape.group];
+        if tiles.renew(batch, Cut { group, block_size, decode: !self.options.invariant }) {
+            self.queue.at_least(words, size_of_val(tiles.words()).max(1))?;
+            if let Some(words) = words {
+                self.queue.write(words.piece(0, size_of_val(tiles.words())), tiles.words())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// (floats of q, floats of k) of a batch.
+    pub(super) fn widths(&self, shape: AttentionShape, batch: &Ragged) -> (usize, usize) {
+        let group = &self.pool.geometry().layout.groups[shape.group];
+        let (dim, rows) = (group.head_dim as usize, batch.rows());
+        (rows * shape.heads * dim, rows * group.kv_heads as usize * dim)
+    }
+
+    /// The batch of a layer where it was placed.
+    pub(super) fn placed(&self, shape: AttentionShape) -> Option<Placed<'_, D>> {
+        let GroupBatch { tiles, words } = &self.batches[shape.group];
+        let words = words.as_ref()?.piece(0, size_of_val(tiles.words()));
+        Some(Placed { queue: &self.queue, pool: &self.pool, shape, tiles, words })
+    }
+}

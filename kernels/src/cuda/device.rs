@@ -1,0 +1,212 @@
+//! The trait [`Device`]: memory, streams, events, launches and products, as thin as a driver's own calls.
+//!
+//! Below [`super::CudaBackend`], which knows what is computed; a device knows addresses and kernels by name. Three of them: the driver,
+//! the kernels as a host library ([`super::HostDevice`]), and a recorder around another one that checks what is asked of it
+//! ([`super::Recorder`]).
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::KernelError;
+
+/// An address in device memory; 0 is none.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+#[repr(transparent)]
+pub struct Address(pub u64);
+
+impl Address {
+    pub(super) fn plus(self, bytes: usize) -> Address {
+        Address(self.0 + bytes as u64)
+    }
+}
+
+/// A queue of work; what is put into one runs in order.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Stream(pub(super) usize);
+
+/// A place in a stream that another stream can wait for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Event(pub(super) usize);
+
+/// What is known of a device.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Properties {
+    /// Its name.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Bytes of its memory.
+    pub memory: u64,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+}
+
+/// Grid, block and bytes of dynamic shared memory of a launch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Launch {
+    /// Blocks of the grid.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Bytes.
+    pub shared: u32,
+}
+
+impl Launch {
+    /// With no more shared memory than the kernel declares.
+    pub fn new(grid: [u32; 3], block: [u32; 3]) -> Self {
+        Launch { grid, block, shared: 0 }
+    }
+
+    /// A grid without blocks is not launched.
+    pub fn is_empty(&self) -> bool {
+        self.grid.contains(&0)
+    }
+}
+
+/// A range of device memory that is there as long as it is borrowed.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece<'a> {
+    at: Address,
+    bytes: usize,
+    memory: PhantomData<&'a ()>,
+}
+
+impl Piece<'_> {
+    /// Of memory that the caller knows to be there.
+    pub(super) fn new(at: Address, bytes: usize) -> Self {
+        Piece { at, bytes, memory: PhantomData }
+    }
+
+    /// Where it begins.
+    pub fn at(&self) -> Address {
+        self.at
+    }
+
+    /// How long it is.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// What a launch does to a range.
+#[derive(Clone, Copy, Debug)]
+pub enum Access<'a> {
+    /// Reads it.
+    Read(Piece<'a>),
+    /// Writes it, and may read it.
+    Write(Piece<'a>),
+}
+
+/// A launch of a kernel.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// Its shape, not empty.
+    pub launch: Launch,
+    /// Its one parameter: a struct, and how many bytes it has.
+    pub params: *const u8,
+    /// See `params`.
+    pub bytes: usize,
+    /// All memory it touches.
+    pub touches: &'a [Access<'a>],
+}
+
+/// `out[r] = weight · x[r] (+ bias)`: bf16 times bf16, summed in f32.
+#[derive(Clone, Copy)]
+pub struct Gemm<'a> {
+    /// `[outs, cols]` bf16.
+    pub weight: Piece<'a>,
+    /// `[rows, cols]` bf16.
+    pub x: Piece<'a>,
+    /// `[outs]` f32.
+    pub bias: Option<Piece<'a>>,
+    /// `[rows, outs]` f32.
+    pub out: Piece<'a>,
+    /// Rows.
+    pub rows: usize,
+    /// Outputs.
+    pub outs: usize,
+    /// Inputs.
+    pub cols: usize,
+}
+
+/// A GPU, or what stands in for one. Work is put into streams and done later; an error of the work may come with any later call.
+pub trait Device: Send + Sync + 'static {
+    /// What is known of it.
+    fn properties(&self) -> &Properties;
+    /// Bytes of its memory that nobody has.
+    fn free_memory(&self) -> Result<u64, KernelError>;
+    /// Memory of `bytes` bytes, at least 1, aligned to 256.
+    fn allocate(&self, bytes: usize) -> Result<Address, KernelError>;
+    /// Gives memory back when all that uses it is done.
+    fn free(&self, at: Address);
+    /// A new stream, which lives as long as the device.
+    fn stream(&self) -> Result<Stream, KernelError>;
+    /// A new event, which lives as long as the device.
+    fn event(&self) -> Result<Event, KernelError>;
+    /// The event is now what was put into the stream so far.
+    fn record(&self, event: Event, stream: Stream) -> Result<(), KernelError>;
+    /// What is put into the stream from now on comes after the event.
+    fn wait(&self, stream: Stream, event: Event) -> Result<(), KernelError>;
+    /// Sets every byte.
+    fn fill(&self, stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError>;
+    /// From the host, as many bytes as `from` has; it may change again when this returns.
+    fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError>;
+    /// To the host, as many bytes as `to` has; waits for the stream.
+    fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError>;
+    /// Launches a kernel.
+    ///
+    /// # Safety
+    /// `params` points to `bytes` bytes, the struct that the kernel takes, and the kernel launched so touches nothing but `touches`.
+    unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError>;
+    /// A product. The same row gets the same bits whatever the other rows are, and however many (I1).
+    fn product(&self, stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError>;
+    /// Waits for all of a stream's work.
+    fn synchronise(&self, stream: Stream) -> Result<(), KernelError>;
+}
+
+/// Device memory that is given back when it is dropped.
+pub struct Memory<D: Device> {
+    device: Arc<D>,
+    at: Address,
+    bytes: usize,
+}
+
+impl<D: Device> Memory<D> {
+    /// Of so many bytes, with anything in them.
+    pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
+        let at = device.allocate(bytes.max(1))?;
+        Ok(Memory { device: Arc::clone(device), at, bytes })
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// `bytes` bytes from `from` on.
+    ///
+    /// # Panics
+    /// When they are not all inside.
+    pub fn piece(&self, from: usize, bytes: usize) -> Piece<'_> {
+        let inside = from.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(inside, "{bytes} bytes from {from} on, of device memory of {}", self.bytes);
+        Piece::new(self.at.plus(from), bytes)
+    }
+
+    /// The first `count` f32.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn floats(&self, count: usize) -> Piece<'_> {
+        self.piece(0, count * size_of::<f32>())
+    }
+}
+
+impl<D: Device> Drop for Memory<D> {
+    fn drop(&mut self) {
+        self.device.free(self.at);
+    }
+}

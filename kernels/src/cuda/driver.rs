@@ -1,0 +1,302 @@
+//! [`Driver`]: a GPU through NVIDIA's driver API, whose library is opened at run time.
+//!
+//! Nothing is linked: a host without the library is a [`KernelError::NoDevice`], told before anything else of it is called. The kernels
+//! are the image embedded by the build script.
+
+mod blas;
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::fmt::Display;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use blas::Blas;
+use cudarc::driver::result::{self, DriverError, ctx, device, event, module, primary_ctx, stream};
+use cudarc::driver::sys;
+
+use super::device::{Address, Call, Device, Event, Gemm, Piece, Properties, Stream};
+use crate::KernelError;
+
+/// All kernels for all architectures; empty in a build without them.
+static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton.fatbin"));
+
+/// A GPU.
+pub struct Driver {
+    properties: Properties,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    module: sys::CUmodule,
+    blas: Blas,
+    made: Mutex<Made>,
+}
+
+/// What was asked for so far.
+#[derive(Default)]
+struct Made {
+    kernels: HashMap<&'static str, sys::CUfunction>,
+    streams: Vec<sys::CUstream>,
+    events: Vec<sys::CUevent>,
+}
+
+// SAFETY: the driver's objects may be used from any thread that has made the context current, as every call here does first.
+unsafe impl Send for Driver {}
+// SAFETY: as above.
+unsafe impl Sync for Driver {}
+
+fn failed(operation: &str) -> impl Fn(DriverError) -> KernelError + '_ {
+    move |error| KernelError::Device { operation: operation.to_owned(), why: describe(error) }
+}
+
+fn describe(error: DriverError) -> String {
+    let text = error.error_string().ok().map(|text| text.to_string_lossy().into_owned());
+    format!("{} ({:?})", text.unwrap_or_default(), error.0)
+}
+
+fn none(why: impl Display) -> KernelError {
+    KernelError::NoDevice(why.to_string())
+}
+
+/// How many GPUs there are, at least one.
+///
+/// # Errors
+/// [`KernelError::NoDevice`] with the reason why there is none.
+pub fn devices() -> Result<u32, KernelError> {
+    // SAFETY: the library's initialisers only set up its own state. Nothing else of it may be called before, since a missing one panics.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(none("this host has no NVIDIA driver (libcuda.so.1)"));
+    }
+    result::init().map_err(|error| none(format!("the NVIDIA driver does not start: {}", describe(error))))?;
+    let count = device::get_count().map_err(|error| none(format!("the NVIDIA driver: {}", describe(error))))?;
+    if count < 1 { Err(none("the NVIDIA driver sees none")) } else { Ok(count as u32) }
+}
+
+impl Driver {
+    /// Opens a GPU by its number, and loads the kernels and cuBLASLt.
+    ///
+    /// # Errors
+    /// When there is no such GPU, no kernels are in this build or none for it, or there is no cuBLASLt.
+    pub fn open(ordinal: u32) -> Result<Self, KernelError> {
+        let count = devices()?;
+        if ordinal >= count {
+            return Err(none(format!("number {ordinal} of {count}, counted from 0")));
+        }
+        if IMAGE.is_empty() {
+            return Err(none("this build has no GPU kernels; run kernels/cuda/build and build again"));
+        }
+        let device = device::get(ordinal as i32).map_err(failed("device"))?;
+        let properties = properties(device)?;
+        // SAFETY: a device that the driver just named.
+        let context = unsafe { primary_ctx::retain(device) }.map_err(failed("context"))?;
+        let opened = || {
+            // SAFETY: the context was just retained.
+            unsafe { ctx::set_current(context) }.map_err(failed("context"))?;
+            Ok((load()?, Blas::new()?))
+        };
+        match opened() {
+            Ok((module, blas)) => Ok(Driver { properties, device, context, module, blas, made: Mutex::default() }),
+            Err(error) => {
+                // SAFETY: retained above, and used by nobody any more.
+                let _ = unsafe { primary_ctx::release(device) };
+                Err(error)
+            }
+        }
+    }
+
+    /// Every thread has a context of its own; this makes it ours.
+    fn current(&self) -> Result<(), KernelError> {
+        // SAFETY: the context is retained as long as `self` is there.
+        unsafe { ctx::set_current(self.context) }.map_err(failed("context"))
+    }
+
+    fn made(&self) -> MutexGuard<'_, Made> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn raw(&self, stream: Stream) -> Result<sys::CUstream, KernelError> {
+        self.current()?;
+        self.made().streams.get(stream.0).copied().ok_or_else(|| unknown("stream"))
+    }
+
+    fn raw_event(&self, event: Event) -> Result<sys::CUevent, KernelError> {
+        self.made().events.get(event.0).copied().ok_or_else(|| unknown("event"))
+    }
+
+    fn kernel(&self, name: &'static str) -> Result<sys::CUfunction, KernelError> {
+        let mut made = self.made();
+        if let Some(&function) = made.kernels.get(name) {
+            return Ok(function);
+        }
+        let text = CString::new(name).map_err(|_| unknown("kernel"))?;
+        // SAFETY: the module is loaded as long as `self` is there.
+        let function = unsafe { module::get_function(self.module, text) }.map_err(failed(name))?;
+        made.kernels.insert(name, function);
+        Ok(function)
+    }
+}
+
+fn unknown(what: &str) -> KernelError {
+    KernelError::Device { operation: what.to_owned(), why: "of another device".to_owned() }
+}
+
+fn properties(device: sys::CUdevice) -> Result<Properties, KernelError> {
+    use sys::CUdevice_attribute as A;
+    // SAFETY: a device that the driver named.
+    let attribute = |which| unsafe { device::get_attribute(device, which) }.map_err(failed("device"));
+    Ok(Properties {
+        name: device::get_name(device).map_err(failed("device"))?,
+        capability: (
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+        ),
+        // SAFETY: as above.
+        memory: unsafe { device::total_mem(device) }.map_err(failed("device"))? as u64,
+        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+    })
+}
+
+/// The embedded kernels, for this device.
+fn load() -> Result<sys::CUmodule, KernelError> {
+    // The image has a header of words.
+    let mut words = vec![0u64; IMAGE.len().div_ceil(8)];
+    for (word, bytes) in words.iter_mut().zip(IMAGE.chunks(8)) {
+        let mut padded = [0; 8];
+        padded[..bytes.len()].copy_from_slice(bytes);
+        *word = u64::from_ne_bytes(padded);
+    }
+    // SAFETY: a fatbin says itself how long it is, and the driver copies it.
+    unsafe { module::load_data(words.as_ptr().cast()) }.map_err(failed("loading the kernels"))
+}
+
+impl Device for Driver {
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    fn free_memory(&self) -> Result<u64, KernelError> {
+        self.current()?;
+        result::mem_get_info().map(|(free, _)| free as u64).map_err(failed("memory"))
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
+        self.current()?;
+        // SAFETY: new memory is nobody's.
+        unsafe { result::malloc_sync(bytes) }.map(Address).map_err(|_| KernelError::Memory { bytes })
+    }
+
+    fn free(&self, at: Address) {
+        // The call waits for all work of the device. That it fails means that the context is broken, and told elsewhere.
+        if self.current().is_ok() {
+            // SAFETY: `Memory` frees what it allocated, once.
+            let _ = unsafe { result::free_sync(at.0) };
+        }
+    }
+
+    fn stream(&self) -> Result<Stream, KernelError> {
+        self.current()?;
+        let stream = stream::create(stream::StreamKind::NonBlocking).map_err(failed("stream"))?;
+        let mut made = self.made();
+        made.streams.push(stream);
+        Ok(Stream(made.streams.len() - 1))
+    }
+
+    fn event(&self) -> Result<Event, KernelError> {
+        self.current()?;
+        let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed("event"))?;
+        let mut made = self.made();
+        made.events.push(event);
+        Ok(Event(made.events.len() - 1))
+    }
+
+    fn record(&self, event: Event, stream: Stream) -> Result<(), KernelError> {
+        let (stream, event) = (self.raw(stream)?, self.raw_event(event)?);
+        // SAFETY: both live as long as `self`.
+        unsafe { event::record(event, stream) }.map_err(failed("event"))
+    }
+
+    fn wait(&self, stream: Stream, event: Event) -> Result<(), KernelError> {
+        let (stream, event) = (self.raw(stream)?, self.raw_event(event)?);
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both live as long as `self`.
+        unsafe { stream::wait_event(stream, event, flags) }.map_err(failed("event"))
+    }
+
+    fn fill(&self, stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
+        let stream = self.raw(stream)?;
+        // SAFETY: a piece lies inside memory that is still there; freeing it waits for this.
+        unsafe { result::memset_d8_async(to.at().0, byte, to.bytes(), stream) }.map_err(failed("fill"))
+    }
+
+    fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
+        assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
+        let stream = self.raw(stream)?;
+        // SAFETY: as in `fill`; of memory that is not pinned the driver has taken a copy when this returns.
+        unsafe { result::memcpy_htod_async(to.at().0, from, stream) }.map_err(failed("copy to the device"))
+    }
+
+    fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
+        assert!(to.len() <= from.bytes(), "{} bytes out of {}", to.len(), from.bytes());
+        let raw = self.raw(stream)?;
+        // SAFETY: as in `fill`; `to` stays borrowed until the stream has done it.
+        unsafe { result::memcpy_dtoh_async(to, from.at().0, raw) }.map_err(failed("copy from the device"))?;
+        self.synchronise(stream)
+    }
+
+    unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {
+        let (stream, function) = (self.raw(stream)?, self.kernel(call.kernel)?);
+        let ([gx, gy, gz], [bx, by, bz]) = (call.launch.grid, call.launch.block);
+        let mut params = [call.params.cast::<c_void>().cast_mut()];
+        // SAFETY: the caller's promise for the parameters, of which the driver takes a copy.
+        unsafe { result::launch_kernel(function, (gx, gy, gz), (bx, by, bz), call.launch.shared, stream, &mut params) }
+            .map_err(failed(call.kernel))
+    }
+
+    fn product(&self, stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
+        let stream = self.raw(stream)?;
+        self.blas.product(stream, gemm)
+    }
+
+    fn synchronise(&self, stream: Stream) -> Result<(), KernelError> {
+        let stream = self.raw(stream)?;
+        // SAFETY: a stream lives as long as `self`.
+        unsafe { stream::synchronize(stream) }.map_err(failed("the work so far"))
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let made = std::mem::take(&mut *self.made());
+        if self.current().is_err() {
+            return;
+        }
+        // Nothing can be done about what fails now.
+        self.blas.close();
+        // SAFETY: all of them were made by this driver, and `self` is used by nobody any more.
+        unsafe {
+            for event in made.events {
+                let _ = event::destroy(event);
+            }
+            for stream in made.streams {
+                let _ = stream::destroy(stream);
+            }
+            let _ = module::unload(self.module);
+            let _ = primary_ctx::release(self.device);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// True on any host: with a GPU it opens or says what it lacks, without one the error says so. Never a panic.
+    #[test]
+    fn a_host_without_a_gpu_is_an_error_that_says_what_is_missing() {
+        match Driver::open(u32::MAX) {
+            Err(KernelError::NoDevice(why)) => {
+                assert!(why.contains("NVIDIA driver") || why.contains("counted from 0"), "{why}")
+            }
+            Err(other) => panic!("{other}"),
+            Ok(_) => panic!("there is no such GPU"),
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! [`HostDevice`]: the kernels compiled for this processor, launched on this process's own memory.
+//!
+//! For tests without a GPU: the very same sources run, a fiber a CUDA thread, with real barriers and shuffles
+//! (`kernels/cuda/shim`). Every call is done when it returns, so streams and events are names only.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::HashMap;
+use std::ffi::{CString, c_char};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use libloading::Library;
+
+use super::device::{Address, Call, Device, Event, Gemm, Piece, Properties, Stream};
+use crate::KernelError;
+
+type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, *const u32) -> u32;
+type LayoutFn = unsafe extern "C" fn(*const c_char, *mut u64, u64) -> u64;
+/// Weight, x, bias, out; rows, outs, cols.
+type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
+
+/// Alignment that every allocation of a driver has.
+const ALIGN: usize = 256;
+
+/// The library runs one launch at a time.
+static RUNNING: Mutex<()> = Mutex::new(());
+
+/// Kernels on the host.
+pub struct HostDevice {
+    launch: LaunchFn,
+    layout: LayoutFn,
+    product: ProductFn,
+    /// The functions' code.
+    _library: Library,
+    properties: Properties,
+    memory: Mutex<HashMap<Address, Layout>>,
+    named: AtomicUsize,
+}
+
+impl HostDevice {
+    /// Opens the library that `kernels/cuda/tests/run library` has built.
+    pub fn open(path: &Path) -> Result<Self, KernelError> {
+        let failed = |error: libloading::Error| KernelError::NoDevice(format!("{}: {error}", path.display()));
+        // SAFETY: the library's initialisers only fill its own variables.
+        let library = unsafe { Library::new(path) }.map_err(failed)?;
+        // SAFETY: the three functions of kernels/cuda/shim/library.cpp have these types.
+        let (launch, layout, product) = unsafe {
+            (
+                *library.get::<LaunchFn>(c"baton_host_launch").map_err(failed)?,
+                *library.get::<LayoutFn>(c"baton_host_layout").map_err(failed)?,
+                *library.get::<ProductFn>(c"baton_host_product").map_err(failed)?,
+            )
+        };
+        let properties = Properties { name: "kernels on the host".to_owned(), ..Properties::default() };
+        let (memory, named) = (Mutex::default(), AtomicUsize::new(0));
+        Ok(HostDevice { launch, layout, product, _library: library, properties, memory, named })
+    }
+
+    /// One over the library built from the sources as they are; None, and the reason on standard error, where the CUDA headers are
+    /// not installed.
+    ///
+    /// # Panics
+    /// When the library cannot be built or opened.
+    #[allow(clippy::expect_used)]
+    pub fn for_tests() -> Option<HostDevice> {
+        static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
+        let path = BUILT.get_or_init(|| {
+            let cuda = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
+            let said = |program: &str, argument: &str| {
+                let output = Command::new(cuda.join(program)).arg(argument).output().expect("a script of kernels/cuda");
+                assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+                String::from_utf8_lossy(&output.stdout).trim().to_owned()
+            };
+            if said("toolchain", "--installed").is_empty() {
+                eprintln!("skipped: no CUDA headers; kernels/cuda/toolchain installs them");
+                return None;
+            }
+            Some(PathBuf::from(said("tests/run", "library")))
+        });
+        Some(HostDevice::open(path.as_deref()?).expect("the library of kernels opens"))
+    }
+
+    /// Size and offsets of a struct of the kernels; empty when they have none of that name.
+    pub fn layout(&self, name: &str) -> Vec<usize> {
+        let Ok(name) = CString::new(name) else { return Vec::new() };
+        let mut out = [0u64; 32];
+        // SAFETY: a terminated string, and room for as many numbers as is said.
+        let count = unsafe { (self.layout)(name.as_ptr(), out.as_mut_ptr(), out.len() as u64) };
+        out[..(count as usize).min(out.len())].iter().map(|&x| x as usize).collect()
+    }
+
+    fn next(&self) -> usize {
+        self.named.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+impl Device for HostDevice {
+    fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    fn free_memory(&self) -> Result<u64, KernelError> {
+        Ok(1 << 30)
+    }
+
+    /// Filled with ones: what is read before it was written is not a number.
+    fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
+        let none = || KernelError::Memory { bytes };
+        let layout = Layout::from_size_align(bytes, ALIGN).map_err(|_| none())?;
+        // SAFETY: callers ask for at least one byte.
+        let memory = unsafe { alloc(layout) };
+        if memory.is_null() {
+            return Err(none());
+        }
+        // SAFETY: as many bytes as were allocated.
+        unsafe { memory.write_bytes(0xff, bytes) };
+        let at = Address(memory.expose_provenance() as u64);
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner).insert(at, layout);
+        Ok(at)
+    }
+
+    fn free(&self, at: Address) {
+        if let Some(layout) = self.memory.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
+            // SAFETY: allocated above with this layout, and forgotten by now.
+            unsafe { dealloc(host(at), layout) };
+        }
+    }
+
+    fn stream(&self) -> Result<Stream, KernelError> {
+        Ok(Stream(self.next()))
+    }
+
+    fn event(&self) -> Result<Event, KernelError> {
+        Ok(Event(self.next()))
+    }
+
+    fn record(&self, _event: Event, _stream: Stream) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn wait(&self, _stream: Stream, _event: Event) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn fill(&self, _stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
+        // SAFETY: a piece lies inside memory that is still there.
+        unsafe { host(to.at()).write_bytes(byte, to.bytes()) };
+        Ok(())
+    }
+
+    fn write(&self, _stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
+        assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
+        // SAFETY: a piece lies inside memory that is still there, and no slice of Rust's is device memory.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), host(to.at()), from.len()) };
+        Ok(())
+    }
+
+    fn read(&self, _stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
+        assert!(to.len() <= from.bytes(), "{} bytes out of {}", to.len(), from.bytes());
+        // SAFETY: as in `write`.
+        unsafe { std::ptr::copy_nonoverlapping(host(from.at()), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    unsafe fn launch(&self, _stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {
+        let device = |why: &str| KernelError::Device { operation: call.kernel.to_owned(), why: why.to_owned() };
+        let name = CString::new(call.kernel).map_err(|_| device("no name"))?;
+        let _one = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let (params, bytes) = (call.params, call.bytes as u64);
+        // SAFETY: the caller's promise for the parameters; grid and block have three numbers each.
+        let code = unsafe {
+            (self.launch)(name.as_ptr(), params, bytes, call.launch.grid.as_ptr(), call.launch.block.as_ptr())
+        };
+        match code {
+            0 => Ok(()),
+            1 => Err(device("there is no such kernel")),
+            2 => Err(device("its parameters have another size")),
+            _ => Err(device("grid or block are not what its launch_of says")),
+        }
+    }
+
+    fn product(&self, _stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
+        let bias = gemm.bias.map_or(std::ptr::null_mut(), |bias| host(bias.at()));
+        let (weight, x, out) = (host(gemm.weight.at()), host(gemm.x.at()), host(gemm.out.at()));
+        let (rows, outs, cols) = (gemm.rows as u64, gemm.outs as u64, gemm.cols as u64);
+        // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; null is no bias.
+        unsafe { (self.product)(weight, x, bias, out, rows, outs, cols) };
+        Ok(())
+    }
+
+    fn synchronise(&self, _stream: Stream) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+/// Device memory as what it is here.
+fn host(at: Address) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(at.0 as usize)
+}

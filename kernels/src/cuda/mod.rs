@@ -1,0 +1,26 @@
+//! The GPU backend: [`CudaBackend`], the operations of [`crate::Backend`] as launches of the kernels in `kernels/cuda`.
+//!
+//! One stream takes a step's launches in order, and the host waits for it only when it reads logits. Activations are f32 in device
+//! memory, weights bf16, products bf16 with sums in f32. What runs the launches is a [`Device`]. Knows nothing of models or requests.
+
+mod attention;
+mod backend;
+mod batch;
+mod device;
+mod driver;
+mod host;
+mod nowhere;
+mod operations;
+mod params;
+mod pool;
+mod queue;
+mod recorder;
+mod weight;
+
+pub use backend::{CudaBackend, CudaOptions};
+pub use device::{Access, Address, Call, Device, Event, Gemm, Launch, Memory, Piece, Properties, Stream};
+pub use driver::{Driver, devices};
+pub use host::HostDevice;
+pub use nowhere::Nowhere;
+pub use recorder::{Recorded, Recorder};
+pub use weight::CudaWeight;

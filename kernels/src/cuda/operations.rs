@@ -1,0 +1,164 @@
+//! The operations of [`Backend`] as launches.
+
+use baton_types::BlockId;
+
+use super::attention::Rotated;
+use super::backend::CudaBackend;
+use super::device::{Access, Device, Memory};
+use super::params::{self, Add, Element, GateMul};
+use super::queue::bytes_of_mut;
+use super::weight::{self, CudaWeight};
+use crate::KernelError;
+use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Rope, WeightSource};
+
+impl<D: Device> Backend for CudaBackend<D> {
+    type Buffer = Memory<D>;
+    type Weight = CudaWeight<D>;
+
+    fn name(&self) -> String {
+        format!("cuda ({})", self.queue.device.properties().name)
+    }
+
+    fn buffer(&self, elements: usize) -> Result<Memory<D>, KernelError> {
+        let memory = self.queue.memory(elements * size_of::<f32>())?;
+        self.queue.fill(memory.floats(elements), 0)?;
+        Ok(memory)
+    }
+
+    fn upload(&self, values: &[f32]) -> Result<Memory<D>, KernelError> {
+        let memory = self.queue.memory(size_of_val(values))?;
+        self.queue.write(memory.floats(values.len()), values)?;
+        Ok(memory)
+    }
+
+    fn weight(&mut self, source: &WeightSource<'_>) -> Result<CudaWeight<D>, KernelError> {
+        weight::load(&self.queue, &mut self.staging, source)
+    }
+
+    fn weight_bytes(&self, weight: &CudaWeight<D>) -> usize {
+        weight.memory.bytes()
+    }
+
+    fn elements(&self, buffer: &Memory<D>) -> usize {
+        buffer.bytes() / size_of::<f32>()
+    }
+
+    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
+        // Weights are loaded by now.
+        self.staging = None;
+        self.queue.at_least(&mut self.indices, rows.max(2) * size_of::<u32>())?;
+        self.queue.at_least(&mut self.operand, (rows * cols).max(1) * Element::Bf16.bytes())
+    }
+
+    fn read(&mut self, buffer: &Memory<D>, offset: usize, out: &mut [f32]) {
+        let piece = buffer.piece(offset * size_of::<f32>(), size_of_val(out));
+        self.attempt(|b| b.queue.read(piece, bytes_of_mut(out)));
+    }
+
+    fn finish(&mut self) -> Result<(), KernelError> {
+        self.attempt(|b| b.queue.synchronise());
+        self.failed.take().map_or(Ok(()), Err)
+    }
+
+    fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
+        self.pool.reserve_swap(blocks)
+    }
+
+    fn swap_out(&mut self, group: usize, block: BlockId, host: BlockId) {
+        self.attempt(|b| b.pool.swap_out(&b.queue, group, block, host));
+    }
+
+    fn swap_in(&mut self, group: usize, host: BlockId, block: BlockId) {
+        self.attempt(|b| b.pool.swap_in(&b.queue, group, host, block));
+    }
+
+    fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {
+        self.attempt(|b| {
+            b.queue.at_least(&mut b.indices, 2 * size_of::<u32>())?;
+            let Some(pair) = &b.indices else { return Ok(()) };
+            b.pool.copy_block(&b.queue, group, pair.piece(0, 2 * size_of::<u32>()), from, to)
+        });
+    }
+
+    fn embed(&mut self, table: &CudaWeight<D>, ids: &[u32], scale: f32, out: &mut Memory<D>) {
+        let all = (table.memory.piece(0, table.memory.bytes()), Element::Bf16);
+        self.attempt(|b| b.gather(all, table.cols, ids, scale, out));
+    }
+
+    fn rms_norm(&mut self, norm: &Norm<Memory<D>>, x: &mut Memory<D>, rows: usize) {
+        let x = x.piece(0, rows * norm.weight.bytes());
+        self.attempt(|b| b.normed(norm, x, (x, Element::F32), rows));
+    }
+
+    fn add(&mut self, x: &mut Memory<D>, y: &Memory<D>, elements: usize) {
+        let (x, y, float) = (x.floats(elements), y.floats(elements), Element::F32);
+        let params = Add { x: x.at(), y: y.at(), elements: elements as u64, x_type: float, y_type: float };
+        self.attempt(|b| b.queue.launch("baton_add", &params, &[Access::Write(x), Access::Read(y)]));
+    }
+
+    fn matmul<const N: usize>(
+        &mut self,
+        input: Input<'_, Memory<D>>,
+        products: [Product<'_, CudaWeight<D>, Memory<D>>; N],
+    ) {
+        self.attempt(|b| b.multiply(input, products));
+    }
+
+    fn rope_and_store_kv(
+        &mut self,
+        shape: AttentionShape,
+        batch: &Ragged,
+        rope: &Rope<Memory<D>>,
+        q: &mut Memory<D>,
+        k: &Memory<D>,
+        v: &Memory<D>,
+    ) {
+        let (q_floats, kv_floats) = self.widths(shape, batch);
+        let all = |table: &'_ Memory<D>| table.bytes();
+        let with = Rotated {
+            q: q.floats(q_floats),
+            k: k.floats(kv_floats),
+            v: v.floats(kv_floats),
+            cos: rope.cos.piece(0, all(&rope.cos)),
+            sin: rope.sin.piece(0, all(&rope.sin)),
+        };
+        self.attempt(|b| {
+            b.place(shape, batch)?;
+            b.placed(shape).map_or(Ok(()), |placed| placed.store(&with))
+        });
+    }
+
+    fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Memory<D>, out: &mut Memory<D>) {
+        let floats = self.widths(shape, batch).0;
+        let (q, out) = (q.floats(floats), out.floats(floats));
+        self.attempt(|b| {
+            b.place(shape, batch)?;
+            let mut sums = b.sums.take();
+            let done = b.placed(shape).map_or(Ok(()), |placed| placed.attend(q, out, &mut sums));
+            b.sums = sums;
+            done
+        });
+    }
+
+    fn gate_mul(&mut self, act: Gate, gate: &mut Memory<D>, up: &Memory<D>, elements: usize) {
+        let (gate, up, width) = (gate.floats(elements), up.floats(elements), elements as u32);
+        let params = GateMul {
+            gate: gate.at(),
+            up: up.at(),
+            out: gate.at(),
+            element: Element::F32,
+            act: params::gate(act),
+            rows: 1,
+            width,
+            gate_stride: width,
+            up_stride: width,
+            out_stride: width,
+        };
+        self.attempt(|b| b.queue.launch("baton_gate_mul", &params, &[Access::Write(gate), Access::Read(up)]));
+    }
+
+    fn gather_rows(&mut self, x: &Memory<D>, width: usize, rows: &[u32], out: &mut Memory<D>) {
+        let x = (x.piece(0, x.bytes()), Element::F32);
+        self.attempt(|b| b.gather(x, width, rows, 1.0, out));
+    }
+}

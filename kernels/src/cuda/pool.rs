@@ -1,0 +1,157 @@
+//! The KV pool in device memory, in the layout it has on the host, and what of it is swapped out.
+
+use baton_types::{BlockId, KvDtype, PoolGeometry};
+
+use super::device::{Access, Device, Memory, Piece};
+use super::params::{BlockSide, CopyBlocks, KvPlanes, kv_type};
+use super::queue::Queue;
+use crate::KernelError;
+
+/// Widest heads that the attention kernels take.
+const MAX_HEAD_DIM: u32 = 256;
+
+/// Blocks on the device, and copies of some in host memory.
+pub(super) struct Pool<D: Device> {
+    memory: Memory<D>,
+    geometry: PoolGeometry,
+    swapped: Vec<u8>,
+    swapped_geometry: PoolGeometry,
+}
+
+/// What no kernel serves yet, by the setting that asks for it.
+pub(super) fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
+    let layout = &geometry.layout;
+    let refused = |why: String| Err(KernelError::Pool(why));
+    if matches!(layout.dtype, KvDtype::F32 | KvDtype::Int4) {
+        return refused(format!(
+            "the GPU's attention takes f16, bf16, q8 and fp8, not {:?}; set kv_type",
+            layout.dtype
+        ));
+    }
+    if layout.block_size == 0 || !layout.block_size.is_multiple_of(16) {
+        return refused(format!("block size {}; it must be a multiple of 16", layout.block_size));
+    }
+    for group in &layout.groups {
+        if group.sinks > 0 {
+            return refused("attention sinks are not served on a GPU; leave out attention_window".to_owned());
+        }
+        if group.head_dim == 0 || group.head_dim % 8 != 0 || group.head_dim > MAX_HEAD_DIM {
+            let dim = group.head_dim;
+            return refused(format!("head dimension {dim}; on a GPU it must be a multiple of 8 up to {MAX_HEAD_DIM}"));
+        }
+    }
+    Ok(())
+}
+
+impl<D: Device> Pool<D> {
+    /// Filled with what is no number, so that a slot that is read before it was stored shows.
+    pub fn new(queue: &Queue<D>, geometry: PoolGeometry) -> Result<Self, KernelError> {
+        check(&geometry)?;
+        let memory = queue.memory(geometry.bytes())?;
+        queue.fill(memory.piece(0, memory.bytes()), 0xff)?;
+        let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
+        Ok(Pool { memory, geometry, swapped: Vec::new(), swapped_geometry })
+    }
+
+    pub fn geometry(&self) -> &PoolGeometry {
+        &self.geometry
+    }
+
+    /// All blocks of a layer.
+    pub fn layer(&self, group: usize, layer: usize) -> Piece<'_> {
+        let bytes = self.geometry.layout.block_bytes(group) * self.geometry.blocks[group] as usize;
+        self.memory.piece(self.geometry.layer_offset(group, layer), bytes)
+    }
+
+    /// How its kernels see a layer.
+    pub fn planes(&self, group: usize, layer: usize) -> KvPlanes {
+        let layout = &self.geometry.layout;
+        KvPlanes {
+            base: self.layer(group, layer).at(),
+            block: layout.block_bytes(group) as u64,
+            value: layout.plane_bytes(group) as u64,
+            head: layout.head_bytes(group) as u64,
+            kv_type: kv_type(layout.dtype),
+            block_size: layout.block_size,
+            head_dim: layout.groups[group].head_dim,
+        }
+    }
+
+    fn layers(&self, group: usize) -> usize {
+        self.geometry.layout.groups[group].layers.len()
+    }
+
+    fn block(&self, group: usize, layer: usize, block: BlockId) -> Piece<'_> {
+        let range = self.geometry.block_range(group, layer, block);
+        self.memory.piece(range.start, range.len())
+    }
+
+    /// Bytes of one layer's part of a block.
+    pub fn block_bytes(
+        &self,
+        queue: &Queue<D>,
+        group: usize,
+        layer: usize,
+        block: BlockId,
+    ) -> Result<Vec<u8>, KernelError> {
+        let piece = self.block(group, layer, block);
+        let mut out = vec![0; piece.bytes()];
+        queue.read(piece, &mut out)?;
+        Ok(out)
+    }
+
+    /// Host memory for so many blocks of each group.
+    pub fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
+        let geometry = PoolGeometry::uniform(self.geometry.layout.clone(), blocks);
+        let bytes = geometry.bytes();
+        let mut swapped = Vec::new();
+        swapped.try_reserve_exact(bytes).map_err(|_| KernelError::Memory { bytes })?;
+        swapped.resize(bytes, 0);
+        (self.swapped, self.swapped_geometry) = (swapped, geometry);
+        Ok(())
+    }
+
+    pub fn swap_out(
+        &mut self,
+        queue: &Queue<D>,
+        group: usize,
+        block: BlockId,
+        host: BlockId,
+    ) -> Result<(), KernelError> {
+        for layer in 0..self.layers(group) {
+            let to = self.swapped_geometry.block_range(group, layer, host);
+            let range = self.geometry.block_range(group, layer, block);
+            queue.read(self.memory.piece(range.start, range.len()), &mut self.swapped[to])?;
+        }
+        Ok(())
+    }
+
+    pub fn swap_in(&self, queue: &Queue<D>, group: usize, host: BlockId, block: BlockId) -> Result<(), KernelError> {
+        for layer in 0..self.layers(group) {
+            let from = self.swapped_geometry.block_range(group, layer, host);
+            queue.write_bytes(self.block(group, layer, block), &self.swapped[from])?;
+        }
+        Ok(())
+    }
+
+    /// Copies a block to another, in all layers of its group; `pair` has room for their numbers.
+    pub fn copy_block(
+        &self,
+        queue: &Queue<D>,
+        group: usize,
+        pair: Piece<'_>,
+        from: BlockId,
+        to: BlockId,
+    ) -> Result<(), KernelError> {
+        queue.write(pair, &[from.0, to.0])?;
+        let (layers, bytes) = (self.layers(group), self.geometry.layout.block_bytes(group) as u64);
+        let first = self.layer(group, 0);
+        let all = self.memory.piece(self.geometry.layer_offset(group, 0), first.bytes() * layers);
+        let layer_stride = first.bytes() as u64;
+        let side = BlockSide { base: first.at(), layer_stride, block_stride: bytes, plane_stride: 0 };
+        let (layers, pairs) = (layers as u32, pair.at());
+        // A block's planes lie behind one another.
+        let params = CopyBlocks { source: side, target: side, pairs, bytes, count: 1, layers, planes: 1 };
+        queue.launch("baton_copy_blocks", &params, &[Access::Read(pair), Access::Write(all)])
+    }
+}

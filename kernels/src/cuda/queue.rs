@@ -1,0 +1,90 @@
+//! A device's stream with what a backend puts into it.
+
+use std::sync::Arc;
+
+use super::device::{Access, Call, Device, Gemm, Memory, Piece, Stream};
+use super::params::Params;
+use crate::KernelError;
+
+/// One stream of a device.
+pub(super) struct Queue<D: Device> {
+    pub device: Arc<D>,
+    stream: Stream,
+}
+
+/// Numbers that are no more than their bytes.
+pub(super) trait Plain: Copy {}
+impl Plain for u32 {}
+impl Plain for f32 {}
+
+pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
+    // SAFETY: plain numbers have no padding, and any byte is a u8.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+pub(super) fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
+    // SAFETY: as above, and any bytes are such numbers.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}
+
+impl<D: Device> Queue<D> {
+    pub fn new(device: Arc<D>) -> Result<Self, KernelError> {
+        let stream = device.stream()?;
+        Ok(Queue { device, stream })
+    }
+
+    pub fn memory(&self, bytes: usize) -> Result<Memory<D>, KernelError> {
+        Memory::new(&self.device, bytes)
+    }
+
+    /// At least so many bytes, and what was there before only if it is as large.
+    pub fn at_least(&self, memory: &mut Option<Memory<D>>, bytes: usize) -> Result<(), KernelError> {
+        if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+            // The old first, so that both need not be there at once; a driver waits for its users.
+            *memory = None;
+            *memory = Some(self.memory(bytes.next_power_of_two())?);
+        }
+        Ok(())
+    }
+
+    pub fn fill(&self, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
+        self.device.fill(self.stream, to, byte)
+    }
+
+    pub fn write<T: Plain>(&self, to: Piece<'_>, from: &[T]) -> Result<(), KernelError> {
+        self.write_bytes(to, bytes_of(from))
+    }
+
+    pub fn write_bytes(&self, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
+        if from.is_empty() { Ok(()) } else { self.device.write(self.stream, to, from) }
+    }
+
+    /// Waits for what was put in before.
+    pub fn read(&self, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
+        if to.is_empty() { Ok(()) } else { self.device.read(self.stream, from, to) }
+    }
+
+    /// Launches a kernel whose parameters have the addresses of `touches` and no others.
+    pub fn launch<P: Params>(
+        &self,
+        kernel: &'static str,
+        params: &P,
+        touches: &[Access<'_>],
+    ) -> Result<(), KernelError> {
+        let launch = params.launch();
+        if launch.is_empty() {
+            return Ok(());
+        }
+        let call = Call { kernel, launch, params: (&raw const *params).cast(), bytes: size_of::<P>(), touches };
+        // SAFETY: `Params` are laid out as their kernel's; callers take every address and size in them from the pieces they name.
+        unsafe { self.device.launch(self.stream, &call) }
+    }
+
+    pub fn product(&self, gemm: &Gemm<'_>) -> Result<(), KernelError> {
+        if gemm.rows == 0 { Ok(()) } else { self.device.product(self.stream, gemm) }
+    }
+
+    pub fn synchronise(&self) -> Result<(), KernelError> {
+        self.device.synchronise(self.stream)
+    }
+}

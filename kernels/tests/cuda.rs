@@ -1,0 +1,159 @@
+//! The conformance suite on the GPU backend with its kernels compiled for the host, under a recorder that checks every access.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use baton_kernels::conformance::{Factory, Promises, run};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Nowhere, Recorder};
+use baton_kernels::{AttentionShape, Backend, Input, KernelError, Product, Ragged, WeightSource};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
+
+type Device = Recorder<HostDevice>;
+
+struct Host {
+    device: Arc<Device>,
+    options: CudaOptions,
+}
+
+impl Factory for Host {
+    type Backend = CudaBackend<Device>;
+
+    fn make(&self, geometry: &PoolGeometry) -> CudaBackend<Device> {
+        CudaBackend::new(Arc::clone(&self.device), geometry.clone(), self.options).unwrap()
+    }
+
+    fn block(&self, backend: &Self::Backend, group: usize, layer_in_group: usize, block: BlockId) -> Vec<u8> {
+        backend.block_bytes(group, layer_in_group, block).unwrap()
+    }
+
+    /// bf16 weights and activations; attention on 16-bit operands.
+    fn promises(&self) -> Promises {
+        let chunks = if self.options.invariant { None } else { Some(0.02) };
+        Promises { operands: 2f64.powi(-8), attention: 0.03, chunks }
+    }
+
+    fn serves(&self, layout: &KvLayout) -> bool {
+        CudaBackend::<Device>::check(&PoolGeometry::uniform(layout.clone(), 1)).is_ok()
+    }
+}
+
+fn conforms(options: CudaOptions) {
+    let Some(device) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(device));
+    run(&Host { device: Arc::clone(&device), options });
+    assert_eq!(device.problems(), [""; 0]);
+    assert_eq!(device.live_bytes(), 0, "all memory was given back");
+}
+
+#[test]
+fn kernels_conform() {
+    conforms(CudaOptions { invariant: false });
+}
+
+/// I1: not a bit depends on how a prompt is cut.
+#[test]
+fn kernels_conform_when_chunks_and_decode_rows_must_agree() {
+    conforms(CudaOptions { invariant: true });
+}
+
+fn layout(dtype: KvDtype, head_dim: u32, sinks: u32) -> KvLayout {
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim, window: Some(32), sinks };
+    KvLayout { version: 1, model: 0, dtype, block_size: 16, groups: vec![group] }
+}
+
+fn nowhere(layout: KvLayout) -> Result<CudaBackend<Recorder<Nowhere>>, KernelError> {
+    let device = Arc::new(Recorder::new(Nowhere::default()));
+    CudaBackend::new(device, PoolGeometry::uniform(layout, 4), CudaOptions::default())
+}
+
+#[test]
+fn a_pool_that_no_kernel_serves_is_refused_by_what_asked_for_it() {
+    for (layout, named) in [
+        (layout(KvDtype::Int4, 64, 0), "Int4; set kv_type"),
+        (layout(KvDtype::F32, 64, 0), "F32; set kv_type"),
+        (layout(KvDtype::F16, 64, 16), "attention_window"),
+        (layout(KvDtype::F16, 512, 0), "head dimension 512"),
+        (KvLayout { block_size: 8, ..layout(KvDtype::F16, 64, 0) }, "block size 8"),
+    ] {
+        let error = nowhere(layout).err().unwrap().to_string();
+        assert!(error.contains(named), "{error}");
+    }
+}
+
+/// What fails is told once, when the step ends; nothing is tried after it.
+#[test]
+fn an_operation_that_fails_is_told_when_the_step_is_finished() {
+    let mut backend = nowhere(layout(KvDtype::F16, 64, 0)).unwrap();
+    let mut x = backend.buffer(16).unwrap();
+    let y = backend.buffer(16).unwrap();
+    backend.device().refuse("baton_add");
+    backend.add(&mut x, &y, 16);
+    backend.device().take_log();
+    backend.gather_rows(&y, 8, &[1, 0], &mut x);
+    backend.read(&x, 0, &mut [0.0; 4]);
+    assert_eq!(backend.device().take_log(), []);
+    let error = backend.finish().unwrap_err();
+    assert!(matches!(&error, KernelError::Device { operation, .. } if operation == "baton_add"), "{error}");
+    backend.gather_rows(&y, 8, &[1, 0], &mut x);
+    assert!(backend.finish().is_ok());
+}
+
+/// A weight's rows must be what kernels load together.
+#[test]
+fn a_weight_of_another_width_is_an_error_that_names_it() {
+    let mut backend = nowhere(layout(KvDtype::F16, 64, 0)).unwrap();
+    let source =
+        |cols, data| WeightSource { name: "blk.0.q", dtype: WeightDtype::F32, rows: 2, cols, data, row_order: None };
+    for error in [backend.weight(&source(12, &[0; 96])).err(), backend.weight(&source(8, &[0; 63])).err()] {
+        assert!(error.unwrap().to_string().contains("blk.0.q"));
+    }
+}
+
+/// Two layers of one group are given the batch once; decode rows and chunks take their own kernels.
+#[test]
+fn a_batch_goes_to_the_device_once_and_to_the_kernels_it_is_for() {
+    let mut two = layout(KvDtype::F16, 64, 0);
+    two.groups[0].layers = vec![0, 1];
+    let mut backend = nowhere(two).unwrap();
+    let mut batch = Ragged::default();
+    batch.push(0, 20, &[BlockId(0), BlockId(1)]);
+    batch.push(300, 1, &[BlockId(2); 19]);
+    let q = backend.buffer(21 * 128).unwrap();
+    let mut out = backend.buffer(21 * 128).unwrap();
+    let run = |backend: &mut CudaBackend<Recorder<Nowhere>>, out: &mut _| {
+        for layer in 0..2 {
+            let shape = AttentionShape { group: 0, layer, heads: 2, scale: 1.0 };
+            backend.attention(shape, &batch, &q, out);
+        }
+        backend.finish().unwrap();
+        backend.device().take_log()
+    };
+    use baton_kernels::cuda::Recorded::{Launch, Write};
+    run(&mut backend, &mut out);
+    let log = run(&mut backend, &mut out);
+    assert!(!log.iter().any(|call| matches!(call, Write(_))), "the same batch again: {log:?}");
+    let launches: Vec<_> = log.iter().filter(|call| matches!(call, Launch(_))).collect();
+    let of_layer =
+        ["baton_attention_prefill_f16_64", "baton_attention_decode_f16_64", "baton_attention_combine"].map(Launch);
+    assert_eq!(launches, of_layer.iter().chain(&of_layer).collect::<Vec<_>>());
+    assert_eq!(backend.device().problems(), [""; 0]);
+}
+
+/// Nothing to compute is nothing to launch.
+#[test]
+fn an_empty_batch_launches_nothing() {
+    let mut backend = nowhere(layout(KvDtype::F16, 64, 0)).unwrap();
+    let data = [0; 8 * 8 * 4];
+    let weight = WeightSource { name: "w", dtype: WeightDtype::F32, rows: 8, cols: 8, data: &data, row_order: None };
+    let weight = backend.weight(&weight).unwrap();
+    let (x, mut out) = (backend.buffer(0).unwrap(), backend.buffer(0).unwrap());
+    backend.device().take_log();
+    backend.matmul(Input { x: &x, rows: 0, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
+    backend.attention(AttentionShape { group: 0, layer: 0, heads: 1, scale: 1.0 }, &Ragged::default(), &x, &mut out);
+    backend.finish().unwrap();
+    let log = backend.device().take_log();
+    use baton_kernels::cuda::Recorded::{Launch, Product as Multiply};
+    assert!(!log.iter().any(|call| matches!(call, Launch(_) | Multiply(..))), "{log:?}");
+}
