@@ -61,7 +61,7 @@ pub(crate) struct Wanted {
     /// The field that asks for it.
     pub field: &'static str,
     /// What it asks for.
-    pub constraint: Constraint,
+    pub constraint: Arc<Constraint>,
 }
 
 /// One request.
@@ -130,7 +130,7 @@ impl GenerateInput {
             let field = prompt.field();
             let ids = model.encode(prompt, self.tools.as_ref()).await?;
             let context = capacity.context().unwrap_or(model.context_tokens());
-            let room = Room { field, prompt: ids.len() as u32, context, n: self.n, capacity };
+            let room = Room { field, prompt: ids.len() as u32, context, capacity };
             let max_tokens = room.max_tokens(self.sampling.max_tokens)?;
             let constraint = wanted.as_ref().map(|wanted| wanted.constraint.clone());
             let params =
@@ -207,7 +207,6 @@ struct Room {
     field: &'static str,
     prompt: u32,
     context: u32,
-    n: u32,
     capacity: Capacity,
 }
 
@@ -222,8 +221,15 @@ impl Room {
             let wrong = format!("the context is {context} tokens, but the prompt has {prompt}; shorten it");
             return Err(RequestError::invalid(self.field, wrong).code("context_length_exceeded"));
         }
-        let pool = self.capacity.share(self.n);
-        let Some(asked) = asked else { return Ok((context - prompt).min(pool.saturating_sub(prompt)).max(1)) };
+        let pool = self.capacity.pool();
+        let too_large = |field: &str, wrong: String| {
+            let wrong = format!("{wrong} do not fit the {pool} KV tokens of a decode worker");
+            Err(RequestError::invalid(field, wrong).code("kv_capacity_exceeded"))
+        };
+        if prompt >= pool {
+            return too_large(self.field, format!("the prompt's {prompt} tokens and an answer"));
+        }
+        let Some(asked) = asked else { return Ok((context - prompt).min(pool - prompt)) };
         if u64::from(prompt) + u64::from(asked) > context.into() {
             let wrong = format!(
                 "the context is {context} tokens, but {} were asked for ({prompt} in the prompt, {asked} for \
@@ -233,13 +239,7 @@ impl Room {
             return Err(RequestError::invalid("max_tokens", wrong).code("context_length_exceeded"));
         }
         if prompt.saturating_add(asked) > pool {
-            let wrong = format!(
-                "n = {} answers of {prompt} + {asked} tokens do not fit the {} KV tokens of the decode workers; lower n \
-                 or max_tokens",
-                self.n,
-                self.capacity.total()
-            );
-            return Err(RequestError::invalid("max_tokens", wrong).code("kv_capacity_exceeded"));
+            return too_large("max_tokens", format!("{prompt} tokens of the prompt and {asked} of the answer"));
         }
         Ok(asked)
     }
@@ -282,28 +282,27 @@ pub(crate) fn random_u64() -> u64 {
 mod tests {
     use super::*;
 
-    fn room(prompt: u32, n: u32, capacity: Capacity) -> Room {
-        Room { field: "prompt", prompt, context: 100, n, capacity }
+    fn room(prompt: u32, capacity: Capacity) -> Room {
+        Room { field: "prompt", prompt, context: 100, capacity }
     }
 
     #[test]
     fn an_answer_fits_the_context_and_the_pools() {
-        let pools = Capacity::of(64, 160);
+        let pools = Capacity::of(64);
         let code = |room: Room, asked| room.max_tokens(asked).map_err(|e| (e.param.unwrap(), e.code));
-        assert_eq!(code(room(10, 1, Capacity::UNKNOWN), None), Ok(90), "as many as fit the context");
-        assert_eq!(code(room(10, 1, pools), None), Ok(54), "or the largest pool");
-        assert_eq!(code(room(10, 4, pools), None), Ok(30), "or a fourth of all pools");
-        assert_eq!(code(room(99, 1, Capacity::UNKNOWN), Some(1)), Ok(1));
+        assert_eq!(code(room(10, Capacity::UNKNOWN), None), Ok(90), "as many as fit the context");
+        assert_eq!(code(room(10, pools), None), Ok(54), "or the largest pool");
+        assert_eq!(code(room(99, Capacity::UNKNOWN), Some(1)), Ok(1));
         let too_long = Some("context_length_exceeded");
-        assert_eq!(code(room(99, 1, Capacity::UNKNOWN), Some(2)), Err(("max_tokens".into(), too_long)));
-        assert_eq!(code(room(100, 1, Capacity::UNKNOWN), Some(1)), Err(("prompt".into(), too_long)));
-        assert_eq!(code(room(1, 1, Capacity::UNKNOWN), Some(u32::MAX)), Err(("max_tokens".into(), too_long)));
+        assert_eq!(code(room(99, Capacity::UNKNOWN), Some(2)), Err(("max_tokens".into(), too_long)));
+        assert_eq!(code(room(100, Capacity::UNKNOWN), Some(1)), Err(("prompt".into(), too_long)));
+        assert_eq!(code(room(1, Capacity::UNKNOWN), Some(u32::MAX)), Err(("max_tokens".into(), too_long)));
         let too_much = Some("kv_capacity_exceeded");
-        assert_eq!(code(room(10, 4, pools), Some(31)), Err(("max_tokens".into(), too_much)));
-        assert_eq!(code(room(10, 4, pools), Some(30)), Ok(30));
-        assert_eq!(code(room(10, 4, pools.with_window(40)), Some(80)), Ok(80), "a window needs no more than its own");
-        assert_eq!(code(room(10, 5, pools.with_window(40)), Some(80)), Err(("max_tokens".into(), too_much)));
-        assert_eq!(code(room(0, 1, pools), None), Err(("prompt".into(), None)));
+        assert_eq!(code(room(10, pools), Some(55)), Err(("max_tokens".into(), too_much)));
+        assert_eq!(code(room(10, pools), Some(54)), Ok(54));
+        assert_eq!(code(room(64, pools), None), Err(("prompt".into(), too_much)), "not an answer of no tokens");
+        assert_eq!(code(room(10, pools.with_window(40)), Some(80)), Ok(80), "a window needs no more than its own");
+        assert_eq!(code(room(0, pools), None), Err(("prompt".into(), None)));
     }
 
     #[test]

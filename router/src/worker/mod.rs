@@ -38,11 +38,10 @@ struct Known {
     links: HashMap<WorkerId, Link>,
 }
 
-/// What the workers of the model take: KV tokens that decode workers can hold, and the longest sequence.
+/// What the workers of the model take: KV tokens that a decode worker can hold, and the longest sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capacity {
     largest: u64,
-    total: u64,
     context: Option<u32>,
     /// What a sequence needs at once, however long it is.
     window: u64,
@@ -50,17 +49,12 @@ pub(crate) struct Capacity {
 
 impl Capacity {
     /// Nothing is known; placement will say more.
-    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, total: u64::MAX, context: None, window: u64::MAX };
+    pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, context: None, window: u64::MAX };
 
-    /// Tokens that each of `n` answers may have in the pools, prompt included.
-    pub fn share(&self, n: u32) -> u32 {
-        let share = self.largest.min(self.total / u64::from(n.max(1)));
-        if self.window <= share { u32::MAX } else { share.try_into().unwrap_or(u32::MAX) }
-    }
-
-    /// Of all of them together.
-    pub fn total(&self) -> u64 {
-        self.total
+    /// Tokens that one answer may have in the pool of a decode worker, prompt included. Several answers of a request share
+    /// what they have in common, and those for which there is no room wait for it.
+    pub fn pool(&self) -> u32 {
+        if self.window <= self.largest { u32::MAX } else { self.largest.try_into().unwrap_or(u32::MAX) }
     }
 
     /// Longest sequence that every worker takes, tokens; a request may be placed on any of them. Shorter than the model's
@@ -70,8 +64,8 @@ impl Capacity {
     }
 
     #[cfg(test)]
-    pub fn of(largest: u64, total: u64) -> Capacity {
-        Capacity { largest, total, ..Capacity::UNKNOWN }
+    pub fn of(largest: u64) -> Capacity {
+        Capacity { largest, ..Capacity::UNKNOWN }
     }
 
     #[cfg(test)]
@@ -159,11 +153,10 @@ impl Workers {
         let context = serving().map(|m| m.context_tokens).filter(|tokens| *tokens > 0).min();
         let tokens = |m: &Member| u64::from(m.blocks) * u64::from(m.block_size);
         let decoders = || serving().filter(|m| m.role == Role::Decode);
-        let pools = decoders().map(tokens);
-        let (largest, total) = pools.fold((0, 0u64), |(largest, total), t| (largest.max(t), total.saturating_add(t)));
+        let largest = decoders().map(tokens).max().unwrap_or(0);
         let window = decoders().map(|m| if m.window_tokens == 0 { u64::MAX } else { m.window_tokens.into() }).max();
         match (largest, window) {
-            (1.., Some(window)) => Capacity { largest, total, context, window },
+            (1.., Some(window)) => Capacity { largest, context, window },
             _ => Capacity { context, ..Capacity::UNKNOWN },
         }
     }
