@@ -1,5 +1,7 @@
 //! Checked conversion between the wire and `baton-types`.
 
+use std::sync::Arc;
+
 use baton_types::{BatonError, Constraint, ErrorKind, FinishReason, SamplingError, SamplingParams, TokenOut};
 
 use crate::v1;
@@ -116,7 +118,7 @@ impl From<SamplingParams> for v1::WorkerSampling {
             logit_bias: p.logit_bias.into_iter().collect(),
             top_logprobs: p.top_logprobs,
             stop_token_ids: p.stop_token_ids,
-            constraint: p.constraint.map(Into::into),
+            constraint: p.constraint.map(|c| Arc::unwrap_or_clone(c).into()),
         }
     }
 }
@@ -139,7 +141,7 @@ impl TryFrom<v1::WorkerSampling> for SamplingParams {
             logit_bias,
             top_logprobs: p.top_logprobs,
             stop_token_ids: p.stop_token_ids,
-            constraint: p.constraint.map(Constraint::try_from).transpose()?,
+            constraint: p.constraint.map(Constraint::try_from).transpose()?.map(Arc::new),
         };
         params.validate()?;
         Ok(params)
@@ -177,7 +179,7 @@ mod tests {
             Some(Constraint::Regex("a*".to_owned())),
             Some(Constraint::Lark("start: \"a\"".to_owned())),
         ] {
-            let params = SamplingParams { constraint, ..params.clone() };
+            let params = SamplingParams { constraint: constraint.map(Arc::new), ..params.clone() };
             assert_eq!(SamplingParams::try_from(v1::WorkerSampling::from(params.clone())), Ok(params));
         }
     }

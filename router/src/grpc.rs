@@ -114,7 +114,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         n: 1,
         sampling,
         stop: request.stop,
-        wanted: constraint.map(|constraint| Wanted { field, constraint }),
+        wanted: constraint.map(|constraint| Wanted { field, constraint: constraint.into() }),
         tools: None,
         standing: Standing {
             cache_salt: request.cache_salt,

@@ -96,7 +96,8 @@ impl ServedModel {
     /// The constraint of answers that must call.
     pub(crate) fn forced_calls(&self, tools: &Tools) -> Option<Wanted> {
         let forced = tools.choice != Choice::Auto;
-        forced.then(|| Wanted { field: "tools", constraint: grammar(tools, self.tool_syntax(), self.call_marker) })
+        forced
+            .then(|| Wanted { field: "tools", constraint: grammar(tools, self.tool_syntax(), self.call_marker).into() })
     }
 
     /// Ok when the constraint means something. Compiles it, on a thread of its own.
@@ -111,7 +112,7 @@ impl ServedModel {
         let failed = |e: &dyn std::fmt::Display| {
             RequestError::new(baton_types::ErrorKind::Internal, format!("compiling {field} failed: {e}"))
         };
-        checked.map_err(|e| failed(&e))?.map_err(|e| match e {
+        checked.map_err(|e| failed(&e))?.map(drop).map_err(|e| match e {
             baton_grammar::GrammarError::Vocabulary(_) => failed(&e),
             refused => RequestError::invalid(field, format!("{field}: {refused}")),
         })

@@ -53,7 +53,7 @@ fn requests(count: usize, longest: u64, model: &Model, seed: u64) -> Vec<Request
                 _ => return Request { prompt, params },
             };
             let stop_token_ids = model.tokenizer().eos_ids().to_vec();
-            let params = SamplingParams { constraint: Some(constraint), stop_token_ids, ..params };
+            let params = SamplingParams { constraint: Some(constraint.into()), stop_token_ids, ..params };
             Request { prompt, params }
         })
         .collect()
@@ -83,7 +83,7 @@ async fn ask(
         frequency_penalty: Some(p.frequency_penalty),
         top_logprobs: p.top_logprobs,
         ignore_eos: p.constraint.is_none(),
-        constraint: p.constraint.map(Into::into),
+        constraint: p.constraint.map(|c| Constraint::clone(&c).into()),
         ..Default::default()
     };
     let input = Some(Input::TokenIds(v1::TokenIds { ids: request.prompt }));

@@ -32,7 +32,13 @@ fn tiny() -> &'static Tiny {
 
 fn params(constraint: Constraint, seed: u64, max_tokens: u32) -> SamplingParams {
     let stop_token_ids = tiny().model.tokenizer().eos_ids().to_vec();
-    SamplingParams { max_tokens, seed, stop_token_ids, constraint: Some(constraint), ..SamplingParams::default() }
+    SamplingParams {
+        max_tokens,
+        seed,
+        stop_token_ids,
+        constraint: Some(constraint.into()),
+        ..SamplingParams::default()
+    }
 }
 
 /// The text, and whether it ended by itself.
@@ -48,7 +54,7 @@ fn ask(local: &mut Local, constraint: &Constraint, seed: u64) -> (String, bool) 
 }
 
 fn refusal(constraint: &Constraint) -> String {
-    let error = Grammars::new(tiny().model.tokenizer(), 512).prepare(constraint).unwrap_err();
+    let error = Grammars::new(tiny().model.tokenizer(), 512).prepare(&constraint.clone().into()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     error.to_string()
 }
@@ -109,10 +115,22 @@ fn options_that_exclude_each_other_are_taken_others_refused() {
     let one_of = |first: Value, second: Value| json_schema(&json!({ "oneOf": [first, second] }));
     let grammars = Grammars::new(tiny().model.tokenizer(), 512);
     let kind = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]});
-    grammars.prepare(&one_of(json!({"type": "integer"}), json!({"type": "null"}))).unwrap();
-    grammars.prepare(&one_of(kind("cat"), kind("dog"))).unwrap();
+    grammars.prepare(&one_of(json!({"type": "integer"}), json!({"type": "null"})).into()).unwrap();
+    grammars.prepare(&one_of(kind("cat"), kind("dog")).into()).unwrap();
     let said = refusal(&one_of(json!({"type": "string"}), json!({"type": "string", "maxLength": 3})));
     assert!(said.contains("oneOf"), "{said}");
+}
+
+/// However many others come, the engine thread finds the constraint of a request under way compiled; of the rest a bounded
+/// number is kept (I5).
+#[test]
+fn what_a_request_holds_stays_compiled() {
+    let grammars = Grammars::new(tiny().model.tokenizer(), 512);
+    let prepare = |i: usize| grammars.prepare(&Constraint::Regex(format!("a{{{}}}", i + 1)).into()).unwrap();
+    let held: Vec<_> = (0..50).map(prepare).collect();
+    let passing: Vec<_> = (50..150).map(|i| Arc::downgrade(&prepare(i))).collect();
+    assert!(held.iter().enumerate().all(|(i, constraint)| Arc::ptr_eq(constraint, &prepare(i))));
+    assert_eq!(passing.iter().filter(|constraint| constraint.strong_count() > 0).count(), 32);
 }
 
 /// I5: what a client sends cannot hold a thread for long, blow the stack or fill the memory.
@@ -145,7 +163,8 @@ fn a_constraint_made_to_hurt_is_bounded() {
         // A thread as small as those that compile; a stack overflow would end the process.
         let tried = std::thread::Builder::new().stack_size(2 << 20).spawn(move || {
             let mut matchers = Matchers::new(Arc::clone(&grammars));
-            grammars.prepare(&constraint).and_then(|()| matchers.mask(&constraint, &[], &[257], &mut vec![0.0; 512]))
+            let held = grammars.prepare(&constraint.into())?;
+            matchers.mask(&held, &[], &[257], &mut vec![0.0; 512])
         });
         if let Err(error) = tried.unwrap().join().unwrap() {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -166,8 +185,9 @@ fn real(path: &Path) {
     let (tokenizer, rows) = (model.tokenizer(), model.config().vocab_size);
     let mut matchers = Matchers::new(Arc::new(Grammars::new(tokenizer, rows)));
     let eos = tokenizer.eos_ids().to_vec();
-    let constraint = json_schema(&json!({"type": "object", "properties": {"a": {"enum": ["<|im_end|>", "é"]}},
-        "required": ["a"], "additionalProperties": false}));
+    let constraint =
+        Arc::new(json_schema(&json!({"type": "object", "properties": {"a": {"enum": ["<|im_end|>", "é"]}},
+        "required": ["a"], "additionalProperties": false})));
     // Special tokens in a text are text: only other tokens spell them.
     let mut generated = Vec::new();
     let mut spell = |matchers: &mut Matchers, text: &str| {
@@ -237,7 +257,7 @@ fn the_route_does_not_matter() {
 fn an_answer_that_cannot_go_on_fails_alone() {
     let grammars = Arc::new(Grammars::new(tiny().model.tokenizer(), 512));
     let mut matchers = Matchers::new(grammars);
-    let constraint = Constraint::Regex("ab".into());
+    let constraint = Arc::new(Constraint::Regex("ab".into()));
     let mut logits = vec![0.0; 512];
     let error = matchers.mask(&constraint, &[u32::from(b'x')], &[257], &mut logits).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);

@@ -1,7 +1,7 @@
 //! Compiles constraints, within limits, and keeps those used last.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use baton_model_files::Tokenizer;
 use baton_types::Constraint;
@@ -11,7 +11,7 @@ use llguidance::{Matcher, ParserFactory};
 use crate::compose::parse_schema;
 use crate::{GrammarError, vocabulary};
 
-/// Compiled constraints that are kept (I5).
+/// Compiled constraints that are kept (I5) besides those of requests under way.
 const KEPT: usize = 32;
 
 /// All constraints of one model. Cheap to make: the vocabulary is indexed when the first constraint comes.
@@ -24,7 +24,8 @@ pub struct Grammars {
 }
 
 struct Compiled {
-    constraint: Constraint,
+    /// Others have it too as long as a request with it is under way.
+    constraint: Arc<Constraint>,
     /// At the answer's begin.
     start: Matcher,
 }
@@ -42,34 +43,54 @@ impl Grammars {
         Grammars { tokenizer: tokenizer.clone(), rows, factory, compiled }
     }
 
-    /// Compiles a constraint unless it is at hand, so that [`crate::Matchers::mask`] finds it. Takes up to some hundred
-    /// milliseconds, the first time more: not for threads that others wait for.
-    pub fn prepare(&self, constraint: &Constraint) -> Result<(), GrammarError> {
-        self.start(constraint).map(drop)
+    /// Compiles a constraint unless it is at hand. Takes up to some hundred milliseconds, the first time more: not for threads
+    /// that others wait for. As long as what it returns is held, [`crate::Matchers::mask`] finds it compiled.
+    pub fn prepare(&self, constraint: &Arc<Constraint>) -> Result<Arc<Constraint>, GrammarError> {
+        let held = |compiled: &Compiled| Arc::clone(&compiled.constraint);
+        if let Some(known) = self.known(constraint, held) {
+            return Ok(known);
+        }
+        let start = self.compile(constraint)?;
+        Ok(self.keep(Compiled { constraint: Arc::clone(constraint), start }))
     }
 
     /// A matcher at the begin of an answer, independent of all others.
-    pub(crate) fn start(&self, constraint: &Constraint) -> Result<Matcher, GrammarError> {
-        if let Some(known) = self.known(constraint) {
+    pub(crate) fn start(&self, constraint: &Arc<Constraint>) -> Result<Matcher, GrammarError> {
+        if let Some(known) = self.known(constraint, |compiled| compiled.start.deep_clone()) {
             return Ok(known);
         }
         let start = self.compile(constraint)?;
         let copy = start.deep_clone();
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        if compiled.len() >= KEPT {
-            compiled.pop_front();
-        }
-        compiled.push_back(Compiled { constraint: constraint.clone(), start });
+        self.keep(Compiled { constraint: Arc::clone(constraint), start });
         Ok(copy)
     }
 
-    fn known(&self, constraint: &Constraint) -> Option<Matcher> {
+    /// Keeps it, and of those that no request holds as many as are kept; the constraint to hold.
+    fn keep(&self, new: Compiled) -> Arc<Constraint> {
         let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = compiled.iter().position(|c| c.constraint == *constraint)?;
+        // Two may have compiled the same.
+        if let Some(first) = compiled.iter().find(|c| c.constraint == new.constraint) {
+            return Arc::clone(&first.constraint);
+        }
+        let held = Arc::clone(&new.constraint);
+        compiled.push_back(new);
+        let idle = |c: &Compiled| Arc::strong_count(&c.constraint) == 1;
+        let mut surplus = compiled.iter().filter(|c| idle(c)).count().saturating_sub(KEPT);
+        compiled.retain(|c| {
+            let goes = surplus > 0 && idle(c);
+            surplus -= usize::from(goes);
+            !goes
+        });
+        held
+    }
+
+    fn known<T>(&self, constraint: &Constraint, what: impl FnOnce(&Compiled) -> T) -> Option<T> {
+        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = compiled.iter().position(|c| *c.constraint == *constraint)?;
         let found = compiled.remove(at)?;
-        let copy = found.start.deep_clone();
+        let known = what(&found);
         compiled.push_back(found);
-        Some(copy)
+        Some(known)
     }
 
     fn compile(&self, constraint: &Constraint) -> Result<Matcher, GrammarError> {

@@ -22,7 +22,7 @@ pub struct Matchers {
 }
 
 struct Live {
-    constraint: Constraint,
+    constraint: Arc<Constraint>,
     matcher: Matcher,
     seen: Vec<u32>,
 }
@@ -40,7 +40,7 @@ impl Matchers {
     /// When the constraint cannot be compiled, `generated` is no beginning of an answer under it, or nothing can follow.
     pub fn mask(
         &mut self,
-        constraint: &Constraint,
+        constraint: &Arc<Constraint>,
         generated: &[u32],
         ends: &[u32],
         logits: &mut [f32],
@@ -62,7 +62,7 @@ impl Matchers {
     }
 
     /// The matcher that has seen most of `generated` and nothing else.
-    fn take(&mut self, constraint: &Constraint, generated: &[u32]) -> Result<Live, GrammarError> {
+    fn take(&mut self, constraint: &Arc<Constraint>, generated: &[u32]) -> Result<Live, GrammarError> {
         let fits = |live: &Live| generated.starts_with(&live.seen) && live.constraint == *constraint;
         let found = (0..self.live.len()).filter(|&at| fits(&self.live[at])).max_by_key(|&at| self.live[at].seen.len());
         match found.and_then(|at| self.live.remove(at)) {

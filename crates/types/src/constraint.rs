@@ -1,13 +1,10 @@
 //! What a whole answer must look like, as it travels from the router to the workers' samplers. Text only: what it means,
 //! and whether it can be compiled, is `crates/grammar`'s affair.
 
-use serde::{Deserialize, Serialize};
-
 use crate::sampling::SamplingError;
 
 /// The language that every answer of a request belongs to.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Constraint {
     /// JSON that a JSON schema accepts; the schema as JSON text.
     JsonSchema(String),

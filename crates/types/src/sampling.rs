@@ -1,12 +1,14 @@
 //! Sampling parameters with every default filled in, and what sampling yields.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::constraint::Constraint;
 use crate::error::{BatonError, ErrorKind};
 
 /// How to choose tokens and when to stop. Text-level stopping is the router's affair.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct SamplingParams {
     /// Most tokens to generate, at least 1. Counts all tokens of the answer, also those of an earlier attempt.
     pub max_tokens: u32,
@@ -34,7 +36,7 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<u32>,
     /// What the answer must look like. Tokens that lead elsewhere are never chosen, and stop tokens only where the answer is
     /// complete; there must be one.
-    pub constraint: Option<Constraint>,
+    pub constraint: Option<Arc<Constraint>>,
 }
 
 impl Default for SamplingParams {
@@ -189,8 +191,8 @@ mod tests {
             ("repetition_penalty", SamplingParams { repetition_penalty: 0.0, ..ok.clone() }),
             ("logit_bias", SamplingParams { logit_bias: vec![(1, f32::INFINITY)], ..ok.clone() }),
             ("top_logprobs", SamplingParams { top_logprobs: Some(21), ..ok.clone() }),
-            ("constraint", SamplingParams { constraint: Some(Constraint::Regex(String::new())), ..ok.clone() }),
-            ("stop_token_ids", SamplingParams { constraint: Some(Constraint::Regex("a".into())), ..ok.clone() }),
+            ("constraint", SamplingParams { constraint: Some(Constraint::Regex(String::new()).into()), ..ok.clone() }),
+            ("stop_token_ids", SamplingParams { constraint: Some(Constraint::Regex("a".into()).into()), ..ok.clone() }),
         ];
         for (field, params) in cases {
             assert_eq!(params.validate().map_err(|e| e.field), Err(field));

@@ -74,12 +74,12 @@ impl Node {
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
         let layout = self.geometry.layout.fingerprint();
         let fit = crate::wire::Fit { vocab: self.vocab, layout, max_keep: self.config.max_keep };
-        let new = crate::wire::new_sequence(sequence, fit, start, self.clock.now())?;
+        let mut new = crate::wire::new_sequence(sequence, fit, start, self.clock.now())?;
         if let Some(constraint) = new.params.constraint.clone() {
             let grammars = Arc::clone(&self.grammars);
             let prepared = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;
             let prepared = prepared.map_err(|e| Status::internal(format!("compiling a constraint failed: {e}")))?;
-            prepared.map_err(|e| baton_proto::status_of(&e))?;
+            new.params.constraint = Some(prepared.map_err(|e| baton_proto::status_of(&e))?);
         }
         Ok(new)
     }

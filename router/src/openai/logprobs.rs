@@ -1,7 +1,8 @@
 //! Log probabilities in the two forms the API has. Every token generated has its entry, also one that only ends the answer.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
-use serde_json::{Map, Value};
 
 use crate::model::ServedModel;
 use crate::sink::Piece;
@@ -36,7 +37,7 @@ struct TopToken {
 pub(crate) struct TextLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<f32>,
-    top_logprobs: Vec<Map<String, Value>>,
+    top_logprobs: Vec<BTreeMap<String, f32>>,
     text_offset: Vec<u32>,
 }
 
@@ -67,9 +68,12 @@ impl TextLogprobs {
         for piece in pieces {
             let (token, _) = model.token(piece.token.id);
             let logprob = finite(piece.token.logprob.unwrap_or(LEAST));
-            let mut top: Map<String, Value> =
-                piece.token.top.iter().map(|(id, p)| (model.token(*id).0, finite(*p).into())).collect();
-            top.entry(token.clone()).or_insert(logprob.into());
+            let mut top = BTreeMap::new();
+            // Of tokens with equal texts the most likely.
+            for (id, logprob) in &piece.token.top {
+                top.entry(model.token(*id).0).or_insert(finite(*logprob));
+            }
+            top.entry(token.clone()).or_insert(logprob);
             all.tokens.push(token);
             all.token_logprobs.push(logprob);
             all.top_logprobs.push(top);

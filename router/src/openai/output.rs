@@ -2,7 +2,7 @@
 
 use baton_grammar::{choice, json_schema};
 use baton_types::Constraint;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::types::{CommonFields, NamedSchema, ResponseFormat};
 use crate::error::RequestError;
@@ -15,12 +15,13 @@ const MAX_NAME: usize = 64;
 pub(super) fn wanted(fields: &mut CommonFields) -> Result<Option<Wanted>, RequestError> {
     let format = fields.response_format.take().map(response_format).transpose()?.flatten();
     let guided = [
-        ("guided_json", fields.guided_json.take().map(|schema| json_schema(&schema))),
+        ("guided_json", fields.guided_json.take().map(guided_schema).transpose()?),
         ("guided_regex", fields.guided_regex.take().map(Constraint::Regex)),
         ("guided_choice", fields.guided_choice.take().map(one_of).transpose()?),
         ("guided_grammar", fields.guided_grammar.take().map(Constraint::Lark)),
     ];
-    let guided = guided.into_iter().filter_map(|(field, constraint)| Some(Wanted { field, constraint: constraint? }));
+    let guided =
+        guided.into_iter().filter_map(|(field, constraint)| Some(Wanted { field, constraint: constraint?.into() }));
     let mut all = format.into_iter().chain(guided);
     let (first, second) = (all.next(), all.next());
     match (&first, second) {
@@ -32,11 +33,24 @@ pub(super) fn wanted(fields: &mut CommonFields) -> Result<Option<Wanted>, Reques
     }
 }
 
+/// A schema, as JSON or as a text of it.
+fn guided_schema(schema: Value) -> Result<Constraint, RequestError> {
+    let Value::String(text) = &schema else { return Ok(json_schema(&schema)) };
+    let parsed = serde_json::from_str(text).map_err(|e| {
+        let wrong = format!("guided_json is a string that is not JSON: {e}; it must be a JSON schema");
+        RequestError::invalid("guided_json", wrong)
+    });
+    Ok(json_schema(&parsed?))
+}
+
 fn response_format(format: ResponseFormat) -> Result<Option<Wanted>, RequestError> {
     let constraint = match format.kind.as_str() {
         "text" => return Ok(None),
         "json_object" => {
-            return Ok(Some(Wanted { field: "response_format", constraint: json_schema(&json!({"type": "object"})) }));
+            return Ok(Some(Wanted {
+                field: "response_format",
+                constraint: json_schema(&json!({"type": "object"})).into(),
+            }));
         }
         "json_schema" => named_schema(format.json_schema)?,
         other => {
@@ -44,7 +58,7 @@ fn response_format(format: ResponseFormat) -> Result<Option<Wanted>, RequestErro
             return Err(RequestError::invalid("response_format.type", wrong));
         }
     };
-    Ok(Some(Wanted { field: "response_format.json_schema.schema", constraint }))
+    Ok(Some(Wanted { field: "response_format.json_schema.schema", constraint: constraint.into() }))
 }
 
 fn named_schema(named: Option<NamedSchema>) -> Result<Constraint, RequestError> {
