@@ -51,11 +51,11 @@ pub fn command() -> Command {
                 .value_delimiter(',')
                 .default_value("prefill_512,prefill_2048,decode_1,decode_8,decode_32")
                 .help(
-                    "What to measure: prefill_N (a prompt of N tokens), decode_B (B sequences together), and shared_B (the same, \
-                     with all but 16 tokens of their prompts in common)",
+                    "What to measure: prefill_N (a prompt of N tokens), decode_B (B sequences together, greedy), sampled_B (the same \
+                     at temperature 1), and shared_B (with all but 16 tokens of their prompts in common)",
                 ),
         )
-        .arg(number("context", "128", "Tokens each sequence has behind it when decode_B and shared_B begin"))
+        .arg(number("context", "128", "Tokens each sequence has behind it when decode_B, sampled_B and shared_B begin"))
         .arg(
             Arg::new("no-profile")
                 .long("no-profile")
@@ -83,17 +83,20 @@ enum Metric {
     Prefill(u32),
     /// So many sequences together, with prompts of their own.
     Decode(u32),
+    /// The same, each token drawn from the whole vocabulary.
+    Sampled(u32),
     /// So many that share all but the last [`OWN`] tokens of their prompts.
     Shared(u32),
 }
 
 impl Metric {
     fn parse(name: &str) -> anyhow::Result<Metric> {
-        let what = || format!("{name:?} is not prefill_N, decode_B or shared_B, with a number above 0");
+        let what = || format!("{name:?} is not prefill_N, decode_B, sampled_B or shared_B, with a number above 0");
         let (kind, n) = name.split_once('_').with_context(what)?;
         match (kind, n.parse().ok().filter(|&n: &u32| n > 0)) {
             ("prefill", Some(n)) => Ok(Metric::Prefill(n)),
             ("decode", Some(n)) => Ok(Metric::Decode(n)),
+            ("sampled", Some(n)) => Ok(Metric::Sampled(n)),
             ("shared", Some(n)) => Ok(Metric::Shared(n)),
             _ => anyhow::bail!(what()),
         }
@@ -105,6 +108,8 @@ struct Bench {
     runner: Box<dyn ModelRunner>,
     profiler: Option<Profiler>,
     vocab: u32,
+    /// Of the sequences to come.
+    temperature: f32,
     events: Vec<Event>,
     out: Vec<TokenOut>,
 }
@@ -149,9 +154,10 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     };
     bench.prefill(64)?;
     for (name, metric) in metrics {
+        bench.temperature = if matches!(metric, Metric::Sampled(_)) { 1.0 } else { 0.0 };
         let (tokens, seconds) = match metric {
             Metric::Prefill(n) => (n, bench.prefill(n)?),
-            Metric::Decode(n) => (n * steps, bench.decode(n, steps, context, 0)?),
+            Metric::Decode(n) | Metric::Sampled(n) => (n * steps, bench.decode(n, steps, context, 0)?),
             Metric::Shared(n) => (n * steps, bench.decode(n, steps, context, context.saturating_sub(OWN))?),
         };
         let profile = bench.profiler.as_ref().map(|profiler| (profiler, profiler.take()));
@@ -181,7 +187,7 @@ impl Bench {
     ) -> anyhow::Result<Bench> {
         let engine = Engine::new(engine, geometry)?;
         let vocab = model.config().vocab_size;
-        Ok(Bench { engine, runner, profiler, vocab, events: Vec::new(), out: Vec::new() })
+        Ok(Bench { engine, runner, profiler, vocab, temperature: 0.0, events: Vec::new(), out: Vec::new() })
     }
 
     /// Measuring begins.
@@ -201,7 +207,7 @@ impl Bench {
             request: RequestId(salt.to_string()),
             tokens: (0..prompt).map(|i| id(i, if i < common { 0 } else { salt })).collect(),
             prompt_tokens: prompt,
-            params: SamplingParams { temperature: 0.0, max_tokens: answer, ..SamplingParams::default() },
+            params: SamplingParams { temperature: self.temperature, max_tokens: answer, ..SamplingParams::default() },
             start: Start::Compute,
             deadline: None,
             prefix: (common > 0).then(Prefix::default),

@@ -10,6 +10,7 @@ mod layout;
 mod rope;
 mod runner;
 mod sampler;
+mod softmax;
 mod weights;
 
 pub use decoder::{Decoder, Limits};

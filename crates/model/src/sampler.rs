@@ -7,12 +7,16 @@ use baton_engine::Sample;
 use baton_grammar::{GrammarError, Matchers};
 use baton_types::{SamplingParams, TokenOut, digest_f32};
 
-/// Candidates looked at before the whole vocabulary is sorted for top-p.
-const FIRST_LOOK: usize = 512;
+use crate::softmax::{CHUNK, Weights};
+
+/// How far below the largest the candidates of a filter are looked for, one after the other until there are enough.
+const DEPTHS: [f32; 5] = [2.0, 4.0, 8.0, 16.0, f32::INFINITY];
 
 /// Reusable memory for sampling from one vocabulary.
 pub struct Sampler {
     candidates: Vec<(f32, u32)>,
+    /// See [`Weights::sum`].
+    sums: Vec<f64>,
     seen: Vec<u32>,
     /// Logits as the model gave them, kept while penalties change them, when log probabilities are asked for.
     raw: Vec<f32>,
@@ -23,7 +27,8 @@ impl Sampler {
     /// For logits of `vocab` tokens; without constraints.
     pub fn new(vocab: usize) -> Self {
         let (candidates, raw) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
-        Sampler { candidates, seen: Vec::new(), raw, matchers: None }
+        let sums = Vec::with_capacity(vocab.div_ceil(CHUNK));
+        Sampler { candidates, sums, seen: Vec::new(), raw, matchers: None }
     }
 
     /// Answers under a constraint are matched by these.
@@ -45,10 +50,11 @@ impl Sampler {
         let Some(count) = params.top_logprobs else {
             return Ok(TokenOut { index: sample.index, id: self.choose(logits, sample)?, ..TokenOut::default() });
         };
-        let log_sum = log_sum_exp(logits);
+        let weights = weights(logits, 1.0);
+        let log_sum = weights.largest as f64 + weights.sum(&mut self.sums).ln();
         let logprob = |x: f32| (x as f64 - log_sum) as f32;
-        self.fill(logits, 1.0);
-        self.keep_first(count as usize);
+        self.gather(weights, |found| found.len() >= count as usize);
+        self.candidates.truncate(count as usize);
         let top = self.candidates.iter().map(|&(x, id)| (id, logprob(x))).collect();
         self.raw.clear();
         self.raw.extend_from_slice(logits);
@@ -104,76 +110,97 @@ impl Sampler {
         }
     }
 
-    fn fill(&mut self, logits: &[f32], temperature: f32) {
-        self.candidates.clear();
-        self.candidates.extend(logits.iter().enumerate().map(|(id, &x)| (x / temperature, id as u32)));
-    }
-
-    /// Keeps the `n` most likely candidates, most likely first.
-    fn keep_first(&mut self, n: usize) {
-        let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
-        if n == 0 {
-            self.candidates.clear();
-        } else if n < self.candidates.len() {
-            self.candidates.select_nth_unstable_by(n - 1, order);
-            self.candidates.truncate(n);
-        }
-        self.candidates.sort_unstable_by(order);
-    }
-
     fn draw(&mut self, logits: &[f32], params: &SamplingParams, index: u32) -> u32 {
-        let largest = logits[argmax(logits) as usize] / params.temperature;
+        let weights = weights(logits, params.temperature);
         let uniform = uniform(params.seed, index);
-        let weight = |x: f32| exp((x - largest) as f64);
-        let wanted = if params.top_k == 0 { logits.len() } else { params.top_k as usize };
-        if wanted >= logits.len() && params.top_p >= 1.0 && params.min_p <= 0.0 {
-            self.fill(logits, params.temperature);
-        } else {
-            self.filter(logits, params, wanted, largest);
+        if params.top_k == 0 && params.top_p >= 1.0 && params.min_p <= 0.0 {
+            return self.draw_any(weights, uniform);
         }
-        let total: f64 = self.candidates.iter().map(|c| weight(c.0)).sum();
-        let mut left = uniform * total;
-        for &(x, id) in &self.candidates {
-            left -= weight(x);
-            if left < 0.0 {
-                return id;
+        self.filter(weights, params);
+        let total: f64 = self.candidates.iter().map(|c| weights.of(c.0)).sum();
+        let weighed = self.candidates.iter().map(|&(x, id)| (weights.of(x), id));
+        pick(weighed, uniform * total).unwrap_or_else(|| argmax(logits))
+    }
+
+    /// Draws from the whole vocabulary: finds the chunk, then the token in it.
+    fn draw_any(&mut self, weights: Weights<'_>, uniform: f64) -> u32 {
+        let mut left = uniform * weights.sum(&mut self.sums);
+        let chunk = self.sums.iter().position(|sum| {
+            let here = left < *sum;
+            left -= if here { 0.0 } else { *sum };
+            here
+        });
+        // Rounding left a crumb: the last chunk from which any can be drawn.
+        let chunk = chunk.or_else(|| self.sums.iter().rposition(|sum| *sum > 0.0));
+        let ids = chunk.map_or(0..0, |at| at * CHUNK..weights.logits.len().min((at + 1) * CHUNK));
+        pick(ids.map(|id| (weights.at(id), id as u32)), left).unwrap_or_else(|| argmax(weights.logits))
+    }
+
+    /// Candidates, most likely first: all that are no further below the largest than the first depth at which there are `enough`.
+    fn gather(&mut self, weights: Weights<'_>, enough: impl Fn(&[(f32, u32)]) -> bool) {
+        for depth in DEPTHS {
+            let (least, temperature) = (weights.largest - depth, weights.temperature);
+            self.candidates.clear();
+            for (chunk, ids) in weights.logits.chunks(SIDE_BY_SIDE).zip((0u32..).step_by(SIDE_BY_SIDE)) {
+                // Few have any.
+                if chunk.iter().fold(false, |any, x| any | (x / temperature >= least)) {
+                    let found = chunk.iter().zip(ids..).map(|(x, id)| (x / temperature, id));
+                    self.candidates.extend(found.filter(|(x, _)| *x >= least));
+                }
+            }
+            if enough(&self.candidates) {
+                break;
             }
         }
-        // Rounding left a crumb: the last candidate that can be drawn at all.
-        self.candidates.iter().rev().find(|c| weight(c.0) > 0.0).map_or_else(|| argmax(logits), |c| c.1)
+        self.candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
     }
 
     /// Leaves the candidates that pass top-k, top-p and min-p, most likely first.
-    fn filter(&mut self, logits: &[f32], params: &SamplingParams, wanted: usize, largest: f32) {
-        let weight = |x: f32| exp((x - largest) as f64);
-        self.fill(logits, params.temperature);
-        let total: f64 = if wanted >= logits.len() { self.candidates.iter().map(|c| weight(c.0)).sum() } else { 0.0 };
-        let mut look = if wanted >= logits.len() { FIRST_LOOK.min(logits.len()) } else { wanted };
-        loop {
-            self.keep_first(look);
-            // After top-k, top-p is a share of what top-k kept.
-            let whole = if wanted >= logits.len() { total } else { self.candidates.iter().map(|c| weight(c.0)).sum() };
+    fn filter(&mut self, weights: Weights<'_>, params: &SamplingParams) {
+        let mass = |found: &[(f32, u32)]| -> f64 { found.iter().map(|c| weights.of(c.0)).sum() };
+        let (top_p, min_p) = (f64::from(params.top_p), f64::from(params.min_p));
+        // After top-k, top-p is a share of what top-k kept.
+        let mut whole = 0.0;
+        if params.top_k > 0 {
+            self.gather(weights, |found| found.len() >= params.top_k as usize);
+            self.candidates.truncate(params.top_k as usize);
+            whole = mass(&self.candidates);
+        } else if top_p < 1.0 {
+            whole = weights.sum(&mut self.sums);
+            self.gather(weights, |found| mass(found) >= whole * top_p);
+        } else {
+            let likely = weights.logits.len();
+            self.gather(weights, |found| found.len() == likely || found.iter().any(|c| weights.of(c.0) < min_p));
+        }
+        if top_p < 1.0 {
             let mut mass = 0.0;
             let enough = self.candidates.iter().position(|c| {
-                mass += weight(c.0);
-                mass >= whole * params.top_p as f64
+                mass += weights.of(c.0);
+                mass >= whole * top_p
             });
-            match enough {
-                Some(last) => self.candidates.truncate(last + 1),
-                None if look < wanted.min(logits.len()) => {
-                    look = logits.len();
-                    self.fill(logits, params.temperature);
-                    continue;
-                }
-                None => {}
-            }
+            self.candidates.truncate(enough.map_or(usize::MAX, |last| last + 1));
+        }
+        self.candidates.retain(|c| weights.of(c.0) >= min_p);
+    }
+}
+
+/// Logits divided by a temperature.
+fn weights(logits: &[f32], temperature: f32) -> Weights<'_> {
+    Weights { logits, temperature, largest: logits[argmax(logits) as usize] / temperature }
+}
+
+/// The token at which the weights before it add up to more than `left`; where rounding leaves a crumb, the last that can be
+/// drawn at all.
+fn pick(weighed: impl Iterator<Item = (f64, u32)>, mut left: f64) -> Option<u32> {
+    let mut last = None;
+    for (weight, id) in weighed.filter(|(weight, _)| *weight > 0.0) {
+        left -= weight;
+        last = Some(id);
+        if left < 0.0 {
             break;
         }
-        if params.min_p > 0.0 {
-            let least = params.min_p as f64;
-            self.candidates.retain(|c| weight(c.0) >= least);
-        }
     }
+    last
 }
 
 /// Maxima kept side by side, so that the search is bound by memory.
@@ -194,25 +221,6 @@ fn argmax(logits: &[f32]) -> u32 {
     let largest = largest.iter().chain(rest).fold(first, |a, &b| larger(a, b));
     // No logit equals the largest only if the first is not a number, which nothing is larger than.
     logits.iter().position(|&x| x == largest).unwrap_or(0) as u32
-}
-
-fn log_sum_exp(logits: &[f32]) -> f64 {
-    let largest = logits[argmax(logits) as usize] as f64;
-    largest + logits.iter().map(|&x| exp(x as f64 - largest)).sum::<f64>().ln()
-}
-
-/// e^x for x ≤ 0, from multiplications and additions only, so that every host gets the same bits. Relative error below 1e-14.
-fn exp(x: f64) -> f64 {
-    if x < -700.0 || x.is_nan() {
-        return 0.0;
-    }
-    let n = (x * std::f64::consts::LOG2_E).round();
-    let r = n.mul_add(-1.908_214_929_270_587_7e-10, n.mul_add(-0.693_147_180_369_123_8, x));
-    let mut sum = 1.0;
-    for k in (1..=13).rev() {
-        sum = (sum * r) / k as f64 + 1.0;
-    }
-    sum * f64::from_bits(((n as i64 + 1023) as u64) << 52)
 }
 
 /// A number in [0, 1) from (seed, index): the SplitMix64 finaliser over both, 53 bits.
@@ -239,14 +247,6 @@ mod tests {
         let mut counts = vec![0.0; logits.len()];
         (0..20_000).for_each(|i| counts[sample(params, logits, i).id as usize] += 1.0 / 20_000.0);
         counts
-    }
-
-    #[test]
-    fn exp_is_exp() {
-        for i in 0..7000 {
-            let x = -(i as f64) / 10.0;
-            assert!((exp(x) - x.exp()).abs() <= 2e-14 * x.exp(), "{x}");
-        }
     }
 
     #[test]
@@ -335,8 +335,70 @@ mod tests {
     #[test]
     fn top_p_over_a_flat_vocabulary_looks_beyond_the_first_candidates() {
         let params = SamplingParams { top_p: 0.9, seed: 3, ..SamplingParams::default() };
-        let logits = vec![0.0; 4 * FIRST_LOOK];
+        let logits = vec![0.0; 2048];
         let largest = (0..200).map(|i| sample(&params, &logits, i).id).max().unwrap();
-        assert!(largest as usize > FIRST_LOOK);
+        assert!(largest > 512);
+    }
+
+    /// Each filter by its definition, over the whole vocabulary sorted; the same draw falls on the same token.
+    #[test]
+    fn filters_are_their_definitions() {
+        let plain = |logits: &[f32], p: &SamplingParams, index: u32| {
+            let mut sorted: Vec<(f32, u32)> = logits.iter().zip(0..).map(|(x, id)| (x / p.temperature, id)).collect();
+            sorted.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+            let largest = f64::from(sorted[0].0);
+            let mut kept: Vec<(f64, u32)> =
+                sorted.iter().map(|(x, id)| ((f64::from(*x) - largest).exp(), *id)).collect();
+            kept.truncate(if p.top_k == 0 { usize::MAX } else { p.top_k as usize });
+            let (whole, mut mass) = (kept.iter().map(|c| c.0).sum::<f64>(), 0.0);
+            kept.retain(|c| {
+                let before = mass;
+                mass += c.0;
+                before < whole * f64::from(p.top_p)
+            });
+            kept.retain(|c| c.0 >= f64::from(p.min_p));
+            let total: f64 = kept.iter().map(|c| c.0).sum();
+            let mut left = uniform(p.seed, index) * total;
+            kept.into_iter().find(|c| {
+                left -= c.0;
+                left < 0.0
+            })
+        };
+        let mut state = 1u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 40) as f32 / (1u64 << 24) as f32
+        };
+        for (top_k, top_p, min_p) in [
+            (1, 1.0, 0.0),
+            (7, 1.0, 0.0),
+            (300, 0.5, 0.0),
+            (0, 0.3, 0.0),
+            (0, 0.95, 0.0),
+            (0, 1.0, 0.02),
+            (50, 0.9, 0.1),
+            (5000, 0.999, 0.0),
+        ] {
+            for spread in [0.1, 3.0, 30.0] {
+                let logits: Vec<f32> = (0..1000).map(|_| (random() - 0.5) * spread).collect();
+                let params =
+                    SamplingParams { top_k, top_p, min_p, temperature: 0.8, seed: 9, ..SamplingParams::default() };
+                for index in 0..30 {
+                    let want = plain(&logits, &params, index).unwrap().1;
+                    assert_eq!(sample(&params, &logits, index).id, want, "{top_k} {top_p} {min_p} {spread} {index}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_masked_or_no_number_is_never_drawn() {
+        let mut logits = vec![f32::NEG_INFINITY; 1000];
+        (logits[300], logits[301], logits[999]) = (1.0, f32::NAN, 1.0);
+        for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (10, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)] {
+            let params = SamplingParams { top_k, top_p, min_p, ..SamplingParams::default() };
+            let drawn: std::collections::BTreeSet<u32> = (0..50).map(|i| sample(&params, &logits, i).id).collect();
+            assert_eq!(drawn.into_iter().collect::<Vec<_>>(), [300, 999], "{top_k} {top_p} {min_p}");
+        }
     }
 }
