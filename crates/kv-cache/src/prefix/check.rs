@@ -15,7 +15,7 @@ impl PrefixIndex {
         for (at, node) in self.nodes.iter().enumerate().filter_map(|(at, node)| Some((at, node.as_ref()?))) {
             let id = NodeId(at as u32);
             self.check_links(id, node)?;
-            kept += u32::from(node.usage.keep > 0);
+            kept += u32::from(node.usage.pin.keep > 0);
             let rank = self.ranking.rank(&node.usage);
             let mut held = 0;
             for (group, pool) in pools.iter().enumerate() {

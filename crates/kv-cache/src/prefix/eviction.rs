@@ -29,9 +29,33 @@ pub(crate) struct Usage {
     /// Uses, and the age of the cache at the last of them.
     uses: u64,
     score: u64,
+    /// How it is kept now.
+    pub pin: Pin,
+    /// And once that has ended: less, but longer.
+    pub later: Pin,
+}
+
+/// How strongly a block is kept, 0: not at all, and until when; `u64::MAX`: for ever.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub(crate) struct Pin {
     pub keep: u8,
-    /// 0: for ever.
-    pub keep_until: u64,
+    pub until: u64,
+}
+
+impl Usage {
+    /// Kept as asked for as well. What others have asked for is neither weakened nor ended early by that; of three levels the
+    /// middle one may end with the strongest.
+    pub fn pinned(&mut self, asked: Pin) {
+        let all = [self.pin, self.later, asked];
+        self.pin = all.into_iter().max().unwrap_or_default();
+        let longer = all.into_iter().filter(|pin| pin.keep > 0 && pin.until > self.pin.until);
+        self.later = longer.max_by_key(|pin| (pin.until, pin.keep)).unwrap_or_default();
+    }
+
+    /// The time of its pin is over.
+    pub fn unpinned(&mut self) {
+        self.pin = std::mem::take(&mut self.later);
+    }
 }
 
 /// A policy with its state.
@@ -64,11 +88,37 @@ impl Ranking {
         match self.policy {
             Eviction::Lru => (usage.last, 0),
             Eviction::Lfu => (usage.score, usage.last),
-            Eviction::Priority => (u64::from(usage.keep), usage.last),
+            Eviction::Priority => (u64::from(usage.pin.keep), usage.last),
         }
     }
 
     pub fn evicted(&mut self, usage: &Usage) {
         self.age = self.age.max(usage.score);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pin_is_never_weakened_nor_ended_early() {
+        let pin = |keep, until| Pin { keep, until };
+        let after = |asked: &[Pin]| {
+            let mut usage = Usage::default();
+            asked.iter().for_each(|asked| usage.pinned(*asked));
+            (usage.pin, usage.later)
+        };
+        let (short, long, none) = (pin(9, 10), pin(1, 3600), Pin::default());
+        assert_eq!(after(&[long]), (long, none));
+        assert_eq!(after(&[long, short]), (short, long));
+        assert_eq!(after(&[short, long]), (short, long));
+        assert_eq!(after(&[short, long, pin(1, 20)]), (short, long), "shorter than what follows");
+        assert_eq!(after(&[short, long, pin(2, 3600)]), (short, pin(2, 3600)));
+        assert_eq!(after(&[short, long, pin(9, u64::MAX)]), (pin(9, u64::MAX), none));
+        let mut usage = Usage::default();
+        [long, short].into_iter().for_each(|asked| usage.pinned(asked));
+        usage.unpinned();
+        assert_eq!((usage.pin, usage.later), (long, none));
     }
 }

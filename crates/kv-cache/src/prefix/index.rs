@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use baton_types::BlockId;
 
-use super::eviction::{Rank, Ranking, Usage};
+use super::eviction::{Pin, Rank, Ranking, Usage};
 use super::{CacheConfig, Prefix};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -24,6 +24,9 @@ pub(crate) enum Parent {
     /// A full block.
     Node(NodeId),
 }
+
+/// Where every group has a window, nodes may be left without a block: at most so many nodes in all for each block (I5).
+const NODES_PER_BLOCK: u32 = 4;
 
 type Children = BTreeMap<Arc<[u32]>, NodeId>;
 
@@ -66,8 +69,9 @@ impl PrefixIndex {
     /// An empty index of pools with these `(blocks, has a window)`.
     pub fn new(config: CacheConfig, groups: impl Iterator<Item = (u32, bool)>) -> PrefixIndex {
         let (blocks, windows): (Vec<u32>, Vec<bool>) = groups.unzip();
+        let total = blocks.iter().fold(0u32, |sum, blocks| sum.saturating_add(*blocks));
         PrefixIndex {
-            limit: config.max_blocks,
+            limit: config.max_blocks.min(total.saturating_mul(NODES_PER_BLOCK)),
             max_kept: config.max_kept,
             kept: 0,
             nodes: Vec::new(),
@@ -177,8 +181,8 @@ impl PrefixIndex {
         let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::take) else { return Box::default() };
         debug_assert!(node.children.is_empty(), "leaves before their parents");
         self.vacant.push(id);
-        self.kept -= u32::from(node.usage.keep > 0);
-        self.expiring.remove(&(node.usage.keep_until, id));
+        self.kept -= u32::from(node.usage.pin.keep > 0);
+        self.expiring.remove(&(node.usage.pin.until, id));
         for (group, block) in node.blocks.iter().enumerate() {
             self.map(group, *block, None);
         }
@@ -233,11 +237,9 @@ impl PrefixIndex {
         let (now, room) = (self.now, self.kept < self.max_kept);
         self.change(id, |ranking, usage| {
             ranking.used(usage);
-            let until = prefix.keep_until.unwrap_or(0);
-            let longer = until == 0 || (usage.keep_until != 0 && until > usage.keep_until);
-            let asks = (until == 0 || until > now) && (room || usage.keep > 0); // I5
-            if asks && (prefix.keep > usage.keep || (prefix.keep == usage.keep && longer)) {
-                (usage.keep, usage.keep_until) = (prefix.keep, until);
+            let asked = Pin { keep: prefix.keep, until: prefix.keep_until.unwrap_or(u64::MAX) };
+            if asked.keep > 0 && asked.until > now && (room || usage.pin.keep > 0) {
+                usage.pinned(asked); // I5
             }
         });
     }
@@ -248,8 +250,7 @@ impl PrefixIndex {
         while let Some(&(until, id)) = self.expiring.first()
             && until <= now
         {
-            self.change(id, |_, usage| (usage.keep, usage.keep_until) = (0, 0));
-            self.expiring.remove(&(until, id));
+            self.change(id, |_, usage| usage.unpinned());
         }
     }
 
@@ -315,15 +316,15 @@ impl PrefixIndex {
         let (old, before) = (self.ranking.rank(&node.usage), node.usage);
         how(&mut self.ranking, &mut node.usage);
         let (new, after) = (self.ranking.rank(&node.usage), node.usage);
-        self.kept = self.kept + u32::from(after.keep > 0) - u32::from(before.keep > 0);
+        self.kept = self.kept + u32::from(after.pin.keep > 0) - u32::from(before.pin.keep > 0);
         for order in self.windowed.iter_mut().flatten().chain([&mut self.leaves]) {
             if order.remove(&(old, id)) {
                 order.insert((new, id));
             }
         }
-        self.expiring.remove(&(before.keep_until, id));
-        if after.keep_until != 0 {
-            self.expiring.insert((after.keep_until, id));
+        self.expiring.remove(&(before.pin.until, id));
+        if after.pin.keep > 0 && after.pin.until != u64::MAX {
+            self.expiring.insert((after.pin.until, id));
         }
     }
 

@@ -1,8 +1,8 @@
 //! Which prefixes are in the pool: a tree of blocks, and how a sequence asks for it.
 //!
 //! A node is one block of tokens after its parent's, with the block that holds its KV in each layer group. A node stays as
-//! long as it or one below it has a block in the pool, so the pool bounds the index, by the length of its sequences where every
-//! group has a window (I5); [`CacheConfig::max_blocks`] bounds it further.
+//! long as it or one below it has a block in the pool, so the pool bounds the index, to four nodes a block where windows leave
+//! nodes without one (I5); [`CacheConfig::max_blocks`] bounds it further.
 //!
 //! Nodes are found by comparing token ids under their parent, not by a hash: a lookup is a handful of comparisons, finds
 //! the longest common beginning of a block as well (for copy-on-write), and a crafted prompt can never be given another
