@@ -9,8 +9,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
+use baton_cluster::Role;
 use baton_tests::cluster::{self, Cluster, ClusterOptions, models};
-use baton_tests::soak::{Load, Report, Target, soak};
+use baton_tests::soak::{Load, Pool, Report, Target, soak};
 use clap::Parser;
 
 #[derive(Parser)]
@@ -107,6 +108,8 @@ fn own(args: &Args) -> anyhow::Result<()> {
     let target = Target { grpc: cluster.grpc(), http: cluster.http(), processes: cluster.processes(), workers };
     let report = cluster.block_on(soak(&target, &args.load()))?;
     finish(&report, cluster.wait_idle())?;
+    // Prompts are short beside their answers: it is decode workers that run out of blocks.
+    report.pools.iter().filter(|pool| pool.role == Role::Decode).try_for_each(Pool::check_full)?;
     cluster.stop()
 }
 

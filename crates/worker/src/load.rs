@@ -141,7 +141,8 @@ pub fn load_on<B: Backend>(
         tokens: config.token_budget as usize,
         samples: SAMPLES,
         context: wanted as usize,
-        table_entries: blocks as usize,
+        // Sequences may share all their blocks.
+        table_entries: config.max_running as usize * wanted.div_ceil(config.block_size).min(blocks) as usize,
     };
     let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
     let engine = EngineConfig {

@@ -1,4 +1,8 @@
-//! Row-wise and element-wise kernels: RMS norm and the gated activation. Memory-bound, in cache.
+//! Row-wise and element-wise kernels: RMS norm and the gated activation.
+//!
+//! Bytes moved: a norm reads each row twice, the second time from the nearest cache, and writes it once, 12 an element; a gate reads
+//! two elements and writes one, 12. Bound: the cache that holds a step's activations; for the gate, about 20 instructions a
+//! vector for its exponential.
 
 use super::isa::dispatch;
 use super::simd::{Floats, LANES, Simd, exp};

@@ -1,6 +1,9 @@
 //! KV of one type turned into another, for pools of two workers that differ: each row is read as attention reads it, and
 //! rounded as a store rounds it. So a pool holds the same bytes, whether the rows came in f32 from the model by way of the
 //! other type, or from another worker's pool.
+//!
+//! Bytes moved: a row of each type, from one cache and into one. Bound: in cache, by the arithmetic of widening and rounding, which
+//! keeps ahead of every link but shared memory.
 
 use baton_types::KvDtype;
 use half::{bf16, f16};

@@ -1,5 +1,8 @@
 //! Products of one input with several weights: the input is normed and rounded once, then the panels of all weights are shared
 //! out among the threads together, so that a small weight beside a large one leaves no thread waiting.
+//!
+//! Bytes moved: the input once, for all products; each weight once. Bound: [`super::matmul`]'s. What is fused saves a pass over the
+//! input and a wait of all threads for each product but one.
 
 use super::matmul::{self, Operands, SIDE_BY_SIDE};
 use super::unpack::GROUP;

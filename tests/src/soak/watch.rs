@@ -91,6 +91,12 @@ impl Pool {
         self.owned.iter().sum::<f64>() / self.owned.len().max(1) as f64
     }
 
+    /// Ok when it was as good as full all the time, so that sequences had to make room for others.
+    pub fn check_full(&self) -> anyhow::Result<()> {
+        ensure!(self.mean() > 0.7 && self.preemptions > 0, "the pool was not under pressure: {self}");
+        Ok(())
+    }
+
     fn read(&mut self, metrics: &Metrics) {
         let count = |name, labels| metrics.sum(name, labels) as u64;
         self.preemptions = count(names::PREEMPTIONS, "");
