@@ -1,5 +1,7 @@
 //! `baton status` and `baton scale`: what runs, and how much of it.
 
+mod report;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use baton_cluster::{Member, Role, View, ViewReceiver};
 use baton_proto::v1::{self, supervisor_client::SupervisorClient, worker_client::WorkerClient};
-use clap::{Arg, ArgMatches, Command, value_parser};
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Longest wait for a view or a worker's answer.
@@ -25,7 +27,11 @@ fn registry_arg() -> Arg {
 
 /// `baton status`.
 pub fn command() -> Command {
-    Command::new("status").about("Shows the workers of a running cluster and their KV blocks").arg(registry_arg())
+    let json = Arg::new("json").long("json").action(ArgAction::SetTrue).help("Prints JSON");
+    Command::new("status")
+        .about("Shows the workers of a running cluster, their KV blocks, and over what KV goes between them")
+        .arg(json)
+        .arg(registry_arg())
 }
 
 /// `baton scale`.
@@ -62,32 +68,18 @@ async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
     tokio::time::timeout(PATIENCE, ask).await.context("no answer")?
 }
 
-/// Prints the members.
+/// Prints the members, and over what KV goes between them.
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let view = views(url(matches)).await?.borrow().clone();
-    println!(
-        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  STATE",
-        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "CACHED", "IN USE", "LENT"
-    );
-    for member in view.members.iter().filter(|m| m.role != Role::Supervisor) {
-        let (role, id) = (member.role.as_str(), member.id.to_string());
-        match worker_status(member).await {
-            Ok(s) => {
-                let b = s.blocks.unwrap_or_default();
-                let state = if s.draining { "draining" } else { "serving" };
-                println!(
-                    "{role:<9} {id:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  {state}",
-                    member.grpc,
-                    s.running,
-                    s.waiting,
-                    b.free,
-                    b.cached,
-                    b.used,
-                    b.lent + b.quarantined
-                );
-            }
-            Err(error) => println!("{role:<9} {id:<19} {:<24} unreachable: {error:#}", member.grpc),
-        }
+    let members = view.members.iter().filter(|m| m.role != Role::Supervisor).cloned();
+    let ask = |member: Member| async move {
+        let answer = worker_status(&member).await;
+        (member, answer)
+    };
+    let workers = futures::future::join_all(members.map(ask)).await;
+    match matches.get_flag("json") {
+        true => println!("{:#}", report::json(&workers)),
+        false => print!("{}", report::table(&workers)),
     }
     Ok(())
 }

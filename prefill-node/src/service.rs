@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
-use baton_transfer::{Limits, Sender, SenderOptions};
-use baton_types::KvLayout;
+use baton_transfer::{Limits, PathReport, Sender, SenderOptions};
+use baton_types::{KvLayout, WorkerId};
 use baton_worker::{
     Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, kv_converter, stream_status,
 };
@@ -47,9 +47,23 @@ impl NodeRole for PrefillNode {
             convert: Some(kv_converter()),
             verify: true,
         })?);
+        let paths = sender.clone();
+        worker.report_peers(move || paths.paths().into_iter().map(peer).collect());
         routes.add_service(prefill_server::PrefillServer::new(PrefillNode { node, engine, worker, sender }));
         Ok(<prefill_server::PrefillServer<PrefillNode> as tonic::server::NamedService>::NAME)
     }
+}
+
+fn peer((worker, paths): (WorkerId, Vec<PathReport>)) -> v1::Peer {
+    let path = |path: PathReport| v1::Path {
+        transport: path.transport.as_str().to_owned(),
+        in_use: path.in_use,
+        handoffs: path.handoffs,
+        failures: path.failures,
+        bytes_per_second: path.bytes_per_second,
+        unused: path.unused.unwrap_or_default(),
+    };
+    v1::Peer { id: worker.0, paths: paths.into_iter().map(path).collect() }
 }
 
 #[tonic::async_trait]

@@ -5,6 +5,7 @@
 use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_policy::{Action, Failure, Input, Limits, RequestMachine};
 use baton_proto::v1;
@@ -17,6 +18,10 @@ use crate::error::RequestError;
 use crate::input::Standing;
 use crate::sink::{Sink, Taken};
 use crate::worker::{DecodeLeg, Leg, PrefillLeg, Said, Workers};
+
+/// That its connection to the prefill worker broke is all a decode worker sees when that one dies; whether it lives is what the
+/// prefill stream says, and so long that is waited for.
+const SECOND_WORD: Duration = Duration::from_millis(100);
 
 /// What is to be done.
 pub(crate) struct Job {
@@ -46,14 +51,16 @@ pub(crate) struct Driver {
     sequence: v1::Sequence,
     target: Vec<u8>,
     wake: Option<Instant>,
+    /// What the decode stream said last, and until when the prefill stream may say something first.
+    held: Option<(Instant, Input)>,
 }
 
 impl Driver {
     /// Ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
-        let (decode, prefill, wake) = (None, None, None);
+        let (decode, prefill, wake, held) = (None, None, None, None);
         let (sequence, target) = (v1::Sequence::default(), Vec::new());
-        Driver { job, workers, shutdown, sink: Some(sink), decode, prefill, sequence, target, wake }
+        Driver { job, workers, shutdown, sink: Some(sink), decode, prefill, sequence, target, wake, held }
     }
 
     /// Runs the choice to its end. Ends early, with the legs cancelled, when the client goes away.
@@ -103,7 +110,7 @@ impl Driver {
             }
             Action::Emit(token) => self.emit(token).await,
             Action::CancelDecode => {
-                self.decode = None;
+                (self.decode, self.held) = (None, None);
                 None
             }
             Action::CancelPrefill => {
@@ -147,23 +154,31 @@ impl Driver {
 
     /// The next thing that happens by itself.
     async fn happens(&mut self) -> Input {
-        let Some(sink) = &self.sink else { return Input::ClientGone };
-        tokio::select! {
-            biased;
-            () = sink.client_gone() => Input::ClientGone,
-            () = self.shutdown.forced() => stopping(),
-            () = sleep_until(self.job.deadline) => Input::Deadline,
-            () = at(self.wake) => {
-                self.wake = None;
-                Input::BackoffOver
-            }
-            // Before the decode stream, which may be ahead of it by as much as the sockets hold.
-            said = next(&mut self.prefill) => said.input,
-            said = next(&mut self.decode) => {
-                if let Some(target) = said.target {
-                    self.target = target;
+        loop {
+            let Some(sink) = &self.sink else { return Input::ClientGone };
+            tokio::select! {
+                biased;
+                () = sink.client_gone() => return Input::ClientGone,
+                () = self.shutdown.forced() => return stopping(),
+                () = sleep_until(self.job.deadline) => return Input::Deadline,
+                () = at(self.wake) => {
+                    self.wake = None;
+                    return Input::BackoffOver;
                 }
-                said.input
+                // Before the decode stream, which may be ahead of it by as much as the sockets hold.
+                said = next(&mut self.prefill) => return said.input,
+                input = over(&mut self.held) => return input,
+                said = next(&mut self.decode) => {
+                    if let Some(target) = said.target {
+                        self.target = target;
+                    }
+                    match said.input {
+                        Input::HandoffFailed(failure) if failure.kind == ErrorKind::PathLost && self.prefill.is_some() => {
+                            self.held = Some((Instant::now() + SECOND_WORD, Input::HandoffFailed(failure)));
+                        }
+                        input => return input,
+                    }
+                }
             }
         }
     }
@@ -203,6 +218,17 @@ async fn at(wake: Option<Instant>) {
         Some(at) => sleep_until(at).await,
         None => pending().await,
     }
+}
+
+/// What was held back, once its time has come.
+async fn over(held: &mut Option<(Instant, Input)>) -> Input {
+    if let Some((until, _)) = held {
+        sleep_until(*until).await;
+        if let Some((_, input)) = held.take() {
+            return input;
+        }
+    }
+    pending().await
 }
 
 /// What a leg says next. A leg that has said its last word, or is not there, says nothing.

@@ -237,7 +237,7 @@ impl Prefill {
             geometry: geometry.clone(),
             segment: pool.clone(),
             transport,
-            ucx: ucx(),
+            ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
             limits,
             convert: None,
             verify: true,

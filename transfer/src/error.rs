@@ -228,15 +228,12 @@ impl BatonError for TransferError {
             Descriptor { .. } => ErrorKind::InvalidArgument,
             Verify { .. } | Corrupt { .. } | Incomplete { .. } => ErrorKind::DataLoss,
             Aborted { .. } => ErrorKind::Cancelled,
+            PeerLost { .. } => ErrorKind::PathLost,
             Expired { .. } | Deadline { .. } => ErrorKind::DeadlineExceeded,
             Limit { .. } => ErrorKind::ResourceExhausted,
-            Protocol { .. }
-            | Refused { .. }
-            | Fenced { .. }
-            | Stalled { .. }
-            | PeerLost { .. }
-            | Connect { .. }
-            | Closed => ErrorKind::Unavailable,
+            Protocol { .. } | Refused { .. } | Fenced { .. } | Stalled { .. } | Connect { .. } | Closed => {
+                ErrorKind::Unavailable
+            }
             Argument { .. } | Lent { .. } | Ucx { .. } | Os { .. } => ErrorKind::Internal,
         }
     }

@@ -40,4 +40,4 @@ pub use heads::{HeadPart, HeadSlice, head_plan, heads_of_rank};
 pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions, UcxSettings};
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;
-pub use sender::{Handoff, OnDone, Sender, TransferStats};
+pub use sender::{Handoff, OnDone, PathReport, Sender, TransferStats};

@@ -57,7 +57,8 @@ impl Default for Limits {
 /// How to reach a decode worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TransportChoice {
-    /// Shared memory when both are on one host and it can be had, otherwise TCP.
+    /// Shared memory when both are on one host, else UCX, where it is set up, or TCP, whichever is measured to be faster; while one
+    /// of them fails, the next.
     #[default]
     Auto,
     /// Shared memory or nothing.

@@ -7,11 +7,11 @@ mod active;
 mod connect;
 mod line;
 mod outbound;
+mod paths;
 mod queue;
 mod session;
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -21,12 +21,13 @@ use baton_types::{BlockId, Epoch, WorkerId};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
 use crate::host::Host;
-use crate::options::{SenderOptions, TransportChoice, TransportKind, check_pool};
+use crate::options::{SenderOptions, TransportChoice, TransportKind, UcxSettings, check_pool};
 use crate::threads::{self, lock};
 use crate::ucx::Engine;
 use connect::{Config, Plan};
 pub use line::{Core, Done, Line, Op, Quiet};
 pub use outbound::{Effect, Outbound, Parties, Pools};
+pub use paths::PathReport;
 use queue::Queue;
 
 #[cfg(test)]
@@ -68,16 +69,12 @@ impl Sender {
     /// Connects to nobody yet. With [`TransportChoice::Ucx`] the library must be there.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
         check_pool(&options.geometry, &options.segment)?;
-        let ucx = match options.transport {
-            TransportChoice::Ucx => Some(Arc::new(Engine::open(&options.ucx, options.segment.clone())?)),
-            _ => None,
-        };
+        let ucx = open_ucx(&options)?;
         let config = Config {
             options,
             host: Host::current(),
-            shm_fails: AtomicBool::new(false),
             ucx,
-            ucx_fails: Mutex::default(),
+            paths: Mutex::default(),
             #[cfg(test)]
             wrap: None,
         };
@@ -97,6 +94,14 @@ impl Sender {
     /// How decode workers are reached.
     pub(crate) fn transport(&self) -> TransportChoice {
         self.config.options.transport
+    }
+
+    /// What is known of the ways to each decode worker that was written to, the most there may be connections to.
+    pub fn paths(&self) -> Vec<(WorkerId, Vec<PathReport>)> {
+        let (all, now) = (lock(&self.config.paths), Instant::now());
+        let mut reports: Vec<_> = all.iter().map(|(worker, paths)| (*worker, paths.report(now))).collect();
+        reports.sort_unstable_by_key(|(worker, _)| *worker);
+        reports
     }
 
     /// Starts a handoff to the reservation that `target` describes, to be over by `deadline`. Does not wait for the
@@ -132,7 +137,10 @@ impl Sender {
         let mut peers = lock(&self.peers);
         peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.is_finished());
         let layout = target.layout.fingerprint();
-        if let Some(peer) = peers.get(&target.worker).filter(|peer| !peer.queue.is_closed()) {
+        let changes =
+            lock(&self.config.paths).get(&target.worker).is_some_and(|paths| paths.would_change(Instant::now()));
+        let goes_on = |peer: &&Peer| !(peer.queue.is_closed() || changes && peer.queue.retire_if_idle());
+        if let Some(peer) = peers.get(&target.worker).filter(goes_on) {
             if peer.layout != layout {
                 let (field, problem) = ("layout", format!("{} has a session with another one", target.worker));
                 return Err(TransferError::Descriptor { field, problem });
@@ -156,6 +164,16 @@ impl Sender {
         let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
         peers.insert(worker, Peer { layout, queue: queue.clone(), thread });
         Ok(queue)
+    }
+}
+
+/// UCX where it is asked for, or was set up for the choice to be made; or why there is none.
+fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<Engine>, String>, TransferError> {
+    let open = || Engine::open(&options.ucx, options.segment.clone()).map(Arc::new);
+    match options.transport {
+        TransportChoice::Ucx => open().map(Ok),
+        TransportChoice::Auto if options.ucx != UcxSettings::default() => Ok(open().map_err(|error| error.to_string())),
+        _ => Ok(Err("it is not set up: neither a library nor options are given".to_owned())),
     }
 }
 

@@ -30,6 +30,8 @@ pub enum ErrorKind {
     Cancelled,
     /// The worker is gone, draining or not reachable; another may do.
     Unavailable,
+    /// The way between two workers broke in the middle of a handoff; both may be well, and have another way.
+    PathLost,
     /// KV failed verification.
     DataLoss,
     /// Two workers whose KV layouts differ.
@@ -40,7 +42,7 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// Every kind, for tables and tests.
-    pub const ALL: [ErrorKind; 10] = [
+    pub const ALL: [ErrorKind; 11] = [
         ErrorKind::InvalidArgument,
         ErrorKind::NotFound,
         ErrorKind::TooLarge,
@@ -48,6 +50,7 @@ impl ErrorKind {
         ErrorKind::DeadlineExceeded,
         ErrorKind::Cancelled,
         ErrorKind::Unavailable,
+        ErrorKind::PathLost,
         ErrorKind::DataLoss,
         ErrorKind::FailedPrecondition,
         ErrorKind::Internal,
@@ -58,7 +61,7 @@ impl ErrorKind {
         use ErrorKind::*;
         match self {
             InvalidArgument | NotFound | TooLarge | Cancelled => Fault::Client,
-            Unavailable | DataLoss | FailedPrecondition => Fault::Peer,
+            Unavailable | PathLost | DataLoss | FailedPrecondition => Fault::Peer,
             ResourceExhausted | DeadlineExceeded | Internal => Fault::Server,
         }
     }
@@ -66,7 +69,7 @@ impl ErrorKind {
     /// Whether the same request may succeed elsewhere or later.
     pub fn retryable(self) -> bool {
         use ErrorKind::*;
-        matches!(self, ResourceExhausted | Unavailable | DataLoss)
+        matches!(self, ResourceExhausted | Unavailable | PathLost | DataLoss)
     }
 
     /// The gRPC status code.
@@ -79,6 +82,7 @@ impl ErrorKind {
             NotFound => 5,
             ResourceExhausted => 8,
             FailedPrecondition => 9,
+            PathLost => 10,
             Internal => 13,
             Unavailable => 14,
             DataLoss => 15,
@@ -95,6 +99,7 @@ impl ErrorKind {
             5 => NotFound,
             8 => ResourceExhausted,
             9 => FailedPrecondition,
+            10 => PathLost,
             14 => Unavailable,
             15 => DataLoss,
             _ => Internal,
@@ -111,7 +116,7 @@ impl ErrorKind {
             ResourceExhausted => 429,
             Cancelled => 499,
             Internal | DataLoss | FailedPrecondition => 500,
-            Unavailable => 503,
+            Unavailable | PathLost => 503,
             DeadlineExceeded => 504,
         }
     }
@@ -127,6 +132,7 @@ impl ErrorKind {
             DeadlineExceeded => "timeout_error",
             Cancelled => "cancelled",
             Unavailable => "unavailable_error",
+            PathLost => "path_lost_error",
             DataLoss => "kv_verification_error",
             FailedPrecondition => "layout_mismatch_error",
             Internal => "internal_error",

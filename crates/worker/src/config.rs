@@ -119,7 +119,7 @@ impl Value for PackTokens {
 baton_runtime::config_enum! {
     /// How KV travels.
     pub enum TransportKind {
-        /// Shared memory between workers of one host, else TCP.
+        /// Shared memory between workers of one host, else UCX, where it is set up, or TCP; while one fails, the next.
         Auto = "auto",
         /// Shared memory or nothing.
         Shm = "shm",
@@ -159,8 +159,8 @@ baton_runtime::config! {
         registry: String = "http://127.0.0.1:8001".to_owned(),
         /// How long the cluster keeps this worker in its view when it is not heard.
         registry_ttl: Duration = Duration::from_secs(5),
-        /// How KV travels to decode workers (prefill workers): auto, shm, tcp or ucx. A decode worker takes all of them; with
-        /// ucx it opens UCX when it starts, not for the first prefill worker that comes over it.
+        /// How KV travels to decode workers (prefill workers): auto, shm, tcp or ucx; auto uses ucx too where one of the next two
+        /// settings is given. A decode worker takes all of them; with ucx it opens UCX when it starts, not for the first peer.
         transport: TransportKind = TransportKind::Auto,
         /// Directory of UCX's libucp.so.0; default: where the system looks for libraries.
         ucx_library: Option<PathBuf> = None,

@@ -13,7 +13,6 @@ use baton_runtime::metrics as names;
 use baton_runtime::{Outcome, Process};
 use baton_types::WorkerId;
 use metrics::gauge;
-use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
@@ -125,8 +124,7 @@ impl Node {
         };
         let handle =
             engine_thread::start("engine", engine, Box::new(decoder), node.clock, |commands| N::role(&node, commands))?;
-        let service =
-            WorkerService { role: N::ROLE.as_str(), snapshot: handle.snapshot(), draining: watch::Sender::new(false) };
+        let service = WorkerService::new(N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
     }

@@ -1,6 +1,7 @@
 //! The `Worker` service every worker has, and its drain. A drain starts with a signal to the process, so that the registry, the
 //! router and the supervisor all learn of it.
 
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use baton_proto::v1::{self, worker_server};
@@ -9,6 +10,9 @@ use tonic::{Request, Response, Status};
 
 use crate::Snapshot;
 
+/// Says over what KV goes to which peers.
+type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
+
 /// Answers from the engine thread's snapshots.
 #[derive(Clone)]
 pub struct WorkerService {
@@ -16,9 +20,21 @@ pub struct WorkerService {
     pub(crate) snapshot: watch::Receiver<Snapshot>,
     /// True once the worker takes no new requests.
     pub(crate) draining: watch::Sender<bool>,
+    /// None of a role that writes to nobody.
+    peers: Arc<OnceLock<Peers>>,
 }
 
 impl WorkerService {
+    pub(crate) fn new(role: &'static str, snapshot: watch::Receiver<Snapshot>) -> WorkerService {
+        WorkerService { role, snapshot, draining: watch::Sender::new(false), peers: Arc::default() }
+    }
+
+    /// From now on the worker's status says what `peers` does.
+    pub fn report_peers(&self, peers: impl Fn() -> Vec<v1::Peer> + Send + Sync + 'static) {
+        // A worker has one role, which says it once.
+        let _ = self.peers.set(Box::new(peers));
+    }
+
     /// Fails when the worker drains.
     pub fn accept(&self) -> Result<(), Status> {
         if *self.draining.borrow() {
@@ -59,6 +75,7 @@ impl worker_server::Worker for WorkerService {
             }),
             draining: *self.draining.borrow(),
             steps: now.steps,
+            peers: self.peers.get().map(|peers| peers()).unwrap_or_default(),
         }))
     }
 }

@@ -69,7 +69,7 @@ impl DecodeLeg {
                         }
                         Err(wrong) => return yield Input::DecodeLost(wrong).into(),
                     },
-                    Some(Err(status)) if awaiting_kv && status.code() == Code::Unavailable && answered(&status) => {
+                    Some(Err(status)) if awaiting_kv && is_about_kv(&status) => {
                         return yield Input::HandoffFailed(ended("decode", Some(&status))).into();
                     }
                     Some(Err(status)) => {
@@ -150,6 +150,11 @@ fn unknown_event(role: &str) -> Failure {
 fn finish_reason(number: i32) -> Result<FinishReason, Failure> {
     let reason = v1::FinishReason::try_from(number).unwrap_or(v1::FinishReason::Unspecified);
     FinishReason::try_from(reason).map_err(|e| Failure::new(ErrorKind::Internal, e.to_string()))
+}
+
+/// The decode worker's own word that the KV it waits for will not come.
+fn is_about_kv(status: &Status) -> bool {
+    matches!(status.code(), Code::Unavailable | Code::Aborted) && answered(status)
 }
 
 fn decode_ended(status: Option<&Status>) -> Input {

@@ -1,13 +1,13 @@
-//! How the prefill end reaches a decode worker: shared memory when both are on one host, else TCP; UCX where asked for.
+//! How the prefill end reaches a decode worker: over the first of its paths, best first, that leads there.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_types::{PoolGeometry, WorkerId};
 
+use super::paths::Paths;
 use super::queue::Queue;
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
@@ -29,19 +29,14 @@ pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Se
 /// How long a worker that does not move is waited for, to tell it that its pool is let go of. Nothing else waits meanwhile.
 const EXCUSE: Duration = Duration::from_secs(3600);
 
-/// How long a worker that UCX has failed to reach is written to over TCP.
-const UCX_PAUSE: Duration = Duration::from_secs(60);
-
 /// What all sessions of a sender share.
 pub(crate) struct Config {
     pub options: SenderOptions,
     pub host: Host,
-    /// Set once mapping a peer's pool has failed here.
-    pub shm_fails: AtomicBool,
-    /// The pool as UCX knows it; with [`TransportChoice::Ucx`] only.
-    pub ucx: Option<Arc<Engine>>,
-    /// Workers that UCX has failed to reach or lost, and when.
-    pub ucx_fails: Mutex<HashMap<WorkerId, Instant>>,
+    /// The pool as UCX knows it, or why there is no UCX.
+    pub ucx: Result<Arc<Engine>, String>,
+    /// What is known of the ways to decode workers.
+    pub paths: Mutex<HashMap<WorkerId, Paths>>,
     #[cfg(test)]
     pub wrap: Option<Wrap>,
 }
@@ -76,25 +71,33 @@ impl Plan {
         self.config.options.segment.clone()
     }
 
-    /// Sessions opened from now on use TCP if they may choose.
-    pub(crate) fn avoid_shm(&self) {
-        self.config.shm_fails.store(true, Ordering::Relaxed);
+    /// Asks or tells what is known of the ways to the peer.
+    pub(crate) fn paths<T>(&self, act: impl FnOnce(&mut Paths) -> T) -> T {
+        let mut all = lock(&self.config.paths);
+        let limit = self.config.options.limits.connections;
+        if all.len() >= limit && !all.contains_key(&self.peer()) {
+            // I5: workers come and go; most of those without a session are gone.
+            let gone = all.iter().find(|(_, paths)| !paths.is_used()).map(|(worker, _)| *worker);
+            gone.and_then(|worker| all.remove(&worker));
+        }
+        act(all.entry(self.peer()).or_insert_with(|| self.new_paths()))
     }
 
-    /// A transport has failed in the middle. Where there is another one, sessions to this worker opened in the next minute
-    /// use that.
-    pub(crate) fn lost_over(&self, kind: TransportKind) {
-        if kind == TransportKind::Ucx {
-            let now = Instant::now();
-            let mut fails = lock(&self.config.ucx_fails);
-            fails.retain(|_, since| now < *since + UCX_PAUSE);
-            fails.insert(self.peer(), now);
+    fn new_paths(&self) -> Paths {
+        use TransportKind::{Shm, Tcp, Ucx};
+        let elsewhere = || "it runs on another host or network; choose transport auto or tcp".to_owned();
+        let shm = (Shm, (!self.near()).then(elsewhere));
+        let ucx = (Ucx, self.config.ucx.as_ref().err().cloned());
+        match self.config.options.transport {
+            TransportChoice::Auto => Paths::new([shm, ucx, (Tcp, None)], true),
+            TransportChoice::Shm => Paths::new([shm], false),
+            TransportChoice::Tcp => Paths::new([(Tcp, None)], false),
+            TransportChoice::Ucx => Paths::new([ucx, (Tcp, None)], false),
         }
     }
 
-    fn ucx_fails(&self) -> bool {
-        let since = lock(&self.config.ucx_fails).get(&self.peer()).copied();
-        since.is_some_and(|since| Instant::now() < since + UCX_PAUSE)
+    fn near(&self) -> bool {
+        self.config.host.same_as(&self.target.host)
     }
 
     #[cfg(test)]
@@ -112,50 +115,45 @@ impl Plan {
 
     /// Connects and shakes hands.
     pub(crate) fn connect(&self, queue: &Queue) -> Result<Connected, TransferError> {
-        let choice = self.config.options.transport;
-        let near = self.config.host.same_as(&self.target.host);
         let until = Instant::now() + self.config.options.limits.handshake;
-        if choice == TransportChoice::Shm || choice == TransportChoice::Auto && near && !self.shm_fails() {
-            match self.connect_shm(queue, near, until) {
-                Err(error) if choice == TransportChoice::Auto && may_fall_back(&error) => {
-                    tracing::info!(peer = %self.peer(), %error, "no shared memory; using TCP");
-                }
-                other => return other,
-            }
-        }
-        if choice == TransportChoice::Ucx && !self.ucx_fails() {
-            match self.connect_ucx(queue, near, until) {
+        let mut failure = None;
+        for kind in self.paths(|paths| paths.order(Instant::now())) {
+            let connected = match kind {
+                TransportKind::Shm => self.connect_unix(queue, false, until),
+                TransportKind::Ucx => self.connect_ucx(queue, until),
+                TransportKind::Tcp => self.connect_tcp(queue, false, until),
+            };
+            match connected {
                 Err(error) if may_fall_back(&error) => {
-                    tracing::warn!(peer = %self.peer(), %error, "no session for UCX; using TCP");
-                    self.lost_over(TransportKind::Ucx);
+                    tracing::info!(peer = %self.peer(), transport = kind.as_str(), %error, "no session over this path");
+                    self.failed(kind, &error);
+                    failure = Some(error);
                 }
-                other => return other,
+                Ok(connected) => {
+                    self.paths(|paths| paths.begun(kind));
+                    return Ok(connected);
+                }
+                Err(error) => return Err(error),
             }
         }
-        self.connect_tcp(queue, false, until)
+        let barred = || self.paths(|paths| paths.barred().unwrap_or("there is no path").to_owned());
+        Err(failure.unwrap_or_else(|| self.caller(&self.unix_address(), false).cannot(barred())))
+    }
+
+    /// A path could not be set up, or broke with handoffs under way: it is left alone for a while where there is another.
+    pub(crate) fn failed(&self, kind: TransportKind, error: &TransferError) {
+        self.paths(|paths| paths.failed(kind, error.to_string(), Instant::now()));
     }
 
     /// Over the unix socket if there is one, so that the peer can tell when this process has ended.
-    fn connect_ucx(&self, queue: &Queue, near: bool, until: Instant) -> Result<Connected, TransferError> {
-        if near {
+    fn connect_ucx(&self, queue: &Queue, until: Instant) -> Result<Connected, TransferError> {
+        if self.near() {
             match self.connect_unix(queue, true, until) {
                 Err(error) if may_fall_back(&error) => tracing::debug!(%error, "no unix socket for UCX's frames"),
                 other => return other,
             }
         }
         self.connect_tcp(queue, true, until)
-    }
-
-    fn shm_fails(&self) -> bool {
-        self.config.shm_fails.load(Ordering::Relaxed)
-    }
-
-    fn connect_shm(&self, queue: &Queue, near: bool, until: Instant) -> Result<Connected, TransferError> {
-        if !near {
-            let cause = "it runs on another host or network; choose transport auto or tcp";
-            return Err(self.caller(&self.unix_address(), false).cannot(cause));
-        }
-        self.connect_unix(queue, false, until)
     }
 
     fn unix_address(&self) -> String {

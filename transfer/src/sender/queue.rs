@@ -89,6 +89,21 @@ impl Queue {
         self.wake.ring();
     }
 
+    /// Asks the session to end if no handoff is under way, and lets none begin from then on. False when one is.
+    pub(crate) fn retire_if_idle(&self) -> bool {
+        let mut inner = lock(&self.inner);
+        if !inner.line.idle() {
+            return false;
+        }
+        let ended = inner.line.close(TransferError::Closed);
+        inner.stopped = true;
+        drop(inner);
+        // What is left calls back.
+        drop(ended);
+        self.wake.ring();
+        true
+    }
+
     pub(crate) fn stopped(&self) -> bool {
         lock(&self.inner).stopped
     }

@@ -11,6 +11,7 @@ use baton_types::PoolGeometry;
 use super::connect::{Connected, Plan};
 use super::line::Line;
 use super::outbound::{Effect, Outbound, Parties, Pools};
+use super::paths::Paths;
 use super::queue::Queue;
 use crate::codec::Malformed;
 use crate::error::TransferError;
@@ -39,7 +40,7 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
         Ok(connected) => connected,
         Err(error) => return end.error = error,
     };
-    let near = connected.link.is_unix();
+    let (near, kind) = (connected.link.is_unix(), connected.kind);
     let mut session = Session::new(plan.clone(), queue.clone(), connected);
     let idle = &mut end.idle;
     // The session goes in there, so that it is dropped, and with it the mapping of the peer's pool, also in a panic.
@@ -50,8 +51,13 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
         error
     }));
     if let Ok(error) = served {
+        // Bytes that changed say nothing against the path that carried the others.
+        if !end.idle && error != TransferError::Closed && !error.is_corruption() {
+            plan.failed(kind, &error);
+        }
         end.error = error;
     }
+    plan.paths(Paths::over);
     let excused = near && end.error != TransferError::Closed;
     drop(end);
     if excused && let Err(error) = plan.excuse(&queue) {
@@ -90,6 +96,10 @@ struct Session {
     /// None over shared memory and UCX until the pool was handed out.
     transport: Option<Box<dyn Transport>>,
     outbound: Outbound,
+    /// Bytes of the batch that is being copied, and since when.
+    batch: Option<(u64, Instant)>,
+    /// Bytes copied since a handoff was verified last, and the time that took.
+    copied: (u64, Duration),
     /// Why copying could not be stopped: the peer's pool may still change, so nothing more may be said to it (I3).
     stuck: Option<TransferError>,
 }
@@ -101,7 +111,8 @@ impl Session {
         let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
         let pools = Pools { local, remote: remote.clone(), convert, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
-        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, stuck: None };
+        let (batch, copied, stuck) = (None, (0, Duration::ZERO), None);
+        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, batch, copied, stuck };
         if kind == TransportKind::Tcp {
             session.transport = Some(session.plan.wrap(Box::new(Tcp)));
         }
@@ -131,7 +142,7 @@ impl Session {
         // Whatever was taken up may have a deadline of its own: only a turn without progress waits.
         let mut busy = false;
         for _ in 0..BATCHES {
-            if !self.copy_some(now).inspect_err(|_| self.plan.lost_over(self.kind))? {
+            if !self.copy_some(now)? {
                 break;
             }
             busy = true;
@@ -184,8 +195,7 @@ impl Session {
     fn map_pool(&mut self) -> Result<(), TransferError> {
         let fd = self.link.take_fd();
         let fd = fd.ok_or_else(|| self.broken(Malformed::new("pool", "its descriptor is missing")))?;
-        let shm = Shm::map(self.plan.peer(), self.plan.segment(), fd, &self.remote);
-        let shm = shm.inspect_err(|_| self.plan.avoid_shm())?;
+        let shm = Shm::map(self.plan.peer(), self.plan.segment(), fd, &self.remote)?;
         self.transport = Some(self.plan.wrap(Box::new(shm)));
         Ok(())
     }
@@ -193,11 +203,10 @@ impl Session {
     /// Over UCX the pool's key comes before the first grant.
     fn reach_pool(&mut self, access: &Access) -> Result<(), TransferError> {
         let (plan, wanted) = (&self.plan, self.kind == TransportKind::Ucx && self.transport.is_none());
-        let Some(engine) = plan.config.ucx.as_ref().filter(|_| wanted) else {
+        let Some(engine) = plan.config.ucx.as_ref().ok().filter(|_| wanted) else {
             return Err(self.broken(Malformed::new("access", "not asked for")));
         };
-        let ucx = Ucx::connect(engine, plan.peer(), &self.remote, access, self.link.is_unix());
-        let ucx = ucx.inspect_err(|_| plan.lost_over(self.kind))?;
+        let ucx = Ucx::connect(engine, plan.peer(), &self.remote, access, self.link.is_unix())?;
         self.transport = Some(plan.wrap(Box::new(ucx)));
         Ok(())
     }
@@ -212,10 +221,17 @@ impl Session {
                     let cancelled =
                         self.transport.as_mut().map_or(Ok(()), |transport| transport.cancel(&mut self.link));
                     self.stuck = self.stuck.take().or(cancelled.err());
+                    self.batch = None;
                 }
                 Effect::Send(_) if self.stuck.is_some() => {}
                 Effect::Send(frame) => self.link.push(&frame),
-                Effect::Report(done, outcome) => done.report(outcome),
+                Effect::Report(done, outcome) => {
+                    if outcome.is_ok() {
+                        let (bytes, copying) = std::mem::take(&mut self.copied);
+                        self.plan.paths(|paths| paths.carried(self.kind, bytes, copying));
+                    }
+                    done.report(outcome);
+                }
                 Effect::Hush(quiet) => drop(quiet),
             }
         }
@@ -228,12 +244,19 @@ impl Session {
             match transport.poll(&mut self.link)? {
                 Progress::Blocked => return Ok(false),
                 Progress::Runnable => return Ok(true),
-                Progress::Flushed => self.outbound.flushed(transport.take_digests()),
+                Progress::Flushed => {
+                    self.outbound.flushed(transport.take_digests());
+                    if let Some((bytes, since)) = self.batch.take() {
+                        self.copied.0 += bytes;
+                        self.copied.1 += since.elapsed();
+                    }
+                }
             }
         }
         if let Some(transport) = &mut self.transport
             && let Some(batch) = self.outbound.next_batch(&self.plan.segment(), transport.digests(), now)?
         {
+            self.batch = Some((batch.bytes() as u64, Instant::now()));
             transport.submit(batch, &mut self.link)?;
             return Ok(true);
         }

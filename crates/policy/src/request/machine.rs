@@ -265,12 +265,17 @@ impl RequestMachine {
     }
 
     /// The KV that was on its way may be incomplete, and its sender may still be writing: the reservation is given back,
-    /// which fences its epoch (I3), and another prefill worker writes into a new one.
+    /// which fences its epoch (I3), and a prefill worker, another or over another path, writes into a new one.
     fn prefill_failed(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let (State::Prefilling { decode, prefill } | State::Transferring { decode, prefill }) = self.state else {
             return;
         };
-        if !self.spend_attempt(Leg::Prefill, failure, Some(prefill), out) {
+        // Where only the way between the two broke, they may have another.
+        let (leg, culprit) = match failure.kind {
+            ErrorKind::PathLost => (Leg::Transfer, None),
+            _ => (Leg::Prefill, Some(prefill)),
+        };
+        if !self.spend_attempt(leg, failure, culprit, out) {
             return;
         }
         self.close(out);

@@ -6,7 +6,7 @@ mod table;
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
-use super::{Action, Failure, Input, Limits, RequestMachine};
+use super::{Action, Failure, Input, Leg, Limits, RequestMachine};
 use crate::placement::Placed;
 
 const D1: WorkerId = WorkerId(0xd1);

@@ -100,6 +100,21 @@ fn a_handoff_that_fails_under_a_healthy_decode_worker_is_the_prefill_workers_fau
 }
 
 #[test]
+fn a_path_that_breaks_is_nobodys_fault() {
+    for told in [Input::HandoffFailed, Input::PrefillLost] {
+        let broken = || told(lost(ErrorKind::PathLost));
+        let (machine, actions) = after([split(D1, P1), reserved(), broken(), split(D1, P1), reserved(), first(0)]);
+        assert_eq!((ids(&actions), prefills(&actions)), (vec![(D1, false), (D1, false)], vec![P1, P1]));
+        assert_eq!(machine.avoid(), []);
+        let recovering = actions.iter().filter(|a| matches!(a, Action::Recovering { leg: Leg::Transfer, .. }));
+        assert_eq!(recovering.count(), 1);
+        // Once more, and the prompt is computed where it is needed.
+        let (_, actions) = after([split(D1, P1), reserved(), broken(), split(D1, P1), reserved(), broken()]);
+        assert_eq!(ids(&actions).last(), Some(&(D1, true)));
+    }
+}
+
+#[test]
 fn a_lost_decode_worker_is_replaced_at_the_next_index() {
     let (machine, actions) = after([
         split(D1, P1),

@@ -1,0 +1,195 @@
+//! What `baton status` shows, as a table and as JSON. Asks nobody.
+
+use baton_cluster::Member;
+use baton_proto::v1;
+use baton_types::WorkerId;
+use serde_json::{Value, json};
+
+/// A worker, and what it answered.
+pub type Answered = (Member, anyhow::Result<v1::StatusResponse>);
+
+/// The workers, and below them over what KV goes from whom to whom.
+pub fn table(workers: &[Answered]) -> String {
+    let mut text = format!(
+        "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  STATE\n",
+        "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "CACHED", "IN USE", "LENT"
+    );
+    workers.iter().for_each(|(member, answer)| text += &worker_line(member, answer));
+    let pairs = pairs(workers);
+    if !pairs.is_empty() {
+        text +=
+            &format!("\n{:<19} {:<19} {:<5} {:>11} {:>9}  OTHER PATHS\n", "KV FROM", "TO", "OVER", "SPEED", "HANDOFFS");
+        pairs.iter().for_each(|(from, peer)| text += &pair_line(*from, peer));
+    }
+    text
+}
+
+fn worker_line(member: &Member, answer: &anyhow::Result<v1::StatusResponse>) -> String {
+    let (role, id) = (member.role.as_str(), member.id.to_string());
+    match answer {
+        Ok(s) => {
+            let b = s.blocks.unwrap_or_default();
+            format!(
+                "{role:<9} {id:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  {}\n",
+                member.grpc,
+                s.running,
+                s.waiting,
+                b.free,
+                b.cached,
+                b.used,
+                b.lent + b.quarantined,
+                state(s)
+            )
+        }
+        Err(error) => format!("{role:<9} {id:<19} {:<24} unreachable: {error:#}\n", member.grpc),
+    }
+}
+
+fn state(status: &v1::StatusResponse) -> &'static str {
+    if status.draining { "draining" } else { "serving" }
+}
+
+/// Who has written to whom, of those that are members.
+fn pairs(workers: &[Answered]) -> Vec<(WorkerId, &v1::Peer)> {
+    let is_member = |peer: &&v1::Peer| workers.iter().any(|(member, _)| member.id.0 == peer.id);
+    let answered = workers.iter().filter_map(|(member, answer)| Some((member.id, answer.as_ref().ok()?)));
+    answered.flat_map(|(from, status)| status.peers.iter().filter(is_member).map(move |peer| (from, peer))).collect()
+}
+
+fn pair_line(from: WorkerId, peer: &v1::Peer) -> String {
+    let used = peer.paths.iter().find(|path| path.in_use);
+    let over = used.map_or("-", |path| &path.transport);
+    let speed = used.and_then(|path| path.bytes_per_second).map_or_else(|| "-".to_owned(), speed);
+    let handoffs: u64 = peer.paths.iter().map(|path| path.handoffs).sum();
+    let others = peer.paths.iter().filter(|path| !path.in_use).map(other).collect::<Vec<_>>().join("; ");
+    format!("{:<19} {:<19} {over:<5} {speed:>11} {handoffs:>9}  {others}\n", from.to_string(), WorkerId(peer.id))
+}
+
+fn other(path: &v1::Path) -> String {
+    let measured = path.bytes_per_second.map(|rate| format!(" ({})", speed(rate))).unwrap_or_default();
+    format!("{}{measured}: {}", path.transport, path.unused)
+}
+
+fn speed(bytes_per_second: f64) -> String {
+    match bytes_per_second {
+        rate if rate >= 1e9 => format!("{:.1} GB/s", rate / 1e9),
+        rate => format!("{:.1} MB/s", rate / 1e6),
+    }
+}
+
+/// The same for programs, with every path's figures.
+pub fn json(workers: &[Answered]) -> Value {
+    let pairs = pairs(workers).into_iter().map(|(from, peer)| {
+        let used = peer.paths.iter().find(|path| path.in_use).map(|path| &path.transport);
+        let paths: Vec<Value> = peer.paths.iter().map(path_json).collect();
+        json!({ "from": from.to_string(), "to": WorkerId(peer.id).to_string(), "over": used, "paths": paths })
+    });
+    json!({ "workers": workers.iter().map(worker_json).collect::<Vec<_>>(), "pairs": pairs.collect::<Vec<_>>() })
+}
+
+fn worker_json((member, answer): &Answered) -> Value {
+    let mut worker = json!({
+        "role": member.role.as_str(),
+        "id": member.id.to_string(),
+        "grpc": member.grpc,
+        "admin": member.admin,
+        "model": member.model,
+    });
+    match answer {
+        Ok(s) => {
+            let b = s.blocks.unwrap_or_default();
+            worker["state"] = state(s).into();
+            worker["running"] = s.running.into();
+            worker["waiting"] = s.waiting.into();
+            worker["blocks"] = json!({
+                "total": b.total,
+                "free": b.free,
+                "cached": b.cached,
+                "used": b.used,
+                "lent": b.lent,
+                "quarantined": b.quarantined,
+            });
+        }
+        Err(error) => {
+            worker["state"] = "unreachable".into();
+            worker["error"] = format!("{error:#}").into();
+        }
+    }
+    worker
+}
+
+fn path_json(path: &v1::Path) -> Value {
+    json!({
+        "transport": path.transport,
+        "in_use": path.in_use,
+        "handoffs": path.handoffs,
+        "failures": path.failures,
+        "bytes_per_second": path.bytes_per_second,
+        "unused": (!path.in_use).then_some(&path.unused),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_cluster::Role;
+
+    use super::*;
+
+    fn member(id: u64, role: Role) -> Member {
+        Member {
+            id: WorkerId(id),
+            role,
+            grpc: format!("http://127.0.0.1:{id}"),
+            admin: String::new(),
+            model: "m".into(),
+            layout: 1,
+            block_size: 16,
+            blocks: 8,
+            window_tokens: 0,
+            context_tokens: 64,
+            draining: false,
+        }
+    }
+
+    fn path(transport: &str, rate: Option<f64>, unused: &str) -> v1::Path {
+        v1::Path {
+            transport: transport.into(),
+            in_use: unused.is_empty(),
+            handoffs: 3,
+            failures: 1,
+            bytes_per_second: rate,
+            unused: unused.into(),
+        }
+    }
+
+    fn workers() -> Vec<Answered> {
+        let paths = vec![path("shm", Some(8.14e9), ""), path("tcp", Some(2.5e8), "in reserve behind shm")];
+        // One of the peers has left.
+        let peers = vec![v1::Peer { id: 2, paths: paths.clone() }, v1::Peer { id: 9, paths }];
+        let status = v1::StatusResponse { peers, ..Default::default() };
+        let gone = anyhow::anyhow!("no answer");
+        vec![(member(1, Role::Prefill), Ok(status)), (member(2, Role::Decode), Err(gone))]
+    }
+
+    #[test]
+    fn pairs_stand_below_the_workers_in_plain_words() {
+        let text = table(&workers());
+        let last: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
+        let (from, to) = (WorkerId(1).to_string(), WorkerId(2).to_string());
+        let want = [&from, &to, "shm", "8.1", "GB/s", "6", "tcp", "(250.0", "MB/s):", "in", "reserve", "behind", "shm"];
+        assert_eq!(last, want);
+        assert!(text.contains("unreachable: no answer"));
+        assert!(!table(&workers()[1..]).contains("KV FROM"));
+    }
+
+    #[test]
+    fn json_has_every_path() {
+        let json = json(&workers());
+        assert_eq!(json["workers"][1]["state"], "unreachable");
+        assert_eq!(json["pairs"].as_array().unwrap().len(), 1);
+        let pair = &json["pairs"][0];
+        assert_eq!((&pair["over"], &pair["paths"][0]["unused"]), (&Value::from("shm"), &Value::Null));
+        assert_eq!(pair["paths"][1]["unused"], "in reserve behind shm");
+        assert_eq!(pair["paths"][1]["bytes_per_second"], 2.5e8);
+    }
+}

@@ -1,0 +1,331 @@
+//! Over what a decode worker is written to: which transports there are, how fast each was, and which to leave alone for a while.
+//!
+//! Pure: no clock, no I/O. The sender keeps one of these for each decode worker, asks it before each session, and tells it how
+//! sessions and handoffs ended.
+//!
+//! A path that fails is paused, twice as long each time in a row, and comes back after that. Of those that are ready the first in the
+//! order of [`TransportKind`] is taken unless another was measured to be clearly faster. Two paths over a network are compared only
+//! once both were measured, so with [`crate::TransportChoice::Auto`] each of them gets some handoffs; shared memory needs no such
+//! trial. Speed is a moving average of bytes over seconds of copying, and counts for nothing before it is one of several handoffs.
+
+use std::time::{Duration, Instant};
+
+use crate::options::TransportKind;
+
+/// How long a path is paused that has failed once.
+const FIRST_PAUSE: Duration = Duration::from_secs(5);
+/// The longest pause.
+const MAX_PAUSE: Duration = Duration::from_secs(300);
+/// How many times as fast another path must be to be taken instead.
+const FASTER: f64 = 1.25;
+/// What remains of the older measurements with each new one.
+const KEPT: f64 = 0.8;
+/// Handoffs that make a measurement.
+const MEASURED: u64 = 8;
+
+/// What a sender has found out about the way to one decode worker, for people.
+#[derive(Clone, PartialEq, Debug)]
+pub struct PathReport {
+    /// Which.
+    pub transport: TransportKind,
+    /// Whether a session over it is open.
+    pub in_use: bool,
+    /// Verified handoffs that it carried.
+    pub handoffs: u64,
+    /// How often it failed with handoffs under way, or could not be set up.
+    pub failures: u64,
+    /// How fast blocks left over it: a moving average over handoffs, of the time spent on copying alone.
+    pub bytes_per_second: Option<f64>,
+    /// Why it is not in use.
+    pub unused: Option<String>,
+}
+
+/// One transport to one decode worker.
+#[derive(Clone, Debug)]
+struct Path {
+    transport: TransportKind,
+    /// Why it can never be used.
+    barred: Option<String>,
+    /// Moving sums over handoffs.
+    bytes: f64,
+    seconds: f64,
+    handoffs: u64,
+    failures: u64,
+    /// Failures since it last carried a handoff.
+    in_a_row: u32,
+    last_failure: Option<(Instant, String)>,
+}
+
+impl Path {
+    /// Until when it is left alone.
+    fn paused_until(&self) -> Option<Instant> {
+        let (at, _) = self.last_failure.as_ref().filter(|_| self.in_a_row > 0)?;
+        let pause = FIRST_PAUSE * 2u32.saturating_pow(self.in_a_row - 1).min(1 << 16);
+        Some(*at + pause.min(MAX_PAUSE))
+    }
+
+    fn rate(&self) -> Option<f64> {
+        (self.seconds > 0.0).then(|| self.bytes / self.seconds)
+    }
+
+    /// Its rate, once that says something.
+    fn measured(&self) -> Option<f64> {
+        self.rate().filter(|_| self.handoffs >= MEASURED)
+    }
+
+    fn is_paused(&self, now: Instant) -> bool {
+        self.paused_until().is_some_and(|until| now < until)
+    }
+}
+
+/// The paths to one decode worker.
+#[derive(Clone, Debug)]
+pub(crate) struct Paths {
+    /// In the order they are tried in when nothing is known of them.
+    paths: Vec<Path>,
+    /// Whether a path may be taken for being faster.
+    compares: bool,
+    in_use: Option<TransportKind>,
+}
+
+impl Paths {
+    /// Those there are, each with why it can never be used, if so. `compares`: speed decides between them.
+    pub(crate) fn new(paths: impl IntoIterator<Item = (TransportKind, Option<String>)>, compares: bool) -> Paths {
+        let path = |(transport, barred)| Path {
+            transport,
+            barred,
+            bytes: 0.0,
+            seconds: 0.0,
+            handoffs: 0,
+            failures: 0,
+            in_a_row: 0,
+            last_failure: None,
+        };
+        Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None }
+    }
+
+    /// What to try, best first. Those that are paused come last, the first to come back before others: better than nothing.
+    pub(crate) fn order(&self, now: Instant) -> Vec<TransportKind> {
+        let usable = self.paths.iter().filter(|path| path.barred.is_none());
+        let (mut paused, mut ready): (Vec<&Path>, Vec<&Path>) = usable.partition(|path| path.is_paused(now));
+        paused.sort_by_key(|path| path.paused_until());
+        let best = (1..ready.len()).fold(0, |best, at| if self.prefers(ready[at], ready[best]) { at } else { best });
+        if best > 0 {
+            let best = ready.remove(best);
+            ready.insert(0, best);
+        }
+        ready.into_iter().chain(paused).map(|path| path.transport).collect()
+    }
+
+    fn prefers(&self, path: &Path, to: &Path) -> bool {
+        self.compares
+            && match (path.measured(), to.measured()) {
+                (Some(rate), Some(other)) => rate > other * FASTER,
+                (None, Some(_)) => to.transport != TransportKind::Shm,
+                _ => false,
+            }
+    }
+
+    /// Why none is usable; None when one is.
+    pub(crate) fn barred(&self) -> Option<&str> {
+        let all = self.paths.iter().all(|path| path.barred.is_some());
+        self.paths.first().filter(|_| all)?.barred.as_deref()
+    }
+
+    /// A session has begun.
+    pub(crate) fn begun(&mut self, transport: TransportKind) {
+        self.in_use = Some(transport);
+    }
+
+    /// The session has ended.
+    pub(crate) fn over(&mut self) {
+        self.in_use = None;
+    }
+
+    /// Whether a session is open over another path than would be taken now.
+    pub(crate) fn would_change(&self, now: Instant) -> bool {
+        self.in_use.is_some_and(|transport| self.order(now).first() != Some(&transport))
+    }
+
+    /// Whether a session is open.
+    pub(crate) fn is_used(&self) -> bool {
+        self.in_use.is_some()
+    }
+
+    /// It could not be set up, or broke with handoffs under way.
+    pub(crate) fn failed(&mut self, transport: TransportKind, why: String, now: Instant) {
+        if let Some(path) = self.find(transport) {
+            path.failures += 1;
+            path.in_a_row = path.in_a_row.saturating_add(1);
+            path.last_failure = Some((now, why));
+        }
+    }
+
+    /// A handoff over it was verified. Since the last one so many bytes were copied in so long.
+    pub(crate) fn carried(&mut self, transport: TransportKind, bytes: u64, copying: Duration) {
+        if let Some(path) = self.find(transport) {
+            path.handoffs += 1;
+            path.in_a_row = 0;
+            if bytes > 0 {
+                path.bytes = path.bytes * KEPT + bytes as f64;
+                path.seconds = path.seconds * KEPT + copying.as_secs_f64();
+            }
+        }
+    }
+
+    fn find(&mut self, transport: TransportKind) -> Option<&mut Path> {
+        self.paths.iter_mut().find(|path| path.transport == transport)
+    }
+
+    /// All of it, for people.
+    pub(crate) fn report(&self, now: Instant) -> Vec<PathReport> {
+        let report = |path: &Path| PathReport {
+            transport: path.transport,
+            in_use: self.in_use == Some(path.transport),
+            handoffs: path.handoffs,
+            failures: path.failures,
+            bytes_per_second: path.rate(),
+            unused: (self.in_use != Some(path.transport)).then(|| self.unused(path, now)),
+        };
+        self.paths.iter().map(report).collect()
+    }
+
+    fn unused(&self, path: &Path, now: Instant) -> String {
+        if let Some(why) = &path.barred {
+            return why.clone();
+        }
+        let failure = path.last_failure.as_ref().zip(path.paused_until().filter(|until| now < *until));
+        if let Some(((at, why), until)) = failure {
+            let (ago, left) = (now.saturating_duration_since(*at).as_secs(), (until - now).as_secs() + 1);
+            return format!("failed {ago} s ago: {why}; tried again in {left} s at the earliest");
+        }
+        let other = self.paths.iter().find(|other| self.in_use == Some(other.transport));
+        match other {
+            None => "no session now".to_owned(),
+            Some(other)
+                if path.measured().zip(other.measured()).is_some_and(|(rate, other)| rate <= other * FASTER) =>
+            {
+                format!("not clearly faster than {}", other.transport.as_str())
+            }
+            Some(other) => format!("in reserve behind {}", other.transport.as_str()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use TransportKind::{Shm, Tcp, Ucx};
+
+    use super::*;
+
+    const S: Duration = Duration::from_secs(1);
+
+    /// As many handoffs as make a measurement.
+    fn measure(paths: &mut Paths, transport: TransportKind, bytes: u64) {
+        (0..MEASURED).for_each(|_| paths.carried(transport, bytes, S));
+    }
+
+    fn all() -> Paths {
+        Paths::new([(Shm, None), (Ucx, None), (Tcp, None)], true)
+    }
+
+    #[test]
+    fn the_next_one_stands_in_for_a_path_that_fails_until_its_pause_is_over() {
+        let (mut paths, t) = (all(), Instant::now());
+        assert_eq!(paths.order(t), [Shm, Ucx, Tcp]);
+        paths.begun(Shm);
+        paths.failed(Shm, "cut".into(), t);
+        paths.over();
+        assert_eq!(paths.order(t), [Ucx, Tcp, Shm]);
+        paths.begun(Ucx);
+        assert!(!paths.would_change(t + S * 4));
+        assert!(paths.would_change(t + S * 5));
+        assert_eq!(paths.order(t + S * 5), [Shm, Ucx, Tcp]);
+    }
+
+    #[test]
+    fn pauses_double_up_to_a_bound_and_end_with_a_handoff() {
+        let (mut paths, mut t) = (all(), Instant::now());
+        for pause in [5, 10, 20, 40, 80, 160, 300, 300] {
+            paths.failed(Shm, "cut".into(), t);
+            assert_eq!(paths.order(t + S * pause - S), [Ucx, Tcp, Shm], "{pause}");
+            t += S * pause;
+            assert_eq!(paths.order(t)[0], Shm, "{pause}");
+        }
+        paths.carried(Shm, 1, S);
+        paths.failed(Shm, "cut".into(), t);
+        assert_eq!(paths.order(t + S * 5)[0], Shm);
+        for _ in 0..100 {
+            paths.failed(Shm, "cut".into(), t);
+        }
+        assert_eq!(paths.order(t + MAX_PAUSE)[0], Shm);
+    }
+
+    #[test]
+    fn paused_paths_are_better_than_none_and_barred_ones_are_not() {
+        let mut paths = Paths::new([(Shm, Some("another host".into())), (Ucx, None), (Tcp, None)], true);
+        let t = Instant::now();
+        paths.failed(Tcp, "refused".into(), t);
+        paths.failed(Ucx, "refused".into(), t + S);
+        assert_eq!(paths.order(t + S * 2), [Tcp, Ucx], "the first to come back first");
+        assert_eq!(paths.barred(), None);
+        let none = Paths::new([(Shm, Some("another host".into()))], false);
+        assert_eq!((none.order(t), none.barred()), (vec![], Some("another host")));
+    }
+
+    #[test]
+    fn network_paths_are_measured_and_the_clearly_faster_one_is_taken() {
+        let mut paths = Paths::new([(Shm, Some("another host".into())), (Ucx, None), (Tcp, None)], true);
+        let t = Instant::now();
+        paths.carried(Ucx, 1000, S);
+        assert_eq!(paths.order(t), [Ucx, Tcp], "one handoff is no measurement");
+        measure(&mut paths, Ucx, 1000);
+        assert_eq!(paths.order(t), [Tcp, Ucx], "not measured yet");
+        measure(&mut paths, Tcp, 1200);
+        assert_eq!(paths.order(t), [Ucx, Tcp], "not clearly faster");
+        measure(&mut paths, Tcp, 3000);
+        assert_eq!(paths.order(t), [Tcp, Ucx]);
+        // Who asks for a transport is not given another for its speed.
+        let mut asked = Paths::new([(Ucx, None), (Tcp, None)], false);
+        measure(&mut asked, Ucx, 1000);
+        measure(&mut asked, Tcp, 9000);
+        assert_eq!(asked.order(t), [Ucx, Tcp]);
+    }
+
+    #[test]
+    fn shared_memory_is_not_left_to_try_others() {
+        let (mut paths, t) = (all(), Instant::now());
+        measure(&mut paths, Shm, 1000);
+        assert_eq!(paths.order(t), [Shm, Ucx, Tcp]);
+        measure(&mut paths, Tcp, 2000);
+        assert_eq!(paths.order(t), [Tcp, Shm, Ucx], "by its measure, which it got while standing in");
+    }
+
+    #[test]
+    fn the_average_moves() {
+        let mut paths = all();
+        paths.carried(Shm, 1000, S);
+        paths.carried(Shm, 2000, S);
+        // Nothing was copied since: the reservation wanted what was here.
+        paths.carried(Shm, 0, Duration::ZERO);
+        let report = &paths.report(Instant::now())[0];
+        assert_eq!((report.bytes_per_second, report.handoffs), (Some(2800.0 / 1.8), 3));
+    }
+
+    #[test]
+    fn reports_say_why_a_path_is_not_used() {
+        let mut paths = Paths::new([(Shm, None), (Ucx, Some("not set up".into())), (Tcp, None)], true);
+        let t = Instant::now();
+        let why = |paths: &Paths, now| paths.report(now).into_iter().map(|path| path.unused).collect::<Vec<_>>();
+        assert_eq!(why(&paths, t)[0].as_deref(), Some("no session now"));
+        paths.begun(Shm);
+        assert_eq!(why(&paths, t), [None, Some("not set up".into()), Some("in reserve behind shm".into())]);
+        paths.failed(Shm, "lost w1: it closed the connection".into(), t);
+        paths.begun(Tcp);
+        let failed = "failed 2 s ago: lost w1: it closed the connection; tried again in 3 s at the earliest";
+        assert_eq!(why(&paths, t + S * 2 + S / 2), [Some(failed.into()), Some("not set up".into()), None]);
+        measure(&mut paths, Tcp, 1000);
+        measure(&mut paths, Shm, 1100);
+        assert_eq!(why(&paths, t + S * 9)[0].as_deref(), Some("not clearly faster than tcp"));
+    }
+}
