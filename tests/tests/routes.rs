@@ -4,17 +4,14 @@
 //!
 //! Logits are compared whole, by the digest that comes with each token; log probabilities beside it say what differs.
 
-use std::path::Path;
-use std::process::Command;
-
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_model_files::{Model, fetch};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
-use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{Cluster, ClusterOptions};
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
+use baton_tests::ucx;
 use baton_types::{Constraint, KvDtype, SamplingParams, TokenOut};
 use futures::future::try_join_all;
 
@@ -137,9 +134,8 @@ fn compare(
         if !options.aggregated {
             // Every single one went this way, none was prefilled on the decode worker instead.
             let prefill = cluster.workers_of(Role::Prefill).pop().context("a prefill worker")?;
-            let admin = prefill.member.admin.trim_start_matches("http://").parse()?;
             let label = format!("transport=\"{}\"", options.transport);
-            let handoffs = Metrics::of(admin)?.sum("baton_transfer_seconds_count", &label);
+            let handoffs = prefill.metrics()?.sum("baton_transfer_seconds_count", &label);
             ensure!(
                 handoffs == (passes.len() * requests.len()) as f64,
                 "{name} {route}: {handoffs} handoffs with {label}"
@@ -161,19 +157,11 @@ fn route(transport: &'static str, chunk: u32, aggregated: bool) -> ClusterOption
     ClusterOptions { transport, aggregated, env, ..ClusterOptions::new("") }
 }
 
-/// Over UCX's TCP, with the library that `tools/fetch-ucx` finds or fetches; None, said aloud, where it does not.
-fn ucx_route(chunk: u32) -> anyhow::Result<Option<ClusterOptions>> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/fetch-ucx");
-    let found = Command::new(script).output()?;
-    if !found.status.success() {
-        println!("not over ucx: {}", String::from_utf8_lossy(&found.stderr));
-        return Ok(None);
-    }
-    let library = format!("{}/lib", String::from_utf8(found.stdout)?.trim());
+/// Over UCX's TCP; None where there is no UCX.
+fn ucx_route(chunk: u32) -> Option<ClusterOptions> {
     let mut options = route("ucx", chunk, false);
-    options.env.push(("BATON_UCX_LIBRARY".to_owned(), library));
-    options.env.push(("BATON_UCX_OPTIONS".to_owned(), "TLS=tcp".to_owned()));
-    Ok(Some(options))
+    options.env.extend(ucx::env(ucx::library()?));
+    Some(options)
 }
 
 #[test]
@@ -228,7 +216,7 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
         let model = Model::open(&path)?;
         let spec = path.to_str().context("a path in UTF-8")?;
         let mut routes = vec![("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
-        routes.extend(ucx_route(16)?.map(|options| ("split over ucx", options)));
+        routes.extend(ucx_route(16).map(|options| ("split over ucx", options)));
         let mut local = Local::new(&model, Options::default())?;
         compare(name, spec, &mut local, &requests(30, 90, &model, 3), &routes)?;
     }
@@ -259,9 +247,8 @@ fn kv_changes_its_type_between_workers_alike_over_every_transport() -> anyhow::R
             }
         }
         let prefill = cluster.workers_of(Role::Prefill).pop().context("a prefill worker")?;
-        let admin = prefill.member.admin.trim_start_matches("http://").parse()?;
         let label = format!("transport=\"{transport}\"");
-        let handoffs = Metrics::of(admin)?.sum("baton_transfer_seconds_count", &label);
+        let handoffs = prefill.metrics()?.sum("baton_transfer_seconds_count", &label);
         ensure!(handoffs == requests.len() as f64, "{handoffs} handoffs over {transport}");
         cluster.wait_idle()?;
         cluster.stop()?;
