@@ -35,14 +35,32 @@ impl Weights<'_> {
     /// The sums of each [`CHUNK`] logits, in place of what `sums` holds; gives the sum of all.
     pub fn sum(&self, sums: &mut Vec<f64>) -> f64 {
         sums.clear();
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") {
-            // SAFETY: the CPU has AVX2.
-            unsafe { self.chunks_avx2(sums) };
-            return sums.iter().sum();
-        }
-        self.chunks(sums);
+        self.chunks_as_wide_as_can_be(sums);
         sums.iter().sum()
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn chunks_as_wide_as_can_be(&self, sums: &mut Vec<f64>) {
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq") {
+            // SAFETY: the CPU has them.
+            unsafe { self.chunks_avx512(sums) }
+        } else if is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has it.
+            unsafe { self.chunks_avx2(sums) }
+        } else {
+            self.chunks(sums);
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn chunks_as_wide_as_can_be(&self, sums: &mut Vec<f64>) {
+        self.chunks(sums);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512dq")]
+    fn chunks_avx512(&self, sums: &mut Vec<f64>) {
+        self.chunks(sums);
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -53,17 +71,15 @@ impl Weights<'_> {
 
     #[inline(always)]
     fn chunks(&self, sums: &mut Vec<f64>) {
+        let mut weights = [0.0; CHUNK];
         for chunk in self.logits.chunks(CHUNK) {
-            let mut lanes = [0.0; LANES];
-            let whole = chunk.chunks_exact(LANES);
-            let rest = whole.remainder();
-            for group in whole {
-                for (lane, x) in lanes.iter_mut().zip(group) {
-                    *lane += self.of(x / self.temperature);
-                }
+            // Two plain loops, one over elements and one over lanes, so that both become vector instructions.
+            for (weight, x) in weights.iter_mut().zip(chunk) {
+                *weight = self.of(x / self.temperature);
             }
-            for (lane, x) in lanes.iter_mut().zip(rest) {
-                *lane += self.of(x / self.temperature);
+            let mut lanes = [0.0; LANES];
+            for group in weights[..chunk.len()].chunks(LANES) {
+                lanes.iter_mut().zip(group).for_each(|(lane, weight)| *lane += weight);
             }
             sums.push(lanes.iter().sum());
         }
