@@ -130,7 +130,8 @@ fn what_a_request_holds_stays_compiled() {
     let held: Vec<_> = (0..50).map(prepare).collect();
     let passing: Vec<_> = (50..150).map(|i| Arc::downgrade(&prepare(i))).collect();
     assert!(held.iter().enumerate().all(|(i, constraint)| Arc::ptr_eq(constraint, &prepare(i))));
-    assert_eq!(passing.iter().filter(|constraint| constraint.strong_count() > 0).count(), 32);
+    let left = passing.iter().filter(|constraint| constraint.strong_count() > 0).count();
+    assert!((32..=33).contains(&left), "{left}, the last among them");
 }
 
 /// I5: what a client sends cannot hold a thread for long, blow the stack or fill the memory.
