@@ -47,14 +47,14 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
     let served = catch_unwind(AssertUnwindSafe(move || {
         let error = session.serve();
         *idle = session.queue.with(|line| line.idle());
+        // Bytes that changed say nothing against the path that carried the others.
+        if !*idle && error != TransferError::Closed && !error.is_corruption() {
+            session.plan.failed(kind, &error);
+        }
         session.wind_up(&error);
         error
     }));
     if let Ok(error) = served {
-        // Bytes that changed say nothing against the path that carried the others.
-        if !end.idle && error != TransferError::Closed && !error.is_corruption() {
-            plan.failed(kind, &error);
-        }
         end.error = error;
     }
     plan.paths(Paths::over);
@@ -65,8 +65,7 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
     }
 }
 
-/// Closes the queue, also in a panic, once the connection is closed and the peer's pool unmapped: only then may another
-/// session be opened to the same worker, which takes that as this one's end.
+/// Closes the queue, also in a panic, at the latest when the connection is closed and the peer's pool unmapped.
 struct End {
     queue: Arc<Queue>,
     error: TransferError,
@@ -267,6 +266,11 @@ impl Session {
     /// before, a stream may lose the rest.
     fn wind_up(mut self, error: &TransferError) {
         self.with(|outbound, line| outbound.end_all(error, Instant::now(), line));
+        // Who makes a handoff again that has just failed gets another session, which begins when this one's thread has ended, so
+        // that the peer may take it as this one's end. A copy that could not be stopped reads local blocks until then.
+        if self.stuck.is_none() {
+            self.queue.close(error.clone());
+        }
         let until = Instant::now() + FAREWELL;
         while self.link.flush().is_ok() && self.link.has_output() && self.wait_until(until, Interest::Write) {}
         if self.link.has_output() || self.link.finish().is_err() {
