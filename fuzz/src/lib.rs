@@ -6,6 +6,7 @@
 //! keeping.
 
 mod mutate;
+mod registry;
 mod sessions;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -34,13 +35,14 @@ pub struct Target {
 }
 
 /// Every target.
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
     Target { name: "handshake", run: handshake, seeds: handshake_seeds },
     Target { name: "frame", run: frame, seeds: frame_seeds },
     Target { name: "descriptor", run: descriptor, seeds: descriptor_seeds },
     Target { name: "decode-session", run: sessions::decode, seeds: sessions::decode_seeds },
     Target { name: "prefill-session", run: sessions::prefill, seeds: sessions::prefill_seeds },
     Target { name: "request", run: request, seeds: request_seeds },
+    Target { name: "registry", run: registry::registry, seeds: registry::registry_seeds },
 ];
 
 /// A pool of two groups of different shapes.
