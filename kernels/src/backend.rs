@@ -219,6 +219,8 @@ pub trait Backend: Send {
     fn elements(&self, buffer: &Self::Buffer) -> usize;
     /// Makes room for products of up to `rows` rows with inputs up to `cols` wide.
     fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError>;
+    /// What was stored in the pool so far is there for those who read its memory from outside.
+    fn publish(&mut self);
     /// Waits until all operations are done; what went wrong with one of them since the last time. After a failure those that follow
     /// are not done, and what [`Backend::read`] gives is worth nothing.
     fn finish(&mut self) -> Result<(), KernelError>;

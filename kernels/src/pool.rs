@@ -67,6 +67,12 @@ impl HostPool {
         &self.geometry
     }
 
+    /// Where it begins.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.base
+    }
+
     /// Start of a plane (0: K, 1: V) of one layer of a block: `[kv_head][slot][head_dim]`.
     pub(crate) fn plane(&self, group: usize, layer: usize, block: BlockId, plane: usize) -> *mut u8 {
         let range = self.geometry.block_range(group, layer, block);

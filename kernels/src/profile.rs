@@ -247,6 +247,10 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.reserve(rows, cols)
     }
 
+    fn publish(&mut self) {
+        self.inner.publish();
+    }
+
     fn finish(&mut self) -> Result<(), KernelError> {
         self.inner.finish()
     }

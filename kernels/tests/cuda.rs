@@ -5,9 +5,11 @@
 
 use std::sync::Arc;
 
-use baton_kernels::conformance::{Factory, Promises, run};
-use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Nowhere, Recorder};
-use baton_kernels::{AttentionShape, Backend, Input, KernelError, Product, Ragged, WeightSource};
+use baton_kernels::conformance::{Factory, Promises, Random, run};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Nowhere, Recorded, Recorder};
+use baton_kernels::{
+    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Input, KernelError, Product, Ragged, Rope, WeightSource,
+};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
 
 type Device = Recorder<HostDevice>;
@@ -156,4 +158,47 @@ fn an_empty_batch_launches_nothing() {
     let log = backend.device().take_log();
     use baton_kernels::cuda::Recorded::{Launch, Product as Multiply};
     assert!(!log.iter().any(|call| matches!(call, Launch(_) | Multiply(..))), "{log:?}");
+}
+
+/// Over a pool in host memory a GPU stores the bytes that the CPU does, and they are there once they are published.
+#[test]
+fn a_pool_on_the_host_gets_the_bytes_that_the_cpu_stores() {
+    let Some(host) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(host));
+    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::Q8, KvDtype::Fp8] {
+        let geometry = PoolGeometry::uniform(layout(dtype, 24, 0), 3);
+        let pools = [(); 2].map(|()| Arc::new(HostPool::in_memory(geometry.clone()).unwrap()));
+        let [cpu, gpu] = [Arc::clone(&pools[0]), Arc::clone(&pools[1])];
+        store_three_blocks(CpuBackend::new(CpuOptions::default(), cpu).unwrap());
+        device.take_log();
+        store_three_blocks(CudaBackend::over(Arc::clone(&device), gpu, CudaOptions::default()).unwrap());
+        for block in (0..3).map(BlockId) {
+            let [want, got] = [&pools[0], &pools[1]].map(|pool| pool.block_bytes(0, 0, block));
+            assert!(got == want, "{dtype:?}, {block}");
+        }
+        let log = device.take_log();
+        let at = |what: fn(&Recorded) -> bool| log.iter().rposition(what);
+        let waited = at(|call| matches!(call, Recorded::Synchronise(_)));
+        assert!(
+            at(|call| matches!(call, Recorded::Launch(_))) < waited && waited < at(|call| *call == Recorded::Unmap),
+            "{log:?}"
+        );
+    }
+    assert_eq!(device.problems(), [""; 0]);
+    assert_eq!(device.live_bytes(), 0);
+}
+
+/// Two sequences, one of a block and a half, one of a block.
+fn store_three_blocks<B: Backend>(mut backend: B) {
+    let mut random = Random(5);
+    let mut rows = |floats: usize| backend.upload(&random.vector(floats)).unwrap();
+    let (mut q, k, v) = (rows(44 * 48), rows(44 * 24), rows(44 * 24));
+    let rope = Rope { cos: rows(64 * 12), sin: rows(64 * 12) };
+    let mut batch = Ragged::default();
+    batch.push(0, 28, &[BlockId(2), BlockId(0)]);
+    batch.push(0, 16, &[BlockId(1)]);
+    let shape = AttentionShape { group: 0, layer: 0, heads: 2, scale: 1.0 };
+    backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
+    backend.publish();
+    backend.finish().unwrap();
 }

@@ -191,6 +191,7 @@ impl<B: Backend> Pass<'_, B> {
             backend.rms_norm(k_norm, &mut b.k, rows * c.kv_heads as usize);
         }
         backend.rope_and_store_kv(self.shape, self.batch, self.rope, &mut b.q, &b.k, &b.v);
+        backend.publish();
         stored();
         backend.attention(self.shape, self.batch, &b.q, &mut b.attended);
         let input = Input { x: &b.attended, rows, norm: None };

@@ -281,6 +281,8 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn publish(&mut self) {}
+
     /// Every operation is done when it returns.
     fn finish(&mut self) -> Result<(), KernelError> {
         Ok(())

@@ -11,8 +11,8 @@ use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
 use super::queue::Queue;
 use super::weight::CudaWeight;
-use crate::KernelError;
 use crate::backend::{AttentionShape, Input, Norm, Product, Ragged};
+use crate::{HostPool, KernelError};
 
 /// How to run on a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -56,11 +56,27 @@ impl<D: Device> CudaBackend<D> {
     /// room for it.
     pub fn new(device: Arc<D>, geometry: PoolGeometry, options: CudaOptions) -> Result<Self, KernelError> {
         let queue = Queue::new(device)?;
+        let pool = Pool::new(&queue, geometry)?;
+        Ok(CudaBackend::with(queue, pool, options))
+    }
+
+    /// A backend over a pool in host memory that others read and write too. The device reaches it over its bus, so attention is as fast as
+    /// that.
+    ///
+    /// # Errors
+    /// As for [`CudaBackend::new`].
+    pub fn over(device: Arc<D>, pool: Arc<HostPool>, options: CudaOptions) -> Result<Self, KernelError> {
+        let queue = Queue::new(device)?;
+        let pool = Pool::of_host(&queue, pool)?;
+        Ok(CudaBackend::with(queue, pool, options))
+    }
+
+    fn with(queue: Queue<D>, pool: Pool<D>, options: CudaOptions) -> Self {
+        let geometry = pool.geometry();
         let batches =
             geometry.layout.groups.iter().map(|_| GroupBatch { tiles: Tiles::default(), words: None }).collect();
-        let pool = Pool::new(&queue, geometry)?;
         let (operand, indices, staging, sums) = (None, None, None, None);
-        Ok(CudaBackend { queue, options, pool, operand, indices, staging, sums, batches, failed: None })
+        CudaBackend { queue, options, pool, operand, indices, staging, sums, batches, failed: None }
     }
 
     /// Whether a pool of this shape can be served.
@@ -202,5 +218,12 @@ impl<D: Device> CudaBackend<D> {
         let GroupBatch { tiles, words } = &self.batches[shape.group];
         let words = words.as_ref()?.piece(0, size_of_val(tiles.words()));
         Some(Placed { queue: &self.queue, pool: &self.pool, shape, tiles, words })
+    }
+}
+
+impl<D: Device> Drop for CudaBackend<D> {
+    /// Nothing may be under way when memory goes that the device only sees.
+    fn drop(&mut self) {
+        let _ = self.queue.synchronise();
     }
 }

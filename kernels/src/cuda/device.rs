@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use crate::KernelError;
+use crate::{HostPool, KernelError};
 
 /// An address in device memory; 0 is none.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -142,6 +142,13 @@ pub trait Device: Send + Sync + 'static {
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError>;
     /// Gives memory back when all that uses it is done.
     fn free(&self, at: Address);
+    /// The address at which the device sees memory of the host; [`Device::unmap`] ends it.
+    ///
+    /// # Safety
+    /// The memory is there until then.
+    unsafe fn map(&self, base: *mut u8, bytes: usize) -> Result<Address, KernelError>;
+    /// The device sees the memory no longer. Comes when all that uses it is done.
+    fn unmap(&self, base: *mut u8, at: Address);
     /// A new stream, which lives as long as the device.
     fn stream(&self) -> Result<Stream, KernelError>;
     /// A new event, which lives as long as the device.
@@ -167,18 +174,32 @@ pub trait Device: Send + Sync + 'static {
     fn synchronise(&self, stream: Stream) -> Result<(), KernelError>;
 }
 
-/// Device memory that is given back when it is dropped.
+/// Device memory that is given back when it is dropped, or a pool's memory on the host that the device sees until then.
 pub struct Memory<D: Device> {
     device: Arc<D>,
     at: Address,
     bytes: usize,
+    host: Option<Arc<HostPool>>,
 }
 
 impl<D: Device> Memory<D> {
     /// Of so many bytes, with anything in them.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
         let at = device.allocate(bytes.max(1))?;
-        Ok(Memory { device: Arc::clone(device), at, bytes })
+        Ok(Memory { device: Arc::clone(device), at, bytes, host: None })
+    }
+
+    /// A pool in host memory.
+    pub(super) fn of_host(device: &Arc<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
+        let bytes = pool.geometry().bytes();
+        // SAFETY: the pool lives in what is made here, which unmaps it first.
+        let at = unsafe { device.map(pool.base(), bytes) }?;
+        Ok(Memory { device: Arc::clone(device), at, bytes, host: Some(pool) })
+    }
+
+    /// Whether it is host memory.
+    pub(super) fn is_host(&self) -> bool {
+        self.host.is_some()
     }
 
     /// How many bytes.
@@ -207,6 +228,9 @@ impl<D: Device> Memory<D> {
 
 impl<D: Device> Drop for Memory<D> {
     fn drop(&mut self) {
-        self.device.free(self.at);
+        match &self.host {
+            None => self.device.free(self.at),
+            Some(pool) => self.device.unmap(pool.base(), self.at),
+        }
     }
 }

@@ -191,6 +191,30 @@ impl Device for Driver {
         }
     }
 
+    unsafe fn map(&self, base: *mut u8, bytes: usize) -> Result<Address, KernelError> {
+        self.current()?;
+        let map = failed("mapping the pool's memory");
+        // SAFETY: the caller's promise for the memory.
+        unsafe { sys::cuMemHostRegister_v2(base.cast(), bytes, sys::CU_MEMHOSTREGISTER_DEVICEMAP) }
+            .result()
+            .map_err(&map)?;
+        let mut at = 0;
+        // SAFETY: registered just now, with an address for the device.
+        let found = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut at, base.cast(), 0) }.result().map_err(&map);
+        if found.is_err() {
+            self.unmap(base, Address(at));
+        }
+        found.map(|()| Address(at))
+    }
+
+    fn unmap(&self, base: *mut u8, _at: Address) {
+        // It waits for nobody; a backend has waited before. As for `free`, a failure is told elsewhere.
+        if self.current().is_ok() {
+            // SAFETY: registered by `map`, and unmapped once.
+            let _ = unsafe { sys::cuMemHostUnregister(base.cast()) };
+        }
+    }
+
     fn stream(&self) -> Result<Stream, KernelError> {
         self.current()?;
         let stream = stream::create(stream::StreamKind::NonBlocking).map_err(failed("stream"))?;

@@ -128,6 +128,12 @@ impl Device for HostDevice {
         }
     }
 
+    unsafe fn map(&self, base: *mut u8, _bytes: usize) -> Result<Address, KernelError> {
+        Ok(Address(base.expose_provenance() as u64))
+    }
+
+    fn unmap(&self, _base: *mut u8, _at: Address) {}
+
     fn stream(&self) -> Result<Stream, KernelError> {
         Ok(Stream(self.next()))
     }

@@ -29,6 +29,10 @@ impl Device for Nowhere {
         Ok(Address(4096 + self.next((bytes as u64).next_multiple_of(4096))))
     }
     fn free(&self, _at: Address) {}
+    unsafe fn map(&self, _base: *mut u8, bytes: usize) -> Result<Address, KernelError> {
+        self.allocate(bytes)
+    }
+    fn unmap(&self, _base: *mut u8, _at: Address) {}
     fn stream(&self) -> Result<Stream, KernelError> {
         Ok(Stream(self.next(4096) as usize))
     }

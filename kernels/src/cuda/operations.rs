@@ -55,6 +55,12 @@ impl<D: Device> Backend for CudaBackend<D> {
         self.attempt(|b| b.queue.read(piece, bytes_of_mut(out)));
     }
 
+    fn publish(&mut self) {
+        if self.pool.is_host() {
+            self.attempt(|b| b.queue.synchronise());
+        }
+    }
+
     fn finish(&mut self) -> Result<(), KernelError> {
         self.attempt(|b| b.queue.synchronise());
         self.failed.take().map_or(Ok(()), Err)

@@ -1,14 +1,19 @@
 //! The KV pool in device memory, in the layout it has on the host, and what of it is swapped out.
 
+use std::sync::Arc;
+
 use baton_types::{BlockId, KvDtype, PoolGeometry};
 
 use super::device::{Access, Device, Memory, Piece};
 use super::params::{BlockSide, CopyBlocks, KvPlanes, kv_type};
 use super::queue::Queue;
-use crate::KernelError;
+use crate::{HostPool, KernelError};
 
 /// Widest heads that the attention kernels take.
 const MAX_HEAD_DIM: u32 = 256;
+
+/// What kernels load together must not straddle it.
+const ALIGN: usize = 16;
 
 /// Blocks on the device, and copies of some in host memory.
 pub(super) struct Pool<D: Device> {
@@ -51,6 +56,23 @@ impl<D: Device> Pool<D> {
         queue.fill(memory.piece(0, memory.bytes()), 0xff)?;
         let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
         Ok(Pool { memory, geometry, swapped: Vec::new(), swapped_geometry })
+    }
+
+    /// In host memory, which the device reads and writes where it is.
+    pub fn of_host(queue: &Queue<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
+        let geometry = pool.geometry().clone();
+        check(&geometry)?;
+        if pool.base().addr() % ALIGN != 0 {
+            return Err(KernelError::Pool(format!("its memory must begin at a multiple of {ALIGN} bytes")));
+        }
+        let memory = Memory::of_host(&queue.device, pool)?;
+        let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
+        Ok(Pool { memory, geometry, swapped: Vec::new(), swapped_geometry })
+    }
+
+    /// Whether others see it as it is: it is host memory.
+    pub fn is_host(&self) -> bool {
+        self.memory.is_host()
     }
 
     pub fn geometry(&self) -> &PoolGeometry {

@@ -19,6 +19,10 @@ pub enum Recorded {
     Allocate(usize),
     /// Memory given back.
     Free,
+    /// So many bytes of host memory mapped.
+    Map(usize),
+    /// Host memory seen no longer.
+    Unmap,
     /// So many bytes set.
     Fill(usize),
     /// So many bytes from the host.
@@ -88,6 +92,25 @@ impl State {
         let own = clock.entry(stream).or_default();
         *own += 1;
         *own
+    }
+
+    /// New memory.
+    fn note(&mut self, call: Recorded, at: Address, bytes: usize) {
+        let end = at.0 + bytes as u64;
+        self.freed.retain(|freed, size| freed.0 + *size <= at.0 || freed.0 >= end);
+        self.allocations.insert(at, Allocation { bytes: bytes as u64, touches: Vec::new() });
+        self.log.push(call);
+    }
+
+    /// Memory that is no longer there; whether it was.
+    fn forget(&mut self, call: Recorded, at: Address) -> bool {
+        self.log.push(call);
+        let Some(allocation) = self.allocations.remove(&at) else {
+            self.problems.push("free: memory that is not allocated".to_owned());
+            return false;
+        };
+        self.freed.insert(at, allocation.bytes);
+        true
     }
 
     fn problem(&mut self, why: String) -> KernelError {
@@ -189,24 +212,26 @@ impl<D: Device> Device for Recorder<D> {
 
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
         let at = self.inner.allocate(bytes)?;
-        let mut state = self.state();
-        let end = at.0 + bytes as u64;
-        state.freed.retain(|freed, size| freed.0 + *size <= at.0 || freed.0 >= end);
-        state.allocations.insert(at, Allocation { bytes: bytes as u64, touches: Vec::new() });
-        state.log.push(Recorded::Allocate(bytes));
+        self.state().note(Recorded::Allocate(bytes), at, bytes);
         Ok(at)
     }
 
     fn free(&self, at: Address) {
-        let mut state = self.state();
-        state.log.push(Recorded::Free);
-        match state.allocations.remove(&at) {
-            Some(allocation) => {
-                state.freed.insert(at, allocation.bytes);
-                drop(state);
-                self.inner.free(at);
-            }
-            None => state.problems.push("free: memory that is not allocated".to_owned()),
+        if self.state().forget(Recorded::Free, at) {
+            self.inner.free(at);
+        }
+    }
+
+    unsafe fn map(&self, base: *mut u8, bytes: usize) -> Result<Address, KernelError> {
+        // SAFETY: the caller's promise.
+        let at = unsafe { self.inner.map(base, bytes) }?;
+        self.state().note(Recorded::Map(bytes), at, bytes);
+        Ok(at)
+    }
+
+    fn unmap(&self, base: *mut u8, at: Address) {
+        if self.state().forget(Recorded::Unmap, at) {
+            self.inner.unmap(base, at);
         }
     }
 
