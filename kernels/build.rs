@@ -1,12 +1,21 @@
-//! Embeds the compiled CUDA kernels, where `kernels/cuda/build` has made them since their sources last changed; without them the
-//! GPU backend says which command to run.
+//! Embeds the compiled CUDA kernels, where `kernels/cuda/build` has made them from the sources as they are; without them the GPU
+//! backend says which command to run.
 
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
-use std::{env, fs};
+use std::{env, fs, io};
 
-fn changed(path: &Path) -> Option<SystemTime> {
-    fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
+/// Names and contents of the sources, hashed as `kernels/cuda/build` does (FNV-1a, 64 bits).
+fn digest(sources: &Path) -> io::Result<String> {
+    let mut files = fs::read_dir(sources)?.map(|file| file.map(|file| file.path())).collect::<io::Result<Vec<_>>>()?;
+    files.sort();
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for file in files {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        for byte in name.into_bytes().into_iter().chain(fs::read(&file)?) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+    Ok(format!("{hash:016x}"))
 }
 
 fn main() {
@@ -14,17 +23,15 @@ fn main() {
     let (Some(here), Some(out)) = (here.map(PathBuf::from), out.map(PathBuf::from)) else { return };
     println!("cargo::rerun-if-env-changed=BATON_FATBIN");
     let fatbin = env::var_os("BATON_FATBIN").map_or_else(|| here.join("../target/cuda/baton.fatbin"), PathBuf::from);
-    println!("cargo::rerun-if-changed={}", fatbin.display());
-    let sources = here.join("cuda/src");
-    println!("cargo::rerun-if-changed={}", sources.display());
-    let newest = fs::read_dir(&sources).ok().and_then(|files| files.flatten().filter_map(|f| changed(&f.path())).max());
-    let fresh = changed(&fatbin).is_some_and(|made| newest.is_none_or(|newest| made >= newest));
+    let made_of = fatbin.with_extension("sources");
+    for path in [&fatbin, &made_of, &here.join("cuda/src")] {
+        println!("cargo::rerun-if-changed={}", path.display());
+    }
+    let made_of = fs::read_to_string(made_of).ok();
+    let fresh = made_of.is_some_and(|made_of| digest(&here.join("cuda/src")).is_ok_and(|now| now == made_of.trim()));
     if !fresh && fatbin.exists() {
         // Parameters may have changed, and a kernel would take them for others.
-        println!(
-            "cargo::warning={} is older than its sources and is left out; run kernels/cuda/build",
-            fatbin.display()
-        );
+        println!("cargo::warning={} is of other sources and is left out; run kernels/cuda/build", fatbin.display());
     }
     let image = if fresh { fs::read(&fatbin).unwrap_or_default() } else { Vec::new() };
     if let Err(error) = fs::write(out.join("baton.fatbin"), image) {

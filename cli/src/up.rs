@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
 use baton_runtime::{Bytes, FetchConfig, Process, ProcessConfig, config::format_duration};
-use baton_worker::{KvType, TransportKind};
+use baton_worker::{BackendKind, KvType, TransportKind};
 
 use crate::supervisor::{Kind, Supervisor};
 
@@ -50,6 +50,8 @@ baton_runtime::config! {
         attention_sinks: u32 = 4,
         /// Host memory of each worker for the KV of sequences that make room for others; 0B: they are computed again.
         swap_bytes: Bytes = Bytes(0),
+        /// What workers compute on: auto, cpu or cuda (see baton decode --help).
+        backend: BackendKind = BackendKind::Auto,
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
         /// How long the cluster may take to get ready.
@@ -157,6 +159,7 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType) -> Vec<String
     args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
     args.extend(flag("attention-sinks", config.attention_sinks));
     args.extend(flag("swap-bytes", config.swap_bytes));
+    args.extend(flag("backend", config.backend));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
     args
 }

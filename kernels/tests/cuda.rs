@@ -30,10 +30,8 @@ impl Factory for Host {
         backend.block_bytes(group, layer_in_group, block).unwrap()
     }
 
-    /// bf16 weights and activations; attention on 16-bit operands.
     fn promises(&self) -> Promises {
-        let chunks = if self.options.invariant { None } else { Some(0.02) };
-        Promises { operands: 2f64.powi(-8), attention: 0.03, chunks }
+        CudaBackend::<Device>::promises(self.options)
     }
 
     fn serves(&self, layout: &KvLayout) -> bool {

@@ -312,3 +312,20 @@ fn models_are_listed_and_inspected() {
     let said = binary::run(&["model", "inspect", "/no/such/model", cache[0], cache[1]]).unwrap();
     assert!(said.code == Some(1) && said.err.contains("/no/such/model"), "{said:?}");
 }
+
+/// On a host without a GPU: with one the flag is served, and there is nothing to see here.
+#[test]
+fn a_gpu_that_is_asked_for_and_not_there_ends_the_worker_with_the_reason() {
+    if baton_kernels::cuda::devices().is_ok() {
+        eprintln!("skipped: this host has a GPU");
+        return;
+    }
+    for role in ["prefill", "decode"] {
+        // Told before the model is looked for.
+        let args = [role, "--backend", "cuda", "--model", "/nowhere", "--admin", "127.0.0.1:0"];
+        let said: Said = binary::command().unwrap().args(args).output().unwrap().into();
+        assert_eq!(said.code, Some(1), "{said:?}");
+        assert!(said.err.contains("--backend cuda: no GPU: ") && said.err.contains("--backend cpu"), "{said:?}");
+        assert!(!said.err.contains("panicked"), "{said:?}");
+    }
+}

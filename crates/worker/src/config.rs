@@ -10,6 +10,8 @@ use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
 use baton_transfer::{TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
+use crate::BackendKind;
+
 baton_runtime::config_enum! {
     /// Element type of the KV pool.
     pub enum KvType {
@@ -210,7 +212,9 @@ baton_runtime::config! {
         max_keep: Duration = Duration::from_secs(3600),
         /// Under eviction = priority: most of the prefix cache that is kept at once, in percent; requests beyond are as any other.
         max_kept_percent: u32 = 50,
-        /// Compute threads; default: one per core.
+        /// What computes: cpu, cuda (a GPU by NVIDIA, or the worker does not start), or auto: a GPU where there is one that can.
+        backend: BackendKind = BackendKind::Auto,
+        /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
         /// Keep each compute thread on a CPU of its own; for workers that share their CPUs with nobody.
         pin_threads: bool = false,

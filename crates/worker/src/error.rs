@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 
 use baton_cluster::ClusterError;
 use baton_engine::{EngineError, RunError};
+use baton_kernels::KernelError;
 use baton_model::ModelError;
 use baton_model_files::ModelFileError;
 use baton_runtime::RuntimeError;
@@ -19,6 +20,9 @@ pub enum WorkerError {
     /// The model does not suit the kernels.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The GPU that was asked for is not there.
+    #[error("--backend cuda: {0}; --backend cpu needs none")]
+    Backend(KernelError),
     /// The engine's limits do not fit together.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -65,6 +69,7 @@ impl BatonError for WorkerError {
         match self {
             WorkerError::Files(e) => e.kind(),
             WorkerError::Model(e) => e.kind(),
+            WorkerError::Backend(e) => e.kind(),
             WorkerError::Engine(e) => e.kind(),
             WorkerError::Run(e) => e.kind(),
             WorkerError::Runtime(e) => e.kind(),

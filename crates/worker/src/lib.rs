@@ -4,6 +4,7 @@
 //! The thin shell around the pure engine. `prefill-node` and `decode-node` add the one piece that differs, a [`Role`].
 //! Knows nothing of placement, HTTP or text.
 
+mod backend;
 mod config;
 mod convert;
 mod engine_thread;
@@ -15,11 +16,12 @@ mod service;
 mod stream;
 mod wire;
 
+pub use backend::BackendKind;
 pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, WorkerConfig};
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
-pub use load::{Loaded, check_settings, load, load_on, resolve_model};
+pub use load::{Loaded, check_settings, load_on, resolve_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_engine::{CacheConfig, EngineConfig, SwapConfig, SwapRates};
-use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
+use baton_engine::{CacheConfig, EngineConfig, ModelRunner, SwapConfig, SwapRates};
+use baton_grammar::Grammars;
+use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa, KernelError};
 use baton_model::{Decoder, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_runtime::FetchConfig;
@@ -14,6 +15,7 @@ use baton_runtime::config::format_duration;
 use baton_transfer::Segment;
 use baton_types::{BlockId, KvLayout, PoolGeometry};
 
+use crate::backend::{Chosen, choose, on_gpu};
 use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
@@ -25,7 +27,7 @@ const MAX_STREAM: u32 = 1 << 22;
 /// What every registry can keep.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
-/// A model on the CPU over a shareable pool.
+/// A model on a backend over a shareable pool.
 pub struct Loaded<B: Backend = CpuBackend> {
     /// Runs steps.
     pub decoder: Decoder<B>,
@@ -104,9 +106,39 @@ fn cache(config: &WorkerConfig, blocks: u32) -> CacheConfig {
     CacheConfig { max_blocks, max_kept, eviction: config.eviction.policy() }
 }
 
-/// Loads an open model. Blocks for seconds.
-pub fn load(config: &WorkerConfig, model: &Model) -> Result<Loaded, WorkerError> {
-    load_on(config, model, Isa::detect(), |backend, _| backend)
+/// What a worker keeps of a loaded model, whatever computes.
+pub(crate) struct Ready {
+    pub runner: Box<dyn ModelRunner>,
+    /// What it runs on, for logs.
+    pub backend: String,
+    pub vocab: u32,
+    pub grammars: Arc<Grammars>,
+    pub geometry: PoolGeometry,
+    pub segment: Arc<Segment>,
+    pub engine: EngineConfig,
+    pub name: String,
+}
+
+impl<B: Backend + 'static> Loaded<B> {
+    fn ready(mut self, config: &WorkerConfig) -> Result<Ready, WorkerError> {
+        if config.pack_tokens == PackTokens::Auto {
+            self.find_pack_tokens()?;
+        }
+        let Loaded { decoder, geometry, segment, engine, name } = self;
+        let (backend, vocab, grammars) = (decoder.backend_name(), decoder.config().vocab_size, decoder.grammars());
+        Ok(Ready { runner: Box::new(decoder), backend, vocab, grammars, geometry, segment, engine, name })
+    }
+}
+
+/// Finds what to compute on and the model, and loads it. Blocks for seconds.
+pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
+    let chosen = choose(config.backend)?;
+    let model = Model::open(&resolve_model(config)?)?;
+    let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
+    match chosen.for_pool(config.backend, &pool)? {
+        Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
+        Chosen::Gpu(device) => load_with(config, &model, |pool, _| on_gpu(device, pool))?.ready(config),
+    }
 }
 
 /// Loads an open model onto what `wrap` makes of the CPU backend, with that instruction set, and its pool's layout. Blocks for
@@ -117,9 +149,25 @@ pub fn load_on<B: Backend>(
     isa: Isa,
     wrap: impl FnOnce(CpuBackend, &KvLayout) -> B,
 ) -> Result<Loaded<B>, WorkerError> {
-    let most = model.config().context_length;
+    let threads = config.threads.unwrap_or(CpuOptions::default().threads);
+    let options = CpuOptions { threads, isa, pinned: config.pin_threads };
+    load_with(config, model, |pool, layout| Ok(wrap(CpuBackend::new(options, pool)?, layout)))
+}
+
+/// The layout of the pool.
+fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError> {
     let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
-    let layout = windowed(config, layout, most)?;
+    windowed(config, layout, model.config().context_length)
+}
+
+/// Loads an open model onto what `make` makes for its pool, of that layout.
+fn load_with<B: Backend>(
+    config: &WorkerConfig,
+    model: &Model,
+    make: impl FnOnce(Arc<HostPool>, &KvLayout) -> Result<B, KernelError>,
+) -> Result<Loaded<B>, WorkerError> {
+    let most = model.config().context_length;
+    let layout = layout(config, model)?;
     let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
     let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
     let least = format!("at least {per_block} bytes, one block of this model");
@@ -133,9 +181,7 @@ pub fn load_on<B: Backend>(
     // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
     let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
         .map_err(ModelError::from)?;
-    let threads = config.threads.unwrap_or(CpuOptions::default().threads);
-    let options = CpuOptions { threads, isa, pinned: config.pin_threads };
-    let mut backend = wrap(CpuBackend::new(options, Arc::new(pool)).map_err(ModelError::from)?, &geometry.layout);
+    let mut backend = make(Arc::new(pool), &geometry.layout).map_err(ModelError::from)?;
     let swap = prepare_swap(config, &mut backend, &geometry)?;
     let limits = Limits {
         tokens: config.token_budget as usize,

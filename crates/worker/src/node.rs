@@ -7,7 +7,6 @@ use std::time::Duration;
 use baton_cluster::{Member, Role as MemberRole};
 use baton_engine::{Engine, EngineConfig, NewSequence, Start};
 use baton_grammar::Grammars;
-use baton_model_files::Model;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
 use baton_runtime::metrics as names;
 use baton_runtime::{Outcome, Process};
@@ -17,10 +16,8 @@ use tonic::Status;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 
-use crate::load::{check_settings, load};
-use crate::{
-    Commands, EngineHandle, Loaded, PackTokens, Role, WorkerConfig, WorkerError, WorkerService, engine_thread,
-};
+use crate::load::{Ready, check_settings, load};
+use crate::{Commands, EngineHandle, Role, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// HTTP/2 streams a worker keeps open at most, per connection (I5).
 const MAX_STREAMS: u32 = 4096;
@@ -90,40 +87,24 @@ impl Node {
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;
         let (settings, loading) = (config.clone(), std::time::Instant::now());
-        let loaded = tokio::task::spawn_blocking(move || {
-            let path = crate::resolve_model(&settings)?;
-            let model = Model::open(&path)?;
-            let mut loaded = load(&settings, &model)?;
-            if settings.pack_tokens == PackTokens::Auto {
-                loaded.find_pack_tokens()?;
-            }
-            Ok::<_, WorkerError>(loaded)
-        });
-        let Loaded { decoder, geometry, segment, engine: limits, name } = tokio::select! {
+        let loaded = tokio::task::spawn_blocking(move || load(&settings));
+        let Ready { runner, backend, vocab, grammars, geometry, segment, engine: limits, name } = tokio::select! {
             loaded = loaded => loaded.map_err(|_| WorkerError::EngineStopped)??,
             // Told to stop while loading: nothing to drain.
             _ = process.shutdown.draining() => return Ok(()),
         };
         tracing::info!(
             model = name,
-            backend = decoder.backend_name(),
+            backend,
             seconds = format!("{:.1}", loading.elapsed().as_secs_f64()),
             kv_tokens = geometry.blocks[0] * geometry.layout.block_size,
             "model loaded"
         );
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let engine = Engine::new(limits, &geometry)?;
-        let node = Node {
-            id: random_worker_id(),
-            vocab: decoder.config().vocab_size,
-            grammars: decoder.grammars(),
-            clock: crate::Clock::start(),
-            geometry,
-            segment,
-            config,
-        };
-        let handle =
-            engine_thread::start("engine", engine, Box::new(decoder), node.clock, |commands| N::role(&node, commands))?;
+        let node =
+            Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, segment, config };
+        let handle = engine_thread::start("engine", engine, runner, node.clock, |commands| N::role(&node, commands))?;
         let service = WorkerService::new(N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await

@@ -12,6 +12,7 @@ use super::pool::{self, Pool};
 use super::queue::Queue;
 use super::weight::CudaWeight;
 use crate::backend::{AttentionShape, Input, Norm, Product, Ragged};
+use crate::conformance::Promises;
 use crate::{HostPool, KernelError};
 
 /// How to run on a GPU.
@@ -82,6 +83,17 @@ impl<D: Device> CudaBackend<D> {
     /// Whether a pool of this shape can be served.
     pub fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
         pool::check(geometry)
+    }
+
+    /// How exact it is: weights and activations of products are bf16, operands of attention have 16 bits.
+    pub fn promises(options: CudaOptions) -> Promises {
+        let chunks = if options.invariant { None } else { Some(0.02) };
+        Promises { operands: 2f64.powi(-8), attention: 0.03, chunks }
+    }
+
+    /// Fills the pool with zeros, for measurements without a model.
+    pub fn clear_pool(&mut self) -> Result<(), KernelError> {
+        self.pool.fill(&self.queue, 0)
     }
 
     /// What it runs on.

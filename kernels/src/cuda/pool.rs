@@ -53,16 +53,22 @@ impl<D: Device> Pool<D> {
     pub fn new(queue: &Queue<D>, geometry: PoolGeometry) -> Result<Self, KernelError> {
         check(&geometry)?;
         let memory = queue.memory(geometry.bytes())?;
-        queue.fill(memory.piece(0, memory.bytes()), 0xff)?;
         let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
-        Ok(Pool { memory, geometry, swapped: Vec::new(), swapped_geometry })
+        let pool = Pool { memory, geometry, swapped: Vec::new(), swapped_geometry };
+        pool.fill(queue, 0xff)?;
+        Ok(pool)
+    }
+
+    /// Sets every byte.
+    pub fn fill(&self, queue: &Queue<D>, byte: u8) -> Result<(), KernelError> {
+        queue.fill(self.memory.piece(0, self.memory.bytes()), byte)
     }
 
     /// In host memory, which the device reads and writes where it is.
     pub fn of_host(queue: &Queue<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let geometry = pool.geometry().clone();
         check(&geometry)?;
-        if pool.base().addr() % ALIGN != 0 {
+        if !pool.base().addr().is_multiple_of(ALIGN) {
             return Err(KernelError::Pool(format!("its memory must begin at a multiple of {ALIGN} bytes")));
         }
         let memory = Memory::of_host(&queue.device, pool)?;

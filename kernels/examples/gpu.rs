@@ -1,0 +1,231 @@
+//! What the GPU backend does on a GPU, as a program that can be carried to one: conformance, and how fast kernels and products are.
+//!
+//!     cargo run --release -p baton-kernels --example gpu -- conformance
+//!     cargo run --release -p baton-kernels --example gpu -- bench
+//!
+//! With `--host` the kernels compiled for this processor stand in for the device, in sizes that take seconds: that checks the
+//! program, its figures mean nothing.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use baton_kernels::conformance::{self, Factory, Promises};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, HostDevice};
+use baton_kernels::{AttentionShape, Backend, Input, KernelError, Product, Ragged, WeightSource};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
+
+/// Tokens of a block.
+const BLOCK: u32 = 16;
+
+struct Gpu<D> {
+    device: Arc<D>,
+    options: CudaOptions,
+}
+
+impl<D: Device> Factory for Gpu<D> {
+    type Backend = CudaBackend<D>;
+
+    fn make(&self, geometry: &PoolGeometry) -> CudaBackend<D> {
+        CudaBackend::new(Arc::clone(&self.device), geometry.clone(), self.options).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    fn block(&self, backend: &CudaBackend<D>, group: usize, layer: usize, block: BlockId) -> Vec<u8> {
+        backend.block_bytes(group, layer, block).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    fn promises(&self) -> Promises {
+        CudaBackend::<D>::promises(self.options)
+    }
+
+    fn serves(&self, layout: &KvLayout) -> bool {
+        CudaBackend::<D>::check(&PoolGeometry::uniform(layout.clone(), 1)).is_ok()
+    }
+}
+
+/// Sizes of a run: those of Llama 3.1 8B, or ones for the host.
+struct Sizes {
+    /// f32 of an addition, for the memory's own bandwidth.
+    floats: usize,
+    /// (outputs, inputs) of products.
+    weights: &'static [(usize, usize)],
+    rows: &'static [usize],
+    heads: usize,
+    kv_heads: usize,
+    /// (sequences, tokens behind each) of decode steps.
+    decode: &'static [(usize, usize)],
+    /// Tokens of a prompt.
+    prompt: &'static [usize],
+    repeats: u32,
+}
+
+const FULL: Sizes = Sizes {
+    floats: 256 << 20,
+    weights: &[(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)],
+    rows: &[1, 8, 64, 256, 2048, 8192],
+    heads: 32,
+    kv_heads: 8,
+    decode: &[(1, 1024), (1, 8192), (8, 8192), (64, 2048), (64, 8192), (256, 2048)],
+    prompt: &[512, 2048, 8192],
+    repeats: 20,
+};
+
+const SMALL: Sizes = Sizes {
+    floats: 1 << 14,
+    weights: &[(64, 128)],
+    rows: &[1, 3],
+    heads: 4,
+    kv_heads: 2,
+    decode: &[(2, 300)],
+    prompt: &[40],
+    repeats: 1,
+};
+
+const HEAD_DIM: usize = 128;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let host = args.iter().any(|arg| arg == "--host");
+    let named: Vec<&str> = args.iter().map(String::as_str).filter(|arg| *arg != "--host").collect();
+    let outcome = match (named.as_slice(), host) {
+        (["conformance"], false) => Driver::open(0).map(conform),
+        (["bench"], false) => Driver::open(0).and_then(|device| bench(Arc::new(device), &FULL)),
+        (["bench"], true) => match HostDevice::for_tests() {
+            Some(device) => bench(Arc::new(device), &SMALL),
+            None => Ok(()),
+        },
+        (["conformance"], true) => {
+            HostDevice::for_tests().into_iter().for_each(conform);
+            Ok(())
+        }
+        _ => Err(KernelError::NoDevice("usage: gpu conformance|bench [--host]".to_owned())),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("gpu: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Panics at the first failure.
+fn conform<D: Device>(device: D) {
+    let device = Arc::new(device);
+    for invariant in [false, true] {
+        conformance::run(&Gpu { device: Arc::clone(&device), options: CudaOptions { invariant } });
+        println!("conforms (invariant: {invariant})");
+    }
+}
+
+/// A table: the memory's bandwidth first, then everything as a figure of its own.
+fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
+    let of = device.properties().clone();
+    let (major, minor) = of.capability;
+    println!("{} (sm_{major}{minor}, {} multiprocessors, {} GiB)", of.name, of.multiprocessors, of.memory >> 30);
+    add(&device, sizes)?;
+    products(&device, sizes)?;
+    decode(&device, sizes)?;
+    prefill(&device, sizes)
+}
+
+/// Seconds of one of `repeats` runs, after one that does not count.
+fn timed<D: Device>(
+    backend: &mut CudaBackend<D>,
+    repeats: u32,
+    mut run: impl FnMut(&mut CudaBackend<D>),
+) -> Result<f64, KernelError> {
+    run(backend);
+    backend.finish()?;
+    let began = Instant::now();
+    (0..repeats).for_each(|_| run(backend));
+    backend.finish()?;
+    Ok(began.elapsed().as_secs_f64() / f64::from(repeats))
+}
+
+/// Gigabytes, or gigaflops, a second.
+fn giga(count: usize, seconds: f64) -> f64 {
+    count as f64 / seconds / 1e9
+}
+
+fn geometry(sizes: &Sizes, layers: u32, blocks: u32) -> PoolGeometry {
+    let layers = (0..layers).collect();
+    let (kv_heads, head_dim) = (sizes.kv_heads as u32, HEAD_DIM as u32);
+    let group = KvGroup { layers, planes: 2, kv_heads, head_dim, window: None, sinks: 0 };
+    let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::Bf16, block_size: BLOCK, groups: vec![group] };
+    PoolGeometry::uniform(layout, blocks)
+}
+
+fn add<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
+    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), CudaOptions::default())?;
+    let (mut x, y) = (backend.buffer(sizes.floats)?, backend.buffer(sizes.floats)?);
+    let seconds = timed(&mut backend, sizes.repeats, |b| b.add(&mut x, &y, sizes.floats))?;
+    println!("memory: x += y                  {:9.1} GB/s", giga(sizes.floats * 12, seconds));
+    Ok(())
+}
+
+fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
+    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), CudaOptions::default())?;
+    for &(outs, cols) in sizes.weights {
+        let data = vec![0x3c; outs * cols * 2];
+        let source =
+            WeightSource { name: "w", dtype: WeightDtype::Bf16, rows: outs, cols, data: &data, row_order: None };
+        let weight = backend.weight(&source)?;
+        for &rows in sizes.rows {
+            let (x, mut out) = (backend.buffer(rows * cols)?, backend.buffer(rows * outs)?);
+            let seconds = timed(&mut backend, sizes.repeats, |b| {
+                b.matmul(Input { x: &x, rows, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
+            })?;
+            let (tera, bytes) =
+                (giga(2 * rows * outs * cols, seconds) / 1e3, outs * cols * 2 + rows * (cols + outs) * 4);
+            println!("product {outs:6} x {cols:6}, {rows:5} rows {tera:9.1} TFLOP/s {:9.1} GB/s", giga(bytes, seconds));
+        }
+    }
+    Ok(())
+}
+
+/// Attention of one layer. Sequences have blocks of their own; what is in them does not matter to the time, but must be numbers.
+fn attention<D: Device>(device: &Arc<D>, sizes: &Sizes, batch: &Ragged, blocks: u32) -> Result<f64, KernelError> {
+    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, blocks), CudaOptions::default())?;
+    backend.clear_pool()?;
+    let width = sizes.heads * HEAD_DIM;
+    let (q, mut out) = (backend.buffer(batch.rows() * width)?, backend.buffer(batch.rows() * width)?);
+    let shape = AttentionShape { group: 0, layer: 0, heads: sizes.heads, scale: 0.1 };
+    timed(&mut backend, sizes.repeats, |b| b.attention(shape, batch, &q, &mut out))
+}
+
+fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
+    for &(sequences, behind) in sizes.decode {
+        let each = (behind + 1).div_ceil(BLOCK as usize) as u32;
+        let mut batch = Ragged::default();
+        for sequence in 0..sequences as u32 {
+            let table: Vec<BlockId> = (0..each).map(|i| BlockId(sequence * each + i)).collect();
+            batch.push(behind, 1, &table);
+        }
+        let seconds = attention(device, sizes, &batch, each * sequences as u32)?;
+        let bytes = sequences * (behind + 1) * sizes.kv_heads * HEAD_DIM * 2 * 2;
+        println!(
+            "decode {sequences:4} x {behind:6} tokens    {:9.1} GB/s {:9.1} us",
+            giga(bytes, seconds),
+            seconds * 1e6
+        );
+    }
+    Ok(())
+}
+
+fn prefill<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
+    for &tokens in sizes.prompt {
+        let blocks = tokens.div_ceil(BLOCK as usize) as u32;
+        let mut batch = Ragged::default();
+        batch.push(0, tokens, &(0..blocks).map(BlockId).collect::<Vec<_>>());
+        let seconds = attention(device, sizes, &batch, blocks)?;
+        // Two products for each pair of a query and a key it sees.
+        let operations = 4 * sizes.heads * HEAD_DIM * tokens * (tokens + 1) / 2;
+        println!(
+            "prefill {tokens:6} tokens          {:9.1} TFLOP/s {:9.1} us",
+            giga(operations, seconds) / 1e3,
+            seconds * 1e6
+        );
+    }
+    Ok(())
+}
