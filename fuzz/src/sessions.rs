@@ -274,7 +274,7 @@ fn carry_out(session: &mut Outbound) -> Vec<String> {
     effects
         .into_iter()
         .map(|effect| match effect {
-            Effect::Cancel => "cancel".into(),
+            Effect::Cancel(epoch) => format!("cancel {epoch}"),
             Effect::Send(frame) => format!("{frame:?}"),
             Effect::Report(done, result) => {
                 let text = format!("{:?}", result.as_ref().map(|_| ()));

@@ -80,7 +80,7 @@ fn small() -> PoolGeometry {
 }
 
 /// Blocks of 64 KiB, so that a handoff takes many batches and does not fit socket buffers.
-fn large() -> PoolGeometry {
+pub(crate) fn large() -> PoolGeometry {
     let group = KvGroup { layers: (0..8).collect(), planes: 2, kv_heads: 8, head_dim: 128, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 43, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     PoolGeometry::uniform(layout, 64)
@@ -298,6 +298,9 @@ impl<F: FnMut(&mut Batch) + Send> Transport for Altered<F> {
     fn kind(&self) -> TransportKind {
         self.inner.kind()
     }
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
     fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
         (self.alter)(&mut batch);
         self.inner.submit(batch, link)
@@ -308,8 +311,8 @@ impl<F: FnMut(&mut Batch) + Send> Transport for Altered<F> {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.fd()
     }
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(link)
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(epoch, link)
     }
 }
 

@@ -4,6 +4,7 @@
 //! part of the reservation is the caller's to say.
 
 mod active;
+mod clock;
 mod connect;
 mod line;
 mod outbound;

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use baton_types::{PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
+use baton_types::{Epoch, PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::TransferError;
@@ -88,7 +88,7 @@ impl Transport for Shm {
         std::mem::take(&mut self.digests)
     }
 
-    fn cancel(&mut self, _: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, _: Epoch, _: &mut Link) -> Result<(), TransferError> {
         self.batch = None;
         Ok(())
     }

@@ -3,6 +3,7 @@
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+use baton_types::Epoch;
 use rustix::net::sockopt;
 
 use crate::error::TransferError;
@@ -34,7 +35,7 @@ impl Transport for Tcp {
         Ok(if link.reads_pool() { Progress::Blocked } else { Progress::Flushed })
     }
 
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, _: Epoch, link: &mut Link) -> Result<(), TransferError> {
         // The announced length must still be met; the peer applies zeros to blocks it will not verify, or drops them.
         link.forget_pool();
         Ok(())

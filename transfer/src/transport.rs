@@ -1,6 +1,6 @@
 //! Bulk copy of blocks from the local pool into a peer's: the one thing transports differ in.
 //!
-//! A session's thread submits one batch at a time and polls until it is flushed. Everything else (access, digests,
+//! A session's thread submits batches, as many at a time as the transport takes, and polls until they are flushed. Everything else (access, digests,
 //! completion, fencing) is the session's and the same for all. Implementations must pass the suite in `conformance`.
 
 use std::os::fd::BorrowedFd;
@@ -115,11 +115,11 @@ impl Batch {
     }
 }
 
-/// How far the batch is.
+/// How far the oldest batch is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Progress {
-    /// The local pool is not read any more, and a frame queued from now on reaches the peer after the batch has been
-    /// applied there.
+    /// The local pool is not read for it any more, and a frame queued from now on reaches the peer after the batch has
+    /// been applied there.
     Flushed,
     /// More can be done right away.
     Runnable,
@@ -132,10 +132,15 @@ pub(crate) trait Transport: Send {
     /// Which one.
     fn kind(&self) -> TransportKind;
 
-    /// Starts a batch; the previous one is flushed or cancelled.
+    /// Batches it takes before the first of them must be flushed.
+    fn depth(&self) -> usize {
+        1
+    }
+
+    /// Starts a batch; fewer than [`Transport::depth`] are neither flushed nor cancelled.
     fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError>;
 
-    /// Goes on with the batch for a short while.
+    /// Goes on with the batches for a short while. They are flushed in their order, at most one by each call.
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError>;
 
     /// Whether it digests what it reads, so that memory is read once. Otherwise the session does, before submitting.
@@ -149,13 +154,13 @@ pub(crate) trait Transport: Send {
         Vec::new()
     }
 
-    /// What else than the link can move a blocked batch, ready to be waited for right after `poll` has answered so.
+    /// What else than the link can move blocked batches, ready to be waited for right after `poll` has answered so.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Gives the batch up. From the return on the local pool is not read, and nothing is written to the peer's pool
-    /// that the peer does not apply itself, in order (I3). After an error something may still be: the session must end
-    /// without telling the peer that it has stopped.
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError>;
+    /// Gives up the batches of a handoff. From the return on the local pool is not read for it, and nothing of it is
+    /// written to the peer's pool that the peer does not apply itself, in order (I3). After an error something may still
+    /// be: the session must end without telling the peer that it has stopped.
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError>;
 }

@@ -1,7 +1,8 @@
 //! Blocks over UCX: RDMA, RoCE, shared memory, CUDA IPC or TCP, whatever UCX finds between two workers.
 //!
 //! The session's frames travel over its stream as ever; blocks are put one-sidedly into the peer's registered pool. A
-//! batch is flushed, which in UCX means applied at the target, before the Write frame that names its blocks is sent.
+//! batch is flushed, which in UCX means applied at the target, before the Write frame that names its blocks is sent. That
+//! is known only by the peer's word, so the next batches leave meanwhile.
 //! `engine` holds the registered pool, `worker` one thread's progress, `endpoint` a connection; each gives one kind
 //! of C handle an owner. Only this module calls UCX.
 
@@ -9,11 +10,12 @@ mod endpoint;
 mod engine;
 mod worker;
 
+use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_types::{PoolGeometry, WorkerId};
+use baton_types::{Epoch, PoolGeometry, WorkerId};
 
 pub(crate) use endpoint::Endpoint;
 pub(crate) use engine::Engine;
@@ -27,7 +29,10 @@ use crate::transport::{Batch, Progress, Run, Transport};
 use crate::wire::{Access, Frame};
 use endpoint::Request;
 
-/// How long a batch that is given up may take to be applied before its endpoint is closed by force. A batch is small;
+/// Batches under way at once: what one of them waits for the peer's word, the others fill.
+const IN_FLIGHT: usize = 4;
+
+/// How long batches that are given up may take to be applied before their endpoint is closed by force. They are small;
 /// what takes longer is a peer that does not move.
 const GRACE: Duration = Duration::from_millis(250);
 
@@ -42,11 +47,16 @@ pub(crate) struct Ucx {
     /// Address and bytes of the peer's pool.
     base: u64,
     bytes: u64,
-    /// The batch's puts, and the flush behind them. Before `endpoint`, so that they are dropped first.
-    requests: Vec<Request>,
-    /// Under way, with the memory it is sent from.
-    batch: Option<Batch>,
+    /// Under way, in their order. Before `endpoint`, so that their requests are dropped first.
+    flights: VecDeque<Flight>,
     endpoint: Endpoint,
+}
+
+/// A batch under way, with the memory it is sent from.
+struct Flight {
+    batch: Batch,
+    /// Its puts that are not done, and the flush behind them.
+    requests: Vec<Request>,
 }
 
 impl Ucx {
@@ -74,25 +84,26 @@ impl Ucx {
         }
         tracing::info!(%peer, over = over.join(","), "UCX endpoint made");
         let (local, base, bytes) = (engine.pool().clone(), access.base, access.bytes);
-        Ok(Ucx { peer, local, base, bytes, requests: Vec::new(), batch: None, endpoint })
+        Ok(Ucx { peer, local, base, bytes, flights: VecDeque::new(), endpoint })
     }
 
     fn lost(&self, cause: String) -> TransferError {
         TransferError::PeerLost { peer: self.peer, cause }
     }
 
-    /// Drops what is complete. True when nothing is under way.
-    fn settle(&mut self) -> Result<bool, TransferError> {
+    /// Drops the requests that are done.
+    fn settle(&mut self) -> Result<(), TransferError> {
         while self.endpoint.worker().progress() {}
         let mut failed = self.endpoint.failure();
-        self.requests.retain(|request| match request.poll() {
+        let mut is_open = |request: &Request| match request.poll() {
             Ok(done) => !done,
             Err(cause) => {
                 failed.get_or_insert(cause);
                 false
             }
-        });
-        failed.map_or(Ok(self.requests.is_empty()), |cause| Err(self.lost(cause)))
+        };
+        self.flights.iter_mut().for_each(|flight| flight.requests.retain(&mut is_open));
+        failed.map_or(Ok(()), |cause| Err(self.lost(cause)))
     }
 }
 
@@ -101,8 +112,13 @@ impl Transport for Ucx {
         TransportKind::Ucx
     }
 
+    fn depth(&self) -> usize {
+        IN_FLIGHT
+    }
+
     fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
-        let batch = self.batch.insert(batch);
+        self.flights.push_back(Flight { batch, requests: Vec::new() });
+        let Some(Flight { batch, requests }) = self.flights.back_mut() else { return Ok(()) };
         for run in joined(batch) {
             let inside = run.target.checked_add(run.len).is_some_and(|end| end as u64 <= self.bytes);
             let (Some(from), true) = (batch.source(&self.local, &run), inside) else {
@@ -115,15 +131,17 @@ impl Transport for Ucx {
             // session says that it has stopped (I3).
             let put = unsafe { self.endpoint.put(from, run.len, self.base + run.target as u64, registered) };
             let lost = |cause| TransferError::PeerLost { peer: self.peer, cause };
-            self.requests.extend(put.map_err(lost)?);
+            requests.extend(put.map_err(lost)?);
         }
-        self.requests.extend(self.endpoint.flush().map_err(|cause| self.lost(cause))?);
+        let lost = |cause| TransferError::PeerLost { peer: self.peer, cause };
+        requests.extend(self.endpoint.flush().map_err(lost)?);
         Ok(())
     }
 
     fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        if self.settle()? {
-            self.batch.take().into_iter().for_each(|batch| link.push(&Frame::Write(batch.head(0))));
+        self.settle()?;
+        if self.flights.front().is_none_or(|flight| flight.requests.is_empty()) {
+            self.flights.pop_front().into_iter().for_each(|flight| link.push(&Frame::Write(flight.batch.head(0))));
             return Ok(Progress::Flushed);
         }
         Ok(if self.endpoint.worker().arm()? { Progress::Blocked } else { Progress::Runnable })
@@ -133,18 +151,21 @@ impl Transport for Ucx {
         Some(self.endpoint.worker().fd())
     }
 
-    fn cancel(&mut self, _: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, epoch: Epoch, _: &mut Link) -> Result<(), TransferError> {
         let until = Instant::now() + GRACE;
-        while !self.settle()? {
+        loop {
+            self.settle()?;
+            self.flights.retain(|flight| flight.batch.epoch != epoch || !flight.requests.is_empty());
+            if self.flights.iter().all(|flight| flight.batch.epoch != epoch) {
+                return Ok(());
+            }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 self.endpoint.close();
-                return Err(self.lost(format!("a batch was not applied within {GRACE:?} after it was given up")));
+                return Err(self.lost(format!("what was given up was not applied within {GRACE:?}")));
             }
             self.endpoint.worker().wait(left)?;
         }
-        self.batch = None;
-        Ok(())
     }
 }
 

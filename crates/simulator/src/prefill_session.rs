@@ -4,7 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use baton_transfer::protocol::{Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Parties, Pools};
+use baton_transfer::protocol::{
+    Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Parties, Pools, Run,
+};
 use baton_transfer::{Segment, TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
 
@@ -16,6 +18,9 @@ use crate::shapes::geometry;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
+
+/// Batches under way over shared memory, as many as any transport may take at once.
+const DEPTH: usize = 4;
 
 /// How far the session is.
 #[derive(Clone, PartialEq, Debug)]
@@ -53,6 +58,13 @@ struct Mapped {
     life: Life,
 }
 
+/// What a batch over shared memory comes to.
+enum Copying {
+    Run(Copy),
+    /// All its runs are copied: the frame that says so, and whose it is.
+    Said(Epoch, Frame),
+}
+
 /// One connection's end at the prefill worker, and the transport over it.
 pub(crate) struct PrefillSession {
     decode: Place,
@@ -67,9 +79,8 @@ pub(crate) struct PrefillSession {
     inbox: Vec<u8>,
     outbox: Outbox,
     mapped: Option<Mapped>,
-    copies: VecDeque<Copy>,
-    /// Says that the copies were made.
-    notice: Option<Frame>,
+    /// Over shared memory: what is left of the batches under way, in their order.
+    copying: VecDeque<Copying>,
     timer: Timer,
 }
 
@@ -117,8 +128,7 @@ impl World {
             inbox: Vec::new(),
             outbox: Outbox::default(),
             mapped: None,
-            copies: VecDeque::new(),
-            notice: None,
+            copying: VecDeque::new(),
             timer: Timer::default(),
         };
         self.call(place, &mut session);
@@ -243,7 +253,7 @@ impl World {
     /// Closes the connection, lets go of the peer's pool, and tells the peer so if it may not know.
     fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
         session.mapped = None;
-        session.copies.clear();
+        session.copying.clear();
         self.close(session, error);
         if session.kind == TransportKind::Shm {
             session.connection = self.connect(place, session.decode, session.peer, session.kind);
@@ -346,11 +356,15 @@ impl World {
     fn carry_out(&mut self, session: &mut PrefillSession) {
         for effect in session.outbound.take_effects() {
             match effect {
-                Effect::Cancel if self.broken(Sabotage::IgnoreCancel) => {}
-                Effect::Cancel => {
-                    session.copies.clear();
-                    session.notice = None;
-                    session.outbox.forget_pool();
+                Effect::Cancel(epoch) => {
+                    let ignores = self.broken(Sabotage::IgnoreCancel);
+                    session.copying.retain(|copying| match copying {
+                        Copying::Run(copy) => ignores || copy.epoch != epoch,
+                        Copying::Said(of, _) => *of != epoch,
+                    });
+                    if !ignores {
+                        session.outbox.forget_pool();
+                    }
                 }
                 Effect::Send(frame) => session.outbox.push(&frame),
                 Effect::Report(done, outcome) => done.report(outcome),
@@ -362,14 +376,11 @@ impl World {
     /// A copy, a batch, or an op. False when nothing can be done now.
     fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
         let early = self.broken(Sabotage::CompleteEarly) && self.random.chance(900);
-        if !early && let Some(copy) = session.copies.pop_front() {
-            self.copy(place, session, copy).map_err(Stop::Broken)?;
-            if session.copies.is_empty() {
-                session.notice.take().into_iter().for_each(|notice| session.outbox.push(&notice));
-            }
+        let deeper = session.outbound.in_flight() < DEPTH && self.random.chance(300);
+        if !early && !deeper && self.copy_next(place, session).map_err(Stop::Broken)? {
             return Ok(true);
         }
-        if session.outbound.copying() {
+        if session.mapped.is_none() && session.outbound.in_flight() > 0 {
             if session.outbox.reads_pool() {
                 return Ok(false);
             }
@@ -384,19 +395,33 @@ impl World {
         }
         let more = session.outbound.next_op(now, &mut session.line);
         self.carry_out(session);
-        Ok(more)
+        Ok(more || !session.copying.is_empty())
+    }
+
+    /// Goes on with the batches under way over shared memory. False when there are none.
+    fn copy_next(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Violation> {
+        match session.copying.pop_front() {
+            None => return Ok(false),
+            Some(Copying::Run(copy)) => self.copy(place, session, copy)?,
+            Some(Copying::Said(_, write)) => {
+                session.outbox.push(&write);
+                session.outbound.flushed(Vec::new());
+            }
+        }
+        Ok(true)
     }
 
     fn submit_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
         match (&session.mapped, session.kind) {
             (Some(_), TransportKind::Shm) => {
-                let copies = batch.runs();
-                let epoch = batch.epoch;
-                session.copies.extend(copies.map(|run| Copy { from: run.source, to: run.target, len: run.len, epoch }));
-                session.notice = Some(Frame::Write(batch.head(0)));
+                let (epoch, write) = (batch.epoch, Frame::Write(batch.head(0)));
+                let copy = |run: Run| Copying::Run(Copy { from: run.source, to: run.target, len: run.len, epoch });
+                session.copying.extend(batch.runs().map(copy));
                 if self.broken(Sabotage::CompleteEarly) {
-                    session.notice.take().into_iter().for_each(|notice| session.outbox.push(&notice));
+                    session.outbox.push(&write);
                     session.outbound.flushed(Vec::new());
+                } else {
+                    session.copying.push_back(Copying::Said(epoch, write));
                 }
             }
             _ => {

@@ -200,8 +200,8 @@ impl Transport for Flipping {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.fd()
     }
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(link)
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(epoch, link)
     }
 }
 

@@ -111,8 +111,8 @@ impl Transport for Crashing {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.fd()
     }
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(link)
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(epoch, link)
     }
 }
 
@@ -165,8 +165,8 @@ impl Transport for Babbling {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.fd()
     }
-    fn cancel(&mut self, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(link)
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+        self.inner.cancel(epoch, link)
     }
 }
 

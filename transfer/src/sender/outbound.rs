@@ -4,7 +4,7 @@
 //! Pure: the session feeds it frames from a socket and hands its batches to a transport, a simulation does both as it
 //! likes. After every call, [`Outbound::take_effects`] says what is to be done, in order.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
@@ -24,8 +24,8 @@ use crate::wire::{Frame, Refusal};
 
 /// What a session must do for its handoffs.
 pub enum Effect {
-    /// Give up the batch that the transport has: from then on the local pool is not read.
-    Cancel,
+    /// Give up this handoff's batches that the transport has: from then on the local pool is not read for it.
+    Cancel(Epoch),
     /// Send this.
     Send(Frame),
     /// Report a handoff's outcome.
@@ -80,8 +80,8 @@ pub struct Outbound {
     active: BTreeMap<Epoch, Active>,
     /// The write being copied.
     writing: Option<Writing>,
-    /// Whether the transport holds a batch that is not flushed.
-    copying: bool,
+    /// Batches that the transport has not flushed, in their order: whose, and of which group.
+    in_flight: VecDeque<(Epoch, usize)>,
     effects: Vec<Effect>,
     /// When the peer was heard of last.
     heard: Option<Instant>,
@@ -98,7 +98,7 @@ impl Outbound {
             pools,
             active: BTreeMap::new(),
             writing: None,
-            copying: false,
+            in_flight: VecDeque::new(),
             effects: Vec::new(),
             heard: None,
             pulse: Pulse::new(heartbeat),
@@ -130,18 +130,17 @@ impl Outbound {
         effects
     }
 
-    /// Whether the transport has a batch that is neither flushed nor cancelled.
-    pub fn copying(&self) -> bool {
-        self.copying
+    /// Batches of the transport's that are neither flushed nor cancelled.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len()
     }
 
-    /// The batch is flushed; a transport that digests says what it read, per run the block's position and a digest.
+    /// The oldest batch is flushed; a transport that digests says what it read, per run the block's position and a digest.
     pub fn flushed(&mut self, digests: Vec<(u32, u64)>) {
-        self.copying = false;
-        if let Some(writing) = &self.writing
-            && let Some(active) = self.active.get_mut(&writing.epoch)
+        if let Some((epoch, group)) = self.in_flight.pop_front()
+            && let Some(active) = self.active.get_mut(&epoch)
         {
-            digests.into_iter().for_each(|(index, digest)| active.add_digest(writing.group, index, digest));
+            digests.into_iter().for_each(|(index, digest)| active.add_digest(group, index, digest));
         }
     }
 
@@ -232,19 +231,21 @@ impl Outbound {
         }
         active.bytes += batch.bytes() as u64;
         active.writes += batch.writes.len() as u64;
+        self.in_flight.push_back((writing.epoch, writing.group));
         self.writing = Some(writing);
-        self.copying = true;
         self.pulse.speaks();
         Ok(Some(batch))
     }
 
     /// Takes up the next op, in order: one whose handoff waits for access holds back the rest, since all wait for the same
-    /// peer. False when there is none to take up now.
+    /// peer, and so does a completion before all that it completes is flushed. False when there is none to take up now.
     pub fn next_op(&mut self, now: Instant, line: &mut Line) -> bool {
         // Their first ops may be here already.
         self.take_up(now, line);
-        let active = &self.active;
-        let ready = |op: &Op| active.get(&op.epoch()).is_none_or(|active| active.state != State::Reserved);
+        let ready = |op: &Op| match op {
+            Op::Complete { epoch, .. } if self.is_in_flight(*epoch) => false,
+            op => self.active.get(&op.epoch()).is_none_or(|active| active.state != State::Reserved),
+        };
         let Some(op) = line.next_if(ready) else { return false };
         match op {
             Op::Write { epoch, group, layer, pairs } => {
@@ -317,14 +318,17 @@ impl Outbound {
 
     /// Ends a handoff that will not be verified: stops copying, tells the peer if it does not know, reports.
     fn end(&mut self, epoch: Epoch, input: Input, error: TransferError, now: Instant, line: &mut Line) {
+        let in_flight = self.is_in_flight(epoch);
         let Some(active) = self.active.get_mut(&epoch) else { return };
         let before = active.state;
         active.step(input, now);
         if before == State::Released {
             return;
         }
-        if self.writing.take_if(|w| w.epoch == epoch).is_some() && std::mem::take(&mut self.copying) {
-            self.effects.push(Effect::Cancel);
+        self.writing.take_if(|writing| writing.epoch == epoch);
+        if in_flight {
+            self.in_flight.retain(|(of, _)| *of != epoch);
+            self.effects.push(Effect::Cancel(epoch));
         }
         if matches!(input, Input::Abort | Input::Expire) {
             self.effects.push(Effect::Send(Frame::Abort { epoch }));
@@ -338,6 +342,10 @@ impl Outbound {
             self.bury(epoch, line);
             self.effects.push(Effect::Report(done, Err(error)));
         }
+    }
+
+    fn is_in_flight(&self, epoch: Epoch) -> bool {
+        self.in_flight.iter().any(|(of, _)| *of == epoch)
     }
 
     fn bury(&mut self, epoch: Epoch, line: &mut Line) {

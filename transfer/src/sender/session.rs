@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use baton_types::PoolGeometry;
 
+use super::clock::Clock;
 use super::connect::{Connected, Plan};
 use super::line::Line;
 use super::outbound::{Effect, Outbound, Parties, Pools};
@@ -95,10 +96,8 @@ struct Session {
     /// None over shared memory and UCX until the pool was handed out.
     transport: Option<Box<dyn Transport>>,
     outbound: Outbound,
-    /// Bytes of the batch that is being copied, and since when.
-    batch: Option<(u64, Instant)>,
-    /// Bytes copied since a handoff was verified last, and the time that took.
-    copied: (u64, Duration),
+    /// How much was copied, and how long that took, since a handoff was verified last.
+    clock: Clock,
     /// Why copying could not be stopped: the peer's pool may still change, so nothing more may be said to it (I3).
     stuck: Option<TransferError>,
 }
@@ -110,8 +109,8 @@ impl Session {
         let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
         let pools = Pools { local, remote: remote.clone(), convert, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
-        let (batch, copied, stuck) = (None, (0, Duration::ZERO), None);
-        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, batch, copied, stuck };
+        let (clock, stuck) = (Clock::default(), None);
+        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, clock, stuck };
         if kind == TransportKind::Tcp {
             session.transport = Some(session.plan.wrap(Box::new(Tcp)));
         }
@@ -149,9 +148,10 @@ impl Session {
         let may_say = !self.link.has_output();
         let next_beat = self.with(|outbound, _| outbound.beat(now, may_say));
         self.link.flush().map_err(|e| self.lost(e))?;
-        let also = self.transport.as_ref().filter(|_| self.outbound.copying()).and_then(|transport| transport.fd());
+        let also =
+            self.transport.as_ref().filter(|_| self.outbound.in_flight() > 0).and_then(|transport| transport.fd());
         // What blocked the copying may just have left.
-        let busy = busy || self.outbound.copying() && also.is_none() && !self.link.has_output();
+        let busy = busy || self.outbound.in_flight() > 0 && also.is_none() && !self.link.has_output();
         let timeout = match busy {
             true => Some(Duration::ZERO),
             false => [next_deadline, next_beat].into_iter().flatten().min().map(|at| at.saturating_duration_since(now)),
@@ -216,17 +216,17 @@ impl Session {
         let answer = self.queue.with(|line| act(outbound, line));
         for effect in self.outbound.take_effects() {
             match effect {
-                Effect::Cancel => {
-                    let cancelled =
-                        self.transport.as_mut().map_or(Ok(()), |transport| transport.cancel(&mut self.link));
+                Effect::Cancel(epoch) => {
+                    let transport = self.transport.as_mut();
+                    let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.link));
                     self.stuck = self.stuck.take().or(cancelled.err());
-                    self.batch = None;
+                    self.clock.cancelled(epoch);
                 }
                 Effect::Send(_) if self.stuck.is_some() => {}
                 Effect::Send(frame) => self.link.push(&frame),
                 Effect::Report(done, outcome) => {
                     if outcome.is_ok() {
-                        let (bytes, copying) = std::mem::take(&mut self.copied);
+                        let (bytes, copying) = self.clock.take();
                         self.plan.paths(|paths| paths.carried(self.kind, bytes, copying));
                     }
                     done.report(outcome);
@@ -239,27 +239,27 @@ impl Session {
 
     /// Goes on copying, a batch at most. True when there is more to do without waiting.
     fn copy_some(&mut self, now: Instant) -> Result<bool, TransferError> {
-        if let Some(transport) = self.transport.as_mut().filter(|_| self.outbound.copying()) {
-            match transport.poll(&mut self.link)? {
-                Progress::Blocked => return Ok(false),
-                Progress::Runnable => return Ok(true),
-                Progress::Flushed => {
-                    self.outbound.flushed(transport.take_digests());
-                    if let Some((bytes, since)) = self.batch.take() {
-                        self.copied.0 += bytes;
-                        self.copied.1 += since.elapsed();
-                    }
-                }
+        let mut busy = false;
+        if let Some(transport) = self.transport.as_mut().filter(|_| self.outbound.in_flight() > 0) {
+            let progress = transport.poll(&mut self.link)?;
+            busy = progress == Progress::Runnable;
+            if progress == Progress::Flushed {
+                self.outbound.flushed(transport.take_digests());
+                self.clock.flushed(Instant::now());
+                // The next one may be, too.
+                busy = self.outbound.in_flight() > 0;
+            } else if self.outbound.in_flight() >= transport.depth() {
+                return Ok(busy);
             }
         }
         if let Some(transport) = &mut self.transport
             && let Some(batch) = self.outbound.next_batch(&self.plan.segment(), transport.digests(), now)?
         {
-            self.batch = Some((batch.bytes() as u64, Instant::now()));
+            self.clock.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
             transport.submit(batch, &mut self.link)?;
             return Ok(true);
         }
-        Ok(self.with(|outbound, line| outbound.next_op(now, line)))
+        Ok(self.with(|outbound, line| outbound.next_op(now, line)) || busy)
     }
 
     /// Ends every handoff, telling the peer as far as it still listens. Waits a moment until it has read that: closed

@@ -1,8 +1,17 @@
 //! Two workers of one process, real UCX between them; skipped where it is not.
 
+use std::os::unix::net::UnixStream;
+
+use baton_types::BlockId;
+
 use super::*;
-use crate::conformance::{ucx, ucx_is_here};
-use crate::options::{UcxOptions, UcxSettings};
+use crate::conformance::{large, ucx, ucx_is_here};
+use crate::heads::HeadSlice;
+use crate::link::Socket;
+use crate::options::{Limits, UcxOptions, UcxSettings};
+use crate::runs::Route;
+use crate::transport::BlockWrite;
+use crate::wire::FrameLimits;
 
 /// Segment of `bytes` bytes, all `value`, registered with UCX over `tls`.
 fn engine(tls: &str, bytes: usize, value: u8) -> Arc<Engine> {
@@ -60,6 +69,59 @@ fn a_flushed_put_is_in_the_peers_memory() {
     // Whatever it chooses where it may choose.
     let over = put_and_flush("all");
     assert!(!over.is_empty());
+}
+
+/// A batch of the first blocks of a layer, which go to the same place.
+fn batch(epoch: u64, layer: usize) -> Batch {
+    let (geometry, slice) = (large(), HeadSlice { source: 0, target: 0, count: 8 });
+    let route = Route::new(&geometry.layout, &geometry.layout, 0, slice);
+    let starts = (0..4).map(|index| (index, geometry.block_range(0, layer, BlockId(index)).start));
+    let writes = starts.map(|(index, start)| BlockWrite { index, source: start, target: start }).collect();
+    Batch { epoch: Epoch(epoch), group: 0, layer, route, lane: 0, writes, digest: false, staged: None }
+}
+
+#[test]
+fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
+    if !ucx_is_here() {
+        return;
+    }
+    let geometry = large();
+    let (near, far) = (engine("tcp", geometry.bytes(), 7), engine("tcp", geometry.bytes(), 1));
+    let target = Worker::new(&far).unwrap();
+    let (worker, key) = (target.address().unwrap(), far.pack_key().unwrap());
+    let access = Access { base: far.pool().as_ptr() as u64, bytes: geometry.bytes() as u64, worker, key };
+    let mut ucx = Ucx::connect(&near, WorkerId(1), &geometry, &access, true).unwrap();
+    let [mut link, mut peer] = <[UnixStream; 2]>::from(UnixStream::pair().unwrap()).map(|end| {
+        end.set_nonblocking(true).unwrap();
+        Link::new(Socket::Unix(end), near.pool().clone(), FrameLimits::new(&Limits::default(), 1))
+    });
+    for layer in 0..ucx.depth() {
+        ucx.submit(batch(1 + layer as u64 % 2, layer), &mut link).unwrap();
+        // Sent is not applied: the peer does not move yet.
+        assert_ne!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
+    }
+    let start = Instant::now();
+    while ucx.flights.iter().any(|flight| !flight.requests.is_empty()) {
+        target.progress();
+        ucx.settle().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(30), "nothing moves");
+    }
+    // The second handoff is given up, and so not named.
+    ucx.cancel(Epoch(2), &mut link).unwrap();
+    while !ucx.flights.is_empty() {
+        assert_eq!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
+    }
+    link.flush().unwrap();
+    peer.fill().unwrap();
+    let mut named = Vec::new();
+    while let Some(Frame::Write(head)) = peer.next_frame().unwrap() {
+        named.push((head.epoch, head.layer));
+    }
+    assert_eq!(named, [(Epoch(1), 0), (Epoch(1), 2)]);
+    for layer in 0..ucx.depth() {
+        let range = geometry.block_range(0, layer, BlockId(3));
+        assert_eq!(bytes(&far, range.start, range.len()), vec![7; range.len()], "layer {layer}");
+    }
 }
 
 #[test]
