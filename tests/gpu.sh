@@ -12,7 +12,8 @@ mode=${1:-}
 # The programs: the example, and the test of whole models by the name that cargo gave it.
 programs() {
     cargo build "$@" -p baton-kernels --example gpu
-    cargo test "$@" -p baton-tests --test cuda --no-run 2>&1 | tee /dev/stderr | sed -n 's/.*(\(.*\/deps\/cuda-[0-9a-f]*\)).*/\1/p'
+    said=$(cargo test "$@" -p baton-tests --test cuda --no-run 2>&1) || { echo "$said" >&2; return 1; }
+    echo "$said" | sed -n 's/.*(\(.*\/deps\/cuda-[0-9a-f]*\)).*/\1/p'
 }
 
 # CUDA's libraries where the system does not look: those that come with Python packages.
