@@ -51,7 +51,7 @@ baton_runtime::config! {
         /// Host memory of each worker for the KV of sequences that make room for others; 0B: they are computed again.
         swap_bytes: Bytes = Bytes(0),
         /// What workers compute on: auto, cpu or cuda (see baton decode --help).
-        backend: BackendKind = BackendKind::Auto,
+        backend: BackendKind = BackendKind::Cpu,
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
         /// How long the cluster may take to get ready.

@@ -213,7 +213,7 @@ baton_runtime::config! {
         /// Under eviction = priority: most of the prefix cache that is kept at once, in percent; requests beyond are as any other.
         max_kept_percent: u32 = 50,
         /// What computes: cpu, cuda (a GPU by NVIDIA, or the worker does not start), or auto: a GPU where there is one that can.
-        backend: BackendKind = BackendKind::Auto,
+        backend: BackendKind = BackendKind::Cpu,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
         /// Keep each compute thread on a CPU of its own; for workers that share their CPUs with nobody.
