@@ -7,7 +7,7 @@ use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_policy::{Action, Failure, Input, Limits, RequestMachine};
+use baton_policy::{Action, Failure, Input, Limits, Placed, Prefixes, RequestMachine};
 use baton_proto::v1;
 use baton_runtime::Shutdown;
 use baton_types::{ErrorKind, RequestId, SamplingParams, WorkerId};
@@ -29,6 +29,8 @@ pub(crate) struct Job {
     pub id: RequestId,
     /// Token ids.
     pub prompt: Arc<[u32]>,
+    /// Names of what it begins with.
+    pub names: Arc<[u64]>,
     /// How to answer.
     pub sampling: SamplingParams,
     /// Its place beside others.
@@ -45,6 +47,7 @@ pub(crate) struct Driver {
     workers: Arc<Workers>,
     shutdown: Shutdown,
     sink: Option<Sink>,
+    placed: Option<Placed>,
     decode: Option<Leg>,
     prefill: Option<Leg>,
     /// Of the newest decode stream: what it was asked for, and where its KV may be written.
@@ -58,9 +61,9 @@ pub(crate) struct Driver {
 impl Driver {
     /// Ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
-        let (decode, prefill, wake, held) = (None, None, None, None);
+        let (placed, decode, prefill, wake, held) = (None, None, None, None, None);
         let (sequence, target) = (v1::Sequence::default(), Vec::new());
-        Driver { job, workers, shutdown, sink: Some(sink), decode, prefill, sequence, target, wake, held }
+        Driver { job, workers, shutdown, sink: Some(sink), placed, decode, prefill, sequence, target, wake, held }
     }
 
     /// Runs the choice to its end. Ends early, with the legs cancelled, when the client goes away.
@@ -89,10 +92,12 @@ impl Driver {
     /// Does one thing; some have their answer at once.
     async fn perform(&mut self, action: Action, machine: &RequestMachine) -> Option<Input> {
         match action {
-            Action::Place { decode, split } => Some(match self.workers.place(split, decode, machine.avoid()) {
-                Ok(placed) => Input::Placed(placed),
-                Err(failure) => Input::NotPlaced(failure),
-            }),
+            Action::Place { decode, split } => {
+                Some(match self.workers.place(split, decode, machine.avoid(), &self.job.names) {
+                    Ok(placed) => Input::Placed(*self.placed.insert(placed)),
+                    Err(failure) => Input::NotPlaced(failure),
+                })
+            }
             Action::OpenDecode { worker, local } => {
                 self.sequence = self.sequence(machine.emitted());
                 self.note_worker(worker);
@@ -128,6 +133,11 @@ impl Driver {
                 None
             }
             Action::Finish { reason, cached_tokens } => {
+                // What is asked next may begin with this answer.
+                if let Some(placed) = self.placed {
+                    let all = [&self.job.prompt, machine.emitted()].concat();
+                    self.workers.have(placed, &Prefixes::names(&self.job.standing.cache_salt, &all));
+                }
                 self.sink.take()?.finish(reason, cached_tokens, self.job.deadline).await;
                 None
             }

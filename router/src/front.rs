@@ -3,6 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use baton_policy::Prefixes;
 use baton_runtime::{Shutdown, metrics as names};
 use baton_types::ErrorKind;
 use metrics::counter;
@@ -138,6 +139,7 @@ impl Front {
         let failure = Arc::new(OnceLock::new());
         let mut choice = 0;
         for plan in planned {
+            let names: Arc<[u64]> = Prefixes::names(&standing.cache_salt, &plan.prompt).into();
             for sampling in plan.choices {
                 let sink = Sink::new(Way {
                     choice,
@@ -152,7 +154,8 @@ impl Front {
                 let id = record.id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let job = Job { id, prompt, sampling, standing, deadline, max_attempts: self.max_attempts };
+                let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
+                let job = Job { id, prompt, names, sampling, standing, deadline, max_attempts };
                 let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
                 let permit = Arc::clone(&permit);
                 tokio::spawn(async move {

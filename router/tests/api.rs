@@ -120,6 +120,21 @@ async fn several_prompts_and_several_choices() {
     cluster.stop().await;
 }
 
+/// Choices of one prompt and a conversation's next turn go where the prompt's KV is; other prompts have their turn.
+#[tokio::test]
+async fn what_begins_alike_goes_to_the_same_workers() {
+    let cluster = Cluster::start(2, 2, "an answer of its own").await;
+    let asked = || [0, 1, 2, 3].map(|worker| cluster.worker(worker).asked().len());
+    let prompt = "a prompt that is long enough to have a name";
+    cluster.complete(json!({"prompt": prompt, "n": 4})).await;
+    assert_eq!(asked(), [4, 0, 4, 0]);
+    cluster.complete(json!({"prompt": format!("{prompt}an answer of its own and what follows it then")})).await;
+    assert_eq!(asked(), [5, 0, 5, 0], "more than half of it was there");
+    cluster.complete(json!({"prompt": prompt, "cache_salt": "tenant"})).await;
+    assert_eq!(asked(), [5, 1, 5, 1], "another tenant has its turn");
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn seeds_are_the_clients_or_random() {
     let cluster = Cluster::start(0, 1, "a").await;

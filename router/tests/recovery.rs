@@ -42,6 +42,18 @@ async fn the_plain_route_over_two_workers_and_over_one() {
     aggregated.stop().await;
 }
 
+/// Who has next to all of a prompt is sent no KV for it, also when it fails later.
+#[tokio::test]
+async fn a_decode_worker_that_has_the_prompt_needs_no_prefill_worker() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.worker(1).decode_will([Decode::Has(1)]);
+    let body = cluster.complete(json!({"return_token_ids": true})).await;
+    assert_eq!(body["choices"][0]["token_ids"], ids(ANSWER), "I4: its own first token");
+    assert_eq!(body["usage"]["prompt_tokens_details"]["cached_tokens"], 1);
+    assert_eq!((cluster.worker(0).asked().len(), cluster.worker(1).asked().len()), (0, 1));
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn decode_dies_in_mid_stream() {
     for plan in [Decode::Fail(3, Status::unavailable("bye")), Decode::Cut(3), Decode::Vanish, Decode::Muddle] {

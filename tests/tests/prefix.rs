@@ -41,21 +41,24 @@ fn reuse(options: ClusterOptions) -> anyhow::Result<()> {
     let (again, cached) = ask(&cluster, &first, "")?;
     ensure!(cached as usize == PROMPT - 1, "{cached} of {PROMPT} tokens cached");
     ensure!(again.ids == answer.ids, "a prefix hit changed the answer: {:?}, not {:?}", again.ids, answer.ids);
-    let rest = sent()? - whole;
-    // Of 7 blocks the decode worker has 6; the last one is not full.
-    ensure!(!split || rest * 7.0 == whole, "{rest} bytes travelled where {whole} had");
+    ensure!(sent()? == whole, "what the decode worker has travelled again");
     // A fork inside a block: 4 whole blocks and 6 tokens of the fifth.
     let mut fork = first.clone();
     fork[70] = (fork[70] + 1) % 256;
     let (_, cached) = ask(&cluster, &fork, "")?;
     ensure!(cached == 70, "{cached} cached tokens of a fork after 70");
+    let rest = sent()? - whole;
+    // Of 7 blocks the decode worker has 4; a peer writes whole ones.
+    ensure!(!split || rest * 7.0 == whole * 3.0, "{rest} bytes travelled where {whole} had");
     // Another tenant's cache is empty, and its answer the same.
     let (apart, cached) = ask(&cluster, &first, "tenant")?;
     ensure!(cached == 0, "{cached} tokens of another tenant's prompt were cached");
     ensure!(apart.ids == answer.ids, "a salt changed the answer");
-    let computing = if split { Role::Prefill } else { Role::Decode };
-    let hits = metric(&cluster, computing, "baton_prefix_hit_tokens_total")?;
-    ensure!(hits as usize == PROMPT - 1 + 70, "{hits} hit tokens counted");
+    let hits = |role| metric(&cluster, role, "baton_prefix_hit_tokens_total");
+    // Where it is computed, to the token; where it is received, in blocks.
+    let counted = hits(Role::Decode)?;
+    ensure!(counted as usize == PROMPT - 1 + if split { 64 } else { 70 }, "{counted} hit tokens counted");
+    ensure!(!split || hits(Role::Prefill)? == 70.0, "the prefill worker's are others");
     cluster.wait_idle()?;
     cluster.stop()
 }
@@ -115,6 +118,44 @@ fn http_tells_what_was_cached() -> anyhow::Result<()> {
     let told = [cached(false)?, cached(false)?, cached(true)?];
     ensure!(told == [0, PROMPT as u64 - 1, PROMPT as u64 - 1], "{told:?} cached tokens");
     cluster.wait_idle()?;
+    cluster.stop()
+}
+
+/// The choices of one request: their prompt is computed once and handed over once, wherever there are other workers.
+#[test]
+fn choices_of_one_prompt_share_one_handoff() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let asked = |cluster: &Cluster, n: u64, salt: &str| -> anyhow::Result<(Vec<Value>, Value)> {
+        let body = json!({"prompt": prompt(PROMPT, 1), "max_tokens": 20, "temperature": 1, "seed": 7, "ignore_eos": true,
+            "n": n, "cache_salt": salt, "return_token_ids": true});
+        let (status, answer) = http::post(cluster.http(), "/v1/completions", &body.to_string())?;
+        ensure!(status == 200, "{status} {answer}");
+        let mut answer: Value = serde_json::from_str(&answer)?;
+        let choices = answer["choices"].as_array_mut().context("choices")?;
+        Ok((choices.iter_mut().map(|choice| choice["token_ids"].take()).collect(), answer["usage"].take()))
+    };
+    let cluster = Cluster::start(ClusterOptions { prefill: 2, decode: 2, ..ClusterOptions::new(model.path()) })?;
+    let sent = || -> anyhow::Result<f64> {
+        cluster.wait_idle()?;
+        let of = |admin: &str| Ok(Metrics::of(admin.parse()?)?.sum("baton_transfer_bytes_total", ""));
+        let workers = cluster.workers_of(Role::Prefill);
+        workers.iter().map(|worker| of(worker.member.admin.trim_start_matches("http://"))).sum()
+    };
+    let (alone, _) = asked(&cluster, 1, "one")?;
+    let one = sent()?;
+    let (choices, usage) = asked(&cluster, 4, "four")?;
+    let four = sent()? - one;
+    ensure!(one > 0.0 && four == one, "{four} bytes travelled for four choices where one takes {one}");
+    ensure!(usage["prompt_tokens"] == PROMPT && usage["completion_tokens"] == 80, "{usage}");
+    ensure!(usage["prompt_tokens_details"]["cached_tokens"] == 0, "it was computed for this request: {usage}");
+    let (_, usage) = asked(&cluster, 4, "four")?;
+    ensure!(usage["prompt_tokens_details"]["cached_tokens"] == PROMPT - 1, "{usage}");
+    cluster.stop()?;
+    // I1
+    let cluster = Cluster::start(ClusterOptions { aggregated: true, ..ClusterOptions::new(model.path()) })?;
+    let (want, _) = asked(&cluster, 4, "")?;
+    ensure!(choices == want && alone == want[..1], "{choices:?}, where one worker says {want:?}");
+    ensure!(want.windows(2).all(|pair| pair[0] != pair[1]), "the choices are too alike to tell them apart: {want:?}");
     cluster.stop()
 }
 

@@ -5,10 +5,14 @@
 //! the same again would be waste. For one with an earlier turn it loses nothing by that: that one is served first anyway.
 //! For one with a later turn it waits only as long as that one has a row in every step, and for no more steps in all than
 //! it has tokens. So it cannot starve, nor wait in a circle: who is waited for runs.
+//!
+//! One that is to receive its KV also waits for one with an earlier turn that receives most of what it lacks: the same KV is
+//! handed over once. Such a wait ends with the handoff it is for. When that fails it waits for no other, and otherwise it
+//! then lacks less than half of what it did; when that is next to nothing it computes that here, without a handoff of its own.
 
 use std::ops::Bound;
 
-use baton_kv_cache::{Hit, KvError, Need, Reuse};
+use baton_kv_cache::{Hit, KvError, Need};
 use baton_types::SeqId;
 
 use crate::config::AGED;
@@ -30,7 +34,7 @@ impl Engine {
     pub(crate) fn admit(&mut self, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) {
         let mut next = self.waiting.first().copied();
         while let Some(turn) = next
-            && self.running() + self.receiving < self.config.max_running
+            && self.running() + self.receiving() < self.config.max_running
         {
             next = self.waiting.range((Bound::Excluded(turn), Bound::Unbounded)).next().copied();
             match self.start(turn.seq, rows, events) {
@@ -55,12 +59,17 @@ impl Engine {
         } else if let Some(leader) = self.leader(sequence, hit.tokens()) {
             return self.defer(seq, leader);
         }
-        // I3: blocks of which copies are planned are lent after those are made.
-        if sequence.start == Start::Receive && self.swaps_out() {
-            return Outcome::Full;
+        let start = self.start_of(sequence, &hit);
+        if start == Start::Receive {
+            // I3: blocks of which copies are planned are lent after those are made.
+            if self.swaps_out() {
+                return Outcome::Full;
+            }
+            // A peer writes whole blocks.
+            hit = hit.without_copy();
         }
         // A block beyond for each running sequence, so that it is not taken back at once.
-        let need = if comes_back { Need::whole(sequence.len()) } else { self.need(sequence) };
+        let need = if comes_back { Need::whole(sequence.len()) } else { self.need(start, sequence.len()) };
         let spare = self.running.len() as u32;
         if self.pools.fits(&hit, need, spare).is_err() {
             hit = hit.without_copy();
@@ -70,20 +79,20 @@ impl Engine {
         }
         match comes_back {
             true => self.bring_back(seq, &hit, rows),
-            false => self.seat(seq, &hit, need, events),
+            false => self.seat(seq, start, &hit, need, events),
         }
     }
 
     /// What it takes when it starts. Layer groups with a window need no more than window and chunk at a time, and take later
     /// blocks as the window passes earlier ones. Blocks that a transfer reads cannot be taken back, so of those sequences only
     /// one at a time may have blocks yet to take: two could wait for each other.
-    fn need(&self, sequence: &Sequence) -> Need {
-        let (tokens, chunk) = (sequence.len(), self.config.chunk);
+    fn need(&self, start: Start, tokens: u32) -> Need {
+        let chunk = self.config.chunk;
         let growing = |turn: &Turn| {
             let other = self.sequences.get(&turn.seq);
             other.is_some_and(|s| s.start == Start::ComputeAndHold && s.covered() < s.len())
         };
-        match sequence.start {
+        match start {
             Start::Receive => Need::received(tokens),
             Start::ComputeAndHold if self.running.iter().any(growing) => Need::whole(tokens),
             Start::Compute | Start::ComputeAndHold => Need::chunks(tokens, chunk),
@@ -93,15 +102,21 @@ impl Engine {
     /// What of its tokens is in the prefix cache.
     pub(crate) fn hit(&self, sequence: &Sequence) -> Hit {
         let Some(prefix) = sequence.prefix else { return Hit::default() };
-        // A peer writes whole blocks.
-        let reuse = Reuse { partial: sequence.start != Start::Receive };
-        self.pools.lookup(&prefix.into(), &sequence.tokens, reuse)
+        self.pools.lookup(&prefix.into(), &sequence.tokens)
     }
 
-    fn seat(&mut self, seq: SeqId, hit: &Hit, need: Need, events: &mut Vec<Event>) -> Outcome {
+    /// How a sequence that begins with `hit` starts. When all it lacks is its last token, what a peer could send is here.
+    fn start_of(&self, sequence: &Sequence, hit: &Hit) -> Start {
+        match sequence.start {
+            Start::Receive if sequence.len() - hit.tokens() == 1 => Start::Compute,
+            start => start,
+        }
+    }
+
+    fn seat(&mut self, seq: SeqId, start: Start, hit: &Hit, need: Need, events: &mut Vec<Event>) -> Outcome {
         let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
         let prefix = s.prefix.map(Into::into);
-        let taken = match s.start {
+        let taken = match start {
             Start::Receive => self.pools.lend(hit, prefix, s.len()).map(Phase::Receiving),
             _ => self.pools.seat(hit, prefix, need).map(Phase::Running),
         };
@@ -109,14 +124,14 @@ impl Engine {
             Ok(phase) => phase,
             Err(error) => return self.broken(error),
         };
+        s.start = start;
         let first = s.cached.is_none();
         if first {
             let of_prompt = hit.tokens().min(s.prompt_tokens);
             s.cached = Some(of_prompt);
             self.hit_tokens += u64::from(of_prompt);
         }
-        if s.start == Start::Receive {
-            self.receiving += 1;
+        if start == Start::Receive {
             events.push(Event::Reserved { seq, request: s.request.clone(), cached_tokens: hit.tokens() });
         } else {
             s.computed = hit.tokens();
@@ -147,9 +162,9 @@ impl Engine {
         (s.fresh, s.sealed, s.last_step, s.leader) = (true, false, self.steps, None);
         let turn = s.turn;
         self.waiting.remove(&turn);
-        if matches!(phase, Phase::Running(_)) {
-            let at = self.running.partition_point(|other| *other < turn);
-            self.running.insert(at, turn);
+        match phase {
+            Phase::Receiving(_) => drop(self.receiving.insert(turn)),
+            _ => self.running.insert(self.running.partition_point(|other| *other < turn), turn),
         }
         s.phase = phase;
         Outcome::Started { aged: false }
@@ -182,8 +197,10 @@ impl Engine {
         if let Some(sequence) = self.sequences.get_mut(&old.seq) {
             sequence.turn = new;
         }
-        if self.waiting.remove(&old) {
-            self.waiting.insert(new);
+        for turns in [&mut self.waiting, &mut self.receiving] {
+            if turns.remove(&old) {
+                turns.insert(new);
+            }
         }
         if let Ok(at) = self.running.binary_search(&old) {
             self.running.remove(at);
@@ -214,22 +231,30 @@ impl Engine {
         sequence.leader.filter(on_its_way)
     }
 
-    /// Whether `other` computes a prompt, leaves its blocks in the index, and is worth waiting for.
+    /// Whether `other` computes or receives a prompt, leaves its blocks in the index, and is worth waiting for.
     fn leads(&self, other: &Sequence, sequence: &Sequence) -> bool {
-        let Phase::Running(tables) = &other.phase else { return false };
-        let advances = other.last_step == self.steps && sequence.waited < sequence.len();
-        !other.sealed && tables.indexed() && (other.turn < sequence.turn || advances)
+        let earlier = other.turn < sequence.turn;
+        match &other.phase {
+            Phase::Running(tables) => {
+                let advances = other.last_step == self.steps && sequence.waited < sequence.len();
+                !other.sealed && tables.indexed() && (earlier || advances)
+            }
+            Phase::Receiving(lease) => sequence.start == Start::Receive && lease.indexed() && earlier,
+            Phase::Waiting | Phase::Held(_) => false,
+        }
     }
 
-    /// The running sequence that is computing most of what this one could reuse beyond its `hit`.
+    /// The sequence that is on the way to most of what this one could reuse beyond its `hit`.
     fn leader(&self, sequence: &Sequence, hit: u32) -> Option<Leader> {
         let prefix = sequence.prefix?;
-        if sequence.start == Start::Receive {
+        let receives = sequence.start == Start::Receive;
+        if receives && sequence.leader.is_some_and(|leader| hit < leader.shared) {
+            // It has been let down; not twice.
             return None;
         }
         let size = self.pools.block_size();
         let mut best = (hit, None);
-        for turn in &self.running {
+        for turn in self.running.iter().chain(&self.receiving) {
             let Some(other) = self.sequences.get(&turn.seq) else { continue };
             if !self.leads(other, sequence) || other.prefix.is_none_or(|theirs| theirs.seed != prefix.seed) {
                 continue;
@@ -241,10 +266,17 @@ impl Engine {
             let pairs = sequence.tokens[next..].iter().zip(&other.tokens[next..]).take(size as usize);
             let common = pairs.take_while(|(ours, theirs)| ours == theirs).count() as u32;
             let shared = (blocks * size + common).min(sequence.len() - 1);
-            // The block both begin with can be copied once it is full or its owner's prompt ends.
-            let until = if common > 0 { ((blocks + 1) * size).min(other.len()) } else { blocks * size };
-            if shared > best.0 && other.computed < until {
-                best = (shared, Some(Leader { seq: turn.seq, until }));
+            let until = match &other.phase {
+                Phase::Receiving(lease) if !self.pools.will_hold(lease, shared) => continue,
+                Phase::Receiving(_) => other.len(),
+                // The block both begin with can be copied once it is full or its owner's prompt ends.
+                _ if common > 0 => ((blocks + 1) * size).min(other.len()),
+                _ => blocks * size,
+            };
+            // A prefill worker may begin at once with what is lacking; most of it is worth the wait.
+            let worth = !receives || shared.saturating_sub(hit) > sequence.len() - shared;
+            if shared > best.0 && other.computed < until && worth {
+                best = (shared, Some(Leader { seq: turn.seq, until, shared }));
             }
         }
         best.1

@@ -41,12 +41,12 @@ impl Engine {
         if self.running != in_order(|phase| matches!(phase, Phase::Running(_))) {
             return broken(format!("the batch {:?} is not the running sequences in order", self.running));
         }
-        let receiving = of(|phase| matches!(phase, Phase::Receiving(_))).count();
-        if receiving != self.receiving as usize {
-            return broken(format!("{} sequences counted as receiving, {receiving} are", self.receiving));
+        if !self.receiving.iter().eq(&in_order(|phase| matches!(phase, Phase::Receiving(_)))) {
+            return broken(format!("{:?} are not the receiving sequences in order", self.receiving));
         }
-        if self.running() + self.receiving > self.config.max_running {
-            return broken(format!("{} running, {receiving} receiving: over max_running", self.running.len()));
+        let (running, receiving) = (self.running(), self.receiving());
+        if running + receiving > self.config.max_running {
+            return broken(format!("{running} running, {receiving} receiving: over max_running"));
         }
         Ok(())
     }
@@ -184,8 +184,7 @@ mod tests {
         // Ahead of its turn: the one before it does not fit.
         let lease = engine.pools.lend(&Hit::default(), None, 4).unwrap();
         engine.sequences.get_mut(&gone).unwrap().phase = Phase::Receiving(lease);
-        engine.waiting.pop_last();
-        engine.receiving += 1;
+        engine.receiving.extend(engine.waiting.pop_last());
         engine.abort(gone, true).unwrap();
         engine
     }
@@ -203,7 +202,7 @@ mod tests {
             ("twice in the queue", |e| assert!(e.waiting.insert(Turn { turn: 9, seq: SeqId(2) }))),
             ("forgotten in the batch", |e| e.running.clear()),
             ("a stranger in the batch", |e| e.running.push(Turn { turn: 9, seq: SeqId(9) })),
-            ("miscounted receiving", |e| e.receiving -= 1),
+            ("forgotten among the receiving", |e| e.receiving.clear()),
             ("more than max_running", |e| e.config.max_running = 1),
             ("a sequence lost with its blocks", |e| {
                 e.sequences.remove(&SeqId(0));
@@ -214,7 +213,7 @@ mod tests {
             ("lent blocks in use", |e| {
                 let tables = e.pools.allocate(4).unwrap();
                 e.running.push(Turn { turn: 1, seq: SeqId(1) });
-                e.receiving -= 1;
+                e.receiving.clear();
                 sequence(e, 1).phase = Phase::Running(tables);
             }),
             ("two owners of the same blocks", |e| {

@@ -4,7 +4,7 @@
 //! same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
 //! trait says.
 
-use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Reuse, Tables};
+use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Tables};
 use baton_types::{BlockId, PoolGeometry, SamplingParams, SeqId, TokenOut};
 
 use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
@@ -249,7 +249,7 @@ impl Route {
             Restart::Compute => (self.place(pools, covered)?, 0),
             Restart::Cached => {
                 pools.index(&mut l.tables, &l.tokens[..l.computed], false, true)?;
-                let hit = pools.lookup(&Prefix::default(), &l.tokens, Reuse { partial: true });
+                let hit = pools.lookup(&Prefix::default(), &l.tokens);
                 (pools.seat(&hit, None, Need::whole(covered))?, hit.tokens() as usize)
             }
             Restart::Swapped => {

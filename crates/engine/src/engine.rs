@@ -35,8 +35,8 @@ pub struct Engine {
     pub(crate) waiting: BTreeSet<Turn>,
     /// Those in [`Phase::Running`], in order.
     pub(crate) running: Vec<Turn>,
-    /// Sequences in [`Phase::Receiving`].
-    pub(crate) receiving: u32,
+    /// Those in [`Phase::Receiving`].
+    pub(crate) receiving: BTreeSet<Turn>,
     /// Blocks of sequences that are gone.
     pub(crate) quarantine: BTreeMap<SeqId, Quarantine>,
     /// No deadline lies before this, so most plans need not look at them.
@@ -69,7 +69,7 @@ impl Engine {
             sequences: BTreeMap::new(),
             waiting: BTreeSet::new(),
             running: Vec::new(),
-            receiving: 0,
+            receiving: BTreeSet::new(),
             quarantine: BTreeMap::new(),
             earliest_deadline: None,
             starved: None,
@@ -91,7 +91,8 @@ impl Engine {
     /// Refuses at once what can never fit, and anything when the queue is full (I5).
     pub fn submit(&mut self, new: NewSequence) -> Result<SeqId, EngineError> {
         new.validate(self.config.context_tokens, self.pools.capacity_tokens(self.config.chunk))?;
-        let (waiting, free) = (self.waiting(), self.config.max_running.saturating_sub(self.running() + self.receiving));
+        let (waiting, free) =
+            (self.waiting(), self.config.max_running.saturating_sub(self.running() + self.receiving()));
         if waiting >= self.config.max_waiting.saturating_add(free) {
             return Err(EngineError::QueueFull { waiting, limit: self.config.max_waiting });
         }
@@ -141,7 +142,7 @@ impl Engine {
         sequence.start = Start::Compute;
         sequence.computed = sequence.len();
         let (turn, cached_tokens) = (sequence.turn, sequence.cached_tokens());
-        self.receiving -= 1;
+        self.receiving.remove(&turn);
         let at = self.running.partition_point(|other| *other < turn);
         self.running.insert(at, turn);
         // I2: only what was verified may be shared.
@@ -231,12 +232,12 @@ impl Engine {
 
     /// Sequences whose blocks are lent to a peer.
     pub fn receiving(&self) -> u32 {
-        self.receiving
+        self.receiving.len() as u32
     }
 
     /// Sequences that are computed and held for a transfer.
     pub fn held(&self) -> u32 {
-        self.sequences.len() as u32 - self.running() - self.waiting() - self.receiving
+        self.sequences.len() as u32 - self.running() - self.waiting() - self.receiving()
     }
 
     /// Steps planned so far.
@@ -297,7 +298,7 @@ impl Engine {
                 Ok(None)
             }
             Phase::Receiving(lease) => {
-                self.receiving -= 1;
+                self.receiving.remove(&sequence.turn);
                 if fence { self.pools.quarantine(lease).map(Some) } else { self.pools.reclaim(lease).map(|()| None) }
             }
             Phase::Running(mut tables) | Phase::Held(mut tables) => {

@@ -13,7 +13,8 @@ pub enum Start {
     Compute,
     /// The prefill role: compute all tokens, sample one, keep the blocks until [`crate::Engine::release`].
     ComputeAndHold,
-    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`].
+    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`]. When next to all
+    /// of it is here already, nothing is lent, and it goes on as [`Start::Compute`].
     Receive,
 }
 
@@ -64,12 +65,14 @@ pub(crate) struct Turn {
     pub seq: SeqId,
 }
 
-/// A running sequence that computes what another begins with.
+/// A sequence that computes or receives what another begins with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Leader {
     pub seq: SeqId,
     /// How many tokens it must have computed.
     pub until: u32,
+    /// How many the other can reuse then.
+    pub shared: u32,
 }
 
 /// What a sequence is doing, with what it owns.

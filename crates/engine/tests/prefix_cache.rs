@@ -138,6 +138,61 @@ fn a_reservation_lends_what_is_not_here() {
     finish(&mut bench);
 }
 
+/// n > 1 on the decode side: the same KV is lent for once, and who shares it computes the last token, for its logits.
+#[test]
+fn forks_that_receive_share_one_handoff() {
+    for (prompt, used) in [(28, 8), (30, 11)] {
+        let mut bench = Bench::new(LIMITS, 60);
+        let seqs: Vec<SeqId> =
+            (0..4).map(|_| bench.engine.submit(sharing(1, Start::Receive, prompt, 4)).unwrap()).collect();
+        assert_eq!(bench.step(), []);
+        assert_eq!((bench.engine.receiving(), bench.engine.waiting()), (1, 3), "the others wait");
+        assert_eq!(bench.blocks(), (0, prompt.div_ceil(4), 0), "a prompt's blocks are lent once");
+        bench.engine.kv_arrived(seqs[0], &first(0), &mut bench.events).unwrap();
+        let rows: Vec<(u64, u32)> = seqs.iter().map(|seq| (seq.0, 1)).collect();
+        assert_eq!(bench.step(), rows);
+        assert_eq!(bench.blocks().0, used, "seven full blocks for all, one for each that has tokens beyond");
+        assert_eq!(cached_of(&bench, seqs[3]), Some(prompt - 1));
+        finish(&mut bench);
+        let answers: Vec<Vec<u32>> = seqs.iter().map(|seq| bench.tokens_of(*seq)).collect();
+        assert_eq!(answers.iter().map(Vec::len).collect::<Vec<_>>(), [3, 4, 4, 4], "the first token came another way");
+        assert!(answers[1..].iter().all(|answer| *answer == answers[1]), "{answers:?}");
+    }
+}
+
+/// Who waits for a handoff that fails goes on by itself, and waits for no other.
+#[test]
+fn a_failed_handoff_holds_up_nobody() {
+    let mut bench = Bench::new(LIMITS, 60);
+    let seqs = [(); 4].map(|()| bench.engine.submit(sharing(1, Start::Receive, 30, 4)).unwrap());
+    bench.step();
+    bench.engine.abort(seqs[0], true).unwrap();
+    bench.step();
+    assert_eq!((bench.engine.receiving(), bench.engine.waiting()), (3, 0));
+    // One that comes now waits for the first of them, though not for one with a later turn.
+    let order = Order::Priority { overtakes: 10 };
+    let mut bench = Bench::new(EngineConfig { order, ..LIMITS }, 60);
+    for (priority, receiving) in [(0, 1), (-128, 2), (127, 2)] {
+        bench.engine.submit(NewSequence { priority, ..sharing(1, Start::Receive, 30, 4) }).unwrap();
+        bench.step();
+        assert_eq!(bench.engine.receiving(), receiving, "priority {priority}");
+    }
+}
+
+/// A handoff is waited for by those that lack more of it than of anything else, and who has next to all waits for nothing.
+#[test]
+fn a_little_in_common_is_not_waited_for() {
+    for (fork, receiving) in [(14, 2), (16, 1), (30, 1)] {
+        let mut bench = Bench::new(LIMITS, 60);
+        bench.engine.submit(sharing(1, Start::Receive, 30, 4)).unwrap();
+        let mut other = sharing(1, Start::Receive, 31, 4);
+        other.tokens[fork..].iter_mut().for_each(|token| *token += 100);
+        bench.engine.submit(other).unwrap();
+        bench.step();
+        assert_eq!(bench.engine.receiving(), receiving, "a fork after {fork}");
+    }
+}
+
 #[test]
 fn what_has_arrived_is_shared_to_the_token() {
     let mut bench = Bench::new(LIMITS, 40);

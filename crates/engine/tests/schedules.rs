@@ -131,11 +131,12 @@ fn schedules_are_not_idle() {
         let mut world = World::new(&layout, sides, specs);
         world.run();
         let Reached { preemptions, handoffs, fences, failures, aborts_in_step, .. } = world.reached();
-        let Reached { hits, reserved_hits, copies, evictions, swaps, returns, .. } = world.reached();
+        let Reached { hits, reserved_hits, spared, copies, evictions, swaps, returns, .. } = world.reached();
         sum.swaps += swaps;
         sum.returns += returns;
         sum.hits += hits;
         sum.reserved_hits += reserved_hits;
+        sum.spared += spared;
         sum.copies += copies;
         sum.evictions += evictions;
         sum.preemptions += preemptions;
@@ -153,7 +154,7 @@ fn schedules_are_not_idle() {
     }
     let counts = [
         [sum.preemptions, sum.handoffs, sum.fences, sum.failures, sum.aborts_in_step].as_slice(),
-        &[sum.hits, sum.reserved_hits, sum.copies, sum.evictions, sum.swaps, sum.returns],
+        &[sum.hits, sum.reserved_hits, sum.spared, sum.copies, sum.evictions, sum.swaps, sum.returns],
     ]
     .concat();
     assert!(counts.iter().chain(&ends).all(|count| *count >= 50), "{sum:?}, ends {ends:?}");

@@ -4,14 +4,7 @@ use baton_types::BlockId;
 
 use crate::prefix::{NodeId, Parent};
 use crate::tokens::Chain;
-use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, Need, Prefix, Tables};
-
-/// What of the cache a sequence can use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Reuse {
-    /// A partly equal block may be copied.
-    pub partial: bool,
-}
+use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, Lease, Need, Prefix, Tables};
 
 /// What a lookup found; good until the pools change.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -33,7 +26,8 @@ impl Hit {
         self.path.len() as u32
     }
 
-    /// The same without a block to copy, which needs one more block than the sequence itself.
+    /// The same without a block to copy, which needs one more block than the sequence itself, and is nothing a peer can write
+    /// the rest of.
     pub fn without_copy(mut self) -> Hit {
         if let Some((_, tokens)) = self.copy.take() {
             self.tokens -= tokens;
@@ -44,7 +38,7 @@ impl Hit {
 
 impl KvPools {
     /// The longest beginning of `tokens` that is here, at most all but the last: that one is computed for its logits.
-    pub fn lookup(&self, prefix: &Prefix, tokens: &[u32], reuse: Reuse) -> Hit {
+    pub fn lookup(&self, prefix: &Prefix, tokens: &[u32]) -> Hit {
         let size = self.block_size as usize;
         let most = &tokens[..tokens.len().saturating_sub(1)];
         let (mut path, mut tip) = (Vec::new(), Parent::Root(prefix.seed));
@@ -57,7 +51,7 @@ impl KvPools {
         let tip = path.last().map_or(Parent::Root(prefix.seed), |id| Parent::Node(*id));
         let done = path.len() * size;
         let next = &most[done..most.len().min(done + size)];
-        let copy = if reuse.partial { self.index.nearest(tip, next) } else { None };
+        let copy = self.index.nearest(tip, next);
         let whole = |id: NodeId| (0..self.groups()).all(|group| self.index.block(id, group).is_some());
         let copy = copy.filter(|(id, common)| *common > 0 && whole(*id));
         Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common) }
@@ -113,6 +107,17 @@ impl KvPools {
             table.blocks().iter().take_while(|block| shared(group, block)).count() as u32
         };
         tables.tables.iter().enumerate().map(leading).min().unwrap_or(0)
+    }
+
+    /// Whether one that begins with `tokens` leading tokens of the sequence these blocks are lent for will find in them what it
+    /// needs: in groups with a window, not all are lent.
+    pub fn will_hold(&self, lease: &Lease, tokens: u32) -> bool {
+        let blocks = self.blocks_for(tokens);
+        lease.tables.iter().enumerate().all(|(group, table)| {
+            let live = self.live(group, tokens - tokens % self.block_size);
+            let here = |at: u32| table.blocks.get(at as usize).is_some_and(|block| *block != HOLE);
+            (0..blocks).all(|at| !live.contains(at) || here(at))
+        })
     }
 
     fn cached(&self, group: usize, id: NodeId) -> bool {

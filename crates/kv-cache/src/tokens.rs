@@ -103,6 +103,11 @@ impl Lease {
     pub fn shared(&self) -> u32 {
         self.shared
     }
+
+    /// Whether what arrives becomes part of the prefix index.
+    pub fn indexed(&self) -> bool {
+        self.chain.is_some()
+    }
 }
 
 impl Quarantine {

@@ -5,10 +5,13 @@
 //! a connection, a token's text or a KV block.
 //!
 //! - [`Placement`]: which decode worker and which prefill worker; [`RoundRobin`] and [`LeastLoaded`].
+//! - [`Prefixes`]: where a prompt's beginning was sent before, as a hint for it.
 //! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
 
 mod placement;
+mod prefixes;
 mod request;
 
 pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, Role, RoundRobin};
+pub use prefixes::Prefixes;
 pub use request::{Action, Failure, Input, Leg, Limits, RequestMachine, State};

@@ -42,6 +42,8 @@ pub struct PlacementInput<'a> {
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: &'a [WorkerId],
+    /// Workers that have KV it begins with ([`crate::Prefixes`]); taken where they have room.
+    pub near: Option<Placed>,
 }
 
 /// Where a request runs.
@@ -152,6 +154,16 @@ fn in_turn<'a>(choices: &[&'a Candidate], last: &mut Option<WorkerId>) -> Option
     Some(chosen)
 }
 
+/// So many more requests than the idlest of its role a worker may have and still be taken for the KV it has: going elsewhere
+/// costs a prefill and a handoff of what is there already, an answer in its batch only a share of its bandwidth.
+const ROOM: u32 = 8;
+
+/// The worker of this id, if it is one of `choices` and has room.
+fn with_room<'a>(choices: &[&'a Candidate], id: Option<WorkerId>) -> Option<&'a Candidate> {
+    let least = choices.iter().map(|c| c.in_flight).min()?;
+    choices.iter().copied().find(|c| Some(c.id) == id && c.in_flight <= least.saturating_add(ROOM))
+}
+
 type Narrow = for<'a> fn(Vec<&'a Candidate>) -> Vec<&'a Candidate>;
 
 fn place_in_turn(
@@ -161,13 +173,18 @@ fn place_in_turn(
     narrow: Narrow,
 ) -> Result<Placed, PlacementError> {
     let eligible = Eligible { view, request };
-    let choices = narrow(eligible.decode()?);
-    // A pinned decode worker is the only choice and takes no turn.
-    let decode = match request.decode {
-        Some(_) => choices[0],
-        None => in_turn(&choices, &mut turns.decode).unwrap_or(choices[0]),
+    let choices = eligible.decode()?;
+    // A worker that is taken for what it has takes no turn.
+    let decode = match with_room(&choices, request.decode.or(request.near.map(|near| near.decode))) {
+        Some(decode) => decode,
+        None => {
+            let choices = narrow(choices);
+            in_turn(&choices, &mut turns.decode).unwrap_or(choices[0])
+        }
     };
-    let prefill = in_turn(&narrow(eligible.prefill(decode)), &mut turns.prefill);
+    let choices = eligible.prefill(decode);
+    let prefill = with_room(&choices, request.near.and_then(|near| near.prefill))
+        .or_else(|| in_turn(&narrow(choices), &mut turns.prefill));
     Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) })
 }
 
@@ -216,7 +233,8 @@ mod tests {
         ]
     }
 
-    const ASK: PlacementInput<'static> = PlacementInput { model: "m", split: true, decode: None, avoid: &[] };
+    const ASK: PlacementInput<'static> =
+        PlacementInput { model: "m", split: true, decode: None, avoid: &[], near: None };
 
     /// Every implementation, for what they must have in common.
     fn all() -> Vec<Box<dyn Placement>> {
@@ -285,6 +303,27 @@ mod tests {
             let avoid = [WorkerId(1)];
             let ask = PlacementInput { decode: Some(WorkerId(12)), avoid: &avoid, ..ASK };
             assert_eq!(ids(policy.place(&view, &ask).unwrap()), (12, Some(2)));
+        }
+    }
+
+    /// Choices of one request, and a conversation's next turn, go where their KV is.
+    #[test]
+    fn workers_that_have_the_prefix_are_taken_where_they_have_room() {
+        for mut policy in all() {
+            let mut view = view();
+            let near = Some(Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) });
+            for _ in 0..3 {
+                assert_eq!(ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()), (12, Some(2)));
+            }
+            assert_eq!(ids(policy.place(&view, &ASK).unwrap()), (11, Some(1)), "they took no turn");
+            (view[1].in_flight, view[3].in_flight) = (ROOM, ROOM);
+            assert_eq!(ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()), (12, Some(2)));
+            view[3].in_flight += 1;
+            let more = [(); 3].map(|()| ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()));
+            assert!(more.iter().any(|placed| placed.0 != 12) && more.iter().all(|placed| placed.1 == Some(2)), "{more:?}");
+            let avoid = [WorkerId(2)];
+            let ask = PlacementInput { decode: Some(WorkerId(13)), avoid: &avoid, near, ..ASK };
+            assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(1)), "nearness is no must");
         }
     }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_cluster::{Member, Role, View};
-use baton_policy::{Candidate, Failure, LeastLoaded, Placed, Placement, PlacementInput, RoundRobin};
+use baton_policy::{Candidate, Failure, LeastLoaded, Placed, Placement, PlacementInput, Prefixes, RoundRobin};
 use baton_types::{BatonError, ErrorKind, WorkerId};
 
 use crate::config::PlacementKind;
@@ -29,8 +29,17 @@ pub(crate) struct Workers {
     model: String,
     worker_timeout: Duration,
     known: Mutex<Known>,
-    placement: Mutex<Box<dyn Placement>>,
+    placing: Mutex<Placing>,
 }
+
+/// Who is next, and who has what.
+struct Placing {
+    placement: Box<dyn Placement>,
+    prefixes: Prefixes,
+}
+
+/// Names of prefixes whose place is known at least (I5): those of a million tokens.
+const PREFIXES: usize = 1 << 16;
 
 #[derive(Default)]
 struct Known {
@@ -81,7 +90,8 @@ impl Workers {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
-        Workers { model: model.to_owned(), worker_timeout, known: Mutex::default(), placement: Mutex::new(placement) }
+        let placing = Mutex::new(Placing { placement, prefixes: Prefixes::new(PREFIXES) });
+        Workers { model: model.to_owned(), worker_timeout, known: Mutex::default(), placing }
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -182,13 +192,31 @@ impl Workers {
         known.view.members.iter().filter_map(candidate).collect()
     }
 
-    /// Chooses workers for a request of the served model. A decode worker that is lost is asked only when there is no other.
-    pub fn place(&self, split: bool, decode: Option<WorkerId>, avoid: &[WorkerId]) -> Result<Placed, Failure> {
-        let input = PlacementInput { model: &self.model, split, decode, avoid };
-        let mut placement = self.placement.lock().unwrap_or_else(PoisonError::into_inner);
+    fn placing(&self) -> MutexGuard<'_, Placing> {
+        self.placing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Chooses workers for a request of the served model, whose prompt begins with what has these names. A decode worker that
+    /// is lost is asked only when there is no other.
+    pub fn place(
+        &self,
+        split: bool,
+        decode: Option<WorkerId>,
+        avoid: &[WorkerId],
+        names: &[u64],
+    ) -> Result<Placed, Failure> {
+        let Placing { placement, prefixes } = &mut *self.placing();
+        let input = PlacementInput { model: &self.model, split, decode, avoid, near: prefixes.find(names) };
         let well = placement.place(&self.candidates(|link| !link.lost()), &input);
         let placed = well.or_else(|_| placement.place(&self.candidates(|_| true), &input));
-        placed.map_err(|e| Failure::new(e.kind(), e.to_string()))
+        let placed = placed.map_err(|e| Failure::new(e.kind(), e.to_string()))?;
+        prefixes.note(names, placed);
+        Ok(placed)
+    }
+
+    /// These workers have the KV of what has these names.
+    pub fn have(&self, placed: Placed, names: &[u64]) {
+        self.placing().prefixes.note(names, placed);
     }
 
     /// The connection to a worker, counted until it is dropped.

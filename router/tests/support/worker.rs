@@ -35,6 +35,8 @@ pub enum Decode {
     Freeze(usize),
     /// Gives this many tokens, then nothing more until the router lets go.
     Stall(usize),
+    /// Has so many tokens of the prompt that it wants no KV for the rest.
+    Has(u32),
     /// Says that the KV that arrived does not verify.
     BadKv,
     /// Says that the KV will not come.
@@ -296,7 +298,9 @@ impl DecodeRun {
     async fn run(&self, local: bool) -> Result<(), Dropped> {
         let given = self.sequence.tokens.len() - self.sequence.prompt_tokens as usize;
         let mut index = given;
-        if !local {
+        if let Decode::Has(cached_tokens) = self.plan {
+            self.say(DecodeEvent::Started(v1::Started { cached_tokens })).await?;
+        } else if !local {
             self.handoff().await?;
             index += 1;
             if let Decode::BadKv = self.plan {

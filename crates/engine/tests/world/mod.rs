@@ -38,6 +38,8 @@ pub struct Reached {
     pub aborts_in_step: u64,
     pub hits: u64,
     pub reserved_hits: u64,
+    /// Sequences that were to receive their KV and found that it was here.
+    pub spared: u64,
     pub copies: u64,
     pub evictions: u64,
     /// Preemptions that swapped, and worlds in which one came back from host memory.
@@ -51,6 +53,8 @@ pub struct World {
     agenda: BTreeMap<u64, Vec<Action>>,
     /// Decode blocks an old peer keeps writing garbage to, until it is fenced.
     scribbled: BTreeMap<SeqId, Vec<(usize, usize)>>,
+    /// Sequences that are to receive, and those of them that blocks were lent for.
+    receives: BTreeSet<SeqId>,
     reserved: BTreeSet<SeqId>,
     tick: u64,
     reached: Reached,
@@ -74,6 +78,7 @@ impl World {
             agenda,
             scribbled: BTreeMap::new(),
             tick: 0,
+            receives: BTreeSet::new(),
             reserved: BTreeSet::new(),
             reached: Reached::default(),
         }
@@ -182,6 +187,9 @@ impl World {
         let seq = seq.unwrap();
         client.at[side] = Some(seq);
         node.clients.insert(seq, c);
+        if start == Start::Receive {
+            self.receives.insert(seq);
+        }
     }
 
     /// Ends the request's sequences on both sides, as after a disconnect: fenced only some ticks later.
@@ -338,7 +346,12 @@ impl World {
                     self.clients[c].targets = tables.iter().map(|table| table.blocks().to_vec()).collect();
                     self.submit(PREFILL, c, Start::ComputeAndHold);
                 }
-                Event::Token { token, .. } => self.clients[c].deliver(token),
+                Event::Token { token, .. } => {
+                    if self.receives.remove(&seq) && !self.reserved.contains(&seq) {
+                        self.reached.spared += 1;
+                    }
+                    self.clients[c].deliver(token)
+                }
                 Event::Prefilled { token, finish, .. } => self.prefilled(c, token, finish),
                 Event::Finished { reason, .. } => {
                     self.nodes[side].clients.remove(&seq);

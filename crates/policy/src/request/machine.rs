@@ -98,7 +98,7 @@ impl RequestMachine {
             }
             Input::Transferred => self.on_transferred(out),
             Input::Token(token) => self.on_token(token, out),
-            Input::Started { cached_tokens } => self.note_cached(cached_tokens),
+            Input::Started { cached_tokens } => self.on_started(cached_tokens),
             Input::Finished(reason) => self.on_finished(reason, out),
             Input::DecodeLost(failure) => self.on_decode_lost(failure, out),
             Input::PrefillLost(failure) => self.on_prefill_lost(failure, out),
@@ -165,6 +165,14 @@ impl RequestMachine {
             _ if self.decode_open => self.protocol_error("a reservation it was not asked for", out),
             _ => {}
         }
+    }
+
+    fn on_started(&mut self, cached_tokens: u32) {
+        if let State::Reserving { decode, .. } = self.state {
+            // It has next to all of the prompt: no KV is to come.
+            self.state = State::Decoding { decode, prefill: None };
+        }
+        self.note_cached(cached_tokens);
     }
 
     fn on_first_token(

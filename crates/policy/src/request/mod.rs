@@ -7,8 +7,8 @@
 //! ```text
 //!              Placed(split)          Reserved          FirstToken           Transferred
 //!   Placing ────────────────▶ Reserving ─────▶ Prefilling ──────▶ Transferring ──────▶ Decoding ──▶ Finished
-//!     ▲  │  Placed(local)                        │  PrefillLost      │                    ▲   │
-//!     │  └───────────────────────────────────────┼───────────────────┼────────────────────┘   │
+//!     ▲  │  Placed(local)             │ Started  │  PrefillLost      │                    ▲   │
+//!     │  └────────────────────────────┴──────────┼───────────────────┼────────────────────┘   │
 //!     │ BackoffOver                              ▼                   ▼                        │
 //!   BackingOff ◀── NotPlaced            PlacingPrefill ──▶ Reserving, or Decoding locally     │
 //!     ▲                                                                                       │
@@ -69,7 +69,7 @@ pub enum State {
     Placing,
     /// Nobody could take it; waiting before asking again.
     BackingOff,
-    /// The decode stream is open; waiting for its reservation.
+    /// The decode stream is open; waiting for its reservation, or for word that it needs none.
     Reserving {
         /// Will decode.
         decode: WorkerId,
@@ -130,7 +130,7 @@ pub enum Input {
     Transferred,
     /// A token from the decode worker.
     Token(TokenOut),
-    /// The decode worker has computed the prompt itself.
+    /// The decode worker has computed the prompt itself: it was asked to, or has next to all of it and needs no handoff.
     Started {
         /// Prompt tokens it did not have to compute.
         cached_tokens: u32,

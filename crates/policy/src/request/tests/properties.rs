@@ -22,6 +22,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         3 => (worker.clone(), prop::option::of(worker)).prop_map(|(decode, prefill)| Input::Placed(Placed { decode, prefill })),
         1 => any_failure().prop_map(Input::NotPlaced),
         3 => Just(Input::Reserved),
+        1 => (0u32..9).prop_map(|cached_tokens| Input::Started { cached_tokens }),
         3 => (any_token.clone(), prop::option::weighted(0.1, any_reason()))
             .prop_map(|(token, finish)| Input::FirstToken { token, finish, cached_tokens: 0 }),
         1 => Just(Input::Transferred),
