@@ -320,7 +320,10 @@ mod tests {
             assert_eq!(ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()), (12, Some(2)));
             view[3].in_flight += 1;
             let more = [(); 3].map(|()| ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()));
-            assert!(more.iter().any(|placed| placed.0 != 12) && more.iter().all(|placed| placed.1 == Some(2)), "{more:?}");
+            assert!(
+                more.iter().any(|placed| placed.0 != 12) && more.iter().all(|placed| placed.1 == Some(2)),
+                "{more:?}"
+            );
             let avoid = [WorkerId(2)];
             let ask = PlacementInput { decode: Some(WorkerId(13)), avoid: &avoid, near, ..ASK };
             assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(1)), "nearness is no must");
