@@ -137,9 +137,8 @@ fn choices_of_one_prompt_share_one_handoff() -> anyhow::Result<()> {
     let cluster = Cluster::start(ClusterOptions { prefill: 2, decode: 2, ..ClusterOptions::new(model.path()) })?;
     let sent = || -> anyhow::Result<f64> {
         cluster.wait_idle()?;
-        let of = |admin: &str| Ok(Metrics::of(admin.parse()?)?.sum("baton_transfer_bytes_total", ""));
         let workers = cluster.workers_of(Role::Prefill);
-        workers.iter().map(|worker| of(worker.member.admin.trim_start_matches("http://"))).sum()
+        workers.iter().map(|worker| Ok(worker.metrics()?.sum("baton_transfer_bytes_total", ""))).sum()
     };
     let (alone, _) = asked(&cluster, 1, "one")?;
     let one = sent()?;
