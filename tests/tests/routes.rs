@@ -125,21 +125,24 @@ fn compare(
     for (route, options) in routes {
         let cluster = Cluster::start(ClusterOptions { model: spec.to_owned(), ..options.clone() })?;
         let passes = [("alone", false, "a"), ("at once", true, "b"), ("at once, all of it cached", true, "b")];
-        for (how, together, salt) in passes {
+        for (pass, (how, together, salt)) in (1..).zip(passes) {
             let got = through(&cluster, requests, together, salt)?;
             for (i, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
                 ensure!(got == wanted, "{name} {route} {how}: request {i} differs:\n{got:?}\n{wanted:?}");
             }
-        }
-        if !options.aggregated {
-            // Every single one went this way, none was prefilled on the decode worker instead but what that has all of.
+            if options.aggregated {
+                continue;
+            }
+            // Every single one went this way, none was prefilled on the decode worker instead, but for what that has already.
+            cluster.wait_idle()?;
             let prefill = cluster.workers_of(Role::Prefill).pop().context("a prefill worker")?;
             let label = format!("transport=\"{}\"", options.transport);
-            let handoffs = prefill.metrics()?.sum("baton_transfer_seconds_count", &label);
-            ensure!(
-                handoffs == ((passes.len() - 1) * requests.len()) as f64,
-                "{name} {route}: {handoffs} handoffs with {label}"
-            );
+            let handoffs = prefill.metrics()?.sum("baton_transfer_seconds_count", &label) as usize;
+            // Of a single token there is nothing to hand over.
+            let handed = requests.iter().filter(|request| request.prompt.len() > 1).count();
+            let (least, most) = (pass.min(2) * handed, pass * handed);
+            let found = format!("{handoffs} handoffs with {label}, at least {least} and at most {most} are due");
+            ensure!((least..=most).contains(&handoffs), "{name} {route} {how}: {found}");
         }
         cluster.wait_idle()?;
         cluster.stop()?;
