@@ -183,10 +183,10 @@ class Pair:
 class Perftest:
     """ucx_perftest's one-sided puts; it says its own rate."""
 
-    def __init__(self, size, count, env):
+    def __init__(self, size, count, env, *extra):
         self.program = f"{site.getsitepackages()[0]}/libucx/bin/ucx_perftest"
         os.chmod(self.program, 0o755)
-        self.size, self.count, self.env = size, count, env
+        self.size, self.count, self.env, self.extra = size, count, env, extra
 
     def rate(self):
         server = subprocess.Popen([self.program, "-p", str(PORT)], env=self.env, stdout=subprocess.DEVNULL,
@@ -194,7 +194,7 @@ class Perftest:
         try:
             time.sleep(0.5)
             command = [self.program, "127.0.0.1", "-p", str(PORT), "-f", "-t", "ucp_put_bw", "-s", str(self.size),
-                       "-n", str(self.count), "-w", str(max(self.count // 10, 10))]
+                       "-n", str(self.count), "-w", str(max(self.count // 10, 10)), *self.extra]
             result = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=120)
             numbers = re.findall(r"[\d.]+", result.stdout.strip().splitlines()[-1]) if result.stdout.strip() else []
             if result.returncode or len(numbers) < 7:
@@ -209,9 +209,11 @@ class Perftest:
         pass
 
 
-def baton(program, shape, tokens):
-    """One round of Baton's own benchmark: name -> bytes a second."""
-    command = [program, "bench", "transfer", "--shape", shape, "--tokens", str(tokens), "--rounds", "1", "--no-verify"]
+def baton(program, shape, tokens, env):
+    """One round of Baton's own benchmark: name -> bytes a second. Over UCX with the library the peers use, and TCP only."""
+    command = [program, "bench", "transfer", "--shape", shape, "--tokens", str(tokens), "--rounds", "1", "--no-verify",
+               "--transport", "ucx", "--ucx-library", f"{site.getsitepackages()[0]}/libucx/lib",
+               "--ucx-options", f"TLS={env['UCX_TLS']} NET_DEVICES={env['UCX_NET_DEVICES']}"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {result.stderr.strip()}")
@@ -249,11 +251,13 @@ def measure(options, shape):
     makers = {
         f"UCX put, {size >> 10} KiB each": lambda: Perftest(size, count, env),
         "UCX put, 1 MiB each": lambda: Perftest(big, max(size * count // big, 1), env),
+        # What a worker needs to notice a dead peer, and so what Baton's own row is to be compared with.
+        "UCX put, 1 MiB, peer errors": lambda: Perftest(big, max(size * count // big, 1), env, "-e"),
         "NIXL write (UCX)": lambda: Pair("nixl", size, count, env),
         "Mooncake write": lambda: Pair("mooncake", size, count, env),
     }
     for _ in range(options.rounds):
-        for name, rate in baton(options.baton, shape, options.tokens).items():
+        for name, rate in baton(options.baton, shape, options.tokens, env).items():
             runs.setdefault(name, []).append(rate)
         for name, make in makers.items():
             if name not in problems:
@@ -268,19 +272,21 @@ def table(runs, problems, peers):
     def beside(name):
         if name in peers:
             return f"TCP handoff: {median['TCP handoff'] / median[name]:.1f} times that"
-        base = {"s": "memcpy", "T": "plain TCP"}.get(name[0])
+        base = {"s": "memcpy", "T": "plain TCP", "U": "UCX put, 1 MiB, peer errors"}.get(name[0])
+        if base in problems or base not in median:
+            return ""
         return f"{median[name] / median[base]:.2f} of {base}" if base else ""
 
     names = [name for name in runs if name not in peers] + peers
-    print(f"| {'what':<26} | GB/s (lowest to highest) | ratio                         |")
-    print(f"| {'-' * 26} | {'-' * 24} | {'-' * 29} |")
+    print(f"| {'what':<27} | GB/s (lowest to highest) | ratio                               |")
+    print(f"| {'-' * 27} | {'-' * 24} | {'-' * 35} |")
     for name in names:
         if name in problems:
-            print(f"| {name:<26} | does not run here: {problems[name]} | |")
+            print(f"| {name:<27} | does not run here: {problems[name]} | |")
             continue
         rates = runs[name]
         cell = f"{median[name] / 1e9:.2f} ({min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f})"
-        print(f"| {name:<26} | {cell:<24} | {beside(name):<29} |")
+        print(f"| {name:<27} | {cell:<24} | {beside(name):<35} |")
 
 
 def main():
