@@ -11,10 +11,10 @@
 #include "convert_kv.cu"
 #include "copy_blocks.cu"
 #include "dequantise.cu"
-#include "digest_blocks.cu"
 #include "embed.cu"
 #include "gate_mul.cu"
 #include "mask_logits.cu"
+#include "move_runs.cu"
 #include "rms_norm.cu"
 #include "rope_store_kv.cu"
 #include "sample.cu"
@@ -59,10 +59,10 @@ const Kernel KERNELS[] = {
     K(ConvertKv, baton_convert_kv),
     K(CopyBlocks, baton_copy_blocks),
     K(Dequantise, baton_dequantise),
-    K(DigestBlocks, baton_digest_blocks),
     K(Embed, baton_embed),
     K(GateMul, baton_gate_mul),
     K(MaskLogits, baton_mask_logits),
+    K(MoveRuns, baton_move_runs),
     K(RmsNorm, baton_rms_norm),
     K(RopeStoreKv, baton_rope_store_kv),
     K(Sample, baton_sample),
@@ -101,6 +101,9 @@ const std::vector<Structure>& structures() {
         S(CopyBlocks, O(CopyBlocks, source), O(CopyBlocks, target), O(CopyBlocks, pairs), O(CopyBlocks, bytes), O(CopyBlocks, count),
           O(CopyBlocks, layers), O(CopyBlocks, planes)),
         S(BlockSide, O(BlockSide, base), O(BlockSide, layer_stride), O(BlockSide, block_stride), O(BlockSide, plane_stride)),
+        S(Moved, O(Moved, source), O(Moved, target), O(Moved, lane)),
+        S(MoveRuns, O(MoveRuns, source), O(MoveRuns, target), O(MoveRuns, runs), O(MoveRuns, digests), O(MoveRuns, bytes),
+          O(MoveRuns, count)),
         S(Dequantise, O(Dequantise, source), O(Dequantise, row_order), O(Dequantise, out), O(Dequantise, type),
           O(Dequantise, out_type), O(Dequantise, rows), O(Dequantise, cols)),
     };

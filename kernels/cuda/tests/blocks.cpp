@@ -1,6 +1,6 @@
 // Copies and digests of KV blocks.
 #include "copy_blocks.cu"
-#include "digest_blocks.cu"
+#include "move_runs.cu"
 
 #include "harness.hpp"
 
@@ -85,31 +85,39 @@ TEST(digests_are_those_of_the_cpu) {
     // Pinned in crates/types/src/digest.rs.
     std::vector<u8> zeros(8);
     std::vector<u64> one(1);
-    std::vector<u32> block = {0};
-    run(baton_digest_blocks, DigestBlocks{zeros.data(), block.data(), one.data(), 8, 8, 1, 0, 1});
+    std::vector<Moved> run_0 = {{0, 0, 0}};
+    run(baton_move_runs, MoveRuns{zeros.data(), nullptr, run_0.data(), one.data(), 8, 1});
     CHECK(one[0] == 0xcdf60a316e3411e6ull, "%llx", one[0]);
     // A short last lane is padded with zeros, and lanes are numbered from 7.
     std::vector<u8> nine = {1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0};
     u64 pinned = digest(nine.data(), 16, 7);
     CHECK(pinned == 0xb46a82c6cd768fd5ull, "the test's own digest is %llx", pinned);
+}
 
+TEST(runs_are_moved_and_digested) {
     Random random{9};
-    for (u64 bytes : {8ull, 528ull, 2056ull, 20480ull}) {
-        u32 blocks = 4, layers = 3;
-        std::vector<u8> pool = noise(layers * blocks * bytes, random);
-        std::vector<u32> list = {3, 0};
-        std::vector<u64> got(2), want(2);
-        for (u32 i = 0; i < 2; i++) {
-            for (u32 l = 0; l < layers; l++) want[i] += digest(&pool[(l * blocks + list[i]) * bytes], bytes, l * (bytes / 8));
+    // One lane; not whole parts of a thread block; several of them.
+    for (u64 bytes : {8ull, 528ull, 16384ull, 16392ull, 40960ull}) {
+        std::vector<u8> source = noise(5 * bytes, random), target = noise(4 * bytes, random), want = target;
+        std::vector<Moved> runs = {{3 * bytes, 0, 7}, {0, 2 * bytes, 1ull << 40}, {4 * bytes, 3 * bytes, 0}};
+        std::vector<u64> digests(3), sums(3);
+        for (u32 i = 0; i < 3; i++) {
+            std::memcpy(&want[runs[i].target], &source[runs[i].source], bytes);
+            sums[i] = digest(&source[runs[i].source], bytes, runs[i].lane);
         }
-        // All layers at once, and the first before the others.
-        for (u32 first : {0u, 1u}) {
-            std::fill(got.begin(), got.end(), 0);
-            if (first) run(baton_digest_blocks, DigestBlocks{pool.data(), list.data(), got.data(), bytes, blocks * bytes, 2, 0, 1});
-            run(baton_digest_blocks,
-                DigestBlocks{pool.data() + first * blocks * bytes, list.data(), got.data(), bytes, blocks * bytes, 2, first, layers - first});
-            CHECK(got == want, "%llu bytes", bytes); // I2
-        }
+        std::vector<u8> before = target;
+        run(baton_move_runs, MoveRuns{source.data(), nullptr, runs.data(), digests.data(), bytes, 3});
+        CHECK(digests == sums, "%llu bytes, digested only", bytes); // I2
+        CHECK(target == before, "digests write nothing");
+        // What is there is added to.
+        run(baton_move_runs, MoveRuns{source.data(), target.data(), runs.data(), digests.data(), bytes, 3});
+        for (u64& sum : sums) sum *= 2;
+        CHECK(digests == sums, "%llu bytes, digested on the way", bytes);
+        CHECK(target == want, "%llu bytes", bytes);
+        target = before;
+        run(baton_move_runs, MoveRuns{source.data(), target.data(), runs.data(), nullptr, bytes, 3});
+        CHECK(target == want, "%llu bytes, not digested", bytes);
+        run(baton_move_runs, MoveRuns{source.data(), target.data(), runs.data(), nullptr, bytes, 0});
     }
 }
 

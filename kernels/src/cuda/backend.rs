@@ -10,6 +10,8 @@ use super::device::{Access, Address, Device, Gemm, Memory, Piece};
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
 use super::queue::Queue;
+use super::shared_pool::SharedPool;
+use super::sharing::SharingDevice;
 use super::weight::CudaWeight;
 use crate::backend::{AttentionShape, Input, Norm, Product, Ragged};
 use crate::conformance::Promises;
@@ -69,6 +71,19 @@ impl<D: Device> CudaBackend<D> {
     pub fn over(device: Arc<D>, pool: Arc<HostPool>, options: CudaOptions) -> Result<Self, KernelError> {
         let queue = Queue::new(device)?;
         let pool = Pool::of_host(&queue, pool)?;
+        Ok(CudaBackend::with(queue, pool, options))
+    }
+
+    /// A backend over a pool in device memory that transfers reach too.
+    ///
+    /// # Errors
+    /// As for [`CudaBackend::new`], and when the pool is too small for its shape.
+    pub fn sharing(pool: &SharedPool<D>, geometry: PoolGeometry, options: CudaOptions) -> Result<Self, KernelError>
+    where
+        D: SharingDevice,
+    {
+        let queue = Queue::new(Arc::clone(pool.device()))?;
+        let pool = Pool::shared(&queue, geometry, Arc::clone(pool.memory()))?;
         Ok(CudaBackend::with(queue, pool, options))
     }
 

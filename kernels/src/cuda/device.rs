@@ -7,6 +7,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+use super::sharing::SharingDevice;
 use crate::{HostPool, KernelError};
 
 /// An address in device memory; 0 is none.
@@ -186,6 +187,15 @@ impl<D: Device> Memory<D> {
     /// Of so many bytes, with anything in them.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
         let at = device.allocate(bytes.max(1))?;
+        Ok(Memory { device: Arc::clone(device), at, bytes, host: None })
+    }
+
+    /// Of so many bytes, which other processes can be let into.
+    pub(super) fn of_shared(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError>
+    where
+        D: SharingDevice,
+    {
+        let at = device.allocate_shared(bytes.max(1))?;
         Ok(Memory { device: Arc::clone(device), at, bytes, host: None })
     }
 

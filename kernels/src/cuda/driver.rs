@@ -4,6 +4,7 @@
 //! are the image embedded by the build script.
 
 mod blas;
+mod sharing;
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -28,6 +29,7 @@ pub struct Driver {
     module: sys::CUmodule,
     blas: Blas,
     made: Mutex<Made>,
+    imports: Mutex<Imports>,
 }
 
 /// What was asked for so far.
@@ -37,6 +39,9 @@ struct Made {
     streams: Vec<sys::CUstream>,
     events: Vec<sys::CUevent>,
 }
+
+/// What is imported, and the base of the allocation it lies in.
+type Imports = Vec<(Address, sys::CUdeviceptr)>;
 
 // SAFETY: the driver's objects may be used from any thread that has made the context current, as every call here does first.
 unsafe impl Send for Driver {}
@@ -93,7 +98,10 @@ impl Driver {
             Ok((load()?, Blas::new()?))
         };
         match opened() {
-            Ok((module, blas)) => Ok(Driver { properties, device, context, module, blas, made: Mutex::default() }),
+            Ok((module, blas)) => {
+                let (made, imports) = (Mutex::default(), Mutex::default());
+                Ok(Driver { properties, device, context, module, blas, made, imports })
+            }
             Err(error) => {
                 // SAFETY: retained above, and used by nobody any more.
                 let _ = unsafe { primary_ctx::release(device) };
@@ -110,6 +118,10 @@ impl Driver {
 
     fn made(&self) -> MutexGuard<'_, Made> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn imports(&self) -> MutexGuard<'_, Imports> {
+        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn raw(&self, stream: Stream) -> Result<sys::CUstream, KernelError> {

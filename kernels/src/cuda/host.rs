@@ -3,13 +3,15 @@
 //! For tests without a GPU: the very same sources run, a fiber a CUDA thread, with real barriers and shuffles
 //! (`kernels/cuda/shim`). Every call is done when it returns, so streams and events are names only.
 
+mod sharing;
+
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::HashMap;
 use std::ffi::{CString, c_char};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
 
@@ -36,6 +38,7 @@ pub struct HostDevice {
     _library: Library,
     properties: Properties,
     memory: Mutex<HashMap<Address, Layout>>,
+    shared: Mutex<sharing::Shared>,
     named: AtomicUsize,
 }
 
@@ -54,8 +57,8 @@ impl HostDevice {
             )
         };
         let properties = Properties { name: "kernels on the host".to_owned(), ..Properties::default() };
-        let (memory, named) = (Mutex::default(), AtomicUsize::new(0));
-        Ok(HostDevice { launch, layout, product, _library: library, properties, memory, named })
+        let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
+        Ok(HostDevice { launch, layout, product, _library: library, properties, memory, shared, named })
     }
 
     /// One over the library built from the sources as they are; None, and the reason on standard error, where the CUDA headers are
@@ -91,6 +94,10 @@ impl HostDevice {
         out[..(count as usize).min(out.len())].iter().map(|&x| x as usize).collect()
     }
 
+    fn shared(&self) -> MutexGuard<'_, sharing::Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn next(&self) -> usize {
         self.named.fetch_add(1, Ordering::Relaxed)
     }
@@ -122,6 +129,9 @@ impl Device for HostDevice {
     }
 
     fn free(&self, at: Address) {
+        if self.shared().forget(at) {
+            return;
+        }
         if let Some(layout) = self.memory.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
             // SAFETY: allocated above with this layout, and forgotten by now.
             unsafe { dealloc(host(at), layout) };

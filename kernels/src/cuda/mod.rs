@@ -15,6 +15,8 @@ mod params;
 mod pool;
 mod queue;
 mod recorder;
+mod shared_pool;
+mod sharing;
 mod weight;
 
 pub use backend::{CudaBackend, CudaOptions};
@@ -22,5 +24,8 @@ pub use device::{Access, Address, Call, Device, Event, Gemm, Launch, Memory, Pie
 pub use driver::{Driver, devices};
 pub use host::HostDevice;
 pub use nowhere::Nowhere;
+pub use params::Moved;
 pub use recorder::{Recorded, Recorder};
+pub use shared_pool::{CopyQueue, Finished, SharedPool, Staging};
+pub use sharing::SharingDevice;
 pub use weight::CudaWeight;

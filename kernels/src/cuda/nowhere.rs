@@ -1,8 +1,14 @@
 //! [`Nowhere`]: a device without memory, for tests of what is asked of one.
 
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use super::device::{Address, Call, Device, Event, Gemm, Piece, Properties, Stream};
+use super::sharing::SharingDevice;
 use crate::KernelError;
 
 /// A device that has addresses and does nothing; what is read from it is 0.
@@ -10,7 +16,14 @@ use crate::KernelError;
 pub struct Nowhere {
     properties: Properties,
     next: AtomicU64,
+    /// The host's memory is there.
+    pinned: Mutex<HashMap<NonNull<u8>, Layout>>,
 }
+
+// SAFETY: what is pinned is only allocated and freed here.
+unsafe impl Send for Nowhere {}
+// SAFETY: as above.
+unsafe impl Sync for Nowhere {}
 
 impl Nowhere {
     fn next(&self, by: u64) -> u64 {
@@ -62,6 +75,46 @@ impl Device for Nowhere {
         Ok(())
     }
     fn synchronise(&self, _stream: Stream) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+impl SharingDevice for Nowhere {
+    fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
+        self.allocate(bytes)
+    }
+    fn export(&self, at: Address) -> Result<Vec<u8>, KernelError> {
+        Ok(at.0.to_le_bytes().to_vec())
+    }
+    fn import(&self, _handle: &[u8], bytes: usize) -> Result<Address, KernelError> {
+        self.allocate(bytes)
+    }
+    fn close(&self, _at: Address) {}
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        let none = KernelError::Memory { bytes };
+        let Ok(layout) = Layout::from_size_align(bytes.max(1), 64) else { return Err(none) };
+        // SAFETY: at least one byte.
+        let at = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(none)?;
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).insert(at, layout);
+        Ok(at)
+    }
+    fn unpin(&self, at: NonNull<u8>) {
+        if let Some(layout) = self.pinned.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
+            // SAFETY: allocated above with this layout, and forgotten by now.
+            unsafe { dealloc(at.as_ptr(), layout) };
+        }
+    }
+    unsafe fn read_later(&self, _stream: Stream, _from: Piece<'_>, _to: NonNull<u8>) -> Result<(), KernelError> {
+        Ok(())
+    }
+    unsafe fn write_later(&self, _stream: Stream, _to: Piece<'_>, _from: NonNull<u8>) -> Result<(), KernelError> {
+        Ok(())
+    }
+    fn is_done(&self, _event: Event) -> Result<bool, KernelError> {
+        Ok(true)
+    }
+    unsafe fn notify(&self, _stream: Stream, fd: BorrowedFd<'_>) -> Result<(), KernelError> {
+        let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
         Ok(())
     }
 }

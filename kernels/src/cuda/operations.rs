@@ -56,9 +56,7 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn publish(&mut self) {
-        if self.pool.is_host() {
-            self.attempt(|b| b.queue.synchronise());
-        }
+        self.attempt(|b| b.pool.publish(&b.queue));
     }
 
     fn finish(&mut self) -> Result<(), KernelError> {

@@ -299,6 +299,35 @@ unsafe impl Params for CopyBlocks {
     }
 }
 
+/// A run: offsets into source and target, and the number of its first lane in its block.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Moved {
+    /// Offset into the source.
+    pub source: u64,
+    /// Offset into the target.
+    pub target: u64,
+    /// Number of its first 8-byte lane in its block, for the digest.
+    pub lane: u64,
+}
+
+#[repr(C)]
+pub(crate) struct MoveRuns {
+    pub source: Address,
+    pub target: Address,
+    pub runs: Address,
+    pub digests: Address,
+    pub bytes: u64,
+    pub count: u32,
+}
+
+// SAFETY: as in move_runs.cu.
+unsafe impl Params for MoveRuns {
+    fn launch(&self) -> Launch {
+        Launch::new([self.count, parts(self.bytes / 8, 2048), 1], [256, 1, 1])
+    }
+}
+
 #[repr(C)]
 pub(crate) struct Dequantise {
     pub source: Address,
@@ -348,6 +377,8 @@ mod tests {
             layout!(AttentionDecode: a, partial, stats, split, splits),
             layout!(BlockSide: base, layer_stride, block_stride, plane_stride),
             layout!(CopyBlocks: source, target, pairs, bytes, count, layers, planes),
+            layout!(Moved: source, target, lane),
+            layout!(MoveRuns: source, target, runs, digests, bytes, count),
             layout!(Dequantise: source, row_order, out, quant, out_type, rows, cols),
         ] {
             assert_eq!(device.layout(name), layout, "{name}");

@@ -1,5 +1,6 @@
 //! The KV pool in device memory, in the layout it has on the host, and what of it is swapped out.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use baton_types::{BlockId, KvDtype, PoolGeometry};
@@ -7,6 +8,7 @@ use baton_types::{BlockId, KvDtype, PoolGeometry};
 use super::device::{Access, Device, Memory, Piece};
 use super::params::{BlockSide, CopyBlocks, KvPlanes, kv_type};
 use super::queue::Queue;
+use super::shared_pool::PoolMemory;
 use crate::{HostPool, KernelError};
 
 /// Widest heads that the attention kernels take.
@@ -17,10 +19,28 @@ const ALIGN: usize = 16;
 
 /// Blocks on the device, and copies of some in host memory.
 pub(super) struct Pool<D: Device> {
-    memory: Memory<D>,
+    memory: Store<D>,
     geometry: PoolGeometry,
     swapped: Vec<u8>,
     swapped_geometry: PoolGeometry,
+}
+
+/// Where the blocks are.
+enum Store<D: Device> {
+    Own(Memory<D>),
+    /// Transfers reach it too.
+    Shared(Arc<PoolMemory<D>>),
+}
+
+impl<D: Device> Deref for Store<D> {
+    type Target = Memory<D>;
+
+    fn deref(&self) -> &Memory<D> {
+        match self {
+            Store::Own(memory) => memory,
+            Store::Shared(shared) => shared.memory(),
+        }
+    }
 }
 
 /// What no kernel serves yet, by the setting that asks for it.
@@ -52,11 +72,29 @@ impl<D: Device> Pool<D> {
     /// Filled with what is no number, so that a slot that is read before it was stored shows.
     pub fn new(queue: &Queue<D>, geometry: PoolGeometry) -> Result<Self, KernelError> {
         check(&geometry)?;
-        let memory = queue.memory(geometry.bytes())?;
-        let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
-        let pool = Pool { memory, geometry, swapped: Vec::new(), swapped_geometry };
+        let memory = Store::Own(queue.memory(geometry.bytes())?);
+        let pool = Pool::with(memory, geometry);
         pool.fill(queue, 0xff)?;
         Ok(pool)
+    }
+
+    /// The same in memory that transfers reach.
+    pub fn shared(queue: &Queue<D>, geometry: PoolGeometry, memory: Arc<PoolMemory<D>>) -> Result<Self, KernelError> {
+        check(&geometry)?;
+        let (bytes, wanted) = (memory.memory().bytes(), geometry.bytes());
+        if bytes < wanted {
+            return Err(KernelError::Pool(format!("a pool of {wanted} bytes in a region of {bytes}")));
+        }
+        let pool = Pool::with(Store::Shared(memory), geometry);
+        pool.fill(queue, 0xff)?;
+        // Before anybody else writes there.
+        queue.synchronise()?;
+        Ok(pool)
+    }
+
+    fn with(memory: Store<D>, geometry: PoolGeometry) -> Self {
+        let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
+        Pool { memory, geometry, swapped: Vec::new(), swapped_geometry }
     }
 
     /// Sets every byte.
@@ -71,14 +109,17 @@ impl<D: Device> Pool<D> {
         if !pool.base().addr().is_multiple_of(ALIGN) {
             return Err(KernelError::Pool(format!("its memory must begin at a multiple of {ALIGN} bytes")));
         }
-        let memory = Memory::of_host(&queue.device, pool)?;
-        let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
-        Ok(Pool { memory, geometry, swapped: Vec::new(), swapped_geometry })
+        Ok(Pool::with(Store::Own(Memory::of_host(&queue.device, pool)?), geometry))
     }
 
-    /// Whether others see it as it is: it is host memory.
-    pub fn is_host(&self) -> bool {
-        self.memory.is_host()
+    /// What the queue has stored so far is there for others: those who see host memory as it is find it, those who copy from device memory
+    /// can wait for it.
+    pub fn publish(&self, queue: &Queue<D>) -> Result<(), KernelError> {
+        match &self.memory {
+            Store::Shared(shared) => shared.publish(queue),
+            Store::Own(memory) if memory.is_host() => queue.synchronise(),
+            Store::Own(_) => Ok(()),
+        }
     }
 
     pub fn geometry(&self) -> &PoolGeometry {

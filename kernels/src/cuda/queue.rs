@@ -33,6 +33,10 @@ impl<D: Device> Queue<D> {
         Ok(Queue { device, stream })
     }
 
+    pub fn stream(&self) -> Stream {
+        self.stream
+    }
+
     pub fn memory(&self, bytes: usize) -> Result<Memory<D>, KernelError> {
         Memory::new(&self.device, bytes)
     }

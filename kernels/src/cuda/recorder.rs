@@ -5,6 +5,8 @@
 //! stream knows, who waits for it knows that too, and the host knows all of a stream that it has waited for. For tests; with [`super::Nowhere`]
 //! inside nothing is computed.
 
+mod sharing;
+
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -39,6 +41,16 @@ pub enum Recorded {
     Wait(Stream, Event),
     /// The host waited for a stream.
     Synchronise(Stream),
+    /// Memory was exported.
+    Export,
+    /// So many bytes of another process's memory opened.
+    Import(usize),
+    /// Another process's memory closed.
+    Close,
+    /// So many bytes of host memory pinned.
+    Pin(usize),
+    /// Pinned memory given back.
+    Unpin,
 }
 
 /// What a stream, an event or the host knows: of each stream, how much of its work is done before.
@@ -68,6 +80,10 @@ struct State {
     streams: HashMap<Stream, Clock>,
     events: HashMap<Event, Clock>,
     host: Clock,
+    /// What was exported, by handle.
+    exports: HashMap<Vec<u8>, Address>,
+    /// What is imported, and of which exported memory if that is known.
+    imports: HashMap<Address, Option<Address>>,
     refused: Option<&'static str>,
 }
 
@@ -217,7 +233,11 @@ impl<D: Device> Device for Recorder<D> {
     }
 
     fn free(&self, at: Address) {
-        if self.state().forget(Recorded::Free, at) {
+        let mut state = self.state();
+        if state.imports.values().any(|exported| *exported == Some(at)) {
+            state.problems.push("free: memory freed while it is imported".to_owned());
+        }
+        if state.forget(Recorded::Free, at) {
             self.inner.free(at);
         }
     }

@@ -1,0 +1,202 @@
+//! [`SharingDevice`] of the driver: CUDA's inter-process handles, pinned memory, and callbacks of streams.
+//!
+//! A handle names an allocation of the driver's, whose base may lie before the memory asked for, so what travels has the offset too. The
+//! process that exported memory cannot open its own handle: it finds the address in it instead.
+
+use std::ffi::c_void;
+use std::hash::{BuildHasher, RandomState};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use cudarc::driver::{result, sys};
+
+use super::super::device::{Address, Device, Event, Piece, Stream};
+use super::super::sharing::SharingDevice;
+use super::{Driver, failed};
+use crate::KernelError;
+
+/// What the driver allocates by: a pool that fills whole ones shares none with other memory, which importers would see too.
+const GRANULARITY: usize = 2 << 20;
+
+/// What travels: the exporting process, its address, its offset in the allocation, and the driver's handle.
+struct Handle {
+    process: u64,
+    device: i32,
+    at: u64,
+    offset: u64,
+    opaque: [u8; 64],
+}
+
+const BYTES: usize = 8 + 4 + 8 + 8 + 64;
+
+/// A number that no other process has.
+fn this_process() -> u64 {
+    static NUMBER: OnceLock<u64> = OnceLock::new();
+    // The standard library's hash keys come from the system's random source.
+    *NUMBER.get_or_init(|| RandomState::new().hash_one(std::process::id()))
+}
+
+impl Handle {
+    fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(BYTES);
+        out.extend(self.process.to_le_bytes());
+        out.extend(self.device.to_le_bytes());
+        out.extend(self.at.to_le_bytes());
+        out.extend(self.offset.to_le_bytes());
+        out.extend(self.opaque);
+        out
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Handle> {
+        let (process, rest) = bytes.split_first_chunk()?;
+        let (device, rest) = rest.split_first_chunk()?;
+        let (at, rest) = rest.split_first_chunk()?;
+        let (offset, rest) = rest.split_first_chunk()?;
+        Some(Handle {
+            process: u64::from_le_bytes(*process),
+            device: i32::from_le_bytes(*device),
+            at: u64::from_le_bytes(*at),
+            offset: u64::from_le_bytes(*offset),
+            opaque: *<&[u8; 64]>::try_from(rest).ok()?,
+        })
+    }
+}
+
+fn refused(why: impl Into<String>) -> KernelError {
+    KernelError::Device { operation: "opening a peer's memory".to_owned(), why: why.into() }
+}
+
+/// What a stream calls when it gets there: no call of CUDA is allowed in it.
+unsafe extern "C" fn ring(fd: *mut c_void) {
+    // SAFETY: who asked keeps the descriptor open until its stream has done this.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd.addr() as RawFd) };
+    // A counter that is full has been rung.
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+}
+
+impl SharingDevice for Driver {
+    fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
+        self.allocate(bytes.checked_next_multiple_of(GRANULARITY).ok_or(KernelError::Memory { bytes })?)
+    }
+
+    fn export(&self, at: Address) -> Result<Vec<u8>, KernelError> {
+        self.current()?;
+        let export = failed("exporting the pool's memory");
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: places for the answers.
+        unsafe { sys::cuMemGetAddressRange_v2(&mut base, &mut size, at.0) }.result().map_err(&export)?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: a place for the answer, and the base of an allocation.
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.result().map_err(&export)?;
+        let (process, device) = (this_process(), self.device);
+        let opaque = handle.reserved.map(|byte| byte as u8);
+        Ok(Handle { process, device, at: at.0, offset: at.0 - base, opaque }.encode())
+    }
+
+    fn import(&self, handle: &[u8], bytes: usize) -> Result<Address, KernelError> {
+        self.current()?;
+        let handle = Handle::parse(handle).ok_or_else(|| refused("what the peer sent is no handle"))?;
+        if handle.process == this_process() {
+            let same = handle.device == self.device;
+            return same.then_some(Address(handle.at)).ok_or_else(|| refused("it is another GPU's of this process"));
+        }
+        let mut opened = self.imports();
+        let raw = sys::CUipcMemHandle { reserved: handle.opaque.map(|byte| byte as _) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut base = 0;
+        // SAFETY: a place for the answer; a handle that is none is an error.
+        unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, raw, flags) }
+            .result()
+            .map_err(failed("opening a peer's memory"))?;
+        let (mut start, mut size) = (0, 0);
+        // SAFETY: places for the answers.
+        let found = unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut size, base) }.result();
+        let room = (size as u64).checked_sub(handle.offset).filter(|room| *room >= bytes as u64);
+        if found.is_err() || room.is_none() {
+            // SAFETY: opened just now, and nothing uses it.
+            let _ = unsafe { sys::cuIpcCloseMemHandle(base) };
+            return Err(refused(format!("it has {size} bytes, {bytes} from {} on are needed", handle.offset)));
+        }
+        let at = Address(base + handle.offset);
+        // Opened twice, an allocation has one address and is closed as often.
+        opened.push((at, base));
+        Ok(at)
+    }
+
+    fn close(&self, at: Address) {
+        let mut opened = self.imports();
+        // What is not there is this process's own.
+        if let Some(place) = opened.iter().position(|(opened, _)| *opened == at) {
+            let (_, base) = opened.swap_remove(place);
+            if self.current().is_ok() {
+                // SAFETY: opened by `import`, and closed once for each time. It fails where the context is broken, which is told elsewhere.
+                let _ = unsafe { sys::cuIpcCloseMemHandle(base) };
+            }
+        }
+    }
+
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        self.current()?;
+        // SAFETY: new memory is nobody's.
+        let at = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) };
+        at.ok().and_then(|at| NonNull::new(at.cast())).ok_or(KernelError::Memory { bytes })
+    }
+
+    fn unpin(&self, at: NonNull<u8>) {
+        if self.current().is_ok() {
+            // SAFETY: pinned by `pin`, once.
+            let _ = unsafe { result::free_host(at.as_ptr().cast()) };
+        }
+    }
+
+    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
+        let raw = self.raw(stream)?;
+        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), from.at().0, from.bytes(), raw) }
+            .result()
+            .map_err(failed("copy from the device"))
+    }
+
+    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
+        let raw = self.raw(stream)?;
+        // SAFETY: as in `read_later`.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to.at().0, from.as_ptr().cast(), to.bytes(), raw) }
+            .result()
+            .map_err(failed("copy to the device"))
+    }
+
+    fn is_done(&self, event: Event) -> Result<bool, KernelError> {
+        self.current()?;
+        let event = self.raw_event(event)?;
+        // SAFETY: an event lives as long as `self`.
+        match unsafe { sys::cuEventQuery(event) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => other.result().map(|()| true).map_err(failed("the work so far")),
+        }
+    }
+
+    unsafe fn notify(&self, stream: Stream, fd: BorrowedFd<'_>) -> Result<(), KernelError> {
+        let raw = self.raw(stream)?;
+        let fd = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
+        // SAFETY: the stream lives as long as `self`, the descriptor as the caller promises.
+        unsafe { sys::cuLaunchHostFunc(raw, Some(ring), fd) }.result().map_err(failed("callback"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_says_whose_it_is_and_nothing_else_is_one() {
+        let handle = Handle { process: this_process(), device: 1, at: 1 << 40, offset: 512, opaque: [7; 64] };
+        let bytes = handle.encode();
+        let read = Handle::parse(&bytes).unwrap();
+        assert_eq!((read.process, read.device, read.at, read.offset), (this_process(), 1, 1 << 40, 512));
+        assert_eq!((bytes.len(), read.opaque), (BYTES, [7; 64]));
+        for wrong in [&bytes[..BYTES - 1], &[], &[bytes.as_slice(), &[0]].concat()] {
+            assert!(Handle::parse(wrong).is_none());
+        }
+    }
+}

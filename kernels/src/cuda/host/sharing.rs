@@ -1,0 +1,143 @@
+//! [`SharingDevice`] of the host: memory that can be shared is an anonymous file, which another process opens by its number there.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::super::device::{Address, Device, Event, Piece, Stream};
+use super::super::sharing::SharingDevice;
+use super::HostDevice;
+use crate::KernelError;
+
+/// Memory of anonymous files, this process's and others', by address.
+#[derive(Default)]
+pub(super) struct Shared(HashMap<Address, Mapping>);
+
+/// Unmapped when it is dropped.
+struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+    /// Of this process's own.
+    file: Option<OwnedFd>,
+}
+
+// SAFETY: an address and a length; who touches the memory is its users' business.
+unsafe impl Send for Mapping {}
+
+impl Shared {
+    /// Whether there was memory at this address, which is gone now.
+    pub(super) fn forget(&mut self, at: Address) -> bool {
+        self.0.remove(&at).is_some()
+    }
+
+    fn insert(&mut self, mapping: Mapping) -> Address {
+        let at = Address(mapping.base.as_ptr().expose_provenance() as u64);
+        self.0.insert(at, mapping);
+        at
+    }
+}
+
+impl Mapping {
+    fn of(fd: BorrowedFd<'_>, bytes: usize, file: Option<OwnedFd>) -> Option<Mapping> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the system's choice touches nobody's memory.
+        let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, fd, 0) };
+        Some(Mapping { base: NonNull::new(at.ok()?.cast())?, bytes, file })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `of`, and forgotten by now.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+fn refused(why: impl Into<String>) -> KernelError {
+    KernelError::Device { operation: "opening a peer's memory".to_owned(), why: why.into() }
+}
+
+/// Process, descriptor and bytes.
+fn parse(handle: &[u8]) -> Option<(u32, u32, u64)> {
+    let (process, rest) = handle.split_first_chunk()?;
+    let (fd, rest) = rest.split_first_chunk()?;
+    let bytes = rest.try_into().ok()?;
+    Some((u32::from_le_bytes(*process), u32::from_le_bytes(*fd), u64::from_le_bytes(bytes)))
+}
+
+fn open(process: u32, fd: u32) -> std::io::Result<File> {
+    OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/fd/{fd}"))
+}
+
+impl SharingDevice for HostDevice {
+    /// Filled with ones, as all memory is.
+    fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
+        let none = || KernelError::Memory { bytes };
+        let file = rustix::fs::memfd_create("baton-device", MemfdFlags::CLOEXEC).map_err(|_| none())?;
+        rustix::fs::ftruncate(&file, bytes as u64).map_err(|_| none())?;
+        let fd = file.try_clone().map_err(|_| none())?;
+        let mapping = Mapping::of(fd.as_fd(), bytes, Some(file)).ok_or_else(none)?;
+        // SAFETY: mapped just now, and nobody else's.
+        unsafe { mapping.base.write_bytes(0xff, bytes) };
+        Ok(self.shared().insert(mapping))
+    }
+
+    fn export(&self, at: Address) -> Result<Vec<u8>, KernelError> {
+        let shared = self.shared();
+        let found = shared.0.get(&at).and_then(|mapping| Some((mapping.file.as_ref()?, mapping.bytes)));
+        let (file, bytes) = found.ok_or_else(|| refused("this memory was not made to be shared"))?;
+        let mut handle = std::process::id().to_le_bytes().to_vec();
+        handle.extend((file.as_raw_fd() as u32).to_le_bytes());
+        handle.extend((bytes as u64).to_le_bytes());
+        Ok(handle)
+    }
+
+    fn import(&self, handle: &[u8], bytes: usize) -> Result<Address, KernelError> {
+        let (process, fd, size) = parse(handle).ok_or_else(|| refused("what the peer sent is no handle"))?;
+        let file = open(process, fd).map_err(|error| refused(format!("process {process}: {error}")))?;
+        let there = file.metadata().map_err(|error| refused(error.to_string()))?.len().min(size);
+        if there < bytes as u64 || bytes == 0 {
+            return Err(refused(format!("it has {there} bytes, {bytes} are needed")));
+        }
+        let mapping = Mapping::of(file.as_fd(), bytes, None).ok_or_else(|| refused("it cannot be mapped"))?;
+        Ok(self.shared().insert(mapping))
+    }
+
+    fn close(&self, at: Address) {
+        self.shared().forget(at);
+    }
+
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        let at = self.allocate(bytes)?;
+        NonNull::new(super::host(at)).ok_or(KernelError::Memory { bytes })
+    }
+
+    fn unpin(&self, at: NonNull<u8>) {
+        self.free(Address(at.as_ptr().expose_provenance() as u64));
+    }
+
+    unsafe fn read_later(&self, _stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
+        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
+        unsafe { std::ptr::copy_nonoverlapping(super::host(from.at()), to.as_ptr(), from.bytes()) };
+        Ok(())
+    }
+
+    unsafe fn write_later(&self, _stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
+        // SAFETY: as in `read_later`.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), super::host(to.at()), to.bytes()) };
+        Ok(())
+    }
+
+    fn is_done(&self, _event: Event) -> Result<bool, KernelError> {
+        Ok(true)
+    }
+
+    unsafe fn notify(&self, _stream: Stream, fd: BorrowedFd<'_>) -> Result<(), KernelError> {
+        let rung = rustix::io::write(fd, &1u64.to_ne_bytes());
+        rung.map(drop).map_err(|error| KernelError::Device { operation: "callback".to_owned(), why: error.to_string() })
+    }
+}

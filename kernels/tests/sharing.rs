@@ -1,0 +1,181 @@
+//! Pools in device memory and what reaches them from outside, on kernels compiled for the host: between backends, and between processes.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use baton_kernels::Backend;
+use baton_kernels::cuda::{
+    CopyQueue, CudaBackend, CudaOptions, Finished, HostDevice, Moved, Recorder, SharedPool, SharingDevice,
+};
+use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
+
+/// Blocks of 1,024 bytes in two layers.
+fn geometry() -> PoolGeometry {
+    let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 2, head_dim: 8, window: None, sinks: 0 };
+    let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+    PoolGeometry::uniform(layout, 4)
+}
+
+fn noise(bytes: usize, seed: u64) -> Vec<u8> {
+    (0..bytes as u64).map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+fn pool<D: SharingDevice>(device: &Arc<D>) -> Arc<SharedPool<D>> {
+    Arc::new(SharedPool::new(device, geometry().bytes()).unwrap())
+}
+
+/// Writes the whole pool by its queue.
+fn fill<D: SharingDevice>(queue: &mut CopyQueue<D>, bytes: &[u8]) {
+    queue.stage(bytes.len()).unwrap()[..bytes.len()].copy_from_slice(bytes);
+    queue.write([(0, bytes.len())].into_iter()).unwrap();
+}
+
+fn next<D: SharingDevice>(queue: &mut CopyQueue<D>) -> Finished<D> {
+    loop {
+        if let Some(finished) = queue.poll().unwrap() {
+            return finished;
+        }
+        std::thread::yield_now();
+    }
+}
+
+fn contents<D: SharingDevice>(queue: &mut CopyQueue<D>, mark: u64, ranges: &[(usize, usize)]) -> Vec<u8> {
+    queue.read(mark, ranges.iter().copied()).unwrap();
+    let Finished::Read(staging) = next(queue) else { panic!("it was a read") };
+    staging.as_ref().to_vec()
+}
+
+#[test]
+fn kv_moves_between_pools_and_is_digested_on_the_way() {
+    let Some(host) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(host));
+    let (from, to) = (pool(&device), pool(&device));
+    let options = CudaOptions::default();
+    let mut backends = [&from, &to].map(|pool| CudaBackend::sharing(pool, geometry(), options).unwrap());
+    let bytes = noise(from.bytes(), 3);
+    let mut out = from.queue().unwrap();
+    fill(&mut out, &bytes);
+    assert_eq!(out.digests(&[(0, 5)], 1024).unwrap(), [digest_block(&bytes[..1024], 5)]); // I2
+    backends[0].publish();
+    let mark = from.mark();
+    assert_eq!(mark, 1);
+
+    let handle = to.export().unwrap();
+    out.open(&handle, to.bytes()).unwrap();
+    let runs =
+        [(3072, 1024, 0), (0, 0, 64), (5120, 7168, 128)].map(|(source, target, lane)| Moved { source, target, lane });
+    out.copy(mark, &runs, 1024).unwrap();
+    let part = Moved { source: 8, target: 2048, lane: 1 };
+    out.copy(mark, &[part], 16).unwrap();
+    assert_eq!(out.pending(), 2);
+    let Finished::Copied(digests) = next(&mut out) else { panic!("it was a copy") };
+    let want = runs.map(|run| digest_block(&bytes[run.source as usize..][..1024], run.lane));
+    assert_eq!(digests, want);
+    let Finished::Copied(digests) = next(&mut out) else { panic!("it was a copy") };
+    assert_eq!(digests, [digest_block(&bytes[8..24], 1)]);
+
+    let mut there = to.queue().unwrap();
+    let all = contents(&mut there, 0, &[(0, to.bytes())]);
+    let mut want = vec![0xff; to.bytes()];
+    for run in runs {
+        want[run.target as usize..][..1024].copy_from_slice(&bytes[run.source as usize..][..1024]);
+    }
+    want[2048..2064].copy_from_slice(&bytes[8..24]);
+    assert!(all == want);
+    assert_eq!(contents(&mut there, 0, &[(7168, 8), (7176, 8), (0, 16)]), [&want[7168..7184], &want[..16]].concat());
+
+    for (wrong, why) in [
+        (Moved { source: 8192, ..part }, "outside the pool"),
+        (Moved { target: u64::MAX, ..part }, "outside the peer's pool"),
+        (Moved { source: 4, ..part }, "8 at a time"),
+    ] {
+        let error = out.copy(mark, &[wrong], 16).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+    assert!(there.copy(0, &[part], 16).unwrap_err().to_string().contains("no peer's pool"));
+    drop((out, there));
+    assert_eq!(device.open_imports(), 0);
+    drop((backends, from, to));
+    assert_eq!(device.problems(), [""; 0]);
+    assert_eq!(device.live_bytes(), 0, "a queue's parts go with its pool");
+}
+
+/// A queue's streams and memory are used again: sessions come and go, a device's streams stay.
+#[test]
+fn queues_are_made_of_what_earlier_ones_left() {
+    let Some(host) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(host));
+    let pool = pool(&device);
+    drop(pool.queue().unwrap());
+    let before = device.live_bytes();
+    for _ in 0..3 {
+        let mut queue = pool.queue().unwrap();
+        queue.read(0, [(0, 64)].into_iter()).unwrap();
+        // Given up with a job under way.
+        drop(queue);
+    }
+    assert_eq!(device.live_bytes(), before);
+    assert_eq!(device.problems(), [""; 0]);
+}
+
+const ROLE: &str = "BATON_KERNELS_TEST_ROLE";
+
+/// The far end: a pool in a process of its own, whose handle goes out, and whose contents come back.
+#[test]
+fn child() {
+    if std::env::var_os(ROLE).is_none() {
+        return;
+    }
+    let device = Arc::new(HostDevice::for_tests().unwrap());
+    let pool = pool(&device);
+    let mut queue = pool.queue().unwrap();
+    fill(&mut queue, &vec![0; pool.bytes()]);
+    queue.digests(&[], 8).unwrap();
+    println!("handle {}", pool.export().unwrap().iter().map(|byte| format!("{byte:02x}")).collect::<String>());
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    let digests = queue.digests(&[(1024, 0), (0, 0)], 1024).unwrap();
+    println!("digests {:016x} {:016x}", digests[0], digests[1]);
+}
+
+#[test]
+fn kv_moves_into_another_process() {
+    let Some(host) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(host));
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture"])
+        .env(ROLE, "far end")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut hear = |word: &str| {
+        lines.find_map(|line| Some(line.split_once(&format!("{word} "))?.1.to_owned())).expect("the child's word")
+    };
+    let hex = hear("handle");
+    let handle: Vec<u8> = (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap()).collect();
+
+    let pool = pool(&device);
+    let mut queue = pool.queue().unwrap();
+    let bytes = noise(pool.bytes(), 8);
+    fill(&mut queue, &bytes);
+    let wrong = [&handle[..handle.len() - 1], b"nothing of the kind"];
+    assert!(wrong.iter().all(|wrong| queue.open(wrong, 8).is_err()));
+    assert!(queue.open(&handle, pool.bytes() + 1).unwrap_err().to_string().contains("are needed"));
+    queue.open(&handle, pool.bytes()).unwrap();
+    queue.copy(0, &[Moved { source: 4096, target: 1024, lane: 0 }], 1024).unwrap();
+    let Finished::Copied(digests) = next(&mut queue) else { panic!("it was a copy") };
+    writeln!(child.stdin.take().unwrap()).unwrap();
+    let zeros = digest_block(&[0; 1024], 0);
+    assert_eq!(hear("digests"), format!("{:016x} {zeros:016x}", digest_block(&bytes[4096..5120], 0)));
+    assert_eq!(digests, [digest_block(&bytes[4096..5120], 0)]);
+    child.wait().unwrap();
+    drop(queue);
+    let error = pool.queue().unwrap().open(&handle, 8).unwrap_err().to_string();
+    assert!(error.contains("opening a peer's memory"), "its process has ended: {error}");
+    assert_eq!((device.problems().len(), device.open_imports()), (0, 0));
+}
