@@ -91,7 +91,11 @@ fn falls_back_to(next: &str, env: Vec<(String, String)>) {
 
     // Once its pause is over.
     let want = scene.ask(2);
-    wait(|| (scene.ask(2) == want && scene.pair()["over"] == "shm").then_some(())).unwrap();
+    let again = || {
+        assert_eq!(scene.ask(2), want); // I1: over whichever path it went.
+        (scene.pair()["over"] == "shm").then_some(())
+    };
+    wait(again).unwrap();
     scene.cluster.wait_idle().unwrap(); // I6
     drop(scene.client);
     scene.cluster.stop().unwrap();
