@@ -3,9 +3,9 @@
 //! Nothing allocates inside a step. Activations are f32, row-major `[tokens, width]`. K and V are read only from the
 //! pool, so that everyone sees the same rounded values (I1). Widths are multiples of 8.
 
-use baton_types::{BlockId, WeightDtype};
+use baton_types::{BlockId, TokenOut, WeightDtype};
 
-use crate::KernelError;
+use crate::{Draw, KernelError};
 
 /// A weight matrix as a file stores it: `rows` outputs of `cols` inputs each.
 #[derive(Clone, Copy)]
@@ -198,6 +198,25 @@ pub struct Product<'a, W, T> {
 /// Most products of one input.
 pub const MAX_PRODUCTS: usize = 3;
 
+/// The most that steps may need, for which room is made once.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Room {
+    /// Rows of a step.
+    pub rows: usize,
+    /// Inputs of its widest product.
+    pub cols: usize,
+    /// Query heads of a layer.
+    pub heads: usize,
+    /// Positions of a sequence.
+    pub context: usize,
+    /// Block-table entries of a step, in each layer group.
+    pub table_entries: usize,
+    /// Rows of logits that tokens are chosen from together.
+    pub samples: usize,
+    /// Logits of a row.
+    pub vocab: usize,
+}
+
 /// A device that runs decoder steps.
 pub trait Backend: Send {
     /// f32 memory on the device.
@@ -217,8 +236,8 @@ pub trait Backend: Send {
     fn weight_bytes(&self, weight: &Self::Weight) -> usize;
     /// f32 a buffer holds.
     fn elements(&self, buffer: &Self::Buffer) -> usize;
-    /// Makes room for products of up to `rows` rows with inputs up to `cols` wide.
-    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError>;
+    /// Makes room for steps; those within it allocate nothing.
+    fn reserve(&mut self, room: &Room) -> Result<(), KernelError>;
     /// What was stored in the pool so far is there for those who read its memory from outside.
     fn publish(&mut self);
     /// Waits until all operations are done; what went wrong with one of them since the last time. After a failure those that follow
@@ -268,4 +287,12 @@ pub trait Backend: Send {
     fn gate_mul(&mut self, act: Gate, gate: &mut Self::Buffer, up: &Self::Buffer, elements: usize);
     /// `out[i] = x[rows[i]]`, rows of `width`.
     fn gather_rows(&mut self, x: &Self::Buffer, width: usize, rows: &[u32], out: &mut Self::Buffer);
+    /// Whether it chooses tokens from rows of `vocab` logits ([`Backend::sample`]). One whose memory is the host's leaves that to its
+    /// caller.
+    fn samples(&self, _vocab: usize) -> bool {
+        false
+    }
+    /// Chooses a token for each draw from rows of `logits` `[.., vocab]`, which it may overwrite, and pushes one for each draw, in their
+    /// order; waits for them. Only of one that [`Backend::samples`]. Nothing is pushed after a failure.
+    fn sample(&mut self, _logits: &mut Self::Buffer, _vocab: usize, _draws: &[Draw<'_>], _out: &mut Vec<TokenOut>) {}
 }

@@ -5,7 +5,7 @@
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, WeightDtype};
 use half::f16;
 
-use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
 use crate::cpu::element;
 
 mod attention;
@@ -182,7 +182,7 @@ fn matmul<F: Factory>(factory: &F) {
             let source = WeightSource { name: "w", dtype, rows: outs, cols, data: &data, row_order };
             let weight = backend.weight(&source).expect("weight");
             let rows = 13;
-            backend.reserve(rows, cols).expect("reserve");
+            backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
             let x = random.vector(rows * cols);
             let bias = random.vector(outs);
             let (input, bias_buffer) = (backend.upload(&x).expect("x"), backend.upload(&bias).expect("bias"));
@@ -251,7 +251,7 @@ fn products<F: Factory>(factory: &F) {
         });
         let norm = Norm { weight: backend.upload(&random.vector(cols)).expect("norm"), eps: 1e-5 };
         for rows in [1, 3, 70] {
-            backend.reserve(rows, cols).expect("reserve");
+            backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
             let x = backend.upload(&random.vector(rows * cols)).expect("x");
             let mut normed = backend.buffer(rows * cols).expect("normed");
             let all: Vec<u32> = (0..rows as u32).collect();

@@ -11,16 +11,18 @@ pub mod conformance;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod draw;
 mod pages;
 mod pool;
 mod profile;
 
 pub use backend::{
-    AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged, Rope, Span,
+    AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope, Span,
     TILE_ROWS, WeightSource,
 };
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
+pub use draw::{Draw, LogitChange, MAX_LOGIT_CHANGES};
 pub use pool::HostPool;
 pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
 

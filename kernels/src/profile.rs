@@ -9,10 +9,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_types::{BlockId, KvLayout, WeightDtype};
+use baton_types::{BlockId, KvLayout, TokenOut, WeightDtype};
 
-use crate::KernelError;
-use crate::backend::{AttentionShape, Backend, Gate, Input, MAX_PRODUCTS, Norm, Product, Ragged, Rope, WeightSource};
+use crate::backend::{
+    AttentionShape, Backend, Gate, Input, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope, WeightSource,
+};
+use crate::{Draw, KernelError};
 
 /// A kind of operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,7 +36,7 @@ pub enum Operation {
     Gate,
     /// Embedding, residual sums, gathered rows, logits to the host, blocks of the pool.
     Copies,
-    /// Choosing tokens: on the host, so the decoder's caller adds it.
+    /// Choosing tokens; on the host the decoder's caller adds it.
     Sampling,
 }
 
@@ -243,8 +245,8 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.elements(buffer)
     }
 
-    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
-        self.inner.reserve(rows, cols)
+    fn reserve(&mut self, room: &Room) -> Result<(), KernelError> {
+        self.inner.reserve(room)
     }
 
     fn publish(&mut self) {
@@ -338,5 +340,14 @@ impl<B: Backend> Backend for Profiled<B> {
 
     fn gather_rows(&mut self, x: &B::Buffer, width: usize, rows: &[u32], out: &mut B::Buffer) {
         self.timed(Operation::Copies, floats(2 * rows.len() * width), 0, |b| b.gather_rows(x, width, rows, out));
+    }
+
+    fn samples(&self, vocab: usize) -> bool {
+        self.inner.samples(vocab)
+    }
+
+    fn sample(&mut self, logits: &mut B::Buffer, vocab: usize, draws: &[Draw<'_>], out: &mut Vec<TokenOut>) {
+        let bytes = floats(draws.len() * vocab);
+        self.timed(Operation::Sampling, bytes, 0, |b| b.sample(logits, vocab, draws, out));
     }
 }

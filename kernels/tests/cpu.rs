@@ -7,7 +7,7 @@ use std::sync::Arc;
 use baton_kernels::conformance::{DTYPES, Factory, Random, random_weight, run};
 use baton_kernels::{
     AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Input, Isa, Norm, Operation, Product, Profiled, Ragged,
-    Rope, SharedProfile, WeightSource,
+    Room, Rope, SharedProfile, WeightSource,
 };
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
 
@@ -115,7 +115,7 @@ fn instruction_sets_agree_to_the_bit() {
         let data = random_weight(dtype, 21, 256, &mut random);
         let source = WeightSource { name: "w", dtype, rows: 21, cols: 256, data: &data, row_order: None };
         let weight = backend.weight(&source).unwrap();
-        backend.reserve(ROWS, 256).unwrap();
+        backend.reserve(&Room { rows: ROWS, cols: 256, ..Room::default() }).unwrap();
         let x = backend.upload(&random.vector(ROWS * 256)).unwrap();
         let norm = Norm { weight: backend.upload(&random.vector(256)).unwrap(), eps: 1e-6 };
         let (mut plain, mut normed) = (backend.buffer(ROWS * 21).unwrap(), backend.buffer(ROWS * 21).unwrap());

@@ -165,7 +165,7 @@ fn a_constraint_made_to_hurt_is_bounded() {
         let tried = std::thread::Builder::new().stack_size(2 << 20).spawn(move || {
             let mut matchers = Matchers::new(Arc::clone(&grammars));
             let held = grammars.prepare(&constraint.into())?;
-            matchers.mask(&held, &[], &[257], &mut vec![0.0; 512])
+            matchers.mask(&held, &[], &[257], 512, &mut Vec::new())
         });
         if let Err(error) = tried.unwrap().join().unwrap() {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -181,6 +181,11 @@ fn the_vocabulary_of_a_real_model() {
     real(&path);
 }
 
+/// Whether a mask allows a token.
+fn allows(mask: &[u32], id: u32) -> bool {
+    mask[id as usize / 32] >> (id % 32) & 1 == 1
+}
+
 fn real(path: &Path) {
     let model = Model::open(path).unwrap();
     let (tokenizer, rows) = (model.tokenizer(), model.config().vocab_size);
@@ -190,31 +195,30 @@ fn real(path: &Path) {
         Arc::new(json_schema(&json!({"type": "object", "properties": {"a": {"enum": ["<|im_end|>", "é"]}},
         "required": ["a"], "additionalProperties": false})));
     // Special tokens in a text are text: only other tokens spell them.
-    let mut generated = Vec::new();
+    let (mut generated, mut mask, vocab) = (Vec::new(), Vec::new(), rows as usize);
     let mut spell = |matchers: &mut Matchers, text: &str| {
         for byte in text.chars() {
-            let mut logits = vec![0.0; rows as usize];
-            matchers.mask(&constraint, &generated, &eos, &mut logits).unwrap();
-            assert!(eos.iter().all(|&id| logits[id as usize] == f32::NEG_INFINITY), "{generated:?}");
+            matchers.mask(&constraint, &generated, &eos, vocab, &mut mask).unwrap();
+            assert!(!eos.iter().any(|&id| allows(&mask, id)), "{generated:?}");
             let wanted = byte.to_string();
             let of = |id: &u32| !tokenizer.is_special(*id) && tokenizer.token_bytes(*id).unwrap() == wanted.as_bytes();
             let id = (0..tokenizer.vocab_size() as u32).find(of).unwrap();
-            assert!(logits[id as usize] == 0.0, "{wanted:?} after {generated:?}");
+            assert!(allows(&mask, id), "{wanted:?} after {generated:?}");
             generated.push(id);
         }
     };
     spell(&mut matchers, "{\"a\":\"<|im_end|>\"}");
-    let mut logits = vec![0.0; rows as usize];
-    matchers.mask(&constraint, &generated, &eos, &mut logits).unwrap();
-    let open: Vec<u32> = (0..rows).filter(|&id| logits[id as usize] == 0.0).collect();
+    matchers.mask(&constraint, &generated, &eos, vocab, &mut mask).unwrap();
+    assert_eq!(mask.len(), vocab.div_ceil(32));
+    let open: Vec<u32> = (0..rows).filter(|&id| allows(&mask, id)).collect();
     let mut ends = eos.clone();
     ends.sort_unstable();
     assert_eq!(open, ends, "nothing but an end");
     // The same from scratch, and after an answer that is none.
-    let mut again = vec![0.0; rows as usize];
-    Matchers::new(Arc::new(Grammars::new(tokenizer, rows))).mask(&constraint, &generated, &eos, &mut again).unwrap();
-    assert_eq!(again, logits);
-    let wrong = matchers.mask(&constraint, &[generated[1]], &eos, &mut again).unwrap_err();
+    let (mut fresh, mut again) = (Matchers::new(Arc::new(Grammars::new(tokenizer, rows))), vec![1; 3]);
+    fresh.mask(&constraint, &generated, &eos, vocab, &mut again).unwrap();
+    assert_eq!(again, mask);
+    let wrong = matchers.mask(&constraint, &[generated[1]], &eos, vocab, &mut again).unwrap_err();
     assert!(wrong.to_string().contains("token"), "{wrong}");
 }
 
@@ -259,15 +263,17 @@ fn an_answer_that_cannot_go_on_fails_alone() {
     let grammars = Arc::new(Grammars::new(tiny().model.tokenizer(), 512));
     let mut matchers = Matchers::new(grammars);
     let constraint = Arc::new(Constraint::Regex("ab".into()));
-    let mut logits = vec![0.0; 512];
-    let error = matchers.mask(&constraint, &[u32::from(b'x')], &[257], &mut logits).unwrap_err();
+    // A vocabulary that ends inside a word.
+    let mut mask = Vec::new();
+    let error = matchers.mask(&constraint, &[u32::from(b'x')], &[257], 300, &mut mask).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     // Complete, but nothing may end it.
     let done = [u32::from(b'a'), u32::from(b'b')];
-    assert!(matchers.mask(&constraint, &done, &[], &mut logits.clone()).is_err());
-    matchers.mask(&constraint, &done, &[257], &mut logits).unwrap();
-    assert_eq!(logits.iter().filter(|x| **x == 0.0).count(), 1);
-    assert_eq!(logits[257], 0.0);
+    assert!(matchers.mask(&constraint, &done, &[], 300, &mut mask).is_err());
+    assert!(matchers.mask(&constraint, &done, &[400], 300, &mut mask).is_err(), "beyond the vocabulary");
+    matchers.mask(&constraint, &done, &[257], 300, &mut mask).unwrap();
+    assert_eq!(mask.iter().map(|word| word.count_ones()).sum::<u32>(), 1);
+    assert!(mask.len() == 10 && allows(&mask, 257));
 }
 
 /// Whether a value is one of the schema's, for the keywords that `schema` makes.

@@ -33,8 +33,8 @@ impl Matchers {
         Matchers { grammars, live: VecDeque::new() }
     }
 
-    /// Sets the logits (`[vocab]`) of all tokens that may not follow `generated` to negative infinity. `ends` are the tokens
-    /// that end the answer: they are left exactly where it is complete.
+    /// The tokens of a vocabulary of `vocab` that may follow `generated`, in place of what `allowed` holds: bit `i` of word `w` is token
+    /// `32 w + i`. `ends` are the tokens that end the answer: they may follow exactly where it is complete.
     ///
     /// # Errors
     /// When the constraint cannot be compiled, `generated` is no beginning of an answer under it, or nothing can follow.
@@ -43,12 +43,13 @@ impl Matchers {
         constraint: &Arc<Constraint>,
         generated: &[u32],
         ends: &[u32],
-        logits: &mut [f32],
+        vocab: usize,
+        allowed: &mut Vec<u32>,
     ) -> Result<(), GrammarError> {
         let mut live = self.take(constraint, generated)?;
         // A matcher that failed is not kept.
         live.follow(generated)?;
-        live.mask(ends, logits)?;
+        live.mask(ends, vocab, allowed)?;
         if self.live.len() >= KEPT {
             self.live.pop_front();
         }
@@ -56,9 +57,12 @@ impl Matchers {
         Ok(())
     }
 
-    /// The answer whose matcher was used last has ended.
-    pub fn ended(&mut self) {
-        self.live.pop_back();
+    /// The answer that was `generated` so far has ended.
+    pub fn ended(&mut self, constraint: &Arc<Constraint>, generated: &[u32]) {
+        let is = |live: &Live| live.seen == generated && live.constraint == *constraint;
+        if let Some(at) = self.live.iter().rposition(is) {
+            self.live.remove(at);
+        }
     }
 
     /// The matcher that has seen most of `generated` and nothing else.
@@ -86,7 +90,7 @@ impl Live {
         Ok(())
     }
 
-    fn mask(&mut self, ends: &[u32], logits: &mut [f32]) -> Result<(), GrammarError> {
+    fn mask(&mut self, ends: &[u32], vocab: usize, out: &mut Vec<u32>) -> Result<(), GrammarError> {
         let stuck = |e: &dyn std::fmt::Display| GrammarError::stuck(&self.constraint, self.seen.len(), e);
         let stopped = self.matcher.is_stopped();
         let complete = stopped || self.matcher.is_accepting().map_err(|e| stuck(&e))?;
@@ -96,19 +100,18 @@ impl Live {
             Err(e) if !complete => return Err(stuck(&e)),
             allowed => allowed.ok().flatten(),
         };
-        let kept: Vec<(usize, f32)> =
-            ends.iter().filter_map(|&id| Some((id as usize, *logits.get(id as usize)?))).collect();
-        match allowed {
-            Some(allowed) => (0u32..)
-                .zip(logits.iter_mut())
-                .filter(|(id, _)| !allowed.is_allowed(*id))
-                .for_each(|(_, logit)| *logit = f32::NEG_INFINITY),
-            None => logits.fill(f32::NEG_INFINITY),
+        let words = vocab.div_ceil(32);
+        out.clear();
+        out.extend(allowed.iter().flat_map(|allowed| allowed.as_slice()).copied().take(words));
+        out.resize(words, 0);
+        if let Some(last) = out.last_mut().filter(|_| !vocab.is_multiple_of(32)) {
+            *last &= (1 << (vocab % 32)) - 1;
         }
-        for (id, logit) in kept {
-            logits[id] = if complete { logit } else { f32::NEG_INFINITY };
+        for id in ends.iter().map(|&id| id as usize).filter(|&id| id < vocab) {
+            let (word, bit) = (&mut out[id / 32], 1 << (id % 32));
+            *word = if complete { *word | bit } else { *word & !bit };
         }
-        if logits.iter().any(|&x| x > f32::NEG_INFINITY) {
+        if out.iter().any(|&word| word != 0) {
             return Ok(());
         }
         Err(stuck(&"no token of the model's vocabulary can follow"))

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use baton_grammar::{Grammars, Matchers};
-use baton_kernels::{AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Rope};
+use baton_kernels::{AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope};
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
+use crate::choose::Choices;
 use crate::weights::{Layer, Weights, load};
 use crate::{ModelError, Sampler, rope};
 
@@ -29,6 +30,7 @@ pub struct Decoder<B: Backend> {
     pub(crate) limits: Limits,
     pub(crate) backend: B,
     pub(crate) sampler: Sampler,
+    pub(crate) choices: Choices,
     grammars: Arc<Grammars>,
     weights: Weights<B>,
     rope: Rope<B::Buffer>,
@@ -53,7 +55,7 @@ pub(crate) struct Buffers<B: Backend> {
     up: B::Buffer,
     /// `[samples, hidden]` and `[samples, vocab]`.
     last: B::Buffer,
-    logits: B::Buffer,
+    pub(crate) logits: B::Buffer,
 }
 
 /// A step's inputs, reused.
@@ -99,7 +101,15 @@ impl<B: Backend> Decoder<B> {
         let shapes = (0..config.layers).map(shape).collect();
         let buffers = Buffers::new(&backend, &config, layout, limits)?;
         let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size()) as usize;
-        backend.reserve(limits.tokens, widest)?;
+        backend.reserve(&Room {
+            rows: limits.tokens,
+            cols: widest,
+            heads: config.heads as usize,
+            context: limits.context,
+            table_entries: limits.table_entries,
+            samples: limits.samples,
+            vocab: config.vocab_size as usize,
+        })?;
         let inputs = Inputs {
             ids: Vec::with_capacity(limits.tokens),
             batches: layout.groups.iter().map(|_| Ragged::with_capacity(limits.tokens, limits.table_entries)).collect(),
@@ -114,6 +124,7 @@ impl<B: Backend> Decoder<B> {
             limits,
             backend,
             sampler,
+            choices: Choices::default(),
             grammars,
             weights,
             rope,

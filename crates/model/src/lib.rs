@@ -4,6 +4,8 @@
 //! What differs between models is configuration ([`baton_model_files::ModelConfig`]); there is one forward pass. Knows no
 //! requests, sockets or schedulers.
 
+mod changes;
+mod choose;
 mod decoder;
 mod error;
 mod layout;

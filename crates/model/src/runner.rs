@@ -31,29 +31,44 @@ impl<B: Backend> Decoder<B> {
         Ok(())
     }
 
-    /// Runs a batch and hands each sampling row's logits (`[vocab]`) to `each(row index among the sampling ones, logits)`.
+    /// Makes the batch's copies and runs its rows through all layers.
+    fn compute(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+        self.take_batch(batch)?;
+        batch.swap_out.iter().for_each(|swap| self.backend.swap_out(swap.group, swap.block, swap.host));
+        batch.swap_in.iter().for_each(|swap| self.backend.swap_in(swap.group, swap.host, swap.block));
+        batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
+        self.forward(on_layer);
+        Ok(())
+    }
+
+    /// Computes the logits of the sampling rows, as many together as there is room for, and hands each portion to `turn(decoder, first of
+    /// the sampling rows, how many)`; then waits for all.
+    fn in_turns(&mut self, mut turn: impl FnMut(&mut Self, usize, usize)) -> Result<(), RunError> {
+        let mut first = 0;
+        while first < self.inputs.sampled.len() {
+            let count = self.limits.samples.min(self.inputs.sampled.len() - first);
+            self.logits(first, count);
+            turn(self, first, count);
+            first += count;
+        }
+        self.backend.finish().map_err(|error| RunError(error.to_string()))
+    }
+
+    /// For those who look at logits: runs a batch and hands each sampling row's (`[vocab]`) to `each(row index among the sampling
+    /// ones, logits)`, on the host.
     pub fn run_logits(
         &mut self,
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
         each: &mut dyn FnMut(&mut crate::Sampler, usize, &mut [f32]),
     ) -> Result<(), RunError> {
-        self.take_batch(batch)?;
-        batch.swap_out.iter().for_each(|swap| self.backend.swap_out(swap.group, swap.block, swap.host));
-        batch.swap_in.iter().for_each(|swap| self.backend.swap_in(swap.group, swap.host, swap.block));
-        batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
-        self.forward(on_layer);
-        let mut first = 0;
-        while first < self.inputs.sampled.len() {
-            let count = self.limits.samples.min(self.inputs.sampled.len() - first);
-            self.logits(first, count);
+        self.compute(batch, on_layer)?;
+        self.in_turns(|decoder, first, count| {
             for i in 0..count {
-                self.read_logits(i);
-                each(&mut self.sampler, first + i, &mut self.inputs.logits);
+                decoder.read_logits(i);
+                each(&mut decoder.sampler, first + i, &mut decoder.inputs.logits);
             }
-            first += count;
-        }
-        self.backend.finish().map_err(|error| RunError(error.to_string()))
+        })
     }
 }
 
@@ -64,11 +79,8 @@ impl<B: Backend> ModelRunner for Decoder<B> {
         on_layer: &mut dyn FnMut(u32),
         out: &mut Vec<TokenOut>,
     ) -> Result<(), RunError> {
-        let mut samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
-        self.run_logits(batch, on_layer, &mut |sampler, _, logits| {
-            if let Some(sample) = samples.next() {
-                out.push(sampler.sample(logits, sample));
-            }
-        })
+        self.compute(batch, on_layer)?;
+        let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
+        self.in_turns(|decoder, first, count| decoder.choose(samples.clone().skip(first).take(count), out))
     }
 }

@@ -5,8 +5,10 @@
 
 use baton_engine::Sample;
 use baton_grammar::{GrammarError, Matchers};
+use baton_kernels::LogitChange;
 use baton_types::{SamplingParams, TokenOut, digest_f32};
 
+use crate::changes::changes;
 use crate::softmax::{CHUNK, Weights};
 
 /// How far below the largest the candidates of a filter are looked for, one after the other until there are enough.
@@ -18,9 +20,42 @@ pub struct Sampler {
     /// See [`Weights::sum`].
     sums: Vec<f64>,
     seen: Vec<u32>,
+    prepared: Prepared,
     /// Logits as the model gave them, kept while penalties change them, when log probabilities are asked for.
     raw: Vec<f32>,
     matchers: Option<Matchers>,
+}
+
+/// What becomes of a row's logits before a token is chosen.
+#[derive(Default)]
+pub(crate) struct Prepared {
+    mask: Vec<u32>,
+    masked: bool,
+    /// After the mask.
+    pub changes: Vec<LogitChange>,
+}
+
+impl Prepared {
+    /// The tokens that may come next, as [`Matchers::mask`] gives them; None: any.
+    pub fn mask(&self) -> Option<&[u32]> {
+        self.masked.then_some(&self.mask)
+    }
+
+    fn apply(&self, logits: &mut [f32]) {
+        for (word, logits) in self.mask().unwrap_or_default().iter().zip(logits.chunks_mut(32)) {
+            let forbidden = logits.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0);
+            forbidden.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+        }
+        for change in &self.changes {
+            let x = &mut logits[change.id as usize];
+            *x = change.of(*x);
+        }
+    }
+}
+
+/// In place of a token, why there is none.
+pub(crate) fn failed(sample: &Sample<'_>, error: &GrammarError) -> TokenOut {
+    TokenOut { index: sample.index, failed: Some(error.to_string()), ..TokenOut::default() }
 }
 
 impl Sampler {
@@ -28,7 +63,7 @@ impl Sampler {
     pub fn new(vocab: usize) -> Self {
         let (candidates, raw) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
         let sums = Vec::with_capacity(vocab.div_ceil(CHUNK));
-        Sampler { candidates, sums, seen: Vec::new(), raw, matchers: None }
+        Sampler { candidates, sums, seen: Vec::new(), prepared: Prepared::default(), raw, matchers: None }
     }
 
     /// Answers under a constraint are matched by these.
@@ -38,11 +73,40 @@ impl Sampler {
 
     /// The next token, or in its place why there is none. Overwrites `logits` (`[vocab]`).
     pub fn sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> TokenOut {
-        self.try_sample(logits, sample).unwrap_or_else(|e| TokenOut {
-            index: sample.index,
-            failed: Some(e.to_string()),
-            ..TokenOut::default()
-        })
+        let token = self.try_sample(logits, sample).unwrap_or_else(|error| failed(sample, &error));
+        self.chosen(sample, &token);
+        token
+    }
+
+    /// What this token asks of its row, in place of what `out` holds.
+    pub(crate) fn prepare(
+        &mut self,
+        sample: &Sample<'_>,
+        vocab: usize,
+        out: &mut Prepared,
+    ) -> Result<(), GrammarError> {
+        let params = sample.params;
+        out.masked = params.constraint.is_some();
+        if let Some(constraint) = &params.constraint {
+            let matchers = self
+                .matchers
+                .as_mut()
+                .ok_or_else(|| GrammarError::Vocabulary("this sampler was made without one".to_owned()))?;
+            matchers.mask(constraint, sample.generated, &params.stop_token_ids, vocab, &mut out.mask)?;
+        }
+        changes(sample, vocab, &mut self.seen, &mut out.changes);
+        Ok(())
+    }
+
+    /// What follows from a token: an answer that has ended needs no matcher.
+    pub(crate) fn chosen(&mut self, sample: &Sample<'_>, token: &TokenOut) {
+        let params = sample.params;
+        if let (Some(matchers), Some(constraint)) = (&mut self.matchers, &params.constraint)
+            && token.failed.is_none()
+            && params.stop_token_ids.contains(&token.id)
+        {
+            matchers.ended(constraint, sample.generated);
+        }
     }
 
     fn try_sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> Result<TokenOut, GrammarError> {
@@ -65,49 +129,15 @@ impl Sampler {
     }
 
     fn choose(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> Result<u32, GrammarError> {
+        let mut prepared = std::mem::take(&mut self.prepared);
+        let ready = self.prepare(sample, logits.len(), &mut prepared);
+        if ready.is_ok() {
+            prepared.apply(logits);
+        }
+        self.prepared = prepared;
+        ready?;
         let params = sample.params;
-        if let Some(constraint) = &params.constraint {
-            let matchers = self
-                .matchers
-                .as_mut()
-                .ok_or_else(|| GrammarError::Vocabulary("this sampler was made without one".to_owned()))?;
-            matchers.mask(constraint, sample.generated, &params.stop_token_ids, logits)?;
-        }
-        self.penalise(logits, sample);
-        let id = if params.greedy() { argmax(logits) } else { self.draw(logits, params, sample.index) };
-        if let Some(matchers) = self.matchers.as_mut().filter(|_| params.constraint.is_some())
-            && params.stop_token_ids.contains(&id)
-        {
-            matchers.ended();
-        }
-        Ok(id)
-    }
-
-    fn penalise(&mut self, logits: &mut [f32], sample: &Sample<'_>) {
-        let p = sample.params;
-        if p.repetition_penalty != 1.0 {
-            self.seen.clear();
-            self.seen.extend(sample.prompt.iter().chain(sample.generated));
-            self.seen.sort_unstable();
-            self.seen.dedup();
-            for &id in &self.seen {
-                let x = &mut logits[id as usize];
-                *x = if *x > 0.0 { *x / p.repetition_penalty } else { *x * p.repetition_penalty };
-            }
-        }
-        if p.presence_penalty != 0.0 || p.frequency_penalty != 0.0 {
-            self.seen.clear();
-            self.seen.extend(sample.generated);
-            self.seen.sort_unstable();
-            for run in self.seen.chunk_by(|a, b| a == b) {
-                logits[run[0] as usize] -= p.presence_penalty + p.frequency_penalty * run.len() as f32;
-            }
-        }
-        for &(id, bias) in &p.logit_bias {
-            if let Some(x) = logits.get_mut(id as usize) {
-                *x += bias;
-            }
-        }
+        Ok(if params.greedy() { argmax(logits) } else { self.draw(logits, params, sample.index) })
     }
 
     fn draw(&mut self, logits: &[f32], params: &SamplingParams, index: u32) -> u32 {

@@ -106,6 +106,13 @@ const std::vector<Structure>& structures() {
           O(MoveRuns, count)),
         S(Dequantise, O(Dequantise, source), O(Dequantise, row_order), O(Dequantise, out), O(Dequantise, type),
           O(Dequantise, out_type), O(Dequantise, rows), O(Dequantise, cols)),
+        S(SampleRow, O(SampleRow, seed), O(SampleRow, index), O(SampleRow, temperature), O(SampleRow, top_k), O(SampleRow, top_p),
+          O(SampleRow, min_p), O(SampleRow, top_logprobs), O(SampleRow, row)),
+        S(Sampled, O(Sampled, id), O(Sampled, logprob), O(Sampled, digest), O(Sampled, top_ids), O(Sampled, top_logprobs)),
+        S(Sample, O(Sample, logits), O(Sample, raw), O(Sample, rows), O(Sample, out), O(Sample, count), O(Sample, vocab)),
+        S(LogitEntry, O(LogitEntry, row), O(LogitEntry, id), O(LogitEntry, divide), O(LogitEntry, subtract), O(LogitEntry, add)),
+        S(AdjustLogits, O(AdjustLogits, logits), O(AdjustLogits, entries), O(AdjustLogits, count), O(AdjustLogits, vocab)),
+        S(MaskLogits, O(MaskLogits, logits), O(MaskLogits, rows), O(MaskLogits, masks), O(MaskLogits, count), O(MaskLogits, vocab)),
     };
     return all;
 }

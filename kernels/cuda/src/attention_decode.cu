@@ -1,6 +1,6 @@
 // Paged attention of decode rows: one query token a sequence, split over its KV so that few sequences fill the device.
 //
-// q, out: [rows, heads, head_dim] of q_type and out_type. tiles: one row each. blocks: block tables. A split is `split` positions counted
+// q, out: [rows, heads, head_dim] of q_type and out_type. tiles: one row each, or none. blocks: block tables. A split is `split` positions counted
 // from position 0 of the sequence, whatever else is in the batch (I1); splits are what grid and scratch have room for, at least those of
 // the longest sequence. A row that sees one split alone is done with it; the others leave sums in the scratch,
 // partial: [tile_count, heads, splits, head_dim] f32 and stats: [tile_count, heads, splits] (largest score, sum of weights), which
@@ -73,7 +73,7 @@ __device__ inline void attention_decode(const AttentionDecode& p) {
     Tile tile = p.a.tiles[blockIdx.x];
     uint2 seen = splits_of(p, tile.position);
     u32 split = blockIdx.z;
-    if (split < seen.x || split > seen.y) return;
+    if (tile.rows == 0 || split < seen.x || split > seen.y) return;
     using Shared = DecodeShared<DIM>;
     BATON_SHARED(Shared, shared);
     u32 group = p.a.heads / p.a.kv_heads, head_parts = parts(group, DECODE_HEADS);
@@ -161,7 +161,7 @@ BATON_KERNEL(COMBINE_WARPS* WARP) baton_attention_combine(const __grid_constant_
     Tile tile = a.tiles[blockIdx.x];
     uint2 seen = splits_of(p.d, tile.position);
     u32 head = blockIdx.y * COMBINE_WARPS + threadIdx.x / WARP, d = lane() * OCTET;
-    if (seen.x == seen.y || head >= a.heads || d >= a.planes.head_dim) return;
+    if (tile.rows == 0 || seen.x == seen.y || head >= a.heads || d >= a.planes.head_dim) return;
     u64 at = (static_cast<u64>(blockIdx.x) * a.heads + head) * p.d.splits;
     float largest = -INFINITY, sum = 0.0f;
     for (u32 s = seen.x; s <= seen.y; s++) largest = max(largest, p.d.stats[at + s].x);

@@ -28,7 +28,8 @@ struct KvPlanes {
 
 /// Rows of one sequence that a kernel takes together: a tile of `Ragged` in kernels/src/backend.rs. A decode row is a tile of one.
 struct Tile {
-    /// First row in the batch's buffers, and how many.
+    /// First row in the batch's buffers, and how many. None: the place is kept for a batch with more sequences; nothing is done for it, and
+    /// nothing else here is looked at.
     u32 row;
     u32 rows;
     /// Position of the first row in its sequence.

@@ -1,9 +1,9 @@
 // Chooses a token for each row of logits: greedy, or a draw after temperature, top-k, top-p and min-p; log probabilities on request.
 // The vocabulary is never sorted.
 //
-// logits: [count, vocab] f32, after penalties, bias and mask (adjust_logits.cu, mask_logits.cu). raw: the same as the model gave them, for log
-// probabilities; may be logits. rows: [count] parameters. out: [count]. Same semantics as crates/model/src/sampler.rs: candidates are
-// ordered by (x / temperature, lower id first), the draw walks them in that order, or by id where nothing filters, and takes the first at
+// logits: [any, vocab] f32, after penalties, bias and mask (adjust_logits.cu, mask_logits.cu). raw: the same as the model gave them, for log
+// probabilities and their digest (digest_f32 of crates/types/src/digest.rs); may be logits. rows: [count] parameters. out: [count]. Same semantics
+// as crates/model/src/sampler.rs: candidates are ordered by (x / temperature, lower id first), the draw walks them in that order, or by id where nothing filters, and takes the first at
 // which the running weight exceeds u · total; u is a function of (seed, index) alone (I1), the same number as there.
 //
 // How: top-k's last candidate, top-p's last candidate and the draw are each the first whose running count, or weight, in descending
@@ -14,7 +14,7 @@
 //
 // Threads: a thread block a row. Bytes moved: logits once for the maximum and twice (no filter) to sixteen times (all filters), from L2.
 // Bound: L2 bandwidth of one multiprocessor, about 5 µs for each 128k logits, and shared-memory atomics. Limits: vocab up to 2^22.
-#include "common.cuh"
+#include "digest.cuh"
 
 namespace baton {
 
@@ -34,12 +34,17 @@ struct SampleRow {
     float min_p;
     /// NO_LOGPROBS, or how many of the most likely.
     u32 top_logprobs;
+    /// Of the logits.
+    u32 row;
 };
 
+/// What was chosen; all but `id` only with log probabilities.
 struct Sampled {
     u32 id;
-    /// Of `id`; 0 where not asked for.
+    /// Of `id`.
     float logprob;
+    /// Of the row of raw logits.
+    u64 digest;
     u32 top_ids[MAX_TOP_LOGPROBS];
     float top_logprobs[MAX_TOP_LOGPROBS];
 };
@@ -263,19 +268,29 @@ __device__ inline void logprobs(SampleShared& s, const float* raw, u32 vocab, u3
     }
 }
 
+/// Digest of a row, two logits a lane.
+__device__ inline u64 digest_row(const float* raw, u32 vocab) {
+    u64 sum = 0;
+    for (u32 i = threadIdx.x; i < parts(vocab, 2); i += SAMPLE_THREADS) {
+        u64 low = __float_as_uint(raw[2 * i]), high = 2 * i + 1 < vocab ? __float_as_uint(raw[2 * i + 1]) : 0;
+        sum += digest_share(high << 32 | low, i);
+    }
+    return block_sum(sum);
+}
+
 BATON_KERNEL(SAMPLE_THREADS) baton_sample(const __grid_constant__ Sample p) {
     BATON_SHARED(SampleShared, shared);
     SampleRow row = p.rows[blockIdx.x];
     Sampled& out = p.out[blockIdx.x];
-    const float* logits = p.logits + static_cast<u64>(blockIdx.x) * p.vocab;
+    const float* logits = p.logits + static_cast<u64>(row.row) * p.vocab;
     u32 id = argmax(shared, logits, p.vocab);
     if (row.temperature > 0.0f) id = draw(shared, logits, p.vocab, row, id);
-    if (threadIdx.x == 0) {
-        out.id = id;
-        out.logprob = 0.0f;
-    }
+    if (threadIdx.x == 0) out.id = id;
     if (row.top_logprobs == NO_LOGPROBS) return;
-    logprobs(shared, p.raw + static_cast<u64>(blockIdx.x) * p.vocab, p.vocab, row.top_logprobs, out, id);
+    const float* raw = p.raw + static_cast<u64>(row.row) * p.vocab;
+    u64 digest = digest_row(raw, p.vocab);
+    if (threadIdx.x == 0) out.digest = digest;
+    logprobs(shared, raw, p.vocab, row.top_logprobs, out, id);
 }
 
 } // namespace baton

@@ -132,7 +132,7 @@ static Array decode(Case& c, u32 split, u32 more = 0, Element out_type = Element
                   : c.dim <= 128 ? BY_TYPE(baton_attention_decode, 128)
                                  : BY_TYPE(baton_attention_decode, 256);
     u32 splits = 1;
-    for (const Tile& tile : c.tiles) splits = std::max(splits, tile.position / split + 1);
+    for (const Tile& tile : c.tiles) splits = std::max(splits, tile.rows ? tile.position / split + 1 : 0);
     splits += more;
     // Scratch of splits that a row does not have stays NaN.
     u64 sums = static_cast<u64>(c.tiles.size()) * c.heads * splits;
@@ -233,6 +233,18 @@ TEST(prefill_of_a_row_is_the_same_however_the_chunk_is_cut) {
         }
         CHECK(prefill(c, cut).bytes == whole.bytes, "the cut of a chunk changes its rows"); // I1
     }
+}
+
+/// No row; were it one, it would lie outside of everything.
+constexpr Tile KEPT{1u << 20, 0, 1u << 20, -(1 << 20)};
+
+TEST(places_without_rows_are_passed_over) {
+    Case c(KvType::Bf16, 64, 4, 2, 0, {{5, 1}, {150, 1}});
+    Array alone = decode(c, 64), chunks = prefill(c, c.tiles);
+    std::vector<Tile> kept = {c.tiles[0], KEPT, c.tiles[1], KEPT};
+    CHECK(prefill(c, kept).bytes == chunks.bytes, "prefill");
+    c.tiles = kept;
+    CHECK(decode(c, 64, 2).bytes == alone.bytes, "decode");
 }
 
 TEST(attention_takes_queries_of_16_bits) {

@@ -21,6 +21,8 @@ static void check_store(KvType type, Element in_type, u32 dim, std::vector<std::
         rows += count;
         largest = std::max(largest, count);
     }
+    // A place that is kept for another batch.
+    tiles.push_back({1u << 20, 0, 1u << 20, -(1 << 20)});
     Pool pool(type, static_cast<u32>(spans.size()) * 4, kv_heads, block_size, dim), want = pool;
     auto table_of = [&](const Tile& t) { return std::vector<u32>(tables.begin() + t.table, tables.begin() + t.table + 4); };
     Array cos(Element::F32, positions * dim / 2), sin = cos;

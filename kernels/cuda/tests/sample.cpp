@@ -10,15 +10,19 @@
 
 namespace test {
 
-static SampleRow greedy() { return {0, 0, 0.0f, 0, 1.0f, 0.0f, NO_LOGPROBS}; }
+static SampleRow greedy() { return {0, 0, 0.0f, 0, 1.0f, 0.0f, NO_LOGPROBS, 0}; }
 static SampleRow drawn(u64 seed, u32 index, float temperature = 1.0f, u32 top_k = 0, float top_p = 1.0f, float min_p = 0.0f) {
-    return {seed, index, temperature, top_k, top_p, min_p, NO_LOGPROBS};
+    return {seed, index, temperature, top_k, top_p, min_p, NO_LOGPROBS, 0};
 }
 
-static std::vector<Sampled> sample(const std::vector<float>& logits, const std::vector<SampleRow>& rows, const std::vector<float>* raw = nullptr) {
+/// Each row of logits by its parameters, the last row first.
+static std::vector<Sampled> sample(const std::vector<float>& logits, std::vector<SampleRow> rows, const std::vector<float>* raw = nullptr) {
+    for (u32 i = 0; i < rows.size(); i++) rows[i].row = i;
+    std::reverse(rows.begin(), rows.end());
     u32 vocab = static_cast<u32>(logits.size() / std::max<size_t>(rows.size(), 1));
     std::vector<Sampled> out(rows.size());
     run(baton_sample, Sample{logits.data(), raw ? raw->data() : logits.data(), rows.data(), out.data(), static_cast<u32>(rows.size()), vocab});
+    std::reverse(out.begin(), out.end());
     return out;
 }
 
@@ -170,6 +174,17 @@ TEST(a_draw_is_a_function_of_its_row_alone) {
     CHECK(sample(second, {rows[1]})[0].id == all[1].id, "alone and in a batch"); // I1
 }
 
+/// As crates/types/src/digest.rs defines it: two values a lane, an odd last one beside 0.
+static u64 digest(const std::vector<float>& values) {
+    u64 sum = 0;
+    for (size_t lane = 0; 2 * lane < values.size(); lane++) {
+        u64 low = std::bit_cast<u32>(values[2 * lane]), high = 2 * lane + 1 < values.size() ? std::bit_cast<u32>(values[2 * lane + 1]) : 0;
+        u64 x = (low | high << 32) ^ (lane + 1) * 0x9e3779b97f4a7c15ull;
+        sum += (x & 0xffffffff) * (x >> 32) + (x << 32 | x >> 32);
+    }
+    return sum;
+}
+
 TEST(log_probabilities_are_the_models_own) {
     Random random{29};
     for (u32 vocab : {5u, 64u, 1501u}) {
@@ -184,6 +199,7 @@ TEST(log_probabilities_are_the_models_own) {
             double log_sum = largest + std::log(sum);
             CHECK(out.id == vocab - 1, "the bias decides");
             CHECK_NEAR(out.logprob, raw[vocab - 1] - log_sum, 1e-5, "of the chosen token");
+            CHECK(out.digest == digest(raw), "digest of %u logits", vocab);
             std::vector<u32> order(vocab);
             std::iota(order.begin(), order.end(), 0);
             std::stable_sort(order.begin(), order.end(), [&](u32 a, u32 b) { return raw[a] > raw[b]; });

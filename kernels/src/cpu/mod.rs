@@ -41,7 +41,7 @@ use together::{Labour, Plan, Sight, Tables};
 pub use unpack::element;
 pub use weight::CpuWeight;
 
-use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
 use crate::pages::Arena;
 use crate::{HostPool, KernelError};
 
@@ -274,9 +274,9 @@ impl Backend for CpuBackend {
         buffer.len()
     }
 
-    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
-        if self.scratch.normed.len() < rows * cols {
-            self.scratch = Quantised::with_capacity(rows * cols);
+    fn reserve(&mut self, room: &Room) -> Result<(), KernelError> {
+        if self.scratch.normed.len() < room.rows * room.cols {
+            self.scratch = Quantised::with_capacity(room.rows * room.cols);
         }
         Ok(())
     }

@@ -58,6 +58,11 @@ fn kernels(dtype: KvDtype, head_dim: u32) -> Result<(&'static str, &'static str)
     }
 }
 
+/// Bytes that a split of a row leaves, of all heads: for each, sums of head_dim, and a maximum and a sum of weights.
+pub(super) fn split_bytes(heads: usize, head_dim: u32) -> usize {
+    heads * (head_dim as usize + 2) * size_of::<f32>()
+}
+
 impl<D: Device> Placed<'_, D> {
     fn kv_heads(&self) -> u32 {
         self.pool.geometry().layout.groups[self.shape.group].kv_heads
@@ -123,9 +128,9 @@ impl<D: Device> Placed<'_, D> {
         };
         let (chunks, largest) = self.tiles.chunks();
         self.queue.launch(prefill, &attention(self.tiles.decode(), chunks, largest), &touches)?;
-        // For each split of a row and head: sums of head_dim, and behind all of them a maximum and a sum of weights.
+        // Sums of all splits and heads, and behind them their maxima and sums of weights.
         let (sum, stats) = (group.head_dim as usize * size_of::<f32>(), 2 * size_of::<f32>());
-        for launch in self.tiles.launches(self.shape.heads * (sum + stats)) {
+        for launch in self.tiles.launches(split_bytes(self.shape.heads, group.head_dim)) {
             let count = launch.count * self.shape.heads * launch.splits as usize;
             self.queue.at_least(sums, count * (sum + stats))?;
             let Some(sums) = sums.as_ref() else { continue };

@@ -4,16 +4,17 @@ use std::sync::Arc;
 
 use baton_types::{BlockId, PoolGeometry};
 
-use super::attention::Placed;
-use super::batch::{Cut, Tiles};
+use super::attention::{self, Placed};
+use super::batch::{self, Cut, Tiles};
 use super::device::{Access, Address, Device, Gemm, Memory, Piece};
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
 use super::queue::Queue;
+use super::sampling::Sampling;
 use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
 use super::weight::CudaWeight;
-use crate::backend::{AttentionShape, Input, Norm, Product, Ragged};
+use crate::backend::{AttentionShape, Input, Norm, Product, Ragged, Room};
 use crate::conformance::Promises;
 use crate::{HostPool, KernelError};
 
@@ -39,6 +40,7 @@ pub struct CudaBackend<D: Device> {
     pub(super) staging: Option<Memory<D>>,
     /// Of splits of decode rows.
     pub(super) sums: Option<Memory<D>>,
+    pub(super) sampling: Sampling<D>,
     /// Of the latest step, one per layer group.
     batches: Vec<GroupBatch<D>>,
     /// The first thing that went wrong since [`Backend::finish`]; what follows it is not tried.
@@ -92,7 +94,8 @@ impl<D: Device> CudaBackend<D> {
         let batches =
             geometry.layout.groups.iter().map(|_| GroupBatch { tiles: Tiles::default(), words: None }).collect();
         let (operand, indices, staging, sums) = (None, None, None, None);
-        CudaBackend { queue, options, pool, operand, indices, staging, sums, batches, failed: None }
+        let sampling = Sampling::default();
+        CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, batches, failed: None }
     }
 
     /// Whether a pool of this shape can be served.
@@ -119,6 +122,23 @@ impl<D: Device> CudaBackend<D> {
     /// Bytes of one layer's part of a block.
     pub fn block_bytes(&self, group: usize, layer: usize, block: BlockId) -> Result<Vec<u8>, KernelError> {
         self.pool.block_bytes(&self.queue, group, layer, block)
+    }
+
+    /// Allocates all that steps within these bounds use.
+    pub(super) fn make_room(&mut self, room: &Room) -> Result<(), KernelError> {
+        // Weights are loaded by now.
+        self.staging = None;
+        self.queue.at_least(&mut self.indices, room.rows.max(2) * size_of::<u32>())?;
+        self.queue.at_least(&mut self.operand, (room.rows * room.cols).max(1) * Element::Bf16.bytes())?;
+        let layout = &self.pool.geometry().layout;
+        let row = layout.groups.iter().map(|group| attention::split_bytes(room.heads, group.head_dim)).max();
+        let sums = batch::sums(room.rows, room.context, row.unwrap_or(0));
+        self.queue.at_least(&mut self.sums, sums.max(1))?;
+        for group in &mut self.batches {
+            group.tiles.reserve(room.rows, room.table_entries);
+            self.queue.at_least(&mut group.words, batch::words_bytes(room.rows, room.table_entries))?;
+        }
+        self.sampling.reserve(&self.queue, room)
     }
 
     pub(super) fn attempt(&mut self, run: impl FnOnce(&mut Self) -> Result<(), KernelError>) {

@@ -40,7 +40,25 @@ pub(super) struct Tiles {
     positions: Vec<u32>,
 }
 
+/// Bytes of the words of a batch of that many rows and table entries, at most.
+pub(super) fn words_bytes(rows: usize, table_entries: usize) -> usize {
+    (rows * TILE_WORDS + table_entries).max(1) * size_of::<u32>()
+}
+
+/// Bytes of sums that decode rows of up to `context` positions leave at once, at most, where a split of a row has `row` of them.
+pub(super) fn sums(rows: usize, context: usize, row: usize) -> usize {
+    let longest = context.div_ceil(SPLIT as usize) * row;
+    (rows * longest).min(PARTIAL.max(longest))
+}
+
 impl Tiles {
+    /// Makes room for batches of that many rows and table entries.
+    pub fn reserve(&mut self, rows: usize, table_entries: usize) {
+        self.words.reserve(rows * TILE_WORDS + table_entries);
+        self.spans.reserve(rows);
+        self.positions.reserve(rows);
+    }
+
     /// Cuts a batch, unless it is the one that was cut last; whether it is another.
     pub fn renew(&mut self, batch: &Ragged, cut: Cut) -> bool {
         let blocks = batch.blocks().iter().map(|block| block.0);

@@ -15,6 +15,7 @@ mod params;
 mod pool;
 mod queue;
 mod recorder;
+mod sampling;
 mod shared_pool;
 mod sharing;
 mod weight;

@@ -1,15 +1,16 @@
 //! The operations of [`Backend`] as launches.
 
-use baton_types::BlockId;
+use baton_types::{BlockId, TokenOut};
 
 use super::attention::Rotated;
 use super::backend::CudaBackend;
 use super::device::{Access, Device, Memory};
 use super::params::{self, Add, Element, GateMul};
 use super::queue::bytes_of_mut;
+use super::sampling;
 use super::weight::{self, CudaWeight};
-use crate::KernelError;
-use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
+use crate::{Draw, KernelError};
 
 impl<D: Device> Backend for CudaBackend<D> {
     type Buffer = Memory<D>;
@@ -43,11 +44,8 @@ impl<D: Device> Backend for CudaBackend<D> {
         buffer.bytes() / size_of::<f32>()
     }
 
-    fn reserve(&mut self, rows: usize, cols: usize) -> Result<(), KernelError> {
-        // Weights are loaded by now.
-        self.staging = None;
-        self.queue.at_least(&mut self.indices, rows.max(2) * size_of::<u32>())?;
-        self.queue.at_least(&mut self.operand, (rows * cols).max(1) * Element::Bf16.bytes())
+    fn reserve(&mut self, room: &Room) -> Result<(), KernelError> {
+        self.make_room(room)
     }
 
     fn read(&mut self, buffer: &Memory<D>, offset: usize, out: &mut [f32]) {
@@ -164,5 +162,13 @@ impl<D: Device> Backend for CudaBackend<D> {
     fn gather_rows(&mut self, x: &Memory<D>, width: usize, rows: &[u32], out: &mut Memory<D>) {
         let x = (x.piece(0, x.bytes()), Element::F32);
         self.attempt(|b| b.gather(x, width, rows, 1.0, out));
+    }
+
+    fn samples(&self, vocab: usize) -> bool {
+        sampling::takes(vocab)
+    }
+
+    fn sample(&mut self, logits: &mut Memory<D>, vocab: usize, draws: &[Draw<'_>], out: &mut Vec<TokenOut>) {
+        self.attempt(|b| b.choose(logits, vocab, draws, out));
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::device::{Access, Call, Device, Gemm, Memory, Piece, Stream};
-use super::params::Params;
+use super::params::{LogitEntry, Params, SampleRow, Sampled};
 use crate::KernelError;
 
 /// One stream of a device.
@@ -12,13 +12,16 @@ pub(super) struct Queue<D: Device> {
     stream: Stream,
 }
 
-/// Numbers that are no more than their bytes.
+/// Numbers that are no more than their bytes, and structs of such without a gap between them.
 pub(super) trait Plain: Copy {}
 impl Plain for u32 {}
 impl Plain for f32 {}
+impl Plain for SampleRow {}
+impl Plain for LogitEntry {}
+impl Plain for Sampled {}
 
 pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
-    // SAFETY: plain numbers have no padding, and any byte is a u8.
+    // SAFETY: what is plain has no padding, and any byte is a u8.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
@@ -41,12 +44,13 @@ impl<D: Device> Queue<D> {
         Memory::new(&self.device, bytes)
     }
 
-    /// At least so many bytes, and what was there before only if it is as large.
+    /// At least so many bytes, and what was there before only if it is as large. A backend that has reserved what it is asked for
+    /// allocates nothing here.
     pub fn at_least(&self, memory: &mut Option<Memory<D>>, bytes: usize) -> Result<(), KernelError> {
         if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
             // The old first, so that both need not be there at once; a driver waits for its users.
             *memory = None;
-            *memory = Some(self.memory(bytes.next_power_of_two())?);
+            *memory = Some(self.memory(bytes)?);
         }
         Ok(())
     }

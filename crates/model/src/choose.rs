@@ -1,0 +1,253 @@
+//! Who chooses a step's tokens: the backend, where it can and may, or the sampler of this host.
+//!
+//! Decided row by row, by the row's own sequence alone (I1): the two agree to rounding.
+
+use baton_engine::Sample;
+use baton_kernels::{Backend, Draw, MAX_LOGIT_CHANGES};
+use baton_types::TokenOut;
+
+use crate::Decoder;
+use crate::sampler::{Prepared, failed};
+
+/// Most likely tokens that a backend tells of.
+const MAX_TOP: u32 = 20;
+
+/// Whether a backend that chooses tokens may choose this one, of a row that so many logits change of.
+fn by_backend(sample: &Sample<'_>, changes: usize) -> bool {
+    changes <= MAX_LOGIT_CHANGES && sample.params.top_logprobs.is_none_or(|top| top <= MAX_TOP)
+}
+
+/// Room for a backend's choices of a turn.
+#[derive(Default)]
+pub(crate) struct Choices {
+    prepared: Vec<Prepared>,
+    /// Places of the tokens that the backend chooses.
+    places: Vec<usize>,
+    chosen: Vec<TokenOut>,
+}
+
+impl<B: Backend> Decoder<B> {
+    /// Pushes a token for each of these samples, whose logits lie in the logits buffer, in their order.
+    pub(crate) fn choose<'a>(
+        &mut self,
+        samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
+        out: &mut Vec<TokenOut>,
+    ) {
+        let vocab = self.config.vocab_size as usize;
+        if self.backend.samples(vocab) {
+            return self.choose_there(vocab, samples, out);
+        }
+        for (row, sample) in samples.enumerate() {
+            self.read_logits(row);
+            out.push(self.sampler.sample(&mut self.inputs.logits, sample));
+        }
+    }
+
+    fn choose_there<'a>(
+        &mut self,
+        vocab: usize,
+        samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
+        out: &mut Vec<TokenOut>,
+    ) {
+        let mut choices = std::mem::take(&mut self.choices);
+        let Choices { prepared, places, chosen } = &mut choices;
+        let first = out.len();
+        places.clear();
+        for (row, sample) in samples.clone().enumerate() {
+            if prepared.len() <= row {
+                prepared.push(Prepared::default());
+            }
+            let prepared = &mut prepared[row];
+            let token = match self.sampler.prepare(sample, vocab, prepared) {
+                Err(error) => failed(sample, &error),
+                Ok(()) if by_backend(sample, prepared.changes.len()) => {
+                    places.push(row);
+                    TokenOut::default()
+                }
+                Ok(()) => {
+                    self.read_logits(row);
+                    self.sampler.sample(&mut self.inputs.logits, sample)
+                }
+            };
+            out.push(token);
+        }
+        let mut places_left = places.iter().peekable();
+        let draw = |(row, sample): (usize, &'a Sample<'a>)| {
+            let prepared = &prepared[row];
+            places_left.next_if(|&&place| place == row).map(|_| Draw {
+                row,
+                params: sample.params,
+                index: sample.index,
+                mask: prepared.mask(),
+                changes: &prepared.changes,
+            })
+        };
+        let draws: Vec<Draw<'_>> = samples.clone().enumerate().filter_map(draw).collect();
+        chosen.clear();
+        if !draws.is_empty() {
+            self.backend.sample(&mut self.buffers.logits, vocab, &draws, chosen);
+        }
+        drop(draws);
+        for (&place, token) in places.iter().zip(chosen.drain(..)) {
+            out[first + place] = token;
+        }
+        for (sample, token) in samples.zip(&out[first..]) {
+            self.sampler.chosen(sample, token);
+        }
+        self.choices = choices;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use baton_kernels::conformance::Random;
+    use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice};
+    use baton_kernels::{LogitChange, Room};
+    use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams};
+
+    use super::*;
+    use crate::Sampler;
+
+    const VOCAB: usize = 1000;
+    const PROMPT: [u32; 5] = [4, 8, 15, 16, 999];
+    const GENERATED: [u32; 4] = [23, 42, 23, 8];
+
+    fn sample(params: &SamplingParams, index: u32) -> Sample<'_> {
+        Sample { params, index, prompt: &PROMPT, generated: &GENERATED }
+    }
+
+    fn backend() -> Option<CudaBackend<HostDevice>> {
+        let device = Arc::new(HostDevice::for_tests()?);
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+        let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+        let mut backend =
+            CudaBackend::new(device, PoolGeometry::uniform(layout, 1), CudaOptions::default()).expect("a backend");
+        let room = Room { rows: 64, samples: 64, vocab: VOCAB, ..Room::default() };
+        backend.reserve(&room).expect("room");
+        Some(backend)
+    }
+
+    /// Parameters of all kinds, alone and together.
+    fn kinds(random: &mut Random) -> SamplingParams {
+        let mut some = |share: u64| random.bits().is_multiple_of(share);
+        let (greedy, top_k, top_p, min_p) = (some(4), some(3), some(3), some(3));
+        let (penalties, bias, logprobs) = (some(2), some(3), some(2));
+        let unit = |random: &mut Random| f64::from(random.unit()).mul_add(0.5, 0.5) as f32;
+        SamplingParams {
+            temperature: if greedy { 0.0 } else { 0.3 + unit(random) },
+            top_k: if top_k { 1 + random.bits() as u32 % 60 } else { 0 },
+            top_p: if top_p { 0.05 + 0.9 * unit(random) } else { 1.0 },
+            min_p: if min_p { 0.2 * unit(random) } else { 0.0 },
+            seed: random.bits(),
+            repetition_penalty: if penalties { 1.3 } else { 1.0 },
+            presence_penalty: if penalties { 0.6 } else { 0.0 },
+            frequency_penalty: if penalties { 0.3 } else { 0.0 },
+            logit_bias: if bias { vec![(0, 3.0), (42, -50.0), (999, 2.0), (4000, 9.0)] } else { Vec::new() },
+            top_logprobs: logprobs.then(|| random.bits() as u32 % 21),
+            ..SamplingParams::default()
+        }
+    }
+
+    /// Tokens that the host chooses when a bound moves by as much as rounding may.
+    fn near(params: &SamplingParams, logits: &[f32], index: u32) -> Vec<u32> {
+        const STEP: f32 = 2e-6;
+        let moved = [1.0 - STEP, 1.0 + STEP].iter().flat_map(|by| {
+            [
+                SamplingParams { temperature: params.temperature * by, ..params.clone() },
+                SamplingParams { top_p: (params.top_p * by).min(1.0), ..params.clone() },
+                SamplingParams { min_p: params.min_p * by, ..params.clone() },
+            ]
+        });
+        moved.map(|params| Sampler::new(VOCAB).sample(&mut logits.to_vec(), &sample(&params, index)).id).collect()
+    }
+
+    #[test]
+    fn a_backend_chooses_what_the_host_does() {
+        let Some(mut backend) = backend() else { return };
+        assert!(backend.samples(VOCAB));
+        let (mut random, mut sampler) = (Random(77), Sampler::new(VOCAB));
+        let (mut compared, mut moved) = (0, 0);
+        for spread in [0.5, 4.0, 12.0] {
+            let params: Vec<SamplingParams> = (0..64).map(|_| kinds(&mut random)).collect();
+            // Of a grid, so that many are equal.
+            let logits: Vec<f32> =
+                (0..params.len() * VOCAB).map(|_| (random.unit() * 64.0).round() / 64.0 * spread).collect();
+            let mut prepared: Vec<Prepared> = params.iter().map(|_| Prepared::default()).collect();
+            for (place, params) in params.iter().enumerate() {
+                sampler.prepare(&sample(params, place as u32), VOCAB, &mut prepared[place]).expect("no constraint");
+            }
+            let draw = |(row, params): (usize, _)| Draw {
+                row,
+                params,
+                index: row as u32,
+                mask: None,
+                changes: &prepared[row].changes,
+            };
+            // Not in the order of their rows.
+            let draws: Vec<Draw<'_>> = params.iter().enumerate().rev().map(draw).collect();
+            let mut buffer = backend.upload(&logits).expect("logits");
+            let mut out = Vec::new();
+            backend.sample(&mut buffer, VOCAB, &draws, &mut out);
+            backend.finish().expect("all done");
+            assert_eq!(out.len(), draws.len());
+            for (draw, got) in draws.iter().zip(&out) {
+                let row = &logits[draw.row * VOCAB..][..VOCAB];
+                let want = sampler.sample(&mut row.to_vec(), &sample(draw.params, draw.index));
+                compared += 1;
+                if got.id != want.id {
+                    moved += 1;
+                    assert!(!draw.params.greedy(), "{:?}", draw.params);
+                    assert!(
+                        near(draw.params, row, draw.index).contains(&got.id),
+                        "{got:?}, {want:?}, {:?}",
+                        draw.params
+                    );
+                    continue;
+                }
+                same_logprobs(got, &want);
+            }
+        }
+        assert!(moved * 50 < compared, "{moved} of {compared} at a bound");
+    }
+
+    fn same_logprobs(got: &TokenOut, want: &TokenOut) {
+        let close = |a: f32, b: f32| (a - b).abs() < 1e-5 * (1.0 + b.abs());
+        assert_eq!((got.index, got.logits_digest), (want.index, want.logits_digest));
+        assert_eq!(got.logprob.is_some(), want.logprob.is_some());
+        assert!(got.logprob.zip(want.logprob).is_none_or(|(a, b)| close(a, b)), "{got:?}, {want:?}");
+        assert_eq!(got.top.iter().map(|t| t.0).collect::<Vec<_>>(), want.top.iter().map(|t| t.0).collect::<Vec<_>>());
+        assert!(got.top.iter().zip(&want.top).all(|(a, b)| close(a.1, b.1)), "{got:?}, {want:?}");
+    }
+
+    #[test]
+    fn what_a_mask_forbids_is_not_chosen_and_log_probabilities_stay_the_models() {
+        let Some(mut backend) = backend() else { return };
+        let logits: Vec<f32> = (0..2 * VOCAB).map(|i| (i % VOCAB) as f32 / 100.0).collect();
+        let greedy = SamplingParams { temperature: 0.0, top_logprobs: Some(1), ..SamplingParams::default() };
+        let mut mask = vec![0u32; VOCAB.div_ceil(32)];
+        (mask[0], mask[20]) = (1 << 7, 1 << 3);
+        let changes = [LogitChange { add: 100.0, ..LogitChange::none(7) }];
+        let draw = |row, mask, changes| Draw { row, params: &greedy, index: 0, mask, changes };
+        let mut buffer = backend.upload(&logits).expect("logits");
+        let mut out = Vec::new();
+        backend.sample(&mut buffer, VOCAB, &[draw(0, Some(&mask), &changes), draw(1, Some(&mask), &[])], &mut out);
+        backend.finish().expect("all done");
+        let want = Sampler::new(VOCAB).sample(&mut logits[..VOCAB].to_vec(), &sample(&greedy, 0));
+        for (token, id) in out.iter().zip([7, 643]) {
+            assert_eq!((token.id, token.logits_digest, token.top[0].0), (id, want.logits_digest, 999));
+            let behind = (999 - id) as f32 / 100.0;
+            assert!((token.top[0].1 - token.logprob.unwrap_or_default() - behind).abs() < 1e-4, "{token:?}");
+        }
+    }
+
+    #[test]
+    fn rows_that_ask_for_more_than_a_backend_has_room_for_stay_on_the_host() {
+        let (plain, many) =
+            (SamplingParams::default(), SamplingParams { top_logprobs: Some(21), ..SamplingParams::default() });
+        assert!(by_backend(&sample(&plain, 0), 0) && by_backend(&sample(&plain, 0), MAX_LOGIT_CHANGES));
+        assert!(!by_backend(&sample(&plain, 0), MAX_LOGIT_CHANGES + 1));
+        assert!(!by_backend(&sample(&many, 0), 0));
+    }
+}

@@ -1,0 +1,222 @@
+//! Choosing tokens on the device: one copy there, one kernel for each thing to do, one small copy back.
+
+use baton_types::TokenOut;
+
+use super::backend::CudaBackend;
+use super::device::{Access, Address, Device, Memory};
+use super::params::{
+    AdjustLogits, Element, Embed, LogitEntry, MAX_TOP_LOGPROBS, MaskLogits, NO_LOGPROBS, Sample, SampleRow, Sampled,
+};
+use super::queue::{Queue, bytes_of, bytes_of_mut};
+use crate::backend::Room;
+use crate::{Draw, KernelError, MAX_LOGIT_CHANGES};
+
+/// Largest vocabulary that the kernel takes; a row's length is a multiple of 8, too.
+const MAX_VOCAB: usize = 1 << 22;
+
+/// Whether the kernels take rows of this length.
+pub(super) fn takes(vocab: usize) -> bool {
+    vocab > 0 && vocab.is_multiple_of(8) && vocab <= MAX_VOCAB
+}
+
+/// What draws need on the device, allocated once.
+pub(super) struct Sampling<D: Device> {
+    /// What is copied there next.
+    bytes: Vec<u8>,
+    inputs: Option<Memory<D>>,
+    /// Logits as the model gave them, where others are chosen from than log probabilities are of.
+    raw: Option<Memory<D>>,
+    out: Option<Memory<D>>,
+    chosen: Vec<Sampled>,
+}
+
+impl<D: Device> Default for Sampling<D> {
+    fn default() -> Self {
+        Sampling { bytes: Vec::new(), inputs: None, raw: None, out: None, chosen: Vec::new() }
+    }
+}
+
+/// Where the parts of what is copied begin, and how many of each there are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Packed {
+    entries: (usize, usize),
+    mask_rows: (usize, usize),
+    masks: usize,
+    /// Rows of logits up to the last that is drawn from.
+    rows: usize,
+    /// Whether log probabilities are wanted of logits that change.
+    raw: bool,
+}
+
+/// Words of a mask.
+fn mask_words(vocab: usize) -> usize {
+    vocab.div_ceil(32)
+}
+
+/// Parameters, changes, rows with masks, masks.
+fn pack(draws: &[Draw<'_>], out: &mut Vec<u8>) -> Packed {
+    out.clear();
+    for draw in draws {
+        let p = draw.params;
+        let row = SampleRow {
+            seed: p.seed,
+            index: draw.index,
+            temperature: p.temperature,
+            top_k: p.top_k,
+            top_p: p.top_p,
+            min_p: p.min_p,
+            top_logprobs: p.top_logprobs.map_or(NO_LOGPROBS, |top| top.min(MAX_TOP_LOGPROBS as u32)),
+            row: draw.row as u32,
+            padding: 0,
+        };
+        out.extend_from_slice(bytes_of(&[row]));
+    }
+    let entries = out.len();
+    for draw in draws {
+        let row = draw.row as u32;
+        for c in draw.changes {
+            let entry = LogitEntry { row, id: c.id, divide: c.divide, subtract: c.subtract, add: c.add };
+            out.extend_from_slice(bytes_of(&[entry]));
+        }
+    }
+    let mask_rows = out.len();
+    let masked = || draws.iter().filter_map(|draw| Some((draw.row as u32, draw.mask?)));
+    masked().for_each(|(row, _)| out.extend_from_slice(bytes_of(&[row])));
+    let masks = out.len();
+    masked().for_each(|(_, mask)| out.extend_from_slice(bytes_of(mask)));
+    Packed {
+        entries: (entries, draws.iter().map(|draw| draw.changes.len()).sum()),
+        mask_rows: (mask_rows, masked().count()),
+        masks,
+        rows: draws.iter().map(|draw| draw.row + 1).max().unwrap_or(0),
+        raw: draws
+            .iter()
+            .any(|draw| draw.params.top_logprobs.is_some() && (draw.mask.is_some() || !draw.changes.is_empty())),
+    }
+}
+
+/// What was chosen, as the rest of the program knows it.
+fn token(draw: &Draw<'_>, chosen: &Sampled) -> TokenOut {
+    let plain = TokenOut { index: draw.index, id: chosen.id, ..TokenOut::default() };
+    let Some(top) = draw.params.top_logprobs else { return plain };
+    let top = chosen.top_ids.iter().copied().zip(chosen.top_logprobs).take(top as usize);
+    TokenOut { logprob: Some(chosen.logprob), top: top.collect(), logits_digest: Some(chosen.digest), ..plain }
+}
+
+impl<D: Device> Sampling<D> {
+    /// Room for all that draws from these rows may bring.
+    pub fn reserve(&mut self, queue: &Queue<D>, room: &Room) -> Result<(), KernelError> {
+        if room.samples == 0 || !takes(room.vocab) {
+            return Ok(());
+        }
+        let mask = size_of::<u32>() * (1 + mask_words(room.vocab));
+        let draw = size_of::<SampleRow>() + MAX_LOGIT_CHANGES * size_of::<LogitEntry>() + mask;
+        queue.at_least(&mut self.inputs, room.samples * draw)?;
+        queue.at_least(&mut self.raw, room.samples * room.vocab * size_of::<f32>())?;
+        queue.at_least(&mut self.out, room.samples * size_of::<Sampled>())?;
+        self.bytes.reserve(room.samples * draw);
+        self.chosen.reserve(room.samples);
+        Ok(())
+    }
+
+    fn run(
+        &mut self,
+        queue: &Queue<D>,
+        logits: &Memory<D>,
+        vocab: usize,
+        draws: &[Draw<'_>],
+    ) -> Result<(), KernelError> {
+        let packed = pack(draws, &mut self.bytes);
+        queue.at_least(&mut self.inputs, self.bytes.len())?;
+        queue.at_least(&mut self.out, draws.len() * size_of::<Sampled>())?;
+        let floats = packed.rows * vocab;
+        if packed.raw {
+            queue.at_least(&mut self.raw, floats * size_of::<f32>())?;
+        }
+        let (Some(inputs), Some(out)) = (&self.inputs, &self.out) else { return Ok(()) };
+        queue.write_bytes(inputs.piece(0, self.bytes.len()), &self.bytes)?;
+        let (logits, word) = (logits.floats(floats), size_of::<u32>());
+        let raw = match &self.raw {
+            Some(raw) if packed.raw => raw.floats(floats),
+            _ => logits,
+        };
+        if packed.raw {
+            let (none, element, width) = (Address::default(), Element::F32, vocab as u32);
+            let (table, out, count, scale) = (logits.at(), raw.at(), packed.rows as u32, 1.0);
+            let params = Embed { table, rows: none, out, table_type: element, out_type: element, count, width, scale };
+            queue.launch("baton_embed", &params, &[Access::Read(logits), Access::Write(raw)])?;
+        }
+        let (at, count) = packed.mask_rows;
+        let rows = inputs.piece(at, count * word);
+        let masks = inputs.piece(packed.masks, count * mask_words(vocab) * word);
+        let params = MaskLogits {
+            logits: logits.at(),
+            rows: rows.at(),
+            masks: masks.at(),
+            count: count as u32,
+            vocab: vocab as u32,
+        };
+        queue.launch(
+            "baton_mask_logits",
+            &params,
+            &[Access::Write(logits), Access::Read(rows), Access::Read(masks)],
+        )?;
+        let (at, count) = packed.entries;
+        let entries = inputs.piece(at, count * size_of::<LogitEntry>());
+        let params =
+            AdjustLogits { logits: logits.at(), entries: entries.at(), count: count as u32, vocab: vocab as u32 };
+        queue.launch("baton_adjust_logits", &params, &[Access::Write(logits), Access::Read(entries)])?;
+        let rows = inputs.piece(0, draws.len() * size_of::<SampleRow>());
+        let out = out.piece(0, draws.len() * size_of::<Sampled>());
+        let (count, vocab) = (draws.len() as u32, vocab as u32);
+        let params = Sample { logits: logits.at(), raw: raw.at(), rows: rows.at(), out: out.at(), count, vocab };
+        let touches = [Access::Read(logits), Access::Read(raw), Access::Read(rows), Access::Write(out)];
+        queue.launch("baton_sample", &params, &touches)?;
+        self.chosen.clear();
+        self.chosen.resize(draws.len(), Sampled::default());
+        queue.read(out, bytes_of_mut(&mut self.chosen))
+    }
+}
+
+impl<D: Device> CudaBackend<D> {
+    pub(super) fn choose(
+        &mut self,
+        logits: &Memory<D>,
+        vocab: usize,
+        draws: &[Draw<'_>],
+        out: &mut Vec<TokenOut>,
+    ) -> Result<(), KernelError> {
+        self.sampling.run(&self.queue, logits, vocab, draws)?;
+        out.extend(draws.iter().zip(&self.sampling.chosen).map(|(draw, chosen)| token(draw, chosen)));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::SamplingParams;
+
+    use super::*;
+    use crate::LogitChange;
+
+    #[test]
+    fn parts_lie_behind_one_another_and_logits_are_kept_only_where_they_change() {
+        let plain = SamplingParams::default();
+        let logprobs = SamplingParams { top_logprobs: Some(99), ..plain.clone() };
+        let changes = [LogitChange::none(3), LogitChange { add: 1.0, ..LogitChange::none(9) }];
+        let draw = |row, params, mask, changes| Draw { row, params, index: 0, mask, changes };
+        let mut bytes = vec![1];
+        let packed = pack(&[draw(4, &logprobs, None, &[]), draw(1, &plain, Some(&[7]), &changes)], &mut bytes);
+        let want = Packed { entries: (80, 2), mask_rows: (120, 1), masks: 124, rows: 5, raw: false };
+        assert_eq!((packed, bytes.len()), (want, 128));
+        assert_eq!(bytes[28..32], [20, 0, 0, 0], "as many as there is room for");
+        assert!(pack(&[draw(0, &logprobs, None, &changes)], &mut bytes).raw);
+        assert!(pack(&[draw(0, &logprobs, Some(&[7]), &[])], &mut bytes).raw);
+        assert_eq!(pack(&[], &mut bytes).rows, 0);
+    }
+
+    #[test]
+    fn rows_of_any_length_but_those_the_kernels_take_are_left_to_the_host() {
+        assert_eq!([0, 8, 12, 1 << 22, (1 << 22) + 8].map(takes), [false, true, false, true, false]);
+    }
+}
