@@ -2,12 +2,14 @@
 //! one has to be stopped or killed.
 
 mod changed;
+mod changes;
 mod children;
 mod endings;
 mod handoffs;
 mod nonsense;
 mod parts;
 mod processes;
+mod talkers;
 
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};

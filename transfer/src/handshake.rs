@@ -71,7 +71,7 @@ pub(crate) struct Guest {
     pub process: Option<OwnedFd>,
 }
 
-/// Decode side, up to but without Welcome. Answers None when the peer was turned away.
+/// Decode side, up to but without Welcome. A peer that may not come in is told why.
 pub(crate) fn receive(
     link: &mut Link,
     me: WorkerId,

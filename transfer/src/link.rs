@@ -23,6 +23,8 @@ use crate::wire::{self, Frame, FrameLimits, PREFIX};
 
 /// Bytes read beyond what is needed now, so that the next frame's head comes along.
 const LOOKAHEAD: usize = 2048;
+/// Frames queued for a peer that does not read them; beyond it nothing more is read from it (I5).
+pub(crate) const MAX_QUEUED: usize = 256;
 /// Pieces of one system call.
 const VECTOR: usize = 64;
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -80,6 +82,8 @@ pub(crate) struct Link {
     /// Bytes of `inbox` already consumed.
     consumed: usize,
     outbox: VecDeque<Piece>,
+    /// Frames, or parts of them, in `outbox`.
+    frames: usize,
     fd_to_send: Option<OwnedFd>,
     fd_received: Option<OwnedFd>,
 }
@@ -93,6 +97,7 @@ impl Link {
             inbox: Vec::new(),
             consumed: 0,
             outbox: VecDeque::new(),
+            frames: 0,
             fd_to_send: None,
             fd_received: None,
         }
@@ -184,6 +189,8 @@ impl Link {
     fn read_into(&mut self, ranges: &[Range], extra: usize) -> Result<Got, Errno> {
         let ranges = &ranges[..ranges.len().min(VECTOR)];
         let wanted: usize = ranges.iter().map(|r| r.1).sum();
+        // I5: what is consumed goes, also when the last read ended inside a frame.
+        self.inbox.drain(..std::mem::take(&mut self.consumed));
         let before = self.inbox.len();
         self.inbox.resize(before + extra, 0);
         let result = self.receive(ranges, before);
@@ -229,6 +236,7 @@ impl Link {
     /// Queues bytes.
     pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
         self.outbox.push_back(Piece::Owned { bytes, sent: 0 });
+        self.frames += 1;
     }
 
     /// Hands a descriptor to the peer with the next bytes that leave.
@@ -274,9 +282,9 @@ impl Link {
         !self.outbox.is_empty()
     }
 
-    /// Pieces that wait to leave.
+    /// Frames that wait to leave, payload aside.
     pub(crate) fn queued(&self) -> usize {
-        self.outbox.len()
+        self.frames
     }
 
     /// Says that nothing more will be sent.
@@ -335,6 +343,7 @@ impl Link {
             };
             if count >= left {
                 count -= left;
+                self.frames -= usize::from(matches!(piece, Piece::Owned { .. }));
                 self.outbox.pop_front();
                 continue;
             }
@@ -353,3 +362,6 @@ impl AsFd for Link {
         self.socket.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests;

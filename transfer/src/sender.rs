@@ -58,6 +58,23 @@ struct Peer {
     layout: u64,
     queue: Arc<Queue>,
     thread: JoinHandle<()>,
+    /// Of the session before, which this one's thread waits for.
+    before: Option<Arc<Queue>>,
+}
+
+impl Peer {
+    /// Whether its session takes handoffs. One that would take another path now, as `changes` says, does not as soon as what it
+    /// carries is completed.
+    fn goes_on(&self, changes: bool) -> bool {
+        // One at a time: a session that waits for another is not replaced.
+        let waits = self.before.as_ref().is_some_and(|before| !before.is_closed());
+        self.queue.is_open() && !(changes && !waits && self.queue.retire())
+    }
+
+    fn stop(&self) {
+        self.before.iter().for_each(|before| before.stop());
+        self.queue.stop();
+    }
 }
 
 /// Where KV leaves. Dropping it aborts every handoff and closes all connections.
@@ -92,6 +109,14 @@ impl Sender {
         Ok(sender)
     }
 
+    /// As if many handoffs had been carried over a path at so many bytes a second.
+    #[cfg(test)]
+    pub(crate) fn measured(&self, worker: WorkerId, transport: TransportKind, rate: u64) {
+        let mut all = lock(&self.config.paths);
+        let paths = all.get_mut(&worker).expect("its paths");
+        (0..100).for_each(|_| paths.carried(transport, rate, std::time::Duration::from_secs(1)));
+    }
+
     /// How decode workers are reached.
     pub(crate) fn transport(&self) -> TransportChoice {
         self.config.options.transport
@@ -120,7 +145,7 @@ impl Sender {
         let core = Arc::new(Core::new(&target, deadline));
         let mut queue = self.queue_to(&target)?;
         if let Err(error) = queue.begin(core.clone()) {
-            if !queue.is_closed() {
+            if queue.is_open() {
                 return Err(error);
             }
             // The session ended between the two lines; a new one may do.
@@ -140,8 +165,7 @@ impl Sender {
         let layout = target.layout.fingerprint();
         let changes =
             lock(&self.config.paths).get(&target.worker).is_some_and(|paths| paths.would_change(Instant::now()));
-        let goes_on = |peer: &&Peer| !(peer.queue.is_closed() || changes && peer.queue.retire_if_idle());
-        if let Some(peer) = peers.get(&target.worker).filter(goes_on) {
+        if let Some(peer) = peers.get(&target.worker).filter(|peer| peer.goes_on(changes)) {
             if peer.layout != layout {
                 let (field, problem) = ("layout", format!("{} has a session with another one", target.worker));
                 return Err(TransferError::Descriptor { field, problem });
@@ -154,16 +178,17 @@ impl Sender {
             let (limit, asked) = (limits.connections as u64, others as u64 + 1);
             return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
         }
-        let before = peers.remove(&target.worker).map(|peer| {
+        if let Some(peer) = peers.get(&target.worker).filter(|peer| peer.queue.is_closed()) {
+            // It may still be busy with its end.
             peer.queue.stop();
-            peer.thread
-        });
+        }
+        let (before, waits_for) = peers.remove(&target.worker).map(|peer| (peer.queue, peer.thread)).unzip();
         let worker = target.worker;
         let queue = Arc::new(Queue::new(limits.clone())?);
-        let plan = Plan { config: self.config.clone(), target: target.clone(), before };
+        let plan = Plan { config: self.config.clone(), target: target.clone(), before: waits_for };
         let inner = queue.clone();
         let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
-        peers.insert(worker, Peer { layout, queue: queue.clone(), thread });
+        peers.insert(worker, Peer { layout, queue: queue.clone(), thread, before });
         Ok(queue)
     }
 }
@@ -181,7 +206,7 @@ fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<Engine>, String>, Tran
 impl Drop for Sender {
     fn drop(&mut self) {
         let peers = std::mem::take(&mut *lock(&self.peers));
-        peers.values().for_each(|peer| peer.queue.stop());
+        peers.values().for_each(Peer::stop);
         peers.into_values().for_each(|peer| threads::join(peer.thread));
     }
 }
@@ -247,9 +272,10 @@ impl Handoff {
             return Ok(());
         }
         // Many small ones, so that room comes free steadily, however long a prefix goes at once.
+        let patience = Instant::now() + self.config.options.limits.room;
         for pairs in pairs.chunks(WRITE_BLOCKS) {
             let op = Op::Write { epoch: self.core.epoch, group, layer: layer_in_group, pairs: pairs.to_vec() };
-            self.queue.write(&self.core, op)?;
+            self.queue.write(&self.core, op, patience)?;
             self.written += pairs.len() as u64;
         }
         Ok(())

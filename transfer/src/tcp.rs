@@ -1,6 +1,8 @@
 //! Blocks over TCP: the sender's Write frames, and the socket's settings.
 
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use baton_types::Epoch;
@@ -9,6 +11,7 @@ use rustix::net::sockopt;
 use crate::error::TransferError;
 use crate::link::Link;
 use crate::options::TransportKind;
+use crate::threads;
 use crate::transport::{Batch, Progress, Transport};
 use crate::wire::Frame;
 
@@ -50,10 +53,23 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener, TransferError> 
     Ok(listener)
 }
 
+/// Addresses that a name stands for, if whoever knows them says so by `until`. The system's own look-up takes as long as it likes.
+fn resolve(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, std::io::Error> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![(address, port).into()]);
+    }
+    let (tell, told) = mpsc::sync_channel(1);
+    let name = host.to_owned();
+    let look = move || drop(tell.send((name.as_str(), port).to_socket_addrs().map(Vec::from_iter)));
+    threads::spawn("kv-name".to_owned(), look).map_err(std::io::Error::other)?;
+    let late = |_| std::io::Error::new(ErrorKind::TimedOut, "its name was not resolved in time");
+    told.recv_timeout(until.saturating_duration_since(Instant::now())).map_err(late)?
+}
+
 /// Connects to the first address `host` stands for that answers by `until`.
 pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream, std::io::Error> {
     let mut last = std::io::Error::other("the name stands for no address");
-    for address in (host, port).to_socket_addrs()? {
+    for address in resolve(host, port, until)? {
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         match TcpStream::connect_timeout(&address, left) {
             Ok(stream) => return Ok(stream),

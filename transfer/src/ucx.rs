@@ -38,7 +38,7 @@ const GRACE: Duration = Duration::from_millis(250);
 
 /// Transports by which a process writes to another's memory without the other's, or its network card's, doing. The
 /// receiver cannot cut them off, so they need proof of the writer's end (I3), which only a unix stream gives.
-const DIRECT: [&str; 5] = ["cma", "knem", "xpmem", "cuda_ipc", "rocm_ipc"];
+const DIRECT: [&str; 8] = ["sysv", "posix", "cma", "knem", "xpmem", "cuda_ipc", "rocm_ipc", "ze_ipc"];
 
 /// Puts from one pool into another.
 pub(crate) struct Ucx {
@@ -152,6 +152,16 @@ impl Transport for Ucx {
     }
 
     fn cancel(&mut self, epoch: Epoch, _: &mut Link) -> Result<(), TransferError> {
+        // Whatever went wrong: from the return on the local pool is not read.
+        self.give_up(epoch).inspect_err(|_| {
+            self.endpoint.close();
+        })
+    }
+}
+
+impl Ucx {
+    /// Waits until nothing of a handoff is under way.
+    fn give_up(&mut self, epoch: Epoch) -> Result<(), TransferError> {
         let until = Instant::now() + GRACE;
         loop {
             self.settle()?;
@@ -161,7 +171,6 @@ impl Transport for Ucx {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                self.endpoint.close();
                 return Err(self.lost(format!("what was given up was not applied within {GRACE:?}")));
             }
             self.endpoint.worker().wait(left)?;
@@ -172,7 +181,10 @@ impl Transport for Ucx {
 impl Drop for Ucx {
     fn drop(&mut self) {
         // Before its requests are let go, so that none of them reads the local pool any more.
-        self.endpoint.close();
+        if !self.endpoint.close() {
+            // Better lost than freed under a put.
+            self.flights.drain(..).for_each(|flight| std::mem::forget(flight.batch));
+        }
     }
 }
 

@@ -293,8 +293,8 @@ impl Inbound {
         self.incoming.remove(&epoch);
         let error = self.error_of(epoch, &refusal);
         let input = match (&refusal, self.kind.is_one_sided()) {
-            // I3: a peer that errs in the middle may go on copying until it says that it has stopped.
-            (Refusal::BadWrite(_), true) => Input::Lost,
+            // I3: a peer that went astray may go on copying until it says that it has stopped.
+            (Refusal::BadWrite(_) | Refusal::Incomplete { .. }, true) => Input::Lost,
             _ => Input::Refute,
         };
         ledger.step_as(self.id, epoch, input, || error);

@@ -22,6 +22,9 @@ use crate::{tcp, threads};
 /// How long nobody is accepted after the system had no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// Connections accepted at a time; then leases have their turn, however many come (I5).
+const ACCEPTS: usize = 16;
+
 /// Refused connections kept open a while: one closed at once may take the reason along before the peer has read it.
 const KEPT_OPEN: usize = 16;
 
@@ -41,8 +44,12 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
             ledger.expire(Instant::now());
             ledger.next_expiry()
         });
-        let mut paused = false;
-        while let Some(accepted) = accept(&doors) {
+        let (mut paused, mut more) = (false, true);
+        for round in 0..ACCEPTS {
+            let Some(accepted) = accept(&doors, round) else {
+                more = false;
+                break;
+            };
             next_id += 1;
             sessions.retain(|session| !session.is_finished());
             match accepted.and_then(|socket| admit(&hub, next_id, socket)) {
@@ -60,6 +67,9 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
         }
         let mut timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
         let fds = [(doors.tcp.as_fd(), Interest::Read), (doors.unix.as_fd(), Interest::Read)];
+        if more && !paused {
+            timeout = Some(Duration::ZERO);
+        }
         if paused {
             timeout = Some(timeout.map_or(PAUSE, |t| t.min(PAUSE)));
         }
@@ -75,14 +85,15 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
     }
 }
 
-/// A connection that waits at either door, ready for use.
-fn accept(doors: &Doors) -> Option<Result<Socket, TransferError>> {
-    let tcp = doors.tcp.accept().and_then(|(stream, _)| tcp::tune(&stream).map(|()| Socket::Tcp(stream)));
-    let either = match tcp {
-        Err(error) if error.kind() == ErrorKind::WouldBlock => {
-            doors.unix.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| Socket::Unix(stream)))
-        }
-        other => other,
+/// A connection that waits at either door, ready for use. The doors take turns, so that a crowd at one does not keep the other shut.
+fn accept(doors: &Doors, round: usize) -> Option<Result<Socket, TransferError>> {
+    let tcp = || doors.tcp.accept().and_then(|(stream, _)| tcp::tune(&stream).map(|()| Socket::Tcp(stream)));
+    let unix =
+        || doors.unix.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| Socket::Unix(stream)));
+    let nobody = |error: &std::io::Error| error.kind() == ErrorKind::WouldBlock;
+    let either = match round.is_multiple_of(2) {
+        true => unix().or_else(|error| if nobody(&error) { tcp() } else { Err(error) }),
+        false => tcp().or_else(|error| if nobody(&error) { unix() } else { Err(error) }),
     };
     match either {
         Ok(socket) => Some(Ok(socket)),

@@ -15,14 +15,12 @@ use super::payload::Target;
 use super::table::SessionId;
 use crate::error::TransferError;
 use crate::handshake::{self, Patience};
-use crate::link::{Got, Link, Socket};
+use crate::link::{Got, Link, MAX_QUEUED, Socket};
 use crate::options::TransportKind;
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::{Access, Frame, FrameLimits};
 
-/// Answers queued for a peer that does not read them; beyond it nothing more is read from it.
-const MAX_ANSWERS: usize = 256;
 /// Steps of UCX's progress before frames get their turn.
 const PUTS_A_TURN: usize = 64;
 
@@ -122,7 +120,7 @@ impl Session {
     }
 
     fn is_full(&self) -> bool {
-        self.link.queued() >= MAX_ANSWERS
+        self.link.queued() >= MAX_QUEUED
     }
 
     fn may_go_on(&self) -> Result<(), TransferError> {

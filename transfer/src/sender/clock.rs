@@ -1,17 +1,22 @@
-//! How long a transport has been copying: what a path's speed is judged by. Pure; does not know what is copied, or where to.
+//! How long a session has been carrying blocks: what a path's speed is judged by, and whether it still gets on. Pure; does not know
+//! what is copied, or where to.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use baton_types::Epoch;
 
-/// Bytes copied and the time that took. While several batches are under way, time counts once.
+/// Bytes carried and the time that took: while batches are under way, or completed handoffs wait for their outcome. A transport
+/// that is done with a batch when its bytes are in a buffer is so judged by the same as one that waits for them to be applied.
 #[derive(Default)]
 pub(super) struct Clock {
     /// Whose, and how many bytes, in their order.
     under_way: VecDeque<(Epoch, u64)>,
-    /// Up to when the time is counted, while batches are under way.
+    awaits: bool,
+    /// Up to when the time is counted, while it is.
     counted: Option<Instant>,
+    /// When a batch was flushed last, or the first of those under way submitted.
+    moved: Option<Instant>,
     bytes: u64,
     time: Duration,
 }
@@ -20,27 +25,55 @@ impl Clock {
     /// A batch begins.
     pub(super) fn submitted(&mut self, epoch: Epoch, bytes: u64, now: Instant) {
         if self.under_way.is_empty() {
-            self.counted = Some(now);
+            self.moved = Some(now);
         }
         self.under_way.push_back((epoch, bytes));
+        self.count(now);
     }
 
     /// The oldest one is flushed.
     pub(super) fn flushed(&mut self, now: Instant) {
-        if let (Some((_, bytes)), Some(from)) = (self.under_way.pop_front(), self.counted.replace(now)) {
+        if let Some((_, bytes)) = self.under_way.pop_front() {
             self.bytes += bytes;
-            self.time += now.saturating_duration_since(from);
+            self.moved = Some(now);
         }
+        self.count(now);
     }
 
     /// Those of a handoff are given up.
-    pub(super) fn cancelled(&mut self, epoch: Epoch) {
+    pub(super) fn cancelled(&mut self, epoch: Epoch, now: Instant) {
         self.under_way.retain(|(of, _)| *of != epoch);
+        self.moved = Some(now);
+        self.count(now);
     }
 
-    /// What was copied since the last call, and the time that took.
-    pub(super) fn take(&mut self) -> (u64, Duration) {
+    /// Whether completed handoffs wait for their outcome.
+    pub(super) fn awaits(&self) -> bool {
+        self.awaits
+    }
+
+    /// They do now, or do not.
+    pub(super) fn set_awaits(&mut self, awaits: bool, now: Instant) {
+        self.awaits = awaits;
+        self.count(now);
+    }
+
+    /// Since when none of the batches under way was flushed; None when there are none.
+    pub(super) fn since(&self) -> Option<Instant> {
+        self.moved.filter(|_| !self.under_way.is_empty())
+    }
+
+    /// What was carried since the last call, and the time that took.
+    pub(super) fn take(&mut self, now: Instant) -> (u64, Duration) {
+        self.count(now);
         (std::mem::take(&mut self.bytes), std::mem::take(&mut self.time))
+    }
+
+    fn count(&mut self, now: Instant) {
+        if let Some(from) = self.counted {
+            self.time += now.saturating_duration_since(from);
+        }
+        self.counted = (self.awaits || !self.under_way.is_empty()).then_some(now);
     }
 }
 
@@ -49,19 +82,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_counts_once_and_only_while_something_is_under_way() {
+    fn time_counts_once_and_only_while_something_is_under_way_or_awaited() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
+        let seconds = Duration::from_secs;
         let mut clock = Clock::default();
         clock.submitted(Epoch(1), 10, at(1));
         clock.submitted(Epoch(1), 20, at(2));
         clock.submitted(Epoch(2), 40, at(3));
+        assert_eq!(clock.since(), Some(at(1)));
         clock.flushed(at(4));
         clock.flushed(at(5));
-        clock.cancelled(Epoch(2));
-        assert_eq!(clock.take(), (30, Duration::from_secs(4)));
-        clock.submitted(Epoch(3), 5, at(10));
-        clock.flushed(at(11));
-        assert_eq!(clock.take(), (5, Duration::from_secs(1)));
+        assert_eq!(clock.since(), Some(at(5)));
+        assert_eq!(clock.take(at(6)), (30, seconds(5)));
+        // What is given up is not counted, and neither is the time after it.
+        clock.cancelled(Epoch(2), at(8));
+        assert_eq!(clock.since(), None);
+        assert_eq!(clock.take(at(20)), (0, seconds(2)));
+        // The outcome is waited for, and what was flushed meanwhile is counted once.
+        clock.submitted(Epoch(3), 5, at(30));
+        clock.flushed(at(31));
+        clock.set_awaits(true, at(31));
+        clock.set_awaits(false, at(34));
+        assert_eq!(clock.take(at(50)), (5, seconds(4)));
     }
 }

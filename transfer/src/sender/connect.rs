@@ -115,9 +115,13 @@ impl Plan {
 
     /// Connects and shakes hands.
     pub(crate) fn connect(&self, queue: &Queue) -> Result<Connected, TransferError> {
-        let until = Instant::now() + self.config.options.limits.handshake;
+        let last = Instant::now() + self.config.options.limits.handshake;
         let mut failure = None;
-        for kind in self.paths(|paths| paths.order(Instant::now())) {
+        let order = self.paths(|paths| paths.order(Instant::now()));
+        for (at, kind) in order.iter().copied().enumerate() {
+            // One on which nothing answers leaves time for the next.
+            let left = last.saturating_duration_since(Instant::now());
+            let until = if at + 1 < order.len() { last - left / 4 } else { last };
             let connected = match kind {
                 TransportKind::Shm => self.connect_unix(queue, false, until),
                 TransportKind::Ucx => self.connect_ucx(queue, until),
@@ -140,9 +144,14 @@ impl Plan {
         Err(failure.unwrap_or_else(|| self.caller(&self.unix_address(), false).cannot(barred())))
     }
 
-    /// A path could not be set up, or broke with handoffs under way: it is left alone for a while where there is another.
+    /// A path could not be set up, broke with handoffs under way, or changed bytes of one: it is left alone for a while where
+    /// there is another, though not for a single change.
     pub(crate) fn failed(&self, kind: TransportKind, error: &TransferError) {
-        self.paths(|paths| paths.failed(kind, error.to_string(), Instant::now()));
+        let (why, now) = (error.to_string(), Instant::now());
+        self.paths(|paths| match error.is_corruption() {
+            true => paths.corrupted(kind, why, now),
+            false => paths.failed(kind, why, now),
+        });
     }
 
     /// Over the unix socket if there is one, so that the peer can tell when this process has ended.

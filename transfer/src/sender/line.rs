@@ -133,6 +133,8 @@ pub struct Line {
     blocks: usize,
     /// Handoffs begun and not over.
     live: BTreeSet<Epoch>,
+    /// Those of them that nothing more will be asked for.
+    completed: BTreeSet<Epoch>,
     /// No more ops, and why.
     closed: Option<TransferError>,
     /// A write has waited in vain and nothing has left since: no other waits too.
@@ -149,6 +151,7 @@ impl Line {
             aborts: Vec::new(),
             blocks: 0,
             live: BTreeSet::new(),
+            completed: BTreeSet::new(),
             closed: None,
             stalled: false,
             limits,
@@ -158,6 +161,11 @@ impl Line {
     /// True when no handoff is under way.
     pub fn idle(&self) -> bool {
         self.live.is_empty()
+    }
+
+    /// True when every handoff under way is completed, so that the last of them ends soon.
+    pub(crate) fn drains(&self) -> bool {
+        self.live.len() == self.completed.len()
     }
 
     /// Why nothing can be asked any more.
@@ -201,6 +209,9 @@ impl Line {
         match self.closed.clone() {
             Some(error) => Err((done, error)),
             None => {
+                if self.live.contains(&epoch) {
+                    self.completed.insert(epoch);
+                }
                 self.ops.push_back(Op::Complete { epoch, tail, done });
                 Ok(())
             }
@@ -255,6 +266,7 @@ impl Line {
     /// A handoff is over.
     pub fn retire(&mut self, epoch: Epoch) {
         self.live.remove(&epoch);
+        self.completed.remove(&epoch);
     }
 
     /// The session has ended: nothing can be asked from now on. Answers what was queued, to be ended where no lock is
@@ -263,6 +275,7 @@ impl Line {
         self.closed = Some(error);
         self.blocks = 0;
         self.live.clear();
+        self.completed.clear();
         self.begins.clear();
         (std::mem::take(&mut self.ops), std::mem::take(&mut self.aborts))
     }

@@ -149,6 +149,11 @@ impl Outbound {
         self.active.values().any(|active| active.state == State::Reserved || active.done.is_some())
     }
 
+    /// Whether an outcome is to come.
+    pub(crate) fn awaits_outcome(&self) -> bool {
+        self.active.values().any(|active| active.done.is_some())
+    }
+
     /// What a frame of the peer's asks for. `kind` is what carries blocks. An error ends the session.
     pub fn frame(
         &mut self,

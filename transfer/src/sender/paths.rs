@@ -6,7 +6,7 @@
 //! A path that fails is paused, twice as long each time in a row, and comes back after that. Of those that are ready the first in the
 //! order of [`TransportKind`] is taken unless another was measured to be clearly faster. Two paths over a network are compared only
 //! once both were measured, so with [`crate::TransportChoice::Auto`] each of them gets some handoffs; shared memory needs no such
-//! trial. Speed is a moving average of bytes over seconds of copying, and counts for nothing before it is one of several handoffs.
+//! trial. Speed is a moving average of bytes over seconds of carrying them, and counts for nothing before it is one of several handoffs.
 
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(300);
 const FASTER: f64 = 1.25;
 /// What remains of the older measurements with each new one.
 const KEPT: f64 = 0.8;
+/// Handoffs in a row with changed bytes that are a failure: one may be chance, and says nothing against the path.
+const CORRUPTED: u32 = 3;
 /// Handoffs that make a measurement.
 const MEASURED: u64 = 8;
 
@@ -34,7 +36,7 @@ pub struct PathReport {
     pub handoffs: u64,
     /// How often it failed with handoffs under way, or could not be set up.
     pub failures: u64,
-    /// How fast blocks left over it: a moving average over handoffs, of the time spent on copying alone.
+    /// How fast blocks arrive over it: a moving average over handoffs, of the time in which some were on their way or being verified.
     pub bytes_per_second: Option<f64>,
     /// Why it is not in use.
     pub unused: Option<String>,
@@ -54,6 +56,8 @@ struct Path {
     /// Failures since it last carried a handoff.
     in_a_row: u32,
     last_failure: Option<(Instant, String)>,
+    /// Handoffs whose bytes were changed since it last carried one, or since that counted as a failure.
+    corrupted: u32,
 }
 
 impl Path {
@@ -100,6 +104,7 @@ impl Paths {
             failures: 0,
             in_a_row: 0,
             last_failure: None,
+            corrupted: 0,
         };
         Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None }
     }
@@ -161,14 +166,25 @@ impl Paths {
         }
     }
 
-    /// A handoff over it was verified. Since the last one so many bytes were copied in so long.
-    pub(crate) fn carried(&mut self, transport: TransportKind, bytes: u64, copying: Duration) {
+    /// Bytes of a handoff were changed on the way.
+    pub(crate) fn corrupted(&mut self, transport: TransportKind, why: String, now: Instant) {
+        let Some(path) = self.find(transport) else { return };
+        path.corrupted += 1;
+        if path.corrupted >= CORRUPTED {
+            path.corrupted = 0;
+            self.failed(transport, why, now);
+        }
+    }
+
+    /// A handoff over it was verified. Since the last one so many bytes were carried in so long.
+    pub(crate) fn carried(&mut self, transport: TransportKind, bytes: u64, time: Duration) {
         if let Some(path) = self.find(transport) {
             path.handoffs += 1;
             path.in_a_row = 0;
+            path.corrupted = 0;
             if bytes > 0 {
                 path.bytes = path.bytes * KEPT + bytes as f64;
-                path.seconds = path.seconds * KEPT + copying.as_secs_f64();
+                path.seconds = path.seconds * KEPT + time.as_secs_f64();
             }
         }
     }
@@ -259,6 +275,20 @@ mod tests {
             paths.failed(Shm, "cut".into(), t);
         }
         assert_eq!(paths.order(t + MAX_PAUSE)[0], Shm);
+    }
+
+    #[test]
+    fn changed_bytes_are_a_failure_when_they_come_in_a_row() {
+        let (mut paths, t) = (all(), Instant::now());
+        for _ in 0..5 {
+            paths.corrupted(Shm, "flipped".into(), t);
+            paths.corrupted(Shm, "flipped".into(), t);
+            assert_eq!(paths.order(t)[0], Shm, "chance");
+            paths.carried(Shm, 1, S);
+        }
+        (0..CORRUPTED).for_each(|_| paths.corrupted(Shm, "flipped".into(), t));
+        assert_eq!(paths.order(t), [Ucx, Tcp, Shm]);
+        assert_eq!(paths.report(t)[0].failures, 1);
     }
 
     #[test]

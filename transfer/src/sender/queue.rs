@@ -14,6 +14,8 @@ use crate::wake::Wake;
 struct Inner {
     line: Line,
     stopped: bool,
+    /// No handoff begins any more; the session ends with the last one.
+    retired: bool,
 }
 
 /// One session's queue.
@@ -27,7 +29,7 @@ pub(crate) struct Queue {
 
 impl Queue {
     pub(crate) fn new(limits: Limits) -> Result<Queue, TransferError> {
-        let inner = Inner { line: Line::new(limits.clone()), stopped: false };
+        let inner = Inner { line: Line::new(limits.clone()), stopped: false, retired: false };
         Ok(Queue { inner: Mutex::new(inner), room: Condvar::new(), wake: Wake::new()?, limits })
     }
 
@@ -41,15 +43,20 @@ impl Queue {
 
     /// Queues a handoff's first op.
     pub(crate) fn begin(&self, core: Arc<Core>) -> Result<(), TransferError> {
-        self.with(|line| line.begin(core))?;
+        let mut inner = lock(&self.inner);
+        if inner.retired {
+            return Err(TransferError::Closed);
+        }
+        inner.line.begin(core)?;
+        drop(inner);
         self.wake.ring();
         Ok(())
     }
 
-    /// Queues a write. Waits for room for a short while, and while the peer does not move only once for all handoffs
-    /// (I5): the caller has others to serve.
-    pub(crate) fn write(&self, core: &Core, op: Op) -> Result<(), TransferError> {
-        let (blocks, patience) = (op.blocks(), Instant::now() + self.limits.room);
+    /// Queues a write. Waits for room, at most until `patience` ends, and while the peer does not move only once for all
+    /// handoffs (I5): the caller has others to serve.
+    pub(crate) fn write(&self, core: &Core, op: Op, patience: Instant) -> Result<(), TransferError> {
+        let blocks = op.blocks();
         let mut inner = lock(&self.inner);
         while !inner.line.has_room(core, blocks)? {
             let (epoch, peer, doing, now) = (core.epoch, core.peer, "waiting for room in the queue", Instant::now());
@@ -89,23 +96,25 @@ impl Queue {
         self.wake.ring();
     }
 
-    /// Asks the session to end if no handoff is under way, and lets none begin from then on. False when one is.
-    pub(crate) fn retire_if_idle(&self) -> bool {
+    /// Asks the session to end once no handoff is under way, and lets none begin from then on. False, and nothing changes, while
+    /// more is to be written of one: that may take long, and who comes next would wait for it.
+    pub(crate) fn retire(&self) -> bool {
         let mut inner = lock(&self.inner);
-        if !inner.line.idle() {
-            return false;
-        }
-        let ended = inner.line.close(TransferError::Closed);
-        inner.stopped = true;
+        inner.retired |= inner.line.drains();
+        let retired = inner.retired;
         drop(inner);
-        // What is left calls back.
-        drop(ended);
         self.wake.ring();
-        true
+        retired
     }
 
     pub(crate) fn stopped(&self) -> bool {
         lock(&self.inner).stopped
+    }
+
+    /// Whether the session is to end now.
+    pub(crate) fn is_over(&self) -> bool {
+        let inner = lock(&self.inner);
+        inner.stopped || inner.retired && inner.line.idle()
     }
 
     /// The session has ended: everything queued fails, and so does everything asked from now on.
@@ -119,8 +128,20 @@ impl Queue {
         drop(aborts);
     }
 
+    /// Whether the session has ended.
     pub(crate) fn is_closed(&self) -> bool {
         lock(&self.inner).line.closed().is_some()
+    }
+
+    /// Whether another session waits for this one to end.
+    pub(crate) fn is_retired(&self) -> bool {
+        lock(&self.inner).retired
+    }
+
+    /// Whether handoffs may begin.
+    pub(crate) fn is_open(&self) -> bool {
+        let inner = lock(&self.inner);
+        !inner.retired && inner.line.closed().is_none()
     }
 }
 
@@ -143,6 +164,14 @@ mod tests {
         Op::Write { epoch: Epoch(epoch), group: 0, layer: 0, pairs }
     }
 
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_millis(20)
+    }
+
+    fn far() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
     fn queue() -> Queue {
         Queue::new(Limits { queued_blocks: 4, handoffs: 2, ..Limits::default() }).unwrap()
     }
@@ -152,14 +181,14 @@ mod tests {
         let queue = queue();
         let past = core(1, Instant::now());
         queue.begin(past.clone()).unwrap();
-        queue.write(&past, write(1, 3)).unwrap();
-        let error = queue.write(&past, write(1, 2)).unwrap_err();
+        queue.write(&past, write(1, 3), soon()).unwrap();
+        let error = queue.write(&past, write(1, 2), far()).unwrap_err();
         assert!(matches!(error, TransferError::Deadline { epoch: Epoch(1), .. }), "{error}");
         // I5: room made by another thread lets a waiting writer go on.
-        let later = core(2, Instant::now() + Duration::from_secs(60));
+        let later = core(2, far());
         queue.begin(later.clone()).unwrap();
         std::thread::scope(|scope| {
-            let writer = scope.spawn(|| queue.write(&later, write(2, 2)));
+            let writer = scope.spawn(|| queue.write(&later, write(2, 2), far()));
             assert!(queue.with(|line| line.forget(Epoch(1))).is_none());
             assert_eq!(writer.join().unwrap(), Ok(()));
         });
@@ -167,24 +196,38 @@ mod tests {
 
     #[test]
     fn a_stalled_peer_is_waited_for_once() {
-        let limits = Limits { queued_blocks: 4, room: Duration::from_millis(20), ..Limits::default() };
+        let limits = Limits { queued_blocks: 4, ..Limits::default() };
         let queue = Queue::new(limits).unwrap();
-        let far = Instant::now() + Duration::from_secs(60);
-        let cores = [core(1, far), core(2, far)];
+        let cores = [core(1, far()), core(2, far())];
         cores.iter().for_each(|core| queue.begin(core.clone()).unwrap());
-        queue.write(&cores[0], write(1, 4)).unwrap();
-        let error = queue.write(&cores[0], write(1, 1)).unwrap_err();
+        queue.write(&cores[0], write(1, 4), soon()).unwrap();
+        let error = queue.write(&cores[0], write(1, 1), soon()).unwrap_err();
         assert!(matches!(error, TransferError::Stalled { epoch: Epoch(1), .. }), "{error}");
         assert!(lock(&queue.inner).line.stalled);
-        let error = queue.write(&cores[1], write(2, 1)).unwrap_err();
+        let error = queue.write(&cores[1], write(2, 1), soon()).unwrap_err();
         assert!(matches!(error, TransferError::Stalled { epoch: Epoch(2), .. }), "{error}");
         // What was queued is as it was, and room made by an abort is room, though not yet a sign of life.
         drop(queue.with(|line| line.forget(Epoch(1))));
-        queue.write(&cores[1], write(2, 4)).unwrap();
-        assert!(queue.write(&cores[1], write(2, 1)).is_err());
+        queue.write(&cores[1], write(2, 4), soon()).unwrap();
+        assert!(queue.write(&cores[1], write(2, 1), soon()).is_err());
         while queue.with(|line| line.next_if(|_| true)).is_some() {}
         assert!(!lock(&queue.inner).line.stalled);
-        queue.write(&cores[1], write(2, 4)).unwrap();
+        queue.write(&cores[1], write(2, 4), soon()).unwrap();
+    }
+
+    /// A session that is to be replaced ends with its last handoff, and is not while one is being written.
+    #[test]
+    fn a_session_retires_when_all_it_carries_is_completed() {
+        let queue = queue();
+        queue.begin(core(1, far())).unwrap();
+        assert!(!queue.retire() && queue.is_open());
+        queue.complete(Epoch(1), vec![], Done::new(Box::new(|_| {})));
+        assert!(queue.retire() && !queue.is_open() && !queue.is_over() && !queue.is_closed());
+        assert_eq!(queue.begin(core(2, far())), Err(TransferError::Closed));
+        queue.with(|line| line.retire(Epoch(1)));
+        assert!(queue.is_over());
+        let idle = Queue::new(Limits::default()).unwrap();
+        assert!(!idle.is_over() && idle.retire() && idle.is_over());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::paths::Paths;
 use super::queue::Queue;
 use crate::codec::Malformed;
 use crate::error::TransferError;
-use crate::link::{Got, Link};
+use crate::link::{Got, Link, MAX_QUEUED};
 use crate::options::TransportKind;
 use crate::shm::Shm;
 use crate::tcp::Tcp;
@@ -27,6 +27,12 @@ use crate::wire::{Access, Frame};
 
 /// Batches between two looks at the socket: a look takes about a tenth of a batch's time.
 const BATCHES: usize = 4;
+
+/// Reads at a time; then deadlines, aborts and copying have their turn, however much the peer has to say (I5).
+const READS: usize = 16;
+
+/// Times [`crate::Limits::silence`] that a batch may be under way without any being applied, though the peer is heard of.
+const STUCK: u32 = 2;
 
 /// How long a session that ends goes on trying to say so.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -48,8 +54,7 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
     let served = catch_unwind(AssertUnwindSafe(move || {
         let error = session.serve();
         *idle = session.queue.with(|line| line.idle());
-        // Bytes that changed say nothing against the path that carried the others.
-        if !*idle && error != TransferError::Closed && !error.is_corruption() {
+        if !*idle && error != TransferError::Closed {
             session.plan.failed(kind, &error);
         }
         session.wind_up(&error);
@@ -59,7 +64,8 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
         end.error = error;
     }
     plan.paths(Paths::over);
-    let excused = near && end.error != TransferError::Closed;
+    // Who comes next says as much by coming.
+    let excused = near && end.error != TransferError::Closed && !queue.is_retired();
     drop(end);
     if excused && let Err(error) = plan.excuse(&queue) {
         tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");
@@ -98,6 +104,8 @@ struct Session {
     outbound: Outbound,
     /// How much was copied, and how long that took, since a handoff was verified last.
     clock: Clock,
+    /// More may be there to be read.
+    unread: bool,
     /// Why copying could not be stopped: the peer's pool may still change, so nothing more may be said to it (I3).
     stuck: Option<TransferError>,
 }
@@ -109,8 +117,8 @@ impl Session {
         let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
         let pools = Pools { local, remote: remote.clone(), convert, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
-        let (clock, stuck) = (Clock::default(), None);
-        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, clock, stuck };
+        let (clock, unread, stuck) = (Clock::default(), false, None);
+        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, clock, unread, stuck };
         if kind == TransportKind::Tcp {
             session.transport = Some(session.plan.wrap(Box::new(Tcp)));
         }
@@ -128,10 +136,13 @@ impl Session {
 
     /// Everything that can be done now, then a wait.
     fn turn(&mut self) -> Result<(), TransferError> {
-        if self.queue.stopped() {
+        if self.queue.is_over() {
             return Err(TransferError::Closed);
         }
         let now = Instant::now();
+        let next_stuck =
+            self.stuck_at().map(|at| if at <= now { Err(self.lost("what is put arrives no more")) } else { Ok(at) });
+        let next_stuck = next_stuck.transpose()?;
         let next_deadline = self.with(|outbound, line| {
             line.take_aborts().into_iter().for_each(|(epoch, quiet)| outbound.abort(epoch, quiet, now, line));
             outbound.expire(now, line)
@@ -148,35 +159,69 @@ impl Session {
         let may_say = !self.link.has_output();
         let next_beat = self.with(|outbound, _| outbound.beat(now, may_say));
         self.link.flush().map_err(|e| self.lost(e))?;
+        if self.link.queued() > MAX_QUEUED + 2 * self.plan.config.options.limits.handoffs {
+            return Err(self.lost("it reads nothing of what it is sent"));
+        }
         let also =
             self.transport.as_ref().filter(|_| self.outbound.in_flight() > 0).and_then(|transport| transport.fd());
         // What blocked the copying may just have left.
         let busy = busy || self.outbound.in_flight() > 0 && also.is_none() && !self.link.has_output();
+        let reads = !self.is_full();
+        let busy = busy || self.unread && reads;
         let timeout = match busy {
             true => Some(Duration::ZERO),
-            false => [next_deadline, next_beat].into_iter().flatten().min().map(|at| at.saturating_duration_since(now)),
+            false => {
+                let next = [next_deadline, next_beat, next_stuck].into_iter().flatten().min();
+                next.map(|at| at.saturating_duration_since(now))
+            }
         };
-        let interest = if self.link.has_output() { Interest::ReadWrite } else { Interest::Read };
+        let interest = match (reads, self.link.has_output()) {
+            (false, _) => Interest::Write,
+            (true, true) => Interest::ReadWrite,
+            (true, false) => Interest::Read,
+        };
         let wait = if self.outbound.awaits_answer() || also.is_some() { wait_awake } else { wait };
         let mut fds = vec![(self.link.as_fd(), interest)];
         fds.extend(also.map(|fd| (fd, Interest::Read)));
-        if wait(&self.queue.wake, &fds, timeout)? & 1 != 0 {
+        if wait(&self.queue.wake, &fds, timeout)? & 1 != 0 || self.unread {
             self.read()?;
         }
         self.stuck.clone().map_or(Ok(()), Err)
     }
 
+    /// When what is under way must have got on, of a transport whose batches the peer's end applies unseen by its frames.
+    fn stuck_at(&self) -> Option<Instant> {
+        let since = self.clock.since().filter(|_| self.kind.is_one_sided())?;
+        Some(since + self.plan.config.options.limits.silence * STUCK)
+    }
+
+    /// Whether the peer has so much to read that it is not listened to.
+    fn is_full(&self) -> bool {
+        self.link.queued() >= MAX_QUEUED
+    }
+
+    /// Takes in some of what is there.
     fn read(&mut self) -> Result<(), TransferError> {
-        loop {
-            while let Some(frame) = self.link.next_frame().map_err(|m| self.broken(m))? {
+        self.unread = true;
+        for _ in 0..READS {
+            while !self.is_full()
+                && let Some(frame) = self.link.next_frame().map_err(|m| self.broken(m))?
+            {
                 self.handle(frame)?;
+            }
+            if self.is_full() {
+                return Ok(());
             }
             match self.link.fill().map_err(|e| self.lost(e))? {
                 Got::Bytes(_) => self.outbound.heard(Instant::now()),
-                Got::Blocked => return Ok(()),
+                Got::Blocked => {
+                    self.unread = false;
+                    return Ok(());
+                }
                 Got::Ended => return Err(self.lost("it closed the connection")),
             }
         }
+        Ok(())
     }
 
     fn handle(&mut self, frame: Frame) -> Result<(), TransferError> {
@@ -220,19 +265,27 @@ impl Session {
                     let transport = self.transport.as_mut();
                     let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.link));
                     self.stuck = self.stuck.take().or(cancelled.err());
-                    self.clock.cancelled(epoch);
+                    self.clock.cancelled(epoch, Instant::now());
                 }
                 Effect::Send(_) if self.stuck.is_some() => {}
                 Effect::Send(frame) => self.link.push(&frame),
                 Effect::Report(done, outcome) => {
-                    if outcome.is_ok() {
-                        let (bytes, copying) = self.clock.take();
-                        self.plan.paths(|paths| paths.carried(self.kind, bytes, copying));
+                    match &outcome {
+                        Ok(_) => {
+                            let (bytes, time) = self.clock.take(Instant::now());
+                            self.plan.paths(|paths| paths.carried(self.kind, bytes, time));
+                        }
+                        Err(error @ TransferError::Verify { .. }) => self.plan.failed(self.kind, error),
+                        Err(_) => {}
                     }
                     done.report(outcome);
                 }
                 Effect::Hush(quiet) => drop(quiet),
             }
+        }
+        let awaits = self.outbound.awaits_outcome();
+        if awaits != self.clock.awaits() {
+            self.clock.set_awaits(awaits, Instant::now());
         }
         answer
     }

@@ -24,11 +24,13 @@ const MOST_TRANSPORTS: usize = 64;
 pub(crate) struct Endpoint {
     /// None once closed.
     handle: Option<NonNull<sys::Endpoint>>,
+    /// Whether the end of it is known, once it has ended.
+    closed: bool,
     key: NonNull<sys::RemoteKey>,
-    /// Written by the error handler, during progress.
-    failure: Box<AtomicI8>,
-    /// Last, so that it outlives the rest.
+    /// Its end is the end of whatever could not be closed.
     worker: Worker,
+    /// Written by the error handler, during progress. Last, so that it outlives the worker.
+    failure: Box<AtomicI8>,
 }
 
 // SAFETY: the handles belong to the worker, which may be used by any one thread at a time.
@@ -54,9 +56,9 @@ impl Endpoint {
         // SAFETY: a live endpoint and a key that `rkey_pack` made.
         let status = unsafe { (api.ep_rkey_unpack)(handle.as_ptr(), key.as_ptr().cast(), &mut rkey) };
         match made(api, "read the pool's key", status, rkey) {
-            Ok(key) => Ok(Endpoint { handle: Some(handle), key, failure, worker }),
+            Ok(key) => Ok(Endpoint { handle: Some(handle), closed: false, key, worker, failure }),
             Err(error) => {
-                close(&worker, handle);
+                let _ = close(&worker, handle);
                 Err(error.to_string())
             }
         }
@@ -151,19 +153,22 @@ impl Endpoint {
     }
 
     /// Ends it by force, if it has not ended. Everything under way fails; from the return on nothing reads the local
-    /// pool. What left before may still be applied at the peer.
-    pub(crate) fn close(&mut self) {
+    /// pool. What left before may still be applied at the peer. False when UCX did not come to an end in time: memory of
+    /// puts under way must then stay until the worker is gone.
+    pub(crate) fn close(&mut self) -> bool {
         if let Some(handle) = self.handle.take() {
-            close(&self.worker, handle);
+            self.closed = close(&self.worker, handle);
         }
+        self.closed
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.close();
-        // SAFETY: no put is under way any more that could use it.
-        unsafe { (self.api().rkey_destroy)(self.key.as_ptr()) };
+        if self.close() {
+            // SAFETY: no put is under way any more that could use it.
+            unsafe { (self.api().rkey_destroy)(self.key.as_ptr()) };
+        }
     }
 }
 
@@ -173,20 +178,26 @@ unsafe extern "C" fn failed(arg: *mut c_void, _: *mut sys::Endpoint, status: Sta
     unsafe { &*arg.cast::<AtomicI8>() }.store(status.0, Ordering::Relaxed);
 }
 
-fn close(worker: &Worker, handle: NonNull<sys::Endpoint>) {
+/// False when it could not be seen to end.
+fn close(worker: &Worker, handle: NonNull<sys::Endpoint>) -> bool {
     let api = worker.engine().api();
     let mut params = RequestParam::new();
     (params.op_attr_mask, params.flags) = (OP_ATTR_FIELD_FLAGS, EP_CLOSE_FLAG_FORCE);
     // SAFETY: a live endpoint, not used after this.
     let answer = unsafe { (api.ep_close_nbx)(handle.as_ptr(), &params) };
-    let Ok(Some(handle)) = answer.request() else { return };
+    let Ok(Some(handle)) = answer.request() else { return true };
     let request = Request { api, handle };
     let until = Instant::now() + CLOSING;
-    while request.poll() == Ok(false) && Instant::now() < until {
+    while request.poll() == Ok(false) {
+        if until <= Instant::now() {
+            tracing::warn!("a UCX endpoint did not close within {CLOSING:?}; it ends with its worker");
+            return false;
+        }
         if !worker.progress() {
             std::thread::yield_now();
         }
     }
+    true
 }
 
 /// An operation under way. Dropped, it goes on without anybody asking; its worker ends it.

@@ -1,0 +1,53 @@
+use std::io::Write as _;
+
+use baton_types::Epoch;
+
+use super::*;
+use crate::options::Limits;
+
+fn link(stream: UnixStream) -> Link {
+    stream.set_nonblocking(true).unwrap();
+    let pool = Arc::new(Segment::create("test", 1).unwrap());
+    Link::new(Socket::Unix(stream), pool, FrameLimits::new(&Limits::default(), 1))
+}
+
+/// I5: a reader that lags behind keeps no more than what it has not read, wherever in a frame its reads end.
+#[test]
+fn what_is_consumed_is_not_kept() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let mut link = link(ours);
+    // A frame of another length than that of those that follow, so that no read ends where they do.
+    let odd = Frame::Abort { epoch: Epoch(1) }.encode();
+    let beats = Frame::Beat.encode().repeat(LOOKAHEAD);
+    let (mut frames, mut most) = (0, 0);
+    theirs.write_all(&odd).unwrap();
+    let writer = std::thread::spawn(move || (0..50).for_each(|_| theirs.write_all(&beats).unwrap()));
+    while frames < 1 + 50 * LOOKAHEAD {
+        match link.fill().unwrap() {
+            Got::Bytes(_) => {}
+            Got::Blocked => std::thread::yield_now(),
+            Got::Ended => panic!("{frames} frames"),
+        }
+        while link.next_frame().unwrap().is_some() {
+            frames += 1;
+        }
+        most = most.max(link.inbox.len());
+    }
+    writer.join().unwrap();
+    assert!(most <= 2 * LOOKAHEAD, "{most} bytes kept");
+}
+
+#[test]
+fn frames_that_wait_are_counted_without_their_payload() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut link = link(ours);
+    assert_eq!(link.queued(), 0);
+    link.push(&Frame::Beat);
+    link.push_staged(vec![0; 3]);
+    link.push_pool((0, 1));
+    link.push(&Frame::Beat);
+    assert_eq!(link.queued(), 2);
+    link.flush().unwrap();
+    assert_eq!((link.queued(), link.has_output()), (0, false));
+    drop(theirs);
+}
