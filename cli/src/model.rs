@@ -1,12 +1,14 @@
 //! `baton model pull | list | inspect`.
 
-use baton_model_files::{Model, fetch, inspect};
+use baton_model_files::{RandomModel, fetch, inspect};
 use baton_runtime::FetchConfig;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// `baton model`.
 pub fn command() -> Command {
-    let spec = || Arg::new("model").required(true).value_name("MODEL").help("A name, a path, or org/name on the hub");
+    let spec = || {
+        Arg::new("model").required(true).value_name("MODEL").help("A name, a path, org/name on the hub, or random:NAME")
+    };
     Command::new("model")
         .about("Fetches, lists and describes models")
         .subcommand_required(true)
@@ -28,12 +30,17 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = crate::fetch::settings(matches)?;
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
     let spec = || matches.get_one::<String>("model").map_or("", String::as_str);
-    let resolve = || source.resolve(spec(), &fetch::ProgressBar::new());
+    let find = || source.find(spec(), &fetch::ProgressBar::new());
     match name {
-        "pull" => println!("{}", resolve()?.display()),
+        "pull" => match find()? {
+            fetch::Origin::Files(path) => println!("{}", path.display()),
+            fetch::Origin::Random(_) => {
+                anyhow::bail!("{} is made when it is opened; there is nothing to fetch", spec())
+            }
+        },
         "list" => list(source.cache())?,
         _ => {
-            let facts = inspect(&Model::open(&resolve()?)?);
+            let facts = inspect(&find()?.open()?);
             if matches.get_flag("json") {
                 println!("{}", serde_json::to_string_pretty(&facts)?);
             } else {
@@ -51,6 +58,9 @@ fn list(cache: &std::path::Path) -> anyhow::Result<()> {
         if !cached.iter().any(|model| model.spec == recipe.name) {
             println!("{:<40} {:>10}  not fetched yet", recipe.name, recipe.bytes / 1_000_000);
         }
+    }
+    for shape in RandomModel::shapes() {
+        println!("{:<40} {:>10}  made, not fetched", format!("random:{shape}"), 0);
     }
     for model in cached {
         println!("{:<40} {:>10}  {}", model.spec, model.bytes / 1_000_000, model.path.display());

@@ -19,7 +19,7 @@ baton_runtime::config! {
     pub struct UpConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig { log: "warn".parse().unwrap_or_default(), ..Default::default() };
-        /// The model: a name (see `baton model list`), a path, or org/name on the hub.
+        /// The model: a name (see `baton model list`), a path, org/name on the hub, or random:NAME, made without a download.
         model: String = "smollm2".to_owned(),
         /// Prefill workers.
         prefill: u32 = 1,
@@ -39,8 +39,10 @@ baton_runtime::config! {
         kv_type: KvType = KvType::F16,
         /// Element type of the prefill workers' pools, if another; they convert on the way (docs/kv-types.md).
         prefill_kv_type: Option<KvType> = None,
-        /// Memory of each worker's KV pool.
-        kv_memory: Bytes = Bytes::mib(512),
+        /// Memory of each worker's KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves.
+        kv_memory: Option<Bytes> = None,
+        /// Share of a GPU's memory that all workers together take, above 0 and at most 1.
+        gpu_memory_fraction: f64 = 0.9,
         /// Longest sequence; default: what the model was made for, as far as the pool can hold it.
         context: Option<u32> = None,
         /// Layers of full attention see only the first tokens and this many of the last, so that a stream may run past the
@@ -126,7 +128,7 @@ async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
     let (spec, from) = (config.model.clone(), config.fetch.clone());
     let fetched = tokio::task::spawn_blocking(move || {
         let source = fetch::Source::new(from.model_cache, from.hub_endpoint, from.hub_token_file.as_deref())?;
-        source.resolve(&spec, &fetch::ProgressBar::new())
+        source.find(&spec, &fetch::ProgressBar::new())
     });
     fetched.await.context("fetching the model")??;
     Ok(())
@@ -154,7 +156,10 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType) -> Vec<String
     args.extend(flag("registry", registry));
     args.extend(flag("transport", config.transport));
     args.extend(flag("kv-type", kv_type));
-    args.extend(flag("kv-memory", config.kv_memory));
+    args.extend(config.kv_memory.into_iter().flat_map(|bytes| flag("kv-memory", bytes)));
+    // All of them run on this host's one GPU.
+    let workers = f64::from(config.prefill + config.decode);
+    args.extend(flag("gpu-memory-fraction", config.gpu_memory_fraction / workers));
     args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
     args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
     args.extend(flag("attention-sinks", config.attention_sinks));

@@ -26,7 +26,7 @@ baton_runtime::config! {
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
         /// Address of the gRPC API; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
-        /// The model served: a path, a name, or org/name on the hub. The router reads its tokenizer and chat template only.
+        /// The model served: a path, a name, org/name on the hub, or random:NAME. The router reads its tokenizer and chat template only.
         model: String = "smollm2".to_owned(),
         /// Name by which clients ask for the model; default: the value of model, or, when that is a path, the name of the file without its ending.
         served_name: Option<String> = None,

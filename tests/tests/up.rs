@@ -221,6 +221,28 @@ fn aggregated_has_no_prefill_worker() {
 }
 
 #[test]
+fn a_model_that_is_made_answers_the_same_split_and_whole() {
+    let _alone = alone();
+    let ask = |options: ClusterOptions| {
+        let cluster = Cluster::start(options).unwrap();
+        let client = cluster.client().unwrap();
+        let greedy = cluster.block_on(client.ask(apart(greedy(prompt(100, 4), 40)))).unwrap();
+        let sampled = cluster.block_on(client.ask(apart(sampled(prompt(100, 5), 40, 5)))).unwrap();
+        assert_eq!(greedy.ids.len(), 40);
+        let body = r#"{"model": "random:tiny:7", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": "hello"}]}"#;
+        let (status, chat) = http::post(cluster.http(), "/v1/chat/completions", body).unwrap();
+        assert_eq!(status, 200, "{chat}");
+        let chat: serde_json::Value = serde_json::from_str(&chat).unwrap();
+        cluster.wait_idle().unwrap();
+        cluster.stop().unwrap();
+        (greedy, sampled, chat["choices"][0]["message"]["content"].clone())
+    };
+    let split = ask(ClusterOptions::new("random:tiny:7"));
+    assert!(split.2.as_str().is_some_and(|text| !text.is_empty()), "{}", split.2);
+    assert_eq!(ask(ClusterOptions { aggregated: true, ..ClusterOptions::new("random:tiny:7") }), split); // I1
+}
+
+#[test]
 fn a_port_in_use_is_named() {
     let _alone = alone();
     let model = models::tiny().unwrap();
@@ -237,6 +259,8 @@ fn a_model_that_is_none_is_refused() {
     let _alone = alone();
     let said = refused(&["--model", "no-such-model"]);
     assert!(said.err.contains("no-such-model") && said.err.contains("smollm2"), "{said:?}");
+    let said = refused(&["--model", "random:tiney"]);
+    assert!(said.err.contains("did you mean random:tiny?"), "{said:?}");
     let said = refused(&["--model", "/no/such/file.gguf"]);
     assert!(said.err.contains("/no/such/file.gguf"), "{said:?}");
     let model = models::tiny().unwrap();

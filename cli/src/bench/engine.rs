@@ -9,7 +9,7 @@ use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
 use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{Loaded, WorkerConfig, load_on, resolve_model};
+use baton_worker::{Loaded, WorkerConfig, load_on, open_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use super::profile::{Profiler, print_ceilings};
@@ -21,7 +21,7 @@ pub fn command() -> Command {
     };
     Command::new("engine")
         .about("Tokens a second of prefill and decode, in one process")
-        .arg(Arg::new("model").long("model").default_value("smollm2").help("A name, a path, or org/name on the hub"))
+        .arg(Arg::new("model").long("model").default_value("smollm2").help("A name, a path, org/name on the hub, or random:NAME"))
         .args(crate::fetch::args())
         .arg(
             Arg::new("threads")
@@ -121,7 +121,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         fetch: crate::fetch::settings(matches)?,
         threads: matches.get_one("threads").copied(),
         pin_threads: matches.get_flag("pin-threads"),
-        kv_memory: Bytes::gib(2),
+        kv_memory: Some(Bytes::gib(2)),
         chunk: CHUNK,
         ..WorkerConfig::default()
     };
@@ -139,7 +139,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let number = |name| matches.get_one(name).copied().with_context(|| format!("--{name}"));
     let (steps, context) = (number("decode-steps")?, number("context")?);
     anyhow::ensure!(context > 0, "--context 0: a sequence has at least one token behind it");
-    let model = Model::open(&resolve_model(&config)?)?;
+    let model = open_model(&config)?;
     let mut bench = if matches.get_flag("no-profile") {
         let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, |backend, _| backend)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?

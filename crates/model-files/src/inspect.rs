@@ -56,11 +56,11 @@ pub struct Share {
 pub fn inspect(model: &Model) -> Inspection {
     let config = model.config();
     let mut quantisation: BTreeMap<String, Share> = BTreeMap::new();
-    for (_, tensor) in model.tensors() {
+    for tensor in model.tensors() {
         let share = quantisation.entry(tensor.dtype.to_string()).or_default();
         share.tensors += 1;
-        share.parameters += tensor.shape.iter().product::<usize>() as u64;
-        share.bytes += tensor.data.len() as u64;
+        share.parameters += tensor.elements();
+        share.bytes += tensor.bytes();
     }
     Inspection {
         name: model.name().to_owned(),

@@ -7,11 +7,12 @@ use crate::config::{self, Keys};
 use crate::fingerprint::fingerprint;
 use crate::gguf::{self, GgufFile};
 use crate::names::{self, Naming};
-use crate::store::{Entry, TensorStore};
+use crate::random::RandomWeights;
+use crate::store::{Entry, StoredDtype, TensorStore};
 use crate::tokenizer;
-use crate::{ChatTemplate, ModelConfig, ModelFileError, TensorName, TensorRef, Tokenizer, safetensors};
+use crate::{ChatTemplate, ModelConfig, ModelFileError, TensorInfo, TensorName, TensorRef, Tokenizer, safetensors};
 
-/// A memory-mapped model: configuration, tokenizer, chat template and tensors. All shapes and extents are checked.
+/// A memory-mapped model, or one that is made: configuration, tokenizer, chat template and tensors. All shapes and extents are checked.
 #[derive(Debug)]
 pub struct Model {
     path: PathBuf,
@@ -20,8 +21,14 @@ pub struct Model {
     tokenizer: Tokenizer,
     chat: Option<ChatTemplate>,
     fingerprint: u64,
-    store: TensorStore,
-    tensors: BTreeMap<TensorName, Entry>,
+    weights: Weights,
+}
+
+/// Where tensors come from.
+#[derive(Debug)]
+enum Weights {
+    Files { store: TensorStore, tensors: BTreeMap<TensorName, Entry> },
+    Random(RandomWeights),
 }
 
 impl Model {
@@ -32,7 +39,20 @@ impl Model {
         if metadata.is_dir() { open_directory(path) } else { open_gguf(path) }
     }
 
-    /// The file or directory it was opened from.
+    /// Of a configuration and a seed alone; `path` is what it is called.
+    pub(crate) fn random(
+        path: PathBuf,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate,
+        fingerprint: u64,
+        weights: RandomWeights,
+    ) -> Model {
+        let (name, chat) = (path.to_string_lossy().into_owned(), Some(chat));
+        Model { path, name, config, tokenizer, chat, fingerprint, weights: Weights::Random(weights) }
+    }
+
+    /// The file or directory it was opened from, or what it was made of.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -77,18 +97,33 @@ impl Model {
     /// A tensor that the configuration says is there; an error names it as the file would.
     pub fn tensor(&self, name: TensorName) -> Result<TensorRef<'_>, ModelFileError> {
         self.find(name).ok_or_else(|| {
-            ModelFileError::tensor(&self.path, &format!("{name:?}"), "is not part of this model's configuration")
+            let problem = "is not part of this model's configuration, or there is no memory for it";
+            ModelFileError::tensor(&self.path, &format!("{name:?}"), problem)
         })
     }
 
-    /// A tensor, where this model has it.
+    /// A tensor, where this model has it. One that is made is made anew each time.
     pub fn find(&self, name: TensorName) -> Option<TensorRef<'_>> {
-        self.store.view(self.tensors.get(&name)?)
+        match &self.weights {
+            Weights::Files { store, tensors } => store.view(tensors.get(&name)?),
+            Weights::Random(weights) => weights.tensor(name),
+        }
     }
 
-    /// Every tensor the decoder uses.
-    pub fn tensors(&self) -> impl Iterator<Item = (TensorName, TensorRef<'_>)> {
-        self.tensors.iter().filter_map(|(name, entry)| Some((*name, self.store.view(entry)?)))
+    /// Every tensor the decoder uses, without its elements.
+    pub fn tensors(&self) -> Vec<TensorInfo> {
+        match &self.weights {
+            Weights::Files { tensors, .. } => {
+                let facts = |(name, entry): (&TensorName, &Entry)| match entry.dtype {
+                    StoredDtype::Supported(dtype) => {
+                        Some(TensorInfo { name: *name, dtype, shape: entry.shape.clone() })
+                    }
+                    StoredDtype::Unsupported(_) => None,
+                };
+                tensors.iter().filter_map(facts).collect()
+            }
+            Weights::Random(weights) => weights.facts().collect(),
+        }
     }
 }
 
@@ -132,7 +167,8 @@ fn assemble(
     }
     let tensors = names::bind(&config, &store, &naming)?;
     let fingerprint = fingerprint(&config, &store, &tensors, &naming);
-    Ok(Model { path: path.to_owned(), name, config, tokenizer, chat, fingerprint, store, tensors })
+    let weights = Weights::Files { store, tensors };
+    Ok(Model { path: path.to_owned(), name, config, tokenizer, chat, fingerprint, weights })
 }
 
 fn compile_chat(path: &Path, source: &str, tokenizer: &Tokenizer) -> Result<ChatTemplate, ModelFileError> {

@@ -106,7 +106,7 @@ fn hf_name(tensor: LayerTensor, post_norms: bool) -> &'static str {
 }
 
 /// The tensors a configuration needs, with their shapes.
-fn required(config: &ModelConfig) -> Vec<(TensorName, Vec<usize>)> {
+pub(crate) fn required(config: &ModelConfig) -> Vec<(TensorName, Vec<usize>)> {
     let hidden = config.hidden_size as usize;
     let embedding = vec![config.vocab_size as usize, hidden];
     let mut all = vec![(TensorName::Embedding, embedding.clone()), (TensorName::OutputNorm, vec![hidden])];

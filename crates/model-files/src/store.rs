@@ -126,6 +126,6 @@ impl TensorStore {
     /// The tensor, if its element type is supported.
     pub fn view(&self, entry: &Entry) -> Option<TensorRef<'_>> {
         let StoredDtype::Supported(dtype) = entry.dtype else { return None };
-        Some(TensorRef { dtype, shape: entry.shape.clone(), data: self.bytes_of(entry) })
+        Some(TensorRef { dtype, shape: entry.shape.clone(), data: self.bytes_of(entry).into() })
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! Bytes stay where the file's mapping has them; nothing here decodes or copies weights.
 
+use std::borrow::Cow;
+
 pub use baton_types::WeightDtype;
 
 /// Which tensor of a model.
@@ -78,7 +80,30 @@ impl LayerTensor {
     ];
 }
 
-/// A tensor as the file holds it.
+/// What there is to know of a tensor without its elements.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TensorInfo {
+    /// Which one.
+    pub name: TensorName,
+    /// Element type.
+    pub dtype: WeightDtype,
+    /// Row-major.
+    pub shape: Vec<usize>,
+}
+
+impl TensorInfo {
+    /// Elements.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|&n| n as u64).product()
+    }
+
+    /// Bytes as it is stored.
+    pub fn bytes(&self) -> u64 {
+        self.dtype.tensor_bytes(&self.shape).unwrap_or(0) as u64
+    }
+}
+
+/// A tensor as the file holds it, or as it was made.
 #[derive(Clone, Debug)]
 pub struct TensorRef<'a> {
     /// Element type.
@@ -86,7 +111,7 @@ pub struct TensorRef<'a> {
     /// Row-major: `[out, in]` of a projection, `[n]` of a vector.
     pub shape: Vec<usize>,
     /// `dtype.tensor_bytes(&shape)` bytes, little-endian, of no promised alignment.
-    pub data: &'a [u8],
+    pub data: Cow<'a, [u8]>,
 }
 
 #[cfg(test)]

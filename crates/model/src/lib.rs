@@ -8,6 +8,7 @@ mod changes;
 mod choose;
 mod decoder;
 mod error;
+mod footprint;
 mod layout;
 mod rope;
 mod runner;
@@ -17,5 +18,6 @@ mod weights;
 
 pub use decoder::{Decoder, Limits};
 pub use error::ModelError;
+pub use footprint::Footprint;
 pub use layout::kv_layout;
 pub use sampler::Sampler;

@@ -62,7 +62,7 @@ pub(crate) fn load<B: Backend>(model: &Model, backend: &mut B) -> Result<Weights
     Ok(Weights { embedding, layers, output_norm, output })
 }
 
-impl<B: Backend> Loader<'_, B> {
+impl<'a, B: Backend> Loader<'a, B> {
     fn layer(&mut self, layer: u32) -> Result<Layer<B>, ModelError> {
         use LayerTensor as T;
         let c = self.config;
@@ -86,7 +86,7 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
-    fn checked(&self, name: TensorName, wanted: &[usize]) -> Result<TensorRef<'_>, ModelError> {
+    fn checked(&self, name: TensorName, wanted: &[usize]) -> Result<TensorRef<'a>, ModelError> {
         let tensor = self.model.tensor(name)?;
         if tensor.shape != wanted {
             return Err(ModelError::Shape {
@@ -106,9 +106,8 @@ impl<B: Backend> Loader<'_, B> {
         let row_order: Option<&dyn Fn(usize) -> usize> =
             if rotated && self.config.interleaved_qk { Some(&order) } else { None };
         let label = format!("{name:?}");
-        let tensor = self.model.tensor(name)?;
-        let (dtype, data) = (tensor.dtype, tensor.data);
-        self.checked(name, &[rows, cols])?;
+        let tensor = self.checked(name, &[rows, cols])?;
+        let (dtype, data) = (tensor.dtype, &*tensor.data);
         Ok(self.backend.weight(&WeightSource { name: &label, dtype, rows, cols, data, row_order })?)
     }
 
@@ -133,7 +132,7 @@ impl<B: Backend> Loader<'_, B> {
 
     fn vector(&self, name: TensorName, len: usize) -> Result<Vec<f32>, ModelError> {
         let tensor = self.checked(name, &[len])?;
-        Ok((0..len).map(|i| element(tensor.dtype, tensor.data, i)).collect())
+        Ok((0..len).map(|i| element(tensor.dtype, &tensor.data, i)).collect())
     }
 
     fn norm(&mut self, name: TensorName, width: usize) -> Result<Norm<B::Buffer>, ModelError> {

@@ -19,7 +19,7 @@ fn share(value: u64, key: u64) -> u64 {
 }
 
 /// 64-bit finaliser with full avalanche (constants of SplitMix64, Steele et al., OOPSLA 2014).
-fn mix(mut z: u64) -> u64 {
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

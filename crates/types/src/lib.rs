@@ -7,13 +7,15 @@ mod digest;
 mod error;
 mod ids;
 mod layout;
+mod nearest;
 mod sampling;
 mod weight;
 
 pub use constraint::Constraint;
-pub use digest::{digest_block, digest_copy, digest_f32, hash_bytes, order_copies, stream_copy};
+pub use digest::{digest_block, digest_copy, digest_f32, hash_bytes, mix, order_copies, stream_copy};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SeqId, WorkerId};
 pub use layout::{KvDtype, KvGroup, KvLayout, LayoutMismatch, LiveBlocks, PROTOCOL_VERSION, PoolGeometry};
+pub use nearest::{nearest, nearest_within};
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
 pub use weight::WeightDtype;

@@ -149,7 +149,7 @@ baton_runtime::config! {
     pub struct WorkerConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
-        /// The model: a path, a name, or org/name on the hub. All workers and routers of a cluster need the same.
+        /// The model: a path, a name, org/name on the hub, or random:NAME, made without a download. All workers and routers of a cluster need the same.
         model: String = "smollm2".to_owned(),
         /// Address of the gRPC server the router calls; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
@@ -173,8 +173,10 @@ baton_runtime::config! {
         kv_lease: Duration = Duration::from_secs(600),
         /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All workers of a cluster need the same.
         kv_type: KvType = KvType::F16,
-        /// Memory of the KV pool.
-        kv_memory: Bytes = Bytes::mib(512),
+        /// Memory of the KV pool; default: 512MiB, or what gpu_memory_fraction leaves where the pool is in a GPU's memory.
+        kv_memory: Option<Bytes> = None,
+        /// Share of a GPU's memory that this worker takes for model and KV, above 0 and at most 1. Workers that share a GPU share it.
+        gpu_memory_fraction: f64 = 0.9,
         /// Most memory beside the pool for the KV of preempted sequences, used where copying is faster than
         /// computing again; 0B: none.
         swap_bytes: Bytes = Bytes(0),

@@ -23,6 +23,16 @@ pub enum WorkerError {
     /// The GPU that was asked for is not there.
     #[error("--backend cuda: {0}; --backend cpu needs none")]
     Backend(KernelError),
+    /// The model, or its KV, is more than the worker may take of the GPU.
+    #[error("the model does not fit: it needs {needs}; gpu_memory_fraction gives it {has}; {fix}")]
+    GpuMemory {
+        /// What it needs, and for what.
+        needs: String,
+        /// What there is.
+        has: String,
+        /// What to do about it.
+        fix: &'static str,
+    },
     /// The engine's limits do not fit together.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -75,7 +85,7 @@ impl BatonError for WorkerError {
             WorkerError::Runtime(e) => e.kind(),
             WorkerError::Cluster(e) => e.kind(),
             WorkerError::Transfer(e) => e.kind(),
-            WorkerError::Config { .. } => ErrorKind::InvalidArgument,
+            WorkerError::Config { .. } | WorkerError::GpuMemory { .. } => ErrorKind::InvalidArgument,
             WorkerError::Grpc { .. } | WorkerError::Thread(_) => ErrorKind::Internal,
             WorkerError::EngineStopped => ErrorKind::Unavailable,
         }

@@ -5,6 +5,7 @@
 //! Knows nothing of placement, HTTP or text.
 
 mod backend;
+mod budget;
 mod config;
 mod convert;
 mod engine_thread;
@@ -21,7 +22,7 @@ pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, Wor
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
-pub use load::{Loaded, check_settings, load_on, resolve_model};
+pub use load::{Loaded, check_settings, load_on, load_on_gpu, open_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};

@@ -1,27 +1,30 @@
 //! From settings to a model ready to run over a pool that transfers can reach.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use baton_engine::{CacheConfig, EngineConfig, ModelRunner, SwapConfig, SwapRates};
 use baton_grammar::Grammars;
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Device};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa, KernelError};
-use baton_model::{Decoder, Limits, ModelError, kv_layout};
+use baton_model::{Decoder, Footprint, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
-use baton_runtime::FetchConfig;
 use baton_runtime::config::format_duration;
+use baton_runtime::{Bytes, FetchConfig};
 use baton_transfer::Segment;
 use baton_types::{BlockId, KvLayout, PoolGeometry};
 
 use crate::backend::{Chosen, choose, on_gpu};
+use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
 use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
 /// Blocks copied to see how fast copies are: more than caches hold, few enough not to be noticed.
 const MEASURED_BLOCKS: u32 = 64;
+/// Memory of a pool on the host, unless it is set.
+const KV_MEMORY: Bytes = Bytes::mib(512);
 /// Most tokens of a stream past the model's context: rotations are tabulated, `head_dim` · 4 bytes a position.
 const MAX_STREAM: u32 = 1 << 22;
 /// What every registry can keep.
@@ -41,11 +44,11 @@ pub struct Loaded<B: Backend = CpuBackend> {
     pub name: String,
 }
 
-/// Finds the model, fetching it when it is a name or a hub id that is not in the cache yet.
-pub fn resolve_model(config: &WorkerConfig) -> Result<PathBuf, WorkerError> {
+/// Finds the model, fetching it when it is a name or a hub id that is not in the cache yet, and opens it.
+pub fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
-    Ok(source.resolve(&config.model, &Logged::default())?)
+    Ok(source.find(&config.model, &Logged::default())?.open()?)
 }
 
 /// Progress of a fetch as log lines, one per tenth; a worker has no terminal.
@@ -80,6 +83,8 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     )?;
     positive("chunk", config.chunk)?;
     positive("max_running", config.max_running)?;
+    let fraction = config.gpu_memory_fraction;
+    check(fraction > 0.0 && fraction <= 1.0, "gpu_memory_fraction", fraction, "above 0 and at most 1")?;
     let must = format!("at least max_running, which is {}", config.max_running);
     check(config.token_budget >= config.max_running, "token_budget", config.token_budget, must)?;
     let percent = config.max_kept_percent;
@@ -133,11 +138,14 @@ impl<B: Backend + 'static> Loaded<B> {
 /// Finds what to compute on and the model, and loads it. Blocks for seconds.
 pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     let chosen = choose(config.backend)?;
-    let model = Model::open(&resolve_model(config)?)?;
+    let model = open_model(config)?;
     let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
     match chosen.for_pool(config.backend, &pool)? {
         Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
-        Chosen::Gpu(device) => load_with(config, &model, |pool, _| on_gpu(device, pool))?.ready(config),
+        Chosen::Gpu(device) => {
+            let memory = GpuMemory::of(&*device).map_err(ModelError::from)?;
+            load_with(config, &model, Place::Beside(memory), |pool, _| on_gpu(device, pool))?.ready(config)
+        }
     }
 }
 
@@ -151,7 +159,7 @@ pub fn load_on<B: Backend>(
 ) -> Result<Loaded<B>, WorkerError> {
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
     let options = CpuOptions { threads, isa, pinned: config.pin_threads };
-    load_with(config, model, |pool, layout| Ok(wrap(CpuBackend::new(options, pool)?, layout)))
+    load_with(config, model, Place::Host, |pool, layout| Ok(wrap(CpuBackend::new(options, pool)?, layout)))
 }
 
 /// The layout of the pool.
@@ -160,29 +168,52 @@ fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError>
     windowed(config, layout, model.config().context_length)
 }
 
-/// Loads an open model onto what `make` makes for its pool, of that layout.
-fn load_with<B: Backend>(
-    config: &WorkerConfig,
-    model: &Model,
-    make: impl FnOnce(Arc<HostPool>, &KvLayout) -> Result<B, KernelError>,
-) -> Result<Loaded<B>, WorkerError> {
+/// What follows from settings, model and memory before anything is allocated.
+struct Plan {
+    geometry: PoolGeometry,
+    limits: Limits,
+    engine: EngineConfig,
+}
+
+/// Where the pool is to lie, and with which memory the model computes.
+#[derive(Clone, Copy)]
+enum Place {
+    /// All on the host.
+    Host,
+    /// The model on a GPU, which reaches the pool on the host.
+    Beside(GpuMemory),
+    /// Both on a GPU.
+    Gpu(GpuMemory),
+}
+
+/// Blocks of the pool.
+fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: Place) -> Result<u32, WorkerError> {
+    let budget = |gpu| {
+        let context = config.context.unwrap_or(model.config().context_length) as usize;
+        let limits = Limits { tokens: config.token_budget as usize, samples: SAMPLES, context, table_entries: 0 };
+        Budget { gpu, fraction: config.gpu_memory_fraction, footprint: Footprint::of(model, layout, limits) }
+    };
+    match place {
+        Place::Host => {}
+        Place::Beside(gpu) => budget(gpu).model_fits()?,
+        Place::Gpu(gpu) => return budget(gpu).blocks(layout, config.kv_memory),
+    }
+    let per_block = block_bytes(layout);
+    let kv_memory = config.kv_memory.unwrap_or(KV_MEMORY);
+    let blocks = most_blocks(kv_memory.0, per_block);
+    let least = format!("at least {per_block} bytes, one block of this model");
+    check(blocks >= 1, "kv_memory", kv_memory, least)?;
+    Ok(blocks)
+}
+
+fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, WorkerError> {
     let most = model.config().context_length;
     let layout = layout(config, model)?;
-    let per_block: usize = (0..layout.groups.len()).map(|g| layout.block_bytes_all_layers(g)).sum();
-    let blocks = (config.kv_memory.0 / per_block as u64).min(u32::MAX as u64 / 2) as u32;
-    let least = format!("at least {per_block} bytes, one block of this model");
-    check(blocks >= 1, "kv_memory", config.kv_memory, least)?;
+    let blocks = pool_blocks(config, model, &layout, place)?;
     let chunk = config.chunk.min(config.token_budget);
     let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.block_size) <= blocks);
     let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.block_size) };
     let wanted = stream(config, most, held)?;
-    let geometry = PoolGeometry::uniform(layout, blocks);
-    let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
-    // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
-    let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
-        .map_err(ModelError::from)?;
-    let mut backend = make(Arc::new(pool), &geometry.layout).map_err(ModelError::from)?;
-    let swap = prepare_swap(config, &mut backend, &geometry)?;
     let limits = Limits {
         tokens: config.token_budget as usize,
         samples: SAMPLES,
@@ -190,7 +221,6 @@ fn load_with<B: Backend>(
         // Sequences may share all their blocks.
         table_entries: config.max_running as usize * wanted.div_ceil(config.block_size).min(blocks) as usize,
     };
-    let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
     let engine = EngineConfig {
         token_budget: config.token_budget,
         chunk,
@@ -203,9 +233,41 @@ fn load_with<B: Backend>(
         context_tokens: wanted,
         order: config.order.order(config.overtakes),
         cache: cache(config, blocks),
-        swap,
+        swap: SwapConfig::default(),
     };
+    Ok(Plan { geometry: PoolGeometry::uniform(layout, blocks), limits, engine })
+}
+
+/// Loads an open model onto what `make` makes for its pool, of that layout.
+fn load_with<B: Backend>(
+    config: &WorkerConfig,
+    model: &Model,
+    place: Place,
+    make: impl FnOnce(Arc<HostPool>, &KvLayout) -> Result<B, KernelError>,
+) -> Result<Loaded<B>, WorkerError> {
+    let Plan { geometry, limits, engine } = plan(config, model, place)?;
+    let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
+    // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
+    let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
+        .map_err(ModelError::from)?;
+    let mut backend = make(Arc::new(pool), &geometry.layout).map_err(ModelError::from)?;
+    let swap = prepare_swap(config, &mut backend, &geometry)?;
+    let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
+    let engine = EngineConfig { swap, ..engine };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
+}
+
+/// Loads an open model with its pool onto a GPU, for measuring: transfers cannot reach it. The model's decoder, its pool's shape and
+/// the engine's limits.
+pub fn load_on_gpu<D: Device>(
+    config: &WorkerConfig,
+    model: &Model,
+    device: Arc<D>,
+) -> Result<(Decoder<CudaBackend<D>>, PoolGeometry, EngineConfig), WorkerError> {
+    let memory = GpuMemory::of(&*device).map_err(ModelError::from)?;
+    let Plan { geometry, limits, engine } = plan(config, model, Place::Gpu(memory))?;
+    let backend = CudaBackend::new(device, geometry.clone(), CudaOptions::default()).map_err(ModelError::from)?;
+    Ok((Decoder::load(model, &geometry.layout, backend, limits)?, geometry, engine))
 }
 
 /// The layout with the attention sinks and the window that are set, of a model with a context of `most` tokens: no query may

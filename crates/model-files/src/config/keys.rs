@@ -22,8 +22,12 @@ impl Keys {
 
     /// Reads a JSON file whose top level is an object.
     pub fn read_json(path: &Path) -> Result<Keys, ModelFileError> {
-        let text = std::fs::read(path).map_err(ModelFileError::io(path))?;
-        match serde_json::from_slice(&text) {
+        Keys::parse_json(path, &std::fs::read(path).map_err(ModelFileError::io(path))?)
+    }
+
+    /// The keys of a JSON text; `path` is what complaints are about.
+    pub fn parse_json(path: &Path, text: &[u8]) -> Result<Keys, ModelFileError> {
+        match serde_json::from_slice(text) {
             Ok(Value::Object(values)) => Ok(Keys::new(path, values)),
             Ok(_) => Err(ModelFileError::malformed(path, "JSON", "the top level is not an object")),
             Err(e) => Err(ModelFileError::malformed(path, "JSON", e)),

@@ -1,4 +1,4 @@
-//! From what a user typed to a path: a path, a name of the catalogue, or a repository of the hub.
+//! From what a user typed to a model's place: a path, a name of the catalogue, a repository of the hub, or nowhere.
 //!
 //! What is fetched stays in a cache directory. A model appears there only when it is complete and checked; several processes
 //! may ask for the same one at once, and one of them fetches it.
@@ -13,7 +13,7 @@ mod store;
 
 use std::path::{Path, PathBuf};
 
-use crate::ModelFileError;
+use crate::{Model, ModelFileError, RandomModel};
 
 pub use catalogue::{Recipe, catalogue};
 pub use hub::HubOptions;
@@ -62,9 +62,31 @@ impl Source {
         &self.cache
     }
 
-    /// As [`resolve`], from here.
-    pub fn resolve(&self, spec: &str, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
-        resolve_with(spec, &self.cache, &self.hub, progress)
+    /// Where a model is: made of its name, or as [`resolve`] finds it, from here.
+    pub fn find(&self, spec: &str, progress: &dyn Progress) -> Result<Origin, ModelFileError> {
+        match RandomModel::parse(spec)? {
+            Some(random) => Ok(Origin::Random(random)),
+            None => resolve_with(spec, &self.cache, &self.hub, progress).map(Origin::Files),
+        }
+    }
+}
+
+/// Where a model comes from.
+#[derive(Clone, Debug)]
+pub enum Origin {
+    /// A file or a directory.
+    Files(PathBuf),
+    /// Nowhere: it is made.
+    Random(RandomModel),
+}
+
+impl Origin {
+    /// The model, open.
+    pub fn open(&self) -> Result<Model, ModelFileError> {
+        match self {
+            Origin::Files(path) => Model::open(path),
+            Origin::Random(random) => random.open(),
+        }
     }
 }
 
@@ -96,7 +118,7 @@ pub fn resolve_with(
 
 fn hint() -> String {
     let names: Vec<&str> = catalogue().iter().map(|recipe| recipe.name).collect();
-    format!("neither a path that exists, nor org/name of a hub, nor one of {}", names.join(", "))
+    format!("neither a path that exists, nor org/name of a hub, nor random:NAME, nor one of {}", names.join(", "))
 }
 
 #[cfg(test)]
@@ -136,7 +158,8 @@ mod tests {
         for spec in ["", "no-such-name", "./no/such/file.gguf", "/no/such", "a/b/c", "a/../b", "../x", "a/b:"] {
             let error = resolve(spec, dir.path(), &Quiet).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::NotFound, "{spec}");
-            assert!(error.to_string().contains("smollm2, gemma, qwen"), "{error}");
+            let told = error.to_string();
+            assert!(told.contains("smollm2, gemma, qwen") && told.contains("random:NAME"), "{error}");
         }
     }
 }

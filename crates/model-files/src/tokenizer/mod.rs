@@ -1,8 +1,9 @@
-//! Text to token ids and back. From `tokenizer.json`, or from the metadata of a GGUF file; the same afterwards.
+//! Text to token ids and back. From `tokenizer.json`, from the metadata of a GGUF file, or from nothing; the same afterwards.
 //!
 //! Special tokens written in a text are recognised, so whoever renders a chat can name them. Detokenising never goes
 //! through the encoder: it is one table of bytes.
 
+pub(crate) mod bytes;
 mod gguf;
 mod hf;
 mod pieces;
@@ -56,6 +57,7 @@ type SentencePieceTokenizer =
 enum Encoder {
     Standard(Box<tokenizers::Tokenizer>),
     SentencePiece(Box<SentencePieceTokenizer>),
+    Bytes,
 }
 
 impl Encoder {
@@ -63,6 +65,7 @@ impl Encoder {
         let encoding = match self {
             Encoder::Standard(tokenizer) => tokenizer.encode_fast(text, add_special),
             Encoder::SentencePiece(tokenizer) => tokenizer.encode_fast(text, add_special),
+            Encoder::Bytes => return Ok(bytes::encode(text)),
         };
         encoding.map(|e| e.get_ids().to_vec()).map_err(|e| ModelFileError::Encode(e.to_string()))
     }

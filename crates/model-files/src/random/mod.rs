@@ -1,0 +1,180 @@
+//! Models without a download: `random:NAME`, `random:NAME:SEED` or `random:PATH/config.json`, a shape with seeded weights.
+//!
+//! For speed, which depends on shapes and not on what weights say, and for tests: the same words make the same model on every host and
+//! backend. Everything else about it is as of a model from files: tensors by name, tokenizer, chat template, fingerprint.
+
+mod shapes;
+mod weights;
+
+use std::path::{Path, PathBuf};
+
+use baton_types::{hash_bytes, nearest};
+
+use crate::config::{self, Keys};
+use crate::model::Model;
+use crate::tokenizer::bytes;
+use crate::{ChatTemplate, ModelConfig, ModelFileError};
+pub(crate) use weights::RandomWeights;
+
+/// What a model's name begins with when the model is to be made.
+const PREFIX: &str = "random:";
+/// More than any model here has, few enough that their number times a few bytes fits in 64 bits.
+const MAX_PARAMETERS: u64 = 1 << 42;
+/// The least that lets a conversation be told apart.
+const CHAT: &str = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}\
+                    {% if add_generation_prompt %}assistant: {% endif %}";
+
+/// A shape and a seed: all there is to such a model.
+#[derive(Clone, Debug)]
+pub struct RandomModel {
+    name: String,
+    seed: u64,
+    config: ModelConfig,
+}
+
+impl RandomModel {
+    /// What `spec` asks for; None if it is no random model.
+    ///
+    /// # Errors
+    /// No such shape, or a configuration that does not work.
+    pub fn parse(spec: &str) -> Result<Option<RandomModel>, ModelFileError> {
+        let Some(asked) = spec.strip_prefix(PREFIX) else { return Ok(None) };
+        let (shape, seed) = match asked.rsplit_once(':') {
+            None => (asked, 0),
+            Some((shape, text)) => {
+                let seed = text.parse();
+                let hint = format!("its seed {text:?} is not a whole number between 0 and {}", u64::MAX);
+                (shape, seed.map_err(|_| ModelFileError::UnknownModel { spec: spec.to_owned(), hint })?)
+            }
+        };
+        let config = config::hf::read(read_shape(spec, shape)?)?;
+        let words = bytes::LEAST_VOCABULARY;
+        if config.vocab_size < words {
+            let problem =
+                format!("is {}; a model without a tokenizer's file needs at least {words}", config.vocab_size);
+            return Err(ModelFileError::config(Path::new(shape), "vocab_size", problem));
+        }
+        // A tensor has less than 2^48 elements, a model less than 2^15 tensors: sizes are bounded.
+        let parameters: u64 = RandomWeights::new(&config, seed).facts().map(|tensor| tensor.elements()).sum();
+        if parameters > MAX_PARAMETERS {
+            let problem = format!("together they have {parameters} weights, more than {MAX_PARAMETERS}");
+            return Err(ModelFileError::config(Path::new(shape), "sizes", problem));
+        }
+        Ok(Some(RandomModel { name: spec.to_owned(), seed, config }))
+    }
+
+    /// The names of shapes that are known.
+    pub fn shapes() -> impl Iterator<Item = &'static str> {
+        shapes::ALL.iter().map(|(name, _)| *name)
+    }
+
+    /// The model; its weights are made when they are asked for.
+    pub fn open(&self) -> Result<Model, ModelFileError> {
+        let path = PathBuf::from(&self.name);
+        let tokenizer = bytes::tokenizer(self.config.vocab_size);
+        let chat = ChatTemplate::compile(&path, CHAT, String::new(), String::new())?;
+        let weights = RandomWeights::new(&self.config, self.seed);
+        // Debug prints floats so that they read back the same, and every field.
+        let facts = format!("{PREFIX}{} {:?}", self.seed, self.config);
+        let fingerprint = hash_bytes(0, facts.as_bytes());
+        Ok(Model::random(path, self.config.clone(), tokenizer, chat, fingerprint, weights))
+    }
+}
+
+/// The configuration: a file's, or that of a shape with a name.
+fn read_shape(spec: &str, shape: &str) -> Result<Keys, ModelFileError> {
+    if let Some((name, json)) = shapes::ALL.iter().find(|(name, _)| *name == shape) {
+        return Keys::parse_json(Path::new(name), json.as_bytes());
+    }
+    let path = Path::new(shape);
+    if path.is_file() {
+        return Keys::read_json(path);
+    }
+    let names: Vec<&str> = RandomModel::shapes().collect();
+    let meant =
+        nearest(shape, names.iter().copied()).map_or(String::new(), |name| format!("did you mean {PREFIX}{name}? "));
+    let hint = format!("{meant}{PREFIX} is followed by the path of a config.json or one of {}", names.join(", "));
+    Err(ModelFileError::UnknownModel { spec: spec.to_owned(), hint })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ChatMessage, inspect};
+
+    fn open(spec: &str) -> Model {
+        RandomModel::parse(spec).unwrap().unwrap().open().unwrap()
+    }
+
+    #[test]
+    fn shapes_have_the_parameters_of_the_models_they_are_named_after() {
+        for (name, parameters) in [
+            ("llama-3.1-8b", 8_030_261_248),
+            ("llama-3.1-70b", 70_553_706_496),
+            ("llama-3.2-1b", 1_235_814_400),
+            ("qwen2.5-1.5b", 1_543_714_304),
+            ("qwen3-8b", 8_190_735_360),
+            ("mistral-7b", 7_248_023_552),
+            ("gemma-3-270m", 268_098_176),
+            ("smollm2-135m", 134_515_008),
+        ] {
+            // Nothing of that size is made: a model with these weights would not fit here.
+            let facts = inspect(&open(&format!("random:{name}")));
+            assert_eq!(facts.parameters, parameters, "{name}");
+            assert_eq!(facts.bytes, 2 * parameters, "{name}");
+        }
+        assert_eq!(RandomModel::shapes().count(), 9, "each but tiny is above");
+        assert_eq!(inspect(&open("random:gemma-3-270m")).windowed_layers, 15);
+    }
+
+    #[test]
+    fn the_fingerprint_follows_from_shape_and_seed() {
+        let of = |spec: &str| open(spec).fingerprint();
+        assert_eq!(of("random:tiny"), of("random:tiny:0"));
+        assert_ne!(of("random:tiny"), of("random:tiny:1"));
+        assert_ne!(of("random:tiny"), of("random:smollm2-135m"));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, shapes::ALL.iter().find(|(name, _)| *name == "tiny").unwrap().1).unwrap();
+        let (spec, name) = (format!("random:{}:7", path.display()), "random:tiny:7");
+        assert_eq!(of(&spec), of(name), "the same shape by another name");
+        let (file, named) = (open(&spec), open(name));
+        let embedding = |model: &Model| model.tensor(crate::TensorName::Embedding).unwrap().data.into_owned();
+        assert_eq!(embedding(&file), embedding(&named));
+    }
+
+    #[test]
+    fn a_chat_becomes_bytes_and_says_who_speaks() {
+        let model = open("random:tiny");
+        let messages = [ChatMessage::new("user", "Grüße")];
+        let text = model.chat_template().unwrap().render(&messages, None, true).unwrap();
+        assert_eq!(text, "user: Grüße\nassistant: ");
+        let ids = model.tokenizer().encode_chat(&text).unwrap();
+        assert_eq!(model.tokenizer().decode(&ids, true).unwrap(), text);
+    }
+
+    #[test]
+    fn what_cannot_be_made_is_refused_with_what_can() {
+        let error = |spec: &str| RandomModel::parse(spec).unwrap_err().to_string();
+        assert!(RandomModel::parse("smollm2").unwrap().is_none());
+        let said = error("random:llama-3.1-8");
+        assert!(said.contains("did you mean random:llama-3.1-8b?") && said.contains("config.json"), "{said}");
+        assert!(error("random:").contains("tiny"));
+        assert!(error("random:tiny:-1").contains("seed \"-1\""));
+        let dir = tempfile::tempdir().unwrap();
+        let file = |json: serde_json::Value| {
+            let path = dir.path().join("config.json");
+            std::fs::write(&path, json.to_string()).unwrap();
+            error(&format!("random:{}", path.display()))
+        };
+        let config = |vocab: u32, wide: u32| {
+            file(serde_json::json!({
+                "model_type": "llama", "vocab_size": vocab, "hidden_size": wide, "intermediate_size": wide,
+                "num_hidden_layers": 1000, "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 64,
+            }))
+        };
+        assert!(config(100, 64).contains("vocab_size: is 100; a model without a tokenizer's file needs at least 258"));
+        assert!(config(1000, 1 << 22).contains("weights, more than"));
+        assert!(file(serde_json::json!({"model_type": "mamba"})).contains("mamba"));
+    }
+}
