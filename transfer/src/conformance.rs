@@ -5,6 +5,7 @@ mod changed;
 mod changes;
 mod children;
 mod endings;
+mod faults;
 mod handoffs;
 mod nonsense;
 mod parts;
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub(crate) use children::command as child_process;
+use faults::{after_each, altered, before_each, held, watched};
 
 use crate::link::Link;
 use crate::sender::Wrap;
@@ -283,63 +285,4 @@ impl Outcome {
         assert!(self.0.recv().is_err(), "reported twice");
         outcome
     }
-}
-
-/// Wraps every transport of a sender.
-fn wrapped<T: Transport + 'static>(wrap: impl Fn(Box<dyn Transport>) -> T + Send + Sync + 'static) -> Wrap {
-    Arc::new(move |inner| Box::new(wrap(inner)))
-}
-
-/// Changes batches on their way.
-struct Altered<F> {
-    inner: Box<dyn Transport>,
-    alter: F,
-}
-
-impl<F: FnMut(&mut Batch) + Send> Transport for Altered<F> {
-    fn kind(&self) -> TransportKind {
-        self.inner.kind()
-    }
-    fn depth(&self) -> usize {
-        self.inner.depth()
-    }
-    fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
-        (self.alter)(&mut batch);
-        self.inner.submit(batch, link)
-    }
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        self.inner.poll(link)
-    }
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.fd()
-    }
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(epoch, link)
-    }
-}
-
-/// Calls `at` before each batch, on the session's thread, which it may hold up.
-fn watched(at: impl Fn(usize) + Send + Sync + Clone + 'static) -> Wrap {
-    wrapped(move |inner| {
-        let (at, mut batches) = (at.clone(), 0);
-        let alter = move |_: &mut Batch| {
-            batches += 1;
-            at(batches);
-        };
-        Altered { inner, alter }
-    })
-}
-
-/// A sender that stops at its `at`th batch: tells, and waits to be told.
-fn held(at: usize) -> (Wrap, mpsc::Receiver<()>, mpsc::Sender<()>) {
-    let (reached, is_reached) = mpsc::channel();
-    let (go, may_go) = mpsc::channel();
-    let may_go = Arc::new(std::sync::Mutex::new(may_go));
-    let wrap = watched(move |batch| {
-        if batch == at {
-            reached.send(()).unwrap();
-            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
-        }
-    });
-    (wrap, is_reached, go)
 }

@@ -1,5 +1,9 @@
 //! Bytes that change on their way, and writes that are lost or go astray: none is ever taken for what was sent (I2).
 
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::*;
 
 for_each_transport![
@@ -12,20 +16,66 @@ for_each_transport![
     a_bit_flipped_in_the_target_is_caught,
 ];
 
-fn a_changed_byte_is_caught(choice: TransportChoice) {
-    // I2: the 3rd batch ever takes its second block from one byte further on.
-    let shift = |inner| {
-        let mut batches = 0;
-        let alter = move |batch: &mut Batch| {
-            batches += 1;
-            if batches == 3 {
-                batch.writes[1].source += 1;
-            }
+/// A bit that is flipped on its way.
+struct Flip {
+    choice: TransportChoice,
+    source: OnceLock<Arc<Segment>>,
+    target: Arc<Segment>,
+    /// Batches that go well before.
+    after: AtomicU64,
+    bit: AtomicU64,
+}
+
+impl Flip {
+    fn new(choice: TransportChoice, decode: &Decode) -> Arc<Flip> {
+        let (source, target) = (OnceLock::new(), decode.pool.clone());
+        Arc::new(Flip { choice, source, target, after: AtomicU64::new(u64::MAX), bit: AtomicU64::new(0) })
+    }
+
+    /// A sender whose batches are hit.
+    fn prefill(self: &Arc<Flip>) -> Prefill {
+        let flip = self.clone();
+        let wrap = match kind(self.choice) {
+            // What it digests is what it reads, so the bit flips in what it has written.
+            TransportKind::Shm => after_each(move |_, batch| flip.at(batch)),
+            // The digest was taken before.
+            _ => before_each(move || {
+                let flip = flip.clone();
+                move |_: usize, batch: &mut Batch, _: &mut Link| flip.at(batch)
+            }),
         };
-        Altered { inner, alter }
-    };
+        let prefill = Prefill::faulty(large(), 2, self.choice, wrap);
+        assert!(self.source.set(prefill.pool.clone()).is_ok());
+        prefill
+    }
+
+    /// After so many batches, this bit.
+    fn arm(&self, after: u64, bit: u64) {
+        self.bit.store(bit, Relaxed);
+        self.after.store(after, Relaxed);
+    }
+
+    fn at(&self, batch: &Batch) {
+        if self.after.fetch_sub(1, Relaxed) == 0 {
+            let bit = self.bit.load(Relaxed) as usize;
+            let run = batch.runs().nth(bit % batch.writes.len()).unwrap();
+            let (pool, start) = match kind(self.choice) {
+                TransportKind::Shm => (&self.target, run.target),
+                _ => (self.source.get().unwrap(), run.source),
+            };
+            let byte = start + (bit / 64) % run.len;
+            // SAFETY: the block is lent to this session, or its own until the handoff has ended, and this is its thread.
+            unsafe { pool.write(byte, &[pool.read(byte, 1)[0] ^ 1 << (bit % 8)]) };
+        }
+    }
+}
+
+fn a_changed_byte_is_caught(choice: TransportChoice) {
+    // I2: in the 3rd batch, in its second block.
     let decode = Decode::new(large(), 1);
-    let prefill = Prefill::faulty(large(), 2, choice, wrapped(shift));
+    let flip = Flip::new(choice, &decode);
+    let prefill = flip.prefill();
+    flip.arm(2, 1);
     let seen = prefill.send(&decode.reserve(1, &first(4)), 8).wait().unwrap_err();
     let TransferError::Verify { epoch, peer, group, index, block: id, want, got } = decode.expect_failed(1) else {
         panic!("not a verification failure")
@@ -39,44 +89,13 @@ fn a_changed_byte_is_caught(choice: TransportChoice) {
     decode.expect_verified(2);
 }
 
-/// Which bit of which batch is flipped on its way.
-#[derive(Default)]
-struct Flip {
-    pool: std::sync::OnceLock<Arc<Segment>>,
-    batches_before: std::sync::atomic::AtomicU64,
-    bit: std::sync::atomic::AtomicU64,
-}
-
-impl Flip {
-    fn at(&self, batch: &Batch) {
-        use std::sync::atomic::Ordering::Relaxed;
-        if self.batches_before.fetch_sub(1, Relaxed) == 0 {
-            let bit = self.bit.load(Relaxed) as usize;
-            let run = batch.runs().nth(bit % batch.writes.len()).unwrap();
-            let byte = run.source + (bit / 64) % run.len;
-            let pool = self.pool.get().unwrap();
-            // SAFETY: this session's thread alone uses the block until the handoff has ended.
-            unsafe { pool.write(byte, &[pool.read(byte, 1)[0] ^ 1 << (bit % 8)]) };
-        }
-    }
-}
-
 fn a_flipped_bit_is_caught_wherever_it_is(choice: TransportChoice) {
     // I2
-    use std::sync::atomic::Ordering::Relaxed;
     let decode = Decode::new(large(), 1);
-    let flip = Arc::new(Flip::default());
-    let in_wrap = flip.clone();
-    let wrap = wrapped(move |inner| {
-        let flip = in_wrap.clone();
-        // Their digest was taken before.
-        Altered { inner, alter: move |batch: &mut Batch| flip.at(batch) }
-    });
-    let prefill = Prefill::faulty(large(), 2, choice, wrap);
-    assert!(flip.pool.set(prefill.pool.clone()).is_ok());
+    let flip = Flip::new(choice, &decode);
+    let prefill = flip.prefill();
     for round in 0..24u64 {
-        flip.batches_before.store(round % 8, Relaxed);
-        flip.bit.store(round.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8, Relaxed);
+        flip.arm(round % 8, round.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8);
         let seen = prefill.send(&decode.reserve(1 + round, &first(4)), 0).wait().unwrap_err();
         assert!(matches!(seen, TransferError::Verify { .. }), "round {round}: {seen}");
         decode.expect_failed(1 + round);
@@ -84,22 +103,19 @@ fn a_flipped_bit_is_caught_wherever_it_is(choice: TransportChoice) {
     }
     assert_eq!(decode.receiver.stats().verify_failures, 24);
     // Transferred again, the same blocks are what they are now.
-    flip.batches_before.store(u64::MAX, Relaxed);
+    flip.arm(u64::MAX, 0);
     prefill.send(&decode.reserve(99, &first(4)), 0).wait().unwrap();
     decode.expect_verified(99);
 }
 
 fn a_lost_write_is_caught(choice: TransportChoice) {
-    let lose = |inner| {
-        let alter = |batch: &mut Batch| {
-            if batch.layer == 5 {
-                batch.writes.pop();
-            }
-        };
-        Altered { inner, alter }
-    };
+    let lose = altered(|batch| {
+        if batch.layer == 5 {
+            batch.writes.pop();
+        }
+    });
     let decode = Decode::new(large(), 1);
-    let prefill = Prefill::faulty(large(), 2, choice, wrapped(lose));
+    let prefill = Prefill::faulty(large(), 2, choice, lose);
     let seen = prefill.send(&decode.reserve(1, &first(4)), 0).wait().unwrap_err();
     let error = decode.expect_failed(1);
     assert_eq!(error, TransferError::Incomplete { epoch: Epoch(1), peer: WorkerId(2), written: 31, expected: 32 });
@@ -108,15 +124,12 @@ fn a_lost_write_is_caught(choice: TransportChoice) {
 }
 
 fn a_write_outside_the_reservation_is_refused(choice: TransportChoice) {
-    let stray = |inner| {
-        let alter = |batch: &mut Batch| {
-            batch.writes[0].index = 4000;
-            batch.writes[0].target = usize::MAX / 2;
-        };
-        Altered { inner, alter }
-    };
+    let stray = altered(|batch| {
+        batch.writes[0].index = 4000;
+        batch.writes[0].target = usize::MAX / 2;
+    });
     let decode = Decode::new(large(), 1);
-    let prefill = Prefill::faulty(large(), 2, choice, wrapped(stray));
+    let prefill = Prefill::faulty(large(), 2, choice, stray);
     let error = prefill.send(&decode.reserve(1, &first(1)), 0).wait().unwrap_err();
     assert!(matches!(error, TransferError::Refused { .. } | TransferError::Protocol { .. }), "{error}");
     decode.expect_failed(1);
@@ -128,12 +141,9 @@ fn a_write_outside_the_reservation_is_refused(choice: TransportChoice) {
 }
 
 fn a_write_under_a_wrong_index_is_refused(choice: TransportChoice) {
-    let repeat = |inner| {
-        let alter = |batch: &mut Batch| batch.writes[1].index = 0;
-        Altered { inner, alter }
-    };
+    let repeat = altered(|batch| batch.writes[1].index = 0);
     let decode = Decode::new(large(), 1);
-    let prefill = Prefill::faulty(large(), 2, choice, wrapped(repeat));
+    let prefill = Prefill::faulty(large(), 2, choice, repeat);
     let error = prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
     assert!(error.to_string().contains("written twice"), "{error}");
     assert!(decode.expect_failed(1).to_string().contains("written twice"));
@@ -147,62 +157,19 @@ fn a_copy_to_the_wrong_block_is_caught(choice: TransportChoice) {
         // The receiver applies writes itself: the sender has no say in where they go.
         return;
     }
-    let stray = |inner| {
-        let alter = |batch: &mut Batch| {
-            if batch.layer == 7 {
-                batch.writes.swap(0, 1);
-                let [a, b, ..] = &mut batch.writes[..] else { panic!("two blocks") };
-                std::mem::swap(&mut a.target, &mut b.target);
-            }
-        };
-        Altered { inner, alter }
-    };
+    let stray = altered(|batch| {
+        if batch.layer == 7 {
+            batch.writes.swap(0, 1);
+            let [a, b, ..] = &mut batch.writes[..] else { panic!("two blocks") };
+            std::mem::swap(&mut a.target, &mut b.target);
+        }
+    });
     let decode = Decode::new(large(), 1);
-    let prefill = Prefill::faulty(large(), 2, choice, wrapped(stray));
+    let prefill = Prefill::faulty(large(), 2, choice, stray);
     prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
     let error = decode.expect_failed(1);
     assert!(matches!(error, TransferError::Verify { index: 0, .. }), "{error}");
     decode.expect_fenced(1);
-}
-
-/// Flips a bit of what the third batch has written, before the peer is told of it. Digests stay the transport's own.
-struct Flipping {
-    inner: Box<dyn Transport>,
-    target: Arc<Segment>,
-    batches: usize,
-    at: usize,
-}
-
-impl Transport for Flipping {
-    fn kind(&self) -> TransportKind {
-        self.inner.kind()
-    }
-    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
-        self.batches += 1;
-        self.at = batch.runs().last().map_or(0, |run| run.target + run.len - 1);
-        self.inner.submit(batch, link)
-    }
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        let progress = self.inner.poll(link)?;
-        if self.batches == 3 && progress == Progress::Flushed {
-            // SAFETY: the block is lent to this session, whose thread this is.
-            unsafe { *self.target.at(self.at, 1).unwrap() ^= 0x10 };
-            self.batches += 1;
-        }
-        Ok(progress)
-    }
-    fn digests(&self) -> bool {
-        self.inner.digests()
-    }
-    fn take_digests(&mut self) -> Vec<(u32, u64)> {
-        self.inner.take_digests()
-    }
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.fd()
-    }
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(epoch, link)
-    }
 }
 
 /// What the sender digests is what it read, not what lies in the target.
@@ -213,7 +180,13 @@ fn a_bit_flipped_in_the_target_is_caught(choice: TransportChoice) {
     }
     let decode = Decode::new(large(), 1);
     let target = decode.pool.clone();
-    let flip = wrapped(move |inner| Flipping { inner, target: target.clone(), batches: 0, at: 0 });
+    let flip = after_each(move |number, batch| {
+        if number == 3 {
+            let at = batch.runs().last().map_or(0, |run| run.target + run.len - 1);
+            // SAFETY: the block is lent to this session, whose thread this is.
+            unsafe { *target.at(at, 1).unwrap() ^= 0x10 };
+        }
+    });
     let prefill = Prefill::faulty(large(), 2, choice, flip);
     prefill.send(&decode.reserve(1, &first(4)), 8).wait().unwrap_err();
     let error = decode.expect_failed(1);

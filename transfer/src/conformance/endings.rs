@@ -89,36 +89,12 @@ fn a_handoff_without_end_misses_its_deadline(choice: TransportChoice) {
     assert!(matches!(error, TransferError::Deadline { epoch: Epoch(1), .. }), "{error}");
 }
 
-/// Panics at its second batch, and waits to be told before it lets go of the peer's pool.
-struct Crashing {
-    inner: Box<dyn Transport>,
-    batches: usize,
-    may_go: Arc<std::sync::Mutex<mpsc::Receiver<()>>>,
-}
+/// Waits to be told before the rest of its owner is dropped.
+struct Held(Arc<std::sync::Mutex<mpsc::Receiver<()>>>);
 
-impl Transport for Crashing {
-    fn kind(&self) -> TransportKind {
-        self.inner.kind()
-    }
-    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
-        self.batches += 1;
-        assert_ne!(self.batches, 2, "a defect in a transport");
-        self.inner.submit(batch, link)
-    }
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        self.inner.poll(link)
-    }
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.fd()
-    }
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(epoch, link)
-    }
-}
-
-impl Drop for Crashing {
+impl Drop for Held {
     fn drop(&mut self) {
-        let _ = self.may_go.lock().unwrap().recv_timeout(PATIENCE);
+        let _ = self.0.lock().unwrap().recv_timeout(PATIENCE);
     }
 }
 
@@ -126,7 +102,13 @@ fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
     let decode = Decode::new(large(), 1);
     let (go, may_go) = mpsc::channel();
     let may_go = Arc::new(std::sync::Mutex::new(may_go));
-    let crash = wrapped(move |inner| Crashing { inner, batches: 0, may_go: may_go.clone() });
+    let crash = before_each(move || {
+        let unmapping = Held(may_go.clone());
+        move |batch: usize, _: &mut Batch, _: &mut Link| {
+            let _ = &unmapping;
+            assert_ne!(batch, 2, "a defect in a transport");
+        }
+    });
     let prefill = Prefill::faulty(large(), 2, choice, crash);
     let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
     assert!(matches!(decode.expect_failed(1), TransferError::PeerLost { .. }));
@@ -141,39 +123,17 @@ fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
     assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
 }
 
-/// Says something else at its third batch.
-struct Babbling {
-    inner: Box<dyn Transport>,
-    batches: usize,
-    words: Vec<u8>,
-}
-
-impl Transport for Babbling {
-    fn kind(&self) -> TransportKind {
-        self.inner.kind()
-    }
-    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError> {
-        self.batches += 1;
-        if self.batches == 3 {
-            link.push_bytes(self.words.clone());
-        }
-        self.inner.submit(batch, link)
-    }
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        self.inner.poll(link)
-    }
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.fd()
-    }
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
-        self.inner.cancel(epoch, link)
-    }
-}
-
-/// What the receiver makes of it when a sender says this.
+/// What the receiver makes of it when a sender says this at its third batch.
 fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
     let decode = Decode::new(large(), 1);
-    let babble = wrapped(move |inner| Babbling { inner, batches: 0, words: words.clone() });
+    let babble = before_each(move || {
+        let words = words.clone();
+        move |batch: usize, _: &mut Batch, link: &mut Link| {
+            if batch == 3 {
+                link.push_bytes(words.clone());
+            }
+        }
+    });
     let prefill = Prefill::faulty(large(), 2, choice, babble);
     let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
     let error = decode.expect_failed(1);

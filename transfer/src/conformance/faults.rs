@@ -1,0 +1,106 @@
+//! Faults between a session and its transport. All else is the transport's own, its depth and its digests too, so that a fault
+//! meets what workers run.
+
+use std::collections::VecDeque;
+
+use super::*;
+
+/// A transport, with something done before a batch goes to it and after it has flushed one, given the batch's number from 1 on.
+struct Faulty<B, A> {
+    /// Before `inner`: what these two hold up is not unmapped meanwhile.
+    before: B,
+    after: A,
+    inner: Box<dyn Transport>,
+    submitted: usize,
+    /// What is not flushed, oldest first.
+    in_flight: VecDeque<(usize, Batch)>,
+}
+
+impl<B, A> Transport for Faulty<B, A>
+where
+    B: FnMut(usize, &mut Batch, &mut Link) + Send,
+    A: FnMut(usize, &Batch) + Send,
+{
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
+    fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+        self.submitted += 1;
+        (self.before)(self.submitted, &mut batch, link);
+        self.in_flight.push_back((self.submitted, batch.clone()));
+        self.inner.submit(batch, link)
+    }
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        let progress = self.inner.poll(link)?;
+        if progress == Progress::Flushed
+            && let Some((number, batch)) = self.in_flight.pop_front()
+        {
+            (self.after)(number, &batch);
+        }
+        Ok(progress)
+    }
+    fn digests(&self) -> bool {
+        self.inner.digests()
+    }
+    fn take_digests(&mut self) -> Vec<(u32, u64)> {
+        self.inner.take_digests()
+    }
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+        self.in_flight.retain(|(_, batch)| batch.epoch != epoch);
+        self.inner.cancel(epoch, link)
+    }
+}
+
+fn faulty<B, A>(before: B, after: A, inner: Box<dyn Transport>) -> Box<dyn Transport>
+where
+    B: FnMut(usize, &mut Batch, &mut Link) + Send + 'static,
+    A: FnMut(usize, &Batch) + Send + 'static,
+{
+    Box::new(Faulty { before, after, inner, submitted: 0, in_flight: VecDeque::new() })
+}
+
+/// Does what `make` makes, one for each transport, before each batch, on the session's thread, which it may hold up.
+pub(super) fn before_each<B>(make: impl Fn() -> B + Send + Sync + 'static) -> Wrap
+where
+    B: FnMut(usize, &mut Batch, &mut Link) + Send + 'static,
+{
+    Arc::new(move |inner| faulty(make(), |_: usize, _: &Batch| {}, inner))
+}
+
+/// Changes batches on their way.
+pub(super) fn altered(alter: impl Fn(&mut Batch) + Send + Sync + Copy + 'static) -> Wrap {
+    before_each(move || move |_: usize, batch: &mut Batch, _: &mut Link| alter(batch))
+}
+
+/// Does something after each batch that was flushed, before the peer is told of it.
+pub(super) fn after_each(after: impl Fn(usize, &Batch) + Send + Sync + Clone + 'static) -> Wrap {
+    Arc::new(move |inner| faulty(|_: usize, _: &mut Batch, _: &mut Link| {}, after.clone(), inner))
+}
+
+/// Calls `at` with each batch's number before it goes.
+pub(super) fn watched(at: impl Fn(usize) + Send + Sync + Clone + 'static) -> Wrap {
+    before_each(move || {
+        let at = at.clone();
+        move |number: usize, _: &mut Batch, _: &mut Link| at(number)
+    })
+}
+
+/// A sender that stops at its `at`th batch: tells, and waits to be told.
+pub(super) fn held(at: usize) -> (Wrap, mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let (reached, is_reached) = mpsc::channel();
+    let (go, may_go) = mpsc::channel();
+    let may_go = Arc::new(std::sync::Mutex::new(may_go));
+    let wrap = watched(move |batch| {
+        if batch == at {
+            reached.send(()).unwrap();
+            may_go.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        }
+    });
+    (wrap, is_reached, go)
+}
