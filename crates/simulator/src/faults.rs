@@ -15,8 +15,10 @@ pub enum Fault {
     Double,
     /// A frame overtook another.
     Swap,
-    /// A bit under way was flipped.
+    /// A bit under way between sockets was flipped.
     Corrupt,
+    /// A bit was flipped in what one worker copies into another's pool.
+    Miscopy,
     /// Nothing arrived for a while.
     Stall,
     /// The connection ended.
@@ -33,6 +35,7 @@ pub(crate) struct Faults {
     drop: u32,
     double: u32,
     swap: u32,
+    miscopy: u32,
     /// What may strike at random times.
     strikes: Vec<Fault>,
     /// Longest delay of a piece.
@@ -44,16 +47,17 @@ pub(crate) struct Faults {
 impl Faults {
     pub(crate) fn none() -> Faults {
         let (strikes, counts) = (Vec::new(), BTreeMap::new());
-        Faults { drop: 0, double: 0, swap: 0, strikes, slowness: 100, short_writes: false, counts }
+        Faults { drop: 0, double: 0, swap: 0, miscopy: 0, strikes, slowness: 100, short_writes: false, counts }
     }
 
     pub(crate) fn random(random: &mut Random) -> Faults {
         let mut rate = |most: u64| if random.chance(300) { random.within(1, most) as u32 } else { 0 };
-        let (drop, double, swap) = (rate(20), rate(20), rate(50));
+        let (drop, double, swap, miscopy) = (rate(20), rate(20), rate(50), rate(20));
         let kinds = [Fault::Corrupt, Fault::Stall, Fault::Cut, Fault::Restart, Fault::Freeze];
         let strikes = kinds.into_iter().filter(|_| random.chance(400)).collect();
         let slowness = *[50, 500, 5_000, 30_000].get(random.below(4) as usize).unwrap_or(&50);
-        Faults { drop, double, swap, strikes, slowness, short_writes: random.chance(500), counts: BTreeMap::new() }
+        let (short_writes, counts) = (random.chance(500), BTreeMap::new());
+        Faults { drop, double, swap, miscopy, strikes, slowness, short_writes, counts }
     }
 
     pub(crate) fn delay(&self, random: &mut Random) -> Micros {
@@ -83,6 +87,10 @@ impl Faults {
 
     pub(crate) fn swaps(&mut self, random: &mut Random) -> bool {
         self.chance(random, self.swap, Fault::Swap)
+    }
+
+    pub(crate) fn miscopies(&mut self, random: &mut Random) -> bool {
+        self.chance(random, self.miscopy, Fault::Miscopy)
     }
 
     fn chance(&mut self, random: &mut Random, rate: u32, fault: Fault) -> bool {

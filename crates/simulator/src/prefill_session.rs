@@ -445,7 +445,10 @@ impl World {
             let what = format!("{} writes to a block that is kept for {owner:?}", copy.epoch);
             return Err(self.violation("I3", what));
         }
-        let bytes = prefill.memory.bytes((copy.from, copy.len));
+        let mut bytes = prefill.memory.bytes((copy.from, copy.len));
+        if self.faults.miscopies(&mut self.random) {
+            self.random.flip(&mut bytes);
+        }
         // SAFETY: a simulation is one thread; the range is a block of the mapped pool's geometry.
         unsafe { mapped.segment.write(copy.to, &bytes) };
         Ok(())

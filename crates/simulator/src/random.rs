@@ -28,6 +28,12 @@ impl Random {
     pub(crate) fn chance(&mut self, per_mille: u32) -> bool {
         self.below(1000) < u64::from(per_mille)
     }
+
+    /// Flips a bit of bytes that are not none.
+    pub(crate) fn flip(&mut self, bytes: &mut [u8]) {
+        let byte = self.below(bytes.len() as u64) as usize;
+        bytes[byte] ^= 1 << self.below(8);
+    }
 }
 
 /// SplitMix64's finaliser.

@@ -81,9 +81,7 @@ impl Stream {
             return false;
         }
         let at = random.below(self.chunks.len() as u64) as usize;
-        let bytes = &mut self.chunks[at].bytes;
-        let byte = random.below(bytes.len() as u64) as usize;
-        bytes[byte] ^= 1 << random.below(8);
+        random.flip(&mut self.chunks[at].bytes);
         true
     }
 
