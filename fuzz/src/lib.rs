@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
 //! it. A target answers a signature of what became of its input, by which the runner tells inputs that are worth
-//! keeping.
+//! keeping. That is its outcome and no more: nothing measures which code ran, so of two ways to one outcome the second is
+//! not kept, and what lies behind a check that mutations do not get past must be among the seeds, or sealed by the target.
 
 mod mutate;
 mod registry;
@@ -113,19 +114,43 @@ fn frame_seeds() -> Vec<Vec<u8>> {
     frames.map(unsealed).chain([whole]).collect()
 }
 
+/// As it is, and with the fingerprint of its layout: a peer gone mad can hash.
 fn descriptor(input: &[u8]) -> u64 {
-    let layout = geometry().layout;
-    let parsed = Descriptor::parse(input, &layout, false);
-    let _ = Descriptor::parse(input, &layout, true);
-    if let Ok(descriptor) = &parsed {
-        assert_eq!(descriptor.counts.len(), layout.groups.len());
-        let again = Descriptor::parse(&descriptor.encode(), &layout, false);
-        assert_eq!(again.as_ref(), Ok(descriptor));
+    signature(&(parsed(input), Descriptor::matching(input).map(|matching| parsed(&matching))))
+}
+
+/// What becomes of it where types can be converted and where they cannot.
+fn parsed(input: &[u8]) -> [Result<(), String>; 2] {
+    let ours = geometry().layout;
+    let [as_is, converted] = [false, true].map(|converts| {
+        Descriptor::parse(input, &ours, converts).inspect(|descriptor| {
+            assert_eq!(descriptor.counts.len(), ours.groups.len());
+            assert_eq!(adapted(descriptor, converts), ours);
+            let again = Descriptor::parse(&descriptor.encode(), &ours, converts);
+            assert_eq!(again.as_ref(), Ok(descriptor));
+        })
+    });
+    assert!(as_is.is_err() || as_is == converted, "{as_is:?}, {converted:?}");
+    [as_is, converted].map(|parsed| {
+        parsed.map(drop).map_err(|error| match error {
+            TransferError::Descriptor { field, problem } => format!("{field} {problem}"),
+            other => other.to_string(),
+        })
+    })
+}
+
+/// Its layout, less what the prefill side adapts to: heads of which slices travel, within both pools, and the type.
+fn adapted(descriptor: &Descriptor, converts: bool) -> KvLayout {
+    let (ours, mut theirs) = (geometry().layout, descriptor.layout.clone());
+    if converts {
+        theirs.dtype = ours.dtype;
     }
-    signature(&parsed.map(|_| ()).map_err(|error| match error {
-        TransferError::Descriptor { field, problem } => format!("{field} {problem}"),
-        other => other.to_string(),
-    }))
+    for (slice, (theirs, ours)) in descriptor.heads.iter().zip(theirs.groups.iter_mut().zip(&ours.groups)) {
+        let within = |first: u32, heads: u32| u64::from(first) + u64::from(slice.count) <= u64::from(heads);
+        assert!(within(slice.source, ours.kv_heads) && within(slice.target, theirs.kv_heads), "{descriptor:?}");
+        theirs.kv_heads = ours.kv_heads;
+    }
+    theirs
 }
 
 /// A reservation of worker 2, epoch 1, key 7.
@@ -147,13 +172,24 @@ pub(crate) fn target(counts: [u32; 2]) -> Descriptor {
 }
 
 fn descriptor_seeds() -> Vec<Vec<u8>> {
-    let other = KvLayout { block_size: 32, dtype: KvDtype::Q8, ..geometry().layout };
-    let heads = [3, 1].map(|count| HeadSlice { source: 0, target: 0, count }).to_vec();
+    let ours = geometry().layout;
+    let foreign = KvLayout { block_size: 32, dtype: KvDtype::Q8, ..ours.clone() };
+    let quantised = KvLayout { dtype: KvDtype::Q8, ..ours.clone() };
+    let heads = [3, 1].map(HeadSlice::all).to_vec();
+    // The last of three heads, to a worker that has no other.
+    let mut rank = ours;
+    rank.groups[0].kv_heads = 1;
+    let slices = vec![HeadSlice { source: 2, target: 0, count: 1 }, HeadSlice::all(1)];
+    let both = KvLayout { dtype: KvDtype::Q8, ..rank.clone() };
+    let of = |layout: KvLayout, heads: &[HeadSlice]| Descriptor { layout, heads: heads.to_vec(), ..target([2, 1]) };
     let targets = [
         target([2, 1]),
         target([0, 0]),
-        Descriptor { layout: other, ..target([2, 1]) },
-        Descriptor { heads, ..target([2, 1]) },
+        of(foreign, &[]),
+        of(geometry().layout, &heads),
+        of(quantised, &[]),
+        of(rank, &slices),
+        of(both, &slices),
     ];
     targets.map(|target| target.encode()).to_vec()
 }

@@ -1,7 +1,8 @@
 //! Runs a target on mutations of its corpus: `cargo run --release -p baton-fuzz -- TARGET|all SECONDS [SEED]`.
 //!
 //! A panic leaves its input in `fuzz/findings/TARGET` for the test to replay, and ends the run. `keep` in place of the
-//! seconds writes the smallest input of each kind of outcome found in 10 seconds to the corpus.
+//! seconds writes the smallest input of each kind of outcome found in 10 seconds to the corpus. Inputs are told apart by
+//! outcome, not by the code that they reach.
 
 use std::collections::BTreeMap;
 use std::panic::catch_unwind;
@@ -15,7 +16,7 @@ const MOST: usize = 2048;
 /// Inputs kept in memory at most.
 const KEPT: usize = 20_000;
 /// Inputs of a target in the corpus at most.
-const CORPUS: usize = 24;
+const CORPUS: usize = 32;
 
 fn folder(kind: &str, target: &Target) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(kind).join(target.name)

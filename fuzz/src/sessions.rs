@@ -2,12 +2,13 @@
 //!
 //! A script is a list of (kind u8, body length u16, body); its frames are sealed here, since a peer gone mad can hash.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_transfer::protocol::{
-    Core, Done, Effect, Frame, FrameHead, HeadSlice, Inbound, Ledger, Line, Op, Outbound, PREFIX, Parties, Pools,
-    Quiet, Refusal, Target, WriteHead, parse_body,
+    Access, Batch, Core, Done, Effect, Frame, FrameHead, HeadSlice, Inbound, Ledger, Line, Op, Outbound, PREFIX,
+    Parties, Pools, Quiet, Refusal, Target, WriteHead, parse_body,
 };
 use baton_transfer::{Limits, ReceiverEvent, Segment, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
@@ -83,6 +84,7 @@ pub(crate) fn frames_to_prefill() -> Vec<Frame> {
     let failed = |refusal| Frame::Failed { epoch: Epoch(2), refusal };
     vec![
         Frame::Welcome { blocks: vec![8, 12] },
+        Frame::Access(Access { base: 4096, bytes: 8192, worker: b"where".to_vec(), key: b"right".to_vec() }),
         Frame::Granted { epoch, blocks: blocks(0..2) },
         Frame::Granted { epoch: Epoch(2), blocks: blocks(2..4) },
         Frame::Beat,
@@ -114,9 +116,10 @@ fn without_payload(frame: Frame) -> Frame {
 }
 
 pub(crate) fn prefill_seeds() -> Vec<Vec<u8>> {
-    let frames = frames_to_prefill();
-    let honest = [frames[1].clone(), frames[2].clone(), frames[8].clone()];
-    vec![scripted(frames.clone().into_iter().skip(1)), scripted(honest), scripted(frames.into_iter().skip(1).rev())]
+    // The first two are the connection's business.
+    let frames = frames_to_prefill().split_off(2);
+    let honest = [frames[0].clone(), frames[1].clone(), frames[7].clone()];
+    vec![scripted(frames.clone()), scripted(honest), scripted(frames.into_iter().rev())]
 }
 
 /// A decode worker with two reservations, (1, key 7) and (2, key 8). Whatever the peer says, each ends once, no byte goes
@@ -128,13 +131,14 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     let Ok(pool) = Segment::create("fuzz", geometry.bytes()) else { return 0 };
     let mut ledger = Ledger::new(&geometry, limits.clone());
     let heads = [3, 1].map(|count| HeadSlice { source: 0, target: 0, count });
-    for (epoch, key, range) in [(1, 7, 0..2), (2, 8, 2..4)] {
-        let reserved = ledger.reserve(Epoch(epoch), key, &blocks(range), &heads, start + Duration::from_secs(60));
+    for (epoch, key) in [(1, 7), (2, 8)] {
+        let reserved = ledger.reserve(Epoch(epoch), key, &lent(epoch), &heads, start + Duration::from_secs(60));
         assert_eq!(reserved, Ok(()));
     }
     let mut session = Inbound::new(1, WorkerId(5), kind, geometry.clone(), &limits);
     let mut outcome = Vec::new();
     for frame in script(input) {
+        let write = if let Frame::Write(head) = &frame { Some(head.clone()) } else { None };
         if let Err(error) = session.frame(frame, start, &mut ledger) {
             outcome.push(error.to_string());
             break;
@@ -144,8 +148,9 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
                 Target::Nowhere(bytes) => bytes,
                 Target::Pool(ranges) => {
                     let (offset, len) = ranges[0];
-                    // I3: only blocks 0 to 3 of group 0, 0 and 2 of group 1 are lent, in whichever layer.
-                    assert!(lent(&geometry, offset, len), "{len} bytes at {offset}");
+                    // I3
+                    let inside = write.as_ref().is_some_and(|head| is_lent(&geometry, head, offset..offset + len));
+                    assert!(inside, "{len} bytes at {offset} for {write:?}");
                     // SAFETY: nobody else has the pool.
                     unsafe { pool.write(offset, &vec![FILL; len]) };
                     len
@@ -178,8 +183,7 @@ fn end(session: &mut Inbound, ledger: &mut Ledger, pool: &Segment, kind: Transpo
             ReceiverEvent::Verified { epoch, .. } => {
                 ends[epoch.0 as usize - 1] += 1;
                 ledger.release(epoch);
-                let first = (epoch.0 as u32 - 1) * 2;
-                let arrived = kind != TransportKind::Tcp || is_filled(pool, &blocks(first..first + 2));
+                let arrived = kind != TransportKind::Tcp || is_filled(pool, &lent(epoch.0));
                 assert!(arrived, "{outcome:?}"); // I2
             }
             ReceiverEvent::Failed { epoch, .. } => ends[epoch.0 as usize - 1] += 1,
@@ -201,14 +205,22 @@ fn is_filled(pool: &Segment, blocks: &[Vec<BlockId>]) -> bool {
     })
 }
 
-fn lent(geometry: &PoolGeometry, offset: usize, len: usize) -> bool {
-    let inside = |group: usize, block: u32| {
-        (0..geometry.layout.groups[group].layers.len()).any(|layer| {
-            let range = geometry.block_range(group, layer, BlockId(block));
-            range.contains(&offset) && offset + len <= range.end + range.len()
-        })
-    };
-    (0..4).any(|block| inside(0, block)) || inside(1, 0) || inside(1, 2)
+/// What is lent under epochs 1 and 2: two blocks of group 0 each and one of group 1.
+fn lent(epoch: u64) -> Vec<Vec<BlockId>> {
+    let first = (epoch as u32 - 1) * 2;
+    blocks(first..first + 2)
+}
+
+/// Whether every byte is of a block that is lent under this write's epoch, in its layer, and named by it.
+fn is_lent(geometry: &PoolGeometry, head: &WriteHead, mut bytes: std::ops::Range<usize>) -> bool {
+    let (group, lent) = (usize::from(head.group), lent(head.epoch.0));
+    let named: Vec<_> = head.indexes.iter().filter_map(|index| lent.get(group)?.get(*index as usize)).collect();
+    while !bytes.is_empty() {
+        let mut ranges = named.iter().map(|block| geometry.block_range(group, usize::from(head.layer), **block));
+        let Some(range) = ranges.find(|range| range.contains(&bytes.start)) else { return false };
+        bytes.start = range.end.min(bytes.end);
+    }
+    true
 }
 
 /// A prefill worker with two handoffs under way. Whatever the peer says, each is reported once, and no batch goes outside
@@ -237,9 +249,12 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
         }));
         assert!(line.complete(Epoch(epoch), vec![], done).is_ok());
     }
-    let mut outcome = Vec::new();
+    let (mut outcome, mut granted) = (Vec::new(), BTreeMap::new());
     session.expire(start, &mut line);
     for frame in std::iter::once(Frame::Beat).chain(script(input)) {
+        if let Frame::Granted { epoch, blocks } = &frame {
+            granted.entry(*epoch).or_insert_with(|| blocks.clone());
+        }
         if let Err(error) = session.frame(frame, TransportKind::Tcp, start, &mut line) {
             outcome.push(error.to_string());
             break;
@@ -247,7 +262,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
         loop {
             let batch = session.next_batch(&pool, false, start);
             if let Ok(Some(batch)) = &batch {
-                assert!(batch.writes.iter().all(|write| (write.index as usize) < 2));
+                assert!(is_granted(batch, granted.get(&batch.epoch)), "{batch:?}, granted {granted:?}"); // I3
             }
             let more = matches!(batch, Ok(Some(_))) || session.next_op(start, &mut line);
             session.flushed(Vec::new());
@@ -267,6 +282,16 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
     told.sort_unstable();
     assert_eq!(told.iter().map(|(epoch, _)| *epoch).collect::<Vec<_>>(), [1, 2], "{told:?}");
     signature(&(outcome, told))
+}
+
+/// Whether each of its blocks goes to the one that the first grant of its epoch names, from the one it was queued with.
+fn is_granted(batch: &Batch, granted: Option<&Vec<Vec<BlockId>>>) -> bool {
+    let geometry = geometry();
+    let start = |block| geometry.block_range(batch.group, batch.layer, block).start;
+    batch.writes.iter().all(|write| {
+        let target = granted.and_then(|granted| granted.get(batch.group)?.get(write.index as usize));
+        target.is_some_and(|block| write.target == start(*block)) && write.source == start(BlockId(write.index))
+    })
 }
 
 fn carry_out(session: &mut Outbound) -> Vec<String> {

@@ -68,6 +68,15 @@ impl Descriptor {
         out
     }
 
+    /// These bytes with the fingerprint of the layout that is in them, if one is; for tests of what is made of layouts.
+    pub fn matching(bytes: &[u8]) -> Option<Vec<u8>> {
+        let mut fields = Fields::new(bytes.get(MAGIC.len() + size_of::<u64>()..)?);
+        let layout = fields.blob("layout").ok().and_then(|blob| parse_layout(blob).ok())?;
+        let mut matching = bytes.to_vec();
+        matching[MAGIC.len()..][..size_of::<u64>()].copy_from_slice(&layout.fingerprint().to_le_bytes());
+        Some(matching)
+    }
+
     /// Per group, the heads that travel.
     pub(crate) fn slices(&self) -> Vec<HeadSlice> {
         match self.heads.is_empty() {
