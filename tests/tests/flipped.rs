@@ -1,6 +1,6 @@
 //! A bit that flips while KV is on its way between two processes: it is found every time (I2) and counted, and the client
 //! gets the tokens it would have got. Over each transport at the place where bytes leave one worker's hands and are not yet in
-//! the other's.
+//! the other's; over TCP also in what the decode worker answers.
 #![allow(clippy::unwrap_used)]
 
 #[path = "flipped/relay.rs"]
@@ -90,7 +90,7 @@ fn over_shm() {
 #[test]
 fn over_tcp() {
     let scene = Scene::new("tcp", vec![("BATON_ADVERTISE".to_owned(), relay::ADDRESS.to_string())]);
-    let flip = relay::before(&scene.cluster).unwrap();
+    let flip = relay::before(&scene.cluster).unwrap().there;
     for seed in 0..u64::from(FLIPS) {
         let request = sampled(prompt(600, seed), 20, seed);
         let want = scene.ask(&request);
@@ -99,6 +99,42 @@ fn over_tcp() {
         assert!(flip.is_done());
     }
     scene.end();
+}
+
+/// Bytes of the frame that grants so many blocks of one group, before those of what the decode worker says next.
+fn granted(blocks: i64) -> i64 {
+    16 + 14 + 4 * blocks
+}
+
+#[test]
+fn over_tcp_on_the_way_back() {
+    let scene = Scene::new("tcp", vec![("BATON_ADVERTISE".to_owned(), relay::ADDRESS.to_string())]);
+    let flip = relay::before(&scene.cluster).unwrap().back;
+    let request = sampled(prompt(592, 1), 20, 1);
+    let want = scene.ask(&request);
+    // In what is granted, and behind it in a heartbeat or in the word that all is verified.
+    for after in [20, granted(37) + 18] {
+        flip.arm(after);
+        assert_eq!(scene.ask(&request), want);
+        assert!(flip.is_done());
+    }
+    // In a fence: its reader is made to stand still, so that it does not give up before it is told.
+    let pool = Pool::of(&scene.decode()).unwrap();
+    let prefill = scene.cluster.pid("prefill").unwrap();
+    let before = pool.bytes().unwrap();
+    flip.arm(granted(125) + 18);
+    let answering = scene.cluster.block_on(scene.client.start(apart(sampled(prompt(2000, 2), 20, 2)))).unwrap();
+    pool.until_changed(&before).unwrap();
+    scene.cluster.signal(prefill, Signal::STOP).unwrap();
+    wait(|| stands_still(prefill).then_some(())).unwrap();
+    drop(answering);
+    wait(|| flip.is_done().then_some(())).unwrap();
+    scene.cluster.signal(prefill, Signal::CONT).unwrap();
+    scene.cluster.wait_idle().unwrap(); // I6
+    assert_eq!(scene.ask(&request), want);
+    scene.cluster.wait_idle().unwrap();
+    drop(scene.client);
+    scene.cluster.stop().unwrap();
 }
 
 fn build_shim(dir: &Path) -> String {

@@ -7,6 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
+use baton_cluster::{Member, Role};
 use baton_tests::cluster::{Cluster, processes};
 
 /// What workers advertise. All of 127/8 is this host.
@@ -17,7 +18,7 @@ pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 pub struct Flip(Arc<AtomicI64>);
 
 impl Flip {
-    /// Once `after` further bytes have gone to a decode worker's transfer.
+    /// Once `after` further bytes have gone that way.
     pub fn arm(&self, after: i64) {
         self.0.store(after, Ordering::SeqCst);
     }
@@ -35,29 +36,39 @@ impl Flip {
     }
 }
 
-/// Listens in front of every port of a cluster's workers, and flips bits of what goes to a decode worker's transfer: the port
-/// that no member of the cluster is known by.
-pub fn before(cluster: &Cluster) -> anyhow::Result<Flip> {
+/// Bits of what goes to a decode worker's transfer, and of what comes back.
+#[derive(Clone, Debug, Default)]
+pub struct Flips {
+    pub there: Flip,
+    pub back: Flip,
+}
+
+/// Listens in front of every port of a cluster's workers, and flips bits at a decode worker's transfer: the port that no member
+/// of the cluster is known by.
+pub fn before(cluster: &Cluster) -> anyhow::Result<Flips> {
+    let has = |members: &[Member], role| members.iter().any(|member| member.role == role);
+    cluster.wait_for_members(|members| has(members, Role::Prefill) && has(members, Role::Decode))?;
     let members = cluster.members();
     let urls = members.iter().flat_map(|member| [&member.grpc, &member.admin]);
     let known: BTreeSet<u16> = urls.filter_map(|url| url.rsplit_once(':')?.1.parse().ok()).collect();
-    let flip = Flip::default();
-    flip.arm(-1);
+    let flips = Flips::default();
+    flips.there.arm(-1);
+    flips.back.arm(-1);
     for pid in cluster.pids("prefill").into_iter().chain(cluster.pids("decode")) {
         for port in processes::listening_ports(pid) {
             let listener = TcpListener::bind((ADDRESS, port))?;
-            let flip = if known.contains(&port) { None } else { Some(flip.clone()) };
+            let flips = if known.contains(&port) { None } else { Some(flips.clone()) };
             // Ends with the test's process.
             std::thread::spawn(move || {
                 for stream in listener.incoming().map_while(Result::ok) {
                     if let Ok(worker) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) {
-                        join(stream, worker, flip.clone());
+                        join(stream, worker, flips.clone());
                     }
                 }
             });
         }
     }
-    Ok(flip)
+    Ok(flips)
 }
 
 /// Where the relay passes on to.
@@ -65,10 +76,11 @@ pub fn behind(url: &str) -> Option<SocketAddr> {
     Some((Ipv4Addr::LOCALHOST, url.rsplit_once(':')?.1.parse().ok()?).into())
 }
 
-fn join(peer: TcpStream, worker: TcpStream, flip: Option<Flip>) {
+fn join(peer: TcpStream, worker: TcpStream, flips: Option<Flips>) {
     let (Ok(back_from), Ok(back_to)) = (worker.try_clone(), peer.try_clone()) else { return };
-    std::thread::spawn(move || carry(peer, worker, flip));
-    std::thread::spawn(move || carry(back_from, back_to, None));
+    let (there, back) = flips.map(|flips| (flips.there, flips.back)).unzip();
+    std::thread::spawn(move || carry(peer, worker, there));
+    std::thread::spawn(move || carry(back_from, back_to, back));
 }
 
 fn carry(mut from: TcpStream, mut to: TcpStream, flip: Option<Flip>) {
