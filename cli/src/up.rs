@@ -88,7 +88,12 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     supervisor.define(Kind::Router, router_args(&config));
     let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
     supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type));
-    supervisor.define(Kind::Decode, worker_args(&config, &registry, config.kv_type));
+    let mut decode = worker_args(&config, &registry, config.kv_type);
+    if prefill_kv_type != config.kv_type {
+        // I1: what a prompt is computed over must not depend on how much of it is here already.
+        decode.extend(flag("local-prefill", 0));
+    }
+    supervisor.define(Kind::Decode, decode);
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);

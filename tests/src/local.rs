@@ -119,6 +119,7 @@ impl<B: Backend> Local<B> {
             max_running: options.max_running,
             max_waiting: u32::MAX,
             context_tokens: context,
+            local_tokens: 0,
             order: Order::default(),
             cache: CacheConfig::default(),
             swap: SwapConfig { bytes, rates },

@@ -54,6 +54,7 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
             max_running: 8,
             max_waiting: 8,
             context_tokens: 128,
+            local_tokens: 0,
             order: Order::default(),
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),

@@ -28,9 +28,20 @@ fn metric(cluster: &Cluster, role: Role, name: &str) -> anyhow::Result<f64> {
     Ok(worker.metrics()?.sum(name, ""))
 }
 
+/// Bytes that all prefill workers have sent, once nothing is on its way.
+fn transferred(cluster: &Cluster) -> anyhow::Result<f64> {
+    cluster.wait_idle()?;
+    let workers = cluster.workers_of(Role::Prefill);
+    workers.iter().map(|worker| Ok(worker.metrics()?.sum("baton_transfer_bytes_total", ""))).sum()
+}
+
 /// What each request reuses, whichever the route.
-fn reuse(options: ClusterOptions) -> anyhow::Result<()> {
+fn reuse(options: ClusterOptions, local: u32) -> anyhow::Result<()> {
     let split = !options.aggregated;
+    let env = vec![("BATON_LOCAL_PREFILL".to_owned(), local.to_string())];
+    let options = ClusterOptions { env, ..options };
+    // The fork lacks 30 tokens.
+    let handed_over = split && local < 30;
     let cluster = Cluster::start(options)?;
     let sent = || if split { metric(&cluster, Role::Prefill, "baton_transfer_bytes_total") } else { Ok(0.0) };
     let first = prompt(PROMPT, 1);
@@ -49,7 +60,7 @@ fn reuse(options: ClusterOptions) -> anyhow::Result<()> {
     ensure!(cached == 70, "{cached} cached tokens of a fork after 70");
     let rest = sent()? - whole;
     // Of 7 blocks the decode worker has 4; a peer writes whole ones.
-    ensure!(!split || rest * 7.0 == whole * 3.0, "{rest} bytes travelled where {whole} had");
+    ensure!(rest * 7.0 == if handed_over { whole * 3.0 } else { 0.0 }, "{rest} bytes travelled where {whole} had");
     // Another tenant's cache is empty, and its answer the same.
     let (apart, cached) = ask(&cluster, &first, "tenant")?;
     ensure!(cached == 0, "{cached} tokens of another tenant's prompt were cached");
@@ -57,8 +68,8 @@ fn reuse(options: ClusterOptions) -> anyhow::Result<()> {
     let hits = |role| metric(&cluster, role, "baton_prefix_hit_tokens_total");
     // Where it is computed, to the token; where it is received, in blocks.
     let counted = hits(Role::Decode)?;
-    ensure!(counted as usize == PROMPT - 1 + if split { 64 } else { 70 }, "{counted} hit tokens counted");
-    ensure!(!split || hits(Role::Prefill)? == 70.0, "the prefill worker's are others");
+    ensure!(counted as usize == PROMPT - 1 + if handed_over { 64 } else { 70 }, "{counted} hit tokens counted");
+    ensure!(!handed_over || hits(Role::Prefill)? == 70.0, "the prefill worker's are others");
     cluster.wait_idle()?;
     cluster.stop()
 }
@@ -67,9 +78,9 @@ fn reuse(options: ClusterOptions) -> anyhow::Result<()> {
 fn what_was_asked_before_is_not_computed_again() -> anyhow::Result<()> {
     let model = models::tiny()?;
     let options = || ClusterOptions::new(model.path());
-    reuse(ClusterOptions { aggregated: true, ..options() })?;
-    for transport in ["shm", "tcp"] {
-        reuse(ClusterOptions { transport, ..options() })?;
+    reuse(ClusterOptions { aggregated: true, ..options() }, 64)?;
+    for (transport, local) in [("shm", 64), ("tcp", 16)] {
+        reuse(ClusterOptions { transport, ..options() }, local)?;
     }
     Ok(())
 }
@@ -135,11 +146,7 @@ fn choices_of_one_prompt_share_one_handoff() -> anyhow::Result<()> {
         Ok((choices.iter_mut().map(|choice| choice["token_ids"].take()).collect(), answer["usage"].take()))
     };
     let cluster = Cluster::start(ClusterOptions { prefill: 2, decode: 2, ..ClusterOptions::new(model.path()) })?;
-    let sent = || -> anyhow::Result<f64> {
-        cluster.wait_idle()?;
-        let workers = cluster.workers_of(Role::Prefill);
-        workers.iter().map(|worker| Ok(worker.metrics()?.sum("baton_transfer_bytes_total", ""))).sum()
-    };
+    let sent = || transferred(&cluster);
     let (alone, _) = asked(&cluster, 1, "one")?;
     let one = sent()?;
     let (choices, usage) = asked(&cluster, 4, "four")?;
@@ -162,17 +169,35 @@ fn choices_of_one_prompt_share_one_handoff() -> anyhow::Result<()> {
 #[test]
 fn a_conversation_goes_on_from_its_answer() -> anyhow::Result<()> {
     let model = models::tiny()?;
-    let cluster = Cluster::start(ClusterOptions { aggregated: true, ..ClusterOptions::new(model.path()) })?;
-    let mut turns = prompt(40, 3);
-    let (answer, _) = ask(&cluster, &turns, "")?;
-    turns.extend(&answer.ids);
-    let known = turns.len() - 1;
-    turns.extend(prompt(30, 4));
-    let (_, cached) = ask(&cluster, &turns, "")?;
-    // The answer's last token was never computed.
-    ensure!(cached as usize == known, "{cached} of {known} tokens cached");
-    cluster.wait_idle()?;
-    cluster.stop()
+    let mut said = Vec::new();
+    for split in [false, true] {
+        let options = ClusterOptions { prefill: 2, decode: 2, aggregated: !split, ..ClusterOptions::new(model.path()) };
+        let options = ClusterOptions { env: vec![("BATON_LOCAL_PREFILL".to_owned(), "64".to_owned())], ..options };
+        let cluster = Cluster::start(options)?;
+        let sent = || if split { transferred(&cluster) } else { Ok(0.0) };
+        let mut turns = prompt(80, 3);
+        let mut answers = Vec::new();
+        // New tokens of each turn, and what of the prompt is there where it is computed, on one worker and on two. The answer's
+        // last token never was; the last turn is too long for the decode worker, and the prefill worker has only the first.
+        let mut travelled = Vec::new();
+        for (new, cached) in [(0, [0, 0]), (2, [99, 99]), (63, [121, 121]), (70, [204, 80])] {
+            turns.extend(prompt(new, 4 + new as u64));
+            let before = sent()?;
+            let (answer, found) = ask(&cluster, &turns, "")?;
+            let want = cached[usize::from(split)];
+            ensure!(found == want, "{found} tokens of {} cached, not {want}", turns.len());
+            travelled.push(sent()? - before);
+            turns.extend(&answer.ids);
+            answers.push(answer.ids);
+        }
+        // Of the last prompt's 18 blocks 12 are here already.
+        let want = [5.0, 0.0, 0.0, 6.0].map(|blocks| blocks * travelled[0] / 5.0);
+        ensure!(travelled == want && split == (travelled[0] > 0.0), "{travelled:?} bytes travelled, not {want:?}");
+        said.push(answers);
+        cluster.stop()?;
+    }
+    ensure!(said[0] == said[1], "I1: {said:?}");
+    Ok(())
 }
 
 /// Requests that begin alike and come at once: answers are those of each alone, whatever was shared meanwhile (I1).

@@ -8,7 +8,8 @@
 //!
 //! One that is to receive its KV also waits for one with an earlier turn that receives most of what it lacks: the same KV is
 //! handed over once. Such a wait ends with the handoff it is for. When that fails it waits for no other, and otherwise it
-//! then lacks less than half of what it did; when that is next to nothing it computes that here, without a handoff of its own.
+//! then lacks less than half of what it did. What is little is computed here, beside what runs: a handoff would only repeat
+//! what is here already on the prefill side.
 
 use std::ops::Bound;
 
@@ -56,10 +57,11 @@ impl Engine {
         let comes_back = sequence.swapped.as_ref().is_some_and(|swapped| swapped.completes(&hit));
         if comes_back {
             hit = hit.without_copy();
-        } else if let Some(leader) = self.leader(sequence, hit.tokens()) {
-            return self.defer(seq, leader);
         }
         let start = self.start_of(sequence, &hit);
+        if !comes_back && let Some(leader) = self.leader(sequence, start, hit.tokens()) {
+            return self.defer(seq, leader);
+        }
         if start == Start::Receive {
             // I3: blocks of which copies are planned are lent after those are made.
             if self.swaps_out() {
@@ -105,12 +107,23 @@ impl Engine {
         self.pools.lookup(&prefix.into(), &sequence.tokens)
     }
 
-    /// How a sequence that begins with `hit` starts. When all it lacks is its last token, what a peer could send is here.
+    /// How a sequence that begins with `hit` starts.
     fn start_of(&self, sequence: &Sequence, hit: &Hit) -> Start {
         match sequence.start {
-            Start::Receive if sequence.len() - hit.tokens() == 1 => Start::Compute,
+            Start::Receive if self.computes_here(sequence.len() - hit.tokens()) => Start::Compute,
             start => start,
         }
+    }
+
+    /// Whether so many tokens of a prompt are few enough to hold up nobody who decodes, with those of other prompts beside them. A
+    /// last token alone takes no more of a step than that of an answer.
+    fn computes_here(&self, lacks: u32) -> bool {
+        let most = self.config.local_tokens;
+        let beside = || {
+            let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+            running.map(|other| u64::from(other.remaining() - 1)).sum::<u64>()
+        };
+        lacks <= most && (lacks == 1 || beside() + u64::from(lacks) <= u64::from(most))
     }
 
     fn seat(&mut self, seq: SeqId, start: Start, hit: &Hit, need: Need, events: &mut Vec<Event>) -> Outcome {
@@ -245,7 +258,7 @@ impl Engine {
     }
 
     /// The sequence that is on the way to most of what this one could reuse beyond its `hit`.
-    fn leader(&self, sequence: &Sequence, hit: u32) -> Option<Leader> {
+    fn leader(&self, sequence: &Sequence, start: Start, hit: u32) -> Option<Leader> {
         let prefix = sequence.prefix?;
         let receives = sequence.start == Start::Receive;
         if receives && sequence.leader.is_some_and(|leader| hit < leader.shared) {
@@ -254,7 +267,9 @@ impl Engine {
         }
         let size = self.pools.block_size();
         let mut best = (hit, None);
-        for turn in self.running.iter().chain(&self.receiving) {
+        // What is computed here soon is not waited for.
+        let received = self.receiving.iter().filter(|_| start == Start::Receive);
+        for turn in self.running.iter().chain(received) {
             let Some(other) = self.sequences.get(&turn.seq) else { continue };
             if !self.leads(other, sequence) || other.prefix.is_none_or(|theirs| theirs.seed != prefix.seed) {
                 continue;

@@ -153,6 +153,7 @@ mod tests {
             max_running: 3,
             max_waiting: 3,
             context_tokens: 100,
+            local_tokens: 0,
             order: Order::Fcfs,
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),

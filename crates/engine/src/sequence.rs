@@ -13,8 +13,9 @@ pub enum Start {
     Compute,
     /// The prefill role: compute all tokens, sample one, keep the blocks until [`crate::Engine::release`].
     ComputeAndHold,
-    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`]. When next to all
-    /// of it is here already, nothing is lent, and it goes on as [`Start::Compute`].
+    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`]. When all
+    /// but a little of it is here already ([`crate::EngineConfig::local_tokens`]), nothing is lent, and it goes on as
+    /// [`Start::Compute`].
     Receive,
 }
 

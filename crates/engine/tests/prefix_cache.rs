@@ -160,6 +160,37 @@ fn forks_that_receive_share_one_handoff() {
     }
 }
 
+/// The next turn of a conversation: a short suffix is computed beside those who decode, a long one is received, and so is a
+/// short one where there is enough to compute already.
+#[test]
+fn a_short_suffix_is_computed_here() {
+    let mut bench = Bench::new(EngineConfig { local_tokens: 10, chunk: 4, ..LIMITS }, 60);
+    bench.engine.submit(sharing(1, Start::Compute, 42, 1)).unwrap();
+    finish(&mut bench);
+    let decodes = bench.engine.submit(sharing(2, Start::Compute, 3, 40)).unwrap();
+    bench.step();
+    let long = bench.engine.submit(sharing(1, Start::Receive, 53, 4)).unwrap();
+    let short = bench.engine.submit(sharing(1, Start::Receive, 52, 4)).unwrap();
+    let mut other = sharing(1, Start::Receive, 43, 4);
+    other.tokens[41] += 1;
+    let other = bench.engine.submit(other).unwrap();
+    assert_eq!(bench.step(), [(decodes.0, 1), (short.0, 4)], "the decode row first");
+    assert_eq!((bench.engine.lent_from(long), bench.engine.lent_from(other)), (Some(10), Some(10)));
+    assert_eq!(bench.steps(2), [[(decodes.0, 1), (short.0, 4)], [(decodes.0, 1), (short.0, 2)]]);
+    assert_eq!(cached_of(&bench, short), Some(42));
+    let alone = request(Start::Compute, 52, 4);
+    let alone = fake::answer(&layout(), VOCAB, &alone.tokens, &alone.params).unwrap();
+    bench.steps(3);
+    assert_eq!(bench.tokens_of(short), alone.iter().map(|token| token.id).collect::<Vec<_>>()); // I1
+    // Never means never.
+    let mut bench = Bench::new(EngineConfig { local_tokens: 0, ..LIMITS }, 60);
+    bench.engine.submit(sharing(1, Start::Compute, 42, 1)).unwrap();
+    finish(&mut bench);
+    let received = bench.engine.submit(sharing(1, Start::Receive, 42, 4)).unwrap();
+    bench.step();
+    assert_eq!(bench.engine.lent_from(received), Some(10));
+}
+
 /// Who waits for a handoff that fails goes on by itself, and waits for no other.
 #[test]
 fn a_failed_handoff_holds_up_nobody() {

@@ -68,7 +68,9 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
         max_kept,
         eviction,
     });
-    let limits = (1u32..6, 0u32..30, (1u32..20, prop_oneof![1u32..40, Just(u32::MAX)]), order, cache, swap()).prop_map(
+    let local = prop_oneof![1 => Just(0), 2 => Just(1), 2 => 2u32..40];
+    let prompts = (1u32..20, prop_oneof![1u32..40, Just(u32::MAX)], local);
+    let limits = (1u32..6, 0u32..30, prompts, order, cache, swap()).prop_map(
         |(max_running, more, prompts, order, cache, swap)| EngineConfig {
             token_budget: max_running + more,
             chunk: prompts.0,
@@ -76,6 +78,7 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
             max_running,
             max_waiting: 1000,
             context_tokens: 1000,
+            local_tokens: prompts.2,
             order,
             cache,
             swap,

@@ -231,6 +231,7 @@ fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, Work
         max_running: config.max_running,
         max_waiting: config.max_waiting,
         context_tokens: wanted,
+        local_tokens: config.local_prefill,
         order: config.order.order(config.overtakes),
         cache: cache(config, blocks),
         swap: SwapConfig::default(),

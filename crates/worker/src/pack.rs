@@ -118,6 +118,7 @@ mod tests {
             max_running: 3,
             max_waiting: 3,
             context_tokens: 150,
+            local_tokens: 0,
             order: Order::Priority { overtakes: 3 },
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),

@@ -163,6 +163,7 @@ mod tests {
             max_running: 2,
             max_waiting: 2,
             context_tokens: 16,
+            local_tokens: 0,
             order: Order::default(),
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),

@@ -17,6 +17,7 @@ pub const LIMITS: EngineConfig = EngineConfig {
     max_running: 8,
     max_waiting: 8,
     context_tokens: 1000,
+    local_tokens: 1,
     order: Order::Fcfs,
     cache: CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru },
     swap: SwapConfig { bytes: 0, rates: SwapRates { copy_bytes_per_second: 0, prefill_tokens_per_second: 0 } },

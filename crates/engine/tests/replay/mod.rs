@@ -84,6 +84,7 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
         max_running: RUNNING,
         max_waiting: RUNNING,
         context_tokens: 1 << 20,
+        local_tokens: 0,
         order: Order::Fcfs,
         cache,
         swap: SwapConfig::default(),
