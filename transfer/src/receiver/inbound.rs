@@ -321,3 +321,6 @@ impl Inbound {
         TransferError::broken(self.peer, malformed)
     }
 }
+
+#[cfg(test)]
+mod tests;
