@@ -1,18 +1,28 @@
 #!/bin/sh
 # All that is checked and measured on a GPU, in two parts, since a machine with one may have no compiler:
 #
-#   tests/gpu.sh pack DIR    here: compiles the kernels and the programs, and puts what is needed into DIR
-#   DIR/gpu.sh run           on the machine with the GPU: conformance of every operation, logits of every architecture against the CPU's,
-#                            then the table of bandwidths and products; output in DIR/out as well
-#   tests/gpu.sh host        the table with the kernels compiled for this processor: that the program works, not how fast
+#   tests/gpu.sh pack DIR       here: compiles the kernels and the programs, and puts what is needed into DIR (at most 64 MiB)
+#   DIR/gpu.sh run [PART…]      on the machine with the GPU: every part, or those named, each within minutes; what they say, what they
+#                               measure and a table of it in $OUT, by default DIR/out
+#   tests/gpu.sh host           the same programs at small sizes with the kernels compiled for this processor: that they work, not how fast
+#
+# Parts: conformance (of every operation), models (logits of every architecture against the CPU's), sanitizer (conformance again under
+# compute-sanitizer), kernels (bandwidth, products, attention), engine (steps of Llama-3.1-8B's shape), peer (the same under PyTorch and
+# transformers), cluster (prefill and decode as processes, split against whole), handoff (8,192 tokens). The table has all that is in $OUT.
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
+PARTS="conformance models kernels engine peer cluster handoff sanitizer"
+LLAMA=random:llama-3.1-8b
+STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
 
-# The programs: the example, and the test of whole models by the name that cargo gave it.
 programs() {
-    cargo build "$@" -p baton-kernels --example gpu
-    said=$(cargo test "$@" -p baton-tests --test cuda --no-run 2>&1) || { echo "$said" >&2; return 1; }
+    cargo build "$@" --workspace --example gpu --bin baton
+}
+
+# The test of whole models, by the name that cargo gives it.
+test_program() {
+    said=$(cargo test "$@" --workspace --test cuda --no-run 2>&1) || { echo "$said" >&2; return 1; }
     echo "$said" | sed -n 's/.*(\(.*\/deps\/cuda-[0-9a-f]*\)).*/\1/p'
 }
 
@@ -24,54 +34,129 @@ libraries() {
     export LD_LIBRARY_PATH="$(dirname "$found")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
+# A part that the machine has no tool for is left out, and that is said.
+lacks() {
+    echo "left out: this machine has no $1"
+}
+
+measure_engine() {
+    for how in "" --invariant; do
+        # shellcheck disable=SC2086
+        "$here/baton" bench engine --backend cuda $how --model $LLAMA --json --chunk 8192 --context 1024 --decode-steps 32 \
+            --metrics $STEPS >"$out/engine${how#-}.jsonl"
+    done
+}
+
+part() {
+    case $1 in
+    conformance) "$here/gpu" conformance ;;
+    models) "$here/models" on_a_gpu --nocapture ;;
+    sanitizer)
+        tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+        if [ -n "$tool" ]; then timeout 540 "$tool" --error-exitcode 9 "$here/gpu" conformance; else lacks compute-sanitizer; fi
+        ;;
+    kernels) "$here/gpu" bench --json >"$out/kernels.jsonl" ;;
+    engine) measure_engine ;;
+    peer)
+        if python3 -c 'import torch, transformers' 2>/dev/null; then
+            python3 "$here/gpu-programs/peer.py" --context 1024 --prefill 8192 >"$out/peer.jsonl"
+        else
+            lacks "PyTorch and transformers"
+        fi
+        ;;
+    cluster)
+        : >"$out/cluster.jsonl"
+        for model in random:tiny random:smollm2-135m; do
+            python3 "$here/gpu-programs/cluster.py" "$here/baton" --model $model --log "$out/cluster.log" >>"$out/cluster.jsonl"
+        done
+        ;;
+    handoff)
+        # GPU to GPU where workers know that way, else through the host's memory.
+        BATON_CHUNK=2048 BATON_TOKEN_BUDGET=2048 BATON_PACK_TOKENS=2048 python3 "$here/gpu-programs/cluster.py" "$here/baton" \
+            --model $LLAMA --handoff 8192 --log "$out/handoff.log" >"$out/handoff.jsonl"
+        ;;
+    table) python3 "$here/gpu-programs/table.py" "$out" | tee "$out/table.md" ;;
+    *) echo "gpu.sh: no part $1; there are: $PARTS" >&2; return 2 ;;
+    esac
+}
+
 case $mode in
 pack)
     [ $# = 2 ] || { echo "usage: tests/gpu.sh pack DIR" >&2; exit 2; }
     root=$(dirname "$here")
     mkdir -p "$2"
+    set -- pack "$(cd "$2" && pwd)"
     "$root/kernels/cuda/build"
-    models=$(cd "$root" && programs --release)
-    cp "$root/target/release/examples/gpu" "$2/gpu"
+    cd "$root"
+    programs --release
+    models=$(test_program --release)
+    cp "$root/target/release/examples/gpu" "$root/target/release/baton" "$2/"
     cp "$root/$models" "$2/models"
+    strip "$2/gpu" "$2/baton" "$2/models"
+    gzip -f "$2/gpu" "$2/baton" "$2/models"
     # Reference data lies where the test was built.
-    rm -rf "$2/references"
+    rm -rf "$2/references" "$2/gpu-programs"
     cp -r "$here/references" "$2/references"
+    cp -r "$here/gpu" "$2/gpu-programs"
     echo "$here" >"$2/built-at"
     cp "$here/gpu.sh" "$2/gpu.sh"
-    strip "$2/gpu" "$2/models"
-    du -sh "$2"
+    size=$(du -sm "$2" | cut -f 1)
+    echo "$2: $size MiB"
+    [ "$size" -le 64 ] || { echo "gpu.sh: more than the 64 MiB that may be carried" >&2; exit 1; }
     ;;
 run)
+    shift
     libraries
+    out=${OUT:-$here/out}
+    mkdir -p "$out"
+    for program in gpu baton models; do
+        [ ! -e "$here/$program.gz" ] || gunzip -f "$here/$program.gz"
+    done
     built=$(cat "$here/built-at")
     if [ ! -e "$built" ]; then
         mkdir -p "$(dirname "$built")"
         ln -s "$here" "$built"
     fi
-    mkdir -p "$here/out"
     status=0
-    for part in "gpu conformance" "models on_a_gpu --nocapture" "gpu bench"; do
+    for part in ${*:-$PARTS} table; do
         echo "== $part"
-        # shellcheck disable=SC2086
-        "$here"/$part >"$here/out/last" 2>&1 || status=1
-        cat "$here/out/last"
-        cat "$here/out/last" >>"$here/out/log"
+        # A part has a shell of its own, which ends at its first failure; the others go on.
+        OUT="$out" sh "$here/gpu.sh" part "$part" >"$out/$part.log" 2>&1 && said=ok || said=FAILED
+        [ $said = ok ] || status=1
+        tail -n 40 "$out/$part.log"
+        echo "== $part: $said"
+        echo "$part: $said" >"$out/$part.verdict"
     done
     exit $status
+    ;;
+part)
+    out=$OUT
+    part "$2"
     ;;
 host)
     root=$(dirname "$here")
     cd "$root"
-    programs >/dev/null
+    programs
     # Conformance and models on the host are among the tests already.
-    target/debug/examples/gpu bench --host
+    out=$(mktemp -d)
+    trap 'rm -rf "$out"' EXIT
+    target/debug/examples/gpu bench --host --json >"$out/kernels.jsonl"
+    target/debug/baton bench engine --model random:tiny --json --no-profile --chunk 64 --decode-steps 4 \
+        --metrics prefill_64,decode_1,decode_2 >"$out/engine.jsonl"
+    python3 "$here/gpu/cluster.py" target/debug/baton --backend cpu --model random:tiny --log "$out/log" >"$out/cluster.jsonl"
+    python3 "$here/gpu/cluster.py" target/debug/baton --backend cpu --model random:tiny --handoff 1500 --log "$out/log" \
+        >"$out/handoff.jsonl"
+    if python3 -c 'import torch, transformers' 2>/dev/null; then
+        python3 "$here/gpu/peer.py" --tiny --context 32 --prefill 64 --steps 4 --batches 1,2 >"$out/peer.jsonl"
+    fi
+    python3 "$here/gpu/table.py" "$out"
     # On a host without a GPU: an error, no panic.
     if [ ! -e /dev/nvidiactl ]; then
         if target/debug/examples/gpu bench; then exit 1; fi
     fi
     ;;
 *)
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -3,6 +3,7 @@
 //!     cargo run --release -p baton-kernels --example gpu -- conformance
 //!     cargo run --release -p baton-kernels --example gpu -- bench
 //!
+//! Each figure is the median of several rounds. With `--json` a line is an object, which `tests/gpu/table.py` makes a table of.
 //! With `--host` the kernels compiled for this processor stand in for the device, in sizes that take seconds: that checks the
 //! program, its figures mean nothing.
 
@@ -57,6 +58,7 @@ struct Sizes {
     /// Tokens of a prompt.
     prompt: &'static [usize],
     repeats: u32,
+    json: bool,
 }
 
 const FULL: Sizes = Sizes {
@@ -68,6 +70,7 @@ const FULL: Sizes = Sizes {
     decode: &[(1, 1024), (1, 8192), (8, 8192), (64, 2048), (64, 8192), (256, 2048)],
     prompt: &[512, 2048, 8192],
     repeats: 20,
+    json: false,
 };
 
 const SMALL: Sizes = Sizes {
@@ -79,26 +82,29 @@ const SMALL: Sizes = Sizes {
     decode: &[(2, 300)],
     prompt: &[40],
     repeats: 1,
+    json: false,
 };
 
 const HEAD_DIM: usize = 128;
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let host = args.iter().any(|arg| arg == "--host");
-    let named: Vec<&str> = args.iter().map(String::as_str).filter(|arg| *arg != "--host").collect();
+    let flag = |name: &str| args.iter().any(|arg| arg == name);
+    let (host, json) = (flag("--host"), flag("--json"));
+    let named: Vec<&str> = args.iter().map(String::as_str).filter(|arg| !arg.starts_with("--")).collect();
+    let (full, small) = (Sizes { json, ..FULL }, Sizes { json, ..SMALL });
     let outcome = match (named.as_slice(), host) {
         (["conformance"], false) => Driver::open(0).map(conform),
-        (["bench"], false) => Driver::open(0).and_then(|device| bench(Arc::new(device), &FULL)),
+        (["bench"], false) => Driver::open(0).and_then(|device| bench(Arc::new(device), &full)),
         (["bench"], true) => match HostDevice::for_tests() {
-            Some(device) => bench(Arc::new(device), &SMALL),
+            Some(device) => bench(Arc::new(device), &small),
             None => Ok(()),
         },
         (["conformance"], true) => {
             HostDevice::for_tests().into_iter().for_each(conform);
             Ok(())
         }
-        _ => Err(KernelError::NoDevice("usage: gpu conformance|bench [--host]".to_owned())),
+        _ => Err(KernelError::NoDevice("usage: gpu conformance|bench [--host] [--json]".to_owned())),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -122,14 +128,23 @@ fn conform<D: Device>(device: D) {
 fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let of = device.properties().clone();
     let (major, minor) = of.capability;
-    println!("{} (sm_{major}{minor}, {} multiprocessors, {} GiB)", of.name, of.multiprocessors, of.memory >> 30);
+    let device_is =
+        format!("{} (sm_{major}{minor}, {} multiprocessors, {} GiB)", of.name, of.multiprocessors, of.memory >> 30);
+    if sizes.json {
+        println!(r#"{{"device": "{device_is}"}}"#)
+    } else {
+        println!("{device_is}")
+    }
     add(&device, sizes)?;
     products(&device, sizes)?;
     decode(&device, sizes)?;
     prefill(&device, sizes)
 }
 
-/// Seconds of one of `repeats` runs, after one that does not count.
+/// Rounds whose median is taken.
+const ROUNDS: usize = 5;
+
+/// Seconds of one run: the median of rounds of `repeats` runs each, after one that does not count.
 fn timed<D: Device>(
     backend: &mut CudaBackend<D>,
     repeats: u32,
@@ -137,15 +152,40 @@ fn timed<D: Device>(
 ) -> Result<f64, KernelError> {
     run(backend);
     backend.finish()?;
-    let began = Instant::now();
-    (0..repeats).for_each(|_| run(backend));
-    backend.finish()?;
-    Ok(began.elapsed().as_secs_f64() / f64::from(repeats))
+    let mut rounds = [0.0; ROUNDS];
+    for seconds in &mut rounds {
+        let began = Instant::now();
+        (0..repeats).for_each(|_| run(backend));
+        backend.finish()?;
+        *seconds = began.elapsed().as_secs_f64() / f64::from(repeats);
+    }
+    rounds.sort_by(f64::total_cmp);
+    Ok(rounds[ROUNDS / 2])
 }
 
-/// Gigabytes, or gigaflops, a second.
-fn giga(count: usize, seconds: f64) -> f64 {
-    count as f64 / seconds / 1e9
+/// What was measured, and how much of it a run does.
+struct Figure {
+    what: &'static str,
+    case: String,
+    seconds: f64,
+    /// Bytes that must be read or written at least; 0 where operations are what counts.
+    bytes: usize,
+    operations: usize,
+}
+
+impl Figure {
+    fn print(&self, sizes: &Sizes) {
+        let Figure { what, case, seconds, bytes, operations } = self;
+        if sizes.json {
+            println!(
+                r#"{{"what": "{what}", "case": "{case}", "seconds": {seconds:e}, "bytes": {bytes}, "operations": {operations}}}"#
+            );
+            return;
+        }
+        let rate = |count: usize| count as f64 / seconds / 1e9;
+        let (giga, tera) = (rate(*bytes), rate(*operations) / 1e3);
+        println!("{what:<8} {case:<34} {giga:9.1} GB/s {tera:9.2} TFLOP/s {:11.1} us", seconds * 1e6);
+    }
 }
 
 fn geometry(sizes: &Sizes, layers: u32, blocks: u32) -> PoolGeometry {
@@ -160,7 +200,8 @@ fn add<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), CudaOptions::default())?;
     let (mut x, y) = (backend.buffer(sizes.floats)?, backend.buffer(sizes.floats)?);
     let seconds = timed(&mut backend, sizes.repeats, |b| b.add(&mut x, &y, sizes.floats))?;
-    println!("memory: x += y                  {:9.1} GB/s", giga(sizes.floats * 12, seconds));
+    let case = format!("x += y, {} floats", sizes.floats);
+    Figure { what: "memory", case, seconds, bytes: sizes.floats * 12, operations: 0 }.print(sizes);
     Ok(())
 }
 
@@ -176,9 +217,9 @@ fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError
             let seconds = timed(&mut backend, sizes.repeats, |b| {
                 b.matmul(Input { x: &x, rows, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
             })?;
-            let (tera, bytes) =
-                (giga(2 * rows * outs * cols, seconds) / 1e3, outs * cols * 2 + rows * (cols + outs) * 4);
-            println!("product {outs:6} x {cols:6}, {rows:5} rows {tera:9.1} TFLOP/s {:9.1} GB/s", giga(bytes, seconds));
+            let (operations, bytes) = (2 * rows * outs * cols, outs * cols * 2 + rows * (cols + outs) * 4);
+            let case = format!("{outs} x {cols}, {rows} rows");
+            Figure { what: "product", case, seconds, bytes, operations }.print(sizes);
         }
     }
     Ok(())
@@ -204,11 +245,8 @@ fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> 
         }
         let seconds = attention(device, sizes, &batch, each * sequences as u32)?;
         let bytes = sequences * (behind + 1) * sizes.kv_heads * HEAD_DIM * 2 * 2;
-        println!(
-            "decode {sequences:4} x {behind:6} tokens    {:9.1} GB/s {:9.1} us",
-            giga(bytes, seconds),
-            seconds * 1e6
-        );
+        let case = format!("{sequences} x {behind} tokens");
+        Figure { what: "decode", case, seconds, bytes, operations: 0 }.print(sizes);
     }
     Ok(())
 }
@@ -221,11 +259,7 @@ fn prefill<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError>
         let seconds = attention(device, sizes, &batch, blocks)?;
         // Two products for each pair of a query and a key it sees.
         let operations = 4 * sizes.heads * HEAD_DIM * tokens * (tokens + 1) / 2;
-        println!(
-            "prefill {tokens:6} tokens          {:9.1} TFLOP/s {:9.1} us",
-            giga(operations, seconds) / 1e3,
-            seconds * 1e6
-        );
+        Figure { what: "prefill", case: format!("{tokens} tokens"), seconds, bytes: 0, operations }.print(sizes);
     }
     Ok(())
 }

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, HostDevice, Recorded, Recorder};
+use baton_model::{Footprint, Limits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
-use baton_types::{SamplingParams, TokenOut};
+use baton_types::{PoolGeometry, SamplingParams, TokenOut};
 
 /// How far the farthest logit may be from the CPU's, in standard deviations of its row. Of the fifteen models the middle one has 0.09 and
 /// the last 0.24: weights and activations of every product are rounded to 8 bits, and the models are narrow.
@@ -46,6 +47,17 @@ fn run<B: baton_kernels::Backend>(model: &mut Local<B>, vocab: u32, forced: Opti
         forced.and_then(|run| run.tokens[place].get(index as usize)).map(|token| token.id)
     })?;
     Ok(Run { logits, tokens })
+}
+
+/// Where the KV of a model lies, with [`OPTIONS`].
+fn pool(model: &Model) -> PoolGeometry {
+    PoolGeometry::uniform(kv_layout(model.config(), model.fingerprint(), OPTIONS.kv, 16), OPTIONS.blocks)
+}
+
+/// What the model was foreseen to take beside that.
+fn footprint(model: &Model) -> Footprint {
+    let (tokens, context) = (OPTIONS.budget as usize, 128);
+    Footprint::of(model, &pool(model).layout, Limits { tokens, samples: 4, context, table_entries: 0 })
 }
 
 /// The largest difference of two rows, in standard deviations of the second.
@@ -108,6 +120,10 @@ fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<()> {
             assert_eq!(best(got), best(want), "the greedy token where no other is near");
         }
     }
+    let footprint = footprint(&model);
+    let taken = device.live_bytes() - pool(&model).bytes() as u64;
+    let known = footprint.weights + footprint.activations;
+    assert!((known..=footprint.total()).contains(&taken), "{taken} bytes beside the pool, foreseen: {footprint:?}");
     println!("logits within {far:.4} standard deviations");
     assert!(far < FAR, "logits {far} standard deviations apart");
 

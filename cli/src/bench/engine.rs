@@ -1,15 +1,17 @@
 //! `baton bench engine`: tokens a second of the model and engine in this process, without workers or sockets, and where the
 //! time goes ([`super::profile`]).
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context;
 use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix, Start, Time};
+use baton_kernels::cuda::{CudaOptions, Driver};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
 use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{Loaded, WorkerConfig, load_on, open_model};
+use baton_worker::{KvType, Loaded, WorkerConfig, load_on, load_on_gpu, open_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use super::profile::{Profiler, print_ceilings};
@@ -23,6 +25,20 @@ pub fn command() -> Command {
         .about("Tokens a second of prefill and decode, in one process")
         .arg(Arg::new("model").long("model").default_value("smollm2").help("A name, a path, org/name on the hub, or random:NAME"))
         .args(crate::fetch::args())
+        .arg(
+            Arg::new("backend")
+                .long("backend")
+                .default_value("cpu")
+                .value_parser(["cpu", "cuda"])
+                .help("What computes: the CPU, or this host's first GPU, which is not profiled"),
+        )
+        .arg(
+            Arg::new("invariant")
+                .long("invariant")
+                .action(ArgAction::SetTrue)
+                .help("On a GPU: the same bits however prompts are cut, as workers compute"),
+        )
+        .arg(number("chunk", "512", "Most tokens of a prompt computed in a step, and of all of them"))
         .arg(
             Arg::new("threads")
                 .long("threads")
@@ -71,8 +87,6 @@ pub fn command() -> Command {
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("One JSON object a line"))
 }
 
-/// Most tokens of a prompt computed in a step, and of all of them.
-const CHUNK: u32 = 512;
 /// Last tokens of its prompt that a sequence has for itself when the rest is shared.
 const OWN: u32 = 16;
 
@@ -103,6 +117,15 @@ impl Metric {
     }
 }
 
+/// The most sequences that run at once, at least as many as a worker takes by itself.
+fn together(metrics: &[(&String, Metric)]) -> u32 {
+    let sequences = metrics.iter().map(|(_, metric)| match metric {
+        Metric::Prefill(_) => 1,
+        Metric::Decode(n) | Metric::Sampled(n) | Metric::Shared(n) => *n,
+    });
+    sequences.max().unwrap_or(1).max(WorkerConfig::default().max_running)
+}
+
 struct Bench {
     engine: Engine,
     runner: Box<dyn ModelRunner>,
@@ -110,19 +133,30 @@ struct Bench {
     vocab: u32,
     /// Of the sequences to come.
     temperature: f32,
+    chunk: u32,
     events: Vec<Event>,
     out: Vec<TokenOut>,
 }
 
 /// Measures and prints.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
+    let number = |name| matches.get_one(name).copied().with_context(|| format!("--{name}"));
+    let (steps, context, chunk) = (number("decode-steps")?, number("context")?, number("chunk")?);
+    anyhow::ensure!(context > 0, "--context 0: a sequence has at least one token behind it");
+    anyhow::ensure!(chunk > 0, "--chunk 0: a step has at least one token");
+    let named = matches.get_many::<String>("metrics").into_iter().flatten();
+    let metrics = named.map(|name| Ok((name, Metric::parse(name)?))).collect::<anyhow::Result<Vec<_>>>()?;
+    let gpu = matches.get_one::<String>("backend").is_some_and(|backend| backend == "cuda");
     let config = WorkerConfig {
         model: matches.get_one::<String>("model").cloned().unwrap_or_default(),
         fetch: crate::fetch::settings(matches)?,
         threads: matches.get_one("threads").copied(),
         pin_threads: matches.get_flag("pin-threads"),
-        kv_memory: Some(Bytes::gib(2)),
-        chunk: CHUNK,
+        kv_memory: (!gpu).then(|| Bytes::gib(2)),
+        kv_type: if gpu { KvType::Bf16 } else { KvType::F16 },
+        chunk,
+        token_budget: chunk.max(together(&metrics)),
+        max_running: together(&metrics),
         ..WorkerConfig::default()
     };
     let json = matches.get_flag("json");
@@ -134,13 +168,13 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         print_ceilings(&ceilings()?, json);
         return Ok(());
     }
-    let named = matches.get_many::<String>("metrics").into_iter().flatten();
-    let metrics = named.map(|name| Ok((name, Metric::parse(name)?))).collect::<anyhow::Result<Vec<_>>>()?;
-    let number = |name| matches.get_one(name).copied().with_context(|| format!("--{name}"));
-    let (steps, context) = (number("decode-steps")?, number("context")?);
-    anyhow::ensure!(context > 0, "--context 0: a sequence has at least one token behind it");
     let model = open_model(&config)?;
-    let mut bench = if matches.get_flag("no-profile") {
+    let mut bench = if gpu {
+        let device = Arc::new(Driver::open(0)?);
+        let options = CudaOptions { invariant: matches.get_flag("invariant") };
+        let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
+        Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
+    } else if matches.get_flag("no-profile") {
         let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, |backend, _| backend)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
     } else {
@@ -185,9 +219,10 @@ impl Bench {
         profiler: Option<Profiler>,
         model: &Model,
     ) -> anyhow::Result<Bench> {
+        let chunk = engine.chunk;
         let engine = Engine::new(engine, geometry)?;
         let vocab = model.config().vocab_size;
-        Ok(Bench { engine, runner, profiler, vocab, temperature: 0.0, events: Vec::new(), out: Vec::new() })
+        Ok(Bench { engine, runner, profiler, vocab, chunk, temperature: 0.0, events: Vec::new(), out: Vec::new() })
     }
 
     /// Measuring begins.
@@ -239,7 +274,7 @@ impl Bench {
     /// are the same.
     fn decode(&mut self, batch: u32, steps: u32, context: u32, common: u32) -> anyhow::Result<f64> {
         // The first go on while the last are computed, an eighth of a chunk at a time at least.
-        let most = steps + batch * context.div_ceil(CHUNK / 8);
+        let most = steps + batch * context.div_ceil((self.chunk / 8).max(1));
         let submit = |salt| self.submit(context, common, most, salt);
         let sequences = (0..batch).map(submit).collect::<Result<Vec<_>, _>>()?;
         while self.step()? < batch as usize {}

@@ -52,14 +52,15 @@ fn activations(config: &ModelConfig, layout: &KvLayout, limits: Limits) -> u64 {
         + queries * wide(config.q_size())
         + 2 * wide(config.kv_size())
         + 2 * wide(config.intermediate_size);
-    let sample = wide(config.hidden_size) + wide(config.vocab_size);
+    // Logits, and what they were before penalties.
+    let sample = wide(config.hidden_size) + 2 * wide(config.vocab_size);
     4 * (limits.tokens as u64 * row + limits.samples as u64 * sample)
 }
 
-/// A product's input as bf16, in a buffer of a power of two.
+/// A product's input as bf16.
 fn operands(config: &ModelConfig, limits: Limits) -> u64 {
     let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size());
-    (limits.tokens as u64 * u64::from(widest) * 2).next_power_of_two()
+    limits.tokens as u64 * u64::from(widest) * 2
 }
 
 #[cfg(test)]
@@ -79,7 +80,7 @@ mod tests {
         // 8.03e9 weights, the norms' among them at twice the bytes, and 8,192 rotations of 64 pairs.
         assert_eq!(footprint.weights, 8_030_261_248 * 2 + 65 * 4096 * 2 + 8192 * 128 * 4);
         // x, out, q, attended: 4,096 wide; k, v: 1,024; gate, up: 14,336.
-        assert_eq!(footprint.activations, 4 * (2048 * (4 * 4096 + 2 * 1024 + 2 * 14_336) + 16 * (4096 + 128_256)));
-        assert_eq!(footprint.workspace, (64 << 20) + OTHERS);
+        assert_eq!(footprint.activations, 4 * (2048 * (4 * 4096 + 2 * 1024 + 2 * 14_336) + 16 * (4096 + 2 * 128_256)));
+        assert_eq!(footprint.workspace, 2048 * 14_336 * 2 + OTHERS);
     }
 }

@@ -21,6 +21,9 @@ use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
+
+/// The same on a GPU, at most: it chooses all tokens of a step together.
+const GPU_SAMPLES: usize = 256;
 /// Blocks copied to see how fast copies are: more than caches hold, few enough not to be noticed.
 const MEASURED_BLOCKS: u32 = 64;
 /// Memory of a pool on the host, unless it is set.
@@ -186,21 +189,30 @@ enum Place {
     Gpu(GpuMemory),
 }
 
+/// Sequences whose logits are computed together, there.
+fn samples(config: &WorkerConfig, place: Place) -> usize {
+    match place {
+        Place::Host => SAMPLES,
+        Place::Beside(_) | Place::Gpu(_) => (config.max_running as usize).clamp(SAMPLES, GPU_SAMPLES),
+    }
+}
+
 /// Blocks of the pool.
 fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: Place) -> Result<u32, WorkerError> {
     let budget = |gpu| {
         let context = config.context.unwrap_or(model.config().context_length) as usize;
-        let limits = Limits { tokens: config.token_budget as usize, samples: SAMPLES, context, table_entries: 0 };
+        let limits =
+            Limits { tokens: config.token_budget as usize, samples: samples(config, place), context, table_entries: 0 };
         Budget { gpu, fraction: config.gpu_memory_fraction, footprint: Footprint::of(model, layout, limits) }
     };
-    match place {
-        Place::Host => {}
-        Place::Beside(gpu) => budget(gpu).model_fits()?,
-        Place::Gpu(gpu) => return budget(gpu).blocks(layout, config.kv_memory),
+    if let Place::Beside(gpu) = place {
+        budget(gpu).model_fits()?;
     }
-    let per_block = block_bytes(layout);
-    let kv_memory = config.kv_memory.unwrap_or(KV_MEMORY);
-    let blocks = most_blocks(kv_memory.0, per_block);
+    let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
+    let blocks = match place {
+        Place::Host | Place::Beside(_) => most_blocks(kv_memory.0, per_block),
+        Place::Gpu(gpu) => budget(gpu).blocks(layout, config.kv_memory)?,
+    };
     let least = format!("at least {per_block} bytes, one block of this model");
     check(blocks >= 1, "kv_memory", kv_memory, least)?;
     Ok(blocks)
@@ -214,9 +226,15 @@ fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, Work
     let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.block_size) <= blocks);
     let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.block_size) };
     let wanted = stream(config, most, held)?;
+    if let Place::Gpu(_) = place {
+        let must = format!(
+            "at most {held} tokens, which the KV pool holds; raise gpu_memory_fraction or kv_memory, or take a smaller kv_type"
+        );
+        check(wanted <= held, "context", wanted, must)?;
+    }
     let limits = Limits {
         tokens: config.token_budget as usize,
-        samples: SAMPLES,
+        samples: samples(config, place),
         context: wanted as usize,
         // Sequences may share all their blocks.
         table_entries: config.max_running as usize * wanted.div_ceil(config.block_size).min(blocks) as usize,
@@ -264,10 +282,11 @@ pub fn load_on_gpu<D: Device>(
     config: &WorkerConfig,
     model: &Model,
     device: Arc<D>,
+    options: CudaOptions,
 ) -> Result<(Decoder<CudaBackend<D>>, PoolGeometry, EngineConfig), WorkerError> {
     let memory = GpuMemory::of(&*device).map_err(ModelError::from)?;
     let Plan { geometry, limits, engine } = plan(config, model, Place::Gpu(memory))?;
-    let backend = CudaBackend::new(device, geometry.clone(), CudaOptions::default()).map_err(ModelError::from)?;
+    let backend = CudaBackend::new(device, geometry.clone(), options).map_err(ModelError::from)?;
     Ok((Decoder::load(model, &geometry.layout, backend, limits)?, geometry, engine))
 }
 
@@ -337,6 +356,7 @@ fn copy_rate<B: Backend>(backend: &mut B, geometry: &PoolGeometry, host_blocks: 
 
 #[cfg(test)]
 mod tests {
+    use baton_model_files::RandomModel;
     use baton_types::{KvDtype, KvGroup, PROTOCOL_VERSION};
 
     use super::*;
@@ -354,6 +374,29 @@ mod tests {
         assert_eq!(config(priority, Some(2000), 100).unwrap(), 1000);
         let error = config(priority, None, 101).unwrap_err();
         assert!(error.to_string().starts_with("max_kept_percent is 101"), "{error}");
+    }
+
+    #[test]
+    fn a_pool_on_a_gpu_takes_what_the_model_leaves_and_must_hold_the_context() {
+        let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+        let place = Place::Gpu(GpuMemory { total: 1 << 30, free: 1 << 30 });
+        // 2 layers, 2 heads of 16, K and V, f16.
+        let block = 16 * 2 * 2 * 16 * 2 * 2;
+        let plan = |kv_memory, context, place| {
+            let config = WorkerConfig { kv_memory, context, ..WorkerConfig::default() };
+            plan(&config, &model, place).map(|plan| (plan.geometry.blocks[0], plan.limits.context, plan.limits.samples))
+        };
+        let (blocks, context, samples) = plan(None, None, place).unwrap();
+        let kv = u64::from(blocks) * block;
+        assert!(kv > 300 << 20 && kv < 410 << 20, "0.9 of 1 GiB but for the model and half a GiB: {kv}");
+        assert_eq!((context, samples), (2048, 64), "all sequences' logits together");
+        assert_eq!(plan(Some(Bytes(100 * block)), None, place).unwrap().0, 100);
+        assert_eq!(plan(None, None, Place::Host).unwrap(), ((512 << 20) / block as u32, 2048, SAMPLES));
+        let error = |kv, context| plan(Some(Bytes(kv)), context, place).unwrap_err().to_string();
+        let said = error(100 * block, Some(1601));
+        assert!(said.starts_with("context is 1601; it must be at most 1600 tokens"), "{said}");
+        assert!(error(block - 1, None).starts_with("kv_memory is "));
+        assert!(error(1 << 30, None).contains("lower kv_memory"));
     }
 
     #[test]

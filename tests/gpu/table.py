@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""One markdown table of what was measured on a GPU: each figure beside the limit that was measured in the same run, and its goal.
+
+    table.py DIR        reads DIR/*.jsonl as the other programs write them and DIR/*.verdict of what was checked, and prints
+"""
+
+import json
+import pathlib
+import sys
+
+# Llama 3.1 8B: what a decode step must read at least. The embedding is read a row a token.
+LAYERS, HIDDEN, INNER, KV, VOCAB = 32, 4096, 14336, 1024, 128256
+WEIGHTS = 2 * (LAYERS * (2 * HIDDEN * HIDDEN + 2 * KV * HIDDEN + 3 * INNER * HIDDEN) + VOCAB * HIDDEN)
+KV_TOKEN = LAYERS * 2 * KV * 2
+CONTEXT = 1024
+# Sets of KV this large are not in any cache.
+UNCACHED = 256 << 20
+
+
+def read(folder):
+    """Records by the file they are in."""
+    files = {}
+    for path in sorted(pathlib.Path(folder).glob("*.jsonl")):
+        lines = [line for line in path.read_text().splitlines() if line.startswith("{")]
+        files[path.stem] = [json.loads(line) for line in lines]
+    return files
+
+
+class Table:
+    def __init__(self, files, verdicts):
+        self.files, self.verdicts, self.rows = files, verdicts, []
+        every = [record for records in files.values() for record in records]
+        rate = lambda what, unit: max((r[unit] / r["seconds"] for r in every if r.get("what") in what), default=0.0)
+        self.bandwidth = rate(("memory", "copy"), "bytes")
+        self.products = rate(("matmul",), "operations") or rate(("product",), "operations")
+
+    def row(self, what, case, value, ratio="", goal="", met=None):
+        verdict = "" if met is None else ("met" if met else "**not met**")
+        self.rows.append((what, case, value, ratio, goal, verdict))
+
+    def figures(self, name):
+        return self.files.get(name, [])
+
+    def limits(self):
+        for record in self.figures("kernels") + self.figures("peer"):
+            if record.get("what") in ("memory", "copy"):
+                self.row("memory bandwidth", record["case"], f"{record['bytes'] / record['seconds'] / 1e9:.0f} GB/s")
+            if record.get("what") == "matmul":
+                self.row("bf16 product", record["case"], f"{record['operations'] / record['seconds'] / 1e12:.0f} TFLOP/s")
+
+    def kernels(self):
+        for record in self.figures("kernels"):
+            what, case, seconds = record.get("what"), record.get("case"), record.get("seconds")
+            if what == "decode" and self.bandwidth:
+                rate = record["bytes"] / seconds
+                share = rate / self.bandwidth
+                # What fits in a cache may be faster than memory, and is no measure of it.
+                counts = record["bytes"] >= UNCACHED
+                self.row("decode attention", case, f"{rate / 1e9:.0f} GB/s", f"{share:.2f} of bandwidth",
+                         "≥ 0.85" if counts else "in cache", share >= 0.85 if counts else None)
+            elif what in ("prefill", "product") and self.products:
+                rate = record["operations"] / seconds
+                share = rate / self.products
+                # Few rows are bound by the weight's bytes, short prompts by what is around the products.
+                counts = case.endswith((" 2048 rows", " 8192 rows")) or case == "8192 tokens"
+                self.row("prefill attention" if what == "prefill" else "GEMM", case, f"{rate / 1e12:.0f} TFLOP/s",
+                         f"{share:.2f} of product", "≥ 0.6" if counts else "", share >= 0.6 if counts else None)
+
+    def engine(self):
+        """Steps of the whole model, ours and the peer's."""
+        peer = {r["metric"]: r["value"] for r in self.figures("peer") if "metric" in r}
+        for file, name in (("engine", "Llama-3.1-8B"), ("engine-invariant", "Llama-3.1-8B, invariant")):
+            for record in self.figures(file):
+                metric, value = record.get("metric"), record.get("value")
+                if not metric:
+                    continue
+                kind, number = metric.split("_")[0], int(metric.split("_")[1])
+                beside = f", {value / peer[metric]:.2f} × transformers" if metric in peer else ""
+                if kind == "prefill":
+                    self.row(f"{name}, prefill", f"{number} tokens", f"{value:.0f} tokens/s, {number / value * 1e3:.0f} ms",
+                             beside.lstrip(", "))
+                elif self.bandwidth:
+                    step = number / value
+                    floor = (WEIGHTS + number * CONTEXT * KV_TOKEN) / self.bandwidth
+                    self.row(f"{name}, decode step", f"batch {number}, {CONTEXT} tokens behind", f"{step * 1e3:.2f} ms",
+                             f"{step / floor:.2f} × floor {floor * 1e3:.2f} ms{beside}", "≤ 1.2 ×", step / floor <= 1.2)
+        for metric, value in peer.items():
+            number = int(metric.split("_")[1])
+            step = number / value * 1e3
+            self.row("transformers", metric.replace("_", " "), f"{value:.0f} tokens/s, {step:.2f} ms")
+
+    def cluster(self):
+        for record in self.figures("cluster") + self.figures("handoff"):
+            if record.get("what") == "cluster":
+                count, same = record["answers"], record["same_logprobs"]
+                self.row("cluster, split = aggregated", f"{record['model']}, {record['handoffs']:.0f} handoffs",
+                         f"{same} of {count} answers the same, {record['same_text']} in text", "", "all", same == count)
+            if record.get("what") == "handoff" and record["transfer_seconds"]:
+                # Layers travel while later ones are computed: a lower bound of the rate, and what the client waits for beside it.
+                rate, share = record["bytes"] / record["transfer_seconds"], record["exposed_seconds"] / record["ttft_seconds"]
+                self.row("handoff", f"{record['model']}, {record['tokens']} tokens, {record['transport']}",
+                         f"≥ {rate / 1e9:.1f} GB/s beside computing, TTFT {record['ttft_seconds'] * 1e3:.0f} ms",
+                         f"not hidden: {share:.3f} of TTFT", "≤ 0.03", share <= 0.03)
+
+    def text(self):
+        for part in (self.limits, self.kernels, self.engine, self.cluster):
+            part()
+        device = next((r["device"] for r in self.figures("kernels") if "device" in r), "no device")
+        lines = [f"{device}; medians of rounds, for the engine the mean of a run.", "",
+                 "| what | case | measured | ratio | goal | |", "| --- | --- | --- | --- | --- | --- |"]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        lines += ["", "Parts: " + "; ".join(self.verdicts) + "."] if self.verdicts else []
+        for name in ("kernels", "engine", "engine-invariant", "peer", "cluster", "handoff"):
+            if not self.figures(name):
+                lines += ["", f"Not measured: {name}."]
+        return "\n".join(lines)
+
+
+def main():
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    verdicts = [path.read_text().strip() for path in sorted(pathlib.Path(sys.argv[1]).glob("*.verdict"))]
+    print(Table(read(sys.argv[1]), verdicts).text())
+
+
+if __name__ == "__main__":
+    main()
