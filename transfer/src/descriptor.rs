@@ -77,6 +77,12 @@ impl Descriptor {
         Some(matching)
     }
 
+    /// Layers of all blocks of the reservation.
+    pub(crate) fn layers(&self) -> u64 {
+        let groups = self.layout.groups.iter().zip(&self.counts);
+        groups.map(|(group, count)| group.layers.len() as u64 * u64::from(*count)).sum()
+    }
+
     /// Per group, the heads that travel.
     pub(crate) fn slices(&self) -> Vec<HeadSlice> {
         match self.heads.is_empty() {

@@ -11,6 +11,7 @@ mod outbound;
 mod paths;
 mod queue;
 mod session;
+mod turns;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};

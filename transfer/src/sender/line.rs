@@ -1,4 +1,4 @@
-//! What handoffs ask of their session, in order, and aborts that overtake it.
+//! What handoffs ask of their session, each in its order, and aborts that overtake it.
 //!
 //! Pure: no clock, no I/O, no threads. The queue keeps it under a lock, a simulation drives it bare.
 
@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, WorkerId};
 
+use super::turns::Turns;
 use super::{OnDone, TransferStats};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
@@ -23,6 +24,8 @@ pub struct Core {
     pub(crate) deadline: Instant,
     /// Blocks of the reservation per group.
     pub(crate) counts: Vec<u32>,
+    /// Layers of those blocks.
+    pub(crate) layers: u64,
     /// Heads that travel, per group.
     pub(crate) heads: Vec<HeadSlice>,
     /// Why it failed, once it has.
@@ -38,6 +41,7 @@ impl Core {
             peer: target.worker,
             deadline,
             counts: target.counts.clone(),
+            layers: target.layers(),
             heads: target.slices(),
             failure: OnceLock::new(),
         }
@@ -127,7 +131,7 @@ impl Op {
 pub struct Line {
     /// Handoffs to ask access for: before all else, so that none waits for another's and each one's time is watched.
     begins: VecDeque<Arc<Core>>,
-    ops: VecDeque<Op>,
+    ops: Turns,
     aborts: Vec<(Epoch, Quiet)>,
     /// Block writes in `ops`.
     blocks: usize,
@@ -147,7 +151,7 @@ impl Line {
     pub fn new(limits: Limits) -> Line {
         Line {
             begins: VecDeque::new(),
-            ops: VecDeque::new(),
+            ops: Turns::default(),
             aborts: Vec::new(),
             blocks: 0,
             live: BTreeSet::new(),
@@ -186,6 +190,7 @@ impl Line {
             return Err(TransferError::Limit { what: "handoffs to one worker", limit, asked });
         }
         self.live.insert(core.epoch);
+        self.ops.begin(core.epoch, core.layers);
         self.begins.push_back(core);
         Ok(())
     }
@@ -201,7 +206,7 @@ impl Line {
     /// A write for which there is room.
     pub fn write(&mut self, op: Op) {
         self.blocks += op.blocks();
-        self.ops.push_back(op);
+        self.ops.push(op);
     }
 
     /// A handoff's last op; it comes back with the reason when the session is over. The number of handoffs bounds these.
@@ -212,7 +217,7 @@ impl Line {
                 if self.live.contains(&epoch) {
                     self.completed.insert(epoch);
                 }
-                self.ops.push_back(Op::Complete { epoch, tail, done });
+                self.ops.push(Op::Complete { epoch, tail, done });
                 Ok(())
             }
         }
@@ -232,11 +237,10 @@ impl Line {
     pub fn forget(&mut self, epoch: Epoch) -> Option<Done> {
         let mut done = None;
         self.begins.retain(|core| core.epoch != epoch);
-        for op in std::mem::take(&mut self.ops) {
-            match op {
-                Op::Complete { done: callback, epoch: of, .. } if of == epoch => done = Some(callback),
-                op if op.epoch() == epoch => self.blocks -= op.blocks(),
-                op => self.ops.push_back(op),
+        for op in self.ops.forget(epoch) {
+            self.blocks -= op.blocks();
+            if let Op::Complete { done: callback, .. } = op {
+                done = Some(callback);
             }
         }
         done
@@ -252,12 +256,9 @@ impl Line {
         self.begins.pop_front()
     }
 
-    /// The oldest op, if `ready` says that its time has come.
-    pub fn next_if(&mut self, ready: impl FnOnce(&Op) -> bool) -> Option<Op> {
-        if !self.ops.front().is_some_and(ready) {
-            return None;
-        }
-        let op = self.ops.pop_front()?;
+    /// The next op, if `ready` says of any that its time has come.
+    pub fn next_if(&mut self, ready: impl Fn(&Op) -> bool) -> Option<Op> {
+        let op = self.ops.next(ready)?;
         self.blocks -= op.blocks();
         self.stalled = false;
         Some(op)
@@ -277,6 +278,6 @@ impl Line {
         self.live.clear();
         self.completed.clear();
         self.begins.clear();
-        (std::mem::take(&mut self.ops), std::mem::take(&mut self.aborts))
+        (self.ops.take(), std::mem::take(&mut self.aborts))
     }
 }

@@ -242,8 +242,8 @@ impl Outbound {
         Ok(Some(batch))
     }
 
-    /// Takes up the next op, in order: one whose handoff waits for access holds back the rest, since all wait for the same
-    /// peer, and so does a completion before all that it completes is flushed. False when there is none to take up now.
+    /// Takes up the next op: not one whose handoff waits for access, nor a completion before all that it completes is flushed.
+    /// False when there is none to take up now.
     pub fn next_op(&mut self, now: Instant, line: &mut Line) -> bool {
         // Their first ops may be here already.
         self.take_up(now, line);

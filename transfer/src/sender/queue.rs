@@ -156,7 +156,16 @@ mod tests {
 
     fn core(epoch: u64, deadline: Instant) -> Arc<Core> {
         let (epoch, failure) = (Epoch(epoch), OnceLock::new());
-        Arc::new(Core { epoch, key: 0, peer: WorkerId(1), deadline, counts: vec![4], heads: vec![], failure })
+        Arc::new(Core {
+            epoch,
+            key: 0,
+            peer: WorkerId(1),
+            deadline,
+            counts: vec![4],
+            layers: 4,
+            heads: vec![],
+            failure,
+        })
     }
 
     fn write(epoch: u64, blocks: u32) -> Op {

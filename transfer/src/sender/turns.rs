@@ -1,0 +1,149 @@
+//! Whose write goes next: that of the handoff with the least left, so that a short one does not wait behind a long prefix, and its
+//! decode begins. Each handoff's own requests keep their order, and with it its layers: the one decode needs first goes first.
+//!
+//! Shortest remaining first has the least mean time to completion; a handoff that others have overtaken [`OVERTAKES`] times goes
+//! before all of those, so none starves (I5). Pure: no clock, no I/O.
+
+use std::collections::VecDeque;
+
+use baton_types::Epoch;
+
+use super::line::Op;
+
+/// Requests, of 256 blocks of a layer at most, by which younger handoffs may overtake one.
+const OVERTAKES: u32 = 256;
+
+/// A handoff and what it asks for.
+struct Turn {
+    epoch: Epoch,
+    /// Layers of blocks that it has yet to have taken up.
+    left: u64,
+    ops: VecDeque<Op>,
+    overtaken: u32,
+}
+
+/// All handoffs of a session, the oldest first.
+#[derive(Default)]
+pub(super) struct Turns {
+    turns: Vec<Turn>,
+}
+
+impl Turns {
+    /// A handoff of so many layers of blocks begins.
+    pub(super) fn begin(&mut self, epoch: Epoch, left: u64) {
+        self.turns.push(Turn { epoch, left, ops: VecDeque::new(), overtaken: 0 });
+    }
+
+    /// It asks for something. One that is not known any more is told so soon.
+    pub(super) fn push(&mut self, op: Op) {
+        let epoch = op.epoch();
+        let at = self.turns.iter().position(|turn| turn.epoch == epoch).unwrap_or_else(|| {
+            self.begin(epoch, 0);
+            self.turns.len() - 1
+        });
+        self.turns[at].ops.push_back(op);
+    }
+
+    /// The next request, among those of which `ready` says that their time has come.
+    pub(super) fn next(&mut self, ready: impl Fn(&Op) -> bool) -> Option<Op> {
+        let is_ready = |turn: &&Turn| turn.ops.front().is_some_and(&ready);
+        let by_turn = |&(at, turn): &(usize, &Turn)| match turn.overtaken >= OVERTAKES {
+            true => (0, 0, at),
+            false => (1, turn.left, at),
+        };
+        let (at, _) = self.turns.iter().enumerate().filter(|(_, turn)| is_ready(turn)).min_by_key(by_turn)?;
+        for turn in &mut self.turns[..at] {
+            turn.overtaken += u32::from(turn.ops.front().is_some_and(&ready));
+        }
+        let turn = &mut self.turns[at];
+        let op = turn.ops.pop_front()?;
+        turn.left = turn.left.saturating_sub(op.blocks() as u64);
+        if matches!(op, Op::Complete { .. }) {
+            self.turns.remove(at);
+        }
+        Some(op)
+    }
+
+    /// A handoff asks for nothing any more; what it has asked for.
+    pub(super) fn forget(&mut self, epoch: Epoch) -> VecDeque<Op> {
+        let at = self.turns.iter().position(|turn| turn.epoch == epoch);
+        at.map(|at| self.turns.remove(at).ops).unwrap_or_default()
+    }
+
+    /// Everything that was asked for.
+    pub(super) fn take(&mut self) -> VecDeque<Op> {
+        std::mem::take(&mut self.turns).into_iter().flat_map(|turn| turn.ops).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::BlockId;
+
+    use super::*;
+    use crate::sender::Done;
+
+    fn write(epoch: u64, blocks: u32) -> Op {
+        let pairs = (0..blocks).map(|i| (BlockId(i), i)).collect();
+        Op::Write { epoch: Epoch(epoch), group: 0, layer: 0, pairs }
+    }
+
+    fn complete(epoch: u64) -> Op {
+        Op::Complete { epoch: Epoch(epoch), tail: vec![], done: Done::new(Box::new(|_| {})) }
+    }
+
+    fn order(turns: &mut Turns) -> Vec<u64> {
+        std::iter::from_fn(|| turns.next(|_| true)).map(|op| op.epoch().0).collect()
+    }
+
+    #[test]
+    fn what_is_nearly_done_goes_first_and_each_keeps_its_order() {
+        let mut turns = Turns::default();
+        turns.begin(Epoch(1), 100);
+        (0..3).for_each(|_| turns.push(write(1, 10)));
+        turns.begin(Epoch(2), 20);
+        turns.push(write(2, 10));
+        turns.push(write(2, 10));
+        turns.push(complete(2));
+        assert_eq!(order(&mut turns), [2, 2, 2, 1, 1, 1]);
+        // Of 30 and 70 left.
+        turns.begin(Epoch(3), 30);
+        turns.push(write(3, 30));
+        turns.push(write(1, 70));
+        turns.push(complete(1));
+        assert_eq!(order(&mut turns), [3, 1, 1]);
+        assert_eq!(turns.turns.len(), 1, "one is not complete");
+    }
+
+    #[test]
+    fn who_is_not_let_in_yet_holds_up_nobody() {
+        let mut turns = Turns::default();
+        turns.begin(Epoch(1), 10);
+        turns.begin(Epoch(2), 100);
+        turns.push(write(1, 10));
+        turns.push(write(2, 10));
+        let next = turns.next(|op| op.epoch() == Epoch(2)).map(|op| op.epoch());
+        assert_eq!(next, Some(Epoch(2)));
+        assert!(turns.next(|op| op.epoch() == Epoch(2)).is_none());
+        assert_eq!(turns.turns[0].overtaken, 0, "it could not have gone");
+        assert_eq!(turns.forget(Epoch(1)).len(), 1);
+        assert!(order(&mut turns).is_empty());
+    }
+
+    #[test]
+    fn the_longest_is_overtaken_only_so_often() {
+        let mut turns = Turns::default();
+        turns.begin(Epoch(0), u64::MAX);
+        turns.push(write(0, 1));
+        let mut before = 0;
+        for epoch in 1.. {
+            turns.begin(Epoch(epoch), 1);
+            turns.push(write(epoch, 1));
+            match turns.next(|_| true).map(|op| op.epoch().0) {
+                Some(0) => break,
+                _ => before += 1,
+            }
+        }
+        assert_eq!(before, OVERTAKES);
+    }
+}
