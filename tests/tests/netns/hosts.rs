@@ -59,6 +59,8 @@ impl Hosts {
         let baton = binary::command()?;
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &format!("{}-{role}", self.name)]).arg(baton.get_program()).arg(role).args(args);
+        // Every prompt is handed over, however short.
+        command.env("BATON_LOCAL_PREFILL", "1");
         command.stderr(File::create(self.dir.path().join(role))?);
         baton_runtime::die_with_parent(&mut command);
         self.processes.push((command.spawn()?, role));
