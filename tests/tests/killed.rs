@@ -1,6 +1,6 @@
 //! A prefill worker that is killed, or stands still for longer than anybody waits, while KV is on its way from it: no wrong token
-//! (I1, I2), an end for every request (I5), every block free again (I6), and no block that was reused changed by a worker that
-//! wakes up and believes it may still write (I3).
+//! (I1, I2), an answer to every request within the bound, since another worker is left (I5), every block free again (I6), and no
+//! block that was reused changed by a worker that wakes up and believes it may still write (I3).
 //!
 //! Each round strikes at a random moment of several prompts at once, and counts only when the decode worker had some but not
 //! all of a handoff. `BATON_TEST_ROUNDS=50 BATON_TEST_SEED=7 cargo test -p baton-tests --test killed -- --nocapture` for more.
@@ -44,10 +44,11 @@ fn strike(mut scene: Scene) {
         tries += 1;
         assert!(tries <= TRIES * rounds, "no handoff was cut in the middle: {}", scene.tally);
         let blow = if scene.tally.cut.is_multiple_of(2) { Blow::Kill } else { Blow::Stop };
+        let start = Instant::now();
         let asked = scene.ask_some();
         let before = scene.cluster.log().len();
         let Some(victim) = scene.moment() else {
-            scene.collect(asked);
+            scene.collect(asked, start);
             continue;
         };
         match blow {
@@ -66,7 +67,7 @@ fn kill(scene: &mut Scene, victim: &Worker, asked: Asked) {
     let watch = scene.watch();
     scene.cluster.signal(victim.pid, Signal::KILL).unwrap();
     let struck = Instant::now();
-    scene.collect(asked);
+    scene.collect(asked, struck);
     scene.until_all_free(struck, watch);
     // Another one was started in its place.
     scene.cluster.wait_idle().unwrap();
@@ -77,7 +78,7 @@ fn stop(scene: &mut Scene, victim: &Worker, asked: Asked) {
     scene.cluster.signal(victim.pid, Signal::STOP).unwrap();
     let mut struck = Instant::now();
     wait(|| stands_still(victim.pid).then_some(())).unwrap();
-    scene.collect(asked);
+    scene.collect(asked, struck);
     // Over TCP only the decode worker writes to its pool, so it takes the blocks back by itself. Otherwise those that the victim
     // may still write to stay aside for as long as it stands still.
     scene.until_only_aside();
@@ -86,8 +87,9 @@ fn stop(scene: &mut Scene, victim: &Worker, asked: Asked) {
         watch = scene.watch();
     }
     let before = scene.pool.bytes().unwrap();
+    let asked = Instant::now();
     let others = scene.ask_some();
-    scene.collect(others);
+    scene.collect(others, asked);
     let aside = scene.until_only_aside();
     scene.outlast_silence(struck);
     let stopped = scene.pool.bytes().unwrap();
