@@ -43,7 +43,9 @@ class Cluster:
         command = [args.baton, "up", "--model", args.model, "--backend", args.backend, "--transport", args.transport,
                    "--http", f"127.0.0.1:{self.http}", "--grpc", f"127.0.0.1:{grpc}", "--log", "info",
                    "--start-timeout", "300s", *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=args.log, text=True)
+        # Every prompt is handed over, however short.
+        environment = {**os.environ, "BATON_LOCAL_PREFILL": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=args.log, text=True, env=environment)
         # It prints once all workers serve.
         if not self.process.stdout.readline():
             raise SystemExit(f"cluster.py: {' '.join(command)} ended with {self.process.wait()}; see its log")
