@@ -68,16 +68,23 @@ class Cluster:
             choice = json.load(answer)["choices"][0]
         return choice["message"]["content"], [token["logprob"] for token in choice["logprobs"]["content"]]
 
+    def carriers(self):
+        """The transports that have carried anything."""
+        return sorted(set(re.findall(r'baton_transfer_bytes_total{[^}]*transport="([^"]+)"[^}]*} [1-9]', self.metrics())))
+
+    def metrics(self):
+        """Of the prefill workers, which send."""
+        members = json.loads(get(f"http://127.0.0.1:{self.http}/cluster"))["members"]
+        return "".join(get(f"{member['admin']}/metrics") for member in members if member["role"] == "prefill")
+
     def transferred(self):
-        """Seconds, handoffs and bytes of all workers so far."""
+        """Seconds, handoffs and bytes so far."""
         total = [0.0, 0.0, 0.0]
         names = ["baton_transfer_seconds_sum", "baton_transfer_seconds_count", "baton_transfer_bytes_total"]
-        for member in json.loads(get(f"http://127.0.0.1:{self.http}/cluster"))["members"]:
-            if member["role"] == "prefill":
-                for line in get(f"{member['admin']}/metrics").splitlines():
-                    for i, name in enumerate(names):
-                        if re.match(rf"{name}[{{ ]", line):
-                            total[i] += float(line.rsplit(" ", 1)[1])
+        for line in self.metrics().splitlines():
+            for i, name in enumerate(names):
+                if re.match(rf"{name}[{{ ]", line):
+                    total[i] += float(line.rsplit(" ", 1)[1])
         return total
 
     def stop(self):
@@ -115,14 +122,14 @@ def answers(running):
 def compare(args):
     with cluster(args) as split:
         got = answers(split)
-        _, handoffs, moved = split.transferred()
+        (_, handoffs, moved), over = split.transferred(), split.carriers()
     with cluster(args, "--aggregated") as whole:
         want = answers(whole)
     same = sum(a == b for a, b in zip(got[0] + got[1], want[0] + want[1]))
     text = sum(a[0] == b[0] for a, b in zip(got[0] + got[1], want[0] + want[1]))
     count = len(got[0] + got[1])
     print(json.dumps({"what": "cluster", "model": args.model, "backend": args.backend, "answers": count, "same_text": text,
-                      "same_logprobs": same, "handoffs": handoffs, "bytes": moved}), flush=True)
+                      "same_logprobs": same, "handoffs": handoffs, "bytes": moved, "transport": ", ".join(over)}), flush=True)
     return same == count and handoffs > 0
 
 
@@ -140,9 +147,10 @@ def handoff(args):
             tails.append(max(0.0, gaps[0] - statistics.median(gaps[1:])))
             after = split.transferred()
             each.append([b - a for a, b in zip(before, after)])
+        over = split.carriers()
     seconds, _, moved = (statistics.median(column) for column in zip(*each))
     print(json.dumps({"what": "handoff", "model": args.model, "tokens": args.handoff, "ttft_seconds": statistics.median(firsts),
-                      "exposed_seconds": statistics.median(tails), "transfer_seconds": seconds, "bytes": moved, "transport": args.transport}), flush=True)
+                      "exposed_seconds": statistics.median(tails), "transfer_seconds": seconds, "bytes": moved, "transport": ", ".join(over)}), flush=True)
     return moved > 0
 
 
