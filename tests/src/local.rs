@@ -7,12 +7,14 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use baton_engine::{
-    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, SwapConfig, SwapRates, Time,
+    Batch, CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, RunError, Start, SwapConfig,
+    SwapRates, Time,
 };
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
-use baton_model::{Decoder, Limits, kv_layout};
+use baton_model::parallel::TensorParallel;
+use baton_model::{Decoder, Limits, Sampler, kv_layout};
 use baton_model_files::Model;
-use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
+use baton_types::{KvDtype, KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 
 /// How to run.
 #[derive(Clone, Copy, Debug)]
@@ -67,17 +69,46 @@ pub type OnLogits<'a> = dyn FnMut(usize, u32, &[f32]) -> Option<u32> + 'a;
 /// An engine over a decoder.
 pub struct Local<B: Backend = CpuBackend> {
     engine: Engine,
-    decoder: Decoder<B>,
+    runner: Runner<B>,
     prefix: Option<Prefix>,
+}
+
+/// What computes its steps.
+enum Runner<B: Backend> {
+    One(Box<Decoder<B>>),
+    Ranks(Box<TensorParallel<B>>),
+}
+
+impl<B: Backend + 'static> Runner<B> {
+    fn run_logits(
+        &mut self,
+        batch: &Batch<'_>,
+        each: &mut dyn FnMut(&mut Sampler, usize, &mut [f32]),
+    ) -> Result<(), RunError> {
+        match self {
+            Runner::One(decoder) => decoder.run_logits(batch, &mut |_| (), each),
+            Runner::Ranks(ranks) => ranks.run_logits(batch, &mut |_| (), each),
+        }
+    }
 }
 
 impl Local {
     /// Loads a model on the CPU.
     pub fn new(model: &Model, options: Options) -> anyhow::Result<Local> {
-        Local::on(model, options, |geometry| {
-            let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
-            let cpu = CpuOptions { threads: options.threads, isa: options.isa, pinned: false };
-            Ok(CpuBackend::new(cpu, pool)?)
+        Local::on(model, options, |geometry| on_cpu(options, geometry))
+    }
+
+    /// Loads a model onto so many tensor-parallel ranks on the CPU.
+    pub fn ranks(model: &Model, options: Options, ranks: u32) -> anyhow::Result<Local> {
+        Local::with(model, options, |layout, limits| {
+            let geometry = PoolGeometry::uniform(layout.clone().of_ranks(ranks), options.blocks);
+            let backend = |_| {
+                let mut backend = on_cpu(options, &geometry)?;
+                backend.reserve_swap(options.swap_blocks)?;
+                anyhow::Ok(backend)
+            };
+            let backends = (0..ranks).map(backend).collect::<Result<_, _>>()?;
+            Ok(Runner::Ranks(Box::new(TensorParallel::on_cpu(model, layout, limits, backends)?)))
         })
     }
 
@@ -87,20 +118,37 @@ impl Local {
     }
 }
 
-impl<B: Backend> Local<B> {
+/// A backend over a pool of its own.
+fn on_cpu(options: Options, geometry: &PoolGeometry) -> anyhow::Result<CpuBackend> {
+    let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
+    let cpu = CpuOptions { threads: options.threads, isa: options.isa, pinned: false };
+    Ok(CpuBackend::new(cpu, pool)?)
+}
+
+impl<B: Backend + 'static> Local<B> {
     /// Loads a model on what `make` makes for its pool.
     pub fn on(
         model: &Model,
         options: Options,
         make: impl FnOnce(&PoolGeometry) -> anyhow::Result<B>,
     ) -> anyhow::Result<Self> {
+        Local::with(model, options, |layout, limits| {
+            let mut backend = make(&PoolGeometry::uniform(layout.clone(), options.blocks))?;
+            backend.reserve_swap(options.swap_blocks)?;
+            Ok(Runner::One(Box::new(Decoder::load(model, layout, backend, limits)?)))
+        })
+    }
+
+    fn with(
+        model: &Model,
+        options: Options,
+        make: impl FnOnce(&KvLayout, Limits) -> anyhow::Result<Runner<B>>,
+    ) -> anyhow::Result<Self> {
         let mut layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
         if let Some((sinks, window)) = options.sinks {
             layout = layout.with_sinks(sinks, window);
         }
         let geometry = PoolGeometry::uniform(layout, options.blocks);
-        let mut backend = make(&geometry)?;
-        backend.reserve_swap(options.swap_blocks)?;
         let bytes = u64::from(options.swap_blocks) * SwapConfig::block_bytes(&geometry.layout);
         // Copying costs next to nothing.
         let rates = SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 };
@@ -111,7 +159,7 @@ impl<B: Backend> Local<B> {
             context: context as usize,
             table_entries: options.blocks as usize,
         };
-        let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
+        let runner = make(&geometry.layout, limits)?;
         let config = EngineConfig {
             token_budget: options.budget,
             chunk: options.chunk,
@@ -125,7 +173,7 @@ impl<B: Backend> Local<B> {
             swap: SwapConfig { bytes, rates },
         };
         let prefix = options.share.then(Prefix::default);
-        Ok(Local { engine: Engine::new(config, &geometry)?, decoder, prefix })
+        Ok(Local { engine: Engine::new(config, &geometry)?, runner, prefix })
     }
 
     /// Prompt tokens that were not computed so far.
@@ -174,10 +222,10 @@ impl<B: Backend> Local<B> {
         while left > 0 {
             let step = self.engine.plan(Time(0), &mut events).context("sequences are left but no step")?;
             out.clear();
-            let Local { engine, decoder, .. } = self;
+            let Local { engine, runner, .. } = self;
             engine.with_batch(&step, |batch| {
                 let sampling: Vec<_> = batch.rows.iter().filter(|row| row.sample.is_some()).collect();
-                decoder.run_logits(batch, &mut |_| (), &mut |sampler, i, logits| {
+                runner.run_logits(batch, &mut |sampler, i, logits| {
                     if let Some(sample) = &sampling[i].sample {
                         let forced = on_logits(places[&sampling[i].seq], sample.index, logits);
                         let token = sampler.sample(logits, sample);

@@ -7,6 +7,8 @@
 
 use std::ops::Range;
 
+use baton_types::heads_of_rank;
+
 use crate::error::TransferError;
 
 /// A run of heads: where it begins among the heads of the source pool, and of the target pool, and how long it is.
@@ -51,14 +53,6 @@ pub struct HeadPart {
     pub target_rank: u32,
     /// Per layer group; at least one is not empty.
     pub slices: Vec<HeadSlice>,
-}
-
-/// The heads, out of `heads`, that a rank out of `ranks` holds. The numbers divide one another, see [`head_plan`].
-pub fn heads_of_rank(heads: u32, ranks: u32, rank: u32) -> Range<u32> {
-    match ranks <= heads {
-        true => rank * (heads / ranks)..(rank + 1) * (heads / ranks),
-        false => rank / (ranks / heads)..rank / (ranks / heads) + 1,
-    }
 }
 
 /// Every part, by decode rank and then by prefill rank. `heads` are the model's KV heads per layer group. Each head of each

@@ -36,7 +36,7 @@ mod wire;
 pub use convert::{Conversion, Converter};
 pub use error::TransferError;
 pub use gather::{Gather, Gathered};
-pub use heads::{HeadPart, HeadSlice, head_plan, heads_of_rank};
+pub use heads::{HeadPart, HeadSlice, head_plan};
 pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions, UcxSettings};
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;

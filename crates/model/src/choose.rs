@@ -85,7 +85,8 @@ impl<B: Backend> Decoder<B> {
         let draws: Vec<Draw<'_>> = samples.clone().enumerate().filter_map(draw).collect();
         chosen.clear();
         if !draws.is_empty() {
-            self.backend.sample(&mut self.buffers.logits, vocab, &draws, chosen);
+            let (backend, logits) = self.logits_buffer();
+            backend.sample(logits, vocab, &draws, chosen);
         }
         drop(draws);
         for (&place, token) in places.iter().zip(chosen.drain(..)) {

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use baton_engine::RunError;
 use baton_grammar::{Grammars, Matchers};
 use baton_kernels::{AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope};
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
 use crate::choose::Choices;
+use crate::parallel::{Rank, Sharding};
 use crate::weights::{Layer, Weights, load};
 use crate::{ModelError, Sampler, rope};
 
@@ -24,8 +26,9 @@ pub struct Limits {
     pub table_entries: usize,
 }
 
-/// A model on a backend, ready to run steps.
+/// A model on a backend, or one rank's part of it, ready to run steps.
 pub struct Decoder<B: Backend> {
+    /// With the numbers of heads and the feed-forward width that are here.
     pub(crate) config: ModelConfig,
     pub(crate) limits: Limits,
     pub(crate) backend: B,
@@ -39,6 +42,15 @@ pub struct Decoder<B: Backend> {
     pub(crate) block_size: u32,
     pub(crate) buffers: Buffers<B>,
     pub(crate) inputs: Inputs,
+    /// When this is one of several ranks.
+    parallel: Option<Parallel<B>>,
+}
+
+/// What one of several ranks has beside its part of the model.
+struct Parallel<B: Backend> {
+    rank: Rank<B>,
+    /// `[samples, vocab]` of the whole vocabulary; used on rank 0.
+    logits: B::Buffer,
 }
 
 /// Activations, `[rows, width]`.
@@ -72,8 +84,31 @@ pub(crate) struct Inputs {
 
 impl<B: Backend> Decoder<B> {
     /// Loads a model. `layout` must be the layout of the backend's pool.
-    pub fn load(model: &Model, layout: &KvLayout, mut backend: B, limits: Limits) -> Result<Self, ModelError> {
-        let config = model.config().clone();
+    pub fn load(model: &Model, layout: &KvLayout, backend: B, limits: Limits) -> Result<Self, ModelError> {
+        Self::load_part(model, layout, backend, limits, None)
+    }
+
+    /// Loads one rank's part of a model. `layout` must be the layout of the backend's pool, which has that rank's KV heads.
+    pub fn load_rank(
+        model: &Model,
+        layout: &KvLayout,
+        backend: B,
+        limits: Limits,
+        rank: Rank<B>,
+    ) -> Result<Self, ModelError> {
+        Self::load_part(model, layout, backend, limits, Some(rank))
+    }
+
+    fn load_part(
+        model: &Model,
+        layout: &KvLayout,
+        mut backend: B,
+        limits: Limits,
+        rank: Option<Rank<B>>,
+    ) -> Result<Self, ModelError> {
+        let whole = Sharding::whole(model.config());
+        let sharding = rank.as_ref().map_or(&whole, |rank| &rank.sharding);
+        let config = sharding.config(model.config());
         for (field, value) in [
             ("hidden_size", config.hidden_size),
             ("intermediate_size", config.intermediate_size),
@@ -87,7 +122,7 @@ impl<B: Backend> Decoder<B> {
         if group as usize > MAX_HEADS_PER_KV_HEAD {
             return Err(ModelError::Group(group));
         }
-        let weights = load(model, &mut backend)?;
+        let weights = load(model, sharding, &mut backend)?;
         let head_dim = config.head_dim as usize;
         let rope = rope::tables(&backend, &config.rope, limits.context, head_dim)?;
         let local_rope = match &config.local_rope {
@@ -99,7 +134,7 @@ impl<B: Backend> Decoder<B> {
             AttentionShape { group, layer, heads: config.heads as usize, scale: config.attention_scale }
         };
         let shapes = (0..config.layers).map(shape).collect();
-        let buffers = Buffers::new(&backend, &config, layout, limits)?;
+        let buffers = Buffers::new(&backend, &config, sharding, layout, limits)?;
         let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size()) as usize;
         backend.reserve(&Room {
             rows: limits.tokens,
@@ -119,6 +154,11 @@ impl<B: Backend> Decoder<B> {
         let grammars = Arc::new(Grammars::new(model.tokenizer(), config.vocab_size));
         let sampler = Sampler::new(config.vocab_size as usize).with_constraints(Matchers::new(Arc::clone(&grammars)));
         let block_size = layout.block_size;
+        // One rank has nothing to ask of others.
+        let parallel = match rank.filter(|rank| rank.sharding.ranks() > 1) {
+            Some(rank) => Some(Parallel { rank, logits: backend.buffer(limits.samples * config.vocab_size as usize)? }),
+            None => None,
+        };
         Ok(Decoder {
             config,
             limits,
@@ -133,6 +173,7 @@ impl<B: Backend> Decoder<B> {
             block_size,
             buffers,
             inputs,
+            parallel,
         })
     }
 
@@ -151,9 +192,29 @@ impl<B: Backend> Decoder<B> {
         &self.config
     }
 
-    /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V.
-    pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32)) {
-        let Decoder { config, backend, weights, buffers, inputs, .. } = self;
+    /// Which of the ranks this is, from 0.
+    pub(crate) fn rank(&self) -> u32 {
+        self.parallel.as_ref().map_or(0, |parallel| parallel.rank.sharding.rank())
+    }
+
+    /// How many there are.
+    pub(crate) fn ranks(&self) -> u32 {
+        self.parallel.as_ref().map_or(1, |parallel| parallel.rank.sharding.ranks())
+    }
+
+    /// Tells the other ranks that this one leaves the step.
+    pub(crate) fn abort(&self, why: &RunError) {
+        self.parallel.iter().for_each(|parallel| parallel.rank.collective.abort(why));
+    }
+
+    /// Gets the ranks ready for a step, while none is in one.
+    pub(crate) fn reset(&mut self) -> Result<(), RunError> {
+        self.parallel.as_mut().map_or(Ok(()), |parallel| parallel.rank.collective.reset())
+    }
+
+    /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V, on all ranks.
+    pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+        let Decoder { config, backend, weights, buffers, inputs, parallel, .. } = self;
         backend.embed(&weights.embedding, &inputs.ids, config.embedding_scale, &mut buffers.x);
         for (l, layer) in weights.layers.iter().enumerate() {
             let local = config.layer_windows[l].and(self.local_rope.as_ref());
@@ -163,25 +224,46 @@ impl<B: Backend> Decoder<B> {
                 batch: &inputs.batches[self.shapes[l].group],
                 rope: local.unwrap_or(&self.rope),
             };
-            pass.attention(backend, layer, buffers, &mut || on_layer(l as u32));
-            pass.feed_forward(backend, layer, buffers);
+            pass.attention(backend, layer, buffers, parallel, &mut || on_layer(l as u32))?;
+            pass.feed_forward(backend, layer, buffers, parallel)?;
         }
+        Ok(())
     }
 
     /// Logits of `count` of the sampled rows from `first` on, into the logits buffer.
-    pub(crate) fn logits(&mut self, first: usize, count: usize) {
-        let Decoder { config, backend, weights, buffers: b, inputs, .. } = self;
+    pub(crate) fn logits(&mut self, first: usize, count: usize) -> Result<(), RunError> {
+        let Decoder { config, backend, weights, buffers: b, inputs, parallel, .. } = self;
         backend.gather_rows(&b.x, config.hidden_size as usize, &inputs.sampled[first..first + count], &mut b.last);
         let head = weights.output.as_ref().unwrap_or(&weights.embedding);
         let input = Input { x: &b.last, rows: count, norm: Some(&weights.output_norm) };
         backend.matmul(input, [Product { weight: head, bias: None, out: &mut b.logits }]);
+        let Some(Parallel { rank, logits }) = parallel else { return Ok(()) };
+        rank.collective.gather(backend, &b.logits, count, rank.sharding.vocab_splits(), logits)
     }
 
     /// One row of the logits buffer, to the host.
     pub(crate) fn read_logits(&mut self, row: usize) {
         let vocab = self.inputs.logits.len();
-        self.backend.read(&self.buffers.logits, row * vocab, &mut self.inputs.logits);
+        let logits = self.parallel.as_ref().map_or(&self.buffers.logits, |parallel| &parallel.logits);
+        self.backend.read(logits, row * vocab, &mut self.inputs.logits);
     }
+
+    /// The logits buffer, `[samples, vocab]`, and the backend it is on.
+    pub(crate) fn logits_buffer(&mut self) -> (&mut B, &mut B::Buffer) {
+        let own = &mut self.buffers.logits;
+        (&mut self.backend, self.parallel.as_mut().map_or(own, |parallel| &mut parallel.logits))
+    }
+}
+
+/// `x` becomes its sum over the ranks.
+fn sum<B: Backend>(
+    parallel: &mut Option<Parallel<B>>,
+    backend: &mut B,
+    x: &mut B::Buffer,
+    elements: usize,
+) -> Result<(), RunError> {
+    let Some(Parallel { rank, .. }) = parallel else { return Ok(()) };
+    rank.collective.all_reduce(backend, x, elements)
 }
 
 /// One layer's part of a step.
@@ -193,8 +275,16 @@ struct Pass<'a, B: Backend> {
 }
 
 impl<B: Backend> Pass<'_, B> {
-    fn attention(&self, backend: &mut B, layer: &Layer<B>, b: &mut Buffers<B>, stored: &mut dyn FnMut()) {
+    fn attention(
+        &self,
+        backend: &mut B,
+        layer: &Layer<B>,
+        b: &mut Buffers<B>,
+        parallel: &mut Option<Parallel<B>>,
+        stored: &mut dyn FnMut(),
+    ) -> Result<(), RunError> {
         let (rows, c) = (self.batch.rows(), self.config);
+        let width = c.hidden_size as usize;
         let input = Input { x: &b.x, rows, norm: Some(&layer.attn_norm) };
         backend.matmul(input, [layer.q.product(&mut b.q), layer.k.product(&mut b.k), layer.v.product(&mut b.v)]);
         if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
@@ -203,18 +293,33 @@ impl<B: Backend> Pass<'_, B> {
         }
         backend.rope_and_store_kv(self.shape, self.batch, self.rope, &mut b.q, &b.k, &b.v);
         backend.publish();
-        stored();
+        if parallel.is_none() {
+            stored();
+        }
         backend.attention(self.shape, self.batch, &b.q, &mut b.attended);
         let input = Input { x: &b.attended, rows, norm: None };
         backend.matmul(input, [layer.attn_output.product(&mut b.out)]);
+        sum(parallel, backend, &mut b.out, rows * width)?;
+        if parallel.is_some() {
+            // Whoever adds to a sum has stored its heads before.
+            stored();
+        }
         if let Some(norm) = &layer.post_attn_norm {
             backend.rms_norm(norm, &mut b.out, rows);
         }
-        backend.add(&mut b.x, &b.out, rows * c.hidden_size as usize);
+        backend.add(&mut b.x, &b.out, rows * width);
+        Ok(())
     }
 
-    fn feed_forward(&self, backend: &mut B, layer: &Layer<B>, b: &mut Buffers<B>) {
+    fn feed_forward(
+        &self,
+        backend: &mut B,
+        layer: &Layer<B>,
+        b: &mut Buffers<B>,
+        parallel: &mut Option<Parallel<B>>,
+    ) -> Result<(), RunError> {
         let (rows, c) = (self.batch.rows(), self.config);
+        let width = c.hidden_size as usize;
         let input = Input { x: &b.x, rows, norm: Some(&layer.ffn_norm) };
         backend.matmul(input, [layer.gate.product(&mut b.gate), layer.up.product(&mut b.up)]);
         let act = match c.activation {
@@ -223,15 +328,23 @@ impl<B: Backend> Pass<'_, B> {
         };
         backend.gate_mul(act, &mut b.gate, &b.up, rows * c.intermediate_size as usize);
         backend.matmul(Input { x: &b.gate, rows, norm: None }, [layer.down.product(&mut b.out)]);
+        sum(parallel, backend, &mut b.out, rows * width)?;
         if let Some(norm) = &layer.post_ffn_norm {
             backend.rms_norm(norm, &mut b.out, rows);
         }
-        backend.add(&mut b.x, &b.out, rows * c.hidden_size as usize);
+        backend.add(&mut b.x, &b.out, rows * width);
+        Ok(())
     }
 }
 
 impl<B: Backend> Buffers<B> {
-    fn new(backend: &B, config: &ModelConfig, layout: &KvLayout, limits: Limits) -> Result<Self, ModelError> {
+    fn new(
+        backend: &B,
+        config: &ModelConfig,
+        sharding: &Sharding,
+        layout: &KvLayout,
+        limits: Limits,
+    ) -> Result<Self, ModelError> {
         let rows = |width: u32| backend.buffer(limits.tokens * width as usize);
         let samples = |width: u32| backend.buffer(limits.samples * width as usize);
         Ok(Buffers {
@@ -245,7 +358,7 @@ impl<B: Backend> Buffers<B> {
             gate: rows(config.intermediate_size)?,
             up: rows(config.intermediate_size)?,
             last: samples(config.hidden_size)?,
-            logits: samples(config.vocab_size)?,
+            logits: samples(sharding.vocab().len() as u32)?,
         })
     }
 }

@@ -1,8 +1,10 @@
 //! Why a model cannot be loaded.
 
+use std::ops::Range;
+
 use baton_kernels::{KernelError, MAX_HEADS_PER_KV_HEAD};
 use baton_model_files::ModelFileError;
-use baton_types::{BatonError, ErrorKind};
+use baton_types::{BatonError, ErrorKind, WeightDtype};
 
 /// Errors of loading a model.
 #[derive(Debug, thiserror::Error)]
@@ -34,10 +36,45 @@ pub enum ModelError {
         /// Its value.
         value: u32,
     },
+    /// A number of tensor-parallel ranks that the model's sizes do not allow.
+    #[error(
+        "{field} is {value}, which {ranks} ranks cannot share; tensor-parallel degrees that fit this model: {}",
+        degrees.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    Ranks {
+        /// Which size.
+        field: &'static str,
+        /// Its value.
+        value: u32,
+        /// How many ranks were asked for.
+        ranks: u32,
+        /// How many there may be.
+        degrees: Vec<u32>,
+    },
+    /// A quantised tensor whose rows would be split inside a block.
+    #[error(
+        "tensor {tensor} would be split at inputs {at:?}, inside its {dtype} blocks of {}; \
+         choose another tensor-parallel degree, or a file of another type",
+        dtype.block_elements()
+    )]
+    Split {
+        /// Which tensor.
+        tensor: String,
+        /// Its type.
+        dtype: WeightDtype,
+        /// The inputs of one rank.
+        at: Range<usize>,
+    },
+    /// A rank's thread could not be started.
+    #[error("cannot start a rank's thread: {0}")]
+    Thread(#[from] std::io::Error),
 }
 
 impl BatonError for ModelError {
     fn kind(&self) -> ErrorKind {
-        ErrorKind::InvalidArgument
+        match self {
+            ModelError::Thread(_) => ErrorKind::Internal,
+            _ => ErrorKind::InvalidArgument,
+        }
     }
 }

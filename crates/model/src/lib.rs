@@ -10,6 +10,7 @@ mod decoder;
 mod error;
 mod footprint;
 mod layout;
+pub mod parallel;
 mod rope;
 mod runner;
 mod sampler;

@@ -4,7 +4,7 @@ use baton_engine::{Batch, ModelRunner, RunError};
 use baton_kernels::Backend;
 use baton_types::TokenOut;
 
-use crate::Decoder;
+use crate::{Decoder, Sampler};
 
 impl<B: Backend> Decoder<B> {
     fn take_batch(&mut self, batch: &Batch<'_>) -> Result<(), RunError> {
@@ -37,18 +37,19 @@ impl<B: Backend> Decoder<B> {
         batch.swap_out.iter().for_each(|swap| self.backend.swap_out(swap.group, swap.block, swap.host));
         batch.swap_in.iter().for_each(|swap| self.backend.swap_in(swap.group, swap.host, swap.block));
         batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
-        self.forward(on_layer);
-        Ok(())
+        self.forward(on_layer)
     }
 
     /// Computes the logits of the sampling rows, as many together as there is room for, and hands each portion to `turn(decoder, first of
-    /// the sampling rows, how many)`; then waits for all.
+    /// the sampling rows, how many)`, on the first of several ranks, which has them; then waits for all.
     fn in_turns(&mut self, mut turn: impl FnMut(&mut Self, usize, usize)) -> Result<(), RunError> {
         let mut first = 0;
         while first < self.inputs.sampled.len() {
             let count = self.limits.samples.min(self.inputs.sampled.len() - first);
-            self.logits(first, count);
-            turn(self, first, count);
+            self.logits(first, count)?;
+            if self.rank() == 0 {
+                turn(self, first, count);
+            }
             first += count;
         }
         self.backend.finish().map_err(|error| RunError(error.to_string()))
@@ -60,7 +61,7 @@ impl<B: Backend> Decoder<B> {
         &mut self,
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
-        each: &mut dyn FnMut(&mut crate::Sampler, usize, &mut [f32]),
+        each: &mut dyn FnMut(&mut Sampler, usize, &mut [f32]),
     ) -> Result<(), RunError> {
         self.compute(batch, on_layer)?;
         self.in_turns(|decoder, first, count| {

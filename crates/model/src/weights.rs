@@ -1,9 +1,10 @@
-//! Loads a model's tensors onto a backend, checking every shape against the configuration.
+//! Loads a model's tensors, or one rank's parts of them, onto a backend, checking every shape against the configuration.
 
 use baton_kernels::{Backend, Norm, Product, WeightSource, element};
 use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
 
 use crate::ModelError;
+use crate::parallel::{Part, Sharding, Stored};
 
 /// Weights of one layer. Shapes as in [`LayerTensor`].
 pub(crate) struct Layer<B: Backend> {
@@ -40,25 +41,31 @@ pub(crate) struct Weights<B: Backend> {
     pub embedding: B::Weight,
     pub layers: Vec<Layer<B>>,
     pub output_norm: Norm<B::Buffer>,
-    /// None: the embedding is the output head.
+    /// Of one rank its rows. None: the embedding is the output head.
     pub output: Option<B::Weight>,
 }
 
 struct Loader<'a, B: Backend> {
     model: &'a Model,
+    /// Of the whole model, whose tensors the file has.
     config: &'a ModelConfig,
+    sharding: &'a Sharding,
     backend: &'a mut B,
 }
 
-pub(crate) fn load<B: Backend>(model: &Model, backend: &mut B) -> Result<Weights<B>, ModelError> {
+pub(crate) fn load<B: Backend>(model: &Model, sharding: &Sharding, backend: &mut B) -> Result<Weights<B>, ModelError> {
     let config = model.config();
-    let mut loader = Loader { model, config, backend };
+    let mut loader = Loader { model, config, sharding, backend };
     let (vocab, hidden) = (config.vocab_size as usize, config.hidden_size as usize);
     let embedding = loader.matrix(TensorName::Embedding, vocab, hidden, false)?;
     let layers = (0..config.layers).map(|l| loader.layer(l)).collect::<Result<_, _>>()?;
     let output_norm = loader.norm(TensorName::OutputNorm, hidden)?;
-    let output =
-        if config.tied_embeddings { None } else { Some(loader.matrix(TensorName::Output, vocab, hidden, false)?) };
+    let part = sharding.part(TensorName::Output);
+    let output = match config.tied_embeddings {
+        true if part == Part::Whole => None,
+        true => Some(loader.part(TensorName::Embedding, &part, vocab, hidden, false)?),
+        false => Some(loader.matrix(TensorName::Output, vocab, hidden, false)?),
+    };
     Ok(Weights { embedding, layers, output_norm, output })
 }
 
@@ -98,16 +105,28 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(tensor)
     }
 
-    /// `rotated`: rows are the outputs of heads that rope rotates.
+    /// The rank's part of a matrix of this shape. `rotated`: rows are the outputs of heads that rope rotates.
     fn matrix(&mut self, name: TensorName, rows: usize, cols: usize, rotated: bool) -> Result<B::Weight, ModelError> {
+        self.part(name, &self.sharding.part(name), rows, cols, rotated)
+    }
+
+    fn part(
+        &mut self,
+        name: TensorName,
+        part: &Part,
+        rows: usize,
+        cols: usize,
+        rotated: bool,
+    ) -> Result<B::Weight, ModelError> {
         let head = self.config.head_dim as usize;
-        // Row of half-split rope order (pairs i, i + head/2) in a file that interleaves the pairs (2i, 2i + 1).
+        // Row of half-split rope order (pairs i, i + head/2) in a file that interleaves the pairs (2i, 2i + 1). A part has whole heads.
         let order = |row: usize| row / head * head + row % head % (head / 2) * 2 + row % head / (head / 2);
         let row_order: Option<&dyn Fn(usize) -> usize> =
             if rotated && self.config.interleaved_qk { Some(&order) } else { None };
         let label = format!("{name:?}");
         let tensor = self.checked(name, &[rows, cols])?;
-        let (dtype, data) = (tensor.dtype, &*tensor.data);
+        let Stored { rows, cols, data } = part.of(name, &tensor)?;
+        let (dtype, data) = (tensor.dtype, &*data);
         Ok(self.backend.weight(&WeightSource { name: &label, dtype, rows, cols, data, row_order })?)
     }
 
@@ -132,7 +151,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     fn vector(&self, name: TensorName, len: usize) -> Result<Vec<f32>, ModelError> {
         let tensor = self.checked(name, &[len])?;
-        Ok((0..len).map(|i| element(tensor.dtype, &tensor.data, i)).collect())
+        Ok(self.sharding.part(name).outputs(len).map(|i| element(tensor.dtype, &tensor.data, i)).collect())
     }
 
     fn norm(&mut self, name: TensorName, width: usize) -> Result<Norm<B::Buffer>, ModelError> {

@@ -126,6 +126,15 @@ impl KvGroup {
     }
 }
 
+/// The heads, out of `heads`, that a rank out of `ranks` holds when several share a model (tensor parallelism): a run of equal length
+/// each, or, with more ranks than heads, one head that several hold. One of the numbers divides the other.
+pub fn heads_of_rank(heads: u32, ranks: u32, rank: u32) -> Range<u32> {
+    match ranks <= heads {
+        true => rank * (heads / ranks)..(rank + 1) * (heads / ranks),
+        false => rank / (ranks / heads)..rank / (ranks / heads) + 1,
+    }
+}
+
 /// Everything two workers must agree on before KV moves between them.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct KvLayout {
@@ -208,6 +217,14 @@ impl KvLayout {
         let sinks = sinks.next_multiple_of(self.block_size);
         for group in self.groups.iter_mut().filter(|group| group.window.is_none()) {
             (group.window, group.sinks) = (Some(window), sinks);
+        }
+        self
+    }
+
+    /// The same for a pool of one of `ranks` ranks, with the heads of [`heads_of_rank`].
+    pub fn of_ranks(mut self, ranks: u32) -> KvLayout {
+        for group in &mut self.groups {
+            group.kv_heads = heads_of_rank(group.kv_heads, ranks, 0).len() as u32;
         }
         self
     }

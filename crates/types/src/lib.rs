@@ -15,7 +15,9 @@ pub use constraint::Constraint;
 pub use digest::{digest_block, digest_copy, digest_f32, hash_bytes, mix, order_copies, stream_copy};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SeqId, WorkerId};
-pub use layout::{KvDtype, KvGroup, KvLayout, LayoutMismatch, LiveBlocks, PROTOCOL_VERSION, PoolGeometry};
+pub use layout::{
+    KvDtype, KvGroup, KvLayout, LayoutMismatch, LiveBlocks, PROTOCOL_VERSION, PoolGeometry, heads_of_rank,
+};
 pub use nearest::{nearest, nearest_within};
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
 pub use weight::WeightDtype;

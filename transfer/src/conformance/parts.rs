@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use baton_types::heads_of_rank;
+
 use super::*;
-use crate::{Conversion, Converter, Gather, Gathered, HeadPart, head_plan, heads_of_rank};
+use crate::{Conversion, Converter, Gather, Gathered, HeadPart, head_plan};
 
 for_each_transport![
     heads_find_their_place_between_any_two_degrees,

@@ -1,0 +1,115 @@
+//! [`TensorParallel`]: a [`ModelRunner`] made of one decoder a rank.
+//!
+//! The caller's thread is rank 0 and samples; the others follow on threads of their own. Every rank is given the same batch and does the
+//! same operations on its part, so none has to be told anything but when to begin.
+
+use std::sync::Arc;
+
+use baton_engine::{Batch, ModelRunner, RunError};
+use baton_grammar::Grammars;
+use baton_kernels::{Backend, CpuBackend};
+use baton_model_files::{Model, ModelConfig};
+use baton_types::{KvLayout, TokenOut};
+
+use super::crew::{Crew, guarded};
+use super::{Collective, Rank, Sharding, SharedMemory};
+use crate::{Decoder, Limits, ModelError, Sampler};
+
+/// A model on several ranks, ready to run steps.
+pub struct TensorParallel<B: Backend> {
+    first: Decoder<B>,
+    others: Crew,
+}
+
+impl<B: Backend + 'static> TensorParallel<B> {
+    /// Loads a model's parts onto one backend a rank, in order. `layout` is that of the whole model's KV; rank r's backend has a pool of
+    /// `layout.of_ranks(ranks)`, and reaches the others by its collective.
+    ///
+    /// # Errors
+    /// When the model cannot be split so, cannot be loaded, or no thread can be started.
+    pub fn load(
+        model: &Model,
+        layout: &KvLayout,
+        limits: Limits,
+        backends: Vec<(B, Box<dyn Collective<B>>)>,
+    ) -> Result<Self, ModelError> {
+        let ranks = backends.len() as u32;
+        Sharding::of(model, ranks, 0)?;
+        let layout = layout.clone().of_ranks(ranks);
+        let load = |(rank, (backend, collective))| {
+            let sharding = Sharding::of(model, ranks, rank)?;
+            Decoder::load_rank(model, &layout, backend, limits, Rank { sharding, collective })
+        };
+        let mut backends = (0..).zip(backends);
+        let Some(first) = backends.next() else {
+            return Err(ModelError::Ranks { field: "ranks", value: 0, ranks, degrees: Vec::new() });
+        };
+        let first = load(first)?;
+        let others = Crew::start(backends.map(load).collect::<Result<_, _>>()?)?;
+        Ok(TensorParallel { first, others })
+    }
+
+    /// What it runs on, for logs.
+    pub fn backend_name(&self) -> String {
+        format!("{} ranks of {}", self.first.ranks(), self.first.backend_name())
+    }
+
+    /// Compiles constraints for its sampler, on any thread.
+    pub fn grammars(&self) -> Arc<Grammars> {
+        self.first.grammars()
+    }
+
+    /// As [`Decoder::run_logits`]. When any rank fails or panics, all leave the step, and its error is the step's; the next step may
+    /// go on.
+    pub fn run_logits(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        each: &mut dyn FnMut(&mut Sampler, usize, &mut [f32]),
+    ) -> Result<(), RunError> {
+        self.together(batch, |first| first.run_logits(batch, on_layer, each))
+    }
+
+    /// Runs a batch on all ranks, on the first as `step` does it.
+    fn together(
+        &mut self,
+        batch: &Batch<'_>,
+        step: impl FnOnce(&mut Decoder<B>) -> Result<(), RunError>,
+    ) -> Result<(), RunError> {
+        self.first.reset()?;
+        let others = self.others.begin(batch);
+        let outcome = guarded(&mut self.first, step);
+        others.finish().and(outcome)
+    }
+}
+
+impl TensorParallel<CpuBackend> {
+    /// The same on the CPU, where ranks exchange through memory they share.
+    pub fn on_cpu(
+        model: &Model,
+        layout: &KvLayout,
+        limits: Limits,
+        backends: Vec<CpuBackend>,
+    ) -> Result<Self, ModelError> {
+        let exchange = SharedMemory::ranks(backends.len(), exchanged(model.config(), limits, backends.len()));
+        let exchange = exchange.into_iter().map(|rank| Box::new(rank) as Box<dyn Collective<CpuBackend>>);
+        TensorParallel::load(model, layout, limits, backends.into_iter().zip(exchange).collect())
+    }
+}
+
+/// The most elements of one exchange of a rank: the residual stream of a step, or its part of the logits.
+fn exchanged(config: &ModelConfig, limits: Limits, ranks: usize) -> usize {
+    let logits = (config.vocab_size as usize).div_ceil(ranks.max(1)).next_multiple_of(8) + 8;
+    (limits.tokens * config.hidden_size as usize).max(limits.samples * logits)
+}
+
+impl<B: Backend + 'static> ModelRunner for TensorParallel<B> {
+    fn run(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        out: &mut Vec<TokenOut>,
+    ) -> Result<(), RunError> {
+        self.together(batch, |first| first.run(batch, on_layer, out))
+    }
+}
