@@ -79,7 +79,7 @@ enum Runner<B: Backend> {
     Ranks(Box<TensorParallel<B>>),
 }
 
-impl<B: Backend + 'static> Runner<B> {
+impl<B: Backend> Runner<B> {
     fn run_logits(
         &mut self,
         batch: &Batch<'_>,
@@ -125,7 +125,7 @@ fn on_cpu(options: Options, geometry: &PoolGeometry) -> anyhow::Result<CpuBacken
     Ok(CpuBackend::new(cpu, pool)?)
 }
 
-impl<B: Backend + 'static> Local<B> {
+impl<B: Backend> Local<B> {
     /// Loads a model on what `make` makes for its pool.
     pub fn on(
         model: &Model,

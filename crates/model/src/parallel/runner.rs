@@ -48,7 +48,9 @@ impl<B: Backend + 'static> TensorParallel<B> {
         let others = Crew::start(backends.map(load).collect::<Result<_, _>>()?)?;
         Ok(TensorParallel { first, others })
     }
+}
 
+impl<B: Backend> TensorParallel<B> {
     /// What it runs on, for logs.
     pub fn backend_name(&self) -> String {
         format!("{} ranks of {}", self.first.ranks(), self.first.backend_name())
@@ -103,7 +105,7 @@ fn exchanged(config: &ModelConfig, limits: Limits, ranks: usize) -> usize {
     (limits.tokens * config.hidden_size as usize).max(limits.samples * logits)
 }
 
-impl<B: Backend + 'static> ModelRunner for TensorParallel<B> {
+impl<B: Backend> ModelRunner for TensorParallel<B> {
     fn run(
         &mut self,
         batch: &Batch<'_>,
