@@ -56,6 +56,10 @@ baton_runtime::config! {
         backend: BackendKind = BackendKind::Cpu,
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
+        /// Tensor-parallel ranks of each worker (docs/tensor-parallel.md).
+        tp: u32 = 1,
+        /// Ranks of the prefill workers, if others.
+        prefill_tp: Option<u32> = None,
         /// How long the cluster may take to get ready.
         start_timeout: Duration = Duration::from_secs(120),
     }
@@ -87,9 +91,10 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     let mut supervisor = Supervisor::new(std::env::current_exe().context("finding this program's file")?);
     supervisor.define(Kind::Router, router_args(&config));
     let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
-    supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type));
-    let mut decode = worker_args(&config, &registry, config.kv_type);
-    if prefill_kv_type != config.kv_type {
+    let prefill_tp = config.prefill_tp.unwrap_or(config.tp);
+    supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type, prefill_tp));
+    let mut decode = worker_args(&config, &registry, config.kv_type, config.tp);
+    if (prefill_kv_type, prefill_tp) != (config.kv_type, config.tp) {
         // I1: what a prompt is computed over must not depend on how much of it is here already.
         decode.extend(flag("local-prefill", 0));
     }
@@ -155,7 +160,7 @@ fn router_args(config: &UpConfig) -> Vec<String> {
     args
 }
 
-fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType) -> Vec<String> {
+fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType, tp: u32) -> Vec<String> {
     let mut args = common_args(config);
     args.extend(flag("grpc", "127.0.0.1:0"));
     args.extend(flag("registry", registry));
@@ -171,6 +176,7 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType) -> Vec<String
     args.extend(flag("swap-bytes", config.swap_bytes));
     args.extend(flag("backend", config.backend));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
+    args.extend(flag("tp", tp));
     args
 }
 

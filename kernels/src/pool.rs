@@ -3,16 +3,23 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use baton_types::{BlockId, PoolGeometry};
+use baton_types::{BlockId, PoolGeometry, heads_of_rank};
 
 use crate::KernelError;
 use crate::pages::Region;
 
 /// A region of host memory with a pool's geometry. Transfer threads write blocks of the same region; block states keep
 /// the two apart: a block is read here only after it was verified, and never written while it is lent (I2, I3).
+///
+/// Or one rank's heads of such a region ([`HostPool::of_rank`]), which others see as a pool with all heads.
 pub struct HostPool {
     base: *mut u8,
+    /// What is here.
     geometry: PoolGeometry,
+    /// How the region lies: the same with all heads.
+    stored: PoolGeometry,
+    /// Bytes of each plane before the heads that are here, per layer group.
+    before: Vec<usize>,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -50,7 +57,26 @@ impl HostPool {
                 )));
             }
         }
-        Ok(HostPool { base, geometry, _owner: owner })
+        let before = vec![0; geometry.layout.groups.len()];
+        Ok(HostPool { base, stored: geometry.clone(), geometry, before, _owner: owner })
+    }
+
+    /// The heads of one of `ranks` ranks in this region. Ranks' heads lie apart, so all may be written at once.
+    ///
+    /// # Errors
+    /// When some layers have fewer KV heads than there are ranks, or a number that these do not divide.
+    pub fn of_rank(&self, ranks: u32, rank: u32) -> Result<HostPool, KernelError> {
+        let groups = &self.stored.layout.groups;
+        if let Some(group) = groups.iter().find(|group| ranks == 0 || !group.kv_heads.is_multiple_of(ranks)) {
+            let heads = group.kv_heads;
+            return Err(KernelError::Pool(format!("its {heads} KV heads cannot be shared out to {ranks} ranks")));
+        }
+        let first = |g: usize| heads_of_rank(groups[g].kv_heads, ranks, rank).start as usize;
+        let before = (0..groups.len()).map(|g| first(g) * self.stored.layout.head_bytes(g)).collect();
+        let geometry =
+            PoolGeometry { layout: self.stored.layout.clone().of_ranks(ranks), blocks: self.stored.blocks.clone() };
+        let (stored, owner) = (self.stored.clone(), Arc::clone(&self._owner));
+        Ok(HostPool { base: self.base, geometry, stored, before, _owner: owner })
     }
 
     /// A pool in this process's own memory, zeroed, of which the system gives what is touched; for one-process runs, tests,
@@ -67,6 +93,17 @@ impl HostPool {
         &self.geometry
     }
 
+    /// How the region it is in lies, which is how far its planes and blocks are apart.
+    pub(crate) fn stored(&self) -> &PoolGeometry {
+        &self.stored
+    }
+
+    /// Whether all heads of the region are its own.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_whole(&self) -> bool {
+        self.geometry == self.stored
+    }
+
     /// Where it begins.
     #[cfg(feature = "cuda")]
     pub(crate) fn base(&self) -> *mut u8 {
@@ -75,9 +112,17 @@ impl HostPool {
 
     /// Start of a plane (0: K, 1: V) of one layer of a block: `[kv_head][slot][head_dim]`.
     pub(crate) fn plane(&self, group: usize, layer: usize, block: BlockId, plane: usize) -> *mut u8 {
-        let range = self.geometry.block_range(group, layer, block);
+        let range = self.stored.block_range(group, layer, block);
+        let offset = plane * self.stored.layout.plane_bytes(group) + self.before[group];
         // SAFETY: `block_range` checks the indices, and the region holds the whole geometry.
-        unsafe { self.base.add(range.start + plane * self.geometry.layout.plane_bytes(group)) }
+        unsafe { self.base.add(range.start + offset) }
+    }
+
+    /// (layer, plane) of all planes of a group's blocks.
+    fn planes(&self, group: usize) -> impl Iterator<Item = (usize, usize)> {
+        let group = &self.geometry.layout.groups[group];
+        let planes = group.planes as usize;
+        (0..group.layers.len()).flat_map(move |layer| (0..planes).map(move |plane| (layer, plane)))
     }
 
     /// Copies a block to another, in all layers of the group. The caller makes sure that nobody writes either meanwhile.
@@ -85,12 +130,7 @@ impl HostPool {
     /// # Panics
     /// When group or blocks lie outside the pool.
     pub fn copy_block(&self, group: usize, from: BlockId, to: BlockId) {
-        for layer in 0..self.geometry.layout.groups[group].layers.len() {
-            let [from, to] = [from, to].map(|block| self.geometry.block_range(group, layer, block));
-            // SAFETY: `block_range` checks the indices, the region holds the whole geometry, and ranges of two blocks are
-            // the same or apart, which `copy` allows.
-            unsafe { std::ptr::copy(self.base.add(from.start), self.base.add(to.start), from.len()) };
-        }
+        self.copy_block_to(group, from, to, self);
     }
 
     /// Copies a block to a block of another pool of the same layout, in all layers of the group. The caller makes sure that
@@ -99,23 +139,24 @@ impl HostPool {
     /// # Panics
     /// When their blocks differ in size, or group or blocks lie outside the pools.
     pub fn copy_block_to(&self, group: usize, from: BlockId, to: BlockId, other: &HostPool) {
-        let bytes = [self, other].map(|pool| pool.geometry.layout.block_bytes_all_layers(group));
+        let bytes = [self, other].map(|pool| pool.geometry.layout.plane_bytes(group));
         assert_eq!(bytes[0], bytes[1], "blocks of two layouts");
-        for layer in 0..self.geometry.layout.groups[group].layers.len() {
-            let source = self.geometry.block_range(group, layer, from);
-            let target = other.geometry.block_range(group, layer, to);
-            // SAFETY: `block_range` checks the indices, each region holds its whole geometry, blocks of one layout have one
-            // size, and `copy` allows what two pools over one region would do.
-            unsafe { std::ptr::copy(self.base.add(source.start), other.base.add(target.start), source.len()) };
+        for (layer, plane) in self.planes(group) {
+            let (source, target) = (self.plane(group, layer, from, plane), other.plane(group, layer, to, plane));
+            // SAFETY: `plane` checks the indices, planes of one layout have one size, and `copy` allows what two pools over one region
+            // would do.
+            unsafe { std::ptr::copy(source, target, bytes[0]) };
         }
     }
 
     /// Bytes of one layer's part of a block. The caller makes sure that nobody writes it meanwhile.
     pub fn block_bytes(&self, group: usize, layer: usize, block: BlockId) -> Vec<u8> {
-        let range = self.geometry.block_range(group, layer, block);
-        let mut out = vec![0; range.len()];
-        // SAFETY: inside the region, see `plane`.
-        unsafe { std::ptr::copy_nonoverlapping(self.base.add(range.start), out.as_mut_ptr(), out.len()) };
+        let bytes = self.geometry.layout.plane_bytes(group);
+        let mut out = vec![0; self.geometry.layout.block_bytes(group)];
+        for (plane, out) in out.chunks_exact_mut(bytes).enumerate() {
+            // SAFETY: inside the region, see `plane`.
+            unsafe { std::ptr::copy_nonoverlapping(self.plane(group, layer, block, plane), out.as_mut_ptr(), bytes) };
+        }
         out
     }
 }
@@ -165,6 +206,36 @@ mod tests {
         other.copy_block_to(1, BlockId(1), BlockId(2), &pool);
         let from = [2, 1, 2, 5, 4, 5, 6, 7, 6];
         assert_eq!(contents(&pool), from.map(|at| before[at].clone()));
+    }
+
+    /// Two ranks of a pool with two heads: what each has of a block is its head of each plane, and copies touch no other.
+    #[test]
+    fn ranks_have_their_heads_of_every_plane() {
+        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 2, head_dim: 8, window: None, sinks: 0 };
+        let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::Q8, block_size: 16, groups: vec![group] };
+        let pool = HostPool::in_memory(PoolGeometry::uniform(layout, 3)).unwrap();
+        let head = pool.geometry.layout.head_bytes(0);
+        let ranks = [0, 1].map(|rank| pool.of_rank(2, rank).unwrap());
+        for (rank, (layer, block)) in (0..2).flat_map(|r| [(0, 0), (0, 1), (1, 0)].map(|at| (r, at))) {
+            for plane in 0..2 {
+                // SAFETY: this rank's head of one plane, of a pool nobody else has.
+                unsafe { ranks[rank].plane(0, layer, BlockId(block), plane).write_bytes(1 + rank as u8, head) };
+            }
+        }
+        let heads = |pool: &HostPool, layer, block| {
+            pool.block_bytes(0, layer, BlockId(block)).chunks(head).map(|head| head[0]).collect::<Vec<_>>()
+        };
+        assert_eq!(heads(&pool, 0, 0), [1, 2, 1, 2]);
+        assert_eq!((heads(&ranks[0], 1, 0), heads(&ranks[1], 0, 1)), (vec![1, 1], vec![2, 2]));
+        ranks[1].copy_block(0, BlockId(0), BlockId(2));
+        assert_eq!((heads(&pool, 0, 2), heads(&pool, 1, 2)), (vec![0, 2, 0, 2], vec![0, 2, 0, 2]));
+        let swapped = HostPool::in_memory(PoolGeometry::uniform(ranks[0].geometry.layout.clone(), 1)).unwrap();
+        ranks[0].copy_block_to(0, BlockId(1), BlockId(0), &swapped);
+        assert_eq!(heads(&swapped, 0, 0), [1, 1]);
+        swapped.copy_block_to(0, BlockId(0), BlockId(2), &ranks[0]);
+        assert_eq!(heads(&pool, 0, 2), [1, 2, 1, 2]);
+        let error = pool.of_rank(4, 0).err().unwrap().to_string();
+        assert_eq!(error, "KV pool: its 2 KV heads cannot be shared out to 4 ranks");
     }
 
     /// A copy takes a block's bytes in every layer of its group, and touches no other.

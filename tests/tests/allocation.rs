@@ -4,9 +4,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
+use baton_model::parallel::TensorParallel;
 use baton_model::{Decoder, Limits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::tiny;
@@ -43,51 +44,66 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
         let model = Model::open(directory.path())?;
         let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
         let geometry = PoolGeometry::uniform(layout, 64);
-        let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
-        let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool)?;
         let limits = Limits { tokens: 64, samples: 2, context: 128, table_entries: 64 };
-        let mut decoder = Decoder::load(&model, &geometry.layout, backend, limits)?;
-        let limits = EngineConfig {
-            token_budget: 64,
-            chunk: 20,
-            pack_tokens: u32::MAX,
-            max_running: 8,
-            max_waiting: 8,
-            context_tokens: 128,
-            local_tokens: 0,
-            order: Order::default(),
-            cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
+        let backend = |geometry: &PoolGeometry| {
+            let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
+            anyhow::Ok(CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool)?)
         };
-        let mut engine = Engine::new(limits, &geometry)?;
-        for temperature in [0.0, 0.8, 0.8] {
-            engine.submit(NewSequence {
-                request: RequestId("a".to_owned()),
-                tokens: (1..30).collect(),
-                prompt_tokens: 29,
-                params: SamplingParams { temperature, top_p: 0.9, max_tokens: 40, ..SamplingParams::default() },
-                start: Start::Compute,
-                deadline: None,
-                prefix: None,
-                priority: 0,
-            })?;
+        let part = PoolGeometry { layout: geometry.layout.clone().of_ranks(2), ..geometry.clone() };
+        let ranks = vec![backend(&part)?, backend(&part)?];
+        let runners: [Box<dyn ModelRunner>; 2] = [
+            Box::new(Decoder::load(&model, &geometry.layout, backend(&geometry)?, limits)?),
+            Box::new(TensorParallel::on_cpu(&model, &geometry.layout, limits, ranks)?),
+        ];
+        for mut runner in runners {
+            steps(&mut *runner, &geometry).with_context(|| config.name.clone())?;
         }
-        let (mut events, mut out) = (Vec::new(), Vec::with_capacity(8));
-        for number in 0..20 {
-            let step = engine.plan(Time(0), &mut events).context("work is left")?;
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
-            engine.with_batch(&step, |batch| {
-                COUNTING.store(true, Ordering::Relaxed);
-                let outcome = decoder.run(batch, &mut |_| (), &mut out);
-                COUNTING.store(false, Ordering::Relaxed);
-                outcome
-            })?;
-            let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
-            // The first step may set up what a thread needs once.
-            assert!(number == 0 || allocated == 0, "{}: step {number} allocated {allocated} times", config.name);
-            engine.apply(step, &mut out, &mut events);
-            events.clear();
-        }
+    }
+    Ok(())
+}
+
+/// Runs twenty steps.
+fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry) -> anyhow::Result<()> {
+    let limits = EngineConfig {
+        token_budget: 64,
+        chunk: 20,
+        pack_tokens: u32::MAX,
+        max_running: 8,
+        max_waiting: 8,
+        context_tokens: 128,
+        local_tokens: 0,
+        order: Order::default(),
+        cache: CacheConfig::default(),
+        swap: SwapConfig::default(),
+    };
+    let mut engine = Engine::new(limits, geometry)?;
+    for temperature in [0.0, 0.8, 0.8] {
+        engine.submit(NewSequence {
+            request: RequestId("a".to_owned()),
+            tokens: (1..30).collect(),
+            prompt_tokens: 29,
+            params: SamplingParams { temperature, top_p: 0.9, max_tokens: 40, ..SamplingParams::default() },
+            start: Start::Compute,
+            deadline: None,
+            prefix: None,
+            priority: 0,
+        })?;
+    }
+    let (mut events, mut out) = (Vec::new(), Vec::with_capacity(8));
+    for number in 0..20 {
+        let step = engine.plan(Time(0), &mut events).context("work is left")?;
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        engine.with_batch(&step, |batch| {
+            COUNTING.store(true, Ordering::Relaxed);
+            let outcome = runner.run(batch, &mut |_| (), &mut out);
+            COUNTING.store(false, Ordering::Relaxed);
+            outcome
+        })?;
+        let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        // The first step may set up what a thread needs once.
+        ensure!(number == 0 || allocated == 0, "step {number} allocated {allocated} times");
+        engine.apply(step, &mut out, &mut events);
+        events.clear();
     }
     Ok(())
 }

@@ -13,6 +13,7 @@ mod error;
 mod load;
 mod node;
 mod pack;
+mod ranks;
 mod service;
 mod stream;
 mod wire;

@@ -17,7 +17,8 @@ use baton_types::{BlockId, KvLayout, PoolGeometry};
 
 use crate::backend::{Chosen, choose, on_gpu};
 use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
-use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
+use crate::pack::find_pack_tokens;
+use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError, ranks};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
@@ -71,7 +72,12 @@ impl fetch::Progress for Logged {
     }
 }
 
-fn check(ok: bool, field: &'static str, value: impl ToString, must: impl Into<String>) -> Result<(), WorkerError> {
+pub(crate) fn check(
+    ok: bool,
+    field: &'static str,
+    value: impl ToString,
+    must: impl Into<String>,
+) -> Result<(), WorkerError> {
     if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
 }
 
@@ -93,6 +99,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let percent = config.max_kept_percent;
     check(percent <= 100, "max_kept_percent", percent, "at most 100")?;
     check(config.threads != Some(0), "threads", 0, "at least 1")?;
+    ranks::check_settings(config)?;
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
@@ -130,7 +137,8 @@ pub(crate) struct Ready {
 impl<B: Backend + 'static> Loaded<B> {
     fn ready(mut self, config: &WorkerConfig) -> Result<Ready, WorkerError> {
         if config.pack_tokens == PackTokens::Auto {
-            self.find_pack_tokens()?;
+            let vocab = self.decoder.config().vocab_size;
+            self.engine.pack_tokens = find_pack_tokens(&mut self.decoder, vocab, &self.engine, &self.geometry)?;
         }
         let Loaded { decoder, geometry, segment, engine, name } = self;
         let (backend, vocab, grammars) = (decoder.backend_name(), decoder.config().vocab_size, decoder.grammars());
@@ -144,6 +152,7 @@ pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     let model = open_model(config)?;
     let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
     match chosen.for_pool(config.backend, &pool)? {
+        Chosen::Cpu if config.tp > 1 => ranks::load(config, &model),
         Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
         Chosen::Gpu(device) => {
             let memory = GpuMemory::of(&*device).map_err(ModelError::from)?;
@@ -172,15 +181,15 @@ fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError>
 }
 
 /// What follows from settings, model and memory before anything is allocated.
-struct Plan {
-    geometry: PoolGeometry,
-    limits: Limits,
-    engine: EngineConfig,
+pub(crate) struct Plan {
+    pub geometry: PoolGeometry,
+    pub limits: Limits,
+    pub engine: EngineConfig,
 }
 
 /// Where the pool is to lie, and with which memory the model computes.
 #[derive(Clone, Copy)]
-enum Place {
+pub(crate) enum Place {
     /// All on the host.
     Host,
     /// The model on a GPU, which reaches the pool on the host.
@@ -218,7 +227,7 @@ fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: P
     Ok(blocks)
 }
 
-fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, WorkerError> {
+pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, WorkerError> {
     let most = model.config().context_length;
     let layout = layout(config, model)?;
     let blocks = pool_blocks(config, model, &layout, place)?;
@@ -257,6 +266,14 @@ fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, Work
     Ok(Plan { geometry: PoolGeometry::uniform(layout, blocks), limits, engine })
 }
 
+/// A pool that transfers can reach, and how the kernels see it.
+pub(crate) fn host_pool(geometry: &PoolGeometry) -> Result<(Arc<Segment>, Arc<HostPool>), WorkerError> {
+    let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
+    // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
+    let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) };
+    Ok((segment, Arc::new(pool.map_err(ModelError::from)?)))
+}
+
 /// Loads an open model onto what `make` makes for its pool, of that layout.
 fn load_with<B: Backend>(
     config: &WorkerConfig,
@@ -265,12 +282,9 @@ fn load_with<B: Backend>(
     make: impl FnOnce(Arc<HostPool>, &KvLayout) -> Result<B, KernelError>,
 ) -> Result<Loaded<B>, WorkerError> {
     let Plan { geometry, limits, engine } = plan(config, model, place)?;
-    let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
-    // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
-    let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) }
-        .map_err(ModelError::from)?;
-    let mut backend = make(Arc::new(pool), &geometry.layout).map_err(ModelError::from)?;
-    let swap = prepare_swap(config, &mut backend, &geometry)?;
+    let (segment, pool) = host_pool(&geometry)?;
+    let mut backend = make(pool, &geometry.layout).map_err(ModelError::from)?;
+    let swap = prepare_swap(config, std::slice::from_mut(&mut backend), &geometry)?;
     let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
     let engine = EngineConfig { swap, ..engine };
     Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
@@ -315,10 +329,10 @@ fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerErro
     Ok(wanted)
 }
 
-/// Host memory for what is swapped out, and how fast it is copied.
-fn prepare_swap<B: Backend>(
+/// Host memory for what is swapped out, and how fast it is copied: by one of the ranks' backends, which is the least that all give.
+pub(crate) fn prepare_swap<B: Backend>(
     config: &WorkerConfig,
-    backend: &mut B,
+    backends: &mut [B],
     geometry: &PoolGeometry,
 ) -> Result<SwapConfig, WorkerError> {
     let mut swap = SwapConfig { bytes: config.swap_bytes.0, rates: SwapRates::default() };
@@ -329,8 +343,12 @@ fn prepare_swap<B: Backend>(
         check(config.swap_bytes.0 == 0, "swap_bytes", config.swap_bytes, must)?;
         return Ok(swap);
     }
-    backend.reserve_swap(blocks).map_err(ModelError::from)?;
-    swap.rates.copy_bytes_per_second = copy_rate(backend, geometry, blocks);
+    let layout = geometry.layout.clone().of_ranks(backends.len() as u32);
+    let part = PoolGeometry { layout, blocks: geometry.blocks.clone() };
+    for backend in &mut *backends {
+        backend.reserve_swap(blocks).map_err(ModelError::from)?;
+    }
+    swap.rates.copy_bytes_per_second = backends.first_mut().map_or(0, |backend| copy_rate(backend, &part, blocks));
     Ok(swap)
 }
 

@@ -8,28 +8,29 @@ use std::time::{Duration, Instant};
 use baton_engine::{
     CacheConfig, Engine, EngineConfig, EngineError, ModelRunner, NewSequence, RunError, Saturation, Start, Time,
 };
-use baton_kernels::Backend;
 use baton_types::{PoolGeometry, RequestId, SamplingParams};
 
-use crate::{Loaded, WorkerError};
+use crate::WorkerError;
 
-impl<B: Backend> Loaded<B> {
-    /// Measures how many prompt tokens saturate the hardware and sets the engine's limit to that. Blocks for some tenths of a
-    /// second with a small model, and for seconds with one whose shortest step takes that long.
-    pub fn find_pack_tokens(&mut self) -> Result<(), WorkerError> {
-        let (vocab, started) = (self.decoder.config().vocab_size, Instant::now());
-        let mut steps = Steps::new(&self.engine, &self.geometry, vocab)?;
-        let mut search = Saturation::new(steps.longest());
-        while let Some(tokens) = search.next_length() {
-            search.timed(steps.time(tokens, &mut self.decoder)?);
-        }
-        let found = search.found();
-        let pack_tokens = found.unwrap_or(self.engine.token_budget);
-        self.engine.pack_tokens = pack_tokens;
-        let (milliseconds, saturated) = (started.elapsed().as_millis() as u64, found.is_some());
-        tracing::info!(pack_tokens, saturated, milliseconds, "found how many prompt tokens fill a step");
-        Ok(())
+/// How many prompt tokens of a vocabulary of `vocab` saturate the hardware; all that `limits` allow when none do. Blocks for some tenths
+/// of a second with a small model, and for seconds with one whose shortest step takes that long.
+pub(crate) fn find_pack_tokens(
+    runner: &mut dyn ModelRunner,
+    vocab: u32,
+    limits: &EngineConfig,
+    geometry: &PoolGeometry,
+) -> Result<u32, WorkerError> {
+    let started = Instant::now();
+    let mut steps = Steps::new(limits, geometry, vocab)?;
+    let mut search = Saturation::new(steps.longest());
+    while let Some(tokens) = search.next_length() {
+        search.timed(steps.time(tokens, runner)?);
     }
+    let found = search.found();
+    let pack_tokens = found.unwrap_or(limits.token_budget);
+    let (milliseconds, saturated) = (started.elapsed().as_millis() as u64, found.is_some());
+    tracing::info!(pack_tokens, saturated, milliseconds, "found how many prompt tokens fill a step");
+    Ok(pack_tokens)
 }
 
 /// Steps of one whole prompt each.

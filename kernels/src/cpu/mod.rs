@@ -131,7 +131,7 @@ impl CpuBackend {
 
     fn planes(&self, shape: AttentionShape) -> Planes {
         let base = self.pool.plane(shape.group, shape.layer, BlockId(0), 0);
-        Planes::new(&self.pool.geometry().layout, shape.group, base)
+        Planes::new(&self.pool.stored().layout, shape.group, base)
     }
 
     fn kv_heads(&self, shape: AttentionShape) -> usize {

@@ -124,7 +124,8 @@ impl Driver {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn raw(&self, stream: Stream) -> Result<sys::CUstream, KernelError> {
+    /// The driver's own stream, its context current on this thread.
+    pub(super) fn raw(&self, stream: Stream) -> Result<sys::CUstream, KernelError> {
         self.current()?;
         self.made().streams.get(stream.0).copied().ok_or_else(|| unknown("stream"))
     }

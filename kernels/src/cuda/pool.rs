@@ -106,6 +106,9 @@ impl<D: Device> Pool<D> {
     pub fn of_host(queue: &Queue<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let geometry = pool.geometry().clone();
         check(&geometry)?;
+        if !pool.is_whole() {
+            return Err(KernelError::Pool("a GPU takes no part of a pool's heads".to_owned()));
+        }
         if !pool.base().addr().is_multiple_of(ALIGN) {
             return Err(KernelError::Pool(format!("its memory must begin at a multiple of {ALIGN} bytes")));
         }

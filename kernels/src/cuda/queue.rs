@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::device::{Access, Call, Device, Gemm, Memory, Piece, Stream};
+use super::driver::Driver;
 use super::params::{LogitEntry, Params, SampleRow, Sampled};
 use crate::KernelError;
 
@@ -94,5 +95,12 @@ impl<D: Device> Queue<D> {
 
     pub fn synchronise(&self) -> Result<(), KernelError> {
         self.device.synchronise(self.stream)
+    }
+}
+
+impl Queue<Driver> {
+    /// The stream as the driver's own, made current on this thread, for its libraries.
+    pub fn raw(&self) -> Result<*mut std::ffi::c_void, KernelError> {
+        Ok(self.device.raw(self.stream)?.cast())
     }
 }

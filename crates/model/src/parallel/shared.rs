@@ -4,12 +4,13 @@
 //! slots, and whoever writes the first ones again has met everyone once more by then, so nobody still reads them: one meeting an
 //! exchange is enough. The locks around the slots are never contended; they are there so that this needs no `unsafe`.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use baton_engine::RunError;
 use baton_kernels::CpuBackend;
 
 use super::Collective;
+use super::meeting::Meeting;
 
 /// Elements summed at a time, so that the sum stays in the cache while the ranks are added.
 const PIECE: usize = 4096;
@@ -21,33 +22,23 @@ pub struct SharedMemory {
 }
 
 struct Exchange {
-    meeting: Mutex<Meeting>,
-    met: Condvar,
+    meeting: Meeting,
     /// Per rank; in use by turns.
     slots: Vec<[RwLock<Vec<f32>>; 2]>,
-}
-
-/// Where ranks wait for each other.
-#[derive(Default)]
-struct Meeting {
-    arrived: usize,
-    /// Meetings so far.
-    count: u64,
-    failed: Option<RunError>,
 }
 
 impl SharedMemory {
     /// A way between so many ranks, for exchanges of up to `elements` elements each.
     pub fn ranks(ranks: usize, elements: usize) -> Vec<SharedMemory> {
         let slots = (0..ranks).map(|_| [0; 2].map(|_| RwLock::new(vec![0.0; elements]))).collect();
-        let exchange = Arc::new(Exchange { meeting: Mutex::default(), met: Condvar::new(), slots });
+        let exchange = Arc::new(Exchange { meeting: Meeting::new(ranks), slots });
         (0..ranks).map(|rank| SharedMemory { exchange: Arc::clone(&exchange), rank }).collect()
     }
 
     /// Shows the others `x`, and waits until all have shown theirs.
     fn show(&self, x: &[f32]) -> Result<usize, RunError> {
         // The same on every rank: it changes only when this one too arrives.
-        let side = (self.exchange.lock().count % 2) as usize;
+        let side = (self.exchange.meeting.count() % 2) as usize;
         let mut slot = self.exchange.slots[self.rank][side].write().unwrap_or_else(PoisonError::into_inner);
         let room = slot.len();
         let Some(own) = slot.get_mut(..x.len()) else {
@@ -55,42 +46,14 @@ impl SharedMemory {
         };
         own.copy_from_slice(x);
         drop(slot);
-        self.exchange.meet()?;
+        self.exchange.meeting.meet()?;
         Ok(side)
     }
 }
 
 impl Exchange {
-    fn lock(&self) -> MutexGuard<'_, Meeting> {
-        self.meeting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn slot(&self, rank: usize, side: usize) -> RwLockReadGuard<'_, Vec<f32>> {
         self.slots[rank][side].read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns when every rank has called it; at once with an error when one does not come any more (I5).
-    fn meet(&self) -> Result<(), RunError> {
-        let mut meeting = self.lock();
-        if let Some(error) = &meeting.failed {
-            return Err(error.clone());
-        }
-        meeting.arrived += 1;
-        if meeting.arrived == self.slots.len() {
-            meeting.arrived = 0;
-            meeting.count += 1;
-            self.met.notify_all();
-            return Ok(());
-        }
-        let count = meeting.count;
-        loop {
-            meeting = self.met.wait(meeting).unwrap_or_else(PoisonError::into_inner);
-            match &meeting.failed {
-                _ if meeting.count != count => return Ok(()),
-                Some(error) => return Err(error.clone()),
-                None => {}
-            }
-        }
     }
 }
 
@@ -134,14 +97,11 @@ impl Collective<CpuBackend> for SharedMemory {
     }
 
     fn abort(&self, why: &RunError) {
-        // The first one is the cause; those that were told of it may say so again.
-        self.exchange.lock().failed.get_or_insert_with(|| why.clone());
-        self.exchange.met.notify_all();
+        self.exchange.meeting.abort(why);
     }
 
     fn reset(&mut self) -> Result<(), RunError> {
-        let mut meeting = self.exchange.lock();
-        (meeting.arrived, meeting.failed) = (0, None);
+        self.exchange.meeting.reset();
         Ok(())
     }
 }

@@ -2,6 +2,8 @@
 //! the same to the bit on every route (I1); and a rank that fails takes no other with it (I5).
 #![allow(clippy::unwrap_used)]
 
+mod cluster;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -278,6 +280,7 @@ fn a_rank_that_fails_ends_the_step_for_all() -> anyhow::Result<()> {
         max_running: 2,
         max_waiting: 2,
         context_tokens: 64,
+        local_tokens: 0,
         order: Order::default(),
         cache: CacheConfig::default(),
         swap: SwapConfig::default(),
