@@ -51,19 +51,20 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
         };
         let part = PoolGeometry { layout: geometry.layout.clone().of_ranks(2), ..geometry.clone() };
         let ranks = vec![backend(&part)?, backend(&part)?];
-        let runners: [Box<dyn ModelRunner>; 2] = [
-            Box::new(Decoder::load(&model, &geometry.layout, backend(&geometry)?, limits)?),
-            Box::new(TensorParallel::on_cpu(&model, &geometry.layout, limits, ranks)?),
+        // The second with threads of several ranks, of which one may come to its first task only in a later step.
+        let runners: [(Box<dyn ModelRunner>, u32); 2] = [
+            (Box::new(Decoder::load(&model, &geometry.layout, backend(&geometry)?, limits)?), 1),
+            (Box::new(TensorParallel::on_cpu(&model, &geometry.layout, limits, ranks)?), 6),
         ];
-        for mut runner in runners {
-            steps(&mut *runner, &geometry).with_context(|| config.name.clone())?;
+        for (mut runner, warm) in runners {
+            steps(&mut *runner, &geometry, warm).with_context(|| config.name.clone())?;
         }
     }
     Ok(())
 }
 
-/// Runs twenty steps.
-fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry) -> anyhow::Result<()> {
+/// Runs twenty steps, of which the first `warm` may set up what each thread needs once.
+fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry, warm: u32) -> anyhow::Result<()> {
     let limits = EngineConfig {
         token_budget: 64,
         chunk: 20,
@@ -100,8 +101,7 @@ fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry) -> anyhow::Resul
             outcome
         })?;
         let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
-        // The first step may set up what a thread needs once.
-        ensure!(number == 0 || allocated == 0, "step {number} allocated {allocated} times");
+        ensure!(number < warm || allocated == 0, "step {number} allocated {allocated} times");
         engine.apply(step, &mut out, &mut events);
         events.clear();
     }
