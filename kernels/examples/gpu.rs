@@ -119,7 +119,10 @@ fn main() -> ExitCode {
 fn conform<D: Device>(device: D) {
     let device = Arc::new(device);
     for invariant in [false, true] {
-        conformance::run(&Gpu { device: Arc::clone(&device), options: CudaOptions { invariant } });
+        conformance::run(&Gpu {
+            device: Arc::clone(&device),
+            options: CudaOptions { invariant, ..CudaOptions::default() },
+        });
         println!("conforms (invariant: {invariant})");
     }
 }

@@ -131,6 +131,17 @@ impl Ragged {
         &self.tiles
     }
 
+    /// Rows that belong to no sequence are added, up to `rows` in all: operations may compute them, and nobody looks at what comes of
+    /// it; the pool is not touched for them.
+    pub fn pad_to(&mut self, rows: usize) {
+        self.rows = self.rows.max(rows);
+    }
+
+    /// Rows that belong to no sequence.
+    pub fn padding(&self) -> usize {
+        self.rows - self.spans.last().map_or(0, |last| last.row + last.len)
+    }
+
     /// Rows of the batch.
     pub fn rows(&self) -> usize {
         self.rows
@@ -217,8 +228,23 @@ pub struct Room {
     pub vocab: usize,
 }
 
+/// What the operations of a step are given from the host.
+#[derive(Clone, Copy, Debug)]
+pub struct StepInputs<'a> {
+    /// Token ids, for `embed`.
+    pub ids: &'a [u32],
+    /// Rows whose logits are computed, for `gather_rows`.
+    pub sampled: &'a [u32],
+    /// By layer group.
+    pub batches: &'a [Ragged],
+    /// Query heads of a layer.
+    pub heads: usize,
+    /// Rows, all of one token each and sampled, were padded to as many as [`Backend::padded`] says.
+    pub padded: bool,
+}
+
 /// A device that runs decoder steps.
-pub trait Backend: Send {
+pub trait Backend: Send + Sized {
     /// f32 memory on the device.
     type Buffer: Send;
     /// A weight matrix on the device.
@@ -238,6 +264,16 @@ pub trait Backend: Send {
     fn elements(&self, buffer: &Self::Buffer) -> usize;
     /// Makes room for steps; those within it allocate nothing.
     fn reserve(&mut self, room: &Room) -> Result<(), KernelError>;
+    /// How many rows, at most `most`, a step of `rows` single rows is to be padded to, so that [`Backend::step`] can do again what it did
+    /// for another; None: such steps are nothing special.
+    fn padded(&self, _rows: usize, _most: usize) -> Option<usize> {
+        None
+    }
+    /// Does the operations of `run`, whose inputs are these. A padded step of a size that was there before may be done without `run`:
+    /// it must be the same operations, on the same buffers and weights, for each step of a size. Neither publishes nor reads.
+    fn step(&mut self, _inputs: &StepInputs<'_>, mut run: impl FnMut(&mut Self)) {
+        run(self);
+    }
     /// What was stored in the pool so far is there for those who read its memory from outside.
     fn publish(&mut self);
     /// Waits until all operations are done; what went wrong with one of them since the last time. After a failure those that follow

@@ -18,7 +18,7 @@ mod profile;
 
 pub use backend::{
     AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope, Span,
-    TILE_ROWS, WeightSource,
+    StepInputs, TILE_ROWS, WeightSource,
 };
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};

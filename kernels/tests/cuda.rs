@@ -6,9 +6,10 @@
 use std::sync::Arc;
 
 use baton_kernels::conformance::{Factory, Promises, Random, run};
-use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Nowhere, Recorded, Recorder};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Memory, Nowhere, Recorded, Recorder};
 use baton_kernels::{
-    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Input, KernelError, Product, Ragged, Rope, WeightSource,
+    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Input, KernelError, Product, Ragged, Room, Rope,
+    StepInputs, WeightSource,
 };
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
 
@@ -49,13 +50,13 @@ fn conforms(options: CudaOptions) {
 
 #[test]
 fn kernels_conform() {
-    conforms(CudaOptions { invariant: false });
+    conforms(CudaOptions { invariant: false, ..CudaOptions::default() });
 }
 
 /// I1: not a bit depends on how a prompt is cut.
 #[test]
 fn kernels_conform_when_chunks_and_decode_rows_must_agree() {
-    conforms(CudaOptions { invariant: true });
+    conforms(CudaOptions { invariant: true, ..CudaOptions::default() });
 }
 
 fn layout(dtype: KvDtype, head_dim: u32, sinks: u32) -> KvLayout {
@@ -139,6 +140,97 @@ fn a_batch_goes_to_the_device_once_and_to_the_kernels_it_is_for() {
         ["baton_attention_prefill_f16_64", "baton_attention_decode_f16_64", "baton_attention_combine"].map(Launch);
     assert_eq!(launches, of_layer.iter().chain(&of_layer).collect::<Vec<_>>());
     assert_eq!(backend.device().problems(), [""; 0]);
+}
+
+/// A step of rows of one token each, padded, that adds, attends and gathers.
+fn decode_step(
+    backend: &mut CudaBackend<Recorder<Nowhere>>,
+    positions: &[usize],
+    buffers: &mut [Memory<Recorder<Nowhere>>; 2],
+) {
+    let rows = backend.padded(positions.len(), 8).unwrap();
+    let mut batch = Ragged::default();
+    positions.iter().for_each(|&start| batch.push(start, 1, &vec![BlockId(0); start / 16 + 1]));
+    batch.pad_to(rows);
+    let all: Vec<u32> = (0..rows as u32).collect();
+    let inputs = StepInputs { ids: &all, sampled: &all, batches: std::slice::from_ref(&batch), heads: 2, padded: true };
+    let [q, out] = buffers;
+    backend.step(&inputs, |backend| {
+        backend.add(q, out, 8);
+        backend.attention(AttentionShape { group: 0, layer: 0, heads: 2, scale: 1.0 }, &batch, q, out);
+        backend.gather_rows(q, 128, &all, out);
+    });
+}
+
+fn for_graphs() -> (CudaBackend<Recorder<Nowhere>>, [Memory<Recorder<Nowhere>>; 2]) {
+    let mut backend = nowhere(layout(KvDtype::F16, 64, 0)).unwrap();
+    let room = Room { rows: 8, cols: 128, heads: 2, context: 2048, table_entries: 1024, samples: 8, vocab: 64 };
+    backend.reserve(&room).unwrap();
+    let buffers = [(); 2].map(|()| backend.buffer(8 * 128).unwrap());
+    backend.device().take_log();
+    (backend, buffers)
+}
+
+/// A size is done as it is, then captured, then replayed after one copy; another size, of rows or of splits, is another graph.
+#[test]
+fn a_decode_step_of_a_size_that_was_there_is_one_launch() {
+    use baton_kernels::cuda::Recorded::{Allocate, BeginCapture, EndCapture, Forget, Launch, Replay, Write};
+    let (mut backend, mut buffers) = for_graphs();
+    let mut log = |backend: &mut CudaBackend<Recorder<Nowhere>>, positions: &[usize]| {
+        decode_step(backend, positions, &mut buffers);
+        backend.finish().unwrap();
+        let log = backend.device().take_log();
+        assert!(!log.iter().any(|call| matches!(call, Allocate(_))), "{log:?}");
+        log
+    };
+    let count = |log: &[Recorded], what: fn(&Recorded) -> bool| log.iter().filter(|call| what(call)).count();
+    let first = log(&mut backend, &[40, 3, 17]);
+    assert_eq!(count(&first, |call| matches!(call, Launch(_))), 3, "{first:?}");
+    let second = log(&mut backend, &[41, 4, 18]);
+    assert!(matches!(second[..3], [Write(_), BeginCapture(_), Launch("baton_add")]), "{second:?}");
+    assert!(matches!(second[5..7], [EndCapture(_), Replay(_)]), "{second:?}");
+    let third = log(&mut backend, &[42, 5, 19, 200]);
+    assert!(matches!(third[..], [Write(_), Replay(_), Recorded::Synchronise(_)]), "{third:?}");
+    // Longer than there are splits for, and more rows.
+    assert_eq!(count(&log(&mut backend, &[256, 0, 0]), |call| matches!(call, Launch(_))), 4);
+    assert_eq!(count(&log(&mut backend, &[1; 5]), |call| matches!(call, Launch(_))), 3);
+    assert!(matches!(log(&mut backend, &[0; 4])[..], [Write(_), Replay(_), _]));
+    let device = Arc::clone(backend.device());
+    drop((backend, buffers));
+    assert_eq!(count(&device.take_log(), |call| matches!(call, Forget(_))), 1);
+    assert_eq!((device.problems(), device.live_graphs(), device.live_bytes()), (Vec::new(), 0, 0));
+}
+
+/// Memory that goes takes the graphs with it.
+#[test]
+fn a_graph_is_not_launched_when_memory_has_gone() {
+    let (mut backend, mut buffers) = for_graphs();
+    (0..3).for_each(|_| decode_step(&mut backend, &[1], &mut buffers));
+    buffers[1] = backend.buffer(8 * 128).unwrap();
+    backend.device().take_log();
+    decode_step(&mut backend, &[1], &mut buffers);
+    backend.finish().unwrap();
+    let log = backend.device().take_log();
+    assert!(!log.iter().any(|call| matches!(call, Recorded::Replay(_))), "{log:?}");
+    assert_eq!((backend.device().problems(), backend.device().live_graphs()), (Vec::new(), 0));
+}
+
+/// A step that cannot be captured is done all the same, and no other is tried.
+#[test]
+fn what_cannot_be_captured_is_done_as_it_is() {
+    let (mut backend, mut buffers) = for_graphs();
+    decode_step(&mut backend, &[1], &mut buffers);
+    backend.device().refuse_captured("baton_add");
+    for _ in 0..3 {
+        backend.device().take_log();
+        decode_step(&mut backend, &[1], &mut buffers);
+        backend.finish().unwrap();
+        let log = backend.device().take_log();
+        assert!(log.ends_with(&[Recorded::Launch("baton_embed"), log[log.len() - 1].clone()]), "{log:?}");
+        assert!(!log.iter().any(|call| matches!(call, Recorded::Replay(_))), "{log:?}");
+    }
+    assert!(backend.graphs_refused().unwrap().to_string().contains("baton_add"));
+    assert_eq!(backend.device().live_graphs(), 0);
 }
 
 /// Nothing to compute is nothing to launch.

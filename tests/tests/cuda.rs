@@ -1,5 +1,5 @@
 //! A whole model on the GPU backend, its kernels compiled for the host: every architecture's logits are those of the CPU backend
-//! within what 16-bit weights and activations allow, and nothing is allocated on the device once it is warm.
+//! within what 16-bit weights and activations allow, nothing is allocated on the device in a step, and graphs make no difference.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -108,10 +108,13 @@ fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<()> {
     let vocab = model.config().vocab_size;
     let device = Arc::new(Recorder::new(device));
     let want = run(&mut Local::new(&model, OPTIONS)?, vocab, None)?;
-    let options = CudaOptions { invariant: false };
+    let options = CudaOptions { invariant: false, ..CudaOptions::default() };
     let mut gpu: Local<CudaBackend<Recorder<D>>> =
         Local::on(&model, OPTIONS, |geometry| Ok(CudaBackend::new(Arc::clone(&device), geometry.clone(), options)?))?;
+    let allocates = |log: Vec<Recorded>| log.iter().any(|call| matches!(call, Recorded::Allocate(_)));
+    device.take_log();
     let got = run(&mut gpu, vocab, Some(&want))?;
+    assert!(!allocates(device.take_log()), "all room was there");
     let mut far = 0f64;
     for (got, want) in got.logits.iter().flatten().zip(want.logits.iter().flatten()) {
         far = far.max(distance(got, want));
@@ -127,12 +130,23 @@ fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<()> {
     println!("logits within {far:.4} standard deviations");
     assert!(far < FAR, "logits {far} standard deviations apart");
 
-    // The same requests again: all room is there.
-    device.take_log();
+    // The same requests again, now as graphs, with room for all there is.
     let again = run(&mut gpu, vocab, Some(&want))?;
     assert!(again.logits == got.logits, "the same bits again");
-    assert!(!device.take_log().iter().any(|call| matches!(call, Recorded::Allocate(_))), "a step allocates nothing");
+    let log = device.take_log();
+    assert!(log.iter().any(|call| matches!(call, Recorded::Replay(_))), "decode steps are graphs");
+    assert!(!allocates(log), "a step allocates nothing");
     drop(gpu);
+    assert_eq!(device.live_graphs(), 0);
+
+    let options = CudaOptions { graphs: false, ..options };
+    let mut plain: Local<CudaBackend<Recorder<D>>> =
+        Local::on(&model, OPTIONS, |geometry| Ok(CudaBackend::new(Arc::clone(&device), geometry.clone(), options)?))?;
+    device.take_log();
+    assert!(run(&mut plain, vocab, Some(&want))?.logits == got.logits, "without graphs: the same bits");
+    let captures = |call: &Recorded| matches!(call, Recorded::BeginCapture(_) | Recorded::Replay(_));
+    assert!(!device.take_log().iter().any(captures));
+    drop(plain);
     assert_eq!(device.problems(), [""; 0]);
     assert_eq!(device.live_bytes(), 0);
     Ok(())

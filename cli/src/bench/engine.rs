@@ -38,6 +38,12 @@ pub fn command() -> Command {
                 .action(ArgAction::SetTrue)
                 .help("On a GPU: the same bits however prompts are cut, as workers compute"),
         )
+        .arg(
+            Arg::new("no-graphs")
+                .long("no-graphs")
+                .action(ArgAction::SetTrue)
+                .help("On a GPU: decode steps launch their kernels one by one"),
+        )
         .arg(number("chunk", "512", "Most tokens of a prompt computed in a step, and of all of them"))
         .arg(
             Arg::new("threads")
@@ -171,7 +177,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let model = open_model(&config)?;
     let mut bench = if gpu {
         let device = Arc::new(Driver::open(0)?);
-        let options = CudaOptions { invariant: matches.get_flag("invariant") };
+        let options = CudaOptions { invariant: matches.get_flag("invariant"), graphs: !matches.get_flag("no-graphs") };
         let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
     } else if matches.get_flag("no-profile") {

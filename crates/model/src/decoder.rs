@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use baton_engine::RunError;
 use baton_grammar::{Grammars, Matchers};
-use baton_kernels::{AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope};
+use baton_kernels::{
+    AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope, StepInputs,
+};
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
@@ -78,6 +80,8 @@ pub(crate) struct Inputs {
     pub batches: Vec<Ragged>,
     /// Rows whose logits are wanted.
     pub sampled: Vec<u32>,
+    /// How many of them there were before rows were padded, if they were.
+    pub padded: Option<usize>,
     /// One row of logits on the host.
     pub logits: Vec<f32>,
 }
@@ -149,6 +153,7 @@ impl<B: Backend> Decoder<B> {
             ids: Vec::with_capacity(limits.tokens),
             batches: layout.groups.iter().map(|_| Ragged::with_capacity(limits.tokens, limits.table_entries)).collect(),
             sampled: Vec::with_capacity(limits.tokens),
+            padded: None,
             logits: vec![0.0; config.vocab_size as usize],
         };
         let grammars = Arc::new(Grammars::new(model.tokenizer(), config.vocab_size));
@@ -212,33 +217,37 @@ impl<B: Backend> Decoder<B> {
         self.parallel.as_mut().map_or(Ok(()), |parallel| parallel.rank.collective.reset())
     }
 
-    /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V, on all ranks.
+    /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V, on all ranks. A padded step goes on to the
+    /// logits of its rows, and nobody is told of its layers: the backend may do it as a whole.
     pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
-        let Decoder { config, backend, weights, buffers, inputs, parallel, .. } = self;
-        backend.embed(&weights.embedding, &inputs.ids, config.embedding_scale, &mut buffers.x);
-        for (l, layer) in weights.layers.iter().enumerate() {
-            let local = config.layer_windows[l].and(self.local_rope.as_ref());
-            let pass = Pass {
-                config,
-                shape: self.shapes[l],
-                batch: &inputs.batches[self.shapes[l].group],
-                rope: local.unwrap_or(&self.rope),
-            };
-            pass.attention(backend, layer, buffers, parallel, &mut || on_layer(l as u32))?;
-            pass.feed_forward(backend, layer, buffers, parallel)?;
-        }
-        Ok(())
+        let Decoder { config, backend, weights, buffers, inputs, shapes, rope, local_rope, parallel, .. } = self;
+        let (padded, heads) = (inputs.padded.is_some(), config.heads as usize);
+        let step = StepInputs { ids: &inputs.ids, sampled: &inputs.sampled, batches: &inputs.batches, heads, padded };
+        let mut run = |backend: &mut B| -> Result<(), RunError> {
+            backend.embed(&weights.embedding, &inputs.ids, config.embedding_scale, &mut buffers.x);
+            for (l, layer) in weights.layers.iter().enumerate() {
+                let local = config.layer_windows[l].and(local_rope.as_ref());
+                let (shape, batch) = (shapes[l], &inputs.batches[shapes[l].group]);
+                let pass = Pass { config, shape, batch, rope: local.unwrap_or(rope), told: !padded };
+                pass.attention(backend, layer, buffers, parallel, &mut || on_layer(l as u32))?;
+                pass.feed_forward(backend, layer, buffers, parallel)?;
+            }
+            if padded {
+                logits(config, backend, weights, buffers, &inputs.sampled);
+            }
+            Ok(())
+        };
+        let mut outcome = Ok(());
+        backend.step(&step, |backend| outcome = run(backend));
+        outcome
     }
 
     /// Logits of `count` of the sampled rows from `first` on, into the logits buffer.
     pub(crate) fn logits(&mut self, first: usize, count: usize) -> Result<(), RunError> {
-        let Decoder { config, backend, weights, buffers: b, inputs, parallel, .. } = self;
-        backend.gather_rows(&b.x, config.hidden_size as usize, &inputs.sampled[first..first + count], &mut b.last);
-        let head = weights.output.as_ref().unwrap_or(&weights.embedding);
-        let input = Input { x: &b.last, rows: count, norm: Some(&weights.output_norm) };
-        backend.matmul(input, [Product { weight: head, bias: None, out: &mut b.logits }]);
+        let Decoder { config, backend, weights, buffers, inputs, parallel, .. } = self;
+        logits(config, backend, weights, buffers, &inputs.sampled[first..first + count]);
         let Some(Parallel { rank, logits }) = parallel else { return Ok(()) };
-        rank.collective.gather(backend, &b.logits, count, rank.sharding.vocab_splits(), logits)
+        rank.collective.gather(backend, &buffers.logits, count, rank.sharding.vocab_splits(), logits)
     }
 
     /// One row of the logits buffer, to the host.
@@ -266,12 +275,22 @@ fn sum<B: Backend>(
     rank.collective.all_reduce(backend, x, elements)
 }
 
+/// Logits of these rows of the residual stream.
+fn logits<B: Backend>(config: &ModelConfig, backend: &mut B, weights: &Weights<B>, b: &mut Buffers<B>, rows: &[u32]) {
+    backend.gather_rows(&b.x, config.hidden_size as usize, rows, &mut b.last);
+    let head = weights.output.as_ref().unwrap_or(&weights.embedding);
+    let input = Input { x: &b.last, rows: rows.len(), norm: Some(&weights.output_norm) };
+    backend.matmul(input, [Product { weight: head, bias: None, out: &mut b.logits }]);
+}
+
 /// One layer's part of a step.
 struct Pass<'a, B: Backend> {
     config: &'a ModelConfig,
     shape: AttentionShape,
     batch: &'a Ragged,
     rope: &'a Rope<B::Buffer>,
+    /// Whether the store of its K and V is published and told of.
+    told: bool,
 }
 
 impl<B: Backend> Pass<'_, B> {
@@ -292,15 +311,17 @@ impl<B: Backend> Pass<'_, B> {
             backend.rms_norm(k_norm, &mut b.k, rows * c.kv_heads as usize);
         }
         backend.rope_and_store_kv(self.shape, self.batch, self.rope, &mut b.q, &b.k, &b.v);
-        backend.publish();
-        if parallel.is_none() {
+        if self.told {
+            backend.publish();
+        }
+        if self.told && parallel.is_none() {
             stored();
         }
         backend.attention(self.shape, self.batch, &b.q, &mut b.attended);
         let input = Input { x: &b.attended, rows, norm: None };
         backend.matmul(input, [layer.attn_output.product(&mut b.out)]);
         sum(parallel, backend, &mut b.out, rows * width)?;
-        if parallel.is_some() {
+        if self.told && parallel.is_some() {
             // Whoever adds to a sum has stored its heads before.
             stored();
         }

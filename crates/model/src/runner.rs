@@ -4,6 +4,7 @@ use baton_engine::{Batch, ModelRunner, RunError};
 use baton_kernels::Backend;
 use baton_types::TokenOut;
 
+use crate::decoder::Inputs;
 use crate::{Decoder, Sampler};
 
 impl<B: Backend> Decoder<B> {
@@ -28,7 +29,24 @@ impl<B: Backend> Decoder<B> {
                 self.inputs.sampled.push(self.inputs.ids.len() as u32 - 1);
             }
         }
+        self.pad();
         Ok(())
+    }
+
+    /// Rows that all are one token and sample are padded to what the backend says, as far as there is room for their logits. Several ranks
+    /// exchange within a step, so theirs are not.
+    fn pad(&mut self) {
+        let alone = self.ranks() == 1;
+        let Inputs { ids, batches, sampled, padded, .. } = &mut self.inputs;
+        let (rows, most) = (ids.len(), self.limits.samples.min(self.limits.tokens));
+        let single = alone && sampled.len() == rows && batches.iter().all(|batch| batch.spans().len() == rows);
+        let to = if single { self.backend.padded(rows, most) } else { None };
+        *padded = to.map(|_| rows);
+        if let Some(to) = to {
+            ids.resize(to, 0);
+            sampled.extend(rows as u32..to as u32);
+            batches.iter_mut().for_each(|batch| batch.pad_to(to));
+        }
     }
 
     /// Makes the batch's copies and runs its rows through all layers.
@@ -41,16 +59,28 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Computes the logits of the sampling rows, as many together as there is room for, and hands each portion to `turn(decoder, first of
-    /// the sampling rows, how many)`, on the first of several ranks, which has them; then waits for all.
-    fn in_turns(&mut self, mut turn: impl FnMut(&mut Self, usize, usize)) -> Result<(), RunError> {
-        let mut first = 0;
-        while first < self.inputs.sampled.len() {
-            let count = self.limits.samples.min(self.inputs.sampled.len() - first);
-            self.logits(first, count)?;
+    /// the sampling rows, how many)`, on the first of several ranks, which has them; then waits for all, and tells of the layers of a step
+    /// that was done as a whole.
+    fn in_turns(
+        &mut self,
+        on_layer: &mut dyn FnMut(u32),
+        mut turn: impl FnMut(&mut Self, usize, usize),
+    ) -> Result<(), RunError> {
+        let padded = self.inputs.padded;
+        let (mut first, all) = (0, padded.unwrap_or(self.inputs.sampled.len()));
+        while first < all {
+            let count = self.limits.samples.min(all - first);
+            if padded.is_none() {
+                self.logits(first, count)?;
+            }
             if self.rank() == 0 {
                 turn(self, first, count);
             }
             first += count;
+        }
+        if padded.is_some() {
+            self.backend.publish();
+            (0..self.config.layers).for_each(on_layer);
         }
         self.backend.finish().map_err(|error| RunError(error.to_string()))
     }
@@ -64,7 +94,7 @@ impl<B: Backend> Decoder<B> {
         each: &mut dyn FnMut(&mut Sampler, usize, &mut [f32]),
     ) -> Result<(), RunError> {
         self.compute(batch, on_layer)?;
-        self.in_turns(|decoder, first, count| {
+        self.in_turns(on_layer, |decoder, first, count| {
             for i in 0..count {
                 decoder.read_logits(i);
                 each(&mut decoder.sampler, first + i, &mut decoder.inputs.logits);
@@ -82,6 +112,6 @@ impl<B: Backend> ModelRunner for Decoder<B> {
     ) -> Result<(), RunError> {
         self.compute(batch, on_layer)?;
         let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
-        self.in_turns(|decoder, first, count| decoder.choose(samples.clone().skip(first).take(count), out))
+        self.in_turns(on_layer, |decoder, first, count| decoder.choose(samples.clone().skip(first).take(count), out))
     }
 }

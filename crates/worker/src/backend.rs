@@ -64,7 +64,7 @@ impl Chosen<Driver> {
 /// The pool stays in host memory, where transfers reach it, and the GPU reads it over its bus. A token has the same logits on
 /// every route (I1).
 pub(crate) fn on_gpu(device: Arc<Driver>, pool: Arc<HostPool>) -> Result<CudaBackend<Driver>, KernelError> {
-    CudaBackend::over(device, pool, CudaOptions { invariant: true })
+    CudaBackend::over(device, pool, CudaOptions { invariant: true, ..CudaOptions::default() })
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 use baton_types::KvDtype;
 
 use super::batch::{SPLIT, Tiles};
-use super::device::{Access, Device, Memory, Piece};
+use super::device::{Access, Address, Device, Memory, Piece};
+use super::inputs::Inputs;
 use super::params::{Attention, AttentionCombine, AttentionDecode, Element, RopeStoreKv};
 use super::pool::Pool;
 use super::queue::Queue;
@@ -15,8 +16,8 @@ pub(super) struct Placed<'a, D: Device> {
     pub queue: &'a Queue<D>,
     pub pool: &'a Pool<D>,
     pub shape: AttentionShape,
-    pub tiles: &'a Tiles,
-    /// The words of `tiles`.
+    pub inputs: &'a Inputs,
+    /// All of `inputs`.
     pub words: Piece<'a>,
 }
 
@@ -68,6 +69,16 @@ impl<D: Device> Placed<'_, D> {
         self.pool.geometry().layout.groups[self.shape.group].kv_heads
     }
 
+    fn tiles(&self) -> &Tiles {
+        self.inputs.group(self.shape.group)
+    }
+
+    /// (tiles from `first` on, block tables)
+    fn places(&self, first: usize) -> (Address, Address) {
+        let at = self.words.at();
+        (at.plus(self.inputs.tile_at(self.shape.group, first)), at.plus(self.inputs.tables_at()))
+    }
+
     /// Rotates q in place, and k on its way into the pool.
     pub fn store(&self, with: &Rotated<'_>) -> Result<(), KernelError> {
         let (group, layer) = (self.shape.group, self.shape.layer);
@@ -80,8 +91,9 @@ impl<D: Device> Placed<'_, D> {
             Access::Read(self.words),
             Access::Write(self.pool.layer(group, layer)),
         ];
-        let (chunks, largest) = self.tiles.chunks();
-        for (first, tile_count, tile_rows) in [(0, self.tiles.decode(), 1), (self.tiles.decode(), chunks, largest)] {
+        let (decode, (chunks, largest)) = (self.tiles().decode(), self.tiles().chunks());
+        for (first, tile_count, tile_rows) in [(0, decode, 1), (decode, chunks, largest)] {
+            let (tiles, blocks) = self.places(first);
             let params = RopeStoreKv {
                 planes: self.pool.planes(group, layer),
                 q: with.q.at(),
@@ -90,8 +102,8 @@ impl<D: Device> Placed<'_, D> {
                 q_out: with.q.at(),
                 cos: with.cos.at(),
                 sin: with.sin.at(),
-                tiles: self.words.at().plus(self.tiles.tile_offset(first)),
-                blocks: self.words.at().plus(self.tiles.blocks_offset()),
+                tiles,
+                blocks,
                 in_type: Element::F32,
                 q_type: Element::F32,
                 tile_count: tile_count as u32,
@@ -115,8 +127,8 @@ impl<D: Device> Placed<'_, D> {
             planes: self.pool.planes(self.shape.group, self.shape.layer),
             q: q.at(),
             out: out.at(),
-            tiles: self.words.at().plus(self.tiles.tile_offset(first)),
-            blocks: self.words.at().plus(self.tiles.blocks_offset()),
+            tiles: self.places(first).0,
+            blocks: self.places(first).1,
             q_type: Element::F32,
             out_type: Element::F32,
             tile_count: tile_count as u32,
@@ -126,11 +138,11 @@ impl<D: Device> Placed<'_, D> {
             window: group.window.unwrap_or(0),
             scale_log2: self.shape.scale * std::f32::consts::LOG2_E,
         };
-        let (chunks, largest) = self.tiles.chunks();
-        self.queue.launch(prefill, &attention(self.tiles.decode(), chunks, largest), &touches)?;
+        let (chunks, largest) = self.tiles().chunks();
+        self.queue.launch(prefill, &attention(self.tiles().decode(), chunks, largest), &touches)?;
         // Sums of all splits and heads, and behind them their maxima and sums of weights.
         let (sum, stats) = (group.head_dim as usize * size_of::<f32>(), 2 * size_of::<f32>());
-        for launch in self.tiles.launches(split_bytes(self.shape.heads, group.head_dim)) {
+        for launch in self.tiles().launches(split_bytes(self.shape.heads, group.head_dim)) {
             let count = launch.count * self.shape.heads * launch.splits as usize;
             self.queue.at_least(sums, count * (sum + stats))?;
             let Some(sums) = sums.as_ref() else { continue };

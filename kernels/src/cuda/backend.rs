@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use baton_types::{BlockId, PoolGeometry};
 
-use super::attention::{self, Placed};
-use super::batch::{self, Cut, Tiles};
+use super::attention;
+use super::batch;
 use super::device::{Access, Address, Device, Gemm, Memory, Piece};
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
@@ -13,18 +13,28 @@ use super::queue::Queue;
 use super::sampling::Sampling;
 use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
+use super::step::Steps;
 use super::weight::CudaWeight;
 use crate::backend::{AttentionShape, Input, Norm, Product, Ragged, Room};
 use crate::conformance::Promises;
 use crate::{HostPool, KernelError};
 
 /// How to run on a GPU.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CudaOptions {
     /// Whether a row's attention has the same bits as a decode row as within a chunk, so that logits do not depend on how a prompt
     /// is cut (I1). Decode rows then take the kernel of chunks, which walks their KV alone and leaves most of the device idle. Without
     /// it they agree to rounding; whatever else is in the batch changes no bit either way.
     pub invariant: bool,
+    /// Whether decode steps are captured and launched as a whole, which takes most of the host's part out of them. They are padded then,
+    /// with and without a graph; not a bit depends on it.
+    pub graphs: bool,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        CudaOptions { invariant: false, graphs: true }
+    }
 }
 
 /// Decoder operations on a device, over a KV pool in its memory.
@@ -41,16 +51,9 @@ pub struct CudaBackend<D: Device> {
     /// Of splits of decode rows.
     pub(super) sums: Option<Memory<D>>,
     pub(super) sampling: Sampling<D>,
-    /// Of the latest step, one per layer group.
-    batches: Vec<GroupBatch<D>>,
+    pub(super) steps: Steps<D>,
     /// The first thing that went wrong since [`Backend::finish`]; what follows it is not tried.
     pub(super) failed: Option<KernelError>,
-}
-
-/// A group's tiles, here and on the device.
-struct GroupBatch<D: Device> {
-    tiles: Tiles,
-    words: Option<Memory<D>>,
 }
 
 impl<D: Device> CudaBackend<D> {
@@ -90,12 +93,10 @@ impl<D: Device> CudaBackend<D> {
     }
 
     fn with(queue: Queue<D>, pool: Pool<D>, options: CudaOptions) -> Self {
-        let geometry = pool.geometry();
-        let batches =
-            geometry.layout.groups.iter().map(|_| GroupBatch { tiles: Tiles::default(), words: None }).collect();
+        let steps = Steps::new(pool.geometry().layout.groups.len());
         let (operand, indices, staging, sums) = (None, None, None, None);
         let sampling = Sampling::default();
-        CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, batches, failed: None }
+        CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, steps, failed: None }
     }
 
     /// Whether a pool of this shape can be served.
@@ -134,10 +135,8 @@ impl<D: Device> CudaBackend<D> {
         let row = layout.groups.iter().map(|group| attention::split_bytes(room.heads, group.head_dim)).max();
         let sums = batch::sums(room.rows, room.context, row.unwrap_or(0));
         self.queue.at_least(&mut self.sums, sums.max(1))?;
-        for group in &mut self.batches {
-            group.tiles.reserve(room.rows, room.table_entries);
-            self.queue.at_least(&mut group.words, batch::words_bytes(room.rows, room.table_entries))?;
-        }
+        self.forget_graphs();
+        self.steps.reserve(&self.queue, room)?;
         self.sampling.reserve(&self.queue, room)
     }
 
@@ -147,20 +146,30 @@ impl<D: Device> CudaBackend<D> {
         }
     }
 
-    /// `out[i] = table[rows[i]] · scale`, for tables and rows of any kind.
+    /// `out[i] = table[rows[i]] · scale`, for tables and rows of any kind. Rows are brought to the device, unless they are there among the
+    /// step's inputs, from this word on.
     pub(super) fn gather(
         &mut self,
         table: (Piece<'_>, Element),
         width: usize,
-        rows: &[u32],
+        rows: (&[u32], Option<usize>),
         scale: f32,
         out: &Memory<D>,
     ) -> Result<(), KernelError> {
+        let ((rows, at), bytes) = (rows, size_of_val(rows.0));
         let out = out.floats(rows.len() * width);
-        self.queue.at_least(&mut self.indices, size_of_val(rows).max(1))?;
-        let Some(indices) = &self.indices else { return Ok(()) };
-        let indices = indices.piece(0, size_of_val(rows));
-        self.queue.write(indices, rows)?;
+        if at.is_none() {
+            self.queue.at_least(&mut self.indices, bytes.max(1))?;
+        }
+        let indices = match (at.zip(self.steps.words.as_ref()), &self.indices) {
+            (Some((at, words)), _) => words.piece(at * size_of::<u32>(), bytes),
+            (None, Some(indices)) => {
+                let indices = indices.piece(0, bytes);
+                self.queue.write(indices, rows)?;
+                indices
+            }
+            (None, None) => return Ok(()),
+        };
         let (table, table_type) = table;
         let touches = [Access::Read(table), Access::Read(indices), Access::Write(out)];
         let (count, width, out_type) = (rows.len() as u32, width as u32, Element::F32);
@@ -237,34 +246,11 @@ impl<D: Device> CudaBackend<D> {
         Ok(())
     }
 
-    /// Brings the batch of a layer to the device, unless it is there.
-    pub(super) fn place(&mut self, shape: AttentionShape, batch: &Ragged) -> Result<(), KernelError> {
-        let layout = &self.pool.geometry().layout;
-        let kv_heads = layout.groups[shape.group].kv_heads as usize;
-        let (group, block_size) = (shape.heads / kv_heads, layout.block_size as usize);
-        assert_eq!(group * kv_heads, shape.heads, "query heads for each KV head");
-        let GroupBatch { tiles, words } = &mut self.batches[shape.group];
-        if tiles.renew(batch, Cut { group, block_size, decode: !self.options.invariant }) {
-            self.queue.at_least(words, size_of_val(tiles.words()).max(1))?;
-            if let Some(words) = words {
-                self.queue.write(words.piece(0, size_of_val(tiles.words())), tiles.words())?;
-            }
-        }
-        Ok(())
-    }
-
     /// (floats of q, floats of k) of a batch.
     pub(super) fn widths(&self, shape: AttentionShape, batch: &Ragged) -> (usize, usize) {
         let group = &self.pool.geometry().layout.groups[shape.group];
         let (dim, rows) = (group.head_dim as usize, batch.rows());
         (rows * shape.heads * dim, rows * group.kv_heads as usize * dim)
-    }
-
-    /// The batch of a layer where it was placed.
-    pub(super) fn placed(&self, shape: AttentionShape) -> Option<Placed<'_, D>> {
-        let GroupBatch { tiles, words } = &self.batches[shape.group];
-        let words = words.as_ref()?.piece(0, size_of_val(tiles.words()));
-        Some(Placed { queue: &self.queue, pool: &self.pool, shape, tiles, words })
     }
 }
 
@@ -272,5 +258,6 @@ impl<D: Device> Drop for CudaBackend<D> {
     /// Nothing may be under way when memory goes that the device only sees.
     fn drop(&mut self) {
         let _ = self.queue.synchronise();
+        self.forget_graphs();
     }
 }

@@ -1,5 +1,6 @@
 //! A ragged batch as the kernels take it: decode rows and chunks apart, as tiles, and how attention over them is split. Pure.
 
+use super::graphs;
 use super::params::Tile;
 use crate::backend::{Ragged, Span};
 
@@ -12,7 +13,7 @@ const PARTIAL: usize = 64 << 20;
 const PAIRS: usize = 64;
 
 /// Words that [`Tile`] has.
-const TILE_WORDS: usize = 4;
+pub(super) const TILE_WORDS: usize = 4;
 
 /// How a batch becomes tiles.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,100 +24,97 @@ pub(super) struct Cut {
     pub block_size: usize,
     /// Spans of one row are decode rows; otherwise there are chunks only.
     pub decode: bool,
+    /// With how many splits all decode rows are launched; None: as many as they have.
+    pub splits: Option<u32>,
 }
 
-/// Tiles of decode rows, then those of chunks, then the block tables.
+/// Tiles of decode rows, then those of chunks; and the block tables.
 #[derive(Default, Debug)]
 pub(super) struct Tiles {
-    words: Vec<u32>,
+    tiles: Vec<[u32; TILE_WORDS]>,
+    tables: Vec<u32>,
+    /// Rows of the batch, those that it was padded with too.
+    rows: usize,
     /// What was cut last, and how.
     spans: Vec<Span>,
     cut: Option<Cut>,
     decode: usize,
-    chunks: usize,
     /// Rows of the largest chunk tile.
     largest: u32,
-    /// Positions of decode rows, in the order of their tiles.
+    /// Positions of decode rows, in the order of their tiles; the last of their splits where those are given.
     positions: Vec<u32>,
-}
-
-/// Bytes of the words of a batch of that many rows and table entries, at most.
-pub(super) fn words_bytes(rows: usize, table_entries: usize) -> usize {
-    (rows * TILE_WORDS + table_entries).max(1) * size_of::<u32>()
 }
 
 /// Bytes of sums that decode rows of up to `context` positions leave at once, at most, where a split of a row has `row` of them.
 pub(super) fn sums(rows: usize, context: usize, row: usize) -> usize {
-    let longest = context.div_ceil(SPLIT as usize) * row;
+    let longest = graphs::splits(context.div_ceil(SPLIT as usize) as u32) as usize * row;
     (rows * longest).min(PARTIAL.max(longest))
 }
 
 impl Tiles {
     /// Makes room for batches of that many rows and table entries.
     pub fn reserve(&mut self, rows: usize, table_entries: usize) {
-        self.words.reserve(rows * TILE_WORDS + table_entries);
+        self.tiles.reserve(rows);
+        self.tables.reserve(table_entries);
         self.spans.reserve(rows);
         self.positions.reserve(rows);
     }
 
-    /// Cuts a batch, unless it is the one that was cut last; whether it is another.
+    /// Cuts a batch, unless it is the one that was cut last; whether it is another. Rows that it was padded with are places without rows.
     pub fn renew(&mut self, batch: &Ragged, cut: Cut) -> bool {
         let blocks = batch.blocks().iter().map(|block| block.0);
-        if self.cut == Some(cut) && self.spans == batch.spans() && blocks.clone().eq(self.tables().iter().copied()) {
+        let same = self.cut == Some(cut) && self.rows == batch.rows() && self.spans == batch.spans();
+        if same && blocks.clone().eq(self.tables.iter().copied()) {
             return false;
         }
         self.clear();
         self.spans.extend_from_slice(batch.spans());
-        self.cut = Some(cut);
+        (self.cut, self.rows) = (Some(cut), batch.rows());
         let is_decode = |len: usize| cut.decode && len == 1;
         for span in batch.spans().iter().filter(|span| is_decode(span.len)) {
-            self.positions.push(span.start as u32);
-            self.push(Tile { row: span.row as u32, rows: 1, position: span.start as u32, table: table(span, cut) });
-            self.decode += 1;
+            let (row, position) = (span.row as u32, span.start as u32);
+            self.decode_row(position, [row, 1, position, table(span, cut)]);
         }
+        let padding = batch.padding();
+        (0..if cut.decode { padding } else { 0 }).for_each(|_| self.decode_row(0, [0; TILE_WORDS]));
         let most = (PAIRS / cut.group).max(1);
         for span in batch.spans().iter().filter(|span| !is_decode(span.len)) {
             for first in (0..span.len).step_by(most) {
                 let rows = most.min(span.len - first) as u32;
                 let (row, position) = ((span.row + first) as u32, (span.start + first) as u32);
-                self.push(Tile { row, rows, position, table: table(span, cut) });
-                self.chunks += 1;
+                self.tiles.push([row, rows, position, table(span, cut)]);
                 self.largest = self.largest.max(rows);
             }
         }
-        self.words.extend(blocks);
+        (0..if cut.decode { 0 } else { padding }).for_each(|_| self.tiles.push([0; TILE_WORDS]));
+        self.tables.extend(blocks);
         true
+    }
+
+    fn decode_row(&mut self, position: u32, tile: [u32; TILE_WORDS]) {
+        let splits = self.cut.and_then(|cut| cut.splits);
+        self.positions.push(splits.map_or(position, |splits| splits * SPLIT - 1));
+        self.tiles.push(tile);
+        self.decode += 1;
     }
 
     /// Empties it, keeping its memory.
     fn clear(&mut self) {
-        self.words.clear();
+        self.tiles.clear();
+        self.tables.clear();
         self.spans.clear();
         self.positions.clear();
-        (self.decode, self.chunks, self.largest) = (0, 0, 0);
+        (self.decode, self.largest) = (0, 0);
     }
 
-    fn tables(&self) -> &[u32] {
-        &self.words[(self.decode + self.chunks) * TILE_WORDS..]
+    /// The tiles, as words of [`Tile`].
+    pub fn tiles(&self) -> &[[u32; TILE_WORDS]] {
+        &self.tiles
     }
 
-    fn push(&mut self, tile: Tile) {
-        self.words.extend([tile.row, tile.rows, tile.position, tile.table.cast_unsigned()]);
-    }
-
-    /// What the device is given.
-    pub fn words(&self) -> &[u32] {
-        &self.words
-    }
-
-    /// Byte offset of a tile in the words.
-    pub fn tile_offset(&self, tile: usize) -> usize {
-        tile * size_of::<Tile>()
-    }
-
-    /// Byte offset of the block tables.
-    pub fn blocks_offset(&self) -> usize {
-        self.tile_offset(self.decode + self.chunks)
+    /// The block tables.
+    pub fn tables(&self) -> &[u32] {
+        &self.tables
     }
 
     /// Tiles of decode rows: the first ones.
@@ -126,7 +124,7 @@ impl Tiles {
 
     /// Tiles of chunks, and rows of the largest.
     pub fn chunks(&self) -> (usize, u32) {
-        (self.chunks, self.largest)
+        (self.tiles.len() - self.decode, self.largest)
     }
 
     /// How decode rows are launched, with sums of `row` bytes for each split of a row.
@@ -136,8 +134,8 @@ impl Tiles {
 }
 
 /// The entry of a span's first position in the tables.
-fn table(span: &Span, cut: Cut) -> i32 {
-    (span.table as i64 - (span.hidden / cut.block_size) as i64) as i32
+fn table(span: &Span, cut: Cut) -> u32 {
+    ((span.table as i64 - (span.hidden / cut.block_size) as i64) as i32).cast_unsigned()
 }
 
 /// A launch of attention for some decode rows.
@@ -176,7 +174,7 @@ mod tests {
 
     use super::*;
 
-    const CUT: Cut = Cut { group: 4, block_size: 16, decode: true };
+    const CUT: Cut = Cut { group: 4, block_size: 16, decode: true, splits: None };
 
     fn batch() -> Ragged {
         let mut batch = Ragged::default();
@@ -187,18 +185,13 @@ mod tests {
         batch
     }
 
-    fn tiles(tiles: &Tiles) -> Vec<[u32; 4]> {
-        let words = &tiles.words()[..tiles.blocks_offset() / 4];
-        words.chunks_exact(TILE_WORDS).map(|tile| [tile[0], tile[1], tile[2], tile[3]]).collect()
-    }
-
     #[test]
     fn decode_rows_come_first_and_chunks_in_tiles_that_keep_all_warps_busy() {
         let mut cut = Tiles::default();
         assert!(cut.renew(&batch(), CUT));
         let minus = (5i32 - 6).cast_unsigned();
         let want = [[40, 1, 16, 3], [41, 1, 100, minus], [0, 16, 0, 0], [16, 16, 16, 0], [32, 8, 32, 0]];
-        assert_eq!(tiles(&cut), want);
+        assert_eq!(cut.tiles(), want);
         assert_eq!((cut.decode(), cut.chunks()), (2, (3, 16)));
         assert_eq!(cut.tables(), [7, 8, 9, 3, 4, 5]);
         cut.renew(&batch(), Cut { decode: false, ..CUT });
@@ -215,7 +208,24 @@ mod tests {
         assert!(cut.renew(&other, CUT));
         other.clear();
         assert!(cut.renew(&other, CUT));
-        assert_eq!(cut.words(), []);
+        assert_eq!((cut.tiles(), cut.tables()), (&[][..], &[][..]));
+    }
+
+    #[test]
+    fn a_padded_batch_has_places_without_rows_and_the_launches_it_is_given() {
+        let mut batch = Ragged::default();
+        batch.push(700, 1, &[BlockId(1); 44]);
+        batch.pad_to(3);
+        let mut cut = Tiles::default();
+        let splits = |cut: &Tiles| cut.launches(1).map(|l| (l.count, l.splits)).collect::<Vec<_>>();
+        assert!(cut.renew(&batch, CUT));
+        assert_eq!((cut.tiles(), splits(&cut)), (&[[0, 1, 700, 0], [0; 4], [0; 4]][..], vec![(3, 3)]));
+        assert!(cut.renew(&batch, Cut { splits: Some(4), ..CUT }));
+        assert_eq!((cut.decode(), splits(&cut)), (3, vec![(3, 4)]));
+        assert!(cut.renew(&batch, Cut { decode: false, ..CUT }));
+        assert_eq!((cut.decode(), cut.chunks()), (0, (3, 1)));
+        batch.pad_to(4);
+        assert!(cut.renew(&batch, Cut { decode: false, ..CUT }), "more rows");
     }
 
     #[test]

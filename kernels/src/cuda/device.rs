@@ -6,6 +6,7 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::sharing::SharingDevice;
 use crate::{HostPool, KernelError};
@@ -28,6 +29,10 @@ pub struct Stream(pub(super) usize);
 /// A place in a stream that another stream can wait for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Event(pub(super) usize);
+
+/// Work that was captured, to be launched as a whole: the same kernels with the same sizes and addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Graph(pub(super) usize);
 
 /// What is known of a device.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -173,6 +178,18 @@ pub trait Device: Send + Sync + 'static {
     fn product(&self, stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError>;
     /// Waits for all of a stream's work.
     fn synchronise(&self, stream: Stream) -> Result<(), KernelError>;
+    /// What this thread puts into the stream from now on is kept and not done: fills, launches and products. Until the end it may copy
+    /// nothing from or to the host, wait for nothing, and allocate and free no memory.
+    fn begin_capture(&self, stream: Stream) -> Result<(), KernelError>;
+    /// Ends it; what was kept. To be called also when something in between failed, and then it may fail, too.
+    fn end_capture(&self, stream: Stream) -> Result<Graph, KernelError>;
+    /// Does what was captured, with what memory holds by then.
+    ///
+    /// # Safety
+    /// All memory that it touches has been there since.
+    unsafe fn replay(&self, stream: Stream, graph: Graph) -> Result<(), KernelError>;
+    /// A graph that is not launched again; launches under way are not disturbed.
+    fn forget(&self, graph: Graph);
 }
 
 /// Device memory that is given back when it is dropped, or a pool's memory on the host that the device sees until then.
@@ -181,13 +198,22 @@ pub struct Memory<D: Device> {
     at: Address,
     bytes: usize,
     host: Option<Arc<HostPool>>,
+    freed: Freed,
 }
+
+/// How many memories of one owner are gone: while it stays as it is, all that were there are there.
+pub(super) type Freed = Arc<AtomicU64>;
 
 impl<D: Device> Memory<D> {
     /// Of so many bytes, with anything in them.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
+        Memory::counted(device, bytes, Freed::default())
+    }
+
+    /// The same, and its end is counted.
+    pub(super) fn counted(device: &Arc<D>, bytes: usize, freed: Freed) -> Result<Self, KernelError> {
         let at = device.allocate(bytes.max(1))?;
-        Ok(Memory { device: Arc::clone(device), at, bytes, host: None })
+        Ok(Memory { device: Arc::clone(device), at, bytes, host: None, freed })
     }
 
     /// Of so many bytes, which other processes can be let into.
@@ -196,7 +222,7 @@ impl<D: Device> Memory<D> {
         D: SharingDevice,
     {
         let at = device.allocate_shared(bytes.max(1))?;
-        Ok(Memory { device: Arc::clone(device), at, bytes, host: None })
+        Ok(Memory { device: Arc::clone(device), at, bytes, host: None, freed: Freed::default() })
     }
 
     /// A pool in host memory.
@@ -204,7 +230,7 @@ impl<D: Device> Memory<D> {
         let bytes = pool.geometry().bytes();
         // SAFETY: the pool lives in what is made here, which unmaps it first.
         let at = unsafe { device.map(pool.base(), bytes) }?;
-        Ok(Memory { device: Arc::clone(device), at, bytes, host: Some(pool) })
+        Ok(Memory { device: Arc::clone(device), at, bytes, host: Some(pool), freed: Freed::default() })
     }
 
     /// Whether it is host memory.
@@ -238,6 +264,7 @@ impl<D: Device> Memory<D> {
 
 impl<D: Device> Drop for Memory<D> {
     fn drop(&mut self) {
+        self.freed.fetch_add(1, Ordering::Relaxed);
         match &self.host {
             None => self.device.free(self.at),
             Some(pool) => self.device.unmap(pool.base(), self.at),

@@ -4,6 +4,7 @@
 //! are the image embedded by the build script.
 
 mod blas;
+mod graphs;
 mod sharing;
 
 use std::collections::HashMap;
@@ -14,8 +15,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use blas::Blas;
 use cudarc::driver::result::{self, DriverError, ctx, device, event, module, primary_ctx, stream};
 use cudarc::driver::sys;
+use graphs::Captures;
 
-use super::device::{Address, Call, Device, Event, Gemm, Piece, Properties, Stream};
+use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
 use crate::KernelError;
 
 /// All kernels for all architectures; empty in a build without them.
@@ -38,6 +40,7 @@ struct Made {
     kernels: HashMap<&'static str, sys::CUfunction>,
     streams: Vec<sys::CUstream>,
     events: Vec<sys::CUevent>,
+    captures: Captures,
 }
 
 /// What is imported, and the base of the allocation it lies in.
@@ -265,6 +268,7 @@ impl Device for Driver {
 
     fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
         assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
+        self.refuse_captured("copy to the device", stream)?;
         let stream = self.raw(stream)?;
         // SAFETY: as in `fill`; of memory that is not pinned the driver has taken a copy when this returns.
         unsafe { result::memcpy_htod_async(to.at().0, from, stream) }.map_err(failed("copy to the device"))
@@ -272,6 +276,7 @@ impl Device for Driver {
 
     fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
         assert!(to.len() <= from.bytes(), "{} bytes out of {}", to.len(), from.bytes());
+        self.refuse_captured("copy from the device", stream)?;
         let raw = self.raw(stream)?;
         // SAFETY: as in `fill`; `to` stays borrowed until the stream has done it.
         unsafe { result::memcpy_dtoh_async(to, from.at().0, raw) }.map_err(failed("copy from the device"))?;
@@ -297,6 +302,23 @@ impl Device for Driver {
         // SAFETY: a stream lives as long as `self`.
         unsafe { stream::synchronize(stream) }.map_err(failed("the work so far"))
     }
+
+    fn begin_capture(&self, stream: Stream) -> Result<(), KernelError> {
+        self.begin(stream)
+    }
+
+    fn end_capture(&self, stream: Stream) -> Result<Graph, KernelError> {
+        self.end(stream)
+    }
+
+    unsafe fn replay(&self, stream: Stream, graph: Graph) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_graph(stream, graph) }
+    }
+
+    fn forget(&self, graph: Graph) {
+        self.destroy(graph);
+    }
 }
 
 impl Drop for Driver {
@@ -309,6 +331,7 @@ impl Drop for Driver {
         self.blas.close();
         // SAFETY: all of them were made by this driver, and `self` is used by nobody any more.
         unsafe {
+            made.captures.destroy_all();
             for event in made.events {
                 let _ = event::destroy(event);
             }

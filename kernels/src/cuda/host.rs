@@ -15,7 +15,8 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
 
-use super::device::{Address, Call, Device, Event, Gemm, Piece, Properties, Stream};
+use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
+use super::work::{Captures, Kept, Work};
 use crate::KernelError;
 
 type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, *const u32) -> u32;
@@ -40,6 +41,7 @@ pub struct HostDevice {
     memory: Mutex<HashMap<Address, Layout>>,
     shared: Mutex<sharing::Shared>,
     named: AtomicUsize,
+    captures: Mutex<Captures>,
 }
 
 impl HostDevice {
@@ -58,7 +60,8 @@ impl HostDevice {
         };
         let properties = Properties { name: "kernels on the host".to_owned(), ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
-        Ok(HostDevice { launch, layout, product, _library: library, properties, memory, shared, named })
+        let captures = Mutex::default();
+        Ok(HostDevice { launch, layout, product, _library: library, properties, memory, shared, named, captures })
     }
 
     /// One over the library built from the sources as they are; None, and the reason on standard error, where the CUDA headers are
@@ -101,6 +104,58 @@ impl HostDevice {
     fn next(&self) -> usize {
         self.named.fetch_add(1, Ordering::Relaxed)
     }
+
+    fn captures(&self) -> MutexGuard<'_, Captures> {
+        self.captures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does work, or keeps it where its stream is captured.
+    ///
+    /// # Safety
+    /// Its addresses are memory that is there when it is done, as large as it says.
+    unsafe fn put(&self, stream: Stream, work: Work) -> Result<(), KernelError> {
+        let now = self.captures().put(stream, work);
+        // SAFETY: the caller's promise.
+        now.map_or(Ok(()), |work| unsafe { self.run(&work) })
+    }
+
+    /// # Safety
+    /// As for `put`.
+    unsafe fn run(&self, work: &Work) -> Result<(), KernelError> {
+        match work {
+            Work::Fill { at, bytes, byte } => {
+                // SAFETY: the caller's promise.
+                unsafe { host(*at).write_bytes(*byte, *bytes) };
+            }
+            Work::Launch(call) => {
+                // SAFETY: the caller's promise.
+                unsafe { self.call(call)? };
+            }
+            Work::Product { weight, x, bias, out, rows, outs, cols } => {
+                let bias = bias.map_or(std::ptr::null_mut(), host);
+                // SAFETY: the caller's promise; null is no bias.
+                unsafe { (self.product)(host(*weight), host(*x), bias, host(*out), *rows, *outs, *cols) };
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for `put`.
+    unsafe fn call(&self, call: &Kept) -> Result<(), KernelError> {
+        let device = |why: &str| KernelError::Device { operation: call.kernel.to_owned(), why: why.to_owned() };
+        let name = CString::new(call.kernel).map_err(|_| device("no name"))?;
+        let _one = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let (grid, block) = (call.launch.grid.as_ptr(), call.launch.block.as_ptr());
+        // SAFETY: the caller's promise for the parameters; grid and block have three numbers each.
+        let code = unsafe { (self.launch)(name.as_ptr(), call.params(), call.bytes as u64, grid, block) };
+        match code {
+            0 => Ok(()),
+            1 => Err(device("there is no such kernel")),
+            2 => Err(device("its parameters have another size")),
+            _ => Err(device("grid or block are not what its launch_of says")),
+        }
+    }
 }
 
 impl Device for HostDevice {
@@ -114,6 +169,7 @@ impl Device for HostDevice {
 
     /// Filled with ones: what is read before it was written is not a number.
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
+        self.captures().refuse("allocation", None)?;
         let none = || KernelError::Memory { bytes };
         let layout = Layout::from_size_align(bytes, ALIGN).map_err(|_| none())?;
         // SAFETY: callers ask for at least one byte.
@@ -160,54 +216,61 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    fn fill(&self, _stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
-        // SAFETY: a piece lies inside memory that is still there.
-        unsafe { host(to.at()).write_bytes(byte, to.bytes()) };
-        Ok(())
+    fn fill(&self, stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
+        // SAFETY: a piece lies inside memory that is still there, and who replays promises that it is then.
+        unsafe { self.put(stream, Work::Fill { at: to.at(), bytes: to.bytes(), byte }) }
     }
 
-    fn write(&self, _stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
+    fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
+        self.captures().refuse("write", Some(stream))?;
         assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
         // SAFETY: a piece lies inside memory that is still there, and no slice of Rust's is device memory.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), host(to.at()), from.len()) };
         Ok(())
     }
 
-    fn read(&self, _stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
+    fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
+        self.captures().refuse("read", Some(stream))?;
         assert!(to.len() <= from.bytes(), "{} bytes out of {}", to.len(), from.bytes());
         // SAFETY: as in `write`.
         unsafe { std::ptr::copy_nonoverlapping(host(from.at()), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
-    unsafe fn launch(&self, _stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {
-        let device = |why: &str| KernelError::Device { operation: call.kernel.to_owned(), why: why.to_owned() };
-        let name = CString::new(call.kernel).map_err(|_| device("no name"))?;
-        let _one = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        let (params, bytes) = (call.params, call.bytes as u64);
-        // SAFETY: the caller's promise for the parameters; grid and block have three numbers each.
-        let code = unsafe {
-            (self.launch)(name.as_ptr(), params, bytes, call.launch.grid.as_ptr(), call.launch.block.as_ptr())
-        };
-        match code {
-            0 => Ok(()),
-            1 => Err(device("there is no such kernel")),
-            2 => Err(device("its parameters have another size")),
-            _ => Err(device("grid or block are not what its launch_of says")),
-        }
+    unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise for the parameters, and for memory as in `fill`.
+        unsafe { self.put(stream, Work::Launch(Kept::of(call))) }
     }
 
-    fn product(&self, _stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
-        let bias = gemm.bias.map_or(std::ptr::null_mut(), |bias| host(bias.at()));
-        let (weight, x, out) = (host(gemm.weight.at()), host(gemm.x.at()), host(gemm.out.at()));
+    fn product(&self, stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
         let (rows, outs, cols) = (gemm.rows as u64, gemm.outs as u64, gemm.cols as u64);
-        // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; null is no bias.
-        unsafe { (self.product)(weight, x, bias, out, rows, outs, cols) };
-        Ok(())
+        let bias = gemm.bias.map(|bias| bias.at());
+        let (weight, x, out) = (gemm.weight.at(), gemm.x.at(), gemm.out.at());
+        // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; later as in `fill`.
+        unsafe { self.put(stream, Work::Product { weight, x, bias, out, rows, outs, cols }) }
     }
 
-    fn synchronise(&self, _stream: Stream) -> Result<(), KernelError> {
-        Ok(())
+    fn synchronise(&self, stream: Stream) -> Result<(), KernelError> {
+        self.captures().refuse("wait", Some(stream))
+    }
+
+    fn begin_capture(&self, stream: Stream) -> Result<(), KernelError> {
+        self.captures().begin(stream)
+    }
+
+    fn end_capture(&self, stream: Stream) -> Result<Graph, KernelError> {
+        let graph = Graph(self.next());
+        self.captures().end(stream, graph)
+    }
+
+    unsafe fn replay(&self, _stream: Stream, graph: Graph) -> Result<(), KernelError> {
+        let work = self.captures().work(graph)?;
+        // SAFETY: the caller's promise for all of it.
+        work.iter().try_for_each(|work| unsafe { self.run(work) })
+    }
+
+    fn forget(&self, graph: Graph) {
+        self.captures().forget(graph);
     }
 }
 

@@ -1,6 +1,7 @@
 //! The GPU backend: [`CudaBackend`], the operations of [`crate::Backend`] as launches of the kernels in `kernels/cuda`.
 //!
-//! One stream takes a step's launches in order, and the host waits for it only when it reads logits. Activations are f32 in device
+//! One stream takes a step's launches in order, and the host waits for it only when it reads tokens or logits. Decode steps are launched as a
+//! graph (`step`, `graphs`), and their tokens are chosen where their logits lie (`sampling`). Activations are f32 in device
 //! memory, weights bf16, products bf16 with sums in f32. What runs the launches is a [`Device`]. Knows nothing of models or requests.
 
 mod attention;
@@ -8,7 +9,9 @@ mod backend;
 mod batch;
 mod device;
 mod driver;
+mod graphs;
 mod host;
+mod inputs;
 mod nccl;
 mod nowhere;
 mod operations;
@@ -19,10 +22,12 @@ mod recorder;
 mod sampling;
 mod shared_pool;
 mod sharing;
+mod step;
 mod weight;
+mod work;
 
 pub use backend::{CudaBackend, CudaOptions};
-pub use device::{Access, Address, Call, Device, Event, Gemm, Launch, Memory, Piece, Properties, Stream};
+pub use device::{Access, Address, Call, Device, Event, Gemm, Graph, Launch, Memory, Piece, Properties, Stream};
 pub use driver::{Driver, devices};
 pub use host::HostDevice;
 pub use nccl::Gpus;

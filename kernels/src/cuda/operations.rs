@@ -5,11 +5,14 @@ use baton_types::{BlockId, TokenOut};
 use super::attention::Rotated;
 use super::backend::CudaBackend;
 use super::device::{Access, Device, Memory};
+use super::graphs;
 use super::params::{self, Add, Element, GateMul};
 use super::queue::bytes_of_mut;
 use super::sampling;
 use super::weight::{self, CudaWeight};
-use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
+use crate::backend::{
+    AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, StepInputs, WeightSource,
+};
 use crate::{Draw, KernelError};
 
 impl<D: Device> Backend for CudaBackend<D> {
@@ -53,6 +56,15 @@ impl<D: Device> Backend for CudaBackend<D> {
         self.attempt(|b| b.queue.read(piece, bytes_of_mut(out)));
     }
 
+    fn padded(&self, rows: usize, most: usize) -> Option<usize> {
+        let padded = graphs::bucket(rows).min(most);
+        (self.options.graphs && rows > 0 && padded >= rows).then_some(padded)
+    }
+
+    fn step(&mut self, inputs: &StepInputs<'_>, mut run: impl FnMut(&mut Self)) {
+        self.run_step(inputs, &mut run);
+    }
+
     fn publish(&mut self) {
         self.attempt(|b| b.pool.publish(&b.queue));
     }
@@ -84,7 +96,8 @@ impl<D: Device> Backend for CudaBackend<D> {
 
     fn embed(&mut self, table: &CudaWeight<D>, ids: &[u32], scale: f32, out: &mut Memory<D>) {
         let all = (table.memory.piece(0, table.memory.bytes()), Element::Bf16);
-        self.attempt(|b| b.gather(all, table.cols, ids, scale, out));
+        let at = self.steps.ids(ids);
+        self.attempt(|b| b.gather(all, table.cols, (ids, at), scale, out));
     }
 
     fn rms_norm(&mut self, norm: &Norm<Memory<D>>, x: &mut Memory<D>, rows: usize) {
@@ -161,7 +174,8 @@ impl<D: Device> Backend for CudaBackend<D> {
 
     fn gather_rows(&mut self, x: &Memory<D>, width: usize, rows: &[u32], out: &mut Memory<D>) {
         let x = (x.piece(0, x.bytes()), Element::F32);
-        self.attempt(|b| b.gather(x, width, rows, 1.0, out));
+        let at = self.steps.sampled(rows);
+        self.attempt(|b| b.gather(x, width, (rows, at), 1.0, out));
     }
 
     fn samples(&self, vocab: usize) -> bool {

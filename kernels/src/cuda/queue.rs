@@ -1,8 +1,9 @@
 //! A device's stream with what a backend puts into it.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use super::device::{Access, Call, Device, Gemm, Memory, Piece, Stream};
+use super::device::{Access, Call, Device, Freed, Gemm, Graph, Memory, Piece, Stream};
 use super::driver::Driver;
 use super::params::{LogitEntry, Params, SampleRow, Sampled};
 use crate::KernelError;
@@ -11,6 +12,7 @@ use crate::KernelError;
 pub(super) struct Queue<D: Device> {
     pub device: Arc<D>,
     stream: Stream,
+    freed: Freed,
 }
 
 /// Numbers that are no more than their bytes, and structs of such without a gap between them.
@@ -34,7 +36,7 @@ pub(super) fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
 impl<D: Device> Queue<D> {
     pub fn new(device: Arc<D>) -> Result<Self, KernelError> {
         let stream = device.stream()?;
-        Ok(Queue { device, stream })
+        Ok(Queue { device, stream, freed: Freed::default() })
     }
 
     pub fn stream(&self) -> Stream {
@@ -42,7 +44,12 @@ impl<D: Device> Queue<D> {
     }
 
     pub fn memory(&self, bytes: usize) -> Result<Memory<D>, KernelError> {
-        Memory::new(&self.device, bytes)
+        Memory::counted(&self.device, bytes, Arc::clone(&self.freed))
+    }
+
+    /// How many memories that were made here are gone.
+    pub fn freed(&self) -> u64 {
+        self.freed.load(Ordering::Relaxed)
     }
 
     /// At least so many bytes, and what was there before only if it is as large. A backend that has reserved what it is asked for
@@ -95,6 +102,24 @@ impl<D: Device> Queue<D> {
 
     pub fn synchronise(&self) -> Result<(), KernelError> {
         self.device.synchronise(self.stream)
+    }
+
+    pub fn begin_capture(&self) -> Result<(), KernelError> {
+        self.device.begin_capture(self.stream)
+    }
+
+    pub fn end_capture(&self) -> Result<Graph, KernelError> {
+        self.device.end_capture(self.stream)
+    }
+
+    /// Does what was captured, unless memory has gone since `freed` was what [`Queue::freed`] says.
+    pub fn replay(&self, graph: Graph, freed: u64) -> Result<(), KernelError> {
+        if freed != self.freed() {
+            let (operation, why) = ("graph".to_owned(), "memory has gone since it was captured".to_owned());
+            return Err(KernelError::Device { operation, why });
+        }
+        // SAFETY: launches touch pieces of memory that this queue has made, or of a pool beside it, which its backend keeps; none has gone.
+        unsafe { self.device.replay(self.stream, graph) }
     }
 }
 

@@ -1,18 +1,20 @@
 //! [`Recorder`]: a device around another one that logs what is asked of it and finds what a real one would do wrong silently.
 //!
-//! Memory used after it was freed or beyond its end, memory never given back, and work in two streams on the same bytes that no event
-//! puts in order. Order is told by vector clocks (Fidge 1988; Mattern 1989): each stream counts its work, an event takes a copy of what its
-//! stream knows, who waits for it knows that too, and the host knows all of a stream that it has waited for. For tests; with [`super::Nowhere`]
-//! inside nothing is computed.
+//! Memory used after it was freed or beyond its end, by a graph too, memory never given back, what a stream that is captured must not be asked
+//! for, and work in two streams on the same bytes that no event puts in order. Order is told by vector clocks (Fidge 1988; Mattern 1989):
+//! each stream counts its work, an event takes a copy of what its stream knows, who waits for it knows that too, and the host knows all of a
+//! stream that it has waited for. For tests; with [`super::Nowhere`] inside nothing is computed.
 
+mod graphs;
 mod sharing;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::device::{Access, Address, Call, Device, Event, Gemm, Piece, Properties, Stream};
+use super::device::{Access, Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
 use crate::KernelError;
+use graphs::Captured;
 
 /// One call, as it is logged.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -51,6 +53,14 @@ pub enum Recorded {
     Pin(usize),
     /// Pinned memory given back.
     Unpin,
+    /// A stream is captured from here on.
+    BeginCapture(Stream),
+    /// A capture became a graph.
+    EndCapture(Graph),
+    /// A graph was launched.
+    Replay(Graph),
+    /// A graph was given back.
+    Forget(Graph),
 }
 
 /// What a stream, an event or the host knows: of each stream, how much of its work is done before.
@@ -68,6 +78,8 @@ struct Touch {
 struct Allocation {
     bytes: u64,
     touches: Vec<Touch>,
+    /// Which of all allocations it is: another at its place is not the same.
+    number: u64,
 }
 
 #[derive(Default)]
@@ -85,6 +97,11 @@ struct State {
     /// What is imported, and of which exported memory if that is known.
     imports: HashMap<Address, Option<Address>>,
     refused: Option<&'static str>,
+    /// Only while it is captured.
+    refused_captured: Option<&'static str>,
+    allocated: u64,
+    captures: HashMap<Stream, Vec<Captured>>,
+    graphs: HashMap<Graph, Vec<Captured>>,
 }
 
 /// Checks every call and passes it on.
@@ -114,7 +131,9 @@ impl State {
     fn note(&mut self, call: Recorded, at: Address, bytes: usize) {
         let end = at.0 + bytes as u64;
         self.freed.retain(|freed, size| freed.0 + *size <= at.0 || freed.0 >= end);
-        self.allocations.insert(at, Allocation { bytes: bytes as u64, touches: Vec::new() });
+        self.allocated += 1;
+        let (bytes, number) = (bytes as u64, self.allocated);
+        self.allocations.insert(at, Allocation { bytes, touches: Vec::new(), number });
         self.log.push(call);
     }
 
@@ -151,6 +170,9 @@ impl State {
     }
 
     fn touch(&mut self, what: &'static str, stream: Stream, accesses: &[Access<'_>]) -> Result<(), KernelError> {
+        if self.captures.contains_key(&stream) {
+            return self.capture(what, stream, accesses);
+        }
         let work = self.work(stream);
         let clock = self.streams.get(&stream).cloned().unwrap_or_default();
         for access in accesses {
@@ -201,6 +223,11 @@ impl<D: Device> Recorder<D> {
         self.state().refused = Some(kernel);
     }
 
+    /// From now on this kernel cannot be captured.
+    pub fn refuse_captured(&self, kernel: &'static str) {
+        self.state().refused_captured = Some(kernel);
+    }
+
     /// What was called since the last time.
     pub fn take_log(&self) -> Vec<Recorded> {
         std::mem::take(&mut self.state().log)
@@ -209,6 +236,11 @@ impl<D: Device> Recorder<D> {
     /// What was wrong so far.
     pub fn problems(&self) -> Vec<String> {
         self.state().problems.clone()
+    }
+
+    /// Graphs that nobody has given back.
+    pub fn live_graphs(&self) -> usize {
+        self.state().graphs.len()
     }
 
     /// Bytes that nobody has given back.
@@ -227,6 +259,7 @@ impl<D: Device> Device for Recorder<D> {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
+        self.state().refuse("an allocation", None)?;
         let at = self.inner.allocate(bytes)?;
         self.state().note(Recorded::Allocate(bytes), at, bytes);
         Ok(at)
@@ -237,6 +270,8 @@ impl<D: Device> Device for Recorder<D> {
         if state.imports.values().any(|exported| *exported == Some(at)) {
             state.problems.push("free: memory freed while it is imported".to_owned());
         }
+        // It goes all the same: nobody could give it back later.
+        let _ = state.refuse("freeing memory", None);
         if state.forget(Recorded::Free, at) {
             self.inner.free(at);
         }
@@ -266,6 +301,7 @@ impl<D: Device> Device for Recorder<D> {
     fn record(&self, event: Event, stream: Stream) -> Result<(), KernelError> {
         let mut state = self.state();
         state.log.push(Recorded::Record(event, stream));
+        state.refuse("an event", Some(stream))?;
         let mut known = state.host.clone();
         join(&mut known, &state.streams.get(&stream).cloned().unwrap_or_default());
         state.events.insert(event, known);
@@ -275,6 +311,7 @@ impl<D: Device> Device for Recorder<D> {
     fn wait(&self, stream: Stream, event: Event) -> Result<(), KernelError> {
         let mut state = self.state();
         state.log.push(Recorded::Wait(stream, event));
+        state.refuse("an event's wait", Some(stream))?;
         let known = state.events.get(&event).cloned();
         match known {
             Some(known) => join(state.streams.entry(stream).or_default(), &known),
@@ -293,6 +330,7 @@ impl<D: Device> Device for Recorder<D> {
     fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
         let mut state = self.state();
         state.log.push(Recorded::Write(from.len()));
+        state.refuse("a copy from the host", Some(stream))?;
         state.touch("write", stream, &[Access::Write(to)])?;
         self.inner.write(stream, to, from)
     }
@@ -300,6 +338,7 @@ impl<D: Device> Device for Recorder<D> {
     fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
         let mut state = self.state();
         state.log.push(Recorded::Read(to.len()));
+        state.refuse("a copy to the host", Some(stream))?;
         state.touch("read", stream, &[Access::Read(from)])?;
         state.wait_on_host(stream);
         self.inner.read(stream, from, to)
@@ -309,7 +348,8 @@ impl<D: Device> Device for Recorder<D> {
         let mut state = self.state();
         state.log.push(Recorded::Launch(call.kernel));
         state.touch(call.kernel, stream, call.touches)?;
-        if state.refused == Some(call.kernel) {
+        let captured = state.captures.contains_key(&stream) && state.refused_captured == Some(call.kernel);
+        if captured || state.refused == Some(call.kernel) {
             let why = "refused by the recorder".to_owned();
             return Err(KernelError::Device { operation: call.kernel.to_owned(), why });
         }
@@ -331,8 +371,47 @@ impl<D: Device> Device for Recorder<D> {
     fn synchronise(&self, stream: Stream) -> Result<(), KernelError> {
         let mut state = self.state();
         state.log.push(Recorded::Synchronise(stream));
+        state.refuse("waiting", Some(stream))?;
         state.wait_on_host(stream);
         self.inner.synchronise(stream)
+    }
+
+    fn begin_capture(&self, stream: Stream) -> Result<(), KernelError> {
+        let mut state = self.state();
+        state.log.push(Recorded::BeginCapture(stream));
+        state.refuse("a capture", Some(stream))?;
+        self.inner.begin_capture(stream)?;
+        state.captures.insert(stream, Vec::new());
+        Ok(())
+    }
+
+    fn end_capture(&self, stream: Stream) -> Result<Graph, KernelError> {
+        let mut state = self.state();
+        let Some(captured) = state.captures.remove(&stream) else {
+            return Err(state.problem("the end of a capture that did not begin".to_owned()));
+        };
+        let graph = self.inner.end_capture(stream)?;
+        state.log.push(Recorded::EndCapture(graph));
+        state.graphs.insert(graph, captured);
+        Ok(graph)
+    }
+
+    unsafe fn replay(&self, stream: Stream, graph: Graph) -> Result<(), KernelError> {
+        let mut state = self.state();
+        state.log.push(Recorded::Replay(graph));
+        state.replay(stream, graph)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.replay(stream, graph) }
+    }
+
+    fn forget(&self, graph: Graph) {
+        let mut state = self.state();
+        state.log.push(Recorded::Forget(graph));
+        if state.graphs.remove(&graph).is_none() {
+            state.problems.push(format!("{graph:?} is given back and is not there"));
+            return;
+        }
+        self.inner.forget(graph);
     }
 }
 

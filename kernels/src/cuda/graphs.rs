@@ -1,0 +1,116 @@
+//! Which decode steps are launched as a graph, by size. Pure: it knows graphs by their names.
+//!
+//! A step's rows are padded to a size of few, so that a step of every size is soon one that was there before. The first step of a size runs
+//! as it is, which loads its kernels; the second is captured; those that follow are one launch.
+
+use super::device::Graph;
+
+/// Most graphs that are kept; the one used longest ago goes first (I5).
+const KEPT: usize = 64;
+
+/// What tells graphs apart: all that launches depend on but the contents of memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Size {
+    /// Rows, padded.
+    pub rows: usize,
+    /// Splits of a row's KV that there is room for.
+    pub splits: u32,
+}
+
+/// Rows that a step of `rows` single rows is padded to: a power of two up to 8, then multiples of 8, and of 32 beyond 64, where eight rows
+/// more cost little.
+pub(super) fn bucket(rows: usize) -> usize {
+    match rows {
+        ..=8 => rows.next_power_of_two(),
+        9..=64 => rows.next_multiple_of(8),
+        _ => rows.next_multiple_of(32),
+    }
+}
+
+/// Splits that a step is launched with whose longest row needs so many: blocks of splits that a row does not have return at once.
+pub(super) fn splits(needed: u32) -> u32 {
+    needed.max(1).next_power_of_two()
+}
+
+/// How a step is to be done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Next {
+    Run,
+    Capture,
+    Replay(Graph),
+}
+
+/// A size that was seen, with its graph.
+struct Known {
+    size: Size,
+    graph: Option<Graph>,
+}
+
+/// The graphs of a backend.
+#[derive(Default)]
+pub(super) struct Graphs {
+    /// Used last, last.
+    known: Vec<Known>,
+}
+
+impl Graphs {
+    pub fn next(&mut self, size: Size) -> Next {
+        match self.known.iter().position(|known| known.size == size) {
+            None => Next::Run,
+            Some(at) => {
+                let known = self.known.remove(at);
+                let graph = known.graph;
+                self.known.push(known);
+                graph.map_or(Next::Capture, Next::Replay)
+            }
+        }
+    }
+
+    /// A step of this size was done, and this is its graph, if it was captured; the graph that must go for it.
+    #[must_use]
+    pub fn done(&mut self, size: Size, graph: Option<Graph>) -> Option<Graph> {
+        if let Some(known) = self.known.iter_mut().find(|known| known.size == size) {
+            return std::mem::replace(&mut known.graph, graph);
+        }
+        self.known.push(Known { size, graph });
+        if self.known.len() > KEPT { self.known.remove(0).graph } else { None }
+    }
+
+    /// Forgets all sizes; their graphs.
+    pub fn clear(&mut self) -> impl Iterator<Item = Graph> + '_ {
+        self.known.drain(..).filter_map(|known| known.graph)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_few_and_near() {
+        let all: Vec<usize> = (1..=256).map(bucket).collect();
+        assert_eq!([1, 2, 3, 5, 8, 9, 16, 17, 64, 65, 256].map(bucket), [1, 2, 4, 8, 8, 16, 16, 24, 64, 96, 256]);
+        assert!((1..=256).zip(&all).all(|(rows, &padded)| rows <= padded && padded < rows + 32));
+        let mut few = all;
+        few.dedup();
+        assert_eq!(few.len(), 17);
+        assert_eq!([0, 1, 2, 3, 512].map(splits), [1, 1, 2, 4, 512]);
+    }
+
+    #[test]
+    fn a_size_is_run_then_captured_then_replayed_and_few_are_kept() {
+        let (mut graphs, size) = (Graphs::default(), |rows| Size { rows, splits: 1 });
+        for rows in 0..KEPT {
+            assert_eq!(graphs.next(size(rows)), Next::Run);
+            assert_eq!(graphs.done(size(rows), None), None);
+            assert_eq!(graphs.next(size(rows)), Next::Capture);
+            assert_eq!(graphs.done(size(rows), Some(Graph(rows))), None);
+        }
+        assert_eq!(graphs.next(Size { rows: 0, splits: 2 }), Next::Run, "another size");
+        assert_eq!(graphs.next(size(0)), Next::Replay(Graph(0)));
+        assert_eq!(graphs.done(size(KEPT), None), Some(Graph(1)), "0 was used since");
+        assert_eq!(graphs.next(size(1)), Next::Run);
+        assert_eq!(graphs.clear().count(), KEPT - 1);
+        assert_eq!(graphs.next(size(0)), Next::Run);
+    }
+}
