@@ -211,19 +211,22 @@ class Perftest:
 
 def baton(program, shape, tokens, env):
     """One round of Baton's own benchmark: name -> bytes a second. Over UCX with the library the peers use, and TCP only."""
-    command = [program, "bench", "transfer", "--shape", shape, "--tokens", str(tokens), "--rounds", "1", "--no-verify",
-               "--transport", "ucx", "--ucx-library", f"{site.getsitepackages()[0]}/libucx/lib",
+    command = [program, "bench", "transfer", "--json", "--shape", shape, "--tokens", str(tokens), "--rounds", "1",
+               "--round-trips", "1", "--no-verify", "--transport", "shm,tcp,ucx",
+               "--ucx-library", f"{site.getsitepackages()[0]}/libucx/lib",
                "--ucx-options", f"TLS={env['UCX_TLS']} NET_DEVICES={env['UCX_NET_DEVICES']}"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {result.stderr.strip()}")
-    rates, last = {}, ""
-    for line in result.stdout.splitlines():
-        if match := re.match(r"\s*(.+?)\s+([\d.]+) GB/s", line):
-            name, rate = match[1], float(match[2]) * 1e9
-            last, name = (last, f"{last}, unverified") if name == "unverified" else (name, name)
-            rates[name] = rate
-    return rates
+    return {name(row): row["bytes_per_second"]["median"] for row in json.loads(result.stdout)["bandwidth"]}
+
+
+def name(row):
+    """What the table calls a way of Baton's."""
+    if row["way"] != "handoff":
+        return {"memcpy": "memcpy", "plain-tcp": "plain TCP"}[row["way"]]
+    handoff = {"shm": "shm handoff", "tcp": "TCP handoff", "ucx": "UCX handoff"}[row["transport"]]
+    return handoff if row["verified"] else f"{handoff}, unverified"
 
 
 def attempt(make, problems, name):

@@ -14,7 +14,6 @@ pub fn command() -> Command {
         .arg_required_else_help(true)
         .subcommand(engine::command())
         .subcommand(transfer::command())
-        .subcommand(transfer::serve_command())
 }
 
 /// Measures.
@@ -22,7 +21,6 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     match matches.subcommand() {
         Some(("engine", m)) => engine::run(m),
         Some(("transfer", m)) => transfer::run(m),
-        Some((transfer::SERVE, _)) => transfer::serve(),
         _ => Ok(()),
     }
 }

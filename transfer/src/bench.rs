@@ -1,141 +1,272 @@
-//! How fast handoffs are, next to what the machine can do at all: one process drives, a child of it receives.
+//! How fast handoffs are, next to what the machines can do at all: one process drives, another receives, on this host or another.
 //!
-//! In each round the same blocks go through memcpy, a shared-memory handoff, a plain TCP stream and a TCP handoff, one
-//! after the other, so that all see the same machine; the medians over the rounds are reported. A handoff is timed
-//! from opening to its verified answer, so digests on both sides are included; memcpy and the plain stream check nothing.
+//! In each round the same blocks go through memcpy, a plain TCP stream and a handoff over each transport, one after the
+//! other, so that all see the same machines; all rounds are reported. A handoff is timed from opening to its verified answer,
+//! so digests on both sides are included; memcpy and the plain stream check nothing. Latency is the time of a handoff of one
+//! block, which is two round trips: access, then data and its verification. Measures only; tables are the caller's.
 
+mod control;
 pub(crate) mod hex;
+mod peer;
 mod serve;
 
-use std::fmt;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
-use std::os::unix::ffi::OsStrExt;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use baton_types::{BlockId, PoolGeometry, WorkerId};
+use baton_types::{BlockId, PoolGeometry, WorkerId, hash_bytes};
 
-use crate::descriptor::encode_layout;
 use crate::error::TransferError;
 use crate::options::{Limits, SenderOptions, TransportChoice, TransportKind, UcxSettings};
 use crate::segment::Segment;
 use crate::sender::Sender;
-use crate::tcp;
-pub use serve::serve;
+use control::{HANDOFF_PATIENCE, machine};
+pub use peer::Peer;
+use peer::Plain;
+pub use serve::{ServeOptions, Served, serve};
 
-/// Longest time for one handoff.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes of one write of the plain stream.
-const PLAIN_CHUNK: usize = 256 << 10;
-/// Stands before every answer of the child, whose output may hold other lines.
-pub(crate) const MARK: &str = "@ ";
+/// Stands before what a child says, whose output may hold other lines.
+pub const MARK: &str = "@ ";
 
-/// Asks the child for a target whose bytes are checked.
-const VERIFIED: &str = "verified";
+/// Handoffs of one block that go before those that count.
+const WARM_UP: u32 = 5;
 
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct BenchOptions {
-    /// Shape of both pools; a handoff moves all of its blocks.
+    /// Shape of both pools.
     pub geometry: PoolGeometry,
+    /// Blocks of a handoff, each number in turn; none beyond the pool's.
+    pub blocks: Vec<u32>,
     /// Rounds, at least 1.
     pub rounds: u32,
+    /// Handoffs of one block whose time is taken, by each way; 0: none.
+    pub round_trips: u32,
+    /// Handoffs over these.
+    pub transports: Vec<TransportKind>,
     /// Also handoffs whose bytes nobody checks, to see what checking costs. Workers always check.
     pub unverified: bool,
-    /// Also handoffs over UCX, set up like this on both ends.
-    pub ucx: Option<UcxSettings>,
+    /// Blocks lie in both pools in an order of this seed's, as in a busy pool; None: one after the other.
+    pub scattered: Option<u64>,
+    /// How UCX is set up at this end.
+    pub ucx: UcxSettings,
 }
 
-/// Medians over the rounds, in bytes a second.
-#[derive(Clone, PartialEq, Debug)]
-pub struct BenchReport {
-    /// Bytes of one handoff.
-    pub bytes: u64,
-    /// Rounds.
-    pub rounds: u32,
-    /// Copying block by block inside one process.
-    pub memcpy: f64,
-    /// A handoff over shared memory.
-    pub shm: f64,
-    /// One TCP stream over loopback, nothing checked.
-    pub plain_tcp: f64,
-    /// A handoff over TCP.
-    pub tcp: f64,
-    /// Handoffs whose bytes nobody checks, if asked for: over shared memory, and over TCP.
-    pub unverified: Option<[f64; 2]>,
-    /// A handoff over UCX, if asked for.
-    pub ucx: Option<f64>,
+/// A way for bytes to move.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// Copying block by block inside the driving process.
+    Memcpy,
+    /// One TCP stream, nothing checked.
+    PlainTcp,
+    /// A handoff.
+    Handoff {
+        /// Over this.
+        transport: TransportKind,
+        /// Whether what arrives is compared with its digests.
+        verified: bool,
+    },
 }
 
-impl fmt::Display for BenchReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gb = |rate: f64| rate / 1e9;
-        let (memcpy, plain) = (("memcpy", self.memcpy), ("plain TCP", self.plain_tcp));
-        let mut rows = vec![("memcpy", self.memcpy, None), ("shm handoff", self.shm, Some(memcpy))];
-        rows.extend(self.unverified.map(|[shm, _]| ("  unverified", shm, Some(memcpy))));
-        rows.extend([("plain TCP", self.plain_tcp, None), ("TCP handoff", self.tcp, Some(plain))]);
-        rows.extend(self.unverified.map(|[_, tcp]| ("  unverified", tcp, Some(plain))));
-        rows.extend(self.ucx.map(|ucx| ("UCX handoff", ucx, Some(plain))));
-        write!(f, "{} rounds of {:.1} MB between two processes, medians", self.rounds, self.bytes as f64 / 1e6)?;
-        for (name, rate, beside) in rows {
-            write!(f, "\n{name:<13} {:6.2} GB/s", gb(rate))?;
-            if let Some((what, base)) = beside {
-                write!(f, "   {:.2} of {what}", rate / base)?;
-            }
-        }
-        Ok(())
+/// Values in ascending order.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Samples(Vec<f64>);
+
+impl Samples {
+    fn new(mut values: Vec<f64>) -> Samples {
+        values.sort_by(f64::total_cmp);
+        Samples(values)
+    }
+
+    /// The value that this share, 0 to 1, of all are at or below; NaN when there are none.
+    pub fn quantile(&self, share: f64) -> f64 {
+        let rank = (share * self.0.len() as f64).ceil() as usize;
+        self.0.get(rank.clamp(1, self.0.len().max(1)) - 1).copied().unwrap_or(f64::NAN)
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
     }
 }
 
-/// Measures. `child` must run this same program so that it calls [`serve`]; its standard input and output are used.
-pub fn run(options: &BenchOptions, child: Command) -> Result<BenchReport, TransferError> {
+/// One way with one number of blocks.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Bandwidth {
+    /// The way.
+    pub way: Way,
+    /// Blocks moved at once.
+    pub blocks: u32,
+    /// Their bytes, over all layers.
+    pub bytes: u64,
+    /// Bytes a second, a value for each round.
+    pub rates: Samples,
+}
+
+/// One way with one block.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Latency {
+    /// The way.
+    pub way: Way,
+    /// Bytes of the block, over all layers.
+    pub bytes: u64,
+    /// Seconds from opening to the answer.
+    pub seconds: Samples,
+}
+
+/// What was measured.
+#[derive(Clone, PartialEq, Debug)]
+pub struct BenchReport {
+    /// Processor and system of the driving end.
+    pub here: String,
+    /// The same of the receiving end.
+    pub there: String,
+    /// By number of blocks, then by way.
+    pub bandwidth: Vec<Bandwidth>,
+    /// By way.
+    pub latency: Vec<Latency>,
+}
+
+/// Measures handoffs to `peer`, which must not have been used before.
+pub fn run(options: &BenchOptions, peer: Peer) -> Result<BenchReport, TransferError> {
+    check(options)?;
+    let mut bench = Bench::new(options, peer)?;
+    let (here, there) = (machine(), bench.peer.machine().to_owned());
+    let mut bandwidth = Vec::new();
+    for &blocks in &options.blocks {
+        bandwidth.extend(bench.bandwidth(blocks)?);
+    }
+    let ways = bench.ways().into_iter().filter(|way| options.round_trips > 0 && *way != Way::Memcpy);
+    let latency = ways.map(|way| bench.latency(way)).collect::<Result<_, _>>()?;
+    Ok(BenchReport { here, there, bandwidth, latency })
+}
+
+fn check(options: &BenchOptions) -> Result<(), TransferError> {
+    let most = options.geometry.blocks.iter().copied().max().unwrap_or(0);
     if options.rounds == 0 {
         return Err(TransferError::argument("rounds", "0; at least 1 is needed"));
     }
-    let geometry = &options.geometry;
-    let mut peer = Peer::start(child, options)?;
-    let ours = filled(geometry)?;
-    let scratch = Segment::create("bench-scratch", geometry.bytes())?;
-    let senders = [TransportChoice::Shm, TransportChoice::Tcp]
-        .map(|choice| Ok([sender(choice, options, &ours, true)?, sender(choice, options, &ours, false)?]));
-    let [shm, tcp]: [Result<[Sender; 2], TransferError>; 2] = senders;
-    let ([shm, shm_unverified], [tcp, tcp_unverified]) = (shm?, tcp?);
-    let ucx = options.ucx.as_ref().map(|_| sender(TransportChoice::Ucx, options, &ours, true)).transpose()?;
-    let mut stream = peer.plain_stream()?;
-    let plain = |stream: &mut TcpStream| send_plainly(stream, &ours, geometry.bytes());
-    let mut seconds: [Vec<f64>; 7] = Default::default();
-    // The first round only touches every page and fills every cache.
-    for round in 0..=options.rounds {
-        let unverified = |sender: &Sender, peer: &mut Peer| match options.unverified {
-            true => hand_over(sender, geometry, peer, false),
-            false => Ok(f64::NAN),
-        };
-        let taken = [
-            copy(geometry, &ours, &scratch),
-            hand_over(&shm, geometry, &mut peer, true)?,
-            unverified(&shm_unverified, &mut peer)?,
-            plain(&mut stream).map_err(|e| TransferError::os("plain stream", e))?,
-            hand_over(&tcp, geometry, &mut peer, true)?,
-            unverified(&tcp_unverified, &mut peer)?,
-            ucx.as_ref().map_or(Ok(f64::NAN), |ucx| hand_over(ucx, geometry, &mut peer, true))?,
-        ];
-        if round > 0 {
-            seconds.iter_mut().zip(taken).for_each(|(all, one)| all.push(one));
-        }
+    if options.blocks.is_empty() {
+        return Err(TransferError::argument("blocks", "none; name at least one number of blocks"));
     }
-    let bytes = geometry.bytes() as u64;
-    let rates = seconds.map(|all| bytes as f64 / median(all));
-    let [memcpy, shm, shm_unverified, plain_tcp, tcp, tcp_unverified, over_ucx] = rates;
-    let unverified = options.unverified.then_some([shm_unverified, tcp_unverified]);
-    let ucx = ucx.map(|_| over_ucx);
-    Ok(BenchReport { bytes, rounds: options.rounds, memcpy, shm, plain_tcp, tcp, unverified, ucx })
+    match options.blocks.iter().find(|blocks| **blocks == 0 || **blocks > most) {
+        Some(blocks) => Err(TransferError::argument("blocks", format!("{blocks}; the pool has 1 to {most}"))),
+        None => Ok(()),
+    }
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
+/// Blocks of each group in the order in which they are used.
+pub(crate) fn order(geometry: &PoolGeometry, seed: Option<u64>) -> Vec<Vec<BlockId>> {
+    let of = |count: &u32| {
+        let mut blocks: Vec<_> = (0..*count).map(BlockId).collect();
+        if let Some(seed) = seed {
+            blocks.sort_by_key(|block| hash_bytes(seed, &block.0.to_le_bytes()));
+        }
+        blocks
+    };
+    geometry.blocks.iter().map(of).collect()
+}
+
+struct Bench<'a> {
+    options: &'a BenchOptions,
+    peer: Peer,
+    pool: Arc<Segment>,
+    scratch: Segment,
+    /// Per group.
+    order: Vec<Vec<BlockId>>,
+    /// Each with a session of its own.
+    senders: Vec<(Way, Sender)>,
+}
+
+impl Bench<'_> {
+    fn new(options: &BenchOptions, mut peer: Peer) -> Result<Bench<'_>, TransferError> {
+        let geometry = &options.geometry;
+        let pool = filled(geometry)?;
+        let scratch = Segment::create("bench-scratch", geometry.bytes())?;
+        let checks: &[bool] = if options.unverified { &[true, false] } else { &[true] };
+        let ways = options.transports.iter().flat_map(|&transport| {
+            checks.iter().map(move |&verified| (Way::Handoff { transport, verified }, transport, verified))
+        });
+        let senders = (1..)
+            .zip(ways)
+            .map(|(number, (way, transport, verify))| Ok((way, sender(number, transport, verify, options, &pool)?)));
+        let senders = senders.collect::<Result<_, TransferError>>()?;
+        // Another order than the peer's: two busy pools have nothing in common.
+        peer.begin(geometry, options.scattered.map(|seed| seed.wrapping_add(1)))?;
+        let order = order(geometry, options.scattered);
+        Ok(Bench { options, peer, pool, scratch, order, senders })
+    }
+
+    fn ways(&self) -> Vec<Way> {
+        [Way::Memcpy, Way::PlainTcp].into_iter().chain(self.senders.iter().map(|(way, _)| *way)).collect()
+    }
+
+    fn bandwidth(&mut self, blocks: u32) -> Result<Vec<Bandwidth>, TransferError> {
+        let (ways, bytes) = (self.ways(), self.bytes(blocks));
+        let mut rates = vec![Vec::new(); ways.len()];
+        // The first round only touches every page and fills every cache.
+        for round in 0..=self.options.rounds {
+            for (way, rates) in ways.iter().zip(&mut rates) {
+                let seconds = self.once(*way, blocks)?;
+                if round > 0 {
+                    rates.push(bytes as f64 / seconds);
+                }
+            }
+        }
+        let row = |(way, rates)| Bandwidth { way, blocks, bytes, rates: Samples::new(rates) };
+        Ok(ways.into_iter().zip(rates).map(row).collect())
+    }
+
+    fn latency(&mut self, way: Way) -> Result<Latency, TransferError> {
+        let mut seconds = Vec::new();
+        for number in 0..WARM_UP + self.options.round_trips {
+            let taken = self.once(way, 1)?;
+            if number >= WARM_UP {
+                seconds.push(taken);
+            }
+        }
+        Ok(Latency { way, bytes: self.bytes(1), seconds: Samples::new(seconds) })
+    }
+
+    /// Moves the first `blocks` blocks of each group; answers seconds.
+    fn once(&mut self, way: Way, blocks: u32) -> Result<f64, TransferError> {
+        let of_way = self.senders.iter().find(|(of, _)| *of == way);
+        match (way, of_way) {
+            (Way::Handoff { transport, verified }, Some((_, sender))) => {
+                let target = self.peer.reserve(blocks, verified)?;
+                hand_over(sender, transport, &self.options.geometry, &self.order, &target)
+            }
+            (Way::Memcpy, _) => Ok(self.copy(blocks)),
+            _ => self.peer.send_plainly(&Plain { pool: &self.pool, bytes: self.bytes(blocks) as usize }),
+        }
+    }
+
+    fn bytes(&self, blocks: u32) -> u64 {
+        self.ranges(blocks).map(|range| range.len() as u64).sum()
+    }
+
+    /// Every layer's part of each of the first `blocks` blocks.
+    fn ranges(&self, blocks: u32) -> impl Iterator<Item = std::ops::Range<usize>> {
+        let geometry = &self.options.geometry;
+        let of = move |(g, list): (usize, &'_ Vec<BlockId>)| {
+            let list = list.iter().take(blocks as usize).copied().collect::<Vec<_>>();
+            (0..geometry.layout.groups[g].layers.len())
+                .flat_map(move |l| list.clone().into_iter().map(move |block| geometry.block_range(g, l, block)))
+        };
+        self.order.iter().enumerate().flat_map(of)
+    }
+
+    fn copy(&self, blocks: u32) -> f64 {
+        let ranges: Vec<_> = self.ranges(blocks).collect();
+        let start = Instant::now();
+        for range in ranges {
+            let ends = (self.pool.at(range.start, range.len()), self.scratch.at(range.start, range.len()));
+            if let (Some(source), Some(target)) = ends {
+                // SAFETY: checked ranges of two mappings; nothing writes to either meanwhile.
+                unsafe { std::ptr::copy_nonoverlapping(source, target, range.len()) };
+            }
+        }
+        start.elapsed().as_secs_f64()
+    }
 }
 
 /// A pool with no two equal blocks.
@@ -148,153 +279,85 @@ fn filled(geometry: &PoolGeometry) -> Result<Arc<Segment>, TransferError> {
     Ok(Arc::new(segment))
 }
 
-/// A sender of its own, and so a session of its own, for each way.
 fn sender(
-    transport: TransportChoice,
+    number: u64,
+    transport: TransportKind,
+    verify: bool,
     options: &BenchOptions,
     segment: &Arc<Segment>,
-    verify: bool,
 ) -> Result<Sender, TransferError> {
-    let number = match transport {
-        TransportChoice::Ucx => 5,
-        other => 1 + u64::from(verify) + 2 * u64::from(other == TransportChoice::Shm),
+    let transport = match transport {
+        TransportKind::Shm => TransportChoice::Shm,
+        TransportKind::Tcp => TransportChoice::Tcp,
+        TransportKind::Ucx => TransportChoice::Ucx,
     };
     Sender::new(SenderOptions {
         worker: WorkerId(number),
         geometry: options.geometry.clone(),
         segment: segment.clone(),
         transport,
-        ucx: options.ucx.clone().unwrap_or_default(),
+        ucx: options.ucx.clone(),
         limits: Limits::default(),
         convert: None,
         verify,
     })
 }
 
-/// Every layer's part of every block.
-fn blocks(geometry: &PoolGeometry) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let layers = |g: usize| 0..geometry.layout.groups[g].layers.len();
-    let of = move |g, l| (0..geometry.blocks[g]).map(move |b| geometry.block_range(g, l, BlockId(b)));
-    (0..geometry.blocks.len()).flat_map(move |g| layers(g).flat_map(move |l| of(g, l)))
-}
-
-fn copy(geometry: &PoolGeometry, from: &Segment, to: &Segment) -> f64 {
-    let start = Instant::now();
-    for range in blocks(geometry) {
-        if let (Some(source), Some(target)) = (from.at(range.start, range.len()), to.at(range.start, range.len())) {
-            // SAFETY: checked ranges of two mappings; nothing writes to either meanwhile.
-            unsafe { std::ptr::copy_nonoverlapping(source, target, range.len()) };
-        }
-    }
-    start.elapsed().as_secs_f64()
-}
-
-fn hand_over(sender: &Sender, geometry: &PoolGeometry, peer: &mut Peer, verify: bool) -> Result<f64, TransferError> {
-    let target = peer.reserve(verify)?;
+/// Hands the first blocks of `order` over, as many as the target wants; answers seconds.
+fn hand_over(
+    sender: &Sender,
+    transport: TransportKind,
+    geometry: &PoolGeometry,
+    order: &[Vec<BlockId>],
+    target: &[u8],
+) -> Result<f64, TransferError> {
     let (tell, told) = mpsc::channel();
     let start = Instant::now();
-    let mut handoff = sender.open(&target, start + PATIENCE)?;
-    for (group, count) in geometry.blocks.iter().enumerate() {
-        let pairs: Vec<_> = (0..*count).map(|i| (BlockId(i), i)).collect();
+    let mut handoff = sender.open(target, start + HANDOFF_PATIENCE)?;
+    let counts = handoff.block_counts().to_vec();
+    for (group, (list, count)) in order.iter().zip(counts).enumerate() {
+        let pairs: Vec<_> = list.iter().copied().zip(0..count).collect();
         for layer in 0..geometry.layout.groups[group].layers.len() {
             handoff.write(group, layer, &pairs)?;
         }
     }
     handoff.complete(Vec::new(), Box::new(move |outcome| drop(tell.send(outcome))));
     let stats = told.recv().map_err(|_| TransferError::Closed)??;
-    if sender.transport() == TransportChoice::Ucx && stats.transport != TransportKind::Ucx {
-        return Err(TransferError::os("measure UCX", "the handoff went over TCP; the log says why"));
+    let seconds = start.elapsed();
+    if stats.transport != transport {
+        let (asked, used) = (transport.as_str(), stats.transport.as_str());
+        let paths = sender.paths().into_iter().flat_map(|(_, paths)| paths);
+        let why = paths.filter(|path| path.transport == transport).find_map(|path| path.unused).unwrap_or_default();
+        return Err(TransferError::os("measure", format!("asked for {asked}, the handoff went over {used}: {why}")));
     }
-    Ok(start.elapsed().as_secs_f64())
-}
-
-fn send_plainly(stream: &mut TcpStream, from: &Segment, bytes: usize) -> std::io::Result<f64> {
-    let start = Instant::now();
-    let mut offset = 0;
-    while offset < bytes {
-        let len = PLAIN_CHUNK.min(bytes - offset);
-        let source = from.at(offset, len).ok_or(std::io::ErrorKind::InvalidInput)?;
-        // SAFETY: a checked range of a mapping nothing writes to.
-        stream.write_all(unsafe { std::slice::from_raw_parts(source, len) })?;
-        offset += len;
-    }
-    // The peer's answer: all of it is there.
-    stream.read_exact(&mut [0])?;
-    Ok(start.elapsed().as_secs_f64())
-}
-
-/// The receiving child.
-struct Peer {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Peer {
-    fn start(mut command: Command, options: &BenchOptions) -> Result<Peer, TransferError> {
-        let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let mut child = spawned.map_err(|e| TransferError::os("start the benchmark's child", e))?;
-        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(TransferError::os("start the benchmark's child", "no pipes"));
-        };
-        let mut peer = Peer { child, input, output: BufReader::new(output) };
-        let geometry = &options.geometry;
-        let counts: Vec<String> = geometry.blocks.iter().map(u32::to_string).collect();
-        let layout = hex::encode(&encode_layout(&geometry.layout));
-        let ucx = options.ucx.clone().unwrap_or_default();
-        let directory = hex::encode(ucx.directory.unwrap_or_default().as_os_str().as_bytes());
-        let settings = hex::encode(ucx.options.to_string().as_bytes());
-        peer.say(&format!("{layout} {} {directory} {settings}", counts.join(",")))?;
-        Ok(peer)
-    }
-
-    fn say(&mut self, line: &str) -> Result<(), TransferError> {
-        writeln!(self.input, "{line}").map_err(|e| TransferError::os("talk to the benchmark's child", e))
-    }
-
-    fn hear(&mut self) -> Result<String, TransferError> {
-        loop {
-            let mut line = String::new();
-            let read = self.output.read_line(&mut line);
-            if read.map_err(|e| TransferError::os("listen to the benchmark's child", e))? == 0 {
-                return Err(TransferError::os("listen to the benchmark's child", "it ended"));
-            }
-            if let Some((_, answer)) = line.split_once(MARK) {
-                return Ok(answer.trim().to_owned());
-            }
-        }
-    }
-
-    fn plain_stream(&mut self) -> Result<TcpStream, TransferError> {
-        let port = self.hear()?.parse::<u16>().map_err(|e| TransferError::os("read the child's port", e))?;
-        let connected = tcp::connect("127.0.0.1", port, Instant::now() + PATIENCE).and_then(|stream| {
-            tcp::tune(&stream)?;
-            stream.set_nonblocking(false)?;
-            Ok(stream)
-        });
-        connected.map_err(|e| TransferError::os("open the plain stream", e))
-    }
-
-    fn reserve(&mut self, verify: bool) -> Result<Vec<u8>, TransferError> {
-        self.say(if verify { VERIFIED } else { "unverified" })?;
-        let line = self.hear()?;
-        hex::decode(&line).ok_or_else(|| TransferError::os("read the child's target", line))
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+    Ok(seconds.max(Duration::from_nanos(1)).as_secs_f64())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use baton_types::{KvDtype, KvGroup, KvLayout};
 
     use super::*;
-    use crate::conformance::{ucx, ucx_is_here};
+    use crate::conformance::{child_process, ucx, ucx_is_here};
+
+    fn options() -> BenchOptions {
+        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 64, window: None, sinks: 0 };
+        let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+        let mut transports = vec![TransportKind::Shm, TransportKind::Tcp];
+        transports.extend(ucx_is_here().then_some(TransportKind::Ucx));
+        BenchOptions {
+            geometry: PoolGeometry::uniform(layout, 4),
+            blocks: vec![4, 2],
+            rounds: 2,
+            round_trips: 3,
+            transports,
+            unverified: true,
+            scattered: Some(7),
+            ucx: ucx(),
+        }
+    }
 
     #[test]
     fn hex_survives_and_other_text_is_refused() {
@@ -306,20 +369,52 @@ mod tests {
     }
 
     #[test]
-    fn a_run_measures_what_is_asked_for_and_a_child_that_dies_is_an_error() {
-        let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 64, window: None, sinks: 0 };
-        let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
-        let ucx = ucx_is_here().then(ucx);
-        let rows = 7 + usize::from(ucx.is_some());
-        let options = BenchOptions { geometry: PoolGeometry::uniform(layout, 4), rounds: 2, unverified: true, ucx };
-        let report = run(&options, crate::conformance::child_process("bench")).unwrap();
-        assert_eq!((report.bytes, report.rounds), (2 * 4 * 4096, 2));
-        assert!([report.memcpy, report.shm, report.plain_tcp, report.tcp].iter().all(|rate| *rate > 0.0));
-        assert!(report.unverified.is_some_and(|rates| rates.iter().all(|rate| *rate > 0.0)));
-        assert_eq!(report.to_string().lines().count(), rows);
-        assert!(report.ucx.is_none_or(|rate| rate > 0.0));
-        assert!(report.to_string().contains("of plain TCP"));
-        assert!(run(&options, Command::new("false")).is_err());
-        assert!(run(&BenchOptions { rounds: 0, ..options }, Command::new("false")).is_err());
+    fn quantiles_are_values_that_were_seen() {
+        let samples = Samples::new((1..=200).rev().map(f64::from).collect());
+        assert_eq!([0.0, 0.5, 0.99, 1.0].map(|share| samples.quantile(share)), [1.0, 100.0, 198.0, 200.0]);
+        assert!(Samples::default().quantile(0.5).is_nan());
+    }
+
+    #[test]
+    fn a_scattered_pool_has_all_its_blocks_in_an_order_of_its_seed() {
+        let geometry = PoolGeometry::uniform(options().geometry.layout, 64);
+        let [plain, one, same, two] = [None, Some(1), Some(1), Some(2)].map(|seed| order(&geometry, seed).remove(0));
+        assert_eq!(one, same);
+        assert!(one != two && one != plain);
+        let mut sorted = one.clone();
+        sorted.sort();
+        assert_eq!(sorted, plain);
+    }
+
+    #[test]
+    fn a_run_measures_what_is_asked_for() {
+        let options = options();
+        let report = run(&options, Peer::child(child_process("bench")).unwrap()).unwrap();
+        let ways = 2 + 2 * options.transports.len();
+        assert_eq!((report.bandwidth.len(), report.latency.len()), (2 * ways, ways - 1));
+        let bytes: Vec<_> = report.bandwidth.iter().map(|row| (row.blocks, row.bytes)).collect();
+        assert_eq!((bytes[0], bytes[ways]), ((4, 2 * 4 * 4096), (2, 2 * 2 * 4096)));
+        for row in &report.bandwidth {
+            assert!(row.rates.count() == 2 && row.rates.quantile(0.0) > 0.0, "{row:?}");
+        }
+        for row in &report.latency {
+            assert_eq!((row.bytes, row.seconds.count()), (2 * 4096, 3), "{row:?}");
+        }
+        assert!(!report.here.is_empty() && report.here == report.there);
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_an_error() {
+        assert!(Peer::child(Command::new("false")).is_err());
+        for (blocks, rounds) in [(vec![5], 1), (vec![0], 1), (vec![], 1), (vec![1], 0)] {
+            let error = check(&BenchOptions { blocks, rounds, ..options() }).unwrap_err();
+            assert!(matches!(error, TransferError::Argument { .. }), "{error}");
+        }
+        let mut huge = options();
+        huge.geometry.layout.groups[0].layers = (0..60_000).collect();
+        huge.geometry.layout.groups[0].kv_heads = u32::MAX;
+        let mut peer = Peer::child(child_process("bench")).unwrap();
+        let refused = peer.begin(&huge.geometry, None).unwrap_err();
+        assert!(refused.to_string().contains("more than"), "{refused}");
     }
 }

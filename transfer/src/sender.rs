@@ -118,11 +118,6 @@ impl Sender {
         (0..100).for_each(|_| paths.carried(transport, rate, std::time::Duration::from_secs(1)));
     }
 
-    /// How decode workers are reached.
-    pub(crate) fn transport(&self) -> TransportChoice {
-        self.config.options.transport
-    }
-
     /// What is known of the ways to each decode worker that was written to, the most there may be connections to.
     pub fn paths(&self) -> Vec<(WorkerId, Vec<PathReport>)> {
         let (all, now) = (lock(&self.config.paths), Instant::now());

@@ -1,100 +1,210 @@
-//! `baton bench transfer`: how fast KV moves between two processes of this machine, beside memcpy and a plain TCP stream.
+//! `baton bench transfer`: how fast KV moves between two processes, of this host or of two, beside memcpy and a plain TCP stream.
 
+mod table;
+
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process;
 
 use anyhow::Context;
-use baton_transfer::bench::{self, BenchOptions};
-use baton_transfer::{UcxOptions, UcxSettings};
-use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
+use baton_runtime::die_with_parent;
+use baton_transfer::bench::{self, BenchOptions, MARK, Peer, ServeOptions, Served};
+use baton_transfer::{TransportKind, UcxOptions, UcxSettings};
+use baton_types::{KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
+use baton_worker::KvType;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
-
-/// Subcommand of the receiving process.
-pub const SERVE: &str = "transfer-peer";
+use table::Table;
 
 /// Shapes by name: layers, KV heads, head dimension.
 const SHAPES: [(&str, [u32; 3]); 3] =
     [("smollm2", [30, 3, 64]), ("qwen2.5-1.5b", [28, 2, 128]), ("llama-3.1-8b", [32, 8, 128])];
+/// Their parts, each of which can be set by itself.
+const PARTS: [(&str, &str); 3] = [
+    ("layers", "Layers, instead of the shape's"),
+    ("kv-heads", "KV heads, instead of the shape's"),
+    ("head-dim", "Elements of a head, instead of the shape's"),
+];
+/// Where blocks lie when they are scattered.
+const SEED: &str = "1";
 
 /// `baton bench transfer`.
 pub fn command() -> Command {
-    let number = |name: &'static str, default: &'static str, help: &'static str| {
-        Arg::new(name)
-            .long(name)
-            .value_name("N")
-            .default_value(default)
-            .value_parser(value_parser!(u32).range(1..))
-            .help(help)
-    };
     Command::new("transfer")
-        .about("Bandwidth of handoffs between two processes, by transport")
-        .arg(
-            Arg::new("shape")
-                .long("shape")
-                .default_value("smollm2")
-                .value_parser(SHAPES.map(|(name, _)| name))
-                .help("Whose KV to move, in f16"),
+        .about("Bandwidth and latency of handoffs between two processes or hosts, by transport")
+        .after_help(
+            "Between two hosts:  baton bench transfer --listen 0.0.0.0:7400      on the one that receives, then\n                    \
+             baton bench transfer --to THAT-HOST:7400        on the other",
         )
-        .arg(number("tokens", "1000", "Tokens of the prompt whose blocks move"))
-        .arg(number("rounds", "5", "Rounds; medians are printed"))
-        .arg(
-            Arg::new("no-verify")
-                .long("no-verify")
-                .action(ArgAction::SetTrue)
-                .help("Also measure handoffs whose bytes nobody checks; workers always check"),
-        )
-        .arg(
-            Arg::new("transport")
-                .long("transport")
-                .value_parser(["ucx"])
-                .help("Also measure handoffs over this, beside shared memory and TCP"),
-        )
-        .arg(
-            Arg::new("ucx-library")
-                .long("ucx-library")
-                .value_name("DIR")
-                .value_parser(value_parser!(PathBuf))
-                .help("Directory of UCX's libucp.so.0; default: where the system looks for libraries"),
-        )
-        .arg(
-            Arg::new("ucx-options")
-                .long("ucx-options")
-                .value_name("NAME=VALUE …")
-                .default_value("")
-                .value_parser(value_parser!(UcxOptions))
-                .help("Settings of UCX by its own names, separated by spaces"),
-        )
+        .args(places())
+        .args(amounts())
+        .args(ways())
 }
 
-/// The receiving process, started by [`run`].
-pub fn serve_command() -> Command {
-    Command::new(SERVE).hide(true)
+fn number(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).value_name("N").value_parser(value_parser!(u32).range(1..)).help(help)
 }
 
-/// Measures and prints a table.
+fn flag(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).action(ArgAction::SetTrue).help(help)
+}
+
+fn places() -> [Arg; 3] {
+    [
+        Arg::new("listen")
+            .long("listen")
+            .value_name("HOST:PORT")
+            .value_parser(value_parser!(SocketAddr))
+            .conflicts_with_all(["to", "json"])
+            .help("Receive what other processes measure, until stopped; they use this port and the two after it"),
+        Arg::new("to")
+            .long("to")
+            .value_name("HOST:PORT")
+            .help("Measure to who listens there; default: to a child process"),
+        flag("once", "With --listen: end with the first").requires("listen").hide(true),
+    ]
+}
+
+fn amounts() -> Vec<Arg> {
+    let shape = Arg::new("shape")
+        .long("shape")
+        .default_value("smollm2")
+        .value_parser(SHAPES.map(|(name, _)| name))
+        .help("Whose KV to move");
+    let dtype = Arg::new("dtype")
+        .long("dtype")
+        .default_value("f16")
+        .value_parser(KvType::ALL.iter().map(|kind| kind.as_str()).collect::<Vec<_>>())
+        .help("Element type of the KV");
+    let list = |arg: Arg| arg.value_delimiter(',').action(ArgAction::Append);
+    let tokens =
+        list(number("tokens", "Tokens of the prompt whose blocks move; several, separated by commas, in turn"));
+    let blocks = list(number("blocks", "Blocks to move, instead of tokens").conflicts_with("tokens"));
+    [shape]
+        .into_iter()
+        .chain(PARTS.map(|(name, help)| number(name, help)))
+        .chain([dtype, number("block-size", "Tokens of a block").default_value("16")])
+        .chain([tokens.default_value("1000"), blocks])
+        .chain([
+            flag(
+                "scattered",
+                "Blocks lie in both pools in random order, as in a busy pool, and not one after the other",
+            ),
+            Arg::new("seed")
+                .long("seed")
+                .default_value(SEED)
+                .value_parser(value_parser!(u64))
+                .help("Of the random order"),
+            number("rounds", "Rounds; medians are printed").default_value("5"),
+            number("round-trips", "Handoffs of one block whose time is taken, by each way").default_value("200"),
+            flag("json", "One JSON object instead of tables"),
+        ])
+        .collect()
+}
+
+fn ways() -> [Arg; 4] {
+    let kinds = [TransportKind::Shm, TransportKind::Tcp, TransportKind::Ucx].map(TransportKind::as_str);
+    [
+        Arg::new("transport")
+            .long("transport")
+            .value_parser(kinds)
+            .value_delimiter(',')
+            .action(ArgAction::Append)
+            .help("Measure handoffs over this; may be repeated; default: shm (within a host) and tcp"),
+        flag("no-verify", "Also measure handoffs whose bytes nobody checks; workers always check"),
+        Arg::new("ucx-library")
+            .long("ucx-library")
+            .value_name("DIR")
+            .value_parser(value_parser!(PathBuf))
+            .help("Directory of UCX's libucp.so.0; default: where the system looks for libraries"),
+        Arg::new("ucx-options")
+            .long("ucx-options")
+            .value_name("NAME=VALUE …")
+            .default_value("")
+            .value_parser(value_parser!(UcxOptions))
+            .help("Settings of UCX by its own names, separated by spaces; each end has its own"),
+    ]
+}
+
+/// Measures and prints, or receives.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
-    let shape = matches.get_one::<String>("shape").context("shape")?;
-    let number = |name: &str| matches.get_one::<u32>(name).copied().unwrap_or(1);
-    let (_, [layers, kv_heads, head_dim]) = SHAPES.into_iter().find(|(name, _)| name == shape).context("shape")?;
-    let group = KvGroup { layers: (0..layers).collect(), planes: 2, kv_heads, head_dim, window: None, sinks: 0 };
-    let layout =
-        KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
-    let blocks = layout.blocks_for(number("tokens") as usize) as u32;
-    let geometry = PoolGeometry::uniform(layout, blocks);
-    let ucx = matches.get_one::<String>("transport").map(|_| UcxSettings {
+    let ucx = UcxSettings {
         directory: matches.get_one::<PathBuf>("ucx-library").cloned(),
         options: matches.get_one::<UcxOptions>("ucx-options").cloned().unwrap_or_default(),
-    });
-    let options = BenchOptions { geometry, rounds: number("rounds"), unverified: matches.get_flag("no-verify"), ucx };
-    let mut peer = process::Command::new(std::env::current_exe()?);
-    peer.args(["bench", SERVE]);
+    };
+    if let Some(&listen) = matches.get_one::<SocketAddr>("listen") {
+        return receive(ServeOptions { listen, once: matches.get_flag("once"), ucx });
+    }
+    let options = options(matches, ucx)?;
+    let to = matches.get_one::<String>("to");
+    let peer = match to {
+        Some(address) => Peer::at(address)?,
+        None => Peer::child(child(&options.ucx)?)?,
+    };
     let report = bench::run(&options, peer)?;
-    println!("{} tokens of {shape}", number("tokens"));
-    println!("{report}");
+    let table = Table { options: &options, report: &report, to: to.map(String::as_str) };
+    match matches.get_flag("json") {
+        true => println!("{}", table.json()),
+        false => print!("{table}"),
+    }
     Ok(())
 }
 
-/// Runs the receiving end until its parent is done.
-pub fn serve() -> anyhow::Result<()> {
-    Ok(bench::serve()?)
+fn options(matches: &ArgMatches, ucx: UcxSettings) -> anyhow::Result<BenchOptions> {
+    let layout = layout(matches)?;
+    let all = |name: &str| matches.get_many::<u32>(name).into_iter().flatten().copied();
+    let blocks: Vec<u32> = match matches.contains_id("blocks") {
+        true => all("blocks").collect(),
+        false => all("tokens").map(|tokens| layout.blocks_for(tokens as usize) as u32).collect(),
+    };
+    let most = blocks.iter().copied().max().context("--blocks")?;
+    let named: Vec<&String> = matches.get_many("transport").into_iter().flatten().collect();
+    let asked = |kind: &TransportKind| match named.is_empty() {
+        false => named.iter().any(|name| *name == kind.as_str()),
+        true => *kind == TransportKind::Tcp || *kind == TransportKind::Shm && !matches.contains_id("to"),
+    };
+    let one = |name: &str| matches.get_one::<u32>(name).copied().unwrap_or(1);
+    Ok(BenchOptions {
+        geometry: PoolGeometry::uniform(layout, most),
+        blocks,
+        rounds: one("rounds"),
+        round_trips: one("round-trips"),
+        transports: [TransportKind::Shm, TransportKind::Tcp, TransportKind::Ucx].into_iter().filter(asked).collect(),
+        unverified: matches.get_flag("no-verify"),
+        scattered: matches.get_one::<u64>("seed").copied().filter(|_| matches.get_flag("scattered")),
+        ucx,
+    })
+}
+
+fn layout(matches: &ArgMatches) -> anyhow::Result<KvLayout> {
+    let shape = matches.get_one::<String>("shape").context("--shape")?;
+    let (_, parts) = SHAPES.into_iter().find(|(name, _)| name == shape).context("--shape")?;
+    let mut set =
+        PARTS.iter().zip(parts).map(|((name, _), of_shape)| matches.get_one(name).copied().unwrap_or(of_shape));
+    let [layers, kv_heads, head_dim] = std::array::from_fn(|_| set.next().unwrap_or(1));
+    let dtype: KvType = matches.get_one::<String>("dtype").context("--dtype")?.parse().map_err(anyhow::Error::msg)?;
+    let block_size = matches.get_one::<u32>("block-size").copied().context("--block-size")?;
+    let group = KvGroup { layers: (0..layers).collect(), planes: 2, kv_heads, head_dim, window: None, sinks: 0 };
+    Ok(KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: dtype.dtype(), block_size, groups: vec![group] })
+}
+
+/// This program, receiving until its parent is done.
+fn child(ucx: &UcxSettings) -> anyhow::Result<process::Command> {
+    let mut command = process::Command::new(std::env::current_exe()?);
+    command.args(["bench", "transfer", "--listen", "127.0.0.1:0", "--once"]);
+    command.arg("--ucx-options").arg(ucx.options.to_string());
+    if let Some(directory) = &ucx.directory {
+        command.arg("--ucx-library").arg(directory);
+    }
+    die_with_parent(&mut command);
+    Ok(command)
+}
+
+fn receive(options: ServeOptions) -> anyhow::Result<()> {
+    let tell = |served| match served {
+        Served::Listening(address) if options.once => println!("{MARK}{address}"),
+        Served::Listening(address) => println!("listening on {address}; stop with Ctrl-C"),
+        Served::Ended(from, Ok(())) => println!("{from}: measured"),
+        Served::Ended(from, Err(error)) => eprintln!("{from}: {error}"),
+    };
+    Ok(bench::serve(&options, tell)?)
 }

@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 use super::*;
-use crate::bench::{MARK, hex};
+use crate::bench::{MARK, ServeOptions, Served, hex};
 
 const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
 
@@ -89,13 +89,24 @@ fn child() {
         "prefill tcp" => prefill(TransportChoice::Tcp),
         "prefill ucx" => prefill(TransportChoice::Ucx),
         "leaks" => leaks(),
-        "bench" => crate::bench::serve().unwrap(),
+        "bench" => bench(),
         other => panic!("no role {other}"),
     }
 }
 
 fn tell(line: &str) {
     println!("{MARK}{line}");
+}
+
+/// The receiving end of one benchmark.
+fn bench() {
+    let options = ServeOptions { listen: ([127, 0, 0, 1], 0).into(), once: true, ucx: ucx() };
+    let listening = |served| {
+        if let Served::Listening(address) = served {
+            tell(&address.to_string());
+        }
+    };
+    crate::bench::serve(&options, listening).unwrap();
 }
 
 /// For each line, reserves its number of blocks and tells the target; tells what becomes of it.

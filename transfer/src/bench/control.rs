@@ -1,0 +1,91 @@
+//! What the two ends of a benchmark tell each other beside the handoffs: short lines over a TCP connection, bounded in length and
+//! time. The plain stream's bytes go over the same connection.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use crate::error::TransferError;
+use crate::tcp;
+
+/// Longest time for one handoff.
+pub(super) const HANDOFF_PATIENCE: Duration = Duration::from_secs(60);
+/// Longest silence between two lines, so that a peer that vanished keeps nobody (I5).
+const SILENCE: Duration = Duration::from_secs(120);
+/// Bytes of a line: a layout of many layers, or a target with a block count for each of its groups.
+const LINE: u64 = 4 << 20;
+/// Bytes of one write of the plain stream.
+pub(super) const PLAIN_CHUNK: usize = 256 << 10;
+/// Begins a line that says why there is no other.
+const ERROR: &str = "error ";
+
+/// One end of the connection.
+pub(super) struct Control {
+    input: BufReader<TcpStream>,
+}
+
+impl Control {
+    pub(super) fn new(stream: TcpStream) -> Result<Control, TransferError> {
+        let tuned = tcp::tune(&stream).and_then(|()| {
+            stream.set_nonblocking(false)?;
+            stream.set_read_timeout(Some(SILENCE))?;
+            stream.set_write_timeout(Some(SILENCE))
+        });
+        tuned.map_err(lost)?;
+        Ok(Control { input: BufReader::new(stream) })
+    }
+
+    pub(super) fn stream(&self) -> &TcpStream {
+        self.input.get_ref()
+    }
+
+    pub(super) fn say(&mut self, line: &str) -> Result<(), TransferError> {
+        self.input.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(lost)
+    }
+
+    /// Says why the other end gets no answer.
+    pub(super) fn refuse(&mut self, error: &TransferError) -> Result<(), TransferError> {
+        self.say(&format!("{ERROR}{}", error.to_string().replace('\n', " ")))
+    }
+
+    /// The next line; None when the other end is done.
+    pub(super) fn hear(&mut self) -> Result<Option<String>, TransferError> {
+        let mut line = String::new();
+        self.input.by_ref().take(LINE).read_line(&mut line).map_err(lost)?;
+        match line.strip_suffix('\n') {
+            None if line.is_empty() => Ok(None),
+            None => Err(lost(format!("a line of {} bytes without an end", line.len()))),
+            Some(said) => match said.strip_prefix(ERROR) {
+                Some(why) => Err(TransferError::os("measure with the other end", why)),
+                None => Ok(Some(said.to_owned())),
+            },
+        }
+    }
+
+    pub(super) fn read(&mut self, bytes: &mut [u8]) -> Result<(), TransferError> {
+        self.input.read_exact(bytes).map_err(lost)
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), TransferError> {
+        self.input.get_mut().write_all(bytes).map_err(lost)
+    }
+}
+
+pub(super) fn lost(cause: impl std::fmt::Display) -> TransferError {
+    TransferError::os("talk to the benchmark's other end", cause)
+}
+
+/// Processor and system of this host, in one line.
+pub(super) fn machine() -> String {
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    let info = read("/proc/cpuinfo");
+    let name = info.lines().find_map(|line| Some(line.strip_prefix("model name")?.split_once(':')?.1.trim()));
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let system = read("/proc/sys/kernel/osrelease");
+    printable(&format!("{} × {cpus}, Linux {}", name.unwrap_or(std::env::consts::ARCH), system.trim()))
+}
+
+/// What may be shown of a peer's text.
+pub(super) fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(200).collect()
+}

@@ -1,0 +1,115 @@
+//! The driving end's hold on the receiving one: a child of this process, or whoever listens on another host.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use baton_types::PoolGeometry;
+
+use super::control::{Control, PLAIN_CHUNK, lost, printable};
+use super::{MARK, hex};
+use crate::descriptor::encode_layout;
+use crate::error::TransferError;
+use crate::segment::Segment;
+use crate::tcp;
+
+/// Longest time for connecting.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Where the handoffs go.
+pub struct Peer {
+    control: Control,
+    machine: String,
+    /// Ends with this.
+    _child: Option<Killed>,
+}
+
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a plain stream carries.
+pub(super) struct Plain<'a> {
+    pub pool: &'a Segment,
+    pub bytes: usize,
+}
+
+impl Peer {
+    /// Starts `command`, which must call [`super::serve`] and print its address after [`MARK`].
+    pub fn child(mut command: Command) -> Result<Peer, TransferError> {
+        let failed = |e: &dyn std::fmt::Display| TransferError::os("start the benchmark's child", e);
+        let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+        let mut child = Killed(spawned.map_err(|e| failed(&e))?);
+        let mut output = BufReader::new(child.0.stdout.take().ok_or_else(|| failed(&"no pipe"))?);
+        let address = loop {
+            let mut line = String::new();
+            if output.read_line(&mut line).map_err(|e| failed(&e))? == 0 {
+                return Err(failed(&"it ended without an address"));
+            }
+            if let Some((_, address)) = line.split_once(MARK) {
+                break address.trim().to_owned();
+            }
+        };
+        let mut peer = Peer::at(&address)?;
+        // What it says later is not read, but must not end it.
+        child.0.stdout = Some(output.into_inner());
+        peer._child = Some(child);
+        Ok(peer)
+    }
+
+    /// Connects to a process that called [`super::serve`] on HOST:PORT.
+    pub fn at(address: &str) -> Result<Peer, TransferError> {
+        let bad = || TransferError::argument("address", format!("{address:?} is not HOST:PORT"));
+        let (host, port) = address.rsplit_once(':').ok_or_else(bad)?;
+        let port = port.parse().map_err(|_| bad())?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let stream = tcp::connect(host, port, Instant::now() + CONNECT).map_err(|e| lost(format!("{address}: {e}")))?;
+        Ok(Peer { control: Control::new(stream)?, machine: String::new(), _child: None })
+    }
+
+    /// Has the other end make a pool, whose blocks it lends in the order of `seed`.
+    pub(super) fn begin(&mut self, geometry: &PoolGeometry, seed: Option<u64>) -> Result<(), TransferError> {
+        let counts: Vec<String> = geometry.blocks.iter().map(u32::to_string).collect();
+        let layout = hex::encode(&encode_layout(&geometry.layout));
+        let seed = seed.map_or("-".to_owned(), |seed| seed.to_string());
+        self.control.say(&format!("pool {layout} {} {seed}", counts.join(",")))?;
+        self.machine = printable(&self.answer()?);
+        Ok(())
+    }
+
+    /// Processor and system there.
+    pub(super) fn machine(&self) -> &str {
+        &self.machine
+    }
+
+    /// A target for this many blocks of each group.
+    pub(super) fn reserve(&mut self, blocks: u32, verified: bool) -> Result<Vec<u8>, TransferError> {
+        self.control.say(&format!("reserve {blocks} {}", if verified { "verified" } else { "unverified" }))?;
+        let line = self.answer()?;
+        hex::decode(&line).ok_or_else(|| lost("its target is no hexadecimal text"))
+    }
+
+    /// Sends the first bytes of a pool in one stream; answers the seconds until the other end has them all.
+    pub(super) fn send_plainly(&mut self, plain: &Plain) -> Result<f64, TransferError> {
+        self.control.say(&format!("plain {}", plain.bytes))?;
+        self.answer()?;
+        let start = Instant::now();
+        for offset in (0..plain.bytes).step_by(PLAIN_CHUNK) {
+            let len = PLAIN_CHUNK.min(plain.bytes - offset);
+            let source = plain.pool.at(offset, len).ok_or_else(|| lost("the plain stream is longer than the pool"))?;
+            // SAFETY: a checked range of a mapping nothing writes to.
+            self.control.write(unsafe { std::slice::from_raw_parts(source, len) })?;
+        }
+        self.answer()?;
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    fn answer(&mut self) -> Result<String, TransferError> {
+        self.control.hear()?.ok_or_else(|| lost("it ended"))
+    }
+}
