@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use baton_engine::{Aborted, BlockTable, Engine, Event, HOLE, NewSequence};
 use baton_runtime::metrics as names;
-use baton_transfer::{FenceState, Receiver, ReceiverEvent, TransferError, Wanted};
+use baton_transfer::{FenceState, Receiver, ReceiverEvent, ReceiverStats, TransferError, Wanted};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
-use baton_worker::{Accepted, Role, parse_first_token};
-use metrics::counter;
+use baton_worker::{Accepted, Role, count_failure, parse_first_token};
+use metrics::{counter, gauge};
 use tokio::sync::mpsc;
 
 /// What a stream carries.
@@ -59,6 +59,8 @@ pub(crate) struct DecodeRole {
     /// Given up, not fenced yet.
     fencing: HashMap<Epoch, SeqId>,
     next_epoch: u64,
+    /// Verification failures that are counted.
+    verify_failures: u64,
 }
 
 impl DecodeRole {
@@ -71,6 +73,7 @@ impl DecodeRole {
             epochs: HashMap::new(),
             fencing: HashMap::new(),
             next_epoch: 1,
+            verify_failures: 0,
         }
     }
 
@@ -114,9 +117,19 @@ impl DecodeRole {
         }
     }
 
+    /// Tells what the receiver counts by itself.
+    fn count(&mut self) {
+        let ReceiverStats { verify_failures, sessions, .. } = self.receiver.stats();
+        counter!(names::VERIFY_FAILURES).increment(verify_failures - self.verify_failures);
+        gauge!(names::TRANSFER_SESSIONS).set(sessions as f64);
+        self.verify_failures = verify_failures;
+    }
+
     fn received(&mut self, engine: &mut Engine, event: ReceiverEvent, events: &mut Vec<Event>) {
+        self.count();
         match event {
             ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport } => {
+                counter!(names::TRANSFER_RECEIVED_BYTES, "transport" => transport.as_str()).increment(bytes);
                 // Given up meanwhile: the fence has cleared it.
                 let Some(seq) = self.epochs.remove(&epoch) else { return };
                 self.receiver.release(epoch);
@@ -135,10 +148,8 @@ impl DecodeRole {
                     self.finish(seq, Said::Failed(kind, message));
                 }
             }
-            ReceiverEvent::Failed { epoch, error } => {
-                if error.kind() == ErrorKind::DataLoss {
-                    counter!(names::VERIFY_FAILURES).increment(1);
-                }
+            ReceiverEvent::Failed { epoch, error, transport } => {
+                count_failure(transport, &error);
                 let Some(seq) = self.epochs.remove(&epoch) else { return };
                 match error.is_withdrawal() {
                     true => tracing::debug!(%seq, %epoch, %error, "handoff withdrawn"),

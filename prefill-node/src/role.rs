@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence, Step};
 use baton_runtime::metrics as names;
-use baton_transfer::{Handoff, TransferError, TransferStats};
+use baton_transfer::{Handoff, TransferError, TransferStats, TransportKind};
 use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, LiveBlocks, SeqId, TokenOut};
-use baton_worker::{Accepted, Commands, Role, write_first_token};
+use baton_worker::{Accepted, Commands, Role, count_failure, write_first_token};
 use metrics::{counter, histogram};
 use tokio::sync::mpsc;
 
@@ -36,8 +36,8 @@ pub(crate) enum Command {
     },
     /// The stream was dropped.
     Cancel(SeqId),
-    /// A completed handoff has ended, well or not.
-    Ended(SeqId, Result<TransferStats, TransferError>),
+    /// A completed handoff has ended, well or not; and what carried it, as far as it came.
+    Ended(SeqId, Result<TransferStats, TransferError>, Option<TransportKind>),
     /// An aborted handoff reads no block any more.
     Quiet(SeqId),
 }
@@ -108,24 +108,35 @@ impl PrefillRole {
         let Some(handoff) = open.handoff.take() else { return };
         // Also when the token ends the answer: the KV is nearly there, and an abort would look like a failure to the decode
         // worker, and through it to the router, before this token gets there.
-        let commands = self.commands.clone();
+        let (commands, carrier) = (self.commands.clone(), handoff.carrier());
         handoff.complete(
             tail,
             Box::new(move |outcome| {
                 // Without an engine there are no blocks to free.
-                let _ = commands.send(Command::Ended(seq, outcome));
+                let _ = commands.send(Command::Ended(seq, outcome, carrier.transport()));
             }),
         );
     }
 
-    fn ended(&mut self, engine: &mut Engine, seq: SeqId, outcome: Result<TransferStats, TransferError>) {
+    fn ended(
+        &mut self,
+        engine: &mut Engine,
+        seq: SeqId,
+        outcome: Result<TransferStats, TransferError>,
+        transport: Option<TransportKind>,
+    ) {
         let item = match outcome {
             Ok(stats) => {
-                counter!(names::TRANSFER_BYTES, "transport" => stats.transport.as_str()).increment(stats.bytes);
-                histogram!(names::TRANSFER_SECONDS, "transport" => stats.transport.as_str()).record(stats.seconds);
+                let transport = stats.transport.as_str();
+                counter!(names::TRANSFER_BYTES, "transport" => transport).increment(stats.bytes);
+                counter!(names::TRANSFER_SLICES, "transport" => transport).increment(stats.slices);
+                histogram!(names::TRANSFER_SECONDS, "transport" => transport).record(stats.seconds);
                 Said::Transferred(stats)
             }
-            Err(error) => Said::Failed(error.kind(), error.to_string()),
+            Err(error) => {
+                count_failure(transport, &error);
+                Said::Failed(error.kind(), error.to_string())
+            }
         };
         match self.open.remove(&seq) {
             Some(open) => {
@@ -169,7 +180,7 @@ impl Role for PrefillRole {
                     self.abort(engine, seq, open.handoff);
                 }
             }
-            Command::Ended(seq, outcome) => self.ended(engine, seq, outcome),
+            Command::Ended(seq, outcome, transport) => self.ended(engine, seq, outcome, transport),
             Command::Quiet(seq) => clear(engine, seq),
         }
     }
@@ -240,6 +251,7 @@ impl Role for PrefillRole {
                     true => tracing::debug!(%seq, %error, "handoff withdrawn"),
                     false => tracing::warn!(%seq, %error, "handoff failed"),
                 }
+                count_failure(open.handoff.as_ref().and_then(|handoff| handoff.carrier().transport()), &error);
                 let _ = open.stream.send(Said::Failed(error.kind(), error.to_string()));
                 self.abort(engine, seq, open.handoff);
             }

@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
-use baton_transfer::{Limits, PathReport, Sender, SenderOptions};
+use baton_runtime::metrics as names;
+use baton_transfer::{Limits, PathReport, Sender, SenderOptions, TransferError, TransportKind};
 use baton_types::{KvLayout, WorkerId};
 use baton_worker::{
     Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, kv_converter, stream_status,
 };
+use metrics::counter;
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -46,11 +48,24 @@ impl NodeRole for PrefillNode {
             limits: Limits::default(),
             convert: Some(kv_converter()),
             verify: true,
+            on_trouble,
         })?);
         let paths = sender.clone();
         worker.report_peers(move || paths.paths().into_iter().map(peer).collect());
         routes.add_service(prefill_server::PrefillServer::new(PrefillNode { node, engine, worker, sender }));
         Ok(<prefill_server::PrefillServer<PrefillNode> as tonic::server::NamedService>::NAME)
+    }
+}
+
+/// Of bytes that changed, this end finds those of frames; those of blocks the decode worker finds, and counts.
+fn on_trouble(transport: TransportKind, error: &TransferError) {
+    match error {
+        TransferError::Corrupt { .. } => counter!(names::VERIFY_FAILURES).increment(1),
+        TransferError::Verify { .. } => {}
+        _ => {
+            let labels = [("transport", transport.as_str()), ("cause", error.cause())];
+            counter!(names::TRANSFER_PATH_FAILURES, &labels).increment(1);
+        }
     }
 }
 

@@ -300,6 +300,7 @@ fn sender(
         limits: Limits::default(),
         convert: None,
         verify,
+        on_trouble: |_, _| {},
     })
 }
 

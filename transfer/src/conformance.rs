@@ -199,7 +199,7 @@ impl Decode {
     #[track_caller]
     fn expect_failed(&self, epoch: u64) -> TransferError {
         match self.event() {
-            ReceiverEvent::Failed { epoch: of, error } if of == Epoch(epoch) => error,
+            ReceiverEvent::Failed { epoch: of, error, .. } if of == Epoch(epoch) => error,
             other => panic!("failure of e{epoch:x} expected, not {other:?}"),
         }
     }
@@ -245,6 +245,7 @@ impl Prefill {
             limits,
             convert: None,
             verify: true,
+            on_trouble: |_, _| {},
         };
         Prefill { sender: Sender::with_wrap(options, wrap).unwrap(), pool, geometry }
     }

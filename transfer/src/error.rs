@@ -199,6 +199,26 @@ impl TransferError {
         matches!(self, TransferError::Verify { .. } | TransferError::Corrupt { .. })
     }
 
+    /// A stable word for what went wrong, for metrics labels.
+    pub fn cause(&self) -> &'static str {
+        use TransferError::*;
+        match self {
+            Layout(_) | Descriptor { .. } => "mismatch",
+            Verify { .. } | Corrupt { .. } => "corruption",
+            Incomplete { .. } => "incomplete",
+            Protocol { .. } => "protocol",
+            Refused { .. } => "refused",
+            Fenced { .. } | Aborted { .. } => "withdrawn",
+            Expired { .. } | Deadline { .. } => "deadline",
+            Stalled { .. } => "stalled",
+            PeerLost { .. } => "peer_lost",
+            Connect { .. } => "connect",
+            Limit { .. } => "limit",
+            Closed => "closed",
+            Argument { .. } | Lent { .. } | Ucx { .. } | Os { .. } => "internal",
+        }
+    }
+
     pub(crate) fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Os { what, cause: cause.to_string() }
     }

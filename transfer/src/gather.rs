@@ -67,7 +67,8 @@ mod tests {
     }
 
     fn failed(epoch: u64) -> ReceiverEvent {
-        ReceiverEvent::Failed { epoch: Epoch(epoch), error: TransferError::Expired { epoch: Epoch(epoch) } }
+        let epoch = Epoch(epoch);
+        ReceiverEvent::Failed { epoch, error: TransferError::Expired { epoch }, transport: None }
     }
 
     #[test]

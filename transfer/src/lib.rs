@@ -37,7 +37,9 @@ pub use convert::{Conversion, Converter};
 pub use error::TransferError;
 pub use gather::{Gather, Gathered};
 pub use heads::{HeadPart, HeadSlice, head_plan};
-pub use options::{Limits, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions, UcxSettings};
+pub use options::{
+    Limits, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions, UcxSettings,
+};
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;
-pub use sender::{Handoff, OnDone, PathReport, Sender, TransferStats};
+pub use sender::{Carrier, Handoff, OnDone, PathReport, Sender, TransferStats};

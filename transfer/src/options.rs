@@ -179,7 +179,13 @@ pub struct SenderOptions {
     pub convert: Option<Converter>,
     /// Whether what leaves is digested (I2). Only a benchmark may say no; see [`ReceiverOptions::verify`].
     pub verify: bool,
+    /// Called, on a transfer thread, when a path to a decode worker could not be set up or broke with handoffs under way, so
+    /// that another is tried, and when it changed bytes of a handoff or a frame. Must not block.
+    pub on_trouble: OnTrouble,
 }
+
+/// See [`SenderOptions::on_trouble`]. For counting: what it is told says nothing of a handoff.
+pub type OnTrouble = fn(TransportKind, &TransferError);
 
 /// A pool's geometry must fit its segment before any of its offsets is used.
 pub(crate) fn check_pool(geometry: &PoolGeometry, segment: &Segment) -> Result<(), TransferError> {

@@ -61,6 +61,8 @@ pub enum ReceiverEvent {
         epoch: Epoch,
         /// Why.
         error: TransferError,
+        /// What carried it; None when nobody was let in.
+        transport: Option<TransportKind>,
     },
     /// Nobody can write to the reservation's blocks any more; they may be reused. At most once per epoch.
     Fenced {
@@ -103,7 +105,8 @@ pub struct ReceiverStats {
     pub verified: u64,
     /// Handoffs failed.
     pub failed: u64,
-    /// Of these: handoffs with a block whose digest did not match, or a frame that changed on its way.
+    /// Times other bytes arrived than were sent: handoffs with a block whose digest did not match, and frames that changed on
+    /// their way, each of which ends its session with all its handoffs.
     pub verify_failures: u64,
     /// KV bytes verified that came over shared memory.
     pub shm_bytes: u64,

@@ -49,6 +49,19 @@ pub struct TransferStats {
     pub transport: TransportKind,
     /// Layers of blocks written.
     pub writes: u64,
+    /// Pieces they were handed to the transport in, each of one layer.
+    pub slices: u64,
+}
+
+/// Tells what carries a handoff, also when that has ended.
+#[derive(Clone, Debug)]
+pub struct Carrier(Arc<Core>);
+
+impl Carrier {
+    /// None until access was granted.
+    pub fn transport(&self) -> Option<TransportKind> {
+        self.0.transport()
+    }
 }
 
 /// Called once with a handoff's outcome, mostly on a transfer thread. Must not block.
@@ -245,6 +258,11 @@ impl Handoff {
     /// Blocks the reservation holds, per group.
     pub fn block_counts(&self) -> &[u32] {
         &self.core.counts
+    }
+
+    /// What carries it, or will.
+    pub fn carrier(&self) -> Carrier {
+        Carrier(self.core.clone())
     }
 
     /// Why it has failed, once it has: good to know before computing more for it.

@@ -46,11 +46,22 @@ pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
 pub const DECODE_TOKENS: &str = "baton_decode_tokens_total";
 /// Histogram, seconds: one engine step.
 pub const STEP_SECONDS: &str = "baton_step_seconds";
-/// Counter: KV bytes written to peers.
+/// Counter by `transport`: KV bytes of verified handoffs that a prefill worker wrote.
 pub const TRANSFER_BYTES: &str = "baton_transfer_bytes_total";
-/// Histogram, seconds: first write of a handoff until its verification.
+/// Counter by `transport`: pieces they were written in.
+pub const TRANSFER_SLICES: &str = "baton_transfer_slices_total";
+/// Histogram by `transport`, seconds: first write of a handoff until its verification.
 pub const TRANSFER_SECONDS: &str = "baton_transfer_seconds";
-/// Counter: handoffs that brought other bytes than were sent (I2).
+/// Counter by `transport`: KV bytes of verified handoffs that a decode worker received.
+pub const TRANSFER_RECEIVED_BYTES: &str = "baton_transfer_received_bytes_total";
+/// Counter by `transport` (none: it had not begun) and `cause`: handoffs that failed at this end, those withdrawn aside.
+pub const TRANSFER_FAILURES: &str = "baton_transfer_failures_total";
+/// Counter by `transport` and `cause`: paths to a decode worker that could not be set up or broke; what follows is retried over
+/// the next one.
+pub const TRANSFER_PATH_FAILURES: &str = "baton_transfer_path_failures_total";
+/// Gauge: prefill workers connected to this decode worker, when a handoff last ended.
+pub const TRANSFER_SESSIONS: &str = "baton_transfer_sessions";
+/// Counter: times other bytes came than were sent (I2): handoffs with such a block, and frames that changed on their way.
 pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
 /// Counter by `leg` and `cause`: requests resumed after a failure.
 pub const RECOVERIES: &str = "baton_recoveries_total";
@@ -131,9 +142,18 @@ fn describe() {
     describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
     describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded.");
     describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");
-    describe_counter!(TRANSFER_BYTES, Unit::Bytes, "KV bytes written to peers.");
-    describe_histogram!(TRANSFER_SECONDS, Unit::Seconds, "First write of a handoff until its verification.");
-    describe_counter!(VERIFY_FAILURES, Unit::Count, "Handoffs that brought other bytes than were sent.");
+    describe_counter!(TRANSFER_BYTES, Unit::Bytes, "KV bytes of verified handoffs written to peers, by transport.");
+    describe_counter!(TRANSFER_SLICES, Unit::Count, "Pieces they were written in, by transport.");
+    describe_histogram!(
+        TRANSFER_SECONDS,
+        Unit::Seconds,
+        "First write of a handoff until its verification, by transport."
+    );
+    describe_counter!(TRANSFER_RECEIVED_BYTES, Unit::Bytes, "KV bytes received and verified, by transport.");
+    describe_counter!(TRANSFER_FAILURES, Unit::Count, "Handoffs that failed at this end, by transport and cause.");
+    describe_counter!(TRANSFER_PATH_FAILURES, Unit::Count, "Paths that failed and gave way, by transport and cause.");
+    describe_gauge!(TRANSFER_SESSIONS, Unit::Count, "Prefill workers connected, when a handoff last ended.");
+    describe_counter!(VERIFY_FAILURES, Unit::Count, "Blocks' handoffs and frames with other bytes than were sent.");
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_gauge!(MEMBERS, Unit::Count, "Members of the cluster in the present view, by role.");
@@ -143,6 +163,15 @@ fn describe() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_docs_list_every_metric() {
+        let docs = include_str!("../../../docs/metrics.md");
+        let names =
+            include_str!("metrics.rs").lines().filter_map(|line| line.strip_prefix("pub const ")?.split('"').nth(1));
+        let missing: Vec<_> = names.filter(|name| !docs.contains(&format!("`{name}`"))).collect();
+        assert!(missing.is_empty(), "docs/metrics.md lacks {missing:?}");
+    }
 
     #[test]
     fn metrics_are_rendered_with_help_and_buckets() {

@@ -215,7 +215,7 @@ impl World {
     fn received(&mut self, place: Place, event: ReceiverEvent) -> Result<(), Violation> {
         match event {
             ReceiverEvent::Verified { epoch, tail, bytes, .. } => self.verified(place, epoch, &tail, bytes),
-            ReceiverEvent::Failed { epoch, error } => self.failed(place, epoch, &error),
+            ReceiverEvent::Failed { epoch, error, .. } => self.failed(place, epoch, &error),
             ReceiverEvent::Fenced { epoch } => self.fenced(place, epoch),
         }
     }

@@ -16,6 +16,7 @@ mod pack;
 mod ranks;
 mod service;
 mod stream;
+mod telemetry;
 mod wire;
 
 pub use backend::BackendKind;
@@ -27,4 +28,5 @@ pub use load::{Loaded, check_settings, load_on, load_on_gpu, open_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};
+pub use telemetry::count_failure;
 pub use wire::{Clock, parse_first_token, stream_status, write_first_token};

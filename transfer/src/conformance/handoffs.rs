@@ -357,6 +357,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         limits: Limits::default(),
         convert: None,
         verify: true,
+        on_trouble: |_, _| {},
     };
     assert!(matches!(Sender::new(options).err(), Some(TransferError::Ucx { .. })));
 }

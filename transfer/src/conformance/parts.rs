@@ -79,6 +79,7 @@ fn prefill_rank(ranks: u32, rank: u32, choice: TransportChoice, convert: Option<
         limits: Limits::default(),
         convert,
         verify: true,
+        on_trouble: |_, _| {},
     };
     Prefill { sender: Sender::new(options).unwrap(), pool, geometry }
 }
@@ -225,6 +226,7 @@ fn values_change_their_type_on_the_way(choice: TransportChoice) {
         limits: Limits::default(),
         convert,
         verify: true,
+        on_trouble: |_, _| {},
     };
     prefill.sender = Sender::new(options).unwrap();
     let stats = prefill.send(&target, 8).wait().unwrap();

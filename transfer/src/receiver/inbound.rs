@@ -169,6 +169,9 @@ impl Inbound {
     pub fn lost(&mut self, ledger: &mut Ledger, error: &TransferError) {
         std::mem::take(&mut self.incoming).iter().for_each(|(epoch, incoming)| self.note_cut(*epoch, incoming));
         self.landing = None;
+        if error.is_corruption() {
+            ledger.corrupted();
+        }
         self.end_all(ledger, Input::Lost, error);
     }
 
@@ -212,7 +215,7 @@ impl Inbound {
     }
 
     fn begin(&mut self, epoch: Epoch, key: u64, now: Instant, ledger: &mut Ledger) {
-        let holder = Holder { session: self.id, peer: self.peer };
+        let holder = Holder { session: self.id, peer: self.peer, transport: self.kind };
         match ledger.grant(epoch, key, holder, now) {
             Ok(lent) => {
                 self.answers.push_back(Frame::Granted { epoch, blocks: lent.blocks.to_vec() });

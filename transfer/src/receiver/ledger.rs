@@ -123,6 +123,11 @@ impl Ledger {
         announced
     }
 
+    /// A frame changed on its way (I2): one failure, however many handoffs its session had.
+    pub(crate) fn corrupted(&mut self) {
+        self.stats.verify_failures += 1;
+    }
+
     /// Epochs under which a session may write.
     pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
         self.table.held_by(session)
@@ -155,12 +160,13 @@ impl Ledger {
         if matches!(action, Action::FailAndFree | Action::FailAndFence) {
             let error = error();
             self.stats.failed += 1;
-            self.stats.verify_failures += u64::from(error.is_corruption());
+            self.stats.verify_failures += u64::from(matches!(error, TransferError::Verify { .. }));
             match error.is_withdrawal() {
                 true => tracing::debug!(%epoch, %error, "handoff withdrawn"),
                 false => tracing::warn!(%epoch, %error, "handoff failed"),
             }
-            self.events.push_back(ReceiverEvent::Failed { epoch, error });
+            let transport = holder.map(|holder| holder.transport);
+            self.events.push_back(ReceiverEvent::Failed { epoch, error, transport });
         }
         // Whoever takes back blocks that nobody could write to has been told so by the call itself.
         let was_pending = matches!(before, State::Aborted | State::Expired);
@@ -170,5 +176,41 @@ impl Ledger {
         if matches!(action, Action::Fence | Action::FailAndFence) {
             self.fences.extend(holder.map(|holder| (holder.session, epoch)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{KvDtype, KvGroup, KvLayout, WorkerId};
+
+    use super::*;
+    use crate::receiver::Inbound;
+    use crate::wire::Frame;
+
+    #[test]
+    fn a_frame_that_changed_is_counted_once_for_all_its_handoffs() {
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+        let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
+        let (geometry, now) = (PoolGeometry::uniform(layout, 4), Instant::now());
+        let mut ledger = Ledger::new(&geometry, Limits::default());
+        let peer = WorkerId(7);
+        let mut inbound = Inbound::new(1, peer, TransportKind::Tcp, geometry, &Limits::default());
+        for number in 1..=3 {
+            let (epoch, blocks) = (Epoch(number), [vec![BlockId(number as u32)]]);
+            ledger.reserve(epoch, 5, &blocks, &[HeadSlice::all(1)], now + Duration::from_secs(9)).unwrap();
+            inbound.frame(Frame::Begin { epoch, key: 5 }, now, &mut ledger).unwrap();
+        }
+        let corrupt = TransferError::Corrupt { peer };
+        inbound.lost(&mut ledger, &corrupt);
+        inbound.severed(&mut ledger, &corrupt);
+        let stats = ledger.stats();
+        assert_eq!((stats.failed, stats.verify_failures, stats.reservations), (3, 1, 0));
+        let failed = |number| ReceiverEvent::Failed {
+            epoch: Epoch(number),
+            error: corrupt.clone(),
+            transport: Some(TransportKind::Tcp),
+        };
+        let events: Vec<_> = std::iter::from_fn(|| ledger.next_event()).collect();
+        assert!((1..=3).all(|number| events.contains(&failed(number))), "{events:?}");
     }
 }

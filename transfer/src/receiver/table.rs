@@ -9,7 +9,7 @@ use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use crate::error::TransferError;
 use crate::heads::HeadSlice;
-use crate::options::Limits;
+use crate::options::{Limits, TransportKind};
 use crate::state::{self, Action, Input, State};
 
 /// Number of a session at this receiver.
@@ -45,6 +45,7 @@ struct Reservation {
 pub(crate) struct Holder {
     pub session: SessionId,
     pub peer: WorkerId,
+    pub transport: TransportKind,
 }
 
 /// What a step came to.
@@ -243,7 +244,7 @@ mod tests {
     }
 
     fn holder(session: SessionId) -> Holder {
-        Holder { session, peer: WorkerId(100 + session) }
+        Holder { session, peer: WorkerId(100 + session), transport: TransportKind::Tcp }
     }
 
     #[test]

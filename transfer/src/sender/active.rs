@@ -24,6 +24,7 @@ pub(crate) struct Active {
     /// Per group and index: sum of the digests of the layers written.
     pub sums: Vec<Vec<u64>>,
     pub writes: u64,
+    pub slices: u64,
     pub bytes: u64,
     /// Set once the handoff is completed.
     pub done: Option<Done>,
@@ -37,7 +38,18 @@ impl Active {
     pub(crate) fn new(core: Arc<Core>, now: Instant) -> Active {
         let sums = core.counts.iter().map(|n| vec![0; *n as usize]).collect();
         let (state, _) = state::step(State::Offered, Input::Reserve);
-        Active { core, state, targets: Vec::new(), sums, writes: 0, bytes: 0, done: None, asked: now, began: now }
+        Active {
+            core,
+            state,
+            targets: Vec::new(),
+            sums,
+            writes: 0,
+            slices: 0,
+            bytes: 0,
+            done: None,
+            asked: now,
+            began: now,
+        }
     }
 
     /// Takes a step; answers what to do.
@@ -64,7 +76,7 @@ impl Active {
 
     pub(crate) fn stats(&self, transport: TransportKind, now: Instant) -> TransferStats {
         let seconds = now.saturating_duration_since(self.began).as_secs_f64();
-        TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes }
+        TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes, slices: self.slices }
     }
 
     /// When it is given up: at its deadline; when access was not granted in time; when the peer, last `heard` of then, has

@@ -152,6 +152,7 @@ impl Plan {
             true => paths.corrupted(kind, why, now),
             false => paths.failed(kind, why, now),
         });
+        (self.config.options.on_trouble)(kind, error);
     }
 
     /// Over the unix socket if there is one, so that the peer can tell when this process has ended.

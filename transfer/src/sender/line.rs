@@ -13,7 +13,7 @@ use super::{OnDone, TransferStats};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
 use crate::heads::HeadSlice;
-use crate::options::Limits;
+use crate::options::{Limits, TransportKind};
 
 /// What a handoff and its session both know.
 #[derive(Debug)]
@@ -28,6 +28,8 @@ pub struct Core {
     pub(crate) layers: u64,
     /// Heads that travel, per group.
     pub(crate) heads: Vec<HeadSlice>,
+    /// What carries it, once access is granted.
+    pub(crate) transport: OnceLock<TransportKind>,
     /// Why it failed, once it has.
     pub(crate) failure: OnceLock<TransferError>,
 }
@@ -43,8 +45,14 @@ impl Core {
             counts: target.counts.clone(),
             layers: target.layers(),
             heads: target.slices(),
+            transport: OnceLock::new(),
             failure: OnceLock::new(),
         }
+    }
+
+    /// What carries it, once access is granted.
+    pub fn transport(&self) -> Option<TransportKind> {
+        self.transport.get().copied()
     }
 
     /// Why it failed, once it has.

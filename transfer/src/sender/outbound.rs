@@ -163,7 +163,7 @@ impl Outbound {
         line: &mut Line,
     ) -> Result<(), TransferError> {
         match frame {
-            Frame::Granted { epoch, blocks } => self.granted(epoch, blocks, now),
+            Frame::Granted { epoch, blocks } => self.granted(epoch, blocks, kind, now),
             Frame::Verified { epoch } => self.verified(epoch, kind, now, line),
             Frame::Failed { epoch, refusal } => {
                 let error = self.refused(epoch, refusal);
@@ -236,6 +236,7 @@ impl Outbound {
         }
         active.bytes += batch.bytes() as u64;
         active.writes += batch.writes.len() as u64;
+        active.slices += 1;
         self.in_flight.push_back((writing.epoch, writing.group));
         self.writing = Some(writing);
         self.pulse.speaks();
@@ -284,7 +285,13 @@ impl Outbound {
         self.say(Frame::Complete { epoch, writes, digests, tail });
     }
 
-    fn granted(&mut self, epoch: Epoch, blocks: Vec<Vec<BlockId>>, now: Instant) -> Result<(), TransferError> {
+    fn granted(
+        &mut self,
+        epoch: Epoch,
+        blocks: Vec<Vec<BlockId>>,
+        kind: TransportKind,
+        now: Instant,
+    ) -> Result<(), TransferError> {
         // A handoff given up meanwhile has said so; the peer knows by now or will.
         let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
         if !blocks.iter().map(Vec::len).eq(active.core.counts.iter().map(|n| *n as usize)) {
@@ -296,6 +303,8 @@ impl Outbound {
         }
         if active.step(Input::Grant, now) == Action::Begin {
             active.targets = blocks;
+            // Once for each handoff; a session has one transport.
+            let _ = active.core.transport.set(kind);
         }
         Ok(())
     }

@@ -54,7 +54,7 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
     let served = catch_unwind(AssertUnwindSafe(move || {
         let error = session.serve();
         *idle = session.queue.with(|line| line.idle());
-        if !*idle && error != TransferError::Closed {
+        if error != TransferError::Closed && (!*idle || error.is_corruption()) {
             session.plan.failed(kind, &error);
         }
         session.wind_up(&error);
