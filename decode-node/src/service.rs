@@ -3,7 +3,7 @@
 use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
-use baton_transfer::{Limits, Receiver, ReceiverOptions};
+use baton_transfer::{Receiver, ReceiverOptions};
 use baton_worker::{
     Commands, EngineHandle, Events, Item, Node, NodeRole, TransportKind, WorkerError, WorkerService, stream_status,
 };
@@ -30,7 +30,7 @@ impl NodeRole for DecodeNode {
             geometry: node.geometry.clone(),
             segment: node.segment.clone(),
             ucx: node.config.ucx(),
-            limits: Limits::default(),
+            limits: node.config.transfer_limits(),
             verify: true,
         };
         let on_event = Box::new(move |event| {

@@ -7,7 +7,7 @@ use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_runtime::metrics as names;
-use baton_transfer::{Limits, PathReport, Sender, SenderOptions, TransferError, TransportKind};
+use baton_transfer::{PathReport, Sender, SenderOptions, TransferError, TransportKind};
 use baton_types::{KvLayout, WorkerId};
 use baton_worker::{
     Commands, EngineHandle, Events, Item, Node, NodeRole, WorkerError, WorkerService, kv_converter, stream_status,
@@ -45,7 +45,7 @@ impl NodeRole for PrefillNode {
             segment: node.segment.clone(),
             transport: node.config.transport.choice(),
             ucx: node.config.ucx(),
-            limits: Limits::default(),
+            limits: node.config.transfer_limits(),
             convert: Some(kv_converter()),
             verify: true,
             on_trouble,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use baton_engine::{Eviction, Order};
 use baton_runtime::config::{Plain, Value};
 use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
-use baton_transfer::{TransportChoice, UcxOptions, UcxSettings};
+use baton_transfer::{Limits as TransferLimits, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
 use crate::BackendKind;
@@ -171,6 +171,14 @@ baton_runtime::config! {
         ucx_options: Parsed<UcxOptions> = Parsed::default(),
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
+        /// While KV travels, each end tells the other at least so often that it is alive. All workers of a cluster need the same.
+        transfer_heartbeat: Duration = TransferLimits::default().heartbeat,
+        /// While KV travels, a worker that is not heard for so long is given up; at least three heartbeats.
+        transfer_silence: Duration = TransferLimits::default().silence,
+        /// Longest time a prefill worker's step waits because a decode worker takes no more KV.
+        transfer_room: Duration = TransferLimits::default().room,
+        /// Longest time for connecting to a decode worker, over all paths, and again for each request to be let in.
+        transfer_handshake: Duration = TransferLimits::default().handshake,
         /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All workers of a cluster need the same.
         kv_type: KvType = KvType::F16,
         /// Memory of the KV pool; default: 512MiB, or what gpu_memory_fraction leaves where the pool is in a GPU's memory.
@@ -229,6 +237,17 @@ baton_runtime::config! {
 }
 
 impl WorkerConfig {
+    /// Bounds of transfers, in the transfer engine's words.
+    pub fn transfer_limits(&self) -> TransferLimits {
+        TransferLimits {
+            heartbeat: self.transfer_heartbeat,
+            silence: self.transfer_silence,
+            room: self.transfer_room,
+            handshake: self.transfer_handshake,
+            ..TransferLimits::default()
+        }
+    }
+
     /// How UCX is found and set up, in the transfer engine's words.
     pub fn ucx(&self) -> UcxSettings {
         UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }

@@ -33,6 +33,8 @@ const KV_MEMORY: Bytes = Bytes::mib(512);
 const MAX_STREAM: u32 = 1 << 22;
 /// What every registry can keep.
 const MIN_TTL: Duration = Duration::from_secs(1);
+/// Shortest time by which transfers are bounded; less than this a busy machine takes to wake a thread.
+const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
 
 /// A model on a backend over a shareable pool.
 pub struct Loaded<B: Backend = CpuBackend> {
@@ -81,6 +83,24 @@ pub(crate) fn check(
     if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
 }
 
+/// I5: a bound of no time fails every handoff, and one missed heartbeat is no sign of anything.
+fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let bounds = [
+        ("transfer_heartbeat", config.transfer_heartbeat, LEAST_HEARTBEAT),
+        ("transfer_silence", config.transfer_silence, config.transfer_heartbeat.saturating_mul(3)),
+        ("transfer_room", config.transfer_room, LEAST_HEARTBEAT),
+        ("transfer_handshake", config.transfer_handshake, LEAST_HEARTBEAT),
+    ];
+    for (field, value, least) in bounds {
+        let must = match field {
+            "transfer_silence" => format!("at least {}, three times transfer_heartbeat", format_duration(least)),
+            _ => format!("at least {}", format_duration(least)),
+        };
+        check(value >= least, field, format_duration(value), must)?;
+    }
+    Ok(())
+}
+
 /// What can be checked before the model is there: so that a wrong setting is told at once.
 pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let positive = |field, value: u32| check(value >= 1, field, value, "at least 1");
@@ -102,6 +122,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     ranks::check_settings(config)?;
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
+    check_limits(config)?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
         let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
         let must = "an address others can connect to; or say with --advertise by which one they reach this worker";
@@ -415,6 +436,35 @@ mod tests {
         assert!(said.starts_with("context is 1601; it must be at most 1600 tokens"), "{said}");
         assert!(error(block - 1, None).starts_with("kv_memory is "));
         assert!(error(1 << 30, None).contains("lower kv_memory"));
+    }
+
+    #[test]
+    fn bounds_of_transfers_are_long_enough_to_mean_something() {
+        let ms = Duration::from_millis;
+        let refused = |heartbeat, silence, room, handshake| {
+            let config = WorkerConfig {
+                transfer_heartbeat: ms(heartbeat),
+                transfer_silence: ms(silence),
+                transfer_room: ms(room),
+                transfer_handshake: ms(handshake),
+                ..WorkerConfig::default()
+            };
+            check_settings(&config).map(|()| config.transfer_limits().silence).map_err(|error| error.to_string())
+        };
+        assert_eq!(refused(100, 300, 10, 10), Ok(ms(300)));
+        for (asked, want) in [
+            (
+                (100, 299, 10, 10),
+                "transfer_silence is 299ms; it must be at least 300ms, three times transfer_heartbeat",
+            ),
+            ((0, 299, 10, 10), "transfer_heartbeat is 0s"),
+            ((100, 300, 9, 10), "transfer_room is 9ms"),
+            ((100, 300, 10, 0), "transfer_handshake is 0s"),
+        ] {
+            let (heartbeat, silence, room, handshake) = asked;
+            let error = refused(heartbeat, silence, room, handshake).unwrap_err();
+            assert!(error.starts_with(want), "{error}");
+        }
     }
 
     #[test]
