@@ -110,20 +110,20 @@ impl Engine {
     /// How a sequence that begins with `hit` starts.
     fn start_of(&self, sequence: &Sequence, hit: &Hit) -> Start {
         match sequence.start {
-            Start::Receive if self.computes_here(sequence.len() - hit.tokens()) => Start::Compute,
+            Start::Receive if self.computes_here(hit.tokens(), sequence.len() - hit.tokens()) => Start::Compute,
             start => start,
         }
     }
 
-    /// Whether so many tokens of a prompt are few enough to hold up nobody who decodes, with those of other prompts beside them. A
-    /// last token alone takes no more of a step than that of an answer.
-    fn computes_here(&self, lacks: u32) -> bool {
+    /// Whether the tokens that a prompt lacks are few beside those that are here, and few enough to hold up nobody who decodes, with
+    /// those of other prompts beside them. A last token alone takes no more of a step than that of an answer.
+    fn computes_here(&self, has: u32, lacks: u32) -> bool {
         let most = self.config.local_tokens;
         let beside = || {
             let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
             running.map(|other| u64::from(other.remaining() - 1)).sum::<u64>()
         };
-        lacks <= most && (lacks == 1 || beside() + u64::from(lacks) <= u64::from(most))
+        lacks <= most && (lacks == 1 || lacks <= has && beside() + u64::from(lacks) <= u64::from(most))
     }
 
     fn seat(&mut self, seq: SeqId, start: Start, hit: &Hit, need: Need, events: &mut Vec<Event>) -> Outcome {

@@ -82,8 +82,8 @@ pub struct EngineConfig {
     pub max_waiting: u32,
     /// Most tokens of one sequence, prompt and answer together.
     pub context_tokens: u32,
-    /// A sequence that is to receive its KV and lacks no more than so many tokens of it computes them here instead, as long as
-    /// all prompts that are being computed here lack no more than that together; 0: never.
+    /// A sequence that is to receive its KV, has at least half of it and lacks no more than so many tokens computes them here instead,
+    /// as long as all prompts that are being computed here lack no more than that together; 0: never.
     pub local_tokens: u32,
     /// In which order sequences are served.
     pub order: Order,

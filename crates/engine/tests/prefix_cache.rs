@@ -182,6 +182,11 @@ fn a_short_suffix_is_computed_here() {
     let alone = fake::answer(&layout(), VOCAB, &alone.tokens, &alone.params).unwrap();
     bench.steps(3);
     assert_eq!(bench.tokens_of(short), alone.iter().map(|token| token.id).collect::<Vec<_>>()); // I1
+    // What is short as a whole is read by those who read.
+    let mut bench = Bench::new(EngineConfig { local_tokens: 10, ..LIMITS }, 60);
+    let cold = bench.engine.submit(sharing(1, Start::Receive, 9, 4)).unwrap();
+    bench.step();
+    assert_eq!(bench.engine.lent_from(cold), Some(0));
     // Never means never.
     let mut bench = Bench::new(EngineConfig { local_tokens: 0, ..LIMITS }, 60);
     bench.engine.submit(sharing(1, Start::Compute, 42, 1)).unwrap();

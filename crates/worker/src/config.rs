@@ -202,8 +202,8 @@ baton_runtime::config! {
         token_budget: u32 = 512,
         /// Most prompt tokens of one sequence computed in one step.
         chunk: u32 = 256,
-        /// Decode workers: most tokens of a prompt that one which holds all tokens before them computes by itself, beside what it
-        /// decodes and others of the kind, instead of having KV sent; 0: none, so that each prompt is read by a prefill worker.
+        /// Decode workers: most tokens of a prompt that one which holds the rest of it, the larger part, computes by itself, beside what
+        /// it decodes and others of the kind, instead of having KV sent; 0: none, so that each prompt is read by a prefill worker.
         local_prefill: u32 = 64,
         /// Prompt tokens that fill a step; more than saturates the hardware only makes prompts wait for each other. auto: as many
         /// as a short measurement at the start finds to do so.
