@@ -30,6 +30,7 @@ impl NodeRole for DecodeNode {
             geometry: node.geometry.clone(),
             segment: node.segment.clone(),
             ucx: node.config.ucx(),
+            tls: node.config.transfer_tls()?,
             limits: node.config.transfer_limits(),
             verify: true,
         };

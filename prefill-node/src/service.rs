@@ -45,6 +45,7 @@ impl NodeRole for PrefillNode {
             segment: node.segment.clone(),
             transport: node.config.transport.choice(),
             ucx: node.config.ucx(),
+            tls: node.config.transfer_tls()?,
             limits: node.config.transfer_limits(),
             convert: Some(kv_converter()),
             verify: true,

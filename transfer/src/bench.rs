@@ -297,6 +297,7 @@ fn sender(
         segment: segment.clone(),
         transport,
         ucx: options.ucx.clone(),
+        tls: None,
         limits: Limits::default(),
         convert: None,
         verify,

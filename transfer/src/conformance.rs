@@ -10,6 +10,7 @@ mod handoffs;
 mod nonsense;
 mod parts;
 mod processes;
+mod secrets;
 mod talkers;
 
 use std::os::fd::BorrowedFd;
@@ -23,6 +24,7 @@ use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, Work
 
 pub(crate) use children::command as child_process;
 use faults::{after_each, altered, before_each, held, watched};
+use secrets::{tls, with_tls};
 
 use crate::link::Link;
 use crate::sender::Wrap;
@@ -40,6 +42,9 @@ macro_rules! for_each_transport {
         }
         mod tcp {
             $(#[test] fn $name() { super::$name(crate::TransportChoice::Tcp) })*
+        }
+        mod tls {
+            $(#[test] fn $name() { crate::conformance::with_tls(|| super::$name(crate::TransportChoice::Tcp)) })*
         }
         mod ucx {
             $(#[test] fn $name() {
@@ -175,6 +180,7 @@ impl Decode {
             geometry: geometry.clone(),
             segment: pool.clone(),
             ucx: ucx(),
+            tls: tls(),
             limits,
             verify: true,
         };
@@ -242,6 +248,7 @@ impl Prefill {
             segment: pool.clone(),
             transport,
             ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
+            tls: tls(),
             limits,
             convert: None,
             verify: true,

@@ -13,6 +13,7 @@ use crate::codec::Malformed;
 use crate::descriptor::fingerprint_mismatch;
 use crate::error::TransferError;
 use crate::link::{Got, Link};
+use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
 use crate::wire::{Frame, Hello};
 
@@ -116,6 +117,9 @@ fn compare(theirs: Hello, ours: u64) -> Result<(), TransferError> {
 }
 
 fn take_hello(link: &mut Link) -> Result<Option<Hello>, Malformed> {
+    if let Some(problem) = wants_tls(link.buffered()) {
+        return Err(Malformed::new("session", problem));
+    }
     link.take::<{ Hello::LEN }>().map(|bytes| Hello::parse(&bytes)).transpose()
 }
 

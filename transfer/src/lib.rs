@@ -28,6 +28,7 @@ mod shm;
 pub mod state;
 mod tcp;
 mod threads;
+mod tls;
 mod transport;
 mod ucx;
 mod wake;
@@ -43,3 +44,4 @@ pub use options::{
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;
 pub use sender::{Carrier, Handoff, OnDone, PathReport, Sender, TransferStats};
+pub use tls::{Tls, TlsFiles};

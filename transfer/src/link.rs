@@ -1,10 +1,10 @@
-//! One session's stream, unix or TCP: frames in, frames and pool memory out, without ever blocking.
+//! One session's stream, unix, TCP or TLS over TCP: frames in, frames and pool memory out, without ever blocking.
 //!
 //! Payload goes straight between socket and pool; only a few bytes around frame borders are buffered. Knows frames,
 //! but not what they mean.
 
 use std::collections::VecDeque;
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{Error, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,6 +19,7 @@ use rustix::net::{
 
 use crate::codec::Malformed;
 use crate::segment::Segment;
+use crate::tls::TlsStream;
 use crate::wire::{self, Frame, FrameLimits, PREFIX};
 
 /// Bytes read beyond what is needed now, so that the next frame's head comes along.
@@ -33,6 +34,7 @@ static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 #[derive(Debug)]
 pub(crate) enum Socket {
     Tcp(TcpStream),
+    Tls(Box<TlsStream>),
     Unix(UnixStream),
 }
 
@@ -40,6 +42,7 @@ impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Socket::Tcp(stream) => stream.as_fd(),
+            Socket::Tls(stream) => stream.as_fd(),
             Socket::Unix(stream) => stream.as_fd(),
         }
     }
@@ -108,12 +111,18 @@ impl Link {
         matches!(self.socket, Socket::Unix(_))
     }
 
+    /// Whether a handshake below the frames has yet to end before any leaves.
+    pub(crate) fn is_opening(&self) -> bool {
+        matches!(&self.socket, Socket::Tls(socket) if socket.is_opening())
+    }
+
     /// The descriptor that came last, if not yet taken.
     pub(crate) fn take_fd(&mut self) -> Option<OwnedFd> {
         self.fd_received.take()
     }
 
-    fn buffered(&self) -> &[u8] {
+    /// What was read and not consumed.
+    pub(crate) fn buffered(&self) -> &[u8] {
         &self.inbox[self.consumed..]
     }
 
@@ -126,7 +135,7 @@ impl Link {
     }
 
     /// Appends what the socket has, at least what the next frame lacks.
-    pub(crate) fn fill(&mut self) -> Result<Got, Errno> {
+    pub(crate) fn fill(&mut self) -> Result<Got, Error> {
         let lacks = self.lacks();
         self.read_into(&[], lacks.max(LOOKAHEAD))
     }
@@ -159,7 +168,7 @@ impl Link {
     ///
     /// # Safety
     /// The ranges belong to a reservation this session alone may write to (I3).
-    pub(crate) unsafe fn read_payload(&mut self, ranges: &[Range]) -> Result<Got, Errno> {
+    pub(crate) unsafe fn read_payload(&mut self, ranges: &[Range]) -> Result<Got, Error> {
         let Some(&(offset, len)) = ranges.first() else { return Ok(Got::Bytes(0)) };
         if self.buffered().is_empty() {
             return self.read_into(ranges, LOOKAHEAD);
@@ -172,7 +181,7 @@ impl Link {
     }
 
     /// Reads and forgets at most `count` bytes of payload.
-    pub(crate) fn discard_payload(&mut self, count: usize) -> Result<Got, Errno> {
+    pub(crate) fn discard_payload(&mut self, count: usize) -> Result<Got, Error> {
         if self.buffered().is_empty() {
             match self.read_into(&[], count.clamp(1, 64 << 10))? {
                 Got::Bytes(_) => {}
@@ -186,7 +195,7 @@ impl Link {
 
     /// One read: into `ranges`, and up to `extra` bytes behind them into the inbox. Answers bytes of the ranges, or
     /// without ranges, bytes of the inbox.
-    fn read_into(&mut self, ranges: &[Range], extra: usize) -> Result<Got, Errno> {
+    fn read_into(&mut self, ranges: &[Range], extra: usize) -> Result<Got, Error> {
         let ranges = &ranges[..ranges.len().min(VECTOR)];
         let wanted: usize = ranges.iter().map(|r| r.1).sum();
         // I5: what is consumed goes, also when the last read ended inside a frame.
@@ -200,21 +209,23 @@ impl Link {
             Ok(0) => Ok(Got::Ended),
             Ok(read) if ranges.is_empty() => Ok(Got::Bytes(read)),
             Ok(read) => Ok(Got::Bytes(read.min(wanted))),
-            Err(Errno::AGAIN | Errno::INTR) => Ok(Got::Blocked),
+            Err(error) if is_passing(&error) => Ok(Got::Blocked),
             Err(error) => Err(error),
         }
     }
 
-    fn receive(&mut self, ranges: &[Range], inbox_from: usize) -> Result<usize, Errno> {
+    fn receive(&mut self, ranges: &[Range], inbox_from: usize) -> Result<usize, Error> {
         let mut iov: Vec<IoSliceMut> = Vec::with_capacity(ranges.len() + 1);
         for &(offset, len) in ranges {
-            let Some(start) = self.pool.at(offset, len) else { return Err(Errno::FAULT) };
+            let Some(start) = self.pool.at(offset, len) else { return Err(Errno::FAULT.into()) };
             // SAFETY: inside the mapping, and exclusively this session's: `read_payload`'s caller vouched for it.
             iov.push(IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(start, len) }));
         }
         iov.push(IoSliceMut::new(&mut self.inbox[inbox_from..]));
-        let Socket::Unix(socket) = &self.socket else {
-            return rustix::io::readv(&self.socket, &mut iov);
+        let socket = match &mut self.socket {
+            Socket::Unix(socket) => socket,
+            Socket::Tcp(socket) => return Ok(rustix::io::readv(socket, &mut iov)?),
+            Socket::Tls(socket) => return socket.read(&mut iov),
         };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -279,7 +290,7 @@ impl Link {
 
     /// Whether bytes wait to leave.
     pub(crate) fn has_output(&self) -> bool {
-        !self.outbox.is_empty()
+        !self.outbox.is_empty() || matches!(&self.socket, Socket::Tls(socket) if socket.has_output())
     }
 
     /// Frames that wait to leave, payload aside.
@@ -288,31 +299,34 @@ impl Link {
     }
 
     /// Says that nothing more will be sent.
-    pub(crate) fn finish(&self) -> Result<(), Errno> {
-        rustix::net::shutdown(&self.socket, Shutdown::Write)
+    pub(crate) fn finish(&mut self) -> Result<(), Error> {
+        if let Socket::Tls(socket) = &mut self.socket {
+            socket.finish()?;
+        }
+        Ok(rustix::net::shutdown(&self.socket, Shutdown::Write)?)
     }
 
     /// Sends as much as the socket takes.
-    pub(crate) fn flush(&mut self) -> Result<(), Errno> {
+    pub(crate) fn flush(&mut self) -> Result<(), Error> {
         while !self.outbox.is_empty() {
             match self.send() {
                 Ok(sent) => self.sent(sent),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if is_passing(&error) => return Ok(()),
                 Err(error) => return Err(error),
             }
         }
-        Ok(())
+        if let Socket::Tls(socket) = &mut self.socket { socket.flush() } else { Ok(()) }
     }
 
-    fn send(&mut self) -> Result<usize, Errno> {
+    fn send(&mut self) -> Result<usize, Error> {
         let mut iov: Vec<IoSlice> = Vec::with_capacity(self.outbox.len().min(VECTOR));
         for piece in self.outbox.iter().take(VECTOR) {
             iov.push(IoSlice::new(match piece {
                 Piece::Owned { bytes, sent } | Piece::Staged { bytes, sent } => &bytes[*sent..],
                 Piece::Zeros(len) => &ZEROS[..(*len).min(ZEROS.len())],
                 Piece::Pool((offset, len)) => {
-                    let Some(start) = self.pool.at(*offset, *len) else { return Err(Errno::FAULT) };
+                    let Some(start) = self.pool.at(*offset, *len) else { return Err(Errno::FAULT.into()) };
                     // SAFETY: inside the mapping; a handoff's local blocks stay unchanged until its end is reported,
                     // and `forget_pool` comes before that report.
                     unsafe { std::slice::from_raw_parts(start, *len) }
@@ -322,6 +336,9 @@ impl Link {
             if matches!(piece, Piece::Zeros(len) if *len > ZEROS.len()) {
                 break;
             }
+        }
+        if let Socket::Tls(socket) = &mut self.socket {
+            return socket.write(&iov);
         }
         let fds: Vec<BorrowedFd> = self.fd_to_send.iter().map(|fd| fd.as_fd()).collect();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -355,6 +372,11 @@ impl Link {
             return;
         }
     }
+}
+
+/// Whether a system call that failed so may be made again.
+fn is_passing(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted)
 }
 
 impl AsFd for Link {

@@ -12,6 +12,7 @@ use baton_types::{PoolGeometry, WorkerId};
 use crate::convert::Converter;
 use crate::error::TransferError;
 use crate::segment::Segment;
+use crate::tls::Tls;
 
 /// Bounds that hold on either end (I5).
 #[derive(Clone, Debug)]
@@ -154,6 +155,8 @@ pub struct ReceiverOptions {
     pub segment: Arc<Segment>,
     /// For peers that come over UCX.
     pub ucx: UcxSettings,
+    /// For peers that come over TCP; None: no TLS.
+    pub tls: Option<Tls>,
     /// Bounds.
     pub limits: Limits,
     /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
@@ -173,6 +176,8 @@ pub struct SenderOptions {
     pub transport: TransportChoice,
     /// For [`TransportChoice::Ucx`].
     pub ucx: UcxSettings,
+    /// For TCP; None: no TLS. With it [`TransportChoice::Auto`] leaves out UCX, which encrypts nothing.
+    pub tls: Option<Tls>,
     /// Bounds.
     pub limits: Limits,
     /// Writes KV in the type of decode pools that have another; None: both sides must have the same.

@@ -7,10 +7,10 @@ use std::time::Duration;
 use baton_engine::{Eviction, Order};
 use baton_runtime::config::{Plain, Value};
 use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
-use baton_transfer::{Limits as TransferLimits, TransportChoice, UcxOptions, UcxSettings};
+use baton_transfer::{Limits as TransferLimits, Tls, TlsFiles, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
-use crate::BackendKind;
+use crate::{BackendKind, WorkerError};
 
 baton_runtime::config_enum! {
     /// Element type of the KV pool.
@@ -169,6 +169,15 @@ baton_runtime::config! {
         /// Settings of UCX by its own names, separated by spaces, as TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. What is not
         /// here, UCX takes from its own UCX_* variables and files.
         ucx_options: Parsed<UcxOptions> = Parsed::default(),
+        /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. With the next two settings; all workers
+        /// of a cluster have them or none. Read once, at the start.
+        transfer_tls_cert: Option<PathBuf> = None,
+        /// Its private key in PEM.
+        transfer_tls_key: Option<PathBuf> = None,
+        /// Certificates in PEM of the authorities whose workers may send KV here and receive it from here.
+        transfer_tls_ca: Option<PathBuf> = None,
+        /// A name that the certificates of all decode workers have; default: each has the name or address it is reached by.
+        transfer_tls_name: Option<String> = None,
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
         /// While KV travels, each end tells the other at least so often that it is alive. All workers of a cluster need the same.
@@ -248,6 +257,28 @@ impl WorkerConfig {
         }
     }
 
+    /// TLS between workers, if it is set up.
+    ///
+    /// # Errors
+    /// When files are missing or cannot be used.
+    pub fn transfer_tls(&self) -> Result<Option<Tls>, WorkerError> {
+        let name = self.transfer_tls_name.clone();
+        match [&self.transfer_tls_cert, &self.transfer_tls_key, &self.transfer_tls_ca].map(Option::as_ref) {
+            [None, None, None] if name.is_none() => Ok(None),
+            [Some(certificate), Some(key), Some(authority)] => {
+                let [certificate, key, authority] = [certificate, key, authority].map(PathBuf::clone);
+                Ok(Some(Tls::load(&TlsFiles { certificate, key, authority, name })?))
+            }
+            [cert, key, _] => {
+                let fields = [(cert, "transfer_tls_cert"), (key, "transfer_tls_key")];
+                let missing = fields.into_iter().find(|(value, _)| value.is_none());
+                let field = missing.map_or("transfer_tls_ca", |(_, field)| field);
+                let must = "a file: TLS takes transfer_tls_cert, transfer_tls_key and transfer_tls_ca together";
+                Err(WorkerError::Config { field, value: "not set".to_owned(), must: must.to_owned() })
+            }
+        }
+    }
+
     /// How UCX is found and set up, in the transfer engine's words.
     pub fn ucx(&self) -> UcxSettings {
         UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }
@@ -272,6 +303,32 @@ mod tests {
             if let Ok(value) = read {
                 assert_eq!(PackTokens::from_plain(&value.to_plain().unwrap()), Ok(value), "what is printed reads back");
             }
+        }
+    }
+
+    #[test]
+    fn tls_takes_three_files_or_none() {
+        let refused = |cert: Option<&str>, key: Option<&str>, ca: Option<&str>, name: Option<&str>| {
+            let config = WorkerConfig {
+                transfer_tls_cert: cert.map(PathBuf::from),
+                transfer_tls_key: key.map(PathBuf::from),
+                transfer_tls_ca: ca.map(PathBuf::from),
+                transfer_tls_name: name.map(str::to_owned),
+                ..WorkerConfig::default()
+            };
+            config.transfer_tls().map(|tls| assert!(tls.is_none())).map_err(|error| error.to_string())
+        };
+        let file = Some("/nonexistent");
+        assert_eq!(refused(None, None, None, None), Ok(()));
+        for (error, want) in [
+            (refused(file, None, file, None), "transfer_tls_key is not set"),
+            (refused(None, file, None, None), "transfer_tls_cert is not set"),
+            (refused(file, file, None, None), "transfer_tls_ca is not set"),
+            (refused(None, None, None, Some("worker")), "transfer_tls_cert is not set"),
+            (refused(file, file, file, None), "tls.certificate: /nonexistent"),
+        ] {
+            let error = error.unwrap_err();
+            assert!(error.starts_with(want), "{error}");
         }
     }
 }

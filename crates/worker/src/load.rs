@@ -123,6 +123,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     check_limits(config)?;
+    config.transfer_tls()?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
         let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
         let must = "an address others can connect to; or say with --advertise by which one they reach this worker";

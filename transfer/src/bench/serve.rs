@@ -116,6 +116,7 @@ impl Pool {
                 geometry: geometry.clone(),
                 segment: segment.clone(),
                 ucx: options.ucx.clone(),
+                tls: None,
                 limits: Limits::default(),
                 verify,
             };

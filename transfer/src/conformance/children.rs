@@ -10,11 +10,15 @@ use super::*;
 use crate::bench::{MARK, ServeOptions, Served, hex};
 
 const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
+const TLS: &str = "BATON_TRANSFER_TEST_TLS";
 
 /// This binary in a role.
 pub(crate) fn command(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"]).env(ROLE, role);
+    if tls().is_some() {
+        command.env(TLS, "");
+    }
     command
 }
 
@@ -79,7 +83,14 @@ impl Drop for Process {
 #[test]
 fn child() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    match role.as_str() {
+    match std::env::var_os(TLS) {
+        Some(_) => with_tls(|| play(&role)),
+        None => play(&role),
+    }
+}
+
+fn play(role: &str) {
+    match role {
         "decode" => decode(patient()),
         "alert decode" => decode(alert()),
         "idle shm" => idle(TransportChoice::Shm),

@@ -305,6 +305,7 @@ fn options_that_cannot_work_are_named() {
             geometry: small(),
             segment: pool(&small(), 1),
             ucx: UcxSettings::default(),
+            tls: tls(),
             limits: Limits::default(),
             verify: true,
         };
@@ -335,6 +336,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         geometry: geometry.clone(),
         segment: pool(&geometry, 1),
         ucx: nowhere.clone(),
+        tls: tls(),
         limits: Limits::default(),
         verify: true,
     };
@@ -354,6 +356,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         segment: pool(&geometry, 3),
         transport: TransportChoice::Ucx,
         ucx: nowhere,
+        tls: tls(),
         limits: Limits::default(),
         convert: None,
         verify: true,

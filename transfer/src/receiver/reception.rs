@@ -14,7 +14,8 @@ use super::session;
 use super::table::SessionId;
 use crate::error::TransferError;
 use crate::handshake::turn_away;
-use crate::link::{Link, Socket};
+use crate::link::{Got, Link, Socket};
+use crate::tls::Tls;
 use crate::wake::{Interest, wait};
 use crate::wire::{FrameLimits, Hello};
 use crate::{tcp, threads};
@@ -46,7 +47,7 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
         });
         let (mut paused, mut more) = (false, true);
         for round in 0..ACCEPTS {
-            let Some(accepted) = accept(&doors, round) else {
+            let Some(accepted) = accept(&doors, hub.options.tls.as_ref(), round) else {
                 more = false;
                 break;
             };
@@ -66,17 +67,20 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
             }
         }
         let mut timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
-        let fds = [(doors.tcp.as_fd(), Interest::Read), (doors.unix.as_fd(), Interest::Read)];
+        let opening = refused.iter().filter(|link| link.is_opening()).map(|link| (link.as_fd(), Interest::Read));
+        let doors = [(doors.tcp.as_fd(), Interest::Read), (doors.unix.as_fd(), Interest::Read)];
+        let fds: Vec<_> = doors.into_iter().chain(opening).collect();
         if more && !paused {
             timeout = Some(Duration::ZERO);
         }
         if paused {
             timeout = Some(timeout.map_or(PAUSE, |t| t.min(PAUSE)));
         }
-        if let Err(error) = wait(&hub.wake, if paused { &[] } else { &fds }, timeout) {
+        if let Err(error) = wait(&hub.wake, if paused { &[] } else { &fds[..] }, timeout) {
             tracing::error!(%error, "accepts nobody any more");
             break;
         }
+        refused.retain_mut(|link| !link.is_opening() || open(link));
     }
     for session in sessions {
         if session.join().is_err() {
@@ -85,9 +89,21 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
     }
 }
 
+/// Goes on with what must come before a refused peer can be told why. False when it comes to nothing.
+fn open(link: &mut Link) -> bool {
+    matches!(link.discard_payload(usize::MAX), Ok(Got::Bytes(_) | Got::Blocked)) && link.flush().is_ok()
+}
+
 /// A connection that waits at either door, ready for use. The doors take turns, so that a crowd at one does not keep the other shut.
-fn accept(doors: &Doors, round: usize) -> Option<Result<Socket, TransferError>> {
-    let tcp = || doors.tcp.accept().and_then(|(stream, _)| tcp::tune(&stream).map(|()| Socket::Tcp(stream)));
+fn accept(doors: &Doors, tls: Option<&Tls>, round: usize) -> Option<Result<Socket, TransferError>> {
+    let tcp = || {
+        let (stream, _) = doors.tcp.accept()?;
+        tcp::tune(&stream)?;
+        match tls {
+            Some(tls) => tls.accept(stream).map(|stream| Socket::Tls(Box::new(stream))),
+            None => Ok(Socket::Tcp(stream)),
+        }
+    };
     let unix =
         || doors.unix.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| Socket::Unix(stream)));
     let nobody = |error: &std::io::Error| error.kind() == ErrorKind::WouldBlock;

@@ -87,9 +87,12 @@ impl Plan {
         use TransportKind::{Shm, Tcp, Ucx};
         let elsewhere = || "it runs on another host or network; choose transport auto or tcp".to_owned();
         let shm = (Shm, (!self.near()).then(elsewhere));
+        let options = &self.config.options;
         let ucx = (Ucx, self.config.ucx.as_ref().err().cloned());
-        match self.config.options.transport {
-            TransportChoice::Auto => Paths::new([shm, ucx, (Tcp, None)], true),
+        let plain = || "it encrypts nothing, and TLS is set up; choose transport ucx to use it all the same".to_owned();
+        let private = (Ucx, ucx.1.clone().or_else(|| options.tls.is_some().then(plain)));
+        match options.transport {
+            TransportChoice::Auto => Paths::new([shm, private, (Tcp, None)], true),
             TransportChoice::Shm => Paths::new([shm], false),
             TransportChoice::Tcp => Paths::new([(Tcp, None)], false),
             TransportChoice::Ucx => Paths::new([ucx, (Tcp, None)], false),
@@ -182,7 +185,11 @@ impl Plan {
         let address = format!("{host}:{port}");
         let caller = self.caller(&address, ucx);
         let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
-        self.greet(queue, &caller, Socket::Tcp(stream.map_err(|e| caller.cannot(e))?), until)
+        let socket = stream.and_then(|stream| match &self.config.options.tls {
+            Some(tls) => tls.connect(stream, host).map(|stream| Socket::Tls(Box::new(stream))),
+            None => Ok(Socket::Tcp(stream)),
+        });
+        self.greet(queue, &caller, socket.map_err(|e| caller.cannot(e))?, until)
     }
 
     /// After a session over a unix socket has ended without the peer's leave: tells the peer, by another session that ends

@@ -1,0 +1,161 @@
+//! TCP with TLS: the suite runs over it once more, and here is what becomes of peers that are set up in another way.
+
+use std::cell::Cell;
+
+use super::*;
+use crate::{Tls, TlsFiles};
+
+thread_local! {
+    static ON: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a test in which whatever goes over TCP goes over TLS.
+pub(super) fn with_tls(test: impl FnOnce()) {
+    struct Off;
+    impl Drop for Off {
+        fn drop(&mut self) {
+            ON.set(false);
+        }
+    }
+    let _off = Off;
+    ON.set(true);
+    test();
+}
+
+/// What both ends of this thread's tests are given.
+pub(super) fn tls() -> Option<Tls> {
+    ON.get().then(|| of("worker", "worker", None).unwrap())
+}
+
+/// With a certificate of one authority, for peers of another's.
+fn of(certificate: &str, authority: &str, name: Option<&str>) -> Result<Tls, TransferError> {
+    let file = |name: String| Path::new(env!("CARGO_MANIFEST_DIR")).join("src/conformance/certificates").join(name);
+    Tls::load(&TlsFiles {
+        certificate: file(format!("{certificate}.pem")),
+        key: file(format!("{certificate}-key.pem")),
+        authority: file(format!("{authority}-authority.pem")),
+        name: name.map(str::to_owned),
+    })
+}
+
+/// A decode worker set up like this, and a prefill worker like that: what becomes of a handoff. A friend is served all the same.
+fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Result<TransferStats, TransferError> {
+    let (geometry, (tell, events)) = (large(), mpsc::channel());
+    let pools = [1, 2].map(|worker| pool(&geometry, worker));
+    let options = ReceiverOptions {
+        worker: WorkerId(1),
+        tcp: "127.0.0.1:0".parse().unwrap(),
+        advertise: None,
+        geometry: geometry.clone(),
+        segment: pools[0].clone(),
+        ucx: UcxSettings::default(),
+        tls: decode,
+        limits: Limits::default(),
+        verify: true,
+    };
+    let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
+    let sender = |worker, tls| {
+        let options = SenderOptions {
+            worker: WorkerId(worker),
+            geometry: geometry.clone(),
+            segment: pools[1].clone(),
+            transport: TransportChoice::Tcp,
+            ucx: UcxSettings::default(),
+            tls,
+            limits: Limits::default(),
+            convert: None,
+            verify: true,
+            on_trouble: |_, _| {},
+        };
+        Prefill { sender: Sender::new(options).unwrap(), pool: pools[1].clone(), geometry: geometry.clone() }
+    };
+    let reserve = |epoch: u64| {
+        let blocks = [(0..4).map(|number| BlockId(4 * epoch as u32 + number)).collect()];
+        let wanted = Wanted { tokens: 1, first: &[0], blocks: &blocks, heads: &[] };
+        receiver.reserve(Epoch(epoch), &wanted, PATIENCE).unwrap()
+    };
+    let target = reserve(1);
+    let outcome = sender(2, prefill).send(&target, 0).wait();
+    let served = sender(3, friend).send(&reserve(2), 8).wait();
+    assert_eq!(served.map(|stats| stats.transport), Ok(TransportKind::Tcp));
+    // I8: who was turned away has cost nobody anything: its reservation is as it was, for whoever comes with its key.
+    let verified = |event| matches!(event, Ok(ReceiverEvent::Verified { .. }));
+    assert!(verified(events.recv_timeout(PATIENCE)));
+    assert_eq!(outcome.is_ok(), verified(events.try_recv().map_err(|_| mpsc::RecvTimeoutError::Timeout)));
+    outcome
+}
+
+#[test]
+fn workers_of_one_authority_exchange_kv() {
+    let mine = || of("worker", "worker", None).ok();
+    let bytes = 4 * large().layout.block_bytes_all_layers(0) as u64;
+    assert_eq!(between(mine(), mine(), mine()).map(|stats| stats.bytes), Ok(bytes));
+    // By a name of the certificate's instead of the address.
+    let named = of("worker", "worker", Some("worker.test")).ok();
+    assert!(between(mine(), named, mine()).is_ok());
+}
+
+#[test]
+fn whoever_is_set_up_in_another_way_is_refused_and_told_why() {
+    let mine = || of("worker", "worker", None).ok();
+    // Whom a decode worker that takes only strangers lets in.
+    let friend = || of("stranger", "worker", None).ok();
+    for (decode, prefill, friend, want) in [
+        (mine(), None, mine(), "it wants TLS, which this worker is not set up for"),
+        (None, mine(), None, "it does not speak TLS; set up TLS for transfers on both workers or on neither"),
+        // The wrong authority, for either end and for both.
+        (of("worker", "stranger", None).ok(), mine(), friend(), "it refuses this worker"),
+        (mine(), of("stranger", "worker", None).ok(), mine(), "it refuses this worker"),
+        (mine(), of("worker", "stranger", None).ok(), mine(), "its certificate is refused"),
+        (mine(), of("stranger", "stranger", None).ok(), mine(), "its certificate is refused"),
+        (mine(), of("worker", "worker", Some("another.test")).ok(), mine(), "its certificate is refused"),
+    ] {
+        let error = between(decode, prefill, friend).unwrap_err();
+        assert!(matches!(error, TransferError::Connect { .. }), "{error}");
+        assert!(error.to_string().contains(want), "{want}: {error}");
+    }
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named() {
+    let error = |certificate, authority, name| of(certificate, authority, name).unwrap_err().to_string();
+    assert!(error("nobody", "worker", None).contains("tls.certificate"));
+    assert!(error("nobody", "worker", None).contains("nobody.pem"));
+    assert!(error("worker", "nobody", None).contains("tls.authority"));
+    assert!(error("worker", "worker", Some("no name")).contains("tls.name"));
+    let key = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/conformance/certificates/worker.pem");
+    let files = TlsFiles { certificate: key.clone(), key: key.clone(), authority: key, name: None };
+    assert!(Tls::load(&files).unwrap_err().to_string().contains("tls.key"));
+}
+
+#[test]
+fn with_tls_the_choice_leaves_out_what_encrypts_nothing() {
+    if !ucx_is_here() {
+        return;
+    }
+    with_tls(|| {
+        let decode = Decode::new(large(), 1);
+        let send = |worker: u64, transport| {
+            let (geometry, pool) = (large(), pool(&large(), worker));
+            let options = SenderOptions {
+                worker: WorkerId(worker),
+                geometry: geometry.clone(),
+                segment: pool.clone(),
+                transport,
+                ucx: ucx(),
+                tls: tls(),
+                limits: patient(),
+                convert: None,
+                verify: true,
+                on_trouble: |_, _| {},
+            };
+            let prefill = Prefill { sender: Sender::new(options).unwrap(), pool, geometry };
+            let block = BlockId(worker as u32);
+            prefill.send(&decode.reserve(worker, &[vec![block]]), 0).wait().unwrap();
+            let paths = prefill.sender.paths().remove(0).1;
+            paths.into_iter().find(|path| path.transport == TransportKind::Ucx).unwrap()
+        };
+        assert!(send(2, TransportChoice::Ucx).in_use);
+        assert!(send(3, TransportChoice::Auto).unused.unwrap().contains("it encrypts nothing"));
+    });
+}
