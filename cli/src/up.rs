@@ -33,7 +33,7 @@ baton_runtime::config! {
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
         /// Where workers are found: embedded (the router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
-        /// How KV travels between workers: auto, shm, tcp or ucx.
+        /// How KV travels between workers: auto, shm, tcp, ucx or cuda-ipc.
         transport: TransportKind = TransportKind::Auto,
         /// Element type of the KV pools: f32, f16, bf16, q8, fp8 or int4.
         kv_type: KvType = KvType::F16,

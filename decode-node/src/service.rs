@@ -28,7 +28,7 @@ impl NodeRole for DecodeNode {
             tcp: node.config.transfer,
             advertise: node.config.advertise.clone(),
             geometry: node.geometry.clone(),
-            segment: node.segment.clone(),
+            pool: node.pool.clone(),
             ucx: node.config.ucx(),
             tls: node.config.transfer_tls()?,
             limits: node.config.transfer_limits(),

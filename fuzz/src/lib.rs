@@ -14,7 +14,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use baton_proto::{ConvertError, v1};
 use baton_transfer::protocol::{
-    Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, PREFIX, parse_body, parse_prefix,
+    Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, Over, PREFIX, parse_body, parse_prefix,
 };
 use baton_transfer::{Limits, TransferError};
 use baton_types::{
@@ -78,7 +78,7 @@ fn handshake(input: &[u8]) -> u64 {
 fn handshake_seeds() -> Vec<Vec<u8>> {
     let hello = Hello { fingerprint: geometry().layout.fingerprint() }.encode();
     let identify = |you| {
-        let bytes = Frame::Identify { me: WorkerId(1), you: WorkerId(you), ucx: false }.encode();
+        let bytes = Frame::Identify { me: WorkerId(1), you: WorkerId(you), over: Over::Stream }.encode();
         [&hello[..], &bytes[4..5], &bytes[PREFIX..]].concat()
     };
     vec![hello.clone(), identify(2), identify(3)]
@@ -170,6 +170,7 @@ pub(crate) fn target(counts: [u32; 2]) -> Descriptor {
         counts: counts.to_vec(),
         heads: Vec::new(),
         layout: geometry().layout,
+        device: false,
         host: Host { boot: [3; 16], netns: 4 },
         unix: b"baton-x".to_vec(),
         address: "localhost".into(),

@@ -10,7 +10,7 @@ use baton_transfer::protocol::{
     Access, Batch, Core, Done, Effect, Frame, FrameHead, HeadSlice, Inbound, Ledger, Line, Op, Outbound, PREFIX,
     Parties, Pools, Quiet, Refusal, Target, WriteHead, parse_body,
 };
-use baton_transfer::{Limits, ReceiverEvent, Segment, TransferError, TransportKind};
+use baton_transfer::{Limits, Reach, ReceiverEvent, Segment, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
 
 use crate::{blocks, geometry, signature, target};
@@ -128,7 +128,7 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     let Some((&first, input)) = input.split_first() else { return 0 };
     let kind = if first % 2 == 0 { TransportKind::Tcp } else { TransportKind::Shm };
     let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
-    let Ok(pool) = Segment::create("fuzz", geometry.bytes()) else { return 0 };
+    let Ok(pool) = Segment::create("fuzz", geometry.bytes()).map(Arc::new) else { return 0 };
     let mut ledger = Ledger::new(&geometry, limits.clone());
     let heads = [3, 1].map(|count| HeadSlice { source: 0, target: 0, count });
     for (epoch, key) in [(1, 7), (2, 8)] {
@@ -158,7 +158,8 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
             };
             payload.advance(count);
             // SAFETY: nobody else has the pool.
-            unsafe { session.landed(&pool) };
+            let landed = unsafe { session.landed(&mut Reach::Host(pool.clone())) };
+            assert_eq!(landed, Ok(()));
         }
         if first & 2 != 0 {
             session.fence(Epoch(1), &mut ledger);
@@ -227,7 +228,7 @@ fn is_lent(geometry: &PoolGeometry, head: &WriteHead, mut bytes: std::ops::Range
 /// what was granted.
 pub(crate) fn prefill(input: &[u8]) -> u64 {
     let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
-    let Ok(pool) = Segment::create("fuzz", geometry.bytes()) else { return 0 };
+    let Ok(pool) = Segment::create("fuzz", geometry.bytes()).map(Arc::new) else { return 0 };
     let mut line = Line::new(limits.clone());
     let mut session = Outbound::new(Parties { me: WorkerId(1), peer: WorkerId(2) }, Pools::alike(geometry), &limits);
     let reports = Arc::new(std::sync::Mutex::new(Vec::new()));
@@ -240,7 +241,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
         for (group, layers, count) in [(0, 2, 2), (1, 3, 1)] {
             for layer in 0..layers {
                 let pairs = (0..count).map(|i| (BlockId(i), i)).collect();
-                line.write(Op::Write { epoch: Epoch(epoch), group, layer, pairs });
+                line.write(Op::Write { epoch: Epoch(epoch), group, layer, pairs, after: 0 });
             }
         }
         let told = reports.clone();
@@ -260,7 +261,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
             break;
         }
         loop {
-            let batch = session.next_batch(&pool, false, start);
+            let batch = session.next_batch(&pool.clone().into(), false, start);
             if let Ok(Some(batch)) = &batch {
                 assert!(is_granted(batch, granted.get(&batch.epoch)), "{batch:?}, granted {granted:?}"); // I3
             }

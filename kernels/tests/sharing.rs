@@ -90,7 +90,7 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
 
     for (wrong, why) in [
         (Moved { source: 8192, ..part }, "outside the pool"),
-        (Moved { target: u64::MAX, ..part }, "outside the peer's pool"),
+        (Moved { target: u64::MAX - 7, ..part }, "outside the peer's pool"),
         (Moved { source: 4, ..part }, "8 at a time"),
     ] {
         let error = out.copy(mark, &[wrong], 16).unwrap_err().to_string();

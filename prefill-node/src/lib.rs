@@ -6,9 +6,17 @@
 mod role;
 mod service;
 
-use baton_worker::{Node, WorkerConfig, WorkerError};
+use baton_worker::{Node, Ready, WorkerConfig, WorkerError};
 
 /// Runs a prefill worker until it is told to stop.
 pub async fn run(config: WorkerConfig) -> Result<(), WorkerError> {
     Node::run::<service::PrefillNode>(config).await
+}
+
+/// The same with what `load` loads, instead of what the settings say that it computes on; for tests that bring their own device.
+pub async fn run_loaded(
+    config: WorkerConfig,
+    load: impl FnOnce(&WorkerConfig) -> Result<Ready, WorkerError> + Send + 'static,
+) -> Result<(), WorkerError> {
+    Node::run_loaded::<service::PrefillNode>(config, load).await
 }

@@ -42,7 +42,7 @@ impl NodeRole for PrefillNode {
         let sender = Arc::new(Sender::new(SenderOptions {
             worker: node.id,
             geometry: node.geometry.clone(),
-            segment: node.segment.clone(),
+            pool: node.pool.clone(),
             transport: node.config.transport.choice(),
             ucx: node.config.ucx(),
             tls: node.config.transfer_tls()?,

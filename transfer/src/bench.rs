@@ -290,11 +290,13 @@ fn sender(
         TransportKind::Shm => TransportChoice::Shm,
         TransportKind::Tcp => TransportChoice::Tcp,
         TransportKind::Ucx => TransportChoice::Ucx,
+        // Over a pool in host memory it says why it cannot be.
+        TransportKind::CudaIpc => TransportChoice::CudaIpc,
     };
     Sender::new(SenderOptions {
         worker: WorkerId(number),
         geometry: options.geometry.clone(),
-        segment: segment.clone(),
+        pool: segment.clone().into(),
         transport,
         ucx: options.ucx.clone(),
         tls: None,

@@ -4,6 +4,7 @@
 mod changed;
 mod changes;
 mod children;
+mod device;
 mod endings;
 mod faults;
 mod handoffs;
@@ -23,6 +24,7 @@ use std::time::{Duration, Instant};
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub(crate) use children::command as child_process;
+use device::{devices, pool_over};
 use faults::{after_each, altered, before_each, held, watched};
 use secrets::{tls, with_tls};
 
@@ -51,6 +53,27 @@ macro_rules! for_each_transport {
                 if crate::conformance::ucx_is_here() {
                     super::$name(crate::TransportChoice::Ucx)
                 }
+            })*
+        }
+        mod cuda_ipc {
+            $(#[test] fn $name() {
+                crate::conformance::device::use_devices(crate::conformance::device::BOTH);
+                super::$name(crate::TransportChoice::CudaIpc)
+            })*
+        }
+        /// Out of a device's memory and into one's, through staging memory on both sides.
+        mod tcp_between_devices {
+            $(#[test] fn $name() {
+                crate::conformance::device::use_devices(crate::conformance::device::BOTH);
+                super::$name(crate::TransportChoice::Tcp)
+            })*
+        }
+        /// Out of a device's memory into a mapped pool.
+        mod shm_from_a_device {
+            $(#[test] fn $name() {
+                let devices = crate::conformance::device::Devices { prefill: true, decode: false };
+                crate::conformance::device::use_devices(devices);
+                super::$name(crate::TransportChoice::Shm)
             })*
         }
     };
@@ -122,6 +145,7 @@ fn kind(choice: TransportChoice) -> TransportKind {
     match choice {
         TransportChoice::Shm => TransportKind::Shm,
         TransportChoice::Ucx => TransportKind::Ucx,
+        TransportChoice::CudaIpc => TransportKind::CudaIpc,
         _ => TransportKind::Tcp,
     }
 }
@@ -178,7 +202,7 @@ impl Decode {
             tcp: tcp.parse().unwrap(),
             advertise: None,
             geometry: geometry.clone(),
-            segment: pool.clone(),
+            pool: pool_over(&pool, devices().decode),
             ucx: ucx(),
             tls: tls(),
             limits,
@@ -245,7 +269,7 @@ impl Prefill {
         let options = SenderOptions {
             worker: WorkerId(worker),
             geometry: geometry.clone(),
-            segment: pool.clone(),
+            pool: pool_over(&pool, devices().prefill),
             transport,
             ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
             tls: tls(),

@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use baton_types::{KvDtype, KvLayout};
 
-use crate::runs::Runs;
-use crate::segment::Segment;
+use crate::device::{Pool, Staged};
 use crate::transport::Batch;
 
 /// Some heads' slices of one plane of one block, to be written in another type.
@@ -40,21 +39,16 @@ impl Converter {
         Converter(Arc::new(convert))
     }
 
-    /// Turns a batch of the pool into one that is staged in the type of `target`. None when it lies outside the pool.
-    pub(crate) fn stage(
-        &self,
-        mut batch: Batch,
-        pool: &Segment,
-        source: &KvLayout,
-        target: &KvLayout,
-    ) -> Option<Batch> {
-        // I5: one batch at a time is staged, so this is a batch's bytes, or one block's.
+    /// Turns a batch of the pool, or one that is staged as the pool has it, into one that is staged in the type of `target`. None when it
+    /// lies outside.
+    pub(crate) fn stage(&self, mut batch: Batch, pool: &Pool, source: &KvLayout, target: &KvLayout) -> Option<Batch> {
+        // I5: as many batches are staged as are under way; this is a batch's bytes, or one block's.
         let mut staged = vec![0; batch.bytes()];
         let (from, to) = (batch.route.source, batch.route.target);
         let starts = batch.writes.iter().flat_map(|write| from.starts().map(move |start| write.source + start));
         for (start, out) in starts.zip(staged.chunks_exact_mut(to.len.max(1))) {
-            let start = pool.at(start, from.len)?;
-            // SAFETY: inside the mapping; the block stays unchanged until the handoff's end is reported.
+            let start = batch.at(pool, start, from.len)?;
+            // SAFETY: inside the memory it is sent from; a local block stays unchanged until the handoff's end is reported.
             let bytes = unsafe { std::slice::from_raw_parts(start, from.len) };
             (self.0)(Conversion {
                 from: source.dtype,
@@ -65,11 +59,7 @@ impl Converter {
                 target: out,
             });
         }
-        for (i, write) in batch.writes.iter_mut().enumerate() {
-            write.source = i * to.bytes();
-        }
-        batch.route.source = Runs { first: 0, step: to.len, ..to };
-        batch.staged = Some(staged);
+        batch.stand_in(Staged::new(staged), to);
         Some(batch)
     }
 }

@@ -12,6 +12,8 @@ use crate::heads::HeadSlice;
 use crate::host::Host;
 
 const MAGIC: [u8; 4] = *b"bkt3";
+/// The same with a pool in a device's memory: who knows only of pools that can be mapped stops here.
+const DEVICE_MAGIC: [u8; 4] = *b"bkd3";
 /// Bytes of a descriptor at most.
 const MAX_BYTES: usize = 64 << 10;
 /// KV heads of a peer's group at most, so that sizes made of them stay far from overflow.
@@ -36,6 +38,8 @@ pub struct Descriptor {
     pub heads: Vec<HeadSlice>,
     /// Of the pool that is written to. Differs from the prefill side's in heads and type at most.
     pub layout: KvLayout,
+    /// Whether that pool is a device's memory, which nobody can map.
+    pub device: bool,
     /// Where the decode worker runs.
     pub host: Host,
     /// Abstract unix socket.
@@ -49,7 +53,7 @@ pub struct Descriptor {
 impl Descriptor {
     /// The bytes that travel.
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = MAGIC.to_vec();
+        let mut out = if self.device { DEVICE_MAGIC } else { MAGIC }.to_vec();
         out.put_u64(self.layout.fingerprint());
         out.put_blob(&encode_layout(&self.layout));
         out.put_u64(self.worker.0);
@@ -99,15 +103,17 @@ impl Descriptor {
             return Err(bad(Malformed::new("length", format!("{} bytes, at most {MAX_BYTES}", bytes.len()))));
         }
         let mut fields = Fields::new(bytes);
-        if fields.array::<4>("magic").map_err(bad)? != MAGIC {
-            return Err(bad(Malformed::new("magic", "not a target descriptor of this version")));
-        }
+        let device = match fields.array::<4>("magic").map_err(bad)? {
+            MAGIC => false,
+            DEVICE_MAGIC => true,
+            _ => return Err(bad(Malformed::new("magic", "not a target descriptor of this version"))),
+        };
         let fingerprint = fields.u64("fingerprint").map_err(bad)?;
         let theirs = match fingerprint == ours.fingerprint() {
             true => fields.blob("layout").map(|_| ours.clone()).map_err(bad)?,
             false => other_layout(ours, fingerprint, fields.blob("layout").ok(), converts)?,
         };
-        let descriptor = parse_reservation(fields, theirs).map_err(bad)?;
+        let descriptor = parse_reservation(fields, theirs, device).map_err(bad)?;
         if descriptor.heads.is_empty() && kv_heads(ours) != kv_heads(&descriptor.layout) {
             return Err(mismatch(ours, fingerprint, Some(&descriptor.layout)).into());
         }
@@ -140,7 +146,7 @@ fn other_layout(
     ours.compatible(&adapted).map(|()| theirs)
 }
 
-fn parse_reservation(mut f: Fields, layout: KvLayout) -> Result<Descriptor, Malformed> {
+fn parse_reservation(mut f: Fields, layout: KvLayout, device: bool) -> Result<Descriptor, Malformed> {
     let descriptor = Descriptor {
         worker: WorkerId(f.u64("worker")?),
         epoch: Epoch(f.u64("epoch")?),
@@ -150,6 +156,7 @@ fn parse_reservation(mut f: Fields, layout: KvLayout) -> Result<Descriptor, Malf
         counts: f.u32s("counts")?,
         heads: parse_heads(&f.u32s("heads")?)?,
         layout,
+        device,
         host: Host { boot: f.array("host")?, netns: f.u64("host")? },
         unix: f.blob("unix")?.to_vec(),
         address: f.text("address")?,
@@ -281,6 +288,7 @@ mod tests {
             counts: vec![7, 2],
             heads: vec![],
             layout: layout(),
+            device: true,
             host: Host { boot: [9; 16], netns: 4 },
             unix: b"baton-x".to_vec(),
             address: "example".into(),

@@ -178,6 +178,14 @@ pub enum TransferError {
         /// Its answer.
         cause: String,
     },
+    /// The pool's device refused something, or went wrong.
+    #[error("the KV pool's device cannot {what}: {cause}")]
+    Device {
+        /// What was tried.
+        what: &'static str,
+        /// Its answer.
+        cause: String,
+    },
     /// The operating system refused something this worker needs.
     #[error("{what}: {cause}")]
     Os {
@@ -215,7 +223,7 @@ impl TransferError {
             Connect { .. } => "connect",
             Limit { .. } => "limit",
             Closed => "closed",
-            Argument { .. } | Lent { .. } | Ucx { .. } | Os { .. } => "internal",
+            Argument { .. } | Lent { .. } | Ucx { .. } | Device { .. } | Os { .. } => "internal",
         }
     }
 
@@ -254,7 +262,7 @@ impl BatonError for TransferError {
             Protocol { .. } | Refused { .. } | Fenced { .. } | Stalled { .. } | Connect { .. } | Closed => {
                 ErrorKind::Unavailable
             }
-            Argument { .. } | Lent { .. } | Ucx { .. } | Os { .. } => ErrorKind::Internal,
+            Argument { .. } | Lent { .. } | Ucx { .. } | Device { .. } | Os { .. } => ErrorKind::Internal,
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::error::TransferError;
 use crate::link::{Got, Link};
 use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
-use crate::wire::{Frame, Hello};
+use crate::wire::{Frame, Hello, Over};
 
 /// How long a handshake may take, and what ends it early.
 pub(crate) struct Patience<'a> {
@@ -29,8 +29,8 @@ pub(crate) struct Caller<'a> {
     pub me: WorkerId,
     pub you: WorkerId,
     pub fingerprint: u64,
-    /// Whether blocks go over UCX.
-    pub ucx: bool,
+    /// What blocks go over.
+    pub over: Over,
     /// Where `you` was looked for.
     pub address: &'a str,
 }
@@ -43,7 +43,7 @@ impl Caller<'_> {
         if link.is_unix() {
             link.push_fd(own_process()?);
         }
-        link.push(&Frame::Identify { me: self.me, you: self.you, ucx: self.ucx });
+        link.push(&Frame::Identify { me: self.me, you: self.you, over: self.over });
         match self.until(link, patience, Link::next_frame)? {
             Frame::Welcome { blocks } => Ok(blocks),
             Frame::Reject { reason } => Err(self.cannot(reason)),
@@ -66,8 +66,8 @@ impl Caller<'_> {
 /// A peer that came in.
 pub(crate) struct Guest {
     pub worker: WorkerId,
-    /// Whether its blocks go over UCX.
-    pub ucx: bool,
+    /// What its blocks go over.
+    pub over: Over,
     /// Its process, over a unix socket.
     pub process: Option<OwnedFd>,
 }
@@ -86,20 +86,19 @@ pub(crate) fn receive(
     link.push_bytes(Hello { fingerprint }.encode());
     compare(until(link, patience, take_hello).map_err(ended)?, fingerprint)?;
     let first = until(link, patience, Link::next_frame).map_err(ended)?;
-    let worker = visitor(&first, me).map_err(|reason| turn_away(link, &reason))?;
+    let (worker, over) = visitor(&first, me).map_err(|reason| turn_away(link, &reason))?;
     let process = link.take_fd();
     if link.is_unix() && !process.as_ref().is_some_and(is_process) {
         return Err(turn_away(link, "a unix socket needs the caller's process descriptor"));
     }
-    let ucx = matches!(first, Frame::Identify { ucx: true, .. });
-    Ok(Guest { worker, ucx, process })
+    Ok(Guest { worker, over, process })
 }
 
-/// Who calls, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
+/// Who calls and what for, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
 /// `me`.
-pub fn visitor(first: &Frame, me: WorkerId) -> Result<WorkerId, String> {
+pub fn visitor(first: &Frame, me: WorkerId) -> Result<(WorkerId, Over), String> {
     match first {
-        Frame::Identify { me: worker, you, .. } if *you == me => Ok(*worker),
+        Frame::Identify { me: worker, you, over } if *you == me => Ok((*worker, *over)),
         Frame::Identify { you, .. } => Err(format!("{you} is not here any more, this is {me}")),
         _ => Err("the first frame must say who calls".into()),
     }
@@ -180,7 +179,7 @@ mod tests {
     fn link(stream: UnixStream) -> Link {
         stream.set_nonblocking(true).unwrap();
         let pool = Arc::new(Segment::create("test", 1).unwrap());
-        Link::new(Socket::Unix(stream), pool, FrameLimits::new(&Limits::default(), 1))
+        Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&Limits::default(), 1))
     }
 
     /// Runs both sides; the decode side is worker 2 with fingerprint 5.
@@ -199,7 +198,7 @@ mod tests {
         });
         let wake = Wake::new().unwrap();
         let until = Instant::now() + Duration::from_secs(60);
-        let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, ucx: me == 7, address: "here" };
+        let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, over: Over::Stream, address: "here" };
         let blocks = caller.greet(&mut link(a), &Patience { wake: &wake, until, stopped: &|| false });
         (blocks, decode.join().unwrap())
     }

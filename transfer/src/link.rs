@@ -9,7 +9,6 @@ use std::mem::MaybeUninit;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -18,7 +17,7 @@ use rustix::net::{
 };
 
 use crate::codec::Malformed;
-use crate::segment::Segment;
+use crate::device::{Pool, Staged};
 use crate::tls::TlsStream;
 use crate::wire::{self, Frame, FrameLimits, PREFIX};
 
@@ -69,7 +68,7 @@ enum Piece {
     },
     /// In the pool's stead.
     Staged {
-        bytes: Vec<u8>,
+        bytes: Staged,
         sent: usize,
     },
     Pool(Range),
@@ -79,7 +78,7 @@ enum Piece {
 /// The stream with its buffers.
 pub(crate) struct Link {
     socket: Socket,
-    pool: Arc<Segment>,
+    pool: Pool,
     limits: FrameLimits,
     inbox: Vec<u8>,
     /// Bytes of `inbox` already consumed.
@@ -92,7 +91,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub(crate) fn new(socket: Socket, pool: Arc<Segment>, limits: FrameLimits) -> Link {
+    pub(crate) fn new(socket: Socket, pool: Pool, limits: FrameLimits) -> Link {
         Link {
             socket,
             pool,
@@ -174,10 +173,26 @@ impl Link {
             return self.read_into(ranges, LOOKAHEAD);
         }
         let count = len.min(self.buffered().len());
-        // SAFETY: the caller vouches for the range.
-        unsafe { self.pool.write(offset, &self.inbox[self.consumed..self.consumed + count]) };
+        let Some(start) = self.pool.at(offset, count) else { return Err(Errno::FAULT.into()) };
+        // SAFETY: inside the mapping; the caller vouches for the range.
+        let target = unsafe { std::slice::from_raw_parts_mut(start, count) };
+        Ok(Got::Bytes(self.take_into(target)))
+    }
+
+    /// Reads payload into memory that stands for the pool's.
+    pub(crate) fn read_staged(&mut self, target: &mut [u8]) -> Result<Got, Error> {
+        match self.buffered().is_empty() {
+            true => self.read_slices(vec![IoSliceMut::new(target)], LOOKAHEAD),
+            false => Ok(Got::Bytes(self.take_into(target))),
+        }
+    }
+
+    /// Takes what is buffered, as much as there is room for.
+    fn take_into(&mut self, target: &mut [u8]) -> usize {
+        let count = target.len().min(self.buffered().len());
+        target[..count].copy_from_slice(&self.buffered()[..count]);
         self.consume(count);
-        Ok(Got::Bytes(count))
+        count
     }
 
     /// Reads and forgets at most `count` bytes of payload.
@@ -197,30 +212,35 @@ impl Link {
     /// without ranges, bytes of the inbox.
     fn read_into(&mut self, ranges: &[Range], extra: usize) -> Result<Got, Error> {
         let ranges = &ranges[..ranges.len().min(VECTOR)];
-        let wanted: usize = ranges.iter().map(|r| r.1).sum();
+        let mut slices: Vec<IoSliceMut> = Vec::with_capacity(ranges.len() + 1);
+        for &(offset, len) in ranges {
+            let Some(start) = self.pool.at(offset, len) else { return Err(Errno::FAULT.into()) };
+            // SAFETY: inside the mapping, and exclusively this session's: `read_payload`'s caller vouched for it.
+            slices.push(IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(start, len) }));
+        }
+        self.read_slices(slices, extra)
+    }
+
+    /// The same into these.
+    fn read_slices(&mut self, slices: Vec<IoSliceMut<'_>>, extra: usize) -> Result<Got, Error> {
+        let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
         // I5: what is consumed goes, also when the last read ended inside a frame.
         self.inbox.drain(..std::mem::take(&mut self.consumed));
         let before = self.inbox.len();
         self.inbox.resize(before + extra, 0);
-        let result = self.receive(ranges, before);
+        let result = self.receive(slices, before);
         let read = *result.as_ref().unwrap_or(&0);
         self.inbox.truncate(before + read.saturating_sub(wanted));
         match result {
             Ok(0) => Ok(Got::Ended),
-            Ok(read) if ranges.is_empty() => Ok(Got::Bytes(read)),
+            Ok(read) if wanted == 0 => Ok(Got::Bytes(read)),
             Ok(read) => Ok(Got::Bytes(read.min(wanted))),
             Err(error) if is_passing(&error) => Ok(Got::Blocked),
             Err(error) => Err(error),
         }
     }
 
-    fn receive(&mut self, ranges: &[Range], inbox_from: usize) -> Result<usize, Error> {
-        let mut iov: Vec<IoSliceMut> = Vec::with_capacity(ranges.len() + 1);
-        for &(offset, len) in ranges {
-            let Some(start) = self.pool.at(offset, len) else { return Err(Errno::FAULT.into()) };
-            // SAFETY: inside the mapping, and exclusively this session's: `read_payload`'s caller vouched for it.
-            iov.push(IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(start, len) }));
-        }
+    fn receive<'a>(&'a mut self, mut iov: Vec<IoSliceMut<'a>>, inbox_from: usize) -> Result<usize, Error> {
         iov.push(IoSliceMut::new(&mut self.inbox[inbox_from..]));
         let socket = match &mut self.socket {
             Socket::Unix(socket) => socket,
@@ -267,7 +287,7 @@ impl Link {
     }
 
     /// Queues bytes that stand for pool memory.
-    pub(crate) fn push_staged(&mut self, bytes: Vec<u8>) {
+    pub(crate) fn push_staged(&mut self, bytes: Staged) {
         self.outbox.push_back(Piece::Staged { bytes, sent: 0 });
     }
 
@@ -282,7 +302,7 @@ impl Link {
         for piece in &mut self.outbox {
             match piece {
                 Piece::Pool((_, len)) => *piece = Piece::Zeros(*len),
-                Piece::Staged { bytes, sent } => *piece = Piece::Zeros(bytes.len() - *sent),
+                Piece::Staged { bytes, sent } => *piece = Piece::Zeros(bytes.bytes().len() - *sent),
                 Piece::Owned { .. } | Piece::Zeros(_) => {}
             }
         }
@@ -323,7 +343,8 @@ impl Link {
         let mut iov: Vec<IoSlice> = Vec::with_capacity(self.outbox.len().min(VECTOR));
         for piece in self.outbox.iter().take(VECTOR) {
             iov.push(IoSlice::new(match piece {
-                Piece::Owned { bytes, sent } | Piece::Staged { bytes, sent } => &bytes[*sent..],
+                Piece::Owned { bytes, sent } => &bytes[*sent..],
+                Piece::Staged { bytes, sent } => &bytes.bytes()[*sent..],
                 Piece::Zeros(len) => &ZEROS[..(*len).min(ZEROS.len())],
                 Piece::Pool((offset, len)) => {
                     let Some(start) = self.pool.at(*offset, *len) else { return Err(Errno::FAULT.into()) };
@@ -355,7 +376,8 @@ impl Link {
     fn sent(&mut self, mut count: usize) {
         while let Some(piece) = self.outbox.front_mut() {
             let left = match piece {
-                Piece::Owned { bytes, sent } | Piece::Staged { bytes, sent } => bytes.len() - *sent,
+                Piece::Owned { bytes, sent } => bytes.len() - *sent,
+                Piece::Staged { bytes, sent } => bytes.bytes().len() - *sent,
                 Piece::Pool((_, len)) | Piece::Zeros(len) => *len,
             };
             if count >= left {

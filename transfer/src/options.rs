@@ -4,15 +4,15 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use baton_types::{PoolGeometry, WorkerId};
 
 use crate::convert::Converter;
+use crate::device::Pool;
 use crate::error::TransferError;
-use crate::segment::Segment;
 use crate::tls::Tls;
+use crate::wire::Over;
 
 /// Bounds that hold on either end (I5).
 #[derive(Clone, Debug)]
@@ -58,8 +58,8 @@ impl Default for Limits {
 /// How to reach a decode worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TransportChoice {
-    /// Shared memory when both are on one host, else UCX, where it is set up, or TCP, whichever is measured to be faster; while one
-    /// of them fails, the next.
+    /// On one host from GPU to GPU or through shared memory, wherever the pools are; else UCX, where it is set up, or TCP, whichever is
+    /// measured to be faster; while one of them fails, the next.
     #[default]
     Auto,
     /// Shared memory or nothing.
@@ -68,6 +68,8 @@ pub enum TransportChoice {
     Tcp,
     /// UCX; to a worker that cannot be reached by it, TCP.
     Ucx,
+    /// From GPU to GPU on one host, or nothing.
+    CudaIpc,
 }
 
 /// What carried a handoff.
@@ -79,6 +81,8 @@ pub enum TransportKind {
     Tcp,
     /// Whatever UCX has found.
     Ucx,
+    /// The decode pool opened by the prefill worker's GPU.
+    CudaIpc,
 }
 
 impl TransportKind {
@@ -88,15 +92,17 @@ impl TransportKind {
             TransportKind::Shm => "shm",
             TransportKind::Tcp => "tcp",
             TransportKind::Ucx => "ucx",
+            TransportKind::CudaIpc => "cuda-ipc",
         }
     }
 
     /// What a session's stream implies, and what its caller asks for.
-    pub(crate) fn of(unix: bool, ucx: bool) -> TransportKind {
-        match (ucx, unix) {
-            (true, _) => TransportKind::Ucx,
-            (false, true) => TransportKind::Shm,
-            (false, false) => TransportKind::Tcp,
+    pub(crate) fn of(unix: bool, over: Over) -> TransportKind {
+        match (over, unix) {
+            (Over::Ucx, _) => TransportKind::Ucx,
+            (Over::CudaIpc, _) => TransportKind::CudaIpc,
+            (Over::Stream, true) => TransportKind::Shm,
+            (Over::Stream, false) => TransportKind::Tcp,
         }
     }
 
@@ -152,7 +158,7 @@ pub struct ReceiverOptions {
     /// Shape of the pool.
     pub geometry: PoolGeometry,
     /// The pool.
-    pub segment: Arc<Segment>,
+    pub pool: Pool,
     /// For peers that come over UCX.
     pub ucx: UcxSettings,
     /// For peers that come over TCP; None: no TLS.
@@ -171,7 +177,7 @@ pub struct SenderOptions {
     /// Shape of the pool.
     pub geometry: PoolGeometry,
     /// The pool.
-    pub segment: Arc<Segment>,
+    pub pool: Pool,
     /// How to reach decode workers.
     pub transport: TransportChoice,
     /// For [`TransportChoice::Ucx`].
@@ -192,16 +198,16 @@ pub struct SenderOptions {
 /// See [`SenderOptions::on_trouble`]. For counting: what it is told says nothing of a handoff.
 pub type OnTrouble = fn(TransportKind, &TransferError);
 
-/// A pool's geometry must fit its segment before any of its offsets is used.
-pub(crate) fn check_pool(geometry: &PoolGeometry, segment: &Segment) -> Result<(), TransferError> {
+/// A pool's geometry must fit its memory before any of its offsets is used.
+pub(crate) fn check_pool(geometry: &PoolGeometry, pool: &Pool) -> Result<(), TransferError> {
     if geometry.blocks.len() != geometry.layout.groups.len() || geometry.blocks.is_empty() {
         let problem =
             format!("{} block counts for {} layer groups", geometry.blocks.len(), geometry.layout.groups.len());
         return Err(TransferError::argument("geometry.blocks", problem));
     }
-    if geometry.bytes() > segment.len() {
-        let problem = format!("{} bytes, but the pool's geometry needs {}", segment.len(), geometry.bytes());
-        return Err(TransferError::argument("segment", problem));
+    if geometry.bytes() > pool.bytes() {
+        let problem = format!("{} bytes, but its geometry needs {}", pool.bytes(), geometry.bytes());
+        return Err(TransferError::argument("pool", problem));
     }
     Ok(())
 }

@@ -114,6 +114,8 @@ pub struct ReceiverStats {
     pub tcp_bytes: u64,
     /// KV bytes verified over UCX.
     pub ucx_bytes: u64,
+    /// KV bytes verified that came from GPU to GPU.
+    pub cuda_ipc_bytes: u64,
     /// Reservations that are not over, now.
     pub reservations: usize,
     /// Connected prefill workers, now.
@@ -133,7 +135,7 @@ pub struct Receiver {
 impl Receiver {
     /// Listens for prefill workers on TCP and on an abstract unix socket, which leaves no file behind.
     pub fn bind(options: ReceiverOptions, on_event: OnEvent) -> Result<Receiver, TransferError> {
-        check_pool(&options.geometry, &options.segment)?;
+        check_pool(&options.geometry, &options.pool)?;
         let tcp = tcp::listen(options.tcp)?;
         let address = tcp.local_addr().map_err(|e| TransferError::os("read the listening address", e))?;
         let advertised = advertised(&options, address)?;
@@ -175,6 +177,7 @@ impl Receiver {
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
             heads: heads.to_vec(),
             layout: layout.clone(),
+            device: self.hub.options.pool.is_device(),
             host: self.host,
             unix: self.unix.clone(),
             address: self.advertised.clone(),

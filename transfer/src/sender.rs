@@ -100,7 +100,7 @@ pub struct Sender {
 impl Sender {
     /// Connects to nobody yet. With [`TransportChoice::Ucx`] the library must be there.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
-        check_pool(&options.geometry, &options.segment)?;
+        check_pool(&options.geometry, &options.pool)?;
         let ucx = open_ucx(&options)?;
         let config = Config {
             options,
@@ -204,7 +204,8 @@ impl Sender {
 
 /// UCX where it is asked for, or was set up for the choice to be made; or why there is none.
 fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<Engine>, String>, TransferError> {
-    let open = || Engine::open(&options.ucx, options.segment.clone()).map(Arc::new);
+    let Ok(segment) = options.pool.host() else { return Ok(Err("this worker's pool is in a GPU's memory".to_owned())) };
+    let open = || Engine::open(&options.ucx, segment.clone()).map(Arc::new);
     match options.transport {
         TransportChoice::Ucx => open().map(Ok),
         TransportChoice::Auto if options.ucx != UcxSettings::default() => Ok(open().map_err(|error| error.to_string())),
@@ -272,8 +273,8 @@ impl Handoff {
 
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
     /// group). Every layer of every block must be written once, so a block that two chunks fill is written after the
-    /// second. The local blocks must stay unchanged until the
-    /// handoff's end is reported. Waits while the queue is full, for [`crate::Limits::room`] at most. After an
+    /// second. It must be stored by now, or on a device published. The local blocks must stay
+    /// unchanged until the handoff's end is reported. Waits while the queue is full, for [`crate::Limits::room`] at most. After an
     /// error the handoff is good for nothing but [`Handoff::complete`] or [`Handoff::abort`].
     pub fn write(
         &mut self,
@@ -287,10 +288,12 @@ impl Handoff {
         }
         // Many small ones, so that room comes free steadily, however long a prefix goes at once.
         let patience = Instant::now() + self.config.options.limits.room;
+        let after = self.config.options.pool.mark();
         for pairs in pairs.chunks(WRITE_BLOCKS) {
-            let op = Op::Write { epoch: self.core.epoch, group, layer: layer_in_group, pairs: pairs.to_vec() };
-            self.queue.write(&self.core, op, patience)?;
-            self.written += pairs.len() as u64;
+            let count = pairs.len() as u64;
+            let (epoch, layer, pairs) = (self.core.epoch, layer_in_group, pairs.to_vec());
+            self.queue.write(&self.core, Op::Write { epoch, group, layer, pairs, after }, patience)?;
+            self.written += count;
         }
         Ok(())
     }

@@ -3,11 +3,11 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 
 use baton_types::{Epoch, PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::device::Pool;
 use crate::error::TransferError;
 use crate::link::Link;
 use crate::options::TransportKind;
@@ -18,7 +18,7 @@ use crate::wire::Frame;
 /// Copies from one pool into another.
 pub(crate) struct Shm {
     peer: WorkerId,
-    local: Arc<Segment>,
+    local: Pool,
     remote: Segment,
     batch: Option<Batch>,
     digests: Vec<(u32, u64)>,
@@ -26,12 +26,7 @@ pub(crate) struct Shm {
 
 impl Shm {
     /// Maps the pool of `peer`, whose shape is `geometry`.
-    pub(crate) fn map(
-        peer: WorkerId,
-        local: Arc<Segment>,
-        fd: OwnedFd,
-        geometry: &PoolGeometry,
-    ) -> Result<Shm, TransferError> {
+    pub(crate) fn map(peer: WorkerId, local: Pool, fd: OwnedFd, geometry: &PoolGeometry) -> Result<Shm, TransferError> {
         let remote = Segment::open_peer(fd, geometry.bytes())?;
         Ok(Shm { peer, local, remote, batch: None, digests: Vec::new() })
     }

@@ -7,16 +7,18 @@ use std::os::fd::BorrowedFd;
 
 use baton_types::{Epoch, digest_block};
 
+use crate::device::{Pool, Staged};
 use crate::error::TransferError;
 use crate::link::Link;
 use crate::options::TransportKind;
-use crate::runs::Route;
-use crate::segment::Segment;
+use crate::runs::{Route, Runs};
 use crate::wire::WriteHead;
 
 /// Bytes of a batch, unless a single block is larger: small enough to fence quickly and to stay in a core's cache
 /// between digest and copy.
 pub(crate) const BATCH_BYTES: usize = 256 << 10;
+/// The same where a device copies: large enough that its launch costs less than its bytes, and still copied within a millisecond.
+pub(crate) const DEVICE_BATCH_BYTES: usize = 16 << 20;
 
 /// One layer's part of one block: where its runs are counted from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,10 +61,12 @@ pub struct Batch {
     pub(crate) lane: u64,
     /// What goes where.
     pub writes: Vec<BlockWrite>,
+    /// The local pool's mark when it was queued: all of it is stored after that.
+    pub(crate) after: u64,
     /// Whether digests are wanted from a transport that [makes them](Transport::digests).
     pub(crate) digest: bool,
     /// Memory of its own that it is sent from instead of the pool, in the order of its runs and without gaps.
-    pub(crate) staged: Option<Vec<u8>>,
+    pub(crate) staged: Option<Staged>,
 }
 
 impl Batch {
@@ -86,15 +90,30 @@ impl Batch {
     }
 
     /// First byte of a run, or None when it lies outside the memory it is sent from.
-    pub(crate) fn source(&self, pool: &Segment, run: &Run) -> Option<*const u8> {
+    pub(crate) fn source(&self, pool: &Pool, run: &Run) -> Option<*const u8> {
+        self.at(pool, run.source, run.len)
+    }
+
+    /// Address of `len` bytes at `start` of the memory it is sent from, or None when they lie outside.
+    pub(crate) fn at(&self, pool: &Pool, start: usize, len: usize) -> Option<*const u8> {
         match &self.staged {
-            None => pool.at(run.source, run.len).map(|start| start.cast_const()),
-            Some(bytes) => bytes.get(run.source..)?.get(..run.len).map(<[u8]>::as_ptr),
+            None => pool.at(start, len).map(|start| start.cast_const()),
+            Some(staged) => staged.bytes().get(start..)?.get(..len).map(<[u8]>::as_ptr),
         }
     }
 
+    /// From now on it is sent from memory of its own, which has the batch's runs as they are in `each` block, block by block and without
+    /// gaps.
+    pub(crate) fn stand_in(&mut self, staged: Staged, each: Runs) {
+        for (i, write) in self.writes.iter_mut().enumerate() {
+            write.source = i * each.bytes();
+        }
+        self.route.source = Runs { first: 0, step: each.len, ..each };
+        self.staged = Some(staged);
+    }
+
     /// For each run its block's position and its digest.
-    pub(crate) fn digests(&self, pool: &Segment) -> impl Iterator<Item = (u32, u64)> {
+    pub(crate) fn digests(&self, pool: &Pool) -> impl Iterator<Item = (u32, u64)> {
         self.runs().filter_map(|run| {
             let start = self.source(pool, &run)?;
             // SAFETY: inside the memory it is sent from; a local block stays unchanged until its handoff's end is reported.

@@ -21,10 +21,10 @@ pub(crate) use endpoint::Endpoint;
 pub(crate) use engine::Engine;
 pub(crate) use worker::Worker;
 
+use crate::device::Pool;
 use crate::error::TransferError;
 use crate::link::Link;
 use crate::options::TransportKind;
-use crate::segment::Segment;
 use crate::transport::{Batch, Progress, Run, Transport};
 use crate::wire::{Access, Frame};
 use endpoint::Request;
@@ -43,7 +43,7 @@ const DIRECT: [&str; 8] = ["sysv", "posix", "cma", "knem", "xpmem", "cuda_ipc", 
 /// Puts from one pool into another.
 pub(crate) struct Ucx {
     peer: WorkerId,
-    local: Arc<Segment>,
+    local: Pool,
     /// Address and bytes of the peer's pool.
     base: u64,
     bytes: u64,
@@ -83,7 +83,7 @@ impl Ucx {
             return Err(lost(cause));
         }
         tracing::info!(%peer, over = over.join(","), "UCX endpoint made");
-        let (local, base, bytes) = (engine.pool().clone(), access.base, access.bytes);
+        let (local, base, bytes) = (engine.pool().clone().into(), access.base, access.bytes);
         Ok(Ucx { peer, local, base, bytes, flights: VecDeque::new(), endpoint })
     }
 

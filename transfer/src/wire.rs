@@ -4,8 +4,8 @@
 //! frames: a 16-byte prefix (body length u32, kind u8, head check u24, body check u64) and a body of little-endian fields.
 //! The checks are hashes, of length and kind and of kind and body, so that a frame that changed on its way is never acted
 //! upon (I2), nor waited for when its length changed. Over TCP a
-//! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over shared memory and UCX it
-//! says that they were copied. Pure functions without I/O: every
+//! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over the others it says that
+//! they were copied. Pure functions without I/O: every
 //! byte string yields a frame or an error that names the field.
 
 use baton_types::{BlockId, Epoch, WorkerId, hash_bytes};
@@ -21,7 +21,7 @@ pub(crate) const CHECK: &str = "check";
 pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
 /// Bytes of a text in a frame at most.
 const MAX_TEXT: usize = 1024;
-/// Bytes of an address or a key of UCX at most; with dozens of devices they have a few thousand.
+/// Bytes of an address, a key or a handle at most; those of UCX with dozens of devices have a few thousand.
 const MAX_OPAQUE: usize = 64 << 10;
 const MAGIC: [u8; 8] = *b"baton-kv";
 
@@ -55,6 +55,17 @@ impl Hello {
     }
 }
 
+/// What a caller wants blocks to go over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Over {
+    /// What the stream implies: shared memory on one host, else the stream itself.
+    Stream,
+    /// UCX.
+    Ucx,
+    /// Copies from device to device.
+    CudaIpc,
+}
+
 /// Why the decode side will not verify a handoff.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[allow(missing_docs)]
@@ -73,8 +84,8 @@ pub enum Refusal {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[allow(missing_docs)]
 pub enum Frame {
-    /// Prefill: who calls, whom it means to reach, and whether blocks go over UCX instead of what the stream implies.
-    Identify { me: WorkerId, you: WorkerId, ucx: bool },
+    /// Prefill: who calls, whom it means to reach, and what blocks go over.
+    Identify { me: WorkerId, you: WorkerId, over: Over },
     /// Decode: come in. Over shared memory the pool's descriptor travels with it.
     Welcome { blocks: Vec<u32> },
     /// Decode: go away.
@@ -83,9 +94,11 @@ pub enum Frame {
     Begin { epoch: Epoch, key: u64 },
     /// Decode, before the first Granted, over UCX: where the pool is written to.
     Access(Access),
+    /// Decode, before the first Granted, from device to device: by what the pool of so many bytes is opened. Opaque.
+    Handle { bytes: u64, handle: Vec<u8> },
     /// Decode: access granted to these blocks.
     Granted { epoch: Epoch, blocks: Vec<Vec<BlockId>> },
-    /// Prefill: one layer of some blocks follows (tcp) or was copied (shm, ucx).
+    /// Prefill: one layer of some blocks follows (tcp) or was copied (shm, ucx, cuda-ipc).
     Write(WriteHead),
     /// Prefill: all writes precede this frame.
     Complete { epoch: Epoch, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
@@ -125,7 +138,7 @@ pub struct WriteHead {
     pub group: u16,
     /// Layer in the group.
     pub layer: u16,
-    /// Bytes that follow the frame; 0 over shared memory and UCX.
+    /// Bytes that follow the frame; 0 but over TCP.
     pub payload: u32,
     /// Positions in the reservation's list of the group.
     pub indexes: Vec<u32>,
@@ -145,6 +158,7 @@ const VERIFIED: u8 = 20;
 const FAILED: u8 = 21;
 const FENCE: u8 = 22;
 const ACCESS: u8 = 23;
+const HANDLE: u8 = 24;
 
 /// The largest body of each kind of frame.
 #[derive(Clone, Copy, Debug)]
@@ -172,6 +186,7 @@ impl FrameLimits {
             WELCOME | REJECT | FAILED => Some(64 + MAX_TEXT),
             GRANTED => Some(self.list),
             ACCESS => Some(32 + 2 * MAX_OPAQUE),
+            HANDLE => Some(16 + MAX_OPAQUE),
             COMPLETE => Some(self.complete),
             _ => None,
         }
@@ -229,12 +244,13 @@ pub fn parse_body(head: &FrameHead, body: &[u8]) -> Result<Frame, Malformed> {
     let frame = match head.kind {
         IDENTIFY => {
             let (me, you) = (WorkerId(f.u64("me")?), WorkerId(f.u64("you")?));
-            Frame::Identify { me, you, ucx: parse_flag(&mut f, "ucx")? }
+            Frame::Identify { me, you, over: parse_over(&mut f)? }
         }
         WELCOME => Frame::Welcome { blocks: f.u32s("blocks")? },
         REJECT => Frame::Reject { reason: f.text("reason")? },
         BEGIN => Frame::Begin { epoch: epoch(&mut f)?, key: f.u64("key")? },
         ACCESS => Frame::Access(parse_access(&mut f)?),
+        HANDLE => Frame::Handle { bytes: f.u64("bytes")?, handle: parse_opaque(&mut f, "handle")? },
         GRANTED => Frame::Granted { epoch: epoch(&mut f)?, blocks: parse_blocks(&mut f)? },
         WRITE => Frame::Write(parse_write(&mut f)?),
         COMPLETE => Frame::Complete {
@@ -267,20 +283,25 @@ fn parse_blocks(f: &mut Fields) -> Result<Vec<Vec<BlockId>>, Malformed> {
     parse_groups(f, |f| Ok(f.u32s("blocks")?.into_iter().map(BlockId).collect()))
 }
 
-fn parse_flag(f: &mut Fields, field: &'static str) -> Result<bool, Malformed> {
-    match f.u8(field)? {
-        flag @ 0..=1 => Ok(flag == 1),
-        other => Err(Malformed::new(field, format!("{other} is neither 0 nor 1"))),
+fn parse_over(f: &mut Fields) -> Result<Over, Malformed> {
+    match f.u8("over")? {
+        0 => Ok(Over::Stream),
+        1 => Ok(Over::Ucx),
+        2 => Ok(Over::CudaIpc),
+        other => Err(Malformed::new("over", format!("{other} is none of 0, 1 and 2"))),
+    }
+}
+
+fn parse_opaque(f: &mut Fields, field: &'static str) -> Result<Vec<u8>, Malformed> {
+    match f.blob(field)? {
+        bytes if (1..=MAX_OPAQUE).contains(&bytes.len()) => Ok(bytes.to_vec()),
+        bytes => Err(Malformed::new(field, format!("{} bytes; it has 1 to {MAX_OPAQUE}", bytes.len()))),
     }
 }
 
 fn parse_access(f: &mut Fields) -> Result<Access, Malformed> {
-    let opaque = |f: &mut Fields, field| match f.blob(field)? {
-        bytes if (1..=MAX_OPAQUE).contains(&bytes.len()) => Ok(bytes.to_vec()),
-        bytes => Err(Malformed::new(field, format!("{} bytes; it has 1 to {MAX_OPAQUE}", bytes.len()))),
-    };
     let (base, bytes) = (f.u64("base")?, f.u64("bytes")?);
-    Ok(Access { base, bytes, worker: opaque(f, "worker")?, key: opaque(f, "key")? })
+    Ok(Access { base, bytes, worker: parse_opaque(f, "worker")?, key: parse_opaque(f, "key")? })
 }
 
 fn parse_write(f: &mut Fields) -> Result<WriteHead, Malformed> {
@@ -334,10 +355,14 @@ impl Frame {
 
     fn encode_body(&self, out: &mut Vec<u8>) -> u8 {
         match self {
-            Frame::Identify { me, you, ucx } => {
+            Frame::Identify { me, you, over } => {
                 out.put_u64(me.0);
                 out.put_u64(you.0);
-                out.put_u8(u8::from(*ucx));
+                out.put_u8(match over {
+                    Over::Stream => 0,
+                    Over::Ucx => 1,
+                    Over::CudaIpc => 2,
+                });
                 IDENTIFY
             }
             Frame::Welcome { blocks } => {
@@ -359,6 +384,11 @@ impl Frame {
                 out.put_blob(worker);
                 out.put_blob(key);
                 ACCESS
+            }
+            Frame::Handle { bytes, handle } => {
+                out.put_u64(*bytes);
+                out.put_blob(handle);
+                HANDLE
             }
             Frame::Granted { epoch, blocks } => {
                 out.put_u64(epoch.0);

@@ -132,6 +132,7 @@ impl World {
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
             heads: Vec::new(),
             layout: decode.memory.geometry.layout.clone(),
+            device: false,
             host: Host { boot: [1; 16], netns: 1 },
             unix: b"simulated".to_vec(),
             address: place.to_string(),

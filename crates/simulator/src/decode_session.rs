@@ -1,8 +1,7 @@
 //! A session at a decode worker: what its thread does with its socket, on a simulated one.
 
-use baton_transfer::TransferError;
-use baton_transfer::TransportKind;
 use baton_transfer::protocol::{Frame, FrameLimits, Hello, Inbound, PREFIX, Target, parse_body, parse_prefix, visitor};
+use baton_transfer::{Reach, TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
 
 use crate::events::{Event, Line, Place};
@@ -240,7 +239,7 @@ impl World {
             return Ok(false);
         };
         match visitor(&frame, id) {
-            Ok(worker) => {
+            Ok((worker, _)) => {
                 self.supersede(place, session.line, worker);
                 session.worker = Some(worker);
                 let inbound = Inbound::new(session.line, worker, session.kind, geometry.clone(), &self.limits);
@@ -293,7 +292,8 @@ impl World {
                 self.decodes[place].memory.write(offset, &bytes);
             }
             // SAFETY: a simulation is one thread.
-            unsafe { inbound.landed(&self.decodes[place].memory.segment) };
+            unsafe { inbound.landed(&mut Reach::Host(self.decodes[place].memory.segment.clone())) }
+                .map_err(Stop::Ended)?;
             return Ok(true);
         }
         let limits = FrameLimits::new(&self.limits, 2);

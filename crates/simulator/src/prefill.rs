@@ -222,7 +222,7 @@ impl World {
             match session.line.has_room(&handoff.core, indexes.len()) {
                 Ok(true) => {
                     let pairs = indexes.iter().map(|i| (handoff.blocks[*group][*i as usize], *i)).collect();
-                    session.line.write(Op::Write { epoch, group: *group, layer: *layer, pairs });
+                    session.line.write(Op::Write { epoch, group: *group, layer: *layer, pairs, after: 0 });
                     handoff.todo.pop();
                 }
                 Ok(false) => {}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use baton_transfer::protocol::{
-    Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Parties, Pools, Run,
+    Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Over, Parties, Pools, Run,
 };
 use baton_transfer::{Segment, TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
@@ -115,7 +115,7 @@ impl World {
         let prefill = &self.prefills[place];
         let parties = Parties { me: prefill.id, peer };
         let (local, remote) = (prefill.memory.geometry.clone(), geometry(crate::decode::BLOCKS));
-        let pools = Pools { local, remote, convert: None, verify: true };
+        let pools = Pools { local, ..Pools::alike(remote) };
         let mut session = PrefillSession {
             decode,
             peer,
@@ -143,7 +143,7 @@ impl World {
         session.inbox.clear();
         session.outbox = Outbox::default();
         session.outbox.push_bytes(Hello { fingerprint }.encode());
-        session.outbox.push_bytes(Frame::Identify { me, you: session.peer, ucx: false }.encode());
+        session.outbox.push_bytes(Frame::Identify { me, you: session.peer, over: Over::Stream }.encode());
         let until = self.now + self.handshake();
         self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
     }
@@ -387,8 +387,8 @@ impl World {
             session.outbound.flushed(Vec::new());
         }
         let now = self.instant(self.now);
-        let segment = self.prefills[place].memory.segment.clone();
-        let batch = session.outbound.next_batch(&segment, false, now).map_err(Stop::Ended)?;
+        let pool = self.prefills[place].memory.segment.clone().into();
+        let batch = session.outbound.next_batch(&pool, false, now).map_err(Stop::Ended)?;
         if let Some(batch) = batch {
             self.submit_batch(session, &batch);
             return Ok(true);

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use baton_kernels::cuda::{CudaBackend, CudaOptions, Driver};
-use baton_kernels::{HostPool, KernelError};
+use baton_kernels::KernelError;
+use baton_kernels::cuda::{CudaBackend, Driver};
 use baton_model::ModelError;
 use baton_types::PoolGeometry;
 
@@ -59,12 +59,6 @@ impl Chosen<Driver> {
             (chosen, _) => Ok(chosen),
         }
     }
-}
-
-/// The pool stays in host memory, where transfers reach it, and the GPU reads it over its bus. A token has the same logits on
-/// every route (I1).
-pub(crate) fn on_gpu(device: Arc<Driver>, pool: Arc<HostPool>) -> Result<CudaBackend<Driver>, KernelError> {
-    CudaBackend::over(device, pool, CudaOptions { invariant: true, ..CudaOptions::default() })
 }
 
 #[cfg(test)]

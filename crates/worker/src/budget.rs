@@ -42,15 +42,6 @@ impl Budget {
         ((self.gpu.total as f64 * self.fraction) as u64).min(self.gpu.free)
     }
 
-    /// Whether there is room for the model, whose KV is elsewhere; where the memory goes is logged.
-    pub fn model_fits(&self) -> Result<(), WorkerError> {
-        if self.footprint.total() > self.room() {
-            return Err(self.does_not_fit(self.footprint.total(), "its KV in host memory", None));
-        }
-        self.log(0, 0);
-        Ok(())
-    }
-
     /// Blocks of a pool beside the model: those asked for, or as many as there is room for; where the memory goes is logged.
     ///
     /// # Errors

@@ -121,7 +121,7 @@ impl Value for PackTokens {
 baton_runtime::config_enum! {
     /// How KV travels.
     pub enum TransportKind {
-        /// Shared memory between workers of one host, else UCX, where it is set up, or TCP; while one fails, the next.
+        /// Between workers of one host from GPU to GPU, or shared memory; else UCX, where it is set up, or TCP; while one fails, the next.
         Auto = "auto",
         /// Shared memory or nothing.
         Shm = "shm",
@@ -129,6 +129,8 @@ baton_runtime::config_enum! {
         Tcp = "tcp",
         /// UCX; TCP to a worker that cannot be reached by it.
         Ucx = "ucx",
+        /// From GPU to GPU on one host or nothing.
+        CudaIpc = "cuda-ipc",
     }
 }
 
@@ -140,6 +142,7 @@ impl TransportKind {
             TransportKind::Shm => TransportChoice::Shm,
             TransportKind::Tcp => TransportChoice::Tcp,
             TransportKind::Ucx => TransportChoice::Ucx,
+            TransportKind::CudaIpc => TransportChoice::CudaIpc,
         }
     }
 }
@@ -161,7 +164,7 @@ baton_runtime::config! {
         registry: String = "http://127.0.0.1:8001".to_owned(),
         /// How long the cluster keeps this worker in its view when it is not heard.
         registry_ttl: Duration = Duration::from_secs(5),
-        /// How KV travels to decode workers (prefill workers): auto, shm, tcp or ucx; auto uses ucx too where one of the next two
+        /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc; auto uses ucx too where one of the next two
         /// settings is given. A decode worker takes all of them; with ucx it opens UCX when it starts, not for the first peer.
         transport: TransportKind = TransportKind::Auto,
         /// Directory of UCX's libucp.so.0; default: where the system looks for libraries.

@@ -6,18 +6,19 @@ use std::time::{Duration, Instant};
 
 use baton_engine::{CacheConfig, EngineConfig, ModelRunner, SwapConfig, SwapRates};
 use baton_grammar::Grammars;
-use baton_kernels::cuda::{CudaBackend, CudaOptions, Device};
-use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa, KernelError};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, SharingDevice};
+use baton_kernels::{Backend, CpuBackend, CpuOptions, Isa};
 use baton_model::{Decoder, Footprint, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_runtime::config::format_duration;
 use baton_runtime::{Bytes, FetchConfig};
-use baton_transfer::Segment;
+use baton_transfer::Pool;
 use baton_types::{BlockId, KvLayout, PoolGeometry};
 
-use crate::backend::{Chosen, choose, on_gpu};
+use crate::backend::{Chosen, choose};
 use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
 use crate::pack::find_pack_tokens;
+use crate::pool::{on_device, on_host};
 use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError, ranks};
 
 /// Sequences whose logits are computed together.
@@ -43,7 +44,7 @@ pub struct Loaded<B: Backend = CpuBackend> {
     /// The pool's shape.
     pub geometry: PoolGeometry,
     /// The pool's memory.
-    pub segment: Arc<Segment>,
+    pub pool: Pool,
     /// Limits for the engine.
     pub engine: EngineConfig,
     /// The file's own name, by which a router knows workers of its model.
@@ -144,27 +145,28 @@ fn cache(config: &WorkerConfig, blocks: u32) -> CacheConfig {
 }
 
 /// What a worker keeps of a loaded model, whatever computes.
-pub(crate) struct Ready {
-    pub runner: Box<dyn ModelRunner>,
+pub struct Ready {
+    pub(crate) runner: Box<dyn ModelRunner>,
     /// What it runs on, for logs.
-    pub backend: String,
-    pub vocab: u32,
-    pub grammars: Arc<Grammars>,
-    pub geometry: PoolGeometry,
-    pub segment: Arc<Segment>,
-    pub engine: EngineConfig,
-    pub name: String,
+    pub(crate) backend: String,
+    pub(crate) vocab: u32,
+    pub(crate) grammars: Arc<Grammars>,
+    pub(crate) geometry: PoolGeometry,
+    pub(crate) pool: Pool,
+    pub(crate) engine: EngineConfig,
+    pub(crate) name: String,
 }
 
 impl<B: Backend + 'static> Loaded<B> {
-    fn ready(mut self, config: &WorkerConfig) -> Result<Ready, WorkerError> {
+    /// Finds by measuring what the settings leave open, and is ready for a worker.
+    pub fn ready(mut self, config: &WorkerConfig) -> Result<Ready, WorkerError> {
         if config.pack_tokens == PackTokens::Auto {
             let vocab = self.decoder.config().vocab_size;
             self.engine.pack_tokens = find_pack_tokens(&mut self.decoder, vocab, &self.engine, &self.geometry)?;
         }
-        let Loaded { decoder, geometry, segment, engine, name } = self;
+        let Loaded { decoder, geometry, pool, engine, name } = self;
         let (backend, vocab, grammars) = (decoder.backend_name(), decoder.config().vocab_size, decoder.grammars());
-        Ok(Ready { runner: Box::new(decoder), backend, vocab, grammars, geometry, segment, engine, name })
+        Ok(Ready { runner: Box::new(decoder), backend, vocab, grammars, geometry, pool, engine, name })
     }
 }
 
@@ -176,10 +178,7 @@ pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     match chosen.for_pool(config.backend, &pool)? {
         Chosen::Cpu if config.tp > 1 => ranks::load(config, &model),
         Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
-        Chosen::Gpu(device) => {
-            let memory = GpuMemory::of(&*device).map_err(ModelError::from)?;
-            load_with(config, &model, Place::Beside(memory), |pool, _| on_gpu(device, pool))?.ready(config)
-        }
+        Chosen::Gpu(device) => load_on_device(config, &model, &device)?.ready(config),
     }
 }
 
@@ -193,7 +192,20 @@ pub fn load_on<B: Backend>(
 ) -> Result<Loaded<B>, WorkerError> {
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
     let options = CpuOptions { threads, isa, pinned: config.pin_threads };
-    load_with(config, model, Place::Host, |pool, layout| Ok(wrap(CpuBackend::new(options, pool)?, layout)))
+    load_with(config, model, Place::Host, |geometry| {
+        let (pool, memory) = on_host(geometry)?;
+        Ok((wrap(CpuBackend::new(options, memory).map_err(ModelError::from)?, &geometry.layout), pool))
+    })
+}
+
+/// Loads an open model onto a device, with its pool there. Blocks for seconds.
+pub fn load_on_device<D: SharingDevice>(
+    config: &WorkerConfig,
+    model: &Model,
+    device: &Arc<D>,
+) -> Result<Loaded<CudaBackend<D>>, WorkerError> {
+    let memory = GpuMemory::of(&**device).map_err(ModelError::from)?;
+    load_with(config, model, Place::Gpu(memory), |geometry| Ok(on_device(device, geometry).map_err(ModelError::from)?))
 }
 
 /// The layout of the pool.
@@ -214,8 +226,6 @@ pub(crate) struct Plan {
 pub(crate) enum Place {
     /// All on the host.
     Host,
-    /// The model on a GPU, which reaches the pool on the host.
-    Beside(GpuMemory),
     /// Both on a GPU.
     Gpu(GpuMemory),
 }
@@ -224,7 +234,7 @@ pub(crate) enum Place {
 fn samples(config: &WorkerConfig, place: Place) -> usize {
     match place {
         Place::Host => SAMPLES,
-        Place::Beside(_) | Place::Gpu(_) => (config.max_running as usize).clamp(SAMPLES, GPU_SAMPLES),
+        Place::Gpu(_) => (config.max_running as usize).clamp(SAMPLES, GPU_SAMPLES),
     }
 }
 
@@ -236,12 +246,9 @@ fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: P
             Limits { tokens: config.token_budget as usize, samples: samples(config, place), context, table_entries: 0 };
         Budget { gpu, fraction: config.gpu_memory_fraction, footprint: Footprint::of(model, layout, limits) }
     };
-    if let Place::Beside(gpu) = place {
-        budget(gpu).model_fits()?;
-    }
     let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
     let blocks = match place {
-        Place::Host | Place::Beside(_) => most_blocks(kv_memory.0, per_block),
+        Place::Host => most_blocks(kv_memory.0, per_block),
         Place::Gpu(gpu) => budget(gpu).blocks(layout, config.kv_memory)?,
     };
     let least = format!("at least {per_block} bytes, one block of this model");
@@ -288,28 +295,19 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
     Ok(Plan { geometry: PoolGeometry::uniform(layout, blocks), limits, engine })
 }
 
-/// A pool that transfers can reach, and how the kernels see it.
-pub(crate) fn host_pool(geometry: &PoolGeometry) -> Result<(Arc<Segment>, Arc<HostPool>), WorkerError> {
-    let segment = Arc::new(Segment::create("baton-kv", geometry.bytes())?);
-    // SAFETY: the segment is a mapping of at least `bytes` bytes, page-aligned, alive as long as its Arc.
-    let pool = unsafe { HostPool::new(segment.as_ptr(), segment.len(), geometry.clone(), segment.clone()) };
-    Ok((segment, Arc::new(pool.map_err(ModelError::from)?)))
-}
-
-/// Loads an open model onto what `make` makes for its pool, of that layout.
+/// Loads an open model onto what `make` makes for a pool of that shape, and its memory.
 fn load_with<B: Backend>(
     config: &WorkerConfig,
     model: &Model,
     place: Place,
-    make: impl FnOnce(Arc<HostPool>, &KvLayout) -> Result<B, KernelError>,
+    make: impl FnOnce(&PoolGeometry) -> Result<(B, Pool), WorkerError>,
 ) -> Result<Loaded<B>, WorkerError> {
     let Plan { geometry, limits, engine } = plan(config, model, place)?;
-    let (segment, pool) = host_pool(&geometry)?;
-    let mut backend = make(pool, &geometry.layout).map_err(ModelError::from)?;
+    let (mut backend, pool) = make(&geometry)?;
     let swap = prepare_swap(config, std::slice::from_mut(&mut backend), &geometry)?;
     let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
     let engine = EngineConfig { swap, ..engine };
-    Ok(Loaded { decoder, geometry, segment, engine, name: model.name().to_owned() })
+    Ok(Loaded { decoder, geometry, pool, engine, name: model.name().to_owned() })
 }
 
 /// Loads an open model with its pool onto a GPU, for measuring: transfers cannot reach it. The model's decoder, its pool's shape and

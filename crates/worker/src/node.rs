@@ -51,7 +51,7 @@ pub struct Node {
     /// The pool's shape.
     pub geometry: baton_types::PoolGeometry,
     /// The pool's memory.
-    pub segment: Arc<baton_transfer::Segment>,
+    pub pool: baton_transfer::Pool,
     /// Engine time.
     pub clock: crate::Clock,
     /// Constraints of the model, compiled before the engine thread needs them.
@@ -82,13 +82,21 @@ impl Node {
 
     /// Runs a worker of role `N` until it is told to stop.
     pub async fn run<N: NodeRole>(config: WorkerConfig) -> Result<(), WorkerError> {
+        Node::run_loaded::<N>(config, load).await
+    }
+
+    /// The same with what `load` loads, instead of what the settings say that it computes on.
+    pub async fn run_loaded<N: NodeRole>(
+        config: WorkerConfig,
+        load: impl FnOnce(&WorkerConfig) -> Result<Ready, WorkerError> + Send + 'static,
+    ) -> Result<(), WorkerError> {
         check_settings(&config)?;
         let process = Process::start(N::ROLE.as_str(), &config.process, Default::default()).await?;
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;
         let (settings, loading) = (config.clone(), std::time::Instant::now());
         let loaded = tokio::task::spawn_blocking(move || load(&settings));
-        let Ready { runner, backend, vocab, grammars, geometry, segment, engine: limits, name } = tokio::select! {
+        let Ready { runner, backend, vocab, grammars, geometry, pool, engine: limits, name } = tokio::select! {
             loaded = loaded => loaded.map_err(|_| WorkerError::EngineStopped)??,
             // Told to stop while loading: nothing to drain.
             _ = process.shutdown.draining() => return Ok(()),
@@ -103,7 +111,7 @@ impl Node {
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let engine = Engine::new(limits, &geometry)?;
         let node =
-            Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, segment, config };
+            Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config };
         let handle = engine_thread::start("engine", engine, runner, node.clock, |commands| N::role(&node, commands))?;
         let service = WorkerService::new(N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);

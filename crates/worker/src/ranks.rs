@@ -10,8 +10,9 @@ use baton_model::ModelError;
 use baton_model::parallel::TensorParallel;
 use baton_model_files::Model;
 
-use crate::load::{Place, Plan, Ready, check, host_pool, plan, prepare_swap};
+use crate::load::{Place, Plan, Ready, check, plan, prepare_swap};
 use crate::pack::find_pack_tokens;
+use crate::pool::on_host;
 use crate::{BackendKind, PackTokens, WorkerConfig, WorkerError};
 
 /// What can be checked before the model is there.
@@ -28,10 +29,10 @@ pub(crate) fn load(config: &WorkerConfig, model: &Model) -> Result<Ready, Worker
     let must = format!("a divisor of the model's {kv_heads} KV heads");
     check(kv_heads.is_multiple_of(config.tp), "tp", config.tp, must)?;
     let Plan { geometry, limits, mut engine } = plan(config, model, Place::Host)?;
-    let (segment, pool) = host_pool(&geometry)?;
+    let (pool, memory) = on_host(&geometry)?;
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
     let options = CpuOptions { threads: (threads / config.tp as usize).max(1), ..CpuOptions::default() };
-    let backend = |rank| CpuBackend::new(options, Arc::new(pool.of_rank(config.tp, rank)?));
+    let backend = |rank| CpuBackend::new(options, Arc::new(memory.of_rank(config.tp, rank)?));
     let mut backends = (0..config.tp).map(backend).collect::<Result<Vec<_>, _>>().map_err(ModelError::from)?;
     engine.swap = prepare_swap(config, &mut backends, &geometry)?;
     let mut runner = TensorParallel::on_cpu(model, &geometry.layout, limits, backends)?;
@@ -39,7 +40,7 @@ pub(crate) fn load(config: &WorkerConfig, model: &Model) -> Result<Ready, Worker
         engine.pack_tokens = find_pack_tokens(&mut runner, vocab, &engine, &geometry)?;
     }
     let (backend, grammars, name) = (runner.backend_name(), runner.grammars(), model.name().to_owned());
-    Ok(Ready { runner: Box::new(runner), backend, vocab, grammars, geometry, segment, engine, name })
+    Ok(Ready { runner: Box::new(runner), backend, vocab, grammars, geometry, pool, engine, name })
 }
 
 #[cfg(test)]

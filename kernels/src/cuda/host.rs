@@ -24,6 +24,8 @@ type LayoutFn = unsafe extern "C" fn(*const c_char, *mut u64, u64) -> u64;
 /// Weight, x, bias, out; rows, outs, cols.
 type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
 
+/// What it says that it has.
+const MEMORY: u64 = 1 << 30;
 /// Alignment that every allocation of a driver has.
 const ALIGN: usize = 256;
 
@@ -58,7 +60,8 @@ impl HostDevice {
                 *library.get::<ProductFn>(c"baton_host_product").map_err(failed)?,
             )
         };
-        let properties = Properties { name: "kernels on the host".to_owned(), ..Properties::default() };
+        let name = "kernels on the host".to_owned();
+        let properties = Properties { name, memory: MEMORY, ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
         let captures = Mutex::default();
         Ok(HostDevice { launch, layout, product, _library: library, properties, memory, shared, named, captures })
@@ -164,7 +167,7 @@ impl Device for HostDevice {
     }
 
     fn free_memory(&self) -> Result<u64, KernelError> {
-        Ok(1 << 30)
+        Ok(MEMORY)
     }
 
     /// Filled with ones: what is read before it was written is not a number.

@@ -259,12 +259,18 @@ impl<D: SharingDevice> CopyQueue<D> {
         let pinned = kit.staging(total.max(1))?;
         memory.wait(&kit.queue, after)?;
         let mut filled = 0;
-        for (offset, bytes) in joined(ranges) {
-            let from = inside(&memory.memory, offset, bytes)?;
-            // SAFETY: pinned memory that nobody has before the job is done; `filled` stays within the total of all.
-            unsafe { kit.queue.device.read_later(kit.queue.stream(), from, pinned.at(filled, bytes)) }
-                .inspect_err(|_| settle_or_leak(kit))?;
-            filled += bytes;
+        // All of them, before the first is begun.
+        let pieces = joined(ranges).into_iter().map(|(offset, bytes)| inside(&memory.memory, offset, bytes));
+        for from in pieces.collect::<Result<Vec<_>, _>>()? {
+            let to = pinned.at(filled, from.bytes());
+            // SAFETY: pinned memory that nobody has before the job is done, or the stream was waited for.
+            let begun = unsafe { kit.queue.device.read_later(kit.queue.stream(), from, to) };
+            filled += from.bytes();
+            if begun.is_err() {
+                // That this fails too means that the device does nothing any more.
+                let _ = kit.settle();
+                return begun;
+            }
         }
         self.finish(place, Job::Read(pinned, total))
     }
@@ -277,16 +283,19 @@ impl<D: SharingDevice> CopyQueue<D> {
         let (place, memory) = (self.begin()?, Arc::clone(&self.pool.memory));
         let kit = self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))?;
         let peer = self.peer.as_ref().ok_or_else(|| refused("no peer's pool is open"))?;
-        memory.wait(&kit.queue, after)?;
         let target = |run: &Moved| {
             let piece = usize::try_from(run.target).ok().and_then(|from| peer.piece(from, bytes));
             piece.ok_or_else(|| refused(format!("{bytes} bytes at {} lie outside the peer's pool", run.target)))
         };
-        let targets = runs.iter().map(target).collect::<Result<Vec<_>, _>>()?;
+        let mut touches = sources(&memory.memory, runs, bytes)?;
+        for run in runs {
+            touches.push(Access::Write(target(run)?));
+        }
+        memory.wait(&kit.queue, after)?;
         let Kit { queue, slots, .. } = kit;
         let slot = &mut slots[place];
-        slot.list(queue, runs)?;
-        slot.launch(queue, &memory.memory, Some((peer.whole().at(), &targets)), runs, bytes)?;
+        let (source, target) = (memory.memory.piece(0, 0).at(), peer.whole().at());
+        slot.launch(queue, (source, target), touches, runs, bytes)?;
         let (sums, room) = (slot.sums.piece(0, runs.len() * SUM_BYTES), runs.len() * SUM_BYTES);
         // SAFETY: the slot's own memory, which nobody looks at before its job is done.
         unsafe { queue.device.read_later(queue.stream(), sums, slot.host.at(MAX_RUNS * RUN_BYTES, room)) }?;
@@ -390,8 +399,8 @@ impl<D: SharingDevice> CopyQueue<D> {
             let part: Vec<Moved> = part.iter().map(moved).collect();
             let Kit { queue, slots, .. } = &mut *kit;
             let slot = &mut slots[0];
-            slot.list(queue, &part)?;
-            slot.launch(queue, &memory.memory, None, &part, bytes)?;
+            let touches = sources(&memory.memory, &part, bytes)?;
+            slot.launch(queue, (memory.memory.piece(0, 0).at(), Address::default()), touches, &part, bytes)?;
             let mut read = vec![0; part.len() * SUM_BYTES];
             queue.read(slot.sums.piece(0, part.len() * SUM_BYTES), &mut read)?;
             sums.extend(read.as_chunks().0.iter().map(|bytes| u64::from_ne_bytes(*bytes)));
@@ -399,12 +408,6 @@ impl<D: SharingDevice> CopyQueue<D> {
         kit.landings.iter_mut().for_each(|landing| landing.2 = false);
         Ok(sums)
     }
-}
-
-/// Copies that have begun may write to staging memory that is about to go.
-fn settle_or_leak<D: SharingDevice>(kit: &mut Kit<D>) {
-    // That this fails too means that the device does nothing any more.
-    let _ = kit.settle();
 }
 
 impl<D: SharingDevice> Slot<D> {
@@ -424,37 +427,22 @@ impl<D: SharingDevice> Slot<D> {
         unsafe { queue.device.write_later(queue.stream(), to, self.host.at(0, size_of_val(runs))) }
     }
 
-    /// Digests the listed runs of a pool, and copies them to the targets of a peer's.
+    /// Digests runs of a source, and copies them to a target if there is one; all that they touch was checked.
     fn launch(
-        &self,
+        &mut self,
         queue: &Queue<D>,
-        pool: &Memory<D>,
-        peer: Option<(Address, &[Piece<'_>])>,
+        (source, target): (Address, Address),
+        touches: Vec<Access<'_>>,
         runs: &[Moved],
         bytes: usize,
     ) -> Result<(), KernelError> {
+        self.list(queue, runs)?;
         let (list, sums) = (self.runs.piece(0, size_of_val(runs)), self.sums.piece(0, runs.len() * SUM_BYTES));
-        let mut touches = vec![Access::Read(list), Access::Write(sums)];
-        for run in runs {
-            let offset = usize::try_from(run.source).unwrap_or(usize::MAX);
-            touches.push(Access::Read(inside(pool, offset, bytes)?));
-            if !(run.source | run.target | bytes as u64).is_multiple_of(8) {
-                return Err(refused(format!(
-                    "{bytes} bytes at {} to {}; they move 8 at a time",
-                    run.source, run.target
-                )));
-            }
-        }
-        touches.extend(peer.iter().flat_map(|(_, targets)| targets.iter().map(|piece| Access::Write(*piece))));
+        let own = [Access::Read(list), Access::Write(sums)];
+        let touches: Vec<Access<'_>> = touches.into_iter().chain(own).collect();
         queue.fill(sums, 0)?;
-        let params = MoveRuns {
-            source: pool.piece(0, 0).at(),
-            target: peer.map_or(Address::default(), |(at, _)| at),
-            runs: list.at(),
-            digests: sums.at(),
-            bytes: bytes as u64,
-            count: runs.len() as u32,
-        };
+        let (runs, digests, count) = (list.at(), sums.at(), runs.len() as u32);
+        let params = MoveRuns { source, target, runs, digests, bytes: bytes as u64, count };
         queue.launch("baton_move_runs", &params, &touches)
     }
 
@@ -466,6 +454,17 @@ impl<D: SharingDevice> Slot<D> {
         let (sums, _) = host[MAX_RUNS * RUN_BYTES..].as_chunks();
         sums[..count].iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect()
     }
+}
+
+/// The runs in the pool that they come from.
+fn sources<'a, D: Device>(pool: &'a Memory<D>, runs: &[Moved], bytes: usize) -> Result<Vec<Access<'a>>, KernelError> {
+    let source = |run: &Moved| {
+        if !(run.source | run.target | bytes as u64).is_multiple_of(8) {
+            return Err(refused(format!("{bytes} bytes at {} to {}; they move 8 at a time", run.source, run.target)));
+        }
+        Ok(Access::Read(inside(pool, usize::try_from(run.source).unwrap_or(usize::MAX), bytes)?))
+    };
+    runs.iter().map(source).collect()
 }
 
 fn inside<D: Device>(memory: &Memory<D>, offset: usize, bytes: usize) -> Result<Piece<'_>, KernelError> {

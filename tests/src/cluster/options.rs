@@ -13,7 +13,7 @@ pub struct ClusterOptions {
     pub decode: u32,
     /// No split.
     pub aggregated: bool,
-    /// auto, shm, tcp or ucx.
+    /// auto, shm, tcp, ucx or cuda-ipc.
     pub transport: &'static str,
     /// Where workers are found; None: in the router.
     pub registry: Option<String>,

@@ -114,7 +114,7 @@ impl Pool {
                 tcp: SocketAddr::new(here.ip(), port),
                 advertise: None,
                 geometry: geometry.clone(),
-                segment: segment.clone(),
+                pool: segment.clone().into(),
                 ucx: options.ucx.clone(),
                 tls: None,
                 limits: Limits::default(),

@@ -15,7 +15,10 @@ const TLS: &str = "BATON_TRANSFER_TEST_TLS";
 /// This binary in a role.
 pub(crate) fn command(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"]).env(ROLE, role);
+    command
+        .args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"])
+        .env(ROLE, role)
+        .env(device::VARIABLE, devices().encode());
     if tls().is_some() {
         command.env(TLS, "");
     }
@@ -83,6 +86,7 @@ impl Drop for Process {
 #[test]
 fn child() {
     let Ok(role) = std::env::var(ROLE) else { return };
+    device::use_devices(device::Devices::parse(&std::env::var(device::VARIABLE).unwrap_or_default()));
     match std::env::var_os(TLS) {
         Some(_) => with_tls(|| play(&role)),
         None => play(&role),
@@ -95,9 +99,11 @@ fn play(role: &str) {
         "alert decode" => decode(alert()),
         "idle shm" => idle(TransportChoice::Shm),
         "idle tcp" => idle(TransportChoice::Tcp),
+        "idle cuda-ipc" => idle(TransportChoice::CudaIpc),
         "idle ucx" => idle(TransportChoice::Ucx),
         "prefill shm" => prefill(TransportChoice::Shm),
         "prefill tcp" => prefill(TransportChoice::Tcp),
+        "prefill cuda-ipc" => prefill(TransportChoice::CudaIpc),
         "prefill ucx" => prefill(TransportChoice::Ucx),
         "leaks" => leaks(),
         "bench" => bench(),
@@ -187,6 +193,8 @@ fn leaks() {
     }
     let before = (count("task"), count("fd"));
     choices.into_iter().for_each(end_in_every_way);
+    device::use_devices(device::BOTH);
+    [TransportChoice::CudaIpc, TransportChoice::Tcp].into_iter().for_each(end_in_every_way);
     let after = (count("task"), count("fd"));
     tell(if before == after { "clean".into() } else { format!("{before:?} then {after:?}") }.as_str());
 }

@@ -303,7 +303,7 @@ fn options_that_cannot_work_are_named() {
             tcp: "127.0.0.1:0".parse().unwrap(),
             advertise: None,
             geometry: small(),
-            segment: pool(&small(), 1),
+            pool: pool(&small(), 1).into(),
             ucx: UcxSettings::default(),
             tls: tls(),
             limits: Limits::default(),
@@ -314,7 +314,7 @@ fn options_that_cannot_work_are_named() {
     };
     assert!(bind(&|o| o.tcp = "0.0.0.0:0".parse().unwrap()).contains("advertise: missing"));
     assert!(bind(&|o| o.advertise = Some(String::new())).contains("advertise: 0 bytes"));
-    assert!(bind(&|o| o.geometry.blocks[0] = 1000).contains("segment:"));
+    assert!(bind(&|o| o.geometry.blocks[0] = 1000).contains("pool:"));
     assert!(bind(&|o| o.geometry.blocks.truncate(1)).contains("geometry.blocks: 1 block counts for 2"));
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let holder = std::net::TcpListener::bind(taken).unwrap();
@@ -334,7 +334,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         tcp: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
         geometry: geometry.clone(),
-        segment: pool(&geometry, 1),
+        pool: pool(&geometry, 1).into(),
         ucx: nowhere.clone(),
         tls: tls(),
         limits: Limits::default(),
@@ -353,7 +353,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
     let options = SenderOptions {
         worker: WorkerId(3),
         geometry: geometry.clone(),
-        segment: pool(&geometry, 3),
+        pool: pool(&geometry, 3).into(),
         transport: TransportChoice::Ucx,
         ucx: nowhere,
         tls: tls(),

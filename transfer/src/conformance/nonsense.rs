@@ -13,7 +13,9 @@ fn call(decode: &Decode) -> TcpStream {
     let mut stream = TcpStream::connect(decode.receiver.local_addr()).unwrap();
     let fingerprint = decode.geometry.layout.fingerprint();
     stream.write_all(&Hello { fingerprint }.encode()).unwrap();
-    stream.write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1), ucx: false }.encode()).unwrap();
+    stream
+        .write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1), over: crate::wire::Over::Stream }.encode())
+        .unwrap();
     stream
 }
 

@@ -47,7 +47,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
         tcp: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
         geometry: geometry.clone(),
-        segment: pools[0].clone(),
+        pool: pools[0].clone().into(),
         ucx: UcxSettings::default(),
         tls: decode,
         limits: Limits::default(),
@@ -58,7 +58,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
         let options = SenderOptions {
             worker: WorkerId(worker),
             geometry: geometry.clone(),
-            segment: pools[1].clone(),
+            pool: pools[1].clone().into(),
             transport: TransportChoice::Tcp,
             ucx: UcxSettings::default(),
             tls,
@@ -140,7 +140,7 @@ fn with_tls_the_choice_leaves_out_what_encrypts_nothing() {
             let options = SenderOptions {
                 worker: WorkerId(worker),
                 geometry: geometry.clone(),
-                segment: pool.clone(),
+                pool: pool.clone().into(),
                 transport,
                 ucx: ucx(),
                 tls: tls(),

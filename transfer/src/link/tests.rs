@@ -1,14 +1,16 @@
 use std::io::Write as _;
+use std::sync::Arc;
 
 use baton_types::Epoch;
 
 use super::*;
 use crate::options::Limits;
+use crate::segment::Segment;
 
 fn link(stream: UnixStream) -> Link {
     stream.set_nonblocking(true).unwrap();
     let pool = Arc::new(Segment::create("test", 1).unwrap());
-    Link::new(Socket::Unix(stream), pool, FrameLimits::new(&Limits::default(), 1))
+    Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&Limits::default(), 1))
 }
 
 /// I5: a reader that lags behind keeps no more than what it has not read, wherever in a frame its reads end.
@@ -43,7 +45,7 @@ fn frames_that_wait_are_counted_without_their_payload() {
     let mut link = link(ours);
     assert_eq!(link.queued(), 0);
     link.push(&Frame::Beat);
-    link.push_staged(vec![0; 3]);
+    link.push_staged(Staged::new(vec![0; 3]));
     link.push_pool((0, 1));
     link.push(&Frame::Beat);
     assert_eq!(link.queued(), 2);

@@ -15,11 +15,11 @@ use super::ledger::Ledger;
 use super::payload::Payload;
 use super::table::{Holder, SessionId};
 use crate::codec::Malformed;
+use crate::device::Reach;
 use crate::error::TransferError;
 use crate::link::Range;
 use crate::options::{Limits, TransportKind};
 use crate::pulse::Pulse;
-use crate::segment::Segment;
 use crate::state::Input;
 use crate::wire::{Frame, MAX_WRITE_BLOCKS, Refusal, WriteHead};
 
@@ -48,7 +48,7 @@ pub struct Inbound {
 
 impl Inbound {
     /// A session with nothing under way. `kind` says who writes to the pool of this `geometry`: this end (TCP) or the
-    /// peer itself (shm, UCX).
+    /// peer itself (all others).
     pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry, limits: &Limits) -> Inbound {
         Inbound {
             id,
@@ -119,20 +119,21 @@ impl Inbound {
         self.landing.as_mut().map(|landing| &mut landing.payload)
     }
 
-    /// Takes in what was written, once [`Inbound::payload`] is done.
+    /// Takes in what was written, once [`Inbound::payload`] is done. An error is this end's device's, and ends the session.
     ///
     /// # Safety
     /// All of the payload went where it was to go, and nobody else touches the blocks lent to this session's handoffs
     /// but the peer, over shared memory, before it says so.
-    pub unsafe fn landed(&mut self, pool: &Segment) {
+    pub unsafe fn landed(&mut self, pool: &mut Reach) -> Result<(), TransferError> {
         if let Some(landing) = self.landing.take_if(|l| l.payload.is_done())
             && let Some(head) = landing.head
             && let Some(incoming) = self.incoming.get_mut(&head.epoch)
         {
             // SAFETY: the blocks are lent to this handoff. Over TCP only this end writes to them; over shared memory the
             // peer has said that it is done with this layer, and it may not write it twice.
-            unsafe { incoming.landed(&self.geometry, pool, &head) };
+            return unsafe { incoming.landed(&self.geometry, pool, &head) };
         }
+        Ok(())
     }
 
     /// What a frame of the peer's asks for. An error ends the session.

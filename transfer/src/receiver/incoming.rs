@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use baton_types::{PoolGeometry, digest_block};
+use baton_types::PoolGeometry;
 
 use super::table::Lent;
+use crate::device::Reach;
+use crate::error::TransferError;
 use crate::link::Range;
 use crate::runs::{Runs, lane, target_runs};
-use crate::segment::Segment;
 use crate::wire::{Refusal, WriteHead};
 
 /// Coverage and digests of one handoff.
@@ -85,26 +86,29 @@ impl Incoming {
     ///
     /// # Safety
     /// The write was accepted, and nobody writes to its blocks' layer any more.
-    pub(crate) unsafe fn landed(&mut self, geometry: &PoolGeometry, pool: &Segment, head: &WriteHead) {
+    pub(crate) unsafe fn landed(
+        &mut self,
+        geometry: &PoolGeometry,
+        pool: &mut Reach,
+        head: &WriteHead,
+    ) -> Result<(), TransferError> {
         self.written += head.indexes.len() as u64;
         if !self.digest {
-            return;
+            return Ok(());
         }
-        for &index in &head.indexes {
-            // SAFETY: passed on to the caller.
-            unsafe { self.add_digest(geometry, pool, head.group as usize, head.layer as usize, index as usize) }
+        let (group, layer) = (head.group as usize, head.layer as usize);
+        let runs = self.runs[group];
+        let parts = head.indexes.iter().flat_map(|&index| {
+            let block = geometry.block_range(group, layer, self.lent.blocks[group][index as usize]).start;
+            runs.starts().map(move |at| (block + at, lane(&geometry.layout, group, layer, at)))
+        });
+        // SAFETY: passed on to the caller.
+        let digests = unsafe { pool.digests(&parts.collect::<Vec<_>>(), runs.len) }?;
+        for (&index, digests) in head.indexes.iter().zip(digests.chunks(runs.count.max(1))) {
+            let sum = &mut self.sums[group][index as usize];
+            *sum = digests.iter().fold(*sum, |sum, digest| sum.wrapping_add(*digest));
         }
-    }
-
-    unsafe fn add_digest(&mut self, geometry: &PoolGeometry, pool: &Segment, group: usize, layer: usize, index: usize) {
-        let block = geometry.block_range(group, layer, self.lent.blocks[group][index]).start;
-        let (runs, sum) = (self.runs[group], &mut self.sums[group][index]);
-        for at in runs.starts() {
-            let Some(start) = pool.at(block + at, runs.len) else { return };
-            // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
-            let bytes = unsafe { std::slice::from_raw_parts(start, runs.len) };
-            *sum = sum.wrapping_add(digest_block(bytes, lane(&geometry.layout, group, layer, at)));
-        }
+        Ok(())
     }
 
     /// Compares what arrived with what the sender says it sent.
@@ -139,6 +143,7 @@ mod tests {
 
     use super::*;
     use crate::heads::HeadSlice;
+    use crate::segment::Segment;
 
     fn geometry() -> PoolGeometry {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
@@ -172,13 +177,14 @@ mod tests {
     #[test]
     fn only_whole_and_equal_handoffs_verify() {
         let geometry = geometry();
-        let pool = Segment::create("test", geometry.bytes()).unwrap();
+        let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
         // SAFETY: only this thread uses the pool.
         unsafe { pool.write(0, &(0..geometry.bytes()).map(|i| i as u8).collect::<Vec<_>>()) };
-        let land = |incoming: &mut Incoming, head: WriteHead| {
+        let mut pool = Reach::Host(pool);
+        let mut land = |incoming: &mut Incoming, head: WriteHead| {
             incoming.accept(&geometry, &head).unwrap();
             // SAFETY: as above.
-            unsafe { incoming.landed(&geometry, &pool, &head) };
+            unsafe { incoming.landed(&geometry, &mut pool, &head) }.unwrap();
         };
         let mut whole = incoming();
         land(&mut whole, head(1, &[0, 1, 2]));

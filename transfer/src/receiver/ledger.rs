@@ -118,6 +118,7 @@ impl Ledger {
                 TransportKind::Shm => &mut self.stats.shm_bytes,
                 TransportKind::Tcp => &mut self.stats.tcp_bytes,
                 TransportKind::Ucx => &mut self.stats.ucx_bytes,
+                TransportKind::CudaIpc => &mut self.stats.cuda_ipc_bytes,
             } += bytes;
         }
         announced

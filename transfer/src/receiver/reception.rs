@@ -129,7 +129,7 @@ fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Admitted, Tran
     if !hub.admit(id, mail.clone()) {
         let geometry = &hub.options.geometry;
         let limits = FrameLimits::new(&hub.options.limits, geometry.layout.groups.len());
-        let mut link = Link::new(socket, hub.options.segment.clone(), limits);
+        let mut link = Link::new(socket, hub.options.pool.clone(), limits);
         link.push_bytes(Hello { fingerprint: geometry.layout.fingerprint() }.encode());
         let error = turn_away(&mut link, "it has as many connections as it may have");
         tracing::warn!(%error, "a prefill worker was turned away");

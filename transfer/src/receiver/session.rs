@@ -13,26 +13,29 @@ use super::inbound::Inbound;
 use super::ledger::Ledger;
 use super::payload::Target;
 use super::table::SessionId;
+use crate::device::{DeviceError, DeviceQueue, Pool, Reach};
 use crate::error::TransferError;
 use crate::handshake::{self, Patience};
-use crate::link::{Got, Link, MAX_QUEUED, Socket};
+use crate::link::{Got, Link, MAX_QUEUED, Range, Socket};
 use crate::options::TransportKind;
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::{Access, Frame, FrameLimits};
 
+/// Bytes that go through staging memory at once.
+const STAGE_BYTES: usize = 1 << 20;
 /// Steps of UCX's progress before frames get their turn.
 const PUTS_A_TURN: usize = 64;
 
 /// Runs a session until either side ends it.
 pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
     let limits = FrameLimits::new(&hub.options.limits, hub.options.geometry.layout.groups.len());
-    let mut link = Link::new(socket, hub.options.segment.clone(), limits);
+    let mut link = Link::new(socket, hub.options.pool.clone(), limits);
     match welcome(&hub, id, &mail, &mut link) {
-        Ok(Welcomed { peer, kind, ucx, process }) => {
+        Ok(Welcomed { peer, kind, ucx, reach, process }) => {
             let inbound = Inbound::new(id, peer, kind, hub.options.geometry.clone(), &hub.options.limits);
             let inbound = if hub.options.verify { inbound } else { inbound.unverified() };
-            let mut session = Session { hub: hub.clone(), mail, link, kind, ucx, inbound, pool_given: false };
+            let mut session = Session { hub: hub.clone(), mail, link, kind, ucx, reach, inbound, pool_given: false };
             let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
                 .unwrap_or_else(|_| TransferError::os("serve a prefill worker", "the session's thread panicked"));
             tracing::debug!(%peer, reason = %end, "session over");
@@ -48,6 +51,7 @@ struct Welcomed {
     peer: WorkerId,
     kind: TransportKind,
     ucx: Option<Worker>,
+    reach: Reach,
     process: Option<OwnedFd>,
 }
 
@@ -56,13 +60,28 @@ fn welcome(hub: &Hub, id: SessionId, mail: &Mail, link: &mut Link) -> Result<Wel
         Patience { wake: &mail.wake, until: Instant::now() + hub.options.limits.handshake, stopped: &|| hub.stopped() };
     let geometry = &hub.options.geometry;
     let guest = handshake::receive(link, hub.options.worker, geometry.layout.fingerprint(), &patience)?;
-    let made = guest.ucx.then(|| hub.ucx().and_then(|engine| Worker::new(&engine))).transpose();
+    let kind = TransportKind::of(link.is_unix(), guest.over);
+    let reachable = serves(&hub.options.pool, kind, link.is_unix());
+    let reach = reachable.and_then(|()| hub.options.pool.reach().map_err(|error| error.to_string()));
+    let reach = reach.map_err(|reason| handshake::turn_away(link, &reason))?;
+    let made = (kind == TransportKind::Ucx).then(|| hub.ucx().and_then(|engine| Worker::new(&engine))).transpose();
     let ucx = made.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
-    let kind = TransportKind::of(link.is_unix(), guest.ucx);
     hub.introduce(id, guest.worker);
     link.push(&Frame::Welcome { blocks: geometry.blocks.clone() });
     tracing::debug!(peer = %guest.worker, transport = kind.as_str(), "session begun");
-    Ok(Welcomed { peer: guest.worker, kind, ucx, process: guest.process })
+    Ok(Welcomed { peer: guest.worker, kind, ucx, reach, process: guest.process })
+}
+
+/// Whether a peer may come for this; it should have known by the target descriptor.
+fn serves(pool: &Pool, kind: TransportKind, unix: bool) -> Result<(), String> {
+    let refused = match (kind, pool.is_device()) {
+        (TransportKind::CudaIpc, false) => "its pool is not in a GPU's memory",
+        // I3: only there it learns when its peer's process has ended, whose copies it cannot cut off.
+        (TransportKind::CudaIpc, true) if !unix => "copies from GPU to GPU need a unix socket",
+        (TransportKind::Shm | TransportKind::Ucx, true) => "its pool is in a GPU's memory",
+        _ => return Ok(()),
+    };
+    Err(refused.to_owned())
 }
 
 struct Session {
@@ -73,6 +92,8 @@ struct Session {
     kind: TransportKind,
     /// Applies what the peer puts, over UCX.
     ucx: Option<Worker>,
+    /// This session's way to the pool.
+    reach: Reach,
     inbound: Inbound,
     /// Whether the pool's descriptor, or its key, was handed out.
     pool_given: bool,
@@ -158,9 +179,12 @@ impl Session {
         if let Some(payload) = self.inbound.payload().filter(|payload| !payload.is_done()) {
             let got = match payload.target() {
                 Target::Nowhere(bytes) => self.link.discard_payload(bytes),
-                // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When
-                // it is fenced, `obey_fences`, on this same thread, turns them away before saying so.
-                Target::Pool(ranges) => unsafe { self.link.read_payload(ranges) },
+                Target::Pool(ranges) => match &mut self.reach {
+                    // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When
+                    // it is fenced, `obey_fences`, on this same thread, turns them away before saying so.
+                    Reach::Host(_) => unsafe { self.link.read_payload(ranges) },
+                    Reach::Device(queue) => stage(&mut self.link, &mut **queue, ranges)?,
+                },
             };
             match got {
                 Ok(Got::Bytes(count)) => {
@@ -173,7 +197,7 @@ impl Session {
             }
         }
         // SAFETY: this thread has read what it counted; lent blocks are the peer's and this session's only.
-        unsafe { self.inbound.landed(&self.hub.options.segment) };
+        unsafe { self.inbound.landed(&mut self.reach) }?;
         Ok(true)
     }
 
@@ -218,7 +242,14 @@ impl Session {
     }
 
     fn give_pool(&mut self) -> Result<(), TransferError> {
-        let pool = &self.hub.options.segment;
+        let pool = match self.hub.options.pool.host() {
+            Ok(segment) => segment,
+            Err(memory) => {
+                let handle = memory.export().map_err(|e| e.while_doing("let a peer into the pool"))?;
+                self.link.push(&Frame::Handle { bytes: memory.bytes() as u64, handle });
+                return Ok(());
+            }
+        };
         if let Some(worker) = &self.ucx {
             let (base, bytes) = (pool.as_ptr() as u64, pool.len() as u64);
             let (worker, key) = (worker.address()?, self.hub.ucx()?.pack_key()?);
@@ -260,4 +291,25 @@ impl Session {
     fn lost(&self, cause: impl ToString) -> TransferError {
         TransferError::PeerLost { peer: self.inbound.peer(), cause: cause.to_string() }
     }
+}
+
+/// Reads payload for a device's pool through host memory, as much as is there.
+fn stage(
+    link: &mut Link,
+    queue: &mut dyn DeviceQueue,
+    ranges: &[Range],
+) -> Result<Result<Got, std::io::Error>, TransferError> {
+    let failed = |e: DeviceError| e.while_doing("take in blocks");
+    let bytes = ranges.iter().map(|(_, len)| len).sum::<usize>().min(STAGE_BYTES);
+    let got = link.read_staged(&mut queue.stage(bytes).map_err(failed)?[..bytes]);
+    if let Ok(Got::Bytes(mut count)) = got {
+        let mut filled = Vec::new();
+        for &(offset, len) in ranges {
+            let part = len.min(count);
+            filled.extend((part > 0).then_some((offset, part)));
+            count -= part;
+        }
+        queue.write(&filled).map_err(failed)?;
+    }
+    Ok(got)
 }

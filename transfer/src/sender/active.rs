@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use baton_types::{BlockId, Epoch, PoolGeometry};
+use baton_types::{BlockId, Epoch};
 
 use super::TransferStats;
 use super::line::{Core, Done};
-use super::outbound::Patience;
+use super::outbound::{Patience, Pools};
 use crate::error::TransferError;
 use crate::options::TransportKind;
 use crate::runs::Route;
 use crate::state::{self, Action, Input, State};
-use crate::transport::{BATCH_BYTES, Batch, BlockWrite};
+use crate::transport::{Batch, BlockWrite};
 use crate::wire::MAX_WRITE_BLOCKS;
 
 /// State, digests and counts.
@@ -119,6 +119,7 @@ pub(crate) struct Writing {
     pub group: usize,
     pub layer: usize,
     pub pairs: Vec<(BlockId, u32)>,
+    pub after: u64,
     pub next: usize,
 }
 
@@ -127,11 +128,12 @@ impl Writing {
         self.next == self.pairs.len()
     }
 
-    /// The next blocks, about [`BATCH_BYTES`] of them, from a pool of one shape to one of another.
-    pub(crate) fn next_batch(&mut self, local: &PoolGeometry, remote: &PoolGeometry, to: &Active) -> Option<Batch> {
+    /// The next blocks, about as many bytes as a batch has between these pools.
+    pub(crate) fn next_batch(&mut self, pools: &Pools, to: &Active) -> Option<Batch> {
+        let Pools { local, remote, batch_bytes, .. } = pools;
         let (group, layer) = (self.group, self.layer);
         let route = Route::new(&local.layout, &remote.layout, group, *to.core.heads.get(group)?);
-        let count = (BATCH_BYTES / route.target.bytes().max(1)).clamp(1, MAX_WRITE_BLOCKS);
+        let count = (batch_bytes / route.target.bytes().max(1)).clamp(1, MAX_WRITE_BLOCKS);
         let end = (self.next + count).min(self.pairs.len());
         let targets = to.targets.get(group)?;
         let write = |&(block, index): &(BlockId, u32)| {
@@ -142,6 +144,7 @@ impl Writing {
         let writes = self.pairs[self.next..end].iter().map(write).collect::<Option<_>>()?;
         self.next = end;
         let lane = remote.layout.first_lane(group, layer);
-        Some(Batch { epoch: self.epoch, group, layer, route, lane, writes, digest: true, staged: None })
+        let after = self.after;
+        Some(Batch { epoch: self.epoch, group, layer, route, lane, writes, after, digest: true, staged: None })
     }
 }

@@ -5,21 +5,21 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use baton_types::{PoolGeometry, WorkerId};
+use baton_types::{KvDtype, PoolGeometry, WorkerId};
 
 use super::paths::Paths;
 use super::queue::Queue;
 use crate::descriptor::Descriptor;
+use crate::device::Pool;
 use crate::error::TransferError;
 use crate::handshake::{Caller, Patience};
 use crate::host::Host;
 use crate::link::{Link, Socket};
 use crate::options::{SenderOptions, TransportChoice, TransportKind};
-use crate::segment::Segment;
 use crate::threads::lock;
 use crate::transport::Transport;
 use crate::ucx::Engine;
-use crate::wire::FrameLimits;
+use crate::wire::{FrameLimits, Over};
 use crate::{shm, tcp};
 
 /// Puts itself between a session and its transport, to make faults.
@@ -67,8 +67,8 @@ impl Plan {
         self.target.worker
     }
 
-    pub(crate) fn segment(&self) -> Arc<Segment> {
-        self.config.options.segment.clone()
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.config.options.pool
     }
 
     /// Asks or tells what is known of the ways to the peer.
@@ -84,19 +84,36 @@ impl Plan {
     }
 
     fn new_paths(&self) -> Paths {
-        use TransportKind::{Shm, Tcp, Ucx};
-        let elsewhere = || "it runs on another host or network; choose transport auto or tcp".to_owned();
-        let shm = (Shm, (!self.near()).then(elsewhere));
-        let options = &self.config.options;
-        let ucx = (Ucx, self.config.ucx.as_ref().err().cloned());
+        use TransportKind::{CudaIpc, Shm, Tcp, Ucx};
+        let (here, there) = (self.pool().is_device(), self.target.device);
+        let barred =
+            |reasons: &[(bool, &str)]| reasons.iter().find(|(bars, _)| *bars).map(|(_, why)| (*why).to_owned());
+        let elsewhere = (!self.near(), "it runs on another host or network; choose transport auto or tcp");
+        let mapped =
+            (there, "its pool is in a GPU's memory, which cannot be mapped; choose transport auto, cuda-ipc or tcp");
+        let ours = (!here, "this worker's pool is not in a GPU's memory; choose another transport");
+        let theirs = (!there, "its pool is not in a GPU's memory; choose another transport");
+        let types =
+            (self.pool_type() != self.target.layout.dtype, "its KV has another type, and is converted in host memory");
+        let registered = (there, "its pool is in a GPU's memory");
+        let cuda_ipc = (CudaIpc, barred(&[ours, theirs, elsewhere, types]));
+        let shm = (Shm, barred(&[elsewhere, mapped]));
+        let ucx = (Ucx, barred(&[registered]).or_else(|| self.config.ucx.as_ref().err().cloned()));
         let plain = || "it encrypts nothing, and TLS is set up; choose transport ucx to use it all the same".to_owned();
-        let private = (Ucx, ucx.1.clone().or_else(|| options.tls.is_some().then(plain)));
-        match options.transport {
-            TransportChoice::Auto => Paths::new([shm, private, (Tcp, None)], true),
+        let private = (Ucx, ucx.1.clone().or_else(|| self.config.options.tls.is_some().then(plain)));
+        match self.config.options.transport {
+            // Between workers without a GPU it would only be noise.
+            TransportChoice::Auto if !here && !there => Paths::new([shm, private, (Tcp, None)], true),
+            TransportChoice::Auto => Paths::new([cuda_ipc, shm, private, (Tcp, None)], true),
+            TransportChoice::CudaIpc => Paths::new([cuda_ipc], false),
             TransportChoice::Shm => Paths::new([shm], false),
             TransportChoice::Tcp => Paths::new([(Tcp, None)], false),
             TransportChoice::Ucx => Paths::new([ucx, (Tcp, None)], false),
         }
+    }
+
+    fn pool_type(&self) -> KvDtype {
+        self.config.options.geometry.layout.dtype
     }
 
     fn near(&self) -> bool {
@@ -126,9 +143,10 @@ impl Plan {
             let left = last.saturating_duration_since(Instant::now());
             let until = if at + 1 < order.len() { last - left / 4 } else { last };
             let connected = match kind {
-                TransportKind::Shm => self.connect_unix(queue, false, until),
+                TransportKind::Shm => self.connect_unix(queue, Over::Stream, until),
+                TransportKind::CudaIpc => self.connect_unix(queue, Over::CudaIpc, until),
                 TransportKind::Ucx => self.connect_ucx(queue, until),
-                TransportKind::Tcp => self.connect_tcp(queue, false, until),
+                TransportKind::Tcp => self.connect_tcp(queue, Over::Stream, until),
             };
             match connected {
                 Err(error) if may_fall_back(&error) => {
@@ -144,7 +162,7 @@ impl Plan {
             }
         }
         let barred = || self.paths(|paths| paths.barred().unwrap_or("there is no path").to_owned());
-        Err(failure.unwrap_or_else(|| self.caller(&self.unix_address(), false).cannot(barred())))
+        Err(failure.unwrap_or_else(|| self.caller(&self.unix_address(), Over::Stream).cannot(barred())))
     }
 
     /// A path could not be set up, broke with handoffs under way, or changed bytes of one: it is left alone for a while where
@@ -161,29 +179,29 @@ impl Plan {
     /// Over the unix socket if there is one, so that the peer can tell when this process has ended.
     fn connect_ucx(&self, queue: &Queue, until: Instant) -> Result<Connected, TransferError> {
         if self.near() {
-            match self.connect_unix(queue, true, until) {
+            match self.connect_unix(queue, Over::Ucx, until) {
                 Err(error) if may_fall_back(&error) => tracing::debug!(%error, "no unix socket for UCX's frames"),
                 other => return other,
             }
         }
-        self.connect_tcp(queue, true, until)
+        self.connect_tcp(queue, Over::Ucx, until)
     }
 
     fn unix_address(&self) -> String {
         format!("@{}", String::from_utf8_lossy(&self.target.unix))
     }
 
-    fn connect_unix(&self, queue: &Queue, ucx: bool, until: Instant) -> Result<Connected, TransferError> {
+    fn connect_unix(&self, queue: &Queue, over: Over, until: Instant) -> Result<Connected, TransferError> {
         let address = self.unix_address();
-        let caller = self.caller(&address, ucx);
+        let caller = self.caller(&address, over);
         let stream = shm::connect(&self.target.unix).map_err(|e| caller.cannot(e))?;
         self.greet(queue, &caller, Socket::Unix(stream), until)
     }
 
-    fn connect_tcp(&self, queue: &Queue, ucx: bool, until: Instant) -> Result<Connected, TransferError> {
+    fn connect_tcp(&self, queue: &Queue, over: Over, until: Instant) -> Result<Connected, TransferError> {
         let (host, port) = (&self.target.address, self.target.port);
         let address = format!("{host}:{port}");
-        let caller = self.caller(&address, ucx);
+        let caller = self.caller(&address, over);
         let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
         let socket = stream.and_then(|stream| match &self.config.options.tls {
             Some(tls) => tls.connect(stream, host).map(|stream| Socket::Tls(Box::new(stream))),
@@ -198,13 +216,14 @@ impl Plan {
     /// stops this one, and says as much.
     pub(crate) fn excuse(&self, queue: &Queue) -> Result<(), TransferError> {
         let until = Instant::now() + EXCUSE;
-        self.connect_unix(queue, false, until).map(drop)
+        let over = if self.target.device { Over::CudaIpc } else { Over::Stream };
+        self.connect_unix(queue, over, until).map(drop)
     }
 
-    fn caller<'a>(&self, address: &'a str, ucx: bool) -> Caller<'a> {
+    fn caller<'a>(&self, address: &'a str, over: Over) -> Caller<'a> {
         // Whatever this side's own pool looks like: what is written is of the target's layout.
         let fingerprint = self.target.layout.fingerprint();
-        Caller { me: self.me(), you: self.peer(), fingerprint, ucx, address }
+        Caller { me: self.me(), you: self.peer(), fingerprint, over, address }
     }
 
     fn greet(
@@ -216,7 +235,7 @@ impl Plan {
     ) -> Result<Connected, TransferError> {
         let layout = &self.target.layout;
         let limits = &self.config.options.limits;
-        let mut link = Link::new(socket, self.segment(), FrameLimits::new(limits, layout.groups.len()));
+        let mut link = Link::new(socket, self.pool().clone(), FrameLimits::new(limits, layout.groups.len()));
         let patience = Patience { wake: &queue.wake, until, stopped: &|| queue.stopped() };
         let blocks = caller.greet(&mut link, &patience)?;
         if blocks.len() != layout.groups.len() {
@@ -226,7 +245,7 @@ impl Plan {
         if !is_addressable(&remote) {
             return Err(caller.cannot(format!("no pool can have {:?} blocks", remote.blocks)));
         }
-        let kind = TransportKind::of(link.is_unix(), caller.ucx);
+        let kind = TransportKind::of(link.is_unix(), caller.over);
         tracing::debug!(peer = %caller.you, transport = kind.as_str(), "transfer session begun");
         Ok(Connected { link, kind, remote })
     }

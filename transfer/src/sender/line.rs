@@ -109,6 +109,8 @@ pub enum Op {
         layer: usize,
         /// What goes where.
         pairs: Vec<(BlockId, u32)>,
+        /// The local pool's mark: all of it is stored after that. 0 in host memory.
+        after: u64,
     },
     /// To be verified, once all writes are applied.
     Complete {

@@ -14,12 +14,12 @@ use super::active::{Active, Writing};
 use super::line::{Done, Line, Op, Quiet};
 use crate::codec::Malformed;
 use crate::convert::Converter;
+use crate::device::Pool;
 use crate::error::TransferError;
 use crate::options::{Limits, TransportKind};
 use crate::pulse::Pulse;
-use crate::segment::Segment;
 use crate::state::{Action, Input, State};
-use crate::transport::Batch;
+use crate::transport::{BATCH_BYTES, Batch};
 use crate::wire::{Frame, Refusal};
 
 /// What a session must do for its handoffs.
@@ -59,8 +59,10 @@ pub struct Pools {
     pub local: PoolGeometry,
     /// The peer's. Its layout differs in heads and type at most.
     pub remote: PoolGeometry,
-    /// Needed when the types differ.
+    /// Needed when the types differ and the transport reads the pool itself.
     pub convert: Option<Converter>,
+    /// Bytes of a batch.
+    pub batch_bytes: usize,
     /// See [`crate::SenderOptions::verify`].
     pub verify: bool,
 }
@@ -68,7 +70,7 @@ pub struct Pools {
 impl Pools {
     /// Two of the same shape.
     pub fn alike(geometry: PoolGeometry) -> Pools {
-        Pools { local: geometry.clone(), remote: geometry, convert: None, verify: true }
+        Pools { local: geometry.clone(), remote: geometry, convert: None, batch_bytes: BATCH_BYTES, verify: true }
     }
 }
 
@@ -212,7 +214,7 @@ impl Outbound {
     /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `pool` is the
     /// local one; blocks of handoffs whose end is not reported do not change. `digests`: the transport digests what it
     /// reads, and tells in [`Outbound::flushed`].
-    pub fn next_batch(&mut self, pool: &Segment, digests: bool, now: Instant) -> Result<Option<Batch>, TransferError> {
+    pub fn next_batch(&mut self, pool: &Pool, digests: bool, now: Instant) -> Result<Option<Batch>, TransferError> {
         let Some(mut writing) = self.writing.take_if(|w| !w.is_done()) else {
             self.writing = None;
             return Ok(None);
@@ -221,8 +223,8 @@ impl Outbound {
         if active.step(Input::Write, now) != Action::Apply {
             return Ok(None);
         }
-        let Pools { local, remote, convert, verify } = &self.pools;
-        let batch = writing.next_batch(local, remote, active);
+        let Pools { local, remote, convert, verify, .. } = &self.pools;
+        let batch = writing.next_batch(&self.pools, active);
         let mut batch = batch.ok_or_else(|| TransferError::argument("index", "it was not reserved"))?;
         if local.layout.dtype != remote.layout.dtype
             && let Some(convert) = convert
@@ -254,10 +256,10 @@ impl Outbound {
         };
         let Some(op) = line.next_if(ready) else { return false };
         match op {
-            Op::Write { epoch, group, layer, pairs } => {
+            Op::Write { epoch, group, layer, pairs, after } => {
                 // A failed handoff's writes are dropped; its owner learns of the failure by its next call.
                 if self.active.get(&epoch).is_some_and(|active| active.state == State::Transferring) {
-                    self.writing = Some(Writing { epoch, group, layer, pairs, next: 0 });
+                    self.writing = Some(Writing { epoch, group, layer, pairs, after, next: 0 });
                 }
             }
             Op::Complete { epoch, tail, done } => self.complete(epoch, tail, done, line),

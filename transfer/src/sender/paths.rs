@@ -5,8 +5,9 @@
 //!
 //! A path that fails is paused, twice as long each time in a row, and comes back after that. Of those that are ready the first in the
 //! order of [`TransportKind`] is taken unless another was measured to be clearly faster. Two paths over a network are compared only
-//! once both were measured, so with [`crate::TransportChoice::Auto`] each of them gets some handoffs; shared memory needs no such
-//! trial. Speed is a moving average of bytes over seconds of carrying them, and counts for nothing before it is one of several handoffs.
+//! once both were measured, so with [`crate::TransportChoice::Auto`] each of them gets some handoffs; shared memory and copies between GPUs
+//! need no such trial. Speed is a moving average of bytes over seconds of carrying them, and counts for nothing before it is one of several
+//! handoffs.
 
 use std::time::{Duration, Instant};
 
@@ -126,7 +127,7 @@ impl Paths {
         self.compares
             && match (path.measured(), to.measured()) {
                 (Some(rate), Some(other)) => rate > other * FASTER,
-                (None, Some(_)) => to.transport != TransportKind::Shm,
+                (None, Some(_)) => !matches!(to.transport, TransportKind::Shm | TransportKind::CudaIpc),
                 _ => false,
             }
     }

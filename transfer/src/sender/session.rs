@@ -15,12 +15,15 @@ use super::outbound::{Effect, Outbound, Parties, Pools};
 use super::paths::Paths;
 use super::queue::Queue;
 use crate::codec::Malformed;
+use crate::cuda_ipc::CudaIpc;
+use crate::device::Reach;
 use crate::error::TransferError;
 use crate::link::{Got, Link, MAX_QUEUED};
 use crate::options::TransportKind;
 use crate::shm::Shm;
+use crate::staging::{Conversions, Staging};
 use crate::tcp::Tcp;
-use crate::transport::{Progress, Transport};
+use crate::transport::{BATCH_BYTES, DEVICE_BATCH_BYTES, Progress, Transport};
 use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::{Access, Frame};
@@ -99,7 +102,7 @@ struct Session {
     kind: TransportKind,
     /// Shape of the peer's pool.
     remote: PoolGeometry,
-    /// None over shared memory and UCX until the pool was handed out.
+    /// None but over TCP until the pool was handed out.
     transport: Option<Box<dyn Transport>>,
     outbound: Outbound,
     /// How much was copied, and how long that took, since a handoff was verified last.
@@ -114,19 +117,39 @@ impl Session {
     fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, kind, remote }: Connected) -> Session {
         let parties = Parties { me: plan.me(), peer: plan.peer() };
         let options = &plan.config.options;
-        let (local, convert, verify) = (options.geometry.clone(), options.convert.clone(), options.verify);
-        let pools = Pools { local, remote: remote.clone(), convert, verify };
+        let (local, verify) = (options.geometry.clone(), options.verify);
+        // What leaves a device is converted behind it.
+        let convert = options.convert.clone().filter(|_| !options.pool.is_device());
+        let batch_bytes = if kind == TransportKind::CudaIpc { DEVICE_BATCH_BYTES } else { BATCH_BYTES };
+        let pools = Pools { local, remote: remote.clone(), convert, batch_bytes, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
         let (clock, unread, stuck) = (Clock::default(), false, None);
-        let mut session = Session { plan, queue, link, kind, remote, transport: None, outbound, clock, unread, stuck };
-        if kind == TransportKind::Tcp {
-            session.transport = Some(session.plan.wrap(Box::new(Tcp)));
-        }
-        session
+        Session { plan, queue, link, kind, remote, transport: None, outbound, clock, unread, stuck }
+    }
+
+    /// From now on blocks travel over this, out of a device's memory through staging memory.
+    fn carry(&mut self, transport: Box<dyn Transport>) -> Result<(), TransferError> {
+        let options = &self.plan.config.options;
+        let carried: Box<dyn Transport> = match self.plan.pool().reach()? {
+            Reach::Host(_) => transport,
+            Reach::Device(queue) => {
+                let (from, to) = (options.geometry.layout.clone(), self.remote.layout.clone());
+                let convert = options.convert.clone().filter(|_| from.dtype != to.dtype);
+                let convert = convert.map(|converter| Conversions { converter, from, to });
+                Box::new(Staging::new(options.pool.clone(), queue, transport, convert))
+            }
+        };
+        self.transport = Some(self.plan.wrap(carried));
+        Ok(())
     }
 
     /// Serves until the session ends; answers why.
     fn serve(&mut self) -> TransferError {
+        if self.kind == TransportKind::Tcp
+            && let Err(error) = self.carry(Box::new(Tcp))
+        {
+            return error;
+        }
         loop {
             if let Err(error) = self.turn() {
                 return error;
@@ -225,8 +248,10 @@ impl Session {
     }
 
     fn handle(&mut self, frame: Frame) -> Result<(), TransferError> {
-        if let Frame::Access(access) = &frame {
-            return self.reach_pool(access);
+        match &frame {
+            Frame::Access(access) => return self.reach_pool(access),
+            Frame::Handle { bytes, handle } => return self.open_pool(*bytes, handle),
+            _ => {}
         }
         if matches!(frame, Frame::Granted { .. }) && self.transport.is_none() {
             self.map_pool()?;
@@ -237,10 +262,24 @@ impl Session {
 
     /// The peer's pool came with its first grant.
     fn map_pool(&mut self) -> Result<(), TransferError> {
-        let fd = self.link.take_fd();
+        let fd = self.link.take_fd().filter(|_| self.kind == TransportKind::Shm);
         let fd = fd.ok_or_else(|| self.broken(Malformed::new("pool", "its descriptor is missing")))?;
-        let shm = Shm::map(self.plan.peer(), self.plan.segment(), fd, &self.remote)?;
-        self.transport = Some(self.plan.wrap(Box::new(shm)));
+        let shm = Shm::map(self.plan.peer(), self.plan.pool().clone(), fd, &self.remote)?;
+        self.carry(Box::new(shm))
+    }
+
+    /// Between devices the pool's handle comes before the first grant.
+    fn open_pool(&mut self, bytes: u64, handle: &[u8]) -> Result<(), TransferError> {
+        let wanted = self.kind == TransportKind::CudaIpc && self.transport.is_none();
+        let Some(local) = self.plan.pool().host().err().filter(|_| wanted) else {
+            return Err(self.broken(Malformed::new("handle", "not asked for")));
+        };
+        if bytes < self.remote.bytes() as u64 {
+            let problem = format!("{bytes} bytes, its geometry needs {}", self.remote.bytes());
+            return Err(self.broken(Malformed::new("handle", problem)));
+        }
+        let copies = CudaIpc::open(self.plan.peer(), &**local, handle, &self.remote)?;
+        self.transport = Some(self.plan.wrap(Box::new(copies)));
         Ok(())
     }
 
@@ -251,8 +290,7 @@ impl Session {
             return Err(self.broken(Malformed::new("access", "not asked for")));
         };
         let ucx = Ucx::connect(engine, plan.peer(), &self.remote, access, self.link.is_unix())?;
-        self.transport = Some(plan.wrap(Box::new(ucx)));
-        Ok(())
+        self.carry(Box::new(ucx))
     }
 
     /// Does something with the handoffs, and then what follows from it.
@@ -306,7 +344,7 @@ impl Session {
             }
         }
         if let Some(transport) = &mut self.transport
-            && let Some(batch) = self.outbound.next_batch(&self.plan.segment(), transport.digests(), now)?
+            && let Some(batch) = self.outbound.next_batch(self.plan.pool(), transport.digests(), now)?
         {
             self.clock.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
             transport.submit(batch, &mut self.link)?;

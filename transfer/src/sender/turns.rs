@@ -85,7 +85,7 @@ mod tests {
 
     fn write(epoch: u64, blocks: u32) -> Op {
         let pairs = (0..blocks).map(|i| (BlockId(i), i)).collect();
-        Op::Write { epoch: Epoch(epoch), group: 0, layer: 0, pairs }
+        Op::Write { epoch: Epoch(epoch), group: 0, layer: 0, pairs, after: 0 }
     }
 
     fn complete(epoch: u64) -> Op {

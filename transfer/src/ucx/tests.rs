@@ -10,6 +10,7 @@ use crate::heads::HeadSlice;
 use crate::link::Socket;
 use crate::options::{Limits, UcxOptions, UcxSettings};
 use crate::runs::Route;
+use crate::segment::Segment;
 use crate::transport::BlockWrite;
 use crate::wire::FrameLimits;
 
@@ -77,7 +78,7 @@ fn batch(epoch: u64, layer: usize) -> Batch {
     let route = Route::new(&geometry.layout, &geometry.layout, 0, slice);
     let starts = (0..4).map(|index| (index, geometry.block_range(0, layer, BlockId(index)).start));
     let writes = starts.map(|(index, start)| BlockWrite { index, source: start, target: start }).collect();
-    Batch { epoch: Epoch(epoch), group: 0, layer, route, lane: 0, writes, digest: false, staged: None }
+    Batch { epoch: Epoch(epoch), group: 0, layer, route, lane: 0, writes, after: 0, digest: false, staged: None }
 }
 
 #[test]
@@ -93,7 +94,7 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
     let mut ucx = Ucx::connect(&near, WorkerId(1), &geometry, &access, true).unwrap();
     let [mut link, mut peer] = <[UnixStream; 2]>::from(UnixStream::pair().unwrap()).map(|end| {
         end.set_nonblocking(true).unwrap();
-        Link::new(Socket::Unix(end), near.pool().clone(), FrameLimits::new(&Limits::default(), 1))
+        Link::new(Socket::Unix(end), near.pool().clone().into(), FrameLimits::new(&Limits::default(), 1))
     });
     for layer in 0..ucx.depth() {
         ucx.submit(batch(1 + layer as u64 % 2, layer), &mut link).unwrap();

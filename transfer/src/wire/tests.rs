@@ -11,7 +11,9 @@ fn samples() -> Vec<Frame> {
         Refusal::Verify { group: 1, index: 2, block: BlockId(3), want: 4, got: 5 },
     ];
     let mut frames = vec![
-        Frame::Identify { me: WorkerId(1), you: WorkerId(2), ucx: true },
+        Frame::Identify { me: WorkerId(1), you: WorkerId(2), over: Over::Ucx },
+        Frame::Identify { me: WorkerId(1), you: WorkerId(2), over: Over::CudaIpc },
+        Frame::Handle { bytes: 96, handle: vec![9; 64] },
         Frame::Welcome { blocks: vec![10, 20] },
         Frame::Reject { reason: "full".into() },
         Frame::Begin { epoch, key: 9 },
@@ -153,6 +155,7 @@ fn the_largest_frames_within_limits_fit() {
     let digests = vec![vec![1; 60], vec![2; 40]];
     fits(&Frame::Complete { epoch: Epoch(1), writes: 1, digests, tail: vec![0; 50] });
     fits(&Frame::Granted { epoch: Epoch(1), blocks: vec![vec![BlockId(0); 60], vec![BlockId(0); 40]] });
+    fits(&Frame::Handle { bytes: 1, handle: vec![1; MAX_OPAQUE] });
     fits(&Frame::Access(Access { base: 1, bytes: 1, worker: vec![1; MAX_OPAQUE], key: vec![2; MAX_OPAQUE] }));
     let indexes = vec![0; MAX_WRITE_BLOCKS];
     fits(&Frame::Write(WriteHead { epoch: Epoch(1), group: 0, layer: 0, payload: 1, indexes }));

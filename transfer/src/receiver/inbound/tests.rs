@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, digest_block};
@@ -5,6 +6,7 @@ use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, digest_block};
 use super::*;
 use crate::heads::HeadSlice;
 use crate::receiver::FenceState;
+use crate::segment::Segment;
 
 const EPOCH: Epoch = Epoch(1);
 
@@ -13,7 +15,7 @@ fn written(now: Instant) -> (Inbound, Ledger, Frame) {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout.clone(), 4);
-    let pool = Segment::create("test", geometry.bytes()).unwrap();
+    let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
     let limits = Limits::default();
     let mut ledger = Ledger::new(&geometry, limits.clone());
     let blocks = [vec![BlockId(1), BlockId(2)]];
@@ -24,7 +26,7 @@ fn written(now: Instant) -> (Inbound, Ledger, Frame) {
         session.frame(frame, now, &mut ledger).unwrap();
     }
     // SAFETY: nobody else has the pool.
-    unsafe { session.landed(&pool) };
+    unsafe { session.landed(&mut Reach::Host(pool)) }.unwrap();
     assert!(matches!(session.next_answer(), Some(Frame::Granted { .. })));
     let digest = digest_block(&vec![0; layout.block_bytes(0)], layout.first_lane(0, 0));
     (session, ledger, Frame::Complete { epoch: EPOCH, writes: 2, digests: vec![vec![digest; 2]], tail: vec![] })

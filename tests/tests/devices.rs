@@ -1,0 +1,167 @@
+//! A whole cluster whose workers have their KV pools in a device's memory: the kernels compiled for the host stand in for a GPU, and memory
+//! that processes share for what GPUs share. From device to device, and between devices and the CPU, in processes of their own.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use anyhow::Context;
+use baton_cluster::{Member, Role};
+use baton_kernels::cuda::HostDevice;
+use baton_runtime::Bytes;
+use baton_tests::cluster::client::{Client, apart, prompt, sampled};
+use baton_tests::cluster::{HANG, status, wait, wait_all_free};
+use baton_tests::{binary, tiny};
+use baton_worker::{TransportKind, WorkerConfig, load_on_device, open_model};
+use tokio::runtime::Runtime;
+
+/// What a child of this program is told to be: a role, what it computes on, and where.
+const CHILD: &str = "BATON_TESTS_DEVICE_WORKER";
+
+/// Not a test: what a [`Scene`] runs its workers as.
+#[test]
+fn child() -> anyhow::Result<()> {
+    let Ok(told) = std::env::var(CHILD) else { return Ok(()) };
+    let [role, on, transport, registry, model] = told.splitn(5, ' ').collect::<Vec<_>>()[..] else {
+        panic!("told {told:?}")
+    };
+    let config = WorkerConfig {
+        model: model.to_owned(),
+        registry: registry.to_owned(),
+        transport: if transport == "tcp" { TransportKind::Tcp } else { TransportKind::Auto },
+        kv_memory: Some(Bytes::mib(2)),
+        threads: Some(1),
+        local_prefill: 0,
+        ..WorkerConfig::default()
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let device = (on == "device").then(HostDevice::for_tests).flatten().map(Arc::new);
+    runtime.block_on(async {
+        match (role, device) {
+            ("prefill", None) => baton_prefill_node::run(config).await,
+            (_, None) => baton_decode_node::run(config).await,
+            (role, Some(device)) => {
+                let load =
+                    move |config: &WorkerConfig| load_on_device(config, &open_model(config)?, &device)?.ready(config);
+                match role {
+                    "prefill" => baton_prefill_node::run_loaded(config, load).await,
+                    _ => baton_decode_node::run_loaded(config, load).await,
+                }
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// A router and workers, killed when it is dropped.
+struct Scene {
+    children: Vec<Child>,
+    registry: String,
+    client: Client,
+    members: Vec<Member>,
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Scene {
+    fn start(runtime: &Runtime, model: &str, workers: &[&str]) -> anyhow::Result<Scene> {
+        // Free a moment ago, and asked for by nobody else.
+        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let (grpc, registry) = (address.to_string(), format!("http://{address}"));
+        let mut router = binary::command()?;
+        router.args(["router", "--model", model, "--grpc", &grpc, "--http", "127.0.0.1:0", "--admin", "127.0.0.1:0"]);
+        let mut children = vec![spawn(router)?];
+        for worker in workers {
+            let mut command = Command::new(std::env::current_exe()?);
+            command.args(["--exact", "child", "--nocapture"]).env(CHILD, format!("{worker} {registry} {model}"));
+            children.push(spawn(command)?);
+        }
+        let client = wait(|| runtime.block_on(Client::connect(address)).ok())?;
+        let mut scene = Scene { children, registry, client, members: Vec::new() };
+        scene.members = runtime.block_on(async {
+            let mut views = baton_cluster::connect(&scene.registry).await?.watch();
+            let all = views.wait_for(|view| !view.stale && view.members.len() == workers.len());
+            anyhow::Ok(tokio::time::timeout(HANG, all).await.context("workers do not come")??.members.clone())
+        })?;
+        Ok(scene)
+    }
+
+    /// Handoffs of the prefill worker, by what carried them; and why the others do not.
+    async fn carried(&self) -> anyhow::Result<(BTreeMap<String, u64>, BTreeMap<String, String>)> {
+        let prefill = self.members.iter().find(|member| member.role == Role::Prefill).context("a prefill worker")?;
+        let peers = status(prefill).await?.peers;
+        let paths = peers.iter().flat_map(|peer| &peer.paths);
+        let carried = paths.clone().filter(|p| p.handoffs > 0).map(|p| (p.transport.clone(), p.handoffs));
+        let unused = paths.map(|p| (p.transport.clone(), p.unused.clone()));
+        Ok((carried.collect(), unused.collect()))
+    }
+}
+
+fn spawn(mut command: Command) -> anyhow::Result<Child> {
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    baton_runtime::die_with_parent(&mut command);
+    Ok(command.spawn()?)
+}
+
+/// Answers of a cluster of these workers, after which all blocks are free (I6).
+async fn answers(scene: &Scene) -> anyhow::Result<Vec<Vec<u32>>> {
+    let mut answers = Vec::new();
+    for (seed, tokens) in (1..).zip([3, 40, 17, 90]) {
+        let request = apart(sampled(prompt(tokens, seed), 6, seed));
+        answers.push(scene.client.ask(request).await?.ids);
+    }
+    wait_all_free(&scene.registry).await?;
+    Ok(answers)
+}
+
+const REQUESTS: u64 = 4;
+
+#[test]
+fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<()> {
+    let Some(_) = HostDevice::for_tests() else { return Ok(()) };
+    let directory = tempfile::tempdir()?;
+    tiny::config("llama-gqa-odd-vocab")?.write(directory.path())?;
+    let model = directory.path().to_str().context("a path in UTF-8")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let go = |workers: &[&str]| -> anyhow::Result<_> {
+        let scene = Scene::start(&runtime, model, workers)?;
+        let answers = runtime.block_on(answers(&scene)).with_context(|| format!("{workers:?}"))?;
+        let carried = match workers.len() {
+            1 => Default::default(),
+            _ => runtime.block_on(scene.carried())?,
+        };
+        Ok((answers, carried))
+    };
+    let (alone, _) = go(&["decode device auto"])?;
+    assert!(alone.iter().all(|ids| ids.len() == 6));
+
+    let (got, (carried, unused)) = go(&["prefill device auto", "decode device auto"])?;
+    assert_eq!(got, alone, "I1: from device to device");
+    assert_eq!(carried, [("cuda-ipc".to_owned(), REQUESTS)].into());
+    assert!(unused["shm"].contains("cannot be mapped"), "{unused:?}");
+    let (got, (carried, _)) = go(&["prefill device tcp", "decode device auto"])?;
+    assert_eq!(got, alone, "I1: through staging memory");
+    assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
+
+    // A GPU's arithmetic is not the CPU's: the first token comes from one, the others from the other.
+    let (got, (carried, unused)) = go(&["prefill cpu auto", "decode device auto"])?;
+    assert!(got.iter().all(|ids| ids.len() == 6));
+    assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
+    assert!(unused["cuda-ipc"].contains("this worker's pool is not in a GPU's memory"), "{unused:?}");
+    let (mixed, (carried, _)) = go(&["prefill device auto", "decode cpu auto"])?;
+    assert_eq!(carried, [("shm".to_owned(), REQUESTS)].into());
+    let first = |answers: &[Vec<u32>]| answers.iter().map(|ids| ids[0]).collect::<Vec<_>>();
+    assert_eq!(first(&mixed), first(&alone), "the prefill worker's device gives the first token");
+    let (got, _) = go(&["prefill device tcp", "decode cpu auto"])?;
+    assert_eq!(got, mixed, "I1: over shared memory or TCP, out of a device");
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! Blocks from a device's memory into another process's, on one host: the peer's pool is opened here, and a write is a copy that no host
+//! memory is part of. Both ends' digests are made by their devices.
+//!
+//! A copy waits for what computes, by the mark that its write was queued with, and the Write frame that names its blocks is sent when it has
+//! been applied. The peer cannot cut it off, so it needs the unix socket by which it learns of this process's end (I3).
+
+use std::os::fd::BorrowedFd;
+
+use baton_types::{Epoch, PoolGeometry, WorkerId};
+
+use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving};
+use crate::error::TransferError;
+use crate::in_order::InOrder;
+use crate::link::Link;
+use crate::options::TransportKind;
+use crate::transport::{Batch, Progress, Transport};
+use crate::wire::Frame;
+
+/// Copies from one device pool into another.
+pub(crate) struct CudaIpc {
+    peer: WorkerId,
+    /// Bytes of the peer's pool.
+    bytes: usize,
+    copies: InOrder,
+    digests: Vec<(u32, u64)>,
+}
+
+impl CudaIpc {
+    /// Opens the pool of `peer`, whose shape is `geometry`, by what it has sent.
+    pub(crate) fn open(
+        peer: WorkerId,
+        local: &dyn DeviceMemory,
+        handle: &[u8],
+        geometry: &PoolGeometry,
+    ) -> Result<CudaIpc, TransferError> {
+        let bytes = geometry.bytes();
+        let mut queue = local.queue().map_err(|e| e.while_doing("open a queue"))?;
+        queue.open(handle, bytes).map_err(|e| TransferError::PeerLost { peer, cause: e.0 })?;
+        Ok(CudaIpc { peer, bytes, copies: InOrder::new(queue), digests: Vec::new() })
+    }
+}
+
+impl Transport for CudaIpc {
+    fn kind(&self) -> TransportKind {
+        TransportKind::CudaIpc
+    }
+
+    fn depth(&self) -> usize {
+        DEVICE_JOBS
+    }
+
+    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+        let mut runs = Vec::new();
+        for run in batch.runs() {
+            if run.target.checked_add(run.len).is_none_or(|end| end > self.bytes) {
+                let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
+                return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });
+            }
+            runs.push(Moving { source: run.source, target: run.target, lane: run.lane });
+        }
+        let len = batch.route.target.len;
+        self.copies.begin(batch, |queue, batch| queue.copy(batch.after, &runs, len))
+    }
+
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        let Some((batch, done)) = self.copies.next()? else { return Ok(Progress::Blocked) };
+        if let (JobDone::Copied(digests), true) = (done, batch.digest) {
+            self.digests = batch.runs().map(|run| run.index).zip(digests).collect();
+        }
+        link.push(&Frame::Write(batch.head(0)));
+        Ok(Progress::Flushed)
+    }
+
+    fn digests(&self) -> bool {
+        true
+    }
+
+    fn take_digests(&mut self) -> Vec<(u32, u64)> {
+        std::mem::take(&mut self.digests)
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.copies.fd()
+    }
+
+    fn cancel(&mut self, epoch: Epoch, _: &mut Link) -> Result<(), TransferError> {
+        self.copies.cancel(epoch)
+    }
+}

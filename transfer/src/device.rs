@@ -1,0 +1,205 @@
+//! A pool that is not host memory, as transfers see it: the traits [`DeviceMemory`] and [`DeviceQueue`].
+//!
+//! What implements them knows devices and nothing of handoffs; this crate knows handoffs and nothing of devices. A pool is one of the two
+//! kinds of [`Pool`]; a session reaches it by a [`Reach`] of its own. KV leaves a device's pool through host memory, see `staging`, or
+//! straight into another process's, see `cuda_ipc`.
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use baton_types::digest_block;
+
+use crate::error::TransferError;
+use crate::link::Range;
+use crate::segment::Segment;
+
+/// What a device said when something went wrong.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceError(pub String);
+
+impl DeviceError {
+    pub(crate) fn while_doing(self, what: &'static str) -> TransferError {
+        TransferError::Device { what, cause: self.0 }
+    }
+}
+
+/// A run of bytes on its way to a peer's pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Moving {
+    /// Offset in this pool.
+    pub source: usize,
+    /// Offset in the peer's pool.
+    pub target: usize,
+    /// Number of its first digest lane in its block.
+    pub lane: u64,
+}
+
+/// A pool in a device's memory.
+pub trait DeviceMemory: Send + Sync {
+    /// How many bytes.
+    fn bytes(&self) -> usize;
+    /// What was stored last by whoever computes: work after this mark sees it. Later marks are larger; 0 is there from the start.
+    fn mark(&self) -> u64;
+    /// Bytes by which another process of this host opens the pool, opaque to everybody but its device.
+    fn export(&self) -> Result<Vec<u8>, DeviceError>;
+    /// A way to the pool for one thread.
+    fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError>;
+}
+
+/// One thread's way to a pool. Reads and copies are jobs, done later and in their order; at most [`DEVICE_JOBS`] are under way. Dropping
+/// it waits for them, and closes the peer's pool.
+pub trait DeviceQueue: Send {
+    /// Opens the pool that a peer has exported, of at least `bytes` bytes, for [`DeviceQueue::copy`].
+    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError>;
+    /// Starts reading ranges of the pool, one behind another, once all that was stored before the mark is there.
+    fn read(&mut self, after: u64, ranges: &[Range]) -> Result<(), DeviceError>;
+    /// Starts copying runs of `bytes` bytes each to the peer's pool, once all that was stored before the mark is there.
+    fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError>;
+    /// The oldest job's result, once it is done: applied, not only begun. Never waits.
+    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError>;
+    /// Readable when a job may be done and nobody has polled since.
+    fn fd(&self) -> Option<BorrowedFd<'_>>;
+    /// Host memory of at least so many bytes, to be filled for the next [`DeviceQueue::write`].
+    fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError>;
+    /// Puts what was staged into ranges of the pool, one behind another. It is there for the next [`DeviceQueue::digests`].
+    fn write(&mut self, ranges: &[Range]) -> Result<(), DeviceError>;
+    /// The values of [`digest_block`] of runs of `bytes` bytes each, as (offset, first lane), of what really is in the pool (I2). Waits for
+    /// them; no job is under way.
+    fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError>;
+}
+
+/// Jobs that a [`DeviceQueue`] takes at once.
+pub const DEVICE_JOBS: usize = 4;
+
+/// A result of a [`DeviceQueue`]'s job.
+pub enum JobDone {
+    /// What was read.
+    Read(Staged),
+    /// Of each run that was copied, the digest.
+    Copied(Vec<u64>),
+}
+
+/// Host memory that stands for some of a pool's.
+#[derive(Clone)]
+pub struct Staged(Arc<dyn AsRef<[u8]> + Send + Sync>);
+
+impl Staged {
+    /// These bytes, kept until they have left.
+    pub fn new(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Staged {
+        Staged(Arc::new(bytes))
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        (*self.0).as_ref()
+    }
+}
+
+impl fmt::Debug for Staged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Staged({} bytes)", self.bytes().len())
+    }
+}
+
+impl PartialEq for Staged {
+    fn eq(&self, other: &Staged) -> bool {
+        self.bytes() == other.bytes()
+    }
+}
+
+impl Eq for Staged {}
+
+/// A worker's KV pool.
+#[derive(Clone)]
+pub enum Pool {
+    /// Host memory that can be mapped by others.
+    Host(Arc<Segment>),
+    /// A device's memory.
+    Device(Arc<dyn DeviceMemory>),
+}
+
+impl Pool {
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Pool::Host(segment) => segment.len(),
+            Pool::Device(memory) => memory.bytes(),
+        }
+    }
+
+    /// Whether it is a device's memory.
+    pub fn is_device(&self) -> bool {
+        matches!(self, Pool::Device(_))
+    }
+
+    /// What was stored so far, for [`crate::protocol::Op::Write`]; in host memory it is there already.
+    pub(crate) fn mark(&self) -> u64 {
+        match self {
+            Pool::Host(_) => 0,
+            Pool::Device(memory) => memory.mark(),
+        }
+    }
+
+    /// The pool if it is host memory.
+    pub(crate) fn host(&self) -> Result<&Arc<Segment>, &Arc<dyn DeviceMemory>> {
+        match self {
+            Pool::Host(segment) => Ok(segment),
+            Pool::Device(memory) => Err(memory),
+        }
+    }
+
+    /// Address of `len` bytes at `offset`, or None when they lie outside, or are not host memory.
+    pub(crate) fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        self.host().ok().and_then(|segment| segment.at(offset, len))
+    }
+
+    /// A session's way to it.
+    pub fn reach(&self) -> Result<Reach, TransferError> {
+        Ok(match self {
+            Pool::Host(segment) => Reach::Host(segment.clone()),
+            Pool::Device(memory) => Reach::Device(memory.queue().map_err(|e| e.while_doing("open a queue"))?),
+        })
+    }
+}
+
+impl From<Arc<Segment>> for Pool {
+    fn from(segment: Arc<Segment>) -> Pool {
+        Pool::Host(segment)
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.is_device() { "device" } else { "host" };
+        write!(f, "Pool({} bytes of {kind} memory)", self.bytes())
+    }
+}
+
+/// A session's way to its pool.
+pub enum Reach {
+    /// By its address.
+    Host(Arc<Segment>),
+    /// By its device.
+    Device(Box<dyn DeviceQueue>),
+}
+
+impl Reach {
+    /// Digests of runs of `len` bytes each, as (offset, first lane), of what really is in the pool (I2).
+    ///
+    /// # Safety
+    /// Nobody writes to them meanwhile.
+    pub(crate) unsafe fn digests(&mut self, runs: &[(usize, u64)], len: usize) -> Result<Vec<u64>, TransferError> {
+        let segment = match self {
+            Reach::Host(segment) => segment,
+            Reach::Device(queue) => return queue.digests(runs, len).map_err(|e| e.while_doing("digest blocks")),
+        };
+        let digest = |&(offset, lane): &(usize, u64)| {
+            let start = segment.at(offset, len)?;
+            // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
+            Some(digest_block(unsafe { std::slice::from_raw_parts(start, len) }, lane))
+        };
+        let outside = || TransferError::argument("blocks", "they lie outside the pool");
+        runs.iter().map(digest).collect::<Option<_>>().ok_or_else(outside)
+    }
+}

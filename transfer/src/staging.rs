@@ -1,0 +1,137 @@
+//! Blocks out of a device's memory over a transport that sends host memory: each batch is read into staging memory first, the next ones
+//! while earlier ones are sent.
+//!
+//! A transport around another one. KV that changes its type on the way does so between the two.
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+
+use baton_types::{Epoch, KvLayout};
+
+use crate::convert::Converter;
+use crate::device::{DEVICE_JOBS, DeviceQueue, JobDone, Pool};
+use crate::error::TransferError;
+use crate::in_order::InOrder;
+use crate::link::{Link, Range};
+use crate::options::TransportKind;
+use crate::transport::{Batch, Progress, Transport};
+
+/// What rows of one type become in another.
+pub(crate) struct Conversions {
+    pub converter: Converter,
+    pub from: KvLayout,
+    pub to: KvLayout,
+}
+
+type Sent = (Epoch, Option<Vec<(u32, u64)>>);
+
+/// Reads batches and passes them on.
+pub(crate) struct Staging {
+    pool: Pool,
+    reads: InOrder,
+    /// Read, and not passed on yet.
+    ready: VecDeque<Batch>,
+    /// Passed on: whose, and the digests if the inner transport makes none.
+    sent: VecDeque<Sent>,
+    /// Before the queue goes, so that nothing is sent of what is read no more.
+    inner: Box<dyn Transport>,
+    convert: Option<Conversions>,
+    digests: Vec<(u32, u64)>,
+}
+
+impl Staging {
+    pub(crate) fn new(
+        pool: Pool,
+        queue: Box<dyn DeviceQueue>,
+        inner: Box<dyn Transport>,
+        convert: Option<Conversions>,
+    ) -> Staging {
+        let (ready, sent) = (VecDeque::new(), VecDeque::new());
+        Staging { pool, reads: InOrder::new(queue), ready, sent, inner, convert, digests: Vec::new() }
+    }
+
+    /// Takes in what was read.
+    fn take_reads(&mut self) -> Result<(), TransferError> {
+        while let Some((mut batch, done)) = self.reads.next()? {
+            let JobDone::Read(staged) = done else { continue };
+            let from = batch.route.source;
+            batch.stand_in(staged, from);
+            if let Some(Conversions { converter, from, to }) = &self.convert {
+                let converted = converter.stage(batch, &self.pool, from, to);
+                batch = converted.ok_or_else(|| TransferError::argument("block", "less was read than asked for"))?;
+            }
+            self.ready.push_back(batch);
+        }
+        Ok(())
+    }
+
+    fn pass_on(&mut self, link: &mut Link) -> Result<(), TransferError> {
+        while self.sent.len() < self.inner.depth()
+            && let Some(batch) = self.ready.pop_front()
+        {
+            let own = batch.digest && !self.inner.digests();
+            self.sent.push_back((batch.epoch, own.then(|| batch.digests(&self.pool).collect())));
+            self.inner.submit(batch, link)?;
+        }
+        Ok(())
+    }
+}
+
+/// What of a pool a batch is made of.
+fn ranges(batch: &Batch) -> Vec<Range> {
+    let source = batch.route.source;
+    batch.writes.iter().flat_map(|write| source.starts().map(move |start| (write.source + start, source.len))).collect()
+}
+
+impl Transport for Staging {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+
+    fn depth(&self) -> usize {
+        DEVICE_JOBS
+    }
+
+    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+        self.reads.begin(batch, |queue, batch| queue.read(batch.after, &ranges(batch)))
+    }
+
+    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+        self.take_reads()?;
+        self.pass_on(link)?;
+        if self.sent.is_empty() {
+            return Ok(Progress::Blocked);
+        }
+        let progress = self.inner.poll(link)?;
+        if progress == Progress::Flushed
+            && let Some((_, own)) = self.sent.pop_front()
+        {
+            self.digests = own.unwrap_or_else(|| self.inner.take_digests());
+        }
+        Ok(progress)
+    }
+
+    fn digests(&self) -> bool {
+        true
+    }
+
+    fn take_digests(&mut self) -> Vec<(u32, u64)> {
+        std::mem::take(&mut self.digests)
+    }
+
+    /// While batches are with the inner transport, it is the link that moves them.
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.reads.fd().filter(|_| self.sent.is_empty() && self.ready.is_empty())
+    }
+
+    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+        self.take_reads()?;
+        self.ready.retain(|batch| batch.epoch != epoch);
+        self.reads.cancel(epoch)?;
+        if self.sent.iter().any(|(of, _)| *of == epoch) {
+            self.sent.retain(|(of, _)| *of != epoch);
+            self.inner.cancel(epoch, link)?;
+        }
+        Ok(())
+    }
+}
