@@ -133,6 +133,9 @@ fn over_tcp_on_the_way_back() {
     scene.cluster.wait_idle().unwrap(); // I6
     assert_eq!(scene.ask(&request), want);
     scene.cluster.wait_idle().unwrap();
+    // Found where it arrived.
+    let prefill = scene.cluster.wait_for_worker(Role::Prefill, |_| true).unwrap();
+    assert_eq!(prefill.metrics().unwrap().sum("baton_verify_failures_total", ""), 3.0);
     drop(scene.client);
     scene.cluster.stop().unwrap();
 }
