@@ -23,7 +23,9 @@ fn build() -> anyhow::Result<PathBuf> {
         other => other,
     };
     let built = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "-p", "baton-cli", "--bin", "baton", "--profile", profile, "--target-dir"])
+        // With this package, for the features of dependencies that tests were built with.
+        .args(["build", "--quiet", "-p", "baton-cli", "-p", "baton-tests", "--bin", "baton", "--profile", profile])
+        .arg("--target-dir")
         .arg(target)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
