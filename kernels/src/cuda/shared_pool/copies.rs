@@ -1,0 +1,407 @@
+//! [`CopyQueue`]: one session's way to a shared pool: to host memory and back, to a pool of another process, and to the digests of what
+//! is in it. What it is made of outlives it, for the next session.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::EventfdFlags;
+
+use super::super::device::{Access, Address, Device, Event, Memory, Piece};
+use super::super::params::{MoveRuns, Moved};
+use super::super::queue::Queue;
+use super::super::sharing::{Imported, Pinned, SharingDevice};
+use super::SharedPool;
+use crate::KernelError;
+
+/// Jobs that may be under way in a queue.
+const DEPTH: usize = 4;
+/// Runs of one job.
+const MAX_RUNS: usize = 1024;
+const RUN_BYTES: usize = size_of::<Moved>();
+const SUM_BYTES: usize = size_of::<u64>();
+/// Staging memory that is kept for later.
+const KEPT_STAGING: usize = DEPTH + 2;
+/// Queues that are kept for later, streams and all: a device's streams live as long as it does.
+const KEPT_QUEUES: usize = 64;
+
+fn refused(why: impl Into<String>) -> KernelError {
+    KernelError::Device { operation: "transfer".to_owned(), why: why.into() }
+}
+
+/// What a queue is made of, kept when the queue goes.
+pub(super) struct Kit<D: SharingDevice> {
+    queue: Queue<D>,
+    /// One for each job that may be under way.
+    slots: Vec<Slot<D>>,
+    /// Host memory that is written from, by turns, and whether its copy may be under way.
+    landings: [(Option<Pinned<D>>, Event, bool); 2],
+    turn: usize,
+    staging: Arc<Mutex<Vec<Pinned<D>>>>,
+    wake: OwnedFd,
+}
+
+/// Lists and sums of one job's runs, here and on the device.
+struct Slot<D: SharingDevice> {
+    done: Event,
+    runs: Memory<D>,
+    sums: Memory<D>,
+    /// The runs, then the sums.
+    host: Pinned<D>,
+}
+
+impl<D: SharingDevice> Kit<D> {
+    pub fn new(device: &Arc<D>) -> Result<Self, KernelError> {
+        let queue = Queue::new(Arc::clone(device))?;
+        let slot = |_| {
+            let (runs, sums) = (queue.memory(MAX_RUNS * RUN_BYTES)?, queue.memory(MAX_RUNS * SUM_BYTES)?);
+            let host = Pinned::new(device, MAX_RUNS * (RUN_BYTES + SUM_BYTES))?;
+            Ok(Slot { done: device.event()?, runs, sums, host })
+        };
+        let slots = (0..DEPTH).map(slot).collect::<Result<_, KernelError>>()?;
+        let landings = [(None, device.event()?, false), (None, device.event()?, false)];
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = rustix::event::eventfd(0, flags).map_err(|error| refused(format!("no eventfd: {error}")))?;
+        Ok(Kit { queue, slots, landings, turn: 0, staging: Arc::default(), wake })
+    }
+
+    /// Waits until none of its copies are under way.
+    fn settle(&mut self) -> Result<(), KernelError> {
+        self.queue.synchronise()?;
+        self.landings.iter_mut().for_each(|landing| landing.2 = false);
+        Ok(())
+    }
+
+    /// Memory of at least so many bytes that is in nobody's hands.
+    fn staging(&self, bytes: usize) -> Result<Pinned<D>, KernelError> {
+        let mut kept = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        match kept.iter().position(|pinned| pinned.bytes() >= bytes) {
+            Some(place) => Ok(kept.swap_remove(place)),
+            None => Pinned::new(&self.queue.device, bytes.next_power_of_two()),
+        }
+    }
+}
+
+/// What was read, in pinned host memory that goes back to its queue.
+pub struct Staging<D: SharingDevice> {
+    pinned: Option<Pinned<D>>,
+    bytes: usize,
+    home: Arc<Mutex<Vec<Pinned<D>>>>,
+}
+
+impl<D: SharingDevice> AsRef<[u8]> for Staging<D> {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: made when the copy into it was done, and none begins before it is home.
+        self.pinned.as_ref().map_or(&[], |pinned| unsafe { &pinned.get()[..self.bytes] })
+    }
+}
+
+impl<D: SharingDevice> Drop for Staging<D> {
+    fn drop(&mut self) {
+        let mut kept = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < KEPT_STAGING {
+            kept.extend(self.pinned.take());
+        }
+    }
+}
+
+/// A job that is done.
+pub enum Finished<D: SharingDevice> {
+    /// What was read.
+    Read(Staging<D>),
+    /// The digest of each run that was copied.
+    Copied(Vec<u64>),
+}
+
+enum Job<D: SharingDevice> {
+    Read(Pinned<D>, usize),
+    Copy(usize),
+}
+
+/// One thread's copies out of a pool, which finish in their order. Dropping it waits for those under way.
+pub struct CopyQueue<D: SharingDevice> {
+    pool: Arc<SharedPool<D>>,
+    peer: Option<Imported<D>>,
+    /// Under way, each with the slot of its number.
+    jobs: VecDeque<Job<D>>,
+    /// Number of the next job.
+    given: usize,
+    /// None only while it is dropped.
+    kit: Option<Kit<D>>,
+}
+
+impl<D: SharingDevice> CopyQueue<D> {
+    /// Jobs that may be under way.
+    pub const DEPTH: usize = DEPTH;
+
+    pub(super) fn over(pool: Arc<SharedPool<D>>, kit: Kit<D>) -> Self {
+        CopyQueue { pool, peer: None, jobs: VecDeque::new(), given: 0, kit: Some(kit) }
+    }
+
+    fn kit(&mut self) -> Result<&mut Kit<D>, KernelError> {
+        self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))
+    }
+
+    /// Opens another process's pool of at least `bytes` bytes for [`CopyQueue::copy`].
+    pub fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), KernelError> {
+        self.peer = Some(Imported::open(&self.pool.device, handle, bytes)?);
+        Ok(())
+    }
+
+    /// Readable when a job may be done.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.kit.as_ref().map(|kit| kit.wake.as_fd())
+    }
+
+    /// Starts copying ranges (offset, bytes) of the pool to the host, one behind another.
+    pub fn read(
+        &mut self,
+        after: u64,
+        ranges: impl Iterator<Item = (usize, usize)> + Clone,
+    ) -> Result<(), KernelError> {
+        let total: usize = ranges.clone().map(|(_, bytes)| bytes).sum();
+        let (place, memory) = (self.begin()?, Arc::clone(&self.pool.memory));
+        let kit = self.kit()?;
+        let pinned = kit.staging(total.max(1))?;
+        memory.wait(&kit.queue, after)?;
+        let mut filled = 0;
+        // All of them, before the first is begun.
+        let pieces = joined(ranges).into_iter().map(|(offset, bytes)| inside(&memory.memory, offset, bytes));
+        for from in pieces.collect::<Result<Vec<_>, _>>()? {
+            let to = pinned.at(filled, from.bytes());
+            // SAFETY: pinned memory that nobody has before the job is done, or the stream was waited for.
+            let begun = unsafe { kit.queue.device.read_later(kit.queue.stream(), from, to) };
+            filled += from.bytes();
+            if begun.is_err() {
+                // That this fails too means that the device does nothing any more.
+                let _ = kit.settle();
+                return begun;
+            }
+        }
+        self.finish(place, Job::Read(pinned, total))
+    }
+
+    /// Starts copying runs of `bytes` bytes each to the peer's pool, and digesting them.
+    ///
+    /// # Errors
+    /// When no peer's pool is open, or a run lies outside a pool.
+    pub fn copy(&mut self, after: u64, runs: &[Moved], bytes: usize) -> Result<(), KernelError> {
+        let (place, memory) = (self.begin()?, Arc::clone(&self.pool.memory));
+        let kit = self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))?;
+        let peer = self.peer.as_ref().ok_or_else(|| refused("no peer's pool is open"))?;
+        let target = |run: &Moved| {
+            let piece = usize::try_from(run.target).ok().and_then(|from| peer.piece(from, bytes));
+            piece.ok_or_else(|| refused(format!("{bytes} bytes at {} lie outside the peer's pool", run.target)))
+        };
+        let mut touches = sources(&memory.memory, runs, bytes)?;
+        for run in runs {
+            touches.push(Access::Write(target(run)?));
+        }
+        memory.wait(&kit.queue, after)?;
+        let Kit { queue, slots, .. } = kit;
+        let slot = &mut slots[place];
+        let (source, target) = (memory.memory.piece(0, 0).at(), peer.whole().at());
+        slot.launch(queue, (source, target), touches, runs, bytes)?;
+        let (sums, room) = (slot.sums.piece(0, runs.len() * SUM_BYTES), runs.len() * SUM_BYTES);
+        // SAFETY: the slot's own memory, which nobody looks at before its job is done.
+        unsafe { queue.device.read_later(queue.stream(), sums, slot.host.at(MAX_RUNS * RUN_BYTES, room)) }?;
+        self.finish(place, Job::Copy(runs.len()))
+    }
+
+    /// The slot of the next job.
+    fn begin(&mut self) -> Result<usize, KernelError> {
+        if self.jobs.len() == DEPTH {
+            return Err(refused(format!("more than {DEPTH} jobs at once")));
+        }
+        Ok(self.given % DEPTH)
+    }
+
+    fn finish(&mut self, place: usize, job: Job<D>) -> Result<(), KernelError> {
+        self.given += 1;
+        self.jobs.push_back(job);
+        let kit = self.kit()?;
+        let Queue { device, .. } = &kit.queue;
+        device.record(kit.slots[place].done, kit.queue.stream())?;
+        // SAFETY: the descriptor is closed with the kit, after its stream was waited for.
+        unsafe { device.notify(kit.queue.stream(), kit.wake.as_fd()) }
+    }
+
+    /// The oldest job, if it is done. Never waits.
+    pub fn poll(&mut self) -> Result<Option<Finished<D>>, KernelError> {
+        let Some(place) = self.given.checked_sub(self.jobs.len()).filter(|_| !self.jobs.is_empty()) else {
+            return Ok(None);
+        };
+        let kit = self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))?;
+        // Before the look at the event: what is done after it rings again.
+        let _ = rustix::io::read(&kit.wake, &mut [0; 8]);
+        let slot = &kit.slots[place % DEPTH];
+        if !kit.queue.device.is_done(slot.done)? {
+            return Ok(None);
+        }
+        Ok(self.jobs.pop_front().map(|job| match job {
+            Job::Read(pinned, bytes) => {
+                Finished::Read(Staging { pinned: Some(pinned), bytes, home: Arc::clone(&kit.staging) })
+            }
+            // SAFETY: the job's copy into it is done.
+            Job::Copy(count) => Finished::Copied(unsafe { slot.sums_of(count) }),
+        }))
+    }
+
+    /// Jobs under way.
+    pub fn pending(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// Host memory of at least so many bytes for the next [`CopyQueue::write`].
+    pub fn stage(&mut self, bytes: usize) -> Result<&mut [u8], KernelError> {
+        let kit = self.kit()?;
+        let turn = kit.turn;
+        if kit.landings[turn].2 && !kit.queue.device.is_done(kit.landings[turn].1)? {
+            kit.settle()?;
+        }
+        let (pinned, _, busy) = &mut kit.landings[turn];
+        *busy = false;
+        if pinned.as_ref().is_none_or(|pinned| pinned.bytes() < bytes) {
+            *pinned = Some(Pinned::new(&kit.queue.device, bytes.next_power_of_two())?);
+        }
+        // SAFETY: the last copy out of it is done.
+        pinned.as_mut().map(|pinned| unsafe { pinned.get_mut() }).ok_or_else(|| refused("no staging memory"))
+    }
+
+    /// Starts copying what [`CopyQueue::stage`] gave to ranges (offset, bytes) of the pool, one behind another.
+    pub fn write(&mut self, ranges: impl Iterator<Item = (usize, usize)> + Clone) -> Result<(), KernelError> {
+        let memory = Arc::clone(&self.pool.memory);
+        let kit = self.kit()?;
+        let stream = kit.queue.stream();
+        let (pinned, event, busy) = &mut kit.landings[kit.turn];
+        let Some(pinned) = pinned else { return Err(refused("nothing is staged")) };
+        let mut taken = 0;
+        *busy = true;
+        for (offset, bytes) in joined(ranges) {
+            let to = inside(&memory.memory, offset, bytes)?;
+            // SAFETY: pinned memory that is not handed out again before the event below is done, or the stream was waited for.
+            unsafe { kit.queue.device.write_later(stream, to, pinned.at(taken, bytes)) }?;
+            taken += bytes;
+        }
+        kit.queue.device.record(*event, stream)?;
+        kit.turn = 1 - kit.turn;
+        Ok(())
+    }
+
+    /// Digests of runs of `bytes` bytes each, as (offset, number of the first lane), of what is in the pool once all writes so far are
+    /// there. Waits for them.
+    ///
+    /// # Errors
+    /// When a run lies outside the pool, or jobs are under way.
+    pub fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, KernelError> {
+        if !self.jobs.is_empty() {
+            return Err(refused("digests while jobs are under way"));
+        }
+        let memory = Arc::clone(&self.pool.memory);
+        let kit = self.kit()?;
+        let mut sums = Vec::with_capacity(runs.len());
+        for part in runs.chunks(MAX_RUNS) {
+            let moved = |&(offset, lane): &(usize, u64)| Moved { source: offset as u64, target: 0, lane };
+            let part: Vec<Moved> = part.iter().map(moved).collect();
+            let Kit { queue, slots, .. } = &mut *kit;
+            let slot = &mut slots[0];
+            let touches = sources(&memory.memory, &part, bytes)?;
+            slot.launch(queue, (memory.memory.piece(0, 0).at(), Address::default()), touches, &part, bytes)?;
+            let mut read = vec![0; part.len() * SUM_BYTES];
+            queue.read(slot.sums.piece(0, part.len() * SUM_BYTES), &mut read)?;
+            sums.extend(read.as_chunks().0.iter().map(|bytes| u64::from_ne_bytes(*bytes)));
+        }
+        kit.landings.iter_mut().for_each(|landing| landing.2 = false);
+        Ok(sums)
+    }
+}
+
+impl<D: SharingDevice> Slot<D> {
+    /// Brings the runs to the device.
+    fn list(&mut self, queue: &Queue<D>, runs: &[Moved]) -> Result<(), KernelError> {
+        if runs.len() > MAX_RUNS {
+            return Err(refused(format!("{} runs at once, at most {MAX_RUNS}", runs.len())));
+        }
+        // SAFETY: the slot's last job is done.
+        let host = unsafe { self.host.get_mut() };
+        for (run, bytes) in runs.iter().zip(host.as_chunks_mut::<RUN_BYTES>().0) {
+            let words = [run.source, run.target, run.lane].map(u64::to_ne_bytes);
+            bytes.copy_from_slice(words.as_flattened());
+        }
+        let to = self.runs.piece(0, size_of_val(runs));
+        // SAFETY: pinned, and not written before the job is done.
+        unsafe { queue.device.write_later(queue.stream(), to, self.host.at(0, size_of_val(runs))) }
+    }
+
+    /// Digests runs of a source, and copies them to a target if there is one; all that they touch was checked.
+    fn launch(
+        &mut self,
+        queue: &Queue<D>,
+        (source, target): (Address, Address),
+        touches: Vec<Access<'_>>,
+        runs: &[Moved],
+        bytes: usize,
+    ) -> Result<(), KernelError> {
+        self.list(queue, runs)?;
+        let (list, sums) = (self.runs.piece(0, size_of_val(runs)), self.sums.piece(0, runs.len() * SUM_BYTES));
+        let own = [Access::Read(list), Access::Write(sums)];
+        let touches: Vec<Access<'_>> = touches.into_iter().chain(own).collect();
+        queue.fill(sums, 0)?;
+        let (runs, digests, count) = (list.at(), sums.at(), runs.len() as u32);
+        let params = MoveRuns { source, target, runs, digests, bytes: bytes as u64, count };
+        queue.launch("baton_move_runs", &params, &touches)
+    }
+
+    /// # Safety
+    /// The copy of the sums to the host is done.
+    unsafe fn sums_of(&self, count: usize) -> Vec<u64> {
+        // SAFETY: the caller's promise.
+        let host = unsafe { self.host.get() };
+        let (sums, _) = host[MAX_RUNS * RUN_BYTES..].as_chunks();
+        sums[..count].iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect()
+    }
+}
+
+/// The runs in the pool that they come from.
+fn sources<'a, D: Device>(pool: &'a Memory<D>, runs: &[Moved], bytes: usize) -> Result<Vec<Access<'a>>, KernelError> {
+    let source = |run: &Moved| {
+        if !(run.source | run.target | bytes as u64).is_multiple_of(8) {
+            return Err(refused(format!("{bytes} bytes at {} to {}; they move 8 at a time", run.source, run.target)));
+        }
+        Ok(Access::Read(inside(pool, usize::try_from(run.source).unwrap_or(usize::MAX), bytes)?))
+    };
+    runs.iter().map(source).collect()
+}
+
+fn inside<D: Device>(memory: &Memory<D>, offset: usize, bytes: usize) -> Result<Piece<'_>, KernelError> {
+    match offset.checked_add(bytes) {
+        Some(end) if end <= memory.bytes() => Ok(memory.piece(offset, bytes)),
+        _ => Err(refused(format!("{bytes} bytes at {offset} lie outside the pool of {}", memory.bytes()))),
+    }
+}
+
+/// Ranges of which those that follow one another are one.
+fn joined(ranges: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
+    let mut all: Vec<(usize, usize)> = Vec::new();
+    for (offset, bytes) in ranges.filter(|(_, bytes)| *bytes > 0) {
+        match all.last_mut() {
+            Some((start, so_far)) if *start + *so_far == offset => *so_far += bytes,
+            _ => all.push((offset, bytes)),
+        }
+    }
+    all
+}
+
+impl<D: SharingDevice> Drop for CopyQueue<D> {
+    /// I3: nothing of it is under way when it is gone, and only then is the peer's pool closed.
+    fn drop(&mut self) {
+        let Some(mut kit) = self.kit.take() else { return };
+        let settled = kit.settle();
+        self.jobs.clear();
+        self.peer = None;
+        let mut idle = self.pool.idle();
+        if settled.is_ok() && idle.len() < KEPT_QUEUES {
+            idle.push(kit);
+        }
+    }
+}
