@@ -37,3 +37,39 @@ fn handoffs_that_overlap_change_their_path() {
     verified.sort_unstable();
     assert_eq!(verified, [1, 2, 3, 4]);
 }
+
+/// Takes batches, and none of them ever arrives.
+struct Swallowing(Box<dyn Transport>);
+
+impl Transport for Swallowing {
+    fn kind(&self) -> TransportKind {
+        self.0.kind()
+    }
+    fn submit(&mut self, _: Batch, _: &mut Link) -> Result<(), TransferError> {
+        Ok(())
+    }
+    fn poll(&mut self, _: &mut Link) -> Result<Progress, TransferError> {
+        Ok(Progress::Blocked)
+    }
+    fn cancel(&mut self, _: Epoch, _: &mut Link) -> Result<(), TransferError> {
+        Ok(())
+    }
+}
+
+/// I5: both ends hear each other all the while, so neither is silent.
+#[test]
+fn a_path_on_which_nothing_arrives_is_left() {
+    let decode = Decode::limited(large(), 1, "127.0.0.1:0", alert());
+    let wrap: Wrap = Arc::new(|inner| match inner.kind() {
+        TransportKind::Shm => Box::new(Swallowing(inner)),
+        _ => inner,
+    });
+    let prefill = Prefill::limited(large(), 2, TransportChoice::Auto, wrap, alert());
+    let error = prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
+    assert!(matches!(&error, TransferError::PeerLost { cause, .. } if cause.contains("arrives no more")), "{error}");
+    decode.expect_failed(1);
+    decode.expect_fenced(1);
+    let stats = prefill.send(&decode.reserve(2, &[vec![BlockId(2), BlockId(3)]]), 0).wait().unwrap();
+    assert_eq!(stats.transport, TransportKind::Tcp);
+    decode.expect_verified(2);
+}
