@@ -7,6 +7,8 @@
 mod relay;
 
 use std::fs::File;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -47,10 +49,14 @@ impl Scene {
         self.cluster.wait_for_worker(Role::Decode, |_| true).unwrap()
     }
 
+    /// Past the relay.
+    fn decode_metrics(&self) -> Metrics {
+        Metrics::of(relay::behind(&self.decode().member.admin).unwrap()).unwrap()
+    }
+
     /// Every flip was found, by the decode worker's own count, and made good.
     fn end(self) {
-        let admin = relay::behind(&self.decode().member.admin).unwrap();
-        let counted = Metrics::of(admin).unwrap().sum("baton_verify_failures_total", "");
+        let counted = self.decode_metrics().sum("baton_verify_failures_total", "");
         assert_eq!(counted, f64::from(FLIPS));
         assert!(self.cluster.router_metrics().unwrap().sum("baton_recoveries_total", "") >= counted);
         self.cluster.wait_idle().unwrap();
@@ -99,6 +105,39 @@ fn over_tcp() {
         assert!(flip.is_done());
     }
     scene.end();
+}
+
+/// With TLS below, a record that changed ends the connection before a byte of it is used, so that digests have nothing to find.
+/// Who shows no certificate comes no further than that.
+#[test]
+fn over_tcp_with_tls() {
+    let files = Path::new(env!("CARGO_MANIFEST_DIR")).join("../transfer/src/conformance/certificates");
+    let file = |name| files.join(name).to_str().unwrap().to_owned();
+    let (cert, key, ca) = (file("worker.pem"), file("worker-key.pem"), file("worker-authority.pem"));
+    let tls = [("CERT", cert), ("KEY", key), ("CA", ca), ("NAME", "worker.test".to_owned())];
+    let mut env: Vec<_> = tls.map(|(of, value)| (format!("BATON_TRANSFER_TLS_{of}"), value)).into();
+    env.push(("BATON_ADVERTISE".to_owned(), relay::ADDRESS.to_string()));
+    let scene = Scene::new("tcp", env);
+    let flip = relay::before(&scene.cluster).unwrap().there;
+    for seed in 0..u64::from(FLIPS) {
+        let request = sampled(prompt(600, seed), 20, seed);
+        let want = scene.ask(&request);
+        flip.arm(50_000 + 30_011 * seed as i64);
+        assert_eq!(scene.ask(&request), want);
+        assert!(flip.is_done());
+    }
+    let metrics = scene.cluster.router_metrics().unwrap();
+    assert!(metrics.sum("baton_recoveries_total", "") >= f64::from(FLIPS));
+    assert_eq!(scene.decode_metrics().sum("baton_verify_failures_total", ""), 0.0);
+    // Whatever is no TLS record, as what a session begins with, is answered by an alert and the end.
+    let mut stranger = TcpStream::connect(relay::door(&scene.cluster).unwrap()).unwrap();
+    stranger.write_all(&[b'B'; 64]).unwrap();
+    let mut answer = Vec::new();
+    stranger.read_to_end(&mut answer).unwrap();
+    assert!(matches!(answer[..], [0x15, 0x03, ..]), "{answer:?}");
+    scene.cluster.wait_idle().unwrap(); // I6
+    drop(scene.client);
+    scene.cluster.stop().unwrap();
 }
 
 /// Bytes of the frame that grants so many blocks of one group, before those of what the decode worker says next.

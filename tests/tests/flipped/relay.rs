@@ -48,9 +48,7 @@ pub struct Flips {
 pub fn before(cluster: &Cluster) -> anyhow::Result<Flips> {
     let has = |members: &[Member], role| members.iter().any(|member| member.role == role);
     cluster.wait_for_members(|members| has(members, Role::Prefill) && has(members, Role::Decode))?;
-    let members = cluster.members();
-    let urls = members.iter().flat_map(|member| [&member.grpc, &member.admin]);
-    let known: BTreeSet<u16> = urls.filter_map(|url| url.rsplit_once(':')?.1.parse().ok()).collect();
+    let known = known(cluster);
     let flips = Flips::default();
     flips.there.arm(-1);
     flips.back.arm(-1);
@@ -69,6 +67,20 @@ pub fn before(cluster: &Cluster) -> anyhow::Result<Flips> {
         }
     }
     Ok(flips)
+}
+
+/// Ports that members of a cluster are known by.
+fn known(cluster: &Cluster) -> BTreeSet<u16> {
+    let members = cluster.members();
+    let urls = members.iter().flat_map(|member| [&member.grpc, &member.admin]);
+    urls.filter_map(|url| url.rsplit_once(':')?.1.parse().ok()).collect()
+}
+
+/// Where a decode worker takes in KV, this relay aside.
+pub fn door(cluster: &Cluster) -> Option<SocketAddr> {
+    let known = known(cluster);
+    let mut ports = processes::listening_ports(cluster.pid("decode").ok()?).into_iter();
+    Some((Ipv4Addr::LOCALHOST, ports.find(|port| !known.contains(port))?).into())
 }
 
 /// Where the relay passes on to.
