@@ -118,12 +118,10 @@ fn main() -> ExitCode {
 /// Panics at the first failure.
 fn conform<D: Device>(device: D) {
     let device = Arc::new(device);
-    for invariant in [false, true] {
-        conformance::run(&Gpu {
-            device: Arc::clone(&device),
-            options: CudaOptions { invariant, ..CudaOptions::default() },
-        });
-        println!("conforms (invariant: {invariant})");
+    for (invariant, hopper) in [(false, true), (true, true), (true, false)] {
+        let options = CudaOptions { invariant, hopper, ..CudaOptions::default() };
+        conformance::run(&Gpu { device: Arc::clone(&device), options });
+        println!("conforms (invariant: {invariant}, Hopper's kernel where it can: {hopper})");
     }
 }
 
@@ -229,8 +227,14 @@ fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError
 }
 
 /// Attention of one layer. Sequences have blocks of their own; what is in them does not matter to the time, but must be numbers.
-fn attention<D: Device>(device: &Arc<D>, sizes: &Sizes, batch: &Ragged, blocks: u32) -> Result<f64, KernelError> {
-    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, blocks), CudaOptions::default())?;
+fn attention<D: Device>(
+    device: &Arc<D>,
+    sizes: &Sizes,
+    options: CudaOptions,
+    batch: &Ragged,
+    blocks: u32,
+) -> Result<f64, KernelError> {
+    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, blocks), options)?;
     backend.clear_pool()?;
     let width = sizes.heads * HEAD_DIM;
     let (q, mut out) = (backend.buffer(batch.rows() * width)?, backend.buffer(batch.rows() * width)?);
@@ -246,7 +250,7 @@ fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> 
             let table: Vec<BlockId> = (0..each).map(|i| BlockId(sequence * each + i)).collect();
             batch.push(behind, 1, &table);
         }
-        let seconds = attention(device, sizes, &batch, each * sequences as u32)?;
+        let seconds = attention(device, sizes, CudaOptions::default(), &batch, each * sequences as u32)?;
         let bytes = sequences * (behind + 1) * sizes.kv_heads * HEAD_DIM * 2 * 2;
         let case = format!("{sequences} x {behind} tokens");
         Figure { what: "decode", case, seconds, bytes, operations: 0 }.print(sizes);
@@ -259,10 +263,15 @@ fn prefill<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError>
         let blocks = tokens.div_ceil(BLOCK as usize) as u32;
         let mut batch = Ragged::default();
         batch.push(0, tokens, &(0..blocks).map(BlockId).collect::<Vec<_>>());
-        let seconds = attention(device, sizes, &batch, blocks)?;
         // Two products for each pair of a query and a key it sees.
         let operations = 4 * sizes.heads * HEAD_DIM * tokens * (tokens + 1) / 2;
-        Figure { what: "prefill", case: format!("{tokens} tokens"), seconds, bytes: 0, operations }.print(sizes);
+        let hopper = device.properties().capability == (9, 0);
+        for (hopper, how) in [(true, ""), (false, ", mma.sync")].into_iter().skip(usize::from(!hopper)) {
+            let options = CudaOptions { hopper, ..CudaOptions::default() };
+            let seconds = attention(device, sizes, options, &batch, blocks)?;
+            let case = format!("{tokens} tokens{how}");
+            Figure { what: "prefill", case, seconds, bytes: 0, operations }.print(sizes);
+        }
     }
     Ok(())
 }

@@ -59,6 +59,12 @@ fn kernels_conform_when_chunks_and_decode_rows_must_agree() {
     conforms(CudaOptions { invariant: true, ..CudaOptions::default() });
 }
 
+/// As on devices without Hopper's units.
+#[test]
+fn kernels_conform_without_those_for_hopper() {
+    conforms(CudaOptions { invariant: true, hopper: false, ..CudaOptions::default() });
+}
+
 fn layout(dtype: KvDtype, head_dim: u32, sinks: u32) -> KvLayout {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim, window: Some(32), sinks };
     KvLayout { version: 1, model: 0, dtype, block_size: 16, groups: vec![group] }

@@ -177,7 +177,8 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let model = open_model(&config)?;
     let mut bench = if gpu {
         let device = Arc::new(Driver::open(0)?);
-        let options = CudaOptions { invariant: matches.get_flag("invariant"), graphs: !matches.get_flag("no-graphs") };
+        let (invariant, graphs) = (matches.get_flag("invariant"), !matches.get_flag("no-graphs"));
+        let options = CudaOptions { invariant, graphs, ..CudaOptions::default() };
         let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
     } else if matches.get_flag("no-profile") {

@@ -7,6 +7,7 @@
 #include "adjust_logits.cu"
 #include "add.cu"
 #include "attention_decode.cu"
+#include "attention_hopper.cu"
 #include "attention_prefill.cu"
 #include "convert_kv.cu"
 #include "copy_blocks.cu"
@@ -38,7 +39,7 @@ constexpr Kernel kernel(const char* name) {
     return {name, sizeof(P), [](const void* p) { return launch_of(*static_cast<const P*>(p)); },
             [](const void* p, const Launch& launch) {
                 const P& params = *static_cast<const P*>(p);
-                shim::launch(launch.grid, launch.block, [&] { KERNEL(params); }, shim::Order::Ascending);
+                shim::launch(launch.grid, launch.block, launch.shared, [&] { KERNEL(params); }, shim::Order::Ascending);
             }};
 }
 
@@ -55,6 +56,10 @@ const Kernel KERNELS[] = {
     ATTENTION(bf16),
     ATTENTION(q8),
     ATTENTION(fp8),
+    K(AttentionHopper, baton_attention_hopper_f16_64),
+    K(AttentionHopper, baton_attention_hopper_f16_128),
+    K(AttentionHopper, baton_attention_hopper_bf16_64),
+    K(AttentionHopper, baton_attention_hopper_bf16_128),
     K(AttentionCombine, baton_attention_combine),
     K(ConvertKv, baton_convert_kv),
     K(CopyBlocks, baton_copy_blocks),
@@ -98,6 +103,8 @@ const std::vector<Structure>& structures() {
           O(Attention, kv_heads), O(Attention, window), O(Attention, scale_log2)),
         S(AttentionDecode, O(AttentionDecode, a), O(AttentionDecode, partial), O(AttentionDecode, stats), O(AttentionDecode, split),
           O(AttentionDecode, splits)),
+        S(TensorMap, O(TensorMap, words)),
+        S(AttentionHopper, O(AttentionHopper, a), O(AttentionHopper, pool)),
         S(CopyBlocks, O(CopyBlocks, source), O(CopyBlocks, target), O(CopyBlocks, pairs), O(CopyBlocks, bytes), O(CopyBlocks, count),
           O(CopyBlocks, layers), O(CopyBlocks, planes)),
         S(BlockSide, O(BlockSide, base), O(BlockSide, layer_stride), O(BlockSide, block_stride), O(BlockSide, plane_stride)),
@@ -124,17 +131,22 @@ bool same(dim3 got, const u32* want) { return got.x == want[0] && got.y == want[
 extern "C" {
 
 /// Runs a kernel on its struct of parameters, of `bytes` bytes. 0: done; 1: there is no such kernel; 2: its parameters have another size;
-/// 3: it is launched with another grid or block. One launch at a time.
-u32 baton_host_launch(const char* name, const void* params, u64 bytes, const u32* grid, const u32* block) {
+/// 3: it is launched with another grid, block or dynamic shared memory. One launch at a time.
+u32 baton_host_launch(const char* name, const void* params, u64 bytes, const u32* grid, const u32* block, u32 shared) {
     for (const Kernel& kernel : KERNELS) {
         if (std::strcmp(kernel.name, name) != 0) continue;
         if (kernel.bytes != bytes) return 2;
         Launch launch = kernel.launch(params);
-        if (!same(launch.grid, grid) || !same(launch.block, block)) return 3;
+        if (!same(launch.grid, grid) || !same(launch.block, block) || launch.shared != shared) return 3;
         kernel.run(params, launch);
         return 0;
     }
     return 1;
+}
+
+/// Encodes rows of 16-bit elements as a tensor map, as cuTensorMapEncodeTiled does. 0: done; 1: it would refuse.
+u32 baton_host_tensor_map(void* map, void* base, u64 width, u64 rows, u64 stride, u32 box_width, u32 box_rows) {
+    return !shim::encode_rows(map, base, width, rows, stride, box_width, box_rows);
 }
 
 /// Size and offsets of a struct, up to `room` numbers; how many there are, 0 for a struct it does not know.

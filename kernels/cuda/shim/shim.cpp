@@ -30,35 +30,20 @@ void __tsan_release(void* at);
 #endif
 
 namespace shim {
-namespace {
 
-/// What was done before a release of an address is ordered before what follows an acquire of it.
 void release([[maybe_unused]] void* at) {
 #ifdef BATON_SHIM_RACES
     __tsan_release(at);
 #endif
 }
+
 void acquire([[maybe_unused]] void* at) {
 #ifdef BATON_SHIM_RACES
     __tsan_acquire(at);
 #endif
 }
 
-/// Where threads wait until `expected` of them have come.
-struct Barrier {
-    unsigned expected = 0;
-    unsigned arrived = 0;
-    unsigned generation = 0;
-    /// Addresses for release and acquire, by generation.
-    char order[2];
-
-    bool complete() {
-        if (arrived == 0 || arrived < expected) return false;
-        arrived = 0;
-        generation++;
-        return true;
-    }
-};
+namespace {
 
 /// A warp's collectives. Two sets of words: a lane can be at most one collective ahead of another.
 struct Warp {
@@ -71,6 +56,10 @@ struct Block {
     Barrier barrier;
     std::vector<Warp> warps;
     std::map<const void*, std::unique_ptr<void, void (*)(void*)>> shared;
+    Order order = Order::Ascending;
+    std::size_t dynamic_bytes = 0;
+    std::vector<std::function<void()>> pending;
+    std::shared_ptr<void> beside;
 };
 
 Block* block = nullptr;
@@ -161,16 +150,20 @@ void to_fiber(Fiber& fiber) {
 #endif
 }
 
-void wait(Barrier& barrier, bool orders_memory) {
-    unsigned before = barrier.generation;
-    if (orders_memory) release(&barrier.order[before & 1]);
-    barrier.arrived++;
-    if (!barrier.complete()) {
-        running->waiting = &barrier;
-        running->generation = before;
-        to_scheduler();
-    }
-    if (orders_memory) acquire(&barrier.order[before & 1]);
+void block_until_past(Barrier& barrier, unsigned generation) {
+    running->waiting = &barrier;
+    running->generation = generation;
+    to_scheduler();
+}
+
+/// Does one of the block's pending works; false when there is none.
+bool work(std::size_t which) {
+    if (block->pending.empty()) return false;
+    std::size_t at = which % block->pending.size();
+    auto now = std::move(block->pending[at]);
+    block->pending.erase(block->pending.begin() + static_cast<std::ptrdiff_t>(at));
+    now();
+    return true;
 }
 
 void fiber_main() {
@@ -239,11 +232,41 @@ void run_block(const std::function<void()>& body, const Thread& first, Order ord
             to_fiber(*fiber);
             left -= fiber->done;
         }
-        if (!moved) fail("threads of a block wait for others that never come");
+        if (order == Order::Shuffled && random() % 2) moved |= work(random());
+        if (!moved && !work(0)) fail("threads of a block wait for others that never come");
     }
+    if (!block->pending.empty()) fail("a block ends before what it has asked for is done");
 }
 
 } // namespace
+
+void wait(Barrier& barrier, bool orders_memory) {
+    unsigned before = barrier.generation;
+    if (orders_memory) release(&barrier.order[before & 1]);
+    barrier.arrived++;
+    if (!barrier.complete()) block_until_past(barrier, before);
+    if (orders_memory) acquire(&barrier.order[before & 1]);
+}
+
+void arrive(Barrier& barrier) {
+    release(&barrier.order[barrier.generation & 1]);
+    barrier.arrived++;
+    barrier.complete();
+}
+
+void wait_past(Barrier& barrier, unsigned generation) {
+    if (barrier.generation == generation) block_until_past(barrier, generation);
+    acquire(&barrier.order[generation & 1]);
+}
+
+Order order_of_turns() { return block->order; }
+
+void later(std::function<void()> work) {
+    if (block->order == Order::Ascending) return work();
+    block->pending.push_back(std::move(work));
+}
+
+std::shared_ptr<void>& beside() { return block->beside; }
 
 void fail(const char* why) {
     std::fprintf(stderr, "shim: %s\n", why);
@@ -254,7 +277,9 @@ Thread& current() {
     return running->thread;
 }
 
-void launch(dim3 grid, dim3 dim, const std::function<void()>& body, Order order) {
+std::size_t dynamic_bytes() { return block->dynamic_bytes; }
+
+void launch(dim3 grid, dim3 dim, std::size_t dynamic_bytes, const std::function<void()>& body, Order order) {
     unsigned count = dim.x * dim.y * dim.z;
     if (count == 0 || count > 1024 || count % 32 != 0) fail("a block's threads must be whole warps, up to 1024");
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("an empty grid; the launcher must skip the launch");
@@ -265,6 +290,8 @@ void launch(dim3 grid, dim3 dim, const std::function<void()>& body, Order order)
     Block now;
     block = &now;
     now.warps.resize(count / 32);
+    now.order = order;
+    now.dynamic_bytes = dynamic_bytes;
     release(&launched);
     for (unsigned z = 0; z < grid.z; z++) {
         for (unsigned y = 0; y < grid.y; y++) {
@@ -282,6 +309,7 @@ void launch(dim3 grid, dim3 dim, const std::function<void()>& body, Order order)
                 run_block(body, first, order);
                 // Before the block's shared variables are freed.
                 acquire(&finished);
+                now.beside.reset();
                 now.shared.clear();
             }
         }

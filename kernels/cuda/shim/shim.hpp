@@ -3,8 +3,8 @@
 // Every CUDA thread is a fiber. Barriers, shuffles and votes are real: a thread waits in them for the others, collectives check that all
 // lanes of the warp called the same one, and a block in which nobody can go on is a failure, not a hang. bf16 and f16 are the compiler's
 // own headers. Shared variables are allocated for each block at their exact size and filled with 0xff, so that ASan sees an index too far
-// and a missing initialisation shows as a NaN. What it does not know: inline PTX (see mma.cuh for the one instruction that kernels use),
-// partial masks, several streams, time.
+// and a missing initialisation shows as a NaN. What it does not know: inline PTX, for which kernels have twins (mma.cuh, and hopper.cuh over
+// units.hpp here), partial masks, several streams, time.
 #pragma once
 
 #include <vector_functions.h>
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 
 #undef __global__
 #undef __device__
@@ -51,7 +52,10 @@ struct Thread {
 Thread& current();
 
 /// Runs `body` once for every thread of the grid, block after block.
-void launch(dim3 grid, dim3 block, const std::function<void()>& body, Order order);
+void launch(dim3 grid, dim3 block, std::size_t dynamic_bytes, const std::function<void()>& body, Order order);
+
+/// Bytes of dynamic shared memory that the running launch gives a block.
+std::size_t dynamic_bytes();
 
 /// Waits for all threads of the block that have not returned.
 void sync_threads();
@@ -61,7 +65,7 @@ constexpr int EXCHANGE = 8;
 using Words = std::uint32_t[EXCHANGE];
 
 /// Which collective a lane called; all lanes must agree.
-enum class Collective : std::uint32_t { SyncWarp, Shuffle, Vote, Mma };
+enum class Collective : std::uint32_t { SyncWarp, Shuffle, Vote, Mma, Wgmma };
 
 /// Hands `count` words to the other lanes and waits for theirs; `[lane]`, valid until this lane's next collective.
 const Words* exchange(Collective collective, const std::uint32_t* words, int count);
@@ -70,6 +74,46 @@ const Words* exchange(Collective collective, const std::uint32_t* words, int cou
 void* shared(const void* key, std::size_t bytes, std::size_t align);
 
 [[noreturn]] void fail(const char* why);
+
+/// To ThreadSanitizer: what was done before a release of an address is ordered before what follows an acquire of it.
+void release(void* at);
+void acquire(void* at);
+
+/// Where threads wait until `expected` have arrived; then it begins anew.
+struct Barrier {
+    unsigned expected = 0;
+    unsigned arrived = 0;
+    unsigned generation = 0;
+    /// Addresses for release and acquire, by generation.
+    char order[2];
+
+    /// Begins anew if all have arrived.
+    bool complete() {
+        if (arrived == 0 || arrived < expected) return false;
+        arrived = 0;
+        generation++;
+        return true;
+    }
+};
+
+/// Arrives and waits for the others; whether what was done before is seen by them.
+void wait(Barrier& barrier, bool orders_memory);
+
+/// Arrives without waiting; what was done before is seen by those who wait.
+void arrive(Barrier& barrier);
+
+/// Waits until the barrier has begun anew since it was in this generation, and sees what was done before that.
+void wait_past(Barrier& barrier, unsigned generation);
+
+/// The order in which the running launch's threads take turns.
+Order order_of_turns();
+
+/// Work of a unit beside the threads: it is done at once where turns are ascending, when no thread can go on where they are
+/// descending, and some time between where they are shuffled.
+void later(std::function<void()> work);
+
+/// What the running block has beside its threads; gone with it.
+std::shared_ptr<void>& beside();
 
 inline void whole_warp(unsigned mask) {
     if (mask != 0xffffffffu) fail("a collective of a part of a warp");

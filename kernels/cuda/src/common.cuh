@@ -41,6 +41,8 @@ enum class Element : u32 { F32, F16, Bf16 };
 struct Launch {
     dim3 grid;
     dim3 block;
+    /// Bytes of dynamic shared memory.
+    u32 shared = 0;
 };
 
 /// Parts of `size` that hold `count`.

@@ -115,7 +115,7 @@ template <class P>
 void run(void (*kernel)(P), const P& params) {
     Launch launch = launch_of(params);
     if (launch.grid.x == 0 || launch.grid.y == 0 || launch.grid.z == 0) return;
-    shim::launch(launch.grid, launch.block, [&] { kernel(params); }, order);
+    shim::launch(launch.grid, launch.block, launch.shared, [&] { kernel(params); }, order);
 }
 
 /// `got` within `allowed` of `want`.

@@ -1,11 +1,11 @@
 //! Which attention kernels a batch is given to, and with what.
 
-use baton_types::KvDtype;
+use baton_types::{KvDtype, KvLayout};
 
 use super::batch::{SPLIT, Tiles};
-use super::device::{Access, Address, Device, Memory, Piece};
+use super::device::{Access, Address, Device, Memory, Piece, Rows};
 use super::inputs::Inputs;
-use super::params::{Attention, AttentionCombine, AttentionDecode, Element, RopeStoreKv};
+use super::params::{Attention, AttentionCombine, AttentionDecode, AttentionHopper, Element, RopeStoreKv};
 use super::pool::Pool;
 use super::queue::Queue;
 use crate::KernelError;
@@ -15,10 +15,44 @@ use crate::backend::AttentionShape;
 pub(super) struct Placed<'a, D: Device> {
     pub queue: &'a Queue<D>,
     pub pool: &'a Pool<D>,
+    pub chunks: Chunks,
     pub shape: AttentionShape,
     pub inputs: &'a Inputs,
     /// All of `inputs`.
     pub words: Piece<'a>,
+}
+
+/// Compute capability of the devices that have Hopper's units, and no others do.
+pub(super) const HOPPER: (u32, u32) = (9, 0);
+
+/// Which kernel chunks take. It depends on device and pool only, so that a row takes the same one in any batch (I1).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Chunks {
+    /// `attention_prefill.cu`, by the warps' own products.
+    Warps,
+    /// `attention_hopper.cu`, by name.
+    Hopper(&'static str),
+}
+
+impl Chunks {
+    /// For a layer group, on a device with or without Hopper's units.
+    pub fn of(layout: &KvLayout, group: usize, hopper: bool) -> Self {
+        match (hopper, layout.dtype, layout.groups[group].head_dim) {
+            (true, KvDtype::F16, 64) => Chunks::Hopper("baton_attention_hopper_f16_64"),
+            (true, KvDtype::F16, 128) => Chunks::Hopper("baton_attention_hopper_f16_128"),
+            (true, KvDtype::Bf16, 64) => Chunks::Hopper("baton_attention_hopper_bf16_64"),
+            (true, KvDtype::Bf16, 128) => Chunks::Hopper("baton_attention_hopper_bf16_128"),
+            _ => Chunks::Warps,
+        }
+    }
+
+    /// (row, head) pairs of a KV head that a thread block takes.
+    pub fn pairs(self) -> usize {
+        match self {
+            Chunks::Warps => Attention::PAIRS as usize,
+            Chunks::Hopper(_) => AttentionHopper::PAIRS as usize,
+        }
+    }
 }
 
 /// Tables and activations of a store.
@@ -139,7 +173,18 @@ impl<D: Device> Placed<'_, D> {
             scale_log2: self.shape.scale * std::f32::consts::LOG2_E,
         };
         let (chunks, largest) = self.tiles().chunks();
-        self.queue.launch(prefill, &attention(self.tiles().decode(), chunks, largest), &touches)?;
+        let attend_chunks = attention(self.tiles().decode(), chunks, largest);
+        match self.chunks {
+            Chunks::Warps => self.queue.launch(prefill, &attend_chunks, &touches)?,
+            // Nothing is encoded for a batch of decode rows.
+            Chunks::Hopper(_) if chunks == 0 => {}
+            Chunks::Hopper(kernel) => {
+                let box_shape = [AttentionHopper::BOX_WIDTH, AttentionHopper::box_slots(layout.block_size)];
+                let rows = Rows { memory: pool, width: group.head_dim, box_shape };
+                let pool = self.queue.device.tensor_map(&rows)?;
+                self.queue.launch(kernel, &AttentionHopper { a: attend_chunks, pool }, &touches)?;
+            }
+        }
         // Sums of all splits and heads, and behind them their maxima and sums of weights.
         let (sum, stats) = (group.head_dim as usize * size_of::<f32>(), 2 * size_of::<f32>());
         for launch in self.tiles().launches(split_bytes(self.shape.heads, group.head_dim)) {

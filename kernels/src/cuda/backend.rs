@@ -29,11 +29,13 @@ pub struct CudaOptions {
     /// Whether decode steps are captured and launched as a whole, which takes most of the host's part out of them. They are padded then,
     /// with and without a graph; not a bit depends on it.
     pub graphs: bool,
+    /// Whether chunks take the kernel for Hopper where the device and the pool are such that they can. It sums in another order.
+    pub hopper: bool,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        CudaOptions { invariant: false, graphs: true }
+        CudaOptions { invariant: false, graphs: true, hopper: true }
     }
 }
 

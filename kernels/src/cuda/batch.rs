@@ -9,9 +9,6 @@ use crate::backend::{Ragged, Span};
 pub(super) const SPLIT: u32 = 256;
 /// Bytes of sums that decode rows with several splits leave in memory at once, as far as one row needs no more.
 const PARTIAL: usize = 64 << 20;
-/// (row, head) pairs that a thread block of the prefill kernel takes.
-const PAIRS: usize = 64;
-
 /// Words that [`Tile`] has.
 pub(super) const TILE_WORDS: usize = 4;
 
@@ -24,6 +21,8 @@ pub(super) struct Cut {
     pub block_size: usize,
     /// Spans of one row are decode rows; otherwise there are chunks only.
     pub decode: bool,
+    /// (row, head) pairs of a KV head that a thread block of the chunks' kernel takes.
+    pub pairs: usize,
     /// With how many splits all decode rows are launched; None: as many as they have.
     pub splits: Option<u32>,
 }
@@ -77,7 +76,7 @@ impl Tiles {
         }
         let padding = batch.padding();
         (0..if cut.decode { padding } else { 0 }).for_each(|_| self.decode_row(0, [0; TILE_WORDS]));
-        let most = (PAIRS / cut.group).max(1);
+        let most = (cut.pairs / cut.group).max(1);
         for span in batch.spans().iter().filter(|span| !is_decode(span.len)) {
             for first in (0..span.len).step_by(most) {
                 let rows = most.min(span.len - first) as u32;
@@ -174,7 +173,7 @@ mod tests {
 
     use super::*;
 
-    const CUT: Cut = Cut { group: 4, block_size: 16, decode: true, splits: None };
+    const CUT: Cut = Cut { group: 4, block_size: 16, decode: true, pairs: 64, splits: None };
 
     fn batch() -> Ragged {
         let mut batch = Ragged::default();

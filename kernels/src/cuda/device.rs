@@ -95,6 +95,25 @@ impl Piece<'_> {
     }
 }
 
+/// An array of 16-bit elements in device memory, as rows, and the boxes of it that kernels copy.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// The rows, one behind the other.
+    pub memory: Piece<'a>,
+    /// Elements of a row.
+    pub width: u32,
+    /// Elements of a row of a box, at most 64, and rows of a box.
+    pub box_shape: [u32; 2],
+}
+
+/// What a device's copy units know of [`Rows`], with a swizzle of 128 bytes: a part of a kernel's parameters.
+#[repr(C, align(128))]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct TensorMap {
+    /// As the device encodes it.
+    pub words: [u64; 16],
+}
+
 /// What a launch does to a range.
 #[derive(Clone, Copy, Debug)]
 pub enum Access<'a> {
@@ -169,6 +188,8 @@ pub trait Device: Send + Sync + 'static {
     fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError>;
     /// To the host, as many bytes as `to` has; waits for the stream.
     fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError>;
+    /// Encodes rows for the copy units of a device of compute capability 9.0 or later.
+    fn tensor_map(&self, rows: &Rows<'_>) -> Result<TensorMap, KernelError>;
     /// Launches a kernel.
     ///
     /// # Safety

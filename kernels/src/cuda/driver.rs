@@ -6,6 +6,7 @@
 mod blas;
 mod graphs;
 mod sharing;
+mod tensor_map;
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -17,11 +18,14 @@ use cudarc::driver::result::{self, DriverError, ctx, device, event, module, prim
 use cudarc::driver::sys;
 use graphs::Captures;
 
-use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
+use super::device::{Address, Call, Device, Event, Gemm, Graph, Launch, Piece, Properties, Rows, Stream, TensorMap};
 use crate::KernelError;
 
 /// All kernels for all architectures; empty in a build without them.
 static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton.fatbin"));
+
+/// Dynamic shared memory that any kernel may have.
+const SHARED: u32 = 48 << 10;
 
 /// A GPU.
 pub struct Driver {
@@ -37,7 +41,8 @@ pub struct Driver {
 /// What was asked for so far.
 #[derive(Default)]
 struct Made {
-    kernels: HashMap<&'static str, sys::CUfunction>,
+    /// Each with the dynamic shared memory it may have.
+    kernels: HashMap<&'static str, (sys::CUfunction, u32)>,
     streams: Vec<sys::CUstream>,
     events: Vec<sys::CUevent>,
     captures: Captures,
@@ -137,15 +142,23 @@ impl Driver {
         self.made().events.get(event.0).copied().ok_or_else(|| unknown("event"))
     }
 
-    fn kernel(&self, name: &'static str) -> Result<sys::CUfunction, KernelError> {
+    /// The kernel of this name, allowed as much shared memory as it is launched with.
+    fn kernel(&self, name: &'static str, launch: Launch) -> Result<sys::CUfunction, KernelError> {
         let mut made = self.made();
-        if let Some(&function) = made.kernels.get(name) {
+        let known = made.kernels.get(name).copied();
+        if let Some((function, _)) = known.filter(|&(_, allowed)| launch.shared <= allowed) {
             return Ok(function);
         }
         let text = CString::new(name).map_err(|_| unknown("kernel"))?;
         // SAFETY: the module is loaded as long as `self` is there.
         let function = unsafe { module::get_function(self.module, text) }.map_err(failed(name))?;
-        made.kernels.insert(name, function);
+        if launch.shared > SHARED {
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: a function of the module.
+            unsafe { result::function::set_function_attribute(function, most, launch.shared as i32) }
+                .map_err(failed(name))?;
+        }
+        made.kernels.insert(name, (function, launch.shared.max(SHARED)));
         Ok(function)
     }
 }
@@ -283,8 +296,13 @@ impl Device for Driver {
         self.synchronise(stream)
     }
 
+    fn tensor_map(&self, rows: &Rows<'_>) -> Result<TensorMap, KernelError> {
+        self.current()?;
+        tensor_map::encode(rows)
+    }
+
     unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {
-        let (stream, function) = (self.raw(stream)?, self.kernel(call.kernel)?);
+        let (stream, function) = (self.raw(stream)?, self.kernel(call.kernel, call.launch)?);
         let ([gx, gy, gz], [bx, by, bz]) = (call.launch.grid, call.launch.block);
         let mut params = [call.params.cast::<c_void>().cast_mut()];
         // SAFETY: the caller's promise for the parameters, of which the driver takes a copy.

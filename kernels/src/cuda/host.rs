@@ -15,17 +15,21 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
 
-use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
+use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
 use super::work::{Captures, Kept, Work};
 use crate::KernelError;
 
-type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, *const u32) -> u32;
+type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, *const u32, u32) -> u32;
+/// Map, base; width, rows, bytes of a row; width and rows of a box.
+type TensorMapFn = unsafe extern "C" fn(*mut TensorMap, *mut u8, u64, u64, u64, u32, u32) -> u32;
 type LayoutFn = unsafe extern "C" fn(*const c_char, *mut u64, u64) -> u64;
 /// Weight, x, bias, out; rows, outs, cols.
 type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
 
 /// What it says that it has.
 const MEMORY: u64 = 1 << 30;
+/// That of Hopper, whose units the shim has.
+const CAPABILITY: (u32, u32) = (9, 0);
 /// Alignment that every allocation of a driver has.
 const ALIGN: usize = 256;
 
@@ -37,6 +41,7 @@ pub struct HostDevice {
     launch: LaunchFn,
     layout: LayoutFn,
     product: ProductFn,
+    tensor_map: TensorMapFn,
     /// The functions' code.
     _library: Library,
     properties: Properties,
@@ -52,19 +57,21 @@ impl HostDevice {
         let failed = |error: libloading::Error| KernelError::NoDevice(format!("{}: {error}", path.display()));
         // SAFETY: the library's initialisers only fill its own variables.
         let library = unsafe { Library::new(path) }.map_err(failed)?;
-        // SAFETY: the three functions of kernels/cuda/shim/library.cpp have these types.
-        let (launch, layout, product) = unsafe {
+        // SAFETY: the four functions of kernels/cuda/shim/library.cpp have these types.
+        let (launch, layout, product, tensor_map) = unsafe {
             (
                 *library.get::<LaunchFn>(c"baton_host_launch").map_err(failed)?,
                 *library.get::<LayoutFn>(c"baton_host_layout").map_err(failed)?,
                 *library.get::<ProductFn>(c"baton_host_product").map_err(failed)?,
+                *library.get::<TensorMapFn>(c"baton_host_tensor_map").map_err(failed)?,
             )
         };
         let name = "kernels on the host".to_owned();
-        let properties = Properties { name, memory: MEMORY, ..Properties::default() };
+        let properties = Properties { name, memory: MEMORY, capability: CAPABILITY, ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
         let captures = Mutex::default();
-        Ok(HostDevice { launch, layout, product, _library: library, properties, memory, shared, named, captures })
+        let _library = library;
+        Ok(HostDevice { launch, layout, product, tensor_map, _library, properties, memory, shared, named, captures })
     }
 
     /// One over the library built from the sources as they are; None, and the reason on standard error, where the CUDA headers are
@@ -151,12 +158,13 @@ impl HostDevice {
         let _one = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         let (grid, block) = (call.launch.grid.as_ptr(), call.launch.block.as_ptr());
         // SAFETY: the caller's promise for the parameters; grid and block have three numbers each.
-        let code = unsafe { (self.launch)(name.as_ptr(), call.params(), call.bytes as u64, grid, block) };
+        let code =
+            unsafe { (self.launch)(name.as_ptr(), call.params(), call.bytes as u64, grid, block, call.launch.shared) };
         match code {
             0 => Ok(()),
             1 => Err(device("there is no such kernel")),
             2 => Err(device("its parameters have another size")),
-            _ => Err(device("grid or block are not what its launch_of says")),
+            _ => Err(device("grid, block or shared memory are not what its launch_of says")),
         }
     }
 }
@@ -238,6 +246,17 @@ impl Device for HostDevice {
         // SAFETY: as in `write`.
         unsafe { std::ptr::copy_nonoverlapping(host(from.at()), to.as_mut_ptr(), to.len()) };
         Ok(())
+    }
+
+    fn tensor_map(&self, rows: &Rows<'_>) -> Result<TensorMap, KernelError> {
+        let (mut map, stride) = (TensorMap::default(), u64::from(rows.width) * 2);
+        let (count, [width, height]) = (rows.memory.bytes() as u64 / stride.max(1), rows.box_shape);
+        // SAFETY: there is room for a map; of the memory only the address is looked at.
+        let code = unsafe {
+            (self.tensor_map)(&raw mut map, host(rows.memory.at()), rows.width.into(), count, stride, width, height)
+        };
+        let why = || format!("{rows:?} cannot be copied by boxes");
+        if code == 0 { Ok(map) } else { Err(KernelError::Device { operation: "tensor map".to_owned(), why: why() }) }
     }
 
     unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {

@@ -119,7 +119,7 @@ mod tests {
     }
 
     fn packed(positions: &[usize]) -> (Inputs, Vec<u32>) {
-        let cut = Cut { group: 1, block_size: 16, decode: true, splits: Some(2) };
+        let cut = Cut { group: 1, block_size: 16, decode: true, pairs: 64, splits: Some(2) };
         let mut inputs = Inputs::new(2);
         inputs.set(&[7, 8, 0, 0], &[0, 1, 2, 3]);
         assert!(inputs.renew(0, &batch(positions), cut));

@@ -27,7 +27,9 @@ mod weight;
 mod work;
 
 pub use backend::{CudaBackend, CudaOptions};
-pub use device::{Access, Address, Call, Device, Event, Gemm, Graph, Launch, Memory, Piece, Properties, Stream};
+pub use device::{
+    Access, Address, Call, Device, Event, Gemm, Graph, Launch, Memory, Piece, Properties, Rows, Stream, TensorMap,
+};
 pub use driver::{Driver, devices};
 pub use host::HostDevice;
 pub use nccl::Gpus;

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
+use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
 use super::sharing::SharingDevice;
 use crate::KernelError;
 
@@ -67,6 +67,9 @@ impl Device for Nowhere {
     fn read(&self, _stream: Stream, _from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
         to.fill(0);
         Ok(())
+    }
+    fn tensor_map(&self, _rows: &Rows<'_>) -> Result<TensorMap, KernelError> {
+        Ok(TensorMap::default())
     }
     unsafe fn launch(&self, _stream: Stream, _call: &Call<'_>) -> Result<(), KernelError> {
         Ok(())

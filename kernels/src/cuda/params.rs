@@ -5,7 +5,7 @@
 
 use baton_types::{KvDtype, WeightDtype};
 
-use super::device::{Address, Launch};
+use super::device::{Address, Launch, TensorMap};
 use crate::backend::Gate;
 
 /// Threads of a warp.
@@ -234,11 +234,54 @@ pub(crate) struct Attention {
     pub scale_log2: f32,
 }
 
+impl Attention {
+    /// (row, head) pairs that a thread block takes.
+    pub const PAIRS: u32 = 64;
+}
+
 // SAFETY: `AttentionPrefill` of attention_prefill.cu has this as its one field.
 unsafe impl Params for Attention {
     fn launch(&self) -> Launch {
         let pairs = u64::from(self.tile_rows) * u64::from(self.heads / self.kv_heads);
-        Launch::new([self.tile_count, self.kv_heads, parts(pairs, 64)], [4 * WARP, 1, 1])
+        Launch::new([self.tile_count, self.kv_heads, parts(pairs, Self::PAIRS)], [4 * WARP, 1, 1])
+    }
+}
+
+/// Prefill attention on Hopper.
+#[repr(C)]
+pub(crate) struct AttentionHopper {
+    pub a: Attention,
+    /// The layer's pool, in boxes of [`AttentionHopper::BOX_WIDTH`] elements and [`AttentionHopper::box_slots`] rows.
+    pub pool: TensorMap,
+}
+
+impl AttentionHopper {
+    /// (row, head) pairs that a thread block takes.
+    pub const PAIRS: u32 = 128;
+    /// Slots of a turn.
+    const SLOTS: u32 = 128;
+    /// Elements of a row of a box.
+    pub const BOX_WIDTH: u32 = 64;
+
+    /// Slots of a box, which lie in one block.
+    pub fn box_slots(block_size: u32) -> u32 {
+        (block_size & block_size.wrapping_neg()).min(Self::SLOTS)
+    }
+
+    /// Bytes of shared memory: q, the stages of K and V, and their barriers.
+    fn shared(head_dim: u32) -> u32 {
+        let dim = if head_dim <= 64 { 64 } else { 128 };
+        let stages = 256 / dim;
+        (2 * dim * (Self::PAIRS + 2 * stages * Self::SLOTS) + 4 * stages * 8).next_multiple_of(1024)
+    }
+}
+
+// SAFETY: as in attention_hopper.cu.
+unsafe impl Params for AttentionHopper {
+    fn launch(&self) -> Launch {
+        let pairs = u64::from(self.a.tile_rows) * u64::from(self.a.heads / self.a.kv_heads);
+        let grid = [self.a.tile_count, self.a.kv_heads, parts(pairs, Self::PAIRS)];
+        Launch { shared: Self::shared(self.a.planes.head_dim), ..Launch::new(grid, [12 * WARP, 1, 1]) }
     }
 }
 
@@ -465,6 +508,8 @@ mod tests {
                 heads, kv_heads),
             layout!(Attention: planes, q, out, tiles, blocks, q_type, out_type, tile_count, tile_rows, heads, kv_heads,
                 window, scale_log2),
+            layout!(TensorMap: words),
+            layout!(AttentionHopper: a, pool),
             layout!(AttentionDecode: a, partial, stats, split, splits),
             layout!(BlockSide: base, layer_stride, block_stride, plane_stride),
             layout!(CopyBlocks: source, target, pairs, bytes, count, layers, planes),

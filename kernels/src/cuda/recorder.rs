@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::device::{Access, Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Stream};
+use super::device::{Access, Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
 use crate::KernelError;
 use graphs::Captured;
 
@@ -342,6 +342,11 @@ impl<D: Device> Device for Recorder<D> {
         state.touch("read", stream, &[Access::Read(from)])?;
         state.wait_on_host(stream);
         self.inner.read(stream, from, to)
+    }
+
+    fn tensor_map(&self, rows: &Rows<'_>) -> Result<TensorMap, KernelError> {
+        self.state().allocation("a tensor map", &rows.memory)?;
+        self.inner.tensor_map(rows)
     }
 
     unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {

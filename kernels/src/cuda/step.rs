@@ -1,6 +1,6 @@
 //! A step: its inputs brought to the device in one copy, and its operations done one by one or, for decode rows, as a graph.
 
-use super::attention::Placed;
+use super::attention::{self, Chunks, Placed};
 use super::backend::CudaBackend;
 use super::batch::{Cut, SPLIT};
 use super::device::{Device, Graph, Memory};
@@ -154,12 +154,19 @@ impl<D: Device> CudaBackend<D> {
         self.steps.send(&self.queue)
     }
 
-    fn cut(&self, group: usize, heads: usize) -> Cut {
+    fn cut(&self, shape_group: usize, heads: usize) -> Cut {
         let layout = &self.pool.geometry().layout;
-        let kv_heads = layout.groups[group].kv_heads as usize;
+        let kv_heads = layout.groups[shape_group].kv_heads as usize;
         let (group, block_size) = (heads / kv_heads, layout.block_size as usize);
         assert_eq!(group * kv_heads, heads, "query heads for each KV head");
-        Cut { group, block_size, decode: !self.options.invariant, splits: self.steps.splits }
+        let pairs = self.chunks(shape_group).pairs();
+        Cut { group, block_size, decode: !self.options.invariant, pairs, splits: self.steps.splits }
+    }
+
+    /// The kernel of a group's chunks.
+    fn chunks(&self, group: usize) -> Chunks {
+        let hopper = self.options.hopper && self.queue.device.properties().capability == attention::HOPPER;
+        Chunks::of(&self.pool.geometry().layout, group, hopper)
     }
 
     /// The batch of a layer on the device: a step brings it there; else it is brought now, unless it is the last one.
@@ -173,6 +180,7 @@ impl<D: Device> CudaBackend<D> {
     pub(super) fn placed(&self, shape: AttentionShape) -> Option<Placed<'_, D>> {
         let inputs = &self.steps.inputs;
         let words = self.steps.words.as_ref()?.piece(0, inputs.len() * size_of::<u32>());
-        Some(Placed { queue: &self.queue, pool: &self.pool, shape, inputs, words })
+        let chunks = self.chunks(shape.group);
+        Some(Placed { queue: &self.queue, pool: &self.pool, chunks, shape, inputs, words })
     }
 }

@@ -13,12 +13,16 @@ pub(super) enum Work {
     Product { weight: Address, x: Address, bias: Option<Address>, out: Address, rows: u64, outs: u64, cols: u64 },
 }
 
+/// Bytes of parameters, aligned as the most demanding of them.
+#[repr(C, align(128))]
+#[derive(Clone, Copy)]
+struct Aligned([u8; 128]);
+
 /// A launch with parameters of its own.
 pub(super) struct Kept {
     pub kernel: &'static str,
     pub launch: Launch,
-    /// As words, so that they are aligned.
-    params: Vec<u64>,
+    params: Vec<Aligned>,
     pub bytes: usize,
 }
 
@@ -26,7 +30,7 @@ impl Kept {
     /// # Safety
     /// Its parameters are as many bytes as it says.
     pub unsafe fn of(call: &Call<'_>) -> Self {
-        let mut params = vec![0u64; call.bytes.div_ceil(size_of::<u64>())];
+        let mut params = vec![Aligned([0; 128]); call.bytes.div_ceil(size_of::<Aligned>())];
         // SAFETY: the caller's promise; there is room for as many bytes.
         unsafe { std::ptr::copy_nonoverlapping(call.params, params.as_mut_ptr().cast(), call.bytes) };
         Kept { kernel: call.kernel, launch: call.launch, params, bytes: call.bytes }
