@@ -2,17 +2,20 @@
 # All that is checked and measured on a GPU, in two parts, since a machine with one may have no compiler:
 #
 #   tests/gpu.sh pack DIR       here: compiles the kernels and the programs, and puts what is needed into DIR (at most 64 MiB)
-#   DIR/gpu.sh run [PART…]      on the machine with the GPU: every part, or those named, each within minutes; what they say, what they
-#                               measure and a table of it in $OUT, by default DIR/out
+#   DIR/gpu.sh run [PART…]      on the machine with the GPU, which needs its driver, CUDA 13's cuBLAS and python3: every part, or those named,
+#                               each within minutes; what they say, what they measure and a table of it in DIR/out, and after each part
+#                               the table and an archive of all of it in $OUT, if that is set
 #   tests/gpu.sh host           the same programs at small sizes with the kernels compiled for this processor: that they work, not how fast
 #
-# Parts: conformance (of every operation), models (logits of every architecture against the CPU's), sanitizer (conformance again under
-# compute-sanitizer), kernels (bandwidth, products, attention), engine (steps of Llama-3.1-8B's shape), peer (the same under PyTorch and
-# transformers), cluster (prefill and decode as processes, split against whole), handoff (8,192 tokens). The table has all that is in $OUT.
+# Parts, those first without which the others mean little: conformance (of every operation), kernels (bandwidth, products, attention), ipc (KV
+# from one process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the CPU's), cluster
+# (prefill and decode as processes, split against whole), handoff (8,192 tokens), invariant (the engine as workers run), peer (the same
+# under PyTorch and transformers), sanitizer and races (conformance again under compute-sanitizer). A part that fails or takes too long
+# does not keep the others from running.
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
-PARTS="conformance models kernels engine peer cluster handoff sanitizer"
+PARTS="conformance kernels ipc engine models cluster handoff invariant peer sanitizer races"
 LLAMA=random:llama-3.1-8b
 STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
 
@@ -43,23 +46,52 @@ lacks() {
 }
 
 measure_engine() {
-    for how in "" --invariant; do
-        # shellcheck disable=SC2086
-        "$here/baton" bench engine --backend cuda $how --model $LLAMA --json --chunk 8192 --context 1024 --decode-steps 32 \
-            --metrics $STEPS >"$out/engine${how#-}.jsonl"
-    done
+    "$here/baton" bench engine --backend cuda "$@" --model $LLAMA --json --chunk 8192 --context 1024 --decode-steps 32 --metrics $STEPS
+}
+
+# Conformance under a tool of compute-sanitizer, of our own kernels: cuBLASLt's are many, and it asks its driver what that has not.
+sanitized() {
+    tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+    if [ -n "$tool" ]; then
+        "$tool" --tool "$1" --kernel-name kernel_substring=baton_ --report-api-errors no --error-exitcode 9 "$here/gpu" conformance
+    else
+        lacks compute-sanitizer
+    fi
+}
+
+# Seconds that a part may take.
+limit() {
+    case $1 in
+    engine | invariant | sanitizer | races) echo 420 ;;
+    ipc | table) echo 60 ;;
+    *) echo 240 ;;
+    esac
+}
+
+# The machine, as far as its own tools tell.
+machine() {
+    uname -srm
+    nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,temperature.gpu,power.limit --format=csv || true
+}
+
+# What is there so far, where it is fetched from: two files.
+hand_out() {
+    [ -n "${OUT:-}" ] || return 0
+    mkdir -p "$OUT"
+    cp "$out/table.md" "$OUT/" 2>/dev/null || true
+    tar -czf "$OUT/results.tar.gz" -C "$out" .
 }
 
 part() {
     case $1 in
     conformance) "$here/gpu" conformance ;;
     models) "$here/models" on_a_gpu --nocapture ;;
-    sanitizer)
-        tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
-        if [ -n "$tool" ]; then timeout 540 "$tool" --error-exitcode 9 "$here/gpu" conformance; else lacks compute-sanitizer; fi
-        ;;
+    sanitizer) sanitized memcheck ;;
+    races) sanitized racecheck ;;
     kernels) "$here/gpu" bench --json >"$out/kernels.jsonl" ;;
-    engine) measure_engine ;;
+    ipc) "$here/gpu" handoff --json >"$out/ipc.jsonl" ;;
+    engine) measure_engine >"$out/engine.jsonl" ;;
+    invariant) measure_engine --invariant >"$out/engine-invariant.jsonl" ;;
     peer)
         if python3 -c 'import torch, transformers' 2>/dev/null; then
             python3 "$here/gpu-programs/peer.py" --context 1024 --prefill 8192 >"$out/peer.jsonl"
@@ -70,15 +102,16 @@ part() {
     cluster)
         : >"$out/cluster.jsonl"
         for model in random:tiny random:smollm2-135m; do
-            python3 "$here/gpu-programs/cluster.py" "$here/baton" --model $model --log "$out/cluster.log" >>"$out/cluster.jsonl"
+            python3 "$here/gpu-programs/cluster.py" "$here/baton" --model $model --log "$out/cluster.${model#*:}.processes" \
+                >>"$out/cluster.jsonl"
         done
         ;;
     handoff)
         # GPU to GPU where workers know that way, else through the host's memory.
         BATON_CHUNK=2048 BATON_TOKEN_BUDGET=2048 BATON_PACK_TOKENS=2048 python3 "$here/gpu-programs/cluster.py" "$here/baton" \
-            --model $LLAMA --handoff 8192 --log "$out/handoff.log" >"$out/handoff.jsonl"
+            --model $LLAMA --handoff 8192 --log "$out/handoff.processes" >"$out/handoff.jsonl"
         ;;
-    table) python3 "$here/gpu-programs/table.py" "$out" | tee "$out/table.md" ;;
+    table) python3 "$here/gpu-programs/table.py" "$out" >"$out/table.md" ;;
     *) echo "gpu.sh: no part $1; there are: $PARTS" >&2; return 2 ;;
     esac
 }
@@ -110,8 +143,9 @@ pack)
 run)
     shift
     libraries
-    out=${OUT:-$here/out}
+    out=$here/out
     mkdir -p "$out"
+    machine 2>&1 | tee "$out/machine.log"
     for program in gpu baton models; do
         [ ! -e "$here/$program.gz" ] || gunzip -f "$here/$program.gz"
     done
@@ -121,19 +155,34 @@ run)
         ln -s "$here" "$built"
     fi
     status=0
-    for part in ${*:-$PARTS} table; do
-        echo "== $part"
-        # A part has a shell of its own, which ends at its first failure; the others go on.
-        OUT="$out" sh "$here/gpu.sh" part "$part" >"$out/$part.log" 2>&1 && said=ok || said=FAILED
-        [ $said = ok ] || status=1
-        tail -n 40 "$out/$part.log"
-        echo "== $part: $said"
+    for part in ${*:-$PARTS}; do
+        began=$(date +%s)
+        # A part has a shell of its own, which ends at its first failure; the others go on. All that it has started ends with it.
+        code=0
+        timeout -k 10 "$(limit "$part")" sh "$here/gpu.sh" part "$part" >"$out/$part.log" 2>&1 || code=$?
+        case $code in
+        0) said=ok lines=12 ;;
+        124 | 137) said="FAILED, took longer than $(limit "$part") s" lines=40 status=1 ;;
+        *) said=FAILED lines=40 status=1 ;;
+        esac
+        if [ "$said" = ok ] && grep -q '^left out:' "$out/$part.log"; then said="left out"; fi
+        # As much of the end as helps, and of what its processes said where it failed.
+        tail -n $lines "$out/$part.log" | cut -c 1-400
+        if [ "$said" != ok ]; then
+            for log in "$out/$part".*processes; do
+                [ ! -e "$log" ] || { echo "-- $(basename "$log")"; tail -n 25 "$log" | cut -c 1-400; }
+            done
+        fi
+        echo "== $part: $said ($(($(date +%s) - began)) s)"
         echo "$part: $said" >"$out/$part.verdict"
+        part table >"$out/table.log" 2>&1 || { cat "$out/table.log"; status=1; }
+        hand_out
     done
+    cat "$out/table.md" || status=1
     exit $status
     ;;
 part)
-    out=$OUT
+    out=$here/out
     part "$2"
     ;;
 host)
@@ -144,6 +193,7 @@ host)
     out=$(mktemp -d)
     trap 'rm -rf "$out"' EXIT
     target/debug/examples/gpu bench --host --json >"$out/kernels.jsonl"
+    target/debug/examples/gpu handoff --host --json >"$out/ipc.jsonl"
     target/debug/baton bench engine --model random:tiny --json --no-profile --chunk 64 --decode-steps 4 \
         --metrics prefill_64,decode_1,decode_2 >"$out/engine.jsonl"
     python3 "$here/gpu/cluster.py" target/debug/baton --backend cpu --model random:tiny --log "$out/log" >"$out/cluster.jsonl"
@@ -159,7 +209,7 @@ host)
     fi
     ;;
 *)
-    sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

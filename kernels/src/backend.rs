@@ -279,6 +279,10 @@ pub trait Backend: Send + Sized {
     /// Waits until all operations are done; what went wrong with one of them since the last time. After a failure those that follow
     /// are not done, and what [`Backend::read`] gives is worth nothing.
     fn finish(&mut self) -> Result<(), KernelError>;
+    /// Why it can compute nothing any more, asked after something has failed; None where the next step may go well.
+    fn lost(&mut self) -> Option<KernelError> {
+        None
+    }
     /// The first `out.len()` elements from `offset` on, to the host.
     fn read(&mut self, buffer: &Self::Buffer, offset: usize, out: &mut [f32]);
 

@@ -257,6 +257,10 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.finish()
     }
 
+    fn lost(&mut self) -> Option<KernelError> {
+        self.inner.lost()
+    }
+
     fn read(&mut self, buffer: &B::Buffer, offset: usize, out: &mut [f32]) {
         self.timed(Operation::Copies, floats(2 * out.len()), 0, |b| b.read(buffer, offset, out));
     }

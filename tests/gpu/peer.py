@@ -55,7 +55,7 @@ class Bench:
 
     def limits(self):
         size = 1 << (16 if self.tiny else 30)
-        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         seconds = self.seconds(lambda: target.copy_(source), 10)
         tell(what="copy", case=f"torch, {size} bytes", seconds=seconds, bytes=2 * size, operations=0)

@@ -21,7 +21,8 @@ def read(folder):
     """Records by the file they are in."""
     files = {}
     for path in sorted(pathlib.Path(folder).glob("*.jsonl")):
-        lines = [line for line in path.read_text().splitlines() if line.startswith("{")]
+        # A program that was ended in the middle of a line has said no more than the lines before.
+        lines = [line for line in path.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
         files[path.stem] = [json.loads(line) for line in lines]
     return files
 
@@ -89,6 +90,20 @@ class Table:
             step = number / value * 1e3
             self.row("transformers", metric.replace("_", " "), f"{value:.0f} tokens/s, {step:.2f} ms")
 
+    def ipc(self):
+        """KV from one process into another, nothing else running; beside the prompt that makes as much of it."""
+        prefill = next((8192 / r["value"] for r in self.figures("engine") if r.get("metric") == "prefill_8192"), None)
+        for record in self.figures("ipc"):
+            if record.get("what") != "ipc":
+                continue
+            rate, seconds = record["bytes"] / record["seconds"], record["seconds"]
+            # Read here and written there, in one memory.
+            ratio = f"{2 * rate / self.bandwidth:.2f} of bandwidth" if self.bandwidth else ""
+            self.row("cuda-ipc alone", record["case"], f"{rate / 1e9:.0f} GB/s, {seconds * 1e3:.1f} ms", ratio)
+            if prefill and record["bytes"] == 8192 * KV_TOKEN:
+                self.row("cuda-ipc alone", "8192 tokens, all at the end", f"{seconds * 1e3:.1f} ms",
+                         f"{seconds / (seconds + prefill):.3f} of TTFT", "≤ 0.03", seconds / (seconds + prefill) <= 0.03)
+
     def cluster(self):
         for record in self.figures("cluster") + self.figures("handoff"):
             if record.get("what") == "cluster":
@@ -103,14 +118,14 @@ class Table:
                          f"not hidden: {share:.3f} of TTFT", "≤ 0.03", share <= 0.03)
 
     def text(self):
-        for part in (self.limits, self.kernels, self.engine, self.cluster):
+        for part in (self.limits, self.kernels, self.ipc, self.engine, self.cluster):
             part()
         device = next((r["device"] for r in self.figures("kernels") if "device" in r), "no device")
-        lines = [f"{device}; medians of rounds, for the engine the mean of a run.", "",
+        lines = [f"{device}; medians of rounds, for decode steps the mean of a run, the first of their size not among them.", "",
                  "| what | case | measured | ratio | goal | |", "| --- | --- | --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         lines += ["", "Parts: " + "; ".join(self.verdicts) + "."] if self.verdicts else []
-        for name in ("kernels", "engine", "engine-invariant", "peer", "cluster", "handoff"):
+        for name in ("kernels", "ipc", "engine", "engine-invariant", "peer", "cluster", "handoff"):
             if not self.figures(name):
                 lines += ["", f"Not measured: {name}."]
         return "\n".join(lines)

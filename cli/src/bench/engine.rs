@@ -140,9 +140,17 @@ struct Bench {
     /// Of the sequences to come.
     temperature: f32,
     chunk: u32,
+    /// Steps of a kind that go before those that count, and how often a prompt is computed.
+    warm_up: u32,
+    rounds: usize,
     events: Vec<Event>,
     out: Vec<TokenOut>,
 }
+
+/// A GPU's first steps of a size load kernels, choose how products are done, and are captured as a graph.
+const GPU_WARM_UP: u32 = 4;
+/// A prompt is a few long steps there, of which the median counts.
+const GPU_ROUNDS: usize = 5;
 
 /// Measures and prints.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
@@ -180,7 +188,8 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         let (invariant, graphs) = (matches.get_flag("invariant"), !matches.get_flag("no-graphs"));
         let options = CudaOptions { invariant, graphs, ..CudaOptions::default() };
         let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
-        Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
+        let bench = Bench::new(engine, &geometry, Box::new(decoder), None, &model)?;
+        Bench { warm_up: GPU_WARM_UP, rounds: GPU_ROUNDS, ..bench }
     } else if matches.get_flag("no-profile") {
         let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, |backend, _| backend)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
@@ -229,7 +238,9 @@ impl Bench {
         let chunk = engine.chunk;
         let engine = Engine::new(engine, geometry)?;
         let vocab = model.config().vocab_size;
-        Ok(Bench { engine, runner, profiler, vocab, chunk, temperature: 0.0, events: Vec::new(), out: Vec::new() })
+        let (events, out) = (Vec::new(), Vec::new());
+        let (temperature, warm_up, rounds) = (0.0, 0, 1);
+        Ok(Bench { engine, runner, profiler, vocab, temperature, chunk, warm_up, rounds, events, out })
     }
 
     /// Measuring begins.
@@ -269,8 +280,17 @@ impl Bench {
         Ok(sampled)
     }
 
-    /// Seconds for one prompt of `tokens`.
+    /// Seconds for one prompt of `tokens`: the median round's.
     fn prefill(&mut self, tokens: u32) -> anyhow::Result<f64> {
+        if self.warm_up > 0 {
+            self.prompt(tokens)?;
+        }
+        let mut rounds = (0..self.rounds).map(|_| self.prompt(tokens)).collect::<Result<Vec<_>, _>>()?;
+        rounds.sort_by(f64::total_cmp);
+        rounds.get(rounds.len() / 2).copied().context("at least one round")
+    }
+
+    fn prompt(&mut self, tokens: u32) -> anyhow::Result<f64> {
         self.submit(tokens, 0, 1, 1)?;
         let started = self.start();
         while self.step()? == 0 {}
@@ -281,10 +301,13 @@ impl Bench {
     /// are the same.
     fn decode(&mut self, batch: u32, steps: u32, context: u32, common: u32) -> anyhow::Result<f64> {
         // The first go on while the last are computed, an eighth of a chunk at a time at least.
-        let most = steps + batch * context.div_ceil((self.chunk / 8).max(1));
+        let most = self.warm_up + steps + batch * context.div_ceil((self.chunk / 8).max(1));
         let submit = |salt| self.submit(context, common, most, salt);
         let sequences = (0..batch).map(submit).collect::<Result<Vec<_>, _>>()?;
         while self.step()? < batch as usize {}
+        for _ in 0..self.warm_up {
+            self.step()?;
+        }
         let started = self.start();
         for _ in 0..steps {
             self.step()?;

@@ -25,6 +25,11 @@ pub trait ModelRunner: Send {
         on_layer: &mut dyn FnMut(u32),
         out: &mut Vec<TokenOut>,
     ) -> Result<(), RunError>;
+
+    /// Why it can run no step any more, asked after one has failed; None where the next may go well.
+    fn lost(&mut self) -> Option<RunError> {
+        None
+    }
 }
 
 /// The rows of one step, in a deterministic order: rows of one token first, then chunks.

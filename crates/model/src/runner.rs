@@ -114,4 +114,8 @@ impl<B: Backend> ModelRunner for Decoder<B> {
         let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
         self.in_turns(on_layer, |decoder, first, count| decoder.choose(samples.clone().skip(first).take(count), out))
     }
+
+    fn lost(&mut self) -> Option<RunError> {
+        self.backend.lost().map(|error| RunError(error.to_string()))
+    }
 }

@@ -239,6 +239,11 @@ baton_runtime::config! {
         max_kept_percent: u32 = 50,
         /// What computes: cpu, cuda (a GPU by NVIDIA, or the worker does not start), or auto: a GPU where there is one that can.
         backend: BackendKind = BackendKind::Cpu,
+        /// On a GPU: a request's tokens do not depend on what else runs, how its prompt was cut or by which way its KV came. Without it
+        /// steps are faster, decode steps of long sequences many times, and tokens may differ where two are almost as likely.
+        invariant: bool = true,
+        /// On a GPU: decode steps of a size that was there before are launched as a whole. Not a token depends on it.
+        cuda_graphs: bool = true,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
         /// Tensor-parallel ranks on the CPU: the model is split over so many, which share the threads. A divisor of its KV heads.

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use baton_engine::{BlockCounts, Engine, Event, ModelRunner, Step, SwapRates};
+use baton_engine::{BlockCounts, Engine, Event, ModelRunner, RunError, Step, SwapRates};
 use baton_runtime::metrics as names;
 use baton_types::TokenOut;
 use metrics::{counter, gauge, histogram};
@@ -47,7 +47,8 @@ pub struct Snapshot {
     pub idle: bool,
 }
 
-/// A way to the engine thread. The thread ends when nobody watches its snapshot any more, so when the last handle is gone.
+/// A way to the engine thread. The thread ends when nobody watches its snapshot any more, so when the last handle is gone, and when the
+/// model can compute nothing any more.
 ///
 /// The command queue itself has no limit: every command belongs to an open stream or an open handoff, and those are limited.
 #[derive(Debug)]
@@ -115,7 +116,8 @@ pub fn start<R: Role>(
     let handle = EngineHandle { commands: Commands(commands), snapshot };
     let role = make(handle.commands())?;
     let prefills = PrefillRate::default();
-    let thread = Thread { engine, runner, role, inbox, publish, prefills, events: Vec::new(), out: Vec::new() };
+    let (events, out) = (Vec::new(), Vec::new());
+    let thread = Thread { engine, runner, role, inbox, publish, prefills, lost: None, events, out };
     std::thread::Builder::new().name(name.to_owned()).spawn(move || thread.run(clock))?;
     Ok(handle)
 }
@@ -146,6 +148,8 @@ struct Thread<R: Role> {
     inbox: Receiver<R::Command>,
     publish: watch::Sender<Snapshot>,
     prefills: PrefillRate,
+    /// Why the model can compute nothing any more.
+    lost: Option<RunError>,
     events: Vec<Event>,
     out: Vec<TokenOut>,
 }
@@ -165,6 +169,11 @@ impl<R: Role> Thread<R> {
                 self.step(step);
             }
             self.report();
+            if let Some(error) = &self.lost {
+                // Who serves requests must be one that can: whoever started this worker starts another.
+                tracing::error!(%error, "nothing can be computed any more; the worker ends");
+                return;
+            }
         }
     }
 
@@ -188,7 +197,7 @@ impl<R: Role> Thread<R> {
 
     fn step(&mut self, step: Step) {
         let started = Instant::now();
-        let Thread { engine, runner, role, out, events, prefills, .. } = self;
+        let Thread { engine, runner, role, out, events, prefills, lost, .. } = self;
         role.step_planned(engine, &step);
         out.clear();
         let outcome = engine.with_batch(&step, |batch| runner.run(batch, &mut |layer| role.layer_stored(layer), out));
@@ -201,6 +210,7 @@ impl<R: Role> Thread<R> {
             Err(error) => {
                 tracing::error!(%error, "a step failed; its sequences end");
                 engine.fail(step, error, events);
+                *lost = runner.lost();
             }
         }
         let took = started.elapsed();
@@ -254,7 +264,81 @@ impl<R: Role> Thread<R> {
 
 #[cfg(test)]
 mod tests {
+    use baton_engine::fake::tiny_layout;
+    use baton_engine::{Batch, CacheConfig, EngineConfig, NewSequence, Order, Start, SwapConfig};
+    use baton_types::{PoolGeometry, RequestId, SamplingParams};
+
     use super::*;
+
+    /// Fails every step, and after so many for good.
+    struct Failing(u32);
+
+    impl ModelRunner for Failing {
+        fn run(&mut self, _: &Batch<'_>, _: &mut dyn FnMut(u32), _: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            self.0 -= 1;
+            Err(RunError("an illegal address".to_owned()))
+        }
+
+        fn lost(&mut self) -> Option<RunError> {
+            (self.0 == 0).then(|| RunError("an illegal address".to_owned()))
+        }
+    }
+
+    /// Takes sequences and tells of those that failed.
+    struct Telling(Sender<RequestId>);
+
+    impl Role for Telling {
+        type Command = NewSequence;
+
+        fn command(&mut self, engine: &mut Engine, new: NewSequence, _: &mut Vec<Event>) {
+            engine.submit(new).unwrap();
+        }
+
+        fn event(&mut self, _: &mut Engine, event: Event) {
+            if let Event::Failed { request, .. } = event {
+                self.0.send(request).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_failed_step_ends_its_sequences_and_one_that_cannot_be_followed_the_thread() {
+        let limits = EngineConfig {
+            token_budget: 16,
+            chunk: 16,
+            pack_tokens: 16,
+            max_running: 2,
+            max_waiting: 2,
+            context_tokens: 64,
+            local_tokens: 0,
+            order: Order::Priority { overtakes: 2 },
+            cache: CacheConfig::default(),
+            swap: SwapConfig::default(),
+        };
+        let engine = Engine::new(limits, &PoolGeometry::uniform(tiny_layout(4), 30)).unwrap();
+        let (tell, failed) = channel();
+        let clock = Clock::start();
+        let handle = start("engine", engine, Box::new(Failing(2)), clock, |_| Ok(Telling(tell))).unwrap();
+        for name in ["first", "second"] {
+            let new = NewSequence {
+                request: RequestId(name.to_owned()),
+                tokens: vec![1, 2, 3],
+                prompt_tokens: 3,
+                params: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
+                start: Start::Compute,
+                deadline: None,
+                prefix: None,
+                priority: 0,
+            };
+            handle.send(new).unwrap();
+            assert_eq!(failed.recv().unwrap().0, name, "whoever asked is told");
+        }
+        assert!(failed.recv().is_err(), "the role is gone, though the handle is there");
+        // Whoever watches is told; this ends.
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let mut snapshot = handle.snapshot();
+        runtime.block_on(async { while snapshot.changed().await.is_ok() {} });
+    }
 
     #[test]
     fn the_rate_of_prefills_follows_the_latest_tokens() {

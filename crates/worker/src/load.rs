@@ -205,7 +205,10 @@ pub fn load_on_device<D: SharingDevice>(
     device: &Arc<D>,
 ) -> Result<Loaded<CudaBackend<D>>, WorkerError> {
     let memory = GpuMemory::of(&**device).map_err(ModelError::from)?;
-    load_with(config, model, Place::Gpu(memory), |geometry| Ok(on_device(device, geometry).map_err(ModelError::from)?))
+    let options = CudaOptions { invariant: config.invariant, graphs: config.cuda_graphs };
+    load_with(config, model, Place::Gpu(memory), |geometry| {
+        Ok(on_device(device, geometry, options).map_err(ModelError::from)?)
+    })
 }
 
 /// The layout of the pool.

@@ -21,14 +21,14 @@ pub(crate) fn on_host(geometry: &PoolGeometry) -> Result<(Pool, Arc<HostPool>), 
     Ok((Pool::Host(segment), Arc::new(pool.map_err(ModelError::from)?)))
 }
 
-/// A backend on a GPU with its pool in that GPU's memory. A token has the same logits on every route (I1).
+/// A backend on a GPU with its pool in that GPU's memory.
 pub(crate) fn on_device<D: SharingDevice>(
     device: &Arc<D>,
     geometry: &PoolGeometry,
+    options: CudaOptions,
 ) -> Result<(CudaBackend<D>, Pool), KernelError> {
     let pool = Arc::new(SharedPool::new(device, geometry.bytes())?);
-    let backend =
-        CudaBackend::sharing(&pool, geometry.clone(), CudaOptions { invariant: true, ..CudaOptions::default() })?;
+    let backend = CudaBackend::sharing(&pool, geometry.clone(), options)?;
     Ok((backend, Pool::Device(Arc::new(Memory(pool)))))
 }
 

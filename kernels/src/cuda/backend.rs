@@ -6,7 +6,7 @@ use baton_types::{BlockId, PoolGeometry};
 
 use super::attention;
 use super::batch;
-use super::device::{Access, Address, Device, Gemm, Memory, Piece};
+use super::device::{Access, Address, Alike, Device, Gemm, Memory, Piece};
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
 use super::queue::Queue;
@@ -22,9 +22,10 @@ use crate::{HostPool, KernelError};
 /// How to run on a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CudaOptions {
-    /// Whether a row's attention has the same bits as a decode row as within a chunk, so that logits do not depend on how a prompt
-    /// is cut (I1). Decode rows then take the kernel of chunks, which walks their KV alone and leaves most of the device idle. Without
-    /// it they agree to rounding; whatever else is in the batch changes no bit either way.
+    /// Whether a row has the same bits in any step: as a decode row and within a chunk, and whatever else is in the batch (I1). Decode
+    /// rows then take the kernel of chunks, which walks their KV alone and leaves most of the device idle, and products of any number of
+    /// rows are done as those of few. Without it rows agree to rounding; steps of as many rows, up to [`Alike`]'s bounds, still agree
+    /// bit by bit.
     pub invariant: bool,
     /// Whether decode steps are captured and launched as a whole, which takes most of the host's part out of them. They are padded then,
     /// with and without a graph; not a bit depends on it.
@@ -238,12 +239,13 @@ impl<D: Device> CudaBackend<D> {
         self.operand(&input, cols)?;
         let Some(operand) = &self.operand else { return Ok(()) };
         let (rows, x) = (input.rows, operand.piece(0, input.rows * cols * Element::Bf16.bytes()));
+        let alike = if self.options.invariant { Alike::Always } else { Alike::by_rows(rows) };
         for Product { weight, bias, out } in products {
             assert_eq!(weight.cols, cols, "products of one input have as many inputs");
             let outs = weight.rows;
             let bias = bias.map(|bias| bias.floats(outs));
             let (weight, out) = (weight.memory.piece(0, weight.memory.bytes()), out.floats(rows * outs));
-            self.queue.product(&Gemm { weight, x, bias, out, rows, outs, cols })?;
+            self.queue.product(&Gemm { weight, x, bias, out, rows, outs, cols, alike })?;
         }
         Ok(())
     }

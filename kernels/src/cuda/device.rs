@@ -138,6 +138,48 @@ pub struct Call<'a> {
     pub touches: &'a [Access<'a>],
 }
 
+/// Products with one weight whose rows have the same bits: all those of the same value.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Alike {
+    /// Whatever the number of their rows (I1).
+    Always,
+    /// Those of few rows: up to so many.
+    UpTo(u32),
+    /// Those of more.
+    Many,
+}
+
+/// Bounds of few rows: a weight's bytes, tiles of outputs or the work itself are what takes time.
+const FEW: [u32; 3] = [16, 64, 256];
+
+impl Alike {
+    /// The value of a product of so many rows that need not have the bits of one of any number.
+    pub fn by_rows(rows: usize) -> Self {
+        let few = FEW.into_iter().find(|&few| rows <= few as usize);
+        few.map_or(Alike::Many, Alike::UpTo)
+    }
+
+    /// Rows for which they are done best.
+    pub fn typical(self) -> u64 {
+        match self {
+            Alike::Always => 64,
+            Alike::UpTo(rows) => u64::from(rows),
+            Alike::Many => 4096,
+        }
+    }
+
+    /// Rows by which an algorithm shows that it takes them all: small and odd ones, the bounds, and large ones.
+    pub fn samples(self) -> &'static [u64] {
+        match self {
+            Alike::Always => &[1, 7, 16, 64, 255, 2048, 8192, 16_384],
+            Alike::UpTo(16) => &[1, 7, 16],
+            Alike::UpTo(64) => &[17, 40, 64],
+            Alike::UpTo(_) => &[65, 96, 255, 256],
+            Alike::Many => &[257, 1021, 4096, 8192, 16_384],
+        }
+    }
+}
+
 /// `out[r] = weight · x[r] (+ bias)`: bf16 times bf16, summed in f32.
 #[derive(Clone, Copy)]
 pub struct Gemm<'a> {
@@ -155,6 +197,8 @@ pub struct Gemm<'a> {
     pub outs: usize,
     /// Inputs.
     pub cols: usize,
+    /// Whose bits its rows have.
+    pub alike: Alike,
 }
 
 /// A GPU, or what stands in for one. Work is put into streams and done later; an error of the work may come with any later call.
@@ -195,10 +239,15 @@ pub trait Device: Send + Sync + 'static {
     /// # Safety
     /// `params` points to `bytes` bytes, the struct that the kernel takes, and the kernel launched so touches nothing but `touches`.
     unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError>;
-    /// A product. The same row gets the same bits whatever the other rows are, and however many (I1).
+    /// A product. A row's bits depend on nothing but itself, the weight and [`Gemm::alike`]: not on the other rows.
     fn product(&self, stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError>;
     /// Waits for all of a stream's work.
     fn synchronise(&self, stream: Stream) -> Result<(), KernelError>;
+    /// What ended all work on it for good, as an access outside of memory does; waits for what is under way. Other failures are of one
+    /// call.
+    fn lost(&self) -> Option<KernelError> {
+        None
+    }
     /// What this thread puts into the stream from now on is kept and not done: fills, launches and products. Until the end it may copy
     /// nothing from or to the host, wait for nothing, and allocate and free no memory.
     fn begin_capture(&self, stream: Stream) -> Result<(), KernelError>;
@@ -290,5 +339,24 @@ impl<D: Device> Drop for Memory<D> {
             None => self.device.free(self.at),
             Some(pool) => self.device.unmap(pool.base(), self.at),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_alike_are_those_between_two_bounds_and_are_tried_there() {
+        let kinds = [1, 16, 17, 64, 65, 256, 257, 1 << 20].map(Alike::by_rows);
+        let few = |rows| [Alike::UpTo(rows); 2];
+        assert_eq!(kinds, [few(16), few(64), few(256), [Alike::Many; 2]].as_flattened());
+        for kind in kinds {
+            assert_eq!(Alike::by_rows(kind.typical() as usize), kind);
+            assert!(kind.samples().iter().all(|&rows| Alike::by_rows(rows as usize) == kind), "{kind:?}");
+        }
+        assert!(
+            kinds.iter().all(|kind| Alike::Always.samples().iter().any(|&rows| Alike::by_rows(rows as usize) == *kind))
+        );
     }
 }

@@ -27,6 +27,9 @@ static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton.fatbin"));
 /// Dynamic shared memory that any kernel may have.
 const SHARED: u32 = 48 << 10;
 
+/// CUDA's version that they are compiled with, as drivers count.
+const COMPILED_WITH: i32 = 13_000;
+
 /// A GPU.
 pub struct Driver {
     properties: Properties,
@@ -83,6 +86,25 @@ pub fn devices() -> Result<u32, KernelError> {
     if count < 1 { Err(none("the NVIDIA driver sees none")) } else { Ok(count as u32) }
 }
 
+/// CUDA's version that the driver serves, as 1000 · major + 10 · minor.
+fn version() -> Result<i32, KernelError> {
+    let mut version = 0;
+    // SAFETY: a place for the answer; the library is there.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(failed("version")).map(|()| version)
+}
+
+/// An older driver does not load the kernels, and would only say that their image is invalid.
+fn check_version(version: i32) -> Result<(), KernelError> {
+    if version >= COMPILED_WITH {
+        return Ok(());
+    }
+    let said = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
+    let (serves, needed) = (said(version), said(COMPILED_WITH));
+    Err(none(format!(
+        "the NVIDIA driver serves CUDA {serves}, and the kernels need {needed}: install driver 580 or later"
+    )))
+}
+
 impl Driver {
     /// Opens a GPU by its number, and loads the kernels and cuBLASLt.
     ///
@@ -96,6 +118,7 @@ impl Driver {
         if IMAGE.is_empty() {
             return Err(none("this build has no GPU kernels; run kernels/cuda/build and build again"));
         }
+        check_version(version()?)?;
         let device = device::get(ordinal as i32).map_err(failed("device"))?;
         let properties = properties(device)?;
         // SAFETY: a device that the driver just named.
@@ -254,7 +277,8 @@ impl Device for Driver {
 
     fn event(&self) -> Result<Event, KernelError> {
         self.current()?;
-        let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed("event"))?;
+        // Without a time, which would cost who waits for it.
+        let event = event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("event"))?;
         let mut made = self.made();
         made.events.push(event);
         Ok(Event(made.events.len() - 1))
@@ -321,6 +345,11 @@ impl Device for Driver {
         unsafe { stream::synchronize(stream) }.map_err(failed("the work so far"))
     }
 
+    /// An error of work stays with the context: every call that waits says it again, and only the process's end clears it.
+    fn lost(&self) -> Option<KernelError> {
+        self.current().and_then(|()| ctx::synchronize().map_err(failed("all work so far"))).err()
+    }
+
     fn begin_capture(&self, stream: Stream) -> Result<(), KernelError> {
         self.begin(stream)
     }
@@ -376,5 +405,12 @@ mod tests {
             Err(other) => panic!("{other}"),
             Ok(_) => panic!("there is no such GPU"),
         }
+    }
+
+    #[test]
+    fn a_driver_that_cannot_load_the_kernels_is_told_by_its_version() {
+        assert!(check_version(13_000).is_ok() && check_version(13_010).is_ok());
+        let said = check_version(12_080).unwrap_err().to_string();
+        assert!(said.contains("serves CUDA 12.8") && said.contains("need 13.0") && said.contains("580"), "{said}");
     }
 }

@@ -74,6 +74,10 @@ impl<D: Device> Backend for CudaBackend<D> {
         self.failed.take().map_or(Ok(()), Err)
     }
 
+    fn lost(&mut self) -> Option<KernelError> {
+        self.queue.device.lost()
+    }
+
     fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
         self.pool.reserve_swap(blocks)
     }

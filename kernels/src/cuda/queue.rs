@@ -64,7 +64,7 @@ impl<D: Device> Queue<D> {
     }
 
     pub fn fill(&self, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
-        self.device.fill(self.stream, to, byte)
+        if to.bytes() == 0 { Ok(()) } else { self.device.fill(self.stream, to, byte) }
     }
 
     pub fn write<T: Plain>(&self, to: Piece<'_>, from: &[T]) -> Result<(), KernelError> {

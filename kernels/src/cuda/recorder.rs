@@ -381,6 +381,10 @@ impl<D: Device> Device for Recorder<D> {
         self.inner.synchronise(stream)
     }
 
+    fn lost(&self) -> Option<KernelError> {
+        self.inner.lost()
+    }
+
     fn begin_capture(&self, stream: Stream) -> Result<(), KernelError> {
         let mut state = self.state();
         state.log.push(Recorded::BeginCapture(stream));

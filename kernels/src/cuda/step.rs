@@ -104,6 +104,7 @@ impl<D: Device> CudaBackend<D> {
                 }
                 // Nothing of it was done. What cannot be captured can still be done.
                 Err(error) => {
+                    tracing::warn!(%error, "decode steps are done one launch at a time: they cannot be captured as graphs");
                     self.steps.refused = Some(error);
                     run(self);
                 }

@@ -114,4 +114,9 @@ impl<B: Backend> ModelRunner for TensorParallel<B> {
     ) -> Result<(), RunError> {
         self.together(batch, |first| first.run(batch, on_layer, out))
     }
+
+    /// What the first rank's backend says, or the ranks' exchange where it cannot go on.
+    fn lost(&mut self) -> Option<RunError> {
+        ModelRunner::lost(&mut self.first).or_else(|| self.first.reset().err())
+    }
 }

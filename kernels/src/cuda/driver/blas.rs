@@ -1,37 +1,50 @@
-//! Products by cuBLASLt, with the same bits for a row whatever stands beside it (I1).
+//! Products by cuBLASLt: which of its algorithms a product takes, and the calls.
 //!
 //! The library picks another algorithm for another number of rows, and some sum over parts of k that depend on it. So an algorithm is
-//! chosen once for each shape of weight, as if for [`ROWS`] rows, among those that need no second pass over partial sums; every product
-//! with such a weight uses it. That makes each output the same sum in the same order.
+//! chosen once for each shape of weight and each [`Alike`], as if for one number of rows, and kept only if the library says that it takes
+//! all others too; every product alike uses it. That makes each output the same sum in the same order. Products that must agree
+//! whatever their rows (I1) take none that needs a second pass over partial sums; the others may, in memory that each stream has for it.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::mem::MaybeUninit;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::{CUdeviceptr, CUstream};
 
-use super::super::device::Gemm;
+use super::super::device::{Alike, Gemm};
 use crate::KernelError;
 
-/// Rows that algorithms are chosen for: a decode batch, where products take most of a step.
-const ROWS: u64 = 64;
+/// Memory for partial sums, a stream: what the library's makers advise for sm_90.
+const WORKSPACE: usize = 32 << 20;
+
+/// Algorithms that are looked at for a product, the library's favourite first.
+const CANDIDATES: usize = 16;
 
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 
-/// (outputs, inputs, with bias) of a weight.
-type Shape = (usize, usize, bool);
+/// (outputs, inputs, with bias) of a weight, and which products are alike.
+type Shape = (usize, usize, bool, Alike);
 
-/// A handle and the algorithms chosen so far.
+/// A handle, the algorithms chosen so far, and each stream's memory.
 pub(super) struct Blas {
     handle: sys::cublasLtHandle_t,
     chosen: Mutex<HashMap<Shape, sys::cublasLtMatmulAlgo_t>>,
+    workspaces: Mutex<HashMap<usize, CUdeviceptr>>,
 }
 
 fn failed(error: CublasError) -> KernelError {
     KernelError::Device { operation: "product by cuBLASLt".to_owned(), why: format!("{:?}", error.0) }
+}
+
+/// The same for one product, with its sizes.
+fn failed_for(gemm: &Gemm<'_>) -> impl Fn(CublasError) -> KernelError {
+    let operation = format!("product by cuBLASLt, {} x {} of {} rows", gemm.outs, gemm.cols, gemm.rows);
+    move |error| KernelError::Device { operation: operation.clone(), why: format!("{:?}", error.0) }
 }
 
 /// Descriptors of a product, given back when it is dropped. cuBLASLt's matrices are column-major, so the weight `[outs, cols]` is a
@@ -80,27 +93,85 @@ impl Drop for Described {
     }
 }
 
-/// The library's first choice for a product of [`ROWS`] rows without partial sums.
-fn choose(handle: sys::cublasLtHandle_t, gemm: &Gemm<'_>) -> Result<sys::cublasLtMatmulAlgo_t, CublasError> {
+/// Bytes of memory that a product may take for partial sums.
+fn workspace(alike: Alike) -> usize {
+    if alike == Alike::Always { 0 } else { WORKSPACE }
+}
+
+/// The library's candidates for a product, best first.
+fn candidates(
+    handle: sys::cublasLtHandle_t,
+    gemm: &Gemm<'_>,
+) -> Result<Vec<sys::cublasLtMatmulHeuristicResult_t>, CublasError> {
     use sys::cublasLtMatmulPreferenceAttributes_t as P;
-    let described = Described::new(gemm, ROWS)?;
+    use sys::cublasLtReductionScheme_t::{CUBLASLT_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_NONE};
+    let described = Described::new(gemm, gemm.alike.typical())?;
     let preference = result::create_matmul_pref()?;
-    let (workspace, reduction) = (0u64, sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32);
+    let workspace = workspace(gemm.alike) as u64;
+    let reduction = match gemm.alike {
+        Alike::Always => CUBLASLT_REDUCTION_SCHEME_NONE,
+        Alike::UpTo(_) | Alike::Many => CUBLASLT_REDUCTION_SCHEME_MASK,
+    } as u32;
     // An odd number of outputs leaves rows of `out` on 4 bytes.
     let alignment = if gemm.outs.is_multiple_of(4) { 16u32 } else { 4 };
     let [a, b, d] = described.layouts;
-    // SAFETY: all descriptors are there until the end, and each attribute has as many bytes as its value.
+    let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(CANDIDATES);
+    let mut count = 0;
+    // SAFETY: all descriptors are there until the end, each attribute has as many bytes as its value, and there is room for as many results
+    // as are asked for, of which the library says how many it has written.
     unsafe {
         let set =
             |attribute, at: *const c_void, bytes| result::set_matmul_pref_attribute(preference, attribute, at, bytes);
-        let found = set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const workspace).cast(), 8)
+        let outcome = set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const workspace).cast(), 8)
             .and_then(|()| set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const reduction).cast(), 4))
             .and_then(|()| set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (&raw const alignment).cast(), 4))
             .and_then(|()| set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (&raw const alignment).cast(), 4))
-            .and_then(|()| result::get_matmul_algo_heuristic(handle, described.operation, a, b, d, d, preference));
+            .and_then(|()| {
+                let (most, to) = (CANDIDATES as i32, found.as_mut_ptr());
+                let (of, how) = (described.operation, preference);
+                sys::cublasLtMatmulAlgoGetHeuristic(handle, of, a, b, d, d, how, most, to, &mut count).result()
+            });
         let _ = result::destroy_matmul_pref(preference);
-        found.map(|found| found.algo)
+        outcome?;
+        found.set_len(usize::try_from(count).unwrap_or(0).min(CANDIDATES));
     }
+    found.retain(|found| found.state.result().is_ok());
+    Ok(found)
+}
+
+/// Whether an algorithm takes a product of so many rows, with the memory there is.
+fn takes(
+    handle: sys::cublasLtHandle_t,
+    gemm: &Gemm<'_>,
+    algorithm: &sys::cublasLtMatmulAlgo_t,
+    rows: u64,
+) -> Result<bool, CublasError> {
+    let described = Described::new(gemm, rows)?;
+    let [a, b, d] = described.layouts;
+    let mut says = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+    // SAFETY: all descriptors are there until the end, and there is room for the answer, which is numbers alone; zero is one of each.
+    let (status, says) = unsafe {
+        let (of, to) = (described.operation, says.as_mut_ptr());
+        let status = sys::cublasLtMatmulAlgoCheck(handle, of, a, b, d, d, algorithm, to);
+        (status, says.assume_init())
+    };
+    Ok(status.result().is_ok() && says.workspaceSize <= workspace(gemm.alike))
+}
+
+/// The library's best candidate that takes all products alike.
+fn choose(handle: sys::cublasLtHandle_t, gemm: &Gemm<'_>) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
+    let failed = failed_for(gemm);
+    for candidate in candidates(handle, gemm).map_err(&failed)? {
+        let mut all = true;
+        for &rows in gemm.alike.samples() {
+            all = all && takes(handle, gemm, &candidate.algo, rows).map_err(&failed)?;
+        }
+        if all {
+            return Ok(candidate.algo);
+        }
+    }
+    // What the library says where it has nothing.
+    Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)))
 }
 
 impl Blas {
@@ -111,13 +182,15 @@ impl Blas {
             let why = "this host has no cuBLAS (libcublasLt.so.13); install CUDA's libraries, or name their directory in LD_LIBRARY_PATH";
             return Err(KernelError::NoDevice(why.to_owned()));
         }
-        Ok(Blas { handle: result::create_handle().map_err(failed)?, chosen: Mutex::default() })
+        let handle = result::create_handle().map_err(failed)?;
+        Ok(Blas { handle, chosen: Mutex::default(), workspaces: Mutex::default() })
     }
 
     /// Puts a product into a stream of the current context.
     pub fn product(&self, stream: CUstream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
         let algorithm = self.algorithm(gemm)?;
         let described = Described::new(gemm, gemm.rows as u64).map_err(failed)?;
+        let (workspace, room) = (self.workspace(stream, gemm.alike)?, workspace(gemm.alike));
         let [a, b, d] = described.layouts;
         let (one, zero) = (1f32, 0f32);
         let at = |address: u64| address as usize as *mut c_void;
@@ -138,27 +211,47 @@ impl Blas {
                 out,
                 d,
                 &algorithm,
-                std::ptr::null_mut(),
-                0,
+                at(workspace),
+                room,
                 stream.cast(),
             )
         }
-        .map_err(failed)
+        .map_err(failed_for(gemm))
+    }
+
+    /// A stream's memory for partial sums, from its first product that may have some on.
+    fn workspace(&self, stream: CUstream, alike: Alike) -> Result<CUdeviceptr, KernelError> {
+        let bytes = workspace(alike);
+        if bytes == 0 {
+            return Ok(0);
+        }
+        let mut workspaces = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&at) = workspaces.get(&stream.addr()) {
+            return Ok(at);
+        }
+        // SAFETY: new memory is nobody's.
+        let at = unsafe { driver::malloc_sync(bytes) }.map_err(|_| KernelError::Memory { bytes })?;
+        workspaces.insert(stream.addr(), at);
+        Ok(at)
     }
 
     fn algorithm(&self, gemm: &Gemm<'_>) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
         let mut chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        let shape = (gemm.outs, gemm.cols, gemm.bias.is_some());
+        let shape = (gemm.outs, gemm.cols, gemm.bias.is_some(), gemm.alike);
         if let Some(&algorithm) = chosen.get(&shape) {
             return Ok(algorithm);
         }
-        let algorithm = choose(self.handle, gemm).map_err(failed)?;
+        let algorithm = choose(self.handle, gemm)?;
         chosen.insert(shape, algorithm);
         Ok(algorithm)
     }
 
-    /// Gives the handle back; nothing follows.
+    /// Gives handle and memory back, of a context that is current; nothing follows.
     pub fn close(&self) {
+        for (_, at) in self.workspaces.lock().unwrap_or_else(PoisonError::into_inner).drain() {
+            // SAFETY: allocated by `workspace`; freeing waits for who uses it.
+            let _ = unsafe { driver::free_sync(at) };
+        }
         // SAFETY: made by `new`; the driver closes once, when it is dropped.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }

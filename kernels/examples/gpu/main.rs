@@ -2,18 +2,22 @@
 //!
 //!     cargo run --release -p baton-kernels --example gpu -- conformance
 //!     cargo run --release -p baton-kernels --example gpu -- bench
+//!     cargo run --release -p baton-kernels --example gpu -- handoff
 //!
-//! Each figure is the median of several rounds. With `--json` a line is an object, which `tests/gpu/table.py` makes a table of.
+//! Each figure is the median of several rounds, over values that are noise: of products of zeros, or attention whose scores are all one,
+//! less is done. With `--json` a line is an object, which `tests/gpu/table.py` makes a table of.
 //! With `--host` the kernels compiled for this processor stand in for the device, in sizes that take seconds: that checks the
 //! program, its figures mean nothing.
+
+mod handoff;
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use baton_kernels::conformance::{self, Factory, Promises};
+use baton_kernels::conformance::{self, Factory, Promises, Random};
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, HostDevice};
-use baton_kernels::{AttentionShape, Backend, Input, KernelError, Product, Ragged, WeightSource};
+use baton_kernels::{AttentionShape, Backend, Input, KernelError, Product, Ragged, Rope, WeightSource};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
 
 /// Tokens of a block.
@@ -57,6 +61,8 @@ struct Sizes {
     decode: &'static [(usize, usize)],
     /// Tokens of a prompt.
     prompt: &'static [usize],
+    /// Runs of a handoff, and bytes of each: a block of a layer.
+    runs: (usize, usize),
     repeats: u32,
     json: bool,
 }
@@ -69,6 +75,8 @@ const FULL: Sizes = Sizes {
     kv_heads: 8,
     decode: &[(1, 1024), (1, 8192), (8, 8192), (64, 2048), (64, 8192), (256, 2048)],
     prompt: &[512, 2048, 8192],
+    // 8,192 tokens in 32 layers.
+    runs: (512 * 32, 64 << 10),
     repeats: 20,
     json: false,
 };
@@ -81,6 +89,7 @@ const SMALL: Sizes = Sizes {
     kv_heads: 2,
     decode: &[(2, 300)],
     prompt: &[40],
+    runs: (700, 1 << 10),
     repeats: 1,
     json: false,
 };
@@ -104,7 +113,17 @@ fn main() -> ExitCode {
             HostDevice::for_tests().into_iter().for_each(conform);
             Ok(())
         }
-        _ => Err(KernelError::NoDevice("usage: gpu conformance|bench [--host] [--json]".to_owned())),
+        (["handoff"], false) => Driver::open(0).and_then(|device| handoff::bench(Arc::new(device), &full, host)),
+        (["handoff"], true) => match HostDevice::for_tests() {
+            Some(device) => handoff::bench(Arc::new(device), &small, host),
+            None => Ok(()),
+        },
+        ([handoff::TARGET], false) => Driver::open(0).and_then(|device| handoff::target(Arc::new(device), &full)),
+        ([handoff::TARGET], true) => match HostDevice::for_tests() {
+            Some(device) => handoff::target(Arc::new(device), &small),
+            None => Ok(()),
+        },
+        _ => Err(KernelError::NoDevice("usage: gpu conformance|bench|handoff [--host] [--json]".to_owned())),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -206,15 +225,26 @@ fn add<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     Ok(())
 }
 
+/// bf16 of either sign between an eighth and 2.
+fn weights(count: usize) -> Vec<u8> {
+    let mut random = Random(1);
+    let four = || ((random.bits() & 0x81ff_81ff_81ff_81ff) | 0x3e00_3e00_3e00_3e00).to_le_bytes();
+    let mut data: Vec<u8> = std::iter::repeat_with(four).take(count.div_ceil(4)).flatten().collect();
+    data.truncate(2 * count);
+    data
+}
+
 fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), CudaOptions::default())?;
     for &(outs, cols) in sizes.weights {
-        let data = vec![0x3c; outs * cols * 2];
+        let data = weights(outs * cols);
         let source =
             WeightSource { name: "w", dtype: WeightDtype::Bf16, rows: outs, cols, data: &data, row_order: None };
         let weight = backend.weight(&source)?;
+        let most = sizes.rows.iter().copied().max().unwrap_or(0);
+        let inputs = Random(2).vector(most * cols);
         for &rows in sizes.rows {
-            let (x, mut out) = (backend.buffer(rows * cols)?, backend.buffer(rows * outs)?);
+            let (x, mut out) = (backend.upload(&inputs[..rows * cols])?, backend.buffer(rows * outs)?);
             let seconds = timed(&mut backend, sizes.repeats, |b| {
                 b.matmul(Input { x: &x, rows, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
             })?;
@@ -226,7 +256,10 @@ fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError
     Ok(())
 }
 
-/// Attention of one layer. Sequences have blocks of their own; what is in them does not matter to the time, but must be numbers.
+/// Tokens that are stored together.
+const STORED: usize = 4096;
+
+/// Attention of one layer. Sequences have blocks of their own, each one's behind those of the one before.
 fn attention<D: Device>(
     device: &Arc<D>,
     sizes: &Sizes,
@@ -235,10 +268,26 @@ fn attention<D: Device>(
     blocks: u32,
 ) -> Result<f64, KernelError> {
     let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, blocks), options)?;
-    backend.clear_pool()?;
-    let width = sizes.heads * HEAD_DIM;
-    let (q, mut out) = (backend.buffer(batch.rows() * width)?, backend.buffer(batch.rows() * width)?);
     let shape = AttentionShape { group: 0, layer: 0, heads: sizes.heads, scale: 0.1 };
+    let (width, mut random) = (sizes.heads * HEAD_DIM, Random(3));
+    // All slots, as one long sequence that is not rotated.
+    let all: Vec<BlockId> = (0..blocks).map(BlockId).collect();
+    let slots = (blocks * BLOCK) as usize;
+    let most = STORED.min(slots);
+    let table = |backend: &CudaBackend<D>, value: f32| backend.upload(&vec![value; slots * HEAD_DIM / 2]);
+    let rope = Rope { cos: table(&backend, 1.0)?, sin: table(&backend, 0.0)? };
+    let mut q = backend.upload(&random.vector(most * width))?;
+    let [k, v] = [0; 2].map(|_| random.vector(most * sizes.kv_heads * HEAD_DIM));
+    let (k, v) = (backend.upload(&k)?, backend.upload(&v)?);
+    for first in (0..slots).step_by(most) {
+        let mut part = Ragged::default();
+        part.push(first, most.min(slots - first), &all);
+        backend.rope_and_store_kv(shape, &part, &rope, &mut q, &k, &v);
+    }
+    let q = backend.upload(&random.vector(batch.rows() * width))?;
+    let mut out = backend.buffer(batch.rows() * width)?;
+    backend.finish()?;
+    drop((rope, k, v));
     timed(&mut backend, sizes.repeats, |b| b.attention(shape, batch, &q, &mut out))
 }
 
