@@ -32,6 +32,11 @@ test_program() {
     done
 }
 
+# Whether a program has the kernels in it.
+embeds() {
+    python3 -c 'import sys; kernels, program = (open(p, "rb").read() for p in sys.argv[1:]); sys.exit(kernels not in program)' "$@"
+}
+
 # CUDA's libraries where the system does not look: those that come with Python packages.
 libraries() {
     ldconfig -p 2>/dev/null | grep -q libcublasLt.so.13 && return
@@ -129,6 +134,9 @@ pack)
     cp "$root/target/release/examples/gpu" "$root/target/release/baton" "$2/"
     cp "$root/$models" "$2/models"
     strip "$2/gpu" "$2/baton" "$2/models"
+    for program in gpu baton models; do
+        embeds "$root/target/cuda/baton.fatbin" "$2/$program" || { echo "gpu.sh: $program was built without the kernels" >&2; exit 1; }
+    done
     gzip -f "$2/gpu" "$2/baton" "$2/models"
     # Reference data lies where the test was built.
     rm -rf "$2/references" "$2/gpu-programs"
