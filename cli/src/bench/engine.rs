@@ -44,6 +44,12 @@ pub fn command() -> Command {
                 .action(ArgAction::SetTrue)
                 .help("On a GPU: decode steps launch their kernels one by one"),
         )
+        .arg(
+            Arg::new("no-hopper")
+                .long("no-hopper")
+                .action(ArgAction::SetTrue)
+                .help("On a Hopper GPU: attention by the kernel that all others have"),
+        )
         .arg(number("chunk", "512", "Most tokens of a prompt computed in a step, and of all of them"))
         .arg(
             Arg::new("threads")
@@ -186,7 +192,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let mut bench = if gpu {
         let device = Arc::new(Driver::open(0)?);
         let (invariant, graphs) = (matches.get_flag("invariant"), !matches.get_flag("no-graphs"));
-        let options = CudaOptions { invariant, graphs, ..CudaOptions::default() };
+        let options = CudaOptions { invariant, graphs, hopper: !matches.get_flag("no-hopper") };
         let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
         let bench = Bench::new(engine, &geometry, Box::new(decoder), None, &model)?;
         Bench { warm_up: GPU_WARM_UP, rounds: GPU_ROUNDS, ..bench }

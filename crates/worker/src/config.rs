@@ -244,6 +244,8 @@ baton_runtime::config! {
         invariant: bool = true,
         /// On a GPU: decode steps of a size that was there before are launched as a whole. Not a token depends on it.
         cuda_graphs: bool = true,
+        /// On a Hopper GPU: prompts are attended to by its own matrix units and copy engine, where their kernel takes the pool.
+        hopper_attention: bool = true,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
         /// Tensor-parallel ranks on the CPU: the model is split over so many, which share the threads. A divisor of its KV heads.

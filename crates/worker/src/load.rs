@@ -205,7 +205,8 @@ pub fn load_on_device<D: SharingDevice>(
     device: &Arc<D>,
 ) -> Result<Loaded<CudaBackend<D>>, WorkerError> {
     let memory = GpuMemory::of(&**device).map_err(ModelError::from)?;
-    let options = CudaOptions { invariant: config.invariant, graphs: config.cuda_graphs };
+    let WorkerConfig { invariant, cuda_graphs: graphs, hopper_attention: hopper, .. } = *config;
+    let options = CudaOptions { invariant, graphs, hopper };
     load_with(config, model, Place::Gpu(memory), |geometry| {
         Ok(on_device(device, geometry, options).map_err(ModelError::from)?)
     })

@@ -7,7 +7,7 @@
 //! Each figure is the median of several rounds, over values that are noise: of products of zeros, or attention whose scores are all one,
 //! less is done. With `--json` a line is an object, which `tests/gpu/table.py` makes a table of.
 //! With `--host` the kernels compiled for this processor stand in for the device, in sizes that take seconds: that checks the
-//! program, its figures mean nothing.
+//! program, its figures mean nothing. With `--no-hopper` a Hopper GPU is used as any other.
 
 mod handoff;
 
@@ -65,6 +65,8 @@ struct Sizes {
     runs: (usize, usize),
     repeats: u32,
     json: bool,
+    /// Whether Hopper's kernels are measured where they can run.
+    hopper: bool,
 }
 
 const FULL: Sizes = Sizes {
@@ -79,6 +81,7 @@ const FULL: Sizes = Sizes {
     runs: (512 * 32, 64 << 10),
     repeats: 20,
     json: false,
+    hopper: true,
 };
 
 const SMALL: Sizes = Sizes {
@@ -92,6 +95,7 @@ const SMALL: Sizes = Sizes {
     runs: (700, 1 << 10),
     repeats: 1,
     json: false,
+    hopper: true,
 };
 
 const HEAD_DIM: usize = 128;
@@ -99,18 +103,18 @@ const HEAD_DIM: usize = 128;
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let flag = |name: &str| args.iter().any(|arg| arg == name);
-    let (host, json) = (flag("--host"), flag("--json"));
+    let (host, json, hopper) = (flag("--host"), flag("--json"), !flag("--no-hopper"));
     let named: Vec<&str> = args.iter().map(String::as_str).filter(|arg| !arg.starts_with("--")).collect();
-    let (full, small) = (Sizes { json, ..FULL }, Sizes { json, ..SMALL });
+    let (full, small) = (Sizes { json, hopper, ..FULL }, Sizes { json, hopper, ..SMALL });
     let outcome = match (named.as_slice(), host) {
-        (["conformance"], false) => Driver::open(0).map(conform),
+        (["conformance"], false) => Driver::open(0).map(|device| conform(device, hopper)),
         (["bench"], false) => Driver::open(0).and_then(|device| bench(Arc::new(device), &full)),
         (["bench"], true) => match HostDevice::for_tests() {
             Some(device) => bench(Arc::new(device), &small),
             None => Ok(()),
         },
         (["conformance"], true) => {
-            HostDevice::for_tests().into_iter().for_each(conform);
+            HostDevice::for_tests().into_iter().for_each(|device| conform(device, hopper));
             Ok(())
         }
         (["handoff"], false) => Driver::open(0).and_then(|device| handoff::bench(Arc::new(device), &full, host)),
@@ -123,7 +127,9 @@ fn main() -> ExitCode {
             Some(device) => handoff::target(Arc::new(device), &small),
             None => Ok(()),
         },
-        _ => Err(KernelError::NoDevice("usage: gpu conformance|bench|handoff [--host] [--json]".to_owned())),
+        _ => Err(KernelError::NoDevice(
+            "usage: gpu conformance|bench|handoff [--host] [--json] [--no-hopper]".to_owned(),
+        )),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -135,9 +141,9 @@ fn main() -> ExitCode {
 }
 
 /// Panics at the first failure.
-fn conform<D: Device>(device: D) {
+fn conform<D: Device>(device: D, hopper: bool) {
     let device = Arc::new(device);
-    for (invariant, hopper) in [(false, true), (true, true), (true, false)] {
+    for invariant in [false, true] {
         let options = CudaOptions { invariant, hopper, ..CudaOptions::default() };
         conformance::run(&Gpu { device: Arc::clone(&device), options });
         println!("conforms (invariant: {invariant}, Hopper's kernel where it can: {hopper})");
@@ -299,7 +305,13 @@ fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> 
             let table: Vec<BlockId> = (0..each).map(|i| BlockId(sequence * each + i)).collect();
             batch.push(behind, 1, &table);
         }
-        let seconds = attention(device, sizes, CudaOptions::default(), &batch, each * sequences as u32)?;
+        let seconds = attention(
+            device,
+            sizes,
+            CudaOptions { hopper: sizes.hopper, ..CudaOptions::default() },
+            &batch,
+            each * sequences as u32,
+        )?;
         let bytes = sequences * (behind + 1) * sizes.kv_heads * HEAD_DIM * 2 * 2;
         let case = format!("{sequences} x {behind} tokens");
         Figure { what: "decode", case, seconds, bytes, operations: 0 }.print(sizes);
@@ -314,7 +326,7 @@ fn prefill<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError>
         batch.push(0, tokens, &(0..blocks).map(BlockId).collect::<Vec<_>>());
         // Two products for each pair of a query and a key it sees.
         let operations = 4 * sizes.heads * HEAD_DIM * tokens * (tokens + 1) / 2;
-        let hopper = device.properties().capability == (9, 0);
+        let hopper = sizes.hopper && device.properties().capability == (9, 0);
         for (hopper, how) in [(true, ""), (false, ", mma.sync")].into_iter().skip(usize::from(!hopper)) {
             let options = CudaOptions { hopper, ..CudaOptions::default() };
             let seconds = attention(device, sizes, options, &batch, blocks)?;

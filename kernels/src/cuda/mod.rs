@@ -28,7 +28,8 @@ mod work;
 
 pub use backend::{CudaBackend, CudaOptions};
 pub use device::{
-    Access, Address, Alike, Call, Device, Event, Gemm, Graph, Launch, Memory, Piece, Properties, Rows, Stream, TensorMap,
+    Access, Address, Alike, Call, Device, Event, Gemm, Graph, Launch, Memory, Piece, Properties, Rows, Stream,
+    TensorMap,
 };
 pub use driver::{Driver, devices};
 pub use host::HostDevice;
