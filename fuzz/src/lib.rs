@@ -14,7 +14,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use baton_proto::{ConvertError, v1};
 use baton_transfer::protocol::{
-    Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, Over, PREFIX, parse_body, parse_prefix,
+    Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, Over, PREFIX, Ticket, parse_body, parse_prefix,
 };
 use baton_transfer::{Limits, TransferError};
 use baton_types::{
@@ -81,7 +81,8 @@ fn handshake_seeds() -> Vec<Vec<u8>> {
         let bytes = Frame::Identify { me: WorkerId(1), you: WorkerId(you), over: Over::Stream }.encode();
         [&hello[..], &bytes[4..5], &bytes[PREFIX..]].concat()
     };
-    vec![hello.clone(), identify(2), identify(3)]
+    let join = Frame::Join { ticket: Ticket { session: 1, token: 2 }, stream: 3 }.encode();
+    vec![hello.clone(), identify(2), identify(3), [&hello[..], &join[4..5], &join[PREFIX..]].concat()]
 }
 
 fn frame(input: &[u8]) -> u64 {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use baton_transfer::protocol::{
     Access, Batch, Core, Done, Effect, Frame, FrameHead, HeadSlice, Inbound, Ledger, Line, Op, Outbound, PREFIX,
-    Parties, Pools, Quiet, Refusal, Target, WriteHead, parse_body,
+    Parties, Pools, Quiet, Refusal, Target, Ticket, WriteHead, parse_body,
 };
 use baton_transfer::{Limits, Reach, ReceiverEvent, Segment, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
@@ -57,6 +57,7 @@ pub(crate) fn frames_to_decode() -> Vec<Frame> {
         write(1, 2, 20, vec![0]),
         Frame::Complete {
             epoch,
+            after: vec![0, 1],
             writes: 7,
             digests: vec![vec![digest(0); 2], vec![digest(1)]],
             tail: b"tail".to_vec(),
@@ -64,6 +65,7 @@ pub(crate) fn frames_to_decode() -> Vec<Frame> {
         Frame::Begin { epoch: Epoch(2), key: 8 },
         Frame::Abort { epoch: Epoch(2) },
         Frame::FenceAck { epoch: Epoch(3) },
+        Frame::Join { ticket: Ticket { session: 1, token: 2 }, stream: 3 },
     ]
 }
 
@@ -83,7 +85,7 @@ pub(crate) fn frames_to_prefill() -> Vec<Frame> {
     let epoch = Epoch(1);
     let failed = |refusal| Frame::Failed { epoch: Epoch(2), refusal };
     vec![
-        Frame::Welcome { blocks: vec![8, 12] },
+        Frame::Welcome { blocks: vec![8, 12], ticket: None },
         Frame::Access(Access { base: 4096, bytes: 8192, worker: b"where".to_vec(), key: b"right".to_vec() }),
         Frame::Granted { epoch, blocks: blocks(0..2) },
         Frame::Granted { epoch: Epoch(2), blocks: blocks(2..4) },
@@ -95,6 +97,7 @@ pub(crate) fn frames_to_prefill() -> Vec<Frame> {
         Frame::Verified { epoch },
         Frame::Fence { epoch },
         Frame::Reject { reason: "full".into() },
+        Frame::Joined,
     ]
 }
 
@@ -103,7 +106,9 @@ pub(crate) fn decode_seeds() -> Vec<Vec<u8>> {
     vec![
         [vec![0], scripted(frames.clone())].concat(),
         [vec![1], scripted(frames.clone().into_iter().map(without_payload))].concat(),
-        [vec![2], scripted(frames.into_iter().rev())].concat(),
+        [vec![2], scripted(frames.clone().into_iter().rev())].concat(),
+        [vec![4], scripted(frames.clone())].concat(),
+        [vec![4], scripted(frames.into_iter().rev())].concat(),
     ]
 }
 
@@ -135,41 +140,79 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
         let reserved = ledger.reserve(Epoch(epoch), key, &lent(epoch), &heads, start + Duration::from_secs(60));
         assert_eq!(reserved, Ok(()));
     }
-    let mut session = Inbound::new(1, WorkerId(5), kind, geometry.clone(), &limits);
+    let session = Inbound::new(1, WorkerId(5), kind, geometry.clone(), &limits);
+    // Over TCP blocks may come over several connections, in the order of each.
+    let streams = if kind == TransportKind::Tcp && first & 4 != 0 { STREAMS } else { 1 };
+    let mut arriving = Arriving { session, pool: pool.clone(), heads: Default::default() };
     let mut outcome = Vec::new();
     for frame in script(input) {
         let write = if let Frame::Write(head) = &frame { Some(head.clone()) } else { None };
-        if let Err(error) = session.frame(frame, start, &mut ledger) {
+        let stream = write.as_ref().map_or(0, |head| usize::from(head.layer) % streams);
+        arriving.payload(stream);
+        let taken = arriving.due(start, &mut ledger);
+        let taken = taken.and_then(|()| arriving.session.frame(stream, frame, start, &mut ledger));
+        arriving.heads[stream] = write;
+        if let Err(error) = taken {
             outcome.push(error.to_string());
             break;
         }
-        while let Some(payload) = session.payload() {
+        if stream == 0 {
+            arriving.payload(stream);
+        }
+        if first & 2 != 0 {
+            arriving.session.fence(Epoch(1), &mut ledger);
+        }
+        while let Some(answer) = arriving.session.next_answer() {
+            outcome.push(format!("{answer:?}"));
+        }
+    }
+    (0..STREAMS).for_each(|stream| arriving.payload(stream));
+    outcome.extend(arriving.due(start, &mut ledger).err().map(|error| error.to_string()));
+    end(&mut arriving.session, &mut ledger, &pool, kind, &mut outcome);
+    signature(&outcome)
+}
+
+/// A session's connections of which some input makes use.
+const STREAMS: usize = 3;
+
+/// A session with the payload that it reads.
+struct Arriving {
+    session: Inbound,
+    pool: Arc<Segment>,
+    /// What each connection's last frame was, if a write.
+    heads: [Option<WriteHead>; STREAMS],
+}
+
+impl Arriving {
+    /// All that has yet to come of a connection's last write.
+    fn payload(&mut self, stream: usize) {
+        while let Some(payload) = self.session.payload(stream) {
             let count = match payload.target() {
                 Target::Nowhere(bytes) => bytes,
                 Target::Pool(ranges) => {
-                    let (offset, len) = ranges[0];
+                    let ((offset, len), write) = (ranges[0], &self.heads[stream]);
                     // I3
-                    let inside = write.as_ref().is_some_and(|head| is_lent(&geometry, head, offset..offset + len));
+                    let inside = write.as_ref().is_some_and(|head| is_lent(&geometry(), head, offset..offset + len));
                     assert!(inside, "{len} bytes at {offset} for {write:?}");
                     // SAFETY: nobody else has the pool.
-                    unsafe { pool.write(offset, &vec![FILL; len]) };
+                    unsafe { self.pool.write(offset, &vec![FILL; len]) };
                     len
                 }
             };
             payload.advance(count);
             // SAFETY: nobody else has the pool.
-            let landed = unsafe { session.landed(&mut Reach::Host(pool.clone())) };
+            let landed = unsafe { self.session.landed(stream, &mut Reach::Host(self.pool.clone())) };
             assert_eq!(landed, Ok(()));
         }
-        if first & 2 != 0 {
-            session.fence(Epoch(1), &mut ledger);
-        }
-        while let Some(answer) = session.next_answer() {
-            outcome.push(format!("{answer:?}"));
-        }
     }
-    end(&mut session, &mut ledger, &pool, kind, &mut outcome);
-    signature(&outcome)
+
+    /// Completions that what has come was waited for by.
+    fn due(&mut self, now: Instant, ledger: &mut Ledger) -> Result<(), TransferError> {
+        while let Some(frame) = self.session.next_due() {
+            self.session.frame(0, frame, now, ledger)?;
+        }
+        Ok(())
+    }
 }
 
 /// The connection and the peer are gone: every reservation has ended at most once, and none is held any more.

@@ -46,6 +46,7 @@ impl NodeRole for PrefillNode {
             transport: node.config.transport.choice(),
             ucx: node.config.ucx(),
             tls: node.config.transfer_tls()?,
+            tcp_connections: node.config.tcp_connections,
             limits: node.config.transfer_limits(),
             convert: Some(kv_converter()),
             verify: true,
@@ -74,6 +75,7 @@ fn peer((worker, paths): (WorkerId, Vec<PathReport>)) -> v1::Peer {
     let path = |path: PathReport| v1::Path {
         transport: path.transport.as_str().to_owned(),
         in_use: path.in_use,
+        connections: path.connections as u32,
         handoffs: path.handoffs,
         failures: path.failures,
         bytes_per_second: path.bytes_per_second,

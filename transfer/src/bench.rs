@@ -43,6 +43,8 @@ pub struct BenchOptions {
     pub round_trips: u32,
     /// Handoffs over these.
     pub transports: Vec<TransportKind>,
+    /// Those over TCP with so many connections, each number in turn.
+    pub connections: Vec<usize>,
     /// Also handoffs whose bytes nobody checks, to see what checking costs. Workers always check.
     pub unverified: bool,
     /// Blocks lie in both pools in an order of this seed's, as in a busy pool; None: one after the other.
@@ -62,6 +64,8 @@ pub enum Way {
     Handoff {
         /// Over this.
         transport: TransportKind,
+        /// With so many connections.
+        connections: usize,
         /// Whether what arrives is compared with its digests.
         verified: bool,
     },
@@ -148,6 +152,9 @@ fn check(options: &BenchOptions) -> Result<(), TransferError> {
     if options.blocks.is_empty() {
         return Err(TransferError::argument("blocks", "none; name at least one number of blocks"));
     }
+    if options.connections.is_empty() {
+        return Err(TransferError::argument("connections", "none; name at least one number of connections"));
+    }
     match options.blocks.iter().find(|blocks| **blocks == 0 || **blocks > most) {
         Some(blocks) => Err(TransferError::argument("blocks", format!("{blocks}; the pool has 1 to {most}"))),
         None => Ok(()),
@@ -182,13 +189,8 @@ impl Bench<'_> {
         let geometry = &options.geometry;
         let pool = filled(geometry)?;
         let scratch = Segment::create("bench-scratch", geometry.bytes())?;
-        let checks: &[bool] = if options.unverified { &[true, false] } else { &[true] };
-        let ways = options.transports.iter().flat_map(|&transport| {
-            checks.iter().map(move |&verified| (Way::Handoff { transport, verified }, transport, verified))
-        });
-        let senders = (1..)
-            .zip(ways)
-            .map(|(number, (way, transport, verify))| Ok((way, sender(number, transport, verify, options, &pool)?)));
+        let ways = (1..).zip(handoffs(options));
+        let senders = ways.map(|(number, way)| Ok((way, sender(number, way, options, &pool)?)));
         let senders = senders.collect::<Result<_, TransferError>>()?;
         // Another order than the peer's: two busy pools have nothing in common.
         peer.begin(geometry, options.scattered.map(|seed| seed.wrapping_add(1)))?;
@@ -231,7 +233,7 @@ impl Bench<'_> {
     fn once(&mut self, way: Way, blocks: u32) -> Result<f64, TransferError> {
         let of_way = self.senders.iter().find(|(of, _)| *of == way);
         match (way, of_way) {
-            (Way::Handoff { transport, verified }, Some((_, sender))) => {
+            (Way::Handoff { transport, verified, .. }, Some((_, sender))) => {
                 let target = self.peer.reserve(blocks, verified)?;
                 hand_over(sender, transport, &self.options.geometry, &self.order, &target)
             }
@@ -279,13 +281,21 @@ fn filled(geometry: &PoolGeometry) -> Result<Arc<Segment>, TransferError> {
     Ok(Arc::new(segment))
 }
 
-fn sender(
-    number: u64,
-    transport: TransportKind,
-    verify: bool,
-    options: &BenchOptions,
-    segment: &Arc<Segment>,
-) -> Result<Sender, TransferError> {
+/// Every way of handing over that is asked for.
+fn handoffs(options: &BenchOptions) -> Vec<Way> {
+    let checks: &[bool] = if options.unverified { &[true, false] } else { &[true] };
+    let mut ways = Vec::new();
+    for &transport in &options.transports {
+        let connections = if transport == TransportKind::Tcp { &options.connections[..] } else { &[1] };
+        for &connections in connections {
+            ways.extend(checks.iter().map(|&verified| Way::Handoff { transport, connections, verified }));
+        }
+    }
+    ways
+}
+
+fn sender(number: u64, way: Way, options: &BenchOptions, segment: &Arc<Segment>) -> Result<Sender, TransferError> {
+    let Way::Handoff { transport, connections, verified: verify } = way else { return Err(TransferError::Closed) };
     let transport = match transport {
         TransportKind::Shm => TransportChoice::Shm,
         TransportKind::Tcp => TransportChoice::Tcp,
@@ -300,6 +310,7 @@ fn sender(
         transport,
         ucx: options.ucx.clone(),
         tls: None,
+        tcp_connections: connections,
         limits: Limits::default(),
         convert: None,
         verify,
@@ -357,6 +368,7 @@ mod tests {
             rounds: 2,
             round_trips: 3,
             transports,
+            connections: vec![1, 3],
             unverified: true,
             scattered: Some(7),
             ucx: ucx(),
@@ -394,7 +406,7 @@ mod tests {
     fn a_run_measures_what_is_asked_for() {
         let options = options();
         let report = run(&options, Peer::child(child_process("bench")).unwrap()).unwrap();
-        let ways = 2 + 2 * options.transports.len();
+        let ways = 2 + 2 * (options.transports.len() + 1);
         assert_eq!((report.bandwidth.len(), report.latency.len()), (2 * ways, ways - 1));
         let bytes: Vec<_> = report.bandwidth.iter().map(|row| (row.blocks, row.bytes)).collect();
         assert_eq!((bytes[0], bytes[ways]), ((4, 2 * 4 * 4096), (2, 2 * 2 * 4096)));

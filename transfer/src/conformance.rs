@@ -4,6 +4,7 @@
 mod changed;
 mod changes;
 mod children;
+mod connections;
 mod device;
 mod endings;
 mod faults;
@@ -24,11 +25,13 @@ use std::time::{Duration, Instant};
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub(crate) use children::command as child_process;
+use connections::{connections, with_connections};
 use device::{devices, pool_over};
 use faults::{after_each, altered, before_each, held, watched};
 use secrets::{tls, with_tls};
 
 use crate::link::Link;
+use crate::links::Links;
 use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};
 use crate::{
@@ -47,6 +50,9 @@ macro_rules! for_each_transport {
         }
         mod tls {
             $(#[test] fn $name() { crate::conformance::with_tls(|| super::$name(crate::TransportChoice::Tcp)) })*
+        }
+        mod tcp_connections {
+            $(#[test] fn $name() { crate::conformance::with_connections(3, || super::$name(crate::TransportChoice::Tcp)) })*
         }
         mod ucx {
             $(#[test] fn $name() {
@@ -273,6 +279,7 @@ impl Prefill {
             transport,
             ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
             tls: tls(),
+            tcp_connections: connections(),
             limits,
             convert: None,
             verify: true,

@@ -11,7 +11,7 @@ use baton_types::{Epoch, PoolGeometry, WorkerId};
 use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving};
 use crate::error::TransferError;
 use crate::in_order::InOrder;
-use crate::link::Link;
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::transport::{Batch, Progress, Transport};
 use crate::wire::Frame;
@@ -49,7 +49,7 @@ impl Transport for CudaIpc {
         DEVICE_JOBS
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
         let mut runs = Vec::new();
         for run in batch.runs() {
             if run.target.checked_add(run.len).is_none_or(|end| end > self.bytes) {
@@ -62,12 +62,12 @@ impl Transport for CudaIpc {
         self.copies.begin(batch, |queue, batch| queue.copy(batch.after, &runs, len))
     }
 
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         let Some((batch, done)) = self.copies.next()? else { return Ok(Progress::Blocked) };
         if let (JobDone::Copied(digests), true) = (done, batch.digest) {
             self.digests = batch.runs().map(|run| run.index).zip(digests).collect();
         }
-        link.push(&Frame::Write(batch.head(0)));
+        links.own.push(&Frame::Write(batch.head(0)));
         Ok(Progress::Flushed)
     }
 
@@ -83,7 +83,7 @@ impl Transport for CudaIpc {
         self.copies.fd()
     }
 
-    fn cancel(&mut self, epoch: Epoch, _: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, epoch: Epoch, _: &mut Links) -> Result<(), TransferError> {
         self.copies.cancel(epoch)
     }
 }

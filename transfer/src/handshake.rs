@@ -2,6 +2,8 @@
 //!
 //! Over a unix socket the caller also hands in a descriptor of its own process, so that the decode side can tell when
 //! nobody is left to write into its pool (I3). The pool itself is handed out later, to whoever shows a reservation's key.
+//!
+//! A further connection of a session over TCP starts in the same way, but shows the session's ticket instead of saying who calls.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
@@ -15,13 +17,22 @@ use crate::error::TransferError;
 use crate::link::{Got, Link};
 use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
-use crate::wire::{Frame, Hello, Over};
+use crate::wire::{Frame, Hello, Over, Ticket};
 
 /// How long a handshake may take, and what ends it early.
 pub(crate) struct Patience<'a> {
     pub wake: &'a Wake,
     pub until: Instant,
     pub stopped: &'a dyn Fn() -> bool,
+}
+
+/// What a session was welcomed with.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Welcome {
+    /// The peer pool's blocks per group.
+    pub blocks: Vec<u32>,
+    /// For further connections.
+    pub ticket: Option<Ticket>,
 }
 
 /// What the prefill side knows of itself and of the worker it calls.
@@ -36,8 +47,8 @@ pub(crate) struct Caller<'a> {
 }
 
 impl Caller<'_> {
-    /// Prefill side: answers the peer pool's blocks per group.
-    pub(crate) fn greet(&self, link: &mut Link, patience: &Patience) -> Result<Vec<u32>, TransferError> {
+    /// Prefill side.
+    pub(crate) fn greet(&self, link: &mut Link, patience: &Patience) -> Result<Welcome, TransferError> {
         link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
         compare(self.until(link, patience, take_hello)?, self.fingerprint)?;
         if link.is_unix() {
@@ -45,9 +56,26 @@ impl Caller<'_> {
         }
         link.push(&Frame::Identify { me: self.me, you: self.you, over: self.over });
         match self.until(link, patience, Link::next_frame)? {
-            Frame::Welcome { blocks } => Ok(blocks),
+            Frame::Welcome { blocks, ticket } => Ok(Welcome { blocks, ticket }),
             Frame::Reject { reason } => Err(self.cannot(reason)),
             other => Err(self.cannot(format!("it answered {other:?} to a handshake"))),
+        }
+    }
+
+    /// Prefill side of a further connection: all that it has to say, at once, since the session's own connection has shown that
+    /// layouts agree.
+    pub(crate) fn ask_to_join(&self, link: &mut Link, ticket: Ticket, stream: u8) {
+        link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
+        link.push(&Frame::Join { ticket, stream });
+    }
+
+    /// The answer to that.
+    pub(crate) fn joined(&self, link: &mut Link, patience: &Patience) -> Result<(), TransferError> {
+        compare(self.until(link, patience, take_hello)?, self.fingerprint)?;
+        match self.until(link, patience, Link::next_frame)? {
+            Frame::Joined => Ok(()),
+            Frame::Reject { reason } => Err(self.cannot(reason)),
+            other => Err(self.cannot(format!("it answered {other:?} to another connection"))),
         }
     }
 
@@ -63,6 +91,14 @@ impl Caller<'_> {
     }
 }
 
+/// Who came in.
+pub(crate) enum Arrival {
+    /// A peer, with a session.
+    Guest(Guest),
+    /// Another connection of some session, if the ticket is that session's.
+    Stream { ticket: Ticket, stream: u8 },
+}
+
 /// A peer that came in.
 pub(crate) struct Guest {
     pub worker: WorkerId,
@@ -72,13 +108,13 @@ pub(crate) struct Guest {
     pub process: Option<OwnedFd>,
 }
 
-/// Decode side, up to but without Welcome. A peer that may not come in is told why.
+/// Decode side, up to but without Welcome or Joined. A peer that may not come in is told why.
 pub(crate) fn receive(
     link: &mut Link,
     me: WorkerId,
     fingerprint: u64,
     patience: &Patience,
-) -> Result<Guest, TransferError> {
+) -> Result<Arrival, TransferError> {
     let ended = |error| match error {
         Ends::Closed => TransferError::Closed,
         Ends::Cause(cause) => TransferError::os("shake hands with a prefill worker", cause),
@@ -86,12 +122,15 @@ pub(crate) fn receive(
     link.push_bytes(Hello { fingerprint }.encode());
     compare(until(link, patience, take_hello).map_err(ended)?, fingerprint)?;
     let first = until(link, patience, Link::next_frame).map_err(ended)?;
+    if let Frame::Join { ticket, stream } = first {
+        return Ok(Arrival::Stream { ticket, stream });
+    }
     let (worker, over) = visitor(&first, me).map_err(|reason| turn_away(link, &reason))?;
     let process = link.take_fd();
     if link.is_unix() && !process.as_ref().is_some_and(is_process) {
         return Err(turn_away(link, "a unix socket needs the caller's process descriptor"));
     }
-    Ok(Guest { worker, over, process })
+    Ok(Arrival::Guest(Guest { worker, over, process }))
 }
 
 /// Who calls and what for, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
@@ -182,6 +221,13 @@ mod tests {
         Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&Limits::default(), 1))
     }
 
+    fn guest(arrival: Arrival) -> Guest {
+        match arrival {
+            Arrival::Guest(guest) => guest,
+            Arrival::Stream { .. } => panic!("a guest"),
+        }
+    }
+
     /// Runs both sides; the decode side is worker 2 with fingerprint 5.
     fn shake(me: u64, you: u64, fingerprint: u64) -> (Result<Vec<u32>, TransferError>, Result<Guest, TransferError>) {
         let (a, b) = UnixStream::pair().unwrap();
@@ -191,16 +237,16 @@ mod tests {
             let until = Instant::now() + Duration::from_secs(60);
             let guest = receive(&mut link, WorkerId(2), 5, &Patience { wake: &wake, until, stopped: &|| false });
             if guest.is_ok() {
-                link.push(&Frame::Welcome { blocks: vec![7] });
+                link.push(&Frame::Welcome { blocks: vec![7], ticket: None });
                 link.flush().unwrap();
             }
-            guest
+            guest.map(self::guest)
         });
         let wake = Wake::new().unwrap();
         let until = Instant::now() + Duration::from_secs(60);
         let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, over: Over::Stream, address: "here" };
-        let blocks = caller.greet(&mut link(a), &Patience { wake: &wake, until, stopped: &|| false });
-        (blocks, decode.join().unwrap())
+        let welcome = caller.greet(&mut link(a), &Patience { wake: &wake, until, stopped: &|| false });
+        (welcome.map(|welcome| welcome.blocks), decode.join().unwrap())
     }
 
     #[test]
@@ -235,7 +281,7 @@ mod tests {
         let (a, b) = UnixStream::pair().unwrap();
         std::io::Write::write_all(&mut (&b), b"GET / HTTP/1.1\r\n\r\n").unwrap();
         let patience = Patience { until: Instant::now() + Duration::from_secs(60), ..now };
-        let error = receive(&mut link(a), WorkerId(2), 5, &patience).map(|g| g.worker).unwrap_err().to_string();
+        let error = receive(&mut link(a), WorkerId(2), 5, &patience).map(|a| guest(a).worker).unwrap_err().to_string();
         assert!(error.contains("not a transfer session"), "{error}");
     }
 }

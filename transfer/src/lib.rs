@@ -20,6 +20,7 @@ mod heads;
 mod host;
 mod in_order;
 mod link;
+mod links;
 mod options;
 pub mod protocol;
 mod pulse;
@@ -44,7 +45,8 @@ pub use error::TransferError;
 pub use gather::{Gather, Gathered};
 pub use heads::{HeadPart, HeadSlice, head_plan};
 pub use options::{
-    Limits, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions, UcxSettings,
+    Limits, MAX_TCP_CONNECTIONS, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions,
+    UcxSettings,
 };
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;

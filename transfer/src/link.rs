@@ -6,10 +6,11 @@
 use std::collections::VecDeque;
 use std::io::{Error, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use baton_types::Epoch;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -66,12 +67,13 @@ enum Piece {
         bytes: Vec<u8>,
         sent: usize,
     },
-    /// In the pool's stead.
+    /// In the pool's stead, for this handoff.
     Staged {
         bytes: Staged,
         sent: usize,
+        of: Epoch,
     },
-    Pool(Range),
+    Pool(Range, Epoch),
     Zeros(usize),
 }
 
@@ -86,6 +88,9 @@ pub(crate) struct Link {
     outbox: VecDeque<Piece>,
     /// Frames, or parts of them, in `outbox`.
     frames: usize,
+    /// Bytes that were ever queued, and those of them that have left.
+    queued: u64,
+    left: u64,
     fd_to_send: Option<OwnedFd>,
     fd_received: Option<OwnedFd>,
 }
@@ -100,6 +105,8 @@ impl Link {
             consumed: 0,
             outbox: VecDeque::new(),
             frames: 0,
+            queued: 0,
+            left: 0,
             fd_to_send: None,
             fd_received: None,
         }
@@ -108,6 +115,15 @@ impl Link {
     /// Whether it is a unix socket: the peer runs on this host, and descriptors can be handed over.
     pub(crate) fn is_unix(&self) -> bool {
         matches!(self.socket, Socket::Unix(_))
+    }
+
+    /// Where the peer is, over TCP.
+    pub(crate) fn peer_address(&self) -> Option<SocketAddr> {
+        match &self.socket {
+            Socket::Tcp(stream) => stream.peer_addr().ok(),
+            Socket::Tls(stream) => stream.peer_address(),
+            Socket::Unix(_) => None,
+        }
     }
 
     /// Whether a handshake below the frames has yet to end before any leaves.
@@ -266,6 +282,7 @@ impl Link {
 
     /// Queues bytes.
     pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
+        self.queued += bytes.len() as u64;
         self.outbox.push_back(Piece::Owned { bytes, sent: 0 });
         self.frames += 1;
     }
@@ -275,35 +292,45 @@ impl Link {
         self.fd_to_send = Some(fd);
     }
 
-    /// Queues pool memory, read when it leaves.
-    pub(crate) fn push_pool(&mut self, (offset, len): Range) {
-        if let Some(Piece::Pool((start, so_far))) = self.outbox.back_mut()
+    /// Queues pool memory of a handoff, read when it leaves.
+    pub(crate) fn push_pool(&mut self, (offset, len): Range, of: Epoch) {
+        self.queued += len as u64;
+        if let Some(Piece::Pool((start, so_far), before)) = self.outbox.back_mut()
             && *start + *so_far == offset
+            && *before == of
         {
             *so_far += len;
             return;
         }
-        self.outbox.push_back(Piece::Pool((offset, len)));
+        self.outbox.push_back(Piece::Pool((offset, len), of));
     }
 
-    /// Queues bytes that stand for pool memory.
-    pub(crate) fn push_staged(&mut self, bytes: Staged) {
-        self.outbox.push_back(Piece::Staged { bytes, sent: 0 });
+    /// Queues bytes that stand for pool memory of a handoff.
+    pub(crate) fn push_staged(&mut self, bytes: Staged, of: Epoch) {
+        self.queued += bytes.bytes().len() as u64;
+        self.outbox.push_back(Piece::Staged { bytes, sent: 0, of });
     }
 
-    /// Whether queued pool memory, or what stands for it, has yet to leave.
-    pub(crate) fn reads_pool(&self) -> bool {
-        self.outbox.iter().any(|piece| matches!(piece, Piece::Pool(_) | Piece::Staged { .. }))
+    /// How many bytes were ever queued: what is queued now has left once so many [have](Link::left).
+    pub(crate) fn end(&self) -> u64 {
+        self.queued
     }
 
-    /// Replaces queued pool memory, and what stands for it, by zeros: framing stays whole, the pool is not read any more, and
-    /// nothing is kept (I5).
-    pub(crate) fn forget_pool(&mut self) {
+    /// How many bytes have ever left.
+    pub(crate) fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// Replaces a handoff's queued pool memory, and what stands for it, by zeros: framing stays whole, the pool is not read for it
+    /// any more, and nothing is kept (I5).
+    pub(crate) fn forget_pool(&mut self, epoch: Epoch) {
         for piece in &mut self.outbox {
             match piece {
-                Piece::Pool((_, len)) => *piece = Piece::Zeros(*len),
-                Piece::Staged { bytes, sent } => *piece = Piece::Zeros(bytes.bytes().len() - *sent),
-                Piece::Owned { .. } | Piece::Zeros(_) => {}
+                Piece::Pool((_, len), of) if *of == epoch => *piece = Piece::Zeros(*len),
+                Piece::Staged { bytes, sent, of } if *of == epoch => {
+                    *piece = Piece::Zeros(bytes.bytes().len() - *sent);
+                }
+                _ => {}
             }
         }
     }
@@ -344,9 +371,9 @@ impl Link {
         for piece in self.outbox.iter().take(VECTOR) {
             iov.push(IoSlice::new(match piece {
                 Piece::Owned { bytes, sent } => &bytes[*sent..],
-                Piece::Staged { bytes, sent } => &bytes.bytes()[*sent..],
+                Piece::Staged { bytes, sent, .. } => &bytes.bytes()[*sent..],
                 Piece::Zeros(len) => &ZEROS[..(*len).min(ZEROS.len())],
-                Piece::Pool((offset, len)) => {
+                Piece::Pool((offset, len), _) => {
                     let Some(start) = self.pool.at(*offset, *len) else { return Err(Errno::FAULT.into()) };
                     // SAFETY: inside the mapping; a handoff's local blocks stay unchanged until its end is reported,
                     // and `forget_pool` comes before that report.
@@ -374,11 +401,12 @@ impl Link {
     }
 
     fn sent(&mut self, mut count: usize) {
+        self.left += count as u64;
         while let Some(piece) = self.outbox.front_mut() {
             let left = match piece {
                 Piece::Owned { bytes, sent } => bytes.len() - *sent,
-                Piece::Staged { bytes, sent } => bytes.bytes().len() - *sent,
-                Piece::Pool((_, len)) | Piece::Zeros(len) => *len,
+                Piece::Staged { bytes, sent, .. } => bytes.bytes().len() - *sent,
+                Piece::Pool((_, len), _) | Piece::Zeros(len) => *len,
             };
             if count >= left {
                 count -= left;
@@ -388,7 +416,7 @@ impl Link {
             }
             match piece {
                 Piece::Owned { sent, .. } | Piece::Staged { sent, .. } => *sent += count,
-                Piece::Pool((offset, len)) => (*offset, *len) = (*offset + count, *len - count),
+                Piece::Pool((offset, len), _) => (*offset, *len) = (*offset + count, *len - count),
                 Piece::Zeros(len) => *len -= count,
             }
             return;

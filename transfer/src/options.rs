@@ -12,12 +12,12 @@ use crate::convert::Converter;
 use crate::device::Pool;
 use crate::error::TransferError;
 use crate::tls::Tls;
-use crate::wire::Over;
+use crate::wire::{MAX_STREAMS, Over};
 
 /// Bounds that hold on either end (I5).
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Open connections to peers.
+    /// Open sessions with peers. On the decode side so many further connections of sessions over TCP, too.
     pub connections: usize,
     /// Handoffs alive at once: reservations on the decode side, open handoffs per peer on the prefill side.
     pub handoffs: usize,
@@ -169,6 +169,9 @@ pub struct ReceiverOptions {
     pub verify: bool,
 }
 
+/// The most connections that blocks go over to one worker.
+pub const MAX_TCP_CONNECTIONS: usize = MAX_STREAMS;
+
 /// The prefill end.
 #[derive(Clone, Debug)]
 pub struct SenderOptions {
@@ -184,6 +187,9 @@ pub struct SenderOptions {
     pub ucx: UcxSettings,
     /// For TCP; None: no TLS. With it [`TransportChoice::Auto`] leaves out UCX, which encrypts nothing.
     pub tls: Option<Tls>,
+    /// Connections that blocks go over to a worker that is reached over TCP: 1 to [`MAX_TCP_CONNECTIONS`]. One is fastest where nothing
+    /// limits a single one; several help where loss on a long way, or the network's own bound for each, does.
+    pub tcp_connections: usize,
     /// Bounds.
     pub limits: Limits,
     /// Writes KV in the type of decode pools that have another; None: both sides must have the same.

@@ -13,5 +13,6 @@ pub use crate::receiver::{Inbound, Ledger, Payload, SessionId, Target};
 pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
 pub use crate::transport::{Batch, BlockWrite, Run};
 pub use crate::wire::{
-    Access, Frame, FrameHead, FrameLimits, Hello, Over, PREFIX, Refusal, WriteHead, parse_body, parse_prefix,
+    Access, Frame, FrameHead, FrameLimits, Hello, MAX_STREAMS, Over, PREFIX, Refusal, Ticket, WriteHead, parse_body,
+    parse_prefix,
 };

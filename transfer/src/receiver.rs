@@ -4,6 +4,7 @@
 //! Threads: one that accepts and watches leases, one per connected prefill worker. Knows nothing of sequences; which
 //! blocks are lent is the caller's choice, and the caller's pool keeps them aside until an event gives them back.
 
+mod arrival;
 mod hub;
 mod inbound;
 mod incoming;

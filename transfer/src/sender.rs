@@ -23,7 +23,7 @@ use baton_types::{BlockId, Epoch, WorkerId};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
 use crate::host::Host;
-use crate::options::{SenderOptions, TransportChoice, TransportKind, UcxSettings, check_pool};
+use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, TransportKind, UcxSettings, check_pool};
 use crate::threads::{self, lock};
 use crate::ucx::Engine;
 use connect::{Config, Plan};
@@ -101,6 +101,10 @@ impl Sender {
     /// Connects to nobody yet. With [`TransportChoice::Ucx`] the library must be there.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
+        if !(1..=MAX_TCP_CONNECTIONS).contains(&options.tcp_connections) {
+            let problem = format!("{}; it is 1 to {MAX_TCP_CONNECTIONS}", options.tcp_connections);
+            return Err(TransferError::argument("tcp_connections", problem));
+        }
         let ucx = open_ucx(&options)?;
         let config = Config {
             options,

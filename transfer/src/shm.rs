@@ -9,7 +9,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::device::Pool;
 use crate::error::TransferError;
-use crate::link::Link;
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::segment::Segment;
 use crate::transport::{Batch, Progress, Run, Transport};
@@ -56,12 +56,12 @@ impl Transport for Shm {
         TransportKind::Shm
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
         self.batch = Some(batch);
         Ok(())
     }
 
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         let Some(batch) = self.batch.take() else { return Ok(Progress::Flushed) };
         self.digests.clear();
         for run in batch.runs() {
@@ -71,7 +71,7 @@ impl Transport for Shm {
             }
         }
         order_copies();
-        link.push(&Frame::Write(batch.head(0)));
+        links.own.push(&Frame::Write(batch.head(0)));
         Ok(Progress::Flushed)
     }
 
@@ -83,7 +83,7 @@ impl Transport for Shm {
         std::mem::take(&mut self.digests)
     }
 
-    fn cancel(&mut self, _: Epoch, _: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, _: Epoch, _: &mut Links) -> Result<(), TransferError> {
         self.batch = None;
         Ok(())
     }

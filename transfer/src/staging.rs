@@ -12,7 +12,8 @@ use crate::convert::Converter;
 use crate::device::{DEVICE_JOBS, DeviceQueue, JobDone, Pool};
 use crate::error::TransferError;
 use crate::in_order::InOrder;
-use crate::link::{Link, Range};
+use crate::link::Range;
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::transport::{Batch, Progress, Transport};
 
@@ -65,13 +66,13 @@ impl Staging {
         Ok(())
     }
 
-    fn pass_on(&mut self, link: &mut Link) -> Result<(), TransferError> {
+    fn pass_on(&mut self, links: &mut Links) -> Result<(), TransferError> {
         while self.sent.len() < self.inner.depth()
             && let Some(batch) = self.ready.pop_front()
         {
             let own = batch.digest && !self.inner.digests();
             self.sent.push_back((batch.epoch, own.then(|| batch.digests(&self.pool).collect())));
-            self.inner.submit(batch, link)?;
+            self.inner.submit(batch, links)?;
         }
         Ok(())
     }
@@ -92,17 +93,17 @@ impl Transport for Staging {
         DEVICE_JOBS
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
         self.reads.begin(batch, |queue, batch| queue.read(batch.after, &ranges(batch)))
     }
 
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         self.take_reads()?;
-        self.pass_on(link)?;
+        self.pass_on(links)?;
         if self.sent.is_empty() {
             return Ok(Progress::Blocked);
         }
-        let progress = self.inner.poll(link)?;
+        let progress = self.inner.poll(links)?;
         if progress == Progress::Flushed
             && let Some((_, own)) = self.sent.pop_front()
         {
@@ -119,18 +120,18 @@ impl Transport for Staging {
         std::mem::take(&mut self.digests)
     }
 
-    /// While batches are with the inner transport, it is the link that moves them.
+    /// While batches are with the inner transport, it is the links that move them.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.reads.fd().filter(|_| self.sent.is_empty() && self.ready.is_empty())
     }
 
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
         self.take_reads()?;
         self.ready.retain(|batch| batch.epoch != epoch);
         self.reads.cancel(epoch)?;
         if self.sent.iter().any(|(of, _)| *of == epoch) {
             self.sent.retain(|(of, _)| *of != epoch);
-            self.inner.cancel(epoch, link)?;
+            self.inner.cancel(epoch, links)?;
         }
         Ok(())
     }

@@ -1,46 +1,81 @@
-//! Blocks over TCP: the sender's Write frames, and the socket's settings.
+//! Blocks over TCP: the sender's Write frames, each over one of the session's connections, and the sockets' settings.
 
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use baton_types::Epoch;
-use rustix::net::sockopt;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::error::TransferError;
-use crate::link::Link;
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::threads;
 use crate::transport::{Batch, Progress, Transport};
-use crate::wire::Frame;
 
-/// The sending half: a frame, then the blocks straight from the pool.
-pub(crate) struct Tcp;
+/// Batches for each of several connections: while one waits for its peer, or for what was lost, the others go on with as many.
+const EACH: usize = 2;
+
+/// A batch on its way: whose, and by which byte of which connection it has left.
+struct Sending {
+    epoch: Epoch,
+    stream: usize,
+    end: u64,
+}
+
+/// The sending half: a frame, then the blocks straight from the pool, over whichever connection has the least to send.
+pub(crate) struct Tcp {
+    depth: usize,
+    under_way: VecDeque<Sending>,
+}
+
+impl Tcp {
+    /// Over so many connections.
+    pub(crate) fn new(connections: usize) -> Tcp {
+        // A single one does best with the batch that was digested last, which is still in the cache.
+        let depth = if connections > 1 { EACH * connections } else { 1 };
+        Tcp { depth, under_way: VecDeque::new() }
+    }
+}
 
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
 
-    fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn submit(&mut self, mut batch: Batch, links: &mut Links) -> Result<(), TransferError> {
         let payload = u32::try_from(batch.bytes()).map_err(|_| TransferError::argument("payload", "4 GiB or more"))?;
-        link.push(&Frame::Write(batch.head(payload)));
+        let (epoch, stream) = (batch.epoch, links.lightest());
+        let link = links.write(stream, batch.head(payload));
         match batch.staged.take() {
-            Some(bytes) => link.push_staged(bytes),
-            None => batch.runs().for_each(|run| link.push_pool((run.source, run.len))),
+            Some(bytes) => link.push_staged(bytes, epoch),
+            None => batch.runs().for_each(|run| link.push_pool((run.source, run.len), epoch)),
         }
+        self.under_way.push_back(Sending { epoch, stream, end: link.end() });
         Ok(())
     }
 
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        // The stream keeps order, so whatever is queued behind the payload arrives behind it.
-        Ok(if link.reads_pool() { Progress::Blocked } else { Progress::Flushed })
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
+        let Some(oldest) = self.under_way.front() else { return Ok(Progress::Flushed) };
+        if links.stream(oldest.stream).left() < oldest.end {
+            return Ok(Progress::Blocked);
+        }
+        // A stream keeps order, so whatever is queued behind the payload arrives behind it.
+        self.under_way.pop_front();
+        Ok(Progress::Flushed)
     }
 
-    fn cancel(&mut self, _: Epoch, link: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
         // The announced length must still be met; the peer applies zeros to blocks it will not verify, or drops them.
-        link.forget_pool();
+        links.forget_pool(epoch);
+        self.under_way.retain(|sending| sending.epoch != epoch);
         Ok(())
     }
 }
@@ -55,6 +90,8 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener, TransferError> 
 
 /// Addresses that a name stands for, if whoever knows them says so by `until`. The system's own look-up takes as long as it likes.
 fn resolve(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, std::io::Error> {
+    // A receiver advertises IPv6 addresses in the brackets that a port is set apart by.
+    let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![(address, port).into()]);
     }
@@ -77,6 +114,18 @@ pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream
         }
     }
     Err(last)
+}
+
+/// Begins to connect. It has when it can be written to; why it has not, its first use says.
+pub(crate) fn begin(address: SocketAddr) -> Result<TcpStream, std::io::Error> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let stream = TcpStream::from(rustix::net::socket_with(family, SocketType::STREAM, flags, None)?);
+    tune(&stream)?;
+    match rustix::net::connect(&stream, &address) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(stream),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Settings of both ends' sockets. Buffers are left to the kernel, which grows them as needed: 4 MiB ones measured no

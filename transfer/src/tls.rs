@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::io::{BufReader, Error, ErrorKind, IoSlice, IoSliceMut, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -128,6 +128,11 @@ impl TlsStream {
     fn new(stream: TcpStream, mut connection: Connection) -> TlsStream {
         connection.set_buffer_limit(Some(AHEAD));
         TlsStream { stream: BufReader::with_capacity(READ, stream), connection }
+    }
+
+    /// Where the peer is.
+    pub(crate) fn peer_address(&self) -> Option<SocketAddr> {
+        self.stream.get_ref().peer_addr().ok()
     }
 
     /// Whether encrypted bytes wait for the socket.

@@ -9,7 +9,7 @@ use baton_types::{Epoch, digest_block};
 
 use crate::device::{Pool, Staged};
 use crate::error::TransferError;
-use crate::link::Link;
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::runs::{Route, Runs};
 use crate::wire::WriteHead;
@@ -137,12 +137,12 @@ impl Batch {
 /// How far the oldest batch is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Progress {
-    /// The local pool is not read for it any more, and a frame queued from now on reaches the peer after the batch has
-    /// been applied there.
+    /// The local pool is not read for it any more, and a frame queued from now on is acted upon by the peer after the batch has
+    /// been applied there: it arrives behind it, or, a completion, says how much on other connections it [waits](Links::send) for.
     Flushed,
     /// More can be done right away.
     Runnable,
-    /// The link must move first, or [`Transport::fd`] become readable.
+    /// The links must move first, or [`Transport::fd`] become readable.
     Blocked,
 }
 
@@ -157,10 +157,10 @@ pub(crate) trait Transport: Send {
     }
 
     /// Starts a batch; fewer than [`Transport::depth`] are neither flushed nor cancelled.
-    fn submit(&mut self, batch: Batch, link: &mut Link) -> Result<(), TransferError>;
+    fn submit(&mut self, batch: Batch, links: &mut Links) -> Result<(), TransferError>;
 
     /// Goes on with the batches for a short while. They are flushed in their order, at most one by each call.
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError>;
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError>;
 
     /// Whether it digests what it reads, so that memory is read once. Otherwise the session does, before submitting.
     fn digests(&self) -> bool {
@@ -173,7 +173,7 @@ pub(crate) trait Transport: Send {
         Vec::new()
     }
 
-    /// What else than the link can move blocked batches, ready to be waited for right after `poll` has answered so.
+    /// What else than the links can move blocked batches, ready to be waited for right after `poll` has answered so.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -181,5 +181,5 @@ pub(crate) trait Transport: Send {
     /// Gives up the batches of a handoff. From the return on the local pool is not read for it, and nothing of it is
     /// written to the peer's pool that the peer does not apply itself, in order (I3). After an error something may still
     /// be: the session must end without telling the peer that it has stopped.
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError>;
+    fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError>;
 }

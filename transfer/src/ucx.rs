@@ -23,7 +23,7 @@ pub(crate) use worker::Worker;
 
 use crate::device::Pool;
 use crate::error::TransferError;
-use crate::link::Link;
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::transport::{Batch, Progress, Run, Transport};
 use crate::wire::{Access, Frame};
@@ -116,7 +116,7 @@ impl Transport for Ucx {
         IN_FLIGHT
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Link) -> Result<(), TransferError> {
+    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
         self.flights.push_back(Flight { batch, requests: Vec::new() });
         let Some(Flight { batch, requests }) = self.flights.back_mut() else { return Ok(()) };
         for run in joined(batch) {
@@ -138,10 +138,10 @@ impl Transport for Ucx {
         Ok(())
     }
 
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         self.settle()?;
         if self.flights.front().is_none_or(|flight| flight.requests.is_empty()) {
-            self.flights.pop_front().into_iter().for_each(|flight| link.push(&Frame::Write(flight.batch.head(0))));
+            self.flights.pop_front().into_iter().for_each(|flight| links.own.push(&Frame::Write(flight.batch.head(0))));
             return Ok(Progress::Flushed);
         }
         Ok(if self.endpoint.worker().arm()? { Progress::Blocked } else { Progress::Runnable })
@@ -151,7 +151,7 @@ impl Transport for Ucx {
         Some(self.endpoint.worker().fd())
     }
 
-    fn cancel(&mut self, epoch: Epoch, _: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, epoch: Epoch, _: &mut Links) -> Result<(), TransferError> {
         // Whatever went wrong: from the return on the local pool is not read.
         self.give_up(epoch).inspect_err(|_| {
             self.endpoint.close();

@@ -5,7 +5,8 @@
 //! The checks are hashes, of length and kind and of kind and body, so that a frame that changed on its way is never acted
 //! upon (I2), nor waited for when its length changed. Over TCP a
 //! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over the others it says that
-//! they were copied. Pure functions without I/O: every
+//! they were copied. Over TCP a session may have further connections, which carry Write frames and nothing else: each begins
+//! with a Hello too, and joins by the ticket that the session's own was welcomed with. Pure functions without I/O: every
 //! byte string yields a frame or an error that names the field.
 
 use baton_types::{BlockId, Epoch, WorkerId, hash_bytes};
@@ -17,6 +18,8 @@ use crate::options::Limits;
 pub const PREFIX: usize = 16;
 /// What a frame is said to be malformed in when it changed on its way.
 pub(crate) const CHECK: &str = "check";
+/// Connections of a session at most, its own among them.
+pub const MAX_STREAMS: usize = 16;
 /// Blocks of one Write frame at most.
 pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
 /// Bytes of a text in a frame at most.
@@ -55,6 +58,15 @@ impl Hello {
     }
 }
 
+/// By what further connections join a session over TCP: which one, and a number that only its peer was told.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ticket {
+    /// The decode worker's number of it.
+    pub session: u64,
+    /// Cannot be guessed.
+    pub token: u64,
+}
+
 /// What a caller wants blocks to go over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Over {
@@ -86,10 +98,14 @@ pub enum Refusal {
 pub enum Frame {
     /// Prefill: who calls, whom it means to reach, and what blocks go over.
     Identify { me: WorkerId, you: WorkerId, over: Over },
-    /// Decode: come in. Over shared memory the pool's descriptor travels with it.
-    Welcome { blocks: Vec<u32> },
+    /// Decode: come in; over TCP, with the ticket for further connections.
+    Welcome { blocks: Vec<u32>, ticket: Option<Ticket> },
     /// Decode: go away.
     Reject { reason: String },
+    /// Prefill, instead of Identify: this connection is a session's, and its number there, from 1 on.
+    Join { ticket: Ticket, stream: u8 },
+    /// Decode: so it is.
+    Joined,
     /// Prefill: asks for access under an epoch.
     Begin { epoch: Epoch, key: u64 },
     /// Decode, before the first Granted, over UCX: where the pool is written to.
@@ -100,8 +116,8 @@ pub enum Frame {
     Granted { epoch: Epoch, blocks: Vec<Vec<BlockId>> },
     /// Prefill: one layer of some blocks follows (tcp) or was copied (shm, ucx, cuda-ipc).
     Write(WriteHead),
-    /// Prefill: all writes precede this frame.
-    Complete { epoch: Epoch, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
+    /// Prefill: all writes precede this frame, or are among the first `after[i]` Write frames of connection i + 1.
+    Complete { epoch: Epoch, after: Vec<u64>, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
     /// Either: nothing to say, but alive.
     Beat,
     /// Prefill: has stopped and gives up.
@@ -151,6 +167,7 @@ const COMPLETE: u8 = 4;
 const ABORT: u8 = 5;
 const FENCE_ACK: u8 = 6;
 const BEAT: u8 = 7;
+const JOIN: u8 = 8;
 const WELCOME: u8 = 17;
 const REJECT: u8 = 18;
 const GRANTED: u8 = 19;
@@ -159,6 +176,7 @@ const FAILED: u8 = 21;
 const FENCE: u8 = 22;
 const ACCESS: u8 = 23;
 const HANDLE: u8 = 24;
+const JOINED: u8 = 25;
 
 /// The largest body of each kind of frame.
 #[derive(Clone, Copy, Debug)]
@@ -173,15 +191,15 @@ impl FrameLimits {
         let lists = 64 + 4 * groups;
         FrameLimits {
             list: lists + 4 * limits.blocks_per_handoff,
-            complete: lists + 8 * limits.blocks_per_handoff + limits.tail_bytes,
+            complete: lists + 8 * (MAX_STREAMS + limits.blocks_per_handoff) + limits.tail_bytes,
         }
     }
 
     fn body(&self, kind: u8) -> Option<usize> {
         match kind {
-            IDENTIFY => Some(17),
+            IDENTIFY | JOIN => Some(17),
             BEGIN | ABORT | FENCE_ACK | VERIFIED | FENCE => Some(16),
-            BEAT => Some(0),
+            BEAT | JOINED => Some(0),
             WRITE => Some(32 + 4 * MAX_WRITE_BLOCKS),
             WELCOME | REJECT | FAILED => Some(64 + MAX_TEXT),
             GRANTED => Some(self.list),
@@ -246,8 +264,10 @@ pub fn parse_body(head: &FrameHead, body: &[u8]) -> Result<Frame, Malformed> {
             let (me, you) = (WorkerId(f.u64("me")?), WorkerId(f.u64("you")?));
             Frame::Identify { me, you, over: parse_over(&mut f)? }
         }
-        WELCOME => Frame::Welcome { blocks: f.u32s("blocks")? },
+        WELCOME => Frame::Welcome { blocks: f.u32s("blocks")?, ticket: parse_offer(&mut f)? },
         REJECT => Frame::Reject { reason: f.text("reason")? },
+        JOIN => Frame::Join { ticket: parse_ticket(&mut f)?, stream: parse_stream(&mut f)? },
+        JOINED => Frame::Joined,
         BEGIN => Frame::Begin { epoch: epoch(&mut f)?, key: f.u64("key")? },
         ACCESS => Frame::Access(parse_access(&mut f)?),
         HANDLE => Frame::Handle { bytes: f.u64("bytes")?, handle: parse_opaque(&mut f, "handle")? },
@@ -255,6 +275,7 @@ pub fn parse_body(head: &FrameHead, body: &[u8]) -> Result<Frame, Malformed> {
         WRITE => Frame::Write(parse_write(&mut f)?),
         COMPLETE => Frame::Complete {
             epoch: epoch(&mut f)?,
+            after: parse_after(&mut f)?,
             writes: f.u64("writes")?,
             digests: parse_groups(&mut f, |f| f.u64s("digests"))?,
             tail: f.blob("tail")?.to_vec(),
@@ -289,6 +310,32 @@ fn parse_over(f: &mut Fields) -> Result<Over, Malformed> {
         1 => Ok(Over::Ucx),
         2 => Ok(Over::CudaIpc),
         other => Err(Malformed::new("over", format!("{other} is none of 0, 1 and 2"))),
+    }
+}
+
+fn parse_ticket(f: &mut Fields) -> Result<Ticket, Malformed> {
+    Ok(Ticket { session: f.u64("session")?, token: f.u64("token")? })
+}
+
+fn parse_offer(f: &mut Fields) -> Result<Option<Ticket>, Malformed> {
+    match f.u8("ticket")? {
+        0 => Ok(None),
+        1 => parse_ticket(f).map(Some),
+        other => Err(Malformed::new("ticket", format!("{other} is neither 0 nor 1"))),
+    }
+}
+
+fn parse_stream(f: &mut Fields) -> Result<u8, Malformed> {
+    match f.u8("stream")? {
+        stream if (1..MAX_STREAMS).contains(&usize::from(stream)) => Ok(stream),
+        other => Err(Malformed::new("stream", format!("{other}; further connections are 1 to {}", MAX_STREAMS - 1))),
+    }
+}
+
+fn parse_after(f: &mut Fields) -> Result<Vec<u64>, Malformed> {
+    match f.u64s("after")? {
+        after if after.len() < MAX_STREAMS => Ok(after),
+        after => Err(Malformed::new("after", format!("{} connections beside the session's own", after.len()))),
     }
 }
 
@@ -365,14 +412,22 @@ impl Frame {
                 });
                 IDENTIFY
             }
-            Frame::Welcome { blocks } => {
+            Frame::Welcome { blocks, ticket } => {
                 out.put_u32s(blocks.iter().copied());
+                out.put_u8(u8::from(ticket.is_some()));
+                ticket.iter().for_each(|ticket| put_ticket(out, ticket));
                 WELCOME
             }
             Frame::Reject { reason } => {
                 out.put_blob(cut(reason).as_bytes());
                 REJECT
             }
+            Frame::Join { ticket, stream } => {
+                put_ticket(out, ticket);
+                out.put_u8(*stream);
+                JOIN
+            }
+            Frame::Joined => JOINED,
             Frame::Begin { epoch, key } => {
                 out.put_u64(epoch.0);
                 out.put_u64(*key);
@@ -404,8 +459,9 @@ impl Frame {
                 out.put_u32s(head.indexes.iter().copied());
                 WRITE
             }
-            Frame::Complete { epoch, writes, digests, tail } => {
+            Frame::Complete { epoch, after, writes, digests, tail } => {
                 out.put_u64(epoch.0);
+                out.put_u64s(after);
                 out.put_u64(*writes);
                 out.put_u16(digests.len() as u16);
                 digests.iter().for_each(|group| out.put_u64s(group));
@@ -429,6 +485,11 @@ impl Frame {
 fn only_epoch(out: &mut Vec<u8>, epoch: Epoch, kind: u8) -> u8 {
     out.put_u64(epoch.0);
     kind
+}
+
+fn put_ticket(out: &mut Vec<u8>, ticket: &Ticket) {
+    out.put_u64(ticket.session);
+    out.put_u64(ticket.token);
 }
 
 fn encode_refusal(refusal: &Refusal, out: &mut Vec<u8>) {

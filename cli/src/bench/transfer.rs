@@ -9,7 +9,7 @@ use std::process;
 use anyhow::Context;
 use baton_runtime::die_with_parent;
 use baton_transfer::bench::{self, BenchOptions, MARK, Peer, ServeOptions, Served};
-use baton_transfer::{TransportKind, UcxOptions, UcxSettings};
+use baton_transfer::{MAX_TCP_CONNECTIONS, TransportKind, UcxOptions, UcxSettings};
 use baton_types::{KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 use baton_worker::KvType;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
@@ -101,7 +101,7 @@ fn amounts() -> Vec<Arg> {
         .collect()
 }
 
-fn ways() -> [Arg; 4] {
+fn ways() -> [Arg; 5] {
     let kinds = [TransportKind::Shm, TransportKind::Tcp, TransportKind::Ucx].map(TransportKind::as_str);
     [
         Arg::new("transport")
@@ -110,6 +110,11 @@ fn ways() -> [Arg; 4] {
             .value_delimiter(',')
             .action(ArgAction::Append)
             .help("Measure handoffs over this; may be repeated; default: shm (within a host) and tcp"),
+        number("connections", "Connections of handoffs over tcp, 1 to 16; several, separated by commas, in turn")
+            .value_parser(value_parser!(u32).range(1..=MAX_TCP_CONNECTIONS as i64))
+            .value_delimiter(',')
+            .action(ArgAction::Append)
+            .default_value("1"),
         flag("no-verify", "Also measure handoffs whose bytes nobody checks; workers always check"),
         Arg::new("ucx-library")
             .long("ucx-library")
@@ -169,6 +174,7 @@ fn options(matches: &ArgMatches, ucx: UcxSettings) -> anyhow::Result<BenchOption
         rounds: one("rounds"),
         round_trips: one("round-trips"),
         transports: [TransportKind::Shm, TransportKind::Tcp, TransportKind::Ucx].into_iter().filter(asked).collect(),
+        connections: all("connections").map(|count| count as usize).collect(),
         unverified: matches.get_flag("no-verify"),
         scattered: matches.get_one::<u64>("seed").copied().filter(|_| matches.get_flag("scattered")),
         ucx,

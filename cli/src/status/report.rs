@@ -122,6 +122,7 @@ fn path_json(path: &v1::Path) -> Value {
     json!({
         "transport": path.transport,
         "in_use": path.in_use,
+        "connections": path.connections,
         "handoffs": path.handoffs,
         "failures": path.failures,
         "bytes_per_second": path.bytes_per_second,
@@ -155,6 +156,7 @@ mod tests {
         v1::Path {
             transport: transport.into(),
             in_use: unused.is_empty(),
+            connections: u32::from(unused.is_empty()),
             handoffs: 3,
             failures: 1,
             bytes_per_second: rate,

@@ -200,7 +200,7 @@ impl World {
     /// Whether nothing more can be made of what has arrived.
     fn starved(&self, session: &mut DecodeSession) -> bool {
         let limits = FrameLimits::new(&self.limits, 2);
-        match session.inbound.as_mut().and_then(|inbound| inbound.payload()) {
+        match session.inbound.as_mut().and_then(|inbound| inbound.payload(0)) {
             Some(payload) => !payload.is_done() && session.inbox.is_empty(),
             None => take_frame(&mut session.inbox.clone(), &limits).is_ok_and(|frame| frame.is_none()),
         }
@@ -245,7 +245,7 @@ impl World {
                 let inbound = Inbound::new(session.line, worker, session.kind, geometry.clone(), &self.limits);
                 let careless = self.broken(Sabotage::SkipVerify);
                 session.inbound = Some(if careless { inbound.unverified() } else { inbound });
-                session.outbox.push_bytes(Frame::Welcome { blocks: geometry.blocks }.encode());
+                session.outbox.push_bytes(Frame::Welcome { blocks: geometry.blocks, ticket: None }.encode());
                 Ok(true)
             }
             Err(reason) => {
@@ -273,7 +273,7 @@ impl World {
     fn read_some(&mut self, place: Place, session: &mut DecodeSession) -> Result<bool, Stop> {
         let now = self.instant(self.now);
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        if let Some(payload) = inbound.payload() {
+        if let Some(payload) = inbound.payload(0) {
             if !payload.is_done() && session.inbox.is_empty() {
                 return Ok(false);
             }
@@ -292,7 +292,7 @@ impl World {
                 self.decodes[place].memory.write(offset, &bytes);
             }
             // SAFETY: a simulation is one thread.
-            unsafe { inbound.landed(&mut Reach::Host(self.decodes[place].memory.segment.clone())) }
+            unsafe { inbound.landed(0, &mut Reach::Host(self.decodes[place].memory.segment.clone())) }
                 .map_err(Stop::Ended)?;
             return Ok(true);
         }
@@ -306,7 +306,7 @@ impl World {
             session.outbox.push(&Frame::Verified { epoch });
         }
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        inbound.frame(frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        inbound.frame(0, frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
         Ok(true)
     }
 

@@ -16,7 +16,7 @@ use crate::error::{BatonError, ErrorKind};
 use crate::ids::BlockId;
 
 /// Version of everything two workers exchange; part of the layout fingerprint.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// Element type of a KV pool. A row is the K, or the V, of one token and head; quantised types round each row by itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]

@@ -172,6 +172,9 @@ baton_runtime::config! {
         /// Settings of UCX by its own names, separated by spaces, as TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. What is not
         /// here, UCX takes from its own UCX_* variables and files.
         ucx_options: Parsed<UcxOptions> = Parsed::default(),
+        /// Connections that KV goes over to each decode worker that is reached over TCP (prefill workers), at most 16. More than one
+        /// helps where what limits the way is a bound for each connection, or packets lost on a long way; elsewhere one is fastest.
+        tcp_connections: usize = 1,
         /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. With the next two settings; all workers
         /// of a cluster have them or none. Read once, at the start.
         transfer_tls_cert: Option<PathBuf> = None,

@@ -12,7 +12,7 @@ use baton_model::{Decoder, Footprint, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_runtime::config::format_duration;
 use baton_runtime::{Bytes, FetchConfig};
-use baton_transfer::Pool;
+use baton_transfer::{MAX_TCP_CONNECTIONS, Pool};
 use baton_types::{BlockId, KvLayout, PoolGeometry};
 
 use crate::backend::{Chosen, choose};
@@ -124,6 +124,8 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     check_limits(config)?;
+    let (connections, must) = (config.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
+    check((1..=MAX_TCP_CONNECTIONS).contains(&connections), "tcp_connections", connections, must)?;
     config.transfer_tls()?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
         let reachable = !address.ip().is_unspecified() || config.advertise.is_some();

@@ -45,13 +45,13 @@ impl Transport for Swallowing {
     fn kind(&self) -> TransportKind {
         self.0.kind()
     }
-    fn submit(&mut self, _: Batch, _: &mut Link) -> Result<(), TransferError> {
+    fn submit(&mut self, _: Batch, _: &mut Links) -> Result<(), TransferError> {
         Ok(())
     }
-    fn poll(&mut self, _: &mut Link) -> Result<Progress, TransferError> {
+    fn poll(&mut self, _: &mut Links) -> Result<Progress, TransferError> {
         Ok(Progress::Blocked)
     }
-    fn cancel(&mut self, _: Epoch, _: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, _: Epoch, _: &mut Links) -> Result<(), TransferError> {
         Ok(())
     }
 }

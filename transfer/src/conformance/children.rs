@@ -10,6 +10,8 @@ use super::*;
 use crate::bench::{MARK, ServeOptions, Served, hex};
 
 const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
+/// Set to how many connections TCP has.
+const CONNECTIONS: &str = "BATON_TRANSFER_TEST_CONNECTIONS";
 const TLS: &str = "BATON_TRANSFER_TEST_TLS";
 
 /// This binary in a role.
@@ -19,6 +21,7 @@ pub(crate) fn command(role: &str) -> Command {
         .args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"])
         .env(ROLE, role)
         .env(device::VARIABLE, devices().encode());
+    command.env(CONNECTIONS, connections().to_string());
     if tls().is_some() {
         command.env(TLS, "");
     }
@@ -87,10 +90,11 @@ impl Drop for Process {
 fn child() {
     let Ok(role) = std::env::var(ROLE) else { return };
     device::use_devices(device::Devices::parse(&std::env::var(device::VARIABLE).unwrap_or_default()));
-    match std::env::var_os(TLS) {
+    let count = std::env::var(CONNECTIONS).ok().and_then(|count| count.parse().ok()).unwrap_or(1);
+    with_connections(count, || match std::env::var_os(TLS) {
         Some(_) => with_tls(|| play(&role)),
         None => play(&role),
-    }
+    });
 }
 
 fn play(role: &str) {

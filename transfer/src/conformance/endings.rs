@@ -144,7 +144,7 @@ fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
 }
 
 fn a_session_the_receiver_ends_gives_back(choice: TransportChoice) {
-    let (error, decode) = babble(choice, Frame::Welcome { blocks: vec![] }.encode());
+    let (error, decode) = babble(choice, Frame::Welcome { blocks: vec![], ticket: None }.encode());
     assert!(matches!(error, TransferError::Protocol { .. }), "{error}");
     assert_eq!(decode.receiver.stats().verify_failures, 0);
 }

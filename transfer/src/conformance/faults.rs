@@ -27,14 +27,14 @@ where
     fn depth(&self) -> usize {
         self.inner.depth()
     }
-    fn submit(&mut self, mut batch: Batch, link: &mut Link) -> Result<(), TransferError> {
+    fn submit(&mut self, mut batch: Batch, links: &mut Links) -> Result<(), TransferError> {
         self.submitted += 1;
-        (self.before)(self.submitted, &mut batch, link);
+        (self.before)(self.submitted, &mut batch, &mut links.own);
         self.in_flight.push_back((self.submitted, batch.clone()));
-        self.inner.submit(batch, link)
+        self.inner.submit(batch, links)
     }
-    fn poll(&mut self, link: &mut Link) -> Result<Progress, TransferError> {
-        let progress = self.inner.poll(link)?;
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
+        let progress = self.inner.poll(links)?;
         if progress == Progress::Flushed
             && let Some((number, batch)) = self.in_flight.pop_front()
         {
@@ -51,9 +51,9 @@ where
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.fd()
     }
-    fn cancel(&mut self, epoch: Epoch, link: &mut Link) -> Result<(), TransferError> {
+    fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
         self.in_flight.retain(|(_, batch)| batch.epoch != epoch);
-        self.inner.cancel(epoch, link)
+        self.inner.cancel(epoch, links)
     }
 }
 

@@ -357,6 +357,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         transport: TransportChoice::Ucx,
         ucx: nowhere,
         tls: tls(),
+        tcp_connections: connections(),
         limits: Limits::default(),
         convert: None,
         verify: true,

@@ -21,7 +21,7 @@ fn talk(listener: &TcpListener, geometry: &PoolGeometry, frame: &Frame, stop: &A
     let mut hello = [0; Hello::LEN];
     stream.read_exact(&mut hello).unwrap();
     stream.write_all(&Hello { fingerprint: geometry.layout.fingerprint() }.encode()).unwrap();
-    stream.write_all(&Frame::Welcome { blocks: geometry.blocks.clone() }.encode()).unwrap();
+    stream.write_all(&Frame::Welcome { blocks: geometry.blocks.clone(), ticket: None }.encode()).unwrap();
     stream.set_nonblocking(true).unwrap();
     let words = frame.encode().repeat(4096);
     let mut taken = 0;

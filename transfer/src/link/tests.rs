@@ -45,8 +45,8 @@ fn frames_that_wait_are_counted_without_their_payload() {
     let mut link = link(ours);
     assert_eq!(link.queued(), 0);
     link.push(&Frame::Beat);
-    link.push_staged(Staged::new(vec![0; 3]));
-    link.push_pool((0, 1));
+    link.push_staged(Staged::new(vec![0; 3]), Epoch(1));
+    link.push_pool((0, 1), Epoch(1));
     link.push(&Frame::Beat);
     assert_eq!(link.queued(), 2);
     link.flush().unwrap();

@@ -1,7 +1,7 @@
 //! What the decode end's threads share: the ledger under its lock, the owner's callback, the sessions that can be told to
 //! fence.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,21 +12,29 @@ use super::ledger::Ledger;
 use super::table::SessionId;
 use super::{OnEvent, ReceiverStats};
 use crate::error::TransferError;
+use crate::link::Link;
 use crate::options::ReceiverOptions;
 use crate::threads::lock;
 use crate::ucx::Engine;
 use crate::wake::Wake;
+use crate::wire::Ticket;
 
 /// How other threads reach a session's.
 pub(crate) struct Mail {
     pub wake: Wake,
     fences: Mutex<Vec<Epoch>>,
+    joined: Mutex<Vec<(u8, Link)>>,
     superseded: AtomicBool,
 }
 
 impl Mail {
     pub(crate) fn new() -> Result<Mail, TransferError> {
-        Ok(Mail { wake: Wake::new()?, fences: Mutex::default(), superseded: AtomicBool::new(false) })
+        Ok(Mail {
+            wake: Wake::new()?,
+            fences: Mutex::default(),
+            joined: Mutex::default(),
+            superseded: AtomicBool::new(false),
+        })
     }
 
     fn fence(&self, epoch: Epoch) {
@@ -39,6 +47,17 @@ impl Mail {
         std::mem::take(&mut *lock(&self.fences))
     }
 
+    /// Another connection of the session's has come.
+    pub(crate) fn join(&self, stream: u8, link: Link) {
+        lock(&self.joined).push((stream, link));
+        self.wake.ring();
+    }
+
+    /// Further connections that have come, with their numbers.
+    pub(crate) fn take_joined(&self) -> Vec<(u8, Link)> {
+        std::mem::take(&mut *lock(&self.joined))
+    }
+
     /// Whether the same worker has started another session, so that it has ended this one.
     pub(crate) fn superseded(&self) -> bool {
         self.superseded.load(Ordering::Acquire)
@@ -48,6 +67,10 @@ impl Mail {
 struct Member {
     mail: Arc<Mail>,
     worker: Option<WorkerId>,
+    /// By what further connections join it.
+    token: Option<u64>,
+    /// Numbers that they have taken.
+    streams: BTreeSet<u8>,
 }
 
 struct Books {
@@ -155,14 +178,15 @@ impl Hub {
         let mut sessions = lock(&self.sessions);
         let room = sessions.len() < self.options.limits.connections;
         if room {
-            sessions.insert(session, Member { mail, worker: None });
+            sessions.insert(session, Member { mail, worker: None, token: None, streams: BTreeSet::new() });
         }
         room
     }
 
     /// Names a session's peer. A worker opens a new session only after its last one has stopped writing, so earlier
-    /// ones of the same worker are over; not those that came later, should this one's thread be late.
-    pub(crate) fn introduce(&self, session: SessionId, worker: WorkerId) {
+    /// ones of the same worker are over; not those that came later, should this one's thread be late. `token`: further connections
+    /// may join by it.
+    pub(crate) fn introduce(&self, session: SessionId, worker: WorkerId, token: Option<u64>) {
         let mut sessions = lock(&self.sessions);
         for (_, member) in sessions.iter().filter(|(id, m)| **id < session && m.worker == Some(worker)) {
             member.mail.superseded.store(true, Ordering::Release);
@@ -170,7 +194,24 @@ impl Hub {
         }
         if let Some(member) = sessions.get_mut(&session) {
             member.worker = Some(worker);
+            member.token = token;
         }
+    }
+
+    /// Counts a further connection in to its session; answers how to reach that, or why it may not come in.
+    pub(crate) fn join(&self, ticket: Ticket, stream: u8) -> Result<Arc<Mail>, &'static str> {
+        let mut sessions = lock(&self.sessions);
+        let others: usize = sessions.values().map(|member| member.streams.len()).sum();
+        let member = sessions.get_mut(&ticket.session).filter(|member| member.token == Some(ticket.token));
+        let member = member.ok_or("there is no such session, or not by this token")?;
+        // I5
+        if others >= self.options.limits.connections {
+            return Err("it has as many connections as it may have");
+        }
+        if !member.streams.insert(stream) {
+            return Err("its session has a connection of this number");
+        }
+        Ok(member.mail.clone())
     }
 
     pub(crate) fn dismiss(&self, session: SessionId) {

@@ -1,8 +1,9 @@
 //! One prefill worker's session at the decode end without its socket: what each frame means, where payload goes, what a
 //! fence stops.
 //!
-//! Pure: the session feeds it frames and payload from a socket, a simulation from anywhere. What it has to say waits in
-//! [`Inbound::next_answer`].
+//! Pure: the session feeds it frames and payload from its sockets, a simulation from anywhere. What it has to say waits in
+//! [`Inbound::next_answer`]. Of several connections each keeps its order, and between them there is none: a completion that
+//! overtakes writes on others waits for them, and whatever ends a handoff ends what is under way of it on every one.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -21,7 +22,7 @@ use crate::link::Range;
 use crate::options::{Limits, TransportKind};
 use crate::pulse::Pulse;
 use crate::state::Input;
-use crate::wire::{Frame, MAX_WRITE_BLOCKS, Refusal, WriteHead};
+use crate::wire::{Frame, MAX_STREAMS, MAX_WRITE_BLOCKS, Refusal, WriteHead};
 
 /// Payload under way, and the write it belongs to unless it is dropped.
 struct Landing {
@@ -29,7 +30,15 @@ struct Landing {
     head: Option<WriteHead>,
 }
 
-/// The session's handoffs, and the write that is arriving.
+/// One connection.
+#[derive(Default)]
+struct Stream {
+    landing: Option<Landing>,
+    /// Writes that have arrived, whatever became of them.
+    writes: u64,
+}
+
+/// The session's handoffs, and the writes that are arriving. Connections go by their numbers; the session's own is 0.
 pub struct Inbound {
     id: SessionId,
     peer: WorkerId,
@@ -39,7 +48,9 @@ pub struct Inbound {
     verify: bool,
     /// Handoffs this session was let in for and that it has not ended.
     incoming: BTreeMap<Epoch, Incoming>,
-    landing: Option<Landing>,
+    streams: [Stream; MAX_STREAMS],
+    /// Completions that have overtaken writes.
+    early: BTreeMap<Epoch, Frame>,
     answers: VecDeque<Frame>,
     pulse: Pulse,
     /// When leases were renewed last.
@@ -57,7 +68,8 @@ impl Inbound {
             geometry,
             verify: true,
             incoming: BTreeMap::new(),
-            landing: None,
+            streams: Default::default(),
+            early: BTreeMap::new(),
             answers: VecDeque::new(),
             pulse: Pulse::new(limits.heartbeat),
             renewed: None,
@@ -114,9 +126,14 @@ impl Inbound {
         Some(next)
     }
 
-    /// Payload that must be read before the next frame.
-    pub fn payload(&mut self) -> Option<&mut Payload> {
-        self.landing.as_mut().map(|landing| &mut landing.payload)
+    /// Payload that must be read before the connection's next frame.
+    pub fn payload(&mut self, stream: usize) -> Option<&mut Payload> {
+        self.streams.get_mut(stream)?.landing.as_mut().map(|landing| &mut landing.payload)
+    }
+
+    /// Whether a connection beside the session's own has carried nothing yet, so that nothing is missing without it.
+    pub(crate) fn is_unused(&self, stream: usize) -> bool {
+        stream > 0 && self.streams.get(stream).is_none_or(|stream| stream.landing.is_none() && stream.writes == 0)
     }
 
     /// Takes in what was written, once [`Inbound::payload`] is done. An error is this end's device's, and ends the session.
@@ -124,9 +141,11 @@ impl Inbound {
     /// # Safety
     /// All of the payload went where it was to go, and nobody else touches the blocks lent to this session's handoffs
     /// but the peer, over shared memory, before it says so.
-    pub unsafe fn landed(&mut self, pool: &mut Reach) -> Result<(), TransferError> {
-        if let Some(landing) = self.landing.take_if(|l| l.payload.is_done())
-            && let Some(head) = landing.head
+    pub unsafe fn landed(&mut self, stream: usize, pool: &mut Reach) -> Result<(), TransferError> {
+        let Some(stream) = self.streams.get_mut(stream) else { return Ok(()) };
+        let Some(landing) = stream.landing.take_if(|l| l.payload.is_done()) else { return Ok(()) };
+        stream.writes += 1;
+        if let Some(head) = landing.head
             && let Some(incoming) = self.incoming.get_mut(&head.epoch)
         {
             // SAFETY: the blocks are lent to this handoff. Over TCP only this end writes to them; over shared memory the
@@ -136,12 +155,34 @@ impl Inbound {
         Ok(())
     }
 
-    /// What a frame of the peer's asks for. An error ends the session.
-    pub fn frame(&mut self, frame: Frame, now: Instant, ledger: &mut Ledger) -> Result<(), TransferError> {
+    /// A completion that every write it comes after has arrived for: to be taken as if it came now.
+    pub fn next_due(&mut self) -> Option<Frame> {
+        let due = |frame: &Frame| matches!(frame, Frame::Complete { after, .. } if self.have_arrived(after));
+        let epoch = self.early.iter().find(|(_, frame)| due(frame)).map(|(epoch, _)| *epoch)?;
+        self.early.remove(&epoch)
+    }
+
+    fn have_arrived(&self, after: &[u64]) -> bool {
+        after.iter().zip(&self.streams[1..]).all(|(writes, stream)| stream.writes >= *writes)
+    }
+
+    /// What a frame of the peer's on a connection asks for. An error ends the session.
+    pub fn frame(
+        &mut self,
+        stream: usize,
+        frame: Frame,
+        now: Instant,
+        ledger: &mut Ledger,
+    ) -> Result<(), TransferError> {
         match frame {
+            Frame::Write(head) => return self.write(stream, head, ledger),
+            other if stream > 0 => {
+                let problem = format!("{other:?} on a connection that carries blocks only");
+                return Err(self.broken(Malformed::new("kind", problem)));
+            }
             Frame::Begin { epoch, key } => self.begin(epoch, key, now, ledger),
-            Frame::Write(head) => return self.write(head, ledger),
-            Frame::Complete { epoch, writes, digests, tail } => {
+            Frame::Complete { epoch, ref after, .. } if !self.have_arrived(after) => self.wait(epoch, frame, ledger),
+            Frame::Complete { epoch, writes, digests, tail, .. } => {
                 self.complete(ledger, epoch, tail, now, |incoming| incoming.verify(writes, &digests));
             }
             Frame::Abort { epoch } => {
@@ -169,7 +210,8 @@ impl Inbound {
     /// not known by that.
     pub fn lost(&mut self, ledger: &mut Ledger, error: &TransferError) {
         std::mem::take(&mut self.incoming).iter().for_each(|(epoch, incoming)| self.note_cut(*epoch, incoming));
-        self.landing = None;
+        self.streams.iter_mut().for_each(|stream| stream.landing = None);
+        self.early.clear();
         if error.is_corruption() {
             ledger.corrupted();
         }
@@ -197,16 +239,22 @@ impl Inbound {
         ledger.step_as(self.id, epoch, Input::Fenced, || TransferError::Aborted { epoch });
     }
 
-    /// From now on nothing that arrives under this epoch reaches the pool.
+    /// Ends a handoff before it is completed.
     fn forget(&mut self, epoch: Epoch) {
-        if let Some(incoming) = self.incoming.remove(&epoch) {
+        if let Some(incoming) = self.close(epoch) {
             self.note_cut(epoch, &incoming);
         }
-        if let Some(landing) = &mut self.landing
-            && landing.head.take_if(|head| head.epoch == epoch).is_some()
-        {
-            landing.payload.turn_to_discard();
+    }
+
+    /// From now on nothing that arrives under this epoch, over whichever connection, reaches the pool (I2, I3).
+    fn close(&mut self, epoch: Epoch) -> Option<Incoming> {
+        for landing in self.streams.iter_mut().filter_map(|stream| stream.landing.as_mut()) {
+            if landing.head.take_if(|head| head.epoch == epoch).is_some() {
+                landing.payload.turn_to_discard();
+            }
         }
+        self.early.remove(&epoch);
+        self.incoming.remove(&epoch)
     }
 
     /// How far a handoff came that ends before it is completed.
@@ -230,20 +278,24 @@ impl Inbound {
         self.answers.push_back(Frame::Failed { epoch, refusal });
     }
 
-    fn write(&mut self, head: WriteHead, ledger: &mut Ledger) -> Result<(), TransferError> {
+    fn write(&mut self, stream: usize, head: WriteHead, ledger: &mut Ledger) -> Result<(), TransferError> {
         let (epoch, bytes) = (head.epoch, head.payload as usize);
         let layout = &self.geometry.layout;
         let largest = (0..layout.groups.len()).map(|g| layout.block_bytes(g)).max().unwrap_or(0);
         if bytes > largest * MAX_WRITE_BLOCKS {
             return Err(self.broken(Malformed::new("payload", format!("{bytes} bytes in one write"))));
         }
-        self.landing = Some(match self.accept(&head, ledger) {
+        let landing = match self.accept(&head, ledger) {
             Ok(ranges) => Landing { payload: Payload::apply(ranges), head: Some(head) },
             Err(refusal) => {
                 refusal.into_iter().for_each(|refusal| self.fail(epoch, refusal, ledger));
                 Landing { payload: Payload::discard(bytes), head: None }
             }
-        });
+        };
+        match self.streams.get_mut(stream) {
+            Some(stream) => stream.landing = Some(landing),
+            None => return Err(self.broken(Malformed::new("stream", format!("{stream} of {MAX_STREAMS}")))),
+        }
         Ok(())
     }
 
@@ -269,6 +321,19 @@ impl Inbound {
         Ok(if expected == 0 { VecDeque::new() } else { ranges })
     }
 
+    /// Keeps a completion until what it comes after has arrived. It holds no more than its handoff does (I5).
+    fn wait(&mut self, epoch: Epoch, frame: Frame, ledger: &mut Ledger) {
+        let checked = match (self.incoming.get(&epoch), &frame) {
+            (Some(_), _) if self.early.contains_key(&epoch) => Err(Refusal::BadWrite("completed twice".into())),
+            (Some(incoming), Frame::Complete { digests, .. }) => incoming.check_shape(digests),
+            _ => Err(Refusal::NoReservation("nothing may be completed under it".into())),
+        };
+        match checked {
+            Ok(()) => drop(self.early.insert(epoch, frame)),
+            Err(refusal) => self.fail(epoch, refusal, ledger),
+        }
+    }
+
     fn complete(
         &mut self,
         ledger: &mut Ledger,
@@ -277,7 +342,7 @@ impl Inbound {
         now: Instant,
         verify: impl FnOnce(&Incoming) -> Result<(), Refusal>,
     ) {
-        let Some(incoming) = self.incoming.remove(&epoch) else {
+        let Some(incoming) = self.close(epoch) else {
             return self.refuse(epoch, Refusal::NoReservation("nothing may be completed under it".into()));
         };
         // I2
@@ -294,7 +359,7 @@ impl Inbound {
 
     /// Ends a handoff that cannot be verified, and says so to both sides.
     fn fail(&mut self, epoch: Epoch, refusal: Refusal, ledger: &mut Ledger) {
-        self.incoming.remove(&epoch);
+        self.close(epoch);
         let error = self.error_of(epoch, &refusal);
         let input = match (&refusal, self.kind.is_one_sided()) {
             // I3: a peer that went astray may go on copying until it says that it has stopped.

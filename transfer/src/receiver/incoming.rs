@@ -111,6 +111,15 @@ impl Incoming {
         Ok(())
     }
 
+    /// Whether there is a digest for each block.
+    pub(crate) fn check_shape(&self, digests: &[Vec<u64>]) -> Result<(), Refusal> {
+        let shape = |lists: &[Vec<u64>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
+        match shape(digests) == shape(&self.sums) {
+            true => Ok(()),
+            false => Err(Refusal::BadWrite(format!("{:?} digests for {:?} blocks", shape(digests), shape(&self.sums)))),
+        }
+    }
+
     /// Compares what arrived with what the sender says it sent.
     pub(crate) fn verify(&self, writes: u64, digests: &[Vec<u64>]) -> Result<(), Refusal> {
         let expected = self.expected();
@@ -120,10 +129,7 @@ impl Incoming {
         if !self.digest {
             return Ok(());
         }
-        let shape = |lists: &[Vec<u64>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
-        if shape(digests) != shape(&self.sums) {
-            return Err(Refusal::BadWrite(format!("{:?} digests for {:?} blocks", shape(digests), shape(&self.sums))));
-        }
+        self.check_shape(digests)?;
         for (group, (want, got)) in digests.iter().zip(&self.sums).enumerate() {
             if let Some(index) = (0..want.len()).find(|i| want[*i] != got[*i]) {
                 let block = self.lent.blocks[group][index];

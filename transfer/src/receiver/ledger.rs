@@ -199,7 +199,7 @@ mod tests {
         for number in 1..=3 {
             let (epoch, blocks) = (Epoch(number), [vec![BlockId(number as u32)]]);
             ledger.reserve(epoch, 5, &blocks, &[HeadSlice::all(1)], now + Duration::from_secs(9)).unwrap();
-            inbound.frame(Frame::Begin { epoch, key: 5 }, now, &mut ledger).unwrap();
+            inbound.frame(0, Frame::Begin { epoch, key: 5 }, now, &mut ledger).unwrap();
         }
         let corrupt = TransferError::Corrupt { peer };
         inbound.lost(&mut ledger, &corrupt);

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::arrival;
 use super::hub::{Hub, Mail};
-use super::session;
 use super::table::SessionId;
 use crate::error::TransferError;
 use crate::handshake::turn_away;
@@ -136,7 +136,7 @@ fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Admitted, Tran
         return Ok(Admitted::Refused(link));
     }
     let session = hub.clone();
-    let started = threads::spawn(format!("kv-in-{id}"), move || session::run(session, id, mail, socket));
+    let started = threads::spawn(format!("kv-in-{id}"), move || arrival::run(session, id, mail, socket));
     if started.is_err() {
         hub.dismiss(id);
     }

@@ -1,93 +1,48 @@
-//! One prefill worker's session at the decode end, on its own thread: moves frames and payload between the socket and
+//! One prefill worker's session at the decode end, on its own thread: moves frames and payload between its sockets and
 //! [`Inbound`], which knows what they mean.
+//!
+//! All its connections are read by this one thread: what stops a handoff stops it on every one of them before anything is said
+//! of that (I3). With the first of them that breaks after it has carried something, the session ends.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
-
-use baton_types::WorkerId;
 
 use super::hub::{Hub, Mail};
 use super::inbound::Inbound;
 use super::ledger::Ledger;
 use super::payload::Target;
-use super::table::SessionId;
-use crate::device::{DeviceError, DeviceQueue, Pool, Reach};
+use crate::device::{DeviceError, DeviceQueue, Reach};
 use crate::error::TransferError;
-use crate::handshake::{self, Patience};
-use crate::link::{Got, Link, MAX_QUEUED, Range, Socket};
+use crate::link::{Got, Link, MAX_QUEUED, Range};
 use crate::options::TransportKind;
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::{Access, Frame, FrameLimits};
+use crate::wire::{Access, Frame};
 
 /// Bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;
 /// Steps of UCX's progress before frames get their turn.
 const PUTS_A_TURN: usize = 64;
 
-/// Runs a session until either side ends it.
-pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
-    let limits = FrameLimits::new(&hub.options.limits, hub.options.geometry.layout.groups.len());
-    let mut link = Link::new(socket, hub.options.pool.clone(), limits);
-    match welcome(&hub, id, &mail, &mut link) {
-        Ok(Welcomed { peer, kind, ucx, reach, process }) => {
-            let inbound = Inbound::new(id, peer, kind, hub.options.geometry.clone(), &hub.options.limits);
-            let inbound = if hub.options.verify { inbound } else { inbound.unverified() };
-            let mut session = Session { hub: hub.clone(), mail, link, kind, ucx, reach, inbound, pool_given: false };
-            let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
-                .unwrap_or_else(|_| TransferError::os("serve a prefill worker", "the session's thread panicked"));
-            tracing::debug!(%peer, reason = %end, "session over");
-            session.wind_up(process, end);
-        }
-        Err(TransferError::Closed) => {}
-        Err(error) => tracing::warn!(%error, "a prefill worker was turned away"),
-    }
-    hub.dismiss(id);
+/// What a session was made for.
+pub(crate) struct Welcomed {
+    /// What blocks travel over.
+    pub kind: TransportKind,
+    /// Applies what the peer puts, over UCX.
+    pub ucx: Option<Worker>,
+    /// Its way to the pool.
+    pub reach: Reach,
 }
 
-struct Welcomed {
-    peer: WorkerId,
-    kind: TransportKind,
-    ucx: Option<Worker>,
-    reach: Reach,
-    process: Option<OwnedFd>,
-}
-
-fn welcome(hub: &Hub, id: SessionId, mail: &Mail, link: &mut Link) -> Result<Welcomed, TransferError> {
-    let patience =
-        Patience { wake: &mail.wake, until: Instant::now() + hub.options.limits.handshake, stopped: &|| hub.stopped() };
-    let geometry = &hub.options.geometry;
-    let guest = handshake::receive(link, hub.options.worker, geometry.layout.fingerprint(), &patience)?;
-    let kind = TransportKind::of(link.is_unix(), guest.over);
-    let reachable = serves(&hub.options.pool, kind, link.is_unix());
-    let reach = reachable.and_then(|()| hub.options.pool.reach().map_err(|error| error.to_string()));
-    let reach = reach.map_err(|reason| handshake::turn_away(link, &reason))?;
-    let made = (kind == TransportKind::Ucx).then(|| hub.ucx().and_then(|engine| Worker::new(&engine))).transpose();
-    let ucx = made.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
-    hub.introduce(id, guest.worker);
-    link.push(&Frame::Welcome { blocks: geometry.blocks.clone() });
-    tracing::debug!(peer = %guest.worker, transport = kind.as_str(), "session begun");
-    Ok(Welcomed { peer: guest.worker, kind, ucx, reach, process: guest.process })
-}
-
-/// Whether a peer may come for this; it should have known by the target descriptor.
-fn serves(pool: &Pool, kind: TransportKind, unix: bool) -> Result<(), String> {
-    let refused = match (kind, pool.is_device()) {
-        (TransportKind::CudaIpc, false) => "its pool is not in a GPU's memory",
-        // I3: only there it learns when its peer's process has ended, whose copies it cannot cut off.
-        (TransportKind::CudaIpc, true) if !unix => "copies from GPU to GPU need a unix socket",
-        (TransportKind::Shm | TransportKind::Ucx, true) => "its pool is in a GPU's memory",
-        _ => return Ok(()),
-    };
-    Err(refused.to_owned())
-}
-
-struct Session {
+/// A session, from its welcome on.
+pub(crate) struct Session {
     hub: Arc<Hub>,
     mail: Arc<Mail>,
+    /// Its own connection.
     link: Link,
+    /// Those that have joined it, with their numbers.
+    more: Vec<(usize, Link)>,
     /// What blocks travel over.
     kind: TransportKind,
     /// Applies what the peer puts, over UCX.
@@ -100,8 +55,13 @@ struct Session {
 }
 
 impl Session {
+    pub(crate) fn new(hub: Arc<Hub>, mail: Arc<Mail>, link: Link, inbound: Inbound, welcomed: Welcomed) -> Session {
+        let Welcomed { kind, ucx, reach } = welcomed;
+        Session { hub, mail, link, more: Vec::new(), kind, ucx, reach, inbound, pool_given: false }
+    }
+
     /// Serves until the session ends; answers why.
-    fn serve(&mut self) -> TransferError {
+    pub(crate) fn serve(&mut self) -> TransferError {
         loop {
             if let Err(error) = self.turn() {
                 return error;
@@ -112,13 +72,14 @@ impl Session {
     /// Everything that can be done now, then a wait.
     fn turn(&mut self) -> Result<(), TransferError> {
         self.may_go_on()?;
-        while !self.is_full() && self.read_some()? {}
+        while !self.is_full() && self.read_round()? {}
         self.obey_fences()?;
         let now = Instant::now();
         let next_beat = self.inbound.beat(now, !self.link.has_output());
         self.answer()?;
         let was_full = self.is_full();
         self.link.flush().map_err(|e| self.lost(e))?;
+        self.open_more()?;
         let interest = match (self.is_full(), self.link.has_output()) {
             // Frames may wait in the inbox.
             (false, _) if was_full => return Ok(()),
@@ -128,6 +89,11 @@ impl Session {
         };
         let wait = if self.inbound.is_busy() { wait_awake } else { wait };
         let mut fds = vec![(self.link.as_fd(), interest)];
+        let heard = self.more.iter().filter(|_| interest != Interest::Write);
+        fds.extend(heard.map(|(_, link)| match link.has_output() {
+            true => (link.as_fd(), Interest::ReadWrite),
+            false => (link.as_fd(), Interest::Read),
+        }));
         if let Some(worker) = &self.ucx {
             // What arrives there moves by nobody else's doing.
             if (0..PUTS_A_TURN).all(|_| worker.progress()) || !worker.arm()? {
@@ -152,38 +118,77 @@ impl Session {
         }
     }
 
-    /// One step of reading. False when nothing is there now.
-    fn read_some(&mut self) -> Result<bool, TransferError> {
+    /// What those that have joined have yet to be told.
+    fn open_more(&mut self) -> Result<(), TransferError> {
+        let mut waiting = self.more.iter_mut().filter(|(_, link)| link.has_output());
+        let flushed = waiting.try_for_each(|(_, link)| link.flush());
+        flushed.map_err(|e| self.lost(e))
+    }
+
+    /// One step of reading on each connection. False when nothing is there now.
+    fn read_round(&mut self) -> Result<bool, TransferError> {
+        self.more.extend(self.mail.take_joined().into_iter().map(|(number, link)| (number.into(), link)));
+        let mut moved = self.read_some(None)?;
+        let mut at = 0;
+        while let Some(&(number, _)) = self.more.get(at) {
+            let read = self.read_some(Some(at))?;
+            moved |= read;
+            // It may have gone.
+            at += usize::from(self.more.get(at).is_some_and(|(of, _)| *of == number));
+        }
+        Ok(moved)
+    }
+
+    /// One step of reading, on the session's own connection or one of those that have joined. False when nothing is there now.
+    fn read_some(&mut self, joined: Option<usize>) -> Result<bool, TransferError> {
         self.may_go_on()?;
         self.obey_fences()?;
-        if self.inbound.payload().is_some() {
-            return self.read_payload();
+        let (stream, link) = match joined.and_then(|at| self.more.get_mut(at)) {
+            Some((number, link)) => (*number, link),
+            None => (0, &mut self.link),
+        };
+        if self.inbound.payload(stream).is_some() {
+            return self.read_payload(joined);
         }
-        if let Some(frame) = self.link.next_frame().map_err(|m| self.inbound.broken(m))? {
-            let now = Instant::now();
-            self.with(|inbound, ledger| inbound.frame(frame, now, ledger))??;
-            self.link.flush().map_err(|e| self.lost(e))?;
+        if let Some(frame) = link.next_frame().map_err(|m| self.inbound.broken(m))? {
+            self.take_in(stream, frame)?;
             return Ok(true);
         }
-        match self.link.fill().map_err(|e| self.lost(e))? {
-            Got::Bytes(_) => {
+        match link.fill() {
+            Ok(Got::Bytes(_)) => {
                 self.heard()?;
                 Ok(true)
             }
-            Got::Blocked => Ok(false),
-            Got::Ended => Err(self.lost("it closed the connection")),
+            Ok(Got::Blocked) => Ok(false),
+            // The peer may have given up waiting for its welcome; nothing of it is missing.
+            Ok(Got::Ended) | Err(_) if self.inbound.is_unused(stream) => {
+                joined.into_iter().for_each(|at| drop(self.more.remove(at)));
+                Ok(true)
+            }
+            Ok(Got::Ended) => Err(self.lost("it closed the connection")),
+            Err(error) => Err(self.lost(error)),
         }
     }
 
-    fn read_payload(&mut self) -> Result<bool, TransferError> {
-        if let Some(payload) = self.inbound.payload().filter(|payload| !payload.is_done()) {
+    fn take_in(&mut self, stream: usize, frame: Frame) -> Result<(), TransferError> {
+        let now = Instant::now();
+        self.with(|inbound, ledger| inbound.frame(stream, frame, now, ledger))??;
+        self.link.flush().map_err(|e| self.lost(e))
+    }
+
+    fn read_payload(&mut self, joined: Option<usize>) -> Result<bool, TransferError> {
+        let (stream, link) = match joined.and_then(|at| self.more.get_mut(at)) {
+            Some((number, link)) => (*number, link),
+            None => (0, &mut self.link),
+        };
+        if let Some(payload) = self.inbound.payload(stream).filter(|payload| !payload.is_done()) {
             let got = match payload.target() {
-                Target::Nowhere(bytes) => self.link.discard_payload(bytes),
+                Target::Nowhere(bytes) => link.discard_payload(bytes),
                 Target::Pool(ranges) => match &mut self.reach {
                     // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When
-                    // it is fenced, `obey_fences`, on this same thread, turns them away before saying so.
-                    Reach::Host(_) => unsafe { self.link.read_payload(ranges) },
-                    Reach::Device(queue) => stage(&mut self.link, &mut **queue, ranges)?,
+                    // it is fenced, `obey_fences`, on this same thread, turns them away on every connection before saying so.
+                    Reach::Host(_) => unsafe { link.read_payload(ranges) },
+                    Reach::Device(queue) => stage(link, &mut **queue, ranges)?,
                 },
             };
             match got {
@@ -197,7 +202,10 @@ impl Session {
             }
         }
         // SAFETY: this thread has read what it counted; lent blocks are the peer's and this session's only.
-        unsafe { self.inbound.landed(&mut self.reach) }?;
+        unsafe { self.inbound.landed(stream, &mut self.reach) }?;
+        while let Some(complete) = self.inbound.next_due() {
+            self.take_in(0, complete)?;
+        }
         Ok(true)
     }
 
@@ -264,13 +272,13 @@ impl Session {
     /// Fails what is still under way. Its blocks are free once the peer provably cannot write: over TCP at once, on one
     /// host when its process is gone or has come back with a new session. Over UCX this end's worker goes first, and
     /// with it all that applies what the peer put; from another host nothing else can write.
-    fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
-        let Session { hub, mail, link, ucx, mut inbound, pool_given, .. } = self;
+    pub(crate) fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
+        let Session { hub, mail, link, more, ucx, mut inbound, pool_given, .. } = self;
         if hub.stopped() {
             return;
         }
         hub.with(|ledger| inbound.lost(ledger, &end));
-        drop((link, ucx));
+        drop((link, more, ucx));
         if let Some(process) = process.filter(|_| pool_given) {
             let over = || hub.stopped() || mail.superseded() || !hub.with(|ledger| inbound.holds_any(ledger));
             while !over() {

@@ -1,6 +1,7 @@
 //! How the prefill end reaches a decode worker: over the first of its paths, best first, that leads there.
 
 use std::collections::HashMap;
+use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -12,14 +13,15 @@ use super::queue::Queue;
 use crate::descriptor::Descriptor;
 use crate::device::Pool;
 use crate::error::TransferError;
-use crate::handshake::{Caller, Patience};
+use crate::handshake::{Caller, Patience, Welcome};
 use crate::host::Host;
 use crate::link::{Link, Socket};
+use crate::links::Links;
 use crate::options::{SenderOptions, TransportChoice, TransportKind};
 use crate::threads::lock;
 use crate::transport::Transport;
 use crate::ucx::Engine;
-use crate::wire::{FrameLimits, Over};
+use crate::wire::{FrameLimits, Over, Ticket};
 use crate::{shm, tcp};
 
 /// Puts itself between a session and its transport, to make faults.
@@ -51,7 +53,7 @@ pub(crate) struct Plan {
 
 /// A session after its handshake.
 pub(crate) struct Connected {
-    pub link: Link,
+    pub links: Links,
     /// What blocks travel over.
     pub kind: TransportKind,
     /// Shape of the peer's pool.
@@ -155,7 +157,7 @@ impl Plan {
                     failure = Some(error);
                 }
                 Ok(connected) => {
-                    self.paths(|paths| paths.begun(kind));
+                    self.paths(|paths| paths.begun(kind, connected.links.count()));
                     return Ok(connected);
                 }
                 Err(error) => return Err(error),
@@ -203,11 +205,16 @@ impl Plan {
         let address = format!("{host}:{port}");
         let caller = self.caller(&address, over);
         let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
-        let socket = stream.and_then(|stream| match &self.config.options.tls {
-            Some(tls) => tls.connect(stream, host).map(|stream| Socket::Tls(Box::new(stream))),
-            None => Ok(Socket::Tcp(stream)),
-        });
+        let socket = stream.and_then(|stream| self.socket(stream));
         self.greet(queue, &caller, socket.map_err(|e| caller.cannot(e))?, until)
+    }
+
+    /// With TLS where that is set up.
+    fn socket(&self, stream: TcpStream) -> Result<Socket, std::io::Error> {
+        match &self.config.options.tls {
+            Some(tls) => tls.connect(stream, &self.target.address).map(|stream| Socket::Tls(Box::new(stream))),
+            None => Ok(Socket::Tcp(stream)),
+        }
     }
 
     /// After a session over a unix socket has ended without the peer's leave: tells the peer, by another session that ends
@@ -234,10 +241,9 @@ impl Plan {
         until: Instant,
     ) -> Result<Connected, TransferError> {
         let layout = &self.target.layout;
-        let limits = &self.config.options.limits;
-        let mut link = Link::new(socket, self.pool().clone(), FrameLimits::new(limits, layout.groups.len()));
+        let mut link = self.link(socket);
         let patience = Patience { wake: &queue.wake, until, stopped: &|| queue.stopped() };
-        let blocks = caller.greet(&mut link, &patience)?;
+        let Welcome { blocks, ticket } = caller.greet(&mut link, &patience)?;
         if blocks.len() != layout.groups.len() {
             return Err(caller.cannot(format!("its pool has {} groups of blocks", blocks.len())));
         }
@@ -246,8 +252,45 @@ impl Plan {
             return Err(caller.cannot(format!("no pool can have {:?} blocks", remote.blocks)));
         }
         let kind = TransportKind::of(link.is_unix(), caller.over);
-        tracing::debug!(peer = %caller.you, transport = kind.as_str(), "transfer session begun");
-        Ok(Connected { link, kind, remote })
+        let more = ticket.filter(|_| kind == TransportKind::Tcp);
+        let joined = more.map(|ticket| self.join(caller, &link, ticket, &patience)).unwrap_or_default();
+        let links = Links::new(link, joined);
+        let connections = links.count();
+        tracing::debug!(peer = %caller.you, transport = kind.as_str(), connections, "transfer session begun");
+        Ok(Connected { links, kind, remote })
+    }
+
+    fn link(&self, socket: Socket) -> Link {
+        let limits = FrameLimits::new(&self.config.options.limits, self.target.layout.groups.len());
+        Link::new(socket, self.pool().clone(), limits)
+    }
+
+    /// Opens the other connections of a session, all at once, so that they take two round trips together. It goes on with those
+    /// that are there within half the time that is left; they only make it faster.
+    fn join(&self, caller: &Caller, own: &Link, ticket: Ticket, patience: &Patience) -> Vec<(u8, Link)> {
+        let numbers = 1..self.config.options.tcp_connections as u8;
+        let asked: Vec<_> = numbers.map(|number| (number, self.ask_to_join(caller, own, ticket, number))).collect();
+        let until = Instant::now() + patience.until.saturating_duration_since(Instant::now()) / 2;
+        let patience = Patience { until, ..*patience };
+        let mut joined = Vec::new();
+        for (number, link) in asked {
+            let link = link.and_then(|mut link| caller.joined(&mut link, &patience).map(|()| link));
+            match link {
+                Ok(link) => joined.push((number, link)),
+                Err(error) => tracing::info!(peer = %caller.you, number, %error, "a session has a connection less"),
+            }
+        }
+        joined
+    }
+
+    fn ask_to_join(&self, caller: &Caller, own: &Link, ticket: Ticket, number: u8) -> Result<Link, TransferError> {
+        // Where the session's own has arrived: a name may stand for several hosts.
+        let address = own.peer_address().ok_or_else(|| caller.cannot("it is gone"))?;
+        let socket = tcp::begin(address).and_then(|stream| self.socket(stream)).map_err(|e| caller.cannot(e))?;
+        let mut link = self.link(socket);
+        caller.ask_to_join(&mut link, ticket, number);
+        link.flush().map_err(|e| caller.cannot(e))?;
+        Ok(link)
     }
 }
 

@@ -284,7 +284,8 @@ impl Outbound {
         }
         active.done = Some(done);
         let (writes, digests) = (active.writes, active.sums.clone());
-        self.say(Frame::Complete { epoch, writes, digests, tail });
+        // Whoever sends it knows after what.
+        self.say(Frame::Complete { epoch, after: Vec::new(), writes, digests, tail });
     }
 
     fn granted(

@@ -33,6 +33,8 @@ pub struct PathReport {
     pub transport: TransportKind,
     /// Whether a session over it is open.
     pub in_use: bool,
+    /// Connections that blocks go over in that session; 0 when it is not in use.
+    pub connections: usize,
     /// Verified handoffs that it carried.
     pub handoffs: u64,
     /// How often it failed with handoffs under way, or could not be set up.
@@ -90,7 +92,8 @@ pub(crate) struct Paths {
     paths: Vec<Path>,
     /// Whether a path may be taken for being faster.
     compares: bool,
-    in_use: Option<TransportKind>,
+    /// With how many connections.
+    in_use: Option<(TransportKind, usize)>,
 }
 
 impl Paths {
@@ -139,8 +142,8 @@ impl Paths {
     }
 
     /// A session has begun.
-    pub(crate) fn begun(&mut self, transport: TransportKind) {
-        self.in_use = Some(transport);
+    pub(crate) fn begun(&mut self, transport: TransportKind, connections: usize) {
+        self.in_use = Some((transport, connections));
     }
 
     /// The session has ended.
@@ -150,12 +153,16 @@ impl Paths {
 
     /// Whether a session is open over another path than would be taken now.
     pub(crate) fn would_change(&self, now: Instant) -> bool {
-        self.in_use.is_some_and(|transport| self.order(now).first() != Some(&transport))
+        self.in_use.is_some_and(|(transport, _)| self.order(now).first() != Some(&transport))
     }
 
     /// Whether a session is open.
     pub(crate) fn is_used(&self) -> bool {
         self.in_use.is_some()
+    }
+
+    fn is_over(&self, transport: TransportKind) -> bool {
+        self.in_use.is_some_and(|(of, _)| of == transport)
     }
 
     /// It could not be set up, or broke with handoffs under way.
@@ -198,11 +205,15 @@ impl Paths {
     pub(crate) fn report(&self, now: Instant) -> Vec<PathReport> {
         let report = |path: &Path| PathReport {
             transport: path.transport,
-            in_use: self.in_use == Some(path.transport),
+            in_use: self.is_over(path.transport),
+            connections: self
+                .in_use
+                .filter(|(transport, _)| *transport == path.transport)
+                .map_or(0, |(_, count)| count),
             handoffs: path.handoffs,
             failures: path.failures,
             bytes_per_second: path.rate(),
-            unused: (self.in_use != Some(path.transport)).then(|| self.unused(path, now)),
+            unused: (!self.is_over(path.transport)).then(|| self.unused(path, now)),
         };
         self.paths.iter().map(report).collect()
     }
@@ -216,7 +227,7 @@ impl Paths {
             let (ago, left) = (now.saturating_duration_since(*at).as_secs(), (until - now).as_secs() + 1);
             return format!("failed {ago} s ago: {why}; tried again in {left} s at the earliest");
         }
-        let other = self.paths.iter().find(|other| self.in_use == Some(other.transport));
+        let other = self.paths.iter().find(|other| self.is_over(other.transport));
         match other {
             None => "no session now".to_owned(),
             Some(other)
@@ -250,11 +261,11 @@ mod tests {
     fn the_next_one_stands_in_for_a_path_that_fails_until_its_pause_is_over() {
         let (mut paths, t) = (all(), Instant::now());
         assert_eq!(paths.order(t), [Shm, Ucx, Tcp]);
-        paths.begun(Shm);
+        paths.begun(Shm, 1);
         paths.failed(Shm, "cut".into(), t);
         paths.over();
         assert_eq!(paths.order(t), [Ucx, Tcp, Shm]);
-        paths.begun(Ucx);
+        paths.begun(Ucx, 1);
         assert!(!paths.would_change(t + S * 4));
         assert!(paths.would_change(t + S * 5));
         assert_eq!(paths.order(t + S * 5), [Shm, Ucx, Tcp]);
@@ -349,10 +360,10 @@ mod tests {
         let t = Instant::now();
         let why = |paths: &Paths, now| paths.report(now).into_iter().map(|path| path.unused).collect::<Vec<_>>();
         assert_eq!(why(&paths, t)[0].as_deref(), Some("no session now"));
-        paths.begun(Shm);
+        paths.begun(Shm, 1);
         assert_eq!(why(&paths, t), [None, Some("not set up".into()), Some("in reserve behind shm".into())]);
         paths.failed(Shm, "lost w1: it closed the connection".into(), t);
-        paths.begun(Tcp);
+        paths.begun(Tcp, 1);
         let failed = "failed 2 s ago: lost w1: it closed the connection; tried again in 3 s at the earliest";
         assert_eq!(why(&paths, t + S * 2 + S / 2), [Some(failed.into()), Some("not set up".into()), None]);
         measure(&mut paths, Tcp, 1000);

@@ -18,7 +18,8 @@ use crate::codec::Malformed;
 use crate::cuda_ipc::CudaIpc;
 use crate::device::Reach;
 use crate::error::TransferError;
-use crate::link::{Got, Link, MAX_QUEUED};
+use crate::link::{Got, MAX_QUEUED};
+use crate::links::Links;
 use crate::options::TransportKind;
 use crate::shm::Shm;
 use crate::staging::{Conversions, Staging};
@@ -50,7 +51,7 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
         Ok(connected) => connected,
         Err(error) => return end.error = error,
     };
-    let (near, kind) = (connected.link.is_unix(), connected.kind);
+    let (near, kind) = (connected.links.own.is_unix(), connected.kind);
     let mut session = Session::new(plan.clone(), queue.clone(), connected);
     let idle = &mut end.idle;
     // The session goes in there, so that it is dropped, and with it the mapping of the peer's pool, also in a panic.
@@ -97,7 +98,7 @@ impl Drop for End {
 struct Session {
     plan: Arc<Plan>,
     queue: Arc<Queue>,
-    link: Link,
+    links: Links,
     /// What blocks travel over.
     kind: TransportKind,
     /// Shape of the peer's pool.
@@ -114,7 +115,7 @@ struct Session {
 }
 
 impl Session {
-    fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { link, kind, remote }: Connected) -> Session {
+    fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { links, kind, remote }: Connected) -> Session {
         let parties = Parties { me: plan.me(), peer: plan.peer() };
         let options = &plan.config.options;
         let (local, verify) = (options.geometry.clone(), options.verify);
@@ -124,7 +125,7 @@ impl Session {
         let pools = Pools { local, remote: remote.clone(), convert, batch_bytes, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
         let (clock, unread, stuck) = (Clock::default(), false, None);
-        Session { plan, queue, link, kind, remote, transport: None, outbound, clock, unread, stuck }
+        Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck }
     }
 
     /// From now on blocks travel over this, out of a device's memory through staging memory.
@@ -146,7 +147,7 @@ impl Session {
     /// Serves until the session ends; answers why.
     fn serve(&mut self) -> TransferError {
         if self.kind == TransportKind::Tcp
-            && let Err(error) = self.carry(Box::new(Tcp))
+            && let Err(error) = self.carry(Box::new(Tcp::new(self.links.count())))
         {
             return error;
         }
@@ -179,16 +180,16 @@ impl Session {
             }
             busy = true;
         }
-        let may_say = !self.link.has_output();
+        let may_say = !self.links.own.has_output();
         let next_beat = self.with(|outbound, _| outbound.beat(now, may_say));
-        self.link.flush().map_err(|e| self.lost(e))?;
-        if self.link.queued() > MAX_QUEUED + 2 * self.plan.config.options.limits.handoffs {
+        self.links.flush().map_err(|e| self.lost(e))?;
+        if self.links.own.queued() > MAX_QUEUED + 2 * self.plan.config.options.limits.handoffs {
             return Err(self.lost("it reads nothing of what it is sent"));
         }
         let also =
             self.transport.as_ref().filter(|_| self.outbound.in_flight() > 0).and_then(|transport| transport.fd());
         // What blocked the copying may just have left.
-        let busy = busy || self.outbound.in_flight() > 0 && also.is_none() && !self.link.has_output();
+        let busy = busy || self.outbound.in_flight() > 0 && also.is_none() && !self.links.has_output();
         let reads = !self.is_full();
         let busy = busy || self.unread && reads;
         let timeout = match busy {
@@ -198,17 +199,14 @@ impl Session {
                 next.map(|at| at.saturating_duration_since(now))
             }
         };
-        let interest = match (reads, self.link.has_output()) {
-            (false, _) => Interest::Write,
-            (true, true) => Interest::ReadWrite,
-            (true, false) => Interest::Read,
-        };
         let wait = if self.outbound.awaits_answer() || also.is_some() { wait_awake } else { wait };
-        let mut fds = vec![(self.link.as_fd(), interest)];
+        let mut fds = self.links.interests(reads);
         fds.extend(also.map(|fd| (fd, Interest::Read)));
-        if wait(&self.queue.wake, &fds, timeout)? & 1 != 0 || self.unread {
+        let ready = wait(&self.queue.wake, &fds, timeout)?;
+        if ready & 1 != 0 || self.unread {
             self.read()?;
         }
+        self.links.listen(ready >> 1).map_err(|problem| self.lost(problem))?;
         self.stuck.clone().map_or(Ok(()), Err)
     }
 
@@ -220,7 +218,7 @@ impl Session {
 
     /// Whether the peer has so much to read that it is not listened to.
     fn is_full(&self) -> bool {
-        self.link.queued() >= MAX_QUEUED
+        self.links.own.queued() >= MAX_QUEUED
     }
 
     /// Takes in some of what is there.
@@ -228,14 +226,14 @@ impl Session {
         self.unread = true;
         for _ in 0..READS {
             while !self.is_full()
-                && let Some(frame) = self.link.next_frame().map_err(|m| self.broken(m))?
+                && let Some(frame) = self.links.own.next_frame().map_err(|m| self.broken(m))?
             {
                 self.handle(frame)?;
             }
             if self.is_full() {
                 return Ok(());
             }
-            match self.link.fill().map_err(|e| self.lost(e))? {
+            match self.links.own.fill().map_err(|e| self.lost(e))? {
                 Got::Bytes(_) => self.outbound.heard(Instant::now()),
                 Got::Blocked => {
                     self.unread = false;
@@ -262,7 +260,7 @@ impl Session {
 
     /// The peer's pool came with its first grant.
     fn map_pool(&mut self) -> Result<(), TransferError> {
-        let fd = self.link.take_fd().filter(|_| self.kind == TransportKind::Shm);
+        let fd = self.links.own.take_fd().filter(|_| self.kind == TransportKind::Shm);
         let fd = fd.ok_or_else(|| self.broken(Malformed::new("pool", "its descriptor is missing")))?;
         let shm = Shm::map(self.plan.peer(), self.plan.pool().clone(), fd, &self.remote)?;
         self.carry(Box::new(shm))
@@ -289,7 +287,7 @@ impl Session {
         let Some(engine) = plan.config.ucx.as_ref().ok().filter(|_| wanted) else {
             return Err(self.broken(Malformed::new("access", "not asked for")));
         };
-        let ucx = Ucx::connect(engine, plan.peer(), &self.remote, access, self.link.is_unix())?;
+        let ucx = Ucx::connect(engine, plan.peer(), &self.remote, access, self.links.own.is_unix())?;
         self.carry(Box::new(ucx))
     }
 
@@ -301,12 +299,12 @@ impl Session {
             match effect {
                 Effect::Cancel(epoch) => {
                     let transport = self.transport.as_mut();
-                    let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.link));
+                    let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.links));
                     self.stuck = self.stuck.take().or(cancelled.err());
                     self.clock.cancelled(epoch, Instant::now());
                 }
                 Effect::Send(_) if self.stuck.is_some() => {}
-                Effect::Send(frame) => self.link.push(&frame),
+                Effect::Send(frame) => self.links.send(frame),
                 Effect::Report(done, outcome) => {
                     match &outcome {
                         Ok(_) => {
@@ -332,7 +330,7 @@ impl Session {
     fn copy_some(&mut self, now: Instant) -> Result<bool, TransferError> {
         let mut busy = false;
         if let Some(transport) = self.transport.as_mut().filter(|_| self.outbound.in_flight() > 0) {
-            let progress = transport.poll(&mut self.link)?;
+            let progress = transport.poll(&mut self.links)?;
             busy = progress == Progress::Runnable;
             if progress == Progress::Flushed {
                 self.outbound.flushed(transport.take_digests());
@@ -347,7 +345,7 @@ impl Session {
             && let Some(batch) = self.outbound.next_batch(self.plan.pool(), transport.digests(), now)?
         {
             self.clock.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
-            transport.submit(batch, &mut self.link)?;
+            transport.submit(batch, &mut self.links)?;
             return Ok(true);
         }
         Ok(self.with(|outbound, line| outbound.next_op(now, line)) || busy)
@@ -363,12 +361,14 @@ impl Session {
             self.queue.close(error.clone());
         }
         let until = Instant::now() + FAREWELL;
-        while self.link.flush().is_ok() && self.link.has_output() && self.wait_until(until, Interest::Write) {}
-        if self.link.has_output() || self.link.finish().is_err() {
+        // The other connections end with this session, behind the words on its own.
+        while self.links.own.flush().is_ok() && self.links.own.has_output() && self.wait_until(until, Interest::Write) {
+        }
+        if self.links.own.has_output() || self.links.own.finish().is_err() {
             return;
         }
         loop {
-            match self.link.discard_payload(usize::MAX) {
+            match self.links.own.discard_payload(usize::MAX) {
                 Ok(Got::Bytes(_)) => {}
                 Ok(Got::Blocked) if self.wait_until(until, Interest::Read) => {}
                 _ => return,
@@ -379,7 +379,7 @@ impl Session {
     /// False when the time is over.
     fn wait_until(&self, until: Instant, interest: Interest) -> bool {
         let left = until.saturating_duration_since(Instant::now());
-        !left.is_zero() && wait(&self.queue.wake, &[(self.link.as_fd(), interest)], Some(left)).is_ok()
+        !left.is_zero() && wait(&self.queue.wake, &[(self.links.own.as_fd(), interest)], Some(left)).is_ok()
     }
 
     fn lost(&self, cause: impl ToString) -> TransferError {

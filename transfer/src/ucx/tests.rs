@@ -7,7 +7,8 @@ use baton_types::BlockId;
 use super::*;
 use crate::conformance::{large, ucx, ucx_is_here};
 use crate::heads::HeadSlice;
-use crate::link::Socket;
+use crate::link::{Link, Socket};
+use crate::links::Links;
 use crate::options::{Limits, UcxOptions, UcxSettings};
 use crate::runs::Route;
 use crate::segment::Segment;
@@ -94,7 +95,8 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
     let mut ucx = Ucx::connect(&near, WorkerId(1), &geometry, &access, true).unwrap();
     let [mut link, mut peer] = <[UnixStream; 2]>::from(UnixStream::pair().unwrap()).map(|end| {
         end.set_nonblocking(true).unwrap();
-        Link::new(Socket::Unix(end), near.pool().clone().into(), FrameLimits::new(&Limits::default(), 1))
+        let link = Link::new(Socket::Unix(end), near.pool().clone().into(), FrameLimits::new(&Limits::default(), 1));
+        Links::new(link, Vec::new())
     });
     for layer in 0..ucx.depth() {
         ucx.submit(batch(1 + layer as u64 % 2, layer), &mut link).unwrap();
@@ -112,10 +114,10 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
     while !ucx.flights.is_empty() {
         assert_eq!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
     }
-    link.flush().unwrap();
-    peer.fill().unwrap();
+    link.own.flush().unwrap();
+    peer.own.fill().unwrap();
     let mut named = Vec::new();
-    while let Some(Frame::Write(head)) = peer.next_frame().unwrap() {
+    while let Some(Frame::Write(head)) = peer.own.next_frame().unwrap() {
         named.push((head.epoch, head.layer));
     }
     assert_eq!(named, [(Epoch(1), 0), (Epoch(1), 2)]);

@@ -14,13 +14,22 @@ fn samples() -> Vec<Frame> {
         Frame::Identify { me: WorkerId(1), you: WorkerId(2), over: Over::Ucx },
         Frame::Identify { me: WorkerId(1), you: WorkerId(2), over: Over::CudaIpc },
         Frame::Handle { bytes: 96, handle: vec![9; 64] },
-        Frame::Welcome { blocks: vec![10, 20] },
+        Frame::Welcome { blocks: vec![10, 20], ticket: None },
+        Frame::Welcome { blocks: vec![], ticket: Some(Ticket { session: 3, token: 1 << 63 }) },
+        Frame::Join { ticket: Ticket { session: 3, token: 9 }, stream: 15 },
+        Frame::Joined,
         Frame::Reject { reason: "full".into() },
         Frame::Begin { epoch, key: 9 },
         Frame::Access(Access { base: 1 << 46, bytes: 96, worker: vec![1, 2, 3], key: vec![4] }),
         Frame::Granted { epoch, blocks: vec![vec![BlockId(1), BlockId(2)], vec![]] },
         Frame::Write(WriteHead { epoch, group: 1, layer: 2, payload: 96, indexes: vec![0, 5, 4] }),
-        Frame::Complete { epoch, writes: 12, digests: vec![vec![1, u64::MAX], vec![]], tail: b"tail".to_vec() },
+        Frame::Complete {
+            epoch,
+            after: vec![4, 0, 7],
+            writes: 12,
+            digests: vec![vec![1, u64::MAX], vec![]],
+            tail: b"tail".to_vec(),
+        },
         Frame::Beat,
         Frame::Abort { epoch },
         Frame::FenceAck { epoch },
@@ -153,7 +162,7 @@ fn the_largest_frames_within_limits_fit() {
         assert!(parse_prefix(prefix, &frame_limits).is_ok(), "{} bytes", bytes.len());
     };
     let digests = vec![vec![1; 60], vec![2; 40]];
-    fits(&Frame::Complete { epoch: Epoch(1), writes: 1, digests, tail: vec![0; 50] });
+    fits(&Frame::Complete { epoch: Epoch(1), after: vec![1; MAX_STREAMS - 1], writes: 1, digests, tail: vec![0; 50] });
     fits(&Frame::Granted { epoch: Epoch(1), blocks: vec![vec![BlockId(0); 60], vec![BlockId(0); 40]] });
     fits(&Frame::Handle { bytes: 1, handle: vec![1; MAX_OPAQUE] });
     fits(&Frame::Access(Access { base: 1, bytes: 1, worker: vec![1; MAX_OPAQUE], key: vec![2; MAX_OPAQUE] }));

@@ -20,8 +20,8 @@ impl Table<'_> {
         let spread =
             |s: &Samples| json!({"median": s.quantile(0.5), "lowest": s.quantile(0.0), "highest": s.quantile(1.0)});
         let named = |way: Way| match way {
-            Way::Handoff { transport, verified } => {
-                json!({"way": "handoff", "transport": transport.as_str(), "verified": verified})
+            Way::Handoff { transport, connections, verified } => {
+                json!({"way": "handoff", "transport": transport.as_str(), "connections": connections, "verified": verified})
             }
             Way::Memcpy => json!({"way": "memcpy"}),
             Way::PlainTcp => json!({"way": "plain-tcp"}),
@@ -75,8 +75,11 @@ fn name(way: Way) -> String {
     match way {
         Way::Memcpy => "memcpy".to_owned(),
         Way::PlainTcp => "plain TCP".to_owned(),
-        Way::Handoff { transport, verified: true } => format!("{} handoff", transport.as_str()),
-        Way::Handoff { transport, verified: false } => format!("{} handoff, unverified", transport.as_str()),
+        Way::Handoff { transport, connections, verified } => {
+            let several = if connections > 1 { format!(" ×{connections}") } else { String::new() };
+            let unverified = if verified { "" } else { ", unverified" };
+            format!("{}{several} handoff{unverified}", transport.as_str())
+        }
     }
 }
 
@@ -97,15 +100,15 @@ impl fmt::Display for Table<'_> {
 
 impl Table<'_> {
     fn bandwidth(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "| {:<23} | blocks |       MB | GB/s (lowest to highest) | beside            |", "bandwidth")?;
-        writeln!(f, "| {:-<23} | -----: | -------: | -----------------------: | :---------------- |", ":")?;
+        writeln!(f, "| {:<27} | blocks |       MB | GB/s (lowest to highest) | beside            |", "bandwidth")?;
+        writeln!(f, "| {:-<27} | -----: | -------: | -----------------------: | :---------------- |", ":")?;
         for row in &self.report.bandwidth {
             let [low, median, high] = [0.0, 0.5, 1.0].map(|share| row.rates.quantile(share));
             let rate = format!("{:.2} ({:.2} to {:.2})", median / 1e9, low / 1e9, high / 1e9);
             let beside = self.beside(row.way, row.blocks);
             let beside = beside.map_or(String::new(), |(way, base)| format!("{:.2} of {}", median / base, name(way)));
             let (name, megabytes) = (name(row.way), row.bytes as f64 / 1e6);
-            writeln!(f, "| {name:<23} | {:>6} | {megabytes:>8.1} | {rate:>24} | {beside:<17} |", row.blocks)?;
+            writeln!(f, "| {name:<27} | {:>6} | {megabytes:>8.1} | {rate:>24} | {beside:<17} |", row.blocks)?;
         }
         writeln!(
             f,
@@ -117,12 +120,12 @@ impl Table<'_> {
 
     fn latency(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let microseconds = |seconds: f64| seconds * 1e6;
-        writeln!(f, "\n| {:<23} |       KB | median µs |    p99 µs |", "latency of one block")?;
-        writeln!(f, "| {:-<23} | -------: | --------: | --------: |", ":")?;
+        writeln!(f, "\n| {:<27} |       KB | median µs |    p99 µs |", "latency of one block")?;
+        writeln!(f, "| {:-<27} | -------: | --------: | --------: |", ":")?;
         for row in &self.report.latency {
             let [median, p99] = [0.5, 0.99].map(|share| microseconds(row.seconds.quantile(share)));
             let (name, kilobytes) = (name(row.way), row.bytes as f64 / 1e3);
-            writeln!(f, "| {name:<23} | {kilobytes:>8.1} | {median:>9.0} | {p99:>9.0} |")?;
+            writeln!(f, "| {name:<27} | {kilobytes:>8.1} | {median:>9.0} | {p99:>9.0} |")?;
         }
         let count = self.report.latency.first().map_or(0, |row| row.seconds.count());
         writeln!(f, "\n{count} in turn by each way. A handoff makes two round trips, for access and for data and its")?;

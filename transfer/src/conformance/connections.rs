@@ -1,0 +1,306 @@
+//! TCP over several connections: the suite runs over them once more, and here is what only they can do wrong.
+
+use std::cell::Cell;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+
+use baton_types::digest_block;
+
+use super::*;
+use crate::FenceState;
+use crate::descriptor::Descriptor;
+use crate::wire::{Frame, FrameLimits, Hello, Over, PREFIX, Ticket, WriteHead, parse_body, parse_prefix};
+
+thread_local! {
+    static COUNT: Cell<usize> = const { Cell::new(1) };
+}
+
+/// Runs a test in which blocks that go over TCP go over so many connections.
+pub(super) fn with_connections(count: usize, test: impl FnOnce()) {
+    struct Back;
+    impl Drop for Back {
+        fn drop(&mut self) {
+            COUNT.set(1);
+        }
+    }
+    let _back = Back;
+    COUNT.set(count);
+    test();
+}
+
+/// What prefill ends of this thread's tests are given.
+pub(super) fn connections() -> usize {
+    COUNT.get()
+}
+
+/// A prefill worker that speaks frame by frame, as worker 5 to worker 1.
+struct Peer<'a> {
+    decode: &'a Decode,
+    own: TcpStream,
+    ticket: Ticket,
+}
+
+impl Peer<'_> {
+    fn new(decode: &Decode) -> Peer<'_> {
+        let mut own = connect(decode);
+        say(&mut own, &Frame::Identify { me: WorkerId(5), you: WorkerId(1), over: Over::Stream });
+        let Frame::Welcome { ticket: Some(ticket), .. } = hear(&mut own) else { panic!("a welcome with a ticket") };
+        Peer { decode, own, ticket }
+    }
+
+    /// Another connection of its session.
+    fn join(&self, stream: u8) -> TcpStream {
+        let (joined, answer) = ask_to_join(self.decode, self.ticket, stream);
+        assert_eq!(answer, Frame::Joined);
+        joined
+    }
+
+    /// Is let in to the first blocks from `from` on.
+    fn begin(&mut self, epoch: u64, from: u32, count: u32) {
+        let blocks = [(from..from + count).map(BlockId).collect()];
+        let target = self.decode.reserve(epoch, &blocks);
+        let key = Descriptor::parse(&target, &self.decode.geometry.layout, false).unwrap().key;
+        say(&mut self.own, &Frame::Begin { epoch: Epoch(epoch), key });
+        while !matches!(hear(&mut self.own), Frame::Granted { epoch: of, .. } if of == Epoch(epoch)) {}
+    }
+
+    fn complete(&mut self, epoch: u64, after: Vec<u64>, fill: u8) {
+        let layout = &self.decode.geometry.layout;
+        let bytes = vec![fill; layout.block_bytes(0)];
+        let layers = 0..layout.groups[0].layers.len();
+        let digest = |layer| digest_block(&bytes, layout.first_lane(0, layer));
+        let digests = vec![vec![layers.clone().fold(0, |sum: u64, layer| sum.wrapping_add(digest(layer)))]];
+        let writes = layers.len() as u64;
+        say(&mut self.own, &Frame::Complete { epoch: Epoch(epoch), after, writes, digests, tail: vec![] });
+    }
+}
+
+fn connect(decode: &Decode) -> TcpStream {
+    let mut stream = TcpStream::connect(decode.receiver.local_addr()).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(&Hello { fingerprint: decode.geometry.layout.fingerprint() }.encode()).unwrap();
+    stream.read_exact(&mut [0; Hello::LEN]).unwrap();
+    stream
+}
+
+/// What whoever asks is told.
+fn ask_to_join(decode: &Decode, ticket: Ticket, stream: u8) -> (TcpStream, Frame) {
+    let mut joined = connect(decode);
+    say(&mut joined, &Frame::Join { ticket, stream });
+    let answer = hear(&mut joined);
+    (joined, answer)
+}
+
+fn say(stream: &mut TcpStream, frame: &Frame) {
+    stream.write_all(&frame.encode()).unwrap();
+}
+
+fn hear(stream: &mut TcpStream) -> Frame {
+    let mut prefix = [0; PREFIX];
+    stream.read_exact(&mut prefix).unwrap();
+    let head = parse_prefix(prefix, &FrameLimits::new(&patient(), 1)).unwrap();
+    let mut body = vec![0; head.len];
+    stream.read_exact(&mut body).unwrap();
+    parse_body(&head, &body).unwrap()
+}
+
+/// One layer of the only block of a reservation, without what it holds.
+fn head(decode: &Decode, epoch: u64, layer: u16) -> Frame {
+    let payload = decode.geometry.layout.block_bytes(0) as u32;
+    Frame::Write(WriteHead { epoch: Epoch(epoch), group: 0, layer, payload, indexes: vec![0] })
+}
+
+fn layer_of(decode: &Decode, fill: u8) -> Vec<u8> {
+    vec![fill; decode.geometry.layout.block_bytes(0)]
+}
+
+/// Every layer of the only block of a reservation.
+fn write_block(stream: &mut TcpStream, decode: &Decode, epoch: u64, layers: std::ops::Range<u16>, fill: u8) {
+    for layer in layers {
+        say(stream, &head(decode, epoch, layer));
+        stream.write_all(&layer_of(decode, fill)).unwrap();
+    }
+}
+
+/// Until the last byte of a range of the pool has this value.
+fn await_byte(decode: &Decode, at: usize, value: u8) {
+    let (byte, start) = (decode.pool.at(at, 1).unwrap(), Instant::now());
+    // SAFETY: inside the pool; whether the byte is there yet is just what is asked.
+    while unsafe { byte.read_volatile() } != value {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn what_arrives_on_another_connection_after_a_fence_touches_nothing() {
+    // I3: on each of two connections half of a layer has landed when its epoch is fenced; the rest, and further writes, come later.
+    let decode = Decode::new(large(), 1);
+    let mut peer = Peer::new(&decode);
+    let mut others = [peer.join(1), peer.join(2)];
+    peer.begin(1, 0, 1);
+    let (bytes, layers) = (decode.geometry.layout.block_bytes(0), decode.geometry.layout.groups[0].layers.len() as u16);
+    for (layer, other) in others.iter_mut().enumerate() {
+        say(other, &head(&decode, 1, layer as u16));
+        other.write_all(&vec![0xee; bytes / 2]).unwrap();
+        let start = decode.geometry.block_range(0, layer, BlockId(0)).start;
+        await_byte(&decode, start + bytes / 2 - 1, 0xee);
+    }
+    assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
+    decode.expect_fenced(1);
+    let fenced = block(&decode.pool, &decode.geometry, 0, BlockId(0));
+    for other in &mut others {
+        other.write_all(&vec![0xee; bytes - bytes / 2]).unwrap();
+        write_block(other, &decode, 1, 2..4, 0xee);
+    }
+    // What comes behind it on the same connections arrives, so that has been read.
+    peer.begin(2, 1, 1);
+    for (other, half) in others.iter_mut().zip([0..layers / 2, layers / 2..layers]) {
+        write_block(other, &decode, 2, half, 0x22);
+    }
+    peer.complete(2, [3, 3].map(|writes| writes + u64::from(layers) / 2).to_vec(), 0x22);
+    decode.expect_verified(2);
+    assert!(block(&decode.pool, &decode.geometry, 0, BlockId(0)) == fenced);
+    decode.receiver.release(Epoch(2));
+    assert_eq!(decode.receiver.stats().reservations, 0);
+}
+
+#[test]
+fn a_completion_waits_for_the_writes_it_comes_after() {
+    // I2: it overtakes a write on another connection.
+    let decode = Decode::new(large(), 1);
+    let mut peer = Peer::new(&decode);
+    let mut other = peer.join(2);
+    let layers = decode.geometry.layout.groups[0].layers.len() as u16;
+    peer.begin(1, 0, 1);
+    write_block(&mut other, &decode, 1, 1..layers, 0x11);
+    peer.complete(1, vec![0, u64::from(layers)], 0x11);
+    // It has been read by the time that what comes behind it is answered.
+    peer.begin(2, 1, 1);
+    assert!(decode.events.try_recv().is_err());
+    write_block(&mut other, &decode, 1, 0..1, 0x11);
+    decode.expect_verified(1);
+    // One that was given up meanwhile does not come back.
+    peer.complete(2, vec![0, u64::from(layers) + 1], 0x11);
+    say(&mut peer.own, &Frame::Abort { epoch: Epoch(2) });
+    assert_eq!(decode.expect_failed(2), TransferError::Aborted { epoch: Epoch(2) });
+    decode.expect_fenced(2);
+    write_block(&mut other, &decode, 2, 0..1, 0x11);
+    peer.begin(3, 2, 1);
+    // Twice is once too often.
+    peer.complete(3, vec![9, 99], 0x11);
+    peer.complete(3, vec![9, 99], 0x11);
+    assert!(decode.expect_failed(3).to_string().contains("completed twice"));
+    decode.expect_fenced(3);
+}
+
+#[test]
+fn a_strangers_connection_is_refused_and_disturbs_nothing() {
+    let decode = Decode::new(large(), 1);
+    let mut peer = Peer::new(&decode);
+    let mut other = peer.join(1);
+    peer.begin(1, 0, 1);
+    let layers = decode.geometry.layout.groups[0].layers.len() as u16;
+    write_block(&mut other, &decode, 1, 0..1, 0x11);
+    let Ticket { session, token } = peer.ticket;
+    for (ticket, stream, why) in [
+        (Ticket { session, token: token ^ 1 }, 2, "no such session"),
+        (Ticket { session: session + 1, token }, 2, "no such session"),
+        (peer.ticket, 1, "has a connection of this number"),
+    ] {
+        let (mut stranger, answer) = ask_to_join(&decode, ticket, stream);
+        assert!(matches!(&answer, Frame::Reject { reason } if reason.contains(why)), "{answer:?}");
+        // Nor is it listened to: it is closed, so that writing to it may be an error too.
+        let _ = stranger.write_all(&head(&decode, 1, 1).encode());
+        assert!(matches!(stranger.read(&mut [0]), Ok(0) | Err(_)));
+    }
+    write_block(&mut other, &decode, 1, 1..layers, 0x11);
+    peer.complete(1, vec![u64::from(layers)], 0x11);
+    decode.expect_verified(1);
+}
+
+#[test]
+fn a_connection_that_breaks_ends_its_session_once_it_has_carried_something() {
+    let decode = Decode::new(large(), 1);
+    let mut peer = Peer::new(&decode);
+    let (unused, mut used) = (peer.join(1), peer.join(2));
+    drop(unused);
+    peer.begin(1, 0, 1);
+    write_block(&mut used, &decode, 1, 0..1, 0x11);
+    say(&mut used, &head(&decode, 1, 1));
+    used.write_all(&layer_of(&decode, 0x11)[..100]).unwrap();
+    drop(used);
+    assert!(matches!(decode.expect_failed(1), TransferError::PeerLost { .. }));
+    decode.expect_fenced(1);
+    assert!(matches!(peer.own.read(&mut [0]), Ok(0) | Err(_)));
+    assert_eq!(decode.receiver.stats().reservations, 0);
+}
+
+#[test]
+fn only_blocks_come_over_further_connections() {
+    for frame in [Frame::Beat, Frame::Abort { epoch: Epoch(1) }, Frame::Joined] {
+        let decode = Decode::new(large(), 1);
+        let mut peer = Peer::new(&decode);
+        let mut other = peer.join(1);
+        peer.begin(1, 0, 1);
+        say(&mut other, &frame);
+        let error = decode.expect_failed(1).to_string();
+        assert!(error.contains("carries blocks only"), "{error}");
+        decode.expect_fenced(1);
+    }
+}
+
+#[test]
+fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
+    let connections = |prefill: &Prefill| {
+        let paths = prefill.sender.paths().remove(0).1;
+        paths.into_iter().find(|path| path.transport == TransportKind::Tcp).unwrap().connections
+    };
+    let run = |limits: Limits| {
+        let decode = Decode::limited(large(), 1, "127.0.0.1:0", limits);
+        let prefill = Prefill::new(large(), 2, TransportChoice::Tcp);
+        let stats = prefill.send(&decode.reserve(1, &first(8)), 0).wait().unwrap();
+        assert_eq!(stats.transport, TransportKind::Tcp);
+        connections(&prefill)
+    };
+    assert_eq!(run(patient()), 1);
+    with_connections(3, || assert_eq!(run(patient()), 3));
+    with_connections(3, || with_tls(|| assert_eq!(run(patient()), 3)));
+    // I5: it goes on with fewer.
+    with_connections(16, || assert_eq!(run(Limits { connections: 1, ..patient() }), 1));
+    for tcp_connections in [0, 17] {
+        let options = SenderOptions {
+            worker: WorkerId(2),
+            geometry: large(),
+            pool: pool(&large(), 2).into(),
+            transport: TransportChoice::Tcp,
+            ucx: UcxSettings::default(),
+            tls: None,
+            tcp_connections,
+            limits: patient(),
+            convert: None,
+            verify: true,
+            on_trouble: |_, _| {},
+        };
+        let error = Sender::new(options).map(drop).unwrap_err().to_string();
+        assert!(error.contains("tcp_connections"), "{error}");
+    }
+}
+
+#[test]
+fn an_ipv6_address_is_reached_in_the_brackets_it_is_advertised_in() {
+    if let Err(error) = std::net::TcpListener::bind("[::1]:0") {
+        return println!("skipped, no IPv6 here: {error}");
+    }
+    for count in [1, 3] {
+        with_connections(count, || {
+            let decode = Decode::listening(large(), 1, "[::1]:0");
+            let target = decode.reserve(1, &first(8));
+            let address = Descriptor::parse(&target, &decode.geometry.layout, false).unwrap().address;
+            assert_eq!(address, "[::1]");
+            let prefill = Prefill::new(large(), 2, TransportChoice::Tcp);
+            assert_eq!(prefill.send(&target, 0).wait().map(|stats| stats.transport), Ok(TransportKind::Tcp));
+            decode.expect_verified(1);
+        });
+    }
+}

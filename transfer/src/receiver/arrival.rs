@@ -1,0 +1,92 @@
+//! A connection at the decode end from its first byte on: a prefill worker is welcomed to a session, which this thread then serves;
+//! another connection of a session is passed on to that.
+//!
+//! Who may come in is decided here; what they then do is [`super::session`]'s.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::hub::{Hub, Mail};
+use super::inbound::Inbound;
+use super::session::{Session, Welcomed};
+use super::table::SessionId;
+use crate::device::Pool;
+use crate::error::TransferError;
+use crate::handshake::{self, Arrival, Guest, Patience};
+use crate::link::{Link, Socket};
+use crate::options::TransportKind;
+use crate::threads;
+use crate::ucx::Worker;
+use crate::wire::{Frame, FrameLimits, Ticket};
+
+/// Lets a connection in, and serves a session until either side ends it.
+pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
+    let limits = FrameLimits::new(&hub.options.limits, hub.options.geometry.layout.groups.len());
+    let mut link = Link::new(socket, hub.options.pool.clone(), limits);
+    let served = receive(&hub, &mail, &mut link).and_then(|arrival| match arrival {
+        Arrival::Guest(guest) => serve(&hub, id, mail, link, guest),
+        Arrival::Stream { ticket, stream } => join(&hub, link, ticket, stream),
+    });
+    match served {
+        Ok(()) | Err(TransferError::Closed) => {}
+        Err(error) => tracing::warn!(%error, "a prefill worker was turned away"),
+    }
+    hub.dismiss(id);
+}
+
+fn receive(hub: &Hub, mail: &Mail, link: &mut Link) -> Result<Arrival, TransferError> {
+    let until = Instant::now() + hub.options.limits.handshake;
+    let patience = Patience { wake: &mail.wake, until, stopped: &|| hub.stopped() };
+    let fingerprint = hub.options.geometry.layout.fingerprint();
+    handshake::receive(link, hub.options.worker, fingerprint, &patience)
+}
+
+/// To the session whose ticket it has; others learn nothing of it, and it nothing of them.
+fn join(hub: &Hub, mut link: Link, ticket: Ticket, stream: u8) -> Result<(), TransferError> {
+    let session = hub.join(ticket, stream).map_err(|reason| handshake::turn_away(&mut link, reason))?;
+    link.push(&Frame::Joined);
+    session.join(stream, link);
+    Ok(())
+}
+
+fn serve(hub: &Arc<Hub>, id: SessionId, mail: Arc<Mail>, mut link: Link, guest: Guest) -> Result<(), TransferError> {
+    let welcomed = welcome(hub, id, &guest, &mut link)?;
+    let peer = guest.worker;
+    let inbound = Inbound::new(id, peer, welcomed.kind, hub.options.geometry.clone(), &hub.options.limits);
+    let inbound = if hub.options.verify { inbound } else { inbound.unverified() };
+    let mut session = Session::new(hub.clone(), mail, link, inbound, welcomed);
+    let end = catch_unwind(AssertUnwindSafe(|| session.serve()))
+        .unwrap_or_else(|_| TransferError::os("serve a prefill worker", "the session's thread panicked"));
+    tracing::debug!(%peer, reason = %end, "session over");
+    session.wind_up(guest.process, end);
+    Ok(())
+}
+
+fn welcome(hub: &Hub, id: SessionId, guest: &Guest, link: &mut Link) -> Result<Welcomed, TransferError> {
+    let kind = TransportKind::of(link.is_unix(), guest.over);
+    let reachable = serves(&hub.options.pool, kind, link.is_unix());
+    let reach = reachable.and_then(|()| hub.options.pool.reach().map_err(|error| error.to_string()));
+    let reach = reach.map_err(|reason| handshake::turn_away(link, &reason))?;
+    let made = (kind == TransportKind::Ucx).then(|| hub.ucx().and_then(|engine| Worker::new(&engine))).transpose();
+    let ucx = made.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
+    let token = (kind == TransportKind::Tcp).then(threads::random).transpose();
+    let token = token.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
+    hub.introduce(id, guest.worker, token);
+    let ticket = token.map(|token| Ticket { session: id, token });
+    link.push(&Frame::Welcome { blocks: hub.options.geometry.blocks.clone(), ticket });
+    tracing::debug!(peer = %guest.worker, transport = kind.as_str(), "session begun");
+    Ok(Welcomed { kind, ucx, reach })
+}
+
+/// Whether a peer may come for this; it should have known by the target descriptor.
+fn serves(pool: &Pool, kind: TransportKind, unix: bool) -> Result<(), String> {
+    let refused = match (kind, pool.is_device()) {
+        (TransportKind::CudaIpc, false) => "its pool is not in a GPU's memory",
+        // I3: only there it learns when its peer's process has ended, whose copies it cannot cut off.
+        (TransportKind::CudaIpc, true) if !unix => "copies from GPU to GPU need a unix socket",
+        (TransportKind::Shm | TransportKind::Ucx, true) => "its pool is in a GPU's memory",
+        _ => return Ok(()),
+    };
+    Err(refused.to_owned())
+}
