@@ -50,9 +50,10 @@ fn a_run_is_a_function_of_its_seed() {
 fn every_broken_rule_is_noticed() {
     for sabotage in Sabotage::ALL {
         let options = Options { sabotage: Some(sabotage), ..Options::default() };
-        let noticed = (0..60).find_map(|seed| run(seed, &options).err().map(|violation| (seed, violation)));
+        // One seed may show it in another way first: blocks that are never given back may also keep a run from its end.
+        let by_its_checker = |seed| run(seed, &options).err().filter(|v| v.invariant == sabotage.breaks());
+        let noticed = (0..60).find_map(|seed| by_its_checker(seed).map(|violation| (seed, violation)));
         let (seed, violation) = noticed.unwrap_or_else(|| panic!("{sabotage:?} goes unnoticed"));
         println!("{sabotage:?}: seed {seed}: {violation}");
-        assert_eq!(violation.invariant, sabotage.breaks(), "{sabotage:?}: {violation}");
     }
 }
