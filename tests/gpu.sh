@@ -59,7 +59,7 @@ measure_engine() {
 sanitized() {
     tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
     if [ -n "$tool" ]; then
-        "$tool" --tool "$1" --kernel-name kernel_substring=baton_ --report-api-errors no --error-exitcode 9 "$here/gpu" conformance
+        "$tool" --tool "$1" --kernel-name kernel_substring=baton_ --report-api-errors no --error-exitcode 9 "$here/gpu" conformance $2
     else
         lacks compute-sanitizer
     fi
@@ -85,7 +85,7 @@ hand_out() {
     [ -n "${OUT:-}" ] || return 0
     mkdir -p "$OUT"
     cp "$out/table.md" "$OUT/" 2>/dev/null || true
-    tar -czf "$OUT/results.tar.gz" -C "$out" .
+    tar -czf "$here/results.tar.gz" --exclude=results.tar.gz -C "$out" . && cp "$here/results.tar.gz" "$OUT/" || true
 }
 
 part() {
@@ -93,8 +93,9 @@ part() {
     conformance) "$here/gpu" conformance --no-hopper ;;
     hopper) "$here/gpu" conformance ;;
     models) "$here/models" on_a_gpu --nocapture ;;
-    sanitizer) sanitized memcheck ;;
-    races) sanitized racecheck ;;
+    sanitizer) sanitized memcheck "${NO_HOPPER:+--no-hopper}" ;;
+    # Of shared memory that copy units write it knows little.
+    races) sanitized racecheck --no-hopper ;;
     kernels) "$here/gpu" bench --json ${NO_HOPPER:+--no-hopper} >"$out/kernels.jsonl" ;;
     ipc) "$here/gpu" handoff --json >"$out/ipc.jsonl" ;;
     engine) measure_engine >"$out/engine.jsonl" ;;

@@ -113,11 +113,6 @@ impl<D: Device> CudaBackend<D> {
         Promises { operands: 2f64.powi(-8), attention: 0.03, chunks }
     }
 
-    /// Fills the pool with zeros, for measurements without a model.
-    pub fn clear_pool(&mut self) -> Result<(), KernelError> {
-        self.pool.fill(&self.queue, 0)
-    }
-
     /// What it runs on.
     pub fn device(&self) -> &Arc<D> {
         &self.queue.device

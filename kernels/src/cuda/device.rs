@@ -168,7 +168,7 @@ impl Alike {
         }
     }
 
-    /// Rows by which an algorithm shows that it takes them all: small and odd ones, the bounds, and large ones.
+    /// Rows by which an algorithm shows that it takes them all: small and odd ones, the bounds, and large ones; ascending.
     pub fn samples(self) -> &'static [u64] {
         match self {
             Alike::Always => &[1, 7, 16, 64, 255, 2048, 8192, 16_384],

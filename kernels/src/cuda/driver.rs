@@ -37,6 +37,8 @@ pub struct Driver {
     context: sys::CUcontext,
     module: sys::CUmodule,
     blas: Blas,
+    /// Whether it reaches any memory of the host by the host's own page tables (Grace): then it need not take a copy of what it reads.
+    walks_host_tables: bool,
     made: Mutex<Made>,
     imports: Mutex<Imports>,
 }
@@ -121,6 +123,9 @@ impl Driver {
         check_version(version()?)?;
         let device = device::get(ordinal as i32).map_err(failed("device"))?;
         let properties = properties(device)?;
+        let tables = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES;
+        // SAFETY: a device that the driver just named.
+        let walks_host_tables = unsafe { device::get_attribute(device, tables) }.map_err(failed("device"))? != 0;
         // SAFETY: a device that the driver just named.
         let context = unsafe { primary_ctx::retain(device) }.map_err(failed("context"))?;
         let opened = || {
@@ -131,7 +136,7 @@ impl Driver {
         match opened() {
             Ok((module, blas)) => {
                 let (made, imports) = (Mutex::default(), Mutex::default());
-                Ok(Driver { properties, device, context, module, blas, made, imports })
+                Ok(Driver { properties, device, context, module, blas, walks_host_tables, made, imports })
             }
             Err(error) => {
                 // SAFETY: retained above, and used by nobody any more.
@@ -307,8 +312,13 @@ impl Device for Driver {
         assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
         self.refuse_captured("copy to the device", stream)?;
         let stream = self.raw(stream)?;
-        // SAFETY: as in `fill`; of memory that is not pinned the driver has taken a copy when this returns.
-        unsafe { result::memcpy_htod_async(to.at().0, from, stream) }.map_err(failed("copy to the device"))
+        // SAFETY: as in `fill`; of memory that is not pinned the driver has taken a copy when this returns, or it was waited for.
+        unsafe { result::memcpy_htod_async(to.at().0, from, stream) }.map_err(failed("copy to the device"))?;
+        if !self.walks_host_tables {
+            return Ok(());
+        }
+        // SAFETY: a stream lives as long as `self`.
+        unsafe { stream::synchronize(stream) }.map_err(failed("copy to the device"))
     }
 
     fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {

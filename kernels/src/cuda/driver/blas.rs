@@ -1,8 +1,8 @@
 //! Products by cuBLASLt: which of its algorithms a product takes, and the calls.
 //!
 //! The library picks another algorithm for another number of rows, and some sum over parts of k that depend on it. So an algorithm is
-//! chosen once for each shape of weight and each [`Alike`], as if for one number of rows, and kept only if the library says that it takes
-//! all others too; every product alike uses it. That makes each output the same sum in the same order. Products that must agree
+//! chosen once for each shape of weight and each [`Alike`], as if for one number of rows, and one that the library says to take all others
+//! too; every product alike uses it. That makes each output the same sum in the same order. Products that must agree
 //! whatever their rows (I1) take none that needs a second pass over partial sums; the others may, in memory that each stream has for it.
 
 use std::collections::HashMap;
@@ -158,20 +158,25 @@ fn takes(
     Ok(status.result().is_ok() && says.workspaceSize <= workspace(gemm.alike))
 }
 
-/// The library's best candidate that takes all products alike.
+/// The library's best candidate that takes all products alike; where none does, as with outputs that no product of so many rows could
+/// store, the one that takes those of the most rows.
 fn choose(handle: sys::cublasLtHandle_t, gemm: &Gemm<'_>) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
     let failed = failed_for(gemm);
+    let (samples, mut best) = (gemm.alike.samples(), (0, None));
     for candidate in candidates(handle, gemm).map_err(&failed)? {
-        let mut all = true;
-        for &rows in gemm.alike.samples() {
-            all = all && takes(handle, gemm, &candidate.algo, rows).map_err(&failed)?;
+        let mut taken = 0;
+        while taken < samples.len() && takes(handle, gemm, &candidate.algo, samples[taken]).map_err(&failed)? {
+            taken += 1;
         }
-        if all {
-            return Ok(candidate.algo);
+        if taken > best.0 {
+            best = (taken, Some(candidate.algo));
+        }
+        if taken == samples.len() {
+            break;
         }
     }
     // What the library says where it has nothing.
-    Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)))
+    best.1.ok_or_else(|| failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)))
 }
 
 impl Blas {
