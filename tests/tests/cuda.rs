@@ -84,6 +84,23 @@ fn every_architecture_gives_the_logits_of_the_cpu() -> anyhow::Result<()> {
     every_architecture(|| HostDevice::for_tests().context("the host's kernels were there"))
 }
 
+/// Heads as wide as Hopper's kernel takes them, with and without a window.
+#[test]
+fn wide_heads_give_the_logits_of_the_cpu() -> anyhow::Result<()> {
+    for (name, head_dim) in [("llama-head-dim-24", 128), ("mistral-window", 64)] {
+        let Some(device) = HostDevice::for_tests() else { return Ok(()) };
+        let mut config = tiny::config(name)?;
+        config.config["head_dim"] = head_dim.into();
+        let directory = tempfile::tempdir()?;
+        config.write(directory.path())?;
+        let log = same_logits(directory.path(), device).context(name)?;
+        let hopper = format!("baton_attention_hopper_bf16_{head_dim}");
+        let launched = |call: &Recorded| matches!(call, Recorded::Launch(kernel) if *kernel == hopper);
+        assert!(log.iter().any(launched), "{log:?}");
+    }
+    Ok(())
+}
+
 /// The same on a GPU, where there is one.
 #[test]
 fn every_architecture_gives_the_logits_of_the_cpu_on_a_gpu() -> anyhow::Result<()> {
@@ -103,7 +120,8 @@ fn every_architecture<D: Device>(open: impl Fn() -> anyhow::Result<D>) -> anyhow
     Ok(())
 }
 
-fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<()> {
+/// What was asked of the device without graphs is handed back.
+fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<Vec<Recorded>> {
     let model = Model::open(path)?;
     let vocab = model.config().vocab_size;
     let device = Arc::new(Recorder::new(device));
@@ -147,9 +165,10 @@ fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<()> {
     device.take_log();
     assert!(run(&mut plain, vocab, Some(&want))?.logits == got.logits, "without graphs: the same bits");
     let captures = |call: &Recorded| matches!(call, Recorded::BeginCapture(_) | Recorded::Replay(_));
-    assert!(!device.take_log().iter().any(captures));
+    let log = device.take_log();
+    assert!(!log.iter().any(captures));
     drop(plain);
     assert_eq!(device.problems(), [""; 0]);
     assert_eq!(device.live_bytes(), 0);
-    Ok(())
+    Ok(log)
 }

@@ -62,6 +62,13 @@ struct Products {
     std::vector<Product> open;
     bool fenced = false;
     unsigned asked = 0;
+
+    /// Whether some are put off.
+    bool behind() const {
+        bool some = !open.empty();
+        for (const auto& group : groups) some = some || !group.empty();
+        return some;
+    }
 };
 
 struct Units {
@@ -72,6 +79,18 @@ struct Units {
     std::map<const void*, Phase> phases;
     std::map<unsigned, Barrier> named;
     std::map<unsigned, Products> products;
+
+    ~Units() {
+        for (const auto& [at, phase] : phases) {
+            if (phase.bytes != 0) fail("a block ends with bytes announced that never came");
+        }
+        for (const auto& [id, barrier] : named) {
+            if (barrier.arrived != 0) fail("a block ends with arrivals at a barrier that nobody waits for");
+        }
+        for (const auto& [thread, of] : products) {
+            if (!of.open.empty() || !of.groups.empty()) fail("a block ends before its products are done");
+        }
+    }
 };
 
 Units& units() {
@@ -284,8 +303,9 @@ void wgmma(const Wgmma& what) {
         const Words& from = all[current().linear % 32 / 4 * 4 + i];
         product.quad[i] = reinterpret_cast<const u32*>(static_cast<u64>(from[1]) << 32 | from[0]);
     }
-    bool now = order_of_turns() == Order::Ascending || (order_of_turns() == Order::Shuffled && mine.asked++ % 2 && mine.groups.empty());
-    if (!now || !mine.open.empty()) return mine.open.push_back(product);
+    // All lanes of a warp choose the same. What was put off comes first.
+    bool now = order_of_turns() == Order::Descending || (order_of_turns() == Order::Shuffled && mine.asked++ % 2);
+    if (!now || mine.behind()) return mine.open.push_back(product);
     compute(product);
     together(nullptr, 0);
 }

@@ -1,9 +1,10 @@
 // Hopper's asynchronous units for the host shim: barriers that count bytes, copies of boxes by a tensor map, products of a warpgroup. What
 // src/hopper.cuh has as inline PTX is here as the instructions' manual (PTX ISA 8.0 to 9.0) describes it.
 //
-// Copies and products are done when the order of turns says (shim::later; products when they are asked for, or when they are waited
-// for), so who does not wait reads what was there before, and who lets go too early has it overwritten. The units see shared memory
-// as it was at the last fence.proxy.async, and what copies have brought. Knows nothing of any kernel.
+// Where turns are ascending, copies are done when they are asked for, and products when they are waited for: who lets go too early has its
+// operands overwritten. Where they are descending, copies are done when nobody can go on without, and products at once: who does not
+// wait reads what was there before. Where they are shuffled, either may be. The units see shared memory as it was at the last
+// fence.proxy.async, and what copies have brought. Knows nothing of any kernel.
 #pragma once
 
 #include "shim.hpp"

@@ -58,6 +58,8 @@ struct alignas(1024) HopperShared {
     PhaseBarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
+static_assert(sizeof(HopperShared<64>) == 148480 && sizeof(HopperShared<128>) == 164864, "as kernels/cuda/build has it");
+
 inline Launch launch_of(const AttentionHopper& p) {
     u32 pairs = p.a.tile_rows * (p.a.heads / p.a.kv_heads);
     u32 shared = p.a.planes.head_dim <= 64 ? sizeof(HopperShared<64>) : sizeof(HopperShared<128>);
@@ -160,16 +162,33 @@ struct Consumer {
         return (static_cast<u64>(work.tile.row + pair / work.group) * p.a.heads + head) * DIM;
     }
 
-    __device__ void begin() {
+    /// Rounds q into shared memory; 0 for rows that are not there. All is loaded before anything is stored, so that loads wait together.
+    template <Element Q>
+    __device__ void place_q() {
+        constexpr u32 PIECES = DIM / OCTET;
+        uint4 words[DIM / 16];
 #pragma unroll
         for (u32 i = 0; i < DIM / 16; i++) {
-            u32 octet = thread + i * WARPGROUP, row = octet / (DIM / OCTET), piece = octet % (DIM / OCTET);
-            u32 of = work.first + consumer * GROUP_PAIRS + row;
+            u32 octet = thread + i * WARPGROUP, of = work.first + consumer * GROUP_PAIRS + octet / PIECES;
             Octet x = {};
-            if (of <= work.last) x = load8(p.a.q_type, p.a.q, at(of) + piece * OCTET);
-            uint4 words = make_uint4(pack2(TYPE, x.x[0], x.x[1]), pack2(TYPE, x.x[2], x.x[3]), pack2(TYPE, x.x[4], x.x[5]),
-                                     pack2(TYPE, x.x[6], x.x[7]));
-            *reinterpret_cast<uint4*>(&shared.q[consumer][piece / 8][swizzled_piece(row, piece % 8)]) = words;
+            if (of <= work.last) x = load8(Q, p.a.q, at(of) + octet % PIECES * OCTET);
+            words[i] = make_uint4(pack2(TYPE, x.x[0], x.x[1]), pack2(TYPE, x.x[2], x.x[3]), pack2(TYPE, x.x[4], x.x[5]),
+                                  pack2(TYPE, x.x[6], x.x[7]));
+        }
+#pragma unroll
+        for (u32 i = 0; i < DIM / 16; i++) {
+            u32 octet = thread + i * WARPGROUP, row = octet / PIECES, piece = octet % PIECES;
+            *reinterpret_cast<uint4*>(&shared.q[consumer][piece / 8][swizzled_piece(row, piece % 8)]) = words[i];
+        }
+    }
+
+    __device__ void begin() {
+        if (p.a.q_type == Element::F32) {
+            place_q<Element::F32>();
+        } else if (p.a.q_type == Element::F16) {
+            place_q<Element::F16>();
+        } else {
+            place_q<Element::Bf16>();
         }
         async_fence();
         named_sync(named(Named::Group, consumer), WARPGROUP);
@@ -298,6 +317,7 @@ struct Consumer {
             settle(score);
             release(shared.k_empty[stage]);
             weigh(turn);
+            wait_after(sum[0], sum[1]);
             wgmma_wait<0>();
             settle(out);
             release(shared.v_empty[stage_of<DIM>(turn - 1)]);
@@ -316,15 +336,21 @@ struct Consumer {
             sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 1);
             sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 2);
             float inverse = 1.0f / sum[r];
+#pragma unroll
+            for (u32 i = 0; i < DIM / 4; i++) out[i / 2 * 4 + 2 * r + i % 2] *= inverse;
             if (pair(r) > work.last) continue;
             u64 to = at(pair(r)) + 2 * (lane() % 4);
+            if (p.a.out_type == Element::F32) {
+                float* row = static_cast<float*>(p.a.out) + to;
 #pragma unroll
-            for (u32 j = 0; j < DIM / 8; j++) {
-                float x = out[4 * j + 2 * r] * inverse, y = out[4 * j + 2 * r + 1] * inverse;
-                if (p.a.out_type == Element::F32) {
-                    *reinterpret_cast<float2*>(static_cast<float*>(p.a.out) + to + 8 * j) = make_float2(x, y);
-                } else {
-                    *reinterpret_cast<u32*>(static_cast<u16*>(p.a.out) + to + 8 * j) = pack2(p.a.out_type, x, y);
+                for (u32 j = 0; j < DIM / 8; j++) {
+                    *reinterpret_cast<float2*>(row + 8 * j) = make_float2(out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
+                }
+            } else {
+                u16* row = static_cast<u16*>(p.a.out) + to;
+#pragma unroll
+                for (u32 j = 0; j < DIM / 8; j++) {
+                    *reinterpret_cast<u32*>(row + 8 * j) = pack2(p.a.out_type, out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
                 }
             }
         }

@@ -59,6 +59,7 @@ inline void wgmma_wait() {
 }
 template <u32 COUNT>
 inline void settle(float (&)[COUNT]) {}
+inline void wait_after(float, float) {}
 /// 2^x; less than the smallest normal number is 0.
 inline float exp2_fast(float x) {
     float y = exp2f(x);
@@ -151,6 +152,12 @@ template <u32 COUNT>
 __device__ inline void settle(float (&d)[COUNT]) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/// What follows waits until these have been computed. The assembler takes no wait of products for later than what it does not need,
+/// and would put it before computations that are meant to be done meanwhile.
+__device__ inline void wait_after(float x, float y) {
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.nan.f32 p, %0, %1;\n\t@p nanosleep.u32 0;\n\t}" ::"f"(x), "f"(y) : "memory");
 }
 
 /// 2^x; less than the smallest normal number is 0.
