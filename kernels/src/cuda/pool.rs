@@ -125,6 +125,11 @@ impl<D: Device> Pool<D> {
         }
     }
 
+    /// Whether it is host memory.
+    pub fn is_host(&self) -> bool {
+        self.memory.is_host()
+    }
+
     pub fn geometry(&self) -> &PoolGeometry {
         &self.geometry
     }

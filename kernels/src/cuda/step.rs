@@ -166,7 +166,9 @@ impl<D: Device> CudaBackend<D> {
 
     /// The kernel of a group's chunks.
     fn chunks(&self, group: usize) -> Chunks {
-        let hopper = self.options.hopper && self.queue.device.properties().capability == attention::HOPPER;
+        // Whether copy units take memory of the host is not known of all hosts, and its bus is slower than either kernel.
+        let hopper = self.options.hopper && !self.pool.is_host();
+        let hopper = hopper && self.queue.device.properties().capability == attention::HOPPER;
         Chunks::of(&self.pool.geometry().layout, group, hopper)
     }
 
