@@ -65,6 +65,14 @@ fn failed(operation: &str) -> impl Fn(DriverError) -> KernelError + '_ {
     move |error| KernelError::Device { operation: operation.to_owned(), why: describe(error) }
 }
 
+/// That there is no room for so many bytes, or what else is wrong: an earlier failure of work comes with any call.
+fn no_memory(bytes: usize) -> impl Fn(DriverError) -> KernelError {
+    move |error| match error.0 {
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => KernelError::Memory { bytes },
+        _ => failed("allocation")(error),
+    }
+}
+
 fn describe(error: DriverError) -> String {
     let text = error.error_string().ok().map(|text| text.to_string_lossy().into_owned());
     format!("{} ({:?})", text.unwrap_or_default(), error.0)
@@ -237,7 +245,7 @@ impl Device for Driver {
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
         self.current()?;
         // SAFETY: new memory is nobody's.
-        unsafe { result::malloc_sync(bytes) }.map(Address).map_err(|_| KernelError::Memory { bytes })
+        unsafe { result::malloc_sync(bytes) }.map(Address).map_err(no_memory(bytes))
     }
 
     fn free(&self, at: Address) {
@@ -415,6 +423,12 @@ mod tests {
             Err(other) => panic!("{other}"),
             Ok(_) => panic!("there is no such GPU"),
         }
+    }
+
+    #[test]
+    fn only_what_is_no_room_is_told_as_such() {
+        let said = |code| no_memory(9)(DriverError(code));
+        assert!(matches!(said(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY), KernelError::Memory { bytes: 9 }));
     }
 
     #[test]

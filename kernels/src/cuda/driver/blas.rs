@@ -235,7 +235,7 @@ impl Blas {
             return Ok(at);
         }
         // SAFETY: new memory is nobody's.
-        let at = unsafe { driver::malloc_sync(bytes) }.map_err(|_| KernelError::Memory { bytes })?;
+        let at = unsafe { driver::malloc_sync(bytes) }.map_err(super::no_memory(bytes))?;
         workspaces.insert(stream.addr(), at);
         Ok(at)
     }

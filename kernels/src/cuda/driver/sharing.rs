@@ -13,7 +13,7 @@ use cudarc::driver::{result, sys};
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
 use super::super::sharing::SharingDevice;
-use super::{Driver, failed};
+use super::{Driver, failed, no_memory};
 use crate::KernelError;
 
 /// What the driver allocates by: a pool that fills whole ones shares none with other memory, which importers would see too.
@@ -139,8 +139,8 @@ impl SharingDevice for Driver {
     fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
         self.current()?;
         // SAFETY: new memory is nobody's.
-        let at = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) };
-        at.ok().and_then(|at| NonNull::new(at.cast())).ok_or(KernelError::Memory { bytes })
+        let at = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(no_memory(bytes))?;
+        NonNull::new(at.cast()).ok_or(KernelError::Memory { bytes })
     }
 
     fn unpin(&self, at: NonNull<u8>) {
