@@ -57,6 +57,7 @@ struct Sizes {
     rows: &'static [usize],
     heads: usize,
     kv_heads: usize,
+    head_dim: usize,
     /// (sequences, tokens behind each) of decode steps.
     decode: &'static [(usize, usize)],
     /// Tokens of a prompt.
@@ -75,6 +76,7 @@ const FULL: Sizes = Sizes {
     rows: &[1, 8, 64, 256, 2048, 8192],
     heads: 32,
     kv_heads: 8,
+    head_dim: HEAD_DIMS[0],
     decode: &[(1, 1024), (1, 8192), (8, 8192), (64, 2048), (64, 8192), (256, 2048)],
     prompt: &[512, 2048, 8192],
     // 8,192 tokens in 32 layers.
@@ -90,6 +92,7 @@ const SMALL: Sizes = Sizes {
     rows: &[1, 3],
     heads: 4,
     kv_heads: 2,
+    head_dim: HEAD_DIMS[0],
     decode: &[(2, 300)],
     prompt: &[40],
     runs: (700, 1 << 10),
@@ -98,7 +101,8 @@ const SMALL: Sizes = Sizes {
     hopper: true,
 };
 
-const HEAD_DIM: usize = 128;
+/// Head dimensions of the prefill measured; all else has the first.
+const HEAD_DIMS: [usize; 2] = [128, 64];
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -216,7 +220,7 @@ impl Figure {
 
 fn geometry(sizes: &Sizes, layers: u32, blocks: u32) -> PoolGeometry {
     let layers = (0..layers).collect();
-    let (kv_heads, head_dim) = (sizes.kv_heads as u32, HEAD_DIM as u32);
+    let (kv_heads, head_dim) = (sizes.kv_heads as u32, sizes.head_dim as u32);
     let group = KvGroup { layers, planes: 2, kv_heads, head_dim, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::Bf16, block_size: BLOCK, groups: vec![group] };
     PoolGeometry::uniform(layout, blocks)
@@ -275,15 +279,15 @@ fn attention<D: Device>(
 ) -> Result<f64, KernelError> {
     let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, blocks), options)?;
     let shape = AttentionShape { group: 0, layer: 0, heads: sizes.heads, scale: 0.1 };
-    let (width, mut random) = (sizes.heads * HEAD_DIM, Random(3));
+    let (width, mut random) = (sizes.heads * sizes.head_dim, Random(3));
     // All slots, as one long sequence that is not rotated.
     let all: Vec<BlockId> = (0..blocks).map(BlockId).collect();
     let slots = (blocks * BLOCK) as usize;
     let most = STORED.min(slots);
-    let table = |backend: &CudaBackend<D>, value: f32| backend.upload(&vec![value; slots * HEAD_DIM / 2]);
+    let table = |backend: &CudaBackend<D>, value: f32| backend.upload(&vec![value; slots * sizes.head_dim / 2]);
     let rope = Rope { cos: table(&backend, 1.0)?, sin: table(&backend, 0.0)? };
     let mut q = backend.upload(&random.vector(most * width))?;
-    let [k, v] = [0; 2].map(|_| random.vector(most * sizes.kv_heads * HEAD_DIM));
+    let [k, v] = [0; 2].map(|_| random.vector(most * sizes.kv_heads * sizes.head_dim));
     let (k, v) = (backend.upload(&k)?, backend.upload(&v)?);
     for first in (0..slots).step_by(most) {
         let mut part = Ragged::default();
@@ -312,7 +316,7 @@ fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> 
             &batch,
             each * sequences as u32,
         )?;
-        let bytes = sequences * (behind + 1) * sizes.kv_heads * HEAD_DIM * 2 * 2;
+        let bytes = sequences * (behind + 1) * sizes.kv_heads * sizes.head_dim * 2 * 2;
         let case = format!("{sequences} x {behind} tokens");
         Figure { what: "decode", case, seconds, bytes, operations: 0 }.print(sizes);
     }
@@ -320,17 +324,20 @@ fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> 
 }
 
 fn prefill<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
-    for &tokens in sizes.prompt {
+    let cases = HEAD_DIMS.iter().flat_map(|&dim| sizes.prompt.iter().map(move |&tokens| (dim, tokens)));
+    for (head_dim, tokens) in cases {
+        let sizes = &Sizes { head_dim, ..*sizes };
         let blocks = tokens.div_ceil(BLOCK as usize) as u32;
         let mut batch = Ragged::default();
         batch.push(0, tokens, &(0..blocks).map(BlockId).collect::<Vec<_>>());
         // Two products for each pair of a query and a key it sees.
-        let operations = 4 * sizes.heads * HEAD_DIM * tokens * (tokens + 1) / 2;
+        let operations = 4 * sizes.heads * sizes.head_dim * tokens * (tokens + 1) / 2;
         let hopper = sizes.hopper && device.properties().capability == (9, 0);
         for (hopper, how) in [(true, ""), (false, ", mma.sync")].into_iter().skip(usize::from(!hopper)) {
             let options = CudaOptions { hopper, ..CudaOptions::default() };
             let seconds = attention(device, sizes, options, &batch, blocks)?;
-            let case = format!("{tokens} tokens{how}");
+            let dim = if head_dim == HEAD_DIMS[0] { String::new() } else { format!(", head_dim {head_dim}") };
+            let case = format!("{tokens} tokens{dim}{how}");
             Figure { what: "prefill", case, seconds, bytes: 0, operations }.print(sizes);
         }
     }
