@@ -320,6 +320,8 @@ void wgmma_wait(unsigned groups) {
     Products& mine = units().products[current().linear];
     if (!mine.open.empty()) fail("wgmma.wait_group with products of no group");
     together(nullptr, 0);
+    // Time for others to overwrite what was let go too early.
+    for (int turn = 0; turn < 4 && mine.behind(); turn++) together(nullptr, 0);
     while (mine.groups.size() > groups) {
         for (const Product& product : mine.groups.front()) compute(product);
         mine.groups.pop_front();
