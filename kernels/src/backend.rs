@@ -228,6 +228,9 @@ pub struct Room {
     pub vocab: usize,
 }
 
+/// In place of a token's id, for `embed`: what the step submitted before this one drew as number `id & !FOLLOWS`.
+pub const FOLLOWS: u32 = 1 << 31;
+
 /// What the operations of a step are given from the host.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
@@ -241,6 +244,8 @@ pub struct StepInputs<'a> {
     pub heads: usize,
     /// Rows, all of one token each and sampled, were padded to as many as [`Backend::padded`] says.
     pub padded: bool,
+    /// Of a padded step whose tokens are all drawn in it: a draw for each row, in their order, without mask or changes.
+    pub draws: &'a [Draw<'a>],
 }
 
 /// A device that runs decoder steps.
@@ -282,6 +287,20 @@ pub trait Backend: Send + Sized {
     /// Why it can compute nothing any more, asked after something has failed; None where the next step may go well.
     fn lost(&mut self) -> Option<KernelError> {
         None
+    }
+    /// Ends a step: all its operations were asked for. What went wrong with one of them, as far as that is known; then there is nothing
+    /// to collect. At most two may be submitted and not collected.
+    fn submit(&mut self) -> Result<(), KernelError> {
+        self.finish()
+    }
+    /// Waits for the step that was submitted first of those not collected; what it drew is there until the next is collected. Even when
+    /// something went wrong with it, it is collected.
+    fn collect(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
+    /// Whether [`Backend::submit`] waits for nothing, so that a step can be submitted behind another, with ids that [`FOLLOWS`] it.
+    fn overlaps(&self) -> bool {
+        false
     }
     /// The first `out.len()` elements from `offset` on, to the host.
     fn read(&mut self, buffer: &Self::Buffer, offset: usize, out: &mut [f32]);
@@ -327,12 +346,17 @@ pub trait Backend: Send + Sized {
     fn gate_mul(&mut self, act: Gate, gate: &mut Self::Buffer, up: &Self::Buffer, elements: usize);
     /// `out[i] = x[rows[i]]`, rows of `width`.
     fn gather_rows(&mut self, x: &Self::Buffer, width: usize, rows: &[u32], out: &mut Self::Buffer);
-    /// Whether it chooses tokens from rows of `vocab` logits ([`Backend::sample`]). One whose memory is the host's leaves that to its
+    /// Whether it chooses tokens from rows of `vocab` logits ([`Backend::draw`]). One whose memory is the host's leaves that to its
     /// caller.
     fn samples(&self, _vocab: usize) -> bool {
         false
     }
-    /// Chooses a token for each draw from rows of `logits` `[.., vocab]`, which it may overwrite, and pushes one for each draw, in their
-    /// order; waits for them. Only of one that [`Backend::samples`]. Nothing is pushed after a failure.
-    fn sample(&mut self, _logits: &mut Self::Buffer, _vocab: usize, _draws: &[Draw<'_>], _out: &mut Vec<TokenOut>) {}
+    /// Chooses a token for each draw from rows of `logits` `[.., vocab]`, which it may overwrite. A step's draws are counted from 0. Only of
+    /// one that [`Backend::samples`].
+    fn draw(&mut self, _logits: &mut Self::Buffer, _vocab: usize, _draws: &[Draw<'_>]) {}
+    /// What the step that was collected last drew, by its number: token `index` of its answer, with `top` log probabilities if any are
+    /// wanted.
+    fn drawn(&self, _number: u32, index: u32, _top: Option<u32>) -> TokenOut {
+        TokenOut { index, ..TokenOut::default() }
+    }
 }

@@ -45,3 +45,10 @@ pub struct Draw<'a> {
     /// Of different logits of the vocabulary, at most [`MAX_LOGIT_CHANGES`].
     pub changes: &'a [LogitChange],
 }
+
+impl Draw<'_> {
+    /// Whether it is from the logits as they are.
+    pub fn plain(&self) -> bool {
+        self.mask.is_none() && self.changes.is_empty()
+    }
+}

@@ -350,8 +350,24 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.samples(vocab)
     }
 
-    fn sample(&mut self, logits: &mut B::Buffer, vocab: usize, draws: &[Draw<'_>], out: &mut Vec<TokenOut>) {
+    fn draw(&mut self, logits: &mut B::Buffer, vocab: usize, draws: &[Draw<'_>]) {
         let bytes = floats(draws.len() * vocab);
-        self.timed(Operation::Sampling, bytes, 0, |b| b.sample(logits, vocab, draws, out));
+        self.timed(Operation::Sampling, bytes, 0, |b| b.draw(logits, vocab, draws));
+    }
+
+    fn drawn(&self, number: u32, index: u32, top: Option<u32>) -> TokenOut {
+        self.inner.drawn(number, index, top)
+    }
+
+    fn submit(&mut self) -> Result<(), KernelError> {
+        self.inner.submit()
+    }
+
+    fn collect(&mut self) -> Result<(), KernelError> {
+        self.inner.collect()
+    }
+
+    fn overlaps(&self) -> bool {
+        self.inner.overlaps()
     }
 }

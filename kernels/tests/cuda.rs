@@ -8,10 +8,10 @@ use std::sync::Arc;
 use baton_kernels::conformance::{Factory, Promises, Random, run};
 use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Memory, Nowhere, Recorded, Recorder};
 use baton_kernels::{
-    AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, Input, KernelError, Product, Ragged, Room, Rope,
+    AttentionShape, Backend, CpuBackend, CpuOptions, Draw, HostPool, Input, KernelError, Product, Ragged, Room, Rope,
     StepInputs, WeightSource,
 };
-use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams, WeightDtype};
 
 type Device = Recorder<HostDevice>;
 
@@ -159,7 +159,8 @@ fn decode_step(
     positions.iter().for_each(|&start| batch.push(start, 1, &vec![BlockId(0); start / 16 + 1]));
     batch.pad_to(rows);
     let all: Vec<u32> = (0..rows as u32).collect();
-    let inputs = StepInputs { ids: &all, sampled: &all, batches: std::slice::from_ref(&batch), heads: 2, padded: true };
+    let batches = std::slice::from_ref(&batch);
+    let inputs = StepInputs { ids: &all, sampled: &all, batches, heads: 2, padded: true, draws: &[] };
     let [q, out] = buffers;
     backend.step(&inputs, |backend| {
         backend.add(q, out, 8);
@@ -180,7 +181,9 @@ fn for_graphs() -> (CudaBackend<Recorder<Nowhere>>, [Memory<Recorder<Nowhere>>; 
 /// A size is done as it is, then captured, then replayed after one copy; another size, of rows or of splits, is another graph.
 #[test]
 fn a_decode_step_of_a_size_that_was_there_is_one_launch() {
-    use baton_kernels::cuda::Recorded::{Allocate, BeginCapture, EndCapture, Forget, Launch, Replay, Write};
+    use baton_kernels::cuda::Recorded::{
+        Allocate, BeginCapture, EndCapture, Forget, Launch, Record, Replay, Settle, Write,
+    };
     let (mut backend, mut buffers) = for_graphs();
     let mut log = |backend: &mut CudaBackend<Recorder<Nowhere>>, positions: &[usize]| {
         decode_step(backend, positions, &mut buffers);
@@ -193,18 +196,56 @@ fn a_decode_step_of_a_size_that_was_there_is_one_launch() {
     let first = log(&mut backend, &[40, 3, 17]);
     assert_eq!(count(&first, |call| matches!(call, Launch(_))), 3, "{first:?}");
     let second = log(&mut backend, &[41, 4, 18]);
-    assert!(matches!(second[..3], [Write(_), BeginCapture(_), Launch("baton_add")]), "{second:?}");
-    assert!(matches!(second[5..7], [EndCapture(_), Replay(_)]), "{second:?}");
+    assert!(matches!(second[..4], [Write(_), Record(..), BeginCapture(_), Launch("baton_add")]), "{second:?}");
+    assert!(matches!(second[6..8], [EndCapture(_), Replay(_)]), "{second:?}");
     let third = log(&mut backend, &[42, 5, 19, 200]);
-    assert!(matches!(third[..], [Write(_), Replay(_), Recorded::Synchronise(_)]), "{third:?}");
+    assert!(matches!(third[..], [Settle(_), Write(_), Record(..), Replay(_), Recorded::Synchronise(_)]), "{third:?}");
     // Longer than there are splits for, and more rows.
     assert_eq!(count(&log(&mut backend, &[256, 0, 0]), |call| matches!(call, Launch(_))), 4);
     assert_eq!(count(&log(&mut backend, &[1; 5]), |call| matches!(call, Launch(_))), 3);
-    assert!(matches!(log(&mut backend, &[0; 4])[..], [Write(_), Replay(_), _]));
+    assert!(matches!(log(&mut backend, &[0; 4])[..], [Settle(_), Write(_), Record(..), Replay(_), _]));
     let device = Arc::clone(backend.device());
     drop((backend, buffers));
     assert_eq!(count(&device.take_log(), |call| matches!(call, Forget(_))), 1);
     assert_eq!((device.problems(), device.live_graphs(), device.live_bytes()), (Vec::new(), 0, 0));
+}
+
+/// A step is put behind another before that is collected, and each is collected in its turn by its own event.
+#[test]
+fn steps_are_submitted_behind_each_other_and_collected_in_turn() {
+    use baton_kernels::cuda::Recorded::{Read, Record, Settle};
+    let (mut backend, mut buffers) = for_graphs();
+    let mut logits = backend.buffer(8 * 64).unwrap();
+    let params = SamplingParams::default();
+    let draw = |row| Draw { row, params: &params, index: 0, mask: None, changes: &[] };
+    let mut submit = |backend: &mut CudaBackend<Recorder<Nowhere>>, draws: &[Draw<'_>]| {
+        decode_step(backend, &[40], &mut buffers);
+        backend.draw(&mut logits, 64, draws);
+        backend.device().take_log();
+        backend.submit().unwrap();
+        backend.device().take_log()
+    };
+    let first = submit(&mut backend, &[draw(0), draw(1)]);
+    let [Read(bytes), Record(one, _)] = first[..] else { panic!("{first:?}") };
+    assert_eq!(bytes, 2 * 176, "one copy back, of what was drawn");
+    let second = submit(&mut backend, &[]);
+    let [Record(two, _)] = second[..] else { panic!("{second:?}") };
+    assert!(backend.overlaps() && one != two);
+    backend.collect().unwrap();
+    assert_eq!(backend.device().take_log(), [Settle(one)]);
+    assert!(backend.drawn(1, 5, None).failed.is_none() && backend.drawn(2, 5, None).failed.is_some());
+    backend.collect().unwrap();
+    assert_eq!(backend.device().take_log(), [Settle(two)]);
+    assert!(backend.collect().is_err());
+    // What went wrong with one step is told of that one.
+    submit(&mut backend, &[draw(0)]);
+    backend.device().refuse("baton_add");
+    let mut others = [(); 2].map(|()| backend.buffer(8 * 128).unwrap());
+    decode_step(&mut backend, &[256], &mut others);
+    assert!(backend.submit().unwrap_err().to_string().contains("baton_add"));
+    backend.collect().unwrap();
+    assert!(backend.collect().is_err(), "there was nothing to collect of that one");
+    assert_eq!(backend.device().problems(), [""; 0]);
 }
 
 /// Memory that goes takes the graphs with it.

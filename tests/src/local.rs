@@ -1,14 +1,14 @@
 //! A model in this process: engine and decoder without workers, sockets or transfers. The one route all others are
 //! compared with.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use baton_engine::{
-    Batch, CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, RunError, Start, SwapConfig,
-    SwapRates, Time,
+    Batch, CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, Prefix, RunError, Start,
+    SwapConfig, SwapRates, Time,
 };
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::parallel::TensorParallel;
@@ -88,6 +88,15 @@ impl<B: Backend> Runner<B> {
         match self {
             Runner::One(decoder) => decoder.run_logits(batch, &mut |_| (), each),
             Runner::Ranks(ranks) => ranks.run_logits(batch, &mut |_| (), each),
+        }
+    }
+}
+
+impl<B: Backend + 'static> Runner<B> {
+    fn as_dyn(&mut self) -> &mut dyn ModelRunner {
+        match self {
+            Runner::One(decoder) => &mut **decoder,
+            Runner::Ranks(ranks) => &mut **ranks,
         }
     }
 }
@@ -197,13 +206,8 @@ impl<B: Backend> Local<B> {
         answers.pop().context("one request has one answer")
     }
 
-    /// Runs requests together until all have ended.
-    pub fn run(
-        &mut self,
-        requests: &[(Vec<u32>, SamplingParams)],
-        on_logits: &mut OnLogits<'_>,
-    ) -> anyhow::Result<Vec<Vec<TokenOut>>> {
-        let mut answers = vec![Vec::new(); requests.len()];
+    /// Where each sequence stands among the requests.
+    fn submit(&mut self, requests: &[(Vec<u32>, SamplingParams)]) -> anyhow::Result<BTreeMap<SeqId, usize>> {
         let mut places: BTreeMap<SeqId, usize> = BTreeMap::new();
         for (place, (prompt, params)) in requests.iter().enumerate() {
             let seq = self.engine.submit(NewSequence {
@@ -218,6 +222,17 @@ impl<B: Backend> Local<B> {
             })?;
             places.insert(seq, place);
         }
+        Ok(places)
+    }
+
+    /// Runs requests together until all have ended.
+    pub fn run(
+        &mut self,
+        requests: &[(Vec<u32>, SamplingParams)],
+        on_logits: &mut OnLogits<'_>,
+    ) -> anyhow::Result<Vec<Vec<TokenOut>>> {
+        let places = self.submit(requests)?;
+        let mut answers = vec![Vec::new(); requests.len()];
         let (mut events, mut out, mut left) = (Vec::new(), Vec::new(), requests.len());
         while left > 0 {
             let step = self.engine.plan(Time(0), &mut events).context("sequences are left but no step")?;
@@ -235,17 +250,64 @@ impl<B: Backend> Local<B> {
             })?;
             self.engine.apply(step, &mut out, &mut events);
             self.engine.check()?;
-            for event in events.drain(..) {
-                match event {
-                    Event::Token { seq, token, .. } => answers[places[&seq]].push(token),
-                    Event::Finished { .. } => left -= 1,
-                    other => bail!("unexpected {other:?}"),
-                }
-            }
+            left -= deliver(&mut events, &places, &mut answers)?;
         }
         if !self.engine.idle() {
             bail!("blocks are left: {:?}", self.engine.counts());
         }
         Ok(answers)
     }
+}
+
+impl<B: Backend + 'static> Local<B> {
+    /// The same as a worker does it: tokens are chosen where the model likes, and with `ahead` steps are launched behind others. Also how many
+    /// were.
+    pub fn generate(
+        &mut self,
+        requests: &[(Vec<u32>, SamplingParams)],
+        ahead: bool,
+    ) -> anyhow::Result<(Vec<Vec<TokenOut>>, u64)> {
+        let places = self.submit(requests)?;
+        let mut answers = vec![Vec::new(); requests.len()];
+        let Local { engine, runner, .. } = self;
+        let runner = runner.as_dyn();
+        let most = if ahead && runner.overlaps() { 2 } else { 1 };
+        let (mut events, mut out, mut left) = (Vec::new(), Vec::new(), requests.len());
+        let (mut flights, mut behind) = (VecDeque::new(), 0);
+        while left > 0 || !flights.is_empty() {
+            while flights.len() < most
+                && let Some(step) = engine.plan(Time(0), &mut events)
+            {
+                engine.with_batch(&step, |batch| runner.launch(batch, &mut |_| ()))?;
+                behind += u64::from(!flights.is_empty());
+                flights.push_back(step);
+            }
+            let step = flights.pop_front().context("sequences are left but no step")?;
+            engine.with_batch(&step, |batch| runner.collect(batch, &mut out))?;
+            engine.apply(step, &mut out, &mut events);
+            engine.check()?;
+            left -= deliver(&mut events, &places, &mut answers)?;
+        }
+        if !engine.idle() {
+            bail!("blocks are left: {:?}", engine.counts());
+        }
+        Ok((answers, behind))
+    }
+}
+
+/// Adds tokens to their answers; how many have ended.
+fn deliver(
+    events: &mut Vec<Event>,
+    places: &BTreeMap<SeqId, usize>,
+    answers: &mut [Vec<TokenOut>],
+) -> anyhow::Result<usize> {
+    let mut ended = 0;
+    for event in events.drain(..) {
+        match event {
+            Event::Token { seq, token, .. } => answers[places[&seq]].push(token),
+            Event::Finished { .. } => ended += 1,
+            other => bail!("unexpected {other:?}"),
+        }
+    }
+    Ok(ended)
 }

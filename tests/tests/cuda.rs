@@ -1,12 +1,17 @@
 //! A whole model on the GPU backend, its kernels compiled for the host: every architecture's logits are those of the CPU backend
-//! within what 16-bit weights and activations allow, nothing is allocated on the device in a step, and graphs make no difference.
+//! within what 16-bit weights and activations allow, nothing is allocated on the device in a step, and graphs make no difference. Tokens
+//! chosen on the device are those that the host chooses, and the same whether or not steps are launched behind others (I1).
+
+#![allow(clippy::expect_used)]
 
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use baton_engine::{Sample, conformance};
+use baton_kernels::Backend;
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, HostDevice, Recorded, Recorder};
-use baton_model::{Footprint, Limits, kv_layout};
+use baton_model::{Decoder, Footprint, Limits, Sampler, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
@@ -37,7 +42,7 @@ struct Run {
 }
 
 /// Three requests together: chunks and decode rows in one batch; `forced` are the tokens to go on with.
-fn run<B: baton_kernels::Backend>(model: &mut Local<B>, vocab: u32, forced: Option<&Run>) -> anyhow::Result<Run> {
+fn run<B: Backend>(model: &mut Local<B>, vocab: u32, forced: Option<&Run>) -> anyhow::Result<Run> {
     let params = SamplingParams { max_tokens: 5, temperature: 0.0, ..SamplingParams::default() };
     let prompt = |len: u32| (0..len).map(|i| (i * 37 + len * 11) % vocab).collect();
     let requests = [3, 41, 18].map(|len| (prompt(len), params.clone()));
@@ -111,6 +116,124 @@ fn every_architecture_gives_the_logits_of_the_cpu_on_a_gpu() -> anyhow::Result<(
     every_architecture(|| Ok(Driver::open(0)?))
 }
 
+/// Requests of every kind that a device chooses tokens of; the first is greedy, the second ends with a stop token in the midst of others.
+fn requests_to_choose(vocab: u32) -> Vec<(Vec<u32>, SamplingParams)> {
+    let params = SamplingParams { max_tokens: 7, temperature: 0.0, ..SamplingParams::default() };
+    let sampled = SamplingParams { temperature: 0.9, seed: 11, ..params.clone() };
+    let kinds = [
+        SamplingParams { top_logprobs: Some(2), ..params.clone() },
+        SamplingParams { max_tokens: 4, ..params },
+        SamplingParams { top_logprobs: Some(0), max_tokens: 9, ..sampled.clone() },
+        SamplingParams { top_k: 12, top_p: 0.8, seed: 12, ..sampled.clone() },
+        SamplingParams { min_p: 0.02, logit_bias: vec![(1, 2.0), (5, -1.5)], seed: 13, ..sampled.clone() },
+        SamplingParams { presence_penalty: 0.5, repetition_penalty: 1.2, seed: 14, max_tokens: 4, ..sampled },
+    ];
+    let prompt = |len: u32| (0..len).map(|i| (i * 41 + len * 7) % vocab).collect();
+    [5, 23, 1, 17, 9, 3].map(prompt).into_iter().zip(kinds).collect()
+}
+
+/// What the host would choose if what it compares were off by as much as the device's rounding.
+fn near(logits: &[f32], params: &SamplingParams, index: u32) -> Vec<u32> {
+    [1.0 - 4e-6, 1.0 + 4e-6]
+        .iter()
+        .flat_map(|by: &f32| {
+            [
+                SamplingParams { temperature: params.temperature * by, ..params.clone() },
+                SamplingParams { top_p: (params.top_p * by).min(1.0), ..params.clone() },
+                SamplingParams { min_p: params.min_p * by, ..params.clone() },
+            ]
+        })
+        .map(|params| {
+            let sample = Sample { params: &params, index, prompt: &[], generated: &[] };
+            Sampler::new(logits.len()).sample(&mut logits.to_vec(), &sample).id
+        })
+        .collect()
+}
+
+/// Tokens chosen on the device are the host's for the same seeds: greedy ones exactly, others but where one lies at a bound. And they do
+/// not depend on whether a step was launched before the one that it follows was collected (I1).
+fn same_tokens<D: Device>(
+    gpu: &mut Local<CudaBackend<Recorder<D>>>,
+    vocab: u32,
+    device: &Recorder<D>,
+) -> anyhow::Result<()> {
+    let mut requests = requests_to_choose(vocab);
+    let mut logits = vec![Vec::new(); requests.len()];
+    let host = gpu.run(&requests, &mut |place, _, row| {
+        logits[place].push(row.to_vec());
+        None
+    })?;
+    let (there, behind) = gpu.generate(&requests, false)?;
+    assert_eq!(behind, 0);
+    for (place, (got, want)) in there.iter().zip(&host).enumerate() {
+        let params = &requests[place].1;
+        let differs = got.iter().zip(want).position(|(got, want)| got.id != want.id);
+        let same = differs.unwrap_or(want.len());
+        for (got, want) in got.iter().zip(want).take(same) {
+            assert_eq!((got.index, got.logits_digest), (want.index, want.logits_digest), "request {place}");
+        }
+        if let Some(at) = differs {
+            let near = near(&logits[place][at], params, at as u32);
+            assert!(!params.greedy() && !params.looks_back(), "request {place}, token {at}: {got:?}, {want:?}");
+            assert!(near.contains(&got[at].id), "request {place}, token {at}: {got:?}, {want:?}, near {near:?}");
+        }
+    }
+    device.take_log();
+    let (ahead, behind) = gpu.generate(&requests, true)?;
+    assert!(ahead == there, "the same answers, with their log probabilities");
+    let log = device.take_log();
+    assert!(!log.iter().any(|call| matches!(call, Recorded::Allocate(_) | Recorded::Pin(_))), "all room was there");
+    assert!(behind > 0, "steps are launched behind others");
+    // An answer that ends by its token, which nobody foresees, has a row in vain.
+    let stop = there[0][2].id;
+    requests[0].1.stop_token_ids = vec![stop];
+    let (stopped, behind) = gpu.generate(&requests, true)?;
+    let first = there[0].iter().position(|token| token.id == stop).unwrap_or(0);
+    assert!(stopped[0][..] == there[0][..=first] && stopped[1..] == there[1..] && behind > 0);
+    // Those that are drawn from the logits as they are leave nothing of a step to be launched by itself.
+    let plain: Vec<_> = requests.into_iter().take(2).collect();
+    let (first, _) = gpu.generate(&plain, true)?;
+    let again =
+        |gpu: &mut Local<CudaBackend<Recorder<D>>>| anyhow::Ok((gpu.generate(&plain, true)?.0, device.take_log()));
+    again(gpu)?;
+    let (answers, log) = again(gpu)?;
+    assert!(answers == first);
+    let alone = log.iter().filter(|call| matches!(call, Recorded::Launch("baton_sample"))).count();
+    let replays = log.iter().filter(|call| matches!(call, Recorded::Replay(_))).count();
+    assert!(alone <= 2 && replays > 2, "prompts only: {alone}, {replays} graphs");
+    assert!(!log.iter().any(|call| matches!(call, Recorded::Synchronise(_))), "nothing but events is waited for");
+    Ok(())
+}
+
+/// The suite of all runners, also with steps launched behind others, on kernels that agree to the bit (I1).
+#[test]
+fn a_model_on_the_device_conforms() -> anyhow::Result<()> {
+    let Some(_) = HostDevice::for_tests() else { return Ok(()) };
+    let directory = tempfile::tempdir()?;
+    tiny::configs()?.first().context("a tiny model")?.write(directory.path())?;
+    let model = Model::open(directory.path())?;
+    let layout = pool(&model).layout;
+    let vocab = model.config().vocab_size;
+    let mut setup = conformance::Setup { geometry: PoolGeometry::uniform(layout, 1), vocab, answer_tokens: 3 };
+    setup.geometry.blocks = vec![setup.blocks(); setup.geometry.layout.groups.len()];
+    let entries = setup.blocks() as usize;
+    let limits = Limits { tokens: 256, samples: 8, context: 128, table_entries: entries };
+    let mut devices = Vec::new();
+    let make = || {
+        let device = Arc::new(Recorder::new(HostDevice::for_tests().expect("it was there")));
+        devices.push(Arc::clone(&device));
+        let options = CudaOptions { invariant: true, ..CudaOptions::default() };
+        let mut backend = CudaBackend::new(device, setup.geometry.clone(), options).expect("a backend");
+        backend.reserve_swap(setup.blocks()).expect("host memory");
+        Decoder::load(&model, &setup.geometry.layout, backend, limits).expect("a decoder")
+    };
+    assert_eq!(conformance::check(&setup, make), Ok(()));
+    for device in devices {
+        assert_eq!((device.problems(), device.live_bytes()), (Vec::new(), 0));
+    }
+    Ok(())
+}
+
 fn every_architecture<D: Device>(open: impl Fn() -> anyhow::Result<D>) -> anyhow::Result<()> {
     for config in tiny::configs()? {
         let directory = tempfile::tempdir()?;
@@ -156,6 +279,7 @@ fn same_logits<D: Device>(path: &Path, device: D) -> anyhow::Result<Vec<Recorded
     let log = device.take_log();
     assert!(log.iter().any(|call| matches!(call, Recorded::Replay(_))), "decode steps are graphs");
     assert!(!allocates(log), "a step allocates nothing");
+    same_tokens(&mut gpu, vocab, &device)?;
     drop(gpu);
     assert_eq!(device.live_graphs(), 0);
 

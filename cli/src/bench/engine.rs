@@ -1,11 +1,12 @@
 //! `baton bench engine`: tokens a second of the model and engine in this process, without workers or sockets, and where the
 //! time goes ([`super::profile`]).
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context;
-use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix, Start, Time};
+use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix, Start, Step, Time};
 use baton_kernels::cuda::{CudaOptions, Driver};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
@@ -151,6 +152,8 @@ struct Bench {
     rounds: usize,
     events: Vec<Event>,
     out: Vec<TokenOut>,
+    /// Steps that are launched.
+    flights: VecDeque<Step>,
 }
 
 /// A GPU's first steps of a size load kernels, choose how products are done, and are captured as a graph.
@@ -244,9 +247,9 @@ impl Bench {
         let chunk = engine.chunk;
         let engine = Engine::new(engine, geometry)?;
         let vocab = model.config().vocab_size;
-        let (events, out) = (Vec::new(), Vec::new());
+        let (events, out, flights) = (Vec::new(), Vec::new(), VecDeque::new());
         let (temperature, warm_up, rounds) = (0.0, 0, 1);
-        Ok(Bench { engine, runner, profiler, vocab, temperature, chunk, warm_up, rounds, events, out })
+        Ok(Bench { engine, runner, profiler, vocab, temperature, chunk, warm_up, rounds, events, out, flights })
     }
 
     /// Measuring begins.
@@ -274,12 +277,32 @@ impl Bench {
         })?)
     }
 
-    /// One step; tokens sampled.
+    /// One step, and the next one launched behind it where that gains something; tokens sampled.
     fn step(&mut self) -> anyhow::Result<usize> {
-        let step = self.engine.plan(Time(0), &mut self.events).context("nothing to compute")?;
-        self.out.clear();
-        let Bench { engine, runner, out, events, .. } = self;
-        engine.with_batch(&step, |batch| runner.run(batch, &mut |_| (), out))?;
+        let Bench { engine, runner, events, flights, .. } = self;
+        let most = if runner.overlaps() { 2 } else { 1 };
+        while flights.len() < most
+            && let Some(step) = engine.plan(Time(0), events)
+        {
+            engine.with_batch(&step, |batch| runner.launch(batch, &mut |_| ()))?;
+            flights.push_back(step);
+        }
+        self.collect()
+    }
+
+    /// What of the latest steps is under way is waited for.
+    fn settle(&mut self) -> anyhow::Result<()> {
+        while !self.flights.is_empty() {
+            self.collect()?;
+        }
+        Ok(())
+    }
+
+    fn collect(&mut self) -> anyhow::Result<usize> {
+        let Bench { engine, runner, out, events, flights, .. } = self;
+        let step = flights.pop_front().context("nothing to compute")?;
+        out.clear();
+        engine.with_batch(&step, |batch| runner.collect(batch, out))?;
         let sampled = out.len();
         engine.apply(step, out, events);
         events.clear();
@@ -307,7 +330,7 @@ impl Bench {
     /// are the same.
     fn decode(&mut self, batch: u32, steps: u32, context: u32, common: u32) -> anyhow::Result<f64> {
         // The first go on while the last are computed, an eighth of a chunk at a time at least.
-        let most = self.warm_up + steps + batch * context.div_ceil((self.chunk / 8).max(1));
+        let most = self.warm_up + steps + 1 + batch * context.div_ceil((self.chunk / 8).max(1));
         let submit = |salt| self.submit(context, common, most, salt);
         let sequences = (0..batch).map(submit).collect::<Result<Vec<_>, _>>()?;
         while self.step()? < batch as usize {}
@@ -322,6 +345,7 @@ impl Bench {
         for seq in sequences {
             self.engine.abort(seq, false)?;
         }
+        self.settle()?;
         Ok(seconds)
     }
 }

@@ -22,6 +22,7 @@ pub struct Profiler {
 struct TimedSampler<B: Backend> {
     decoder: Decoder<B>,
     profile: SharedProfile,
+    chosen: Vec<TokenOut>,
 }
 
 /// A row of the table.
@@ -67,7 +68,7 @@ impl Profiler {
 
     /// A runner that adds the sampler's time.
     pub fn runner<B: Backend>(&self, decoder: Decoder<B>) -> impl ModelRunner + use<B> {
-        TimedSampler { decoder, profile: self.shared() }
+        TimedSampler { decoder, profile: self.shared(), chosen: Vec::new() }
     }
 
     /// What was counted since the last time.
@@ -140,22 +141,23 @@ fn least(operation: Operation, tally: Tally, ceilings: &Ceilings) -> (f64, &'sta
 }
 
 impl<B: Backend> ModelRunner for TimedSampler<B> {
-    fn run(
-        &mut self,
-        batch: &Batch<'_>,
-        on_layer: &mut dyn FnMut(u32),
-        out: &mut Vec<TokenOut>,
-    ) -> Result<(), RunError> {
-        let TimedSampler { decoder, profile } = self;
+    fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+        let TimedSampler { decoder, profile, chosen } = self;
+        chosen.clear();
         let mut samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
         decoder.run_logits(batch, on_layer, &mut |sampler, _, logits| {
             if let Some(sample) = samples.next() {
                 let started = Instant::now();
-                out.push(sampler.sample(logits, sample));
+                chosen.push(sampler.sample(logits, sample));
                 let (time, bytes) = (started.elapsed(), 4 * logits.len() as u64);
                 profile.add(Operation::Sampling, Tally { calls: 1, time, bytes, arithmetic: 0 });
             }
         })
+    }
+
+    fn collect(&mut self, _batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        out.append(&mut self.chosen);
+        Ok(())
     }
 }
 

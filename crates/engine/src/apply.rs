@@ -2,12 +2,15 @@
 
 use baton_types::{SeqId, TokenOut};
 
-use crate::sequence::Phase;
+use crate::sequence::{Doom, Phase, Sequence};
 use crate::swap::swaps_in;
 use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
 
+/// In place of a token that is not known yet.
+const UNKNOWN: [u32; 1] = [0];
+
 impl Engine {
-    /// Lends the step's batch, rows in the order of [`Step::rows`], to `f`: usually a call of the runner.
+    /// Lends the step's batch, rows in the order of [`Step::rows`], to `f`: a call of the runner, to launch it, to collect it, or both.
     pub fn with_batch<R>(&mut self, step: &Step, f: impl FnOnce(&Batch<'_>) -> R) -> R {
         let mut rows = recycle(std::mem::take(&mut self.spare_rows));
         let mut copies = std::mem::take(&mut self.spare_copies);
@@ -16,18 +19,21 @@ impl Engine {
         swap_in.clear();
         for row in &step.rows {
             let Some(sequence) = self.sequences.get(&row.seq) else { continue };
-            if let Phase::Running(tables) = &sequence.phase {
+            // A sequence's second row may be planned before the first has made them.
+            if let (Phase::Running(tables), true) = (&sequence.phase, row.begins()) {
                 copies.extend(tables.copies());
+                swap_in.extend(swaps_in(sequence));
             }
-            swap_in.extend(swaps_in(sequence));
             let (prompt, generated) = sequence.tokens.split_at(sequence.prompt_tokens as usize);
-            let index = sequence.next_index();
+            let sample = Sample { params: &sequence.params, index: row.index, prompt, generated };
+            let known = sequence.tokens.get(row.start as usize..(row.start + row.len) as usize);
             rows.push(Row {
                 seq: row.seq,
-                tokens: &sequence.tokens[row.start as usize..(row.start + row.len) as usize],
+                tokens: known.unwrap_or(&UNKNOWN),
+                follows: if known.is_none() { row.follows } else { None },
                 start: row.start,
                 tables: sequence.tables(),
-                sample: row.samples.then_some(Sample { params: &sequence.params, index, prompt, generated }),
+                sample: row.samples.then_some(sample),
             });
         }
         let result = f(&Batch { rows: &rows, copies: &copies, swap_out: &self.host.out, swap_in: &swap_in });
@@ -37,7 +43,7 @@ impl Engine {
         result
     }
 
-    /// The step is computed. `out` has the runner's tokens, one per sampling row in row order; they are taken out of it.
+    /// The step, the first that was planned of those in flight, is computed. `out` has the runner's tokens, one per sampling row in row order; they are taken out of it.
     ///
     /// When `out` is not what the step asked for, every sequence of the step fails.
     pub fn apply(&mut self, step: Step, out: &mut Vec<TokenOut>, events: &mut Vec<Event>) {
@@ -54,7 +60,7 @@ impl Engine {
         self.finish_step(step, true);
     }
 
-    /// The runner failed: every sequence of the step fails.
+    /// The runner failed, on the step that was planned first of those in flight: every sequence of the step fails.
     pub fn fail(&mut self, step: Step, error: RunError, events: &mut Vec<Event>) {
         self.end_step(step, error.into(), events);
     }
@@ -66,7 +72,7 @@ impl Engine {
             return Err(SequenceError::Output { rows, what: format!("{} tokens", out.len()) });
         }
         for (row, token) in sampling().zip(out) {
-            let expected = self.sequences.get(&row.seq).map_or(token.index, |s| s.next_index());
+            let expected = row.index;
             if token.index != expected {
                 let what = format!("token {} of sequence {} where {expected} was due", token.index, row.seq);
                 return Err(SequenceError::Output { rows, what });
@@ -77,12 +83,7 @@ impl Engine {
 
     fn apply_row(&mut self, row: &StepRow, token: Option<TokenOut>, events: &mut Vec<Event>) {
         let seq = row.seq;
-        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-        sequence.in_step = false;
-        if let Some(doom) = sequence.doomed {
-            self.remove(seq, doom);
-            return;
-        }
+        let Some(sequence) = self.landed(row) else { return };
         sequence.computed += row.len;
         self.advance_turn(seq);
         self.swapped_in(seq);
@@ -102,11 +103,38 @@ impl Engine {
             events.push(Event::Prefilled { seq, request, token, finish, cached_tokens });
             return;
         }
-        events.push(Event::Token { seq, request, token, cached_tokens });
-        if let Some(reason) = finish
-            && let Some(gone) = self.remove(seq, crate::sequence::Doom::Free)
-        {
-            events.push(Event::Finished { seq, request: gone.request, reason, cached_tokens });
+        events.push(Event::Token { seq, request: request.clone(), token, cached_tokens });
+        if let Some(reason) = finish {
+            self.end(seq, Doom::Free);
+            events.push(Event::Finished { seq, request, reason, cached_tokens });
+        }
+    }
+
+    /// A row of a step is over; its sequence, unless that ended before.
+    fn landed(&mut self, row: &StepRow) -> Option<&mut Sequence> {
+        let sequence = self.sequences.get_mut(&row.seq)?;
+        let flight = &mut sequence.flight;
+        flight.rows -= 1;
+        flight.tokens -= row.len;
+        flight.chosen -= u32::from(row.samples);
+        let over = flight.rows == 0;
+        match sequence.doomed {
+            // A row that was computed in vain: nobody hears of its token.
+            Some(doom) => {
+                if over {
+                    self.remove(row.seq, doom);
+                }
+                None
+            }
+            None => self.sequences.get_mut(&row.seq),
+        }
+    }
+
+    /// A sequence is over, and its blocks with it: now, or with the last step that writes to them (I3).
+    pub(crate) fn end(&mut self, seq: SeqId, doom: Doom) {
+        match self.sequences.get_mut(&seq) {
+            Some(sequence) if sequence.in_step() => sequence.doomed = Some(doom),
+            _ => drop(self.remove(seq, doom)),
         }
     }
 
@@ -121,20 +149,18 @@ impl Engine {
 
     fn end_step(&mut self, step: Step, error: SequenceError, events: &mut Vec<Event>) {
         for row in &step.rows {
-            let Some(sequence) = self.sequences.get_mut(&row.seq) else { continue };
-            sequence.in_step = false;
-            match sequence.doomed {
-                Some(doom) => drop(self.remove(row.seq, doom)),
-                None => self.end_failed(row.seq, error.clone(), events),
+            if self.landed(row).is_some() {
+                self.end_failed(row.seq, error.clone(), events);
             }
         }
         self.finish_step(step, false);
     }
 
     fn finish_step(&mut self, step: Step, computed: bool) {
-        debug_assert_eq!(step.number, self.steps, "a step of another engine");
-        self.spare_steps = step.rows;
-        self.in_flight = false;
+        let first = (self.steps + 1).checked_sub(u64::from(self.in_flight));
+        debug_assert_eq!(Some(step.number), first, "a step out of turn, or of another engine");
+        self.spare_steps.push(step.rows);
+        self.in_flight = self.in_flight.saturating_sub(1);
         self.swapped_out(computed);
         debug_assert_eq!(self.check(), Ok(()), "I6");
     }

@@ -5,26 +5,45 @@ use baton_types::{SamplingParams, SeqId, TokenOut};
 
 use crate::{BlockSwap, RunError};
 
-/// Computes batches against one KV pool. Implementations pass [`crate::conformance`].
+/// Computes batches against one KV pool, a step at a time. Implementations pass [`crate::conformance`].
+///
+/// A step is launched and later collected. One on a device of its own computes in between, while the caller does other work; another one
+/// may do everything at once, in either call.
 pub trait ModelRunner: Send {
-    /// Makes the batch's copies, first those to host memory, then those from it, then those in the pool; then computes every
-    /// row.
+    /// Begins a step: makes the batch's copies, first those to host memory, then those from it, then those in the pool; then computes
+    /// every row.
     ///
     /// A copy takes over all layers of its group, and everything of the block. Host memory keeps what is copied to it until it
     /// is copied over; its block numbers lie below [`crate::SwapConfig::blocks`] of the engine's configuration. Stores the K
     /// and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)` after each layer's
-    /// are stored for all rows: every layer of the model once, ascending. Pushes one [`TokenOut`] for each row that samples,
-    /// in row order, and nothing else. A row for which no token can be chosen says so in [`TokenOut::failed`]; only its
-    /// sequence fails.
+    /// are stored for all rows, or will be before anything that is asked of the pool's memory from then on: every layer of the model once,
+    /// ascending, before it returns. After an error there is nothing to collect.
     ///
     /// A row's result depends on that row's sequence only: not on the other rows, not on how its tokens were cut into
-    /// chunks, not on which blocks it was given (I1).
+    /// chunks, not on which blocks it was given (I1), and not on when it is collected.
+    fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError>;
+
+    /// Waits for the step that was launched first of those not collected; `batch` is its batch, now with all tokens known, and tables as
+    /// they have become. Pushes one [`TokenOut`] for each row that samples, in row order, and nothing else. A row for which no token can
+    /// be chosen says so in [`TokenOut::failed`]; only its sequence fails. After an error, too, the step is over.
+    fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError>;
+
+    /// Whether a step may be launched while another one is not collected, and [`Row::follows`] it. One whose steps are over when
+    /// they are launched gains nothing by that: tokens would only be told of later.
+    fn overlaps(&self) -> bool {
+        false
+    }
+
+    /// A step from beginning to end, for those who have nothing else to do.
     fn run(
         &mut self,
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
         out: &mut Vec<TokenOut>,
-    ) -> Result<(), RunError>;
+    ) -> Result<(), RunError> {
+        self.launch(batch, on_layer)?;
+        self.collect(batch, out)
+    }
 
     /// Why it can run no step any more, asked after one has failed; None where the next may go well.
     fn lost(&mut self) -> Option<RunError> {
@@ -53,6 +72,9 @@ pub struct Row<'a> {
     pub seq: SeqId,
     /// Tokens to compute, at least one.
     pub tokens: &'a [u32],
+    /// Its one token is what the step launched before this one chooses for its so manieth sampling row. Until that is collected,
+    /// `tokens` says nothing, and [`Sample::generated`] lacks it; whoever needs that ([`SamplingParams::looks_back`]) follows nobody.
+    pub follows: Option<u32>,
     /// Position of `tokens[0]`; the KV of all positions before it is in the pool, or comes there by the batch's copies.
     pub start: u32,
     /// One block table per layer group, each covering `start + tokens.len()` tokens or more; what its group's window has
@@ -71,6 +93,6 @@ pub struct Sample<'a> {
     pub index: u32,
     /// The prompt.
     pub prompt: &'a [u32],
-    /// The answer so far: `index` tokens.
+    /// The answer so far: `index` tokens; one less of a row that [`Row::follows`] a step not collected yet.
     pub generated: &'a [u32],
 }

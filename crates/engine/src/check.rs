@@ -113,14 +113,16 @@ impl Engine {
         if !progress {
             return broken(format!("{seq} is {} with {} of {} tokens computed", s.phase.name(), s.computed, s.len()));
         }
-        if s.in_step && (!self.in_flight || !matches!(s.phase, Phase::Running(_))) {
+        let flight =
+            s.flight.rows <= self.in_flight && s.flight.chosen <= s.flight.rows && s.flight.rows <= s.flight.tokens;
+        if !flight || s.in_step() && !matches!(s.phase, Phase::Running(_)) {
             return broken(format!("{seq} is {} and marked as part of a step", s.phase.name()));
         }
-        if s.swapped.is_some() && !s.in_step && !matches!(s.phase, Phase::Waiting) {
+        if s.swapped.is_some() && !s.in_step() && !matches!(s.phase, Phase::Waiting) {
             return broken(format!("{seq} is {} and has KV in host memory", s.phase.name()));
         }
-        if s.doomed.is_some() && !s.in_step {
-            return broken(format!("{seq} was aborted and is still {}", s.phase.name()));
+        if s.doomed.is_some() && !s.in_step() {
+            return broken(format!("{seq} has ended and is still {}", s.phase.name()));
         }
         Ok(())
     }
@@ -225,8 +227,8 @@ mod tests {
             ("computed beyond its tables", |e| sequence(e, 0).computed = 200),
             ("nothing left to compute", |e| sequence(e, 0).computed += 1),
             ("a waiting one with progress", |e| sequence(e, 2).computed = 1),
-            ("in a step that is not", |e| sequence(e, 0).in_step = true),
-            ("aborted but still here", |e| sequence(e, 0).doomed = Some(Doom::Free)),
+            ("in a step that is not", |e| sequence(e, 0).flight.rows = 1),
+            ("ended but still here", |e| sequence(e, 0).doomed = Some(Doom::Free)),
         ];
         for (name, damage) in breaks {
             let mut engine = engine();

@@ -1,8 +1,10 @@
 //! What every [`ModelRunner`] must do, as a suite that runs against any of them: [`check`].
 //!
-//! Each route through the same requests (alone, chunked, batched, staggered, in other blocks, computed again, swapped) must give the
-//! same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
+//! Each route through the same requests (alone, chunked, batched, staggered, in other blocks, computed again, swapped, a step launched behind
+//! another) must give the same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
 //! trait says.
+
+use std::collections::VecDeque;
 
 use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Tables};
 use baton_types::{BlockId, PoolGeometry, SamplingParams, SeqId, TokenOut};
@@ -70,6 +72,15 @@ pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Resu
             chunk: 3,
             ..plain
         },
+        Route { rule: "launched behind another", ahead: true, ..plain },
+        Route {
+            rule: "launched behind another, in chunks",
+            ahead: true,
+            chunk: 3,
+            stagger: 2,
+            scattered: true,
+            ..plain
+        },
         Route { rule: "swapped out and in", restart_after: Some(2), restart: Restart::Swapped, ..plain },
         Route {
             rule: "swapped out and in, at any step",
@@ -88,6 +99,7 @@ pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Resu
             reversed: true,
             scattered: true,
             restart_after: Some(1),
+            ahead: false,
         },
     ];
     for route in routes {
@@ -142,6 +154,8 @@ struct Route {
     /// After so many tokens of the answer, it goes on in other blocks.
     restart_after: Option<usize>,
     restart: Restart,
+    /// Steps are launched before the one before them is collected, by a runner that can.
+    ahead: bool,
 }
 
 /// How KV comes into a sequence's other blocks.
@@ -155,10 +169,25 @@ enum Restart {
     Swapped,
 }
 
+/// A row that was launched, of a request.
+#[derive(Clone, Copy)]
+struct Planned {
+    at: usize,
+    start: usize,
+    end: usize,
+    /// Of the token it samples.
+    index: Option<u32>,
+    follows: Option<u32>,
+}
+
 struct Live<'a> {
     request: &'a Request,
     tokens: Vec<u32>,
     computed: usize,
+    /// Tokens in flight, how many there choose others, and which of its step's the last of those is.
+    flying: usize,
+    chosen: usize,
+    place: u32,
     tables: Tables,
     answer: Vec<TokenOut>,
     restarted: bool,
@@ -173,16 +202,31 @@ impl Live<'_> {
         self.answer.len() == setup.answer_tokens as usize
     }
 
-    fn row(&self, seq: u64, chunk: u32) -> Row<'_> {
-        let end = (self.computed + chunk as usize).min(self.tokens.len());
+    /// Its next row, if it need not wait for a token.
+    fn plan(&mut self, at: usize, chunk: u32, setup: &Setup) -> Option<Planned> {
+        let waits = self.chosen > 0 && self.request.params.looks_back();
+        let index = self.answer.len() + self.chosen;
+        if self.away || waits || index == setup.answer_tokens as usize {
+            return None;
+        }
+        let (start, all) = (self.computed + self.flying, self.tokens.len() + self.chosen);
+        let end = start.saturating_add(chunk as usize).min(all);
+        let follows = (end > self.tokens.len()).then_some(self.place);
+        self.flying += end - start;
+        self.chosen += usize::from(end == all);
+        Some(Planned { at, start, end, index: (end == all).then_some(index as u32), follows })
+    }
+
+    fn row(&self, planned: &Planned) -> Row<'_> {
         let (prompt, generated) = self.tokens.split_at(self.request.prompt.len());
-        let sample = Sample { params: &self.request.params, index: generated.len() as u32, prompt, generated };
+        let params = &self.request.params;
         Row {
-            seq: SeqId(seq),
-            tokens: &self.tokens[self.computed..end],
-            start: self.computed as u32,
+            seq: SeqId(planned.at as u64),
+            tokens: self.tokens.get(planned.start..planned.end).unwrap_or(&[0]),
+            follows: planned.follows,
+            start: planned.start as u32,
             tables: self.tables.as_slice(),
-            sample: (end == self.tokens.len()).then_some(sample),
+            sample: planned.index.map(|index| Sample { params, index, prompt, generated }),
         }
     }
 }
@@ -197,6 +241,7 @@ impl Route {
             scattered: false,
             restart_after: None,
             restart: Restart::Compute,
+            ahead: false,
         }
     }
 
@@ -213,6 +258,9 @@ impl Route {
                 request,
                 tokens,
                 computed: 0,
+                flying: 0,
+                chosen: 0,
+                place: 0,
                 tables,
                 answer,
                 restarted: false,
@@ -221,9 +269,21 @@ impl Route {
                 away: false,
             });
         }
-        let mut step = 0;
+        let (mut step, mut flights) = (0, VecDeque::new());
+        let most = if self.ahead && runner.overlaps() { 2 } else { 1 };
         while live.iter().any(|l| !l.done(setup)) {
-            self.step(setup, runner, &mut live, step)?;
+            while flights.len() < most {
+                let planned = self.plan(setup, &mut live, step);
+                step += 1;
+                if planned.is_empty() {
+                    break;
+                }
+                self.launch(setup, runner, &mut live, &planned)?;
+                flights.push_back(planned);
+            }
+            if let Some(planned) = flights.pop_front() {
+                self.collect(setup, runner, &mut live, planned)?;
+            }
             live.iter_mut().try_for_each(|l| pools.copied(&mut l.tables)).map_err(failed)?;
             live.iter_mut().for_each(|l| l.away = false);
             let restarts = |l: &Live<'_>| Some(l.answer.len()) == self.restart_after && !l.restarted;
@@ -232,7 +292,6 @@ impl Route {
                 (l.computed, l.restarted) = (self.restart(&mut pools, l, &mut hosts).map_err(failed)?, true);
                 l.away = self.restart == Restart::Swapped && at % 2 == 1;
             }
-            step += 1;
         }
         Ok(live.into_iter().map(|l| l.answer).collect())
     }
@@ -285,34 +344,56 @@ impl Route {
         Ok(kept)
     }
 
-    fn step<R: ModelRunner>(
+    /// The rows of a step.
+    fn plan(&self, setup: &Setup, live: &mut [Live<'_>], step: u32) -> Vec<Planned> {
+        let joined = |at: &usize| step >= *at as u32 * self.stagger;
+        let mut order: Vec<usize> = (0..live.len()).filter(joined).collect();
+        if self.reversed {
+            order.reverse();
+        }
+        let planned: Vec<_> = order.into_iter().filter_map(|at| live[at].plan(at, self.chunk, setup)).collect();
+        for (place, row) in (0..).zip(planned.iter().filter(|row| row.index.is_some())) {
+            live[row.at].place = place;
+        }
+        planned
+    }
+
+    fn launch<R: ModelRunner>(
         &self,
         setup: &Setup,
         runner: &mut R,
         live: &mut [Live<'_>],
-        step: u32,
+        planned: &[Planned],
     ) -> Result<(), Violation> {
-        let joined = |at: usize| step >= at as u32 * self.stagger;
-        let runs = |at: usize| joined(at) && !live[at].done(setup) && !live[at].away;
-        let mut order: Vec<usize> = (0..live.len()).filter(|at| runs(*at)).collect();
-        if self.reversed {
-            order.reverse();
-        }
-        if order.is_empty() {
-            return Ok(());
-        }
         let swap_out: Vec<_> = live.iter_mut().flat_map(|l| std::mem::take(&mut l.swap_out)).collect();
-        let swap_in: Vec<_> = order.iter().flat_map(|at| std::mem::take(&mut live[*at].swap_in)).collect();
-        let rows: Vec<Row<'_>> = order.iter().map(|at| live[*at].row(*at as u64, self.chunk)).collect();
-        let (mut layers, mut out) = (Vec::new(), Vec::new());
-        let copies: Vec<_> = order.iter().flat_map(|at| live[*at].tables.copies()).collect();
+        let swap_in: Vec<_> = planned.iter().flat_map(|row| std::mem::take(&mut live[row.at].swap_in)).collect();
+        let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
+        // What a sequence begins with is copied once, before its first row.
+        let begins = planned.iter().filter(|row| live[row.at].computed == row.start);
+        let copies: Vec<_> = begins.flat_map(|row| live[row.at].tables.copies()).collect();
         let batch = Batch { rows: &rows, copies: &copies, swap_out: &swap_out, swap_in: &swap_in };
-        let run = runner.run(&batch, &mut |layer| layers.push(layer), &mut out);
-        run.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
+        let mut layers = Vec::new();
+        let launched = runner.launch(&batch, &mut |layer| layers.push(layer));
+        launched.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
         if !layers.iter().copied().eq(0..setup.geometry.layout.layers() as u32) {
             return Err(Violation { rule: "on_layer: every layer once, ascending", detail: format!("{layers:?}") });
         }
-        let due: Vec<u32> = rows.iter().filter_map(|row| row.sample.map(|sample| sample.index)).collect();
+        Ok(())
+    }
+
+    fn collect<R: ModelRunner>(
+        &self,
+        setup: &Setup,
+        runner: &mut R,
+        live: &mut [Live<'_>],
+        planned: Vec<Planned>,
+    ) -> Result<(), Violation> {
+        let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
+        let batch = Batch { rows: &rows, copies: &[], swap_out: &[], swap_in: &[] };
+        let mut out = Vec::new();
+        let collected = runner.collect(&batch, &mut out);
+        collected.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
+        let due: Vec<u32> = planned.iter().filter_map(|row| row.index).collect();
         let came: Vec<u32> = out.iter().map(|token| token.index).collect();
         if came != due {
             let detail = format!("indices {came:?} where {due:?} were due");
@@ -321,13 +402,15 @@ impl Route {
         if let Some(token) = out.iter().find(|token| token.id >= setup.vocab) {
             return Err(Violation { rule: "token ids lie in the vocabulary", detail: format!("{token:?}") });
         }
-        let computed: Vec<(usize, bool)> = rows.iter().map(|row| (row.tokens.len(), row.sample.is_some())).collect();
         let mut tokens = out.into_iter();
-        for (at, (len, samples)) in order.into_iter().zip(computed) {
-            live[at].computed += len;
-            if let Some(token) = if samples { tokens.next() } else { None } {
-                live[at].tokens.push(token.id);
-                live[at].answer.push(token);
+        for Planned { at, start, end, index, .. } in planned {
+            let l = &mut live[at];
+            l.computed += end - start;
+            l.flying -= end - start;
+            if let Some(token) = index.and_then(|_| tokens.next()) {
+                l.chosen -= 1;
+                l.tokens.push(token.id);
+                l.answer.push(token);
             }
         }
         Ok(())
@@ -353,17 +436,23 @@ mod tests {
     struct Faulty {
         inner: FakeModel,
         fault: Fault,
+        out: Vec<TokenOut>,
     }
 
     impl ModelRunner for Faulty {
-        fn run(&mut self, b: &Batch<'_>, on: &mut dyn FnMut(u32), out: &mut Vec<TokenOut>) -> Result<(), RunError> {
-            (self.fault)(&mut self.inner, b, on, out)
+        fn launch(&mut self, b: &Batch<'_>, on: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+            (self.fault)(&mut self.inner, b, on, &mut self.out)
+        }
+        fn collect(&mut self, _: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            out.append(&mut self.out);
+            Ok(())
         }
     }
 
     fn verdict(fault: Fault) -> &'static str {
         let setup = setup(4);
-        let make = || Faulty { inner: FakeModel::new(setup.geometry.clone(), setup.vocab), fault };
+        let inner = || FakeModel::new(setup.geometry.clone(), setup.vocab);
+        let make = || Faulty { inner: inner(), fault, out: Vec::new() };
         check(&setup, make).err().map_or("passes", |violation| violation.rule)
     }
 
@@ -372,6 +461,7 @@ mod tests {
         for block_size in [1, 2, 4, 16] {
             let setup = setup(block_size);
             assert_eq!(check(&setup, || FakeModel::new(setup.geometry.clone(), setup.vocab)), Ok(()));
+            assert_eq!(check(&setup, || FakeModel::new(setup.geometry.clone(), setup.vocab).late()), Ok(()));
         }
     }
 

@@ -15,7 +15,7 @@ use crate::{BlockSwap, EngineConfig, EngineError, Event, NewSequence, Order, Row
 /// What [`Engine::abort`] left behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Aborted {
-    /// Nothing: the blocks are free, or are as soon as the step in progress ends.
+    /// Nothing: the blocks are free, or are as soon as the steps in flight end.
     Freed,
     /// Blocks in quarantine until [`Engine::clear_quarantine`].
     Quarantined,
@@ -45,14 +45,14 @@ pub struct Engine {
     pub(crate) starved: Option<Time>,
     pub(crate) next_seq: u64,
     pub(crate) steps: u64,
-    /// A step is planned and neither applied nor failed.
-    pub(crate) in_flight: bool,
+    /// Steps that are planned and neither applied nor failed.
+    pub(crate) in_flight: u32,
     pub(crate) preemptions: u64,
     pub(crate) hit_tokens: u64,
     /// The first block operation that failed though it cannot; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
-    pub(crate) spare_steps: Vec<StepRow>,
+    pub(crate) spare_steps: Vec<Vec<StepRow>>,
     pub(crate) spare_rows: Vec<Row<'static>>,
     pub(crate) spare_copies: Vec<BlockCopy>,
     pub(crate) spare_swaps: Vec<BlockSwap>,
@@ -75,7 +75,7 @@ impl Engine {
             starved: None,
             next_seq: 0,
             steps: 0,
-            in_flight: false,
+            in_flight: 0,
             preemptions: 0,
             hit_tokens: 0,
             defect: None,
@@ -169,8 +169,8 @@ impl Engine {
     /// Ends a sequence in any state, without an event.
     ///
     /// `quarantine`: a peer may still write to its lent blocks, or a transfer read its held ones (I3); they go to nobody
-    /// until [`Engine::clear_quarantine`]. Blocks only this engine touches are freed either way. A sequence that the
-    /// step in progress computes ends with that step, silently.
+    /// until [`Engine::clear_quarantine`]. Blocks only this engine touches are freed either way. A sequence that
+    /// steps in flight compute ends with the last of them, silently.
     pub fn abort(&mut self, seq: SeqId, quarantine: bool) -> Result<Aborted, EngineError> {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
         if sequence.doomed.is_some() {
@@ -181,7 +181,7 @@ impl Engine {
         } else {
             (Doom::Free, Aborted::Freed)
         };
-        if sequence.in_step {
+        if sequence.in_step() {
             sequence.doomed = Some(doom);
         } else {
             self.remove(seq, doom);

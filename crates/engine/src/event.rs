@@ -42,7 +42,7 @@ pub enum Event {
         /// As in [`Event::Token`].
         cached_tokens: u32,
     },
-    /// The answer is complete; the sequence and its blocks are gone.
+    /// The answer is complete; the sequence is gone, and its blocks are free at once or with the last step in flight that has a row of it.
     Finished {
         /// The sequence.
         seq: SeqId,
@@ -53,7 +53,7 @@ pub enum Event {
         /// As in [`Event::Token`].
         cached_tokens: u32,
     },
-    /// The sequence is gone.
+    /// The sequence is gone, as after [`Event::Finished`].
     Failed {
         /// The sequence.
         seq: SeqId,

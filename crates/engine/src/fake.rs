@@ -6,7 +6,7 @@
 //! seed each change the answer, while batching, chunking and the choice of blocks do not (I1). A broken contract that it can
 //! see directly is a [`RunError`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -99,8 +99,14 @@ pub fn answer(
     while answer.len() < params.max_tokens as usize {
         let (prompt, generated) = tokens.split_at(prompt.len());
         let sample = Some(Sample { params, index: answer.len() as u32, prompt, generated });
-        let row =
-            Row { seq: SeqId(0), tokens: &tokens[start..], start: start as u32, tables: tables.as_slice(), sample };
+        let row = Row {
+            seq: SeqId(0),
+            tokens: &tokens[start..],
+            follows: None,
+            start: start as u32,
+            tables: tables.as_slice(),
+            sample,
+        };
         model.run(&Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] }, &mut |_| {}, &mut answer)?;
         start = tokens.len();
         tokens.extend(answer.last().map(|token| token.id));
@@ -122,6 +128,46 @@ pub struct FakeModel<M = Vec<u8>> {
     /// Group and index in the group of each layer.
     layers: Vec<(usize, usize)>,
     slot: Vec<u8>,
+    /// Steps are computed when they are collected.
+    late: bool,
+    flights: VecDeque<Flight>,
+    /// What the step computed last chose.
+    latest: Vec<TokenOut>,
+}
+
+/// A step that is not collected yet.
+#[derive(Debug)]
+struct Flight {
+    rows: Vec<Place>,
+    copies: Vec<BlockCopy>,
+    swap_out: Vec<BlockSwap>,
+    swap_in: Vec<BlockSwap>,
+    /// What it chose; None before it is computed.
+    tokens: Option<Vec<TokenOut>>,
+}
+
+/// Where a row's sequence lies, as it was launched.
+#[derive(Debug)]
+struct Place {
+    seq: SeqId,
+    start: u32,
+    /// By group.
+    blocks: Vec<Vec<BlockId>>,
+}
+
+impl Place {
+    fn of(row: &Row<'_>) -> Place {
+        let blocks = row.tables.iter().map(|table| table.blocks().to_vec()).collect();
+        Place { seq: row.seq, start: row.start, blocks }
+    }
+}
+
+impl Flight {
+    fn of(batch: &Batch<'_>) -> Flight {
+        let rows = batch.rows.iter().map(Place::of).collect();
+        let (swap_out, swap_in) = (batch.swap_out.to_vec(), batch.swap_in.to_vec());
+        Flight { rows, copies: batch.copies.to_vec(), swap_out, swap_in, tokens: None }
+    }
 }
 
 impl FakeModel {
@@ -137,7 +183,15 @@ impl<M: KvMemory> FakeModel<M> {
     pub fn with_memory(geometry: PoolGeometry, vocab: u32, memory: M) -> Self {
         let layout = &geometry.layout;
         let layers = (0..layout.layers() as u32).filter_map(|layer| layout.locate(layer)).collect();
-        FakeModel { geometry, vocab: vocab.max(1), memory, host: BTreeMap::new(), layers, slot: Vec::new() }
+        let (host, flights) = (BTreeMap::new(), VecDeque::new());
+        let (slot, latest) = (Vec::new(), Vec::new());
+        FakeModel { geometry, vocab: vocab.max(1), memory, host, layers, slot, late: false, flights, latest }
+    }
+
+    /// The same as the slowest device there can be: a step is computed when it is collected, where its rows lay when it was launched. Its
+    /// layers are told of before.
+    pub fn late(self) -> Self {
+        FakeModel { late: true, ..self }
     }
 
     /// The pool's bytes.
@@ -154,16 +208,17 @@ impl<M: KvMemory> FakeModel<M> {
     fn pieces(
         &self,
         layer: usize,
-        row: &Row<'_>,
+        row: &Place,
         position: u32,
     ) -> Result<impl Iterator<Item = usize> + use<M>, RunError> {
         let (group, inner) = self.layers[layer];
         let layout = &self.geometry.layout;
-        let (block, slot) = row.tables[group]
-            .slot(position, layout.block_size)
-            .filter(|(block, _)| block.0 < self.geometry.blocks[group])
+        let (at, slot) = (position / layout.block_size, position % layout.block_size);
+        let block = row.blocks[group]
+            .get(at as usize)
+            .filter(|block| block.0 < self.geometry.blocks[group])
             .ok_or_else(|| RunError(format!("{}: position {position} has no block in group {group}", row.seq)))?;
-        let base = self.geometry.block_range(group, inner, block).start;
+        let base = self.geometry.block_range(group, inner, *block).start;
         let shape = &layout.groups[group];
         let (planes, heads, piece) = (shape.planes as usize, shape.kv_heads as usize, self.piece_bytes(layer));
         let (plane_bytes, slots) = (layout.plane_bytes(group), layout.block_size as usize);
@@ -177,7 +232,7 @@ impl<M: KvMemory> FakeModel<M> {
     }
 
     /// Hash of what is stored for one position of one layer.
-    fn read(&mut self, layer: usize, row: &Row<'_>, position: u32) -> Result<u64, RunError> {
+    fn read(&mut self, layer: usize, row: &Place, position: u32) -> Result<u64, RunError> {
         let mut slot = std::mem::take(&mut self.slot);
         slot.resize(self.piece_bytes(layer), 0);
         let mut state = layer as u64;
@@ -189,7 +244,7 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(state)
     }
 
-    fn write(&mut self, layer: usize, row: &Row<'_>, position: u32, value: u64) -> Result<(), RunError> {
+    fn write(&mut self, layer: usize, row: &Place, position: u32, value: u64) -> Result<(), RunError> {
         let mut slot = std::mem::take(&mut self.slot);
         slot.resize(self.piece_bytes(layer), 0);
         for (at, offset) in self.pieces(layer, row, position)?.enumerate() {
@@ -214,8 +269,8 @@ impl<M: KvMemory> FakeModel<M> {
         (0..sinks.min(first)).chain(first..end)
     }
 
-    fn store_kv(&mut self, layer: usize, row: &Row<'_>) -> Result<(), RunError> {
-        for (position, token) in (row.start..).zip(row.tokens) {
+    fn store_kv(&mut self, layer: usize, row: &Place, tokens: &[u32]) -> Result<(), RunError> {
+        for (position, token) in (row.start..).zip(tokens) {
             let mut value = fold(fold(u64::from(*token), u64::from(position)), layer as u64);
             if position > 0 && self.window(layer) > 1 {
                 value = fold(value, self.read(layer, row, position - 1)?);
@@ -225,15 +280,15 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(())
     }
 
-    fn sample(&mut self, row: &Row<'_>, sample: &Sample<'_>) -> Result<TokenOut, RunError> {
-        let end = row.start + row.tokens.len() as u32;
+    /// The token after the first `end`, the last of which is `last` where the sample lacks it.
+    fn sample(&mut self, row: &Place, end: u32, sample: &Sample<'_>, last: Option<u32>) -> Result<TokenOut, RunError> {
         let mut state = sample.prompt.len() as u64;
         for layer in 0..self.layers.len() {
             for position in self.visible(layer, end) {
                 state = fold(state, self.read(layer, row, position)?);
             }
         }
-        for id in sample.generated {
+        for id in sample.generated.iter().chain(&last) {
             state = fold(state, u64::from(*id));
         }
         if !sample.params.greedy() {
@@ -316,11 +371,19 @@ impl<M: KvMemory> FakeModel<M> {
                 ensure(blocks.iter().all(|b| written.insert((group, *b))), row, "a block is written for two rows")?;
                 read.extend(table.blocks()[..first].iter().filter(|block| **block != HOLE).map(|b| (group, *b)));
             }
-            if let Some(Sample { index, prompt, generated, .. }) = row.sample {
-                ensure(index as usize == generated.len(), row, "index is not the length of the answer")?;
-                ensure(end as usize == prompt.len() + generated.len(), row, "samples before its last token")?;
+            let unknown = usize::from(row.follows.is_some());
+            if let Some(place) = row.follows {
+                ensure(self.flights.len() == 1, row, "it follows a step that is not in flight, or not the last")?;
+                let known = self.late || (place as usize) < self.latest.len();
+                ensure(known && row.tokens.len() == 1, row, "it follows a row that is not there")?;
+            }
+            if let Some(Sample { index, prompt, generated, params }) = row.sample {
+                ensure(unknown == 0 || !params.looks_back(), row, "it looks at a token that is not known")?;
+                let generated_len = generated.len() + unknown;
+                ensure(index as usize == generated_len, row, "index is not the length of the answer")?;
+                ensure(end as usize == prompt.len() + generated_len, row, "samples before its last token")?;
                 let last = generated.last().or(prompt.last());
-                ensure(last == row.tokens.last(), row, "its last token is not the sequence's")?;
+                ensure(unknown > 0 || last == row.tokens.last(), row, "its last token is not the sequence's")?;
             }
         }
         match written.intersection(&read).next() {
@@ -330,29 +393,62 @@ impl<M: KvMemory> FakeModel<M> {
     }
 }
 
-impl<M: KvMemory> ModelRunner for FakeModel<M> {
-    fn run(
+impl<M: KvMemory> FakeModel<M> {
+    /// Makes the copies of a step and computes its rows, whose tokens and samples are the batch's. What rows follow is taken from the
+    /// step before unless it is known by now.
+    fn compute(
         &mut self,
+        flight: &mut Flight,
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
-        out: &mut Vec<TokenOut>,
     ) -> Result<(), RunError> {
-        self.validate(batch)?;
-        batch.swap_out.iter().for_each(|swap| self.swap_out(swap));
-        batch.swap_in.iter().try_for_each(|swap| self.swap_in(swap))?;
-        batch.copies.iter().for_each(|copy| self.copy(copy));
+        flight.swap_out.iter().for_each(|swap| self.swap_out(swap));
+        flight.swap_in.iter().try_for_each(|swap| self.swap_in(swap))?;
+        flight.copies.iter().for_each(|copy| self.copy(copy));
+        let follows = |row: &Row<'_>| row.follows.filter(|_| !self.late);
+        let unknown = |row: &Row<'_>| Some(self.latest.get(follows(row)? as usize)?.id);
+        let unknown: Vec<Option<u32>> = batch.rows.iter().map(unknown).collect();
         for layer in 0..self.layers.len() {
-            for row in batch.rows {
-                self.store_kv(layer, row)?;
+            for ((place, row), unknown) in flight.rows.iter().zip(batch.rows).zip(&unknown) {
+                self.store_kv(layer, place, unknown.as_ref().map_or(row.tokens, std::slice::from_ref))?;
             }
             on_layer(layer as u32);
         }
-        for row in batch.rows {
+        let mut tokens = Vec::new();
+        for ((place, row), unknown) in flight.rows.iter().zip(batch.rows).zip(unknown) {
             if let Some(sample) = &row.sample {
-                out.push(self.sample(row, sample)?);
+                tokens.push(self.sample(place, row.start + row.tokens.len() as u32, sample, unknown)?);
             }
         }
+        self.latest.clone_from(&tokens);
+        flight.tokens = Some(tokens);
         Ok(())
+    }
+}
+
+impl<M: KvMemory> ModelRunner for FakeModel<M> {
+    fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+        self.validate(batch)?;
+        let mut flight = Flight::of(batch);
+        match self.late {
+            true => (0..self.layers.len() as u32).for_each(on_layer),
+            false => self.compute(&mut flight, batch, on_layer)?,
+        }
+        self.flights.push_back(flight);
+        Ok(())
+    }
+
+    fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        let mut flight = self.flights.pop_front().ok_or_else(|| RunError("no step is in flight".into()))?;
+        if flight.tokens.is_none() {
+            self.compute(&mut flight, batch, &mut |_| ())?;
+        }
+        out.append(flight.tokens.get_or_insert_default());
+        Ok(())
+    }
+
+    fn overlaps(&self) -> bool {
+        true
     }
 }
 
@@ -376,6 +472,7 @@ mod tests {
         let row = |start: usize, end: usize, sample| Row {
             seq: SeqId(1),
             tokens: &prompt[start..end],
+            follows: None,
             start: start as u32,
             tables: tables.as_slice(),
             sample,
@@ -395,7 +492,7 @@ mod tests {
         for layer in 0..3 {
             // The last of 10 tokens sees the 5 latest in the layer with a window.
             for position in if layer == 1 { 5..9 } else { 0..9 } {
-                for offset in model.pieces(layer, &row(0, 9, None), position).unwrap() {
+                for offset in model.pieces(layer, &Place::of(&row(0, 9, None)), position).unwrap() {
                     visible.extend(offset..offset + model.piece_bytes(layer));
                 }
             }

@@ -4,10 +4,12 @@
 //! a batch. One step is
 //!
 //! ```text
-//!   plan(now) ──▶ Step ──▶ with_batch(step, |batch| runner.run(batch, …)) ──▶ apply(step, out) or fail(step, error)
+//!   plan(now) ──▶ Step ──▶ with_batch(step, |batch| runner.launch(batch, …)) ──▶ with_batch(step, |batch| runner.collect(batch, …))
+//!       ──▶ apply(step, out) or fail(step, error)
 //! ```
 //!
-//! and everything else ([`Engine::submit`], [`Engine::kv_arrived`], [`Engine::release`], [`Engine::abort`]) may come
+//! One more step can be planned and launched before one is collected, as far as nothing in it depends on what that says: its token ids are
+//! then taken from that step where it is computed ([`Row::follows`]). Steps are collected and applied in the order of planning. Everything else ([`Engine::submit`], [`Engine::kv_arrived`], [`Engine::release`], [`Engine::abort`]) may come
 //! between any two of these calls. Deliberately knows no clock (time is an argument), no threads, no I/O, no transport and no
 //! model: the nodes drive it with real time, the simulator drives the very same code with virtual time. It orders work and
 //! never influences a value: what a sequence says is a function of its tokens and parameters only (I1).

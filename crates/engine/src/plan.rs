@@ -11,12 +11,19 @@
 //! still, so nobody waits long for those alone.
 //!
 //! Who decodes is never held up by a prompt: decode rows come first, prompts share the rest of the token budget.
+//!
+//! A step may be planned ahead, while another is in flight: as if that were over and no answer ended with it but by its length. Whose
+//! answer did end has a row in vain, which nobody hears of. Nothing is planned ahead that would take back blocks, copy to host memory, or
+//! need a token that is not known yet: that waits for the step in flight, and so do all, so that nobody advances at another's cost.
 
 use baton_kv_cache::{KvError, Tables};
 use baton_types::SeqId;
 
 use crate::sequence::{Doom, Phase, Sequence};
 use crate::{Engine, Event, SequenceError, Start, Step, StepRow, Time};
+
+/// Steps that may be planned and not applied: the one that is computed, and the one that is launched behind it.
+const MOST_IN_FLIGHT: u32 = 2;
 
 /// How long a sequence waits for blocks in quarantine when nothing else can give it any (I5).
 const QUARANTINE_WAIT_MS: u64 = 2_000;
@@ -25,17 +32,18 @@ impl Engine {
     /// The next step, or `None` when there is nothing to compute now. Also ends sequences whose deadline has passed and lends
     /// blocks to those that wait for a peer; `events` says which.
     ///
-    /// While a step is in flight there is no other.
+    /// While a step is in flight another one can be planned ahead, or nothing that need not wait for it; while two are, none.
     pub fn plan(&mut self, now: Time, events: &mut Vec<Event>) -> Option<Step> {
-        if self.in_flight {
-            debug_assert!(false, "the last step was neither applied nor failed");
+        if self.in_flight >= MOST_IN_FLIGHT {
             return None;
         }
         self.pools.advance(now.0);
         self.expire(now, events);
-        let mut rows = std::mem::take(&mut self.spare_steps);
+        if self.waits() || !self.cover() {
+            return None;
+        }
+        let mut rows = self.spare_steps.pop().unwrap_or_default();
         rows.clear();
-        self.cover();
         self.plan_decodes(&mut rows);
         self.admit(&mut rows, events);
         self.plan_chunks(&mut rows);
@@ -45,16 +53,30 @@ impl Engine {
             self.admit(&mut rows, events);
             self.plan_chunks(&mut rows);
         }
-        self.in_flight = !rows.is_empty();
-        debug_assert_eq!(self.check(), Ok(()), "I6");
         if rows.is_empty() {
-            self.give_up_starved(now, events);
-            self.spare_steps = rows;
+            debug_assert_eq!(self.check(), Ok(()), "I6");
+            if self.in_flight == 0 {
+                self.give_up_starved(now, events);
+            }
+            self.spare_steps.push(rows);
             return None;
         }
+        for (place, row) in (0..).zip(rows.iter().filter(|row| row.samples)) {
+            if let Some(sequence) = self.sequences.get_mut(&row.seq) {
+                sequence.flight.place = place;
+            }
+        }
         self.starved = None;
+        self.in_flight += 1;
         self.steps += 1;
+        debug_assert_eq!(self.check(), Ok(()), "I6");
         Some(Step { rows, number: self.steps })
+    }
+
+    /// Whether the next step cannot be planned before the one in flight is over.
+    fn waits(&self) -> bool {
+        let running = || self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+        self.in_flight > 0 && (self.swaps_out() || running().any(Sequence::waits_for_tokens))
     }
 
     fn expire(&mut self, now: Time, events: &mut Vec<Event>) {
@@ -62,12 +84,14 @@ impl Engine {
             return;
         }
         let due = |deadline: Option<Time>| deadline.is_some_and(|at| at <= now);
-        let expired: Vec<SeqId> = self.sequences.iter().filter(|(_, s)| due(s.deadline)).map(|(id, _)| *id).collect();
+        let lives = |s: &Sequence| s.doomed.is_none();
+        let expired = self.sequences.iter().filter(|(_, s)| lives(s) && due(s.deadline));
+        let expired: Vec<SeqId> = expired.map(|(id, _)| *id).collect();
         for seq in expired {
             let state = self.sequences.get(&seq).map_or("gone", |s| s.phase.name());
             self.end_failed(seq, SequenceError::Deadline { state }, events);
         }
-        self.earliest_deadline = self.sequences.values().filter_map(|s| s.deadline).min();
+        self.earliest_deadline = self.sequences.values().filter(|s| lives(s)).filter_map(|s| s.deadline).min();
     }
 
     /// Nothing can be computed. If that is so because the only blocks that may yet come free are in quarantine, and has been for
@@ -87,26 +111,30 @@ impl Engine {
 
     /// Ends a sequence with an error. Blocks that others may reach are quarantined, since nobody has fenced them yet (I3).
     pub(crate) fn end_failed(&mut self, seq: SeqId, error: SequenceError, events: &mut Vec<Event>) {
-        if let Some(gone) = self.remove(seq, Doom::Quarantine) {
-            let quarantined = self.quarantine.contains_key(&seq);
-            events.push(Event::Failed { seq, request: gone.request, error, quarantined });
-        }
+        let Some(sequence) = self.sequences.get(&seq) else { return };
+        let (request, quarantined) = (sequence.request.clone(), sequence.exposed());
+        self.end(seq, if quarantined { Doom::Quarantine } else { Doom::Free });
+        events.push(Event::Failed { seq, request, error, quarantined });
     }
 
-    /// Sees in turn that the running sequences have blocks for what they compute next. Some lose their own.
-    fn cover(&mut self) {
+    /// Sees in turn that the running sequences have blocks for what they compute next. Some lose their own, but none while a step is
+    /// in flight: then it says whether all have them.
+    fn cover(&mut self) -> bool {
         let mut next = self.running.first().copied();
         while let Some(turn) = next {
-            self.grow(turn.seq);
+            if !self.grow(turn.seq) {
+                return false;
+            }
             next = self.running.get(self.running.partition_point(|other| *other <= turn)).copied();
         }
+        true
     }
 
     /// One row for each running sequence that lacks one token, in turn.
     fn plan_decodes(&mut self, rows: &mut Vec<StepRow>) {
         for at in 0..self.running.len() {
             let seq = self.running[at].seq;
-            if self.sequences.get(&seq).is_some_and(|s| s.remaining() == 1 && s.covered() == s.len()) {
+            if self.sequences.get(&seq).is_some_and(|s| s.lacks() == 1 && s.covered() > s.next_start()) {
                 self.push_row(seq, 1, rows);
             }
         }
@@ -131,10 +159,11 @@ impl Engine {
                     Some(true) if whole => budget,
                     Some(_) => budget.min(self.config.pack_tokens),
                 };
-                let remaining = sequence.remaining();
+                let remaining = sequence.lacks();
                 let len = remaining.min(self.config.chunk).min(most.saturating_sub(packed));
                 // One for which there is no block now waits.
-                if len == 0 || sequence.in_step || sequence.covered() < sequence.computed + len {
+                let seated = sequence.last_step > self.steps;
+                if len == 0 || seated || sequence.covered() < sequence.next_start() + len {
                     continue;
                 }
                 if goes_on.is_none() || !whole || len == remaining {
@@ -150,26 +179,41 @@ impl Engine {
 
     pub(crate) fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
         if let Some(s) = self.sequences.get_mut(&seq) {
-            (s.in_step, s.last_step) = (true, self.steps + 1);
-            let since = if std::mem::take(&mut s.fresh) { 0 } else { s.computed };
-            let (samples, held) = (len == s.remaining(), s.start == Start::ComputeAndHold);
-            rows.push(StepRow { seq, start: s.computed, len, samples, held, since });
+            s.last_step = self.steps + 1;
+            let start = s.next_start();
+            let since = if std::mem::take(&mut s.fresh) { 0 } else { start };
+            let (samples, held) = (len == s.lacks(), s.start == Start::ComputeAndHold);
+            let follows = (start + len > s.len()).then_some(s.flight.place);
+            rows.push(StepRow {
+                seq,
+                start,
+                len,
+                samples,
+                held,
+                since,
+                index: s.next_index() + s.flight.chosen,
+                follows,
+            });
+            s.flight.rows += 1;
+            s.flight.tokens += len;
+            s.flight.chosen += u32::from(samples);
         }
     }
 
     /// Makes the sequence's tables cover what it computes next, taking blocks from the last in turn where there are none. When
-    /// there are none to take, it waits, or has itself been preempted.
-    fn grow(&mut self, seq: SeqId) {
+    /// there are none to take, it waits, or has itself been preempted. While a step is in flight none are taken: whether it has them.
+    fn grow(&mut self, seq: SeqId) -> bool {
         loop {
-            let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-            let tokens = sequence.computed + sequence.remaining().min(self.config.chunk);
-            let Phase::Running(tables) = &mut sequence.phase else { return };
+            let Some(sequence) = self.sequences.get_mut(&seq) else { return true };
+            let tokens = sequence.next_start() + sequence.lacks().min(self.config.chunk);
+            let Phase::Running(tables) = &mut sequence.phase else { return true };
             match self.pools.grow(tables, tokens) {
-                Ok(()) => return,
+                Ok(()) => return true,
+                Err(KvError::OutOfBlocks { .. }) if self.in_flight > 0 => return false,
                 Err(KvError::OutOfBlocks { .. }) => {}
                 Err(error) => {
                     self.defect.get_or_insert(error);
-                    return;
+                    return true;
                 }
             }
             let preemptible = |id: &SeqId| self.sequences.get(id).is_some_and(|s| s.preemptible());
@@ -177,7 +221,7 @@ impl Engine {
             let (last, other) = (candidates.next(), candidates.next());
             match last {
                 Some(victim) if victim != seq || other.is_some() => self.preempt(victim),
-                _ => return,
+                _ => return true,
             }
         }
     }
@@ -206,12 +250,16 @@ impl Engine {
         let exposed = sequence.start == Start::ComputeAndHold;
         let seal = sampled && !sequence.sealed;
         sequence.sealed |= sampled;
-        let computed = sequence.computed;
+        let (computed, in_step) = (sequence.computed, sequence.in_step());
         let Phase::Running(tables) = &mut sequence.phase else { return };
         let pools = &mut self.pools;
         let settle = |tables: &mut Tables, tokens: &[u32]| {
             pools.copied(tables)?;
             pools.index(tables, tokens, exposed, seal)?;
+            // A step in flight has the tables as they were (I3); after it they are cut again.
+            if in_step {
+                return Ok(());
+            }
             // What no later token sees does not go to a peer either.
             pools.trim(tables, computed)
         };

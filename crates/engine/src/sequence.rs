@@ -118,9 +118,9 @@ pub(crate) struct Sequence {
     pub swapped: Option<Swapped>,
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
-    /// A row of the step in flight is its.
-    pub in_step: bool,
-    /// Aborted while a step computes it: ends with the step.
+    /// Its rows in the steps in flight.
+    pub flight: Flight,
+    /// It has ended while a step computes it: what is left of it goes with the last such step, and nobody hears of it again.
     pub doomed: Option<Doom>,
     /// What its first computation found in the prefix cache, of the prompt.
     pub cached: Option<u32>,
@@ -135,6 +135,19 @@ pub(crate) struct Sequence {
     pub waited: u32,
     /// How many that were submitted later have started first, or while it computed its prompt.
     pub overtaken: u32,
+}
+
+/// What of a sequence the steps in flight compute.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Flight {
+    /// Rows, at most one in each step.
+    pub rows: u32,
+    /// Tokens of these rows.
+    pub tokens: u32,
+    /// Tokens that they choose, which nobody knows yet.
+    pub chosen: u32,
+    /// Which of its step's tokens the last of these is.
+    pub place: u32,
 }
 
 /// What becomes of the blocks of a sequence that ends.
@@ -161,7 +174,7 @@ impl Sequence {
             phase: Phase::Waiting,
             swapped: None,
             computed: 0,
-            in_step: false,
+            flight: Flight::default(),
             doomed: None,
             cached: None,
             fresh: true,
@@ -185,6 +198,31 @@ impl Sequence {
     /// Tokens still to compute before the next one can be sampled; 1 for a sequence that decodes.
     pub fn remaining(&self) -> u32 {
         self.len() - self.computed
+    }
+
+    /// Whether a step in flight computes it, so that its blocks are written to.
+    pub fn in_step(&self) -> bool {
+        self.flight.rows > 0
+    }
+
+    /// The first token that no step in flight computes.
+    pub fn next_start(&self) -> u32 {
+        self.computed + self.flight.tokens
+    }
+
+    /// Tokens still to compute, beyond the steps in flight, before the next one can be sampled; 0 when it ends with them.
+    pub fn lacks(&self) -> u32 {
+        let known = self.next_index() + self.flight.chosen;
+        let last = self.start == Start::ComputeAndHold || known >= self.params.max_tokens;
+        if self.doomed.is_some() || (self.flight.chosen > 0 && last) {
+            return 0;
+        }
+        self.len() + self.flight.chosen - self.next_start()
+    }
+
+    /// Whether its next token can be sampled before those that steps in flight choose are known.
+    pub fn waits_for_tokens(&self) -> bool {
+        self.flight.chosen > 0 && self.lacks() > 0 && self.params.looks_back()
     }
 
     /// Number of the next token of the answer (I4).

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use baton_types::SeqId;
 
-/// What the next step computes. Ends in [`crate::Engine::apply`] or [`crate::Engine::fail`]; no other step is planned
-/// before that.
+/// What the next step computes. Ends in [`crate::Engine::apply`] or [`crate::Engine::fail`], in the order of planning; at most
+/// one other is planned before that.
 #[derive(Debug)]
 #[must_use = "a step that is neither applied nor failed stops the engine"]
 pub struct Step {
@@ -28,9 +28,18 @@ pub struct StepRow {
     pub held: bool,
     /// `start`, or 0 in a sequence's first row: the blocks it found in the prefix cache are told of with those it computes.
     pub since: u32,
+    /// Number in its answer of the token that it samples (I4).
+    pub index: u32,
+    /// Its token is the one that the step before it chooses for its so manieth sampling row, and was not known when this was planned.
+    pub follows: Option<u32>,
 }
 
 impl StepRow {
+    /// Whether it is its sequence's first since that started, so that what the sequence begins with is copied first.
+    pub(crate) fn begins(&self) -> bool {
+        self.since == 0
+    }
+
     /// Indices into the sequence's block tables of the blocks that are complete with this row and were not told of before;
     /// see [`completed_blocks`].
     pub fn completed_blocks(&self, block_size: u32) -> Range<usize> {

@@ -6,7 +6,7 @@ mod bench;
 
 use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, SequenceError, Start, Time, fake};
 use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
-use bench::{Bench, LIMITS, VOCAB, layout, request};
+use bench::{Bench, LIMITS, VOCAB, first, layout, request};
 use proptest::prelude::*;
 
 #[test]
@@ -236,12 +236,13 @@ fn a_held_prefill_is_never_preempted() {
 }
 
 #[test]
-#[cfg_attr(debug_assertions, should_panic(expected = "neither applied nor failed"))]
-fn there_is_one_step_at_a_time() {
+#[cfg_attr(debug_assertions, should_panic(expected = "a step out of turn"))]
+fn steps_are_applied_in_the_order_of_planning() {
     let mut bench = Bench::new(LIMITS, 15);
     bench.submit(Start::Compute, 4, 5);
-    let _step = bench.plan().unwrap();
-    assert!(bench.plan().is_none());
+    let (_first, second) = (bench.plan().unwrap(), bench.plan().unwrap());
+    assert!(bench.plan().is_none(), "two are enough");
+    bench.engine.apply(second, &mut vec![first(0)], &mut bench.events);
 }
 
 proptest! {

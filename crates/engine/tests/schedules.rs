@@ -52,8 +52,11 @@ fn swap() -> impl Strategy<Value = SwapConfig> {
     })
 }
 
+/// Limits of a node, its blocks beyond those it needs, its faults, and whether it runs ahead and late.
+type Side = (EngineConfig, [u32; 2], Vec<(u64, Fault)>, [bool; 2]);
+
 /// Limits of a node; its blocks are those the largest request can need and the given few beyond.
-fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> {
+fn node() -> impl Strategy<Value = Side> {
     let fault = prop_oneof![Just(Fault::Error), Just(Fault::Nothing), Just(Fault::Output)];
     let order = prop_oneof![
         2 => Just(Order::Fcfs),
@@ -86,7 +89,8 @@ fn node() -> impl Strategy<Value = (EngineConfig, [u32; 2], Vec<(u64, Fault)>)> 
     );
     let spare = prop_oneof![3 => 0u32..4, 2 => 4u32..16, 1 => 0u32..40];
     let faults = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec((0u64..60, fault), 0..3)];
-    (limits, (spare.clone(), spare), faults).prop_map(|(config, (a, b), faults)| (config, [a, b], faults))
+    let flight = any::<[bool; 2]>();
+    (limits, (spare.clone(), spare), faults, flight).prop_map(|(config, (a, b), faults, f)| (config, [a, b], faults, f))
 }
 
 prop_compose! {
@@ -98,10 +102,10 @@ prop_compose! {
     ) -> (KvLayout, [NodeSpec; 2], Vec<Spec>) {
         let layout = if sinks { fake::sinks_layout(block_size) } else { fake::tiny_layout(block_size) };
         let largest = specs.iter().map(|s| (s.prompt + s.max_tokens).div_ceil(block_size)).max().unwrap_or(1);
-        let side = |(config, spare, faults): (EngineConfig, [u32; 2], Vec<(u64, Fault)>)| {
+        let side = |(config, spare, faults, [ahead, late]): Side| {
             let most = |group: usize| layout.groups[group].most_live(config.chunk, block_size).unwrap_or(largest);
             let blocks = (0..2).map(|group| most(group).min(largest) + spare[group]).collect();
-            NodeSpec { config, blocks, faults }
+            NodeSpec { config, blocks, faults, ahead, late }
         };
         let sides = [side(nodes.0), side(nodes.1)];
         (layout, sides, specs)
@@ -134,7 +138,10 @@ fn schedules_are_not_idle() {
         let mut world = World::new(&layout, sides, specs);
         world.run();
         let Reached { preemptions, handoffs, fences, failures, aborts_in_step, .. } = world.reached();
-        let Reached { hits, reserved_hits, spared, copies, evictions, swaps, returns, .. } = world.reached();
+        let Reached { hits, reserved_hits, spared, copies, evictions, swaps, returns, ahead, follows, .. } =
+            world.reached();
+        sum.ahead += ahead;
+        sum.follows += follows;
         sum.swaps += swaps;
         sum.returns += returns;
         sum.hits += hits;
@@ -157,7 +164,17 @@ fn schedules_are_not_idle() {
     }
     let counts = [
         [sum.preemptions, sum.handoffs, sum.fences, sum.failures, sum.aborts_in_step].as_slice(),
-        &[sum.hits, sum.reserved_hits, sum.spared, sum.copies, sum.evictions, sum.swaps, sum.returns],
+        &[
+            sum.hits,
+            sum.reserved_hits,
+            sum.spared,
+            sum.copies,
+            sum.evictions,
+            sum.swaps,
+            sum.returns,
+            sum.ahead,
+            sum.follows,
+        ],
     ]
     .concat();
     assert!(counts.iter().chain(&ends).all(|count| *count >= 50), "{sum:?}, ends {ends:?}");

@@ -3,7 +3,7 @@
 //! Decided row by row, by the row's own sequence alone (I1): the two agree to rounding.
 
 use baton_engine::Sample;
-use baton_kernels::{Backend, Draw, MAX_LOGIT_CHANGES};
+use baton_kernels::{Backend, Draw, FOLLOWS, MAX_LOGIT_CHANGES};
 use baton_types::TokenOut;
 
 use crate::Decoder;
@@ -17,29 +17,76 @@ fn by_backend(sample: &Sample<'_>, changes: usize) -> bool {
     changes <= MAX_LOGIT_CHANGES && sample.params.top_logprobs.is_none_or(|top| top <= MAX_TOP)
 }
 
-/// Room for a backend's choices of a turn.
+/// Whether this one is chosen by a backend that chooses tokens, from the logits as they are.
+pub(crate) fn plain(sample: &Sample<'_>) -> bool {
+    !sample.params.looks_back() && sample.params.logit_bias.is_empty() && by_backend(sample, 0)
+}
+
+/// A plain draw.
+pub(crate) fn draw<'a>(row: usize, sample: &Sample<'a>) -> Draw<'a> {
+    Draw { row, params: sample.params, index: sample.index, mask: None, changes: &[] }
+}
+
+/// The tokens of a step that is launched and not collected: one for each sampling row.
+#[derive(Default)]
+pub(crate) struct Flight {
+    tokens: Vec<Chosen>,
+    /// How many of them the backend draws.
+    drawn: u32,
+}
+
+/// Who knows a token.
+enum Chosen {
+    /// This host.
+    Here(TokenOut),
+    /// The backend, as a draw with this number.
+    There(u32),
+}
+
+impl Flight {
+    pub fn with_capacity(tokens: usize) -> Self {
+        Flight { tokens: Vec::with_capacity(tokens), drawn: 0 }
+    }
+
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.drawn = 0;
+    }
+
+    /// The backend draws so many more.
+    pub fn drawn(&mut self, count: usize) {
+        for _ in 0..count {
+            self.tokens.push(Chosen::There(self.drawn));
+            self.drawn += 1;
+        }
+    }
+
+    /// What the next step embeds in place of a token of this one.
+    pub fn id(&self, place: usize) -> Option<u32> {
+        Some(match self.tokens.get(place)? {
+            Chosen::Here(token) => token.id,
+            Chosen::There(number) => FOLLOWS | number,
+        })
+    }
+}
+
+/// Room for what tokens of a turn ask of their rows.
 #[derive(Default)]
 pub(crate) struct Choices {
     prepared: Vec<Prepared>,
-    /// Places of the tokens that the backend chooses.
-    places: Vec<usize>,
-    chosen: Vec<TokenOut>,
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Pushes a token for each of these samples, whose logits lie in the logits buffer, in their order.
-    pub(crate) fn choose<'a>(
-        &mut self,
-        samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
-        out: &mut Vec<TokenOut>,
-    ) {
+    /// Chooses a token for each of these samples, whose logits lie in the logits buffer, in their order, or has the backend draw it.
+    pub(crate) fn choose<'a>(&mut self, samples: impl Iterator<Item = &'a Sample<'a>> + Clone, flight: &mut Flight) {
         let vocab = self.config.vocab_size as usize;
         if self.backend.samples(vocab) {
-            return self.choose_there(vocab, samples, out);
+            return self.choose_there(vocab, samples, flight);
         }
         for (row, sample) in samples.enumerate() {
             self.read_logits(row);
-            out.push(self.sampler.sample(&mut self.inputs.logits, sample));
+            let token = self.sampler.sample(&mut self.inputs.logits, sample);
+            flight.tokens.push(Chosen::Here(token));
         }
     }
 
@@ -47,55 +94,61 @@ impl<B: Backend> Decoder<B> {
         &mut self,
         vocab: usize,
         samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
-        out: &mut Vec<TokenOut>,
+        flight: &mut Flight,
     ) {
-        let mut choices = std::mem::take(&mut self.choices);
-        let Choices { prepared, places, chosen } = &mut choices;
-        let first = out.len();
-        places.clear();
+        let Choices { mut prepared } = std::mem::take(&mut self.choices);
+        let first = flight.tokens.len();
         for (row, sample) in samples.clone().enumerate() {
             if prepared.len() <= row {
                 prepared.push(Prepared::default());
             }
             let prepared = &mut prepared[row];
-            let token = match self.sampler.prepare(sample, vocab, prepared) {
-                Err(error) => failed(sample, &error),
-                Ok(()) if by_backend(sample, prepared.changes.len()) => {
-                    places.push(row);
-                    TokenOut::default()
-                }
+            match self.sampler.prepare(sample, vocab, prepared) {
+                Err(error) => flight.tokens.push(Chosen::Here(failed(sample, &error))),
+                Ok(()) if by_backend(sample, prepared.changes.len()) => flight.drawn(1),
+                // Before anything is drawn, which may overwrite logits.
                 Ok(()) => {
                     self.read_logits(row);
-                    self.sampler.sample(&mut self.inputs.logits, sample)
+                    let token = self.sampler.sample(&mut self.inputs.logits, sample);
+                    flight.tokens.push(Chosen::Here(token));
+                }
+            }
+        }
+        let tokens = flight.tokens[first..].iter().zip(samples).zip(&prepared).enumerate();
+        let drawn = tokens.filter(|(_, ((token, _), _))| matches!(token, Chosen::There(_)));
+        let draws: Vec<Draw<'_>> = drawn
+            .map(|(row, ((_, sample), prepared))| Draw {
+                mask: prepared.mask(),
+                changes: &prepared.changes,
+                ..draw(row, sample)
+            })
+            .collect();
+        if !draws.is_empty() {
+            let (backend, logits) = self.logits_buffer();
+            backend.draw(logits, vocab, &draws);
+        }
+        drop(draws);
+        self.choices = Choices { prepared };
+    }
+
+    /// Pushes the tokens of a step that was collected, of these samples.
+    pub(crate) fn tell<'a>(
+        &mut self,
+        samples: impl Iterator<Item = &'a Sample<'a>>,
+        flight: &mut Flight,
+        out: &mut Vec<TokenOut>,
+    ) {
+        for (sample, chosen) in samples.zip(flight.tokens.drain(..)) {
+            let token = match chosen {
+                Chosen::Here(token) => token,
+                Chosen::There(number) => {
+                    let token = self.backend.drawn(number, sample.index, sample.params.top_logprobs);
+                    self.sampler.chosen(sample, &token);
+                    token
                 }
             };
             out.push(token);
         }
-        let mut places_left = places.iter().peekable();
-        let draw = |(row, sample): (usize, &'a Sample<'a>)| {
-            let prepared = &prepared[row];
-            places_left.next_if(|&&place| place == row).map(|_| Draw {
-                row,
-                params: sample.params,
-                index: sample.index,
-                mask: prepared.mask(),
-                changes: &prepared.changes,
-            })
-        };
-        let draws: Vec<Draw<'_>> = samples.clone().enumerate().filter_map(draw).collect();
-        chosen.clear();
-        if !draws.is_empty() {
-            let (backend, logits) = self.logits_buffer();
-            backend.sample(logits, vocab, &draws, chosen);
-        }
-        drop(draws);
-        for (&place, token) in places.iter().zip(chosen.drain(..)) {
-            out[first + place] = token;
-        }
-        for (sample, token) in samples.zip(&out[first..]) {
-            self.sampler.chosen(sample, token);
-        }
-        self.choices = choices;
     }
 }
 
@@ -128,6 +181,15 @@ mod tests {
         let room = Room { rows: 64, samples: 64, vocab: VOCAB, ..Room::default() };
         backend.reserve(&room).expect("room");
         Some(backend)
+    }
+
+    /// A step of nothing but these draws.
+    fn drawn<B: Backend>(backend: &mut B, logits: &mut B::Buffer, draws: &[Draw<'_>]) -> Vec<TokenOut> {
+        backend.draw(logits, VOCAB, draws);
+        backend.submit().expect("all asked for");
+        backend.collect().expect("all done");
+        let token = |(number, draw): (u32, &Draw<'_>)| backend.drawn(number, draw.index, draw.params.top_logprobs);
+        (0..).zip(draws).map(token).collect()
     }
 
     /// Parameters of all kinds, alone and together.
@@ -189,9 +251,7 @@ mod tests {
             // Not in the order of their rows.
             let draws: Vec<Draw<'_>> = params.iter().enumerate().rev().map(draw).collect();
             let mut buffer = backend.upload(&logits).expect("logits");
-            let mut out = Vec::new();
-            backend.sample(&mut buffer, VOCAB, &draws, &mut out);
-            backend.finish().expect("all done");
+            let out = drawn(&mut backend, &mut buffer, &draws);
             assert_eq!(out.len(), draws.len());
             for (draw, got) in draws.iter().zip(&out) {
                 let row = &logits[draw.row * VOCAB..][..VOCAB];
@@ -232,9 +292,7 @@ mod tests {
         let changes = [LogitChange { add: 100.0, ..LogitChange::none(7) }];
         let draw = |row, mask, changes| Draw { row, params: &greedy, index: 0, mask, changes };
         let mut buffer = backend.upload(&logits).expect("logits");
-        let mut out = Vec::new();
-        backend.sample(&mut buffer, VOCAB, &[draw(0, Some(&mask), &changes), draw(1, Some(&mask), &[])], &mut out);
-        backend.finish().expect("all done");
+        let out = drawn(&mut backend, &mut buffer, &[draw(0, Some(&mask), &changes), draw(1, Some(&mask), &[])]);
         let want = Sampler::new(VOCAB).sample(&mut logits[..VOCAB].to_vec(), &sample(&greedy, 0));
         for (token, id) in out.iter().zip([7, 643]) {
             assert_eq!((token.id, token.logits_digest, token.top[0].0), (id, want.logits_digest, 999));

@@ -1,16 +1,17 @@
 //! The forward pass: embeddings, layers, output head, over buffers allocated once.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use baton_engine::RunError;
 use baton_grammar::{Grammars, Matchers};
 use baton_kernels::{
-    AttentionShape, Backend, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope, StepInputs,
+    AttentionShape, Backend, Draw, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope, StepInputs,
 };
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
-use crate::choose::Choices;
+use crate::choose::{Choices, Flight};
 use crate::parallel::{Rank, Sharding};
 use crate::weights::{Layer, Weights, load};
 use crate::{ModelError, Sampler, rope};
@@ -36,6 +37,9 @@ pub struct Decoder<B: Backend> {
     pub(crate) backend: B,
     pub(crate) sampler: Sampler,
     pub(crate) choices: Choices,
+    /// Steps that are launched and not collected, and room for more.
+    pub(crate) flights: VecDeque<Flight>,
+    pub(crate) spare: Vec<Flight>,
     grammars: Arc<Grammars>,
     weights: Weights<B>,
     rope: Rope<B::Buffer>,
@@ -170,6 +174,8 @@ impl<B: Backend> Decoder<B> {
             backend,
             sampler,
             choices: Choices::default(),
+            flights: VecDeque::with_capacity(2),
+            spare: (0..2).map(|_| Flight::with_capacity(limits.tokens)).collect(),
             grammars,
             weights,
             rope,
@@ -218,11 +224,12 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V, on all ranks. A padded step goes on to the
-    /// logits of its rows, and nobody is told of its layers: the backend may do it as a whole.
-    pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+    /// logits of its rows and to these draws, and nobody is told of its layers: the backend may do it as a whole.
+    pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32), draws: &[Draw<'_>]) -> Result<(), RunError> {
         let Decoder { config, backend, weights, buffers, inputs, shapes, rope, local_rope, parallel, .. } = self;
         let (padded, heads) = (inputs.padded.is_some(), config.heads as usize);
-        let step = StepInputs { ids: &inputs.ids, sampled: &inputs.sampled, batches: &inputs.batches, heads, padded };
+        let (ids, sampled, batches) = (&inputs.ids, &inputs.sampled, &inputs.batches);
+        let step = StepInputs { ids, sampled, batches, heads, padded, draws };
         let mut run = |backend: &mut B| -> Result<(), RunError> {
             backend.embed(&weights.embedding, &inputs.ids, config.embedding_scale, &mut buffers.x);
             for (l, layer) in weights.layers.iter().enumerate() {
@@ -234,6 +241,9 @@ impl<B: Backend> Decoder<B> {
             }
             if padded {
                 logits(config, backend, weights, buffers, &inputs.sampled);
+            }
+            if !draws.is_empty() {
+                backend.draw(&mut buffers.logits, config.vocab_size as usize, draws);
             }
             Ok(())
         };

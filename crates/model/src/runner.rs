@@ -1,9 +1,10 @@
 //! [`ModelRunner`] for the decoder: a batch in, one sampled token per sampling row out.
 
-use baton_engine::{Batch, ModelRunner, RunError};
-use baton_kernels::Backend;
+use baton_engine::{Batch, ModelRunner, Row, RunError};
+use baton_kernels::{Backend, Draw, KernelError};
 use baton_types::TokenOut;
 
+use crate::choose::{Flight, draw, plain};
 use crate::decoder::Inputs;
 use crate::{Decoder, Sampler};
 
@@ -21,7 +22,10 @@ impl<B: Backend> Decoder<B> {
             if start + len > self.limits.context || self.inputs.ids.len() + len > self.limits.tokens {
                 return Err(RunError(format!("{len} tokens at position {start} exceed the limits {:?}", self.limits)));
             }
-            self.inputs.ids.extend_from_slice(row.tokens);
+            match self.followed(row)? {
+                Some(id) => self.inputs.ids.push(id),
+                None => self.inputs.ids.extend_from_slice(row.tokens),
+            }
             for (ragged, table) in self.inputs.batches.iter_mut().zip(row.tables) {
                 ragged.push_around(start, len, table.present(), (table.holes() * self.block_size) as usize);
             }
@@ -31,6 +35,14 @@ impl<B: Backend> Decoder<B> {
         }
         self.pad();
         Ok(())
+    }
+
+    /// In place of a row's token, what the step launched before this one chooses, for the backend or already known.
+    fn followed(&self, row: &Row<'_>) -> Result<Option<u32>, RunError> {
+        let Some(place) = row.follows else { return Ok(None) };
+        let id = self.flights.back().and_then(|flight| flight.id(place as usize));
+        let none = || RunError(format!("row of sequence {} follows a step that is not in flight", row.seq));
+        if row.tokens.len() == 1 { id.ok_or_else(none).map(Some) } else { Err(none()) }
     }
 
     /// Rows that all are one token and sample are padded to what the backend says, as far as there is room for their logits. Several ranks
@@ -50,17 +62,21 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Makes the batch's copies and runs its rows through all layers.
-    fn compute(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
-        self.take_batch(batch)?;
+    fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        draws: &[Draw<'_>],
+    ) -> Result<(), RunError> {
         batch.swap_out.iter().for_each(|swap| self.backend.swap_out(swap.group, swap.block, swap.host));
         batch.swap_in.iter().for_each(|swap| self.backend.swap_in(swap.group, swap.host, swap.block));
         batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
-        self.forward(on_layer)
+        self.forward(on_layer, draws)
     }
 
     /// Computes the logits of the sampling rows, as many together as there is room for, and hands each portion to `turn(decoder, first of
-    /// the sampling rows, how many)`, on the first of several ranks, which has them; then waits for all, and tells of the layers of a step
-    /// that was done as a whole.
+    /// the sampling rows, how many)`, on the first of several ranks, which has them; then tells of the layers of a step that was done as a
+    /// whole.
     fn in_turns(
         &mut self,
         on_layer: &mut dyn FnMut(u32),
@@ -82,7 +98,7 @@ impl<B: Backend> Decoder<B> {
             self.backend.publish();
             (0..self.config.layers).for_each(on_layer);
         }
-        self.backend.finish().map_err(|error| RunError(error.to_string()))
+        Ok(())
     }
 
     /// For those who look at logits: runs a batch and hands each sampling row's (`[vocab]`) to `each(row index among the sampling
@@ -93,26 +109,78 @@ impl<B: Backend> Decoder<B> {
         on_layer: &mut dyn FnMut(u32),
         each: &mut dyn FnMut(&mut Sampler, usize, &mut [f32]),
     ) -> Result<(), RunError> {
-        self.compute(batch, on_layer)?;
+        self.take_batch(batch)?;
+        self.compute(batch, on_layer, &[])?;
         self.in_turns(on_layer, |decoder, first, count| {
             for i in 0..count {
                 decoder.read_logits(i);
                 each(&mut decoder.sampler, first + i, &mut decoder.inputs.logits);
             }
-        })
+        })?;
+        self.backend.finish().map_err(failed)
+    }
+
+    /// Waits for what was launched, and nobody hears of it.
+    pub(crate) fn abandon(&mut self) {
+        while let Some(flight) = self.flights.pop_front() {
+            // Whatever it says: the step has failed.
+            let _ = self.backend.collect();
+            self.spare.push(flight);
+        }
+    }
+
+    /// Asks for all of a step, and waits for none of it but the logits of rows whose tokens are chosen here.
+    fn ask(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32), flight: &mut Flight) -> Result<(), RunError> {
+        self.take_batch(batch)?;
+        let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
+        // Tokens of a padded step can be drawn within it.
+        let there = self.backend.samples(self.config.vocab_size as usize);
+        if self.inputs.padded.is_some() && there && samples.clone().all(plain) {
+            let draws: Vec<Draw<'_>> = samples.enumerate().map(|(row, sample)| draw(row, sample)).collect();
+            self.compute(batch, on_layer, &draws)?;
+            flight.drawn(draws.len());
+            self.in_turns(on_layer, |_, _, _| ())?;
+        } else {
+            self.compute(batch, on_layer, &[])?;
+            let turn =
+                |decoder: &mut Self, first, count| decoder.choose(samples.clone().skip(first).take(count), flight);
+            self.in_turns(on_layer, turn)?;
+        }
+        self.backend.submit().map_err(failed)
     }
 }
 
+fn failed(error: KernelError) -> RunError {
+    RunError(error.to_string())
+}
+
 impl<B: Backend> ModelRunner for Decoder<B> {
-    fn run(
-        &mut self,
-        batch: &Batch<'_>,
-        on_layer: &mut dyn FnMut(u32),
-        out: &mut Vec<TokenOut>,
-    ) -> Result<(), RunError> {
-        self.compute(batch, on_layer)?;
-        let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
-        self.in_turns(on_layer, |decoder, first, count| decoder.choose(samples.clone().skip(first).take(count), out))
+    fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+        let mut flight = self.spare.pop().unwrap_or_default();
+        flight.clear();
+        let asked = self.ask(batch, on_layer, &mut flight);
+        match &asked {
+            Ok(()) => self.flights.push_back(flight),
+            Err(_) => self.spare.push(flight),
+        }
+        asked
+    }
+
+    fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        let Some(mut flight) = self.flights.pop_front() else {
+            return Err(RunError("no step was launched".to_owned()));
+        };
+        let collected = self.backend.collect().map_err(failed);
+        if collected.is_ok() {
+            let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
+            self.tell(samples, &mut flight, out);
+        }
+        self.spare.push(flight);
+        collected
+    }
+
+    fn overlaps(&self) -> bool {
+        self.backend.overlaps() && self.ranks() == 1
     }
 
     fn lost(&mut self) -> Option<RunError> {

@@ -39,6 +39,15 @@ pub struct SamplingParams {
     pub constraint: Option<Arc<Constraint>>,
 }
 
+impl SamplingParams {
+    /// Whether what may come next depends on the tokens of the answer so far, beyond what they do to the model's logits: a constraint, or
+    /// a penalty.
+    pub fn looks_back(&self) -> bool {
+        let penalties = [self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0];
+        self.constraint.is_some() || penalties.iter().any(|penalty| *penalty != 0.0)
+    }
+}
+
 impl Default for SamplingParams {
     fn default() -> Self {
         SamplingParams {

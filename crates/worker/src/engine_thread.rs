@@ -1,5 +1,9 @@
 //! The dedicated thread that owns the engine and the model and runs steps; everything reaches it as commands.
+//!
+//! A model that computes on a device of its own has the next step launched behind the one that it computes, so that it never waits for
+//! this thread: tokens are delivered, commands taken and the step after the next planned while it works.
 
+use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -22,11 +26,11 @@ pub trait Role: Send + 'static {
     fn command(&mut self, engine: &mut Engine, command: Self::Command, events: &mut Vec<Event>);
     /// Handles an event of the engine.
     fn event(&mut self, engine: &mut Engine, event: Event);
-    /// A step is about to run.
+    /// A step is about to be launched.
     fn step_planned(&mut self, _engine: &Engine, _step: &Step) {}
-    /// K and V of a layer are in the pool for all rows of the step.
+    /// K and V of a layer are in the pool for all rows of the step, or will be before what is read from there from now on.
     fn layer_stored(&mut self, _layer: u32) {}
-    /// The step has run; events follow.
+    /// All layers of the step were told of; its events follow, maybe after those of the step before it.
     fn step_done(&mut self, _engine: &mut Engine) {}
 }
 
@@ -116,8 +120,8 @@ pub fn start<R: Role>(
     let handle = EngineHandle { commands: Commands(commands), snapshot };
     let role = make(handle.commands())?;
     let prefills = PrefillRate::default();
-    let (events, out) = (Vec::new(), Vec::new());
-    let thread = Thread { engine, runner, role, inbox, publish, prefills, lost: None, events, out };
+    let (events, out, flights, last_end, lost) = (Vec::new(), Vec::new(), VecDeque::new(), None, None);
+    let thread = Thread { engine, runner, role, inbox, publish, prefills, lost, events, out, flights, last_end };
     std::thread::Builder::new().name(name.to_owned()).spawn(move || thread.run(clock))?;
     Ok(handle)
 }
@@ -152,6 +156,17 @@ struct Thread<R: Role> {
     lost: Option<RunError>,
     events: Vec<Event>,
     out: Vec<TokenOut>,
+    /// At most two.
+    flights: VecDeque<Flight>,
+    /// When a step was collected last.
+    last_end: Option<Instant>,
+}
+
+/// A step that was launched, or could not be.
+struct Flight {
+    step: Step,
+    started: Instant,
+    failed: Option<RunError>,
 }
 
 impl<R: Role> Thread<R> {
@@ -161,19 +176,38 @@ impl<R: Role> Thread<R> {
         // Ends when nobody watches any more: the role holds a sender of its own, so the inbox alone never closes.
         while !self.publish.is_closed() {
             self.take_commands(stuck);
-            let planned = self.engine.plan(clock.now(), &mut self.events);
-            // What the plan said (reservations, expiries) comes before what the step will say.
-            self.dispatch();
-            stuck = planned.is_none();
-            if let Some(step) = planned {
-                self.step(step);
+            self.launch(&clock);
+            stuck = self.flights.is_empty();
+            if let Some(flight) = self.flights.pop_front() {
+                self.collect(flight);
             }
             self.report();
-            if let Some(error) = &self.lost {
+            if let Some(error) = self.lost.as_ref().filter(|_| self.flights.is_empty()) {
                 // Who serves requests must be one that can: whoever started this worker starts another.
                 tracing::error!(%error, "nothing can be computed any more; the worker ends");
                 return;
             }
+        }
+    }
+
+    /// Launches steps, as many as may be in flight.
+    fn launch(&mut self, clock: &Clock) {
+        let most = if self.runner.overlaps() { 2 } else { 1 };
+        // What follows a step that was not launched has nothing to follow.
+        let sound =
+            |thread: &Self| thread.lost.is_none() && thread.flights.iter().all(|flight| flight.failed.is_none());
+        while self.flights.len() < most && sound(self) {
+            let planned = self.engine.plan(clock.now(), &mut self.events);
+            // What the plan said (reservations, expiries) comes before what the step will say.
+            self.dispatch();
+            let Some(step) = planned else { return };
+            let Thread { engine, runner, role, .. } = self;
+            let started = Instant::now();
+            role.step_planned(engine, &step);
+            let launched =
+                engine.with_batch(&step, |batch| runner.launch(batch, &mut |layer| role.layer_stored(layer)));
+            role.step_done(engine);
+            self.flights.push_back(Flight { step, started, failed: launched.err() });
         }
     }
 
@@ -195,16 +229,16 @@ impl<R: Role> Thread<R> {
         }
     }
 
-    fn step(&mut self, step: Step) {
-        let started = Instant::now();
-        let Thread { engine, runner, role, out, events, prefills, lost, .. } = self;
-        role.step_planned(engine, &step);
+    fn collect(&mut self, Flight { step, started, failed }: Flight) {
+        let Thread { engine, runner, out, events, prefills, lost, .. } = self;
         out.clear();
-        let outcome = engine.with_batch(&step, |batch| runner.run(batch, &mut |layer| role.layer_stored(layer), out));
+        let outcome = match failed {
+            Some(error) => Err(error),
+            None => engine.with_batch(&step, |batch| runner.collect(batch, out)),
+        };
         // A row of one token that samples is a decode row, also when it is a prompt's last token.
         let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
         let prefilled = u64::from(step.tokens()) - decoded;
-        role.step_done(engine);
         match outcome {
             Ok(()) => engine.apply(step, out, events),
             Err(error) => {
@@ -213,7 +247,10 @@ impl<R: Role> Thread<R> {
                 *lost = runner.lost();
             }
         }
-        let took = started.elapsed();
+        // It was computed behind the one before it.
+        let ended = Instant::now();
+        let took = ended - self.last_end.map_or(started, |last| last.max(started));
+        self.last_end = Some(ended);
         // What computing again would cost: known once something was.
         if prefilled > decoded {
             let prefill_tokens_per_second = prefills.add(prefilled + decoded, took);
@@ -274,9 +311,13 @@ mod tests {
     struct Failing(u32);
 
     impl ModelRunner for Failing {
-        fn run(&mut self, _: &Batch<'_>, _: &mut dyn FnMut(u32), _: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        fn launch(&mut self, _: &Batch<'_>, _: &mut dyn FnMut(u32)) -> Result<(), RunError> {
             self.0 -= 1;
             Err(RunError("an illegal address".to_owned()))
+        }
+
+        fn collect(&mut self, _: &Batch<'_>, _: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            Ok(())
         }
 
         fn lost(&mut self) -> Option<RunError> {

@@ -98,14 +98,12 @@ mod tests {
     struct Noting(FakeModel, Vec<usize>);
 
     impl ModelRunner for Noting {
-        fn run(
-            &mut self,
-            batch: &Batch<'_>,
-            on_layer: &mut dyn FnMut(u32),
-            out: &mut Vec<TokenOut>,
-        ) -> Result<(), RunError> {
+        fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
             self.1.extend(batch.rows.iter().map(|row| row.tokens.len()));
-            self.0.run(batch, on_layer, out)
+            self.0.launch(batch, on_layer)
+        }
+        fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            self.0.collect(batch, out)
         }
     }
 

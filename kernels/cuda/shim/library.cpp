@@ -88,7 +88,7 @@ const std::vector<Structure>& structures() {
         S(KvPlanes, O(KvPlanes, base), O(KvPlanes, block), O(KvPlanes, value), O(KvPlanes, head), O(KvPlanes, type),
           O(KvPlanes, block_size), O(KvPlanes, head_dim)),
         S(Embed, O(Embed, table), O(Embed, rows), O(Embed, out), O(Embed, table_type), O(Embed, out_type), O(Embed, count),
-          O(Embed, width), O(Embed, scale)),
+          O(Embed, width), O(Embed, scale), O(Embed, drawn)),
         S(RmsNorm, O(RmsNorm, x), O(RmsNorm, add), O(RmsNorm, weight), O(RmsNorm, out), O(RmsNorm, x_type), O(RmsNorm, y_type),
           O(RmsNorm, rows), O(RmsNorm, width), O(RmsNorm, eps)),
         S(Add, O(Add, x), O(Add, y), O(Add, elements), O(Add, x_type), O(Add, y_type)),

@@ -1,11 +1,13 @@
 // Rows of a table by their numbers, scaled: out[i] = table[rows[i]] · scale. With a scale of 1 it gathers rows of activations.
 //
-// table: [any, width] of table_type. rows: [count] u32, each inside the table (the host has checked the ids); row i is row i of the table
-// without them, so that this is also how f32 becomes bf16 before a product. out: [count, width] of out_type. Same operations: `embed` (of
+// table: [any, width] of table_type. rows: [count] u32, each inside the table (the host has checked the ids), or FOLLOWS with the number of a
+// token in `drawn` (sample.cu) whose id it is, which the host need not know; row i is row i of the table without them, so that this is also
+// how f32 becomes bf16 before a product. out: [count, width] of out_type. Same operations: `embed` (of
 // a table made dense by dequantise.cu) and `gather_rows` in kernels/src/backend.rs.
 //
 // Threads: one octet each. Bytes moved: count rows of the table, and out. Bound: memory bandwidth. Limits: width a multiple of 8.
 #include "common.cuh"
+#include "drawn.cuh"
 
 namespace baton {
 
@@ -18,7 +20,11 @@ struct Embed {
     u32 count;
     u32 width;
     float scale;
+    const Sampled* drawn;
 };
+
+/// In place of a row: that of a token in `drawn`.
+constexpr u32 FOLLOWS = 1u << 31;
 
 constexpr u32 EMBED_THREADS = 128;
 
@@ -28,6 +34,7 @@ BATON_KERNEL(EMBED_THREADS) baton_embed(const __grid_constant__ Embed p) {
     u32 column = (blockIdx.y * EMBED_THREADS + threadIdx.x) * OCTET;
     if (column >= p.width) return;
     u64 row = p.rows ? p.rows[blockIdx.x] : blockIdx.x;
+    if (p.rows && row & FOLLOWS) row = p.drawn[row & ~FOLLOWS].id;
     Octet x = load8(p.table_type, p.table, row * p.width + column);
 #pragma unroll
     for (u32 k = 0; k < OCTET; k++) x.x[k] *= p.scale;

@@ -15,11 +15,12 @@
 // Threads: a thread block a row. Bytes moved: logits once for the maximum and twice (no filter) to sixteen times (all filters), from L2.
 // Bound: L2 bandwidth of one multiprocessor, about 5 µs for each 128k logits, and shared-memory atomics. Limits: vocab up to 2^22.
 #include "digest.cuh"
+#include "drawn.cuh"
 
 namespace baton {
 
 constexpr u32 NO_LOGPROBS = 0xffffffffu;
-constexpr u32 MAX_TOP_LOGPROBS = 20;
+constexpr u32 NO_ROW = 0xffffffffu;
 
 /// A row's parameters, as `SamplingParams` in crates/types/src/sampling.rs.
 struct SampleRow {
@@ -34,19 +35,8 @@ struct SampleRow {
     float min_p;
     /// NO_LOGPROBS, or how many of the most likely.
     u32 top_logprobs;
-    /// Of the logits.
+    /// Of the logits; NO_ROW: nothing is chosen.
     u32 row;
-};
-
-/// What was chosen; all but `id` only with log probabilities.
-struct Sampled {
-    u32 id;
-    /// Of `id`.
-    float logprob;
-    /// Of the row of raw logits.
-    u64 digest;
-    u32 top_ids[MAX_TOP_LOGPROBS];
-    float top_logprobs[MAX_TOP_LOGPROBS];
 };
 
 struct Sample {
@@ -281,6 +271,7 @@ __device__ inline u64 digest_row(const float* raw, u32 vocab) {
 BATON_KERNEL(SAMPLE_THREADS) baton_sample(const __grid_constant__ Sample p) {
     BATON_SHARED(SampleShared, shared);
     SampleRow row = p.rows[blockIdx.x];
+    if (row.row == NO_ROW) return;
     Sampled& out = p.out[blockIdx.x];
     const float* logits = p.logits + static_cast<u64>(row.row) * p.vocab;
     u32 id = argmax(shared, logits, p.vocab);

@@ -75,7 +75,7 @@ TEST(embed_takes_the_rows_and_scales_them) {
             if (count > 1) rows[0] = vocabulary - 1;
             for (Element type : {Element::F32, Element::Bf16}) {
                 Array out(type, static_cast<u64>(count) * width);
-                run(baton_embed, Embed{table.data(), rows.data(), out.data(), Element::Bf16, type, count, width, 25.25f});
+                run(baton_embed, Embed{table.data(), rows.data(), out.data(), Element::Bf16, type, count, width, 25.25f, nullptr});
                 for (u64 i = 0; i < out.count; i++) {
                     double want = table[rows[i / width] * width + i % width] * 25.25;
                     CHECK_NEAR(out[i], want, std::fabs(want) * rounding(type), "element %llu of %u rows of %u", i, count, width);
@@ -83,6 +83,17 @@ TEST(embed_takes_the_rows_and_scales_them) {
             }
         }
     }
+}
+
+TEST(embed_takes_the_rows_of_what_was_drawn) {
+    Random random{4};
+    u32 vocabulary = 11, width = 136;
+    Array table = normals(Element::Bf16, vocabulary * width, random), out(Element::F32, 4ull * width);
+    std::vector<Sampled> drawn(3);
+    for (u32 i = 0; i < 3; i++) drawn[i].id = 10 - 4 * i;
+    std::vector<u32> rows = {FOLLOWS | 2, 5, FOLLOWS | 0, FOLLOWS | 2}, want = {2, 5, 10, 2};
+    run(baton_embed, Embed{table.data(), rows.data(), out.data(), Element::Bf16, Element::F32, 4, width, 1.0f, drawn.data()});
+    for (u64 i = 0; i < out.count; i++) CHECK(out[i] == table[want[i / width] * width + i % width], "element %llu", i);
 }
 
 } // namespace test

@@ -86,6 +86,16 @@ static std::vector<float> random_logits(u32 count, Random& random, double spread
     return out;
 }
 
+TEST(a_place_without_a_row_is_left_as_it_is) {
+    std::vector<float> logits = {1, 2, 9, 4, 5, 6, 7, 8};
+    std::vector<SampleRow> rows(3, greedy());
+    for (u32 i : {0u, 2u}) rows[i].row = NO_ROW;
+    std::vector<Sampled> out(3);
+    for (Sampled& sampled : out) sampled.id = 77;
+    run(baton_sample, Sample{logits.data(), logits.data(), rows.data(), out.data(), 3, 8});
+    CHECK(out[0].id == 77 && out[1].id == 2 && out[2].id == 77, "%u, %u, %u", out[0].id, out[1].id, out[2].id);
+}
+
 TEST(greedy_takes_the_likeliest_and_the_lowest_of_equals) {
     Random random{17};
     for (u32 vocab : {1u, 31u, 32u, 33u, 511u, 513u, 2003u}) {

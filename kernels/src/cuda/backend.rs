@@ -169,10 +169,14 @@ impl<D: Device> CudaBackend<D> {
             (None, None) => return Ok(()),
         };
         let (table, table_type) = table;
-        let touches = [Access::Read(table), Access::Read(indices), Access::Write(out)];
+        let drawn = self.sampling.drawn();
+        // Where nothing was ever drawn, no row follows a draw.
+        let touches =
+            [Access::Read(table), Access::Read(indices), Access::Write(out), Access::Read(drawn.unwrap_or(indices))];
         let (count, width, out_type) = (rows.len() as u32, width as u32, Element::F32);
-        let params =
-            Embed { table: table.at(), rows: indices.at(), out: out.at(), table_type, out_type, count, width, scale };
+        let drawn = drawn.map_or(Address::default(), |drawn| drawn.at());
+        let (table, rows, out) = (table.at(), indices.at(), out.at());
+        let params = Embed { table, rows, out, table_type, out_type, count, width, scale, drawn };
         self.queue.launch("baton_embed", &params, &touches)
     }
 
@@ -221,6 +225,7 @@ impl<D: Device> CudaBackend<D> {
             count: input.rows as u32,
             width: cols as u32,
             scale: 1.0,
+            drawn: Address::default(),
         };
         self.queue.launch("baton_embed", &params, &[Access::Read(x), Access::Write(out)])
     }

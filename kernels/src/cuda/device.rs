@@ -8,6 +8,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::pinned::HostCopies;
 use super::sharing::SharingDevice;
 use crate::{HostPool, KernelError};
 
@@ -202,7 +203,7 @@ pub struct Gemm<'a> {
 }
 
 /// A GPU, or what stands in for one. Work is put into streams and done later; an error of the work may come with any later call.
-pub trait Device: Send + Sync + 'static {
+pub trait Device: HostCopies {
     /// What is known of it.
     fn properties(&self) -> &Properties;
     /// Bytes of its memory that nobody has.

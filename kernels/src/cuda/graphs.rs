@@ -15,6 +15,8 @@ pub(super) struct Size {
     pub rows: usize,
     /// Splits of a row's KV that there is room for.
     pub splits: u32,
+    /// Whether its tokens are drawn in it.
+    pub draws: bool,
 }
 
 /// Rows that a step of `rows` single rows is padded to: a power of two up to 8, then multiples of 8, and of 32 beyond 64, where eight rows
@@ -99,14 +101,15 @@ mod tests {
 
     #[test]
     fn a_size_is_run_then_captured_then_replayed_and_few_are_kept() {
-        let (mut graphs, size) = (Graphs::default(), |rows| Size { rows, splits: 1 });
+        let (mut graphs, size) = (Graphs::default(), |rows| Size { rows, splits: 1, draws: false });
         for rows in 0..KEPT {
             assert_eq!(graphs.next(size(rows)), Next::Run);
             assert_eq!(graphs.done(size(rows), None), None);
             assert_eq!(graphs.next(size(rows)), Next::Capture);
             assert_eq!(graphs.done(size(rows), Some(Graph(rows))), None);
         }
-        assert_eq!(graphs.next(Size { rows: 0, splits: 2 }), Next::Run, "another size");
+        assert_eq!(graphs.next(Size { splits: 2, ..size(0) }), Next::Run, "another size");
+        assert_eq!(graphs.next(Size { draws: true, ..size(0) }), Next::Run, "and another");
         assert_eq!(graphs.next(size(0)), Next::Replay(Graph(0)));
         assert_eq!(graphs.done(size(KEPT), None), Some(Graph(1)), "0 was used since");
         assert_eq!(graphs.next(size(1)), Next::Run);

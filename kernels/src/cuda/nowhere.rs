@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
+use super::pinned::HostCopies;
 use super::sharing::SharingDevice;
 use crate::KernelError;
 
@@ -92,6 +93,36 @@ impl Device for Nowhere {
     fn forget(&self, _graph: Graph) {}
 }
 
+impl HostCopies for Nowhere {
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        let none = KernelError::Memory { bytes };
+        let Ok(layout) = Layout::from_size_align(bytes.max(1), 64) else { return Err(none) };
+        // SAFETY: at least one byte.
+        let at = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(none)?;
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).insert(at, layout);
+        Ok(at)
+    }
+
+    fn unpin(&self, at: NonNull<u8>) {
+        if let Some(layout) = self.pinned.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
+            // SAFETY: allocated above with this layout, and forgotten by now.
+            unsafe { dealloc(at.as_ptr(), layout) };
+        }
+    }
+
+    unsafe fn read_later(&self, _stream: Stream, _from: Piece<'_>, _to: NonNull<u8>) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    unsafe fn write_later(&self, _stream: Stream, _to: Piece<'_>, _from: NonNull<u8>) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn settle(&self, _event: Event) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
 impl SharingDevice for Nowhere {
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
         self.allocate(bytes)
@@ -103,26 +134,6 @@ impl SharingDevice for Nowhere {
         self.allocate(bytes)
     }
     fn close(&self, _at: Address) {}
-    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
-        let none = KernelError::Memory { bytes };
-        let Ok(layout) = Layout::from_size_align(bytes.max(1), 64) else { return Err(none) };
-        // SAFETY: at least one byte.
-        let at = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(none)?;
-        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).insert(at, layout);
-        Ok(at)
-    }
-    fn unpin(&self, at: NonNull<u8>) {
-        if let Some(layout) = self.pinned.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
-            // SAFETY: allocated above with this layout, and forgotten by now.
-            unsafe { dealloc(at.as_ptr(), layout) };
-        }
-    }
-    unsafe fn read_later(&self, _stream: Stream, _from: Piece<'_>, _to: NonNull<u8>) -> Result<(), KernelError> {
-        Ok(())
-    }
-    unsafe fn write_later(&self, _stream: Stream, _to: Piece<'_>, _from: NonNull<u8>) -> Result<(), KernelError> {
-        Ok(())
-    }
     fn is_done(&self, _event: Event) -> Result<bool, KernelError> {
         Ok(true)
     }

@@ -78,6 +78,18 @@ impl<D: Device> Backend for CudaBackend<D> {
         self.queue.device.lost()
     }
 
+    fn submit(&mut self) -> Result<(), KernelError> {
+        self.end_step()
+    }
+
+    fn collect(&mut self) -> Result<(), KernelError> {
+        self.collect_step()
+    }
+
+    fn overlaps(&self) -> bool {
+        true
+    }
+
     fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
         self.pool.reserve_swap(blocks)
     }
@@ -186,7 +198,11 @@ impl<D: Device> Backend for CudaBackend<D> {
         sampling::takes(vocab)
     }
 
-    fn sample(&mut self, logits: &mut Memory<D>, vocab: usize, draws: &[Draw<'_>], out: &mut Vec<TokenOut>) {
-        self.attempt(|b| b.choose(logits, vocab, draws, out));
+    fn draw(&mut self, logits: &mut Memory<D>, vocab: usize, draws: &[Draw<'_>]) {
+        self.attempt(|b| b.sampling.run(&b.queue, logits, vocab, draws));
+    }
+
+    fn drawn(&self, number: u32, index: u32, top: Option<u32>) -> TokenOut {
+        self.token(number, index, top)
     }
 }

@@ -95,6 +95,8 @@ pub(crate) struct Embed {
     pub count: u32,
     pub width: u32,
     pub scale: f32,
+    /// Where rows that follow a draw find it.
+    pub drawn: Address,
 }
 
 // SAFETY: as in embed.cu.
@@ -391,12 +393,14 @@ unsafe impl Params for Dequantise {
 
 /// Most of the likeliest tokens that are told of.
 pub(crate) const MAX_TOP_LOGPROBS: usize = 20;
+/// Instead of a row of logits: none, nothing is chosen.
+pub(crate) const NO_ROW: u32 = u32::MAX;
 /// Instead of how many of the likeliest are told of: no log probabilities.
 pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
 
 /// How a token is chosen from a row of logits.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct SampleRow {
     pub seed: u64,
     pub index: u32,
@@ -500,7 +504,7 @@ mod tests {
         for (name, layout) in [
             layout!(Tile: row, rows, position, table),
             layout!(KvPlanes: base, block, value, head, kv_type, block_size, head_dim),
-            layout!(Embed: table, rows, out, table_type, out_type, count, width, scale),
+            layout!(Embed: table, rows, out, table_type, out_type, count, width, scale, drawn),
             layout!(RmsNorm: x, add, weight, out, x_type, y_type, rows, width, eps),
             layout!(Add: x, y, elements, x_type, y_type),
             layout!(GateMul: gate, up, out, element, act, rows, width, gate_stride, up_stride, out_stride),

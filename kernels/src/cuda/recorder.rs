@@ -43,6 +43,8 @@ pub enum Recorded {
     Wait(Stream, Event),
     /// The host waited for a stream.
     Synchronise(Stream),
+    /// The host waited for an event.
+    Settle(Event),
     /// Memory was exported.
     Export,
     /// So many bytes of another process's memory opened.

@@ -1,12 +1,16 @@
-//! Choosing tokens on the device: one copy there, one kernel for each thing to do, one small copy back.
+//! Choosing tokens on the device: one copy there, one kernel for each thing to do, and one small copy back when the step is submitted.
+//!
+//! What was drawn stays where it is until the next step draws, so that step's embedding can look it up before the host knows it.
 
 use baton_types::TokenOut;
 
 use super::backend::CudaBackend;
-use super::device::{Access, Address, Device, Memory};
+use super::device::{Access, Address, Device, Memory, Piece};
 use super::params::{
-    AdjustLogits, Element, Embed, LogitEntry, MAX_TOP_LOGPROBS, MaskLogits, NO_LOGPROBS, Sample, SampleRow, Sampled,
+    AdjustLogits, Element, Embed, LogitEntry, MAX_TOP_LOGPROBS, MaskLogits, NO_LOGPROBS, NO_ROW, Sample, SampleRow,
+    Sampled,
 };
+use super::pinned::{Landings, Uploads};
 use super::queue::{Queue, bytes_of, bytes_of_mut};
 use crate::backend::Room;
 use crate::{Draw, KernelError, MAX_LOGIT_CHANGES};
@@ -23,16 +27,25 @@ pub(super) fn takes(vocab: usize) -> bool {
 pub(super) struct Sampling<D: Device> {
     /// What is copied there next.
     bytes: Vec<u8>,
+    uploads: Uploads<D>,
     inputs: Option<Memory<D>>,
     /// Logits as the model gave them, where others are chosen from than log probabilities are of.
     raw: Option<Memory<D>>,
     out: Option<Memory<D>>,
+    /// Tokens that the step under way draws, so far.
+    count: usize,
+    /// Draws that are on the device already: all that the step asks for.
+    sent: Option<Packed>,
+    landings: Landings<D>,
+    /// What the step collected last drew.
     chosen: Vec<Sampled>,
 }
 
 impl<D: Device> Default for Sampling<D> {
     fn default() -> Self {
-        Sampling { bytes: Vec::new(), inputs: None, raw: None, out: None, chosen: Vec::new() }
+        let (inputs, raw, out) = (None, None, None);
+        let (uploads, landings) = (Uploads::default(), Landings::default());
+        Sampling { bytes: Vec::new(), uploads, inputs, raw, out, count: 0, sent: None, landings, chosen: Vec::new() }
     }
 }
 
@@ -44,6 +57,8 @@ struct Packed {
     masks: usize,
     /// Rows of logits up to the last that is drawn from.
     rows: usize,
+    /// Draws, those of no row too.
+    draws: usize,
     /// Whether log probabilities are wanted of logits that change.
     raw: bool,
 }
@@ -53,8 +68,8 @@ fn mask_words(vocab: usize) -> usize {
     vocab.div_ceil(32)
 }
 
-/// Parameters, changes, rows with masks, masks.
-fn pack(draws: &[Draw<'_>], out: &mut Vec<u8>) -> Packed {
+/// Parameters, those of places without a row up to `padded` too; changes, rows with masks, masks.
+fn pack(draws: &[Draw<'_>], padded: usize, out: &mut Vec<u8>) -> Packed {
     out.clear();
     for draw in draws {
         let p = draw.params;
@@ -71,6 +86,8 @@ fn pack(draws: &[Draw<'_>], out: &mut Vec<u8>) -> Packed {
         };
         out.extend_from_slice(bytes_of(&[row]));
     }
+    let none = SampleRow { row: NO_ROW, ..SampleRow::default() };
+    (draws.len()..padded).for_each(|_| out.extend_from_slice(bytes_of(&[none])));
     let entries = out.len();
     for draw in draws {
         let row = draw.row as u32;
@@ -88,7 +105,8 @@ fn pack(draws: &[Draw<'_>], out: &mut Vec<u8>) -> Packed {
         entries: (entries, draws.iter().map(|draw| draw.changes.len()).sum()),
         mask_rows: (mask_rows, masked().count()),
         masks,
-        rows: draws.iter().map(|draw| draw.row + 1).max().unwrap_or(0),
+        rows: draws.iter().map(|draw| draw.row + 1).max().unwrap_or(0).max(padded),
+        draws: draws.len().max(padded),
         raw: draws
             .iter()
             .any(|draw| draw.params.top_logprobs.is_some() && (draw.mask.is_some() || !draw.changes.is_empty())),
@@ -96,9 +114,9 @@ fn pack(draws: &[Draw<'_>], out: &mut Vec<u8>) -> Packed {
 }
 
 /// What was chosen, as the rest of the program knows it.
-fn token(draw: &Draw<'_>, chosen: &Sampled) -> TokenOut {
-    let plain = TokenOut { index: draw.index, id: chosen.id, ..TokenOut::default() };
-    let Some(top) = draw.params.top_logprobs else { return plain };
+fn token(index: u32, top: Option<u32>, chosen: &Sampled) -> TokenOut {
+    let plain = TokenOut { index, id: chosen.id, ..TokenOut::default() };
+    let Some(top) = top else { return plain };
     let top = chosen.top_ids.iter().copied().zip(chosen.top_logprobs).take(top as usize);
     TokenOut { logprob: Some(chosen.logprob), top: top.collect(), logits_digest: Some(chosen.digest), ..plain }
 }
@@ -113,28 +131,77 @@ impl<D: Device> Sampling<D> {
         let draw = size_of::<SampleRow>() + MAX_LOGIT_CHANGES * size_of::<LogitEntry>() + mask;
         queue.at_least(&mut self.inputs, room.samples * draw)?;
         queue.at_least(&mut self.raw, room.samples * room.vocab * size_of::<f32>())?;
-        queue.at_least(&mut self.out, room.samples * size_of::<Sampled>())?;
+        // A step may draw for all its rows, some at a time.
+        let out = room.samples.max(room.rows) * size_of::<Sampled>();
+        queue.at_least(&mut self.out, out)?;
         self.bytes.reserve(room.samples * draw);
-        self.chosen.reserve(room.samples);
+        self.chosen.reserve(room.samples.max(room.rows));
+        self.uploads.reserve(queue, room.samples * draw)?;
+        self.landings.reserve(queue, out)
+    }
+
+    /// Where what was drawn is looked up.
+    pub fn drawn(&self) -> Option<Piece<'_>> {
+        self.out.as_ref().map(|out| out.piece(0, out.bytes()))
+    }
+
+    /// A step begins.
+    pub fn begin(&mut self) {
+        (self.count, self.sent) = (0, None);
+    }
+
+    /// Brings draws to the device that are asked for in a step of so many rows, all of them and without masks or changes, so that what
+    /// follows depends on their number alone.
+    pub fn send(&mut self, queue: &Queue<D>, draws: &[Draw<'_>], rows: usize) -> Result<(), KernelError> {
+        self.sent = Some(self.bring(queue, draws, rows)?);
         Ok(())
     }
 
-    fn run(
+    fn bring(&mut self, queue: &Queue<D>, draws: &[Draw<'_>], rows: usize) -> Result<Packed, KernelError> {
+        let packed = pack(draws, rows, &mut self.bytes);
+        queue.at_least(&mut self.inputs, self.bytes.len())?;
+        if let Some(inputs) = &self.inputs {
+            self.uploads.send(queue, inputs.piece(0, self.bytes.len()), &self.bytes)?;
+        }
+        Ok(packed)
+    }
+
+    /// The draws that were sent are asked for once more: what was asked for was not done.
+    pub fn again(&mut self) {
+        self.count = 0;
+    }
+
+    /// The step has drawn so many tokens, some other way if not by [`Self::run`].
+    pub fn replayed(&mut self, count: usize) {
+        (self.count, self.sent) = (count, None);
+    }
+
+    /// Draws behind those of the step so far.
+    pub fn run(
         &mut self,
         queue: &Queue<D>,
         logits: &Memory<D>,
         vocab: usize,
         draws: &[Draw<'_>],
     ) -> Result<(), KernelError> {
-        let packed = pack(draws, &mut self.bytes);
-        queue.at_least(&mut self.inputs, self.bytes.len())?;
-        queue.at_least(&mut self.out, draws.len() * size_of::<Sampled>())?;
+        let packed = match self.sent {
+            Some(packed) => packed,
+            None => self.bring(queue, draws, 0)?,
+        };
+        let (first, all) = (self.count, self.count + packed.draws);
+        self.count += draws.len();
         let floats = packed.rows * vocab;
         if packed.raw {
             queue.at_least(&mut self.raw, floats * size_of::<f32>())?;
         }
+        if self.out.as_ref().is_none_or(|out| out.bytes() < all * size_of::<Sampled>()) {
+            if first > 0 {
+                let why = format!("{all} tokens of a step, more than there is room for");
+                return Err(KernelError::Device { operation: "baton_sample".to_owned(), why });
+            }
+            queue.at_least(&mut self.out, all * size_of::<Sampled>())?;
+        }
         let (Some(inputs), Some(out)) = (&self.inputs, &self.out) else { return Ok(()) };
-        queue.write_bytes(inputs.piece(0, self.bytes.len()), &self.bytes)?;
         let (logits, word) = (logits.floats(floats), size_of::<u32>());
         let raw = match &self.raw {
             Some(raw) if packed.raw => raw.floats(floats),
@@ -143,7 +210,8 @@ impl<D: Device> Sampling<D> {
         if packed.raw {
             let (none, element, width) = (Address::default(), Element::F32, vocab as u32);
             let (table, out, count, scale) = (logits.at(), raw.at(), packed.rows as u32, 1.0);
-            let params = Embed { table, rows: none, out, table_type: element, out_type: element, count, width, scale };
+            let (table_type, out_type, drawn) = (element, element, none);
+            let params = Embed { table, rows: none, out, table_type, out_type, count, width, scale, drawn };
             queue.launch("baton_embed", &params, &[Access::Read(logits), Access::Write(raw)])?;
         }
         let (at, count) = packed.mask_rows;
@@ -166,29 +234,51 @@ impl<D: Device> Sampling<D> {
         let params =
             AdjustLogits { logits: logits.at(), entries: entries.at(), count: count as u32, vocab: vocab as u32 };
         queue.launch("baton_adjust_logits", &params, &[Access::Write(logits), Access::Read(entries)])?;
-        let rows = inputs.piece(0, draws.len() * size_of::<SampleRow>());
-        let out = out.piece(0, draws.len() * size_of::<Sampled>());
-        let (count, vocab) = (draws.len() as u32, vocab as u32);
+        let rows = inputs.piece(0, packed.draws * size_of::<SampleRow>());
+        let out = out.piece(first * size_of::<Sampled>(), packed.draws * size_of::<Sampled>());
+        let (count, vocab) = (packed.draws as u32, vocab as u32);
         let params = Sample { logits: logits.at(), raw: raw.at(), rows: rows.at(), out: out.at(), count, vocab };
         let touches = [Access::Read(logits), Access::Read(raw), Access::Read(rows), Access::Write(out)];
-        queue.launch("baton_sample", &params, &touches)?;
+        queue.launch("baton_sample", &params, &touches)
+    }
+
+    /// The step ends: what it drew goes to the host.
+    fn submit(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
+        let bytes = self.count * size_of::<Sampled>();
+        self.begin();
+        let drawn = self.out.as_ref().filter(|_| bytes > 0).map(|out| out.piece(0, bytes));
+        self.landings.fetch(queue, drawn)
+    }
+
+    /// Waits for the step submitted first of those not collected.
+    fn collect(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         self.chosen.clear();
-        self.chosen.resize(draws.len(), Sampled::default());
-        queue.read(out, bytes_of_mut(&mut self.chosen))
+        let bytes = self.landings.take(queue)?;
+        self.chosen.resize(bytes.len() / size_of::<Sampled>(), Sampled::default());
+        bytes_of_mut(&mut self.chosen).copy_from_slice(bytes);
+        Ok(())
     }
 }
 
 impl<D: Device> CudaBackend<D> {
-    pub(super) fn choose(
-        &mut self,
-        logits: &Memory<D>,
-        vocab: usize,
-        draws: &[Draw<'_>],
-        out: &mut Vec<TokenOut>,
-    ) -> Result<(), KernelError> {
-        self.sampling.run(&self.queue, logits, vocab, draws)?;
-        out.extend(draws.iter().zip(&self.sampling.chosen).map(|(draw, chosen)| token(draw, chosen)));
-        Ok(())
+    pub(super) fn end_step(&mut self) -> Result<(), KernelError> {
+        if let Some(error) = self.failed.take() {
+            self.sampling.begin();
+            return Err(error);
+        }
+        self.sampling.submit(&self.queue)
+    }
+
+    pub(super) fn collect_step(&mut self) -> Result<(), KernelError> {
+        self.sampling.collect(&self.queue)
+    }
+
+    pub(super) fn token(&self, number: u32, index: u32, top: Option<u32>) -> TokenOut {
+        let none = "no such draw: the step was not collected";
+        match self.sampling.chosen.get(number as usize) {
+            Some(chosen) => token(index, top, chosen),
+            None => TokenOut { index, failed: Some(none.to_owned()), ..TokenOut::default() },
+        }
     }
 }
 
@@ -206,13 +296,16 @@ mod tests {
         let changes = [LogitChange::none(3), LogitChange { add: 1.0, ..LogitChange::none(9) }];
         let draw = |row, params, mask, changes| Draw { row, params, index: 0, mask, changes };
         let mut bytes = vec![1];
-        let packed = pack(&[draw(4, &logprobs, None, &[]), draw(1, &plain, Some(&[7]), &changes)], &mut bytes);
-        let want = Packed { entries: (80, 2), mask_rows: (120, 1), masks: 124, rows: 5, raw: false };
+        let packed = pack(&[draw(4, &logprobs, None, &[]), draw(1, &plain, Some(&[7]), &changes)], 0, &mut bytes);
+        let want = Packed { entries: (80, 2), mask_rows: (120, 1), masks: 124, rows: 5, draws: 2, raw: false };
         assert_eq!((packed, bytes.len()), (want, 128));
         assert_eq!(bytes[28..32], [20, 0, 0, 0], "as many as there is room for");
-        assert!(pack(&[draw(0, &logprobs, None, &changes)], &mut bytes).raw);
-        assert!(pack(&[draw(0, &logprobs, Some(&[7]), &[])], &mut bytes).raw);
-        assert_eq!(pack(&[], &mut bytes).rows, 0);
+        assert!(pack(&[draw(0, &logprobs, None, &changes)], 0, &mut bytes).raw);
+        assert!(pack(&[draw(0, &logprobs, Some(&[7]), &[])], 0, &mut bytes).raw);
+        assert_eq!(pack(&[], 0, &mut bytes).rows, 0);
+        let padded = pack(&[draw(0, &plain, None, &[])], 3, &mut bytes);
+        assert_eq!((padded.draws, padded.rows, bytes.len()), (3, 3, 120));
+        assert_eq!((&bytes[32..36], &bytes[72..76]), (&[0; 4][..], &[255; 4][..]), "places without a row");
     }
 
     #[test]

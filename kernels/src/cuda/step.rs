@@ -6,15 +6,17 @@ use super::batch::{Cut, SPLIT};
 use super::device::{Device, Graph, Memory};
 use super::graphs::{self, Graphs, Next, Size};
 use super::inputs::Inputs;
-use super::queue::Queue;
-use crate::KernelError;
+use super::pinned::Uploads;
+use super::queue::{Queue, bytes_of};
 use crate::backend::{AttentionShape, Ragged, Room, StepInputs};
+use crate::{Draw, KernelError};
 
 /// The latest step's inputs, and how steps of its size are done.
 pub(super) struct Steps<D: Device> {
     pub inputs: Inputs,
     /// `inputs` on the device, at the same place as long as there is room.
     pub words: Option<Memory<D>>,
+    uploads: Uploads<D>,
     /// Whether `words` has them.
     sent: bool,
     /// Splits that decode rows of the step under way are launched with.
@@ -30,14 +32,16 @@ impl<D: Device> Steps<D> {
     /// For so many layer groups.
     pub fn new(groups: usize) -> Self {
         let (inputs, graphs) = (Inputs::new(groups), Graphs::default());
-        Steps { inputs, words: None, sent: false, splits: None, graphs, freed: 0, refused: None }
+        let (words, uploads) = (None, Uploads::default());
+        Steps { inputs, words, uploads, sent: false, splits: None, graphs, freed: 0, refused: None }
     }
 
     /// Room for all inputs of steps within these bounds.
     pub fn reserve(&mut self, queue: &Queue<D>, room: &Room) -> Result<(), KernelError> {
         self.sent = false;
         let words = self.inputs.reserve(room);
-        queue.at_least(&mut self.words, words.max(1) * size_of::<u32>())
+        queue.at_least(&mut self.words, words.max(1) * size_of::<u32>())?;
+        self.uploads.reserve(queue, words.max(1) * size_of::<u32>())
     }
 
     /// The word at which these ids are on the device, if they are the step's.
@@ -58,7 +62,7 @@ impl<D: Device> Steps<D> {
         let words = self.inputs.pack();
         queue.at_least(&mut self.words, size_of_val(words).max(1))?;
         if let Some(memory) = &self.words {
-            queue.write(memory.piece(0, size_of_val(words)), words)?;
+            self.uploads.send(queue, memory.piece(0, size_of_val(words)), bytes_of(words))?;
         }
         self.sent = true;
         Ok(())
@@ -70,7 +74,8 @@ fn size(inputs: &StepInputs<'_>, invariant: bool) -> Size {
     let spans = inputs.batches.iter().flat_map(Ragged::spans);
     let longest = spans.map(|span| span.start as u32 / SPLIT + 1).max().unwrap_or(1);
     // Without kernels of decode rows there are no splits.
-    Size { rows: inputs.ids.len(), splits: if invariant { 1 } else { graphs::splits(longest) } }
+    let splits = if invariant { 1 } else { graphs::splits(longest) };
+    Size { rows: inputs.ids.len(), splits, draws: !inputs.draws.is_empty() }
 }
 
 impl<D: Device> CudaBackend<D> {
@@ -80,7 +85,10 @@ impl<D: Device> CudaBackend<D> {
         self.attempt(|b| b.begin(inputs));
         match size {
             _ if self.failed.is_some() => {}
-            Some(size) => self.run_sized(size, run),
+            Some(size) => {
+                self.run_sized(size, run);
+                self.sampling.replayed(inputs.draws.len());
+            }
             None => run(self),
         }
         self.steps.splits = None;
@@ -106,6 +114,7 @@ impl<D: Device> CudaBackend<D> {
                 Err(error) => {
                     tracing::warn!(%error, "decode steps are done one launch at a time: they cannot be captured as graphs");
                     self.steps.refused = Some(error);
+                    self.sampling.again();
                     run(self);
                 }
             },
@@ -152,7 +161,13 @@ impl<D: Device> CudaBackend<D> {
             self.steps.inputs.renew(group, batch, cut);
         }
         self.steps.sent = false;
-        self.steps.send(&self.queue)
+        self.steps.send(&self.queue)?;
+        self.sampling.begin();
+        if inputs.draws.is_empty() {
+            return Ok(());
+        }
+        assert!(inputs.draws.iter().all(Draw::plain), "a step's draws have neither masks nor changes");
+        self.sampling.send(&self.queue, inputs.draws, inputs.ids.len())
     }
 
     fn cut(&self, shape_group: usize, heads: usize) -> Cut {

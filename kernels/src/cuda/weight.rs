@@ -52,7 +52,8 @@ pub(super) fn load<D: Device>(
         match kind {
             Stored::Dense(table_type) => {
                 let (table, out, out_type) = (staged.at(), out.at(), Element::Bf16);
-                let params = Embed { table, rows: none, out, table_type, out_type, count, width, scale: 1.0 };
+                let (scale, drawn) = (1.0, none);
+                let params = Embed { table, rows: none, out, table_type, out_type, count, width, scale, drawn };
                 queue.launch("baton_embed", &params, &touches)?;
             }
             Stored::Quantised(quant) => {

@@ -59,6 +59,21 @@ impl Bench {
         out
     }
 
+    /// Plans a step and launches it, behind another if there is one.
+    pub fn launch(&mut self) -> Option<Step> {
+        let step = self.plan()?;
+        let model = &mut self.model;
+        self.engine.with_batch(&step, |batch| model.launch(batch, &mut |_| {})).unwrap();
+        Some(step)
+    }
+
+    /// Collects the step that was launched first.
+    pub fn collect(&mut self, step: Step) {
+        let (model, mut out) = (&mut self.model, Vec::new());
+        self.engine.with_batch(&step, |batch| model.collect(batch, &mut out)).unwrap();
+        self.engine.apply(step, &mut out, &mut self.events);
+    }
+
     /// One step; the sequences and lengths of its rows.
     pub fn step(&mut self) -> Vec<(u64, u32)> {
         let Some(step) = self.plan() else { return Vec::new() };

@@ -15,7 +15,7 @@ use baton_types::{FinishReason, KvLayout, RequestId, SeqId, TokenOut};
 pub use client::{Client, End, Route, Spec};
 pub use node::{Fault, NodeSpec};
 
-use node::{Node, copy};
+use node::{Flight, Node, copy};
 
 const PREFILL: usize = 0;
 const DECODE: usize = 1;
@@ -45,6 +45,9 @@ pub struct Reached {
     /// Preemptions that swapped, and worlds in which one came back from host memory.
     pub swaps: u64,
     pub returns: u64,
+    /// Steps launched behind another, and rows in them whose token was not known.
+    pub ahead: u64,
+    pub follows: u64,
 }
 
 pub struct World {
@@ -87,7 +90,8 @@ impl World {
     /// Ticks that are enough even if one sequence at a time advanced by one token a tick, each attempt from scratch.
     fn bound(&self) -> u64 {
         let faults = self.nodes.iter().map(|node| node.faults.len() as u64).sum::<u64>();
-        let whole = |s: &Spec| u64::from(s.prompt + 2 * s.max_tokens) + 2 * s.delay + 4;
+        // Beyond its tokens, a row in vain for each end.
+        let whole = |s: &Spec| u64::from(s.prompt + 2 * s.max_tokens) + 2 * s.delay + 8;
         let last = self.clients.iter().map(|c| c.spec.arrival + c.spec.cancel.max(c.spec.resume).unwrap_or(0)).max();
         last.unwrap_or(0) + (6 + faults) * self.clients.iter().map(|c| whole(&c.spec)).sum::<u64>()
     }
@@ -103,7 +107,7 @@ impl World {
                 self.step(side);
                 self.nodes[side].engine.check().unwrap();
             }
-            let over = self.clients.iter().all(|c| c.end.is_some());
+            let over = self.clients.iter().all(|c| c.end.is_some()) && self.nodes.iter().all(|n| n.flights.is_empty());
             if over && self.nodes.iter().all(|node| node.engine.idle()) {
                 break;
             }
@@ -254,23 +258,32 @@ impl World {
         self.handle(DECODE, events);
     }
 
+    /// Launches what can be launched, and collects the step launched first.
     fn step(&mut self, side: usize) {
-        let mut events = Vec::new();
-        let step = self.nodes[side].engine.plan(Time(self.tick), &mut events);
-        self.handle(side, events);
-        let Some(step) = step else { return };
-        let budget = self.nodes[side].engine.config().token_budget;
-        assert!((1..=budget).contains(&step.tokens()), "I5: a step within its budget");
+        let most = if self.nodes[side].ahead { 2 } else { 1 };
+        let sound = |flight: &Flight| flight.fault != Some(Fault::Nothing);
+        while self.nodes[side].flights.len() < most && self.nodes[side].flights.iter().all(sound) {
+            let mut events = Vec::new();
+            let step = self.nodes[side].engine.plan(Time(self.tick), &mut events);
+            self.handle(side, events);
+            let Some(step) = step else { break };
+            let budget = self.nodes[side].engine.config().token_budget;
+            assert!((1..=budget).contains(&step.tokens()), "I5: a step within its budget");
+            self.reached.ahead += u64::from(!self.nodes[side].flights.is_empty());
+            self.reached.follows += step.rows().iter().filter(|row| row.follows.is_some()).count() as u64;
+            self.launch(side, step);
+        }
+        let Some(flight) = self.nodes[side].flights.pop_front() else { return };
         let mut out = Vec::new();
-        let result = self.compute(side, &step, &mut out);
+        let result = self.collect(side, &flight, &mut out);
         // Some clients leave while the step is computed.
         let leaving: Vec<usize> = (0..self.clients.len()).filter(|c| self.leaves_now(*c)).collect();
         self.reached.aborts_in_step += leaving.len() as u64;
         leaving.into_iter().for_each(|c| self.act(Action::Cancel(c)));
         let (mut events, engine) = (Vec::new(), &mut self.nodes[side].engine);
         match result {
-            Ok(()) => engine.apply(step, &mut out, &mut events),
-            Err(error) => engine.fail(step, error, &mut events),
+            Ok(()) => engine.apply(flight.step, &mut out, &mut events),
+            Err(error) => engine.fail(flight.step, error, &mut events),
         }
         self.handle(side, events);
     }
@@ -280,31 +293,33 @@ impl World {
         c % 3 == 1 && spec.cancel.is_some_and(|at| spec.arrival + at == self.tick + 1)
     }
 
-    fn compute(&mut self, side: usize, step: &Step, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+    fn launch(&mut self, side: usize, step: Step) {
         let [prefill, decode] = &mut self.nodes;
         let block_size = prefill.geometry.layout.block_size;
         let (from, to) = (prefill.geometry.clone(), decode.geometry.clone());
-        let (source, mut target) = (prefill.memory.clone(), decode.memory.clone());
         let node = if side == PREFILL { prefill } else { decode };
         let fault = node.faults.iter().find(|(at, _)| *at == self.tick).map(|(_, fault)| *fault);
+        let mut flight = Flight { step, fault, copies: Vec::new() };
         let (clients, owners, model) = (&mut self.clients, &node.clients, &mut node.model);
         if fault == Some(Fault::Nothing) {
-            return Err(RunError("planted".into()));
+            return node.flights.push_back(flight);
         }
         let (mut failure, mut copies) = (None, 0);
+        let Flight { step, copies: eager, .. } = &mut flight;
         node.engine.with_batch(step, |batch| {
             assert_eq!(batch.rows.len(), step.rows().len());
             let mut on_layer = |layer: u32| {
                 let (group, inner) = from.layout.locate(layer).unwrap();
                 for (row, planned) in batch.rows.iter().zip(step.rows()).filter(|(_, planned)| planned.held) {
-                    let client = &mut clients[owners[&row.seq]];
+                    let c = owners[&row.seq];
+                    let client = &mut clients[c];
                     let mut pending = std::mem::take(&mut client.pending);
                     let wanted = |at: &usize| *at >= client.cached && client.targets[group][*at] != HOLE;
                     for at in planned.completed_blocks(block_size).filter(wanted) {
                         let read = from.block_range(group, inner, row.tables[group].blocks()[at]);
                         let write = to.block_range(group, inner, client.targets[group][at]);
                         match client.spec.route {
-                            Route::Eager => copy(&source, &mut target, read.start, write.start, read.len()),
+                            Route::Eager => eager.push((c, client.epoch, read.start, write.start, read.len())),
                             _ => pending.push((read.start, write.start, read.len())),
                         }
                     }
@@ -312,13 +327,31 @@ impl World {
                 }
             };
             copies = batch.copies.len() as u64;
-            failure = model.run(batch, &mut on_layer, out).err();
+            failure = model.launch(batch, &mut on_layer).err();
         });
         self.reached.copies += copies;
         if let Some(error) = failure {
             panic!("the fake saw a broken contract: {error}");
         }
-        match fault {
+        node.flights.push_back(flight);
+    }
+
+    fn collect(&mut self, side: usize, flight: &Flight, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        if flight.fault == Some(Fault::Nothing) {
+            return Err(RunError("planted".into()));
+        }
+        let Node { engine, model, .. } = &mut self.nodes[side];
+        let collected = engine.with_batch(&flight.step, |batch| model.collect(batch, out));
+        if let Err(error) = collected {
+            panic!("the fake saw a broken contract: {error}");
+        }
+        let (source, mut target) = (self.nodes[PREFILL].memory.clone(), self.nodes[DECODE].memory.clone());
+        for &(c, epoch, from, to, len) in &flight.copies {
+            if self.clients[c].epoch == epoch {
+                copy(&source, &mut target, from, to, len);
+            }
+        }
+        match flight.fault {
             Some(Fault::Error) => Err(RunError("planted".into())),
             Some(Fault::Output) => {
                 out.push(TokenOut::default());

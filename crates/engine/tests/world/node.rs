@@ -1,9 +1,9 @@
 //! One side: an engine, a fake model, and the memory both sides can reach.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use baton_engine::fake::{FakeModel, KvMemory, SharedMemory};
-use baton_engine::{Engine, EngineConfig, HOLE};
+use baton_engine::{Engine, EngineConfig, HOLE, Step};
 use baton_types::{KvLayout, PoolGeometry, SeqId};
 
 use super::client::VOCAB;
@@ -24,6 +24,17 @@ pub struct NodeSpec {
     pub blocks: Vec<u32>,
     /// Ticks at which its runner fails.
     pub faults: Vec<(u64, Fault)>,
+    /// Whether steps are launched behind others, and computed only when they are collected.
+    pub ahead: bool,
+    pub late: bool,
+}
+
+/// A step that was launched.
+pub struct Flight {
+    pub step: Step,
+    pub fault: Option<Fault>,
+    /// Copies of eager transfers, made when it is done: client, epoch, byte offsets from and to, length.
+    pub copies: Vec<(usize, u32, usize, usize, usize)>,
 }
 
 pub struct Node {
@@ -33,6 +44,8 @@ pub struct Node {
     pub geometry: PoolGeometry,
     pub faults: Vec<(u64, Fault)>,
     pub clients: BTreeMap<SeqId, usize>,
+    pub ahead: bool,
+    pub flights: VecDeque<Flight>,
 }
 
 impl Node {
@@ -41,7 +54,9 @@ impl Node {
         let memory = SharedMemory::new(geometry.bytes());
         let engine = Engine::new(spec.config, &geometry).unwrap();
         let model = FakeModel::with_memory(geometry.clone(), VOCAB, memory.clone());
-        Node { engine, model, memory, geometry, faults: spec.faults, clients: BTreeMap::new() }
+        let model = if spec.late { model.late() } else { model };
+        let (clients, flights) = (BTreeMap::new(), VecDeque::new());
+        Node { engine, model, memory, geometry, faults: spec.faults, clients, ahead: spec.ahead, flights }
     }
 
     /// Bytes of a sequence's blocks; of one that receives, of those that are lent.

@@ -106,13 +106,17 @@ fn exchanged(config: &ModelConfig, limits: Limits, ranks: usize) -> usize {
 }
 
 impl<B: Backend> ModelRunner for TensorParallel<B> {
-    fn run(
-        &mut self,
-        batch: &Batch<'_>,
-        on_layer: &mut dyn FnMut(u32),
-        out: &mut Vec<TokenOut>,
-    ) -> Result<(), RunError> {
-        self.together(batch, |first| first.run(batch, on_layer, out))
+    fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+        let launched = self.together(batch, |first| first.launch(batch, on_layer));
+        if launched.is_err() {
+            // Another rank's part of it is missing.
+            self.first.abandon();
+        }
+        launched
+    }
+
+    fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+        self.first.collect(batch, out)
     }
 
     /// What the first rank's backend says, or the ranks' exchange where it cannot go on.

@@ -12,6 +12,7 @@ use std::sync::OnceLock;
 use cudarc::driver::{result, sys};
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
+use super::super::pinned::HostCopies;
 use super::super::sharing::SharingDevice;
 use super::{Driver, failed, no_memory};
 use crate::KernelError;
@@ -75,6 +76,47 @@ unsafe extern "C" fn ring(fd: *mut c_void) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
+impl HostCopies for Driver {
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        self.current()?;
+        // SAFETY: new memory is nobody's.
+        let at = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(no_memory(bytes))?;
+        NonNull::new(at.cast()).ok_or(KernelError::Memory { bytes })
+    }
+
+    fn unpin(&self, at: NonNull<u8>) {
+        if self.current().is_ok() {
+            // SAFETY: pinned by `pin`, once.
+            let _ = unsafe { result::free_host(at.as_ptr().cast()) };
+        }
+    }
+
+    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
+        self.refuse_captured("copy from the device", stream)?;
+        let raw = self.raw(stream)?;
+        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), from.at().0, from.bytes(), raw) }
+            .result()
+            .map_err(failed("copy from the device"))
+    }
+
+    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
+        self.refuse_captured("copy to the device", stream)?;
+        let raw = self.raw(stream)?;
+        // SAFETY: as in `read_later`.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to.at().0, from.as_ptr().cast(), to.bytes(), raw) }
+            .result()
+            .map_err(failed("copy to the device"))
+    }
+
+    fn settle(&self, event: Event) -> Result<(), KernelError> {
+        self.current()?;
+        let event = self.raw_event(event)?;
+        // SAFETY: an event lives as long as `self`.
+        unsafe { sys::cuEventSynchronize(event) }.result().map_err(failed("the work so far"))
+    }
+}
+
 impl SharingDevice for Driver {
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
         self.allocate(bytes.checked_next_multiple_of(GRANULARITY).ok_or(KernelError::Memory { bytes })?)
@@ -134,36 +176,6 @@ impl SharingDevice for Driver {
                 let _ = unsafe { sys::cuIpcCloseMemHandle(base) };
             }
         }
-    }
-
-    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
-        self.current()?;
-        // SAFETY: new memory is nobody's.
-        let at = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(no_memory(bytes))?;
-        NonNull::new(at.cast()).ok_or(KernelError::Memory { bytes })
-    }
-
-    fn unpin(&self, at: NonNull<u8>) {
-        if self.current().is_ok() {
-            // SAFETY: pinned by `pin`, once.
-            let _ = unsafe { result::free_host(at.as_ptr().cast()) };
-        }
-    }
-
-    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
-        let raw = self.raw(stream)?;
-        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
-        unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), from.at().0, from.bytes(), raw) }
-            .result()
-            .map_err(failed("copy from the device"))
-    }
-
-    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
-        let raw = self.raw(stream)?;
-        // SAFETY: as in `read_later`.
-        unsafe { sys::cuMemcpyHtoDAsync_v2(to.at().0, from.as_ptr().cast(), to.bytes(), raw) }
-            .result()
-            .map_err(failed("copy to the device"))
     }
 
     fn is_done(&self, event: Event) -> Result<bool, KernelError> {

@@ -9,6 +9,7 @@ use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
+use super::super::pinned::HostCopies;
 use super::super::sharing::SharingDevice;
 use super::HostDevice;
 use crate::KernelError;
@@ -73,6 +74,35 @@ fn open(process: u32, fd: u32) -> std::io::Result<File> {
     OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/fd/{fd}"))
 }
 
+impl HostCopies for HostDevice {
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        let at = self.allocate(bytes)?;
+        NonNull::new(super::host(at)).ok_or(KernelError::Memory { bytes })
+    }
+
+    fn unpin(&self, at: NonNull<u8>) {
+        self.free(Address(at.as_ptr().expose_provenance() as u64));
+    }
+
+    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
+        self.captures().refuse("read", Some(stream))?;
+        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
+        unsafe { std::ptr::copy_nonoverlapping(super::host(from.at()), to.as_ptr(), from.bytes()) };
+        Ok(())
+    }
+
+    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
+        self.captures().refuse("write", Some(stream))?;
+        // SAFETY: as in `read_later`.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), super::host(to.at()), to.bytes()) };
+        Ok(())
+    }
+
+    fn settle(&self, _event: Event) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
 impl SharingDevice for HostDevice {
     /// Filled with ones, as all memory is.
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
@@ -109,27 +139,6 @@ impl SharingDevice for HostDevice {
 
     fn close(&self, at: Address) {
         self.shared().forget(at);
-    }
-
-    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
-        let at = self.allocate(bytes)?;
-        NonNull::new(super::host(at)).ok_or(KernelError::Memory { bytes })
-    }
-
-    fn unpin(&self, at: NonNull<u8>) {
-        self.free(Address(at.as_ptr().expose_provenance() as u64));
-    }
-
-    unsafe fn read_later(&self, _stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
-        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
-        unsafe { std::ptr::copy_nonoverlapping(super::host(from.at()), to.as_ptr(), from.bytes()) };
-        Ok(())
-    }
-
-    unsafe fn write_later(&self, _stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
-        // SAFETY: as in `read_later`.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), super::host(to.at()), to.bytes()) };
-        Ok(())
     }
 
     fn is_done(&self, _event: Event) -> Result<bool, KernelError> {

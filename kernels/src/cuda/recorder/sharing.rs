@@ -4,7 +4,8 @@
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use super::super::device::{Access, Address, Event, Piece, Stream};
+use super::super::device::{Access, Address, Device, Event, Piece, Stream};
+use super::super::pinned::HostCopies;
 use super::super::sharing::SharingDevice;
 use super::{Recorded, Recorder, State};
 use crate::KernelError;
@@ -30,6 +31,53 @@ impl<D: SharingDevice> Recorder<D> {
     /// Imports that nobody has closed.
     pub fn open_imports(&self) -> usize {
         self.state().imports.len()
+    }
+}
+
+impl<D: Device> HostCopies for Recorder<D> {
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
+        let at = self.inner.pin(bytes)?;
+        self.state().note(Recorded::Pin(bytes), address(at), bytes);
+        Ok(at)
+    }
+
+    fn unpin(&self, at: NonNull<u8>) {
+        let mut state = self.state();
+        state.expect_done(address(at), "pinned memory is given back");
+        if state.forget(Recorded::Unpin, address(at)) {
+            self.inner.unpin(at);
+        }
+    }
+
+    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
+        let mut state = self.state();
+        state.log.push(Recorded::Read(from.bytes()));
+        state.refuse("a copy to the host", Some(stream))?;
+        let pinned = Piece::new(address(to), from.bytes());
+        state.touch("read", stream, &[Access::Read(from), Access::Write(pinned)])?;
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.read_later(stream, from, to) }
+    }
+
+    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
+        let mut state = self.state();
+        state.log.push(Recorded::Write(to.bytes()));
+        state.refuse("a copy from the host", Some(stream))?;
+        let pinned = Piece::new(address(from), to.bytes());
+        state.touch("write", stream, &[Access::Write(to), Access::Read(pinned)])?;
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.write_later(stream, to, from) }
+    }
+
+    fn settle(&self, event: Event) -> Result<(), KernelError> {
+        let mut state = self.state();
+        state.log.push(Recorded::Settle(event));
+        match state.events.get(&event).cloned() {
+            Some(known) => super::join(&mut state.host, &known),
+            None => state.problems.push(format!("the host waits for {event:?}, which was never recorded")),
+        }
+        drop(state);
+        self.inner.settle(event)
     }
 }
 
@@ -77,38 +125,6 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
         }
     }
 
-    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
-        let at = self.inner.pin(bytes)?;
-        self.state().note(Recorded::Pin(bytes), address(at), bytes);
-        Ok(at)
-    }
-
-    fn unpin(&self, at: NonNull<u8>) {
-        let mut state = self.state();
-        state.expect_done(address(at), "pinned memory is given back");
-        if state.forget(Recorded::Unpin, address(at)) {
-            self.inner.unpin(at);
-        }
-    }
-
-    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
-        let mut state = self.state();
-        state.log.push(Recorded::Read(from.bytes()));
-        let pinned = Piece::new(address(to), from.bytes());
-        state.touch("read", stream, &[Access::Read(from), Access::Write(pinned)])?;
-        // SAFETY: the caller's promise.
-        unsafe { self.inner.read_later(stream, from, to) }
-    }
-
-    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError> {
-        let mut state = self.state();
-        state.log.push(Recorded::Write(to.bytes()));
-        let pinned = Piece::new(address(from), to.bytes());
-        state.touch("write", stream, &[Access::Write(to), Access::Read(pinned)])?;
-        // SAFETY: the caller's promise.
-        unsafe { self.inner.write_later(stream, to, from) }
-    }
-
     fn is_done(&self, event: Event) -> Result<bool, KernelError> {
         let done = self.inner.is_done(event)?;
         let mut state = self.state();
@@ -128,7 +144,8 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::super::sharing::{Imported, Pinned};
+    use super::super::super::pinned::Pinned;
+    use super::super::super::sharing::Imported;
     use super::super::super::{Device, Memory, Nowhere};
     use super::*;
 

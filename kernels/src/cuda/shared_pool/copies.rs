@@ -9,8 +9,9 @@ use rustix::event::EventfdFlags;
 
 use super::super::device::{Access, Address, Device, Event, Memory, Piece};
 use super::super::params::{MoveRuns, Moved};
+use super::super::pinned::Pinned;
 use super::super::queue::Queue;
-use super::super::sharing::{Imported, Pinned, SharingDevice};
+use super::super::sharing::{Imported, SharingDevice};
 use super::SharedPool;
 use crate::KernelError;
 

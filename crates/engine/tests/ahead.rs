@@ -1,0 +1,169 @@
+//! Steps planned behind one that is in flight: what goes into them, what waits, and what becomes of rows computed in vain.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod bench;
+
+use baton_engine::{
+    Aborted, EngineConfig, Event, ModelRunner, NewSequence, Prefix, RunError, SequenceError, Start, Step, Time, fake,
+};
+use baton_types::{FinishReason, SamplingParams, SeqId};
+use bench::{Bench, LIMITS, VOCAB, layout, request};
+
+/// (sequence, first token, tokens, index, follows) of each row.
+fn rows(step: &Step) -> Vec<(u64, u32, u32, u32, Option<u32>)> {
+    step.rows().iter().map(|row| (row.seq.0, row.start, row.len, row.index, row.follows)).collect()
+}
+
+fn ends(bench: &Bench) -> Vec<(u64, FinishReason)> {
+    let end = |event: &Event| match event {
+        Event::Finished { seq, reason, .. } => Some((seq.0, *reason)),
+        _ => None,
+    };
+    bench.events.iter().filter_map(end).collect()
+}
+
+fn alone(new: &NewSequence) -> Vec<u32> {
+    let answer = fake::answer(&layout(), VOCAB, &new.tokens, &new.params).unwrap();
+    answer.into_iter().map(|token| token.id).collect()
+}
+
+#[test]
+fn answers_and_prompts_go_on_behind_the_step_in_flight() {
+    let mut bench = Bench::new(EngineConfig { chunk: 5, ..LIMITS }, 20);
+    let (short, long) = (bench.submit(Start::Compute, 3, 3), bench.submit(Start::Compute, 12, 2));
+    let first = bench.launch().unwrap();
+    assert_eq!(rows(&first), [(0, 0, 3, 0, None), (1, 0, 5, 0, None)]);
+    let second = bench.launch().unwrap();
+    assert_eq!(rows(&second), [(0, 3, 1, 1, Some(0)), (1, 5, 5, 0, None)]);
+    assert!(bench.launch().is_none(), "two are enough");
+    bench.collect(first);
+    let third = bench.launch().unwrap();
+    assert_eq!(rows(&third), [(0, 4, 1, 2, Some(0)), (1, 10, 2, 0, None)]);
+    bench.collect(second);
+    // The first answer is as long as it may be with the third step.
+    let fourth = bench.launch().unwrap();
+    assert_eq!(rows(&fourth), [(1, 12, 1, 1, Some(1))]);
+    bench.collect(third);
+    assert!(bench.launch().is_none(), "and so is the second");
+    bench.collect(fourth);
+    assert!(bench.engine.idle());
+    assert_eq!(ends(&bench), [(0, FinishReason::Length), (1, FinishReason::Length)]);
+    // I1
+    assert_eq!(bench.tokens_of(short), alone(&request(Start::Compute, 3, 3)));
+    assert_eq!(bench.tokens_of(long), alone(&request(Start::Compute, 12, 2)));
+}
+
+/// I3, I6: the step behind still writes to its blocks, so they go to nobody.
+#[test]
+fn an_answer_that_ended_has_a_row_in_vain_and_keeps_its_blocks_for_it() {
+    let mut new = request(Start::Compute, 4, 5);
+    let answer = alone(&new);
+    new.params.stop_token_ids = vec![answer[0]];
+    let mut bench = Bench::new(LIMITS, 2);
+    let seq = bench.engine.submit(new).unwrap();
+    let (first, second) = (bench.launch().unwrap(), bench.launch().unwrap());
+    bench.collect(first);
+    assert_eq!((ends(&bench), bench.blocks().0), (vec![(0, FinishReason::Stop)], 2), "told at once");
+    assert!(bench.engine.abort(seq, true).is_err(), "it has ended");
+    bench.submit(Start::Compute, 8, 1);
+    assert!(bench.launch().is_none(), "no room yet");
+    let events = bench.events.len();
+    bench.collect(second);
+    assert_eq!((bench.events.len(), bench.blocks().0), (events, 0), "nobody hears of its token");
+    assert_eq!(bench.step(), [(1, 8)]);
+}
+
+#[test]
+fn what_looks_at_the_token_in_flight_waits_and_everybody_with_it() {
+    let mut bench = Bench::new(LIMITS, 20);
+    bench.submit(Start::Compute, 3, 9);
+    let mut penalised = request(Start::Compute, 3, 2);
+    penalised.params.presence_penalty = 0.5;
+    bench.engine.submit(penalised).unwrap();
+    let first = bench.launch().unwrap();
+    assert!(bench.launch().is_none());
+    bench.collect(first);
+    let second = bench.launch().unwrap();
+    assert_eq!(second.rows().len(), 2);
+    // Its answer is over with that one.
+    let third = bench.launch().unwrap();
+    assert_eq!(rows(&third), [(0, 4, 1, 2, Some(0))]);
+    bench.collect(second);
+    bench.collect(third);
+}
+
+#[test]
+fn nothing_is_taken_from_anybody_behind_a_step() {
+    let mut bench = Bench::new(LIMITS, 5);
+    bench.submit(Start::Compute, 7, 9);
+    bench.submit(Start::Compute, 7, 9);
+    let (first, second) = (bench.launch().unwrap(), bench.launch().unwrap());
+    bench.collect(first);
+    assert!(bench.launch().is_none(), "each needs a third block, there is one");
+    assert_eq!(bench.engine.preemptions(), 0);
+    bench.collect(second);
+    let third = bench.launch().unwrap();
+    assert_eq!((bench.engine.preemptions(), third.rows().len()), (1, 1));
+    bench.collect(third);
+}
+
+#[test]
+fn one_that_is_aborted_or_late_ends_with_the_last_step_it_is_in() {
+    let mut bench = Bench::new(LIMITS, 20);
+    let gone = bench.submit(Start::Compute, 4, 9);
+    let late = bench.engine.submit(NewSequence { deadline: Some(Time(5)), ..request(Start::Compute, 4, 9) }).unwrap();
+    let (first, second) = (bench.launch().unwrap(), bench.launch().unwrap());
+    assert_eq!(bench.engine.abort(gone, true), Ok(Aborted::Freed));
+    bench.now = Time(5);
+    bench.collect(first);
+    assert!(bench.launch().is_none(), "neither goes on");
+    let failed = |event: &Event| match event {
+        Event::Failed { seq, error: SequenceError::Deadline { .. }, quarantined: false, .. } => Some(*seq),
+        _ => None,
+    };
+    assert_eq!(bench.events.iter().filter_map(failed).collect::<Vec<SeqId>>(), [late]);
+    assert_eq!(bench.blocks().0, 4);
+    let events = bench.events.len();
+    bench.collect(second);
+    assert!(bench.engine.idle());
+    assert_eq!(bench.events.len(), events);
+}
+
+#[test]
+fn a_step_that_fails_takes_its_sequences_out_of_the_one_behind_it() {
+    let mut bench = Bench::new(EngineConfig { max_running: 2, ..LIMITS }, 20);
+    let fails = bench.submit(Start::Compute, 4, 9);
+    let first = bench.launch().unwrap();
+    let joins = bench.submit(Start::Compute, 4, 1);
+    let second = bench.launch().unwrap();
+    assert_eq!(rows(&second), [(0, 4, 1, 1, Some(0)), (1, 0, 4, 0, None)]);
+    bench.engine.fail(first, RunError("planted".into()), &mut bench.events);
+    let failed = |event: &Event| matches!(event, Event::Failed { seq, .. } if *seq == fails);
+    assert!(bench.events.iter().any(failed));
+    let (model, mut out) = (&mut bench.model, Vec::new());
+    // The runner's first step is over, too.
+    bench.engine.with_batch(&second, |batch| model.collect(batch, &mut Vec::new())).unwrap();
+    bench.engine.with_batch(&second, |batch| model.collect(batch, &mut out)).unwrap();
+    bench.engine.apply(second, &mut out, &mut bench.events);
+    assert_eq!(bench.tokens_of(joins), alone(&request(Start::Compute, 4, 1)));
+    assert!(bench.tokens_of(fails).is_empty() && bench.engine.idle());
+}
+
+/// What a sequence begins with is copied before its first row, and never again over what that has written.
+#[test]
+fn copies_are_made_once() {
+    let mut bench = Bench::new(EngineConfig { chunk: 3, ..LIMITS }, 20);
+    let shared = |prompt: u32| NewSequence { prefix: Some(Prefix::default()), ..request(Start::Compute, prompt, 1) };
+    bench.engine.submit(shared(6)).unwrap();
+    while !bench.engine.idle() {
+        bench.step();
+    }
+    let mut other = shared(14);
+    other.params = SamplingParams { max_tokens: 2, ..other.params };
+    bench.engine.submit(other).unwrap();
+    let copies = |bench: &mut Bench, step: &Step| bench.engine.with_batch(step, |batch| batch.copies.len());
+    let (first, second) = (bench.launch().unwrap(), bench.launch().unwrap());
+    assert_eq!((copies(&mut bench, &first), copies(&mut bench, &second)), (2, 0), "one in each layer group");
+    bench.collect(first);
+    bench.collect(second);
+}

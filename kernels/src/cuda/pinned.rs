@@ -1,0 +1,271 @@
+//! Copies between a device and its host that nobody waits for, and the pinned host memory that they need.
+//!
+//! The trait [`HostCopies`] is a part of [`Device`] by itself, since a pool's transfers use it too. [`Uploads`] and [`Landings`] are what
+//! steps send and get back by it.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::device::{Device, Event, Piece, Stream};
+use super::queue::Queue;
+use crate::KernelError;
+
+/// Copies that the host does not wait for.
+pub trait HostCopies: Send + Sync + 'static {
+    /// Host memory that copies reach without a copy of the driver's in between; [`HostCopies::unpin`] ends it.
+    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError>;
+    /// Gives pinned memory back. Comes when all that uses it is done.
+    fn unpin(&self, at: NonNull<u8>);
+    /// As [`super::Device::read`] without waiting.
+    ///
+    /// # Safety
+    /// `to` has as many bytes as `from`, is pinned, and is touched by nobody before the stream has done this.
+    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError>;
+    /// As [`super::Device::write`] of as many bytes as `to` has, without waiting.
+    ///
+    /// # Safety
+    /// `from` has as many, is pinned, and is not written before the stream has done this.
+    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError>;
+    /// Waits, on the host, for all that was put into the stream before the event's last record.
+    fn settle(&self, event: Event) -> Result<(), KernelError>;
+}
+
+/// Pinned host memory, given back when it is dropped, which comes after all that uses it.
+pub(super) struct Pinned<D: Device> {
+    device: Arc<D>,
+    at: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: memory that this value alone owns; who may touch it while copies are under way is told by `&` and `&mut` of its owner.
+unsafe impl<D: Device> Send for Pinned<D> {}
+// SAFETY: as above.
+unsafe impl<D: Device> Sync for Pinned<D> {}
+
+impl<D: Device> Pinned<D> {
+    /// Zeroed.
+    pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
+        let bytes = bytes.max(1);
+        let at = device.pin(bytes)?;
+        // SAFETY: as many bytes as were asked for, and nobody else's.
+        unsafe { at.write_bytes(0, bytes) };
+        Ok(Pinned { device: Arc::clone(device), at, bytes })
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// `bytes` bytes from `from` on, to copy into or out of.
+    ///
+    /// # Panics
+    /// When they are not all inside.
+    pub fn at(&self, from: usize, bytes: usize) -> NonNull<u8> {
+        let inside = from.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(inside, "{bytes} bytes from {from} on, of pinned memory of {}", self.bytes);
+        // SAFETY: inside, as was just seen.
+        unsafe { self.at.add(from) }
+    }
+
+    /// What is in it.
+    ///
+    /// # Safety
+    /// No copy into it is under way.
+    pub unsafe fn get(&self) -> &[u8] {
+        // SAFETY: initialised when it was made, and the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.bytes) }
+    }
+
+    /// The same, to be changed.
+    ///
+    /// # Safety
+    /// No copy into it or out of it is under way.
+    pub unsafe fn get_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `get`, and nobody else has it.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.bytes) }
+    }
+}
+
+impl<D: Device> Drop for Pinned<D> {
+    fn drop(&mut self) {
+        self.device.unpin(self.at);
+    }
+}
+
+/// Pinned memory with a copy out of it or into it that may be under way.
+struct Slot<D: Device> {
+    memory: Option<Pinned<D>>,
+    /// Behind the copy.
+    copied: Option<Event>,
+}
+
+impl<D: Device> Slot<D> {
+    const EMPTY: Slot<D> = Slot { memory: None, copied: None };
+
+    /// At least so much memory. Waits where there was less, which a copy may use.
+    fn at_least(&mut self, queue: &Queue<D>, bytes: usize) -> Result<&mut Pinned<D>, KernelError> {
+        if self.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+            self.settle(queue)?;
+            self.memory = None;
+            self.memory = Some(Pinned::new(&queue.device, bytes)?);
+        }
+        self.memory.as_mut().ok_or(KernelError::Memory { bytes })
+    }
+
+    /// A copy is under way from here on.
+    fn record(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
+        let event = match self.copied {
+            Some(event) => event,
+            None => queue.device.event()?,
+        };
+        self.copied = Some(event);
+        queue.device.record(event, queue.stream())
+    }
+
+    fn settle(&self, queue: &Queue<D>) -> Result<(), KernelError> {
+        self.copied.map_or(Ok(()), |event| queue.device.settle(event))
+    }
+}
+
+/// What goes to the device while it computes what went before: two places in turn, so that the host writes one while the other is read.
+pub(super) struct Uploads<D: Device>([Slot<D>; 2]);
+
+impl<D: Device> Default for Uploads<D> {
+    fn default() -> Self {
+        Uploads([Slot::EMPTY; 2])
+    }
+}
+
+impl<D: Device> Uploads<D> {
+    /// Room for so many bytes at once.
+    pub fn reserve(&mut self, queue: &Queue<D>, bytes: usize) -> Result<(), KernelError> {
+        self.0.iter_mut().try_for_each(|slot| slot.at_least(queue, bytes).map(drop))
+    }
+
+    /// Queues a copy of what `bytes` are now. Waits only for the copy before the last one.
+    pub fn send(&mut self, queue: &Queue<D>, to: Piece<'_>, bytes: &[u8]) -> Result<(), KernelError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.0.swap(0, 1);
+        let slot = &mut self.0[0];
+        slot.settle(queue)?;
+        let memory = slot.at_least(queue, bytes.len())?;
+        // SAFETY: the copy out of it, if there was one, is done.
+        let pinned = unsafe { memory.get_mut() };
+        pinned[..bytes.len()].copy_from_slice(bytes);
+        let (to, from) = (Piece::new(to.at(), bytes.len()), memory.at(0, bytes.len()));
+        // SAFETY: pinned, as many bytes, and written next after the event that is recorded behind this.
+        unsafe { queue.device.write_later(queue.stream(), to, from) }?;
+        slot.record(queue)
+    }
+}
+
+/// What comes back from the device, a copy for each step: the host takes one while the next is under way.
+pub(super) struct Landings<D: Device> {
+    slots: [Slot<D>; 2],
+    /// Bytes of those that are not taken, the first one first.
+    open: [Option<usize>; 2],
+    /// The slot of the first, or of the next.
+    first: usize,
+}
+
+impl<D: Device> Default for Landings<D> {
+    fn default() -> Self {
+        Landings { slots: [Slot::EMPTY; 2], open: [None; 2], first: 0 }
+    }
+}
+
+impl<D: Device> Landings<D> {
+    /// Room for so many bytes at once. Only while nothing is under way.
+    pub fn reserve(&mut self, queue: &Queue<D>, bytes: usize) -> Result<(), KernelError> {
+        self.slots.iter_mut().try_for_each(|slot| slot.at_least(queue, bytes).map(drop))
+    }
+
+    /// Queues a copy of a piece, or of nothing.
+    ///
+    /// # Errors
+    /// When two are not taken yet.
+    pub fn fetch(&mut self, queue: &Queue<D>, from: Option<Piece<'_>>) -> Result<(), KernelError> {
+        let Some(at) = self.open.iter().position(Option::is_none) else {
+            let why = "two steps are not collected yet".to_owned();
+            return Err(KernelError::Device { operation: "a third step".to_owned(), why });
+        };
+        let slot = &mut self.slots[(self.first + at) % 2];
+        if let Some(from) = from {
+            let to = slot.at_least(queue, from.bytes())?.at(0, from.bytes());
+            // SAFETY: pinned, as many bytes, and looked at after the event that is recorded behind this.
+            unsafe { queue.device.read_later(queue.stream(), from, to) }?;
+        }
+        slot.record(queue)?;
+        self.open[at] = Some(from.map_or(0, |from| from.bytes()));
+        Ok(())
+    }
+
+    /// Waits for the first that is not taken, and for all that was put into the stream before it.
+    ///
+    /// # Errors
+    /// When what was waited for failed, or there is none. It is taken all the same.
+    pub fn take(&mut self, queue: &Queue<D>) -> Result<&[u8], KernelError> {
+        let Some(bytes) = self.open[0].take() else {
+            let why = "no step was submitted".to_owned();
+            return Err(KernelError::Device { operation: "collecting a step".to_owned(), why });
+        };
+        self.open.swap(0, 1);
+        let slot = &self.slots[self.first];
+        self.first = 1 - self.first;
+        slot.settle(queue)?;
+        // SAFETY: the copy into it is done.
+        Ok(slot.memory.as_ref().map_or(&[], |memory| &unsafe { memory.get() }[..bytes]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Memory, Nowhere, Recorded, Recorder};
+    use super::*;
+
+    fn queue() -> (Queue<Recorder<Nowhere>>, Memory<Recorder<Nowhere>>) {
+        let queue = Queue::new(Arc::new(Recorder::new(Nowhere::default()))).unwrap();
+        let memory = queue.memory(64).unwrap();
+        queue.device.take_log();
+        (queue, memory)
+    }
+
+    fn settled(queue: &Queue<Recorder<Nowhere>>) -> usize {
+        queue.device.take_log().iter().filter(|call| matches!(call, Recorded::Settle(_))).count()
+    }
+
+    #[test]
+    fn what_is_sent_waits_for_the_copy_before_the_last() {
+        let (queue, memory) = queue();
+        let mut uploads = Uploads::default();
+        uploads.reserve(&queue, 8).unwrap();
+        let mut waits = || {
+            uploads.send(&queue, memory.piece(0, 64), &[7; 8]).unwrap();
+            settled(&queue)
+        };
+        assert_eq!([(); 5].map(|()| waits()), [0, 0, 1, 1, 1]);
+        drop(uploads);
+        assert!(queue.device.problems()[0].contains("given back while"), "it was not waited for");
+    }
+
+    #[test]
+    fn steps_land_in_their_order_and_two_at_most() {
+        let (queue, memory) = queue();
+        let mut landings = Landings::default();
+        assert!(landings.take(&queue).is_err());
+        for _ in 0..3 {
+            landings.fetch(&queue, Some(memory.piece(0, 24))).unwrap();
+            landings.fetch(&queue, None).unwrap();
+            let error = landings.fetch(&queue, None).unwrap_err().to_string();
+            assert!(error.contains("not collected"), "{error}");
+            assert_eq!(landings.take(&queue).unwrap().len(), 24);
+            landings.fetch(&queue, Some(memory.piece(0, 8))).unwrap();
+            assert_eq!(landings.take(&queue).unwrap().len(), 0);
+            assert_eq!(landings.take(&queue).unwrap().len(), 8);
+        }
+        assert_eq!(settled(&queue), 9);
+        assert_eq!(queue.device.problems(), [""; 0]);
+    }
+}
