@@ -444,6 +444,18 @@ mod tests {
     }
 
     #[test]
+    fn there_are_no_more_connections_than_a_session_takes() {
+        let refused = |tcp_connections| {
+            let config = WorkerConfig { tcp_connections, ..WorkerConfig::default() };
+            check_settings(&config).map_err(|error| error.to_string())
+        };
+        assert_eq!([1, 16].map(refused), [Ok(()), Ok(())]);
+        for count in [0, 17] {
+            assert_eq!(refused(count), Err(format!("tcp_connections is {count}; it must be 1 to 16")));
+        }
+    }
+
+    #[test]
     fn bounds_of_transfers_are_long_enough_to_mean_something() {
         let ms = Duration::from_millis;
         let refused = |heartbeat, silence, room, handshake| {

@@ -54,15 +54,22 @@ impl Hosts {
         format!("/run/netns/{}-{role}", self.name)
     }
 
-    /// Starts `baton ROLE` in the namespace of its role.
-    fn start(&mut self, role: &'static str, args: &[&str]) -> anyhow::Result<()> {
+    /// `baton` in the namespace of a role.
+    pub fn command(&self, role: &str) -> anyhow::Result<Command> {
         let baton = binary::command()?;
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", &format!("{}-{role}", self.name)]).arg(baton.get_program()).arg(role).args(args);
+        command.args(["netns", "exec", &format!("{}-{role}", self.name)]).arg(baton.get_program());
+        baton_runtime::die_with_parent(&mut command);
+        Ok(command)
+    }
+
+    /// Starts `baton ROLE` in the namespace of its role.
+    fn start(&mut self, role: &'static str, args: &[&str]) -> anyhow::Result<()> {
+        let mut command = self.command(role)?;
+        command.arg(role).args(args);
         // Every prompt is handed over, however short.
         command.env("BATON_LOCAL_PREFILL", "1");
         command.stderr(File::create(self.dir.path().join(role))?);
-        baton_runtime::die_with_parent(&mut command);
         self.processes.push((command.spawn()?, role));
         Ok(())
     }
@@ -124,8 +131,8 @@ fn may_make_namespaces() -> bool {
     capabilities(None).is_ok_and(|have| have.effective.contains(needed))
 }
 
-/// A cluster on three hosts, joined by a bridge or by a wire of that quality; None where nobody can make any.
-pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
+/// Three hosts, joined by a bridge or by a wire of that quality; None where nobody can make any.
+pub fn joined(quality: Option<Quality>) -> Option<Hosts> {
     if !may_make_namespaces() {
         println!("skipped: needs root, to make network namespaces");
         return None;
@@ -134,7 +141,12 @@ pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
         println!("skipped: needs ip, of the package iproute2");
         return None;
     }
-    let mut hosts = Hosts::new(quality).unwrap();
+    Some(Hosts::new(quality).unwrap())
+}
+
+/// A cluster on three hosts.
+pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
+    let mut hosts = joined(quality)?;
     let model = model.to_str().unwrap();
     hosts.start("router", &["--model", model, "--http", "10.77.0.1:8000", "--grpc", "10.77.0.1:8001"]).unwrap();
     let worker = ["--model", model, "--registry", REGISTRY, "--kv-memory", "64MiB"];

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod bad;
+mod far;
 mod hosts;
 mod wire;
 

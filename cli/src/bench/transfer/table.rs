@@ -104,7 +104,9 @@ impl Table<'_> {
         writeln!(f, "| {:-<27} | -----: | -------: | -----------------------: | :---------------- |", ":")?;
         for row in &self.report.bandwidth {
             let [low, median, high] = [0.0, 0.5, 1.0].map(|share| row.rates.quantile(share));
-            let rate = format!("{:.2} ({:.2} to {:.2})", median / 1e9, low / 1e9, high / 1e9);
+            // A slow network's figures, too, have two digits that say something.
+            let digits = if median < 1e8 { 4 } else { 2 };
+            let rate = format!("{:.digits$} ({:.digits$} to {:.digits$})", median / 1e9, low / 1e9, high / 1e9);
             let beside = self.beside(row.way, row.blocks);
             let beside = beside.map_or(String::new(), |(way, base)| format!("{:.2} of {}", median / base, name(way)));
             let (name, megabytes) = (name(row.way), row.bytes as f64 / 1e6);
