@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use baton_kernels::Backend;
 use baton_kernels::cuda::{
-    CopyQueue, CudaBackend, CudaOptions, Finished, HostDevice, Moved, Recorder, SharedPool, SharingDevice,
+    CopyQueue, CudaBackend, CudaOptions, Finished, HostDevice, Moved, Recorded, Recorder, SharedPool, SharingDevice,
 };
 use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
 
@@ -60,6 +60,9 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
     let mut out = from.queue().unwrap();
     fill(&mut out, &bytes);
     assert_eq!(out.digests(&[(0, 5)], 1024).unwrap(), [digest_block(&bytes[..1024], 5)]); // I2
+    let log = device.take_log();
+    let when = |wanted: Recorded| log.iter().position(|step| *step == wanted).unwrap();
+    assert!(when(Recorded::SeeForeignWrites) < when(Recorded::Launch("baton_move_runs")));
     backends[0].publish();
     let mark = from.mark();
     assert_eq!(mark, 1);
@@ -72,11 +75,17 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
     let part = Moved { source: 8, target: 2048, lane: 1 };
     out.copy(mark, &[part], 16).unwrap();
     assert_eq!(out.pending(), 2);
-    let Finished::Copied(digests) = next(&mut out) else { panic!("it was a copy") };
+    let Finished::Digests(digests) = next(&mut out) else { panic!("it was a copy") };
     let want = runs.map(|run| digest_block(&bytes[run.source as usize..][..1024], run.lane));
     assert_eq!(digests, want);
-    let Finished::Copied(digests) = next(&mut out) else { panic!("it was a copy") };
+    let Finished::Digests(digests) = next(&mut out) else { panic!("it was a copy") };
     assert_eq!(digests, [digest_block(&bytes[8..24], 1)]);
+
+    // What leaves by a network's card is only digested here.
+    out.digest(mark, &[(3072, 7), (16, 0)], 1024).unwrap();
+    let Finished::Digests(digests) = next(&mut out) else { panic!("it was a digest") };
+    assert_eq!(digests, [(3072, 7), (16, 0)].map(|(from, lane)| digest_block(&bytes[from..from + 1024], lane)));
+    assert!(out.digest(mark, &[(8192, 0)], 16).unwrap_err().to_string().contains("outside the pool"));
 
     let mut there = to.queue().unwrap();
     let all = contents(&mut there, 0, &[(0, to.bytes())]);
@@ -168,7 +177,7 @@ fn kv_moves_into_another_process() {
     assert!(queue.open(&handle, pool.bytes() + 1).unwrap_err().to_string().contains("are needed"));
     queue.open(&handle, pool.bytes()).unwrap();
     queue.copy(0, &[Moved { source: 4096, target: 1024, lane: 0 }], 1024).unwrap();
-    let Finished::Copied(digests) = next(&mut queue) else { panic!("it was a copy") };
+    let Finished::Digests(digests) = next(&mut queue) else { panic!("it was a copy") };
     writeln!(child.stdin.take().unwrap()).unwrap();
     let zeros = digest_block(&[0; 1024], 0);
     assert_eq!(hear("digests"), format!("{:016x} {zeros:016x}", digest_block(&bytes[4096..5120], 0)));

@@ -13,7 +13,7 @@ use baton_kernels::cuda::HostDevice;
 use baton_runtime::Bytes;
 use baton_tests::cluster::client::{Client, apart, prompt, sampled};
 use baton_tests::cluster::{HANG, status, wait, wait_all_free};
-use baton_tests::{binary, tiny};
+use baton_tests::{binary, tiny, ucx};
 use baton_worker::{TransportKind, WorkerConfig, load_on_device, open_model};
 use tokio::runtime::Runtime;
 
@@ -30,7 +30,12 @@ fn child() -> anyhow::Result<()> {
     let config = WorkerConfig {
         model: model.to_owned(),
         registry: registry.to_owned(),
-        transport: if transport == "tcp" { TransportKind::Tcp } else { TransportKind::Auto },
+        transport: match transport {
+            "tcp" => TransportKind::Tcp,
+            "ucx" => TransportKind::Ucx,
+            _ => TransportKind::Auto,
+        },
+        ucx_library: (transport == "ucx").then(|| ucx::library().map(Into::into)).flatten(),
         kv_memory: Some(Bytes::mib(2)),
         threads: Some(1),
         local_prefill: 0,
@@ -152,6 +157,13 @@ fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<
     assert_eq!(got, alone, "I1: through staging memory");
     assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
 
+    let by_ucx = ucx::library().is_some();
+    if by_ucx {
+        let (got, (carried, _)) = go(&["prefill device ucx", "decode device ucx"])?;
+        assert_eq!(got, alone, "I1: as a network's card takes it from one device and puts it into another");
+        assert_eq!(carried, [("ucx".to_owned(), REQUESTS)].into());
+    }
+
     // A GPU's arithmetic is not the CPU's: the first token comes from one, the others from the other.
     let (got, (carried, unused)) = go(&["prefill cpu auto", "decode device auto"])?;
     assert!(got.iter().all(|ids| ids.len() == 6));
@@ -163,5 +175,12 @@ fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<
     assert_eq!(first(&mixed), first(&alone), "the prefill worker's device gives the first token");
     let (got, _) = go(&["prefill device tcp", "decode cpu auto"])?;
     assert_eq!(got, mixed, "I1: over shared memory or TCP, out of a device");
+    if by_ucx {
+        let (got, (carried, _)) = go(&["prefill device ucx", "decode cpu ucx"])?;
+        assert_eq!(got, mixed, "I1: or straight out of it");
+        assert_eq!(carried, [("ucx".to_owned(), REQUESTS)].into());
+        let (_, (carried, _)) = go(&["prefill cpu ucx", "decode device ucx"])?;
+        assert_eq!(carried, [("ucx".to_owned(), REQUESTS)].into());
+    }
     Ok(())
 }

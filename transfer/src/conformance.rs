@@ -74,6 +74,15 @@ macro_rules! for_each_transport {
                 super::$name(crate::TransportChoice::Tcp)
             })*
         }
+        /// Straight out of a device's memory and into one's.
+        mod ucx_between_devices {
+            $(#[test] fn $name() {
+                if crate::conformance::ucx_is_here() {
+                    crate::conformance::device::use_devices(crate::conformance::device::BOTH);
+                    super::$name(crate::TransportChoice::Ucx)
+                }
+            })*
+        }
         /// Out of a device's memory into a mapped pool.
         mod shm_from_a_device {
             $(#[test] fn $name() {

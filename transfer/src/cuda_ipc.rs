@@ -64,7 +64,7 @@ impl Transport for CudaIpc {
 
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         let Some((batch, done)) = self.copies.next()? else { return Ok(Progress::Blocked) };
-        if let (JobDone::Copied(digests), true) = (done, batch.digest) {
+        if let (JobDone::Digests(digests), true) = (done, batch.digest) {
             self.digests = batch.runs().map(|run| run.index).zip(digests).collect();
         }
         links.own.push(&Frame::Write(batch.head(0)));

@@ -2,7 +2,7 @@
 //!
 //! What implements them knows devices and nothing of handoffs; this crate knows handoffs and nothing of devices. A pool is one of the two
 //! kinds of [`Pool`]; a session reaches it by a [`Reach`] of its own. KV leaves a device's pool through host memory, see `staging`, or
-//! straight into another process's, see `cuda_ipc`.
+//! straight into another process's, see `cuda_ipc`, or straight to a network's card, see `ucx`.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -35,6 +35,24 @@ pub struct Moving {
     pub lane: u64,
 }
 
+/// What a pool's addresses mean to a network library.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MemoryKind {
+    /// This process's memory.
+    Host,
+    /// Of a GPU, as CUDA's unified addressing numbers it.
+    Cuda,
+}
+
+/// A pool as a network library registers it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Registrable {
+    /// Of its first byte.
+    pub address: u64,
+    /// What that is an address of.
+    pub kind: MemoryKind,
+}
+
 /// A pool in a device's memory.
 pub trait DeviceMemory: Send + Sync {
     /// How many bytes.
@@ -43,11 +61,13 @@ pub trait DeviceMemory: Send + Sync {
     fn mark(&self) -> u64;
     /// Bytes by which another process of this host opens the pool, opaque to everybody but its device.
     fn export(&self) -> Result<Vec<u8>, DeviceError>;
+    /// Where the pool lies for a network library, which the calling thread may use for it from now on.
+    fn registrable(&self) -> Result<Registrable, DeviceError>;
     /// A way to the pool for one thread.
     fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError>;
 }
 
-/// One thread's way to a pool. Reads and copies are jobs, done later and in their order; at most [`DEVICE_JOBS`] are under way. Dropping
+/// One thread's way to a pool. Reads, copies and digests are jobs, done later and in their order; at most [`DEVICE_JOBS`] are under way. Dropping
 /// it waits for them, and closes the peer's pool.
 pub trait DeviceQueue: Send {
     /// Opens the pool that a peer has exported, of at least `bytes` bytes, for [`DeviceQueue::copy`].
@@ -56,6 +76,9 @@ pub trait DeviceQueue: Send {
     fn read(&mut self, after: u64, ranges: &[Range]) -> Result<(), DeviceError>;
     /// Starts copying runs of `bytes` bytes each to the peer's pool, once all that was stored before the mark is there.
     fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError>;
+    /// Starts digesting runs of `bytes` bytes each, as (offset, first lane), once all that was stored before the mark is there: when it is
+    /// done, so is what they digest.
+    fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError>;
     /// The oldest job's result, once it is done: applied, not only begun. Never waits.
     fn poll(&mut self) -> Result<Option<JobDone>, DeviceError>;
     /// Readable when a job may be done and nobody has polled since.
@@ -65,7 +88,7 @@ pub trait DeviceQueue: Send {
     /// Puts what was staged into ranges of the pool, one behind another. It is there for the next [`DeviceQueue::digests`].
     fn write(&mut self, ranges: &[Range]) -> Result<(), DeviceError>;
     /// The values of [`digest_block`] of runs of `bytes` bytes each, as (offset, first lane), of what really is in the pool (I2). Waits for
-    /// them; no job is under way.
+    /// them, and first for what others have written there, a network's card among them; no job is under way.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError>;
 }
 
@@ -76,8 +99,8 @@ pub const DEVICE_JOBS: usize = 4;
 pub enum JobDone {
     /// What was read.
     Read(Staged),
-    /// Of each run that was copied, the digest.
-    Copied(Vec<u64>),
+    /// Of each run that was copied, or only read, the digest.
+    Digests(Vec<u64>),
 }
 
 /// Host memory that stands for some of a pool's.
@@ -152,6 +175,16 @@ impl Pool {
     /// Address of `len` bytes at `offset`, or None when they lie outside, or are not host memory.
     pub(crate) fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
         self.host().ok().and_then(|segment| segment.at(offset, len))
+    }
+
+    /// Where it lies for a network library.
+    pub(crate) fn registrable(&self) -> Result<Registrable, TransferError> {
+        match self {
+            Pool::Host(segment) => {
+                Ok(Registrable { address: segment.as_ptr().expose_provenance() as u64, kind: MemoryKind::Host })
+            }
+            Pool::Device(memory) => memory.registrable().map_err(|e| e.while_doing("let a network library in")),
+        }
     }
 
     /// A session's way to it.

@@ -40,7 +40,9 @@ mod wake;
 mod wire;
 
 pub use convert::{Conversion, Converter};
-pub use device::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Reach, Staged};
+pub use device::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Reach, Registrable, Staged,
+};
 pub use error::TransferError;
 pub use gather::{Gather, Gathered};
 pub use heads::{HeadPart, HeadSlice, head_plan};

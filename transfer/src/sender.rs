@@ -208,8 +208,7 @@ impl Sender {
 
 /// UCX where it is asked for, or was set up for the choice to be made; or why there is none.
 fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<Engine>, String>, TransferError> {
-    let Ok(segment) = options.pool.host() else { return Ok(Err("this worker's pool is in a GPU's memory".to_owned())) };
-    let open = || Engine::open(&options.ucx, segment.clone()).map(Arc::new);
+    let open = || Engine::open(&options.ucx, options.pool.clone()).map(Arc::new);
     match options.transport {
         TransportChoice::Ucx => open().map(Ok),
         TransportChoice::Auto if options.ucx != UcxSettings::default() => Ok(open().map_err(|error| error.to_string())),

@@ -1,7 +1,8 @@
-//! Blocks out of a device's memory over a transport that sends host memory: each batch is read into staging memory first, the next ones
-//! while earlier ones are sent.
+//! Blocks out of a device's memory over a transport that knows nothing of devices' work. One that sends host memory gets each batch in
+//! staging memory, the next ones being read while earlier ones are sent. One that reaches the device's memory by itself gets each batch
+//! once it is stored and digested there.
 //!
-//! A transport around another one. KV that changes its type on the way does so between the two.
+//! A transport around another one. KV that changes its type on the way does so between the two, in host memory.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -24,54 +25,70 @@ pub(crate) struct Conversions {
     pub to: KvLayout,
 }
 
-type Sent = (Epoch, Option<Vec<(u32, u64)>>);
+type Digests = Vec<(u32, u64)>;
 
-/// Reads batches and passes them on.
+/// Prepares batches on the device and passes them on.
 pub(crate) struct Staging {
     pool: Pool,
     reads: InOrder,
-    /// Read, and not passed on yet.
-    ready: VecDeque<Batch>,
+    /// Whether the inner transport takes batches out of the device's memory.
+    direct: bool,
+    /// Ready to be passed on, with the digests if the device has made them.
+    ready: VecDeque<(Batch, Option<Digests>)>,
     /// Passed on: whose, and the digests if the inner transport makes none.
-    sent: VecDeque<Sent>,
+    sent: VecDeque<(Epoch, Option<Digests>)>,
     /// Before the queue goes, so that nothing is sent of what is read no more.
     inner: Box<dyn Transport>,
     convert: Option<Conversions>,
-    digests: Vec<(u32, u64)>,
+    digests: Digests,
 }
 
 impl Staging {
+    /// Around a transport that sends host memory.
     pub(crate) fn new(
         pool: Pool,
         queue: Box<dyn DeviceQueue>,
         inner: Box<dyn Transport>,
         convert: Option<Conversions>,
     ) -> Staging {
-        let (ready, sent) = (VecDeque::new(), VecDeque::new());
-        Staging { pool, reads: InOrder::new(queue), ready, sent, inner, convert, digests: Vec::new() }
+        let (reads, ready, sent) = (InOrder::new(queue), VecDeque::new(), VecDeque::new());
+        Staging { pool, reads, direct: false, ready, sent, inner, convert, digests: Vec::new() }
+    }
+
+    /// Around one that sends the device's.
+    pub(crate) fn direct(pool: Pool, queue: Box<dyn DeviceQueue>, inner: Box<dyn Transport>) -> Staging {
+        Staging { direct: true, ..Staging::new(pool, queue, inner, None) }
     }
 
     /// Takes in what was read.
     fn take_reads(&mut self) -> Result<(), TransferError> {
         while let Some((mut batch, done)) = self.reads.next()? {
-            let JobDone::Read(staged) = done else { continue };
+            let staged = match done {
+                JobDone::Read(staged) => staged,
+                JobDone::Digests(digests) => {
+                    let digests = batch.runs().map(|run| run.index).zip(digests).collect();
+                    self.ready.push_back((batch, Some(digests)));
+                    continue;
+                }
+            };
             let from = batch.route.source;
             batch.stand_in(staged, from);
             if let Some(Conversions { converter, from, to }) = &self.convert {
                 let converted = converter.stage(batch, &self.pool, from, to);
                 batch = converted.ok_or_else(|| TransferError::argument("block", "less was read than asked for"))?;
             }
-            self.ready.push_back(batch);
+            self.ready.push_back((batch, None));
         }
         Ok(())
     }
 
     fn pass_on(&mut self, links: &mut Links) -> Result<(), TransferError> {
         while self.sent.len() < self.inner.depth()
-            && let Some(batch) = self.ready.pop_front()
+            && let Some((batch, digests)) = self.ready.pop_front()
         {
             let own = batch.digest && !self.inner.digests();
-            self.sent.push_back((batch.epoch, own.then(|| batch.digests(&self.pool).collect())));
+            let digests = own.then(|| digests.unwrap_or_else(|| batch.digests(&self.pool).collect()));
+            self.sent.push_back((batch.epoch, digests));
             self.inner.submit(batch, links)?;
         }
         Ok(())
@@ -94,7 +111,13 @@ impl Transport for Staging {
     }
 
     fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
-        self.reads.begin(batch, |queue, batch| queue.read(batch.after, &ranges(batch)))
+        self.reads.begin(batch, |queue, batch| match self.direct {
+            true => {
+                let runs: Vec<_> = batch.runs().map(|run| (run.source, run.lane)).collect();
+                queue.digest(batch.after, &runs, batch.route.source.len)
+            }
+            false => queue.read(batch.after, &ranges(batch)),
+        })
     }
 
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
@@ -120,14 +143,17 @@ impl Transport for Staging {
         std::mem::take(&mut self.digests)
     }
 
-    /// While batches are with the inner transport, it is the links that move them.
+    /// While batches are with the inner transport, it, or the links, move them.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.reads.fd().filter(|_| self.sent.is_empty() && self.ready.is_empty())
+        match self.sent.is_empty() && self.ready.is_empty() {
+            true => self.reads.fd(),
+            false => self.inner.fd(),
+        }
     }
 
     fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
         self.take_reads()?;
-        self.ready.retain(|batch| batch.epoch != epoch);
+        self.ready.retain(|(batch, _)| batch.epoch != epoch);
         self.reads.cancel(epoch)?;
         if self.sent.iter().any(|(of, _)| *of == epoch) {
             self.sent.retain(|(of, _)| *of != epoch);

@@ -2,7 +2,7 @@
 //!
 //! The session's frames travel over its stream as ever; blocks are put one-sidedly into the peer's registered pool. A
 //! batch is flushed, which in UCX means applied at the target, before the Write frame that names its blocks is sent. That
-//! is known only by the peer's word, so the next batches leave meanwhile.
+//! is known only by the peer's word, so the next batches leave meanwhile. Either pool may be a GPU's memory, where UCX has CUDA.
 //! `engine` holds the registered pool, `worker` one thread's progress, `endpoint` a connection; each gives one kind
 //! of C handle an owner. Only this module calls UCX.
 
@@ -83,7 +83,7 @@ impl Ucx {
             return Err(lost(cause));
         }
         tracing::info!(%peer, over = over.join(","), "UCX endpoint made");
-        let (local, base, bytes) = (engine.pool().clone().into(), access.base, access.bytes);
+        let (local, base, bytes) = (engine.pool().clone(), access.base, access.bytes);
         Ok(Ucx { peer, local, base, bytes, flights: VecDeque::new(), endpoint })
     }
 
@@ -121,11 +121,15 @@ impl Transport for Ucx {
         let Some(Flight { batch, requests }) = self.flights.back_mut() else { return Ok(()) };
         for run in joined(batch) {
             let inside = run.target.checked_add(run.len).is_some_and(|end| end as u64 <= self.bytes);
-            let (Some(from), true) = (batch.source(&self.local, &run), inside) else {
+            let registered = batch.staged.is_none();
+            let from = match registered {
+                true => self.endpoint.worker().engine().at(run.source, run.len),
+                false => batch.source(&self.local, &run),
+            };
+            let (Some(from), true) = (from, inside) else {
                 let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
                 return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });
             };
-            let registered = batch.staged.is_none();
             // SAFETY: a checked range of the pool, unchanged until the handoff's end is reported, or of the batch's own
             // memory, kept as long as the endpoint may read it. The remote one is lent to this handoff until this
             // session says that it has stopped (I3).

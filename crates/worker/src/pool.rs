@@ -8,7 +8,10 @@ use baton_kernels::cuda::{CopyQueue, CudaBackend, CudaOptions, Finished, Moved, 
 use baton_kernels::{HostPool, KernelError};
 use baton_model::ModelError;
 use baton_transfer::protocol::Range;
-use baton_transfer::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Segment, Staged};
+use baton_transfer::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Registrable, Segment,
+    Staged,
+};
 use baton_types::PoolGeometry;
 
 use crate::WorkerError;
@@ -55,6 +58,11 @@ impl<D: SharingDevice> DeviceMemory for Memory<D> {
         self.0.export().map_err(said)
     }
 
+    fn registrable(&self) -> Result<Registrable, DeviceError> {
+        let baton_kernels::cuda::Registrable { address, cuda } = self.0.registrable().map_err(said)?;
+        Ok(Registrable { address, kind: if cuda { MemoryKind::Cuda } else { MemoryKind::Host } })
+    }
+
     fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError> {
         Ok(Box::new(Queue(self.0.queue().map_err(said)?)))
     }
@@ -74,10 +82,14 @@ impl<D: SharingDevice> DeviceQueue for Queue<D> {
         self.0.copy(after, &runs.iter().map(moved).collect::<Vec<_>>(), bytes).map_err(said)
     }
 
+    fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError> {
+        self.0.digest(after, runs, bytes).map_err(said)
+    }
+
     fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
         Ok(self.0.poll().map_err(said)?.map(|done| match done {
             Finished::Read(staging) => JobDone::Read(Staged::new(staging)),
-            Finished::Copied(digests) => JobDone::Copied(digests),
+            Finished::Digests(digests) => JobDone::Digests(digests),
         }))
     }
 

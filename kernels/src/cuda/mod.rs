@@ -40,5 +40,5 @@ pub use params::Moved;
 pub use pinned::HostCopies;
 pub use recorder::{Recorded, Recorder};
 pub use shared_pool::{CopyQueue, Finished, SharedPool, Staging};
-pub use sharing::SharingDevice;
+pub use sharing::{Registrable, SharingDevice};
 pub use weight::CudaWeight;

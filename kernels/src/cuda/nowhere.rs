@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
 use super::pinned::HostCopies;
-use super::sharing::SharingDevice;
+use super::sharing::{Registrable, SharingDevice};
 use crate::KernelError;
 
 /// A device that has addresses and does nothing; what is read from it is 0.
@@ -132,6 +132,12 @@ impl SharingDevice for Nowhere {
     }
     fn import(&self, _handle: &[u8], bytes: usize) -> Result<Address, KernelError> {
         self.allocate(bytes)
+    }
+    fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
+        Ok(Registrable { address: at.0, cuda: false })
+    }
+    fn see_foreign_writes(&self) -> Result<(), KernelError> {
+        Ok(())
     }
     fn close(&self, _at: Address) {}
     fn is_done(&self, _event: Event) -> Result<bool, KernelError> {

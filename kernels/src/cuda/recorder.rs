@@ -49,6 +49,8 @@ pub enum Recorded {
     Export,
     /// So many bytes of another process's memory opened.
     Import(usize),
+    /// What others wrote was waited for.
+    SeeForeignWrites,
     /// Another process's memory closed.
     Close,
     /// So many bytes of host memory pinned.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device::{Device, Event, Memory};
 use super::queue::Queue;
-use super::sharing::SharingDevice;
+use super::sharing::{Registrable, SharingDevice};
 use crate::KernelError;
 use copies::Kit;
 pub use copies::{CopyQueue, Finished, Staging};
@@ -97,6 +97,11 @@ impl<D: SharingDevice> SharedPool<D> {
     /// Bytes by which another process of this host opens the pool.
     pub fn export(&self) -> Result<Vec<u8>, KernelError> {
         self.device.export(self.memory.memory.piece(0, 0).at())
+    }
+
+    /// Where it lies for a network library, which the calling thread may use for it from now on.
+    pub fn registrable(&self) -> Result<Registrable, KernelError> {
+        self.device.registrable(self.memory.memory.piece(0, 0).at())
     }
 
     /// A way to the pool for one thread.

@@ -9,6 +9,15 @@ use std::sync::Arc;
 use super::device::{Address, Device, Event, Piece, Stream};
 use crate::KernelError;
 
+/// Memory as a network library knows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Registrable {
+    /// Of its first byte.
+    pub address: u64,
+    /// Whether that is one of CUDA's, else it is the host's.
+    pub cuda: bool,
+}
+
 /// A device whose memory can be handed to another process.
 pub trait SharingDevice: Device {
     /// Memory as of [`Device::allocate`] that can be exported, and has nothing of anybody else's near it.
@@ -21,6 +30,11 @@ pub trait SharingDevice: Device {
     /// # Errors
     /// When the handle is none, its process is gone, or its device cannot be reached from this one.
     fn import(&self, handle: &[u8], bytes: usize) -> Result<Address, KernelError>;
+    /// Where this memory lies for a library that sends and receives over a network, which the calling thread may use for it from now on.
+    fn registrable(&self, at: Address) -> Result<Registrable, KernelError>;
+    /// What a network's card, or anybody else but this process's streams, has written to the device's memory before this call is seen by
+    /// what is put into streams after it.
+    fn see_foreign_writes(&self) -> Result<(), KernelError>;
     /// Ends an import. Comes when all that uses it is done.
     fn close(&self, at: Address);
     /// Whether all that was put into the stream before the event's last record is done. Never waits.

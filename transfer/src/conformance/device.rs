@@ -11,7 +11,9 @@ use rustix::event::EventfdFlags;
 
 use super::*;
 use crate::link::Range;
-use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Staged};
+use crate::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Registrable, Staged,
+};
 
 /// Whose pools are a device's.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -74,6 +76,10 @@ impl DeviceMemory for Fake {
         Ok(format!("/proc/{process}/fd/{fd}").into_bytes())
     }
 
+    fn registrable(&self) -> Result<Registrable, DeviceError> {
+        Ok(Registrable { address: self.segment.as_ptr().expose_provenance() as u64, kind: MemoryKind::Host })
+    }
+
     fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let (jobs, staged) = (VecDeque::new(), Vec::new());
@@ -84,6 +90,7 @@ impl DeviceMemory for Fake {
 enum Job {
     Read(Vec<Range>),
     Copy(Vec<Moving>, usize),
+    Digest(Vec<(usize, u64)>, usize),
 }
 
 struct FakeQueue {
@@ -109,6 +116,10 @@ impl FakeQueue {
         rustix::io::write(&self.wake, &1u64.to_ne_bytes()).unwrap();
     }
 
+    fn digests_of(&self, runs: &[(usize, u64)], len: usize) -> Vec<u64> {
+        runs.iter().map(|(offset, lane)| digest_block(&self.bytes((*offset, len)), *lane)).collect()
+    }
+
     fn bytes(&self, (offset, len): Range) -> Vec<u8> {
         // SAFETY: blocks that are sent, or that have arrived, do not change.
         unsafe { self.segment.read(offset, len) }
@@ -131,6 +142,10 @@ impl DeviceQueue for FakeQueue {
         self.begin(after, Job::Copy(runs.to_vec(), bytes))
     }
 
+    fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError> {
+        self.begin(after, Job::Digest(runs.to_vec(), bytes))
+    }
+
     fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         self.asked = !self.asked && !self.jobs.is_empty();
@@ -144,7 +159,8 @@ impl DeviceQueue for FakeQueue {
             Job::Read(ranges) => {
                 JobDone::Read(Staged::new(ranges.iter().flat_map(|r| self.bytes(*r)).collect::<Vec<u8>>()))
             }
-            Job::Copy(runs, len) => JobDone::Copied(
+            Job::Digest(runs, len) => JobDone::Digests(self.digests_of(&runs, len)),
+            Job::Copy(runs, len) => JobDone::Digests(
                 runs.iter()
                     .map(|run| {
                         let bytes = self.bytes((run.source, len));
@@ -179,6 +195,6 @@ impl DeviceQueue for FakeQueue {
 
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
         assert!(self.jobs.is_empty());
-        Ok(runs.iter().map(|(offset, lane)| digest_block(&self.bytes((*offset, bytes)), *lane)).collect())
+        Ok(self.digests_of(runs, bytes))
     }
 }

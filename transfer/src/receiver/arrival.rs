@@ -85,7 +85,7 @@ fn serves(pool: &Pool, kind: TransportKind, unix: bool) -> Result<(), String> {
         (TransportKind::CudaIpc, false) => "its pool is not in a GPU's memory",
         // I3: only there it learns when its peer's process has ended, whose copies it cannot cut off.
         (TransportKind::CudaIpc, true) if !unix => "copies from GPU to GPU need a unix socket",
-        (TransportKind::Shm | TransportKind::Ucx, true) => "its pool is in a GPU's memory",
+        (TransportKind::Shm, true) => "its pool is in a GPU's memory",
         _ => return Ok(()),
     };
     Err(refused.to_owned())

@@ -112,10 +112,7 @@ impl Hub {
         if let Some(engine) = &*ucx {
             return Ok(engine.clone());
         }
-        let Ok(segment) = self.options.pool.host() else {
-            return Err(TransferError::ucx("register the pool", "it is in a GPU's memory"));
-        };
-        let engine = Arc::new(Engine::open(&self.options.ucx, segment.clone())?);
+        let engine = Arc::new(Engine::open(&self.options.ucx, self.options.pool.clone())?);
         Ok(ucx.insert(engine).clone())
     }
 

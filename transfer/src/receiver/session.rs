@@ -250,6 +250,12 @@ impl Session {
     }
 
     fn give_pool(&mut self) -> Result<(), TransferError> {
+        if let Some(worker) = &self.ucx {
+            let (engine, worker) = (self.hub.ucx()?, worker.address()?);
+            let (base, bytes, key) = (engine.base(), engine.pool().bytes() as u64, engine.pack_key()?);
+            self.link.push(&Frame::Access(Access { base, bytes, worker, key }));
+            return Ok(());
+        }
         let pool = match self.hub.options.pool.host() {
             Ok(segment) => segment,
             Err(memory) => {
@@ -258,12 +264,6 @@ impl Session {
                 return Ok(());
             }
         };
-        if let Some(worker) = &self.ucx {
-            let (base, bytes) = (pool.as_ptr() as u64, pool.len() as u64);
-            let (worker, key) = (worker.address()?, self.hub.ucx()?.pack_key()?);
-            self.link.push(&Frame::Access(Access { base, bytes, worker, key }));
-            return Ok(());
-        }
         let fd = pool.fd().try_clone_to_owned();
         self.link.push_fd(fd.map_err(|e| TransferError::os("duplicate the pool's descriptor", e))?);
         Ok(())

@@ -97,10 +97,9 @@ impl Plan {
         let theirs = (!there, "its pool is not in a GPU's memory; choose another transport");
         let types =
             (self.pool_type() != self.target.layout.dtype, "its KV has another type, and is converted in host memory");
-        let registered = (there, "its pool is in a GPU's memory");
         let cuda_ipc = (CudaIpc, barred(&[ours, theirs, elsewhere, types]));
         let shm = (Shm, barred(&[elsewhere, mapped]));
-        let ucx = (Ucx, barred(&[registered]).or_else(|| self.config.ucx.as_ref().err().cloned()));
+        let ucx = (Ucx, self.config.ucx.as_ref().err().cloned());
         let plain = || "it encrypts nothing, and TLS is set up; choose transport ucx to use it all the same".to_owned();
         let private = (Ucx, ucx.1.clone().or_else(|| self.config.options.tls.is_some().then(plain)));
         match self.config.options.transport {

@@ -121,14 +121,20 @@ impl Session {
         let (local, verify) = (options.geometry.clone(), options.verify);
         // What leaves a device is converted behind it.
         let convert = options.convert.clone().filter(|_| !options.pool.is_device());
-        let batch_bytes = if kind == TransportKind::CudaIpc { DEVICE_BATCH_BYTES } else { BATCH_BYTES };
+        let by_device = match kind {
+            TransportKind::CudaIpc => true,
+            // A digest of a device's is a job of its own.
+            TransportKind::Ucx => options.pool.is_device() || plan.target.device,
+            TransportKind::Shm | TransportKind::Tcp => false,
+        };
+        let batch_bytes = if by_device { DEVICE_BATCH_BYTES } else { BATCH_BYTES };
         let pools = Pools { local, remote: remote.clone(), convert, batch_bytes, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
         let (clock, unread, stuck) = (Clock::default(), false, None);
         Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck }
     }
 
-    /// From now on blocks travel over this, out of a device's memory through staging memory.
+    /// From now on blocks travel over this, out of a device's memory as [`Staging`] says.
     fn carry(&mut self, transport: Box<dyn Transport>) -> Result<(), TransferError> {
         let options = &self.plan.config.options;
         let carried: Box<dyn Transport> = match self.plan.pool().reach()? {
@@ -137,7 +143,10 @@ impl Session {
                 let (from, to) = (options.geometry.layout.clone(), self.remote.layout.clone());
                 let convert = options.convert.clone().filter(|_| from.dtype != to.dtype);
                 let convert = convert.map(|converter| Conversions { converter, from, to });
-                Box::new(Staging::new(options.pool.clone(), queue, transport, convert))
+                match (self.kind, convert) {
+                    (TransportKind::Ucx, None) => Box::new(Staging::direct(options.pool.clone(), queue, transport)),
+                    (_, convert) => Box::new(Staging::new(options.pool.clone(), queue, transport, convert)),
+                }
             }
         };
         self.transport = Some(self.plan.wrap(carried));

@@ -1,24 +1,25 @@
-//! A pool as UCX knows it: one context, with the whole segment registered once for all sessions of this end.
+//! A pool as UCX knows it: one context, with the whole pool registered once for all sessions of this end, in host memory or a GPU's.
 
 use std::ffi::{CStr, CString};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 
 use baton_ucx_sys::{
-    self as sys, Api, FEATURE_RMA, FEATURE_WAKEUP, MEM_MAP_PARAM_FIELD_ADDRESS, MEM_MAP_PARAM_FIELD_LENGTH,
-    MemMapParams, PARAM_FIELD_FEATURES, PARAM_FIELD_MT_WORKERS_SHARED, Params, Status,
+    self as sys, ATTR_FIELD_MEMORY_TYPES, Api, ContextAttr, FEATURE_RMA, FEATURE_WAKEUP, MEM_MAP_PARAM_FIELD_ADDRESS,
+    MEM_MAP_PARAM_FIELD_LENGTH, MEM_MAP_PARAM_FIELD_MEMORY_TYPE, MEMORY_TYPE_CUDA, MEMORY_TYPE_HOST, MemMapParams,
+    PARAM_FIELD_FEATURES, PARAM_FIELD_MT_WORKERS_SHARED, Params, Status,
 };
 
+use crate::device::{MemoryKind, Pool, Registrable};
 use crate::error::TransferError;
 use crate::options::UcxSettings;
-use crate::segment::Segment;
 
 /// Context and registration.
 pub(crate) struct Engine {
     context: Context,
-    /// Unregistered before the context and the segment go.
+    /// Unregistered before the context and the pool go.
     memory: NonNull<sys::Memory>,
-    pool: Arc<Segment>,
+    base: u64,
+    pool: Pool,
 }
 
 // SAFETY: the context was made to be shared between workers of several threads (MT_WORKERS_SHARED), and the registration
@@ -29,16 +30,25 @@ unsafe impl Sync for Engine {}
 
 impl Engine {
     /// Opens the library and registers `pool`.
-    pub(crate) fn open(settings: &UcxSettings, pool: Arc<Segment>) -> Result<Engine, TransferError> {
+    pub(crate) fn open(settings: &UcxSettings, pool: Pool) -> Result<Engine, TransferError> {
         let context = Context::new(settings)?;
+        let Registrable { address, kind } = pool.registrable()?;
+        if kind == MemoryKind::Cuda && context.memory_types()? & 1 << MEMORY_TYPE_CUDA == 0 {
+            let cause = "it is in a GPU's memory, and this UCX has no CUDA support, or has not found a driver";
+            return Err(TransferError::ucx("register the pool", cause));
+        }
         let mut params = MemMapParams::new();
-        params.field_mask = MEM_MAP_PARAM_FIELD_ADDRESS | MEM_MAP_PARAM_FIELD_LENGTH;
-        (params.address, params.length) = (pool.as_ptr().cast(), pool.len());
+        params.field_mask = MEM_MAP_PARAM_FIELD_ADDRESS | MEM_MAP_PARAM_FIELD_LENGTH | MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
+        (params.address, params.length) = (ptr::with_exposed_provenance_mut(address as usize), pool.bytes());
+        params.memory_type = match kind {
+            MemoryKind::Host => MEMORY_TYPE_HOST,
+            MemoryKind::Cuda => MEMORY_TYPE_CUDA,
+        };
         let mut memory = ptr::null_mut();
-        // SAFETY: the segment is mapped for as long as `pool`, which goes after the registration.
+        // SAFETY: the pool's memory is there for as long as `pool`, which goes after the registration.
         let status = unsafe { (context.api.mem_map)(context.handle.as_ptr(), &params, &mut memory) };
         let memory = made(context.api, "register the pool", status, memory)?;
-        Ok(Engine { context, memory, pool })
+        Ok(Engine { context, memory, base: address, pool })
     }
 
     pub(crate) fn api(&self) -> &'static Api {
@@ -54,8 +64,19 @@ impl Engine {
     }
 
     /// What is registered.
-    pub(crate) fn pool(&self) -> &Arc<Segment> {
+    pub(crate) fn pool(&self) -> &Pool {
         &self.pool
+    }
+
+    /// Address of the pool's first byte, in whatever memory it is.
+    pub(crate) fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Address of `len` bytes at `offset` of the pool, for UCX, or None when they lie outside.
+    pub(super) fn at(&self, offset: usize, len: usize) -> Option<*const u8> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.pool.bytes());
+        inside.then(|| ptr::with_exposed_provenance(self.base as usize + offset))
     }
 
     /// What a peer needs to write to the pool, opaque.
@@ -104,6 +125,16 @@ impl Context {
         let handle = made(api, "start", status, handle)?;
         tracing::debug!(%version, "UCX context made");
         Ok(Context { api, handle })
+    }
+
+    /// Kinds of memory it moves, a bit for each.
+    fn memory_types(&self) -> Result<u64, TransferError> {
+        let mut attr = ContextAttr::new();
+        attr.field_mask = ATTR_FIELD_MEMORY_TYPES;
+        // SAFETY: a live context, a structure as the header has it.
+        let status = unsafe { (self.api.context_query)(self.handle.as_ptr(), &mut attr) };
+        status.ok().map_err(|status| TransferError::ucx("say what memory it moves", words(self.api, status)))?;
+        Ok(attr.memory_types)
     }
 }
 

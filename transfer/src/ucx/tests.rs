@@ -21,12 +21,12 @@ fn engine(tls: &str, bytes: usize, value: u8) -> Arc<Engine> {
     // SAFETY: nobody else knows the segment yet.
     unsafe { pool.write(0, &vec![value; bytes]) };
     let options = UcxOptions(vec![("UCX_TLS".into(), tls.into())]);
-    Arc::new(Engine::open(&UcxSettings { options, ..ucx() }, Arc::new(pool)).unwrap())
+    Arc::new(Engine::open(&UcxSettings { options, ..ucx() }, Arc::new(pool).into()).unwrap())
 }
 
 fn bytes(engine: &Engine, offset: usize, len: usize) -> Vec<u8> {
     // SAFETY: read once nothing is under way.
-    unsafe { engine.pool().read(offset, len) }
+    unsafe { engine.pool().host().ok().unwrap().read(offset, len) }
 }
 
 /// Progresses both sides until `requests` are done.
@@ -47,7 +47,7 @@ fn put_and_flush(tls: &str) -> Vec<String> {
     let target = Worker::new(&far).unwrap();
     let (address, key) = (target.address().unwrap(), far.pack_key().unwrap());
     let endpoint = Endpoint::connect(Worker::new(&near).unwrap(), &address, &key).unwrap();
-    let base = far.pool().as_ptr() as u64;
+    let base = far.base();
     let mut requests = Vec::new();
     for (from, len, to) in [(0, 300_000, 4096), (300_001, 17, 700_001), (0, 64 << 10, 800_000)] {
         let start = near.pool().at(from, len).unwrap();
@@ -91,11 +91,11 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
     let (near, far) = (engine("tcp", geometry.bytes(), 7), engine("tcp", geometry.bytes(), 1));
     let target = Worker::new(&far).unwrap();
     let (worker, key) = (target.address().unwrap(), far.pack_key().unwrap());
-    let access = Access { base: far.pool().as_ptr() as u64, bytes: geometry.bytes() as u64, worker, key };
+    let access = Access { base: far.base(), bytes: geometry.bytes() as u64, worker, key };
     let mut ucx = Ucx::connect(&near, WorkerId(1), &geometry, &access, true).unwrap();
     let [mut link, mut peer] = <[UnixStream; 2]>::from(UnixStream::pair().unwrap()).map(|end| {
         end.set_nonblocking(true).unwrap();
-        let link = Link::new(Socket::Unix(end), near.pool().clone().into(), FrameLimits::new(&Limits::default(), 1));
+        let link = Link::new(Socket::Unix(end), near.pool().clone(), FrameLimits::new(&Limits::default(), 1));
         Links::new(link, Vec::new())
     });
     for layer in 0..ucx.depth() {
@@ -141,7 +141,7 @@ fn an_endpoint_whose_peer_is_gone_fails_and_closes() {
     let start = Instant::now();
     while endpoint.failure().is_none() {
         // SAFETY: inside the registered segment; the memory it goes to is not read again.
-        let put = unsafe { endpoint.put(near.pool().as_ptr(), 4096, far.pool().as_ptr() as u64, true) };
+        let put = unsafe { endpoint.put(near.at(0, 4096).unwrap(), 4096, far.base(), true) };
         drop(put);
         endpoint.worker().progress();
         assert!(start.elapsed() < Duration::from_secs(30), "still open");
@@ -158,7 +158,10 @@ fn settings_that_ucx_does_not_take_are_named() {
     let pool = Arc::new(Segment::create("ucx-test", 4096).unwrap());
     let open = |name: &str, value: &str| {
         let options = UcxOptions(vec![(name.into(), value.into())]);
-        Engine::open(&UcxSettings { options, ..ucx() }, pool.clone()).err().map(|e| e.to_string()).unwrap_or_default()
+        Engine::open(&UcxSettings { options, ..ucx() }, pool.clone().into())
+            .err()
+            .map(|e| e.to_string())
+            .unwrap_or_default()
     };
     let error = open("TLS", "carrier-pigeon");
     assert!(error.contains("UCX cannot start"), "{error}");

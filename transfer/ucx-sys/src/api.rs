@@ -60,6 +60,8 @@ api! {
     ) -> Status;
     /// Ends a context that has no workers and no memory left.
     ucp "ucp_cleanup" fn cleanup(context: *mut Context);
+    /// What a context can do.
+    ucp "ucp_context_query" fn context_query(context: *mut Context, attr: *mut ContextAttr) -> Status;
     /// Registers memory.
     ucp "ucp_mem_map" fn mem_map(context: *mut Context, params: *const MemMapParams, memory: *mut *mut Memory) -> Status;
     /// Ends [`Api::mem_map`].

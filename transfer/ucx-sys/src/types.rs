@@ -89,7 +89,7 @@ macro_rules! zeroed {
     };
 }
 
-zeroed!(Params, WorkerParams, EndpointParams, MemMapParams, RequestParam, EndpointAttr);
+zeroed!(Params, WorkerParams, EndpointParams, MemMapParams, RequestParam, EndpointAttr, ContextAttr);
 
 /// `ucp_params_t`.
 #[repr(C)]
@@ -202,6 +202,28 @@ pub struct MemMapParams {
 pub const MEM_MAP_PARAM_FIELD_ADDRESS: u64 = 1 << 0;
 /// `UCP_MEM_MAP_PARAM_FIELD_LENGTH`.
 pub const MEM_MAP_PARAM_FIELD_LENGTH: u64 = 1 << 1;
+
+/// `UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE`.
+pub const MEM_MAP_PARAM_FIELD_MEMORY_TYPE: u64 = 1 << 4;
+/// `UCS_MEMORY_TYPE_HOST`.
+pub const MEMORY_TYPE_HOST: c_uint = 0;
+/// `UCS_MEMORY_TYPE_CUDA`: of [`ContextAttr::memory_types`], the bit of this number.
+pub const MEMORY_TYPE_CUDA: c_uint = 1;
+
+/// `ucp_context_attr_t`, without what versions after [`crate::LEAST`] have appended.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct ContextAttr {
+    pub field_mask: u64,
+    pub request_size: usize,
+    pub thread_mode: c_uint,
+    pub memory_types: u64,
+    pub name: [c_char; 32],
+}
+
+/// `UCP_ATTR_FIELD_MEMORY_TYPES`.
+pub const ATTR_FIELD_MEMORY_TYPES: u64 = 1 << 2;
 
 /// `ucp_request_param_t`.
 #[repr(C)]

@@ -65,11 +65,24 @@ fn facts() -> Facts {
         ERR_HANDLING_MODE_PEER,
         MEM_MAP_PARAM_FIELD_ADDRESS,
         MEM_MAP_PARAM_FIELD_LENGTH,
+        MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
+        ATTR_FIELD_MEMORY_TYPES,
         OP_ATTR_FIELD_FLAGS,
         OP_ATTR_FIELD_MEMH,
         EP_CLOSE_FLAG_FORCE,
         EP_ATTR_FIELD_TRANSPORTS,
     );
+    // Later versions append to it.
+    for (field, offset) in [
+        ("memory_types", offset_of!(ContextAttr, memory_types)),
+        ("thread_mode", offset_of!(ContextAttr, thread_mode)),
+        ("name", offset_of!(ContextAttr, name)),
+    ] {
+        facts.push((format!("offsetof(ucp_context_attr_t, {field})"), offset as u64));
+    }
+    facts.push(("sizeof(((ucp_context_attr_t*)0)->name)".into(), 32));
+    facts.push(("UCS_MEMORY_TYPE_HOST".into(), MEMORY_TYPE_HOST.into()));
+    facts.push(("UCS_MEMORY_TYPE_CUDA".into(), MEMORY_TYPE_CUDA.into()));
     facts.push(("UCS_THREAD_MODE_SERIALIZED".into(), THREAD_MODE_SERIALIZED.into()));
     for (name, status) in [
         ("UCS_OK", Status::OK),

@@ -9,11 +9,12 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::result::{self, device};
+use cudarc::driver::sys;
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
-use super::super::sharing::SharingDevice;
+use super::super::sharing::{Registrable, SharingDevice};
 use super::{Driver, failed, no_memory};
 use crate::KernelError;
 
@@ -164,6 +165,32 @@ impl SharingDevice for Driver {
         // Opened twice, an allocation has one address and is closed as often.
         opened.push((at, base));
         Ok(at)
+    }
+
+    fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
+        self.current()?;
+        Ok(Registrable { address: at.0, cuda: true })
+    }
+
+    fn see_foreign_writes(&self) -> Result<(), KernelError> {
+        use sys::CUdevice_attribute as Attribute;
+        let of = |attribute| {
+            // SAFETY: the device that was opened.
+            unsafe { device::get_attribute(self.device, attribute) }.map_err(failed("device"))
+        };
+        // In order by themselves, or by nothing that could be asked for; digests find what is not there yet.
+        let options = of(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)? as u32;
+        let host = sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as u32;
+        if of(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)? > 0 || options & host == 0 {
+            return Ok(());
+        }
+        self.current()?;
+        let target = sys::CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
+        let scope = sys::CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER;
+        // SAFETY: the context is current.
+        unsafe { sys::cuFlushGPUDirectRDMAWrites(target, scope) }
+            .result()
+            .map_err(failed("waiting for what a network's card has written"))
     }
 
     fn close(&self, at: Address) {

@@ -10,7 +10,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
-use super::super::sharing::SharingDevice;
+use super::super::sharing::{Registrable, SharingDevice};
 use super::HostDevice;
 use crate::KernelError;
 
@@ -135,6 +135,15 @@ impl SharingDevice for HostDevice {
         }
         let mapping = Mapping::of(file.as_fd(), bytes, None).ok_or_else(|| refused("it cannot be mapped"))?;
         Ok(self.shared().insert(mapping))
+    }
+
+    fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
+        Ok(Registrable { address: at.0, cuda: false })
+    }
+
+    /// There is one memory.
+    fn see_foreign_writes(&self) -> Result<(), KernelError> {
+        Ok(())
     }
 
     fn close(&self, at: Address) {

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 
 use super::super::device::{Access, Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
-use super::super::sharing::SharingDevice;
+use super::super::sharing::{Registrable, SharingDevice};
 use super::{Recorded, Recorder, State};
 use crate::KernelError;
 
@@ -107,6 +107,15 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
         }
         state.imports.insert(at, exported);
         Ok(at)
+    }
+
+    fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
+        self.inner.registrable(at)
+    }
+
+    fn see_foreign_writes(&self) -> Result<(), KernelError> {
+        self.state().log.push(Recorded::SeeForeignWrites);
+        self.inner.see_foreign_writes()
     }
 
     fn close(&self, at: Address) {

@@ -110,13 +110,13 @@ impl<D: SharingDevice> Drop for Staging<D> {
 pub enum Finished<D: SharingDevice> {
     /// What was read.
     Read(Staging<D>),
-    /// The digest of each run that was copied.
-    Copied(Vec<u64>),
+    /// The digest of each run that was copied, or only read.
+    Digests(Vec<u64>),
 }
 
 enum Job<D: SharingDevice> {
     Read(Pinned<D>, usize),
-    Copy(usize),
+    Digest(usize),
 }
 
 /// One thread's copies out of a pool, which finish in their order. Dropping it waits for those under way.
@@ -187,26 +187,47 @@ impl<D: SharingDevice> CopyQueue<D> {
     /// # Errors
     /// When no peer's pool is open, or a run lies outside a pool.
     pub fn copy(&mut self, after: u64, runs: &[Moved], bytes: usize) -> Result<(), KernelError> {
+        let peer = self.peer.take().ok_or_else(|| refused("no peer's pool is open"))?;
+        let begun = self.move_runs(after, runs, bytes, Some(&peer));
+        self.peer = Some(peer);
+        begun
+    }
+
+    /// Starts digesting runs of `bytes` bytes each, as (offset, number of the first lane).
+    ///
+    /// # Errors
+    /// When a run lies outside the pool.
+    pub fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), KernelError> {
+        self.move_runs(after, &runs.iter().map(in_place).collect::<Vec<_>>(), bytes, None)
+    }
+
+    fn move_runs(
+        &mut self,
+        after: u64,
+        runs: &[Moved],
+        bytes: usize,
+        peer: Option<&Imported<D>>,
+    ) -> Result<(), KernelError> {
         let (place, memory) = (self.begin()?, Arc::clone(&self.pool.memory));
-        let kit = self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))?;
-        let peer = self.peer.as_ref().ok_or_else(|| refused("no peer's pool is open"))?;
-        let target = |run: &Moved| {
-            let piece = usize::try_from(run.target).ok().and_then(|from| peer.piece(from, bytes));
-            piece.ok_or_else(|| refused(format!("{bytes} bytes at {} lie outside the peer's pool", run.target)))
-        };
+        let Kit { queue, slots, .. } = self.kit()?;
         let mut touches = sources(&memory.memory, runs, bytes)?;
-        for run in runs {
-            touches.push(Access::Write(target(run)?));
+        if let Some(peer) = peer {
+            let target = |run: &Moved| {
+                let piece = usize::try_from(run.target).ok().and_then(|from| peer.piece(from, bytes));
+                piece.ok_or_else(|| refused(format!("{bytes} bytes at {} lie outside the peer's pool", run.target)))
+            };
+            for run in runs {
+                touches.push(Access::Write(target(run)?));
+            }
         }
-        memory.wait(&kit.queue, after)?;
-        let Kit { queue, slots, .. } = kit;
+        memory.wait(queue, after)?;
         let slot = &mut slots[place];
-        let (source, target) = (memory.memory.piece(0, 0).at(), peer.whole().at());
-        slot.launch(queue, (source, target), touches, runs, bytes)?;
+        let target = peer.map_or(Address::default(), |peer| peer.whole().at());
+        slot.launch(queue, (memory.memory.piece(0, 0).at(), target), touches, runs, bytes)?;
         let (sums, room) = (slot.sums.piece(0, runs.len() * SUM_BYTES), runs.len() * SUM_BYTES);
         // SAFETY: the slot's own memory, which nobody looks at before its job is done.
         unsafe { queue.device.read_later(queue.stream(), sums, slot.host.at(MAX_RUNS * RUN_BYTES, room)) }?;
-        self.finish(place, Job::Copy(runs.len()))
+        self.finish(place, Job::Digest(runs.len()))
     }
 
     /// The slot of the next job.
@@ -244,7 +265,7 @@ impl<D: SharingDevice> CopyQueue<D> {
                 Finished::Read(Staging { pinned: Some(pinned), bytes, home: Arc::clone(&kit.staging) })
             }
             // SAFETY: the job's copy into it is done.
-            Job::Copy(count) => Finished::Copied(unsafe { slot.sums_of(count) }),
+            Job::Digest(count) => Finished::Digests(unsafe { slot.sums_of(count) }),
         }))
     }
 
@@ -290,7 +311,7 @@ impl<D: SharingDevice> CopyQueue<D> {
     }
 
     /// Digests of runs of `bytes` bytes each, as (offset, number of the first lane), of what is in the pool once all writes so far are
-    /// there. Waits for them.
+    /// there, and what others wrote to it before this call. Waits for them.
     ///
     /// # Errors
     /// When a run lies outside the pool, or jobs are under way.
@@ -300,10 +321,10 @@ impl<D: SharingDevice> CopyQueue<D> {
         }
         let memory = Arc::clone(&self.pool.memory);
         let kit = self.kit()?;
+        kit.queue.device.see_foreign_writes()?;
         let mut sums = Vec::with_capacity(runs.len());
         for part in runs.chunks(MAX_RUNS) {
-            let moved = |&(offset, lane): &(usize, u64)| Moved { source: offset as u64, target: 0, lane };
-            let part: Vec<Moved> = part.iter().map(moved).collect();
+            let part: Vec<Moved> = part.iter().map(in_place).collect();
             let Kit { queue, slots, .. } = &mut *kit;
             let slot = &mut slots[0];
             let touches = sources(&memory.memory, &part, bytes)?;
@@ -361,6 +382,11 @@ impl<D: SharingDevice> Slot<D> {
         let (sums, _) = host[MAX_RUNS * RUN_BYTES..].as_chunks();
         sums[..count].iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect()
     }
+}
+
+/// A run, as (offset, number of the first lane), that goes nowhere.
+fn in_place(&(offset, lane): &(usize, u64)) -> Moved {
+    Moved { source: offset as u64, target: 0, lane }
 }
 
 /// The runs in the pool that they come from.
