@@ -105,7 +105,7 @@ fn copy<D: SharingDevice>(queue: &mut CopyQueue<D>, mark: u64, sizes: &Sizes) ->
             queue.copy(mark, job, sizes.runs.1)?;
             continue;
         }
-        if let Some(Finished::Copied(digests)) = queue.poll()? {
+        if let Some(Finished::Digests(digests)) = queue.poll()? {
             sum = digests.into_iter().fold(sum, u64::wrapping_add);
         }
     }
