@@ -12,6 +12,7 @@ use baton_cluster::{Member, Role};
 use baton_kernels::cuda::HostDevice;
 use baton_runtime::Bytes;
 use baton_tests::cluster::client::{Client, apart, prompt, sampled};
+use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{HANG, status, wait, wait_all_free};
 use baton_tests::{binary, tiny, ucx};
 use baton_worker::{TransportKind, WorkerConfig, load_on_device, open_model};
@@ -80,10 +81,13 @@ impl Drop for Scene {
 impl Scene {
     fn start(runtime: &Runtime, model: &str, workers: &[&str]) -> anyhow::Result<Scene> {
         // Free a moment ago, and asked for by nobody else.
-        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let (first, second) = (TcpListener::bind("127.0.0.1:0")?, TcpListener::bind("127.0.0.1:0")?);
+        let (address, http) = (first.local_addr()?, second.local_addr()?);
+        drop((first, second));
         let (grpc, registry) = (address.to_string(), format!("http://{address}"));
         let mut router = binary::command()?;
-        router.args(["router", "--model", model, "--grpc", &grpc, "--http", "127.0.0.1:0", "--admin", "127.0.0.1:0"]);
+        let listen = http.to_string();
+        router.args(["router", "--model", model, "--grpc", &grpc, "--http", &listen, "--admin", "127.0.0.1:0"]);
         let mut children = vec![spawn(router)?];
         for worker in workers {
             let mut command = Command::new(std::env::current_exe()?);
@@ -97,6 +101,9 @@ impl Scene {
             let all = views.wait_for(|view| !view.stale && view.members.len() == workers.len());
             anyhow::Ok(tokio::time::timeout(HANG, all).await.context("workers do not come")??.members.clone())
         })?;
+        // The router looks for itself.
+        let knows_all = |metrics: Metrics| metrics.sum("baton_cluster_members", "") == workers.len() as f64;
+        wait(|| Metrics::of(http).ok().filter(|metrics| knows_all(metrics.clone())).map(drop))?;
         Ok(scene)
     }
 
