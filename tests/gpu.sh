@@ -10,13 +10,13 @@
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper (the
 # same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth, products, attention), ipc (KV
 # from one process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the CPU's), cluster
-# (prefill and decode as processes, split against whole), handoff (8,192 tokens), invariant (the engine as workers run), peer (the same
+# (prefill and decode as processes, split against whole), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a model and the engine with weights of 8 bits), peer (the same
 # under PyTorch and transformers), sanitizer and races (conformance again under compute-sanitizer). A part that fails or takes too long
 # does not keep the others from running.
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
-PARTS="conformance hopper kernels ipc engine models cluster handoff invariant peer sanitizer races"
+PARTS="conformance hopper kernels ipc engine models cluster handoff invariant fp8 peer sanitizer races"
 LLAMA=random:llama-3.1-8b
 STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
 
@@ -68,7 +68,7 @@ sanitized() {
 # Seconds that a part may take.
 limit() {
     case $1 in
-    engine | invariant | sanitizer | races) echo 420 ;;
+    engine | invariant | fp8 | sanitizer | races) echo 420 ;;
     ipc | table) echo 60 ;;
     *) echo 240 ;;
     esac
@@ -100,6 +100,11 @@ part() {
     ipc) "$here/gpu" handoff --json >"$out/ipc.jsonl" ;;
     engine) measure_engine >"$out/engine.jsonl" ;;
     invariant) measure_engine --invariant >"$out/engine-invariant.jsonl" ;;
+    fp8)
+        "$here/gpu" conformance --fp8
+        "$here/models" on_the_gpu --nocapture
+        measure_engine --quantization fp8 >"$out/engine-fp8.jsonl"
+        ;;
     peer)
         if python3 -c 'import torch, transformers' 2>/dev/null; then
             python3 "$here/gpu-programs/peer.py" --context 1024 --prefill 8192 >"$out/peer.jsonl"

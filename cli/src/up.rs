@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
 use baton_runtime::{Bytes, FetchConfig, Process, ProcessConfig, config::format_duration};
-use baton_worker::{BackendKind, KvType, TransportKind};
+use baton_worker::{BackendKind, KvType, Quantization, TransportKind};
 
 use crate::supervisor::{Kind, Supervisor};
 
@@ -54,6 +54,8 @@ baton_runtime::config! {
         swap_bytes: Bytes = Bytes(0),
         /// What workers compute on: auto, cpu or cuda (see baton decode --help).
         backend: BackendKind = BackendKind::Cpu,
+        /// Weights of layers on a GPU: none (bf16) or fp8 (see baton decode --help).
+        quantization: Quantization = Quantization::None,
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
         /// Tensor-parallel ranks of each worker (docs/tensor-parallel.md).
@@ -175,6 +177,7 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType, tp: u32) -> V
     args.extend(flag("attention-sinks", config.attention_sinks));
     args.extend(flag("swap-bytes", config.swap_bytes));
     args.extend(flag("backend", config.backend));
+    args.extend(flag("quantization", config.quantization));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
     args.extend(flag("tp", tp));
     args

@@ -263,6 +263,10 @@ pub trait Backend: Send + Sized {
     fn upload(&self, values: &[f32]) -> Result<Self::Buffer, KernelError>;
     /// A weight matrix.
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError>;
+    /// A weight matrix that only products read, so that a backend may keep it in fewer bits if it is told to.
+    fn linear(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError> {
+        self.weight(source)
+    }
     /// Bytes a weight matrix takes on the device.
     fn weight_bytes(&self, weight: &Self::Weight) -> usize;
     /// f32 a buffer holds.

@@ -35,6 +35,8 @@ pub trait Factory {
 pub struct Promises {
     /// Relative rounding of weights, and of the rows they are multiplied with.
     pub operands: f64,
+    /// The same of weights that only products read.
+    pub linear: f64,
     /// How far attention may be from the reference, relative to 1 plus its size.
     pub attention: f64,
     /// How far the attention of a row may differ from that of the same row in another chunk, likewise; None: not by a bit (I1).
@@ -43,7 +45,7 @@ pub struct Promises {
 
 impl Default for Promises {
     fn default() -> Self {
-        Promises { operands: 0.0, attention: 1e-5, chunks: None }
+        Promises { operands: 0.0, linear: 0.0, attention: 1e-5, chunks: None }
     }
 }
 
@@ -173,14 +175,15 @@ fn swap<F: Factory>(factory: &F) {
 fn matmul<F: Factory>(factory: &F) {
     let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
     let mut random = Random(1);
-    let operands = factory.promises().operands;
+    let Promises { operands, linear, .. } = factory.promises();
     for dtype in DTYPES {
-        for (outs, cols) in [(8, 256), (37, 512), (3, 256)] {
+        for (outs, cols, only_products) in [(8, 256, false), (37, 512, false), (3, 256, false), (48, 256, true)] {
             let data = random_weight(dtype, outs, cols, &mut random);
             let order = |i: usize| (i * 5 + 1) % outs;
             let row_order: Option<&dyn Fn(usize) -> usize> = if outs == 37 { Some(&order) } else { None };
             let source = WeightSource { name: "w", dtype, rows: outs, cols, data: &data, row_order };
-            let weight = backend.weight(&source).expect("weight");
+            let weight = if only_products { backend.linear(&source) } else { backend.weight(&source) }.expect("weight");
+            let operands = if only_products { linear } else { operands };
             let rows = 13;
             backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
             let x = random.vector(rows * cols);
@@ -225,6 +228,9 @@ fn matmul<F: Factory>(factory: &F) {
                 let alone = read(&mut backend, &out, count * outs);
                 assert_eq!(alone, got[first * outs..][..count * outs], "I1: {dtype:?} rows {first}+{count}");
             }
+            if only_products {
+                continue;
+            }
             let mut embedded = backend.buffer(cols).expect("embedded");
             backend.embed(&weight, &[outs as u32 - 1], 2.0, &mut embedded);
             let at = row_order.map_or(outs - 1, |f| f(outs - 1));
@@ -242,11 +248,12 @@ fn products<F: Factory>(factory: &F) {
     let cols = 256;
     let quantised = [(WeightDtype::Q4K, 40), (WeightDtype::Q6K, 24), (WeightDtype::Q8_0, 8)];
     let dense = [(WeightDtype::F16, 40), (WeightDtype::F32, 9), (WeightDtype::Bf16, 8)];
-    for of in [quantised, dense, [quantised[0], dense[0], quantised[2]]] {
+    let even = [(WeightDtype::Q4K, 48), (WeightDtype::F32, 32), (WeightDtype::Q8_0, 24)];
+    for of in [quantised, dense, [quantised[0], dense[0], quantised[2]], even] {
         let weights = of.map(|(dtype, rows)| {
             let data = random_weight(dtype, rows, cols, &mut random);
             backend
-                .weight(&WeightSource { name: "w", dtype, rows, cols, data: &data, row_order: None })
+                .linear(&WeightSource { name: "w", dtype, rows, cols, data: &data, row_order: None })
                 .expect("weight")
         });
         let norm = Norm { weight: backend.upload(&random.vector(cols)).expect("norm"), eps: 1e-5 };

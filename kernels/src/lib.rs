@@ -57,6 +57,9 @@ pub enum KernelError {
         /// What it said.
         why: String,
     },
+    /// A GPU that has no products of 8-bit floats, of which they were asked for.
+    #[error("quantization fp8: {0}, and products of fp8 need 8.9 at least (Ada, Hopper); set quantization to none")]
+    Fp8(String),
     /// Threads could not be started.
     #[error("cannot start kernel threads: {0}")]
     Threads(#[from] std::io::Error),
@@ -66,7 +69,7 @@ impl BatonError for KernelError {
     fn kind(&self) -> ErrorKind {
         match self {
             KernelError::Weight { .. } | KernelError::Pool(_) => ErrorKind::InvalidArgument,
-            KernelError::NoDevice(_) => ErrorKind::FailedPrecondition,
+            KernelError::NoDevice(_) | KernelError::Fp8(_) => ErrorKind::FailedPrecondition,
             KernelError::Threads(_) | KernelError::Memory { .. } | KernelError::Device { .. } => ErrorKind::Internal,
         }
     }

@@ -214,6 +214,13 @@ impl<B> Profiled<B> {
     }
 }
 
+impl<B: Backend> Profiled<B> {
+    fn profiled(&self, weight: B::Weight, source: &WeightSource<'_>) -> ProfiledWeight<B::Weight> {
+        let bytes = self.inner.weight_bytes(&weight) as u64;
+        ProfiledWeight { weight, dtype: source.dtype, rows: source.rows, cols: source.cols, bytes }
+    }
+}
+
 impl<B: Backend> Backend for Profiled<B> {
     type Buffer = B::Buffer;
     type Weight = ProfiledWeight<B::Weight>;
@@ -232,9 +239,12 @@ impl<B: Backend> Backend for Profiled<B> {
 
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError> {
         let weight = self.inner.weight(source)?;
-        let bytes = self.inner.weight_bytes(&weight) as u64;
-        let (dtype, rows, cols) = (source.dtype, source.rows, source.cols);
-        Ok(ProfiledWeight { weight, dtype, rows, cols, bytes })
+        Ok(self.profiled(weight, source))
+    }
+
+    fn linear(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError> {
+        let weight = self.inner.linear(source)?;
+        Ok(self.profiled(weight, source))
     }
 
     fn weight_bytes(&self, weight: &Self::Weight) -> usize {

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use baton_kernels::conformance::{Factory, Promises, Random, run};
-use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Memory, Nowhere, Recorded, Recorder};
+use baton_kernels::cuda::{
+    CudaBackend, CudaOptions, Fp8, HostDevice, Memory, Nowhere, Recorded, Recorder, product_weight_bytes,
+};
 use baton_kernels::{
     AttentionShape, Backend, CpuBackend, CpuOptions, Draw, HostPool, Input, KernelError, Product, Ragged, Room, Rope,
     StepInputs, WeightSource,
@@ -51,6 +53,74 @@ fn conforms(options: CudaOptions) {
 #[test]
 fn kernels_conform() {
     conforms(CudaOptions { invariant: false, ..CudaOptions::default() });
+}
+
+/// Weights and rows of E4M3, on a device that applies their scales and on one that leaves that to a kernel.
+#[test]
+fn kernels_conform_with_products_of_8_bit_floats() {
+    for fp8 in [Fp8::Plain, Fp8::Scaled] {
+        let Some(device) = HostDevice::for_tests() else { return };
+        let device = Arc::new(Recorder::new(device.with_fp8(fp8)));
+        let options = CudaOptions { invariant: true, fp8: true, ..CudaOptions::default() };
+        run(&Host { device: Arc::clone(&device), options });
+        let log = device.take_log();
+        assert_eq!(device.problems(), [""; 0]);
+        assert_eq!(device.live_bytes(), 0, "all memory was given back");
+        assert!(log.contains(&Recorded::Launch("baton_quantise_rows")));
+    }
+}
+
+/// A GPU without such products is refused by what asked for them.
+#[test]
+fn a_device_without_8_bit_products_is_refused_by_the_setting() {
+    let device = Arc::new(Recorder::new(Nowhere::default()));
+    let geometry = PoolGeometry::uniform(layout(KvDtype::F16, 64, 0), 4);
+    let options = CudaOptions { fp8: true, ..CudaOptions::default() };
+    let error = CudaBackend::new(Arc::clone(&device), geometry, options).err().unwrap().to_string();
+    assert!(error.contains("compute capability 0.0") && error.contains("set quantization to none"), "{error}");
+    assert_eq!(device.live_bytes(), 0);
+}
+
+/// One product is one launch more where a device leaves scales to a kernel or there is a bias, and none where neither is so. A matrix
+/// whose sizes do not fit stays bf16.
+#[test]
+fn products_of_8_bit_floats_are_finished_where_the_device_has_not() {
+    let Some(_) = HostDevice::for_tests() else { return };
+    let launches = |fp8, rows: usize, with_bias: bool| {
+        let device = Arc::new(Recorder::new(HostDevice::for_tests().unwrap().with_fp8(fp8)));
+        let geometry = PoolGeometry::uniform(layout(KvDtype::F16, 64, 0), 4);
+        let options = CudaOptions { fp8: true, ..CudaOptions::default() };
+        let mut backend = CudaBackend::new(Arc::clone(&device), geometry, options).unwrap();
+        let data: Vec<u8> = Random(7).vector(rows * 32).iter().flat_map(|x| x.to_le_bytes()).collect();
+        let source = WeightSource { name: "w", dtype: WeightDtype::F32, rows, cols: 32, data: &data, row_order: None };
+        let weight = backend.linear(&source).unwrap();
+        assert_eq!(backend.weight_bytes(&weight) as u64, product_weight_bytes(rows, 32, true));
+        let (x, bias) = (backend.upload(&Random(8).vector(64)).unwrap(), backend.upload(&vec![1.0; rows]).unwrap());
+        let mut out = backend.buffer(2 * rows).unwrap();
+        device.take_log();
+        let bias = with_bias.then_some(&bias);
+        backend.matmul(Input { x: &x, rows: 2, norm: None }, [Product { weight: &weight, bias, out: &mut out }]);
+        backend.finish().unwrap();
+        let log = device.take_log();
+        let launched = log.iter().filter_map(|call| match call {
+            Recorded::Launch(name) => Some(*name),
+            _ => None,
+        });
+        let names: Vec<_> = launched.collect();
+        let mut got = vec![0.0; 2 * rows];
+        backend.read(&out, 0, &mut got);
+        (names, got)
+    };
+    let (quantise, scale) = ("baton_quantise_rows", "baton_scale_products");
+    let (names, plain) = launches(Fp8::Plain, 48, false);
+    assert_eq!(names, [quantise, scale]);
+    let (names, scaled) = launches(Fp8::Scaled, 48, false);
+    assert_eq!(names, [quantise]);
+    assert_eq!(plain, scaled, "the same scales by either way");
+    assert_eq!(launches(Fp8::Scaled, 48, true).0, [quantise, scale]);
+    assert_eq!(launches(Fp8::Plain, 48, true).1, launches(Fp8::Scaled, 48, true).1);
+    assert_eq!(launches(Fp8::Plain, 40, true).0, ["baton_embed"], "40 is no multiple of 16");
+    assert_eq!([product_weight_bytes(48, 32, true), product_weight_bytes(40, 32, true)], [48 * 36, 40 * 64]);
 }
 
 /// I1: not a bit depends on how a prompt is cut.

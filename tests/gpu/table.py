@@ -10,7 +10,10 @@ import sys
 
 # Llama 3.1 8B: what a decode step must read at least. The embedding is read a row a token.
 LAYERS, HIDDEN, INNER, KV, VOCAB = 32, 4096, 14336, 1024, 128256
-WEIGHTS = 2 * (LAYERS * (2 * HIDDEN * HIDDEN + 2 * KV * HIDDEN + 3 * INNER * HIDDEN) + VOCAB * HIDDEN)
+MATRICES, HEAD = LAYERS * (2 * HIDDEN * HIDDEN + 2 * KV * HIDDEN + 3 * INNER * HIDDEN), VOCAB * HIDDEN
+WEIGHTS = 2 * (MATRICES + HEAD)
+# With a byte for each weight of a layer and a scale for each output; the head stays bf16.
+WEIGHTS_FP8 = MATRICES + LAYERS * 4 * (3 * HIDDEN + 2 * KV + 2 * INNER) + 2 * HEAD
 KV_TOKEN = LAYERS * 2 * KV * 2
 CONTEXT = 1024
 # Sets of KV this large are not in any cache.
@@ -59,6 +62,11 @@ class Table:
                 counts = record["bytes"] >= UNCACHED
                 self.row("decode attention", case, f"{rate / 1e9:.0f} GB/s", f"{share:.2f} of bandwidth",
                          "≥ 0.85" if counts else "in cache", share >= 0.85 if counts else None)
+            elif what == "fp8" and self.products:
+                rate = record["operations"] / seconds
+                beside = next((r["seconds"] / seconds for r in self.figures("kernels") if (r.get("what"), r.get("case")) == ("product", case)), 0.0)
+                self.row("GEMM in fp8", case, f"{rate / 1e12:.0f} TFLOP/s, {record['bytes'] / seconds / 1e9:.0f} GB/s",
+                         f"{rate / self.products:.2f} of bf16's limit, {beside:.2f} × as fast as in bf16")
             elif what in ("prefill", "product") and self.products:
                 rate = record["operations"] / seconds
                 share = rate / self.products
@@ -70,7 +78,8 @@ class Table:
     def engine(self):
         """Steps of the whole model, ours and the peer's."""
         peer = {r["metric"]: r["value"] for r in self.figures("peer") if "metric" in r}
-        for file, name in (("engine", "Llama-3.1-8B"), ("engine-invariant", "Llama-3.1-8B, invariant")):
+        for file, name, weights in (("engine", "Llama-3.1-8B", WEIGHTS), ("engine-invariant", "Llama-3.1-8B, invariant", WEIGHTS),
+                                    ("engine-fp8", "Llama-3.1-8B, fp8", WEIGHTS_FP8)):
             for record in self.figures(file):
                 metric, value = record.get("metric"), record.get("value")
                 if not metric:
@@ -82,7 +91,7 @@ class Table:
                              beside.lstrip(", "))
                 elif self.bandwidth:
                     step = number / value
-                    floor = (WEIGHTS + number * CONTEXT * KV_TOKEN) / self.bandwidth
+                    floor = (weights + number * CONTEXT * KV_TOKEN) / self.bandwidth
                     self.row(f"{name}, decode step", f"batch {number}, {CONTEXT} tokens behind", f"{step * 1e3:.2f} ms",
                              f"{step / floor:.2f} × floor {floor * 1e3:.2f} ms{beside}", "≤ 1.2 ×", step / floor <= 1.2)
         for metric, value in peer.items():
@@ -125,7 +134,7 @@ class Table:
                  "| what | case | measured | ratio | goal | |", "| --- | --- | --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         lines += ["", "Parts: " + "; ".join(self.verdicts) + "."] if self.verdicts else []
-        for name in ("kernels", "ipc", "engine", "engine-invariant", "peer", "cluster", "handoff"):
+        for name in ("kernels", "ipc", "engine", "engine-invariant", "engine-fp8", "peer", "cluster", "handoff"):
             if not self.figures(name):
                 lines += ["", f"Not measured: {name}."]
         return "\n".join(lines)

@@ -12,7 +12,7 @@ use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
 use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{KvType, Loaded, WorkerConfig, load_on, load_on_gpu, open_model};
+use baton_worker::{KvType, Loaded, Quantization, WorkerConfig, load_on, load_on_gpu, open_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use super::profile::{Profiler, print_ceilings};
@@ -50,6 +50,13 @@ pub fn command() -> Command {
                 .long("no-hopper")
                 .action(ArgAction::SetTrue)
                 .help("On a Hopper GPU: attention by the kernel that all others have"),
+        )
+        .arg(
+            Arg::new("quantization")
+                .long("quantization")
+                .default_value("none")
+                .value_parser(value_parser!(Quantization))
+                .help("Weights of layers: none, or on a GPU fp8"),
         )
         .arg(number("chunk", "512", "Most tokens of a prompt computed in a step, and of all of them"))
         .arg(
@@ -170,6 +177,11 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let named = matches.get_many::<String>("metrics").into_iter().flatten();
     let metrics = named.map(|name| Ok((name, Metric::parse(name)?))).collect::<anyhow::Result<Vec<_>>>()?;
     let gpu = matches.get_one::<String>("backend").is_some_and(|backend| backend == "cuda");
+    let quantization = matches.get_one("quantization").copied().unwrap_or(Quantization::None);
+    anyhow::ensure!(
+        gpu || quantization == Quantization::None,
+        "--quantization {quantization}: only with --backend cuda"
+    );
     let config = WorkerConfig {
         model: matches.get_one::<String>("model").cloned().unwrap_or_default(),
         fetch: crate::fetch::settings(matches)?,
@@ -177,6 +189,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         pin_threads: matches.get_flag("pin-threads"),
         kv_memory: (!gpu).then(|| Bytes::gib(2)),
         kv_type: if gpu { KvType::Bf16 } else { KvType::F16 },
+        quantization,
         chunk,
         token_budget: chunk.max(together(&metrics)),
         max_running: together(&metrics),
@@ -195,7 +208,8 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let mut bench = if gpu {
         let device = Arc::new(Driver::open(0)?);
         let (invariant, graphs) = (matches.get_flag("invariant"), !matches.get_flag("no-graphs"));
-        let options = CudaOptions { invariant, graphs, hopper: !matches.get_flag("no-hopper") };
+        let hopper = !matches.get_flag("no-hopper");
+        let options = CudaOptions { invariant, graphs, hopper, fp8: quantization == Quantization::Fp8 };
         let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
         let bench = Bench::new(engine, &geometry, Box::new(decoder), None, &model)?;
         Bench { warm_up: GPU_WARM_UP, rounds: GPU_ROUNDS, ..bench }

@@ -2,7 +2,8 @@
 //!
 //! Arithmetic over shapes. A test of the whole model on a recording device holds it against what is really allocated.
 
-use baton_model_files::{Model, ModelConfig};
+use baton_kernels::cuda::product_weight_bytes;
+use baton_model_files::{Model, ModelConfig, TensorInfo, TensorName};
 use baton_types::KvLayout;
 
 use crate::Limits;
@@ -14,7 +15,7 @@ const OTHERS: u64 = 512 << 20;
 /// Bytes on a GPU, by what they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Footprint {
-    /// Matrices as bf16, vectors as f32, the tables of rotations.
+    /// Matrices as bf16, those of layers as E4M3 with scales if they are to be, vectors as f32, the tables of rotations.
     pub weights: u64,
     /// Activations, for the largest step.
     pub activations: u64,
@@ -23,11 +24,10 @@ pub struct Footprint {
 }
 
 impl Footprint {
-    /// Of a model whose pool has this layout, within limits; table entries do not count.
-    pub fn of(model: &Model, layout: &KvLayout, limits: Limits) -> Footprint {
+    /// Of a model whose pool has this layout, within limits, with its products in bf16 or in fp8; table entries do not count.
+    pub fn of(model: &Model, layout: &KvLayout, limits: Limits, fp8: bool) -> Footprint {
         let config = model.config();
-        let weight = |shape: &[usize]| if shape.len() > 1 { 2 } else { 4 };
-        let tensors: u64 = model.tensors().iter().map(|tensor| tensor.elements() * weight(&tensor.shape)).sum();
+        let tensors: u64 = model.tensors().iter().map(|tensor| tensor_bytes(tensor, fp8)).sum();
         let tables = if config.local_rope.is_some() { 2 } else { 1 };
         // A cosine and a sine for each half of a head.
         let rotations = tables * limits.context as u64 * u64::from(config.head_dim) * 4;
@@ -44,6 +44,14 @@ impl Footprint {
     }
 }
 
+fn tensor_bytes(tensor: &TensorInfo, fp8: bool) -> u64 {
+    match (&tensor.shape[..], tensor.name) {
+        (&[rows, cols], TensorName::Layer(..)) => product_weight_bytes(rows, cols, fp8),
+        (&[rows, cols], _) => product_weight_bytes(rows, cols, false),
+        _ => tensor.elements() * 4,
+    }
+}
+
 /// f32 rows, as the decoder's buffers have them.
 fn activations(config: &ModelConfig, layout: &KvLayout, limits: Limits) -> u64 {
     let queries = if layout.groups.iter().any(|group| group.sinks > 0) { 3 } else { 2 };
@@ -57,7 +65,7 @@ fn activations(config: &ModelConfig, layout: &KvLayout, limits: Limits) -> u64 {
     4 * (limits.tokens as u64 * row + limits.samples as u64 * sample)
 }
 
-/// A product's input as bf16.
+/// A product's input as bf16; as E4M3 with scales it is less.
 fn operands(config: &ModelConfig, limits: Limits) -> u64 {
     let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size());
     limits.tokens as u64 * u64::from(widest) * 2
@@ -76,11 +84,17 @@ mod tests {
         let model = RandomModel::parse("random:llama-3.1-8b").unwrap().unwrap().open().unwrap();
         let layout = kv_layout(model.config(), 0, KvDtype::Bf16, 16);
         let limits = Limits { tokens: 2048, samples: 16, context: 8192, table_entries: 0 };
-        let footprint = Footprint::of(&model, &layout, limits);
+        let footprint = Footprint::of(&model, &layout, limits, false);
         // 8.03e9 weights, the norms' among them at twice the bytes, and 8,192 rotations of 64 pairs.
         assert_eq!(footprint.weights, 8_030_261_248 * 2 + 65 * 4096 * 2 + 8192 * 128 * 4);
         // x, out, q, attended: 4,096 wide; k, v: 1,024; gate, up: 14,336.
         assert_eq!(footprint.activations, 4 * (2048 * (4 * 4096 + 2 * 1024 + 2 * 14_336) + 16 * (4096 + 2 * 128_256)));
         assert_eq!(footprint.workspace, 2048 * 14_336 * 2 + OTHERS);
+
+        // A byte for each weight of a layer, and 4 for each of its outputs; embedding and head as before.
+        let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
+        let layers = 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096;
+        let fp8 = Footprint::of(&model, &layout, limits, true);
+        assert_eq!(fp8, Footprint { weights: footprint.weights - layers + outputs * 4, ..footprint });
     }
 }

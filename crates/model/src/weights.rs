@@ -127,7 +127,12 @@ impl<'a, B: Backend> Loader<'a, B> {
         let tensor = self.checked(name, &[rows, cols])?;
         let Stored { rows, cols, data } = part.of(name, &tensor)?;
         let (dtype, data) = (tensor.dtype, &*data);
-        Ok(self.backend.weight(&WeightSource { name: &label, dtype, rows, cols, data, row_order })?)
+        let source = WeightSource { name: &label, dtype, rows, cols, data, row_order };
+        // Embedding and head stay as exact as they are; what layers have is for products alone.
+        Ok(match name {
+            TensorName::Layer(..) => self.backend.linear(&source),
+            _ => self.backend.weight(&source),
+        }?)
     }
 
     fn linear(&mut self, name: TensorName, rows: usize, cols: usize) -> Result<Linear<B>, ModelError> {

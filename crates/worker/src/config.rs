@@ -10,7 +10,7 @@ use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
 use baton_transfer::{Limits as TransferLimits, Tls, TlsFiles, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
-use crate::{BackendKind, WorkerError};
+use crate::{BackendKind, Quantization, WorkerError};
 
 baton_runtime::config_enum! {
     /// Element type of the KV pool.
@@ -249,6 +249,9 @@ baton_runtime::config! {
         cuda_graphs: bool = true,
         /// On a Hopper GPU: prompts are attended to by its own matrix units and copy engine, where their kernel takes the pool.
         hopper_attention: bool = true,
+        /// Weights of layers: none (as they are, on a GPU bf16), or on a GPU fp8: 8-bit floats (E4M3) with a scale for each output, and so the
+        /// rows that they are multiplied with; about half the memory. All workers of a cluster need the same.
+        quantization: Quantization = Quantization::None,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
         /// Tensor-parallel ranks on the CPU: the model is split over so many, which share the threads. A divisor of its KV heads.

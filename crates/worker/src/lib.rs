@@ -20,7 +20,7 @@ mod stream;
 mod telemetry;
 mod wire;
 
-pub use backend::BackendKind;
+pub use backend::{BackendKind, Quantization};
 pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, WorkerConfig};
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};

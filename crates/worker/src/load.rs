@@ -15,7 +15,7 @@ use baton_runtime::{Bytes, FetchConfig};
 use baton_transfer::{MAX_TCP_CONNECTIONS, Pool};
 use baton_types::{BlockId, KvLayout, PoolGeometry};
 
-use crate::backend::{Chosen, choose};
+use crate::backend::{BackendKind, Chosen, Quantization, choose};
 use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
 use crate::pack::find_pack_tokens;
 use crate::pool::{on_device, on_host};
@@ -121,6 +121,9 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     check(percent <= 100, "max_kept_percent", percent, "at most 100")?;
     check(config.threads != Some(0), "threads", 0, "at least 1")?;
     ranks::check_settings(config)?;
+    if config.backend == BackendKind::Cpu {
+        check_on_cpu(config)?;
+    }
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     check_limits(config)?;
@@ -172,12 +175,22 @@ impl<B: Backend + 'static> Loaded<B> {
     }
 }
 
+/// What the CPU does not do.
+fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let must = "none where the CPU computes, which takes a model's weights as they are; fp8 needs a GPU (backend cuda)";
+    check(config.quantization == Quantization::None, "quantization", config.quantization, must)
+}
+
 /// Finds what to compute on and the model, and loads it. Blocks for seconds.
 pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     let chosen = choose(config.backend)?;
     let model = open_model(config)?;
     let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
-    match chosen.for_pool(config.backend, &pool)? {
+    let chosen = chosen.for_pool(config.backend, &pool)?;
+    if matches!(chosen, Chosen::Cpu) {
+        check_on_cpu(config)?;
+    }
+    match chosen {
         Chosen::Cpu if config.tp > 1 => ranks::load(config, &model),
         Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
         Chosen::Gpu(device) => load_on_device(config, &model, &device)?.ready(config),
@@ -208,7 +221,7 @@ pub fn load_on_device<D: SharingDevice>(
 ) -> Result<Loaded<CudaBackend<D>>, WorkerError> {
     let memory = GpuMemory::of(&**device).map_err(ModelError::from)?;
     let WorkerConfig { invariant, cuda_graphs: graphs, hopper_attention: hopper, .. } = *config;
-    let options = CudaOptions { invariant, graphs, hopper };
+    let options = CudaOptions { invariant, graphs, hopper, fp8: config.quantization == Quantization::Fp8 };
     load_with(config, model, Place::Gpu(memory), |geometry| {
         Ok(on_device(device, geometry, options).map_err(ModelError::from)?)
     })
@@ -216,7 +229,8 @@ pub fn load_on_device<D: SharingDevice>(
 
 /// The layout of the pool.
 fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError> {
-    let layout = kv_layout(model.config(), model.fingerprint(), config.kv_type.dtype(), config.block_size);
+    let fingerprint = config.quantization.of_model(model.fingerprint());
+    let layout = kv_layout(model.config(), fingerprint, config.kv_type.dtype(), config.block_size);
     windowed(config, layout, model.config().context_length)
 }
 
@@ -250,7 +264,8 @@ fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: P
         let context = config.context.unwrap_or(model.config().context_length) as usize;
         let limits =
             Limits { tokens: config.token_budget as usize, samples: samples(config, place), context, table_entries: 0 };
-        Budget { gpu, fraction: config.gpu_memory_fraction, footprint: Footprint::of(model, layout, limits) }
+        let footprint = Footprint::of(model, layout, limits, config.quantization == Quantization::Fp8);
+        Budget { gpu, fraction: config.gpu_memory_fraction, footprint }
     };
     let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
     let blocks = match place {
@@ -453,6 +468,20 @@ mod tests {
         for count in [0, 17] {
             assert_eq!(refused(count), Err(format!("tcp_connections is {count}; it must be 1 to 16")));
         }
+    }
+
+    #[test]
+    fn weights_of_8_bits_are_for_gpus_and_leave_more_memory_for_kv() {
+        let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+        let config = |backend, quantization| WorkerConfig { backend, quantization, ..WorkerConfig::default() };
+        let error = check_settings(&config(BackendKind::Cpu, Quantization::Fp8)).unwrap_err().to_string();
+        assert!(error.starts_with("quantization is fp8; it must be none where the CPU computes"), "{error}");
+        assert!(check_settings(&config(BackendKind::Auto, Quantization::Fp8)).is_ok(), "there may be a GPU");
+        let place = Place::Gpu(GpuMemory { total: 1 << 30, free: 1 << 30 });
+        let [none, fp8] = [Quantization::None, Quantization::Fp8]
+            .map(|quantization| plan(&config(BackendKind::Cuda, quantization), &model, place).unwrap().geometry);
+        assert!(fp8.blocks[0] > none.blocks[0]);
+        assert_ne!(fp8.layout.fingerprint(), none.layout.fingerprint(), "no KV of the one for the other");
     }
 
     #[test]

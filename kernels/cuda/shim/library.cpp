@@ -16,11 +16,14 @@
 #include "gate_mul.cu"
 #include "mask_logits.cu"
 #include "move_runs.cu"
+#include "quantise_rows.cu"
 #include "rms_norm.cu"
 #include "rope_store_kv.cu"
 #include "sample.cu"
+#include "scale_products.cu"
 
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 namespace {
@@ -68,9 +71,11 @@ const Kernel KERNELS[] = {
     K(GateMul, baton_gate_mul),
     K(MaskLogits, baton_mask_logits),
     K(MoveRuns, baton_move_runs),
+    K(QuantiseRows, baton_quantise_rows),
     K(RmsNorm, baton_rms_norm),
     K(RopeStoreKv, baton_rope_store_kv),
     K(Sample, baton_sample),
+    K(ScaleProducts, baton_scale_products),
 };
 
 /// A struct's size and the offsets of its fields, in order.
@@ -89,8 +94,8 @@ const std::vector<Structure>& structures() {
           O(KvPlanes, block_size), O(KvPlanes, head_dim)),
         S(Embed, O(Embed, table), O(Embed, rows), O(Embed, out), O(Embed, table_type), O(Embed, out_type), O(Embed, count),
           O(Embed, width), O(Embed, scale), O(Embed, drawn)),
-        S(RmsNorm, O(RmsNorm, x), O(RmsNorm, add), O(RmsNorm, weight), O(RmsNorm, out), O(RmsNorm, x_type), O(RmsNorm, y_type),
-          O(RmsNorm, rows), O(RmsNorm, width), O(RmsNorm, eps)),
+        S(RmsNorm, O(RmsNorm, x), O(RmsNorm, add), O(RmsNorm, weight), O(RmsNorm, out), O(RmsNorm, scales),
+          O(RmsNorm, x_type), O(RmsNorm, y_type), O(RmsNorm, rows), O(RmsNorm, width), O(RmsNorm, eps)),
         S(Add, O(Add, x), O(Add, y), O(Add, elements), O(Add, x_type), O(Add, y_type)),
         S(GateMul, O(GateMul, gate), O(GateMul, up), O(GateMul, out), O(GateMul, type), O(GateMul, act), O(GateMul, rows),
           O(GateMul, width), O(GateMul, gate_stride), O(GateMul, up_stride), O(GateMul, out_stride)),
@@ -113,6 +118,10 @@ const std::vector<Structure>& structures() {
           O(MoveRuns, count)),
         S(Dequantise, O(Dequantise, source), O(Dequantise, row_order), O(Dequantise, out), O(Dequantise, type),
           O(Dequantise, out_type), O(Dequantise, rows), O(Dequantise, cols)),
+        S(QuantiseRows, O(QuantiseRows, x), O(QuantiseRows, out), O(QuantiseRows, scales), O(QuantiseRows, x_type),
+          O(QuantiseRows, rows), O(QuantiseRows, width)),
+        S(ScaleProducts, O(ScaleProducts, x), O(ScaleProducts, row_scales), O(ScaleProducts, column_scales), O(ScaleProducts, bias),
+          O(ScaleProducts, rows), O(ScaleProducts, width)),
         S(SampleRow, O(SampleRow, seed), O(SampleRow, index), O(SampleRow, temperature), O(SampleRow, top_k), O(SampleRow, top_p),
           O(SampleRow, min_p), O(SampleRow, top_logprobs), O(SampleRow, row)),
         S(Sampled, O(Sampled, id), O(Sampled, logprob), O(Sampled, digest), O(Sampled, top_ids), O(Sampled, top_logprobs)),
@@ -122,6 +131,14 @@ const std::vector<Structure>& structures() {
         S(MaskLogits, O(MaskLogits, logits), O(MaskLogits, rows), O(MaskLogits, masks), O(MaskLogits, count), O(MaskLogits, vocab)),
     };
     return all;
+}
+
+/// What a code of E4M3 stands for to tensor cores: bias 7, no infinities, NaN where all seven bits are set.
+float e4m3(u8 code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+    float magnitude = exponent ? std::ldexp(static_cast<float>(8 + mantissa), exponent - 10) : std::ldexp(static_cast<float>(mantissa), -9);
+    return code & 0x80 ? -magnitude : magnitude;
 }
 
 bool same(dim3 got, const u32* want) { return got.x == want[0] && got.y == want[1] && got.z == want[2]; }
@@ -167,6 +184,21 @@ void baton_host_product(const u16* weight, const u16* x, const float* bias, floa
             float sum = 0.0f;
             for (u64 k = 0; k < cols; k++) sum = std::fma(wide(weight[o * cols + k]), wide(x[r * cols + k]), sum);
             out[r * outs + o] = bias ? sum + bias[o] : sum;
+        }
+    }
+}
+
+/// out[r][o] = (sum over k of weight[o][k] · x[r][k]) · (x_scales[r] · weight_scales[o]), of E4M3 codes, in f32, k ascending, products fused;
+/// the bare sum where the scales are null.
+void baton_host_product_e4m3(const u8* weight, const u8* x, const float* weight_scales, const float* x_scales, float* out, u64 rows,
+                             u64 outs, u64 cols) {
+    float values[256];
+    for (u32 code = 0; code < 256; code++) values[code] = e4m3(static_cast<u8>(code));
+    for (u64 r = 0; r < rows; r++) {
+        for (u64 o = 0; o < outs; o++) {
+            float sum = 0.0f;
+            for (u64 k = 0; k < cols; k++) sum = std::fma(values[weight[o * cols + k]], values[x[r * cols + k]], sum);
+            out[r * outs + o] = weight_scales ? sum * (x_scales[r] * weight_scales[o]) : sum;
         }
     }
 }

@@ -134,4 +134,21 @@ __device__ inline T block_sum(T x) {
     return x;
 }
 
+/// Largest over the threads of a block, in all of them.
+__device__ inline float block_max(float x) {
+    struct Maxima {
+        float of_warp[WARP];
+    };
+    BATON_SHARED(Maxima, maxima);
+    u32 warps = blockDim.x / WARP;
+    x = lanes_max(x, WARP);
+    // Who is late may still read the last maximum.
+    __syncthreads();
+    if (lane() == 0) maxima.of_warp[threadIdx.x / WARP] = x;
+    __syncthreads();
+    x = maxima.of_warp[0];
+    for (u32 i = 1; i < warps; i++) x = x > maxima.of_warp[i] ? x : maxima.of_warp[i];
+    return x;
+}
+
 } // namespace baton

@@ -5,7 +5,7 @@
 // row is rounded alone (I1). Every slice of a head begins at a multiple of 16 bytes if the pool does.
 #pragma once
 
-#include "common.cuh"
+#include "e4m3.cuh"
 
 namespace baton {
 
@@ -74,30 +74,12 @@ __device__ inline KvRow kv_row_at(const KvPlanes& p, const u32* table, u32 head,
 
 /// E4M3 codes moved into f16 are in this unit: the exponent's bias differs by 8.
 constexpr float E4M3_UNIT = 256.0f;
-constexpr float E4M3_MAX = 448.0f;
 
 /// What an E4M3 code stands for. There are no NaNs: 0x7f and 0xff count on to ±480.
 __device__ inline float from_e4m3(u32 code) {
     u16 bits = static_cast<u16>((code & 0x80) << 8 | (code & 0x7f) << 7);
     return __half2float(__ushort_as_half(bits)) * E4M3_UNIT;
 }
-
-/// The nearest E4M3, ties to even; x is within ±448.
-__device__ inline u32 to_e4m3(float x) {
-    u32 bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
-    u32 normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - ((127 - 7) << 3);
-    // Here f32 are multiples of 2^-9, the step of E4M3 below its smallest normal number.
-    constexpr float STEPS = 16384.0f;
-    u32 subnormal = __float_as_uint(__uint_as_float(magnitude) + STEPS) - __float_as_uint(STEPS);
-    return bits >> 31 << 7 | (magnitude < (127 - 6) << 23 ? subnormal : normal);
-}
-
-/// x within low..=high; a NaN becomes `high`.
-__device__ inline float clamp_to(float x, float low, float high) {
-    x = x < high ? x : high;
-    return x > low ? x : low;
-}
-constexpr float FINITE = 3.40282347e38f;
 
 /// Rounds a parameter; what a reader will see.
 __device__ inline float through_half(float x) { return __half2float(__float2half_rn(x)); }
@@ -125,13 +107,6 @@ __device__ inline Octet kv_load8(KvType type, const KvRow& row, u32 d) {
         out.x[i] = (type == KvType::Q8 ? static_cast<float>(static_cast<i8>(code)) : from_e4m3(code)) * scale;
     }
     return out;
-}
-
-/// Eight codes of one byte each.
-__device__ inline void store_codes(u8* at, const u32* codes) {
-    uint2 raw = make_uint2(codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24,
-                           codes[4] | codes[5] << 8 | codes[6] << 16 | codes[7] << 24);
-    *reinterpret_cast<uint2*>(at) = raw;
 }
 
 /// Rounds and stores a row of up to 256 · OCTETS elements: a whole warp, lane l with elements 256 j + 8 l … + 8 in `x[j]`.

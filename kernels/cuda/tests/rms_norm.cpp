@@ -1,6 +1,6 @@
 #include "rms_norm.cu"
 
-#include "harness.hpp"
+#include "e4m3_reference.hpp"
 
 namespace test {
 
@@ -10,7 +10,7 @@ static void check_norm(Element x_type, Element y_type, u32 rows, u32 width, bool
     Array x = normals(x_type, count, random), before = x, add = normals(y_type, count, random), out(y_type, count);
     Array weight = normals(Element::F32, width, random);
     float eps = 1e-5f;
-    RmsNorm p{x.data(),  residual ? add.data() : nullptr, reinterpret_cast<float*>(weight.data()), in_place ? x.data() : out.data(),
+    RmsNorm p{x.data(),  residual ? add.data() : nullptr, reinterpret_cast<float*>(weight.data()), in_place ? x.data() : out.data(), nullptr,
               x_type, y_type, rows, width, eps};
     run(baton_rms_norm, p);
     const Array& result = in_place ? x : out;
@@ -55,9 +55,39 @@ TEST(rms_norm_of_a_row_is_the_same_in_any_batch) {
     Array x = normals(Element::F32, 5 * width, random), weight = normals(Element::F32, width, random);
     Array all(Element::F32, 5 * width), one(Element::F32, width);
     auto* w = reinterpret_cast<float*>(weight.data());
-    run(baton_rms_norm, RmsNorm{x.data(), nullptr, w, all.data(), Element::F32, Element::F32, 5, width, 1e-6f});
-    run(baton_rms_norm, RmsNorm{x.data() + 3 * width * 4, nullptr, w, one.data(), Element::F32, Element::F32, 1, width, 1e-6f});
+    run(baton_rms_norm, RmsNorm{x.data(), nullptr, w, all.data(), nullptr, Element::F32, Element::F32, 5, width, 1e-6f});
+    run(baton_rms_norm, RmsNorm{x.data() + 3 * width * 4, nullptr, w, one.data(), nullptr, Element::F32, Element::F32, 1, width, 1e-6f});
     CHECK(std::memcmp(one.data(), all.data() + 3 * width * 4, width * 4) == 0, "a row alone differs from itself in a batch"); // I1
+}
+
+/// Norm and quantisation in one are the two after each other, to the bit, whatever else is in the batch (I1).
+TEST(a_norm_quantises_as_its_result_would_be) {
+    for (u32 width : {64u, 1024u, 1160u}) {
+        for (bool residual : {false, true}) {
+            Random random{width};
+            u32 rows = 5;
+            u64 count = static_cast<u64>(rows) * width;
+            Array x = normals(Element::F32, count, random), again = x, add = normals(Element::F32, count, random);
+            Array weight = normals(Element::F32, width, random), normed(Element::F32, count);
+            void* y = residual ? add.data() : nullptr;
+            auto* w = reinterpret_cast<float*>(weight.data());
+            auto* floats = reinterpret_cast<const float*>(normed.data());
+            std::vector<u8> codes(count), alone(width);
+            std::vector<float> scales(rows);
+            float eps = 1e-6f, scale;
+            run(baton_rms_norm, RmsNorm{x.data(), y, w, normed.data(), nullptr, Element::F32, Element::F32, rows, width, eps});
+            run(baton_rms_norm, RmsNorm{again.data(), y, w, codes.data(), scales.data(), Element::F32, Element::F32, rows, width, eps});
+            CHECK(again.bytes == x.bytes, "the residual of rows of %u", width);
+            for (u32 r = 0; r < rows; r++) {
+                u64 at = static_cast<u64>(r) * width;
+                check_row("norm", {floats + at, floats + at + width}, scales[r], &codes[at]);
+            }
+            u64 fourth = 3ull * width;
+            run(baton_rms_norm, RmsNorm{x.data() + fourth * 4, nullptr, w, alone.data(), &scale, Element::F32, Element::F32, 1, width, eps});
+            bool same = std::memcmp(alone.data(), &codes[fourth], width) == 0 && scale == scales[3];
+            CHECK(same, "a row of %u alone differs from itself in a batch", width);
+        }
+    }
 }
 
 } // namespace test

@@ -7,7 +7,8 @@
 //! Each figure is the median of several rounds, over values that are noise: of products of zeros, or attention whose scores are all one,
 //! less is done. With `--json` a line is an object, which `tests/gpu/table.py` makes a table of.
 //! With `--host` the kernels compiled for this processor stand in for the device, in sizes that take seconds: that checks the
-//! program, its figures mean nothing. With `--no-hopper` a Hopper GPU is used as any other.
+//! program, its figures mean nothing. With `--no-hopper` a Hopper GPU is used as any other; with
+//! `--fp8` the conformance is of weights of 8 bits.
 
 mod handoff;
 
@@ -16,7 +17,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use baton_kernels::conformance::{self, Factory, Promises, Random};
-use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, HostDevice};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, Fp8, HostDevice};
 use baton_kernels::{AttentionShape, Backend, Input, KernelError, Product, Ragged, Rope, WeightSource};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
 
@@ -107,18 +108,18 @@ const HEAD_DIMS: [usize; 2] = [128, 64];
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let flag = |name: &str| args.iter().any(|arg| arg == name);
-    let (host, json, hopper) = (flag("--host"), flag("--json"), !flag("--no-hopper"));
+    let (host, json, hopper, fp8) = (flag("--host"), flag("--json"), !flag("--no-hopper"), flag("--fp8"));
     let named: Vec<&str> = args.iter().map(String::as_str).filter(|arg| !arg.starts_with("--")).collect();
     let (full, small) = (Sizes { json, hopper, ..FULL }, Sizes { json, hopper, ..SMALL });
     let outcome = match (named.as_slice(), host) {
-        (["conformance"], false) => Driver::open(0).map(|device| conform(device, hopper)),
+        (["conformance"], false) => Driver::open(0).map(|device| conform(device, hopper, fp8)),
         (["bench"], false) => Driver::open(0).and_then(|device| bench(Arc::new(device), &full)),
         (["bench"], true) => match HostDevice::for_tests() {
             Some(device) => bench(Arc::new(device), &small),
             None => Ok(()),
         },
         (["conformance"], true) => {
-            HostDevice::for_tests().into_iter().for_each(|device| conform(device, hopper));
+            HostDevice::for_tests().into_iter().for_each(|device| conform(device, hopper, fp8));
             Ok(())
         }
         (["handoff"], false) => Driver::open(0).and_then(|device| handoff::bench(Arc::new(device), &full, host)),
@@ -132,7 +133,7 @@ fn main() -> ExitCode {
             None => Ok(()),
         },
         _ => Err(KernelError::NoDevice(
-            "usage: gpu conformance|bench|handoff [--host] [--json] [--no-hopper]".to_owned(),
+            "usage: gpu conformance|bench|handoff [--host] [--json] [--no-hopper] [--fp8]".to_owned(),
         )),
     };
     match outcome {
@@ -145,12 +146,12 @@ fn main() -> ExitCode {
 }
 
 /// Panics at the first failure.
-fn conform<D: Device>(device: D, hopper: bool) {
+fn conform<D: Device>(device: D, hopper: bool, fp8: bool) {
     let device = Arc::new(device);
     for invariant in [false, true] {
-        let options = CudaOptions { invariant, hopper, ..CudaOptions::default() };
+        let options = CudaOptions { invariant, hopper, fp8, ..CudaOptions::default() };
         conformance::run(&Gpu { device: Arc::clone(&device), options });
-        println!("conforms (invariant: {invariant}, Hopper's kernel where it can: {hopper})");
+        println!("conforms (invariant: {invariant}, Hopper's kernel where it can: {hopper}, fp8: {fp8})");
     }
 }
 
@@ -166,9 +167,10 @@ fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
         println!("{device_is}")
     }
     add(&device, sizes)?;
-    products(&device, sizes)?;
+    products(&device, sizes, false)?;
     decode(&device, sizes)?;
-    prefill(&device, sizes)
+    prefill(&device, sizes)?;
+    if of.fp8 == Fp8::None { Ok(()) } else { products(&device, sizes, true) }
 }
 
 /// Rounds whose median is taken.
@@ -244,13 +246,16 @@ fn weights(count: usize) -> Vec<u8> {
     data
 }
 
-fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
-    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), CudaOptions::default())?;
+/// Products with all that is around them: what rounds the rows before, and with fp8 what scales the results where the device does not.
+fn products<D: Device>(device: &Arc<D>, sizes: &Sizes, fp8: bool) -> Result<(), KernelError> {
+    let options = CudaOptions { fp8, ..CudaOptions::default() };
+    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), options)?;
+    let (what, bytes_of_weight) = if fp8 { ("fp8", 1) } else { ("product", 2) };
     for &(outs, cols) in sizes.weights {
         let data = weights(outs * cols);
         let source =
             WeightSource { name: "w", dtype: WeightDtype::Bf16, rows: outs, cols, data: &data, row_order: None };
-        let weight = backend.weight(&source)?;
+        let weight = backend.linear(&source)?;
         let most = sizes.rows.iter().copied().max().unwrap_or(0);
         let inputs = Random(2).vector(most * cols);
         for &rows in sizes.rows {
@@ -258,9 +263,10 @@ fn products<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError
             let seconds = timed(&mut backend, sizes.repeats, |b| {
                 b.matmul(Input { x: &x, rows, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
             })?;
-            let (operations, bytes) = (2 * rows * outs * cols, outs * cols * 2 + rows * (cols + outs) * 4);
+            let (operations, bytes) =
+                (2 * rows * outs * cols, outs * cols * bytes_of_weight + rows * (cols + outs) * 4);
             let case = format!("{outs} x {cols}, {rows} rows");
-            Figure { what: "product", case, seconds, bytes, operations }.print(sizes);
+            Figure { what, case, seconds, bytes, operations }.print(sizes);
         }
     }
     Ok(())

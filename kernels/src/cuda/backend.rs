@@ -6,7 +6,7 @@ use baton_types::{BlockId, PoolGeometry};
 
 use super::attention;
 use super::batch;
-use super::device::{Access, Address, Alike, Device, Gemm, Memory, Piece};
+use super::device::{Access, Address, Device, Fp8, Memory, Piece};
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
 use super::queue::Queue;
@@ -14,8 +14,7 @@ use super::sampling::Sampling;
 use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
 use super::step::Steps;
-use super::weight::CudaWeight;
-use crate::backend::{AttentionShape, Input, Norm, Product, Ragged, Room};
+use crate::backend::{AttentionShape, Norm, Ragged, Room};
 use crate::conformance::Promises;
 use crate::{HostPool, KernelError};
 
@@ -32,12 +31,22 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Whether chunks take the kernel for Hopper where the device and the pool are such that they can. It sums in another order.
     pub hopper: bool,
+    /// Whether matrices that only products read are E4M3, with a scale for each row, and so are the rows that they are multiplied with. A
+    /// row's scale is its own, so that nothing beside it changes a bit (I1).
+    pub fp8: bool,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        CudaOptions { invariant: false, graphs: true, hopper: true }
+        CudaOptions { invariant: false, graphs: true, hopper: true, fp8: false }
     }
+}
+
+/// What a norm of rows becomes.
+pub(super) enum Normed<'a> {
+    Dense(Piece<'a>, Element),
+    /// Codes, and a scale for each row.
+    E4m3(Piece<'a>, Piece<'a>),
 }
 
 /// Decoder operations on a device, over a KV pool in its memory.
@@ -45,7 +54,7 @@ pub struct CudaBackend<D: Device> {
     pub(super) queue: Queue<D>,
     pub(super) options: CudaOptions,
     pub(super) pool: Pool<D>,
-    /// A product's input as bf16.
+    /// A product's input, as its weight wants it.
     pub(super) operand: Option<Memory<D>>,
     /// Numbers of rows, or of two blocks.
     pub(super) indices: Option<Memory<D>>,
@@ -64,11 +73,11 @@ impl<D: Device> CudaBackend<D> {
     ///
     /// # Errors
     /// When the pool is of a kind that no kernel serves (f32, int4, attention sinks, heads wider than 256), or the device has no
-    /// room for it.
+    /// room for it, or no products of E4M3 where they are asked for.
     pub fn new(device: Arc<D>, geometry: PoolGeometry, options: CudaOptions) -> Result<Self, KernelError> {
         let queue = Queue::new(device)?;
         let pool = Pool::new(&queue, geometry)?;
-        Ok(CudaBackend::with(queue, pool, options))
+        CudaBackend::with(queue, pool, options)
     }
 
     /// A backend over a pool in host memory that others read and write too. The device reaches it over its bus, so attention is as fast as
@@ -79,7 +88,7 @@ impl<D: Device> CudaBackend<D> {
     pub fn over(device: Arc<D>, pool: Arc<HostPool>, options: CudaOptions) -> Result<Self, KernelError> {
         let queue = Queue::new(device)?;
         let pool = Pool::of_host(&queue, pool)?;
-        Ok(CudaBackend::with(queue, pool, options))
+        CudaBackend::with(queue, pool, options)
     }
 
     /// A backend over a pool in device memory that transfers reach too.
@@ -92,14 +101,19 @@ impl<D: Device> CudaBackend<D> {
     {
         let queue = Queue::new(Arc::clone(pool.device()))?;
         let pool = Pool::shared(&queue, geometry, Arc::clone(pool.memory()))?;
-        Ok(CudaBackend::with(queue, pool, options))
+        CudaBackend::with(queue, pool, options)
     }
 
-    fn with(queue: Queue<D>, pool: Pool<D>, options: CudaOptions) -> Self {
+    fn with(queue: Queue<D>, pool: Pool<D>, options: CudaOptions) -> Result<Self, KernelError> {
+        let properties = queue.device.properties();
+        if options.fp8 && properties.fp8 == Fp8::None {
+            let (name, (major, minor)) = (&properties.name, properties.capability);
+            return Err(KernelError::Fp8(format!("{name} has compute capability {major}.{minor}")));
+        }
         let steps = Steps::new(pool.geometry().layout.groups.len());
         let (operand, indices, staging, sums) = (None, None, None, None);
         let sampling = Sampling::default();
-        CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, steps, failed: None }
+        Ok(CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, steps, failed: None })
     }
 
     /// Whether a pool of this shape can be served.
@@ -107,10 +121,11 @@ impl<D: Device> CudaBackend<D> {
         pool::check(geometry)
     }
 
-    /// How exact it is: weights and activations of products are bf16, operands of attention have 16 bits.
+    /// How exact it is: weights and activations of products are bf16, or E4M3 where they may be; operands of attention have 16 bits.
     pub fn promises(options: CudaOptions) -> Promises {
         let chunks = if options.invariant { None } else { Some(0.02) };
-        Promises { operands: 2f64.powi(-8), attention: 0.03, chunks }
+        let operands = 2f64.powi(-8);
+        Promises { operands, linear: if options.fp8 { 2f64.powi(-5) } else { operands }, attention: 0.03, chunks }
     }
 
     /// What it runs on.
@@ -185,18 +200,22 @@ impl<D: Device> CudaBackend<D> {
         &self,
         norm: &Norm<Memory<D>>,
         x: Piece<'_>,
-        out: (Piece<'_>, Element),
+        out: Normed<'_>,
         rows: usize,
     ) -> Result<(), KernelError> {
-        let (out, y_type) = out;
+        let (out, y_type, scales) = match out {
+            Normed::Dense(out, element) => (out, element, None),
+            Normed::E4m3(out, scales) => (out, Element::F32, Some(scales)),
+        };
         let weight = norm.weight.piece(0, norm.weight.bytes());
         let width = weight.bytes() / size_of::<f32>();
-        let touches = [Access::Read(weight), Access::Read(x), Access::Write(out)];
+        let touches = [Access::Read(weight), Access::Read(x), Access::Write(out), Access::Write(scales.unwrap_or(out))];
         let params = RmsNorm {
             x: x.at(),
             add: Address::default(),
             weight: weight.at(),
             out: out.at(),
+            scales: scales.map_or(Address::default(), |scales| scales.at()),
             x_type: Element::F32,
             y_type,
             rows: rows as u32,
@@ -204,50 +223,6 @@ impl<D: Device> CudaBackend<D> {
             eps: norm.eps,
         };
         self.queue.launch("baton_rms_norm", &params, &touches)
-    }
-
-    /// A product's input, normed where it is to be, as bf16.
-    fn operand(&mut self, input: &Input<'_, Memory<D>>, cols: usize) -> Result<(), KernelError> {
-        let elements = input.rows * cols;
-        self.queue.at_least(&mut self.operand, (elements * Element::Bf16.bytes()).max(1))?;
-        let Some(operand) = &self.operand else { return Ok(()) };
-        let (x, out) = (input.x.floats(elements), operand.piece(0, elements * Element::Bf16.bytes()));
-        if let Some(norm) = input.norm {
-            assert_eq!(norm.weight.bytes(), cols * size_of::<f32>(), "norm of another width than the product");
-            return self.normed(norm, x, (out, Element::Bf16), input.rows);
-        }
-        let params = Embed {
-            table: x.at(),
-            rows: Address::default(),
-            out: out.at(),
-            table_type: Element::F32,
-            out_type: Element::Bf16,
-            count: input.rows as u32,
-            width: cols as u32,
-            scale: 1.0,
-            drawn: Address::default(),
-        };
-        self.queue.launch("baton_embed", &params, &[Access::Read(x), Access::Write(out)])
-    }
-
-    pub(super) fn multiply<const N: usize>(
-        &mut self,
-        input: Input<'_, Memory<D>>,
-        products: [Product<'_, CudaWeight<D>, Memory<D>>; N],
-    ) -> Result<(), KernelError> {
-        let Some(cols) = products.first().map(|product| product.weight.cols) else { return Ok(()) };
-        self.operand(&input, cols)?;
-        let Some(operand) = &self.operand else { return Ok(()) };
-        let (rows, x) = (input.rows, operand.piece(0, input.rows * cols * Element::Bf16.bytes()));
-        let alike = if self.options.invariant { Alike::Always } else { Alike::by_rows(rows) };
-        for Product { weight, bias, out } in products {
-            assert_eq!(weight.cols, cols, "products of one input have as many inputs");
-            let outs = weight.rows;
-            let bias = bias.map(|bias| bias.floats(outs));
-            let (weight, out) = (weight.memory.piece(0, weight.memory.bytes()), out.floats(rows * outs));
-            self.queue.product(&Gemm { weight, x, bias, out, rows, outs, cols, alike })?;
-        }
-        Ok(())
     }
 
     /// (floats of q, floats of k) of a batch.

@@ -46,6 +46,20 @@ pub struct Properties {
     pub memory: u64,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
+    /// How it multiplies matrices of E4M3.
+    pub fp8: Fp8,
+}
+
+/// How a device multiplies matrices of E4M3.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Fp8 {
+    /// Not at all.
+    #[default]
+    None,
+    /// As they are; scales are a kernel's work afterwards.
+    Plain,
+    /// With the scales of their rows.
+    Scaled,
 }
 
 /// Grid, block and bytes of dynamic shared memory of a launch.
@@ -181,12 +195,36 @@ impl Alike {
     }
 }
 
-/// `out[r] = weight · x[r] (+ bias)`: bf16 times bf16, summed in f32.
+/// Of what type both operands of a product are.
+#[derive(Clone, Copy, Debug)]
+pub enum Operands<'a> {
+    /// bf16.
+    Bf16,
+    /// E4M3, on a device that can ([`Fp8`]), with scales if it is one that applies them. Outputs and inputs are multiples of
+    /// [`FP8_MULTIPLE`], and there is no bias.
+    E4m3(Option<RowScales<'a>>),
+}
+
+/// What an output is multiplied with: its weight row's scale and its input row's.
+#[derive(Clone, Copy, Debug)]
+pub struct RowScales<'a> {
+    /// `[outs]` f32.
+    pub weight: Piece<'a>,
+    /// `[rows]` f32.
+    pub x: Piece<'a>,
+}
+
+/// Outputs and inputs of a product of E4M3 are multiples of this.
+pub const FP8_MULTIPLE: usize = 16;
+
+/// `out[r] = weight · x[r] (+ bias)`, summed in f32.
 #[derive(Clone, Copy)]
 pub struct Gemm<'a> {
-    /// `[outs, cols]` bf16.
+    /// What the operands are.
+    pub operands: Operands<'a>,
+    /// `[outs, cols]`.
     pub weight: Piece<'a>,
-    /// `[rows, cols]` bf16.
+    /// `[rows, cols]`.
     pub x: Piece<'a>,
     /// `[outs]` f32.
     pub bias: Option<Piece<'a>>,

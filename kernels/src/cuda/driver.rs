@@ -18,7 +18,9 @@ use cudarc::driver::result::{self, DriverError, ctx, device, event, module, prim
 use cudarc::driver::sys;
 use graphs::Captures;
 
-use super::device::{Address, Call, Device, Event, Gemm, Graph, Launch, Piece, Properties, Rows, Stream, TensorMap};
+use super::device::{
+    Address, Call, Device, Event, Fp8, Gemm, Graph, Launch, Piece, Properties, Rows, Stream, TensorMap,
+};
 use crate::KernelError;
 
 /// All kernels for all architectures; empty in a build without them.
@@ -130,7 +132,7 @@ impl Driver {
         }
         check_version(version()?)?;
         let device = device::get(ordinal as i32).map_err(failed("device"))?;
-        let properties = properties(device)?;
+        let mut properties = properties(device)?;
         let tables = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES;
         // SAFETY: a device that the driver just named.
         let walks_host_tables = unsafe { device::get_attribute(device, tables) }.map_err(failed("device"))? != 0;
@@ -143,6 +145,7 @@ impl Driver {
         };
         match opened() {
             Ok((module, blas)) => {
+                properties.fp8 = blas.fp8(properties.capability);
                 let (made, imports) = (Mutex::default(), Mutex::default());
                 Ok(Driver { properties, device, context, module, blas, walks_host_tables, made, imports })
             }
@@ -216,6 +219,8 @@ fn properties(device: sys::CUdevice) -> Result<Properties, KernelError> {
         // SAFETY: as above.
         memory: unsafe { device::total_mem(device) }.map_err(failed("device"))? as u64,
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        // The products' library knows.
+        fp8: Fp8::None,
     })
 }
 

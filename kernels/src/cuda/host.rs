@@ -15,7 +15,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
 
-use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
+use super::device::{
+    Address, Call, Device, Event, Fp8, Gemm, Graph, Operands, Piece, Properties, Rows, Stream, TensorMap,
+};
 use super::work::{Captures, Kept, Work};
 use crate::KernelError;
 
@@ -25,6 +27,8 @@ type TensorMapFn = unsafe extern "C" fn(*mut TensorMap, *mut u8, u64, u64, u64, 
 type LayoutFn = unsafe extern "C" fn(*const c_char, *mut u64, u64) -> u64;
 /// Weight, x, bias, out; rows, outs, cols.
 type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
+/// Weight, x, the weight's scales, those of x, out; rows, outs, cols.
+type ProductE4m3Fn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
 
 /// What it says that it has.
 const MEMORY: u64 = 1 << 30;
@@ -42,6 +46,7 @@ pub struct HostDevice {
     layout: LayoutFn,
     product: ProductFn,
     tensor_map: TensorMapFn,
+    product_e4m3: ProductE4m3Fn,
     /// The functions' code.
     _library: Library,
     properties: Properties,
@@ -58,20 +63,39 @@ impl HostDevice {
         // SAFETY: the library's initialisers only fill its own variables.
         let library = unsafe { Library::new(path) }.map_err(failed)?;
         // SAFETY: the four functions of kernels/cuda/shim/library.cpp have these types.
-        let (launch, layout, product, tensor_map) = unsafe {
+        let (launch, layout, product, tensor_map, product_e4m3) = unsafe {
             (
                 *library.get::<LaunchFn>(c"baton_host_launch").map_err(failed)?,
                 *library.get::<LayoutFn>(c"baton_host_layout").map_err(failed)?,
                 *library.get::<ProductFn>(c"baton_host_product").map_err(failed)?,
                 *library.get::<TensorMapFn>(c"baton_host_tensor_map").map_err(failed)?,
+                *library.get::<ProductE4m3Fn>(c"baton_host_product_e4m3").map_err(failed)?,
             )
         };
         let name = "kernels on the host".to_owned();
-        let properties = Properties { name, memory: MEMORY, capability: CAPABILITY, ..Properties::default() };
+        let fp8 = Fp8::Plain;
+        let properties = Properties { name, memory: MEMORY, capability: CAPABILITY, fp8, ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
         let captures = Mutex::default();
-        let _library = library;
-        Ok(HostDevice { launch, layout, product, tensor_map, _library, properties, memory, shared, named, captures })
+        Ok(HostDevice {
+            launch,
+            layout,
+            product,
+            tensor_map,
+            product_e4m3,
+            _library: library,
+            properties,
+            memory,
+            shared,
+            named,
+            captures,
+        })
+    }
+
+    /// The same, multiplying matrices of E4M3 so.
+    pub fn with_fp8(mut self, fp8: Fp8) -> Self {
+        self.properties.fp8 = fp8;
+        self
     }
 
     /// One over the library built from the sources as they are; None, and the reason on standard error, where the CUDA headers are
@@ -145,6 +169,12 @@ impl HostDevice {
                 let bias = bias.map_or(std::ptr::null_mut(), host);
                 // SAFETY: the caller's promise; null is no bias.
                 unsafe { (self.product)(host(*weight), host(*x), bias, host(*out), *rows, *outs, *cols) };
+            }
+            Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols } => {
+                let [of_weight, of_x] = scales.map_or([std::ptr::null_mut(); 2], |scales| scales.map(host));
+                let (weight, x, out) = (host(*weight), host(*x), host(*out));
+                // SAFETY: the caller's promise; null is no scales.
+                unsafe { (self.product_e4m3)(weight, x, of_weight, of_x, out, *rows, *outs, *cols) };
             }
         }
         Ok(())
@@ -268,8 +298,15 @@ impl Device for HostDevice {
         let (rows, outs, cols) = (gemm.rows as u64, gemm.outs as u64, gemm.cols as u64);
         let bias = gemm.bias.map(|bias| bias.at());
         let (weight, x, out) = (gemm.weight.at(), gemm.x.at(), gemm.out.at());
+        let work = match gemm.operands {
+            Operands::Bf16 => Work::Product { weight, x, bias, out, rows, outs, cols },
+            Operands::E4m3(scales) => {
+                let scales = scales.map(|scales| [scales.weight.at(), scales.x.at()]);
+                Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols }
+            }
+        };
         // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; later as in `fill`.
-        unsafe { self.put(stream, Work::Product { weight, x, bias, out, rows, outs, cols }) }
+        unsafe { self.put(stream, work) }
     }
 
     fn synchronise(&self, stream: Stream) -> Result<(), KernelError> {

@@ -2,7 +2,7 @@
 //!
 //! One stream takes a step's launches in order, and the host waits for it only when it reads tokens or logits. Decode steps are launched as a
 //! graph (`step`, `graphs`), and their tokens are chosen where their logits lie (`sampling`). Activations are f32 in device
-//! memory, weights bf16, products bf16 with sums in f32. What runs the launches is a [`Device`]. Knows nothing of models or requests.
+//! memory, weights and operands of products bf16, or E4M3 with a scale for each row, sums f32. What runs the launches is a [`Device`]. Knows nothing of models or requests.
 
 mod attention;
 mod backend;
@@ -18,6 +18,7 @@ mod operations;
 mod params;
 mod pinned;
 mod pool;
+mod products;
 mod queue;
 mod recorder;
 mod sampling;
@@ -29,8 +30,8 @@ mod work;
 
 pub use backend::{CudaBackend, CudaOptions};
 pub use device::{
-    Access, Address, Alike, Call, Device, Event, Gemm, Graph, Launch, Memory, Piece, Properties, Rows, Stream,
-    TensorMap,
+    Access, Address, Alike, Call, Device, Event, Fp8, Gemm, Graph, Launch, Memory, Operands, Piece, Properties,
+    RowScales, Rows, Stream, TensorMap,
 };
 pub use driver::{Driver, devices};
 pub use host::HostDevice;
@@ -41,4 +42,4 @@ pub use pinned::HostCopies;
 pub use recorder::{Recorded, Recorder};
 pub use shared_pool::{CopyQueue, Finished, SharedPool, Staging};
 pub use sharing::{Registrable, SharingDevice};
-pub use weight::CudaWeight;
+pub use weight::{CudaWeight, product_weight_bytes};

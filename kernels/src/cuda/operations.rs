@@ -3,13 +3,13 @@
 use baton_types::{BlockId, TokenOut};
 
 use super::attention::Rotated;
-use super::backend::CudaBackend;
+use super::backend::{CudaBackend, Normed};
 use super::device::{Access, Device, Memory};
 use super::graphs;
 use super::params::{self, Add, Element, GateMul};
 use super::queue::bytes_of_mut;
 use super::sampling;
-use super::weight::{self, CudaWeight};
+use super::weight::{self, CudaWeight, Form};
 use crate::backend::{
     AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, StepInputs, WeightSource,
 };
@@ -36,11 +36,16 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<CudaWeight<D>, KernelError> {
-        weight::load(&self.queue, &mut self.staging, source)
+        weight::load(&self.queue, &mut self.staging, source, Form::Bf16)
+    }
+
+    fn linear(&mut self, source: &WeightSource<'_>) -> Result<CudaWeight<D>, KernelError> {
+        let form = Form::of(source.rows, source.cols, self.options.fp8);
+        weight::load(&self.queue, &mut self.staging, source, form)
     }
 
     fn weight_bytes(&self, weight: &CudaWeight<D>) -> usize {
-        weight.memory.bytes()
+        weight.memory.bytes() + weight.scales.as_ref().map_or(0, Memory::bytes)
     }
 
     fn elements(&self, buffer: &Memory<D>) -> usize {
@@ -111,6 +116,7 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn embed(&mut self, table: &CudaWeight<D>, ids: &[u32], scale: f32, out: &mut Memory<D>) {
+        assert_eq!(table.form(), Form::Bf16, "rows of a matrix that is for products alone");
         let all = (table.memory.piece(0, table.memory.bytes()), Element::Bf16);
         let at = self.steps.ids(ids);
         self.attempt(|b| b.gather(all, table.cols, (ids, at), scale, out));
@@ -118,7 +124,7 @@ impl<D: Device> Backend for CudaBackend<D> {
 
     fn rms_norm(&mut self, norm: &Norm<Memory<D>>, x: &mut Memory<D>, rows: usize) {
         let x = x.piece(0, rows * norm.weight.bytes());
-        self.attempt(|b| b.normed(norm, x, (x, Element::F32), rows));
+        self.attempt(|b| b.normed(norm, x, Normed::Dense(x, Element::F32), rows));
     }
 
     fn add(&mut self, x: &mut Memory<D>, y: &Memory<D>, elements: usize) {

@@ -112,6 +112,8 @@ pub(crate) struct RmsNorm {
     pub add: Address,
     pub weight: Address,
     pub out: Address,
+    /// Where there are scales, `out` is E4M3.
+    pub scales: Address,
     pub x_type: Element,
     pub y_type: Element,
     pub rows: u32,
@@ -122,10 +124,50 @@ pub(crate) struct RmsNorm {
 // SAFETY: as in rms_norm.cu.
 unsafe impl Params for RmsNorm {
     fn launch(&self) -> Launch {
-        match self.width {
-            ..=1024 => Launch::new([parts(u64::from(self.rows), 4), 1, 1], [WARP, 4, 1]),
-            _ => Launch::new([self.rows, 1, 1], [512, 1, 1]),
-        }
+        by_rows(self.rows, self.width)
+    }
+}
+
+/// A warp a row, or a block where it is wide.
+fn by_rows(rows: u32, width: u32) -> Launch {
+    match width {
+        ..=1024 => Launch::new([parts(u64::from(rows), 4), 1, 1], [WARP, 4, 1]),
+        _ => Launch::new([rows, 1, 1], [512, 1, 1]),
+    }
+}
+
+#[repr(C)]
+pub(crate) struct QuantiseRows {
+    pub x: Address,
+    pub out: Address,
+    pub scales: Address,
+    pub x_type: Element,
+    pub rows: u32,
+    pub width: u32,
+}
+
+// SAFETY: as in quantise_rows.cu.
+unsafe impl Params for QuantiseRows {
+    fn launch(&self) -> Launch {
+        by_rows(self.rows, self.width)
+    }
+}
+
+#[repr(C)]
+pub(crate) struct ScaleProducts {
+    pub x: Address,
+    pub row_scales: Address,
+    pub column_scales: Address,
+    pub bias: Address,
+    pub rows: u32,
+    pub width: u32,
+}
+
+// SAFETY: as in scale_products.cu.
+unsafe impl Params for ScaleProducts {
+    fn launch(&self) -> Launch {
+        let octets = u64::from(self.rows) * u64::from(self.width / OCTET);
+        Launch::new([parts(octets, 256), 1, 1], [256, 1, 1])
     }
 }
 
@@ -505,7 +547,7 @@ mod tests {
             layout!(Tile: row, rows, position, table),
             layout!(KvPlanes: base, block, value, head, kv_type, block_size, head_dim),
             layout!(Embed: table, rows, out, table_type, out_type, count, width, scale, drawn),
-            layout!(RmsNorm: x, add, weight, out, x_type, y_type, rows, width, eps),
+            layout!(RmsNorm: x, add, weight, out, scales, x_type, y_type, rows, width, eps),
             layout!(Add: x, y, elements, x_type, y_type),
             layout!(GateMul: gate, up, out, element, act, rows, width, gate_stride, up_stride, out_stride),
             layout!(RopeStoreKv: planes, q, k, v, q_out, cos, sin, tiles, blocks, in_type, q_type, tile_count, tile_rows,
@@ -520,6 +562,8 @@ mod tests {
             layout!(Moved: source, target, lane),
             layout!(MoveRuns: source, target, runs, digests, bytes, count),
             layout!(Dequantise: source, row_order, out, quant, out_type, rows, cols),
+            layout!(QuantiseRows: x, out, scales, x_type, rows, width),
+            layout!(ScaleProducts: x, row_scales, column_scales, bias, rows, width),
             layout!(SampleRow: seed, index, temperature, top_k, top_p, min_p, top_logprobs, row),
             layout!(Sampled: id, logprob, digest, top_ids, top_logprobs),
             layout!(Sample: logits, raw, rows, out, count, vocab),

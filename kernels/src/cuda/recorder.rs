@@ -12,7 +12,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::device::{Access, Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
+use super::device::{
+    Access, Address, Call, Device, Event, Gemm, Graph, Operands, Piece, Properties, Rows, Stream, TensorMap,
+};
 use crate::KernelError;
 use graphs::Captured;
 
@@ -373,6 +375,9 @@ impl<D: Device> Device for Recorder<D> {
         state.touch("product", stream, &inputs)?;
         if let Some(bias) = gemm.bias {
             state.touch("product", stream, &[Access::Read(bias)])?;
+        }
+        if let Operands::E4m3(Some(scales)) = gemm.operands {
+            state.touch("product", stream, &[Access::Read(scales.weight), Access::Read(scales.x)])?;
         }
         self.inner.product(stream, gemm)
     }

@@ -1,28 +1,69 @@
-//! Weights of any stored type, made bf16 on the device when they are loaded.
+//! Weights of any stored type, made bf16 or E4M3 on the device when they are loaded.
 
 use std::borrow::Cow;
 
-use super::device::{Access, Address, Device, Memory};
-use super::params::{Dequantise, Element, Embed, Stored, stored};
+use super::device::{Access, Address, Device, FP8_MULTIPLE, Memory, Piece};
+use super::params::{Dequantise, Element, Embed, QuantiseRows, Stored, stored};
 use super::queue::Queue;
 use crate::KernelError;
 use crate::backend::WeightSource;
 
-/// Stored bytes that are on the device at once while a weight is loaded, as far as a row has no more.
+/// Bytes that a weight has on the device beside itself while it is loaded, as far as a row needs no more.
 const STAGED: usize = 64 << 20;
+/// What every allocation is aligned to; where one is divided, its parts are, too.
+const ALIGN: usize = 256;
 
-/// A weight matrix on a device: `[rows, cols]` bf16.
+/// What a weight's elements are, and the rows' that it is multiplied with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Form {
+    Bf16,
+    /// E4M3 with a scale for each row.
+    E4m3,
+}
+
+impl Form {
+    /// Of a matrix that only products read; one whose sizes no product of E4M3 takes stays bf16.
+    pub fn of(rows: usize, cols: usize, fp8: bool) -> Form {
+        let fits = |n: usize| n > 0 && n.is_multiple_of(FP8_MULTIPLE);
+        if fp8 && fits(rows) && fits(cols) { Form::E4m3 } else { Form::Bf16 }
+    }
+
+    fn element_bytes(self) -> usize {
+        match self {
+            Form::Bf16 => Element::Bf16.bytes(),
+            Form::E4m3 => 1,
+        }
+    }
+}
+
+/// Bytes that a matrix of products takes on a device, with or without [`super::CudaOptions::fp8`].
+pub fn product_weight_bytes(rows: usize, cols: usize, fp8: bool) -> u64 {
+    let form = Form::of(rows, cols, fp8);
+    let scales = if form == Form::E4m3 { rows * size_of::<f32>() } else { 0 };
+    (rows * cols * form.element_bytes() + scales) as u64
+}
+
+/// A weight matrix on a device, `[rows, cols]`.
 pub struct CudaWeight<D: Device> {
     pub(super) memory: Memory<D>,
+    /// `[rows]` f32, of E4M3.
+    pub(super) scales: Option<Memory<D>>,
     pub(super) rows: usize,
     pub(super) cols: usize,
 }
 
-/// Sends stored rows in portions and turns each into bf16, rounded to nearest.
+impl<D: Device> CudaWeight<D> {
+    pub(super) fn form(&self) -> Form {
+        if self.scales.is_some() { Form::E4m3 } else { Form::Bf16 }
+    }
+}
+
+/// Sends stored rows in portions and turns each into what the weight is kept as, rounded to nearest.
 pub(super) fn load<D: Device>(
     queue: &Queue<D>,
     staging: &mut Option<Memory<D>>,
     source: &WeightSource<'_>,
+    form: Form,
 ) -> Result<CudaWeight<D>, KernelError> {
     let (rows, cols) = (source.rows, source.cols);
     let row_bytes = source.row_bytes()?;
@@ -32,42 +73,112 @@ pub(super) fn load<D: Device>(
             format!("{rows} x {cols}; a GPU takes rows of a multiple of 8 elements, and at most {} of them", u32::MAX);
         return Err(KernelError::Weight { name: source.name.to_owned(), why });
     }
-    let out_bytes = cols * Element::Bf16.bytes();
-    let memory = queue.memory(rows * out_bytes)?;
-    let portion = (STAGED / row_bytes.max(1)).clamp(1, rows.max(1));
+    let scales = match form {
+        Form::Bf16 => None,
+        Form::E4m3 => Some(queue.memory(rows * size_of::<f32>())?),
+    };
+    let weight = CudaWeight { memory: queue.memory(rows * cols * form.element_bytes())?, scales, rows, cols };
+    let portion = (STAGED / staged_bytes(source, form, row_bytes, 1).max(1)).clamp(1, rows.max(1));
     for first in (0..rows).step_by(portion) {
-        let count = portion.min(rows - first);
-        let data = stored_rows(source, row_bytes, first, count);
-        let out = memory.piece(first * out_bytes, count * out_bytes);
-        let kind = stored(source.dtype);
-        if kind == Stored::Dense(Element::Bf16) {
-            queue.write_bytes(out, &data)?;
-            continue;
+        let rows = Rows { first, count: portion.min(rows - first), cols };
+        let data = stored_rows(source, row_bytes, &rows);
+        rows.load(queue, staging, source, &data, &weight)?;
+    }
+    Ok(weight)
+}
+
+/// Bytes beside the weight itself for so many rows: as they are stored, and as f32 where that is on the way.
+fn staged_bytes(source: &WeightSource<'_>, form: Form, row_bytes: usize, rows: usize) -> usize {
+    let wide = match (stored(source.dtype), form) {
+        (Stored::Quantised(_), Form::E4m3) => rows * source.cols * size_of::<f32>(),
+        _ => 0,
+    };
+    (rows * row_bytes).next_multiple_of(ALIGN) + wide
+}
+
+/// Rows of a weight that are loaded together.
+struct Rows {
+    first: usize,
+    count: usize,
+    cols: usize,
+}
+
+impl Rows {
+    fn load<D: Device>(
+        &self,
+        queue: &Queue<D>,
+        staging: &mut Option<Memory<D>>,
+        source: &WeightSource<'_>,
+        data: &[u8],
+        weight: &CudaWeight<D>,
+    ) -> Result<(), KernelError> {
+        let (kind, form) = (stored(source.dtype), weight.form());
+        let row_bytes = self.cols * form.element_bytes();
+        let out = weight.memory.piece(self.first * row_bytes, self.count * row_bytes);
+        if (kind, form) == (Stored::Dense(Element::Bf16), Form::Bf16) {
+            return queue.write_bytes(out, data);
         }
-        queue.at_least(staging, data.len())?;
-        let Some(staged) = staging.as_ref().map(|staging| staging.piece(0, data.len())) else { continue };
-        queue.write_bytes(staged, &data)?;
+        queue.at_least(staging, staged_bytes(source, form, data.len() / self.count, self.count))?;
+        let Some(staging) = staging.as_ref() else { return Ok(()) };
+        let staged = staging.piece(0, data.len());
+        queue.write_bytes(staged, data)?;
+        let Some(scales) = &weight.scales else {
+            return self.dense(queue, staged, kind, (out, Element::Bf16));
+        };
+        let scales = scales.piece(self.first * size_of::<f32>(), self.count * size_of::<f32>());
+        let (x, x_type) = match kind {
+            Stored::Dense(element) => (staged, element),
+            Stored::Quantised(_) => {
+                let elements = self.count * self.cols;
+                let wide = staging.piece(data.len().next_multiple_of(ALIGN), elements * size_of::<f32>());
+                self.dense(queue, staged, kind, (wide, Element::F32))?;
+                (wide, Element::F32)
+            }
+        };
+        quantise(queue, (x, x_type), (out, scales), self.count, self.cols)
+    }
+
+    /// Makes stored rows dense.
+    fn dense<D: Device>(
+        &self,
+        queue: &Queue<D>,
+        staged: Piece<'_>,
+        kind: Stored,
+        (out, out_type): (Piece<'_>, Element),
+    ) -> Result<(), KernelError> {
         let touches = [Access::Read(staged), Access::Write(out)];
-        let (count, width, none) = (count as u32, cols as u32, Address::default());
+        let (count, width, none) = (self.count as u32, self.cols as u32, Address::default());
         match kind {
             Stored::Dense(table_type) => {
-                let (table, out, out_type) = (staged.at(), out.at(), Element::Bf16);
-                let (scale, drawn) = (1.0, none);
+                let (table, out, scale, drawn) = (staged.at(), out.at(), 1.0, none);
                 let params = Embed { table, rows: none, out, table_type, out_type, count, width, scale, drawn };
-                queue.launch("baton_embed", &params, &touches)?;
+                queue.launch("baton_embed", &params, &touches)
             }
             Stored::Quantised(quant) => {
-                let (source, out, out_type) = (staged.at(), out.at(), Element::Bf16);
+                let (source, out) = (staged.at(), out.at());
                 let params = Dequantise { source, row_order: none, out, quant, out_type, rows: count, cols: width };
-                queue.launch("baton_dequantise", &params, &touches)?;
+                queue.launch("baton_dequantise", &params, &touches)
             }
         }
     }
-    Ok(CudaWeight { memory, rows, cols })
 }
 
-/// Rows `first..first + count` of the matrix, as they are stored.
-fn stored_rows<'a>(source: &WeightSource<'a>, row_bytes: usize, first: usize, count: usize) -> Cow<'a, [u8]> {
+/// Rows of `x` as E4M3, and a scale for each.
+pub(super) fn quantise<D: Device>(
+    queue: &Queue<D>,
+    (x, x_type): (Piece<'_>, Element),
+    (out, scales): (Piece<'_>, Piece<'_>),
+    rows: usize,
+    cols: usize,
+) -> Result<(), KernelError> {
+    let (rows, width) = (rows as u32, cols as u32);
+    let params = QuantiseRows { x: x.at(), out: out.at(), scales: scales.at(), x_type, rows, width };
+    queue.launch("baton_quantise_rows", &params, &[Access::Read(x), Access::Write(out), Access::Write(scales)])
+}
+
+/// Rows of the matrix, as they are stored.
+fn stored_rows<'a>(source: &WeightSource<'a>, row_bytes: usize, rows: &Rows) -> Cow<'a, [u8]> {
+    let &Rows { first, count, .. } = rows;
     match source.row_order {
         None => Cow::Borrowed(&source.data[first * row_bytes..][..count * row_bytes]),
         Some(order) => {

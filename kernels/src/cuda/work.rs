@@ -8,9 +8,31 @@ use crate::KernelError;
 
 /// What can be put into a stream and done later.
 pub(super) enum Work {
-    Fill { at: Address, bytes: usize, byte: u8 },
+    Fill {
+        at: Address,
+        bytes: usize,
+        byte: u8,
+    },
     Launch(Kept),
-    Product { weight: Address, x: Address, bias: Option<Address>, out: Address, rows: u64, outs: u64, cols: u64 },
+    Product {
+        weight: Address,
+        x: Address,
+        bias: Option<Address>,
+        out: Address,
+        rows: u64,
+        outs: u64,
+        cols: u64,
+    },
+    /// Of E4M3; scales of the weight's rows and of x's.
+    ProductE4m3 {
+        weight: Address,
+        x: Address,
+        scales: Option<[Address; 2]>,
+        out: Address,
+        rows: u64,
+        outs: u64,
+        cols: u64,
+    },
 }
 
 /// Bytes of parameters, aligned as the most demanding of them.

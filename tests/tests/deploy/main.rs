@@ -85,7 +85,7 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
     }
     let one = keys(&schema["definitions"]["workerConfig"]);
     let shared: BTreeSet<String> = both.difference(&one).cloned().collect();
-    let agreed = ["attention_sinks", "attention_window", "block_size", "kv_type"];
+    let agreed = ["attention_sinks", "attention_window", "block_size", "kv_type", "quantization"];
     assert_eq!(shared, BTreeSet::from(agreed.map(str::to_owned)));
     Ok(())
 }

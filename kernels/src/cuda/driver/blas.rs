@@ -15,7 +15,7 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
 
-use super::super::device::{Alike, Gemm};
+use super::super::device::{Address, Alike, FP8_MULTIPLE, Fp8, Gemm, Operands, Piece, RowScales};
 use crate::KernelError;
 
 /// Memory for partial sums, a stream: what the library's makers advise for sm_90.
@@ -27,8 +27,19 @@ const CANDIDATES: usize = 16;
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 
-/// (outputs, inputs, with bias) of a weight, and which products are alike.
-type Shape = (usize, usize, bool, Alike);
+/// The first cuBLASLt that multiplies with scales of rows, 12.9.
+const ROW_SCALES: usize = 120_900;
+
+/// What of a product's operands an algorithm depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    Bf16,
+    E4m3,
+    E4m3Scaled,
+}
+
+/// (kind, outputs, inputs, with bias) of a weight, and which products are alike.
+type Shape = (Kind, usize, usize, bool, Alike);
 
 /// A handle, the algorithms chosen so far, and each stream's memory.
 pub(super) struct Blas {
@@ -57,11 +68,15 @@ struct Described {
 impl Described {
     fn new(gemm: &Gemm<'_>, rows: u64) -> Result<Self, CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as A;
-        use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_32F};
+        use sys::cudaDataType_t::{CUDA_R_8F_E4M3, CUDA_R_16BF, CUDA_R_32F};
+        let operand = match gemm.operands {
+            Operands::Bf16 => CUDA_R_16BF,
+            Operands::E4m3(_) => CUDA_R_8F_E4M3,
+        };
         let (outs, cols) = (gemm.outs as u64, gemm.cols as u64);
         let operation = result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, CUDA_R_32F)?;
         let mut described = Described { operation, layouts: [std::ptr::null_mut(); 3] };
-        let shapes = [(CUDA_R_16BF, cols, outs), (CUDA_R_16BF, cols, rows), (CUDA_R_32F, outs, rows)];
+        let shapes = [(operand, cols, outs), (operand, cols, rows), (CUDA_R_32F, outs, rows)];
         for (layout, (kind, height, width)) in described.layouts.iter_mut().zip(shapes) {
             *layout = result::create_matrix_layout(kind, height, width, height as i64)?;
         }
@@ -69,6 +84,14 @@ impl Described {
         if let Some(bias) = gemm.bias {
             described.set(A::CUBLASLT_MATMUL_DESC_EPILOGUE, &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
             described.set(A::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.at().0)?;
+        }
+        // Without a pointer a matrix of E4M3 has the scale 1. Sums of such products are kept in full f32: FAST_ACCUM stays off.
+        if let Operands::E4m3(Some(scales)) = gemm.operands {
+            let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+            described.set(A::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
+            described.set(A::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
+            described.set(A::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scales.weight.at().0)?;
+            described.set(A::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &scales.x.at().0)?;
         }
         Ok(described)
     }
@@ -191,6 +214,34 @@ impl Blas {
         Ok(Blas { handle, chosen: Mutex::default(), workspaces: Mutex::default() })
     }
 
+    /// How matrices of E4M3 are multiplied on a device of this compute capability.
+    ///
+    /// The library's manual has such products from 8.9 on, in the form used here (A transposed, f32 results, sizes of multiples of 16),
+    /// and scales of rows on 9.0 since 12.9. For those it is asked whether it finds an algorithm within [`choose`]'s limits.
+    pub fn fp8(&self, capability: (u32, u32)) -> Fp8 {
+        if capability < (8, 9) {
+            return Fp8::None;
+        }
+        // SAFETY: the library is there, and the call takes nothing.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        if capability == (9, 0) && version >= ROW_SCALES && self.finds_row_scales() {
+            return Fp8::Scaled;
+        }
+        Fp8::Plain
+    }
+
+    fn finds_row_scales(&self) -> bool {
+        let (rows, outs, cols) = (64, 64 * FP8_MULTIPLE, 64 * FP8_MULTIPLE);
+        // Nothing is computed: an address that is there as little as any other, but not null.
+        let piece = |bytes| Piece::new(Address(4096), bytes);
+        let scales = RowScales { weight: piece(outs * 4), x: piece(rows * 4) };
+        let (weight, x, out) = (piece(outs * cols), piece(rows * cols), piece(rows * outs * 4));
+        let (operands, bias) = (Operands::E4m3(Some(scales)), None);
+        [Alike::Always, Alike::by_rows(rows)]
+            .into_iter()
+            .all(|alike| choose(self.handle, &Gemm { operands, weight, x, bias, out, rows, outs, cols, alike }).is_ok())
+    }
+
     /// Puts a product into a stream of the current context.
     pub fn product(&self, stream: CUstream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
         let algorithm = self.algorithm(gemm)?;
@@ -242,7 +293,12 @@ impl Blas {
 
     fn algorithm(&self, gemm: &Gemm<'_>) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
         let mut chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        let shape = (gemm.outs, gemm.cols, gemm.bias.is_some(), gemm.alike);
+        let kind = match gemm.operands {
+            Operands::Bf16 => Kind::Bf16,
+            Operands::E4m3(None) => Kind::E4m3,
+            Operands::E4m3(Some(_)) => Kind::E4m3Scaled,
+        };
+        let shape = (kind, gemm.outs, gemm.cols, gemm.bias.is_some(), gemm.alike);
         if let Some(&algorithm) = chosen.get(&shape) {
             return Ok(algorithm);
         }
