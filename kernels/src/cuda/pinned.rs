@@ -254,6 +254,7 @@ mod tests {
     fn steps_land_in_their_order_and_two_at_most() {
         let (queue, memory) = queue();
         let mut landings = Landings::default();
+        landings.reserve(&queue, 24).unwrap();
         assert!(landings.take(&queue).is_err());
         for _ in 0..3 {
             landings.fetch(&queue, Some(memory.piece(0, 24))).unwrap();
