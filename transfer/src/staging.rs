@@ -29,6 +29,8 @@ type Digests = Vec<(u32, u64)>;
 
 /// Prepares batches on the device and passes them on.
 pub(crate) struct Staging {
+    /// Goes before the queue, so that nothing is sent of what is read no more.
+    inner: Box<dyn Transport>,
     pool: Pool,
     reads: InOrder,
     /// Whether the inner transport takes batches out of the device's memory.
@@ -37,8 +39,6 @@ pub(crate) struct Staging {
     ready: VecDeque<(Batch, Option<Digests>)>,
     /// Passed on: whose, and the digests if the inner transport makes none.
     sent: VecDeque<(Epoch, Option<Digests>)>,
-    /// Before the queue goes, so that nothing is sent of what is read no more.
-    inner: Box<dyn Transport>,
     convert: Option<Conversions>,
     digests: Digests,
 }
@@ -154,11 +154,11 @@ impl Transport for Staging {
     fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
         self.take_reads()?;
         self.ready.retain(|(batch, _)| batch.epoch != epoch);
-        self.reads.cancel(epoch)?;
+        let cancelled = self.reads.cancel(epoch);
         if self.sent.iter().any(|(of, _)| *of == epoch) {
             self.sent.retain(|(of, _)| *of != epoch);
             self.inner.cancel(epoch, links)?;
         }
-        Ok(())
+        cancelled
     }
 }

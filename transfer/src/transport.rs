@@ -19,6 +19,8 @@ use crate::wire::WriteHead;
 pub(crate) const BATCH_BYTES: usize = 256 << 10;
 /// The same where a device copies: large enough that its launch costs less than its bytes, and still copied within a millisecond.
 pub(crate) const DEVICE_BATCH_BYTES: usize = 16 << 20;
+/// The same where devices only digest and a network carries: a digest's launch costs less, and what is given up arrives soon over a slow one.
+pub(crate) const PUT_BATCH_BYTES: usize = 2 << 20;
 
 /// One layer's part of one block: where its runs are counted from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

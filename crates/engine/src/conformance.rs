@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Tables};
+use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Readers, Tables};
 use baton_types::{BlockId, PoolGeometry, SamplingParams, SeqId, TokenOut};
 
 use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
@@ -307,7 +307,7 @@ impl Route {
         let (other, computed) = match self.restart {
             Restart::Compute => (self.place(pools, covered)?, 0),
             Restart::Cached => {
-                pools.index(&mut l.tables, &l.tokens[..l.computed], false, true)?;
+                pools.index(&mut l.tables, &l.tokens[..l.computed], Readers::Nobody, true)?;
                 let hit = pools.lookup(&Prefix::default(), &l.tokens);
                 (pools.seat(&hit, None, Need::whole(covered))?, hit.tokens() as usize)
             }

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, KvError, KvPools, Quarantine};
+use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, KvError, KvPools, Quarantine, Readers};
 use baton_types::{PoolGeometry, SeqId, TokenOut};
 
 use crate::config::AGED;
@@ -303,10 +303,13 @@ impl Engine {
             }
             Phase::Running(mut tables) | Phase::Held(mut tables) => {
                 self.running.retain(|other| *other != sequence.turn);
-                let exposed = sequence.start == Start::ComputeAndHold;
+                let readers = match sequence.start == Start::ComputeAndHold {
+                    true => Readers::Transfer,
+                    false => Readers::Nobody,
+                };
                 let pools = &mut self.pools;
                 let computed = &sequence.tokens[..sequence.computed as usize];
-                let indexed = if complete { pools.index(&mut tables, computed, exposed, true) } else { Ok(()) };
+                let indexed = if complete { pools.index(&mut tables, computed, readers, true) } else { Ok(()) };
                 indexed.and_then(|()| match fence {
                     true => pools.quarantine_used(tables).map(Some),
                     false => pools.free(tables).map(|()| None),

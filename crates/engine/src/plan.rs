@@ -16,7 +16,7 @@
 //! answer did end has a row in vain, which nobody hears of. Nothing is planned ahead that would take back blocks, copy to host memory, or
 //! need a token that is not known yet: that waits for the step in flight, and so do all, so that nobody advances at another's cost.
 
-use baton_kv_cache::{KvError, Tables};
+use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
 
 use crate::sequence::{Doom, Phase, Sequence};
@@ -233,7 +233,7 @@ impl Engine {
         let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
         if let Phase::Running(mut tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             let tokens = &sequence.tokens[..computed as usize];
-            let indexed = self.pools.index(&mut tables, tokens, false, true);
+            let indexed = self.pools.index(&mut tables, tokens, Readers::Nobody, true);
             sequence.swapped = self.host.take(&self.pools, seq, &tables, (computed, sequence.len()));
             if let Err(error) = indexed.and_then(|()| self.pools.free(tables)) {
                 self.defect.get_or_insert(error);
@@ -247,20 +247,20 @@ impl Engine {
     /// After a step: copies are made, what is full is indexed, and windows that have passed a block give it back.
     pub(crate) fn settle(&mut self, seq: SeqId, sampled: bool) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-        let exposed = sequence.start == Start::ComputeAndHold;
+        let readers = match (sequence.start == Start::ComputeAndHold, sequence.in_step()) {
+            (true, _) => Readers::Transfer,
+            (false, true) => Readers::Step,
+            (false, false) => Readers::Nobody,
+        };
         let seal = sampled && !sequence.sealed;
         sequence.sealed |= sampled;
-        let (computed, in_step) = (sequence.computed, sequence.in_step());
+        let computed = sequence.computed;
         let Phase::Running(tables) = &mut sequence.phase else { return };
         let pools = &mut self.pools;
         let settle = |tables: &mut Tables, tokens: &[u32]| {
             pools.copied(tables)?;
-            pools.index(tables, tokens, exposed, seal)?;
-            // A step in flight has the tables as they were (I3); after it they are cut again.
-            if in_step {
-                return Ok(());
-            }
-            // What no later token sees does not go to a peer either.
+            pools.index(tables, tokens, readers, seal)?;
+            // What no later token sees does not go to a peer either, and a step in flight begins with the first later one (I3).
             pools.trim(tables, computed)
         };
         if let Err(error) = { settle }(tables, &sequence.tokens[..computed as usize]) {

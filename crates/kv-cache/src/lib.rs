@@ -37,6 +37,6 @@ pub use error::KvError;
 pub use pool::{BlockPool, BlockState};
 pub use pools::{KvPools, Need};
 pub use prefix::{CacheConfig, Eviction, Prefix, chain_hash, chain_hashes};
-pub use reuse::Hit;
+pub use reuse::{Hit, Readers};
 pub use table::{BlockTable, HOLE};
 pub use tokens::{BlockCopy, Lease, Quarantine, Tables};

@@ -36,6 +36,17 @@ impl Hit {
     }
 }
 
+/// Who may be reading a sequence's blocks by its tables as they are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Readers {
+    /// Nobody.
+    Nobody,
+    /// A step in flight, which ends soon.
+    Step,
+    /// A transfer to a peer.
+    Transfer,
+}
+
 impl KvPools {
     /// The longest beginning of `tokens` that is here, at most all but the last: that one is computed for its logits.
     pub fn lookup(&self, prefix: &Prefix, tokens: &[u32]) -> Hit {
@@ -141,14 +152,15 @@ impl KvPools {
     /// Indexes what is full: `tokens` are those whose KV is in the tables. With `seal` also the block that is partly full.
     ///
     /// When another sequence has indexed the same tokens, its block takes the place of ours, which is freed: both hold the
-    /// same KV (I1). Not when ours is `exposed`, so that a transfer may be reading it: then nothing more of this sequence
-    /// is indexed. Nor is anything before its copies are made: until then its last block is not there.
-    pub fn index(&mut self, tables: &mut Tables, tokens: &[u32], exposed: bool, seal: bool) -> Result<(), KvError> {
+    /// same KV (I1). Not while ours has other `readers` (I3): behind a transfer nothing more of this sequence is indexed, behind
+    /// a step it is next time. Nor is anything before its copies are made: until then its last block is not there.
+    pub fn index(&mut self, tables: &mut Tables, tokens: &[u32], readers: Readers, seal: bool) -> Result<(), KvError> {
         let Tables { tables, chain: place, sources, .. } = tables;
         let Some(mut chain) = place.take_if(|_| sources.is_empty()) else { return Ok(()) };
         let size = self.block_size as usize;
         while let Some(block) = tokens.get(chain.blocks as usize * size..(chain.blocks as usize + 1) * size) {
-            if !self.index_full(tables, &mut chain, block, exposed)? {
+            if !self.index_full(tables, &mut chain, block, readers != Readers::Nobody)? {
+                *place = Some(chain).filter(|_| readers == Readers::Step);
                 return Ok(());
             }
         }

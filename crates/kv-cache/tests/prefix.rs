@@ -3,7 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use baton_kv_cache::{BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, Lease, Need, Prefix, Tables, chain_hash};
+use baton_kv_cache::{
+    BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, Lease, Need, Prefix, Readers, Tables, chain_hash,
+};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
 use proptest::prelude::*;
 
@@ -138,7 +140,7 @@ impl World {
     }
 
     fn index(&mut self, live: &mut Live, seal: bool) {
-        self.pools.index(&mut live.tables, &live.tokens[..live.computed], false, seal).unwrap();
+        self.pools.index(&mut live.tables, &live.tokens[..live.computed], Readers::Nobody, seal).unwrap();
         let whole = if seal { live.computed } else { live.computed / self.size() * self.size() };
         self.known.push((live.prefix.seed, live.tokens[..whole].to_vec()));
     }
@@ -284,7 +286,7 @@ fn cached_within(cache: CacheConfig, uses: &[(u32, Prefix)]) -> KvPools {
     for (token, prefix) in uses {
         let hit = pools.lookup(prefix, &[*token, 0]);
         let mut tables = pools.seat(&hit.without_copy(), Some(*prefix), Need::whole(1)).unwrap();
-        pools.index(&mut tables, &[*token], false, false).unwrap();
+        pools.index(&mut tables, &[*token], Readers::Nobody, false).unwrap();
         pools.free(tables).unwrap();
     }
     pools
@@ -355,7 +357,7 @@ fn leaves_go_before_their_parents() {
     let mut pools = pools(1, &[(4, None, 0)], CacheConfig::default());
     let prefix = Prefix::default();
     let mut tables = pools.seat(&Hit::default(), Some(prefix), Need::whole(4)).unwrap();
-    pools.index(&mut tables, &[1, 2, 3, 4], false, false).unwrap();
+    pools.index(&mut tables, &[1, 2, 3, 4], Readers::Nobody, false).unwrap();
     pools.free(tables).unwrap();
     for gone in 1..=3 {
         let tables = pools.allocate(gone).unwrap();
@@ -367,19 +369,25 @@ fn leaves_go_before_their_parents() {
 
 /// A block that two sequences have computed is kept once.
 #[test]
-fn the_same_block_computed_twice_is_merged_unless_a_transfer_reads_it() {
-    for exposed in [false, true] {
+fn the_same_block_computed_twice_is_merged_unless_somebody_reads_it() {
+    for readers in [Readers::Nobody, Readers::Step, Readers::Transfer] {
+        let exposed = readers != Readers::Nobody;
         let mut pools = pools(2, &[(8, None, 0)], CacheConfig::default());
         let prefix = Prefix::default();
         let mut seat = || pools.seat(&Hit::default(), Some(prefix), Need::whole(4)).unwrap();
         let (mut one, mut two) = (seat(), seat());
-        pools.index(&mut one, &[1, 2, 3, 4], false, false).unwrap();
+        pools.index(&mut one, &[1, 2, 3, 4], Readers::Nobody, false).unwrap();
         let before = two.as_slice()[0].blocks().to_vec();
-        pools.index(&mut two, &[1, 2, 3, 4], exposed, false).unwrap();
+        pools.index(&mut two, &[1, 2, 3, 4], readers, false).unwrap();
         pools.check().unwrap();
         assert_eq!(two.as_slice()[0].blocks() == one.as_slice()[0].blocks(), !exposed);
         assert_eq!(two.as_slice()[0].blocks() == before, exposed);
         assert_eq!(pools.counts().used, if exposed { 4 } else { 2 });
+        // Later, what a step was reading is; behind a transfer nothing is any more.
+        pools.index(&mut two, &[1, 2, 3, 4], Readers::Nobody, false).unwrap();
+        let merged = readers != Readers::Transfer;
+        assert_eq!(two.as_slice()[0].blocks() == one.as_slice()[0].blocks(), merged);
+        assert_eq!(pools.counts().used, if merged { 2 } else { 4 });
         pools.free(one).unwrap();
         pools.free(two).unwrap();
         assert_eq!((pools.counts().cached, pools.indexed()), (2, 2));
@@ -393,7 +401,7 @@ fn the_last_full_block_keeps_its_chain() {
     let mut pools = pools(4, &[(3, Some(1), 0)], CacheConfig::default());
     let (prefix, tokens) = (Prefix::default(), (1..20).collect::<Vec<u32>>());
     let mut tables = pools.seat(&Hit::default(), Some(prefix), Need::whole(8)).unwrap();
-    pools.index(&mut tables, &tokens[..8], false, false).unwrap();
+    pools.index(&mut tables, &tokens[..8], Readers::Nobody, false).unwrap();
     pools.trim(&mut tables, 8).unwrap();
     assert_eq!((tables.as_slice()[0].holes(), pools.counts().cached), (1, 1));
     let other = pools.allocate(8).unwrap();
@@ -405,7 +413,7 @@ fn the_last_full_block_keeps_its_chain() {
     assert_eq!(hit.tokens(), 8);
     let mut tables = pools.seat(&hit, Some(prefix), Need::whole(13)).unwrap();
     pools.check().unwrap();
-    pools.index(&mut tables, &tokens[..12], false, false).unwrap();
+    pools.index(&mut tables, &tokens[..12], Readers::Nobody, false).unwrap();
     pools.trim(&mut tables, 12).unwrap();
     pools.check().unwrap();
     assert_eq!(pools.lookup(&prefix, &tokens[..13]).tokens(), 12);

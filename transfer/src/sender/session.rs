@@ -24,7 +24,7 @@ use crate::options::TransportKind;
 use crate::shm::Shm;
 use crate::staging::{Conversions, Staging};
 use crate::tcp::Tcp;
-use crate::transport::{BATCH_BYTES, DEVICE_BATCH_BYTES, Progress, Transport};
+use crate::transport::{BATCH_BYTES, DEVICE_BATCH_BYTES, PUT_BATCH_BYTES, Progress, Transport};
 use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::{Access, Frame};
@@ -121,13 +121,11 @@ impl Session {
         let (local, verify) = (options.geometry.clone(), options.verify);
         // What leaves a device is converted behind it.
         let convert = options.convert.clone().filter(|_| !options.pool.is_device());
-        let by_device = match kind {
-            TransportKind::CudaIpc => true,
-            // A digest of a device's is a job of its own.
-            TransportKind::Ucx => options.pool.is_device() || plan.target.device,
-            TransportKind::Shm | TransportKind::Tcp => false,
+        let batch_bytes = match kind {
+            TransportKind::CudaIpc => DEVICE_BATCH_BYTES,
+            TransportKind::Ucx if options.pool.is_device() || plan.target.device => PUT_BATCH_BYTES,
+            _ => BATCH_BYTES,
         };
-        let batch_bytes = if by_device { DEVICE_BATCH_BYTES } else { BATCH_BYTES };
         let pools = Pools { local, remote: remote.clone(), convert, batch_bytes, verify };
         let outbound = Outbound::new(parties, pools, &options.limits);
         let (clock, unread, stuck) = (Clock::default(), false, None);

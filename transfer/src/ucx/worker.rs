@@ -25,6 +25,8 @@ unsafe impl Send for Worker {}
 impl Worker {
     /// A worker without connections.
     pub(crate) fn new(engine: &Arc<Engine>) -> Result<Worker, TransferError> {
+        // This thread may be another one than the pool was registered by.
+        engine.pool().registrable()?;
         let api = engine.api();
         let mut params = WorkerParams::new();
         params.field_mask = WORKER_PARAM_FIELD_THREAD_MODE;
