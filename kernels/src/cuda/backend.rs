@@ -23,7 +23,7 @@ use crate::{HostPool, KernelError};
 pub struct CudaOptions {
     /// Whether a row has the same bits in any step: as a decode row and within a chunk, and whatever else is in the batch (I1). Decode
     /// rows then take the kernel of chunks, which walks their KV alone and leaves most of the device idle, and products of any number of
-    /// rows are done as those of few. Without it rows agree to rounding; steps of as many rows, up to [`Alike`]'s bounds, still agree
+    /// rows are done as those of few. Without it rows agree to rounding; steps of as many rows, up to bounds of 16, 64 and 256, still agree
     /// bit by bit.
     pub invariant: bool,
     /// Whether decode steps are captured and launched as a whole, which takes most of the host's part out of them. They are padded then,

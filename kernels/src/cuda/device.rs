@@ -201,7 +201,7 @@ pub enum Operands<'a> {
     /// bf16.
     Bf16,
     /// E4M3, on a device that can ([`Fp8`]), with scales if it is one that applies them. Outputs and inputs are multiples of
-    /// [`FP8_MULTIPLE`], and there is no bias.
+    /// 16, and there is no bias.
     E4m3(Option<RowScales<'a>>),
 }
 
