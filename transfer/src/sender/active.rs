@@ -28,6 +28,8 @@ pub(crate) struct Active {
     pub bytes: u64,
     /// Set once the handoff is completed.
     pub done: Option<Done>,
+    /// Whether access was asked for, so that an answer comes.
+    pub begun: bool,
     /// When access was asked for.
     asked: Instant,
     /// The same; from the first write on, when that was.
@@ -47,6 +49,7 @@ impl Active {
             slices: 0,
             bytes: 0,
             done: None,
+            begun: false,
             asked: now,
             began: now,
         }

@@ -4,7 +4,7 @@
 //! Pure: the session feeds it frames from a socket and hands its batches to a transport, a simulation does both as it
 //! likes. After every call, [`Outbound::take_effects`] says what is to be done, in order.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
@@ -21,6 +21,9 @@ use crate::pulse::Pulse;
 use crate::state::{Action, Input, State};
 use crate::transport::{BATCH_BYTES, Batch};
 use crate::wire::{Frame, Refusal};
+
+/// Answers that a peer may owe for handoffs that were given up; beyond it no access is asked for (I5).
+const MOST_OWED: usize = 1024;
 
 /// What a session must do for its handoffs.
 pub enum Effect {
@@ -85,6 +88,8 @@ pub struct Outbound {
     /// Batches that the transport has not flushed, in their order: whose, and of which group.
     in_flight: VecDeque<(Epoch, usize)>,
     effects: Vec<Effect>,
+    /// Handoffs given up whose answer to [`Frame::Begin`] is still to come: it is not another's under the same epoch.
+    owed: BTreeSet<Epoch>,
     /// When the peer was heard of last.
     heard: Option<Instant>,
     pulse: Pulse,
@@ -102,6 +107,7 @@ impl Outbound {
             writing: None,
             in_flight: VecDeque::new(),
             effects: Vec::new(),
+            owed: BTreeSet::new(),
             heard: None,
             pulse: Pulse::new(heartbeat),
         }
@@ -164,6 +170,11 @@ impl Outbound {
         now: Instant,
         line: &mut Line,
     ) -> Result<(), TransferError> {
+        if let Frame::Granted { epoch, .. } | Frame::Failed { epoch, .. } = &frame
+            && self.owed.remove(epoch)
+        {
+            return Ok(());
+        }
         match frame {
             Frame::Granted { epoch, blocks } => self.granted(epoch, blocks, kind, now),
             Frame::Verified { epoch } => self.verified(epoch, kind, now, line),
@@ -195,8 +206,19 @@ impl Outbound {
     fn take_up(&mut self, now: Instant, line: &mut Line) {
         while let Some(core) = line.next_begin() {
             let (epoch, key) = (core.epoch, core.key);
-            self.active.insert(epoch, Active::new(core, now));
-            self.say(Frame::Begin { epoch, key });
+            let begun = !self.owed.contains(&epoch) && self.owed.len() < MOST_OWED;
+            let mut active = Active::new(core, now);
+            active.begun = begun;
+            self.active.insert(epoch, active);
+            match begun {
+                true => self.say(Frame::Begin { epoch, key }),
+                // I3: what is granted to the one that was given up is free again.
+                false => {
+                    let reason = "it has yet to answer what was asked for before and given up".to_owned();
+                    let error = TransferError::Refused { epoch, peer: self.parties.peer, reason };
+                    self.end(epoch, Input::Refute, error, now, line);
+                }
+            }
         }
     }
 
@@ -342,6 +364,9 @@ impl Outbound {
         if before == State::Released {
             return;
         }
+        if before == State::Reserved && active.begun && input != Input::Refute {
+            self.owed.insert(epoch);
+        }
         self.writing.take_if(|writing| writing.epoch == epoch);
         if in_flight {
             self.in_flight.retain(|(of, _)| *of != epoch);
@@ -394,3 +419,6 @@ impl Outbound {
         TransferError::broken(self.parties.peer, Malformed { field, problem })
     }
 }
+
+#[cfg(test)]
+mod tests;
