@@ -285,22 +285,31 @@ pub trait Backend: Send + Sized {
     }
     /// What was stored in the pool so far is there for those who read its memory from outside.
     fn publish(&mut self);
-    /// Waits until all operations are done; what went wrong with one of them since the last time. After a failure those that follow
-    /// are not done, and what [`Backend::read`] gives is worth nothing.
+    /// Waits until all operations are done, those before a failure too; what went wrong with one of them since the last time. After a
+    /// failure those that follow are not done, and what [`Backend::read`] gives is worth nothing.
     fn finish(&mut self) -> Result<(), KernelError>;
     /// Why it can compute nothing any more, asked after something has failed; None where the next step may go well.
     fn lost(&mut self) -> Option<KernelError> {
         None
     }
     /// Ends a step: all its operations were asked for. What went wrong with one of them, as far as that is known; then there is nothing
-    /// to collect. At most two may be submitted and not collected.
+    /// to collect, but operations before that one may be under way: [`Backend::drain`]. At most two may be submitted and not collected.
     fn submit(&mut self) -> Result<(), KernelError> {
         self.finish()
     }
     /// Waits for the step that was submitted first of those not collected; what it drew is there until the next is collected. Even when
-    /// something went wrong with it, it is collected.
+    /// something went wrong with it, it is collected; then what it does may be under way still, too.
     fn collect(&mut self) -> Result<(), KernelError> {
         Ok(())
+    }
+    /// After a failure: forgets what went wrong with the step that is not submitted, and waits until no operation is under way, so that
+    /// nothing reads or writes the pool any more (I3).
+    ///
+    /// # Errors
+    /// When that cannot be waited for. Then nobody knows what is under way, and nothing may be computed any more.
+    fn drain(&mut self) -> Result<(), KernelError> {
+        // Those of one that waits in `submit` are over when that returns.
+        self.finish().or(Ok(()))
     }
     /// Whether [`Backend::submit`] waits for nothing, so that a step can be submitted behind another, with ids that [`FOLLOWS`] it.
     fn overlaps(&self) -> bool {

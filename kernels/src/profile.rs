@@ -271,6 +271,10 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.lost()
     }
 
+    fn drain(&mut self) -> Result<(), KernelError> {
+        self.inner.drain()
+    }
+
     fn read(&mut self, buffer: &B::Buffer, offset: usize, out: &mut [f32]) {
         self.timed(Operation::Copies, floats(2 * out.len()), 0, |b| b.read(buffer, offset, out));
     }

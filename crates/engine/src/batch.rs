@@ -17,7 +17,8 @@ pub trait ModelRunner: Send {
     /// is copied over; its block numbers lie below [`crate::SwapConfig::blocks`] of the engine's configuration. Stores the K
     /// and V of each row's tokens in the pool through the row's block tables and calls `on_layer(layer)` after each layer's
     /// are stored for all rows, or will be before anything that is asked of the pool's memory from then on: every layer of the model once,
-    /// ascending, before it returns. After an error there is nothing to collect.
+    /// ascending, before it returns. After an error there is nothing to collect, and nothing of the step is under way: the caller gives its
+    /// blocks to others (I3). One that cannot see to that is [`ModelRunner::lost`].
     ///
     /// A row's result depends on that row's sequence only: not on the other rows, not on how its tokens were cut into
     /// chunks, not on which blocks it was given (I1), and not on when it is collected.
@@ -25,7 +26,7 @@ pub trait ModelRunner: Send {
 
     /// Waits for the step that was launched first of those not collected; `batch` is its batch, now with all tokens known, and tables as
     /// they have become. Pushes one [`TokenOut`] for each row that samples, in row order, and nothing else. A row for which no token can
-    /// be chosen says so in [`TokenOut::failed`]; only its sequence fails. After an error, too, the step is over.
+    /// be chosen says so in [`TokenOut::failed`]; only its sequence fails. After an error, too, the step is over, and nothing of it under way.
     fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError>;
 
     /// Whether a step may be launched while another one is not collected, and [`Row::follows`] it. One whose steps are over when

@@ -40,6 +40,8 @@ pub struct Decoder<B: Backend> {
     /// Steps that are launched and not collected, and room for more.
     pub(crate) flights: VecDeque<Flight>,
     pub(crate) spare: Vec<Flight>,
+    /// Why nobody knows what the backend still does.
+    pub(crate) lost: Option<RunError>,
     grammars: Arc<Grammars>,
     weights: Weights<B>,
     rope: Rope<B::Buffer>,
@@ -176,6 +178,7 @@ impl<B: Backend> Decoder<B> {
             choices: Choices::default(),
             flights: VecDeque::with_capacity(2),
             spare: (0..2).map(|_| Flight::with_capacity(limits.tokens)).collect(),
+            lost: None,
             grammars,
             weights,
             rope,

@@ -124,8 +124,18 @@ impl<B: Backend> Decoder<B> {
     pub(crate) fn abandon(&mut self) {
         while let Some(flight) = self.flights.pop_front() {
             // Whatever it says: the step has failed.
-            let _ = self.backend.collect();
+            if self.backend.collect().is_err() {
+                self.drain();
+            }
             self.spare.push(flight);
+        }
+    }
+
+    /// Waits until nothing of a step that failed is under way, half of which the backend may have been given: its blocks go to others
+    /// next (I3).
+    fn drain(&mut self) {
+        if let Err(error) = self.backend.drain() {
+            self.lost.get_or_insert(failed(error));
         }
     }
 
@@ -161,7 +171,10 @@ impl<B: Backend> ModelRunner for Decoder<B> {
         let asked = self.ask(batch, on_layer, &mut flight);
         match &asked {
             Ok(()) => self.flights.push_back(flight),
-            Err(_) => self.spare.push(flight),
+            Err(_) => {
+                self.spare.push(flight);
+                self.drain();
+            }
         }
         asked
     }
@@ -176,6 +189,9 @@ impl<B: Backend> ModelRunner for Decoder<B> {
             self.tell(samples, &mut flight, out);
         }
         self.spare.push(flight);
+        if collected.is_err() {
+            self.drain();
+        }
         collected
     }
 
@@ -184,6 +200,130 @@ impl<B: Backend> ModelRunner for Decoder<B> {
     }
 
     fn lost(&mut self) -> Option<RunError> {
-        self.backend.lost().map(|error| RunError(error.to_string()))
+        self.lost.clone().or_else(|| self.backend.lost().map(failed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Start, Step, SwapConfig, Time};
+    use baton_kernels::cuda::{CudaBackend, CudaOptions, Nowhere, Recorder};
+    use baton_model_files::RandomModel;
+    use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
+
+    use super::*;
+    use crate::{Limits, kv_layout};
+
+    /// An engine over a model on a device that computes nothing and records all that it is asked for.
+    struct Scene {
+        engine: Engine,
+        runner: Decoder<CudaBackend<Recorder<Nowhere>>>,
+        device: Arc<Recorder<Nowhere>>,
+        events: Vec<Event>,
+    }
+
+    impl Scene {
+        fn new() -> Scene {
+            let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+            let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
+            let geometry = PoolGeometry::uniform(layout, 8);
+            let limits = EngineConfig {
+                token_budget: 32,
+                chunk: 32,
+                pack_tokens: 32,
+                max_running: 4,
+                max_waiting: 4,
+                context_tokens: 64,
+                local_tokens: 0,
+                order: Order::default(),
+                cache: CacheConfig::default(),
+                swap: SwapConfig::default(),
+            };
+            let engine = Engine::new(limits, &geometry).unwrap();
+            let device = Arc::new(Recorder::new(Nowhere::default()));
+            let backend = CudaBackend::new(Arc::clone(&device), geometry.clone(), CudaOptions::default()).unwrap();
+            let limits = Limits { tokens: 32, samples: 4, context: 64, table_entries: 8 };
+            let runner = Decoder::load(&model, &geometry.layout, backend, limits).unwrap();
+            Scene { engine, runner, device, events: Vec::new() }
+        }
+
+        /// Plans a step and launches it.
+        fn launch(&mut self) -> (Step, Result<(), RunError>) {
+            let step = self.engine.plan(Time(0), &mut self.events).expect("a step");
+            let runner = &mut self.runner;
+            let launched = self.engine.with_batch(&step, |batch| runner.launch(batch, &mut |_| ()));
+            (step, launched)
+        }
+
+        /// The same of a new sequence alone.
+        fn launch_new(&mut self, max_tokens: u32) -> (Step, Result<(), RunError>) {
+            let new = NewSequence {
+                request: RequestId("r".to_owned()),
+                tokens: (0..20).collect(),
+                prompt_tokens: 20,
+                params: SamplingParams { max_tokens, temperature: 0.0, ..SamplingParams::default() },
+                start: Start::Compute,
+                deadline: None,
+                prefix: None,
+                priority: 0,
+            };
+            self.engine.submit(new).unwrap();
+            self.launch()
+        }
+
+        fn collect(&mut self, step: &Step) -> Result<(), RunError> {
+            let runner = &mut self.runner;
+            self.engine.with_batch(step, |batch| runner.collect(batch, &mut Vec::new()))
+        }
+
+        /// The step failed: its blocks are free from here on.
+        fn fail(&mut self, step: Step, error: RunError) {
+            self.engine.fail(step, error, &mut self.events);
+        }
+    }
+
+    /// I3, I6: what a launch had queued before it failed reads and writes blocks that are free as soon as that is told.
+    #[test]
+    fn nothing_of_a_step_is_under_way_when_its_launch_has_failed() {
+        let mut scene = Scene::new();
+        let (step, launched) = scene.launch_new(4);
+        launched.unwrap();
+        assert!(!scene.device.under_way().is_empty());
+        // Behind one that is not collected, in the midst of a layer.
+        scene.device.refuse("baton_gate_mul");
+        let (second, launched) = scene.launch();
+        assert!(launched.as_ref().unwrap_err().0.contains("baton_gate_mul"));
+        assert_eq!(scene.device.under_way(), [""; 0]);
+        assert_eq!(scene.runner.lost(), None, "the next may go well");
+        scene.collect(&step).unwrap();
+        scene.fail(step, RunError("planted".to_owned()));
+        scene.fail(second, launched.unwrap_err());
+        assert!(scene.engine.idle());
+        scene.device.refuse("");
+        let (step, launched) = scene.launch_new(1);
+        assert_eq!(launched, Ok(()));
+        assert_eq!(scene.collect(&step), Ok(()));
+        scene.fail(step, RunError("over".to_owned()));
+        assert_eq!(scene.device.problems(), [""; 0]);
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_waited_for_behind_a_failure_is_lost() {
+        for at_launch in [true, false] {
+            let mut scene = Scene::new();
+            if at_launch {
+                scene.device.refuse("baton_gate_mul");
+            }
+            scene.device.refuse_waits(true);
+            let (step, launched) = scene.launch_new(1);
+            assert_eq!(launched.is_err(), at_launch);
+            let failed = if at_launch { launched } else { scene.collect(&step) };
+            assert!(!scene.device.under_way().is_empty(), "and nobody knows until when");
+            scene.device.refuse_waits(false);
+            assert!(scene.runner.lost().is_some(), "also when it says no more of it");
+            scene.fail(step, failed.unwrap_err());
+        }
     }
 }

@@ -75,8 +75,9 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn finish(&mut self) -> Result<(), KernelError> {
-        self.attempt(|b| b.queue.synchronise());
-        self.failed.take().map_or(Ok(()), Err)
+        // Behind a failure too: what was put into the stream before it is under way.
+        let waited = self.queue.synchronise();
+        self.failed.take().map_or(waited, Err)
     }
 
     fn lost(&mut self) -> Option<KernelError> {
@@ -89,6 +90,12 @@ impl<D: Device> Backend for CudaBackend<D> {
 
     fn collect(&mut self) -> Result<(), KernelError> {
         self.collect_step()
+    }
+
+    fn drain(&mut self) -> Result<(), KernelError> {
+        self.failed = None;
+        self.sampling.begin();
+        self.queue.synchronise()
     }
 
     fn overlaps(&self) -> bool {

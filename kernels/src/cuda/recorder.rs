@@ -105,6 +105,7 @@ struct State {
     refused: Option<&'static str>,
     /// Only while it is captured.
     refused_captured: Option<&'static str>,
+    waits_refused: bool,
     allocated: u64,
     captures: HashMap<Stream, Vec<Captured>>,
     graphs: HashMap<Graph, Vec<Captured>>,
@@ -208,6 +209,11 @@ impl State {
         Ok(())
     }
 
+    fn refuse_wait(&self) -> Result<(), KernelError> {
+        let why = "refused by the recorder".to_owned();
+        if self.waits_refused { Err(KernelError::Device { operation: "a wait".to_owned(), why }) } else { Ok(()) }
+    }
+
     fn wait_on_host(&mut self, stream: Stream) {
         let known = self.streams.get(&stream).cloned().unwrap_or_default();
         join(&mut self.host, &known);
@@ -227,6 +233,19 @@ impl<D: Device> Recorder<D> {
     /// From now on launches of this kernel fail.
     pub fn refuse(&self, kernel: &'static str) {
         self.state().refused = Some(kernel);
+    }
+
+    /// From now on waiting for a stream or an event fails, or no longer.
+    pub fn refuse_waits(&self, refused: bool) {
+        self.state().waits_refused = refused;
+    }
+
+    /// Work that the host has not waited for, by what it last was for each piece of memory.
+    pub fn under_way(&self) -> Vec<&'static str> {
+        let state = self.state();
+        let known = |stream| state.host.get(stream).copied().unwrap_or(0);
+        let touches = state.allocations.values().flat_map(|allocation| &allocation.touches);
+        touches.filter(|touch| known(&touch.stream) < touch.work).map(|touch| touch.what).collect()
     }
 
     /// From now on this kernel cannot be captured.
@@ -346,6 +365,7 @@ impl<D: Device> Device for Recorder<D> {
         state.log.push(Recorded::Read(to.len()));
         state.refuse("a copy to the host", Some(stream))?;
         state.touch("read", stream, &[Access::Read(from)])?;
+        state.refuse_wait()?;
         state.wait_on_host(stream);
         self.inner.read(stream, from, to)
     }
@@ -386,6 +406,7 @@ impl<D: Device> Device for Recorder<D> {
         let mut state = self.state();
         state.log.push(Recorded::Synchronise(stream));
         state.refuse("waiting", Some(stream))?;
+        state.refuse_wait()?;
         state.wait_on_host(stream);
         self.inner.synchronise(stream)
     }
