@@ -54,6 +54,18 @@ impl Scene {
         Metrics::of(relay::behind(&self.decode().member.admin).unwrap()).unwrap()
     }
 
+    /// Flips a bit of what a relay carries to the decode worker, so often; answers are as without.
+    fn flip_on_the_way(&self) {
+        let flip = relay::before(&self.cluster).unwrap().there;
+        for seed in 0..u64::from(FLIPS) {
+            let request = sampled(prompt(600, seed), 20, seed);
+            let want = self.ask(&request);
+            flip.arm(50_000 + 30_011 * seed as i64);
+            assert_eq!(self.ask(&request), want);
+            assert!(flip.is_done());
+        }
+    }
+
     /// Every flip was found, by the decode worker's own count, and made good.
     fn end(self) {
         let counted = self.decode_metrics().sum("baton_verify_failures_total", "");
@@ -96,14 +108,7 @@ fn over_shm() {
 #[test]
 fn over_tcp() {
     let scene = Scene::new("tcp", vec![("BATON_ADVERTISE".to_owned(), relay::ADDRESS.to_string())]);
-    let flip = relay::before(&scene.cluster).unwrap().there;
-    for seed in 0..u64::from(FLIPS) {
-        let request = sampled(prompt(600, seed), 20, seed);
-        let want = scene.ask(&request);
-        flip.arm(50_000 + 30_011 * seed as i64);
-        assert_eq!(scene.ask(&request), want);
-        assert!(flip.is_done());
-    }
+    scene.flip_on_the_way();
     scene.end();
 }
 
@@ -118,14 +123,7 @@ fn over_tcp_with_tls() {
     let mut env: Vec<_> = tls.map(|(of, value)| (format!("BATON_TRANSFER_TLS_{of}"), value)).into();
     env.push(("BATON_ADVERTISE".to_owned(), relay::ADDRESS.to_string()));
     let scene = Scene::new("tcp", env);
-    let flip = relay::before(&scene.cluster).unwrap().there;
-    for seed in 0..u64::from(FLIPS) {
-        let request = sampled(prompt(600, seed), 20, seed);
-        let want = scene.ask(&request);
-        flip.arm(50_000 + 30_011 * seed as i64);
-        assert_eq!(scene.ask(&request), want);
-        assert!(flip.is_done());
-    }
+    scene.flip_on_the_way();
     let metrics = scene.cluster.router_metrics().unwrap();
     assert!(metrics.sum("baton_recoveries_total", "") >= f64::from(FLIPS));
     assert_eq!(scene.decode_metrics().sum("baton_verify_failures_total", ""), 0.0);

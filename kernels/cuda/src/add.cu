@@ -17,9 +17,7 @@ struct Add {
 
 constexpr u32 ADD_THREADS = 256;
 
-inline Launch launch_of(const Add& p) {
-    return {dim3(static_cast<u32>((p.elements / OCTET + ADD_THREADS - 1) / ADD_THREADS)), dim3(ADD_THREADS)};
-}
+inline Launch launch_of(const Add& p) { return launch_by_octets(p.elements / OCTET, ADD_THREADS); }
 
 BATON_KERNEL(ADD_THREADS) baton_add(const __grid_constant__ Add p) {
     u64 at = (static_cast<u64>(blockIdx.x) * ADD_THREADS + threadIdx.x) * OCTET;

@@ -48,6 +48,16 @@ struct Launch {
 /// Parts of `size` that hold `count`.
 __host__ __device__ constexpr u32 parts(u32 count, u32 size) { return (count + size - 1) / size; }
 
+/// A thread an octet.
+inline Launch launch_by_octets(u64 octets, u32 threads) { return {dim3(static_cast<u32>((octets + threads - 1) / threads)), dim3(threads)}; }
+
+/// A warp a row, or a block of `threads` where it has more than 1024 elements.
+inline Launch launch_by_rows(u32 rows, u32 width, u32 threads) {
+    constexpr u32 warps = 4;
+    if (width <= 1024) return {dim3(parts(rows, warps)), dim3(WARP, warps)};
+    return {dim3(rows), dim3(threads)};
+}
+
 __device__ inline u32 lane() { return threadIdx.x % WARP; }
 
 struct Octet {

@@ -28,8 +28,7 @@ struct GateMul {
 constexpr u32 GATE_MUL_THREADS = 256;
 
 inline Launch launch_of(const GateMul& p) {
-    u64 octets = static_cast<u64>(p.rows) * (p.width / OCTET);
-    return {dim3(static_cast<u32>((octets + GATE_MUL_THREADS - 1) / GATE_MUL_THREADS)), dim3(GATE_MUL_THREADS)};
+    return launch_by_octets(static_cast<u64>(p.rows) * (p.width / OCTET), GATE_MUL_THREADS);
 }
 
 BATON_KERNEL(GATE_MUL_THREADS) baton_gate_mul(const __grid_constant__ GateMul p) {

@@ -19,11 +19,7 @@ struct QuantiseRows {
 
 constexpr u32 QUANTISE_ROWS_THREADS = 512;
 
-inline Launch launch_of(const QuantiseRows& p) {
-    constexpr u32 warps = 4;
-    if (p.width <= 1024) return {dim3(parts(p.rows, warps)), dim3(WARP, warps)};
-    return {dim3(p.rows), dim3(QUANTISE_ROWS_THREADS)};
-}
+inline Launch launch_of(const QuantiseRows& p) { return launch_by_rows(p.rows, p.width, QUANTISE_ROWS_THREADS); }
 
 BATON_KERNEL(QUANTISE_ROWS_THREADS) baton_quantise_rows(const __grid_constant__ QuantiseRows p) {
     u32 row = blockIdx.x * blockDim.y + threadIdx.y;

@@ -27,11 +27,7 @@ struct RmsNorm {
 
 constexpr u32 RMS_NORM_THREADS = 512;
 
-inline Launch launch_of(const RmsNorm& p) {
-    constexpr u32 warps = 4;
-    if (p.width <= 1024) return {dim3(parts(p.rows, warps)), dim3(WARP, warps)};
-    return {dim3(p.rows), dim3(RMS_NORM_THREADS)};
-}
+inline Launch launch_of(const RmsNorm& p) { return launch_by_rows(p.rows, p.width, RMS_NORM_THREADS); }
 
 /// Elements start + i.. of a row, normed.
 __device__ inline Octet normed8(const RmsNorm& p, u64 start, u32 i, float factor) {

@@ -20,8 +20,7 @@ struct ScaleProducts {
 constexpr u32 SCALE_PRODUCTS_THREADS = 256;
 
 inline Launch launch_of(const ScaleProducts& p) {
-    u64 octets = static_cast<u64>(p.rows) * (p.width / OCTET);
-    return {dim3(static_cast<u32>((octets + SCALE_PRODUCTS_THREADS - 1) / SCALE_PRODUCTS_THREADS)), dim3(SCALE_PRODUCTS_THREADS)};
+    return launch_by_octets(static_cast<u64>(p.rows) * (p.width / OCTET), SCALE_PRODUCTS_THREADS);
 }
 
 BATON_KERNEL(SCALE_PRODUCTS_THREADS) baton_scale_products(const __grid_constant__ ScaleProducts p) {

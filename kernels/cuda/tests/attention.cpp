@@ -122,10 +122,7 @@ TEST(prefill_of_a_row_is_the_same_however_the_chunk_is_cut) {
     for (u32 window : {0u, 19u}) {
         Case c(KvType::Bf16, 64, 4, 2, window, {{20, 37}});
         Array whole = prefill(c, c.tiles);
-        std::vector<Tile> cut;
-        for (auto [first, rows] : {std::pair{0u, 1u}, {1u, 16u}, {17u, 20u}}) {
-            cut.push_back({c.tiles[0].row + first, rows, c.tiles[0].position + first, c.tiles[0].table});
-        }
+        std::vector<Tile> cut = cut_of(c.tiles[0], {1, 16, 20});
         CHECK(prefill(c, cut).bytes == whole.bytes, "the cut of a chunk changes its rows"); // I1
     }
 }

@@ -115,4 +115,14 @@ struct Case {
 /// No row; were it one, it would lie outside of everything.
 inline constexpr Tile KEPT{1u << 20, 0, 1u << 20, -(1 << 20)};
 
+/// A chunk's rows as chunks of so many each.
+inline std::vector<Tile> cut_of(Tile chunk, const std::vector<u32>& sizes) {
+    std::vector<Tile> cut;
+    for (u32 rows : sizes) {
+        cut.push_back({chunk.row, rows, chunk.position, chunk.table});
+        chunk.row += rows, chunk.position += rows;
+    }
+    return cut;
+}
+
 } // namespace test

@@ -156,10 +156,7 @@ TEST(hopper_gives_a_row_the_same_however_the_chunk_is_cut) {
     for (u32 window : {0u, 133u}) {
         Case c(KvType::Bf16, 64, 4, 2, window, {{240, 37}});
         Array whole = hopper(c, c.tiles);
-        std::vector<Tile> cut;
-        for (auto [first, rows] : {std::pair{0u, 1u}, {1u, 16u}, {17u, 20u}}) {
-            cut.push_back({c.tiles[0].row + first, rows, c.tiles[0].position + first, c.tiles[0].table});
-        }
+        std::vector<Tile> cut = cut_of(c.tiles[0], {1, 16, 20});
         CHECK(hopper(c, cut).bytes == whole.bytes, "the cut of a chunk changes its rows"); // I1
         if (quick) break;
     }

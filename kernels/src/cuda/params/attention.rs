@@ -1,0 +1,154 @@
+//! Attention and what puts K and V into the pool.
+
+use super::super::device::{Address, Launch, TensorMap};
+use super::{Element, Params, WARP, parts};
+
+/// One layer's K and V.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct KvPlanes {
+    pub base: Address,
+    pub block: u64,
+    pub value: u64,
+    pub head: u64,
+    pub kv_type: u32,
+    pub block_size: u32,
+    pub head_dim: u32,
+}
+
+/// Rows of one sequence that a kernel takes together.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Tile {
+    pub row: u32,
+    pub rows: u32,
+    pub position: u32,
+    pub table: i32,
+}
+
+#[repr(C)]
+pub(crate) struct RopeStoreKv {
+    pub planes: KvPlanes,
+    pub q: Address,
+    pub k: Address,
+    pub v: Address,
+    pub q_out: Address,
+    pub cos: Address,
+    pub sin: Address,
+    pub tiles: Address,
+    pub blocks: Address,
+    pub in_type: Element,
+    pub q_type: Element,
+    pub tile_count: u32,
+    pub tile_rows: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+}
+
+// SAFETY: as in rope_store_kv.cu.
+unsafe impl Params for RopeStoreKv {
+    fn launch(&self) -> Launch {
+        let vectors = u64::from(self.tile_rows) * u64::from(self.heads + 2 * self.kv_heads);
+        Launch::new([self.tile_count, parts(vectors, 4), 1], [4 * WARP, 1, 1])
+    }
+}
+
+/// What decode and prefill have in common; a prefill's parameters are no more than this.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Attention {
+    pub planes: KvPlanes,
+    pub q: Address,
+    pub out: Address,
+    pub tiles: Address,
+    pub blocks: Address,
+    pub q_type: Element,
+    pub out_type: Element,
+    pub tile_count: u32,
+    pub tile_rows: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub window: u32,
+    pub scale_log2: f32,
+}
+
+impl Attention {
+    /// (row, head) pairs that a thread block takes.
+    pub const PAIRS: u32 = 64;
+}
+
+// SAFETY: `AttentionPrefill` of attention_prefill.cu has this as its one field.
+unsafe impl Params for Attention {
+    fn launch(&self) -> Launch {
+        let pairs = u64::from(self.tile_rows) * u64::from(self.heads / self.kv_heads);
+        Launch::new([self.tile_count, self.kv_heads, parts(pairs, Self::PAIRS)], [4 * WARP, 1, 1])
+    }
+}
+
+/// Prefill attention on Hopper.
+#[repr(C)]
+pub(crate) struct AttentionHopper {
+    pub a: Attention,
+    /// The layer's pool, in boxes of [`AttentionHopper::BOX_WIDTH`] elements and [`AttentionHopper::box_slots`] rows.
+    pub pool: TensorMap,
+}
+
+impl AttentionHopper {
+    /// (row, head) pairs that a thread block takes.
+    pub const PAIRS: u32 = 128;
+    /// Slots of a turn.
+    const SLOTS: u32 = 128;
+    /// Elements of a row of a box.
+    pub const BOX_WIDTH: u32 = 64;
+
+    /// Slots of a box, which lie in one block.
+    pub fn box_slots(block_size: u32) -> u32 {
+        (block_size & block_size.wrapping_neg()).min(Self::SLOTS)
+    }
+
+    /// Bytes of shared memory: q, the stages of K and V, and their barriers.
+    fn shared(head_dim: u32) -> u32 {
+        let dim = if head_dim <= 64 { 64 } else { 128 };
+        let stages = 256 / dim;
+        (2 * dim * (Self::PAIRS + 2 * stages * Self::SLOTS) + 4 * stages * 8).next_multiple_of(1024)
+    }
+}
+
+// SAFETY: as in attention_hopper.cu.
+unsafe impl Params for AttentionHopper {
+    fn launch(&self) -> Launch {
+        let pairs = u64::from(self.a.tile_rows) * u64::from(self.a.heads / self.a.kv_heads);
+        let grid = [self.a.tile_count, self.a.kv_heads, parts(pairs, Self::PAIRS)];
+        Launch { shared: Self::shared(self.a.planes.head_dim), ..Launch::new(grid, [12 * WARP, 1, 1]) }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionDecode {
+    pub a: Attention,
+    pub partial: Address,
+    pub stats: Address,
+    pub split: u32,
+    pub splits: u32,
+}
+
+// SAFETY: as in attention_decode.cu.
+unsafe impl Params for AttentionDecode {
+    fn launch(&self) -> Launch {
+        let heads = parts(u64::from(self.a.heads / self.a.kv_heads), 16);
+        Launch::new([self.a.tile_count, self.a.kv_heads * heads, self.splits], [4 * WARP, 1, 1])
+    }
+}
+
+/// The same parameters for what brings splits together.
+#[repr(transparent)]
+pub(crate) struct AttentionCombine(pub AttentionDecode);
+
+// SAFETY: as in attention_decode.cu, where it has an `AttentionDecode` as its one field.
+unsafe impl Params for AttentionCombine {
+    fn launch(&self) -> Launch {
+        let a = &self.0.a;
+        Launch::new([a.tile_count, parts(u64::from(a.heads), 4), 1], [4 * WARP, 1, 1])
+    }
+}
