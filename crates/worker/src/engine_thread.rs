@@ -272,7 +272,6 @@ impl<R: Role> Thread<R> {
         if *self.publish.borrow() == now {
             return;
         }
-        self.publish.send_replace(now);
         gauge!(names::RUNNING).set(running as f64);
         gauge!(names::QUEUE_DEPTH).set(now.waiting as f64);
         gauge!(names::KEPT_BLOCKS).set(now.kept as f64);
@@ -296,6 +295,8 @@ impl<R: Role> Thread<R> {
         ] {
             gauge!(names::KV_BLOCKS, "state" => state).set(count as f64);
         }
+        // Last, so that whoever has seen it finds metrics no older.
+        self.publish.send_replace(now);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Every frame survives the wire; no other byte string is one, and none makes the parser panic.
 
+use super::encode::seal;
 use super::*;
 
 fn samples() -> Vec<Frame> {
