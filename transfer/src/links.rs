@@ -13,13 +13,31 @@ use crate::link::{Got, Link};
 use crate::wake::Interest;
 use crate::wire::{Frame, WriteHead};
 
+/// How many Write frames each connection beside a session's own was given. Pure: a simulation counts by it, too.
+#[derive(Clone, Debug, Default)]
+pub struct Written(Vec<u64>);
+
+impl Written {
+    /// One more on the connection that the peer knows by this number; those on the session's own, 0, need no count.
+    pub fn count(&mut self, number: usize) {
+        let Some(at) = number.checked_sub(1) else { return };
+        self.0.resize(self.0.len().max(number), 0);
+        self.0[at] += 1;
+    }
+
+    /// A completion that leaves now waits at the peer for every write that was counted before it.
+    pub fn stamp(&self, frame: &mut Frame) {
+        if let Frame::Complete { after, .. } = frame {
+            after.clone_from(&self.0);
+        }
+    }
+}
+
 /// One that carries blocks only.
 struct More {
     /// What the peer knows it by.
     number: usize,
     link: Link,
-    /// Write frames that were queued on it.
-    writes: u64,
 }
 
 /// All of a session's.
@@ -27,13 +45,14 @@ pub(crate) struct Links {
     /// The session's own.
     pub own: Link,
     more: Vec<More>,
+    written: Written,
 }
 
 impl Links {
     /// The session's own, and those that joined it, each with its number.
     pub(crate) fn new(own: Link, joined: Vec<(u8, Link)>) -> Links {
-        let more = joined.into_iter().map(|(number, link)| More { number: number.into(), link, writes: 0 });
-        Links { own, more: more.collect() }
+        let more = joined.into_iter().map(|(number, link)| More { number: number.into(), link });
+        Links { own, more: more.collect(), written: Written::default() }
     }
 
     /// How many there are.
@@ -55,7 +74,7 @@ impl Links {
     pub(crate) fn write(&mut self, at: usize, head: WriteHead) -> &mut Link {
         let link = match at.checked_sub(1).and_then(|at| self.more.get_mut(at)) {
             Some(more) => {
-                more.writes += 1;
+                self.written.count(more.number);
                 &mut more.link
             }
             None => &mut self.own,
@@ -66,13 +85,7 @@ impl Links {
 
     /// Queues a frame on the session's own; a completion waits at the peer for every write that was queued before it.
     pub(crate) fn send(&mut self, mut frame: Frame) {
-        if let Frame::Complete { after, .. } = &mut frame {
-            let last = self.more.iter().map(|more| more.number).max().unwrap_or(0);
-            *after = vec![0; last];
-            for more in &self.more {
-                after[more.number - 1] = more.writes;
-            }
-        }
+        self.written.stamp(&mut frame);
         self.own.push(&frame);
     }
 

@@ -9,7 +9,8 @@ pub use crate::handshake::visitor;
 pub use crate::heads::HeadSlice;
 pub use crate::host::Host;
 pub use crate::link::Range;
-pub use crate::receiver::{Inbound, Ledger, Payload, SessionId, Target};
+pub use crate::links::Written;
+pub use crate::receiver::{Inbound, Ledger, Members, Payload, SessionId, Target};
 pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
 pub use crate::transport::{Batch, BlockWrite, Run};
 pub use crate::wire::{

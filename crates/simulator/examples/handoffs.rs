@@ -30,6 +30,8 @@ fn main() -> Result<(), String> {
     }
     println!("{} handoffs from {seeds} seeds, no violation", sum.handoffs);
     println!("{} verified, {} withdrawn, failed: {:?}", sum.verified, sum.withdrawn, sum.failed);
+    let Summary { joined, left_out, overtook, .. } = sum;
+    println!("{joined} connections joined a session, {left_out} were left out; {overtook} completions overtook writes");
     println!("faults: {:?}", sum.faults);
     let (real, played) = (start.elapsed().as_secs_f64(), sum.micros as f64 / 1e6);
     println!("{} events, {played:.0} s of virtual time in {real:.1} s", sum.events);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use baton_kv_cache::{CacheConfig, Hit, KvPools, Lease, Quarantine, Tables};
-use baton_transfer::protocol::{Descriptor, Host, Ledger};
+use baton_transfer::protocol::{Descriptor, Host, Ledger, Members};
 use baton_transfer::{FenceState, Limits, ReceiverEvent, TransferError};
 use baton_types::{BlockId, Epoch, WorkerId};
 
@@ -59,6 +59,9 @@ pub(crate) struct Decode {
     verified: BTreeSet<Epoch>,
     next_epoch: u64,
     pub sessions: BTreeMap<Line, DecodeSession>,
+    pub members: Members<Line>,
+    /// Whose the connections are that have joined a session.
+    pub streams: BTreeMap<Line, Line>,
     pub frozen_until: Micros,
     desk: Timer,
 }
@@ -70,12 +73,14 @@ impl Decode {
             life,
             id: WorkerId(life),
             pools: pools(&geometry)?,
+            members: Members::new(limits.connections),
             ledger: Ledger::new(&geometry, limits),
             memory: Memory::new(geometry)?,
             reserved: BTreeMap::new(),
             verified: BTreeSet::new(),
             next_epoch: 1,
             sessions: BTreeMap::new(),
+            streams: BTreeMap::new(),
             frozen_until: 0,
             desk: Timer::default(),
         })
@@ -84,6 +89,17 @@ impl Decode {
     /// Reservations whose end was not reported.
     pub(crate) fn open(&self) -> u64 {
         self.reserved.values().filter(|r| r.fate == Fate::Open).count() as u64
+    }
+
+    /// Epochs under which somebody may write, as far as the owner knows.
+    pub(crate) fn lent(&self) -> Vec<Epoch> {
+        self.reserved.iter().filter(|(_, r)| r.fate == Fate::Open).map(|(epoch, _)| *epoch).collect()
+    }
+
+    /// A session, or a connection that came to nothing, is over.
+    pub(crate) fn forget(&mut self, line: Line) {
+        self.members.dismiss(line);
+        self.streams.retain(|_, owner| *owner != line);
     }
 
     /// Whether a reservation was announced as verified, however it went on.
@@ -272,12 +288,16 @@ impl World {
     }
 
     fn failed(&mut self, place: Place, epoch: Epoch, error: &TransferError) -> Result<(), Violation> {
-        let free = self.broken(Sabotage::FreeOnFailed);
+        let (free, calm) = (self.broken(Sabotage::FreeOnFailed), self.options.calm);
         let decode = &mut self.decodes[place];
         let Some(reserved) = decode.reserved.get_mut(&epoch).filter(|r| r.fate == Fate::Open) else {
             return Err(self.violation("reported once", format!("{epoch} fails after its end: {error}")));
         };
         reserved.fate = Fate::Failed;
+        let changed = matches!(name(error), "verify" | "corrupt" | "incomplete" | "protocol" | "refused" | "peer lost");
+        if calm && changed {
+            return Err(self.violation("delivery", format!("{epoch} fails though nothing goes wrong: {error}")));
+        }
         *self.summary.failed.entry(name(error)).or_default() += 1;
         decode.quarantine(epoch);
         if free {

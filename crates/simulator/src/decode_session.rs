@@ -1,31 +1,58 @@
-//! A session at a decode worker: what its thread does with its socket, on a simulated one.
+//! A session at a decode worker: what its thread does with its sockets, on simulated ones.
 
-use baton_transfer::protocol::{Frame, FrameLimits, Hello, Inbound, PREFIX, Target, parse_body, parse_prefix, visitor};
+use std::collections::{BTreeMap, VecDeque};
+
+use baton_transfer::protocol::{Frame, FrameLimits, Inbound, Range, Target};
 use baton_transfer::{Reach, TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
 
+use crate::arrival::Greeted;
+use crate::end::End;
 use crate::events::{Event, Line, Place};
-use crate::outbox::Outbox;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// One connection's end at the decode worker.
+/// What the payload that comes over a connection belongs to.
+struct Coming {
+    epoch: Epoch,
+    /// Where it was to go when it began, less what has come; for a worker that is to go on.
+    rest: VecDeque<Range>,
+}
+
+impl Coming {
+    fn advance(&mut self, mut bytes: usize) {
+        while let Some((start, len)) = self.rest.front_mut() {
+            let part = bytes.min(*len);
+            (*start, *len) = (*start + part, *len - part);
+            if *len > 0 {
+                return;
+            }
+            bytes -= part;
+            self.rest.pop_front();
+        }
+    }
+}
+
+/// One session, or a connection that is none yet.
 pub(crate) struct DecodeSession {
-    line: Line,
-    kind: TransportKind,
+    pub line: Line,
+    pub kind: TransportKind,
     /// Since the peer has said who it is.
-    inbound: Option<Inbound>,
-    worker: Option<WorkerId>,
-    hello_seen: bool,
+    pub inbound: Option<Inbound>,
+    pub worker: Option<WorkerId>,
+    pub hello_seen: bool,
     /// Since it was taken up.
-    greeting_until: Option<Micros>,
-    inbox: Vec<u8>,
-    outbox: Outbox,
+    pub greeting_until: Option<Micros>,
+    /// Its own connection, then those that have joined it. Only one that was handed over has none.
+    pub ends: Vec<End>,
+    /// Those that have come to join it since it looked last.
+    pub joined: Vec<End>,
+    coming: BTreeMap<usize, Coming>,
     /// Epochs that other threads want fenced.
     pub fences: Vec<Epoch>,
     /// The same worker has another session, so it has ended this one.
-    superseded: bool,
+    pub superseded: bool,
     /// The peer's process is gone.
     dead: bool,
     /// It has seen the pool, so a closed connection proves nothing.
@@ -36,30 +63,9 @@ pub(crate) struct DecodeSession {
 }
 
 /// Why a step did not go well.
-enum Stop {
+pub(crate) enum Stop {
     Ended(TransferError),
     Broken(Violation),
-}
-
-/// The next frame of an inbox, once all of it is here.
-pub(crate) fn take_frame(inbox: &mut Vec<u8>, limits: &FrameLimits) -> Result<Option<Frame>, String> {
-    let Some(prefix) = inbox.first_chunk::<PREFIX>() else { return Ok(None) };
-    let told = |m: baton_transfer::protocol::Malformed| format!("{}: {}", m.field, m.problem);
-    let head = parse_prefix(*prefix, limits).map_err(told)?;
-    let Some(body) = inbox.get(PREFIX..PREFIX + head.len) else { return Ok(None) };
-    let frame = parse_body(&head, body).map_err(told)?;
-    inbox.drain(..PREFIX + head.len);
-    Ok(Some(frame))
-}
-
-/// A Hello of this fingerprint, once it is here.
-pub(crate) fn take_hello(inbox: &mut Vec<u8>, fingerprint: u64) -> Result<bool, String> {
-    if inbox.len() < Hello::LEN {
-        return Ok(false);
-    }
-    let hello = inbox.drain(..Hello::LEN).collect::<Vec<_>>();
-    let hello = Hello::parse(&hello).map_err(|m| format!("{}: {}", m.field, m.problem))?;
-    if hello.fingerprint == fingerprint { Ok(true) } else { Err("another layout".into()) }
 }
 
 impl DecodeSession {
@@ -71,8 +77,9 @@ impl DecodeSession {
             worker: None,
             hello_seen: false,
             greeting_until: None,
-            inbox: Vec::new(),
-            outbox: Outbox::default(),
+            ends: vec![End::new(line, 0)],
+            joined: Vec::new(),
+            coming: BTreeMap::new(),
             fences: Vec::new(),
             superseded: false,
             dead: false,
@@ -82,7 +89,11 @@ impl DecodeSession {
         }
     }
 
-    fn lost(&self, cause: impl Into<String>) -> Stop {
+    pub(crate) fn own(&mut self) -> &mut End {
+        &mut self.ends[0]
+    }
+
+    pub(crate) fn lost(&self, cause: impl Into<String>) -> Stop {
         let peer = self.worker.unwrap_or_default();
         Stop::Ended(TransferError::PeerLost { peer, cause: cause.into() })
     }
@@ -104,22 +115,27 @@ impl World {
         Ok(())
     }
 
-    /// Everything that can be done now, or a part of it.
+    /// Everything that can be done now on whichever session has this connection, or a part of it.
     pub(crate) fn decode_turn(&mut self, line: Line) -> Result<(), Violation> {
         let Some((place, life)) = self.lines.get(&line).map(|c| (c.decode, c.decode_life)) else { return Ok(()) };
-        if self.decodes[place].life != life {
+        let decode = &mut self.decodes[place];
+        if decode.life != life {
             return Ok(());
         }
-        let Some(mut session) = self.decodes[place].sessions.remove(&line) else { return Ok(()) };
+        let line = decode.streams.get(&line).copied().unwrap_or(line);
+        let Some(mut session) = decode.sessions.remove(&line) else { return Ok(()) };
+        let mut owner = None;
         if session.ended.is_none() {
             match self.serve(place, &mut session) {
-                Ok(()) => {}
+                Ok(joins) => owner = joins,
                 Err(Stop::Broken(violation)) => return Err(violation),
                 Err(Stop::Ended(error)) => self.wind_up(place, &mut session, error),
             }
         }
-        if !self.sever(place, &mut session) {
-            self.decodes[place].sessions.insert(line, session);
+        match owner {
+            Some(owner) => self.hand_over(place, &mut session, owner),
+            None if !self.sever(place, &mut session) => drop(self.decodes[place].sessions.insert(line, session)),
+            None => self.decodes[place].forget(line),
         }
         self.after(place)
     }
@@ -130,11 +146,16 @@ impl World {
             inbound.lost(&mut self.decodes[place].ledger, &error);
         }
         session.ended = Some(error);
+        let joined = std::mem::take(&mut session.joined);
+        session.ends.iter().chain(&joined).for_each(|end| self.close_up(end.line));
+    }
+
+    /// Closes a connection from here: what the peer sends from now on finds nobody.
+    pub(crate) fn close_up(&mut self, line: Line) {
         let delay = self.faults.delay(&mut self.random);
-        let Some(connection) = self.lines.get_mut(&session.line) else { return };
+        let Some(connection) = self.lines.get_mut(&line) else { return };
         let at = connection.down.finish(self.now, delay);
         let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
-        // What the peer sends from now on finds nobody.
         connection.up.cut(self.now, at);
         self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
     }
@@ -152,31 +173,22 @@ impl World {
         proof || !inbound.holds_any(ledger)
     }
 
-    fn serve(&mut self, place: Place, session: &mut DecodeSession) -> Result<(), Stop> {
-        let line = session.line;
-        let now = self.now;
-        if let Some(connection) = self.lines.get_mut(&line) {
-            let mut heard = false;
-            while let Some(bytes) = connection.up.receive(now) {
-                session.inbox.extend(bytes);
-                heard = true;
-            }
-            let instant = self.instant(now);
-            if heard
-                && let Some(inbound) = session.inbound.as_mut()
-                && inbound.heard(instant)
-            {
-                inbound.renew(instant, &mut self.decodes[place].ledger);
-            }
-        }
+    /// Answers to which session it belongs, once it turns out that it is none.
+    fn serve(&mut self, place: Place, session: &mut DecodeSession) -> Result<Option<Line>, Stop> {
+        session.ends.append(&mut session.joined);
+        self.listen(place, session);
         loop {
             if session.superseded {
                 return Err(session.lost("it started another session"));
             }
             self.obey_fences(place, session);
             let moved = match session.inbound {
-                Some(_) => self.read_some(place, session)?,
-                None => self.greet(place, session)?,
+                Some(_) => self.read_round(place, session)?,
+                None => match self.greet(place, session)? {
+                    Greeted::Waits => false,
+                    Greeted::Guest => true,
+                    Greeted::Joins(owner) => return Ok(Some(owner)),
+                },
             };
             self.answer(session);
             if !moved {
@@ -184,25 +196,59 @@ impl World {
             }
             if self.random.chance(200) {
                 // Other threads come in between.
-                self.wake_decode(line);
+                self.wake_decode(session.line);
                 break;
             }
         }
         self.beat(session);
         self.flush_decode(session);
-        let ended = self.lines.get(&line).is_none_or(|connection| connection.up.has_ended(now));
-        if ended && session.inbound.is_none() | self.starved(session) {
-            return Err(session.lost("it closed the connection"));
+        self.look_for_ends(session)?;
+        Ok(None)
+    }
+
+    /// Takes in what has arrived.
+    fn listen(&mut self, place: Place, session: &mut DecodeSession) {
+        let (mut heard, now) = (false, self.now);
+        for end in &mut session.ends {
+            let Some(connection) = self.lines.get_mut(&end.line) else { continue };
+            while let Some(bytes) = connection.up.receive(now) {
+                end.inbox.extend(bytes);
+                heard = true;
+            }
+        }
+        let instant = self.instant(now);
+        if heard
+            && let Some(inbound) = session.inbound.as_mut()
+            && inbound.heard(instant)
+        {
+            inbound.renew(instant, &mut self.decodes[place].ledger);
+        }
+    }
+
+    /// The session ends with any of its connections, but for one that has carried nothing yet.
+    fn look_for_ends(&mut self, session: &mut DecodeSession) -> Result<(), Stop> {
+        for at in (0..session.ends.len()).rev() {
+            let (line, stream) = (session.ends[at].line, session.ends[at].stream);
+            let ended = self.lines.get(&line).is_none_or(|connection| connection.up.has_ended(self.now));
+            if !ended || session.inbound.is_some() && !self.starved(session, at) {
+                continue;
+            }
+            if !session.inbound.as_ref().is_some_and(|inbound| inbound.is_unused(stream)) {
+                return Err(session.lost("it closed the connection"));
+            }
+            session.ends.remove(at);
+            self.close_up(line);
         }
         Ok(())
     }
 
-    /// Whether nothing more can be made of what has arrived.
-    fn starved(&self, session: &mut DecodeSession) -> bool {
+    /// Whether nothing more can be made of what has arrived over a connection.
+    fn starved(&self, session: &mut DecodeSession, at: usize) -> bool {
         let limits = FrameLimits::new(&self.limits, 2);
-        match session.inbound.as_mut().and_then(|inbound| inbound.payload(0)) {
-            Some(payload) => !payload.is_done() && session.inbox.is_empty(),
-            None => take_frame(&mut session.inbox.clone(), &limits).is_ok_and(|frame| frame.is_none()),
+        let end = &session.ends[at];
+        match session.inbound.as_mut().and_then(|inbound| inbound.payload(end.stream)) {
+            Some(payload) => !payload.is_done() && end.inbox.is_empty(),
+            None => !end.has_frame(&limits),
         }
     }
 
@@ -214,131 +260,128 @@ impl World {
         }
     }
 
-    /// The handshake's side that answers.
-    fn greet(&mut self, place: Place, session: &mut DecodeSession) -> Result<bool, Stop> {
-        let decode = &self.decodes[place];
-        let (id, geometry) = (decode.id, decode.memory.geometry.clone());
-        let fingerprint = geometry.layout.fingerprint();
-        let until = *session.greeting_until.get_or_insert_with(|| {
-            let until = self.now + self.limits.handshake.as_micros() as Micros;
-            self.events.plan(until, Event::DecodeTurn { line: session.line });
-            until
-        });
-        if self.now >= until {
-            return Err(session.lost("no handshake in time"));
+    /// A step on each connection, unless something else comes before it. False when nothing is there.
+    fn read_round(&mut self, place: Place, session: &mut DecodeSession) -> Result<bool, Stop> {
+        let mut moved = false;
+        for at in 0..session.ends.len() {
+            moved |= session.ends.len() > 1 && self.random.chance(300) || self.read_some(place, session, at)?;
         }
-        if !session.hello_seen {
-            if !take_hello(&mut session.inbox, fingerprint).map_err(|e| session.lost(e))? {
-                return Ok(false);
-            }
-            session.hello_seen = true;
-            session.outbox.push_bytes(Hello { fingerprint }.encode());
+        Ok(moved)
+    }
+
+    /// A frame, or some payload, of a connection. False when neither is there.
+    fn read_some(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
+        let stream = session.ends[at].stream;
+        if session.inbound.as_mut().is_some_and(|inbound| inbound.payload(stream).is_some()) {
+            return self.read_payload(place, session, at);
         }
         let limits = FrameLimits::new(&self.limits, 2);
-        let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(|e| session.lost(e))? else {
+        let Some(mut frame) = session.ends[at].next_frame(&limits).map_err(|e| session.lost(e))? else {
             return Ok(false);
         };
-        match visitor(&frame, id) {
-            Ok((worker, _)) => {
-                self.supersede(place, session.line, worker);
-                session.worker = Some(worker);
-                let inbound = Inbound::new(session.line, worker, session.kind, geometry.clone(), &self.limits);
-                let careless = self.broken(Sabotage::SkipVerify);
-                session.inbound = Some(if careless { inbound.unverified() } else { inbound });
-                session.outbox.push_bytes(Frame::Welcome { blocks: geometry.blocks, ticket: None }.encode());
-                Ok(true)
+        if let Frame::Complete { epoch, after, .. } = &mut frame {
+            if self.broken(Sabotage::AckEarly) {
+                session.own().outbox.push(&Frame::Verified { epoch: *epoch });
             }
-            Err(reason) => {
-                session.outbox.push_bytes(Frame::Reject { reason: reason.clone() }.encode());
-                self.flush_decode(session);
-                Err(session.lost(reason))
+            if self.broken(Sabotage::HurryCompletions) {
+                after.clear();
             }
         }
-    }
-
-    /// A worker opens a session only after its last one is over.
-    fn supersede(&mut self, place: Place, line: Line, worker: WorkerId) {
-        let sessions = self.decodes[place].sessions.values_mut();
-        let earlier = sessions.filter(|s| s.line < line && s.worker == Some(worker));
-        let lines: Vec<Line> = earlier
-            .map(|session| {
-                session.superseded = true;
-                session.line
-            })
-            .collect();
-        lines.into_iter().for_each(|line| self.wake_decode(line));
-    }
-
-    /// A frame, or some payload. False when neither is there.
-    fn read_some(&mut self, place: Place, session: &mut DecodeSession) -> Result<bool, Stop> {
+        let epoch = if let Frame::Write(head) = &frame { Some(head.epoch) } else { None };
         let now = self.instant(self.now);
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        if let Some(payload) = inbound.payload(0) {
-            if !payload.is_done() && session.inbox.is_empty() {
-                return Ok(false);
-            }
-            let (offset, wanted) = match payload.target() {
-                Target::Nowhere(bytes) => (None, bytes),
-                Target::Pool(ranges) => ranges.first().map_or((None, 0), |range| (Some(range.0), range.1)),
-            };
-            let bytes: Vec<u8> = session.inbox.drain(..wanted.min(session.inbox.len())).collect();
-            payload.advance(bytes.len());
-            if let Some(offset) = offset {
-                // I3: the checker's books, not the ledger's.
-                if self.decodes[place].memory.owner_at(offset).is_none() {
-                    let what = format!("bytes for {offset} come when nobody keeps that block aside");
-                    return Err(Stop::Broken(self.violation("I3", what)));
-                }
-                self.decodes[place].memory.write(offset, &bytes);
-            }
-            // SAFETY: a simulation is one thread.
-            unsafe { inbound.landed(0, &mut Reach::Host(self.decodes[place].memory.segment.clone())) }
-                .map_err(Stop::Ended)?;
-            return Ok(true);
+        inbound.frame(stream, frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        if let Some((epoch, payload)) = epoch.zip(inbound.payload(stream)) {
+            let rest = if let Target::Pool(ranges) = payload.target() { ranges.to_vec().into() } else { [].into() };
+            session.coming.insert(stream, Coming { epoch, rest });
         }
-        let limits = FrameLimits::new(&self.limits, 2);
-        let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(|e| session.lost(e))? else {
+        Ok(true)
+    }
+
+    fn read_payload(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
+        let (now, end) = (self.instant(self.now), &mut session.ends[at]);
+        let Some((inbound, coming)) = session.inbound.as_mut().zip(session.coming.get_mut(&end.stream)) else {
             return Ok(false);
         };
-        if let Frame::Complete { epoch, .. } = frame
-            && self.broken(Sabotage::AckEarly)
+        let Some(payload) = inbound.payload(end.stream) else { return Ok(false) };
+        if !payload.is_done() && end.inbox.is_empty() {
+            return Ok(false);
+        }
+        let (mut offset, mut wanted) = match payload.target() {
+            Target::Nowhere(bytes) => (None, bytes),
+            Target::Pool(ranges) => ranges.first().map_or((None, 0), |range| (Some(range.0), range.1)),
+        };
+        if let Some((start, len)) =
+            coming.rest.front().copied().filter(|_| self.options.sabotage == Some(Sabotage::ApplyClosed))
         {
-            session.outbox.push(&Frame::Verified { epoch });
+            (offset, wanted) = (Some(start), len);
+        }
+        let bytes: Vec<u8> = end.inbox.drain(..wanted.min(end.inbox.len())).collect();
+        payload.advance(bytes.len());
+        coming.advance(bytes.len());
+        let (line, stream, epoch) = (end.line, end.stream, coming.epoch);
+        if let Some(offset) = offset {
+            self.store(place, line, epoch, (offset, &bytes)).map_err(Stop::Broken)?;
         }
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        inbound.frame(0, frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        // SAFETY: a simulation is one thread.
+        unsafe { inbound.landed(stream, &mut Reach::Host(self.decodes[place].memory.segment.clone())) }
+            .map_err(Stop::Ended)?;
+        while let Some(complete) = inbound.next_due() {
+            self.summary.overtook += 1;
+            inbound.frame(0, complete, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        }
         Ok(true)
+    }
+
+    /// I3: by the checker's books, not the ledger's.
+    fn store(&self, place: Place, line: Line, epoch: Epoch, (offset, bytes): (usize, &[u8])) -> Result<(), Violation> {
+        self.check_writer(line)?;
+        let memory = &self.decodes[place].memory;
+        match memory.owner_at(offset) {
+            Some(owner) if owner == epoch => memory.write(offset, bytes),
+            owner => {
+                let what = format!("bytes of {epoch} come for {offset} when that block is kept for {owner:?}");
+                return Err(self.violation("I3", what));
+            }
+        }
+        Ok(())
     }
 
     /// Queues answers.
     fn answer(&mut self, session: &mut DecodeSession) {
         while let Some(answer) = session.inbound.as_mut().and_then(Inbound::next_answer) {
             session.pool_given |= matches!(answer, Frame::Granted { .. }) && session.kind == TransportKind::Shm;
-            session.outbox.push(&answer);
+            session.own().outbox.push(&answer);
         }
     }
 
     /// Shows that it is alive, when it has said nothing else.
     fn beat(&mut self, session: &mut DecodeSession) {
         let now = self.instant(self.now);
+        let may_say = session.own().outbox.is_empty();
         let Some(inbound) = &mut session.inbound else { return };
-        let next = inbound.beat(now, session.outbox.is_empty());
+        let next = inbound.beat(now, may_say);
         self.answer(session);
         if let Some(at) = next {
             self.set_decode_timer(session, self.micros(at));
         }
     }
 
-    fn flush_decode(&mut self, session: &mut DecodeSession) {
-        let Some(connection) = self.lines.get_mut(&session.line) else { return };
-        let none = |_| Vec::new();
-        let last = session.outbox.flush(&mut connection.down, self.now, &mut self.random, &mut self.faults, none);
-        let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
-        if let Some(at) = last {
-            self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
+    pub(crate) fn flush_decode(&mut self, session: &mut DecodeSession) {
+        let mut left = false;
+        for end in &mut session.ends {
+            let Some(connection) = self.lines.get_mut(&end.line) else { continue };
+            let none = |_| Vec::new();
+            let last = end.outbox.flush(&mut connection.down, self.now, &mut self.random, &mut self.faults, none);
+            let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
+            if let Some(at) = last {
+                self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
+            }
+            left |= !end.outbox.is_empty();
         }
-        if !session.outbox.is_empty() {
-            // The stream has room again once the peer has read.
+        if left {
+            // The streams have room again once the peer has read.
             self.set_decode_timer(session, self.now + 1_000);
         }
     }

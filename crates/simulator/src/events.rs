@@ -9,7 +9,7 @@ use crate::stream::Micros;
 pub(crate) type Place = usize;
 /// A worker's incarnation: events for one before it are void.
 pub(crate) type Life = u64;
-/// A connection, also the session's number at the decode worker.
+/// A connection. That of a session's own is also the session's number at the decode worker.
 pub(crate) type Line = u64;
 
 /// Something that happens at a time.
@@ -37,6 +37,8 @@ pub(crate) enum Event {
     Desk { decode: Place, life: Life },
     /// A decode worker learns that a prefill worker's process has ended.
     Died { line: Line },
+    /// A connection breaks.
+    Cut { line: Line },
     /// Perhaps a fault strikes.
     Strike,
 }

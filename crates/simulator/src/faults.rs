@@ -27,6 +27,8 @@ pub enum Fault {
     Restart,
     /// A worker stood still for a while.
     Freeze,
+    /// Somebody who was told no ticket tried to join a session.
+    Stranger,
 }
 
 /// Rates per mille.
@@ -50,10 +52,16 @@ impl Faults {
         Faults { drop: 0, double: 0, swap: 0, miscopy: 0, strikes, slowness: 100, short_writes: false, counts }
     }
 
+    /// Nothing goes wrong, but slowly.
+    pub(crate) fn calm(random: &mut Random) -> Faults {
+        let slowness = if random.chance(500) { 100 } else { 5_000 };
+        Faults { slowness, ..Faults::none() }
+    }
+
     pub(crate) fn random(random: &mut Random) -> Faults {
         let mut rate = |most: u64| if random.chance(300) { random.within(1, most) as u32 } else { 0 };
         let (drop, double, swap, miscopy) = (rate(20), rate(20), rate(50), rate(20));
-        let kinds = [Fault::Corrupt, Fault::Stall, Fault::Cut, Fault::Restart, Fault::Freeze];
+        let kinds = [Fault::Corrupt, Fault::Stall, Fault::Cut, Fault::Restart, Fault::Freeze, Fault::Stranger];
         let strikes = kinds.into_iter().filter(|_| random.chance(400)).collect();
         let slowness = *[50, 500, 5_000, 30_000].get(random.below(4) as usize).unwrap_or(&50);
         let (short_writes, counts) = (random.chance(500), BTreeMap::new());
@@ -71,6 +79,15 @@ impl Faults {
         } else {
             Some(self.strikes[random.below(self.strikes.len() as u64) as usize])
         }
+    }
+
+    /// Whether a connection breaks so early that what it was made for has hardly begun.
+    pub(crate) fn nips(&mut self, random: &mut Random) -> bool {
+        let happens = self.strikes.contains(&Fault::Cut) && random.chance(100);
+        if happens {
+            self.count(Fault::Cut);
+        }
+        happens
     }
 
     pub(crate) fn count(&mut self, fault: Fault) {

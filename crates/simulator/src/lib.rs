@@ -1,8 +1,10 @@
 //! The handoff under a virtual clock, a seed and a hostile network: both ends' pure halves, on one thread.
 //!
 //! Decode workers and prefill workers here run the very code of `baton_transfer` that real ones run ([`Ledger`],
-//! [`Inbound`], [`Outbound`], [`Line`], the frames' bytes) and the block pools of `baton_kv_cache`; only sockets, threads
-//! and the clock are replaced. Separate checkers look at what must always hold, and share nothing with that code:
+//! [`Members`], [`Inbound`], [`Outbound`], [`Line`], [`Written`], the frames' bytes) and the block pools of `baton_kv_cache`; only
+//! sockets, threads and the clock are replaced. Sessions over TCP have up to four connections, each with an order, delays and
+//! faults of its own, so that writes and completions overtake one another. Separate checkers look at what must always hold, and
+//! share nothing with that code:
 //!
 //! - I2: what is announced as verified is, byte for byte, what the prefill worker computed for this request.
 //! - I3: a block is written to only while its owner keeps it aside for that epoch; local blocks are read only until the
@@ -11,18 +13,25 @@
 //!   of the lease's table and of real processes.
 //! - I6: blocks are conserved; in the end all are free, on both sides.
 //! - Each outcome is reported once, on each side, and the two never contradict each other.
+//! - Delivery: where nothing goes wrong no handoff fails but by its owner or its time, whatever overtakes what.
 //!
 //! A run is a function of its seed, so a failure is replayed by it.
 //!
 //! [`Ledger`]: baton_transfer::protocol::Ledger
+//! [`Members`]: baton_transfer::protocol::Members
 //! [`Inbound`]: baton_transfer::protocol::Inbound
 //! [`Outbound`]: baton_transfer::protocol::Outbound
 //! [`Line`]: baton_transfer::protocol::Line
+//! [`Written`]: baton_transfer::protocol::Written
 
+mod arrival;
+mod copying;
 mod decode;
 mod decode_session;
+mod end;
 mod events;
 mod faults;
+mod joining;
 mod outbox;
 mod prefill;
 mod prefill_session;
@@ -85,6 +94,12 @@ pub struct Summary {
     pub failed: BTreeMap<&'static str, u64>,
     /// Of these, taken back by their owner or lost with it.
     pub withdrawn: u64,
+    /// Connections that joined a session over TCP beside its own.
+    pub joined: u64,
+    /// Such that were left out: refused, broken or too late.
+    pub left_out: u64,
+    /// Completions that had overtaken writes on other connections, and waited until those had come.
+    pub overtook: u64,
     /// Faults that struck.
     pub faults: BTreeMap<Fault, u64>,
     /// Events that were played.
@@ -99,6 +114,9 @@ impl Summary {
         self.handoffs += other.handoffs;
         self.verified += other.verified;
         self.withdrawn += other.withdrawn;
+        self.joined += other.joined;
+        self.left_out += other.left_out;
+        self.overtook += other.overtook;
         self.events += other.events;
         self.micros += other.micros;
         other.failed.iter().for_each(|(name, count)| *self.failed.entry(name).or_default() += count);

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 
 use baton_transfer::protocol::{Frame, Range};
+use baton_types::Epoch;
 
 use crate::faults::Faults;
 use crate::random::Random;
@@ -12,7 +13,8 @@ use crate::stream::{Micros, Stream};
 #[derive(Debug)]
 enum Piece {
     Bytes(Vec<u8>),
-    Pool(Range),
+    /// For this handoff.
+    Pool(Range, Epoch),
     Zeros(usize),
 }
 
@@ -20,7 +22,7 @@ impl Piece {
     fn len(&self) -> usize {
         match self {
             Piece::Bytes(bytes) => bytes.len(),
-            Piece::Pool((_, len)) | Piece::Zeros(len) => *len,
+            Piece::Pool((_, len), _) | Piece::Zeros(len) => *len,
         }
     }
 }
@@ -28,6 +30,7 @@ impl Piece {
 /// A frame with its payload: what is dropped, doubled or swapped as a whole.
 #[derive(Debug)]
 struct Item {
+    number: u64,
     pieces: VecDeque<Piece>,
     /// Its first byte has left.
     begun: bool,
@@ -39,38 +42,53 @@ struct Item {
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     items: VecDeque<Item>,
+    /// Items that were ever queued.
+    queued: u64,
 }
 
 impl Outbox {
     /// Queues bytes that faults leave alone.
     pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
-        self.items.push_back(Item { pieces: [Piece::Bytes(bytes)].into(), begun: false, safe: true });
+        self.queue([Piece::Bytes(bytes)].into(), true);
     }
 
     pub(crate) fn push(&mut self, frame: &Frame) {
-        self.push_with(frame, []);
+        self.queue([Piece::Bytes(frame.encode())].into(), false);
     }
 
-    /// Queues a frame and the pool's bytes behind it.
-    pub(crate) fn push_with(&mut self, frame: &Frame, payload: impl IntoIterator<Item = Range>) {
+    /// Queues a frame and a handoff's bytes of the pool behind it; answers by what number they go here.
+    pub(crate) fn push_blocks(&mut self, frame: &Frame, of: Epoch, blocks: impl Iterator<Item = Range>) -> u64 {
         let mut pieces = VecDeque::from([Piece::Bytes(frame.encode())]);
-        pieces.extend(payload.into_iter().map(Piece::Pool));
-        self.items.push_back(Item { pieces, begun: false, safe: false });
+        pieces.extend(blocks.map(|range| Piece::Pool(range, of)));
+        self.queue(pieces, false)
+    }
+
+    fn queue(&mut self, pieces: VecDeque<Piece>, safe: bool) -> u64 {
+        self.queued += 1;
+        self.items.push_back(Item { number: self.queued, pieces, begun: false, safe });
+        self.queued
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// Whether the pool has yet to be read.
-    pub(crate) fn reads_pool(&self) -> bool {
-        self.items.iter().flat_map(|item| &item.pieces).any(|piece| matches!(piece, Piece::Pool(_)))
+    /// Bytes that have yet to leave.
+    pub(crate) fn bytes(&self) -> usize {
+        self.items.iter().flat_map(|item| &item.pieces).map(Piece::len).sum()
     }
 
-    /// From now on the pool is not read: zeros go in its place.
-    pub(crate) fn forget_pool(&mut self) {
+    /// Whether some of what was queued under this number has yet to leave.
+    pub(crate) fn holds(&self, number: u64) -> bool {
+        self.items.iter().any(|item| item.number == number)
+    }
+
+    /// From now on the pool is not read for this handoff: zeros go in its place.
+    pub(crate) fn forget_pool(&mut self, epoch: Epoch) {
         for piece in self.items.iter_mut().flat_map(|item| &mut item.pieces) {
-            if let Piece::Pool((_, len)) = piece {
+            if let Piece::Pool((_, len), of) = piece
+                && *of == epoch
+            {
                 *piece = Piece::Zeros(*len);
             }
         }
@@ -100,7 +118,7 @@ impl Outbox {
             let take = if faults.short_writes { random.within(1, take as u64) as usize } else { take };
             let bytes = match piece {
                 Piece::Bytes(bytes) => bytes.drain(..take).collect(),
-                Piece::Pool((offset, len)) => {
+                Piece::Pool((offset, len), _) => {
                     let range = (*offset, take);
                     (*offset, *len) = (*offset + take, *len - take);
                     read(range)
@@ -138,7 +156,7 @@ impl Outbox {
                 .drain(..)
                 .flat_map(|piece| match piece {
                     Piece::Bytes(bytes) => bytes,
-                    Piece::Pool(range) => read(range),
+                    Piece::Pool(range, _) => read(range),
                     Piece::Zeros(len) => vec![0; len],
                 })
                 .collect();

@@ -19,6 +19,8 @@ use crate::{Sabotage, Violation};
 
 /// Blocks of a prefill pool, in each group.
 const BLOCKS: u32 = 64;
+/// From one of an owner's steps to the next, at most.
+const PACE: Micros = 20_000;
 /// How long a session that ends goes on trying to say so.
 pub(crate) const FAREWELL: Micros = 50_000;
 
@@ -35,6 +37,7 @@ type Reports = Arc<Mutex<Vec<(u64, Told)>>>;
 /// One handoff and its owner.
 pub(crate) struct Handoff {
     request: u64,
+    target: Vec<u8>,
     core: Arc<Core>,
     epoch: Epoch,
     pub peer: WorkerId,
@@ -107,6 +110,7 @@ impl World {
     ) -> Result<(), Violation> {
         let at = self.instant(deadline);
         let prefill = &mut self.prefills[place];
+        let bytes = target.to_vec();
         let target = Descriptor::parse(target, &prefill.memory.geometry.layout, false);
         let target = target.map_err(|error| self.violation("I8", error.to_string()))?;
         let decode: Place = target.address.parse().unwrap_or_default();
@@ -137,6 +141,7 @@ impl World {
         let tables = Some(tables);
         let owned = Handoff {
             request,
+            target: bytes,
             core,
             epoch,
             peer,
@@ -207,11 +212,15 @@ impl World {
         }
         let Some(handoff) = self.prefills[place].handoffs.get_mut(&id).filter(|h| !h.asked) else { return Ok(()) };
         let (epoch, peer, deadline) = (handoff.epoch, handoff.peer, handoff.deadline);
-        let failed = handoff.core.failure().is_some() || handoff.deadline <= self.now || self.random.chance(4);
+        let fickle = if handoff.request.is_multiple_of(7) { 60 } else { 4 };
+        let failed = handoff.core.failure().is_some() || deadline <= self.now || self.random.chance(fickle);
+        // Some have computed all before, so that one write follows close upon the other.
+        let pace = if handoff.request.is_multiple_of(2) { 200 } else { PACE };
         let dawdles = self.random.chance(3);
-        let next = self.now + if dawdles { 500_000 } else { self.random.within(1, 20_000) };
+        let next = self.now + if dawdles { 500_000 } else { self.random.within(1, pace) };
         // Whatever it computes, its request's deadline ends that.
-        let next = next.min(deadline.max(self.now + 1));
+        let by_deadline = |at: Micros| at.min(deadline.max(self.now + 1));
+        let mut next = by_deadline(next);
         let prefill = &mut self.prefills[place];
         let Some(handoff) = prefill.handoffs.get_mut(&id) else { return Ok(()) };
         let Some(session) = prefill.sessions.get_mut(&peer) else { return Ok(()) };
@@ -225,7 +234,7 @@ impl World {
                     session.line.write(Op::Write { epoch, group: *group, layer: *layer, pairs, after: 0 });
                     handoff.todo.pop();
                 }
-                Ok(false) => {}
+                Ok(false) => next = by_deadline(next + PACE),
                 Err(_) => return self.give_up(place, id),
             }
             self.events.plan(next, Event::Compute { prefill: place, life, handoff: id });
@@ -253,6 +262,12 @@ impl World {
         let report = prefill.report(id);
         let Some(handoff) = prefill.handoffs.get_mut(&id) else { return Ok(()) };
         handoff.asked = true;
+        if self.random.chance(300) {
+            // It is told of the same target once more, and may be so before the peer knows that it has given up.
+            let (request, target, deadline) = (handoff.request, handoff.target.clone(), handoff.deadline);
+            let at = self.now + self.random.within(1, 5_000);
+            self.events.plan(at, Event::Run { prefill: place, request, target, deadline });
+        }
         let quiet = Quiet(Some(Box::new(move || report(Told::Quiet))));
         let (epoch, peer) = (handoff.epoch, handoff.peer);
         match prefill.sessions.get_mut(&peer) {

@@ -1,34 +1,34 @@
-//! A session at a prefill worker: what its thread does with its socket and its transport, on simulated ones.
+//! A session at a prefill worker: what its thread does with its sockets and its transport, on simulated ones.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Instant;
 
-use baton_transfer::protocol::{
-    Batch, Core, Effect, Frame, FrameLimits, Hello, Line as Ops, Outbound, Over, Parties, Pools, Run,
-};
-use baton_transfer::{Segment, TransferError, TransportKind};
-use baton_types::{Epoch, WorkerId};
+use baton_transfer::protocol::{Core, Effect, Frame, FrameLimits, Line as Ops, Op, Outbound, Parties, Pools, Written};
+use baton_transfer::{TransferError, TransportKind};
+use baton_types::WorkerId;
 
-use crate::decode_session::{take_frame, take_hello};
+use crate::copying::{Copying, Mapped, Sending};
+use crate::decode::BLOCKS;
+use crate::end::End;
 use crate::events::{Event, Life, Line, Place};
-use crate::outbox::Outbox;
+use crate::joining::Asked;
 use crate::prefill::FAREWELL;
 use crate::shapes::geometry;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// Batches under way over shared memory, as many as any transport may take at once.
-const DEPTH: usize = 4;
-
 /// How far the session is.
 #[derive(Clone, PartialEq, Debug)]
-enum Phase {
+pub(crate) enum Phase {
     /// Until this time for the peer's welcome.
     Greeting {
         until: Micros,
         hello_seen: bool,
+    },
+    /// Until this time for other connections to join.
+    Joining {
+        until: Micros,
     },
     Open,
     /// Says goodbye, until then.
@@ -43,44 +43,26 @@ enum Phase {
     Over,
 }
 
-/// A block's layer on its way over shared memory.
-#[derive(Clone, Copy, Debug)]
-struct Copy {
-    from: usize,
-    to: usize,
-    len: usize,
-    epoch: Epoch,
-}
-
-/// One decode worker's pool, as mapped here.
-struct Mapped {
-    segment: Arc<Segment>,
-    life: Life,
-}
-
-/// What a batch over shared memory comes to.
-enum Copying {
-    Run(Copy),
-    /// All its runs are copied: the frame that says so, and whose it is.
-    Said(Epoch, Frame),
-}
-
-/// One connection's end at the prefill worker, and the transport over it.
+/// One session's end at the prefill worker, and the transport over it.
 pub(crate) struct PrefillSession {
-    decode: Place,
-    peer: WorkerId,
-    kind: TransportKind,
+    pub decode: Place,
+    pub peer: WorkerId,
+    pub kind: TransportKind,
     /// Tells sessions to the same peer apart.
     pub serial: Line,
-    connection: Line,
+    /// The session's own connection, then those that have joined it.
+    pub ends: Vec<End>,
+    /// Those that have not yet.
+    pub asked: Vec<Asked>,
     pub line: Ops,
-    outbound: Outbound,
-    phase: Phase,
-    inbox: Vec<u8>,
-    outbox: Outbox,
-    mapped: Option<Mapped>,
-    /// Over shared memory: what is left of the batches under way, in their order.
-    copying: VecDeque<Copying>,
+    pub outbound: Outbound,
+    pub phase: Phase,
+    /// Over TCP: what each connection beside its own was given, and the batches under way, in their order.
+    pub written: Written,
+    pub sending: VecDeque<Sending>,
+    /// Over shared memory: the peer's pool, and what is left of the batches under way, in their order.
+    pub mapped: Option<Mapped>,
+    pub copying: VecDeque<Copying>,
     timer: Timer,
 }
 
@@ -88,17 +70,23 @@ impl PrefillSession {
     /// For the message of a violation.
     pub(crate) fn describe(&self, serial: Line) -> String {
         let (phase, closed, own) = (&self.phase, self.line.closed(), self.serial == serial);
-        format!("its own session {own}, {phase:?}, closed by {closed:?}, sends {}", !self.outbox.is_empty())
+        let left: Vec<usize> = self.ends.iter().map(|end| end.outbox.bytes()).collect();
+        format!("its own session {own}, {phase:?}, closed by {closed:?}, has yet to send {left:?} bytes")
     }
 
     /// Whether a handoff that was begun here may ask for more.
     pub(crate) fn serves(&self, serial: Line, core: &Core) -> bool {
         self.serial == serial && self.line.has_room(core, 0).is_ok()
     }
+
+    /// The session's own connection.
+    pub(crate) fn own(&mut self) -> &mut End {
+        &mut self.ends[0]
+    }
 }
 
 /// Why a step did not go well.
-enum Stop {
+pub(crate) enum Stop {
     Ended(TransferError),
     Broken(Violation),
 }
@@ -114,38 +102,26 @@ impl World {
     ) -> PrefillSession {
         let prefill = &self.prefills[place];
         let parties = Parties { me: prefill.id, peer };
-        let (local, remote) = (prefill.memory.geometry.clone(), geometry(crate::decode::BLOCKS));
+        let (local, remote) = (prefill.memory.geometry.clone(), geometry(BLOCKS));
         let pools = Pools { local, ..Pools::alike(remote) };
         let mut session = PrefillSession {
             decode,
             peer,
             kind,
             serial: connection,
-            connection,
+            ends: vec![End::new(connection, 0)],
+            asked: Vec::new(),
             line: Ops::new(self.limits.clone()),
             outbound: Outbound::new(parties, pools, &self.limits),
             phase: Phase::Greeting { until: self.now + self.handshake(), hello_seen: false },
-            inbox: Vec::new(),
-            outbox: Outbox::default(),
+            written: Written::default(),
+            sending: VecDeque::new(),
             mapped: None,
             copying: VecDeque::new(),
             timer: Timer::default(),
         };
         self.call(place, &mut session);
         session
-    }
-
-    /// A handshake's first words.
-    fn call(&mut self, place: Place, session: &mut PrefillSession) {
-        let prefill = &self.prefills[place];
-        let (me, life) = (prefill.id, prefill.life);
-        let fingerprint = prefill.memory.geometry.layout.fingerprint();
-        session.inbox.clear();
-        session.outbox = Outbox::default();
-        session.outbox.push_bytes(Hello { fingerprint }.encode());
-        session.outbox.push_bytes(Frame::Identify { me, you: session.peer, over: Over::Stream }.encode());
-        let until = self.now + self.handshake();
-        self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
     }
 
     pub(crate) fn wake_prefill(&mut self, prefill: Place, peer: WorkerId) {
@@ -160,11 +136,16 @@ impl World {
         }
         let Some(mut session) = self.prefills[place].sessions.remove(&peer) else { return Ok(()) };
         let stepped = match session.phase.clone() {
-            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(&mut session),
+            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(place, &mut session),
+            Phase::Joining { until } => {
+                self.joining(&mut session, until);
+                self.wake_prefill(place, peer);
+                Ok(())
+            }
             Phase::Open => self.work(place, &mut session),
             Phase::Closing { until, error } => {
                 self.flush_prefill(place, &mut session)?;
-                let done = session.outbox.is_empty() || until <= self.now;
+                let done = session.own().outbox.is_empty() || until <= self.now;
                 if done {
                     self.hang_up(place, &mut session, &error);
                 }
@@ -184,57 +165,10 @@ impl World {
         self.reported(place)
     }
 
-    fn receive(&mut self, session: &mut PrefillSession) -> bool {
-        let mut heard = false;
-        let now = self.now;
-        if let Some(connection) = self.lines.get_mut(&session.connection) {
-            while let Some(bytes) = connection.down.receive(now) {
-                session.inbox.extend(bytes);
-                heard = true;
-            }
-        }
-        heard
-    }
-
-    fn has_ended(&self, session: &PrefillSession) -> bool {
-        self.lines.get(&session.connection).is_none_or(|connection| connection.down.has_ended(self.now))
-    }
-
-    /// The handshake's side that calls.
-    fn greeting(&mut self, session: &mut PrefillSession) -> Result<(), Stop> {
-        self.receive(session);
-        let fingerprint = geometry(1).layout.fingerprint();
-        let (until, seen) = match &mut session.phase {
-            Phase::Greeting { until, hello_seen } => (*until, hello_seen),
-            Phase::Excusing { hello_seen } => (Micros::MAX, hello_seen),
-            _ => return Ok(()),
-        };
-        let cannot = |cause: String| {
-            Stop::Ended(TransferError::Connect { peer: WorkerId(0), address: "simulated".into(), cause })
-        };
-        if !*seen {
-            *seen = take_hello(&mut session.inbox, fingerprint).map_err(cannot)?;
-        }
-        let limits = FrameLimits::new(&self.limits, 2);
-        if *seen && let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(cannot)? {
-            return match (frame, &session.phase) {
-                (Frame::Welcome { .. }, Phase::Greeting { .. }) => {
-                    session.phase = Phase::Open;
-                    Ok(())
-                }
-                (other, _) => Err(cannot(format!("{other:?}"))),
-            };
-        }
-        match until <= self.now || self.has_ended(session) {
-            true => Err(cannot("no answer in time".into())),
-            false => Ok(()),
-        }
-    }
-
     /// An error in whatever phase.
     fn over(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) -> Result<(), Violation> {
         match session.phase.clone() {
-            Phase::Greeting { .. } => self.close(session, &error),
+            Phase::Greeting { .. } | Phase::Joining { .. } => self.close(session, &error),
             // However the excuse went.
             Phase::Excusing { .. } => self.leave(session),
             _ => {
@@ -256,17 +190,18 @@ impl World {
         session.copying.clear();
         self.close(session, error);
         if session.kind == TransportKind::Shm {
-            session.connection = self.connect(place, session.decode, session.peer, session.kind);
+            let connection = self.connect(place, session.decode, session.peer, session.kind);
+            session.ends = vec![End::new(connection, 0)];
             session.phase = Phase::Excusing { hello_seen: false };
             self.call(place, session);
         }
     }
 
-    fn end_connection(&mut self, session: &PrefillSession) {
+    pub(crate) fn end_connection(&mut self, line: Line) {
         let delay = self.faults.delay(&mut self.random);
-        if let Some(connection) = self.lines.get_mut(&session.connection) {
+        if let Some(connection) = self.lines.get_mut(&line) {
             let at = connection.up.finish(self.now, delay);
-            self.events.plan(at, Event::DecodeTurn { line: session.connection });
+            self.events.plan(at, Event::DecodeTurn { line });
         }
     }
 
@@ -274,7 +209,7 @@ impl World {
     fn close(&mut self, session: &mut PrefillSession, error: &TransferError) {
         let (ops, aborts) = session.line.close(error.clone());
         for op in ops {
-            if let baton_transfer::protocol::Op::Complete { done, .. } = op {
+            if let Op::Complete { done, .. } = op {
                 done.report(Err(error.clone()));
             }
         }
@@ -284,7 +219,8 @@ impl World {
 
     /// The last thing, also before another session to the same worker.
     pub(crate) fn leave(&mut self, session: &mut PrefillSession) {
-        self.end_connection(session);
+        session.ends.iter().for_each(|end| self.end_connection(end.line));
+        session.asked.drain(..).for_each(|asked| self.end_connection(asked.end.line));
         session.phase = Phase::Over;
     }
 
@@ -298,9 +234,14 @@ impl World {
                 break;
             }
         }
-        let beat = session.outbound.beat(now, session.outbox.is_empty());
+        let may_say = session.own().outbox.is_empty();
+        let beat = session.outbound.beat(now, may_say);
         self.carry_out(session);
         self.flush_prefill(place, session).map_err(Stop::Broken)?;
+        if !session.sending.is_empty() && session.ends.iter().all(|end| end.outbox.is_empty()) {
+            // What blocked the sending has just left.
+            self.wake_prefill(place, session.peer);
+        }
         if let Some(at) = [due, beat].into_iter().flatten().min() {
             self.set_prefill_timer(place, session, self.micros(at));
         }
@@ -327,135 +268,67 @@ impl World {
 
     fn read(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
         let now = self.instant(self.now);
-        if self.receive(session) {
+        if self.receive(session.own()) {
             session.outbound.heard(now);
         }
         let limits = FrameLimits::new(&self.limits, 2);
         let lost = |cause: String| Stop::Ended(TransferError::PeerLost { peer: WorkerId(0), cause });
-        while let Some(frame) = take_frame(&mut session.inbox, &limits).map_err(lost)? {
+        while let Some(frame) = session.own().next_frame(&limits).map_err(lost)? {
             if matches!(frame, Frame::Granted { .. }) && session.kind == TransportKind::Shm && session.mapped.is_none()
             {
-                let life = self.lines.get(&session.connection).map_or(0, |connection| connection.decode_life);
-                let decode = &self.decodes[session.decode];
-                if decode.life != life {
-                    return Err(lost("its pool is gone".into()));
-                }
-                session.mapped = Some(Mapped { segment: decode.memory.segment.clone(), life });
+                self.map(session).map_err(lost)?;
             }
             let kind = session.kind;
             session.outbound.frame(frame, kind, now, &mut session.line).map_err(Stop::Ended)?;
             self.carry_out(session);
             self.wake_prefill(place, session.peer);
         }
-        match self.has_ended(session) {
-            true => Err(lost("it closed the connection".into())),
+        for end in &mut session.ends[1..] {
+            if self.receive(end) {
+                return Err(lost("it says something on a connection for blocks".into()));
+            }
+        }
+        match session.ends.iter().any(|end| self.has_ended(end)) {
+            true => Err(lost("it closed a connection".into())),
             false => Ok(()),
         }
     }
 
-    fn carry_out(&mut self, session: &mut PrefillSession) {
+    pub(crate) fn carry_out(&mut self, session: &mut PrefillSession) {
         for effect in session.outbound.take_effects() {
             match effect {
-                Effect::Cancel(epoch) => {
-                    let ignores = self.broken(Sabotage::IgnoreCancel);
-                    session.copying.retain(|copying| match copying {
-                        Copying::Run(copy) => ignores || copy.epoch != epoch,
-                        Copying::Said(of, _) => *of != epoch,
-                    });
-                    if !ignores {
-                        session.outbox.forget_pool();
-                    }
+                Effect::Cancel(epoch) => self.cancel_batches(session, epoch),
+                Effect::Send(mut frame) => {
+                    session.written.stamp(&mut frame);
+                    session.own().outbox.push(&frame);
                 }
-                Effect::Send(frame) => session.outbox.push(&frame),
                 Effect::Report(done, outcome) => done.report(outcome),
                 Effect::Hush(quiet) => drop(quiet),
             }
         }
     }
 
-    /// A copy, a batch, or an op. False when nothing can be done now.
-    fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
-        let early = self.broken(Sabotage::CompleteEarly) && self.random.chance(900);
-        let deeper = session.outbound.in_flight() < DEPTH && self.random.chance(300);
-        if !early && !deeper && self.copy_next(place, session).map_err(Stop::Broken)? {
-            return Ok(true);
+    /// Sends what its connections take; one that says goodbye speaks over its own only.
+    fn flush_prefill(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Violation> {
+        let ends = if matches!(session.phase, Phase::Closing { .. }) { 1 } else { session.ends.len() };
+        let mut left = false;
+        for end in &mut session.ends[..ends] {
+            self.flush_end(place, end)?;
+            left |= !end.outbox.is_empty();
         }
-        if session.mapped.is_none() && session.outbound.in_flight() > 0 {
-            if session.outbox.reads_pool() {
-                return Ok(false);
-            }
-            session.outbound.flushed(Vec::new());
+        for asked in &mut session.asked {
+            self.flush_end(place, &mut asked.end)?;
+            left |= !asked.end.outbox.is_empty();
         }
-        let now = self.instant(self.now);
-        let pool = self.prefills[place].memory.segment.clone().into();
-        let batch = session.outbound.next_batch(&pool, false, now).map_err(Stop::Ended)?;
-        if let Some(batch) = batch {
-            self.submit_batch(session, &batch);
-            return Ok(true);
+        if left {
+            // The streams have room again once the peer has read.
+            self.set_prefill_timer(place, session, self.now + 1_000);
         }
-        let more = session.outbound.next_op(now, &mut session.line);
-        self.carry_out(session);
-        Ok(more || !session.copying.is_empty())
-    }
-
-    /// Goes on with the batches under way over shared memory. False when there are none.
-    fn copy_next(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Violation> {
-        match session.copying.pop_front() {
-            None => return Ok(false),
-            Some(Copying::Run(copy)) => self.copy(place, session, copy)?,
-            Some(Copying::Said(_, write)) => {
-                session.outbox.push(&write);
-                session.outbound.flushed(Vec::new());
-            }
-        }
-        Ok(true)
-    }
-
-    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
-        match (&session.mapped, session.kind) {
-            (Some(_), TransportKind::Shm) => {
-                let (epoch, write) = (batch.epoch, Frame::Write(batch.head(0)));
-                let copy = |run: Run| Copying::Run(Copy { from: run.source, to: run.target, len: run.len, epoch });
-                session.copying.extend(batch.runs().map(copy));
-                if self.broken(Sabotage::CompleteEarly) {
-                    session.outbox.push(&write);
-                    session.outbound.flushed(Vec::new());
-                } else {
-                    session.copying.push_back(Copying::Said(epoch, write));
-                }
-            }
-            _ => {
-                let payload = batch.bytes() as u32;
-                let sources = batch.runs().map(|run| (run.source, run.len));
-                session.outbox.push_with(&Frame::Write(batch.head(payload)), sources);
-            }
-        }
-    }
-
-    /// One copy over shared memory, while the peer may be doing anything.
-    fn copy(&mut self, place: Place, session: &PrefillSession, copy: Copy) -> Result<(), Violation> {
-        let Some(mapped) = &session.mapped else { return Ok(()) };
-        let prefill = &self.prefills[place];
-        if prefill.memory.owner_at(copy.from).is_none() {
-            return Err(self.violation("I3", format!("{} reads local blocks it has given back", copy.epoch)));
-        }
-        let decode = &self.decodes[session.decode];
-        if decode.life == mapped.life && decode.memory.owner_at(copy.to) != Some(copy.epoch) {
-            let owner = decode.memory.owner_at(copy.to);
-            let what = format!("{} writes to a block that is kept for {owner:?}", copy.epoch);
-            return Err(self.violation("I3", what));
-        }
-        let mut bytes = prefill.memory.bytes((copy.from, copy.len));
-        if self.faults.miscopies(&mut self.random) {
-            self.random.flip(&mut bytes);
-        }
-        // SAFETY: a simulation is one thread; the range is a block of the mapped pool's geometry.
-        unsafe { mapped.segment.write(copy.to, &bytes) };
         Ok(())
     }
 
-    fn flush_prefill(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Violation> {
-        let Some(connection) = self.lines.get_mut(&session.connection) else { return Ok(()) };
+    fn flush_end(&mut self, place: Place, end: &mut End) -> Result<(), Violation> {
+        let Some(connection) = self.lines.get_mut(&end.line) else { return Ok(()) };
         let memory = &self.prefills[place].memory;
         let mut stray = None;
         let read = |range: (usize, usize)| {
@@ -464,16 +337,12 @@ impl World {
             }
             memory.bytes(range)
         };
-        let last = session.outbox.flush(&mut connection.up, self.now, &mut self.random, &mut self.faults, read);
+        let last = end.outbox.flush(&mut connection.up, self.now, &mut self.random, &mut self.faults, read);
         if let Some(offset) = stray {
             return Err(self.violation("I3", format!("local bytes at {offset} are read after they were given back")));
         }
         if let Some(at) = last {
-            self.events.plan(at, Event::DecodeTurn { line: session.connection });
-        }
-        if !session.outbox.is_empty() {
-            // The stream has room again once the peer has read.
-            self.set_prefill_timer(place, session, self.now + 1_000);
+            self.events.plan(at, Event::DecodeTurn { line: end.line });
         }
         Ok(())
     }

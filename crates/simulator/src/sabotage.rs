@@ -30,11 +30,21 @@ pub enum Sabotage {
     AckEarly,
     /// The decode worker is told twice what is verified.
     AnnounceTwice,
+    /// A completion does not wait for what it comes after on other connections.
+    HurryCompletions,
+    /// The decode worker goes on applying what was arriving of a handoff when that was closed.
+    ApplyClosed,
+    /// The decode worker lets connections join sessions whose ticket they do not have.
+    IgnoreTickets,
+    /// The prefill worker gives up what waits to leave over a session's own connection only.
+    ForgetOnOne,
+    /// The prefill worker takes a batch for one that has left once it is queued.
+    FlushEarly,
 }
 
 impl Sabotage {
     /// Every one.
-    pub const ALL: [Sabotage; 13] = [
+    pub const ALL: [Sabotage; 18] = [
         Sabotage::SkipVerify,
         Sabotage::FreeBeforeFenced,
         Sabotage::FreeOnFailed,
@@ -48,6 +58,11 @@ impl Sabotage {
         Sabotage::LeakOnCancel,
         Sabotage::AckEarly,
         Sabotage::AnnounceTwice,
+        Sabotage::HurryCompletions,
+        Sabotage::ApplyClosed,
+        Sabotage::IgnoreTickets,
+        Sabotage::ForgetOnOne,
+        Sabotage::FlushEarly,
     ];
 
     /// What it breaks: the checker that must notice.
@@ -56,10 +71,12 @@ impl Sabotage {
         match self {
             SkipVerify => "I2",
             FreeBeforeFenced | FreeOnFailed | FreeOnLost | IgnoreCancel | FreeLocalEarly | CompleteEarly => "I3",
+            ApplyClosed | IgnoreTickets | ForgetOnOne | FlushEarly => "I3",
             IgnoreLeases | IgnoreDeadlines => "I5",
             LoseFences | LeakOnCancel => "I6",
             AckEarly => "agreement",
             AnnounceTwice => "reported once",
+            HurryCompletions => "delivery",
         }
     }
 }

@@ -40,6 +40,8 @@ pub(crate) struct Connection {
     pub up: Stream,
     /// Decode to prefill.
     pub down: Stream,
+    /// Who calls is none of the prefill workers.
+    pub is_strangers: bool,
 }
 
 pub(crate) struct World {
@@ -64,7 +66,7 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(seed: u64, options: &Options) -> Result<World, Violation> {
         let mut random = Random::new(seed);
-        let faults = if options.calm { Faults::none() } else { Faults::random(&mut random) };
+        let faults = if options.calm { Faults::calm(&mut random) } else { Faults::random(&mut random) };
         let limits = Limits {
             handshake: Duration::from_millis(200),
             handoffs: 64,
@@ -174,7 +176,7 @@ impl World {
             Event::DecodeTurn { line } | Event::Died { line } => {
                 self.lines.get(line).map_or(0, |line| self.decodes[line.decode].frozen_until)
             }
-            Event::Submit { .. } | Event::Strike => 0,
+            Event::Submit { .. } | Event::Cut { .. } | Event::Strike => 0,
         };
         (until > self.now).then_some(until)
     }
@@ -192,6 +194,10 @@ impl World {
             Event::PrefillTurn { prefill, life, peer } => self.prefill_turn(prefill, life, WorkerId(peer)),
             Event::Desk { decode, life } => self.desk(decode, life),
             Event::Died { line } => self.died(line),
+            Event::Cut { line } => {
+                self.cut(line);
+                Ok(())
+            }
             Event::Strike => self.strike(),
         }
     }
@@ -220,10 +226,15 @@ impl World {
             peer,
             up: Stream::new(room),
             down: Stream::new(room),
+            is_strangers: false,
         };
         self.lines.insert(line, connection);
-        self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind));
-        self.wake_decode(line);
+        if self.decodes[decode].members.admit(line, line) {
+            self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind));
+            self.wake_decode(line);
+        } else {
+            self.close_up(line);
+        }
         line
     }
 
@@ -257,6 +268,7 @@ impl World {
                     self.cut(line);
                 }
             }
+            Some(Fault::Stranger) => self.stranger(),
             Some(Fault::Restart) if self.random.chance(100) => self.restart()?,
             Some(Fault::Freeze) if self.random.chance(200) => self.freeze(),
             _ => {}
@@ -360,7 +372,8 @@ impl World {
         if !self.healed {
             return Err(self.violation("I5", "handoffs are left and nothing will happen to them"));
         }
-        let harmless = self.faults.counts.keys().all(|fault| matches!(fault, Fault::Stall | Fault::Freeze));
+        let harmless =
+            self.faults.counts.keys().all(|fault| matches!(fault, Fault::Stall | Fault::Freeze | Fault::Stranger));
         if harmless {
             // Nothing was lost between live peers, so every block came back without anybody's death.
             self.check_free()?;

@@ -24,8 +24,9 @@ fn no_invariant_is_violated_under_faults() {
     let sum = play(0..100, &Options::default());
     assert!(sum.handoffs > 9_000, "{sum:?}");
     // Faults did strike, of every kind, and many handoffs went well all the same.
-    assert_eq!(sum.faults.len(), 9, "{sum:?}");
+    assert_eq!(sum.faults.len(), 10, "{sum:?}");
     assert!(sum.verified > sum.handoffs / 8, "{sum:?}");
+    assert!(sum.joined > 500 && sum.left_out > 50 && sum.overtook > 80, "{sum:?}");
     for cause in ["verify", "incomplete", "peer lost", "stalled", "expired", "aborted"] {
         assert!(sum.failed.contains_key(cause), "no handoff failed by {cause}: {sum:?}");
     }
@@ -49,10 +50,12 @@ fn a_run_is_a_function_of_its_seed() {
 #[test]
 fn every_broken_rule_is_noticed() {
     for sabotage in Sabotage::ALL {
-        let options = Options { sabotage: Some(sabotage), ..Options::default() };
+        // What only costs handoffs shows where nothing else does.
+        let calm = sabotage.breaks() == "delivery";
+        let options = Options { sabotage: Some(sabotage), calm, ..Options::default() };
         // One seed may show it in another way first: blocks that are never given back may also keep a run from its end.
         let by_its_checker = |seed| run(seed, &options).err().filter(|v| v.invariant == sabotage.breaks());
-        let noticed = (0..60).find_map(|seed| by_its_checker(seed).map(|violation| (seed, violation)));
+        let noticed = (0..150).find_map(|seed| by_its_checker(seed).map(|violation| (seed, violation)));
         let (seed, violation) = noticed.unwrap_or_else(|| panic!("{sabotage:?} goes unnoticed"));
         println!("{sabotage:?}: seed {seed}: {violation}");
     }

@@ -1,7 +1,6 @@
 //! What the decode end's threads share: the ledger under its lock, the owner's callback, the sessions that can be told to
 //! fence.
 
-use std::collections::{BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use baton_types::{Epoch, WorkerId};
 
 use super::ledger::Ledger;
+use super::members::Members;
 use super::table::SessionId;
 use super::{OnEvent, ReceiverStats};
 use crate::error::TransferError;
@@ -64,15 +64,6 @@ impl Mail {
     }
 }
 
-struct Member {
-    mail: Arc<Mail>,
-    worker: Option<WorkerId>,
-    /// By what further connections join it.
-    token: Option<u64>,
-    /// Numbers that they have taken.
-    streams: BTreeSet<u8>,
-}
-
 struct Books {
     ledger: Ledger,
     /// A thread is handing events to the owner.
@@ -84,7 +75,7 @@ pub(crate) struct Hub {
     pub options: ReceiverOptions,
     on_event: OnEvent,
     books: Mutex<Books>,
-    sessions: Mutex<HashMap<SessionId, Member>>,
+    sessions: Mutex<Members<Arc<Mail>>>,
     stopped: AtomicBool,
     /// The pool as UCX knows it, once a peer has come over UCX.
     ucx: Mutex<Option<Arc<Engine>>>,
@@ -97,9 +88,9 @@ impl Hub {
         let ledger = Ledger::new(&options.geometry, options.limits.clone());
         Ok(Hub {
             books: Mutex::new(Books { ledger, delivering: false }),
-            options,
             on_event,
-            sessions: Mutex::default(),
+            sessions: Mutex::new(Members::new(options.limits.connections)),
+            options,
             stopped: AtomicBool::new(false),
             ucx: Mutex::default(),
             wake: Wake::new()?,
@@ -120,7 +111,7 @@ impl Hub {
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.wake.ring();
-        lock(&self.sessions).values().for_each(|member| member.mail.wake.ring());
+        lock(&self.sessions).mails().for_each(|mail| mail.wake.ring());
     }
 
     pub(crate) fn stopped(&self) -> bool {
@@ -141,7 +132,7 @@ impl Hub {
             if !fences.is_empty() {
                 let sessions = lock(&self.sessions);
                 for (session, epoch) in fences {
-                    sessions.get(&session).into_iter().for_each(|member| member.mail.fence(epoch));
+                    sessions.mail(session).into_iter().for_each(|mail| mail.fence(epoch));
                 }
             }
             answer
@@ -170,49 +161,26 @@ impl Hub {
         }
     }
 
-    /// Counts a session in, or says that there are too many.
+    /// Counts a session in; false when there are too many.
     pub(crate) fn admit(&self, session: SessionId, mail: Arc<Mail>) -> bool {
-        let mut sessions = lock(&self.sessions);
-        let room = sessions.len() < self.options.limits.connections;
-        if room {
-            sessions.insert(session, Member { mail, worker: None, token: None, streams: BTreeSet::new() });
-        }
-        room
+        lock(&self.sessions).admit(session, mail)
     }
 
-    /// Names a session's peer. A worker opens a new session only after its last one has stopped writing, so earlier
-    /// ones of the same worker are over; not those that came later, should this one's thread be late. `token`: further connections
-    /// may join by it.
+    /// Names a session's peer, and ends what it has superseded by coming. `token`: further connections may join by it.
     pub(crate) fn introduce(&self, session: SessionId, worker: WorkerId, token: Option<u64>) {
-        let mut sessions = lock(&self.sessions);
-        for (_, member) in sessions.iter().filter(|(id, m)| **id < session && m.worker == Some(worker)) {
-            member.mail.superseded.store(true, Ordering::Release);
-            member.mail.wake.ring();
-        }
-        if let Some(member) = sessions.get_mut(&session) {
-            member.worker = Some(worker);
-            member.token = token;
+        for mail in lock(&self.sessions).introduce(session, worker, token) {
+            mail.superseded.store(true, Ordering::Release);
+            mail.wake.ring();
         }
     }
 
     /// Counts a further connection in to its session; answers how to reach that, or why it may not come in.
     pub(crate) fn join(&self, ticket: Ticket, stream: u8) -> Result<Arc<Mail>, &'static str> {
-        let mut sessions = lock(&self.sessions);
-        let others: usize = sessions.values().map(|member| member.streams.len()).sum();
-        let member = sessions.get_mut(&ticket.session).filter(|member| member.token == Some(ticket.token));
-        let member = member.ok_or("there is no such session, or not by this token")?;
-        // I5
-        if others >= self.options.limits.connections {
-            return Err("it has as many connections as it may have");
-        }
-        if !member.streams.insert(stream) {
-            return Err("its session has a connection of this number");
-        }
-        Ok(member.mail.clone())
+        lock(&self.sessions).join(ticket, stream).cloned()
     }
 
     pub(crate) fn dismiss(&self, session: SessionId) {
-        lock(&self.sessions).remove(&session);
+        lock(&self.sessions).dismiss(session);
     }
 
     pub(crate) fn stats(&self) -> ReceiverStats {

@@ -132,7 +132,7 @@ impl Inbound {
     }
 
     /// Whether a connection beside the session's own has carried nothing yet, so that nothing is missing without it.
-    pub(crate) fn is_unused(&self, stream: usize) -> bool {
+    pub fn is_unused(&self, stream: usize) -> bool {
         stream > 0 && self.streams.get(stream).is_none_or(|stream| stream.landing.is_none() && stream.writes == 0)
     }
 

@@ -1,0 +1,151 @@
+//! A connection at a decode worker until it is a session or belongs to one: the handshake's side that answers.
+
+use baton_transfer::TransportKind;
+use baton_transfer::protocol::{Frame, FrameLimits, Hello, Inbound, Ticket, WriteHead, visitor};
+use baton_types::WorkerId;
+
+use crate::decode_session::{DecodeSession, Stop};
+use crate::events::{Event, Line, Place};
+use crate::faults::Fault;
+use crate::stream::Micros;
+use crate::world::World;
+use crate::{Sabotage, Violation};
+
+/// What becomes of a connection.
+pub(crate) enum Greeted {
+    /// That has yet to show.
+    Waits,
+    /// It is a session.
+    Guest,
+    /// It is another connection of this one.
+    Joins(Line),
+}
+
+impl World {
+    /// Goes on with the handshake.
+    pub(crate) fn greet(&mut self, place: Place, session: &mut DecodeSession) -> Result<Greeted, Stop> {
+        let fingerprint = self.decodes[place].memory.geometry.layout.fingerprint();
+        let until = *session.greeting_until.get_or_insert_with(|| {
+            let until = self.now + self.limits.handshake.as_micros() as Micros;
+            self.events.plan(until, Event::DecodeTurn { line: session.line });
+            until
+        });
+        if self.now >= until {
+            return Err(session.lost("no handshake in time"));
+        }
+        if !session.hello_seen {
+            if !session.own().take_hello(fingerprint).map_err(|e| session.lost(e))? {
+                return Ok(Greeted::Waits);
+            }
+            session.hello_seen = true;
+            session.own().outbox.push_bytes(Hello { fingerprint }.encode());
+        }
+        let limits = FrameLimits::new(&self.limits, 2);
+        let Some(frame) = session.own().next_frame(&limits).map_err(|e| session.lost(e))? else {
+            return Ok(Greeted::Waits);
+        };
+        let welcomed = match frame {
+            Frame::Join { ticket, stream } => self.join(place, session, ticket, stream),
+            frame => visitor(&frame, self.decodes[place].id).map(|(worker, _)| {
+                self.welcome(place, session, worker);
+                Greeted::Guest
+            }),
+        };
+        welcomed.map_err(|reason| {
+            session.own().outbox.push_bytes(Frame::Reject { reason: reason.clone() }.encode());
+            self.flush_decode(session);
+            session.lost(reason)
+        })
+    }
+
+    fn welcome(&mut self, place: Place, session: &mut DecodeSession, worker: WorkerId) {
+        let token = (session.kind == TransportKind::Tcp).then(|| self.random.next());
+        let decode = &mut self.decodes[place];
+        let earlier: Vec<Line> = decode.members.introduce(session.line, worker, token).into_iter().copied().collect();
+        for line in earlier {
+            if let Some(session) = self.decodes[place].sessions.get_mut(&line) {
+                session.superseded = true;
+                self.wake_decode(line);
+            }
+        }
+        let geometry = self.decodes[place].memory.geometry.clone();
+        let (blocks, ticket) = (geometry.blocks.clone(), token.map(|token| Ticket { session: session.line, token }));
+        let inbound = Inbound::new(session.line, worker, session.kind, geometry, &self.limits);
+        session.worker = Some(worker);
+        session.inbound = Some(if self.broken(Sabotage::SkipVerify) { inbound.unverified() } else { inbound });
+        session.own().outbox.push_bytes(Frame::Welcome { blocks, ticket }.encode());
+    }
+
+    fn join(
+        &mut self,
+        place: Place,
+        session: &mut DecodeSession,
+        ticket: Ticket,
+        stream: u8,
+    ) -> Result<Greeted, String> {
+        let careless = self.broken(Sabotage::IgnoreTickets);
+        let decode = &mut self.decodes[place];
+        let owner = match decode.members.join(ticket, stream).copied() {
+            Err(_) if careless && decode.sessions.contains_key(&ticket.session) => ticket.session,
+            joined => joined?,
+        };
+        session.own().stream = stream.into();
+        session.own().outbox.push_bytes(Frame::Joined.encode());
+        Ok(Greeted::Joins(owner))
+    }
+
+    /// Hands a connection over to its session.
+    pub(crate) fn hand_over(&mut self, place: Place, session: &mut DecodeSession, owner: Line) {
+        let decode = &mut self.decodes[place];
+        decode.members.dismiss(session.line);
+        match decode.sessions.get_mut(&owner) {
+            Some(of) => {
+                of.joined.append(&mut session.ends);
+                decode.streams.insert(session.line, owner);
+                self.wake_decode(owner);
+            }
+            None => self.close_up(session.line),
+        }
+    }
+
+    /// Somebody who was told no ticket calls, and asks to join some session under a number of theirs; then writes to whatever is
+    /// lent there.
+    pub(crate) fn stranger(&mut self) {
+        let place = self.random.below(self.decodes.len() as u64) as Place;
+        let decode = &self.decodes[place];
+        let over_tcp = |session: &&DecodeSession| session.kind == TransportKind::Tcp && session.worker.is_some();
+        let sessions: Vec<Line> = decode.sessions.values().filter(over_tcp).map(|session| session.line).collect();
+        if sessions.is_empty() {
+            return;
+        }
+        let session = sessions[self.random.below(sessions.len() as u64) as usize];
+        let (prefill, peer) = match self.lines.get(&session) {
+            Some(connection) => (connection.prefill, connection.peer),
+            None => return,
+        };
+        self.faults.count(Fault::Stranger);
+        let line = self.connect(prefill, place, peer, TransportKind::Tcp);
+        let (token, stream) = (self.random.next(), self.random.within(1, 4) as u8);
+        let layout = self.decodes[place].memory.geometry.layout.clone();
+        let mut words = Hello { fingerprint: layout.fingerprint() }.encode();
+        words.extend(Frame::Join { ticket: Ticket { session, token }, stream }.encode());
+        for epoch in self.decodes[place].lent() {
+            let payload = layout.block_bytes(0) as u32;
+            words.extend(Frame::Write(WriteHead { epoch, group: 0, layer: 0, payload, indexes: vec![0] }).encode());
+            words.extend(vec![0xbd; payload as usize]);
+        }
+        let delay = self.faults.delay(&mut self.random);
+        let Some(connection) = self.lines.get_mut(&line) else { return };
+        connection.is_strangers = true;
+        let at = connection.up.send(words, self.now, delay);
+        self.events.plan(at, Event::DecodeTurn { line });
+    }
+
+    /// I3: whose bytes these are.
+    pub(crate) fn check_writer(&self, line: Line) -> Result<(), Violation> {
+        match self.lines.get(&line).is_some_and(|connection| connection.is_strangers) {
+            true => Err(self.violation("I3", "what somebody without a ticket says reaches the pool")),
+            false => Ok(()),
+        }
+    }
+}

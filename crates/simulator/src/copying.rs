@@ -1,0 +1,179 @@
+//! How a session at a prefill worker moves blocks: over shared memory run by run, over TCP batch by batch on any of its connections.
+
+use std::sync::Arc;
+
+use baton_transfer::protocol::{Batch, Frame, Run};
+use baton_transfer::{Segment, TransportKind};
+use baton_types::Epoch;
+
+use crate::events::{Life, Place};
+use crate::prefill_session::{PrefillSession, Stop};
+use crate::world::World;
+use crate::{Sabotage, Violation};
+
+/// Batches under way over shared memory, as many as any transport may take at once.
+const DEPTH: usize = 4;
+/// Batches under way over TCP for each of several connections.
+const EACH: usize = 2;
+
+/// A block's layer on its way over shared memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copy {
+    from: usize,
+    to: usize,
+    len: usize,
+    epoch: Epoch,
+}
+
+/// One decode worker's pool, as mapped here.
+pub(crate) struct Mapped {
+    segment: Arc<Segment>,
+    life: Life,
+}
+
+/// What a batch over shared memory comes to.
+pub(crate) enum Copying {
+    Run(Copy),
+    /// All its runs are copied: the frame that says so, and whose it is.
+    Said(Epoch, Frame),
+}
+
+/// A batch over TCP that has yet to leave: whose, and what it is on which connection.
+pub(crate) struct Sending {
+    epoch: Epoch,
+    end: usize,
+    item: u64,
+}
+
+impl World {
+    /// The peer's pool came with its first grant.
+    pub(crate) fn map(&self, session: &mut PrefillSession) -> Result<(), String> {
+        let life = self.lines.get(&session.own().line).map_or(0, |connection| connection.decode_life);
+        let decode = &self.decodes[session.decode];
+        if decode.life != life {
+            return Err("its pool is gone".into());
+        }
+        session.mapped = Some(Mapped { segment: decode.memory.segment.clone(), life });
+        Ok(())
+    }
+
+    /// A copy, a batch, or an op. False when nothing can be done now.
+    pub(crate) fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
+        let early = self.broken(Sabotage::CompleteEarly) && self.random.chance(900);
+        let deeper = session.outbound.in_flight() < DEPTH && self.random.chance(300);
+        if !early && !deeper && self.copy_next(place, session).map_err(Stop::Broken)? {
+            return Ok(true);
+        }
+        if !self.send_next(session) {
+            return Ok(false);
+        }
+        let now = self.instant(self.now);
+        let pool = self.prefills[place].memory.segment.clone().into();
+        let batch = session.outbound.next_batch(&pool, false, now).map_err(Stop::Ended)?;
+        if let Some(batch) = batch {
+            self.submit_batch(session, &batch);
+            return Ok(true);
+        }
+        let more = session.outbound.next_op(now, &mut session.line);
+        self.carry_out(session);
+        Ok(more || !session.copying.is_empty())
+    }
+
+    /// Goes on with the batches under way over shared memory. False when there are none.
+    fn copy_next(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Violation> {
+        match session.copying.pop_front() {
+            None => return Ok(false),
+            Some(Copying::Run(copy)) => self.copy(place, session, copy)?,
+            Some(Copying::Said(_, write)) => {
+                session.own().outbox.push(&write);
+                session.outbound.flushed(Vec::new());
+            }
+        }
+        Ok(true)
+    }
+
+    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
+        match (&session.mapped, session.kind) {
+            (Some(_), TransportKind::Shm) => {
+                let (epoch, write) = (batch.epoch, Frame::Write(batch.head(0)));
+                let copy = |run: Run| Copying::Run(Copy { from: run.source, to: run.target, len: run.len, epoch });
+                session.copying.extend(batch.runs().map(copy));
+                if self.broken(Sabotage::CompleteEarly) {
+                    session.own().outbox.push(&write);
+                    session.outbound.flushed(Vec::new());
+                } else {
+                    session.copying.push_back(Copying::Said(epoch, write));
+                }
+            }
+            _ => self.send_batch(session, batch),
+        }
+    }
+
+    /// Over any connection: most often the one with the least to send.
+    fn send_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
+        let ends = session.ends.len();
+        let at = match self.random.chance(300) {
+            true => self.random.below(ends as u64) as usize,
+            false => (0..ends).min_by_key(|at| session.ends[*at].outbox.bytes()).unwrap_or(0),
+        };
+        let (epoch, head) = (batch.epoch, Frame::Write(batch.head(batch.bytes() as u32)));
+        let end = &mut session.ends[at];
+        session.written.count(end.stream);
+        let item = end.outbox.push_blocks(&head, epoch, batch.runs().map(|run| (run.source, run.len)));
+        if self.broken(Sabotage::FlushEarly) {
+            session.outbound.flushed(Vec::new());
+        } else {
+            session.sending.push_back(Sending { epoch, end: at, item });
+        }
+    }
+
+    /// Looks whether the oldest batch over TCP has left. False when no other may follow it yet.
+    fn send_next(&mut self, session: &mut PrefillSession) -> bool {
+        let Some(oldest) = session.sending.front() else { return true };
+        if session.ends[oldest.end].outbox.holds(oldest.item) {
+            let depth = if session.ends.len() > 1 { EACH * session.ends.len() } else { 1 };
+            return session.sending.len() < depth;
+        }
+        session.sending.pop_front();
+        session.outbound.flushed(Vec::new());
+        true
+    }
+
+    /// From now on the local pool is not read for this handoff.
+    pub(crate) fn cancel_batches(&mut self, session: &mut PrefillSession, epoch: Epoch) {
+        let ignores = self.broken(Sabotage::IgnoreCancel);
+        session.copying.retain(|copying| match copying {
+            Copying::Run(copy) => ignores || copy.epoch != epoch,
+            Copying::Said(of, _) => *of != epoch,
+        });
+        session.sending.retain(|sending| sending.epoch != epoch);
+        let ends = match self.options.sabotage {
+            Some(Sabotage::IgnoreCancel) => 0,
+            Some(Sabotage::ForgetOnOne) => 1,
+            _ => session.ends.len(),
+        };
+        session.ends[..ends].iter_mut().for_each(|end| end.outbox.forget_pool(epoch));
+    }
+
+    /// One copy over shared memory, while the peer may be doing anything.
+    fn copy(&mut self, place: Place, session: &PrefillSession, copy: Copy) -> Result<(), Violation> {
+        let Some(mapped) = &session.mapped else { return Ok(()) };
+        let prefill = &self.prefills[place];
+        if prefill.memory.owner_at(copy.from).is_none() {
+            return Err(self.violation("I3", format!("{} reads local blocks it has given back", copy.epoch)));
+        }
+        let decode = &self.decodes[session.decode];
+        if decode.life == mapped.life && decode.memory.owner_at(copy.to) != Some(copy.epoch) {
+            let owner = decode.memory.owner_at(copy.to);
+            let what = format!("{} writes to a block that is kept for {owner:?}", copy.epoch);
+            return Err(self.violation("I3", what));
+        }
+        let mut bytes = prefill.memory.bytes((copy.from, copy.len));
+        if self.faults.miscopies(&mut self.random) {
+            self.random.flip(&mut bytes);
+        }
+        // SAFETY: a simulation is one thread; the range is a block of the mapped pool's geometry.
+        unsafe { mapped.segment.write(copy.to, &bytes) };
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! How a session at a prefill worker begins: the handshake's side that calls, and over TCP the other connections that join it.
+
+use baton_transfer::protocol::{Frame, FrameLimits, Hello, Over, Ticket};
+use baton_transfer::{TransferError, TransportKind};
+use baton_types::WorkerId;
+
+use crate::end::End;
+use crate::events::{Event, Place};
+use crate::prefill_session::{Phase, PrefillSession, Stop};
+use crate::shapes::geometry;
+use crate::stream::Micros;
+use crate::world::World;
+
+/// Connections of a session over TCP, at most.
+const CONNECTIONS: u64 = 4;
+
+/// A connection that has asked to join.
+pub(crate) struct Asked {
+    pub end: End,
+    hello_seen: bool,
+}
+
+impl World {
+    /// A handshake's first words.
+    pub(crate) fn call(&mut self, place: Place, session: &mut PrefillSession) {
+        let prefill = &self.prefills[place];
+        let (me, life, peer) = (prefill.id, prefill.life, session.peer);
+        let outbox = &mut session.own().outbox;
+        outbox.push_bytes(Hello { fingerprint: fingerprint() }.encode());
+        outbox.push_bytes(Frame::Identify { me, you: peer, over: Over::Stream }.encode());
+        let until = self.now + self.handshake();
+        self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: peer.0 });
+    }
+
+    /// Takes in what has arrived over a connection; whether anything has.
+    pub(crate) fn receive(&mut self, end: &mut End) -> bool {
+        let mut heard = false;
+        if let Some(connection) = self.lines.get_mut(&end.line) {
+            while let Some(bytes) = connection.down.receive(self.now) {
+                end.inbox.extend(bytes);
+                heard = true;
+            }
+        }
+        heard
+    }
+
+    pub(crate) fn has_ended(&self, end: &End) -> bool {
+        self.lines.get(&end.line).is_none_or(|connection| connection.down.has_ended(self.now))
+    }
+
+    /// The handshake's side that calls.
+    pub(crate) fn greeting(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+        self.receive(session.own());
+        let (until, seen) = match &mut session.phase {
+            Phase::Greeting { until, hello_seen } => (*until, hello_seen),
+            Phase::Excusing { hello_seen } => (Micros::MAX, hello_seen),
+            _ => return Ok(()),
+        };
+        let cannot = |cause: String| {
+            Stop::Ended(TransferError::Connect { peer: WorkerId(0), address: "simulated".into(), cause })
+        };
+        if !*seen {
+            *seen = session.ends[0].take_hello(fingerprint()).map_err(cannot)?;
+        }
+        let limits = FrameLimits::new(&self.limits, 2);
+        if *seen && let Some(frame) = session.own().next_frame(&limits).map_err(cannot)? {
+            return match (frame, &session.phase) {
+                (Frame::Welcome { ticket, .. }, Phase::Greeting { .. }) => {
+                    let more = ticket.filter(|_| session.kind == TransportKind::Tcp);
+                    session.phase = Phase::Open;
+                    more.into_iter().for_each(|ticket| self.ask_to_join(place, session, ticket, until));
+                    Ok(())
+                }
+                (other, _) => Err(cannot(format!("{other:?}"))),
+            };
+        }
+        match until <= self.now || self.has_ended(session.own()) {
+            true => Err(cannot("no answer in time".into())),
+            false => Ok(()),
+        }
+    }
+
+    /// Opens the other connections of a session, which have half of the time that is left. Some break in the middle of that.
+    fn ask_to_join(&mut self, place: Place, session: &mut PrefillSession, ticket: Ticket, last: Micros) {
+        for stream in 1..self.random.within(1, CONNECTIONS) as u8 {
+            let line = self.connect(place, session.decode, session.peer, session.kind);
+            let mut end = End::new(line, stream.into());
+            end.outbox.push_bytes(Hello { fingerprint: fingerprint() }.encode());
+            end.outbox.push_bytes(Frame::Join { ticket, stream }.encode());
+            session.asked.push(Asked { end, hello_seen: false });
+            if self.faults.nips(&mut self.random) {
+                let at = self.now + self.random.within(1, 100_000);
+                self.events.plan(at, Event::Cut { line });
+            }
+        }
+        if !session.asked.is_empty() {
+            let (until, life) = (self.now + last.saturating_sub(self.now) / 2, self.prefills[place].life);
+            session.phase = Phase::Joining { until };
+            self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
+        }
+    }
+
+    /// Goes on with those that are there in time.
+    pub(crate) fn joining(&mut self, session: &mut PrefillSession, until: Micros) {
+        for mut asked in std::mem::take(&mut session.asked) {
+            self.receive(&mut asked.end);
+            match self.has_joined(&mut asked) {
+                Ok(true) => {
+                    self.summary.joined += 1;
+                    session.ends.push(asked.end);
+                }
+                Ok(false) if self.now < until && !self.has_ended(&asked.end) => session.asked.push(asked),
+                _ => {
+                    self.summary.left_out += 1;
+                    self.end_connection(asked.end.line);
+                }
+            }
+        }
+        if session.asked.is_empty() {
+            session.phase = Phase::Open;
+        }
+    }
+
+    fn has_joined(&self, asked: &mut Asked) -> Result<bool, String> {
+        if !asked.hello_seen {
+            asked.hello_seen = asked.end.take_hello(fingerprint())?;
+        }
+        let limits = FrameLimits::new(&self.limits, 2);
+        match if asked.hello_seen { asked.end.next_frame(&limits)? } else { None } {
+            None => Ok(false),
+            Some(Frame::Joined) => Ok(true),
+            Some(other) => Err(format!("{other:?}")),
+        }
+    }
+}
+
+fn fingerprint() -> u64 {
+    geometry(1).layout.fingerprint()
+}
