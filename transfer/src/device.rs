@@ -8,7 +8,7 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use baton_types::digest_block;
+use baton_types::digest_run;
 
 use crate::error::TransferError;
 use crate::link::Range;
@@ -87,7 +87,7 @@ pub trait DeviceQueue: Send {
     fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError>;
     /// Puts what was staged into ranges of the pool, one behind another. It is there for the next [`DeviceQueue::digests`].
     fn write(&mut self, ranges: &[Range]) -> Result<(), DeviceError>;
-    /// The values of [`digest_block`] of runs of `bytes` bytes each, as (offset, first lane), of what really is in the pool (I2). Waits for
+    /// The values of [`baton_types::digest_block`] of runs of `bytes` bytes each, as (offset, first lane), of what really is in the pool (I2). Waits for
     /// them, and first for what others have written there, a network's card among them; no job is under way.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError>;
 }
@@ -227,12 +227,16 @@ impl Reach {
             Reach::Host(segment) => segment,
             Reach::Device(queue) => return queue.digests(runs, len).map_err(|e| e.while_doing("digest blocks")),
         };
-        let digest = |&(offset, lane): &(usize, u64)| {
-            let start = segment.at(offset, len)?;
+        let digest = |(i, &(offset, lane)): (usize, &(usize, u64))| {
+            let start = segment.at(offset, len)?.cast_const();
+            let next = runs
+                .get(i + 1)
+                .and_then(|(next, _)| segment.at(*next, 0))
+                .map_or(start.wrapping_add(len), |p| p.cast_const());
             // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
-            Some(digest_block(unsafe { std::slice::from_raw_parts(start, len) }, lane))
+            Some(digest_run(unsafe { std::slice::from_raw_parts(start, len) }, lane, next))
         };
         let outside = || TransferError::argument("blocks", "they lie outside the pool");
-        runs.iter().map(digest).collect::<Option<_>>().ok_or_else(outside)
+        runs.iter().enumerate().map(digest).collect::<Option<_>>().ok_or_else(outside)
     }
 }

@@ -32,7 +32,7 @@ impl Shm {
     }
 
     /// Copies one run; answers its digest if that is wanted.
-    fn copy(&self, batch: &Batch, run: &Run) -> Result<u64, TransferError> {
+    fn copy(&self, batch: &Batch, run: &Run, next: *const u8) -> Result<u64, TransferError> {
         let (Some(from), Some(to)) = (batch.source(&self.local, run), self.remote.at(run.target, run.len)) else {
             let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
             return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });
@@ -43,9 +43,9 @@ impl Shm {
         // this session says it stopped (I3).
         unsafe {
             if batch.digest {
-                return Ok(digest_copy(bytes, to, run.lane));
+                return Ok(digest_copy(bytes, to, run.lane, next));
             }
-            stream_copy(bytes, to);
+            stream_copy(bytes, to, next);
         }
         Ok(0)
     }
@@ -64,8 +64,8 @@ impl Transport for Shm {
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         let Some(batch) = self.batch.take() else { return Ok(Progress::Flushed) };
         self.digests.clear();
-        for run in batch.runs() {
-            let digest = self.copy(&batch, &run)?;
+        for (run, next) in batch.runs_and_next(&self.local) {
+            let digest = self.copy(&batch, &run, next)?;
             if batch.digest {
                 self.digests.push((run.index, digest));
             }

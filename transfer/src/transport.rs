@@ -5,7 +5,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use baton_types::{Epoch, digest_block};
+use baton_types::{Epoch, digest_run};
 
 use crate::device::{Pool, Staged};
 use crate::error::TransferError;
@@ -114,13 +114,21 @@ impl Batch {
         self.staged = Some(staged);
     }
 
+    /// Its pieces in order, each with the address of the next one's first byte, or of the byte behind it: what is read next, as a hint.
+    pub(crate) fn runs_and_next(&self, pool: &Pool) -> impl Iterator<Item = (Run, *const u8)> {
+        let nexts = self.runs().skip(1).map(|next| (next.source, next.len));
+        let last = self.runs().last().map(|last| (last.source.saturating_add(last.len), 0));
+        let nexts = nexts.chain(last).map(|(start, len)| self.at(pool, start, len).unwrap_or(std::ptr::null()));
+        self.runs().zip(nexts)
+    }
+
     /// For each run its block's position and its digest.
     pub(crate) fn digests(&self, pool: &Pool) -> impl Iterator<Item = (u32, u64)> {
-        self.runs().filter_map(|run| {
+        self.runs_and_next(pool).filter_map(|(run, next)| {
             let start = self.source(pool, &run)?;
             // SAFETY: inside the memory it is sent from; a local block stays unchanged until its handoff's end is reported.
             let bytes = unsafe { std::slice::from_raw_parts(start, run.len) };
-            Some((run.index, digest_block(bytes, run.lane)))
+            Some((run.index, digest_run(bytes, run.lane, next)))
         })
     }
 

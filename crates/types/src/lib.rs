@@ -12,7 +12,7 @@ mod sampling;
 mod weight;
 
 pub use constraint::Constraint;
-pub use digest::{digest_block, digest_copy, digest_f32, hash_bytes, mix, order_copies, stream_copy};
+pub use digest::{digest_block, digest_copy, digest_f32, digest_run, hash_bytes, mix, order_copies, stream_copy};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SeqId, WorkerId};
 pub use layout::{
