@@ -73,8 +73,7 @@ impl HostPool {
         }
         let first = |g: usize| heads_of_rank(groups[g].kv_heads, ranks, rank).start as usize;
         let before = (0..groups.len()).map(|g| first(g) * self.stored.layout.head_bytes(g)).collect();
-        let geometry =
-            PoolGeometry { layout: self.stored.layout.clone().of_ranks(ranks), blocks: self.stored.blocks.clone() };
+        let geometry = self.stored.of_ranks(ranks);
         let (stored, owner) = (self.stored.clone(), Arc::clone(&self._owner));
         Ok(HostPool { base: self.base, geometry, stored, before, _owner: owner })
     }

@@ -13,6 +13,7 @@ mod nonsense;
 mod parts;
 mod processes;
 mod secrets;
+mod spread;
 mod talkers;
 
 use std::os::fd::BorrowedFd;
@@ -35,8 +36,8 @@ use crate::links::Links;
 use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};
 use crate::{
-    Limits, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError, TransferStats,
-    TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
+    Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError,
+    TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
 };
 
 /// Makes a test of each function for each transport.
@@ -211,13 +212,25 @@ impl Decode {
 
     fn limited(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits) -> Decode {
         let pool = pool(&geometry, worker);
+        let reached = pool_over(&pool, devices().decode);
+        Decode::over(geometry, worker, tcp, limits, (pool, reached))
+    }
+
+    /// With a pool that has these bytes, and as it is reached.
+    fn over(
+        geometry: PoolGeometry,
+        worker: u64,
+        tcp: &str,
+        limits: Limits,
+        (pool, reached): (Arc<Segment>, Pool),
+    ) -> Decode {
         let (tell, events) = mpsc::channel();
         let options = ReceiverOptions {
             worker: WorkerId(worker),
             tcp: tcp.parse().unwrap(),
             advertise: None,
             geometry: geometry.clone(),
-            pool: pool_over(&pool, devices().decode),
+            pool: reached,
             ucx: ucx(),
             tls: tls(),
             limits,
@@ -281,10 +294,23 @@ impl Prefill {
 
     fn limited(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap, limits: Limits) -> Prefill {
         let pool = pool(&geometry, worker);
+        let reached = pool_over(&pool, devices().prefill);
+        Prefill::over(geometry, worker, transport, wrap, limits, (pool, reached))
+    }
+
+    /// With a pool that has these bytes, and as it is reached.
+    fn over(
+        geometry: PoolGeometry,
+        worker: u64,
+        transport: TransportChoice,
+        wrap: Wrap,
+        limits: Limits,
+        (pool, reached): (Arc<Segment>, Pool),
+    ) -> Prefill {
         let options = SenderOptions {
             worker: WorkerId(worker),
             geometry: geometry.clone(),
-            pool: pool_over(&pool, devices().prefill),
+            pool: reached,
             transport,
             ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
             tls: tls(),

@@ -57,6 +57,10 @@ pub struct Registrable {
 pub trait DeviceMemory: Send + Sync {
     /// How many bytes.
     fn bytes(&self) -> usize;
+    /// Whether it is one device's, so that another process can open it; else KV enters and leaves it through host memory alone.
+    fn is_one(&self) -> bool {
+        true
+    }
     /// What was stored last by whoever computes: work after this mark sees it. Later marks are larger; 0 is there from the start.
     fn mark(&self) -> u64;
     /// Bytes by which another process of this host opens the pool, opaque to everybody but its device.
@@ -154,6 +158,11 @@ impl Pool {
     /// Whether it is a device's memory.
     pub fn is_device(&self) -> bool {
         matches!(self, Pool::Device(_))
+    }
+
+    /// Whether it lies in several devices' memories.
+    pub(crate) fn is_spread(&self) -> bool {
+        matches!(self, Pool::Device(memory) if !memory.is_one())
     }
 
     /// What was stored so far, for [`crate::protocol::Op::Write`]; in host memory it is there already.

@@ -29,6 +29,7 @@ mod runs;
 mod segment;
 mod sender;
 mod shm;
+mod spread;
 mod staging;
 pub mod state;
 mod tcp;
@@ -53,4 +54,5 @@ pub use options::{
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;
 pub use sender::{Carrier, Handoff, OnDone, PathReport, Sender, TransferStats};
+pub use spread::SpreadMemory;
 pub use tls::{Tls, TlsFiles};

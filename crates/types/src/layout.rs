@@ -294,6 +294,11 @@ impl PoolGeometry {
         PoolGeometry { layout, blocks }
     }
 
+    /// The pool of one of `ranks` ranks, see [`KvLayout::of_ranks`].
+    pub fn of_ranks(&self, ranks: u32) -> PoolGeometry {
+        PoolGeometry { layout: self.layout.clone().of_ranks(ranks), blocks: self.blocks.clone() }
+    }
+
     /// Bytes of the whole pool.
     pub fn bytes(&self) -> usize {
         (0..self.blocks.len()).map(|g| self.group_bytes(g)).sum()

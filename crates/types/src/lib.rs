@@ -9,6 +9,7 @@ mod ids;
 mod layout;
 mod nearest;
 mod sampling;
+mod stripes;
 mod weight;
 
 pub use constraint::Constraint;
@@ -20,4 +21,5 @@ pub use layout::{
 };
 pub use nearest::{nearest, nearest_within};
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
+pub use stripes::{RankPiece, Stripes};
 pub use weight::WeightDtype;

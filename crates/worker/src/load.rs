@@ -384,8 +384,7 @@ pub(crate) fn prepare_swap<B: Backend>(
         check(config.swap_bytes.0 == 0, "swap_bytes", config.swap_bytes, must)?;
         return Ok(swap);
     }
-    let layout = geometry.layout.clone().of_ranks(backends.len() as u32);
-    let part = PoolGeometry { layout, blocks: geometry.blocks.clone() };
+    let part = geometry.of_ranks(backends.len() as u32);
     for backend in &mut *backends {
         backend.reserve_swap(blocks).map_err(ModelError::from)?;
     }

@@ -11,9 +11,7 @@ use rustix::event::EventfdFlags;
 
 use super::*;
 use crate::link::Range;
-use crate::{
-    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Registrable, Staged,
-};
+use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
 
 /// Whose pools are a device's.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -53,9 +51,14 @@ impl Devices {
 /// A pool over this memory, a device's or the host's.
 pub(super) fn pool_over(segment: &Arc<Segment>, device: bool) -> Pool {
     match device {
-        true => Pool::Device(Arc::new(Fake { segment: segment.clone() })),
+        true => Pool::Device(memory_over(segment)),
         false => segment.clone().into(),
     }
+}
+
+/// This memory as a device's.
+pub(super) fn memory_over(segment: &Arc<Segment>) -> Arc<dyn DeviceMemory> {
+    Arc::new(Fake { segment: segment.clone() })
 }
 
 struct Fake {

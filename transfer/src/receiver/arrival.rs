@@ -79,10 +79,13 @@ fn welcome(hub: &Hub, id: SessionId, guest: &Guest, link: &mut Link) -> Result<W
     Ok(Welcomed { kind, ucx, reach })
 }
 
-/// Whether a peer may come for this; it should have known by the target descriptor.
+const SPREAD: &str = "its pool is spread over several GPUs, which is reached through host memory alone";
+
+/// Whether a peer may come for this; but for a pool that is spread it should have known by the target descriptor.
 fn serves(pool: &Pool, kind: TransportKind, unix: bool) -> Result<(), String> {
     let refused = match (kind, pool.is_device()) {
         (TransportKind::CudaIpc, false) => "its pool is not in a GPU's memory",
+        (TransportKind::CudaIpc, true) if pool.is_spread() => SPREAD,
         // I3: only there it learns when its peer's process has ended, whose copies it cannot cut off.
         (TransportKind::CudaIpc, true) if !unix => "copies from GPU to GPU need a unix socket",
         (TransportKind::Shm, true) => "its pool is in a GPU's memory",

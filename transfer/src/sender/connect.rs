@@ -95,9 +95,11 @@ impl Plan {
             (there, "its pool is in a GPU's memory, which cannot be mapped; choose transport auto, cuda-ipc or tcp");
         let ours = (!here, "this worker's pool is not in a GPU's memory; choose another transport");
         let theirs = (!there, "its pool is not in a GPU's memory; choose another transport");
+        let spread =
+            (self.pool().is_spread(), "this worker's pool is spread over several GPUs; choose transport auto or tcp");
         let types =
             (self.pool_type() != self.target.layout.dtype, "its KV has another type, and is converted in host memory");
-        let cuda_ipc = (CudaIpc, barred(&[ours, theirs, elsewhere, types]));
+        let cuda_ipc = (CudaIpc, barred(&[ours, spread, theirs, elsewhere, types]));
         let shm = (Shm, barred(&[elsewhere, mapped]));
         let ucx = (Ucx, self.config.ucx.as_ref().err().cloned());
         let plain = || "it encrypts nothing, and TLS is set up; choose transport ucx to use it all the same".to_owned();
