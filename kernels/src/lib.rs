@@ -12,6 +12,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod draw;
+mod meeting;
 mod pages;
 mod pool;
 mod profile;
@@ -23,6 +24,7 @@ pub use backend::{
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
 pub use draw::{Draw, LogitChange, MAX_LOGIT_CHANGES};
+pub use meeting::Meeting;
 pub use pool::HostPool;
 pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
 

@@ -15,10 +15,10 @@ use baton_tests::cluster::client::{Client, apart, prompt, sampled};
 use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{HANG, status, wait, wait_all_free};
 use baton_tests::{binary, tiny, ucx};
-use baton_worker::{TransportKind, WorkerConfig, load_on_device, open_model};
+use baton_worker::{TransportKind, WorkerConfig, load_on_devices, open_model};
 use tokio::runtime::Runtime;
 
-/// What a child of this program is told to be: a role, what it computes on, and where.
+/// What a child of this program is told to be: a role, what it computes on and by how many ranks, and where.
 const CHILD: &str = "BATON_TESTS_DEVICE_WORKER";
 
 /// Not a test: what a [`Scene`] runs its workers as.
@@ -39,23 +39,20 @@ fn child() -> anyhow::Result<()> {
         ucx_library: (transport == "ucx").then(|| ucx::library().map(Into::into)).flatten(),
         kv_memory: Some(Bytes::mib(2)),
         threads: Some(1),
+        tp: on.trim_start_matches(char::is_alphabetic).parse().unwrap_or(1),
         local_prefill: 0,
         ..WorkerConfig::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let device = (on == "device").then(HostDevice::for_tests).flatten().map(Arc::new);
+    let devices = (0..config.tp).filter(|_| on.starts_with("device")).map_while(|_| HostDevice::for_tests());
+    let devices: Vec<_> = devices.map(Arc::new).collect();
     runtime.block_on(async {
-        match (role, device) {
-            ("prefill", None) => baton_prefill_node::run(config).await,
-            (_, None) => baton_decode_node::run(config).await,
-            (role, Some(device)) => {
-                let load =
-                    move |config: &WorkerConfig| load_on_device(config, &open_model(config)?, &device)?.ready(config);
-                match role {
-                    "prefill" => baton_prefill_node::run_loaded(config, load).await,
-                    _ => baton_decode_node::run_loaded(config, load).await,
-                }
-            }
+        let load = move |config: &WorkerConfig| load_on_devices(config, &open_model(config)?, &devices);
+        match (role, on.starts_with("device")) {
+            ("prefill", false) => baton_prefill_node::run(config).await,
+            (_, false) => baton_decode_node::run(config).await,
+            ("prefill", true) => baton_prefill_node::run_loaded(config, load).await,
+            (_, true) => baton_decode_node::run_loaded(config, load).await,
         }
     })?;
     Ok(())
@@ -137,22 +134,47 @@ async fn answers(scene: &Scene) -> anyhow::Result<Vec<Vec<u32>>> {
 
 const REQUESTS: u64 = 4;
 
-#[test]
-fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<()> {
-    let Some(_) = HostDevice::for_tests() else { return Ok(()) };
-    let directory = tempfile::tempdir()?;
-    tiny::config("llama-gqa-odd-vocab")?.write(directory.path())?;
-    let model = directory.path().to_str().context("a path in UTF-8")?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let go = |workers: &[&str]| -> anyhow::Result<_> {
-        let scene = Scene::start(&runtime, model, workers)?;
-        let answers = runtime.block_on(answers(&scene)).with_context(|| format!("{workers:?}"))?;
+/// A model and what answers of clusters are made with.
+struct Stage {
+    runtime: Runtime,
+    directory: tempfile::TempDir,
+}
+
+/// Answers, handoffs by what carried them, and why the other paths did not.
+type Told = (Vec<Vec<u32>>, (BTreeMap<String, u64>, BTreeMap<String, String>));
+
+impl Stage {
+    /// None where there are no kernels for the host.
+    fn set() -> anyhow::Result<Option<Stage>> {
+        let Some(_) = HostDevice::for_tests() else { return Ok(None) };
+        let directory = tempfile::tempdir()?;
+        tiny::config("llama-gqa-odd-vocab")?.write(directory.path())?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        Ok(Some(Stage { runtime, directory }))
+    }
+
+    /// Of a cluster of these workers.
+    fn go(&self, workers: &[&str]) -> anyhow::Result<Told> {
+        let model = self.directory.path().to_str().context("a path in UTF-8")?;
+        let scene = Scene::start(&self.runtime, model, workers)?;
+        let answers = self.runtime.block_on(answers(&scene)).with_context(|| format!("{workers:?}"))?;
         let carried = match workers.len() {
             1 => Default::default(),
-            _ => runtime.block_on(scene.carried())?,
+            _ => self.runtime.block_on(scene.carried())?,
         };
         Ok((answers, carried))
-    };
+    }
+}
+
+/// Each answer's first token, which the prefill worker gives.
+fn first(answers: &[Vec<u32>]) -> Vec<u32> {
+    answers.iter().map(|ids| ids[0]).collect()
+}
+
+#[test]
+fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<()> {
+    let Some(stage) = Stage::set()? else { return Ok(()) };
+    let go = |workers: &[&str]| stage.go(workers);
     let (alone, _) = go(&["decode device auto"])?;
     assert!(alone.iter().all(|ids| ids.len() == 6));
 
@@ -178,7 +200,6 @@ fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<
     assert!(unused["cuda-ipc"].contains("this worker's pool is not in a GPU's memory"), "{unused:?}");
     let (mixed, (carried, _)) = go(&["prefill device auto", "decode cpu auto"])?;
     assert_eq!(carried, [("shm".to_owned(), REQUESTS)].into());
-    let first = |answers: &[Vec<u32>]| answers.iter().map(|ids| ids[0]).collect::<Vec<_>>();
     assert_eq!(first(&mixed), first(&alone), "the prefill worker's device gives the first token");
     let (got, _) = go(&["prefill device tcp", "decode cpu auto"])?;
     assert_eq!(got, mixed, "I1: over shared memory or TCP, out of a device");
@@ -189,5 +210,36 @@ fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<
         let (_, (carried, _)) = go(&["prefill cpu ucx", "decode device ucx"])?;
         assert_eq!(carried, [("ucx".to_owned(), REQUESTS)].into());
     }
+    Ok(())
+}
+
+/// Workers of two ranks, on a device each: to each other and to workers without ranks, on a device or the CPU, they are as any other.
+#[test]
+fn ranks_on_devices_hand_over_as_one_worker() -> anyhow::Result<()> {
+    let Some(stage) = Stage::set()? else { return Ok(()) };
+    let go = |workers: &[&str]| stage.go(workers);
+    let (alone, _) = go(&["decode device2 auto"])?;
+    assert!(alone.iter().all(|ids| ids.len() == 6));
+
+    let (got, (carried, unused)) = go(&["prefill device2 auto", "decode device2 auto"])?;
+    assert_eq!(got, alone, "I1: split or not, at one degree");
+    assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
+    assert!(unused["cuda-ipc"].contains("spread over several GPUs"), "{unused:?}");
+
+    let (to_cpu, (carried, _)) = go(&["prefill device2 auto", "decode cpu2 auto"])?;
+    assert_eq!(carried, [("shm".to_owned(), REQUESTS)].into());
+    assert_eq!(first(&to_cpu), first(&alone), "the prefill worker's devices give the first token");
+    let (got, _) = go(&["prefill device2 tcp", "decode cpu2 auto"])?;
+    assert_eq!(got, to_cpu, "I1: over shared memory or TCP, out of two devices");
+    let (_, (carried, _)) = go(&["prefill cpu2 auto", "decode device2 auto"])?;
+    assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
+
+    // To and from a worker on one device, which learns only by asking that the other's pool is not one device's.
+    let (got, (carried, _)) = go(&["prefill device2 auto", "decode device auto"])?;
+    assert_eq!((first(&got), carried), (first(&alone), [("tcp".to_owned(), REQUESTS)].into()));
+    let (got, (carried, unused)) = go(&["prefill device auto", "decode device2 auto"])?;
+    assert!(got.iter().all(|ids| ids.len() == 6));
+    assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
+    assert!(unused["cuda-ipc"].contains("spread over several GPUs"), "{unused:?}");
     Ok(())
 }

@@ -13,6 +13,7 @@ use baton_types::{PoolGeometry, RankPiece, Stripes};
 use rustix::event::epoll;
 
 use crate::device::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Registrable, Staged};
+use crate::error::TransferError;
 use crate::link::Range;
 
 /// What of a device's pool other processes reach is not there.
@@ -31,13 +32,14 @@ impl SpreadMemory {
     ///
     /// # Errors
     /// When the ranks cannot share its heads, or a rank's pool is smaller than its part.
-    pub fn new(whole: &PoolGeometry, ranks: Vec<Arc<dyn DeviceMemory>>) -> Result<SpreadMemory, DeviceError> {
+    pub fn new(whole: &PoolGeometry, ranks: Vec<Arc<dyn DeviceMemory>>) -> Result<SpreadMemory, TransferError> {
+        let failed = |e: String| TransferError::argument("ranks", e);
         let count = ranks.len() as u32;
         let stripes = Stripes::new(whole, count)
-            .ok_or_else(|| DeviceError(format!("{count} ranks cannot share the KV heads of a layer evenly")))?;
+            .ok_or_else(|| failed(format!("{count} of them cannot share the KV heads of a layer evenly")))?;
         let needed = whole.of_ranks(count).bytes();
         match ranks.iter().map(|rank| rank.bytes()).find(|bytes| *bytes < needed) {
-            Some(bytes) => Err(DeviceError(format!("a rank's pool has {bytes} bytes, {needed} are needed"))),
+            Some(bytes) => Err(failed(format!("one's pool has {bytes} bytes, {needed} are needed"))),
             None => Ok(SpreadMemory { stripes: Arc::new(stripes), ranks }),
         }
     }

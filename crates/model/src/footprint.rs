@@ -6,7 +6,8 @@ use baton_kernels::cuda::product_weight_bytes;
 use baton_model_files::{Model, ModelConfig, TensorInfo, TensorName};
 use baton_types::KvLayout;
 
-use crate::Limits;
+use crate::parallel::Sharding;
+use crate::{Limits, ModelError};
 
 /// What beside the tensors of a model grows with nothing here: copies of batches, sums of split attention, graphs, what the driver's own
 /// code takes. More than was ever seen, little beside any GPU's memory.
@@ -26,15 +27,41 @@ pub struct Footprint {
 impl Footprint {
     /// Of a model whose pool has this layout, within limits, with its products in bf16 or in fp8; table entries do not count.
     pub fn of(model: &Model, layout: &KvLayout, limits: Limits, fp8: bool) -> Footprint {
-        let config = model.config();
-        let tensors: u64 = model.tensors().iter().map(|tensor| tensor_bytes(tensor, fp8)).sum();
+        Footprint::with(model, &Sharding::whole(model.config()), layout, limits, fp8)
+    }
+
+    /// The largest of the ranks', where so many share the model.
+    ///
+    /// # Errors
+    /// When they cannot.
+    pub fn of_rank(
+        model: &Model,
+        ranks: u32,
+        layout: &KvLayout,
+        limits: Limits,
+        fp8: bool,
+    ) -> Result<Footprint, ModelError> {
+        let shardings = (0..ranks).map(|rank| Sharding::of(model, ranks, rank)).collect::<Result<Vec<_>, _>>()?;
+        let footprints = shardings.iter().map(|sharding| Footprint::with(model, sharding, layout, limits, fp8));
+        let largest = footprints.max_by_key(Footprint::total);
+        Ok(largest.unwrap_or_else(|| Footprint::of(model, layout, limits, fp8)))
+    }
+
+    fn with(model: &Model, sharding: &Sharding, layout: &KvLayout, limits: Limits, fp8: bool) -> Footprint {
+        let config = sharding.config(model.config());
+        let tensors: u64 = model.tensors().iter().map(|tensor| tensor_bytes(tensor, sharding, fp8)).sum();
+        // Ranks have rows of the output head beside the embedding, also where it is the same matrix.
+        let head = match config.tied_embeddings && sharding.ranks() > 1 {
+            true => product_weight_bytes(sharding.vocab().len(), config.hidden_size as usize, false),
+            false => 0,
+        };
         let tables = if config.local_rope.is_some() { 2 } else { 1 };
         // A cosine and a sine for each half of a head.
         let rotations = tables * limits.context as u64 * u64::from(config.head_dim) * 4;
         Footprint {
-            weights: tensors + rotations,
-            activations: activations(config, layout, limits),
-            workspace: operands(config, limits) + OTHERS,
+            weights: tensors + head + rotations,
+            activations: activations(&config, sharding, layout, limits),
+            workspace: operands(&config, limits) + OTHERS,
         }
     }
 
@@ -44,16 +71,21 @@ impl Footprint {
     }
 }
 
-fn tensor_bytes(tensor: &TensorInfo, fp8: bool) -> u64 {
+/// Of what a rank holds of a tensor.
+fn tensor_bytes(tensor: &TensorInfo, sharding: &Sharding, fp8: bool) -> u64 {
+    let part = sharding.part(tensor.name);
     match (&tensor.shape[..], tensor.name) {
-        (&[rows, cols], TensorName::Layer(..)) => product_weight_bytes(rows, cols, fp8),
-        (&[rows, cols], _) => product_weight_bytes(rows, cols, false),
+        (&[rows, cols], name) => {
+            let (rows, cols) = (part.outputs(rows).len(), part.inputs(cols).len());
+            product_weight_bytes(rows, cols, fp8 && matches!(name, TensorName::Layer(..)))
+        }
+        (&[len], _) => part.outputs(len).len() as u64 * 4,
         _ => tensor.elements() * 4,
     }
 }
 
 /// f32 rows, as the decoder's buffers have them.
-fn activations(config: &ModelConfig, layout: &KvLayout, limits: Limits) -> u64 {
+fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, limits: Limits) -> u64 {
     let queries = if layout.groups.iter().any(|group| group.sinks > 0) { 3 } else { 2 };
     let wide = |n: u32| u64::from(n);
     let row = 2 * wide(config.hidden_size)
@@ -62,7 +94,14 @@ fn activations(config: &ModelConfig, layout: &KvLayout, limits: Limits) -> u64 {
         + 2 * wide(config.intermediate_size);
     // Logits, and what they were before penalties.
     let sample = wide(config.hidden_size) + 2 * wide(config.vocab_size);
-    4 * (limits.tokens as u64 * row + limits.samples as u64 * sample)
+    // Several ranks have every rank's part of a sum, and their own of the logits.
+    let (exchanged, own) = match sharding.ranks() {
+        1 => (0, 0),
+        ranks => {
+            (u64::from(ranks) * limits.tokens as u64 * wide(config.hidden_size), wide(sharding.vocab().len() as u32))
+        }
+    };
+    4 * (limits.tokens as u64 * row + limits.samples as u64 * (sample + own) + exchanged)
 }
 
 /// A product's input as bf16; as E4M3 with scales it is less.

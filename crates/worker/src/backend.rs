@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use baton_kernels::KernelError;
-use baton_kernels::cuda::{CudaBackend, Driver};
+use baton_kernels::cuda::{self, CudaBackend, Driver};
 use baton_model::ModelError;
 use baton_types::PoolGeometry;
 
 use crate::WorkerError;
+use crate::load::check;
 
 baton_runtime::config_enum! {
     /// What computes.
@@ -42,29 +43,43 @@ impl Quantization {
     }
 }
 
-/// The CPU, or a GPU that was opened.
+/// The CPU, or GPUs that were opened, one a rank.
 pub(crate) enum Chosen<D> {
     Cpu,
-    Gpu(Arc<D>),
+    Gpus(Vec<Arc<D>>),
 }
 
-/// The host's first GPU, if the setting wants one, and one line in the log of what was found. Before anything is fetched, so that
-/// what is missing is told at once.
-pub(crate) fn choose(kind: BackendKind) -> Result<Chosen<Driver>, WorkerError> {
-    decide(kind, || Driver::open(0))
+/// The host's first GPUs, as many as there are ranks, if the setting wants any, and one line in the log of what was found. Before anything
+/// is fetched, so that what is missing is told at once.
+pub(crate) fn choose(kind: BackendKind, ranks: u32) -> Result<Chosen<Driver>, WorkerError> {
+    decide(kind, ranks, cuda::devices, Driver::open)
 }
 
-fn decide<D>(kind: BackendKind, open: impl FnOnce() -> Result<D, KernelError>) -> Result<Chosen<D>, WorkerError> {
+fn decide<D>(
+    kind: BackendKind,
+    ranks: u32,
+    count: impl FnOnce() -> Result<u32, KernelError>,
+    open: impl Fn(u32) -> Result<D, KernelError>,
+) -> Result<Chosen<D>, WorkerError> {
     if kind == BackendKind::Cpu {
         return Ok(Chosen::Cpu);
     }
-    match open() {
-        Ok(device) => Ok(Chosen::Gpu(Arc::new(device))),
+    let opened = count().map_err(WorkerError::Backend).and_then(|count| {
+        check(
+            ranks <= count,
+            "tp",
+            ranks,
+            format!("at most {count}, the GPUs of this host, of which each rank takes one"),
+        )?;
+        let open = |number| open(number).map(Arc::new).map_err(WorkerError::Backend);
+        (0..ranks).map(open).collect::<Result<Vec<_>, _>>()
+    });
+    match opened {
         Err(error) if kind == BackendKind::Auto => {
             tracing::info!(%error, "computing on the CPU");
             Ok(Chosen::Cpu)
         }
-        Err(error) => Err(WorkerError::Backend(error)),
+        opened => opened.map(Chosen::Gpus),
     }
 }
 
@@ -72,11 +87,11 @@ impl Chosen<Driver> {
     /// The same for a pool of this shape: a GPU's kernels do not serve all of them.
     pub fn for_pool(self, kind: BackendKind, geometry: &PoolGeometry) -> Result<Self, WorkerError> {
         match (self, CudaBackend::<Driver>::check(geometry)) {
-            (Chosen::Gpu(_), Err(error)) if kind == BackendKind::Auto => {
+            (Chosen::Gpus(_), Err(error)) if kind == BackendKind::Auto => {
                 tracing::info!(%error, "computing on the CPU");
                 Ok(Chosen::Cpu)
             }
-            (Chosen::Gpu(_), Err(error)) => Err(ModelError::from(error).into()),
+            (Chosen::Gpus(_), Err(error)) => Err(ModelError::from(error).into()),
             (chosen, _) => Ok(chosen),
         }
     }
@@ -89,16 +104,20 @@ mod tests {
     #[test]
     fn a_gpu_is_taken_where_there_is_one_and_demanded_only_by_name() {
         let none = || Err(KernelError::NoDevice("nothing here".to_owned()));
-        let said = |chosen: Result<Chosen<u8>, WorkerError>| match chosen {
+        let said = |chosen: Result<Chosen<u32>, WorkerError>| match chosen {
             Ok(Chosen::Cpu) => "cpu".to_owned(),
-            Ok(Chosen::Gpu(_)) => "gpu".to_owned(),
+            Ok(Chosen::Gpus(gpus)) => format!("{gpus:?}"),
             Err(error) => error.to_string(),
         };
-        assert_eq!(said(decide(BackendKind::Auto, || Ok(0))), "gpu");
-        assert_eq!(said(decide(BackendKind::Cuda, || Ok(0))), "gpu");
-        assert_eq!(said(decide(BackendKind::Auto, none)), "cpu");
-        assert_eq!(said(decide(BackendKind::Cpu, || panic!("not asked for"))), "cpu");
-        let refused = said(decide(BackendKind::Cuda, none));
+        let decide = |kind, ranks, count: Result<u32, KernelError>| said(decide(kind, ranks, || count, Ok));
+        assert_eq!(decide(BackendKind::Auto, 1, Ok(2)), "[0]");
+        assert_eq!(decide(BackendKind::Cuda, 2, Ok(2)), "[0, 1]");
+        assert_eq!(decide(BackendKind::Auto, 1, none()), "cpu");
+        assert_eq!(decide(BackendKind::Auto, 3, Ok(2)), "cpu");
+        assert_eq!(decide(BackendKind::Cpu, 1, none()), "cpu");
+        let few = decide(BackendKind::Cuda, 3, Ok(2));
+        assert_eq!(few, "tp is 3; it must be at most 2, the GPUs of this host, of which each rank takes one");
+        let refused = decide(BackendKind::Cuda, 1, none());
         assert_eq!(refused, "--backend cuda: no GPU: nothing here; --backend cpu needs none");
     }
 }

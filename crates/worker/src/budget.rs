@@ -2,6 +2,8 @@
 //!
 //! Pure arithmetic, done before anything is allocated, so that what does not fit is told by the setting that would change it.
 
+use std::sync::Arc;
+
 use baton_kernels::KernelError;
 use baton_kernels::cuda::Device;
 use baton_model::Footprint;
@@ -10,7 +12,7 @@ use baton_types::KvLayout;
 
 use crate::WorkerError;
 
-/// A GPU's memory, bytes.
+/// A GPU's memory, bytes; of several the least that each has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct GpuMemory {
     /// All of it.
@@ -20,9 +22,12 @@ pub(crate) struct GpuMemory {
 }
 
 impl GpuMemory {
-    /// What a device has now.
-    pub fn of(device: &impl Device) -> Result<Self, KernelError> {
-        Ok(GpuMemory { total: device.properties().memory, free: device.free_memory()? })
+    /// What each of these devices has now.
+    pub fn of<D: Device>(devices: &[Arc<D>]) -> Result<Self, KernelError> {
+        devices.iter().try_fold(GpuMemory { total: u64::MAX, free: u64::MAX }, |least, device| {
+            let (total, free) = (device.properties().memory, device.free_memory()?);
+            Ok(GpuMemory { total: least.total.min(total), free: least.free.min(free) })
+        })
     }
 }
 

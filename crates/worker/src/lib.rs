@@ -25,7 +25,7 @@ pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, Wor
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
-pub use load::{Loaded, Ready, check_settings, load_on, load_on_device, load_on_gpu, open_model};
+pub use load::{Loaded, Ready, check_settings, load_on, load_on_devices, load_on_gpu, open_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use baton_engine::{CacheConfig, EngineConfig, ModelRunner, SwapConfig, SwapRates};
 use baton_grammar::Grammars;
-use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, SharingDevice};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, ExchangingDevice};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, Isa};
 use baton_model::{Decoder, Footprint, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
@@ -183,7 +183,7 @@ fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
 
 /// Finds what to compute on and the model, and loads it. Blocks for seconds.
 pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
-    let chosen = choose(config.backend)?;
+    let chosen = choose(config.backend, config.tp)?;
     let model = open_model(config)?;
     let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
     let chosen = chosen.for_pool(config.backend, &pool)?;
@@ -193,7 +193,7 @@ pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     match chosen {
         Chosen::Cpu if config.tp > 1 => ranks::load(config, &model),
         Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
-        Chosen::Gpu(device) => load_on_device(config, &model, &device)?.ready(config),
+        Chosen::Gpus(devices) => load_on_devices(config, &model, &devices),
     }
 }
 
@@ -213,18 +213,28 @@ pub fn load_on<B: Backend>(
     })
 }
 
-/// Loads an open model onto a device, with its pool there. Blocks for seconds.
-pub fn load_on_device<D: SharingDevice>(
+/// Loads an open model onto devices, one a rank, with its pool there. Blocks for seconds.
+///
+/// # Errors
+/// As of settings, when their number is not that of ranks, and when the ranks cannot exchange.
+pub fn load_on_devices<D: ExchangingDevice>(
     config: &WorkerConfig,
     model: &Model,
-    device: &Arc<D>,
-) -> Result<Loaded<CudaBackend<D>>, WorkerError> {
-    let memory = GpuMemory::of(&**device).map_err(ModelError::from)?;
+    devices: &[Arc<D>],
+) -> Result<Ready, WorkerError> {
+    let [device] = devices else { return ranks::load_on_devices(config, model, devices) };
+    let memory = GpuMemory::of(devices).map_err(ModelError::from)?;
+    let loaded = load_with(config, model, Place::Gpu(memory), |geometry| {
+        let (backend, memory) = on_device(device, geometry, cuda_options(config)).map_err(ModelError::from)?;
+        Ok((backend, Pool::Device(memory)))
+    });
+    loaded?.ready(config)
+}
+
+/// How to run on a GPU.
+pub(crate) fn cuda_options(config: &WorkerConfig) -> CudaOptions {
     let WorkerConfig { invariant, cuda_graphs: graphs, hopper_attention: hopper, .. } = *config;
-    let options = CudaOptions { invariant, graphs, hopper, fp8: config.quantization == Quantization::Fp8 };
-    load_with(config, model, Place::Gpu(memory), |geometry| {
-        Ok(on_device(device, geometry, options).map_err(ModelError::from)?)
-    })
+    CudaOptions { invariant, graphs, hopper, fp8: config.quantization == Quantization::Fp8 }
 }
 
 /// The layout of the pool.
@@ -246,7 +256,7 @@ pub(crate) struct Plan {
 pub(crate) enum Place {
     /// All on the host.
     Host,
-    /// Both on a GPU.
+    /// Both on a GPU, or on one a rank.
     Gpu(GpuMemory),
 }
 
@@ -260,17 +270,20 @@ fn samples(config: &WorkerConfig, place: Place) -> usize {
 
 /// Blocks of the pool.
 fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: Place) -> Result<u32, WorkerError> {
-    let budget = |gpu| {
+    let budget = |gpu| -> Result<Budget, WorkerError> {
         let context = config.context.unwrap_or(model.config().context_length) as usize;
         let limits =
             Limits { tokens: config.token_budget as usize, samples: samples(config, place), context, table_entries: 0 };
-        let footprint = Footprint::of(model, layout, limits, config.quantization == Quantization::Fp8);
-        Budget { gpu, fraction: config.gpu_memory_fraction, footprint }
+        let fp8 = config.quantization == Quantization::Fp8;
+        let footprint = Footprint::of_rank(model, config.tp, layout, limits, fp8)?;
+        Ok(Budget { gpu, fraction: config.gpu_memory_fraction, footprint })
     };
+    // Of what is asked for each rank's GPU has its heads.
+    let of_rank = |bytes: Bytes| Bytes(bytes.0 / u64::from(config.tp));
     let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
     let blocks = match place {
         Place::Host => most_blocks(kv_memory.0, per_block),
-        Place::Gpu(gpu) => budget(gpu).blocks(layout, config.kv_memory)?,
+        Place::Gpu(gpu) => budget(gpu)?.blocks(&layout.clone().of_ranks(config.tp), config.kv_memory.map(of_rank))?,
     };
     let least = format!("at least {per_block} bytes, one block of this model");
     check(blocks >= 1, "kv_memory", kv_memory, least)?;
@@ -339,7 +352,7 @@ pub fn load_on_gpu<D: Device>(
     device: Arc<D>,
     options: CudaOptions,
 ) -> Result<(Decoder<CudaBackend<D>>, PoolGeometry, EngineConfig), WorkerError> {
-    let memory = GpuMemory::of(&*device).map_err(ModelError::from)?;
+    let memory = GpuMemory::of(std::slice::from_ref(&device)).map_err(ModelError::from)?;
     let Plan { geometry, limits, engine } = plan(config, model, Place::Gpu(memory))?;
     let backend = CudaBackend::new(device, geometry.clone(), options).map_err(ModelError::from)?;
     Ok((Decoder::load(model, &geometry.layout, backend, limits)?, geometry, engine))

@@ -24,15 +24,15 @@ pub(crate) fn on_host(geometry: &PoolGeometry) -> Result<(Pool, Arc<HostPool>), 
     Ok((Pool::Host(segment), Arc::new(pool.map_err(ModelError::from)?)))
 }
 
-/// A backend on a GPU with its pool in that GPU's memory.
+/// A backend on a GPU with its pool in that GPU's memory, and that as transfers reach it.
 pub(crate) fn on_device<D: SharingDevice>(
     device: &Arc<D>,
     geometry: &PoolGeometry,
     options: CudaOptions,
-) -> Result<(CudaBackend<D>, Pool), KernelError> {
+) -> Result<(CudaBackend<D>, Arc<dyn DeviceMemory>), KernelError> {
     let pool = Arc::new(SharedPool::new(device, geometry.bytes())?);
     let backend = CudaBackend::sharing(&pool, geometry.clone(), options)?;
-    Ok((backend, Pool::Device(Arc::new(Memory(pool)))))
+    Ok((backend, Arc::new(Memory(pool))))
 }
 
 struct Memory<D: SharingDevice>(Arc<SharedPool<D>>);

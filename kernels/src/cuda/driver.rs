@@ -35,6 +35,7 @@ const COMPILED_WITH: i32 = 13_000;
 /// A GPU.
 pub struct Driver {
     properties: Properties,
+    ordinal: u32,
     device: sys::CUdevice,
     context: sys::CUcontext,
     module: sys::CUmodule,
@@ -147,7 +148,7 @@ impl Driver {
             Ok((module, blas)) => {
                 properties.fp8 = blas.fp8(properties.capability);
                 let (made, imports) = (Mutex::default(), Mutex::default());
-                Ok(Driver { properties, device, context, module, blas, walks_host_tables, made, imports })
+                Ok(Driver { properties, ordinal, device, context, module, blas, walks_host_tables, made, imports })
             }
             Err(error) => {
                 // SAFETY: retained above, and used by nobody any more.
@@ -155,6 +156,11 @@ impl Driver {
                 Err(error)
             }
         }
+    }
+
+    /// Its number on this host.
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
     }
 
     /// Every thread has a context of its own; this makes it ours.

@@ -3,6 +3,7 @@
 //! For tests without a GPU: the very same sources run, a fiber a CUDA thread, with real barriers and shuffles
 //! (`kernels/cuda/shim`). Every call is done when it returns, so streams and events are names only.
 
+mod exchange;
 mod sharing;
 
 use std::alloc::{Layout, alloc, dealloc};

@@ -9,6 +9,7 @@ mod backend;
 mod batch;
 mod device;
 mod driver;
+mod exchange;
 mod graphs;
 mod host;
 mod inputs;
@@ -34,8 +35,8 @@ pub use device::{
     RowScales, Rows, Stream, TensorMap,
 };
 pub use driver::{Driver, devices};
+pub use exchange::{Columns, Exchange, ExchangingDevice};
 pub use host::HostDevice;
-pub use nccl::Gpus;
 pub use nowhere::Nowhere;
 pub use params::Moved;
 pub use pinned::HostCopies;

@@ -1,6 +1,6 @@
 //! NCCL: exchanges between the GPUs of one process, by NVIDIA's library, opened at run time.
 //!
-//! Below the tensor-parallel ranks, which say what is exchanged when. An exchange is put into a backend's stream behind what it was given
+//! Below the tensor-parallel ranks, which say what is exchanged when, as the [`Exchange`] of GPUs. An exchange is put into a backend's stream behind what it was given
 //! before. Only moves data: sums are the backend's own kernels, since NCCL's order of adding depends on how much is added together (I1).
 //! A host without the library is a [`KernelError::NoDevice`], told before anything else of it is called.
 
@@ -12,6 +12,7 @@ use libloading::Library;
 use super::backend::CudaBackend;
 use super::device::{Memory, Piece};
 use super::driver::Driver;
+use super::exchange::{Columns, Exchange, ExchangingDevice};
 use crate::KernelError;
 
 /// Where it is looked for; distributions have the first, development packages the second too.
@@ -47,8 +48,12 @@ fn nccl() -> Result<&'static Nccl, KernelError> {
 fn open() -> Result<Nccl, String> {
     // SAFETY: the library's initialisers only set up its own state.
     let found = NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
-    let library =
-        found.ok_or_else(|| format!("several GPUs need NCCL, and this host has none ({})", NAMES.join(", ")))?;
+    let library = found.ok_or_else(|| {
+        format!(
+            "several ranks (tp) need NCCL, and this host has none ({}): install libnccl2, or set tp to 1",
+            NAMES.join(", ")
+        )
+    })?;
     /// A function of the library, with the type that its header gives it.
     fn function<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
         // SAFETY: the types of `Nccl` are those of the header, which have not changed since; the library stays open with them.
@@ -80,7 +85,7 @@ impl Nccl {
 }
 
 /// GPUs that can exchange, one a rank.
-pub struct Gpus {
+struct Gpus {
     nccl: &'static Nccl,
     /// A rank's own, until it is aborted. Locked while it is used, so that none is used after that.
     communicators: Vec<Mutex<Option<Communicator>>>,
@@ -96,7 +101,7 @@ impl Gpus {
     ///
     /// # Errors
     /// [`KernelError::NoDevice`] without NCCL; when it cannot connect them, or a device is there twice.
-    pub fn connect(ordinals: &[u32]) -> Result<Arc<Gpus>, KernelError> {
+    fn connect(ordinals: &[u32]) -> Result<Gpus, KernelError> {
         let nccl = nccl()?;
         let devices: Vec<c_int> = ordinals.iter().map(|&ordinal| ordinal as c_int).collect();
         let mut made = vec![std::ptr::null_mut(); devices.len()];
@@ -104,24 +109,7 @@ impl Gpus {
         let status = unsafe { (nccl.comm_init_all)(made.as_mut_ptr(), devices.len() as c_int, devices.as_ptr()) };
         nccl.check("connect", status)?;
         let communicators = made.into_iter().map(|communicator| Mutex::new(Some(communicator))).collect();
-        Ok(Arc::new(Gpus { nccl, communicators }))
-    }
-
-    /// Ends all that is under way between them, on all, for good.
-    pub fn abort(&self) {
-        for communicator in &self.communicators {
-            let taken = communicator.lock().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some(communicator) = taken {
-                // SAFETY: made by `connect`, and taken out: used by nobody any more, and aborted once.
-                let _ = unsafe { (self.nccl.comm_abort)(communicator) };
-            }
-        }
-    }
-
-    /// Whether they can exchange no more.
-    pub fn aborted(&self) -> bool {
-        let gone = |c: &Mutex<Option<Communicator>>| c.lock().unwrap_or_else(PoisonError::into_inner).is_none();
-        self.communicators.iter().any(gone)
+        Ok(Gpus { nccl, communicators })
     }
 
     /// What `calls` asks for with a rank's communicator becomes one exchange, also when a call of it failed.
@@ -157,19 +145,18 @@ fn floats(piece: Piece<'_>) -> usize {
     piece.bytes() / size_of::<f32>()
 }
 
-impl CudaBackend<Driver> {
-    /// Every rank gets every rank's first `elements` of `own`: rank r's into `all[r]`. All ranks call it alike.
-    pub fn share(
-        &mut self,
-        gpus: &Gpus,
+impl Exchange<Driver> for Gpus {
+    fn share(
+        &self,
         rank: usize,
+        backend: &mut CudaBackend<Driver>,
         own: &Memory<Driver>,
         elements: usize,
         all: &[Memory<Driver>],
     ) -> Result<(), KernelError> {
-        let stream = self.queue.raw()?;
+        let stream = backend.queue.raw()?;
         let own = own.floats(elements);
-        gpus.grouped(rank, |nccl, communicator| {
+        self.grouped(rank, |nccl, communicator| {
             for (root, to) in (0..).zip(all) {
                 let to = to.floats(elements);
                 // SAFETY: both have `elements` f32 on this rank's device and outlive the stream's work, as all of a backend's buffers do;
@@ -183,34 +170,31 @@ impl CudaBackend<Driver> {
         })
     }
 
-    /// Rank r's `part` `[rows, splits[r + 1] - splits[r]]` becomes those columns of rank 0's `whole` `[rows, last of splits]`. All ranks
-    /// call it alike.
-    pub fn collect(
-        &mut self,
-        gpus: &Gpus,
+    fn collect(
+        &self,
         rank: usize,
+        backend: &mut CudaBackend<Driver>,
         part: &Memory<Driver>,
-        rows: usize,
-        splits: &[usize],
+        columns: &Columns<'_>,
         whole: &Memory<Driver>,
     ) -> Result<(), KernelError> {
-        let stream = self.queue.raw()?;
+        let stream = backend.queue.raw()?;
         let piece = |memory: &Memory<Driver>, first: usize, count: usize| {
             let piece = memory.piece(first * size_of::<f32>(), count * size_of::<f32>());
             (pointer(piece), floats(piece))
         };
-        let width = splits.last().copied().unwrap_or(0);
-        gpus.grouped(rank, |nccl, communicator| {
-            for row in 0..rows {
-                let mine = splits[rank + 1] - splits[rank];
+        self.grouped(rank, |nccl, communicator| {
+            for row in 0..columns.rows {
+                let mine = columns.of(rank).len();
                 let (from, count) = piece(part, row * mine, mine);
                 // SAFETY: as many f32 on this rank's device, which outlive the stream's work.
                 let status = unsafe { (nccl.send)(from, count, FLOAT32, 0, communicator, stream) };
                 nccl.check("send", status)?;
-                for (peer, columns) in (0..).zip(splits.windows(2)).filter(|_| rank == 0) {
-                    let (to, count) = piece(whole, row * width + columns[0], columns[1] - columns[0]);
+                for peer in (0..columns.ranks()).filter(|_| rank == 0) {
+                    let (to, count) =
+                        piece(whole, row * columns.width() + columns.of(peer).start, columns.of(peer).len());
                     // SAFETY: as above.
-                    let status = unsafe { (nccl.recv)(to, count, FLOAT32, peer, communicator, stream) };
+                    let status = unsafe { (nccl.recv)(to, count, FLOAT32, peer as c_int, communicator, stream) };
                     nccl.check("receive", status)?;
                 }
             }
@@ -218,16 +202,25 @@ impl CudaBackend<Driver> {
         })
     }
 
-    /// The first `elements` of `x` become the sum of those of `all`, added in their order.
-    pub fn sum_of(
-        &mut self,
-        x: &mut Memory<Driver>,
-        all: &[Memory<Driver>],
-        elements: usize,
-    ) -> Result<(), KernelError> {
-        self.queue.fill(x.floats(elements), 0)?;
-        all.iter().for_each(|other| crate::Backend::add(self, x, other, elements));
-        Ok(())
+    fn abort(&self) {
+        for communicator in &self.communicators {
+            let taken = communicator.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(communicator) = taken {
+                // SAFETY: made by `connect`, and taken out: used by nobody any more, and aborted once.
+                let _ = unsafe { (self.nccl.comm_abort)(communicator) };
+            }
+        }
+    }
+
+    fn aborted(&self) -> bool {
+        let gone = |c: &Mutex<Option<Communicator>>| c.lock().unwrap_or_else(PoisonError::into_inner).is_none();
+        self.communicators.iter().any(gone)
+    }
+}
+
+impl ExchangingDevice for Driver {
+    fn connect(devices: &[Arc<Self>]) -> Result<Arc<dyn Exchange<Self>>, KernelError> {
+        Ok(Arc::new(Gpus::connect(&devices.iter().map(|device| device.ordinal()).collect::<Vec<_>>())?))
     }
 }
 
@@ -242,7 +235,7 @@ mod tests {
             Ok(_) => {}
             Err(error) => assert_eq!(
                 error.to_string(),
-                "no GPU: several GPUs need NCCL, and this host has none (libnccl.so.2, libnccl.so)"
+                "no GPU: several ranks (tp) need NCCL, and this host has none (libnccl.so.2, libnccl.so): install libnccl2, or set tp to 1"
             ),
         }
     }

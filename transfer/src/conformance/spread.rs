@@ -132,9 +132,9 @@ fn what_lies_outside_and_what_is_not_shared_evenly_is_refused() {
     }
     assert!(queue.write(&[(0, 8)]).unwrap_err().0.contains("than was staged"));
     let refused = |ranks: &[Arc<Segment>]| {
-        SpreadMemory::new(&large(), ranks.iter().map(memory_over).collect()).err().map(|error| error.0).unwrap()
+        SpreadMemory::new(&large(), ranks.iter().map(memory_over).collect()).err().unwrap().to_string()
     };
     let three: Vec<_> = [0, 1, 0].map(|rank: usize| scattered.ranks[rank].clone()).into();
-    assert_eq!(refused(&three), "3 ranks cannot share the KV heads of a layer evenly");
-    assert!(refused(&scattered.ranks[..1]).contains(&format!("a rank's pool has {} bytes", bytes / 2)));
+    assert_eq!(refused(&three), "ranks: 3 of them cannot share the KV heads of a layer evenly");
+    assert!(refused(&scattered.ranks[..1]).contains(&format!("one's pool has {} bytes", bytes / 2)));
 }

@@ -1,86 +1,97 @@
-//! [`GpuRanks`]: ranks on a GPU each, which exchange by NCCL.
+//! [`GpuRanks`]: ranks on a GPU each, which exchange by what their devices have for it, GPUs by NCCL.
 //!
 //! Every exchange begins with a meeting of the ranks' threads, so that none puts work into its stream that waits for a rank which has
 //! failed (I5). Parts are shared whole and each rank adds them up itself, in the order of ranks: NCCL's own sums have an order that depends
-//! on how much is summed (I1). Never run on GPUs so far.
+//! on how much is summed (I1).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use baton_engine::RunError;
-use baton_kernels::cuda::{CudaBackend, Driver, Gpus, Memory};
-use baton_kernels::{Backend, KernelError};
+use baton_kernels::cuda::{Columns, CudaBackend, Device, Exchange, Memory};
+use baton_kernels::{Backend, KernelError, Meeting};
 
 use super::Collective;
-use super::meeting::Meeting;
 
-/// One rank's side of the exchange between GPUs.
-pub struct GpuRanks {
-    gpus: Arc<Gpus>,
-    meeting: Arc<Meeting>,
+/// One rank's side of the exchange between devices.
+pub struct GpuRanks<D: Device> {
+    shared: Arc<Shared<D>>,
     rank: usize,
     /// Every rank's part of a sum.
-    parts: Vec<Memory<Driver>>,
+    parts: Vec<Memory<D>>,
+}
+
+struct Shared<D: Device> {
+    exchange: Arc<dyn Exchange<D>>,
+    meeting: Meeting<RunError>,
+    /// Whether something was exchanged in this step: devices may then wait for each other.
+    under_way: AtomicBool,
 }
 
 fn failed(error: KernelError) -> RunError {
     RunError(error.to_string())
 }
 
-impl GpuRanks {
-    /// Connects the GPUs of `backends`, whose numbers are `ordinals`, for sums of up to `elements` elements. Blocks for seconds.
+impl<D: Device> GpuRanks<D> {
+    /// Ranks on these backends, whose devices are connected by `exchange` in the same order, for sums of up to `elements` elements.
     ///
     /// # Errors
-    /// Without NCCL on this host; when it cannot connect them, or one has no room.
-    pub fn connect(
-        ordinals: &[u32],
-        backends: &[CudaBackend<Driver>],
+    /// When a device has no room.
+    pub fn new(
+        exchange: Arc<dyn Exchange<D>>,
+        backends: &[CudaBackend<D>],
         elements: usize,
-    ) -> Result<Vec<GpuRanks>, KernelError> {
-        let gpus = Gpus::connect(ordinals)?;
-        let meeting = Arc::new(Meeting::new(backends.len()));
-        let one = |(rank, backend): (usize, &CudaBackend<Driver>)| {
+    ) -> Result<Vec<GpuRanks<D>>, KernelError> {
+        let meeting = Meeting::new(backends.len());
+        let shared = Arc::new(Shared { exchange, meeting, under_way: AtomicBool::new(false) });
+        let one = |(rank, backend): (usize, &CudaBackend<D>)| {
             let parts = backends.iter().map(|_| backend.buffer(elements)).collect::<Result<_, _>>()?;
-            Ok(GpuRanks { gpus: Arc::clone(&gpus), meeting: Arc::clone(&meeting), rank, parts })
+            Ok(GpuRanks { shared: Arc::clone(&shared), rank, parts })
         };
         backends.iter().enumerate().map(one).collect()
     }
+
+    /// Returns when all ranks are about to exchange.
+    fn meet(&self) -> Result<(), RunError> {
+        self.shared.meeting.meet()?;
+        self.shared.under_way.store(true, Ordering::Relaxed);
+        Ok(())
+    }
 }
 
-impl Collective<CudaBackend<Driver>> for GpuRanks {
-    fn all_reduce(
-        &mut self,
-        backend: &mut CudaBackend<Driver>,
-        x: &mut Memory<Driver>,
-        elements: usize,
-    ) -> Result<(), RunError> {
-        self.meeting.meet()?;
-        backend.share(&self.gpus, self.rank, x, elements, &self.parts).map_err(failed)?;
+impl<D: Device> Collective<CudaBackend<D>> for GpuRanks<D> {
+    fn all_reduce(&mut self, backend: &mut CudaBackend<D>, x: &mut Memory<D>, elements: usize) -> Result<(), RunError> {
+        self.meet()?;
+        self.shared.exchange.share(self.rank, backend, x, elements, &self.parts).map_err(failed)?;
         backend.sum_of(x, &self.parts, elements).map_err(failed)
     }
 
     fn gather(
         &mut self,
-        backend: &mut CudaBackend<Driver>,
-        part: &Memory<Driver>,
+        backend: &mut CudaBackend<D>,
+        part: &Memory<D>,
         rows: usize,
         splits: &[usize],
-        whole: &mut Memory<Driver>,
+        whole: &mut Memory<D>,
     ) -> Result<(), RunError> {
-        self.meeting.meet()?;
-        backend.collect(&self.gpus, self.rank, part, rows, splits, whole).map_err(failed)
+        self.meet()?;
+        self.shared.exchange.collect(self.rank, backend, part, &Columns { rows, splits }, whole).map_err(failed)
     }
 
-    /// Also ends what waits on the devices.
+    /// Also ends what waits on the devices, for good; where nothing can wait there yet, the next step goes on.
     fn abort(&self, why: &RunError) {
-        self.meeting.abort(why);
-        self.gpus.abort();
+        self.shared.meeting.abort(why);
+        if self.shared.under_way.load(Ordering::Relaxed) {
+            self.shared.exchange.abort();
+        }
     }
 
     fn reset(&mut self) -> Result<(), RunError> {
-        if self.gpus.aborted() {
+        if self.shared.exchange.aborted() {
             return Err(RunError("a GPU's rank has failed before; start the worker again".to_owned()));
         }
-        self.meeting.reset();
+        self.shared.meeting.reset();
+        self.shared.under_way.store(false, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -13,7 +13,6 @@
 mod collective;
 mod crew;
 mod gpus;
-mod meeting;
 mod runner;
 mod sharding;
 mod shared;

@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use baton_engine::{Batch, ModelRunner, RunError};
 use baton_grammar::Grammars;
+use baton_kernels::cuda::{CudaBackend, Device, Exchange};
 use baton_kernels::{Backend, CpuBackend};
 use baton_model_files::{Model, ModelConfig};
 use baton_types::{KvLayout, TokenOut};
 
 use super::crew::{Crew, guarded};
-use super::{Collective, Rank, Sharding, SharedMemory};
+use super::{Collective, GpuRanks, Rank, Sharding, SharedMemory};
 use crate::{Decoder, Limits, ModelError, Sampler};
 
 /// A model on several ranks, ready to run steps.
@@ -99,10 +100,30 @@ impl TensorParallel<CpuBackend> {
     }
 }
 
+impl<D: Device + 'static> TensorParallel<CudaBackend<D>> {
+    /// The same on a device a rank, connected by `exchange` in the same order.
+    pub fn on_devices(
+        model: &Model,
+        layout: &KvLayout,
+        limits: Limits,
+        backends: Vec<CudaBackend<D>>,
+        exchange: Arc<dyn Exchange<D>>,
+    ) -> Result<Self, ModelError> {
+        let ranks = GpuRanks::new(exchange, &backends, summed(model.config(), limits))?;
+        let ranks = ranks.into_iter().map(|rank| Box::new(rank) as Box<dyn Collective<CudaBackend<D>>>);
+        TensorParallel::load(model, layout, limits, backends.into_iter().zip(ranks).collect())
+    }
+}
+
+/// The most elements of one sum: the residual stream of a step.
+fn summed(config: &ModelConfig, limits: Limits) -> usize {
+    limits.tokens * config.hidden_size as usize
+}
+
 /// The most elements of one exchange of a rank: the residual stream of a step, or its part of the logits.
 fn exchanged(config: &ModelConfig, limits: Limits, ranks: usize) -> usize {
     let logits = (config.vocab_size as usize).div_ceil(ranks.max(1)).next_multiple_of(8) + 8;
-    (limits.tokens * config.hidden_size as usize).max(limits.samples * logits)
+    summed(config, limits).max(limits.samples * logits)
 }
 
 impl<B: Backend> ModelRunner for TensorParallel<B> {

@@ -194,6 +194,14 @@ impl Part {
         }
     }
 
+    /// Which of the inputs of a matrix with so many.
+    pub fn inputs(&self, len: usize) -> Range<usize> {
+        match self {
+            Part::Columns(columns) => columns.clone(),
+            Part::Whole | Part::Rows(_) => 0..len,
+        }
+    }
+
     /// This part of a matrix `[rows, cols]`.
     ///
     /// # Errors

@@ -7,10 +7,9 @@
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use baton_engine::RunError;
-use baton_kernels::CpuBackend;
+use baton_kernels::{CpuBackend, Meeting};
 
 use super::Collective;
-use super::meeting::Meeting;
 
 /// Elements summed at a time, so that the sum stays in the cache while the ranks are added.
 const PIECE: usize = 4096;
@@ -22,7 +21,7 @@ pub struct SharedMemory {
 }
 
 struct Exchange {
-    meeting: Meeting,
+    meeting: Meeting<RunError>,
     /// Per rank; in use by turns.
     slots: Vec<[RwLock<Vec<f32>>; 2]>,
 }

@@ -1,30 +1,29 @@
-//! Where ranks that are threads of one process wait for each other.
+//! [`Meeting`]: where threads of one process that compute one step together wait for each other.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use baton_engine::RunError;
-
-/// A barrier that a rank can leave for good, which ends the wait of all others.
-pub(super) struct Meeting {
+/// A barrier that a rank can leave for good, for a reason `E`, which ends the wait of all others.
+pub struct Meeting<E> {
     ranks: usize,
-    state: Mutex<State>,
+    state: Mutex<State<E>>,
     changed: Condvar,
 }
 
-#[derive(Default)]
-struct State {
+struct State<E> {
     arrived: usize,
     /// Meetings so far.
     count: u64,
-    failed: Option<RunError>,
+    failed: Option<E>,
 }
 
-impl Meeting {
-    pub fn new(ranks: usize) -> Meeting {
-        Meeting { ranks, state: Mutex::default(), changed: Condvar::new() }
+impl<E: Clone> Meeting<E> {
+    /// Of so many ranks.
+    pub fn new(ranks: usize) -> Self {
+        let state = Mutex::new(State { arrived: 0, count: 0, failed: None });
+        Meeting { ranks, state, changed: Condvar::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State<E>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -34,7 +33,10 @@ impl Meeting {
     }
 
     /// Returns when every rank has called it; at once with an error when one does not come any more (I5).
-    pub fn meet(&self) -> Result<(), RunError> {
+    ///
+    /// # Errors
+    /// Why another has left.
+    pub fn meet(&self) -> Result<(), E> {
         let mut state = self.lock();
         if let Some(error) = &state.failed {
             return Err(error.clone());
@@ -58,7 +60,7 @@ impl Meeting {
     }
 
     /// A rank leaves. The first reason is kept: those that were told of it may give it again.
-    pub fn abort(&self, why: &RunError) {
+    pub fn abort(&self, why: &E) {
         self.lock().failed.get_or_insert_with(|| why.clone());
         self.changed.notify_all();
     }
