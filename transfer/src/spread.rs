@@ -223,29 +223,35 @@ impl DeviceQueue for SpreadQueue {
 
     /// Digests are sums over lanes, so those of a run's pieces add up to the run's.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
-        // By rank and length: (number of the run, offset, first lane).
-        let mut parts: BTreeMap<(usize, usize), Vec<(usize, (usize, u64))>> = BTreeMap::new();
+        let mut parts: BTreeMap<(usize, usize), Parts> = BTreeMap::new();
         for (number, &(offset, first)) in runs.iter().enumerate() {
             let mut before = 0usize;
             for RankPiece { rank, offset, len } in self.pieces(&[(offset, bytes)])? {
                 if !before.is_multiple_of(8) {
                     return Err(DeviceError("a rank's part of a block begins within a lane".to_owned()));
                 }
-                let lane = first + before as u64 / 8;
-                parts.entry((rank, len)).or_default().push((number, (offset, lane)));
+                let parts = parts.entry((rank, len)).or_default();
+                parts.of.push(number);
+                parts.asked.push((offset, first + before as u64 / 8));
                 before += len;
             }
         }
         let mut sums = vec![0u64; runs.len()];
-        for ((rank, len), part) in parts {
-            let asked: Vec<_> = part.iter().map(|(_, run)| *run).collect();
+        for ((rank, len), Parts { of, asked }) in parts {
             let digests = self.ranks[rank].queue.digests(&asked, len)?;
-            part.iter()
-                .zip(digests)
-                .for_each(|((number, _), digest)| sums[*number] = sums[*number].wrapping_add(digest));
+            of.iter().zip(digests).for_each(|(run, digest)| sums[*run] = sums[*run].wrapping_add(digest));
         }
         Ok(sums)
     }
+}
+
+/// Parts of runs, of one length in one rank's pool.
+#[derive(Default)]
+struct Parts {
+    /// Which runs they are of.
+    of: Vec<usize>,
+    /// Offset and first lane of each.
+    asked: Vec<(usize, u64)>,
 }
 
 /// Puts together what ranks have read of a job.
