@@ -191,15 +191,18 @@ fn until<T>(link: &mut Link, patience: &Patience, next: Next<T>) -> Result<T, En
         if (patience.stopped)() {
             return Err(Ends::Closed);
         }
+        // What is here counts, however late it is looked at: others may have been waited for before.
+        match link.fill().map_err(|e| cause(&e))? {
+            Got::Bytes(_) => continue,
+            Got::Ended => return Err(cause(&"it closed the connection during the handshake")),
+            Got::Blocked => {}
+        }
         let left = patience.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(cause(&"no answer to the handshake in time"));
         }
         let interest = if link.has_output() { Interest::ReadWrite } else { Interest::Read };
         wait(patience.wake, &[(link.as_fd(), interest)], Some(left)).map_err(|e| cause(&e))?;
-        if link.fill().map_err(|e| cause(&e))? == Got::Ended {
-            return Err(cause(&"it closed the connection during the handshake"));
-        }
     }
 }
 

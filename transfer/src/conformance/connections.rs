@@ -2,7 +2,8 @@
 
 use std::cell::Cell;
 use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt as _;
 
 use baton_types::digest_block;
 
@@ -81,6 +82,12 @@ fn connect(decode: &Decode) -> TcpStream {
     stream.write_all(&Hello { fingerprint: decode.geometry.layout.fingerprint() }.encode()).unwrap();
     stream.read_exact(&mut [0; Hello::LEN]).unwrap();
     stream
+}
+
+/// How many a prefill worker's only session has.
+fn connections_of(prefill: &Prefill) -> usize {
+    let paths = prefill.sender.paths().remove(0).1;
+    paths.into_iter().find(|path| path.transport == TransportKind::Tcp).unwrap().connections
 }
 
 /// What whoever asks is told.
@@ -252,16 +259,12 @@ fn only_blocks_come_over_further_connections() {
 
 #[test]
 fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
-    let connections = |prefill: &Prefill| {
-        let paths = prefill.sender.paths().remove(0).1;
-        paths.into_iter().find(|path| path.transport == TransportKind::Tcp).unwrap().connections
-    };
     let run = |limits: Limits| {
         let decode = Decode::limited(large(), 1, "127.0.0.1:0", limits);
         let prefill = Prefill::new(large(), 2, TransportChoice::Tcp);
         let stats = prefill.send(&decode.reserve(1, &first(8)), 0).wait().unwrap();
         assert_eq!(stats.transport, TransportKind::Tcp);
-        connections(&prefill)
+        connections_of(&prefill)
     };
     assert_eq!(run(patient()), 1);
     with_connections(3, || assert_eq!(run(patient()), 3));
@@ -289,7 +292,7 @@ fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
 
 #[test]
 fn an_ipv6_address_is_reached_in_the_brackets_it_is_advertised_in() {
-    if let Err(error) = std::net::TcpListener::bind("[::1]:0") {
+    if let Err(error) = TcpListener::bind("[::1]:0") {
         return println!("skipped, no IPv6 here: {error}");
     }
     for count in [1, 3] {
@@ -303,4 +306,67 @@ fn an_ipv6_address_is_reached_in_the_brackets_it_is_advertised_in() {
             decode.expect_verified(1);
         });
     }
+}
+
+/// Stands between a prefill worker and the decode worker at `to`: what goes over the session's own connection and most that join it
+/// it passes on, but not what the first of those has to say.
+fn pass_on(listener: &TcpListener, to: std::net::SocketAddr, connections: usize) {
+    std::thread::scope(|scope| {
+        for _ in 0..connections {
+            let (mut near, _) = listener.accept().unwrap();
+            scope.spawn(move || {
+                let mut far = TcpStream::connect(to).unwrap();
+                let (mut from_far, mut to_near) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+                let back = std::thread::spawn(move || {
+                    let _ = std::io::copy(&mut from_far, &mut to_near);
+                    let _ = to_near.shutdown(Shutdown::Write);
+                });
+                let mut hello = [0; Hello::LEN];
+                near.read_exact(&mut hello).unwrap();
+                far.write_all(&hello).unwrap();
+                let first = hear(&mut near);
+                if matches!(first, Frame::Join { stream: 1, .. }) {
+                    let _ = std::io::copy(&mut near, &mut std::io::sink());
+                } else {
+                    say(&mut far, &first);
+                    let _ = std::io::copy(&mut near, &mut far);
+                }
+                let _ = far.shutdown(Shutdown::Both);
+                back.join().unwrap();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_connection_that_does_not_join_in_time_keeps_no_other_out_and_leaves_time_for_the_handoff() {
+    let decode = Decode::new(large(), 1);
+    let mut target = Descriptor::parse(&decode.reserve(1, &first(8)), &decode.geometry.layout, false).unwrap();
+    let (listener, to) = (TcpListener::bind("127.0.0.1:0").unwrap(), decode.receiver.local_addr());
+    target.port = listener.local_addr().unwrap().port();
+    // Whoever waited for it as long as a handshake may take would be too late.
+    let limits = Limits { handshake: Duration::from_secs(4), ..patient() };
+    std::thread::scope(|scope| {
+        scope.spawn(|| pass_on(&listener, to, 3));
+        with_connections(3, || {
+            let (faultless, deadline): (Wrap, _) = (Arc::new(|inner| inner), Instant::now() + limits.handshake);
+            let prefill = Prefill::limited(large(), 2, TransportChoice::Tcp, faultless, limits);
+            prefill.send_until(&target.encode(), 0, deadline).wait().unwrap();
+            decode.expect_verified(1);
+            assert_eq!(connections_of(&prefill), 2);
+        });
+    });
+}
+
+#[test]
+fn a_path_on_which_nobody_answers_leaves_time_for_the_next() {
+    let decode = Decode::new(large(), 1);
+    let mut target = Descriptor::parse(&decode.reserve(1, &first(1)), &decode.geometry.layout, false).unwrap();
+    target.unix = format!("baton-mute-{}", std::process::id()).into_bytes();
+    let address = std::os::unix::net::SocketAddr::from_abstract_name(&target.unix).unwrap();
+    let _mute = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
+    let limits = Limits { handshake: Duration::from_secs(4), ..patient() };
+    let prefill = Prefill::limited(large(), 2, TransportChoice::Auto, Arc::new(|inner| inner), limits);
+    assert_eq!(prefill.send(&target.encode(), 0).wait().map(|stats| stats.transport), Ok(TransportKind::Tcp));
+    decode.expect_verified(1);
 }

@@ -188,3 +188,27 @@ impl Hub {
         ReceiverStats { sessions, ..lock(&self.books).ledger.stats() }
     }
 }
+
+#[cfg(test)]
+impl Hub {
+    /// Of a small pool, with room for so many sessions, and an owner who does not care.
+    pub(crate) fn alone(connections: usize) -> Hub {
+        use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry};
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+        let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
+        let geometry = PoolGeometry::uniform(layout, 4);
+        let pool = crate::Segment::create("test", geometry.bytes()).expect("memory");
+        let options = ReceiverOptions {
+            worker: WorkerId(1),
+            tcp: ([127, 0, 0, 1], 0).into(),
+            advertise: None,
+            geometry,
+            pool: Arc::new(pool).into(),
+            ucx: crate::UcxSettings::default(),
+            tls: None,
+            limits: crate::Limits { connections, ..crate::Limits::default() },
+            verify: true,
+        };
+        Hub::new(options, Box::new(drop)).expect("a hub")
+    }
+}

@@ -37,55 +37,78 @@ pub(crate) struct Doors {
 
 /// Runs until the hub stops, then waits for the sessions.
 pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
-    let mut sessions: Vec<JoinHandle<()>> = Vec::new();
-    let mut refused: VecDeque<Link> = VecDeque::new();
-    let mut next_id: SessionId = 0;
-    while !hub.stopped() {
-        let next = hub.with(|ledger| {
+    let mut desk = Desk { hub, doors, sessions: Vec::new(), refused: VecDeque::new(), last_id: 0 };
+    while !desk.hub.stopped() {
+        let next = desk.hub.with(|ledger| {
             ledger.expire(Instant::now());
             ledger.next_expiry()
         });
-        let (mut paused, mut more) = (false, true);
-        for round in 0..ACCEPTS {
-            let Some(accepted) = accept(&doors, hub.options.tls.as_ref(), round) else {
-                more = false;
-                break;
-            };
-            next_id += 1;
-            sessions.retain(|session| !session.is_finished());
-            match accepted.and_then(|socket| admit(&hub, next_id, socket)) {
-                Ok(Admitted::Session(session)) => sessions.push(session),
-                Ok(Admitted::Refused(link)) => {
-                    refused.push_back(link);
-                    refused.drain(..refused.len().saturating_sub(KEPT_OPEN));
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "cannot accept a prefill worker");
-                    paused = true;
-                    break;
-                }
-            }
-        }
-        let mut timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
-        let opening = refused.iter().filter(|link| link.is_opening()).map(|link| (link.as_fd(), Interest::Read));
-        let doors = [(doors.tcp.as_fd(), Interest::Read), (doors.unix.as_fd(), Interest::Read)];
-        let fds: Vec<_> = doors.into_iter().chain(opening).collect();
-        if more && !paused {
-            timeout = Some(Duration::ZERO);
-        }
-        if paused {
-            timeout = Some(timeout.map_or(PAUSE, |t| t.min(PAUSE)));
-        }
-        if let Err(error) = wait(&hub.wake, if paused { &[] } else { &fds[..] }, timeout) {
+        let next = next.map(|at| at.saturating_duration_since(Instant::now()));
+        let waited = match desk.let_in() {
+            Crowd::Gone => desk.wait(next),
+            Crowd::Waits => desk.wait(Some(Duration::ZERO)),
+            Crowd::Overwhelms => wait(&desk.hub.wake, &[], Some(next.map_or(PAUSE, |next| next.min(PAUSE)))).map(drop),
+        };
+        if let Err(error) = waited {
             tracing::error!(%error, "accepts nobody any more");
             break;
         }
-        refused.retain_mut(|link| !link.is_opening() || open(link));
+        desk.refused.retain_mut(|link| !link.is_opening() || open(link));
     }
-    for session in sessions {
+    for session in desk.sessions {
         if session.join().is_err() {
             tracing::error!("a session's thread panicked");
         }
+    }
+}
+
+/// Who is at the doors after some were let in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Crowd {
+    /// Nobody.
+    Gone,
+    /// More, perhaps.
+    Waits,
+    /// More than the system has descriptors or memory for.
+    Overwhelms,
+}
+
+struct Desk {
+    hub: Arc<Hub>,
+    doors: Doors,
+    sessions: Vec<JoinHandle<()>>,
+    refused: VecDeque<Link>,
+    last_id: SessionId,
+}
+
+impl Desk {
+    /// Lets in whoever waits, so many at most.
+    fn let_in(&mut self) -> Crowd {
+        for round in 0..ACCEPTS {
+            let Some(accepted) = accept(&self.doors, self.hub.options.tls.as_ref(), round) else { return Crowd::Gone };
+            self.last_id += 1;
+            self.sessions.retain(|session| !session.is_finished());
+            match accepted.and_then(|socket| admit(&self.hub, self.last_id, socket)) {
+                Ok(Admitted::Session(session)) => self.sessions.push(session),
+                Ok(Admitted::Refused(link)) => {
+                    self.refused.push_back(link);
+                    self.refused.drain(..self.refused.len().saturating_sub(KEPT_OPEN));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a prefill worker");
+                    return Crowd::Overwhelms;
+                }
+            }
+        }
+        Crowd::Waits
+    }
+
+    /// Until somebody comes, or a refused peer goes on with what must come before it can be told why.
+    fn wait(&self, timeout: Option<Duration>) -> Result<(), TransferError> {
+        let opening = self.refused.iter().filter(|link| link.is_opening()).map(|link| (link.as_fd(), Interest::Read));
+        let doors = [(self.doors.tcp.as_fd(), Interest::Read), (self.doors.unix.as_fd(), Interest::Read)];
+        let fds: Vec<_> = doors.into_iter().chain(opening).collect();
+        wait(&self.hub.wake, &fds, timeout).map(drop)
     }
 }
 
@@ -141,4 +164,35 @@ fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Admitted, Tran
         hub.dismiss(id);
     }
     started.map(Admitted::Session)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt as _;
+    use std::os::unix::net::{SocketAddr, UnixStream};
+
+    use super::*;
+
+    #[test]
+    fn however_many_come_only_so_many_are_let_in_before_leases_have_their_turn() {
+        // I5: a crowd at one door, all there before the first is let in.
+        let hub = Arc::new(Hub::alone(1));
+        let name = format!("baton-crowd-{}", std::process::id()).into_bytes();
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
+        let unix = UnixListener::bind_addr(&address).unwrap();
+        unix.set_nonblocking(true).unwrap();
+        let doors = Doors { tcp: tcp::listen("127.0.0.1:0".parse().unwrap()).unwrap(), unix };
+        let crowd: Vec<_> = (0..2 * ACCEPTS + 3).map(|_| UnixStream::connect_addr(&address).unwrap()).collect();
+        let mut desk = Desk { hub, doors, sessions: Vec::new(), refused: VecDeque::new(), last_id: 0 };
+        let mut turns = Vec::new();
+        while desk.last_id < crowd.len() as u64 {
+            turns.push((desk.let_in(), desk.last_id));
+        }
+        let (most, all) = (ACCEPTS as u64, crowd.len() as u64);
+        // The doors take turns, but nobody is at the other.
+        assert_eq!(turns, [(Crowd::Waits, most), (Crowd::Waits, 2 * most), (Crowd::Gone, all)]);
+        // Only one of them fits, and of the others only so many are kept open to be told so.
+        assert_eq!(desk.refused.len(), KEPT_OPEN);
+        desk.hub.stop();
+    }
 }

@@ -118,11 +118,16 @@ impl Session {
         }
     }
 
-    /// What those that have joined have yet to be told.
+    /// What those that have joined have yet to be told. One that cannot be is let go of if it has carried nothing.
     fn open_more(&mut self) -> Result<(), TransferError> {
-        let mut waiting = self.more.iter_mut().filter(|(_, link)| link.has_output());
-        let flushed = waiting.try_for_each(|(_, link)| link.flush());
-        flushed.map_err(|e| self.lost(e))
+        let (inbound, mut failed) = (&self.inbound, None);
+        self.more.retain_mut(|(number, link)| {
+            let flushed = if link.has_output() { link.flush() } else { Ok(()) };
+            let keeps = flushed.is_ok() || !inbound.is_unused(*number);
+            failed = failed.take().or(flushed.err().filter(|_| keeps));
+            keeps
+        });
+        failed.map_or(Ok(()), |error| Err(self.lost(error)))
     }
 
     /// One step of reading on each connection. False when nothing is there now.
@@ -320,4 +325,52 @@ fn stage(
         queue.write(&filled).map_err(failed)?;
     }
     Ok(got)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Shutdown;
+    use std::os::unix::net::UnixStream;
+
+    use baton_types::{Epoch, WorkerId};
+
+    use super::*;
+    use crate::link::Socket;
+    use crate::wire::{FrameLimits, WriteHead};
+
+    fn link(hub: &Hub) -> (Link, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let limits = FrameLimits::new(&hub.options.limits, 1);
+        (Link::new(Socket::Unix(ours), hub.options.pool.clone(), limits), theirs)
+    }
+
+    /// A further connection that cannot be told that it has joined, though it has not closed.
+    fn deaf(hub: &Hub) -> (Link, UnixStream) {
+        let (mut link, theirs) = link(hub);
+        theirs.shutdown(Shutdown::Read).unwrap();
+        link.push(&Frame::Joined);
+        (link, theirs)
+    }
+
+    #[test]
+    fn what_cannot_be_told_that_it_joined_is_let_go_of_unless_it_has_carried_something() {
+        let hub = Arc::new(Hub::alone(9));
+        let (mail, (own, _peer)) = (Arc::new(Mail::new().unwrap()), link(&hub));
+        let welcomed = Welcomed { kind: TransportKind::Tcp, ucx: None, reach: hub.options.pool.reach().unwrap() };
+        let geometry = hub.options.geometry.clone();
+        let inbound = Inbound::new(1, WorkerId(5), TransportKind::Tcp, geometry, &hub.options.limits);
+        let mut session = Session::new(hub.clone(), mail.clone(), own, inbound, welcomed);
+        let ((unused, _a), (used, _b)) = (deaf(&hub), deaf(&hub));
+        mail.join(2, unused);
+        session.read_round().unwrap();
+        assert_eq!(session.more.len(), 1);
+        session.open_more().unwrap();
+        assert!(session.more.is_empty(), "it has carried nothing, so nothing is missing");
+        mail.join(3, used);
+        session.read_round().unwrap();
+        let head = WriteHead { epoch: Epoch(1), group: 0, layer: 0, payload: 64, indexes: vec![0] };
+        session.take_in(3, Frame::Write(head)).unwrap();
+        assert!(matches!(session.open_more(), Err(TransferError::PeerLost { .. })));
+    }
 }

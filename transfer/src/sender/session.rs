@@ -397,3 +397,6 @@ impl Session {
         TransferError::broken(self.plan.peer(), malformed)
     }
 }
+
+#[cfg(test)]
+mod tests;
