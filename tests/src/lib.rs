@@ -4,6 +4,7 @@
 pub mod binary;
 pub mod cluster;
 pub mod local;
+pub mod logits;
 pub mod perplexity;
 pub mod references;
 pub mod soak;

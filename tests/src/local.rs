@@ -10,6 +10,7 @@ use baton_engine::{
     Batch, CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, Prefix, RunError, Start,
     SwapConfig, SwapRates, Time,
 };
+use baton_kernels::cuda::{CudaBackend, CudaOptions, ExchangingDevice};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::parallel::TensorParallel;
 use baton_model::{Decoder, Limits, Sampler, kv_layout};
@@ -124,6 +125,23 @@ impl Local {
     /// Opens the model at `path` and loads it.
     pub fn open(path: &Path, options: Options) -> anyhow::Result<Local> {
         Local::new(&Model::open(path)?, options)
+    }
+}
+
+impl<D: ExchangingDevice> Local<CudaBackend<D>> {
+    /// Loads a model onto a tensor-parallel rank on each of these devices.
+    pub fn ranks_on(model: &Model, options: Options, devices: &[Arc<D>], cuda: CudaOptions) -> anyhow::Result<Self> {
+        Local::with(model, options, |layout, limits| {
+            let geometry = PoolGeometry::uniform(layout.clone().of_ranks(devices.len() as u32), options.blocks);
+            let backend = |device: &Arc<D>| {
+                let mut backend = CudaBackend::new(Arc::clone(device), geometry.clone(), cuda)?;
+                backend.reserve_swap(options.swap_blocks)?;
+                anyhow::Ok(backend)
+            };
+            let backends = devices.iter().map(backend).collect::<Result<_, _>>()?;
+            let ranks = TensorParallel::on_devices(model, layout, limits, backends, D::connect(devices)?)?;
+            Ok(Runner::Ranks(Box::new(ranks)))
+        })
     }
 }
 

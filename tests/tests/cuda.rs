@@ -14,7 +14,7 @@ use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, Fp8, HostDev
 use baton_model::{Decoder, Footprint, Limits, Sampler, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
-use baton_tests::tiny;
+use baton_tests::{logits::distance, tiny};
 use baton_types::{PoolGeometry, SamplingParams, TokenOut};
 
 /// How far the farthest logit may be from the CPU's, in standard deviations of its row. Of the fifteen models the middle one has 0.09 and
@@ -71,14 +71,6 @@ fn pool(model: &Model) -> PoolGeometry {
 fn footprint(model: &Model, fp8: bool) -> Footprint {
     let (tokens, context) = (OPTIONS.budget as usize, 128);
     Footprint::of(model, &pool(model).layout, Limits { tokens, samples: 4, context, table_entries: 0 }, fp8)
-}
-
-/// The largest difference of two rows, in standard deviations of the second.
-fn distance(got: &[f32], want: &[f32]) -> f64 {
-    let mean = want.iter().map(|&x| f64::from(x)).sum::<f64>() / want.len() as f64;
-    let spread = want.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / want.len() as f64;
-    let differences = got.iter().zip(want).map(|(&a, &b)| (f64::from(a) - f64::from(b)).abs());
-    differences.fold(0.0, |most: f64, x| if x.is_nan() { f64::INFINITY } else { most.max(x) }) / spread.sqrt()
 }
 
 /// The best logit's lead over the next, in standard deviations of the row.

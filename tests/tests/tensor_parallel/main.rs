@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod cluster;
+mod devices;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,7 +15,7 @@ use baton_engine::{
     CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, RunError, SequenceError, Start,
     SwapConfig, Time, conformance,
 };
-use baton_kernels::{CpuBackend, CpuOptions, HostPool};
+use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool};
 use baton_model::parallel::{Collective, Sharding, SharedMemory, TensorParallel};
 use baton_model::{Limits, kv_layout};
 use baton_model_files::{Model, fetch};
@@ -37,7 +38,7 @@ fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Request {
     (prompt, SamplingParams { temperature: 0.0, max_tokens, ..SamplingParams::default() })
 }
 
-fn run(local: &mut Local, requests: &[Request]) -> anyhow::Result<(Vec<Vec<u32>>, Logits)> {
+fn run<B: Backend>(local: &mut Local<B>, requests: &[Request]) -> anyhow::Result<(Vec<Vec<u32>>, Logits)> {
     let mut seen = Logits::new();
     let answers = local.run(requests, &mut |request, index, logits| {
         seen.insert((request, index), logits.to_vec());
@@ -184,7 +185,7 @@ fn backends(geometry: &PoolGeometry, ranks: u32, threads: usize) -> Vec<CpuBacke
     let backend = |_| {
         let pool = Arc::new(HostPool::in_memory(mine.clone()).unwrap());
         let mut backend = CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() }, pool).unwrap();
-        baton_kernels::Backend::reserve_swap(&mut backend, geometry.blocks[0]).unwrap();
+        backend.reserve_swap(geometry.blocks[0]).unwrap();
         backend
     };
     (0..ranks).map(backend).collect()
@@ -198,15 +199,15 @@ enum Fault {
 }
 
 /// A rank's exchange that goes wrong once, at its `at`-th sum.
-struct Faulty {
-    inner: SharedMemory,
+struct Faulty<C> {
+    inner: C,
     fault: Fault,
     /// Sums until it happens, then out of reach.
     at: Arc<AtomicUsize>,
 }
 
-impl Collective<CpuBackend> for Faulty {
-    fn all_reduce(&mut self, backend: &mut CpuBackend, x: &mut Vec<f32>, elements: usize) -> Result<(), RunError> {
+impl<B: Backend, C: Collective<B>> Collective<B> for Faulty<C> {
+    fn all_reduce(&mut self, backend: &mut B, x: &mut B::Buffer, elements: usize) -> Result<(), RunError> {
         match (self.at.fetch_sub(1, Ordering::Relaxed), self.fault) {
             (1, Fault::Panic) => panic!("a planned panic"),
             (1, Fault::Error) => Err(RunError("a planned error".to_owned())),
@@ -216,29 +217,44 @@ impl Collective<CpuBackend> for Faulty {
 
     fn gather(
         &mut self,
-        backend: &mut CpuBackend,
-        part: &Vec<f32>,
+        backend: &mut B,
+        part: &B::Buffer,
         rows: usize,
         splits: &[usize],
-        whole: &mut Vec<f32>,
+        whole: &mut B::Buffer,
     ) -> Result<(), RunError> {
         self.inner.gather(backend, part, rows, splits, whole)
     }
 
     fn abort(&self, why: &RunError) {
-        Collective::<CpuBackend>::abort(&self.inner, why);
+        self.inner.abort(why);
     }
 
     fn reset(&mut self) -> Result<(), RunError> {
-        Collective::<CpuBackend>::reset(&mut self.inner)
+        self.inner.reset()
     }
 }
 
+fn small() -> EngineConfig {
+    EngineConfig {
+        token_budget: 16,
+        chunk: 16,
+        pack_tokens: u32::MAX,
+        max_running: 2,
+        max_waiting: 2,
+        context_tokens: 64,
+        local_tokens: 0,
+        order: Order::default(),
+        cache: CacheConfig::default(),
+        swap: SwapConfig::default(),
+    }
+}
+
+/// Room for one prompt.
+const LIMITS: Limits = Limits { tokens: 16, samples: 2, context: 64, table_entries: 8 };
+
 /// The first token after a prompt, or why its sequence ended.
-fn ask(
-    engine: &mut Engine,
-    runner: &mut TensorParallel<CpuBackend>,
-) -> anyhow::Result<Result<TokenOut, SequenceError>> {
+fn ask(engine: &mut Engine, runner: &mut dyn ModelRunner) -> anyhow::Result<Result<TokenOut, SequenceError>> {
     engine.submit(NewSequence {
         request: RequestId("a".to_owned()),
         tokens: vec![5, 6, 7],
@@ -273,19 +289,6 @@ fn a_rank_that_fails_ends_the_step_for_all() -> anyhow::Result<()> {
     let model = Model::open(Path::new(directory.path()))?;
     let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
     let geometry = PoolGeometry::uniform(layout, 4);
-    let config = EngineConfig {
-        token_budget: 16,
-        chunk: 16,
-        pack_tokens: u32::MAX,
-        max_running: 2,
-        max_waiting: 2,
-        context_tokens: 64,
-        local_tokens: 0,
-        order: Order::default(),
-        cache: CacheConfig::default(),
-        swap: SwapConfig::default(),
-    };
-    let limits = Limits { tokens: 16, samples: 2, context: 64, table_entries: 8 };
     let sums = 2 * model.config().layers as usize;
     for (fault, ranks) in [(Fault::Panic, 2), (Fault::Error, 4)] {
         for (culprit, at) in (0..ranks as usize).flat_map(|rank| [1, 2, sums].map(|at| (rank, at))) {
@@ -297,8 +300,8 @@ fn a_rank_that_fails_ends_the_step_for_all() -> anyhow::Result<()> {
                 Box::new(Faulty { inner, fault, at }) as Box<dyn Collective<CpuBackend>>
             });
             let backends = backends(&geometry, ranks, 1).into_iter().zip(collectives).collect();
-            let mut runner = TensorParallel::load(&model, &geometry.layout, limits, backends)?;
-            let mut engine = Engine::new(config, &geometry)?;
+            let mut runner = TensorParallel::load(&model, &geometry.layout, LIMITS, backends)?;
+            let mut engine = Engine::new(small(), &geometry)?;
             let want = ask(&mut engine, &mut runner)?;
             ensure!(want.is_ok(), "{want:?}");
             for _ in 0..2 {

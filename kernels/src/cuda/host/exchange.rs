@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::backend::CudaBackend;
-use super::super::device::{Address, Memory, Piece};
+use super::super::device::{Address, Device, Memory, Piece};
 use super::super::exchange::{Columns, Exchange, ExchangingDevice};
+use super::super::recorder::Recorder;
 use super::{HostDevice, host};
 use crate::{KernelError, Meeting};
 
@@ -38,14 +39,14 @@ unsafe fn copy(from: Address, to: Piece<'_>) {
     unsafe { std::ptr::copy(host(from), host(to.at()), to.bytes()) };
 }
 
-impl Exchange<HostDevice> for HostExchange {
+impl<D: Device> Exchange<D> for HostExchange {
     fn share(
         &self,
         rank: usize,
-        _: &mut CudaBackend<HostDevice>,
-        own: &Memory<HostDevice>,
+        _: &mut CudaBackend<D>,
+        own: &Memory<D>,
         elements: usize,
-        all: &[Memory<HostDevice>],
+        all: &[Memory<D>],
     ) -> Result<(), KernelError> {
         self.while_shown(rank, own.floats(elements), |shown| {
             for (from, to) in shown.iter().zip(all) {
@@ -58,10 +59,10 @@ impl Exchange<HostDevice> for HostExchange {
     fn collect(
         &self,
         rank: usize,
-        _: &mut CudaBackend<HostDevice>,
-        part: &Memory<HostDevice>,
+        _: &mut CudaBackend<D>,
+        part: &Memory<D>,
         columns: &Columns<'_>,
-        whole: &Memory<HostDevice>,
+        whole: &Memory<D>,
     ) -> Result<(), KernelError> {
         let bytes = |elements: usize| elements * size_of::<f32>();
         self.while_shown(rank, part.floats(columns.rows * columns.of(rank).len()), |shown| {
@@ -85,9 +86,20 @@ impl Exchange<HostDevice> for HostExchange {
     }
 }
 
+/// A rank a device, whose memory is the host's.
+fn connect<D: Device>(devices: &[Arc<D>]) -> Arc<dyn Exchange<D>> {
+    let (meeting, shown) = (Meeting::new(devices.len()), Mutex::new(vec![Address::default(); devices.len()]));
+    Arc::new(HostExchange { meeting, shown, aborted: Mutex::new(false) })
+}
+
 impl ExchangingDevice for HostDevice {
     fn connect(devices: &[Arc<Self>]) -> Result<Arc<dyn Exchange<Self>>, KernelError> {
-        let (meeting, shown) = (Meeting::new(devices.len()), Mutex::new(vec![Address::default(); devices.len()]));
-        Ok(Arc::new(HostExchange { meeting, shown, aborted: Mutex::new(false) }))
+        Ok(connect(devices))
+    }
+}
+
+impl ExchangingDevice for Recorder<HostDevice> {
+    fn connect(devices: &[Arc<Self>]) -> Result<Arc<dyn Exchange<Self>>, KernelError> {
+        Ok(connect(devices))
     }
 }
