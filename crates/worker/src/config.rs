@@ -254,7 +254,8 @@ baton_runtime::config! {
         quantization: Quantization = Quantization::None,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
-        /// Tensor-parallel ranks on the CPU: the model is split over so many, which share the threads. A divisor of its KV heads.
+        /// Tensor-parallel ranks: the model is split over so many, which on the CPU share the threads and on GPUs have one each. A divisor of its
+        /// KV heads.
         tp: u32 = 1,
         /// Keep each compute thread on a CPU of its own; for workers that share their CPUs with nobody.
         pin_threads: bool = false,

@@ -29,5 +29,13 @@
   {{- if and (has (toString $c.rollout.maxSurge) $none) (has (toString $c.rollout.maxUnavailable) $none) -}}
     {{- fail (printf "%s.rollout allows neither a pod more nor one less, so no rollout could start; raise maxSurge or maxUnavailable" $role) -}}
   {{- end -}}
+  {{- $settings := include "baton.settings" (dict "root" $ "role" $role) | fromYaml -}}
+  {{- $limits := ($c.resources).limits | default dict -}}
+  {{- if and (eq (toString $settings.backend) "cuda") (hasKey $limits "nvidia.com/gpu") -}}
+    {{- $ranks := int ($settings.tp | default 1) -}}
+    {{- if ne (int (get $limits "nvidia.com/gpu")) $ranks -}}
+      {{- fail (printf "%s has backend cuda with tp %d, and each rank takes a GPU, but %s.resources.limits has nvidia.com/gpu: %v; make both the same" $role $ranks $role (get $limits "nvidia.com/gpu")) -}}
+    {{- end -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
