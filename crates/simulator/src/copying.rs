@@ -119,6 +119,9 @@ impl World {
         let (epoch, head) = (batch.epoch, Frame::Write(batch.head(batch.bytes() as u32)));
         let end = &mut session.ends[at];
         session.written.count(end.stream);
+        if self.broken(Sabotage::CountTwice) {
+            session.written.count(end.stream);
+        }
         let item = end.outbox.push_blocks(&head, epoch, batch.runs().map(|run| (run.source, run.len)));
         if self.broken(Sabotage::FlushEarly) {
             session.outbound.flushed(Vec::new());

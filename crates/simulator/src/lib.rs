@@ -13,7 +13,8 @@
 //!   of the lease's table and of real processes.
 //! - I6: blocks are conserved; in the end all are free, on both sides.
 //! - Each outcome is reported once, on each side, and the two never contradict each other.
-//! - Delivery: where nothing goes wrong no handoff fails but by its owner or its time, whatever overtakes what.
+//! - Delivery: where nothing goes wrong no handoff fails but by its owner or its time, whatever overtakes what, and who has
+//!   completed is soon told the outcome.
 //!
 //! A run is a function of its seed, so a failure is replayed by it.
 //!

@@ -21,6 +21,8 @@ use crate::{Sabotage, Violation};
 const BLOCKS: u32 = 64;
 /// From one of an owner's steps to the next, at most.
 const PACE: Micros = 20_000;
+/// From a completion to its outcome where nothing goes wrong, at most: more than twice what it takes.
+const ANSWER: Micros = 600_000;
 /// How long a session that ends goes on trying to say so.
 pub(crate) const FAREWELL: Micros = 50_000;
 
@@ -50,6 +52,8 @@ pub(crate) struct Handoff {
     todo: Vec<(usize, usize, Vec<u32>)>,
     /// Its owner has asked for the end, and waits.
     asked: bool,
+    /// When it was completed.
+    completed: Option<Micros>,
     opened: Micros,
     deadline: Micros,
 }
@@ -151,6 +155,7 @@ impl World {
             tables,
             todo,
             asked: false,
+            completed: None,
             opened: self.now,
             deadline,
         };
@@ -242,6 +247,7 @@ impl World {
             return Ok(());
         }
         handoff.asked = true;
+        handoff.completed = Some(self.now);
         let tail = handoff.request.to_le_bytes().to_vec();
         let report = prefill.reports.clone();
         let done = Done::new(Box::new(move |outcome| {
@@ -290,6 +296,11 @@ impl World {
             let Some(handoff) = self.prefills[place].handoffs.remove(&id) else {
                 return Err(self.violation("reported once", format!("handoff {id} ends again: {told:?}")));
             };
+            let waited = self.now - handoff.completed.unwrap_or(self.now);
+            if self.options.calm && waited > ANSWER {
+                let what = format!("{} waits {waited} µs for its outcome though nothing goes wrong", handoff.epoch);
+                return Err(self.violation("delivery", what));
+            }
             if let Told::Done(Ok(_)) = told
                 && self.decodes[handoff.decode].id == handoff.peer
                 && !self.decodes[handoff.decode].has_verified(handoff.epoch)

@@ -32,6 +32,8 @@ pub enum Sabotage {
     AnnounceTwice,
     /// A completion does not wait for what it comes after on other connections.
     HurryCompletions,
+    /// A completion waits for more on other connections than was sent.
+    CountTwice,
     /// The decode worker goes on applying what was arriving of a handoff when that was closed.
     ApplyClosed,
     /// The decode worker lets connections join sessions whose ticket they do not have.
@@ -44,7 +46,7 @@ pub enum Sabotage {
 
 impl Sabotage {
     /// Every one.
-    pub const ALL: [Sabotage; 18] = [
+    pub const ALL: [Sabotage; 19] = [
         Sabotage::SkipVerify,
         Sabotage::FreeBeforeFenced,
         Sabotage::FreeOnFailed,
@@ -59,6 +61,7 @@ impl Sabotage {
         Sabotage::AckEarly,
         Sabotage::AnnounceTwice,
         Sabotage::HurryCompletions,
+        Sabotage::CountTwice,
         Sabotage::ApplyClosed,
         Sabotage::IgnoreTickets,
         Sabotage::ForgetOnOne,
@@ -76,7 +79,7 @@ impl Sabotage {
             LoseFences | LeakOnCancel => "I6",
             AckEarly => "agreement",
             AnnounceTwice => "reported once",
-            HurryCompletions => "delivery",
+            HurryCompletions | CountTwice => "delivery",
         }
     }
 }
