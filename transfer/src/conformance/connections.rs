@@ -340,7 +340,8 @@ fn pass_on(listener: &TcpListener, to: std::net::SocketAddr, connections: usize)
 
 #[test]
 fn a_connection_that_does_not_join_in_time_keeps_no_other_out_and_leaves_time_for_the_handoff() {
-    let decode = Decode::new(large(), 1);
+    // The decode end does not give up waiting for it.
+    let decode = Decode::limited(large(), 1, "127.0.0.1:0", Limits { handshake: PATIENCE, ..patient() });
     let mut target = Descriptor::parse(&decode.reserve(1, &first(8)), &decode.geometry.layout, false).unwrap();
     let (listener, to) = (TcpListener::bind("127.0.0.1:0").unwrap(), decode.receiver.local_addr());
     target.port = listener.local_addr().unwrap().port();
