@@ -6,20 +6,26 @@ use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use baton_cluster::{Member, Role};
-use baton_kernels::cuda::HostDevice;
+use baton_kernels::cuda::{HostDevice, Recorder};
 use baton_runtime::Bytes;
 use baton_tests::cluster::client::{Client, apart, prompt, sampled};
 use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{HANG, status, wait, wait_all_free};
 use baton_tests::{binary, tiny, ucx};
-use baton_worker::{TransportKind, WorkerConfig, load_on_devices, open_model};
+use baton_worker::{
+    PackTokens, Ready, TransportKind, WorkerConfig, WorkerError, load_on_device, load_on_devices, open_model,
+};
 use tokio::runtime::Runtime;
 
 /// What a child of this program is told to be: a role, what it computes on and by how many ranks, and where.
 const CHILD: &str = "BATON_TESTS_DEVICE_WORKER";
+
+/// How long a device that stands still is waited for.
+const STANDS_STILL: Duration = Duration::from_secs(2);
 
 /// Not a test: what a [`Scene`] runs its workers as.
 #[test]
@@ -41,14 +47,16 @@ fn child() -> anyhow::Result<()> {
         threads: Some(1),
         tp: on.trim_start_matches(char::is_alphabetic).parse().unwrap_or(1),
         local_prefill: 0,
+        pack_tokens: PackTokens::Tokens(64),
+        gpu_timeout: if on == "still" { STANDS_STILL } else { WorkerConfig::default().gpu_timeout },
         ..WorkerConfig::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let devices = (0..config.tp).filter(|_| on.starts_with("device")).map_while(|_| HostDevice::for_tests());
-    let devices: Vec<_> = devices.map(Arc::new).collect();
+    let (gpu, still) = (on != "cpu", on == "still");
+    let devices: Vec<_> = (0..config.tp).filter(|_| gpu).map_while(|_| HostDevice::for_tests()).collect();
     runtime.block_on(async {
-        let load = move |config: &WorkerConfig| load_on_devices(config, &open_model(config)?, &devices);
-        match (role, on.starts_with("device")) {
+        let load = move |config: &WorkerConfig| load(config, devices, still);
+        match (role, gpu) {
             ("prefill", false) => baton_prefill_node::run(config).await,
             (_, false) => baton_decode_node::run(config).await,
             ("prefill", true) => baton_prefill_node::run_loaded(config, load).await,
@@ -56,6 +64,18 @@ fn child() -> anyhow::Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// The worker's model on these devices, the first of which stands still after a few steps where it is to.
+fn load(config: &WorkerConfig, devices: Vec<HostDevice>, still: bool) -> Result<Ready, WorkerError> {
+    let (model, mut devices) = (open_model(config)?, devices.into_iter().peekable());
+    if let Some(device) = devices.next_if(|_| still) {
+        let device = Arc::new(Recorder::new(device));
+        let ready = load_on_device(config, &model, &device)?;
+        device.stand_still_after(20);
+        return Ok(ready);
+    }
+    load_on_devices(config, &model, &devices.map(Arc::new).collect::<Vec<_>>())
 }
 
 /// A router and workers, killed when it is dropped.
@@ -242,4 +262,31 @@ fn ranks_on_devices_hand_over_as_one_worker() -> anyhow::Result<()> {
     assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
     assert!(unused["cuda-ipc"].contains("spread over several GPUs"), "{unused:?}");
     Ok(())
+}
+
+/// I5, I4: a worker whose device stands still in the midst of answers says so, leaves and ends with an error, as its supervisor needs it to;
+/// the answers go on elsewhere, each token once.
+#[test]
+fn answers_go_on_elsewhere_when_a_device_stands_still() -> anyhow::Result<()> {
+    let Some(Stage { runtime, directory }) = Stage::set()? else { return Ok(()) };
+    let model = directory.path().to_str().context("a path in UTF-8")?;
+    let answers = |scene: &Scene| -> anyhow::Result<Vec<Vec<u32>>> {
+        let ask = |seed: u64| {
+            let (client, request) = (scene.client.clone(), apart(sampled(prompt(5 + seed as usize, seed), 24, seed)));
+            runtime.spawn(async move { client.ask(request).await })
+        };
+        let asked: Vec<_> = (1..=6).map(ask).collect();
+        asked.into_iter().map(|answer| Ok(runtime.block_on(answer)??.ids)).collect()
+    };
+    let alone = answers(&Scene::start(&runtime, model, &["decode device auto"])?)?;
+    let mut scene = Scene::start(&runtime, model, &["decode device auto", "decode still auto"])?;
+    assert_eq!(answers(&scene)?, alone);
+    let ended = wait(|| scene.children[2].try_wait().ok().flatten())?;
+    assert!(ended.code().is_some_and(|code| code != 0), "{ended}");
+    runtime.block_on(async {
+        let mut views = baton_cluster::connect(&scene.registry).await?.watch();
+        let left = views.wait_for(|view| !view.stale && view.members.len() == 1);
+        tokio::time::timeout(HANG, left).await.context("it is still a member")??;
+        wait_all_free(&scene.registry).await
+    })
 }

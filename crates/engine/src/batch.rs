@@ -35,6 +35,11 @@ pub trait ModelRunner: Send {
         false
     }
 
+    /// What its calls wait for, by name, where that is not this processor: a device that may stand still.
+    fn device(&self) -> Option<String> {
+        None
+    }
+
     /// A step from beginning to end, for those who have nothing else to do.
     fn run(
         &mut self,

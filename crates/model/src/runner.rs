@@ -133,7 +133,7 @@ impl<B: Backend> Decoder<B> {
 
     /// Waits until nothing of a step that failed is under way, half of which the backend may have been given: its blocks go to others
     /// next (I3).
-    fn drain(&mut self) {
+    pub(crate) fn drain(&mut self) {
         if let Err(error) = self.backend.drain() {
             self.lost.get_or_insert(failed(error));
         }
@@ -197,6 +197,10 @@ impl<B: Backend> ModelRunner for Decoder<B> {
 
     fn overlaps(&self) -> bool {
         self.backend.overlaps() && self.ranks() == 1
+    }
+
+    fn device(&self) -> Option<String> {
+        self.backend.overlaps().then(|| self.backend.name())
     }
 
     fn lost(&mut self) -> Option<RunError> {

@@ -249,6 +249,9 @@ baton_runtime::config! {
         cuda_graphs: bool = true,
         /// On a Hopper GPU: prompts are attended to by its own matrix units and copy engine, where their kernel takes the pool.
         hopper_attention: bool = true,
+        /// On a GPU: longest time that it may take for a step. One that takes longer is taken to stand still: the worker tells its requests,
+        /// which go on elsewhere, leaves the cluster and ends with an error, so that it is started anew.
+        gpu_timeout: Duration = Duration::from_secs(60),
         /// Weights of layers: none (as they are, on a GPU bf16), or on a GPU fp8: 8-bit floats (E4M3) with a scale for each output, and so the
         /// rows that they are multiplied with; about half the memory. All workers of a cluster need the same.
         quantization: Quantization = Quantization::None,

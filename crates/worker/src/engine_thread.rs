@@ -13,6 +13,7 @@ use baton_types::TokenOut;
 use metrics::{counter, gauge, histogram};
 use tokio::sync::watch;
 
+use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
 /// How long the thread sleeps when nothing can be computed but deadlines may pass.
@@ -59,6 +60,7 @@ pub struct Snapshot {
 pub struct EngineHandle<C> {
     commands: Commands<C>,
     snapshot: watch::Receiver<Snapshot>,
+    stall: Stall,
 }
 
 /// Sends commands without keeping the thread alive: what the role itself and its callbacks hold.
@@ -83,7 +85,7 @@ impl<C> Commands<C> {
 
 impl<C> Clone for EngineHandle<C> {
     fn clone(&self) -> Self {
-        EngineHandle { commands: self.commands.clone(), snapshot: self.snapshot.clone() }
+        EngineHandle { commands: self.commands.clone(), snapshot: self.snapshot.clone(), stall: self.stall.clone() }
     }
 }
 
@@ -105,23 +107,46 @@ impl<C> EngineHandle<C> {
     pub fn snapshot(&self) -> watch::Receiver<Snapshot> {
         self.snapshot.clone()
     }
+
+    /// Whether the thread waits for a device that stands still, and says nothing any more.
+    pub(crate) fn stall(&self) -> &Stall {
+        &self.stall
+    }
 }
 
-/// Starts the thread. `make` gets a way to send the role commands, for callbacks of the transfer engine.
+/// Starts the thread. `make` gets a way to send the role commands, for callbacks of the transfer engine. A device that the model computes
+/// on may take `timeout` for a step.
 pub fn start<R: Role>(
     name: &str,
     engine: Engine,
     runner: Box<dyn ModelRunner>,
     clock: Clock,
+    timeout: Duration,
     make: impl FnOnce(Commands<R::Command>) -> Result<R, WorkerError>,
 ) -> Result<EngineHandle<R::Command>, WorkerError> {
     let (commands, inbox) = channel();
     let (publish, snapshot) = watch::channel(Snapshot::default());
-    let handle = EngineHandle { commands: Commands(commands), snapshot };
+    let stall = Stall::default();
+    let handle = EngineHandle { commands: Commands(commands), snapshot, stall: stall.clone() };
     let role = make(handle.commands())?;
     let prefills = PrefillRate::default();
     let (events, out, flights, last_end, lost) = (Vec::new(), Vec::new(), VecDeque::new(), None, None);
-    let thread = Thread { engine, runner, role, inbox, publish, prefills, lost, events, out, flights, last_end };
+    let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
+    let thread = Thread {
+        engine,
+        runner,
+        role,
+        inbox,
+        publish,
+        prefills,
+        lost,
+        events,
+        out,
+        flights,
+        last_end,
+        watchdog,
+        stall,
+    };
     std::thread::Builder::new().name(name.to_owned()).spawn(move || thread.run(clock))?;
     Ok(handle)
 }
@@ -160,6 +185,8 @@ struct Thread<R: Role> {
     flights: VecDeque<Flight>,
     /// When a step was collected last.
     last_end: Option<Instant>,
+    watchdog: Watchdog,
+    stall: Stall,
 }
 
 /// A step that was launched, or could not be.
@@ -174,7 +201,8 @@ impl<R: Role> Thread<R> {
         let mut stuck = false;
         self.report();
         // Ends when nobody watches any more: the role holds a sender of its own, so the inbox alone never closes.
-        while !self.publish.is_closed() {
+        // Nor does anybody listen to one whose device has stood still and goes on.
+        while !self.publish.is_closed() && self.stall.get().is_none() {
             self.take_commands(stuck);
             self.launch(&clock);
             stuck = self.flights.is_empty();
@@ -201,11 +229,14 @@ impl<R: Role> Thread<R> {
             // What the plan said (reservations, expiries) comes before what the step will say.
             self.dispatch();
             let Some(step) = planned else { return };
-            let Thread { engine, runner, role, .. } = self;
+            let Thread { engine, runner, role, watchdog, .. } = self;
             let started = Instant::now();
             role.step_planned(engine, &step);
+            let call = Call::Launch(step.number(), step.tokens());
+            // It may wait for a peer, which has bounds of its own.
+            let mut on_layer = |layer| watchdog.aside(|| role.layer_stored(layer));
             let launched =
-                engine.with_batch(&step, |batch| runner.launch(batch, &mut |layer| role.layer_stored(layer)));
+                engine.with_batch(&step, |batch| watchdog.during(call, || runner.launch(batch, &mut on_layer)));
             role.step_done(engine);
             self.flights.push_back(Flight { step, started, failed: launched.err() });
         }
@@ -230,11 +261,12 @@ impl<R: Role> Thread<R> {
     }
 
     fn collect(&mut self, Flight { step, started, failed }: Flight) {
-        let Thread { engine, runner, out, events, prefills, lost, .. } = self;
+        let Thread { engine, runner, out, events, prefills, lost, watchdog, .. } = self;
         out.clear();
+        let call = Call::Collect(step.number(), step.tokens());
         let outcome = match failed {
             Some(error) => Err(error),
-            None => engine.with_batch(&step, |batch| runner.collect(batch, out)),
+            None => engine.with_batch(&step, |batch| watchdog.during(call, || runner.collect(batch, out))),
         };
         // A row of one token that samples is a decode row, also when it is a prompt's last token.
         let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
@@ -244,7 +276,7 @@ impl<R: Role> Thread<R> {
             Err(error) => {
                 tracing::error!(%error, "a step failed; its sequences end");
                 engine.fail(step, error, events);
-                *lost = runner.lost();
+                *lost = watchdog.during(Call::Lost, || runner.lost());
             }
         }
         // It was computed behind the one before it.
@@ -360,7 +392,7 @@ mod tests {
         let engine = Engine::new(limits, &PoolGeometry::uniform(tiny_layout(4), 30)).unwrap();
         let (tell, failed) = channel();
         let clock = Clock::start();
-        let handle = start("engine", engine, Box::new(Failing(2)), clock, |_| Ok(Telling(tell))).unwrap();
+        let handle = start("engine", engine, Box::new(Failing(2)), clock, IDLE_TICK, |_| Ok(Telling(tell))).unwrap();
         for name in ["first", "second"] {
             let new = NewSequence {
                 request: RequestId(name.to_owned()),

@@ -11,6 +11,8 @@ use baton_runtime::RuntimeError;
 use baton_transfer::TransferError;
 use baton_types::{BatonError, ErrorKind};
 
+use crate::Stalled;
+
 /// Errors of a worker as a whole. A request's own errors go to its stream.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -69,6 +71,9 @@ pub enum WorkerError {
     /// A thread could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),
+    /// What it computes on stands still.
+    #[error(transparent)]
+    Stalled(#[from] Stalled),
     /// The engine thread is gone: a defect, logged where it happened.
     #[error("the engine has stopped")]
     EngineStopped,
@@ -87,6 +92,7 @@ impl BatonError for WorkerError {
             WorkerError::Transfer(e) => e.kind(),
             WorkerError::Config { .. } | WorkerError::GpuMemory { .. } => ErrorKind::InvalidArgument,
             WorkerError::Grpc { .. } | WorkerError::Thread(_) => ErrorKind::Internal,
+            WorkerError::Stalled(e) => e.kind(),
             WorkerError::EngineStopped => ErrorKind::Unavailable,
         }
     }

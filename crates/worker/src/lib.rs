@@ -18,6 +18,7 @@ mod ranks;
 mod service;
 mod stream;
 mod telemetry;
+mod watchdog;
 mod wire;
 
 pub use backend::{BackendKind, Quantization};
@@ -25,9 +26,10 @@ pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, Wor
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
-pub use load::{Loaded, Ready, check_settings, load_on, load_on_devices, load_on_gpu, open_model};
+pub use load::{Loaded, Ready, check_settings, load_on, load_on_device, load_on_devices, load_on_gpu, open_model};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use stream::{Accepted, Events, Item};
 pub use telemetry::count_failure;
+pub use watchdog::Stalled;
 pub use wire::{Clock, parse_first_token, stream_status, write_first_token};

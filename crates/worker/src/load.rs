@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use baton_engine::{CacheConfig, EngineConfig, ModelRunner, SwapConfig, SwapRates};
 use baton_grammar::Grammars;
-use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, ExchangingDevice};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, ExchangingDevice, SharingDevice};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, Isa};
 use baton_model::{Decoder, Footprint, Limits, ModelError, kv_layout};
 use baton_model_files::{Model, fetch};
@@ -36,6 +36,9 @@ const MAX_STREAM: u32 = 1 << 22;
 const MIN_TTL: Duration = Duration::from_secs(1);
 /// Shortest time by which transfers are bounded; less than this a busy machine takes to wake a thread.
 const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
+
+/// A GPU may take as long for a large step.
+const LEAST_GPU_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A model on a backend over a shareable pool.
 pub struct Loaded<B: Backend = CpuBackend> {
@@ -124,6 +127,8 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     if config.backend == BackendKind::Cpu {
         check_on_cpu(config)?;
     }
+    let timeout = config.gpu_timeout;
+    check(timeout >= LEAST_GPU_TIMEOUT, "gpu_timeout", format_duration(timeout), "at least 1s")?;
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     check_limits(config)?;
@@ -222,8 +227,22 @@ pub fn load_on_devices<D: ExchangingDevice>(
     model: &Model,
     devices: &[Arc<D>],
 ) -> Result<Ready, WorkerError> {
-    let [device] = devices else { return ranks::load_on_devices(config, model, devices) };
-    let memory = GpuMemory::of(devices).map_err(ModelError::from)?;
+    match devices {
+        [device] => load_on_device(config, model, device),
+        devices => ranks::load_on_devices(config, model, devices),
+    }
+}
+
+/// Loads an open model onto a device, with its pool there. Blocks for seconds.
+///
+/// # Errors
+/// As of settings.
+pub fn load_on_device<D: SharingDevice>(
+    config: &WorkerConfig,
+    model: &Model,
+    device: &Arc<D>,
+) -> Result<Ready, WorkerError> {
+    let memory = GpuMemory::of(std::slice::from_ref(device)).map_err(ModelError::from)?;
     let loaded = load_with(config, model, Place::Gpu(memory), |geometry| {
         let (backend, memory) = on_device(device, geometry, cuda_options(config)).map_err(ModelError::from)?;
         Ok((backend, Pool::Device(memory)))

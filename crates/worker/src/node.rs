@@ -112,7 +112,9 @@ impl Node {
         let engine = Engine::new(limits, &geometry)?;
         let node =
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config };
-        let handle = engine_thread::start("engine", engine, runner, node.clock, |commands| N::role(&node, commands))?;
+        let (clock, timeout) = (node.clock, node.config.gpu_timeout);
+        let handle =
+            engine_thread::start("engine", engine, runner, clock, timeout, |commands| N::role(&node, commands))?;
         let service = WorkerService::new(N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
@@ -158,6 +160,7 @@ impl Node {
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
         routes.add_service(health_service).add_service(WorkerServer::new(service.clone()));
+        let stall = handle.stall().clone();
         let served = N::routes(self, handle, service.clone(), &mut routes)?;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(DESCRIPTORS)
@@ -185,12 +188,17 @@ impl Node {
         tracing::info!(%addr, worker = %id, registry = config.registry, "serving");
         let mut snapshot = service.snapshot.clone();
         let stopped = async { while snapshot.changed().await.is_ok() {} };
-        let mut failed = false;
+        let mut failed = None;
         tokio::select! {
             _ = process.shutdown.draining() => {}
             _ = stopped => {
-                failed = true;
+                failed = Some(WorkerError::EngineStopped);
                 process.shutdown.force("the engine has stopped");
+            }
+            // The engine thread may never say anything again.
+            _ = stall.told() => {
+                failed = stall.get().cloned().map(WorkerError::Stalled);
+                process.shutdown.force("what computes stands still");
             }
         }
         if let Err(error) = lease.update(Member { draining: true, ..member }) {
@@ -208,9 +216,7 @@ impl Node {
         stop.cancel();
         // Streams that are still open belong to requests that were cut off.
         let _ = tokio::time::timeout(Duration::from_secs(1), server).await;
-        match process.join().await {
-            _ if failed => Err(WorkerError::EngineStopped),
-            Outcome::Clean | Outcome::Cut(_) => Ok(()),
-        }
+        let (Outcome::Clean | Outcome::Cut(_)) = process.join().await;
+        failed.map_or(Ok(()), Err)
     }
 }

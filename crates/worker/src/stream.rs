@@ -7,9 +7,11 @@ use baton_engine::{Engine, EngineError, NewSequence};
 use baton_types::SeqId;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::Stream;
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::{Response, Status};
 
 use crate::EngineHandle;
+use crate::watchdog::Stall;
 
 /// Cancels its sequence when dropped. A sequence that has ended does not mind.
 struct Guard<C> {
@@ -56,12 +58,13 @@ pub trait Item: Send + 'static {
 /// A request's events. The channel behind it is bounded by the request itself: its `max_tokens` and an end.
 pub struct Events<I, C> {
     items: mpsc::UnboundedReceiver<I>,
+    stalled: Pin<Box<WaitForCancellationFutureOwned>>,
     ended: bool,
-    _guard: Guard<C>,
+    guard: Guard<C>,
 }
 
 impl<I: Item, C> Events<I, C> {
-    /// Sends the command that `submit` makes and waits until the engine has taken or refused the sequence.
+    /// Sends the command that `submit` makes and waits until the engine has taken or refused the sequence, or never will.
     pub async fn open(
         engine: &EngineHandle<C>,
         cancel: fn(SeqId) -> C,
@@ -71,13 +74,23 @@ impl<I: Item, C> Events<I, C> {
         let (accepted, answer) = oneshot::channel();
         let accepted = Accepted { answer: accepted, engine: engine.clone(), cancel };
         engine.send(submit(stream, accepted)).map_err(|e| baton_proto::status_of(&e))?;
-        let guard = answer.await.map_err(|_| stopped())?.map_err(|e| baton_proto::status_of(&e))?;
-        Ok(Response::new(Events { items, ended: false, _guard: guard }))
+        let answer = tokio::select! {
+            answer = answer => answer.map_err(|_| stopped())?,
+            () = engine.stall().told() => return Err(status_of(engine.stall())),
+        };
+        let guard = answer.map_err(|e| baton_proto::status_of(&e))?;
+        let stalled = Box::pin(engine.stall().told());
+        Ok(Response::new(Events { items, stalled, ended: false, guard }))
     }
 }
 
 fn stopped() -> Status {
     Status::unavailable("the engine has stopped")
+}
+
+/// Of an engine that waits for what stands still.
+fn status_of(stall: &Stall) -> Status {
+    stall.get().map_or_else(stopped, |stalled| baton_proto::status_of(stalled))
 }
 
 impl<I: Item, C> Stream for Events<I, C> {
@@ -87,7 +100,13 @@ impl<I: Item, C> Stream for Events<I, C> {
         if self.ended {
             return Poll::Ready(None);
         }
-        let event = std::task::ready!(self.items.poll_recv(context)).map_or_else(|| Err(stopped()), I::into_event);
+        let event = match self.items.poll_recv(context) {
+            Poll::Ready(item) => item.map_or_else(|| Err(stopped()), I::into_event),
+            Poll::Pending => {
+                std::task::ready!(self.stalled.as_mut().poll(context));
+                Err(status_of(self.guard.engine.stall()))
+            }
+        };
         self.ended = matches!(event, Err(_) | Ok((_, true)));
         Poll::Ready(Some(event.map(|(event, _)| event)))
     }
@@ -100,8 +119,9 @@ mod tests {
     use std::time::Duration;
 
     use baton_engine::fake::{FakeModel, tiny_layout};
-    use baton_engine::{CacheConfig, EngineConfig, Event, Order, Start, SwapConfig};
-    use baton_types::{PoolGeometry, RequestId, SamplingParams};
+    use baton_engine::{Batch, CacheConfig, EngineConfig, Event, ModelRunner, Order, RunError, Start, SwapConfig};
+    use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
+    use tokio_stream::StreamExt;
 
     use super::*;
     use crate::{Clock, Role, start};
@@ -110,7 +130,7 @@ mod tests {
 
     enum Command {
         /// Waits for the word before it submits.
-        Submit(Box<NewSequence>, Accepted<Command>, std_mpsc::Receiver<()>),
+        Submit(Box<NewSequence>, mpsc::UnboundedSender<Nothing>, Accepted<Command>, std_mpsc::Receiver<()>),
         Cancel(SeqId),
     }
 
@@ -120,15 +140,17 @@ mod tests {
         Cancelled(SeqId),
     }
 
-    struct Probe(std_mpsc::Sender<Did>);
+    /// What it tells of what it did, and the streams on which it says nothing.
+    struct Probe(std_mpsc::Sender<Did>, Vec<mpsc::UnboundedSender<Nothing>>);
 
     impl Role for Probe {
         type Command = Command;
 
         fn command(&mut self, engine: &mut Engine, command: Command, _: &mut Vec<Event>) {
             let did = match command {
-                Command::Submit(new, accepted, go) => {
+                Command::Submit(new, stream, accepted, go) => {
                     go.recv_timeout(PATIENCE).unwrap();
+                    self.1.push(stream);
                     Did::Submitted(accepted.submit(engine, *new))
                 }
                 Command::Cancel(seq) => {
@@ -153,8 +175,33 @@ mod tests {
         }
     }
 
+    /// Computes on a device that stands still until the word.
+    struct Still(FakeModel, std_mpsc::Receiver<()>);
+
+    impl ModelRunner for Still {
+        fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+            self.0.launch(batch, on_layer)
+        }
+
+        fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            let _ = self.1.recv();
+            self.0.collect(batch, out)
+        }
+
+        fn device(&self) -> Option<String> {
+            Some("device 7".to_owned())
+        }
+    }
+
     /// An engine thread and what its role did.
     fn engine() -> (EngineHandle<Command>, std_mpsc::Receiver<Did>) {
+        engine_on(PATIENCE, |model| Box::new(model))
+    }
+
+    fn engine_on(
+        timeout: Duration,
+        wrap: impl FnOnce(FakeModel) -> Box<dyn ModelRunner>,
+    ) -> (EngineHandle<Command>, std_mpsc::Receiver<Did>) {
         let geometry = PoolGeometry::uniform(tiny_layout(4), 8);
         let config = EngineConfig {
             token_budget: 4,
@@ -170,8 +217,8 @@ mod tests {
         };
         let engine = Engine::new(config, &geometry).unwrap();
         let (tell, told) = std_mpsc::channel();
-        let model = Box::new(FakeModel::new(geometry, 50));
-        (start("test", engine, model, Clock::start(), |_| Ok(Probe(tell))).unwrap(), told)
+        let model = wrap(FakeModel::new(geometry, 50));
+        (start("test", engine, model, Clock::start(), timeout, |_| Ok(Probe(tell, Vec::new()))).unwrap(), told)
     }
 
     /// It stays: it waits for a peer's KV.
@@ -194,7 +241,7 @@ mod tests {
     fn opening(engine: &EngineHandle<Command>, new: NewSequence) -> (Opening<'_>, std_mpsc::Sender<()>) {
         let (go, may_go) = std_mpsc::channel();
         let new = Box::new(new);
-        let submit = move |_, accepted| Command::Submit(new, accepted, may_go);
+        let submit = move |stream, accepted| Command::Submit(new, stream, accepted, may_go);
         let mut future: Opening = Box::pin(Events::open(engine, Command::Cancel, submit));
         assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
         (future, go)
@@ -231,6 +278,32 @@ mod tests {
         go.send(()).unwrap();
         let seq = submitted(&told);
         assert_eq!(next(&told), Did::Cancelled(seq));
+    }
+
+    /// I5: the engine thread waits for a step that never ends, so it tells nobody of anything.
+    #[test]
+    fn a_device_that_stands_still_ends_the_streams_that_are_open_and_those_that_open() {
+        let (go_on, still) = std_mpsc::channel();
+        let (engine, told) = engine_on(Duration::from_millis(20), |model| Box::new(Still(model, still)));
+        let (mut future, go) = opening(&engine, NewSequence { start: Start::Compute, ..sequence(4) });
+        go.send(()).unwrap();
+        submitted(&told);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let mut events = runtime.block_on(&mut future).expect("taken before the step").into_inner();
+        let status = runtime.block_on(events.next()).expect("an end").unwrap_err();
+        let said = "device 7 stands still: step 1 (4 tokens) is not over after 20ms";
+        assert!(status.message().starts_with(said), "{status}");
+        assert_eq!(status.code(), tonic::Code::Unavailable, "to be resumed elsewhere");
+        assert!(runtime.block_on(events.next()).is_none());
+        let (_go, may_go) = std_mpsc::channel();
+        let another = |stream, accepted| Command::Submit(Box::new(sequence(4)), stream, accepted, may_go);
+        let refused = runtime.block_on(Events::open(&engine, Command::Cancel, another)).err().expect("nobody answers");
+        assert_eq!(refused.message(), status.message());
+        // Should it go on after all, the thread ends.
+        drop((events, future));
+        drop(go_on);
+        while told.recv_timeout(PATIENCE).is_ok() {}
+        assert_eq!(told.recv_timeout(PATIENCE), Err(std_mpsc::RecvTimeoutError::Disconnected));
     }
 
     #[test]

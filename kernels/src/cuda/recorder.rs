@@ -88,6 +88,16 @@ struct Allocation {
     number: u64,
 }
 
+/// What becomes of the host's waits.
+#[derive(Default)]
+enum Waits {
+    #[default]
+    End,
+    Fail,
+    /// So many end, and no other.
+    Left(u64),
+}
+
 #[derive(Default)]
 struct State {
     log: Vec<Recorded>,
@@ -105,7 +115,7 @@ struct State {
     refused: Option<&'static str>,
     /// Only while it is captured.
     refused_captured: Option<&'static str>,
-    waits_refused: bool,
+    waits: Waits,
     allocated: u64,
     captures: HashMap<Stream, Vec<Captured>>,
     graphs: HashMap<Graph, Vec<Captured>>,
@@ -209,11 +219,6 @@ impl State {
         Ok(())
     }
 
-    fn refuse_wait(&self) -> Result<(), KernelError> {
-        let why = "refused by the recorder".to_owned();
-        if self.waits_refused { Err(KernelError::Device { operation: "a wait".to_owned(), why }) } else { Ok(()) }
-    }
-
     fn wait_on_host(&mut self, stream: Stream) {
         let known = self.streams.get(&stream).cloned().unwrap_or_default();
         join(&mut self.host, &known);
@@ -237,7 +242,32 @@ impl<D: Device> Recorder<D> {
 
     /// From now on waiting for a stream or an event fails, or no longer.
     pub fn refuse_waits(&self, refused: bool) {
-        self.state().waits_refused = refused;
+        self.state().waits = if refused { Waits::Fail } else { Waits::End };
+    }
+
+    /// Only so many waits for streams and events end from now on, as when a device stands still: no other ever returns.
+    pub fn stand_still_after(&self, waits: u64) {
+        self.state().waits = Waits::Left(waits);
+    }
+
+    /// Comes before each wait on the host.
+    fn may_wait(&self) -> Result<(), KernelError> {
+        let mut state = self.state();
+        match &mut state.waits {
+            Waits::End => return Ok(()),
+            Waits::Fail => {
+                let why = "refused by the recorder".to_owned();
+                return Err(KernelError::Device { operation: "a wait".to_owned(), why });
+            }
+            Waits::Left(0) => drop(state),
+            Waits::Left(left) => {
+                *left -= 1;
+                return Ok(());
+            }
+        }
+        loop {
+            std::thread::park();
+        }
     }
 
     /// Work that the host has not waited for, by what it last was for each piece of memory.
@@ -361,11 +391,11 @@ impl<D: Device> Device for Recorder<D> {
     }
 
     fn read(&self, stream: Stream, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
+        self.may_wait()?;
         let mut state = self.state();
         state.log.push(Recorded::Read(to.len()));
         state.refuse("a copy to the host", Some(stream))?;
         state.touch("read", stream, &[Access::Read(from)])?;
-        state.refuse_wait()?;
         state.wait_on_host(stream);
         self.inner.read(stream, from, to)
     }
@@ -403,10 +433,10 @@ impl<D: Device> Device for Recorder<D> {
     }
 
     fn synchronise(&self, stream: Stream) -> Result<(), KernelError> {
+        self.may_wait()?;
         let mut state = self.state();
         state.log.push(Recorded::Synchronise(stream));
         state.refuse("waiting", Some(stream))?;
-        state.refuse_wait()?;
         state.wait_on_host(stream);
         self.inner.synchronise(stream)
     }

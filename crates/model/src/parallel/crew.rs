@@ -146,6 +146,8 @@ pub(super) fn guarded<B: Backend>(
     });
     if let Err(error) = &outcome {
         decoder.abort(error);
+        // What the others wait for on their devices is over by that, too.
+        decoder.drain();
     }
     outcome
 }

@@ -140,6 +140,10 @@ impl<B: Backend> ModelRunner for TensorParallel<B> {
         self.first.collect(batch, out)
     }
 
+    fn device(&self) -> Option<String> {
+        self.first.device()
+    }
+
     /// What the first rank's backend says, or the ranks' exchange where it cannot go on.
     fn lost(&mut self) -> Option<RunError> {
         ModelRunner::lost(&mut self.first).or_else(|| self.first.reset().err())

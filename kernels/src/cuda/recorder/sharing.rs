@@ -70,9 +70,9 @@ impl<D: Device> HostCopies for Recorder<D> {
     }
 
     fn settle(&self, event: Event) -> Result<(), KernelError> {
+        self.may_wait()?;
         let mut state = self.state();
         state.log.push(Recorded::Settle(event));
-        state.refuse_wait()?;
         match state.events.get(&event).cloned() {
             Some(known) => super::join(&mut state.host, &known),
             None => state.problems.push(format!("the host waits for {event:?}, which was never recorded")),
