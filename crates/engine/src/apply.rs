@@ -83,7 +83,11 @@ impl Engine {
 
     fn apply_row(&mut self, row: &StepRow, token: Option<TokenOut>, events: &mut Vec<Event>) {
         let seq = row.seq;
-        let Some(sequence) = self.landed(row) else { return };
+        let decode = u64::from(row.samples && row.len == 1);
+        let Some(sequence) = self.landed(row) else {
+            self.decoded_in_vain += decode;
+            return;
+        };
         sequence.computed += row.len;
         self.advance_turn(seq);
         self.swapped_in(seq);
@@ -95,6 +99,7 @@ impl Engine {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let (request, cached_tokens, turn) = (sequence.request.clone(), sequence.cached_tokens(), sequence.turn);
         let finish = sequence.push(&token);
+        self.decoded += decode;
         if sequence.start == Start::ComputeAndHold {
             if let Phase::Running(tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
                 sequence.phase = Phase::Held(tables);

@@ -49,6 +49,8 @@ pub struct Engine {
     pub(crate) in_flight: u32,
     pub(crate) preemptions: u64,
     pub(crate) hit_tokens: u64,
+    pub(crate) decoded: u64,
+    pub(crate) decoded_in_vain: u64,
     /// The first block operation that failed though it cannot; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
@@ -78,6 +80,8 @@ impl Engine {
             in_flight: 0,
             preemptions: 0,
             hit_tokens: 0,
+            decoded: 0,
+            decoded_in_vain: 0,
             defect: None,
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
@@ -257,6 +261,16 @@ impl Engine {
     /// Tokens of prompts that were found in the prefix cache when their computation started.
     pub fn prefix_hit_tokens(&self) -> u64 {
         self.hit_tokens
+    }
+
+    /// Tokens told of that rows of one token gave: all but the first of a prompt longer than that.
+    pub fn decoded_tokens(&self) -> u64 {
+        self.decoded
+    }
+
+    /// Such rows of which nobody heard: the answer had ended while they were computed.
+    pub fn decoded_in_vain(&self) -> u64 {
+        self.decoded_in_vain
     }
 
     /// Blocks taken out of the prefix cache for others.

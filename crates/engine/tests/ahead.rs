@@ -3,10 +3,11 @@
 
 mod bench;
 
+use baton_engine::fake::FakeModel;
 use baton_engine::{
     Aborted, EngineConfig, Event, ModelRunner, NewSequence, Prefix, RunError, SequenceError, Start, Step, Time, fake,
 };
-use baton_types::{FinishReason, SamplingParams, SeqId};
+use baton_types::{BlockId, FinishReason, PoolGeometry, SamplingParams, SeqId};
 use bench::{Bench, LIMITS, VOCAB, layout, request};
 
 /// (sequence, first token, tokens, index, follows) of each row.
@@ -47,6 +48,7 @@ fn answers_and_prompts_go_on_behind_the_step_in_flight() {
     assert!(bench.launch().is_none(), "and so is the second");
     bench.collect(fourth);
     assert!(bench.engine.idle());
+    assert_eq!((bench.engine.decoded_tokens(), bench.engine.decoded_in_vain()), (3, 0));
     assert_eq!(ends(&bench), [(0, FinishReason::Length), (1, FinishReason::Length)]);
     // I1
     assert_eq!(bench.tokens_of(short), alone(&request(Start::Compute, 3, 3)));
@@ -68,8 +70,10 @@ fn an_answer_that_ended_has_a_row_in_vain_and_keeps_its_blocks_for_it() {
     bench.submit(Start::Compute, 8, 1);
     assert!(bench.launch().is_none(), "no room yet");
     let events = bench.events.len();
+    assert_eq!((bench.engine.decoded_tokens(), bench.engine.decoded_in_vain()), (0, 0), "a prompt's is not decoded");
     bench.collect(second);
     assert_eq!((bench.events.len(), bench.blocks().0), (events, 0), "nobody hears of its token");
+    assert_eq!((bench.engine.decoded_tokens(), bench.engine.decoded_in_vain()), (0, 1));
     assert_eq!(bench.step(), [(1, 8)]);
 }
 
@@ -147,6 +151,50 @@ fn a_step_that_fails_takes_its_sequences_out_of_the_one_behind_it() {
     bench.engine.apply(second, &mut out, &mut bench.events);
     assert_eq!(bench.tokens_of(joins), alone(&request(Start::Compute, 4, 1)));
     assert!(bench.tokens_of(fails).is_empty() && bench.engine.idle());
+}
+
+/// I3: two sequences of the same tokens keep one block of them. The second gives its own back for that, but not while a step in flight reads
+/// it: a peer that it were lent to would write to it at once.
+#[test]
+fn a_block_that_is_kept_twice_is_not_given_back_under_a_step_that_reads_it() {
+    let mut bench = Bench::new(LIMITS, 6);
+    // Computes a step where its rows lay when it was launched, no sooner than it is collected.
+    bench.model = FakeModel::new(PoolGeometry::uniform(layout(), 6), VOCAB).late();
+    // The last token of a prompt is computed in any case, so none waits for the other.
+    let twin = NewSequence { prefix: Some(Prefix::default()), ..request(Start::Compute, 1, 7) };
+    let twins = [(); 2].map(|()| bench.engine.submit(twin.clone()).unwrap());
+    let (mut full, mut behind) = (bench.launch().unwrap(), bench.launch().unwrap());
+    while full.rows()[0].start < 3 {
+        bench.collect(full);
+        (full, behind) = (behind, bench.launch().unwrap());
+    }
+    assert_eq!(rows(&behind), [(0, 4, 1, 4, Some(0)), (1, 4, 1, 4, Some(1))]);
+    let tables = |bench: &Bench| -> Vec<Vec<BlockId>> {
+        twins.iter().flat_map(|seq| bench.engine.tables(*seq).unwrap()).map(|table| table.blocks().to_vec()).collect()
+    };
+    let (read, used) = (tables(&bench), bench.blocks().0);
+    // Their first block is full now, and the first twin's is indexed.
+    bench.collect(full);
+    assert_eq!((tables(&bench), bench.blocks().0), (read, used), "as the step behind has them");
+    // With one more block there would be room for it, beside one to spare for each that runs.
+    let peer = bench.submit(Start::Receive, 4, 1);
+    let last = bench.launch().unwrap();
+    for (group, table) in bench.engine.tables(peer).unwrap().iter().enumerate() {
+        let geometry = PoolGeometry::uniform(layout(), 6);
+        let layers = 0..geometry.layout.groups[group].layers.len();
+        let lent = table.blocks().iter().flat_map(|block| layers.clone().map(|layer| (layer, *block)));
+        lent.for_each(|(layer, block)| bench.model.memory_mut()[geometry.block_range(group, layer, block)].fill(7));
+    }
+    bench.collect(behind);
+    bench.collect(last);
+    while let Some(step) = bench.launch() {
+        bench.collect(step);
+    }
+    // I1
+    twins.iter().for_each(|seq| assert_eq!(bench.tokens_of(*seq), alone(&twin)));
+    assert!(bench.events.iter().any(|event| matches!(event, Event::Reserved { seq, .. } if *seq == peer)));
+    let (used, lent, _) = bench.blocks();
+    assert_eq!((used, lent), (0, 1), "what was kept twice is kept once, and nobody's");
 }
 
 /// What a sequence begins with is copied before its first row, and never again over what that has written.

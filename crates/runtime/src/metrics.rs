@@ -42,8 +42,10 @@ pub const SWAPPED_BLOCKS: &str = "baton_swapped_blocks_total";
 pub const SWAP_BLOCKS: &str = "baton_swap_blocks";
 /// Counter: prompt tokens computed.
 pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
-/// Counter: tokens decoded.
+/// Counter: tokens decoded and told of.
 pub const DECODE_TOKENS: &str = "baton_decode_tokens_total";
+/// Counter: tokens decoded of which nobody heard, since their answers had ended by then.
+pub const DECODED_IN_VAIN: &str = "baton_decode_tokens_in_vain_total";
 /// Histogram, seconds: one engine step.
 pub const STEP_SECONDS: &str = "baton_step_seconds";
 /// Counter by `transport`: KV bytes of verified handoffs that a prefill worker wrote.
@@ -140,7 +142,8 @@ fn describe() {
     describe_counter!(SWAPPED_BLOCKS, Unit::Count, "Blocks copied to host memory and back, by direction.");
     describe_gauge!(SWAP_BLOCKS, Unit::Count, "Blocks of host memory for preempted sequences, by state.");
     describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
-    describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded.");
+    describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded and told of.");
+    describe_counter!(DECODED_IN_VAIN, Unit::Count, "Tokens decoded for answers that had ended by then.");
     describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");
     describe_counter!(TRANSFER_BYTES, Unit::Bytes, "KV bytes of verified handoffs written to peers, by transport.");
     describe_counter!(TRANSFER_SLICES, Unit::Count, "Pieces they were written in, by transport.");

@@ -272,7 +272,10 @@ impl<R: Role> Thread<R> {
         let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
         let prefilled = u64::from(step.tokens()) - decoded;
         match outcome {
-            Ok(()) => engine.apply(step, out, events),
+            Ok(()) => {
+                engine.apply(step, out, events);
+                counter!(names::PREFILL_TOKENS).increment(prefilled);
+            }
             Err(error) => {
                 tracing::error!(%error, "a step failed; its sequences end");
                 engine.fail(step, error, events);
@@ -290,8 +293,6 @@ impl<R: Role> Thread<R> {
             engine.set_swap_rates(SwapRates { copy_bytes_per_second, prefill_tokens_per_second });
         }
         histogram!(names::STEP_SECONDS).record(took.as_secs_f64());
-        counter!(names::DECODE_TOKENS).increment(decoded);
-        counter!(names::PREFILL_TOKENS).increment(prefilled);
         self.dispatch();
     }
 
@@ -309,6 +310,8 @@ impl<R: Role> Thread<R> {
         gauge!(names::KEPT_BLOCKS).set(now.kept as f64);
         counter!(names::PREFIX_HIT_TOKENS).absolute(e.prefix_hit_tokens());
         counter!(names::CACHE_EVICTIONS).absolute(e.evictions());
+        counter!(names::DECODE_TOKENS).absolute(e.decoded_tokens());
+        counter!(names::DECODED_IN_VAIN).absolute(e.decoded_in_vain());
         counter!(names::PREEMPTIONS).absolute(e.preemptions());
         counter!(names::SWAPS).absolute(e.swaps());
         for (direction, blocks) in ["out", "in"].into_iter().zip(e.swapped_blocks()) {
