@@ -5,6 +5,7 @@
 //! been applied. The peer cannot cut it off, so it needs the unix socket by which it learns of this process's end (I3).
 
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
@@ -26,17 +27,18 @@ pub(crate) struct CudaIpc {
 }
 
 impl CudaIpc {
-    /// Opens the pool of `peer`, whose shape is `geometry`, by what it has sent.
+    /// Opens the pool of `peer`, whose shape is `geometry`, by what it has sent. Copies that are given up may take `grace` to be done.
     pub(crate) fn open(
         peer: WorkerId,
         local: &dyn DeviceMemory,
         handle: &[u8],
         geometry: &PoolGeometry,
+        grace: Duration,
     ) -> Result<CudaIpc, TransferError> {
         let bytes = geometry.bytes();
         let mut queue = local.queue().map_err(|e| e.while_doing("open a queue"))?;
         queue.open(handle, bytes).map_err(|e| TransferError::PeerLost { peer, cause: e.0 })?;
-        Ok(CudaIpc { peer, bytes, copies: InOrder::new(queue), digests: Vec::new() })
+        Ok(CudaIpc { peer, bytes, copies: InOrder::new(queue, grace), digests: Vec::new() })
     }
 }
 

@@ -11,20 +11,18 @@ use crate::device::{DeviceError, DeviceQueue, JobDone};
 use crate::error::TransferError;
 use crate::transport::Batch;
 
-/// How long what was given up may take to be done. It waits for the layer it was queued behind; what takes longer is a device that hangs,
-/// and waiting longer would look like silence to the peer.
-const GRACE: Duration = Duration::from_secs(1);
-
 /// A queue with the batches that its jobs are of.
 pub(crate) struct InOrder {
     queue: Box<dyn DeviceQueue>,
     under_way: VecDeque<Batch>,
     done: VecDeque<(Batch, JobDone)>,
+    /// How long what was given up may take to be done ([`crate::Limits::grace`]).
+    grace: Duration,
 }
 
 impl InOrder {
-    pub(crate) fn new(queue: Box<dyn DeviceQueue>) -> InOrder {
-        InOrder { queue, under_way: VecDeque::new(), done: VecDeque::new() }
+    pub(crate) fn new(queue: Box<dyn DeviceQueue>, grace: Duration) -> InOrder {
+        InOrder { queue, under_way: VecDeque::new(), done: VecDeque::new(), grace }
     }
 
     /// Begins a batch.
@@ -58,7 +56,7 @@ impl InOrder {
 
     /// Forgets the batches of a handoff, after those under way are done (I3).
     pub(crate) fn cancel(&mut self, epoch: Epoch) -> Result<(), TransferError> {
-        let until = Instant::now() + GRACE;
+        let until = Instant::now() + self.grace;
         loop {
             self.collect()?;
             self.done.retain(|(batch, _)| batch.epoch != epoch);
@@ -67,7 +65,7 @@ impl InOrder {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let cause = format!("what was given up was not done within {GRACE:?}");
+                let cause = format!("what was given up was not done within {:?}", self.grace);
                 return Err(TransferError::Device { what: "stop copying", cause });
             }
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
@@ -76,5 +74,79 @@ impl InOrder {
             // Interrupted or not, the loop looks again.
             let _ = rustix::event::poll(&mut fds, Some(&timeout));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::large;
+    use crate::device::Moving;
+    use crate::heads::HeadSlice;
+    use crate::link::Range;
+    use crate::runs::Route;
+
+    /// A device whose job is done when it is asked for the so manieth time.
+    struct Slow(u32);
+
+    impl DeviceQueue for Slow {
+        fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn read(&mut self, _: u64, _: &[Range]) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn copy(&mut self, _: u64, _: &[Moving], _: usize) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn digest(&mut self, _: u64, _: &[(usize, u64)], _: usize) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
+            let left = self.0.checked_sub(1);
+            self.0 = left.unwrap_or(0);
+            Ok((left == Some(0)).then(|| JobDone::Digests(Vec::new())))
+        }
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+        fn stage(&mut self, _: usize) -> Result<&mut [u8], DeviceError> {
+            Ok(&mut [])
+        }
+        fn write(&mut self, _: &[Range]) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn digests(&mut self, _: &[(usize, u64)], _: usize) -> Result<Vec<u64>, DeviceError> {
+            Ok(Vec::new())
+        }
+    }
+
+    /// What was copied for a handoff that is given up, on a device that is done when it is asked so often.
+    fn given_up(asked: u32) -> Result<(), TransferError> {
+        let mut copies = InOrder::new(Box::new(Slow(asked)), Duration::from_millis(20));
+        let (layout, slice) = (large().layout, HeadSlice { source: 0, target: 0, count: 1 });
+        let (route, writes) = (Route::new(&layout, &layout, 0, slice), Vec::new());
+        let batch = Batch {
+            epoch: Epoch(7),
+            group: 0,
+            layer: 0,
+            route,
+            lane: 0,
+            writes,
+            after: 0,
+            digest: false,
+            staged: None,
+        };
+        copies.begin(batch, |queue, batch| queue.copy(batch.after, &[], 0))?;
+        copies.cancel(Epoch(8))?;
+        copies.cancel(Epoch(7))
+    }
+
+    /// I3, I5: what is given up is waited for, and no longer than the peer bears to hear nothing.
+    #[test]
+    fn what_is_given_up_is_waited_for_as_long_as_it_may_take() {
+        assert_eq!(given_up(3), Ok(()));
+        let error = given_up(u32::MAX).unwrap_err().to_string();
+        assert!(error.contains("what was given up was not done within 20ms"), "{error}");
     }
 }

@@ -55,6 +55,14 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// How long what a device was given may take to be done once it is given up. It waits for the steps that it was queued behind, and
+    /// while it is waited for the peer hears nothing.
+    pub(crate) fn grace(&self) -> Duration {
+        self.silence / 2
+    }
+}
+
 /// How to reach a decode worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TransportChoice {

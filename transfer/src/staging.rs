@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use baton_types::{Epoch, KvLayout};
 
 use crate::convert::Converter;
-use crate::device::{DEVICE_JOBS, DeviceQueue, JobDone, Pool};
+use crate::device::{DEVICE_JOBS, JobDone, Pool};
 use crate::error::TransferError;
 use crate::in_order::InOrder;
 use crate::link::Range;
@@ -45,19 +45,14 @@ pub(crate) struct Staging {
 
 impl Staging {
     /// Around a transport that sends host memory.
-    pub(crate) fn new(
-        pool: Pool,
-        queue: Box<dyn DeviceQueue>,
-        inner: Box<dyn Transport>,
-        convert: Option<Conversions>,
-    ) -> Staging {
-        let (reads, ready, sent) = (InOrder::new(queue), VecDeque::new(), VecDeque::new());
+    pub(crate) fn new(pool: Pool, reads: InOrder, inner: Box<dyn Transport>, convert: Option<Conversions>) -> Staging {
+        let (ready, sent) = (VecDeque::new(), VecDeque::new());
         Staging { pool, reads, direct: false, ready, sent, inner, convert, digests: Vec::new() }
     }
 
     /// Around one that sends the device's.
-    pub(crate) fn direct(pool: Pool, queue: Box<dyn DeviceQueue>, inner: Box<dyn Transport>) -> Staging {
-        Staging { direct: true, ..Staging::new(pool, queue, inner, None) }
+    pub(crate) fn direct(pool: Pool, reads: InOrder, inner: Box<dyn Transport>) -> Staging {
+        Staging { direct: true, ..Staging::new(pool, reads, inner, None) }
     }
 
     /// Takes in what was read.

@@ -188,7 +188,8 @@ baton_runtime::config! {
         kv_lease: Duration = Duration::from_secs(600),
         /// While KV travels, each end tells the other at least so often that it is alive. All workers of a cluster need the same.
         transfer_heartbeat: Duration = TransferLimits::default().heartbeat,
-        /// While KV travels, a worker that is not heard for so long is given up; at least three heartbeats.
+        /// While KV travels, a worker that is not heard for so long is given up; at least three heartbeats, and with GPUs more than four
+        /// of their longest steps: what they were to copy and is given up comes behind two, and is waited for half as long.
         transfer_silence: Duration = TransferLimits::default().silence,
         /// Longest time a prefill worker's step waits because a decode worker takes no more KV.
         transfer_room: Duration = TransferLimits::default().room,

@@ -18,6 +18,7 @@ use crate::codec::Malformed;
 use crate::cuda_ipc::CudaIpc;
 use crate::device::Reach;
 use crate::error::TransferError;
+use crate::in_order::InOrder;
 use crate::link::{Got, MAX_QUEUED};
 use crate::links::Links;
 use crate::options::TransportKind;
@@ -141,6 +142,7 @@ impl Session {
                 let (from, to) = (options.geometry.layout.clone(), self.remote.layout.clone());
                 let convert = options.convert.clone().filter(|_| from.dtype != to.dtype);
                 let convert = convert.map(|converter| Conversions { converter, from, to });
+                let queue = InOrder::new(queue, options.limits.grace());
                 match (self.kind, convert) {
                     (TransportKind::Ucx, None) => Box::new(Staging::direct(options.pool.clone(), queue, transport)),
                     (_, convert) => Box::new(Staging::new(options.pool.clone(), queue, transport, convert)),
@@ -283,7 +285,8 @@ impl Session {
             let problem = format!("{bytes} bytes, its geometry needs {}", self.remote.bytes());
             return Err(self.broken(Malformed::new("handle", problem)));
         }
-        let copies = CudaIpc::open(self.plan.peer(), &**local, handle, &self.remote)?;
+        let grace = self.plan.config.options.limits.grace();
+        let copies = CudaIpc::open(self.plan.peer(), &**local, handle, &self.remote, grace)?;
         self.transport = Some(self.plan.wrap(Box::new(copies)));
         Ok(())
     }
