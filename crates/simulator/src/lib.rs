@@ -26,6 +26,7 @@
 //! [`Written`]: baton_transfer::protocol::Written
 
 mod arrival;
+mod arriving;
 mod copying;
 mod decode;
 mod decode_session;
@@ -40,6 +41,7 @@ mod random;
 mod sabotage;
 mod shapes;
 mod stream;
+mod strikes;
 mod world;
 
 use std::collections::BTreeMap;

@@ -1,0 +1,115 @@
+//! What a session at a decode worker reads over one of its connections: a frame, or some of a write's blocks, which go into the pool
+//! under the checker's eyes.
+
+use std::collections::VecDeque;
+
+use baton_transfer::Reach;
+use baton_transfer::protocol::{Frame, FrameLimits, Range, Target};
+use baton_types::Epoch;
+
+use crate::decode_session::{DecodeSession, Stop};
+use crate::events::{Line, Place};
+use crate::world::World;
+use crate::{Sabotage, Violation};
+
+/// What the payload that comes over a connection belongs to.
+pub(crate) struct Coming {
+    epoch: Epoch,
+    /// Where it was to go when it began, less what has come; for a worker that is to go on.
+    rest: VecDeque<Range>,
+}
+
+impl Coming {
+    fn advance(&mut self, mut bytes: usize) {
+        while let Some((start, len)) = self.rest.front_mut() {
+            let part = bytes.min(*len);
+            (*start, *len) = (*start + part, *len - part);
+            if *len > 0 {
+                return;
+            }
+            bytes -= part;
+            self.rest.pop_front();
+        }
+    }
+}
+
+impl World {
+    /// A frame, or some payload, of a connection. False when neither is there.
+    pub(crate) fn read_some(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
+        let stream = session.ends[at].stream;
+        if session.inbound.as_mut().is_some_and(|inbound| inbound.payload(stream).is_some()) {
+            return self.read_payload(place, session, at);
+        }
+        let limits = FrameLimits::new(&self.limits, 2);
+        let Some(mut frame) = session.ends[at].next_frame(&limits).map_err(|e| session.lost(e))? else {
+            return Ok(false);
+        };
+        if let Frame::Complete { epoch, after, .. } = &mut frame {
+            if self.broken(Sabotage::AckEarly) {
+                session.own().outbox.push(&Frame::Verified { epoch: *epoch });
+            }
+            if self.broken(Sabotage::HurryCompletions) {
+                after.clear();
+            }
+        }
+        let epoch = if let Frame::Write(head) = &frame { Some(head.epoch) } else { None };
+        let now = self.instant(self.now);
+        let Some(inbound) = &mut session.inbound else { return Ok(false) };
+        inbound.frame(stream, frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        if let Some((epoch, payload)) = epoch.zip(inbound.payload(stream)) {
+            let rest = if let Target::Pool(ranges) = payload.target() { ranges.to_vec().into() } else { [].into() };
+            session.coming.insert(stream, Coming { epoch, rest });
+        }
+        Ok(true)
+    }
+
+    fn read_payload(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
+        let (now, end) = (self.instant(self.now), &mut session.ends[at]);
+        let Some((inbound, coming)) = session.inbound.as_mut().zip(session.coming.get_mut(&end.stream)) else {
+            return Ok(false);
+        };
+        let Some(payload) = inbound.payload(end.stream) else { return Ok(false) };
+        if !payload.is_done() && end.inbox.is_empty() {
+            return Ok(false);
+        }
+        let (mut offset, mut wanted) = match payload.target() {
+            Target::Nowhere(bytes) => (None, bytes),
+            Target::Pool(ranges) => ranges.first().map_or((None, 0), |range| (Some(range.0), range.1)),
+        };
+        if let Some((start, len)) =
+            coming.rest.front().copied().filter(|_| self.options.sabotage == Some(Sabotage::ApplyClosed))
+        {
+            (offset, wanted) = (Some(start), len);
+        }
+        let bytes: Vec<u8> = end.inbox.drain(..wanted.min(end.inbox.len())).collect();
+        payload.advance(bytes.len());
+        coming.advance(bytes.len());
+        let (line, stream, epoch) = (end.line, end.stream, coming.epoch);
+        if let Some(offset) = offset {
+            self.store(place, line, epoch, (offset, &bytes)).map_err(Stop::Broken)?;
+        }
+        let Some(inbound) = &mut session.inbound else { return Ok(false) };
+        // SAFETY: a simulation is one thread.
+        unsafe { inbound.landed(stream, &mut Reach::Host(self.decodes[place].memory.segment.clone())) }
+            .map_err(Stop::Ended)?;
+        while let Some(complete) = inbound.next_due() {
+            self.summary.overtook += 1;
+            inbound.frame(0, complete, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        }
+        Ok(true)
+    }
+
+    /// I3: by the checker's books, not the ledger's.
+    fn store(&self, place: Place, line: Line, epoch: Epoch, (offset, bytes): (usize, &[u8])) -> Result<(), Violation> {
+        self.check_writer(line)?;
+        let memory = &self.decodes[place].memory;
+        match memory.owner_at(offset) {
+            Some(owner) if owner == epoch => memory.write(offset, bytes),
+            owner => {
+                let what = format!("bytes of {epoch} come for {offset} when that block is kept for {owner:?}");
+                return Err(self.violation("I3", what));
+            }
+        }
+        Ok(())
+    }
+}
