@@ -7,8 +7,8 @@ use baton_kernels::cuda::{self, CudaBackend, Driver};
 use baton_model::ModelError;
 use baton_types::PoolGeometry;
 
-use crate::WorkerError;
 use crate::load::check;
+use crate::{WorkerConfig, WorkerError};
 
 baton_runtime::config_enum! {
     /// What computes.
@@ -49,30 +49,27 @@ pub(crate) enum Chosen<D> {
     Gpus(Vec<Arc<D>>),
 }
 
-/// The host's first GPUs, as many as there are ranks, if the setting wants any, and one line in the log of what was found. Before anything
-/// is fetched, so that what is missing is told at once.
-pub(crate) fn choose(kind: BackendKind, ranks: u32) -> Result<Chosen<Driver>, WorkerError> {
-    decide(kind, ranks, cuda::devices, Driver::open)
+/// GPUs of this host, as many as there are ranks, if the setting wants any, and one line in the log of what was found. Before anything is
+/// fetched, so that what is missing is told at once.
+pub(crate) fn choose(config: &WorkerConfig) -> Result<Chosen<Driver>, WorkerError> {
+    decide(config, cuda::devices, Driver::open)
 }
 
 fn decide<D>(
-    kind: BackendKind,
-    ranks: u32,
+    config: &WorkerConfig,
     count: impl FnOnce() -> Result<u32, KernelError>,
     open: impl Fn(u32) -> Result<D, KernelError>,
 ) -> Result<Chosen<D>, WorkerError> {
+    let WorkerConfig { backend: kind, first_gpu: first, tp: ranks, .. } = *config;
     if kind == BackendKind::Cpu {
         return Ok(Chosen::Cpu);
     }
     let opened = count().map_err(WorkerError::Backend).and_then(|count| {
-        check(
-            ranks <= count,
-            "tp",
-            ranks,
-            format!("at most {count}, the GPUs of this host, of which each rank takes one"),
-        )?;
+        check(first < count, "first_gpu", first, format!("less than {count}, the GPUs of this host"))?;
+        let (left, must) = (count - first, "the GPUs of this host from first_gpu on, of which each rank takes one");
+        check(ranks <= left, "tp", ranks, format!("at most {left}, {must}"))?;
         let open = |number| open(number).map(Arc::new).map_err(WorkerError::Backend);
-        (0..ranks).map(open).collect::<Result<Vec<_>, _>>()
+        (first..first + ranks).map(open).collect::<Result<Vec<_>, _>>()
     });
     match opened {
         Err(error) if kind == BackendKind::Auto => {
@@ -109,15 +106,22 @@ mod tests {
             Ok(Chosen::Gpus(gpus)) => format!("{gpus:?}"),
             Err(error) => error.to_string(),
         };
-        let decide = |kind, ranks, count: Result<u32, KernelError>| said(decide(kind, ranks, || count, Ok));
-        assert_eq!(decide(BackendKind::Auto, 1, Ok(2)), "[0]");
-        assert_eq!(decide(BackendKind::Cuda, 2, Ok(2)), "[0, 1]");
-        assert_eq!(decide(BackendKind::Auto, 1, none()), "cpu");
-        assert_eq!(decide(BackendKind::Auto, 3, Ok(2)), "cpu");
-        assert_eq!(decide(BackendKind::Cpu, 1, none()), "cpu");
-        let few = decide(BackendKind::Cuda, 3, Ok(2));
-        assert_eq!(few, "tp is 3; it must be at most 2, the GPUs of this host, of which each rank takes one");
-        let refused = decide(BackendKind::Cuda, 1, none());
+        let decide = |backend, first_gpu, tp, count: Result<u32, KernelError>| {
+            let config = WorkerConfig { backend, first_gpu, tp, ..WorkerConfig::default() };
+            said(decide(&config, || count, Ok))
+        };
+        let (auto, cuda) = (BackendKind::Auto, BackendKind::Cuda);
+        assert_eq!(decide(auto, 0, 1, Ok(2)), "[0]");
+        assert_eq!(decide(cuda, 0, 2, Ok(2)), "[0, 1]");
+        assert_eq!(decide(cuda, 2, 2, Ok(4)), "[2, 3]");
+        assert_eq!(decide(auto, 0, 1, none()), "cpu");
+        assert_eq!(decide(auto, 0, 3, Ok(2)), "cpu");
+        assert_eq!(decide(BackendKind::Cpu, 9, 1, none()), "cpu");
+        let few = "the GPUs of this host from first_gpu on, of which each rank takes one";
+        assert_eq!(decide(cuda, 0, 3, Ok(2)), format!("tp is 3; it must be at most 2, {few}"));
+        assert_eq!(decide(cuda, 1, 2, Ok(2)), format!("tp is 2; it must be at most 1, {few}"));
+        assert_eq!(decide(cuda, 2, 1, Ok(2)), "first_gpu is 2; it must be less than 2, the GPUs of this host");
+        let refused = decide(cuda, 0, 1, none());
         assert_eq!(refused, "--backend cuda: no GPU: nothing here; --backend cpu needs none");
     }
 }

@@ -243,6 +243,8 @@ baton_runtime::config! {
         max_kept_percent: u32 = 50,
         /// What computes: cpu, cuda (a GPU by NVIDIA, or the worker does not start), or auto: a GPU where there is one that can.
         backend: BackendKind = BackendKind::Cpu,
+        /// On GPUs: the number of the first one to take, counted from 0; tensor-parallel ranks take it and those after it.
+        first_gpu: u32 = 0,
         /// On a GPU: a request's tokens do not depend on what else runs, how its prompt was cut or by which way its KV came. Without it
         /// steps are faster, decode steps of long sequences many times, and tokens may differ where two are almost as likely.
         invariant: bool = true,

@@ -188,7 +188,7 @@ fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
 
 /// Finds what to compute on and the model, and loads it. Blocks for seconds.
 pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
-    let chosen = choose(config.backend, config.tp)?;
+    let chosen = choose(config)?;
     let model = open_model(config)?;
     let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
     let chosen = chosen.for_pool(config.backend, &pool)?;
@@ -481,6 +481,15 @@ mod tests {
         assert!(kv > 300 << 20 && kv < 410 << 20, "0.9 of 1 GiB but for the model and half a GiB: {kv}");
         assert_eq!((context, samples), (2048, 64), "all sequences' logits together");
         assert_eq!(plan(Some(Bytes(100 * block)), None, place).unwrap().0, 100);
+        let ranks = |tp, kv| {
+            let config = WorkerConfig { tp, kv_memory: Some(Bytes(kv)), ..WorkerConfig::default() };
+            super::plan(&config, &model, place).map(|plan| plan.geometry)
+        };
+        let two = ranks(2, 100 * block).unwrap();
+        assert_eq!((two.blocks[0], two.bytes() as u64), (100, 100 * block), "half of each block on each GPU");
+        let error = ranks(2, 2 << 30).unwrap_err().to_string();
+        assert!(error.contains("KV 1.00 GiB (kv_memory)"), "what each GPU would hold: {error}");
+        assert!(ranks(2, 1 << 29).unwrap().bytes() > 500 << 20, "more than one of them has room for");
         assert_eq!(plan(None, None, Place::Host).unwrap(), ((512 << 20) / block as u32, 2048, SAMPLES));
         let error = |kv, context| plan(Some(Bytes(kv)), context, place).unwrap_err().to_string();
         let said = error(100 * block, Some(1601));

@@ -2,7 +2,7 @@
 //! one degree not a bit depends on the route (I1), and a rank that fails ends its step, and where devices may be left waiting for each other
 //! the worker, but never hangs (I5).
 
-use baton_kernels::cuda::{CudaBackend, CudaOptions, ExchangingDevice, HostDevice, Recorder};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Driver, ExchangingDevice, HostDevice, Recorded, Recorder};
 use baton_model::Footprint;
 use baton_model::parallel::GpuRanks;
 use baton_tests::logits::distance;
@@ -62,20 +62,12 @@ fn ranks_on_devices_give_the_logits_of_the_cpus() -> anyhow::Result<()> {
     for (name, ranks) in [("llama-gqa-odd-vocab", 2), ("llama-mha", 4), ("qwen2", 2), ("gemma3", 2)] {
         let Some(devices) = devices(ranks) else { return Ok(()) };
         let (_directory, model) = opened(name)?;
-        let (want, of_cpu) = run(&mut Local::ranks(&model, OPTIONS, ranks)?, &requests(&model))?;
         let mut gpus = Local::ranks_on(&model, OPTIONS, &devices, CudaOptions::default())?;
         let layout = kv_layout(model.config(), model.fingerprint(), OPTIONS.kv, 16).of_ranks(ranks);
         let limits = Limits { tokens: OPTIONS.budget as usize, samples: 4, context: 128, table_entries: 0 };
         let footprint = Footprint::of_rank(&model, ranks, &layout, limits, false)?;
         let pool = PoolGeometry::uniform(layout, OPTIONS.blocks).bytes() as u64;
-        let mut far = 0f64;
-        // The CPU's answer is gone on with, so that every step is compared.
-        gpus.run(&requests(&model), &mut |request, index, row| {
-            far = far.max(distance(row, &of_cpu[&(request, index)]));
-            Some(want[request][index as usize])
-        })?;
-        println!("{name}, {ranks} ranks: logits within {far:.4} standard deviations");
-        ensure!(far < FAR_FROM_THE_CPU, "{name}: logits {far} standard deviations apart");
+        near_the_cpus(&model, &mut gpus, ranks).context(name)?;
         let mut taken: Vec<u64> = devices.iter().map(|device| device.live_bytes() - pool).collect();
         let known = footprint.weights + footprint.activations;
         taken.sort_unstable();
@@ -83,13 +75,44 @@ fn ranks_on_devices_give_the_logits_of_the_cpus() -> anyhow::Result<()> {
         ensure!(taken.last() >= Some(&known), "{name}: {taken:?}, foreseen: {footprint:?}");
         devices.iter().for_each(|device| drop(device.take_log()));
         run(&mut gpus, &requests(&model))?;
-        let allocates = |device: &Arc<Device>| {
-            device.take_log().iter().any(|call| matches!(call, baton_kernels::cuda::Recorded::Allocate(_)))
-        };
+        let allocates =
+            |device: &Arc<Device>| device.take_log().iter().any(|call| matches!(call, Recorded::Allocate(_)));
         ensure!(!devices.iter().any(allocates), "{name}: a step allocates");
         drop(gpus);
         expect_clean(&devices);
     }
+    Ok(())
+}
+
+/// The same over NCCL, where there are two GPUs.
+#[test]
+fn ranks_on_gpus_give_the_logits_of_the_cpus() -> anyhow::Result<()> {
+    let gpus: Vec<_> = match (0..2).map(Driver::open).collect::<Result<Vec<_>, _>>() {
+        Ok(gpus) => gpus.into_iter().map(Arc::new).collect(),
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            return Ok(());
+        }
+    };
+    for name in ["llama-gqa-odd-vocab", "qwen2", "gemma3"] {
+        let (_directory, model) = opened(name)?;
+        near_the_cpus(&model, &mut Local::ranks_on(&model, OPTIONS, &gpus, CudaOptions::default())?, 2)
+            .context(name)?;
+    }
+    Ok(())
+}
+
+/// Compares ranks with as many on the CPU, whose answer is gone on with, so that every step is compared.
+fn near_the_cpus<B: Backend>(model: &Model, ranks: &mut Local<B>, count: u32) -> anyhow::Result<()> {
+    let requests = requests(model);
+    let (want, of_cpu) = run(&mut Local::ranks(model, OPTIONS, count)?, &requests)?;
+    let mut far = 0f64;
+    ranks.run(&requests, &mut |request, index, row| {
+        far = far.max(distance(row, &of_cpu[&(request, index)]));
+        Some(want[request][index as usize])
+    })?;
+    println!("{count} ranks: logits within {far:.4} standard deviations");
+    ensure!(far < FAR_FROM_THE_CPU, "logits {far} standard deviations apart");
     Ok(())
 }
 
