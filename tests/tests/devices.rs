@@ -273,7 +273,7 @@ fn answers_go_on_elsewhere_when_a_device_stands_still() -> anyhow::Result<()> {
     let answers = |scene: &Scene| -> anyhow::Result<Vec<Vec<u32>>> {
         let ask = |seed: u64| {
             let (client, request) = (scene.client.clone(), apart(sampled(prompt(5 + seed as usize, seed), 24, seed)));
-            runtime.spawn(async move { client.ask(request).await })
+            runtime.spawn(async move { tokio::time::timeout(HANG, client.ask(request)).await.context("no answer")? })
         };
         let asked: Vec<_> = (1..=6).map(ask).collect();
         asked.into_iter().map(|answer| Ok(runtime.block_on(answer)??.ids)).collect()

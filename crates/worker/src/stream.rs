@@ -288,9 +288,10 @@ mod tests {
         let (mut future, go) = opening(&engine, NewSequence { start: Start::Compute, ..sequence(4) });
         go.send(()).unwrap();
         submitted(&told);
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let mut events = runtime.block_on(&mut future).expect("taken before the step").into_inner();
-        let status = runtime.block_on(events.next()).expect("an end").unwrap_err();
+        let end = runtime.block_on(async { tokio::time::timeout(PATIENCE, events.next()).await });
+        let status = end.expect("the device is watched").expect("an end").unwrap_err();
         let said = "device 7 stands still: step 1 (4 tokens) is not over after 20ms";
         assert!(status.message().starts_with(said), "{status}");
         assert_eq!(status.code(), tonic::Code::Unavailable, "to be resumed elsewhere");
