@@ -52,7 +52,7 @@ fn child() -> anyhow::Result<()> {
         ..WorkerConfig::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let (gpu, still) = (on != "cpu", on == "still");
+    let (gpu, still) = (!on.starts_with("cpu"), on == "still");
     let devices: Vec<_> = (0..config.tp).filter(|_| gpu).map_while(|_| HostDevice::for_tests()).collect();
     runtime.block_on(async {
         let load = move |config: &WorkerConfig| load(config, devices, still);
