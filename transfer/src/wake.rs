@@ -85,31 +85,12 @@ pub(crate) fn wait_awake(
     fds: &[(BorrowedFd<'_>, Interest)],
     timeout: Option<Duration>,
 ) -> Result<u32, TransferError> {
-    look_around(wake, fds, timeout, std::thread::yield_now)
-}
-
-/// As [`wait_awake`], but keeps its core until it sleeps. One that works beside whom it waits for must not stand in the queue of that
-/// one's core: from there only sleep frees it, for who wakes it has the system find an idle core.
-pub(crate) fn wait_alert(
-    wake: &Wake,
-    fds: &[(BorrowedFd<'_>, Interest)],
-    timeout: Option<Duration>,
-) -> Result<u32, TransferError> {
-    look_around(wake, fds, timeout, std::hint::spin_loop)
-}
-
-fn look_around(
-    wake: &Wake,
-    fds: &[(BorrowedFd<'_>, Interest)],
-    timeout: Option<Duration>,
-    pause: fn(),
-) -> Result<u32, TransferError> {
     let until = Instant::now() + timeout.map_or(AWAKE, |timeout| timeout.min(AWAKE));
     while Instant::now() < until {
         if let Some(ready) = look(wake, fds, Some(Duration::ZERO))? {
             return Ok(ready);
         }
-        pause();
+        std::thread::yield_now();
     }
     wait(wake, fds, timeout)
 }

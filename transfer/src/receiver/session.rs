@@ -17,7 +17,7 @@ use crate::error::TransferError;
 use crate::link::{Got, Link, MAX_QUEUED, Range};
 use crate::options::TransportKind;
 use crate::ucx::Worker;
-use crate::wake::{Interest, wait, wait_alert};
+use crate::wake::{Interest, wait, wait_awake};
 use crate::wire::{Access, Frame};
 
 /// Bytes that go through staging memory at once.
@@ -87,7 +87,7 @@ impl Session {
             (false, true) => Interest::ReadWrite,
             (false, false) => Interest::Read,
         };
-        let wait = if self.inbound.is_busy() { wait_alert } else { wait };
+        let wait = if self.inbound.is_busy() { wait_awake } else { wait };
         let mut fds = vec![(self.link.as_fd(), interest)];
         let heard = self.more.iter().filter(|_| interest != Interest::Write);
         fds.extend(heard.map(|(_, link)| match link.has_output() {
