@@ -81,9 +81,10 @@ impl Inbound {
         Inbound { verify: false, ..self }
     }
 
-    /// Whether handoffs are under way, so that more is to come.
-    pub(crate) fn is_busy(&self) -> bool {
-        !self.incoming.is_empty()
+    /// Whether something of a handoff has arrived, so that more is to come any moment. Not before: who waits awake from the grant on may
+    /// stand in the queue of the very core on which the peer copies, while another is idle; who is woken is sent there.
+    pub(crate) fn is_arriving(&self) -> bool {
+        self.incoming.values().any(|incoming| incoming.progress().0 > 0)
     }
 
     /// Whom it serves.

@@ -87,7 +87,7 @@ impl Session {
             (false, true) => Interest::ReadWrite,
             (false, false) => Interest::Read,
         };
-        let wait = if self.inbound.is_busy() { wait_awake } else { wait };
+        let wait = if self.inbound.is_arriving() { wait_awake } else { wait };
         let mut fds = vec![(self.link.as_fd(), interest)];
         let heard = self.more.iter().filter(|_| interest != Interest::Write);
         fds.extend(heard.map(|(_, link)| match link.has_output() {
