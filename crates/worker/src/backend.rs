@@ -7,7 +7,7 @@ use baton_kernels::cuda::{self, CudaBackend, Driver};
 use baton_model::ModelError;
 use baton_types::PoolGeometry;
 
-use crate::load::check;
+use crate::settings::check;
 use crate::{WorkerConfig, WorkerError};
 
 baton_runtime::config_enum! {

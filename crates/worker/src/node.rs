@@ -16,7 +16,8 @@ use tonic::Status;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 
-use crate::load::{Ready, check_settings, load};
+use crate::load::{Ready, load};
+use crate::settings::check_settings;
 use crate::{Commands, EngineHandle, Role, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// HTTP/2 streams a worker keeps open at most, per connection (I5).

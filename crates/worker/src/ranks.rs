@@ -16,9 +16,11 @@ use baton_transfer::{Pool, SpreadMemory};
 use baton_types::PoolGeometry;
 
 use crate::budget::GpuMemory;
-use crate::load::{Place, Plan, Ready, check, cuda_options, plan, prepare_swap};
+use crate::load::{Ready, cuda_options, prepare_swap};
 use crate::pack::find_pack_tokens;
+use crate::plan::{Place, Plan, plan};
 use crate::pool::{on_device, on_host};
+use crate::settings::check;
 use crate::{PackTokens, WorkerConfig, WorkerError};
 
 /// What can be checked before the model is there.

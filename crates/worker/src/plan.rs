@@ -1,0 +1,251 @@
+//! From settings and a model to sizes: the pool's shape, the engine's limits and the decoder's. Allocates nothing.
+
+use baton_engine::{CacheConfig, EngineConfig, SwapConfig};
+use baton_model::{Footprint, Limits, kv_layout};
+use baton_model_files::Model;
+use baton_runtime::Bytes;
+use baton_types::{KvLayout, PoolGeometry};
+
+use crate::backend::Quantization;
+use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
+use crate::settings::check;
+use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
+
+/// Sequences whose logits are computed together.
+const SAMPLES: usize = 16;
+/// The same on a GPU, at most: it chooses all tokens of a step together.
+const GPU_SAMPLES: usize = 256;
+/// Memory of a pool on the host, unless it is set.
+const KV_MEMORY: Bytes = Bytes::mib(512);
+/// Most tokens of a stream past the model's context: rotations are tabulated, `head_dim` · 4 bytes a position.
+const MAX_STREAM: u32 = 1 << 22;
+
+/// The layout of the pool.
+pub(crate) fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError> {
+    let fingerprint = config.quantization.of_model(model.fingerprint());
+    let layout = kv_layout(model.config(), fingerprint, config.kv_type.dtype(), config.block_size);
+    windowed(config, layout, model.config().context_length)
+}
+
+/// What follows from settings, model and memory before anything is allocated.
+pub(crate) struct Plan {
+    pub geometry: PoolGeometry,
+    pub limits: Limits,
+    pub engine: EngineConfig,
+}
+
+/// Where the pool is to lie, and with which memory the model computes.
+#[derive(Clone, Copy)]
+pub(crate) enum Place {
+    /// All on the host.
+    Host,
+    /// Both on a GPU, or on one a rank.
+    Gpu(GpuMemory),
+}
+
+/// Sequences whose logits are computed together, there.
+fn samples(config: &WorkerConfig, place: Place) -> usize {
+    match place {
+        Place::Host => SAMPLES,
+        Place::Gpu(_) => (config.max_running as usize).clamp(SAMPLES, GPU_SAMPLES),
+    }
+}
+
+/// Blocks of the pool.
+fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: Place) -> Result<u32, WorkerError> {
+    let budget = |gpu| -> Result<Budget, WorkerError> {
+        let context = config.context.unwrap_or(model.config().context_length) as usize;
+        let limits =
+            Limits { tokens: config.token_budget as usize, samples: samples(config, place), context, table_entries: 0 };
+        let fp8 = config.quantization == Quantization::Fp8;
+        let footprint = Footprint::of_rank(model, config.tp, layout, limits, fp8)?;
+        Ok(Budget { gpu, fraction: config.gpu_memory_fraction, footprint })
+    };
+    // Of what is asked for each rank's GPU has its heads.
+    let of_rank = |bytes: Bytes| Bytes(bytes.0 / u64::from(config.tp));
+    let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
+    let blocks = match place {
+        Place::Host => most_blocks(kv_memory.0, per_block),
+        Place::Gpu(gpu) => budget(gpu)?.blocks(&layout.clone().of_ranks(config.tp), config.kv_memory.map(of_rank))?,
+    };
+    let least = format!("at least {per_block} bytes, one block of this model");
+    check(blocks >= 1, "kv_memory", kv_memory, least)?;
+    Ok(blocks)
+}
+
+pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result<Plan, WorkerError> {
+    let most = model.config().context_length;
+    let layout = layout(config, model)?;
+    let blocks = pool_blocks(config, model, &layout, place)?;
+    let chunk = config.chunk.min(config.token_budget);
+    let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.block_size) <= blocks);
+    let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.block_size) };
+    let wanted = stream(config, most, held)?;
+    if let Place::Gpu(_) = place {
+        let must = format!(
+            "at most {held} tokens, which the KV pool holds; raise gpu_memory_fraction or kv_memory, or take a smaller kv_type"
+        );
+        check(wanted <= held, "context", wanted, must)?;
+    }
+    let limits = Limits {
+        tokens: config.token_budget as usize,
+        samples: samples(config, place),
+        context: wanted as usize,
+        // Sequences may share all their blocks.
+        table_entries: config.max_running as usize * wanted.div_ceil(config.block_size).min(blocks) as usize,
+    };
+    let engine = EngineConfig {
+        token_budget: config.token_budget,
+        chunk,
+        pack_tokens: match config.pack_tokens {
+            PackTokens::Tokens(tokens) => tokens,
+            PackTokens::Auto => config.token_budget,
+        },
+        max_running: config.max_running,
+        max_waiting: config.max_waiting,
+        context_tokens: wanted,
+        local_tokens: config.local_prefill,
+        order: config.order.order(config.overtakes),
+        cache: cache(config, blocks),
+        swap: SwapConfig::default(),
+    };
+    Ok(Plan { geometry: PoolGeometry::uniform(layout, blocks), limits, engine })
+}
+
+/// The layout with the attention sinks and the window that are set, of a model with a context of `most` tokens: no query may
+/// stand farther from a key than the model was made for.
+fn windowed(config: &WorkerConfig, layout: KvLayout, most: u32) -> Result<KvLayout, WorkerError> {
+    let Some(window) = config.attention_window else { return Ok(layout) };
+    let sinks = config.attention_sinks.checked_next_multiple_of(config.block_size).filter(|sinks| *sinks < most);
+    let must = format!("fewer than the model's {most} tokens, in whole blocks of {}", config.block_size);
+    check(sinks.is_some(), "attention_sinks", config.attention_sinks, must)?;
+    let sinks = sinks.unwrap_or(0);
+    let room = most - sinks;
+    let must = format!("between 1 and {room}, so that with {sinks} sinks it is within the model's {most} tokens");
+    check((1..=room).contains(&window), "attention_window", window, must)?;
+    Ok(layout.with_sinks(sinks, window))
+}
+
+/// The longest sequence, where the model's context is `most` tokens and the pool can hold `held` of one sequence.
+fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerError> {
+    let wanted = config.context.unwrap_or(most.min(held));
+    let (longest, must) = match config.attention_window {
+        Some(_) => (MAX_STREAM, format!("between 2 and {MAX_STREAM} tokens")),
+        None => (most, format!("between 2 and the model's {most} tokens; streams run past them with attention_window")),
+    };
+    check((2..=longest).contains(&wanted), "context", wanted, must)?;
+    Ok(wanted)
+}
+
+/// How a pool of so many blocks keeps prefixes.
+fn cache(config: &WorkerConfig, blocks: u32) -> CacheConfig {
+    let max_blocks = config.prefix_cache_blocks.unwrap_or(u32::MAX);
+    let share = |of: u32| (u64::from(of) * u64::from(config.max_kept_percent) / 100) as u32;
+    let max_kept = match config.eviction {
+        EvictionKind::Priority => share(max_blocks.min(blocks)),
+        EvictionKind::Lru | EvictionKind::Lfu => 0,
+    };
+    CacheConfig { max_blocks, max_kept, eviction: config.eviction.policy() }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_model_files::RandomModel;
+    use baton_types::{KvDtype, KvGroup, PROTOCOL_VERSION};
+
+    use super::*;
+    use crate::BackendKind;
+    use crate::settings::check_settings;
+
+    #[test]
+    fn a_share_of_the_cache_can_be_kept_where_eviction_knows_of_it() {
+        let config = |eviction, prefix_cache_blocks, max_kept_percent| {
+            let config = WorkerConfig { eviction, prefix_cache_blocks, max_kept_percent, ..WorkerConfig::default() };
+            check_settings(&config).map(|()| cache(&config, 1000).max_kept)
+        };
+        let priority = EvictionKind::Priority;
+        assert_eq!(config(EvictionKind::Lru, None, 50).unwrap(), 0);
+        assert_eq!(config(priority, None, 50).unwrap(), 500);
+        assert_eq!(config(priority, Some(10), 25).unwrap(), 2);
+        assert_eq!(config(priority, Some(2000), 100).unwrap(), 1000);
+        let error = config(priority, None, 101).unwrap_err();
+        assert!(error.to_string().starts_with("max_kept_percent is 101"), "{error}");
+    }
+
+    #[test]
+    fn a_pool_on_a_gpu_takes_what_the_model_leaves_and_must_hold_the_context() {
+        let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+        let place = Place::Gpu(GpuMemory { total: 1 << 30, free: 1 << 30 });
+        // 2 layers, 2 heads of 16, K and V, f16.
+        let block = 16 * 2 * 2 * 16 * 2 * 2;
+        let plan = |kv_memory, context, place| {
+            let config = WorkerConfig { kv_memory, context, ..WorkerConfig::default() };
+            plan(&config, &model, place).map(|plan| (plan.geometry.blocks[0], plan.limits.context, plan.limits.samples))
+        };
+        let (blocks, context, samples) = plan(None, None, place).unwrap();
+        let kv = u64::from(blocks) * block;
+        assert!(kv > 300 << 20 && kv < 410 << 20, "0.9 of 1 GiB but for the model and half a GiB: {kv}");
+        assert_eq!((context, samples), (2048, 64), "all sequences' logits together");
+        assert_eq!(plan(Some(Bytes(100 * block)), None, place).unwrap().0, 100);
+        let ranks = |tp, kv| {
+            let config = WorkerConfig { tp, kv_memory: Some(Bytes(kv)), ..WorkerConfig::default() };
+            super::plan(&config, &model, place).map(|plan| plan.geometry)
+        };
+        let two = ranks(2, 100 * block).unwrap();
+        assert_eq!((two.blocks[0], two.bytes() as u64), (100, 100 * block), "half of each block on each GPU");
+        let error = ranks(2, 2 << 30).unwrap_err().to_string();
+        assert!(error.contains("KV 1.00 GiB (kv_memory)"), "what each GPU would hold: {error}");
+        assert!(ranks(2, 1 << 29).unwrap().bytes() > 500 << 20, "more than one of them has room for");
+        assert_eq!(plan(None, None, Place::Host).unwrap(), ((512 << 20) / block as u32, 2048, SAMPLES));
+        let error = |kv, context| plan(Some(Bytes(kv)), context, place).unwrap_err().to_string();
+        let said = error(100 * block, Some(1601));
+        assert!(said.starts_with("context is 1601; it must be at most 1600 tokens"), "{said}");
+        assert!(error(block - 1, None).starts_with("kv_memory is "));
+        assert!(error(1 << 30, None).contains("lower kv_memory"));
+    }
+
+    #[test]
+    fn weights_of_8_bits_are_for_gpus_and_leave_more_memory_for_kv() {
+        let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+        let config = |backend, quantization| WorkerConfig { backend, quantization, ..WorkerConfig::default() };
+        let error = check_settings(&config(BackendKind::Cpu, Quantization::Fp8)).unwrap_err().to_string();
+        assert!(error.starts_with("quantization is fp8; it must be none where the CPU computes"), "{error}");
+        assert!(check_settings(&config(BackendKind::Auto, Quantization::Fp8)).is_ok(), "there may be a GPU");
+        let place = Place::Gpu(GpuMemory { total: 1 << 30, free: 1 << 30 });
+        let [none, fp8] = [Quantization::None, Quantization::Fp8]
+            .map(|quantization| plan(&config(BackendKind::Cuda, quantization), &model, place).unwrap().geometry);
+        assert!(fp8.blocks[0] > none.blocks[0]);
+        assert_ne!(fp8.layout.fingerprint(), none.layout.fingerprint(), "no KV of the one for the other");
+    }
+
+    #[test]
+    fn a_window_lies_within_the_models_context_and_a_stream_beyond_it() {
+        let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+        let layout =
+            KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+        let set = |attention_sinks, attention_window, context| {
+            let config = WorkerConfig { attention_sinks, attention_window, context, ..WorkerConfig::default() };
+            let set = windowed(&config, layout.clone(), 128).and_then(|layout| {
+                let [group] = &layout.groups[..] else { panic!("one group") };
+                Ok((group.sinks, group.window, stream(&config, 128, u32::MAX)?))
+            });
+            set.map_err(|error| error.to_string())
+        };
+        assert_eq!(set(4, None, None), Ok((0, None, 128)));
+        assert_eq!(set(4, Some(112), Some(100_000)), Ok((16, Some(112), 100_000)));
+        assert_eq!(set(0, Some(128), None), Ok((0, Some(128), 128)));
+        assert_eq!(set(17, Some(1), Some(MAX_STREAM)), Ok((32, Some(1), MAX_STREAM)));
+        for (sinks, window, context, wrong) in [
+            (4, Some(0), None, "attention_window is 0; it must be between 1 and 112"),
+            (4, Some(113), None, "attention_window is 113; it must be between 1 and 112, so that with 16 sinks"),
+            (113, Some(1), None, "attention_sinks is 113; it must be fewer than the model's 128 tokens"),
+            (u32::MAX, Some(1), None, "attention_sinks is 4294967295"),
+            (4, Some(100), Some(MAX_STREAM + 1), "context is 4194305; it must be between 2 and 4194304 tokens"),
+            (4, Some(100), Some(1), "context is 1;"),
+            (4, None, Some(129), "streams run past them with attention_window"),
+        ] {
+            let error = set(sinks, window, context).unwrap_err();
+            assert!(error.contains(wrong), "{error}");
+        }
+    }
+}

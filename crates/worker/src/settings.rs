@@ -1,0 +1,133 @@
+//! What settings must be, as far as that can be told before the model is there: so that a wrong one is told at once, with its field.
+
+use std::time::Duration;
+
+use baton_runtime::config::format_duration;
+use baton_transfer::MAX_TCP_CONNECTIONS;
+
+use crate::backend::{BackendKind, Quantization};
+use crate::{WorkerConfig, WorkerError, ranks};
+
+/// What every registry can keep.
+const MIN_TTL: Duration = Duration::from_secs(1);
+/// Shortest time by which transfers are bounded; less than this a busy machine takes to wake a thread.
+const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
+/// A GPU may take as long for a large step.
+const LEAST_GPU_TIMEOUT: Duration = Duration::from_secs(1);
+
+pub(crate) fn check(
+    ok: bool,
+    field: &'static str,
+    value: impl ToString,
+    must: impl Into<String>,
+) -> Result<(), WorkerError> {
+    if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
+}
+
+/// I5: a bound of no time fails every handoff, and one missed heartbeat is no sign of anything.
+fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let bounds = [
+        ("transfer_heartbeat", config.transfer_heartbeat, LEAST_HEARTBEAT),
+        ("transfer_silence", config.transfer_silence, config.transfer_heartbeat.saturating_mul(3)),
+        ("transfer_room", config.transfer_room, LEAST_HEARTBEAT),
+        ("transfer_handshake", config.transfer_handshake, LEAST_HEARTBEAT),
+    ];
+    for (field, value, least) in bounds {
+        let must = match field {
+            "transfer_silence" => format!("at least {}, three times transfer_heartbeat", format_duration(least)),
+            _ => format!("at least {}", format_duration(least)),
+        };
+        check(value >= least, field, format_duration(value), must)?;
+    }
+    Ok(())
+}
+
+/// What can be checked before the model is there: so that a wrong setting is told at once.
+pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let positive = |field, value: u32| check(value >= 1, field, value, "at least 1");
+    check(
+        config.block_size >= 16 && config.block_size.is_multiple_of(16),
+        "block_size",
+        config.block_size,
+        "a multiple of 16",
+    )?;
+    positive("chunk", config.chunk)?;
+    positive("max_running", config.max_running)?;
+    let fraction = config.gpu_memory_fraction;
+    check(fraction > 0.0 && fraction <= 1.0, "gpu_memory_fraction", fraction, "above 0 and at most 1")?;
+    let must = format!("at least max_running, which is {}", config.max_running);
+    check(config.token_budget >= config.max_running, "token_budget", config.token_budget, must)?;
+    let percent = config.max_kept_percent;
+    check(percent <= 100, "max_kept_percent", percent, "at most 100")?;
+    check(config.threads != Some(0), "threads", 0, "at least 1")?;
+    ranks::check_settings(config)?;
+    if config.backend == BackendKind::Cpu {
+        check_on_cpu(config)?;
+    }
+    let timeout = config.gpu_timeout;
+    check(timeout >= LEAST_GPU_TIMEOUT, "gpu_timeout", format_duration(timeout), "at least 1s")?;
+    let ttl = config.registry_ttl;
+    check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
+    check_limits(config)?;
+    let (connections, must) = (config.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
+    check((1..=MAX_TCP_CONNECTIONS).contains(&connections), "tcp_connections", connections, must)?;
+    config.transfer_tls()?;
+    for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
+        let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
+        let must = "an address others can connect to; or say with --advertise by which one they reach this worker";
+        check(reachable, field, address, must)?;
+    }
+    Ok(())
+}
+
+/// What the CPU does not do.
+pub(crate) fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let must = "none where the CPU computes, which takes a model's weights as they are; fp8 needs a GPU (backend cuda)";
+    check(config.quantization == Quantization::None, "quantization", config.quantization, must)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_are_no_more_connections_than_a_session_takes() {
+        let refused = |tcp_connections| {
+            let config = WorkerConfig { tcp_connections, ..WorkerConfig::default() };
+            check_settings(&config).map_err(|error| error.to_string())
+        };
+        assert_eq!([1, 16].map(refused), [Ok(()), Ok(())]);
+        for count in [0, 17] {
+            assert_eq!(refused(count), Err(format!("tcp_connections is {count}; it must be 1 to 16")));
+        }
+    }
+
+    #[test]
+    fn bounds_of_transfers_are_long_enough_to_mean_something() {
+        let ms = Duration::from_millis;
+        let refused = |heartbeat, silence, room, handshake| {
+            let config = WorkerConfig {
+                transfer_heartbeat: ms(heartbeat),
+                transfer_silence: ms(silence),
+                transfer_room: ms(room),
+                transfer_handshake: ms(handshake),
+                ..WorkerConfig::default()
+            };
+            check_settings(&config).map(|()| config.transfer_limits().silence).map_err(|error| error.to_string())
+        };
+        assert_eq!(refused(100, 300, 10, 10), Ok(ms(300)));
+        for (asked, want) in [
+            (
+                (100, 299, 10, 10),
+                "transfer_silence is 299ms; it must be at least 300ms, three times transfer_heartbeat",
+            ),
+            ((0, 299, 10, 10), "transfer_heartbeat is 0s"),
+            ((100, 300, 9, 10), "transfer_room is 9ms"),
+            ((100, 300, 10, 0), "transfer_handshake is 0s"),
+        ] {
+            let (heartbeat, silence, room, handshake) = asked;
+            let error = refused(heartbeat, silence, room, handshake).unwrap_err();
+            assert!(error.starts_with(want), "{error}");
+        }
+    }
+}
