@@ -272,13 +272,17 @@ def measure(options, shape):
 def table(runs, problems, peers):
     median = {name: statistics.median(rates) for name, rates in runs.items() if name not in problems}
 
+    def ratio(name, base):
+        """Of the two in each round, so that a machine that slows down does so for both; then the median."""
+        return statistics.median(a / b for a, b in zip(runs[name], runs[base]))
+
     def beside(name):
         if name in peers:
-            return f"TCP handoff: {median['TCP handoff'] / median[name]:.1f} times that"
+            return f"TCP handoff: {ratio('TCP handoff', name):.1f} times that"
         base = {"s": "memcpy", "T": "plain TCP", "U": "UCX put, 1 MiB, peer errors"}.get(name[0])
         if base in problems or base not in median:
             return ""
-        return f"{median[name] / median[base]:.2f} of {base}" if base else ""
+        return f"{ratio(name, base):.2f} of {base}" if base else ""
 
     names = [name for name in runs if name not in peers] + peers
     print(f"| {'what':<27} | GB/s (lowest to highest) | ratio                               |")

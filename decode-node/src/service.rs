@@ -31,6 +31,7 @@ impl NodeRole for DecodeNode {
             pool: node.pool.clone(),
             ucx: node.config.ucx(),
             tls: node.config.transfer_tls()?,
+            cpus: node.config.transfer_cpus.0.clone(),
             limits: node.config.transfer_limits(),
             verify: true,
         };

@@ -47,6 +47,7 @@ impl NodeRole for PrefillNode {
             ucx: node.config.ucx(),
             tls: node.config.transfer_tls()?,
             tcp_connections: node.config.tcp_connections,
+            cpus: node.config.transfer_cpus.0.clone(),
             limits: node.config.transfer_limits(),
             convert: Some(kv_converter()),
             verify: true,

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, PoolGeometry, WorkerId, hash_bytes};
 
+use crate::cpus::Cpus;
 use crate::error::TransferError;
 use crate::options::{Limits, SenderOptions, TransportChoice, TransportKind, UcxSettings};
 use crate::segment::Segment;
@@ -51,6 +52,8 @@ pub struct BenchOptions {
     pub scattered: Option<u64>,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
+    /// Where transfer threads run at this end.
+    pub cpus: Cpus,
 }
 
 /// A way for bytes to move.
@@ -311,6 +314,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, segment: &Arc<Segment>)
         ucx: options.ucx.clone(),
         tls: None,
         tcp_connections: connections,
+        cpus: options.cpus.clone(),
         limits: Limits::default(),
         convert: None,
         verify,
@@ -372,6 +376,7 @@ mod tests {
             unverified: true,
             scattered: Some(7),
             ucx: ucx(),
+            cpus: Cpus::default(),
         }
     }
 

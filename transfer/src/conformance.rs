@@ -11,6 +11,7 @@ mod faults;
 mod handoffs;
 mod nonsense;
 mod parts;
+mod placement;
 mod processes;
 mod secrets;
 mod spread;
@@ -36,7 +37,7 @@ use crate::links::Links;
 use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};
 use crate::{
-    Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError,
+    Cpus, Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError,
     TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
 };
 
@@ -233,6 +234,7 @@ impl Decode {
             pool: reached,
             ucx: ucx(),
             tls: tls(),
+            cpus: Cpus::default(),
             limits,
             verify: true,
         };
@@ -315,6 +317,7 @@ impl Prefill {
             ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
             tls: tls(),
             tcp_connections: connections(),
+            cpus: Cpus::default(),
             limits,
             convert: None,
             verify: true,

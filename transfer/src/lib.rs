@@ -10,6 +10,7 @@ mod codec;
 #[cfg(test)]
 mod conformance;
 mod convert;
+mod cpus;
 mod cuda_ipc;
 mod descriptor;
 mod device;
@@ -41,6 +42,7 @@ mod wake;
 mod wire;
 
 pub use convert::{Conversion, Converter};
+pub use cpus::Cpus;
 pub use device::{
     DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Reach, Registrable, Staged,
 };

@@ -9,6 +9,7 @@ use std::time::Duration;
 use baton_types::{PoolGeometry, WorkerId};
 
 use crate::convert::Converter;
+use crate::cpus::Cpus;
 use crate::device::Pool;
 use crate::error::TransferError;
 use crate::tls::Tls;
@@ -171,6 +172,8 @@ pub struct ReceiverOptions {
     pub ucx: UcxSettings,
     /// For peers that come over TCP; None: no TLS.
     pub tls: Option<Tls>,
+    /// Where its threads run.
+    pub cpus: Cpus,
     /// Bounds.
     pub limits: Limits,
     /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
@@ -198,6 +201,8 @@ pub struct SenderOptions {
     /// Connections that blocks go over to a worker that is reached over TCP: 1 to [`MAX_TCP_CONNECTIONS`]. One is fastest where nothing
     /// limits a single one; several help where loss on a long way, or the network's own bound for each, does.
     pub tcp_connections: usize,
+    /// Where its threads run.
+    pub cpus: Cpus,
     /// Bounds.
     pub limits: Limits,
     /// Writes KV in the type of decode pools that have another; None: both sides must have the same.

@@ -139,14 +139,16 @@ impl Receiver {
     /// Listens for prefill workers on TCP and on an abstract unix socket, which leaves no file behind.
     pub fn bind(options: ReceiverOptions, on_event: OnEvent) -> Result<Receiver, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
+        options.cpus.check()?;
         let tcp = tcp::listen(options.tcp)?;
         let address = tcp.local_addr().map_err(|e| TransferError::os("read the listening address", e))?;
         let advertised = advertised(&options, address)?;
         let unix = format!("baton-{:x}-{:016x}", options.worker.0, threads::random()?).into_bytes();
         let doors = Doors { tcp, unix: listen_abstract(&unix)? };
+        let cpus = options.cpus.clone();
         let hub = Arc::new(Hub::new(options, on_event)?);
         let desk = hub.clone();
-        let reception = Some(threads::spawn("kv-accept".into(), move || reception::run(desk, doors))?);
+        let reception = Some(threads::spawn("kv-accept".into(), &cpus, move || reception::run(desk, doors))?);
         Ok(Receiver { hub, address, advertised, unix, host: Host::current(), reception })
     }
 

@@ -101,6 +101,7 @@ impl Sender {
     /// Connects to nobody yet. With [`TransportChoice::Ucx`] the library must be there.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
+        options.cpus.check()?;
         if !(1..=MAX_TCP_CONNECTIONS).contains(&options.tcp_connections) {
             let problem = format!("{}; it is 1 to {MAX_TCP_CONNECTIONS}", options.tcp_connections);
             return Err(TransferError::argument("tcp_connections", problem));
@@ -200,7 +201,8 @@ impl Sender {
         let queue = Arc::new(Queue::new(limits.clone())?);
         let plan = Plan { config: self.config.clone(), target: target.clone(), before: waits_for };
         let inner = queue.clone();
-        let thread = threads::spawn(format!("kv-out-{worker}"), move || session::run(plan, inner))?;
+        let thread =
+            threads::spawn(format!("kv-out-{worker}"), &self.config.options.cpus, move || session::run(plan, inner))?;
         peers.insert(worker, Peer { layout, queue: queue.clone(), thread, before });
         Ok(queue)
     }

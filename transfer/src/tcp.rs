@@ -10,6 +10,7 @@ use baton_types::Epoch;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
+use crate::cpus::Cpus;
 use crate::error::TransferError;
 use crate::links::Links;
 use crate::options::TransportKind;
@@ -98,7 +99,7 @@ fn resolve(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, std
     let (tell, told) = mpsc::sync_channel(1);
     let name = host.to_owned();
     let look = move || drop(tell.send((name.as_str(), port).to_socket_addrs().map(Vec::from_iter)));
-    threads::spawn("kv-name".to_owned(), look).map_err(std::io::Error::other)?;
+    threads::spawn("kv-name".to_owned(), &Cpus::default(), look).map_err(std::io::Error::other)?;
     let late = |_| std::io::Error::new(ErrorKind::TimedOut, "its name was not resolved in time");
     told.recv_timeout(until.saturating_duration_since(Instant::now())).map_err(late)?
 }

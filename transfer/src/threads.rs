@@ -4,15 +4,22 @@ use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use crate::cpus::Cpus;
 use crate::error::TransferError;
 
 thread_local! {
     static OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Starts a thread of this crate.
-pub(crate) fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, TransferError> {
+/// Starts a thread of this crate on these CPUs.
+pub(crate) fn spawn(
+    name: String,
+    cpus: &Cpus,
+    run: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, TransferError> {
+    let cpus = cpus.clone();
     let body = move || {
+        cpus.pin();
         OURS.set(true);
         run();
     };

@@ -9,7 +9,7 @@ use std::process;
 use anyhow::Context;
 use baton_runtime::die_with_parent;
 use baton_transfer::bench::{self, BenchOptions, MARK, Peer, ServeOptions, Served};
-use baton_transfer::{MAX_TCP_CONNECTIONS, TransportKind, UcxOptions, UcxSettings};
+use baton_transfer::{Cpus, MAX_TCP_CONNECTIONS, TransportKind, UcxOptions, UcxSettings};
 use baton_types::{KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 use baton_worker::KvType;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
@@ -46,6 +46,10 @@ fn number(name: &'static str, help: &'static str) -> Arg {
 
 fn flag(name: &'static str, help: &'static str) -> Arg {
     Arg::new(name).long(name).action(ArgAction::SetTrue).help(help)
+}
+
+fn cpus(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).value_name("LIST").default_value("").value_parser(value_parser!(Cpus)).help(help)
 }
 
 fn places() -> [Arg; 3] {
@@ -101,7 +105,7 @@ fn amounts() -> Vec<Arg> {
         .collect()
 }
 
-fn ways() -> [Arg; 5] {
+fn ways() -> [Arg; 7] {
     let kinds = [TransportKind::Shm, TransportKind::Tcp, TransportKind::Ucx].map(TransportKind::as_str);
     [
         Arg::new("transport")
@@ -127,6 +131,8 @@ fn ways() -> [Arg; 5] {
             .default_value("")
             .value_parser(value_parser!(UcxOptions))
             .help("Settings of UCX by its own names, separated by spaces; each end has its own"),
+        cpus("cpus", "CPUs that this end's transfer threads run on, as 0-3,8; default: any, as the system likes"),
+        cpus("child-cpus", "The same for the child process that receives").conflicts_with_all(["listen", "to"]),
     ]
 }
 
@@ -136,14 +142,15 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         directory: matches.get_one::<PathBuf>("ucx-library").cloned(),
         options: matches.get_one::<UcxOptions>("ucx-options").cloned().unwrap_or_default(),
     };
+    let cpus_of = |name| matches.get_one::<Cpus>(name).cloned().unwrap_or_default();
     if let Some(&listen) = matches.get_one::<SocketAddr>("listen") {
-        return receive(ServeOptions { listen, once: matches.get_flag("once"), ucx });
+        return receive(ServeOptions { listen, once: matches.get_flag("once"), ucx, cpus: cpus_of("cpus") });
     }
-    let options = options(matches, ucx)?;
+    let options = BenchOptions { cpus: cpus_of("cpus"), ..options(matches, ucx)? };
     let to = matches.get_one::<String>("to");
     let peer = match to {
         Some(address) => Peer::at(address)?,
-        None => Peer::child(child(&options.ucx)?)?,
+        None => Peer::child(child(&options.ucx, &cpus_of("child-cpus"))?)?,
     };
     let report = bench::run(&options, peer)?;
     let table = Table { options: &options, report: &report, to: to.map(String::as_str) };
@@ -178,6 +185,7 @@ fn options(matches: &ArgMatches, ucx: UcxSettings) -> anyhow::Result<BenchOption
         unverified: matches.get_flag("no-verify"),
         scattered: matches.get_one::<u64>("seed").copied().filter(|_| matches.get_flag("scattered")),
         ucx,
+        cpus: Cpus::default(),
     })
 }
 
@@ -194,10 +202,10 @@ fn layout(matches: &ArgMatches) -> anyhow::Result<KvLayout> {
 }
 
 /// This program, receiving until its parent is done.
-fn child(ucx: &UcxSettings) -> anyhow::Result<process::Command> {
+fn child(ucx: &UcxSettings, cpus: &Cpus) -> anyhow::Result<process::Command> {
     let mut command = process::Command::new(std::env::current_exe()?);
     command.args(["bench", "transfer", "--listen", "127.0.0.1:0", "--once"]);
-    command.arg("--ucx-options").arg(ucx.options.to_string());
+    command.arg("--cpus").arg(cpus.to_string()).arg("--ucx-options").arg(ucx.options.to_string());
     if let Some(directory) = &ucx.directory {
         command.arg("--ucx-library").arg(directory);
     }

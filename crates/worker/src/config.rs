@@ -7,7 +7,7 @@ use std::time::Duration;
 use baton_engine::{Eviction, Order};
 use baton_runtime::config::{Plain, Value};
 use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
-use baton_transfer::{Limits as TransferLimits, Tls, TlsFiles, TransportChoice, UcxOptions, UcxSettings};
+use baton_transfer::{Cpus, Limits as TransferLimits, Tls, TlsFiles, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
 use crate::{BackendKind, Quantization, WorkerError};
@@ -175,6 +175,9 @@ baton_runtime::config! {
         /// Connections that KV goes over to each decode worker that is reached over TCP (prefill workers), at most 16. More than one
         /// helps where what limits the way is a bound for each connection, or packets lost on a long way; elsewhere one is fastest.
         tcp_connections: usize = 1,
+        /// CPUs that the threads run on which send, receive and check KV, as 0-3,8; default: any. Best are those beside the network card
+        /// and the pool's memory, away from those that compute.
+        transfer_cpus: Parsed<Cpus> = Parsed::default(),
         /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. With the next two settings; all workers
         /// of a cluster have them or none. Read once, at the start.
         transfer_tls_cert: Option<PathBuf> = None,

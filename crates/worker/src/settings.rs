@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use baton_runtime::config::format_duration;
-use baton_transfer::MAX_TCP_CONNECTIONS;
+use baton_transfer::{Cpus, MAX_TCP_CONNECTIONS};
 
 use crate::backend::{BackendKind, Quantization};
 use crate::{WorkerConfig, WorkerError, ranks};
@@ -14,6 +14,12 @@ const MIN_TTL: Duration = Duration::from_secs(1);
 const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
 /// A GPU may take as long for a large step.
 const LEAST_GPU_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A pod or a service may have fewer CPUs than its host.
+fn check_cpus(cpus: &Cpus) -> Result<(), WorkerError> {
+    let Ok(allowed) = Cpus::allowed() else { return Ok(()) };
+    check(cpus.are_among(&allowed), "transfer_cpus", cpus, format!("among the CPUs this process may use, {allowed}"))
+}
 
 pub(crate) fn check(
     ok: bool,
@@ -72,6 +78,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let (connections, must) = (config.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
     check((1..=MAX_TCP_CONNECTIONS).contains(&connections), "tcp_connections", connections, must)?;
     config.transfer_tls()?;
+    check_cpus(&config.transfer_cpus.0)?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
         let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
         let must = "an address others can connect to; or say with --advertise by which one they reach this worker";
@@ -88,6 +95,8 @@ pub(crate) fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
 
 #[cfg(test)]
 mod tests {
+    use baton_runtime::Parsed;
+
     use super::*;
 
     #[test]
@@ -100,6 +109,18 @@ mod tests {
         for count in [0, 17] {
             assert_eq!(refused(count), Err(format!("tcp_connections is {count}; it must be 1 to 16")));
         }
+    }
+
+    #[test]
+    fn transfer_threads_run_on_cpus_that_there_are() {
+        let refused = |cpus: &str| {
+            let config = WorkerConfig { transfer_cpus: Parsed(cpus.parse().unwrap()), ..WorkerConfig::default() };
+            check_settings(&config).map_err(|error| error.to_string())
+        };
+        let allowed = Cpus::allowed().unwrap().to_string();
+        assert_eq!(["", &allowed].map(refused), [Ok(()), Ok(())]);
+        let all = "transfer_cpus is 0-1023; it must be among the CPUs this process may use, ";
+        assert_eq!(refused("0-1023"), Err(format!("{all}{allowed}")));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, lost, machine};
 use super::{hex, order};
+use crate::cpus::Cpus;
 use crate::descriptor::parse_layout;
 use crate::error::TransferError;
 use crate::options::{Limits, ReceiverOptions, UcxSettings};
@@ -29,6 +30,8 @@ pub struct ServeOptions {
     pub once: bool,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
+    /// Where transfer threads run at this end.
+    pub cpus: Cpus,
 }
 
 /// What happens at the receiving end.
@@ -117,6 +120,7 @@ impl Pool {
                 pool: segment.clone().into(),
                 ucx: options.ucx.clone(),
                 tls: None,
+                cpus: options.cpus.clone(),
                 limits: Limits::default(),
                 verify,
             };

@@ -121,7 +121,7 @@ fn tell(line: &str) {
 
 /// The receiving end of one benchmark.
 fn bench() {
-    let options = ServeOptions { listen: ([127, 0, 0, 1], 0).into(), once: true, ucx: ucx() };
+    let options = ServeOptions { listen: ([127, 0, 0, 1], 0).into(), once: true, ucx: ucx(), cpus: Cpus::default() };
     let listening = |served| {
         if let Served::Listening(address) = served {
             tell(&address.to_string());

@@ -306,6 +306,7 @@ fn options_that_cannot_work_are_named() {
             pool: pool(&small(), 1).into(),
             ucx: UcxSettings::default(),
             tls: tls(),
+            cpus: Cpus::default(),
             limits: Limits::default(),
             verify: true,
         };
@@ -337,6 +338,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         pool: pool(&geometry, 1).into(),
         ucx: nowhere.clone(),
         tls: tls(),
+        cpus: Cpus::default(),
         limits: Limits::default(),
         verify: true,
     };
@@ -358,6 +360,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         ucx: nowhere,
         tls: tls(),
         tcp_connections: connections(),
+        cpus: Cpus::default(),
         limits: Limits::default(),
         convert: None,
         verify: true,

@@ -50,6 +50,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
         pool: pools[0].clone().into(),
         ucx: UcxSettings::default(),
         tls: decode,
+        cpus: Cpus::default(),
         limits: Limits::default(),
         verify: true,
     };
@@ -63,6 +64,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
             ucx: UcxSettings::default(),
             tls,
             tcp_connections: connections(),
+            cpus: Cpus::default(),
             limits: Limits::default(),
             convert: None,
             verify: true,
@@ -146,6 +148,7 @@ fn with_tls_the_choice_leaves_out_what_encrypts_nothing() {
                 ucx: ucx(),
                 tls: tls(),
                 tcp_connections: connections(),
+                cpus: Cpus::default(),
                 limits: patient(),
                 convert: None,
                 verify: true,

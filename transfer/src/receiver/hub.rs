@@ -206,6 +206,7 @@ impl Hub {
             pool: Arc::new(pool).into(),
             ucx: crate::UcxSettings::default(),
             tls: None,
+            cpus: crate::Cpus::default(),
             limits: crate::Limits { connections, ..crate::Limits::default() },
             verify: true,
         };

@@ -159,7 +159,8 @@ fn admit(hub: &Arc<Hub>, id: SessionId, socket: Socket) -> Result<Admitted, Tran
         return Ok(Admitted::Refused(link));
     }
     let session = hub.clone();
-    let started = threads::spawn(format!("kv-in-{id}"), move || arrival::run(session, id, mail, socket));
+    let started =
+        threads::spawn(format!("kv-in-{id}"), &hub.options.cpus, move || arrival::run(session, id, mail, socket));
     if started.is_err() {
         hub.dismiss(id);
     }

@@ -342,6 +342,10 @@ impl Outbound {
         line: &mut Line,
     ) -> Result<(), TransferError> {
         let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
+        if active.state == State::Reserved {
+            // Of one under the same epoch that this end gave up while its verification was on the way.
+            return Ok(());
+        }
         let Some(done) = active.done.take() else {
             return Err(self.broken("epoch", "verified before it was completed".into()));
         };

@@ -1,4 +1,4 @@
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, mpsc};
 
 use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
@@ -6,9 +6,9 @@ use super::super::line::Core;
 use super::*;
 use crate::heads::HeadSlice;
 
-fn core(now: Instant) -> Arc<Core> {
+fn core(epoch: u64, now: Instant) -> Arc<Core> {
     Arc::new(Core {
-        epoch: Epoch(7),
+        epoch: Epoch(epoch),
         key: 1,
         peer: WorkerId(1),
         deadline: now + Duration::from_secs(60),
@@ -20,6 +20,15 @@ fn core(now: Instant) -> Arc<Core> {
     })
 }
 
+/// A session that nothing was asked of.
+fn session() -> (Outbound, Line) {
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+    let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
+    let (geometry, limits) = (PoolGeometry::uniform(layout, 4), Limits::default());
+    let parties = Parties { me: WorkerId(2), peer: WorkerId(1) };
+    (Outbound::new(parties, Pools::alike(geometry), &limits), Line::new(limits))
+}
+
 /// Takes up what begins; answers how often access is asked for.
 fn begins(outbound: &mut Outbound, line: &mut Line, now: Instant) -> usize {
     outbound.expire(now, line);
@@ -27,32 +36,96 @@ fn begins(outbound: &mut Outbound, line: &mut Line, now: Instant) -> usize {
     outbound.take_effects().iter().filter(|effect| begin(effect)).count()
 }
 
+fn granted(epoch: u64) -> Frame {
+    Frame::Granted { epoch: Epoch(epoch), blocks: vec![vec![BlockId(0)]] }
+}
+
+/// Reports as the session does.
+fn report(outbound: &mut Outbound) {
+    for effect in outbound.take_effects() {
+        if let Effect::Report(done, outcome) = effect {
+            done.report(outcome);
+        }
+    }
+}
+
+/// Completes a handoff that has access; answers where its outcome is told.
+fn complete(outbound: &mut Outbound, line: &mut Line, now: Instant) -> mpsc::Receiver<Result<(), TransferError>> {
+    let (tell, told) = mpsc::channel();
+    let done = Done::new(Box::new(move |outcome| drop(tell.send(outcome.map(drop)))));
+    assert!(line.complete(Epoch(7), Vec::new(), done).is_ok());
+    assert!(outbound.next_op(now, line));
+    told
+}
+
 #[test]
 fn what_is_granted_to_a_handoff_that_was_given_up_is_not_anothers() {
-    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
-    let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
-    let (geometry, limits, now) = (PoolGeometry::uniform(layout, 4), Limits::default(), Instant::now());
-    let parties = Parties { me: WorkerId(2), peer: WorkerId(1) };
-    let mut outbound = Outbound::new(parties, Pools::alike(geometry), &limits);
-    let mut line = Line::new(limits);
-    line.begin(core(now)).unwrap();
+    let (now, (mut outbound, mut line)) = (Instant::now(), session());
+    line.begin(core(7, now)).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 1);
     outbound.abort(Epoch(7), Quiet(None), now, &mut line);
 
     // The peer may have freed the blocks by the time at which the word of its grant arrives (I3).
-    let second = core(now);
+    let second = core(7, now);
     line.begin(second.clone()).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 0);
-    let granted = Frame::Granted { epoch: Epoch(7), blocks: vec![vec![BlockId(0)]] };
-    outbound.frame(granted.clone(), TransportKind::Shm, now, &mut line).unwrap();
+    outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
     assert!(matches!(second.failure(), Some(TransferError::Refused { .. })));
     assert_eq!(second.transport(), None);
     outbound.abort(Epoch(7), Quiet(None), now, &mut line);
 
     // All that was asked is answered.
-    let third = core(now);
+    let third = core(7, now);
     line.begin(third.clone()).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 1);
-    outbound.frame(granted, TransportKind::Shm, now, &mut line).unwrap();
+    outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
     assert_eq!((third.failure(), third.transport()), (None, Some(TransportKind::Shm)));
+}
+
+#[test]
+fn a_peer_owes_only_so_many_answers_before_no_more_is_asked() {
+    // I5: a peer that grants nothing, to handoffs that are given up as fast as they begin.
+    let (now, (mut outbound, mut line)) = (Instant::now(), session());
+    let most = MOST_OWED as u64;
+    for epoch in 0..most {
+        line.begin(core(epoch, now)).unwrap();
+        assert_eq!(begins(&mut outbound, &mut line, now), 1, "{epoch}");
+        outbound.abort(Epoch(epoch), Quiet(None), now, &mut line);
+    }
+    let next = |epoch, outbound: &mut Outbound, line: &mut Line| {
+        let core = core(epoch, now);
+        line.begin(core.clone()).unwrap();
+        (begins(outbound, line, now), matches!(core.failure(), Some(TransferError::Refused { .. })))
+    };
+    assert_eq!(next(most, &mut outbound, &mut line), (0, true));
+    assert_eq!(outbound.owed.len(), MOST_OWED);
+    outbound.frame(granted(3), TransportKind::Shm, now, &mut line).unwrap();
+    assert_eq!(next(most + 1, &mut outbound, &mut line), (1, false), "one was answered");
+}
+
+#[test]
+fn the_verification_of_a_handoff_that_was_given_up_says_nothing_of_the_next_under_its_epoch() {
+    let (now, (mut outbound, mut line)) = (Instant::now(), session());
+    let verified = || Frame::Verified { epoch: Epoch(7) };
+    line.begin(core(7, now)).unwrap();
+    begins(&mut outbound, &mut line, now);
+    outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
+    let told = complete(&mut outbound, &mut line, now);
+    outbound.expire(now + Duration::from_secs(61), &mut line);
+    report(&mut outbound);
+    assert!(told.recv().unwrap().is_err(), "its time is over");
+
+    // The session and what else it carries go on; the handoff waits for its own answers.
+    let second = core(7, now);
+    line.begin(second.clone()).unwrap();
+    assert_eq!(begins(&mut outbound, &mut line, now), 1);
+    outbound.frame(verified(), TransportKind::Shm, now, &mut line).unwrap();
+    assert_eq!((second.failure(), second.transport()), (None, None));
+    outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
+    // Before it is completed it cannot be verified by a peer that keeps to the protocol.
+    assert!(outbound.frame(verified(), TransportKind::Shm, now, &mut line).is_err());
+    let told = complete(&mut outbound, &mut line, now);
+    outbound.frame(verified(), TransportKind::Shm, now, &mut line).unwrap();
+    report(&mut outbound);
+    assert_eq!(told.recv().unwrap(), Ok(()));
 }

@@ -8,6 +8,7 @@ use baton_types::{KvDtype, KvGroup, KvLayout, WorkerId};
 
 use super::super::connect::Config;
 use super::*;
+use crate::cpus::Cpus;
 use crate::descriptor::Descriptor;
 use crate::heads::HeadSlice;
 use crate::host::Host;
@@ -30,6 +31,7 @@ fn session() -> (Session, UnixStream) {
         ucx: UcxSettings::default(),
         tls: None,
         tcp_connections: 1,
+        cpus: Cpus::default(),
         limits: Limits::default(),
         convert: None,
         verify: true,

@@ -1,0 +1,57 @@
+//! Where transfer threads run.
+
+use super::*;
+
+/// The first CPU that this process may use, where there is another, so that being there says something.
+fn first() -> Option<Cpus> {
+    let all = Cpus::allowed().unwrap();
+    let text = all.to_string();
+    let one = text.split(|letter: char| !letter.is_ascii_digit()).next().unwrap().parse().unwrap();
+    (one != all).then_some(one)
+}
+
+#[test]
+fn sessions_run_on_the_cpus_that_are_named() {
+    let Some(one) = first() else { return };
+    let geometry = small();
+    let (tell, received) = mpsc::channel();
+    let options = ReceiverOptions {
+        worker: WorkerId(1),
+        tcp: "127.0.0.1:0".parse().unwrap(),
+        advertise: None,
+        geometry: geometry.clone(),
+        pool: pool(&geometry, 1).into(),
+        ucx: UcxSettings::default(),
+        tls: tls(),
+        cpus: one.clone(),
+        limits: Limits::default(),
+        verify: true,
+    };
+    let receiver = Receiver::bind(options, Box::new(move |_| drop(tell.send(Cpus::allowed().unwrap())))).unwrap();
+    let options = SenderOptions {
+        worker: WorkerId(2),
+        geometry: geometry.clone(),
+        pool: pool(&geometry, 2).into(),
+        transport: TransportChoice::Auto,
+        ucx: UcxSettings::default(),
+        tls: tls(),
+        tcp_connections: connections(),
+        cpus: one.clone(),
+        limits: Limits::default(),
+        convert: None,
+        verify: true,
+        on_trouble: |_, _| {},
+    };
+    let sender = Sender::new(options).unwrap();
+    let wanted = Wanted { tokens: 100, first: &[0, 0], blocks: &[vec![BlockId(1)], vec![]], heads: &[] };
+    let target = receiver.reserve(Epoch(1), &wanted, PATIENCE).unwrap();
+    let mut handoff = sender.open(&target, far()).unwrap();
+    (0..geometry.layout.groups[0].layers.len()).for_each(|layer| handoff.write(0, layer, &[(BlockId(0), 0)]).unwrap());
+    let (tell, sent) = mpsc::channel();
+    let done = move |outcome: Result<_, _>| drop(tell.send((outcome.is_ok(), Cpus::allowed().unwrap())));
+    handoff.complete(Vec::new(), Box::new(done));
+    // Both are told on their sessions' threads.
+    assert_eq!(sent.recv_timeout(PATIENCE).unwrap(), (true, one.clone()));
+    assert_eq!(received.recv_timeout(PATIENCE).unwrap(), one);
+    assert_ne!(Cpus::allowed().unwrap(), one, "this thread is where it was");
+}

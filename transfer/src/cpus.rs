@@ -1,0 +1,117 @@
+//! Which CPUs transfer threads run on.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::error::TransferError;
+
+/// CPUs by their numbers in the system; none: wherever the system lets the process run. As text: numbers and ranges, such as
+/// `0-3,8`.
+///
+/// Blocks are copied and digested by these threads, so they do best on the CPUs beside the memory of the pool and the network card, and
+/// away from those that compute.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Cpus(BTreeSet<usize>);
+
+impl Cpus {
+    /// Those that this thread may run on, which are the process' where nobody has moved it.
+    pub fn allowed() -> std::io::Result<Cpus> {
+        let set = sched_getaffinity(None)?;
+        Ok(Cpus((0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()))
+    }
+
+    /// Whether all of them are among these.
+    pub fn are_among(&self, all: &Cpus) -> bool {
+        self.0.is_subset(&all.0)
+    }
+
+    /// Fails when the process may not use one of them.
+    pub(crate) fn check(&self) -> Result<(), TransferError> {
+        let allowed = Cpus::allowed().map_err(|error| TransferError::os("ask which CPUs may be used", error))?;
+        match self.are_among(&allowed) {
+            true => Ok(()),
+            false => Err(TransferError::argument("cpus", format!("{self}, of which this process may use {allowed}"))),
+        }
+    }
+
+    /// Keeps this thread on them. Should they have been taken from the process since they were checked, it runs where it may.
+    pub(crate) fn pin(&self) {
+        if !self.0.is_empty() {
+            let mut set = CpuSet::new();
+            self.0.iter().for_each(|cpu| set.set(*cpu));
+            if let Err(error) = sched_setaffinity(None, &set) {
+                tracing::warn!(%error, cpus = %self, "a transfer thread runs elsewhere than it should");
+            }
+        }
+    }
+}
+
+impl FromStr for Cpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Cpus, String> {
+        let mut cpus = BTreeSet::new();
+        for part in text.split(',').map(str::trim).filter(|_| !text.trim().is_empty()) {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let number = |text: &str| text.parse::<usize>().ok().filter(|cpu| *cpu < CpuSet::MAX_CPU);
+            match (number(first), number(last)) {
+                (Some(first), Some(last)) if first <= last => cpus.extend(first..=last),
+                _ => {
+                    let most = CpuSet::MAX_CPU - 1;
+                    return Err(format!("{part:?} is no CPU and no range of CPUs, 0 to {most}, such as 0-3"));
+                }
+            }
+        }
+        Ok(Cpus(cpus))
+    }
+}
+
+impl fmt::Display for Cpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let starts =
+            self.0.iter().copied().filter(|cpu| cpu.checked_sub(1).is_none_or(|before| !self.0.contains(&before)));
+        let range = |first: usize| match (first..).take_while(|cpu| self.0.contains(cpu)).last() {
+            Some(last) if last > first => format!("{first}-{last}"),
+            _ => first.to_string(),
+        };
+        f.write_str(&starts.map(range).collect::<Vec<_>>().join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpus_are_numbers_and_ranges() {
+        for (text, shown) in
+            [("", ""), (" ", ""), ("3", "3"), ("0-3,8", "0-3,8"), ("8, 2,0-1,1-2", "0-2,8"), ("5-5", "5")]
+        {
+            let cpus: Cpus = text.parse().unwrap();
+            assert_eq!(cpus.to_string(), shown, "{text:?}");
+            assert_eq!(shown.parse(), Ok(cpus));
+        }
+        for bad in ["a", "1,", "3-1", "-1", "1024", "0-99999999999", "1--2"] {
+            assert!(bad.parse::<Cpus>().unwrap_err().contains("is no CPU"), "{bad}");
+        }
+    }
+
+    #[test]
+    fn threads_stay_on_the_cpus_that_are_named_and_others_are_refused() {
+        let mine = Cpus::allowed().unwrap();
+        assert!(mine.check().is_ok() && Cpus::default().check().is_ok());
+        let foreign = Cpus([(0..).find(|cpu| !mine.0.contains(cpu)).unwrap()].into());
+        let error = foreign.check().unwrap_err().to_string();
+        assert!(error.contains(&format!("{foreign}, of which this process may use {mine}")), "{error}");
+        for cpu in mine.0.iter().copied() {
+            let (one, (tell, told)) = (Cpus([cpu].into()), std::sync::mpsc::channel());
+            let run = move || drop(tell.send(Cpus::allowed().unwrap()));
+            crate::threads::spawn("pinned".into(), &one, run).unwrap().join().unwrap();
+            assert_eq!(told.recv().unwrap(), one);
+        }
+        assert_eq!(Cpus::allowed().unwrap(), mine, "who starts such a thread is not moved");
+    }
+}
