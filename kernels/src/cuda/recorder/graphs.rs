@@ -2,7 +2,7 @@
 //! it touches has gone.
 
 use super::super::device::{Access, Address, Graph, Piece, Stream};
-use super::State;
+use super::state::State;
 use crate::KernelError;
 
 /// What captured work touches.

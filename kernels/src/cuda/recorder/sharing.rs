@@ -7,7 +7,8 @@ use std::ptr::NonNull;
 use super::super::device::{Access, Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
 use super::super::sharing::{Registrable, SharingDevice};
-use super::{Recorded, Recorder, State};
+use super::state::{State, join};
+use super::{Recorded, Recorder};
 use crate::KernelError;
 
 fn address(at: NonNull<u8>) -> Address {
@@ -74,7 +75,7 @@ impl<D: Device> HostCopies for Recorder<D> {
         let mut state = self.state();
         state.log.push(Recorded::Settle(event));
         match state.events.get(&event).cloned() {
-            Some(known) => super::join(&mut state.host, &known),
+            Some(known) => join(&mut state.host, &known),
             None => state.problems.push(format!("the host waits for {event:?}, which was never recorded")),
         }
         drop(state);
@@ -139,7 +140,7 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
         let done = self.inner.is_done(event)?;
         let mut state = self.state();
         if done && let Some(known) = state.events.get(&event).cloned() {
-            super::join(&mut state.host, &known);
+            join(&mut state.host, &known);
         }
         Ok(done)
     }

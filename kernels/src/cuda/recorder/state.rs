@@ -1,0 +1,164 @@
+//! What is known of each piece of memory and of each stream, and what follows from it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+use super::Recorded;
+use super::graphs::Captured;
+use crate::KernelError;
+use crate::cuda::device::{Access, Address, Event, Graph, Piece, Stream};
+
+/// What a stream, an event or the host knows: of each stream, how much of its work is done before.
+pub(super) type Clock = HashMap<Stream, u64>;
+
+pub(super) struct Touch {
+    pub bytes: Range<u64>,
+    pub writes: bool,
+    pub stream: Stream,
+    /// Which of the stream's works it was.
+    pub work: u64,
+    pub what: &'static str,
+}
+
+pub(super) struct Allocation {
+    pub bytes: u64,
+    pub touches: Vec<Touch>,
+    /// Which of all allocations it is: another at its place is not the same.
+    pub number: u64,
+}
+
+/// What becomes of the host's waits.
+#[derive(Default)]
+pub(super) enum Waits {
+    #[default]
+    End,
+    Fail,
+    /// So many end, and no other.
+    Left(u64),
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub log: Vec<Recorded>,
+    pub problems: Vec<String>,
+    pub allocations: BTreeMap<Address, Allocation>,
+    /// Address and size of what was given back and not handed out again.
+    pub freed: BTreeMap<Address, u64>,
+    pub streams: HashMap<Stream, Clock>,
+    pub events: HashMap<Event, Clock>,
+    pub host: Clock,
+    /// What was exported, by handle.
+    pub exports: HashMap<Vec<u8>, Address>,
+    /// What is imported, and of which exported memory if that is known.
+    pub imports: HashMap<Address, Option<Address>>,
+    pub refused: Option<&'static str>,
+    /// Only while it is captured.
+    pub refused_captured: Option<&'static str>,
+    pub waits: Waits,
+    pub allocated: u64,
+    pub captures: HashMap<Stream, Vec<Captured>>,
+    pub graphs: HashMap<Graph, Vec<Captured>>,
+}
+
+pub(super) fn join(into: &mut Clock, other: &Clock) {
+    for (&stream, &work) in other {
+        let known = into.entry(stream).or_default();
+        *known = (*known).max(work);
+    }
+}
+
+impl State {
+    /// The stream's next work, after all that the host has waited for.
+    pub(super) fn work(&mut self, stream: Stream) -> u64 {
+        let clock = self.streams.entry(stream).or_default();
+        join(clock, &self.host);
+        let own = clock.entry(stream).or_default();
+        *own += 1;
+        *own
+    }
+
+    /// New memory.
+    pub(super) fn note(&mut self, call: Recorded, at: Address, bytes: usize) {
+        let end = at.0 + bytes as u64;
+        self.freed.retain(|freed, size| freed.0 + *size <= at.0 || freed.0 >= end);
+        self.allocated += 1;
+        let (bytes, number) = (bytes as u64, self.allocated);
+        self.allocations.insert(at, Allocation { bytes, touches: Vec::new(), number });
+        self.log.push(call);
+    }
+
+    /// Memory that is no longer there; whether it was.
+    pub(super) fn forget(&mut self, call: Recorded, at: Address) -> bool {
+        self.log.push(call);
+        let Some(allocation) = self.allocations.remove(&at) else {
+            self.problems.push("free: memory that is not allocated".to_owned());
+            return false;
+        };
+        self.freed.insert(at, allocation.bytes);
+        true
+    }
+
+    pub(super) fn problem(&mut self, why: String) -> KernelError {
+        self.problems.push(why.clone());
+        KernelError::Device { operation: "recorded call".to_owned(), why }
+    }
+
+    /// The allocation that has all of a piece.
+    pub(super) fn allocation(&mut self, what: &'static str, piece: &Piece<'_>) -> Result<Address, KernelError> {
+        let (first, end) = (piece.at(), piece.at().0 + piece.bytes() as u64);
+        let before = self.allocations.range(..=first).next_back();
+        if let Some((&at, found)) = before.filter(|(at, found)| first.0 < at.0 + found.bytes.max(1)) {
+            if end <= at.0 + found.bytes {
+                return Ok(at);
+            }
+            let (from, bytes) = (first.0 - at.0, found.bytes);
+            return Err(self.problem(format!("{what}: {} bytes from {from} on, of {bytes}", piece.bytes())));
+        }
+        let freed = self.freed.range(..=first).next_back().is_some_and(|(at, bytes)| first.0 < at.0 + bytes);
+        let why = if freed { "after it was freed" } else { "that nobody allocated" };
+        Err(self.problem(format!("{what}: memory {why}")))
+    }
+
+    pub(super) fn touch(
+        &mut self,
+        what: &'static str,
+        stream: Stream,
+        accesses: &[Access<'_>],
+    ) -> Result<(), KernelError> {
+        if self.captures.contains_key(&stream) {
+            return self.capture(what, stream, accesses);
+        }
+        let work = self.work(stream);
+        let clock = self.streams.get(&stream).cloned().unwrap_or_default();
+        for access in accesses {
+            let (piece, writes) = match access {
+                Access::Read(piece) => (piece, false),
+                Access::Write(piece) => (piece, true),
+            };
+            let at = self.allocation(what, piece)?;
+            let bytes = piece.at().0..piece.at().0 + piece.bytes() as u64;
+            let Some(allocation) = self.allocations.get_mut(&at) else { continue };
+            let unordered = allocation.touches.iter().find(|touch| {
+                let meet = touch.bytes.start < bytes.end && bytes.start < touch.bytes.end && (touch.writes || writes);
+                meet && clock.get(&touch.stream).copied().unwrap_or(0) < touch.work
+            });
+            let missing = unordered
+                .map(|touch| format!("{what} in {stream:?} does not wait for {} in {:?}", touch.what, touch.stream));
+            // What this one covers need not be remembered: who is ordered after this is ordered after that.
+            allocation.touches.retain(|touch| {
+                let inside = bytes.start <= touch.bytes.start && touch.bytes.end <= bytes.end;
+                !(inside && touch.stream == stream && (writes || !touch.writes))
+            });
+            allocation.touches.push(Touch { bytes, writes, stream, work, what });
+            if let Some(missing) = missing {
+                self.problems.push(missing);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn wait_on_host(&mut self, stream: Stream) {
+        let known = self.streams.get(&stream).cloned().unwrap_or_default();
+        join(&mut self.host, &known);
+    }
+}
