@@ -6,57 +6,18 @@
 //! seed each change the answer, while batching, chunking and the choice of blocks do not (I1). A broken contract that it can
 //! see directly is a [`RunError`].
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+mod memory;
+mod validate;
 
-use baton_kv_cache::{BlockCopy, CacheConfig, HOLE, KvPools};
+use std::collections::{BTreeMap, VecDeque};
+
+use baton_kv_cache::{BlockCopy, CacheConfig, KvPools};
 use baton_types::{
     BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
 };
 
 use crate::{Batch, BlockSwap, ModelRunner, Row, RunError, Sample};
-
-/// The bytes of a pool, wherever they are: private, or mapped by a peer as well.
-pub trait KvMemory: Send {
-    /// Copies the bytes at `offset`.
-    fn load(&self, offset: usize, into: &mut [u8]);
-    /// Overwrites the bytes at `offset`.
-    fn store(&mut self, offset: usize, bytes: &[u8]);
-}
-
-impl KvMemory for Vec<u8> {
-    fn load(&self, offset: usize, into: &mut [u8]) {
-        into.copy_from_slice(&self[offset..offset + into.len()]);
-    }
-    fn store(&mut self, offset: usize, bytes: &[u8]) {
-        self[offset..offset + bytes.len()].copy_from_slice(bytes);
-    }
-}
-
-/// Pool memory that others read and write at the same time.
-#[derive(Clone, Debug)]
-pub struct SharedMemory(Arc<[AtomicU8]>);
-
-impl SharedMemory {
-    /// `bytes` zeros.
-    pub fn new(bytes: usize) -> Self {
-        SharedMemory((0..bytes).map(|_| AtomicU8::new(0)).collect())
-    }
-}
-
-impl KvMemory for SharedMemory {
-    fn load(&self, offset: usize, into: &mut [u8]) {
-        for (byte, cell) in into.iter_mut().zip(&self.0[offset..]) {
-            *byte = cell.load(Ordering::Relaxed);
-        }
-    }
-    fn store(&mut self, offset: usize, bytes: &[u8]) {
-        for (byte, cell) in bytes.iter().zip(&self.0[offset..]) {
-            cell.store(*byte, Ordering::Relaxed);
-        }
-    }
-}
+pub use memory::{KvMemory, SharedMemory};
 
 /// A small layout with every feature: two groups, one with a window, several layers, planes and heads.
 pub fn tiny_layout(block_size: u32) -> KvLayout {
@@ -334,66 +295,6 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(())
     }
 
-    /// What can be seen without computing: shapes, tables, tails, and that no block is written that another row reads.
-    fn validate(&self, batch: &Batch<'_>) -> Result<(), RunError> {
-        let mut written: BTreeSet<(usize, BlockId)> = BTreeSet::new();
-        let mut read: BTreeSet<(usize, BlockId)> = BTreeSet::new();
-        let sources: BTreeSet<(usize, BlockId)> = batch.copies.iter().map(|copy| (copy.group, copy.from)).collect();
-        for BlockCopy { group, from, to } in batch.copies {
-            let blocks = self.geometry.blocks.get(*group).copied().unwrap_or(0);
-            if from.0 >= blocks || to.0 >= blocks || sources.contains(&(*group, *to)) {
-                return Err(RunError(format!("copy of block {from} to {to} in group {group}")));
-            }
-        }
-        let swaps = batch.swap_out.iter().chain(batch.swap_in);
-        if let Some(swap) = { swaps }.find(|s| s.block.0 >= self.geometry.blocks.get(s.group).copied().unwrap_or(0)) {
-            return Err(RunError(format!("{swap:?} is outside the pool")));
-        }
-        let filled: BTreeSet<_> = batch.swap_in.iter().map(|swap| (swap.group, swap.block)).collect();
-        if filled.len() < batch.swap_in.len() || !filled.is_disjoint(&sources) {
-            return Err(RunError("a block from host memory is written twice, or copied on".into()));
-        }
-        let mut seqs = BTreeSet::new();
-        let ensure = |ok: bool, row: &Row<'_>, what: &str| {
-            if ok { Ok(()) } else { Err(RunError(format!("row of sequence {}: {what}", row.seq))) }
-        };
-        for row in batch.rows {
-            let end = row.start + row.tokens.len() as u32;
-            ensure(seqs.insert(row.seq), row, "its sequence is in the batch twice")?;
-            ensure(!row.tokens.is_empty(), row, "no tokens")?;
-            ensure(row.tables.len() == self.geometry.layout.groups.len(), row, "not one table per layer group")?;
-            for (group, table) in row.tables.iter().enumerate() {
-                ensure(table.tokens() >= end, row, "a table does not cover its tokens")?;
-                let first = (row.start / self.geometry.layout.block_size) as usize;
-                let last = self.geometry.layout.blocks_for(end as usize);
-                let blocks = table.blocks().get(first..last).unwrap_or(&[]);
-                ensure(blocks.len() == last - first, row, "a table lacks blocks")?;
-                ensure(blocks.iter().all(|b| written.insert((group, *b))), row, "a block is written for two rows")?;
-                read.extend(table.blocks()[..first].iter().filter(|block| **block != HOLE).map(|b| (group, *b)));
-            }
-            let unknown = usize::from(row.follows.is_some());
-            if let Some(place) = row.follows {
-                ensure(self.flights.len() == 1, row, "it follows a step that is not in flight, or not the last")?;
-                let known = self.late || (place as usize) < self.latest.len();
-                ensure(known && row.tokens.len() == 1, row, "it follows a row that is not there")?;
-            }
-            if let Some(Sample { index, prompt, generated, params }) = row.sample {
-                ensure(unknown == 0 || !params.looks_back(), row, "it looks at a token that is not known")?;
-                let generated_len = generated.len() + unknown;
-                ensure(index as usize == generated_len, row, "index is not the length of the answer")?;
-                ensure(end as usize == prompt.len() + generated_len, row, "samples before its last token")?;
-                let last = generated.last().or(prompt.last());
-                ensure(unknown > 0 || last == row.tokens.last(), row, "its last token is not the sequence's")?;
-            }
-        }
-        match written.intersection(&read).next() {
-            Some((group, block)) => Err(RunError(format!("block {block} of group {group} is written and read"))),
-            None => Ok(()),
-        }
-    }
-}
-
-impl<M: KvMemory> FakeModel<M> {
     /// Makes the copies of a step and computes its rows, whose tokens and samples are the batch's. What rows follow is taken from the
     /// step before unless it is known by now.
     fn compute(
@@ -457,63 +358,4 @@ fn fold(state: u64, word: u64) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// What the fake is for: no byte that attention sees can be wrong without a consequence, and no other byte matters.
-    #[test]
-    fn every_visible_byte_and_no_other_changes_the_answer() {
-        let geometry = PoolGeometry::uniform(tiny_layout(4), 6);
-        let mut pools = KvPools::new(&geometry, CacheConfig::default()).unwrap();
-        let gap = pools.allocate(5).unwrap();
-        let tables = pools.allocate(10).unwrap();
-        pools.free(gap).unwrap();
-        let (prompt, params) = ([5, 6, 7, 8, 9, 1, 2, 3, 4, 11], SamplingParams::default());
-        let row = |start: usize, end: usize, sample| Row {
-            seq: SeqId(1),
-            tokens: &prompt[start..end],
-            follows: None,
-            start: start as u32,
-            tables: tables.as_slice(),
-            sample,
-        };
-        let sample = Some(Sample { params: &params, index: 0, prompt: &prompt, generated: &[] });
-        let mut model = FakeModel::new(geometry.clone(), u32::MAX);
-        let run = |model: &mut FakeModel, row| {
-            let mut out = Vec::new();
-            let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
-            model.run(&batch, &mut |_| {}, &mut out).unwrap();
-            out.pop()
-        };
-        assert_eq!(run(&mut model, row(0, 9, None)), None);
-        let clean = model.memory().clone();
-        let wanted = run(&mut model, row(9, 10, sample));
-        let mut visible = BTreeSet::new();
-        for layer in 0..3 {
-            // The last of 10 tokens sees the 5 latest in the layer with a window.
-            for position in if layer == 1 { 5..9 } else { 0..9 } {
-                for offset in model.pieces(layer, &Place::of(&row(0, 9, None)), position).unwrap() {
-                    visible.extend(offset..offset + model.piece_bytes(layer));
-                }
-            }
-        }
-        for at in 0..clean.len() {
-            model.memory_mut().copy_from_slice(&clean);
-            model.memory_mut()[at] ^= 1;
-            assert_eq!(run(&mut model, row(9, 10, sample)) != wanted, visible.contains(&at), "byte {at}");
-        }
-    }
-
-    #[test]
-    fn the_seed_matters_unless_greedy() {
-        let layout = tiny_layout(4);
-        let ids = |params: &SamplingParams| -> Vec<u32> {
-            answer(&layout, 10_000, &[1, 2, 3], params).unwrap().iter().map(|token| token.id).collect()
-        };
-        let [one, two] = [1, 2].map(|seed| SamplingParams { seed, ..SamplingParams::default() });
-        assert_eq!(ids(&one), ids(&one));
-        assert_ne!(ids(&one), ids(&two));
-        let [one, two] = [one, two].map(|params| SamplingParams { temperature: 0.0, ..params });
-        assert_eq!(ids(&one), ids(&two));
-    }
-}
+mod tests;

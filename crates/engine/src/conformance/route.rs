@@ -1,0 +1,294 @@
+//! One way for the suite's requests to go through a runner: when they join, in which pieces, in which blocks.
+
+use std::collections::VecDeque;
+
+use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Readers, Tables};
+use baton_types::{BlockId, SeqId, TokenOut};
+
+use super::{Answers, Request, Setup, Violation};
+use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
+
+/// One way through the requests.
+#[derive(Clone, Copy)]
+pub(super) struct Route {
+    pub rule: &'static str,
+    /// Most tokens of a row.
+    pub chunk: u32,
+    /// Request `i` joins at step `i * stagger`.
+    pub stagger: u32,
+    /// Rows in descending order of requests.
+    pub reversed: bool,
+    /// Blocks out of order, with gaps.
+    pub scattered: bool,
+    /// After so many tokens of the answer, it goes on in other blocks.
+    pub restart_after: Option<usize>,
+    pub restart: Restart,
+    /// Steps are launched before the one before them is collected, by a runner that can.
+    pub ahead: bool,
+}
+
+/// How KV comes into a sequence's other blocks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Restart {
+    /// All of it is computed again.
+    Compute,
+    /// Full blocks are shared with what was, the block after them is copied.
+    Cached,
+    /// Through host memory: of every second sequence at once, of the others a step later.
+    Swapped,
+}
+
+/// A row that was launched, of a request.
+#[derive(Clone, Copy)]
+struct Planned {
+    at: usize,
+    start: usize,
+    end: usize,
+    /// Of the token it samples.
+    index: Option<u32>,
+    follows: Option<u32>,
+}
+
+struct Live<'a> {
+    request: &'a Request,
+    tokens: Vec<u32>,
+    computed: usize,
+    /// Tokens in flight, how many there choose others, and which of its step's the last of those is.
+    flying: usize,
+    chosen: usize,
+    place: u32,
+    tables: Tables,
+    answer: Vec<TokenOut>,
+    restarted: bool,
+    swap_out: Vec<BlockSwap>,
+    swap_in: Vec<BlockSwap>,
+    /// Has no row in the next step.
+    away: bool,
+}
+
+impl Live<'_> {
+    fn done(&self, setup: &Setup) -> bool {
+        self.answer.len() == setup.answer_tokens as usize
+    }
+
+    /// Its next row, if it need not wait for a token.
+    fn plan(&mut self, at: usize, chunk: u32, setup: &Setup) -> Option<Planned> {
+        let waits = self.chosen > 0 && self.request.params.looks_back();
+        let index = self.answer.len() + self.chosen;
+        if self.away || waits || index == setup.answer_tokens as usize {
+            return None;
+        }
+        let (start, all) = (self.computed + self.flying, self.tokens.len() + self.chosen);
+        let end = start.saturating_add(chunk as usize).min(all);
+        let follows = (end > self.tokens.len()).then_some(self.place);
+        self.flying += end - start;
+        self.chosen += usize::from(end == all);
+        Some(Planned { at, start, end, index: (end == all).then_some(index as u32), follows })
+    }
+
+    fn row(&self, planned: &Planned) -> Row<'_> {
+        let (prompt, generated) = self.tokens.split_at(self.request.prompt.len());
+        let params = &self.request.params;
+        Row {
+            seq: SeqId(planned.at as u64),
+            tokens: self.tokens.get(planned.start..planned.end).unwrap_or(&[0]),
+            follows: planned.follows,
+            start: planned.start as u32,
+            tables: self.tables.as_slice(),
+            sample: planned.index.map(|index| Sample { params, index, prompt, generated }),
+        }
+    }
+}
+
+impl Route {
+    /// All requests at once, in blocks of their own.
+    pub(super) fn plain() -> Route {
+        Route {
+            rule: "",
+            chunk: u32::MAX,
+            stagger: 0,
+            reversed: false,
+            scattered: false,
+            restart_after: None,
+            restart: Restart::Compute,
+            ahead: false,
+        }
+    }
+
+    /// The answers it gives.
+    pub(super) fn run<R: ModelRunner>(
+        &self,
+        setup: &Setup,
+        runner: &mut R,
+        requests: &[Request],
+    ) -> Result<Answers, Violation> {
+        let failed = |error: baton_kv_cache::KvError| Violation { rule: "setup", detail: error.to_string() };
+        let mut pools = KvPools::new(&setup.geometry, CacheConfig::default()).map_err(failed)?;
+        let (mut live, mut hosts) = (Vec::new(), vec![0; pools.groups()]);
+        for request in requests {
+            let most = request.prompt.len() as u32 + setup.answer_tokens;
+            let tables = self.place(&mut pools, most).map_err(failed)?;
+            let (tokens, answer) = (request.prompt.clone(), Vec::new());
+            let (swap_out, swap_in) = (Vec::new(), Vec::new());
+            live.push(Live {
+                request,
+                tokens,
+                computed: 0,
+                flying: 0,
+                chosen: 0,
+                place: 0,
+                tables,
+                answer,
+                restarted: false,
+                swap_out,
+                swap_in,
+                away: false,
+            });
+        }
+        let (mut step, mut flights) = (0, VecDeque::new());
+        let most = if self.ahead && runner.overlaps() { 2 } else { 1 };
+        while live.iter().any(|l| !l.done(setup)) {
+            while flights.len() < most {
+                let planned = self.plan(setup, &mut live, step);
+                step += 1;
+                if planned.is_empty() {
+                    break;
+                }
+                self.launch(setup, runner, &mut live, &planned)?;
+                flights.push_back(planned);
+            }
+            if let Some(planned) = flights.pop_front() {
+                self.collect(setup, runner, &mut live, planned)?;
+            }
+            live.iter_mut().try_for_each(|l| pools.copied(&mut l.tables)).map_err(failed)?;
+            live.iter_mut().for_each(|l| l.away = false);
+            let restarts = |l: &Live<'_>| Some(l.answer.len()) == self.restart_after && !l.restarted;
+            // The longest first: the shorter ones then write where those were.
+            for (at, l) in live.iter_mut().enumerate().rev().filter(|(_, l)| restarts(l)) {
+                (l.computed, l.restarted) = (self.restart(&mut pools, l, &mut hosts).map_err(failed)?, true);
+                l.away = self.restart == Restart::Swapped && at % 2 == 1;
+            }
+        }
+        Ok(live.into_iter().map(|l| l.answer).collect())
+    }
+
+    /// Other tables; how much of the sequence is in them.
+    fn restart(
+        &self,
+        pools: &mut KvPools,
+        l: &mut Live<'_>,
+        hosts: &mut [u32],
+    ) -> Result<usize, baton_kv_cache::KvError> {
+        let covered = l.tables.tokens();
+        let (other, computed) = match self.restart {
+            Restart::Compute => (self.place(pools, covered)?, 0),
+            Restart::Cached => {
+                pools.index(&mut l.tables, &l.tokens[..l.computed], Readers::Nobody, true)?;
+                let hit = pools.lookup(&Prefix::default(), &l.tokens);
+                (pools.seat(&hit, None, Need::whole(covered))?, hit.tokens() as usize)
+            }
+            Restart::Swapped => {
+                let other = self.place(pools, covered)?;
+                let filled = pools.blocks_for(l.computed as u32) as usize;
+                for (group, (ours, theirs)) in l.tables.as_slice().iter().zip(other.as_slice()).enumerate() {
+                    for (from, to) in ours.blocks().iter().zip(theirs.blocks()).take(filled) {
+                        let host = BlockId(hosts[group]);
+                        hosts[group] += 1;
+                        l.swap_out.push(BlockSwap { group, block: *from, host });
+                        l.swap_in.push(BlockSwap { group, block: *to, host });
+                    }
+                }
+                (other, l.computed)
+            }
+        };
+        pools.free(std::mem::replace(&mut l.tables, other))?;
+        Ok(computed)
+    }
+
+    /// Tables for `tokens` tokens; scattered ones take every other block, the highest first.
+    fn place(&self, pools: &mut KvPools, tokens: u32) -> Result<Tables, baton_kv_cache::KvError> {
+        if !self.scattered {
+            return pools.seat(&Hit::default(), Some(Prefix::default()), Need::whole(tokens));
+        }
+        let size = pools.block_size();
+        let (mut kept, mut given_back) = (pools.allocate(0)?, Vec::new());
+        for covered in (0..tokens).step_by(size as usize) {
+            given_back.push(pools.allocate(1)?);
+            pools.grow(&mut kept, (covered + size).min(tokens))?;
+        }
+        given_back.into_iter().try_for_each(|gap| pools.free(gap))?;
+        Ok(kept)
+    }
+
+    /// The rows of a step.
+    fn plan(&self, setup: &Setup, live: &mut [Live<'_>], step: u32) -> Vec<Planned> {
+        let joined = |at: &usize| step >= *at as u32 * self.stagger;
+        let mut order: Vec<usize> = (0..live.len()).filter(joined).collect();
+        if self.reversed {
+            order.reverse();
+        }
+        let planned: Vec<_> = order.into_iter().filter_map(|at| live[at].plan(at, self.chunk, setup)).collect();
+        for (place, row) in (0..).zip(planned.iter().filter(|row| row.index.is_some())) {
+            live[row.at].place = place;
+        }
+        planned
+    }
+
+    fn launch<R: ModelRunner>(
+        &self,
+        setup: &Setup,
+        runner: &mut R,
+        live: &mut [Live<'_>],
+        planned: &[Planned],
+    ) -> Result<(), Violation> {
+        let swap_out: Vec<_> = live.iter_mut().flat_map(|l| std::mem::take(&mut l.swap_out)).collect();
+        let swap_in: Vec<_> = planned.iter().flat_map(|row| std::mem::take(&mut live[row.at].swap_in)).collect();
+        let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
+        // What a sequence begins with is copied once, before its first row.
+        let begins = planned.iter().filter(|row| live[row.at].computed == row.start);
+        let copies: Vec<_> = begins.flat_map(|row| live[row.at].tables.copies()).collect();
+        let batch = Batch { rows: &rows, copies: &copies, swap_out: &swap_out, swap_in: &swap_in };
+        let mut layers = Vec::new();
+        let launched = runner.launch(&batch, &mut |layer| layers.push(layer));
+        launched.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
+        if !layers.iter().copied().eq(0..setup.geometry.layout.layers() as u32) {
+            return Err(Violation { rule: "on_layer: every layer once, ascending", detail: format!("{layers:?}") });
+        }
+        Ok(())
+    }
+
+    fn collect<R: ModelRunner>(
+        &self,
+        setup: &Setup,
+        runner: &mut R,
+        live: &mut [Live<'_>],
+        planned: Vec<Planned>,
+    ) -> Result<(), Violation> {
+        let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
+        let batch = Batch { rows: &rows, copies: &[], swap_out: &[], swap_in: &[] };
+        let mut out = Vec::new();
+        let collected = runner.collect(&batch, &mut out);
+        collected.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
+        let due: Vec<u32> = planned.iter().filter_map(|row| row.index).collect();
+        let came: Vec<u32> = out.iter().map(|token| token.index).collect();
+        if came != due {
+            let detail = format!("indices {came:?} where {due:?} were due");
+            return Err(Violation { rule: "one token for each row that samples, in row order", detail });
+        }
+        if let Some(token) = out.iter().find(|token| token.id >= setup.vocab) {
+            return Err(Violation { rule: "token ids lie in the vocabulary", detail: format!("{token:?}") });
+        }
+        let mut tokens = out.into_iter();
+        for Planned { at, start, end, index, .. } in planned {
+            let l = &mut live[at];
+            l.computed += end - start;
+            l.flying -= end - start;
+            if let Some(token) = index.and_then(|_| tokens.next()) {
+                l.chosen -= 1;
+                l.tokens.push(token.id);
+                l.answer.push(token);
+            }
+        }
+        Ok(())
+    }
+}
