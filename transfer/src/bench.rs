@@ -52,7 +52,7 @@ pub struct BenchOptions {
     pub scattered: Option<u64>,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
-    /// Where transfer threads run at this end.
+    /// Where this end runs.
     pub cpus: Cpus,
 }
 
@@ -136,6 +136,9 @@ pub struct BenchReport {
 /// Measures handoffs to `peer`, which must not have been used before.
 pub fn run(options: &BenchOptions, peer: Peer) -> Result<BenchReport, TransferError> {
     check(options)?;
+    options.cpus.check()?;
+    // Also what copies and sends plainly, so that all ways have the same CPUs.
+    options.cpus.pin();
     let mut bench = Bench::new(options, peer)?;
     let (here, there) = (machine(), bench.peer.machine().to_owned());
     let mut bandwidth = Vec::new();

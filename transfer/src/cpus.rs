@@ -11,8 +11,7 @@ use crate::error::TransferError;
 /// CPUs by their numbers in the system; none: wherever the system lets the process run. As text: numbers and ranges, such as
 /// `0-3,8`.
 ///
-/// Blocks are copied and digested by these threads, so they do best on the CPUs beside the memory of the pool and the network card, and
-/// away from those that compute.
+/// Blocks are copied and digested by these threads, so they do best on the CPUs beside the memory of the pool and the network card.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Cpus(BTreeSet<usize>);
 
@@ -28,8 +27,21 @@ impl Cpus {
         self.0.is_subset(&all.0)
     }
 
+    /// The so many of them with the lowest numbers.
+    pub fn first(&self, count: usize) -> Cpus {
+        Cpus(self.0.iter().copied().take(count).collect())
+    }
+
+    /// Whether none of them is among these.
+    pub fn are_apart(&self, others: &Cpus) -> bool {
+        self.0.is_disjoint(&others.0)
+    }
+
     /// Fails when the process may not use one of them.
     pub(crate) fn check(&self) -> Result<(), TransferError> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
         let allowed = Cpus::allowed().map_err(|error| TransferError::os("ask which CPUs may be used", error))?;
         match self.are_among(&allowed) {
             true => Ok(()),

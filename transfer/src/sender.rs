@@ -6,6 +6,7 @@
 mod active;
 mod clock;
 mod connect;
+mod dial;
 mod line;
 mod outbound;
 mod paths;
@@ -199,10 +200,11 @@ impl Sender {
         let (before, waits_for) = peers.remove(&target.worker).map(|peer| (peer.queue, peer.thread)).unzip();
         let worker = target.worker;
         let queue = Arc::new(Queue::new(limits.clone())?);
-        let plan = Plan { config: self.config.clone(), target: target.clone(), before: waits_for };
+        let plan = Plan { config: self.config.clone(), target: target.clone() };
         let inner = queue.clone();
-        let thread =
-            threads::spawn(format!("kv-out-{worker}"), &self.config.options.cpus, move || session::run(plan, inner))?;
+        let thread = threads::spawn(format!("kv-out-{worker}"), &self.config.options.cpus, move || {
+            session::run(plan, waits_for, inner)
+        })?;
         peers.insert(worker, Peer { layout, queue: queue.clone(), thread, before });
         Ok(queue)
     }

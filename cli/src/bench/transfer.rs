@@ -131,7 +131,7 @@ fn ways() -> [Arg; 7] {
             .default_value("")
             .value_parser(value_parser!(UcxOptions))
             .help("Settings of UCX by its own names, separated by spaces; each end has its own"),
-        cpus("cpus", "CPUs that this end's transfer threads run on, as 0-3,8; default: any, as the system likes"),
+        cpus("cpus", "CPUs that this end runs on, as 0-3,8; default: any, as the system likes"),
         cpus("child-cpus", "The same for the child process that receives").conflicts_with_all(["listen", "to"]),
     ]
 }

@@ -176,7 +176,7 @@ baton_runtime::config! {
         /// helps where what limits the way is a bound for each connection, or packets lost on a long way; elsewhere one is fastest.
         tcp_connections: usize = 1,
         /// CPUs that the threads run on which send, receive and check KV, as 0-3,8; default: any. Best are those beside the network card
-        /// and the pool's memory, away from those that compute.
+        /// and the pool's memory. Compute threads keep off them if they are fewer (threads) and pinned (pin_threads takes the first CPUs).
         transfer_cpus: Parsed<Cpus> = Parsed::default(),
         /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. With the next two settings; all workers
         /// of a cluster have them or none. Read once, at the start.

@@ -15,10 +15,14 @@ const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
 /// A GPU may take as long for a large step.
 const LEAST_GPU_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A pod or a service may have fewer CPUs than its host.
-fn check_cpus(cpus: &Cpus) -> Result<(), WorkerError> {
+/// A pod or a service may have fewer CPUs than its host, and compute threads that keep a CPU each share it with nobody.
+fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
+    let cpus = &config.transfer_cpus.0;
     let Ok(allowed) = Cpus::allowed() else { return Ok(()) };
-    check(cpus.are_among(&allowed), "transfer_cpus", cpus, format!("among the CPUs this process may use, {allowed}"))
+    check(cpus.are_among(&allowed), "transfer_cpus", cpus, format!("among the CPUs this process may use, {allowed}"))?;
+    let taken = if config.pin_threads { allowed.first(config.threads.unwrap_or(usize::MAX)) } else { Cpus::default() };
+    let must = format!("none of {taken}, where pin_threads keeps the compute threads; lower threads, or name others");
+    check(cpus.are_apart(&taken), "transfer_cpus", cpus, must)
 }
 
 pub(crate) fn check(
@@ -78,7 +82,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let (connections, must) = (config.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
     check((1..=MAX_TCP_CONNECTIONS).contains(&connections), "tcp_connections", connections, must)?;
     config.transfer_tls()?;
-    check_cpus(&config.transfer_cpus.0)?;
+    check_cpus(config)?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
         let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
         let must = "an address others can connect to; or say with --advertise by which one they reach this worker";
@@ -119,6 +123,13 @@ mod tests {
         };
         let allowed = Cpus::allowed().unwrap().to_string();
         assert_eq!(["", &allowed].map(refused), [Ok(()), Ok(())]);
+        let refused_pinned = |threads: usize| {
+            let transfer_cpus = Parsed(Cpus::allowed().unwrap().first(1));
+            let config = WorkerConfig { transfer_cpus, pin_threads: true, ..WorkerConfig::default() };
+            check_settings(&WorkerConfig { threads: Some(threads), ..config }).map_err(|error| error.to_string())
+        };
+        let error = refused_pinned(1).unwrap_err();
+        assert!(error.contains("where pin_threads keeps the compute threads; lower threads"), "{error}");
         let all = "transfer_cpus is 0-1023; it must be among the CPUs this process may use, ";
         assert_eq!(refused("0-1023"), Err(format!("{all}{allowed}")));
     }

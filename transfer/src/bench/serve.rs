@@ -30,7 +30,7 @@ pub struct ServeOptions {
     pub once: bool,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
-    /// Where transfer threads run at this end.
+    /// Where this end runs.
     pub cpus: Cpus,
 }
 
@@ -45,6 +45,8 @@ pub enum Served {
 
 /// Serves [`super::run`], one driving end at a time.
 pub fn serve(options: &ServeOptions, mut tell: impl FnMut(Served)) -> Result<(), TransferError> {
+    options.cpus.check()?;
+    options.cpus.pin();
     let bad = |e: std::io::Error| TransferError::argument("listen", format!("{}: {e}", options.listen));
     let listener = TcpListener::bind(options.listen).map_err(bad)?;
     tell(Served::Listening(listener.local_addr().map_err(bad)?));

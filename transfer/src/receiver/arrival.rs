@@ -22,6 +22,7 @@ use crate::wire::{Frame, FrameLimits, Ticket};
 
 /// Lets a connection in, and serves a session until either side ends it.
 pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
+    let _there = There { hub: hub.clone(), id };
     let limits = FrameLimits::new(&hub.options.limits, hub.options.geometry.layout.groups.len());
     let mut link = Link::new(socket, hub.options.pool.clone(), limits);
     let served = receive(&hub, &mail, &mut link).and_then(|arrival| match arrival {
@@ -32,7 +33,18 @@ pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket)
         Ok(()) | Err(TransferError::Closed) => {}
         Err(error) => tracing::warn!(%error, "a prefill worker was turned away"),
     }
-    hub.dismiss(id);
+}
+
+/// Ends a session's place among those that are connected, also in a panic.
+struct There {
+    hub: Arc<Hub>,
+    id: SessionId,
+}
+
+impl Drop for There {
+    fn drop(&mut self) {
+        self.hub.dismiss(self.id);
+    }
 }
 
 fn receive(hub: &Hub, mail: &Mail, link: &mut Link) -> Result<Arrival, TransferError> {

@@ -50,8 +50,9 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
             Crowd::Overwhelms => wait(&desk.hub.wake, &[], Some(next.map_or(PAUSE, |next| next.min(PAUSE)))).map(drop),
         };
         if let Err(error) = waited {
-            tracing::error!(%error, "accepts nobody any more");
-            break;
+            // I5: leases end all the same.
+            tracing::warn!(%error, "cannot wait for prefill workers");
+            std::thread::sleep(PAUSE);
         }
         desk.refused.retain_mut(|link| !link.is_opening() || open(link));
     }

@@ -3,13 +3,11 @@
 use std::collections::HashMap;
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
 
 use super::paths::Paths;
-use super::queue::Queue;
 use crate::descriptor::Descriptor;
 use crate::device::Pool;
 use crate::error::TransferError;
@@ -21,6 +19,7 @@ use crate::options::{SenderOptions, TransportChoice, TransportKind};
 use crate::threads::lock;
 use crate::transport::Transport;
 use crate::ucx::Engine;
+use crate::wake::Wake;
 use crate::wire::{FrameLimits, Over, Ticket};
 use crate::{shm, tcp};
 
@@ -47,8 +46,14 @@ pub(crate) struct Config {
 pub(crate) struct Plan {
     pub config: Arc<Config>,
     pub target: Descriptor,
-    /// The last session to the same worker, told to end; until it has, the next one may not begin.
-    pub before: Option<JoinHandle<()>>,
+}
+
+/// What ends an attempt to connect early.
+#[derive(Clone, Copy)]
+pub(crate) struct Interrupt<'a> {
+    /// Rings when `stopped` may have become true.
+    pub wake: &'a Wake,
+    pub stopped: &'a dyn Fn() -> bool,
 }
 
 /// A session after its handshake.
@@ -137,7 +142,7 @@ impl Plan {
     }
 
     /// Connects and shakes hands.
-    pub(crate) fn connect(&self, queue: &Queue) -> Result<Connected, TransferError> {
+    pub(crate) fn connect(&self, interrupt: Interrupt<'_>) -> Result<Connected, TransferError> {
         let last = Instant::now() + self.config.options.limits.handshake;
         let mut failure = None;
         let order = self.paths(|paths| paths.order(Instant::now()));
@@ -146,10 +151,10 @@ impl Plan {
             let left = last.saturating_duration_since(Instant::now());
             let until = if at + 1 < order.len() { last - left / 4 } else { last };
             let connected = match kind {
-                TransportKind::Shm => self.connect_unix(queue, Over::Stream, until),
-                TransportKind::CudaIpc => self.connect_unix(queue, Over::CudaIpc, until),
-                TransportKind::Ucx => self.connect_ucx(queue, until),
-                TransportKind::Tcp => self.connect_tcp(queue, Over::Stream, until),
+                TransportKind::Shm => self.connect_unix(interrupt, Over::Stream, until),
+                TransportKind::CudaIpc => self.connect_unix(interrupt, Over::CudaIpc, until),
+                TransportKind::Ucx => self.connect_ucx(interrupt, until),
+                TransportKind::Tcp => self.connect_tcp(interrupt, Over::Stream, until),
             };
             match connected {
                 Err(error) if may_fall_back(&error) => {
@@ -180,34 +185,34 @@ impl Plan {
     }
 
     /// Over the unix socket if there is one, so that the peer can tell when this process has ended.
-    fn connect_ucx(&self, queue: &Queue, until: Instant) -> Result<Connected, TransferError> {
+    fn connect_ucx(&self, interrupt: Interrupt<'_>, until: Instant) -> Result<Connected, TransferError> {
         if self.near() {
-            match self.connect_unix(queue, Over::Ucx, until) {
+            match self.connect_unix(interrupt, Over::Ucx, until) {
                 Err(error) if may_fall_back(&error) => tracing::debug!(%error, "no unix socket for UCX's frames"),
                 other => return other,
             }
         }
-        self.connect_tcp(queue, Over::Ucx, until)
+        self.connect_tcp(interrupt, Over::Ucx, until)
     }
 
     fn unix_address(&self) -> String {
         format!("@{}", String::from_utf8_lossy(&self.target.unix))
     }
 
-    fn connect_unix(&self, queue: &Queue, over: Over, until: Instant) -> Result<Connected, TransferError> {
+    fn connect_unix(&self, interrupt: Interrupt<'_>, over: Over, until: Instant) -> Result<Connected, TransferError> {
         let address = self.unix_address();
         let caller = self.caller(&address, over);
         let stream = shm::connect(&self.target.unix).map_err(|e| caller.cannot(e))?;
-        self.greet(queue, &caller, Socket::Unix(stream), until)
+        self.greet(interrupt, &caller, Socket::Unix(stream), until)
     }
 
-    fn connect_tcp(&self, queue: &Queue, over: Over, until: Instant) -> Result<Connected, TransferError> {
+    fn connect_tcp(&self, interrupt: Interrupt<'_>, over: Over, until: Instant) -> Result<Connected, TransferError> {
         let (host, port) = (&self.target.address, self.target.port);
         let address = format!("{host}:{port}");
         let caller = self.caller(&address, over);
         let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
         let socket = stream.and_then(|stream| self.socket(stream));
-        self.greet(queue, &caller, socket.map_err(|e| caller.cannot(e))?, until)
+        self.greet(interrupt, &caller, socket.map_err(|e| caller.cannot(e))?, until)
     }
 
     /// With TLS where that is set up.
@@ -222,10 +227,10 @@ impl Plan {
     /// at once, that its pool is not written to from here any more. Otherwise it would keep the blocks aside until this process
     /// ends or has something new for it (I3). A peer that stands still is told when it moves again; a new session to it
     /// stops this one, and says as much.
-    pub(crate) fn excuse(&self, queue: &Queue) -> Result<(), TransferError> {
+    pub(crate) fn excuse(&self, interrupt: Interrupt<'_>) -> Result<(), TransferError> {
         let until = Instant::now() + EXCUSE;
         let over = if self.target.device { Over::CudaIpc } else { Over::Stream };
-        self.connect_unix(queue, over, until).map(drop)
+        self.connect_unix(interrupt, over, until).map(drop)
     }
 
     fn caller<'a>(&self, address: &'a str, over: Over) -> Caller<'a> {
@@ -236,14 +241,14 @@ impl Plan {
 
     fn greet(
         &self,
-        queue: &Queue,
+        interrupt: Interrupt<'_>,
         caller: &Caller,
         socket: Socket,
         until: Instant,
     ) -> Result<Connected, TransferError> {
         let layout = &self.target.layout;
         let mut link = self.link(socket);
-        let patience = Patience { wake: &queue.wake, until, stopped: &|| queue.stopped() };
+        let patience = Patience { wake: interrupt.wake, until, stopped: interrupt.stopped };
         let Welcome { blocks, ticket } = caller.greet(&mut link, &patience)?;
         if blocks.len() != layout.groups.len() {
             return Err(caller.cannot(format!("its pool has {} groups of blocks", blocks.len())));

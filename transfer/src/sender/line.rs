@@ -261,6 +261,19 @@ impl Line {
         std::mem::take(&mut self.aborts)
     }
 
+    /// Handoffs whose time is over before access was asked for.
+    pub(crate) fn take_late(&mut self, now: Instant) -> Vec<Arc<Core>> {
+        let (late, others): (VecDeque<_>, _) =
+            std::mem::take(&mut self.begins).into_iter().partition(|core| core.deadline <= now);
+        self.begins = others;
+        Vec::from(late)
+    }
+
+    /// When the first of those to ask access for is late.
+    pub(crate) fn first_deadline(&self) -> Option<Instant> {
+        self.begins.iter().map(|core| core.deadline).min()
+    }
+
     /// The oldest handoff to ask access for.
     pub fn next_begin(&mut self) -> Option<Arc<Core>> {
         self.begins.pop_front()

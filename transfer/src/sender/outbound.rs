@@ -113,6 +113,29 @@ impl Outbound {
         }
     }
 
+    /// From now on handoffs go into the peer's pool. Before, they only [wait](Outbound::wait_for_session).
+    pub(crate) fn reaches(&mut self, pools: Pools) {
+        self.pools = pools;
+    }
+
+    /// While there is no session: ends what is late or given up of what is asked for; answers when the next one's time is over. The peer
+    /// knows of none.
+    pub(crate) fn wait_for_session(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
+        line.take_aborts().into_iter().for_each(|(epoch, quiet)| self.abort(epoch, quiet, now, line));
+        for core in line.take_late(now) {
+            let (epoch, peer, doing) = (core.epoch, core.peer, "waiting for a session with it");
+            self.active.insert(epoch, Active::new(core, now));
+            self.end(epoch, Input::Refute, TransferError::Deadline { epoch, peer, doing }, now, line);
+        }
+        // What else their owners ask for before they learn of it.
+        while let Some(op) = line.next_if(|op| self.active.contains_key(&op.epoch())) {
+            if let Op::Complete { epoch, tail, done } = op {
+                self.complete(epoch, tail, done, line);
+            }
+        }
+        line.first_deadline()
+    }
+
     /// Something of the peer's has arrived, whatever it is.
     pub fn heard(&mut self, now: Instant) {
         self.heard = Some(now);
@@ -342,12 +365,12 @@ impl Outbound {
         line: &mut Line,
     ) -> Result<(), TransferError> {
         let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
-        if active.state == State::Reserved {
-            // Of one under the same epoch that this end gave up while its verification was on the way.
-            return Ok(());
-        }
         let Some(done) = active.done.take() else {
-            return Err(self.broken("epoch", "verified before it was completed".into()));
+            return match active.state {
+                State::Transferring => Err(self.broken("epoch", "verified before it was completed".into())),
+                // Of one under the same epoch that this end gave up while its verification was on the way.
+                _ => Ok(()),
+            };
         };
         let announced = active.step(Input::Verify, now) == Action::Announce;
         let stats = active.stats(kind, now);

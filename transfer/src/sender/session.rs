@@ -4,12 +4,14 @@
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_types::PoolGeometry;
 
 use super::clock::Clock;
-use super::connect::{Connected, Plan};
+use super::connect::{Connected, Interrupt, Plan};
+use super::dial::dial;
 use super::line::Line;
 use super::outbound::{Effect, Outbound, Parties, Pools};
 use super::paths::Paths;
@@ -42,18 +44,18 @@ const STUCK: u32 = 2;
 /// How long a session that ends goes on trying to say so.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// Connects and serves until the connection or the sender ends.
-pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
-    plan.before.take().into_iter().for_each(|before| drop(before.join()));
+/// Connects once the last session to the same worker, told to end, has; serves until the connection or the sender ends.
+pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>) {
     let panicked = TransferError::os("serve a decode worker", "its thread panicked");
     let mut end = End { queue: queue.clone(), error: panicked, idle: false };
     let plan = Arc::new(plan);
-    let connected = match plan.connect(&queue) {
+    let mut outbound = outbound(&plan);
+    let connected = match dial(&plan, before, &queue, &mut outbound) {
         Ok(connected) => connected,
         Err(error) => return end.error = error,
     };
     let (near, kind) = (connected.links.own.is_unix(), connected.kind);
-    let mut session = Session::new(plan.clone(), queue.clone(), connected);
+    let mut session = Session::new(plan.clone(), queue.clone(), connected, outbound);
     let idle = &mut end.idle;
     // The session goes in there, so that it is dropped, and with it the mapping of the peer's pool, also in a panic.
     let served = catch_unwind(AssertUnwindSafe(move || {
@@ -72,7 +74,7 @@ pub(crate) fn run(mut plan: Plan, queue: Arc<Queue>) {
     // Who comes next says as much by coming.
     let excused = near && end.error != TransferError::Closed && !queue.is_retired();
     drop(end);
-    if excused && let Err(error) = plan.excuse(&queue) {
+    if excused && let Err(error) = plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.stopped() }) {
         tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");
     }
 }
@@ -113,11 +115,23 @@ struct Session {
     unread: bool,
     /// Why copying could not be stopped: the peer's pool may still change, so nothing more may be said to it (I3).
     stuck: Option<TransferError>,
+    /// What is told once the transport is gone, and with it what it could not stop reading.
+    held: Vec<Effect>,
+}
+
+/// With nothing to copy to yet.
+pub(super) fn outbound(plan: &Plan) -> Outbound {
+    let (parties, options) = (Parties { me: plan.me(), peer: plan.peer() }, &plan.config.options);
+    Outbound::new(parties, Pools::alike(options.geometry.clone()), &options.limits)
 }
 
 impl Session {
-    fn new(plan: Arc<Plan>, queue: Arc<Queue>, Connected { links, kind, remote }: Connected) -> Session {
-        let parties = Parties { me: plan.me(), peer: plan.peer() };
+    fn new(
+        plan: Arc<Plan>,
+        queue: Arc<Queue>,
+        Connected { links, kind, remote }: Connected,
+        mut outbound: Outbound,
+    ) -> Session {
         let options = &plan.config.options;
         let (local, verify) = (options.geometry.clone(), options.verify);
         // What leaves a device is converted behind it.
@@ -127,10 +141,9 @@ impl Session {
             TransportKind::Ucx if options.pool.is_device() || plan.target.device => PUT_BATCH_BYTES,
             _ => BATCH_BYTES,
         };
-        let pools = Pools { local, remote: remote.clone(), convert, batch_bytes, verify };
-        let outbound = Outbound::new(parties, pools, &options.limits);
-        let (clock, unread, stuck) = (Clock::default(), false, None);
-        Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck }
+        outbound.reaches(Pools { local, remote: remote.clone(), convert, batch_bytes, verify });
+        let (clock, unread, stuck, held) = (Clock::default(), false, None, Vec::new());
+        Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck, held }
     }
 
     /// From now on blocks travel over this, out of a device's memory as [`Staging`] says.
@@ -308,12 +321,15 @@ impl Session {
         for effect in self.outbound.take_effects() {
             match effect {
                 Effect::Cancel(epoch) => {
-                    let transport = self.transport.as_mut();
+                    // What cannot be stopped is waited for once: meanwhile the peer hears nothing.
+                    let transport = self.transport.as_mut().filter(|_| self.stuck.is_none());
                     let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.links));
                     self.stuck = self.stuck.take().or(cancelled.err());
                     self.clock.cancelled(epoch, Instant::now());
                 }
                 Effect::Send(_) if self.stuck.is_some() => {}
+                // Their local blocks may still be read.
+                Effect::Report(..) | Effect::Hush(_) if self.stuck.is_some() => self.held.push(effect),
                 Effect::Send(frame) => self.links.send(frame),
                 Effect::Report(done, outcome) => {
                     match &outcome {
@@ -361,9 +377,21 @@ impl Session {
         Ok(self.with(|outbound, line| outbound.next_op(now, line)) || busy)
     }
 
+    /// Ends every handoff, and tells of those whose copying could not be stopped when the transport has gone.
+    fn wind_up(mut self, error: &TransferError) {
+        self.take_leave(error);
+        let Session { transport, held, .. } = self;
+        drop(transport);
+        for effect in held {
+            if let Effect::Report(done, outcome) = effect {
+                done.report(outcome);
+            }
+        }
+    }
+
     /// Ends every handoff, telling the peer as far as it still listens. Waits a moment until it has read that: closed
     /// before, a stream may lose the rest.
-    fn wind_up(mut self, error: &TransferError) {
+    fn take_leave(&mut self, error: &TransferError) {
         self.with(|outbound, line| outbound.end_all(error, Instant::now(), line));
         // Who makes a handoff again that has just failed gets another session, which begins when this one's thread has ended, so
         // that the peer may take it as this one's end. A copy that could not be stopped reads local blocks until then.
@@ -379,7 +407,8 @@ impl Session {
         }
         loop {
             match self.links.own.discard_payload(usize::MAX) {
-                Ok(Got::Bytes(_)) => {}
+                // I5: however much it has to say.
+                Ok(Got::Bytes(_)) if Instant::now() < until => {}
                 Ok(Got::Blocked) if self.wait_until(until, Interest::Read) => {}
                 _ => return,
             }
@@ -402,4 +431,4 @@ impl Session {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

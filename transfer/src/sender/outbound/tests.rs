@@ -1,23 +1,13 @@
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, mpsc};
 
 use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 use super::super::line::Core;
+use super::super::session;
 use super::*;
-use crate::heads::HeadSlice;
 
 fn core(epoch: u64, now: Instant) -> Arc<Core> {
-    Arc::new(Core {
-        epoch: Epoch(epoch),
-        key: 1,
-        peer: WorkerId(1),
-        deadline: now + Duration::from_secs(60),
-        counts: vec![1],
-        layers: 1,
-        heads: vec![HeadSlice::all(1)],
-        transport: OnceLock::new(),
-        failure: OnceLock::new(),
-    })
+    session::tests::core(Epoch(epoch), now + Duration::from_secs(60))
 }
 
 /// A session that nothing was asked of.
@@ -115,7 +105,24 @@ fn the_verification_of_a_handoff_that_was_given_up_says_nothing_of_the_next_unde
     report(&mut outbound);
     assert!(told.recv().unwrap().is_err(), "its time is over");
 
-    // The session and what else it carries go on; the handoff waits for its own answers.
+    // The session and what else it carries go on, whether the next one is over already
+    let late = core(7, now - Duration::from_secs(61));
+    line.begin(late.clone()).unwrap();
+    outbound.expire(now, &mut line);
+    assert!(late.failure().is_some());
+    outbound.frame(verified(), TransportKind::Shm, now, &mut line).unwrap();
+    outbound.abort(Epoch(7), Quiet(None), now, &mut line);
+    outbound
+        .frame(
+            Frame::Failed { epoch: Epoch(7), refusal: Refusal::NoReservation("over".into()) },
+            TransportKind::Shm,
+            now,
+            &mut line,
+        )
+        .unwrap();
+    outbound.take_effects();
+
+    // or waits for its own answers.
     let second = core(7, now);
     line.begin(second.clone()).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 1);

@@ -2,11 +2,13 @@
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
 
-use baton_types::{KvDtype, KvGroup, KvLayout, WorkerId};
+use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, WorkerId};
 
 use super::super::connect::Config;
+use super::super::line::{Core, Op, Quiet};
 use super::*;
 use crate::cpus::Cpus;
 use crate::descriptor::Descriptor;
@@ -15,18 +17,19 @@ use crate::host::Host;
 use crate::link::{Link, Socket};
 use crate::options::{Limits, SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
+use crate::transport::Batch;
 use crate::wire::FrameLimits;
 
-/// A session over TCP's frames with worker 1, and the peer's end of it.
-fn session() -> (Session, UnixStream) {
+/// To worker 1 over TCP, at a port where nobody is.
+pub(crate) fn plan() -> Arc<Plan> {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout.clone(), 4);
     let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
     let options = SenderOptions {
         worker: WorkerId(2),
-        geometry: geometry.clone(),
-        pool: pool.clone().into(),
+        geometry,
+        pool: pool.into(),
         transport: TransportChoice::Tcp,
         ucx: UcxSettings::default(),
         tls: None,
@@ -52,14 +55,29 @@ fn session() -> (Session, UnixStream) {
         address: "127.0.0.1".into(),
         port: 1,
     };
-    let (limits, ucx) = (options.limits.clone(), Err("it is not set up".to_owned()));
+    let ucx = Err("it is not set up".to_owned());
     let config = Config { options, host: Host { boot: [2; 16], netns: 1 }, ucx, paths: Mutex::default(), wrap: None };
-    let plan = Arc::new(Plan { config: Arc::new(config), target, before: None });
+    Arc::new(Plan { config: Arc::new(config), target })
+}
+
+/// A handoff of one block to worker 1.
+pub(crate) fn core(epoch: Epoch, deadline: Instant) -> Arc<Core> {
+    let (peer, counts, heads) = (WorkerId(1), vec![1], vec![HeadSlice::all(1)]);
+    let (transport, failure) = (OnceLock::new(), OnceLock::new());
+    Arc::new(Core { epoch, key: 1, peer, deadline, counts, layers: 1, heads, transport, failure })
+}
+
+/// A session over TCP's frames with worker 1, and the peer's end of it.
+fn session() -> (Session, UnixStream) {
+    let plan = plan();
+    let options = &plan.config.options;
+    let (limits, remote) = (options.limits.clone(), options.geometry.clone());
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
-    let own = Link::new(Socket::Unix(ours), pool.into(), FrameLimits::new(&limits, 1));
-    let connected = Connected { links: Links::new(own, vec![]), kind: TransportKind::Tcp, remote: geometry };
-    (Session::new(plan, Arc::new(Queue::new(limits).unwrap()), connected), theirs)
+    let own = Link::new(Socket::Unix(ours), options.pool.clone(), FrameLimits::new(&limits, 1));
+    let connected = Connected { links: Links::new(own, vec![]), kind: TransportKind::Tcp, remote };
+    let outbound = outbound(&plan);
+    (Session::new(plan, Arc::new(Queue::new(limits).unwrap()), connected, outbound), theirs)
 }
 
 #[test]
@@ -76,4 +94,65 @@ fn however_much_a_peer_says_only_so_much_of_it_is_read_in_a_turn() {
     // A read takes in a few kilobytes.
     let least = said.len() / (READS * (4 << 10));
     assert!(turns > least.max(1), "all of it in {turns} turns");
+}
+
+/// Carries nothing, and cannot be stopped.
+struct Unstoppable {
+    cancelled: Arc<AtomicUsize>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Drop for Unstoppable {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Transport for Unstoppable {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+    fn submit(&mut self, _: Batch, _: &mut Links) -> Result<(), TransferError> {
+        Ok(())
+    }
+    fn poll(&mut self, _: &mut Links) -> Result<Progress, TransferError> {
+        Ok(Progress::Blocked)
+    }
+    fn cancel(&mut self, _: Epoch, _: &mut Links) -> Result<(), TransferError> {
+        self.cancelled.fetch_add(1, Ordering::Relaxed);
+        Err(TransferError::os("stop a copy", "it does not stop"))
+    }
+}
+
+#[test]
+fn what_may_still_be_read_is_not_said_to_be_quiet() {
+    let (mut session, _peer) = session();
+    let (cancelled, gone) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    session.transport = Some(Box::new(Unstoppable { cancelled: cancelled.clone(), gone: gone.clone() }));
+    // Two handoffs, a batch of each on its way.
+    let cores = [1, 2].map(|epoch| core(Epoch(epoch), Instant::now() + Duration::from_secs(60)));
+    for core in &cores {
+        let epoch = core.epoch;
+        session.queue.begin(core.clone()).unwrap();
+        session.with(|outbound, line| outbound.expire(Instant::now(), line));
+        let granted = Frame::Granted { epoch, blocks: vec![vec![BlockId(0)]] };
+        session.with(|outbound, line| outbound.frame(granted, TransportKind::Tcp, Instant::now(), line)).unwrap();
+        let op = Op::Write { epoch, group: 0, layer: 0, pairs: vec![(BlockId(0), 0)], after: 0 };
+        session.queue.write(core, op, Instant::now()).unwrap();
+        session.with(|outbound, line| outbound.next_op(Instant::now(), line));
+        let pool = session.plan.pool().clone();
+        session.outbound.next_batch(&pool, false, Instant::now()).unwrap().expect("a batch");
+    }
+    let (tell, told) = std::sync::mpsc::channel();
+    for core in &cores {
+        let (tell, gone) = (tell.clone(), gone.clone());
+        let quiet = move || tell.send(gone.load(Ordering::Relaxed)).unwrap_or_default();
+        session.queue.abort(core.epoch, Quiet(Some(Box::new(quiet))));
+    }
+    let error = session.turn().unwrap_err();
+    assert_eq!(error, TransferError::os("stop a copy", "it does not stop"));
+    assert!(told.try_recv().is_err(), "its copy is still under way");
+    assert_eq!(cancelled.load(Ordering::Relaxed), 1, "the peer hears nothing while it is waited for");
+    session.wind_up(&error);
+    assert_eq!([told.recv(), told.recv()], [Ok(true), Ok(true)], "once the transport is gone");
 }
