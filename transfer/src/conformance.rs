@@ -9,6 +9,7 @@ mod device;
 mod endings;
 mod faults;
 mod handoffs;
+mod misdelivered;
 mod nonsense;
 mod parts;
 mod placement;
