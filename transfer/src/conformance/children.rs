@@ -166,11 +166,12 @@ fn prefill(choice: TransportChoice) {
     std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
-/// Writes all layers but the last to the target it is given, tells so, and waits for a line before it writes that.
+/// Writes all layers but the last to the target it is given, tells so, or why it cannot, and waits for a line before it writes that.
 fn idle(choice: TransportChoice) {
-    let written = watched(|batch| {
+    let (reached, is_reached) = mpsc::channel();
+    let written = watched(move |batch| {
         if batch == 7 {
-            tell("written");
+            reached.send(()).unwrap();
         }
     });
     let prefill = Prefill::limited(large(), std::process::id().into(), choice, written, alert());
@@ -179,6 +180,8 @@ fn idle(choice: TransportChoice) {
     let mut handoff = prefill.sender.open(&hex::decode(line.trim()).unwrap(), far()).unwrap();
     let pairs: Vec<_> = (0..handoff.block_counts()[0]).map(|i| (BlockId(i), i)).collect();
     (0..7).for_each(|layer| handoff.write(0, layer, &pairs).unwrap());
+    while is_reached.recv_timeout(Duration::from_millis(10)).is_err() && handoff.failure().is_none() {}
+    tell(&handoff.failure().map_or("written".to_owned(), |error| error.to_string()));
     std::io::stdin().read_line(&mut line).unwrap();
     let _ = handoff.write(0, 7, &pairs);
     let (report, reported) = mpsc::channel();
