@@ -10,7 +10,10 @@ use crate::cpu::element;
 
 mod attention;
 pub(crate) mod kv;
+mod long;
 mod shared;
+
+pub use long::Long;
 
 /// Makes a backend over a fresh pool of the given shape.
 pub trait Factory {
@@ -27,6 +30,10 @@ pub trait Factory {
     /// Whether the backend takes pools of this layout.
     fn serves(&self, _layout: &KvLayout) -> bool {
         true
+    }
+    /// How long a sequence attention is checked with.
+    fn long(&self) -> Long {
+        Long::FULL
     }
 }
 
@@ -135,6 +142,7 @@ pub fn run<F: Factory>(factory: &F) {
     products(factory);
     elementwise(factory);
     attention::run(factory);
+    long::run(factory);
     shared::run(factory);
     swap(factory);
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use baton_kernels::conformance::{Factory, Promises, Random, run};
+use baton_kernels::conformance::{Factory, Long, Promises, Random, run};
 use baton_kernels::cuda::{
     CudaBackend, CudaOptions, Fp8, HostDevice, Memory, Nowhere, Recorded, Recorder, product_weight_bytes,
 };
@@ -39,6 +39,11 @@ impl Factory for Host {
 
     fn serves(&self, layout: &KvLayout) -> bool {
         CudaBackend::<Device>::check(&PoolGeometry::uniform(layout.clone(), 1)).is_ok()
+    }
+
+    /// A turn takes its time here: six of them, more than a ring has stages, and three splits.
+    fn long(&self) -> Long {
+        Long { behind: 660, chunk: 40, window: 150 }
     }
 }
 

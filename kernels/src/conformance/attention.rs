@@ -50,6 +50,32 @@ pub(super) fn run<F: Factory>(factory: &F) {
     }
 }
 
+/// How far a pair of elements is turned at a position.
+fn angle(dim: usize, position: f64, pair: usize) -> f64 {
+    position / 10f64.powf(pair as f64 / (dim / 2) as f64 * 4.0)
+}
+
+/// A row, rotated to a position; back from there where it is negative.
+pub(super) fn rotated(row: &[f64], position: f64) -> Vec<f64> {
+    let half = row.len() / 2;
+    let rotate = |d: usize| {
+        let (sin, cos) = angle(row.len(), position, d % half).sin_cos();
+        let (a, b) = (row[d % half], row[half + d % half]);
+        if d < half { a * cos - b * sin } else { b * cos + a * sin }
+    };
+    (0..row.len()).map(rotate).collect()
+}
+
+/// The rotation's tables.
+pub(super) fn rope<B: Backend>(backend: &B, positions: usize, dim: usize) -> Rope<B::Buffer> {
+    let half = dim / 2;
+    let table = |f: fn(f64) -> f64| -> Vec<f32> {
+        (0..positions * half).map(|j| f(angle(dim, (j / half) as f64, j % half)) as f32).collect()
+    };
+    let cos = backend.upload(&table(f64::cos)).expect("cos");
+    Rope { cos, sin: backend.upload(&table(f64::sin)).expect("sin") }
+}
+
 impl Case {
     fn name(&self) -> String {
         let Case { dtype, heads, kv_heads, dim, window, sinks } = self;
@@ -109,20 +135,12 @@ impl Case {
         inputs
     }
 
-    fn angle(&self, position: usize, pair: usize) -> f64 {
-        position as f64 / 10f64.powf(pair as f64 / (self.dim / 2) as f64 * 4.0)
-    }
-
     /// Runs both sequences in chunks, together where both have tokens left.
     fn compute<F: Factory>(&self, factory: &F, inputs: &Inputs, block_size: u32, chunk: usize) -> Outcome {
-        let (dim, half) = (self.dim, self.dim / 2);
+        let dim = self.dim;
         let geometry = self.geometry(block_size);
         let mut backend = factory.make(&geometry);
-        let table = |f: fn(f64) -> f64| -> Vec<f32> {
-            (0..POSITIONS * half).map(|j| f(self.angle(j / half, j % half)) as f32).collect()
-        };
-        let cos = backend.upload(&table(f64::cos)).expect("cos");
-        let rope = Rope { cos, sin: backend.upload(&table(f64::sin)).expect("sin") };
+        let rope = rope(&backend, POSITIONS, dim);
         let shape = AttentionShape { group: 0, layer: 1, heads: self.heads, scale: SCALE as f32 };
         // Tables out of order and interleaved between the sequences.
         let tables: [Vec<BlockId>; 2] =
@@ -176,13 +194,8 @@ impl Case {
 
     /// The row of a token and head out of `heads`, rotated to a position.
     fn rotated(&self, x: &[f32], heads: usize, token: usize, head: usize, position: usize) -> Vec<f64> {
-        let (row, half) = (&x[(token * heads + head) * self.dim..][..self.dim], self.dim / 2);
-        let rotate = |d: usize| {
-            let (sin, cos) = self.angle(position, d % half).sin_cos();
-            let (a, b) = (row[d % half] as f64, row[half + d % half] as f64);
-            if d < half { a * cos - b * sin } else { b * cos + a * sin }
-        };
-        (0..self.dim).map(rotate).collect()
+        let row = x[(token * heads + head) * self.dim..][..self.dim].iter().map(|&x| x as f64);
+        rotated(&row.collect::<Vec<_>>(), position as f64)
     }
 
     /// What was stored is what was given, within the type's rounding.
