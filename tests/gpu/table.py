@@ -55,6 +55,11 @@ class Table:
     def kernels(self):
         for record in self.figures("kernels"):
             what, case, seconds = record.get("what"), record.get("case"), record.get("seconds")
+            if what == "agreement":
+                # None: one of them gave something that is no number.
+                far, most = record["largest"], record["bound"]
+                self.row("attention, both kernels", case, "not a number" if far is None else f"{far:.4f} of a head's size apart", "",
+                         f"≤ {most:.4f}", far is not None and far <= most)
             if what == "decode" and self.bandwidth:
                 rate = record["bytes"] / seconds
                 share = rate / self.bandwidth
