@@ -161,8 +161,13 @@ fn conform<D: Device>(device: D, hopper: bool, fp8: bool) {
 fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let of = device.properties().clone();
     let (major, minor) = of.capability;
-    let device_is =
-        format!("{} (sm_{major}{minor}, {} multiprocessors, {} GiB)", of.name, of.multiprocessors, of.memory >> 30);
+    let device_is = format!(
+        "{} (sm_{major}{minor}, {} multiprocessors, {} GiB), {}",
+        of.name,
+        of.multiprocessors,
+        of.memory >> 30,
+        of.products
+    );
     if sizes.json {
         println!(r#"{{"device": "{device_is}"}}"#)
     } else {

@@ -48,6 +48,8 @@ pub struct Properties {
     pub multiprocessors: u32,
     /// How it multiplies matrices of E4M3.
     pub fp8: Fp8,
+    /// Whose matrix products it takes, with their version.
+    pub products: String,
 }
 
 /// How a device multiplies matrices of E4M3.

@@ -147,6 +147,7 @@ impl Driver {
         match opened() {
             Ok((module, blas)) => {
                 properties.fp8 = blas.fp8(properties.capability);
+                properties.products = format!("cuBLASLt {}", blas.version());
                 let (made, imports) = (Mutex::default(), Mutex::default());
                 Ok(Driver { properties, ordinal, device, context, module, blas, walks_host_tables, made, imports })
             }
@@ -225,8 +226,9 @@ fn properties(device: sys::CUdevice) -> Result<Properties, KernelError> {
         // SAFETY: as above.
         memory: unsafe { device::total_mem(device) }.map_err(failed("device"))? as u64,
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-        // The products' library knows.
+        // The products' library knows these.
         fp8: Fp8::None,
+        products: String::new(),
     })
 }
 

@@ -75,7 +75,8 @@ impl HostDevice {
         };
         let name = "kernels on the host".to_owned();
         let fp8 = Fp8::Plain;
-        let properties = Properties { name, memory: MEMORY, capability: CAPABILITY, fp8, ..Properties::default() };
+        let (memory, capability, products) = (MEMORY, CAPABILITY, "this processor's products".to_owned());
+        let properties = Properties { name, memory, capability, fp8, products, ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
         let captures = Mutex::default();
         Ok(HostDevice {

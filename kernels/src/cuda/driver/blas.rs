@@ -27,8 +27,8 @@ const CANDIDATES: usize = 16;
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 
-/// The first cuBLASLt that multiplies with scales of rows, 12.9.
-const ROW_SCALES: usize = 120_900;
+/// The first cuBLASLt that is called as it is here: CUDA 13's.
+const OLDEST: usize = 130_000;
 
 /// What of a product's operands an algorithm depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,6 +43,7 @@ type Shape = (Kind, usize, usize, bool, Alike);
 
 /// A handle, the algorithms chosen so far, and each stream's memory.
 pub(super) struct Blas {
+    version: usize,
     handle: sys::cublasLtHandle_t,
     chosen: Mutex<HashMap<Shape, sys::cublasLtMatmulAlgo_t>>,
     workspaces: Mutex<HashMap<usize, CUdeviceptr>>,
@@ -202,6 +203,24 @@ fn choose(handle: sys::cublasLtHandle_t, gemm: &Gemm<'_>) -> Result<sys::cublasL
     best.1.ok_or_else(|| failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)))
 }
 
+/// A version of cuBLASLt, 10,000 · major + 100 · minor + patch.
+fn said(version: usize) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}
+
+/// An older library has some of its numbers otherwise, and may be found by a name without one.
+fn check_version(version: usize) -> Result<(), KernelError> {
+    if version >= OLDEST {
+        return Ok(());
+    }
+    let (found, needed) = (said(version), said(OLDEST));
+    let why = format!(
+        "cuBLASLt is {found}, and products need {needed} or later: install CUDA 13's libraries, or name their directory in \
+         LD_LIBRARY_PATH before the older ones"
+    );
+    Err(KernelError::NoDevice(why))
+}
+
 impl Blas {
     /// Opens the library.
     pub fn new() -> Result<Self, KernelError> {
@@ -210,21 +229,27 @@ impl Blas {
             let why = "this host has no cuBLAS (libcublasLt.so.13); install CUDA's libraries, or name their directory in LD_LIBRARY_PATH";
             return Err(KernelError::NoDevice(why.to_owned()));
         }
+        // SAFETY: the library is there, and the call takes nothing.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        check_version(version)?;
         let handle = result::create_handle().map_err(failed)?;
-        Ok(Blas { handle, chosen: Mutex::default(), workspaces: Mutex::default() })
+        Ok(Blas { version, handle, chosen: Mutex::default(), workspaces: Mutex::default() })
+    }
+
+    /// As its makers write it.
+    pub fn version(&self) -> String {
+        said(self.version)
     }
 
     /// How matrices of E4M3 are multiplied on a device of this compute capability.
     ///
     /// The library's manual has such products from 8.9 on, in the form used here (A transposed, f32 results, sizes of multiples of 16),
-    /// and scales of rows on 9.0 since 12.9. For those it is asked whether it finds an algorithm within [`choose`]'s limits.
+    /// and scales of rows on 9.0. For those it is asked whether it finds an algorithm within [`choose`]'s limits.
     pub fn fp8(&self, capability: (u32, u32)) -> Fp8 {
         if capability < (8, 9) {
             return Fp8::None;
         }
-        // SAFETY: the library is there, and the call takes nothing.
-        let version = unsafe { sys::cublasLtGetVersion() };
-        if capability == (9, 0) && version >= ROW_SCALES && self.finds_row_scales() {
+        if capability == (9, 0) && self.finds_row_scales() {
             return Fp8::Scaled;
         }
         Fp8::Plain
@@ -315,5 +340,19 @@ impl Blas {
         }
         // SAFETY: made by `new`; the driver closes once, when it is dropped.
         let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_before_cuda_13s_is_refused_with_both_versions() {
+        for version in [OLDEST, 130_100, 140_000] {
+            assert!(check_version(version).is_ok(), "{version}");
+        }
+        let error = check_version(120_905).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(error.contains("cuBLASLt is 12.9.5") && error.contains("need 13.0.0"), "{error}");
     }
 }
