@@ -1,22 +1,33 @@
 #!/bin/sh
 # All that is checked and measured on a GPU, in two parts, since a machine with one may have no compiler:
 #
-#   tests/gpu.sh pack DIR       here: compiles the kernels and the programs, and puts what is needed into DIR (at most 64 MiB)
-#   DIR/gpu.sh run [PART…]      on the machine with the GPU, which needs its driver, CUDA 13's cuBLAS and python3: every part, or those named,
-#                               each within minutes; what they say, what they measure and a table of it in DIR/out, and after each part
-#                               the table and an archive of all of it in $OUT, if that is set
+#   tests/gpu.sh pack DIR       here: compiles the kernels and the programs, and puts what is needed into DIR (at most 50 MiB)
+#   sh DIR/gpu.sh run [PART…]   on the machine with the GPU, which needs its driver, CUDA 13's cuBLAS and python3: every part, or those
+#                               named, each within minutes; what they say, what they measure and a table of it in DIR/out, and after
+#                               each part the table and an archive of all of it, results.tar.gz, in DIR and in $OUT, if that is set
 #   tests/gpu.sh host           the same programs at small sizes with the kernels compiled for this processor: that they work, not how fast
 #
-# Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper (the
-# same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth, products, attention), ipc (KV
-# from one process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the CPU's), cluster
-# (prefill and decode as processes, split against whole), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a model and the engine with weights of 8 bits), peer (the same
-# under PyTorch and transformers), sanitizer and races (conformance again under compute-sanitizer). A part that fails or takes too long
-# does not keep the others from running.
+# Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
+# (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth, products, attention by every kernel
+# it has), ipc (KV from one process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
+# CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through
+# the host's, and with prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a
+# model and the engine with weights of 8 bits), peer (the same under PyTorch and transformers), sanitizer and races (conformance again
+# under compute-sanitizer). A part that fails or takes too long does not keep the others from running.
+#
+# Where a call may take ten minutes only, run them in several. With SECONDS_AT_MOST=570 no part goes on for longer than is left of that,
+# and those that no time is left for are named. Results of earlier calls are gone on with where DIR/results.tar.gz has them: on a machine
+# that is another each time, put the last call's $OUT/results.tar.gz into DIR before the next, so that its rows have the bandwidth
+# measured before. By what parts are expected to take, three calls do:
+#
+#   run conformance hopper kernels ipc models
+#   run engine cluster ranks handoff
+#   run fp8 invariant peer sanitizer races
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
-PARTS="conformance hopper kernels ipc engine models cluster handoff invariant fp8 peer sanitizer races"
+PARTS="conformance hopper kernels ipc engine models ranks cluster handoff invariant fp8 peer sanitizer races"
+PROGRAMS="gpu baton models ranks"
 LLAMA=random:llama-3.1-8b
 STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
 
@@ -24,12 +35,14 @@ programs() {
     cargo build "$@" --workspace --example gpu --bin baton
 }
 
-# The test of whole models, by the name that cargo gives it.
+# A program of tests, by the name that cargo gives it and a word of the test that is wanted of it.
 test_program() {
-    said=$(cargo test "$@" --workspace --test cuda --no-run 2>&1) || { echo "$said" >&2; return 1; }
-    # The kernels have a test of that name as well.
-    for program in $(echo "$said" | sed -n 's/.*(\(.*\/deps\/cuda-[0-9a-f]*\)).*/\1/p'); do
-        if "$program" --list | grep -q on_a_gpu; then echo "$program"; fi
+    name=$1 word=$2
+    shift 2
+    said=$(cargo test "$@" --workspace --test "$name" --no-run 2>&1) || { echo "$said" >&2; return 1; }
+    # The kernels have a test of whole models' name as well.
+    for program in $(echo "$said" | sed -n "s/.*(\\(.*\\/deps\\/$name-[0-9a-f]*\\)).*/\\1/p"); do
+        if "$program" --list | grep -q "$word"; then echo "$program"; fi
     done
 }
 
@@ -43,6 +56,14 @@ libraries() {
     ldconfig -p 2>/dev/null | grep -q libcublasLt.so.13 && return
     found=$(find / -name 'libcublasLt.so.13' -not -path '/proc/*' 2>/dev/null | head -n 1)
     [ -n "$found" ] || { echo "gpu.sh: this machine has no libcublasLt.so.13; install CUDA 13's libraries" >&2; exit 1; }
+    export LD_LIBRARY_PATH="$(dirname "$found")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
+# NCCL likewise; whether there is one.
+nccl() {
+    ldconfig -p 2>/dev/null | grep -q libnccl.so.2 && return
+    found=$(find / -name 'libnccl.so.2' -not -path '/proc/*' 2>/dev/null | head -n 1)
+    [ -n "$found" ] || return 1
     export LD_LIBRARY_PATH="$(dirname "$found")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
@@ -68,7 +89,7 @@ sanitized() {
 # Seconds that a part may take.
 limit() {
     case $1 in
-    engine | invariant | fp8 | sanitizer | races) echo 420 ;;
+    engine | cluster | invariant | fp8 | sanitizer | races) echo 420 ;;
     ipc | table) echo 60 ;;
     *) echo 240 ;;
     esac
@@ -86,6 +107,17 @@ hand_out() {
     mkdir -p "$OUT"
     cp "$out/table.md" "$OUT/" 2>/dev/null || true
     tar -czf "$here/results.tar.gz" --exclude=results.tar.gz -C "$out" . && cp "$here/results.tar.gz" "$OUT/" || true
+}
+
+# Split against whole, with this model: KV by the best way there is, through the host's memory, and from a prefill worker on the CPU.
+clusters() {
+    model=$1 failed=0
+    shift
+    for how in "--transport auto" "--transport tcp" "--prefill-backend cpu"; do
+        log=$out/cluster.$(echo "${model#*:}$how" | tr ' ' -).processes
+        python3 "$@" --model "$model" $how --log "$log" >>"$out/cluster.jsonl" || failed=1
+    done
+    return $failed
 }
 
 part() {
@@ -112,12 +144,17 @@ part() {
             lacks "PyTorch and transformers"
         fi
         ;;
+    ranks)
+        # The test passes over itself where there are not two GPUs, and says so.
+        if nccl; then "$here/ranks" ranks_on_gpus --nocapture; else lacks NCCL; fi
+        ;;
     cluster)
         : >"$out/cluster.jsonl"
+        failures=0
         for model in random:tiny random:smollm2-135m; do
-            python3 "$here/gpu-programs/cluster.py" "$here/baton" --model $model --log "$out/cluster.${model#*:}.processes" \
-                >>"$out/cluster.jsonl"
+            clusters $model "$here/gpu-programs/cluster.py" "$here/baton" || failures=1
         done
+        return $failures
         ;;
     handoff)
         # GPU to GPU where workers know that way, else through the host's memory.
@@ -138,14 +175,16 @@ pack)
     "$root/kernels/cuda/build"
     cd "$root"
     programs --release
-    models=$(test_program --release)
+    models=$(test_program cuda on_a_gpu --release)
+    ranks=$(test_program tensor_parallel ranks_on_gpus --release)
     cp "$root/target/release/examples/gpu" "$root/target/release/baton" "$2/"
     cp "$root/$models" "$2/models"
-    strip "$2/gpu" "$2/baton" "$2/models"
-    for program in gpu baton models; do
+    cp "$root/$ranks" "$2/ranks"
+    for program in $PROGRAMS; do
+        strip "$2/$program"
         embeds "$root/target/cuda/baton.fatbin" "$2/$program" || { echo "gpu.sh: $program was built without the kernels" >&2; exit 1; }
+        gzip -f "$2/$program"
     done
-    gzip -f "$2/gpu" "$2/baton" "$2/models"
     # Reference data lies where the test was built.
     rm -rf "$2/references" "$2/gpu-programs"
     cp -r "$here/references" "$2/references"
@@ -154,16 +193,23 @@ pack)
     cp "$here/gpu.sh" "$2/gpu.sh"
     size=$(du -sm "$2" | cut -f 1)
     echo "$2: $size MiB"
-    [ "$size" -le 64 ] || { echo "gpu.sh: more than the 64 MiB that may be carried" >&2; exit 1; }
+    [ "$size" -le 50 ] || { echo "gpu.sh: more than the 50 MiB that may be carried" >&2; exit 1; }
     ;;
 run)
     shift
+    ends=$(($(date +%s) + ${SECONDS_AT_MOST:-1000000}))
     libraries
     out=$here/out
     mkdir -p "$out"
+    # What earlier calls have found.
+    [ ! -e "$here/results.tar.gz" ] || tar -xzf "$here/results.tar.gz" -C "$out"
+    if grep -q FAILED "$out/hopper.verdict" 2>/dev/null; then
+        export NO_HOPPER=1 BATON_HOPPER_ATTENTION=false
+    fi
     machine 2>&1 | tee "$out/machine.log"
-    for program in gpu baton models; do
+    for program in $PROGRAMS; do
         [ ! -e "$here/$program.gz" ] || gunzip -f "$here/$program.gz"
+        chmod +x "$here/$program"
     done
     built=$(cat "$here/built-at")
     if [ ! -e "$built" ]; then
@@ -173,15 +219,23 @@ run)
     status=0
     for part in ${*:-$PARTS}; do
         began=$(date +%s)
+        most=$(limit "$part") left=$((ends - began))
+        if [ "$left" -lt 20 ]; then
+            echo "== $part: not begun, no time is left"
+            status=1
+            continue
+        fi
+        [ "$most" -le "$left" ] || most=$left
         # A part has a shell of its own, which ends at its first failure; the others go on. All that it has started ends with it.
         code=0
-        timeout -k 10 "$(limit "$part")" sh "$here/gpu.sh" part "$part" >"$out/$part.log" 2>&1 || code=$?
+        timeout -k 10 "$most" sh "$here/gpu.sh" part "$part" >"$out/$part.log" 2>&1 || code=$?
         case $code in
         0) said=ok lines=12 ;;
-        124 | 137) said="FAILED, took longer than $(limit "$part") s" lines=40 status=1 ;;
+        124 | 137) said="FAILED, took longer than $most s" lines=40 status=1 ;;
         *) said=FAILED lines=40 status=1 ;;
         esac
-        if [ "$said" = ok ] && grep -q '^left out:' "$out/$part.log"; then said="left out"; fi
+        # What a test says that passes over itself comes behind its name.
+        if [ "$said" = ok ] && grep -q -e '^left out:' -e 'skipped: ' "$out/$part.log"; then said="left out"; fi
         # As much of the end as helps, and of what its processes said where it failed.
         tail -n $lines "$out/$part.log" | cut -c 1-400
         if [ "$said" != ok ]; then
@@ -193,6 +247,8 @@ run)
         echo "$part: $said${NO_HOPPER:+, without Hopper's kernels}" >"$out/$part.verdict"
         if [ "$part" = hopper ] && [ $code != 0 ]; then
             export NO_HOPPER=1 BATON_HOPPER_ATTENTION=false
+        elif [ "$part" = hopper ]; then
+            unset NO_HOPPER BATON_HOPPER_ATTENTION
         fi
         part table >"$out/table.log" 2>&1 || { cat "$out/table.log"; status=1; }
         hand_out
@@ -215,7 +271,7 @@ host)
     target/debug/examples/gpu handoff --host --json >"$out/ipc.jsonl"
     target/debug/baton bench engine --model random:tiny --json --no-profile --chunk 64 --decode-steps 4 \
         --metrics prefill_64,decode_1,decode_2 >"$out/engine.jsonl"
-    python3 "$here/gpu/cluster.py" target/debug/baton --backend cpu --model random:tiny --log "$out/log" >"$out/cluster.jsonl"
+    clusters random:tiny "$here/gpu/cluster.py" target/debug/baton --backend cpu
     python3 "$here/gpu/cluster.py" target/debug/baton --backend cpu --model random:tiny --handoff 1500 --log "$out/log" \
         >"$out/handoff.jsonl"
     if python3 -c 'import torch, transformers' 2>/dev/null; then
@@ -228,7 +284,7 @@ host)
     fi
     ;;
 *)
-    sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """A whole cluster on one GPU: prefill and decode worker as processes of their own, against one worker that does both.
 
-    cluster.py BATON [--backend cuda] [--model random:smollm2-135m] [--transport auto]
+    cluster.py BATON [--backend cuda] [--model random:smollm2-135m] [--transport auto] [--prefill-backend cpu]
 
-Asks both the same questions, one at a time and together, and fails unless every answer is the same (greedy, with the log probabilities of
-its tokens). With `--handoff TOKENS` it also measures a prompt of that length: time to first token, and what its KV took to be handed over.
-One JSON object a line.
+Asks both the same questions, one at a time and together, and fails unless every answer is the same (greedy, with the log probabilities
+of its tokens). With `--prefill-backend` prompts are computed on another kind of processor, whose rounding is another: then an answer must
+be the same as far as the next token does not hang on rounding alone. With `--handoff TOKENS` it also measures a prompt of that length:
+time to first token, and what its KV took to be handed over. One JSON object a line.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -34,11 +36,18 @@ def get(url):
         return answer.read().decode()
 
 
-class Cluster:
-    """`baton up`, ready."""
+# How far log probabilities of a token may be apart where prompts are computed on another processor, and how much less likely than the best
+# token one may be that is chosen instead of it.
+NEAR = 0.25
+# Tokens of an answer, and of the likeliest for each that are told.
+ANSWER, TOP = 32, 5
 
-    def __init__(self, args, *flags):
-        self.model = args.model
+
+class Cluster:
+    """`baton up`, ready; with a prefill worker beside it where that has a backend of its own."""
+
+    def __init__(self, args, *flags, prefill=None):
+        self.model, self.worker = args.model, None
         self.http, grpc = free_port(), free_port()
         command = [args.baton, "up", "--model", args.model, "--backend", args.backend, "--transport", args.transport,
                    "--http", f"127.0.0.1:{self.http}", "--grpc", f"127.0.0.1:{grpc}", "--log", "info",
@@ -49,6 +58,24 @@ class Cluster:
         # It prints once all workers serve.
         if not self.process.stdout.readline():
             raise SystemExit(f"cluster.py: {' '.join(command)} ended with {self.process.wait()}; see its log")
+        if prefill:
+            command = [args.baton, "prefill", "--model", args.model, "--backend", prefill, "--transport", args.transport,
+                       "--registry", f"http://127.0.0.1:{grpc}", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log", "info"]
+            self.worker = subprocess.Popen(command, stdout=args.log, stderr=args.log, env=environment)
+            self.until_it_serves()
+
+    def until_it_serves(self):
+        for _ in range(600):
+            if any(member["role"] == "prefill" for member in self.members()):
+                return
+            if self.worker.poll() is not None:
+                break
+            time.sleep(0.1)
+        self.stop()
+        raise SystemExit("cluster.py: the prefill worker does not serve; see its log")
+
+    def members(self):
+        return json.loads(get(f"http://127.0.0.1:{self.http}/cluster"))["members"]
 
     def post(self, question, tokens, **more):
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], "temperature": 0,
@@ -64,9 +91,11 @@ class Cluster:
             return [time.perf_counter() - began for line in answer if b'"logprob"' in line]
 
     def ask(self, question, tokens):
-        with self.post(question, tokens, logprobs=True) as answer:
+        """The text, and (token, its log probability, those of the likeliest) of each token."""
+        with self.post(question, tokens, logprobs=True, top_logprobs=TOP) as answer:
             choice = json.load(answer)["choices"][0]
-        return choice["message"]["content"], [token["logprob"] for token in choice["logprobs"]["content"]]
+        tops = lambda token: [(top["token"], top["logprob"]) for top in token["top_logprobs"]]
+        return choice["message"]["content"], [(t["token"], t["logprob"], tops(t)) for t in choice["logprobs"]["content"]]
 
     def carriers(self):
         """The transports that have carried anything."""
@@ -74,8 +103,7 @@ class Cluster:
 
     def metrics(self):
         """Of the prefill workers, which send."""
-        members = json.loads(get(f"http://127.0.0.1:{self.http}/cluster"))["members"]
-        return "".join(get(f"{member['admin']}/metrics") for member in members if member["role"] == "prefill")
+        return "".join(get(f"{member['admin']}/metrics") for member in self.members() if member["role"] == "prefill")
 
     def transferred(self):
         """Seconds, handoffs and bytes so far."""
@@ -88,17 +116,19 @@ class Cluster:
         return total
 
     def stop(self):
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+        for process in filter(None, (self.worker, self.process)):
+            process.send_signal(signal.SIGINT)
+        for process in filter(None, (self.worker, self.process)):
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 @contextlib.contextmanager
-def cluster(args, *flags):
-    running = Cluster(args, *flags)
+def cluster(args, *flags, prefill=None):
+    running = Cluster(args, *flags, prefill=prefill)
     try:
         yield running
     finally:
@@ -113,24 +143,45 @@ def questions():
 
 def answers(running):
     """Alone, and all at once: batches change nothing."""
-    alone = [running.ask(question, 32) for question in questions()]
+    alone = [running.ask(question, ANSWER) for question in questions()]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda question: running.ask(question, 32), questions()))
-    return alone, together
+        together = list(pool.map(lambda question: running.ask(question, ANSWER), questions()))
+    return alone + together
+
+
+def near(got, want):
+    """(whether answers are the same as far as rounding lets them, tokens that are)."""
+    for at, ((token, logprob, _), (wanted, best, tops)) in enumerate(zip(got[1], want[1])):
+        if token != wanted:
+            # From here on they go on from different tokens. Another may be chosen only where it was as good as this one.
+            return dict(tops).get(token, -math.inf) >= best - NEAR, at
+        if abs(logprob - best) > NEAR:
+            return False, at
+    return len(got[1]) == len(want[1]), len(want[1])
 
 
 def compare(args):
-    with cluster(args) as split:
+    # Without prefill workers of its own where one of another backend comes beside it.
+    flags = ["--aggregated"] if args.prefill_backend else []
+    with cluster(args, *flags, prefill=args.prefill_backend) as split:
         got = answers(split)
         (_, handoffs, moved), over = split.transferred(), split.carriers()
     with cluster(args, "--aggregated") as whole:
         want = answers(whole)
-    same = sum(a == b for a, b in zip(got[0] + got[1], want[0] + want[1]))
-    text = sum(a[0] == b[0] for a, b in zip(got[0] + got[1], want[0] + want[1]))
-    count = len(got[0] + got[1])
-    print(json.dumps({"what": "cluster", "model": args.model, "backend": args.backend, "answers": count, "same_text": text,
-                      "same_logprobs": same, "handoffs": handoffs, "bytes": moved, "transport": ", ".join(over)}), flush=True)
-    return same == count and handoffs > 0
+    pairs = list(zip(got, want))
+    plain = lambda answer: (answer[0], [logprob for _, logprob, _ in answer[1]])
+    same = sum(plain(a) == plain(b) for a, b in pairs)
+    text = sum(a[0] == b[0] for a, b in pairs)
+    count = len(pairs)
+    record = {"what": "cluster", "model": args.model, "backend": args.backend, "answers": count, "same_text": text,
+              "same_logprobs": same, "handoffs": handoffs, "bytes": moved, "transport": ", ".join(over)}
+    if args.prefill_backend:
+        agree = [near(a, b) for a, b in pairs]
+        same = sum(is_near for is_near, _ in agree)
+        record.update(prefill_backend=args.prefill_backend, near=same, near_tokens=sum(tokens for _, tokens in agree),
+                      tokens=sum(len(b[1]) for _, b in pairs))
+    print(json.dumps(record), flush=True)
+    return same == count and handoffs > 0 and (args.transport == "auto" or over == [args.transport])
 
 
 def handoff(args):
@@ -160,6 +211,7 @@ def main():
     parser.add_argument("--model", default="random:smollm2-135m")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--prefill-backend", metavar="BACKEND")
     parser.add_argument("--handoff", type=int, default=0, metavar="TOKENS")
     parser.add_argument("--log", type=argparse.FileType("w"), default=sys.stderr)
     args = parser.parse_args()

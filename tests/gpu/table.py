@@ -122,7 +122,13 @@ class Table:
         for record in self.figures("cluster") + self.figures("handoff"):
             if record.get("what") == "cluster":
                 count, same = record["answers"], record["same_logprobs"]
-                self.row("cluster, split = aggregated", f"{record['model']}, {record['handoffs']:.0f} handoffs over {record['transport']}",
+                case = f"{record['model']}, {record['handoffs']:.0f} handoffs over {record['transport']}"
+                if "near" in record:
+                    self.row("cluster, split = aggregated", f"{case}, prompts on {record['prefill_backend']}",
+                             f"{record['near']} of {count} answers the same but for rounding, {record['near_tokens']} of "
+                             f"{record['tokens']} tokens", "", "all", record["near"] == count)
+                    continue
+                self.row("cluster, split = aggregated", case,
                          f"{same} of {count} answers the same, {record['same_text']} in text", "", "all", same == count)
             if record.get("what") == "handoff" and record["transfer_seconds"]:
                 # Layers travel while later ones are computed: a lower bound of the rate, and what the client waits for beside it.

@@ -5,9 +5,9 @@
 //!     cargo run --release -p baton-kernels --example gpu -- handoff
 //!
 //! Each figure is the median of several rounds, over values that are noise: of products of zeros, or attention whose scores are all one,
-//! less is done. Where attention has two kernels for a batch, what both give at the measured size is compared. With `--json` a line is an object, which `tests/gpu/table.py` makes a table of.
-//! With `--host` the kernels compiled for this processor stand in for the device, in sizes that take seconds: that checks the
-//! program, its figures mean nothing. With `--no-hopper` a Hopper GPU is used as any other; with
+//! less is done. Where attention has two kernels for a batch, what both give at the measured size is compared. With `--json` a line is an
+//! object, which `tests/gpu/table.py` makes a table of. With `--host` the kernels compiled for this processor stand in for the device, in
+//! sizes that take seconds: that checks the program, its figures mean nothing. With `--no-hopper` a Hopper GPU is used as any other; with
 //! `--fp8` the conformance is of weights of 8 bits.
 
 mod attention;
