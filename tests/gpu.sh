@@ -185,8 +185,8 @@ pack)
         embeds "$root/target/cuda/baton.fatbin" "$2/$program" || { echo "gpu.sh: $program was built without the kernels" >&2; exit 1; }
         gzip -f "$2/$program"
     done
-    # Reference data lies where the test was built.
-    rm -rf "$2/references" "$2/gpu-programs"
+    # Reference data lies where the test was built. What another build's calls have found is not gone on with.
+    rm -rf "$2/references" "$2/gpu-programs" "$2/out" "$2/results.tar.gz"
     cp -r "$here/references" "$2/references"
     cp -r "$here/gpu" "$2/gpu-programs"
     echo "$here" >"$2/built-at"
