@@ -10,7 +10,7 @@
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
 # (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth, products, attention by every kernel
 # it has), ipc (KV from one process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
-# CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through
+# CPU's), text (a real model's, beside the CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through
 # the host's, and with prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a
 # model and the engine with weights of 8 bits), peer (the same under PyTorch and transformers), sanitizer and races (conformance again
 # under compute-sanitizer). A part that fails or takes too long does not keep the others from running.
@@ -20,13 +20,13 @@
 # that is another each time, put the last call's $OUT/results.tar.gz into DIR before the next, so that its rows have the bandwidth
 # measured before. By what parts are expected to take, three calls do:
 #
-#   run conformance hopper kernels ipc models
+#   run conformance hopper kernels ipc models text
 #   run engine cluster ranks handoff
 #   run fp8 invariant peer sanitizer races
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
-PARTS="conformance hopper kernels ipc engine models ranks cluster handoff invariant fp8 peer sanitizer races"
+PARTS="conformance hopper kernels ipc engine models text ranks cluster handoff invariant fp8 peer sanitizer races"
 PROGRAMS="gpu baton models ranks"
 LLAMA=random:llama-3.1-8b
 STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
@@ -144,6 +144,13 @@ part() {
             lacks "PyTorch and transformers"
         fi
         ;;
+    text)
+        if [ -e "$here/stories15m.gguf" ]; then
+            python3 "$here/gpu-programs/text.py" "$here/baton" "$here/stories15m.gguf" --log "$out/text.processes" >"$out/text.jsonl"
+        else
+            lacks "stories15m.gguf, which was not packed"
+        fi
+        ;;
     ranks)
         # The test passes over itself where there are not two GPUs, and says so.
         if nccl; then "$here/ranks" ranks_on_gpus --nocapture; else lacks NCCL; fi
@@ -185,6 +192,13 @@ pack)
         embeds "$root/target/cuda/baton.fatbin" "$2/$program" || { echo "gpu.sh: $program was built without the kernels" >&2; exit 1; }
         gzip -f "$2/$program"
     done
+    rm -f "$2/stories15m.gguf.gz"
+    if command -v npm >/dev/null; then
+        python3 "$here/gpu/stories.py" "$2/stories15m.gguf"
+        gzip -f "$2/stories15m.gguf"
+    else
+        echo "gpu.sh: no npm to fetch the model of the part text with; it is left out" >&2
+    fi
     # Reference data lies where the test was built. What another build's calls have found is not gone on with.
     rm -rf "$2/references" "$2/gpu-programs" "$2/out" "$2/results.tar.gz"
     cp -r "$here/references" "$2/references"
@@ -211,6 +225,7 @@ run)
         [ ! -e "$here/$program.gz" ] || gunzip -f "$here/$program.gz"
         chmod +x "$here/$program"
     done
+    [ ! -e "$here/stories15m.gguf.gz" ] || gunzip -f "$here/stories15m.gguf.gz"
     built=$(cat "$here/built-at")
     if [ ! -e "$built" ]; then
         mkdir -p "$(dirname "$built")"

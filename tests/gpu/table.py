@@ -118,6 +118,13 @@ class Table:
                 self.row("cuda-ipc alone", "8192 tokens, all at the end", f"{seconds * 1e3:.1f} ms",
                          f"{seconds / (seconds + prefill):.3f} of TTFT", "≤ 0.03", seconds / (seconds + prefill) <= 0.03)
 
+    def real_text(self):
+        for record in self.figures("text"):
+            agree = " and ".join(str(tokens) for tokens in record["agree"])
+            self.row("text, GPU = CPU", f"{record['model']}, KV over {record['transport']}",
+                     f"{record['right']} of {record['answers']} answers the same up to a tie; {agree} of {record['tokens']} tokens",
+                     "", "all", record["right"] == record["answers"])
+
     def cluster(self):
         for record in self.figures("cluster") + self.figures("handoff"):
             if record.get("what") == "cluster":
@@ -138,14 +145,14 @@ class Table:
                          f"not hidden: {share:.3f} of TTFT", "≤ 0.03", share <= 0.03)
 
     def text(self):
-        for part in (self.limits, self.kernels, self.ipc, self.engine, self.cluster):
+        for part in (self.limits, self.kernels, self.ipc, self.engine, self.real_text, self.cluster):
             part()
         device = next((r["device"] for r in self.figures("kernels") if "device" in r), "no device")
         lines = [f"{device}; medians of rounds, for decode steps the mean of a run, the first of their size not among them.", "",
                  "| what | case | measured | ratio | goal | |", "| --- | --- | --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         lines += ["", "Parts: " + "; ".join(self.verdicts) + "."] if self.verdicts else []
-        for name in ("kernels", "ipc", "engine", "engine-invariant", "engine-fp8", "peer", "cluster", "handoff"):
+        for name in ("kernels", "ipc", "engine", "engine-invariant", "engine-fp8", "peer", "text", "cluster", "handoff"):
             if not self.figures(name):
                 lines += ["", f"Not measured: {name}."]
         return "\n".join(lines)
