@@ -186,15 +186,53 @@ pub struct Norm<B> {
     pub eps: f32,
 }
 
-/// Rows that products are made of: `x[t]`, or `norm(x[t])`.
+/// Rows that products are made of.
 pub struct Input<'a, T> {
     /// `[rows, width]`
-    pub x: &'a T,
+    pub x: &'a mut T,
     /// How many rows.
     pub rows: usize,
-    /// What is done to each row first; `x` itself stays as it is.
-    pub norm: Option<&'a Norm<T>>,
+    /// What is done to each row first.
+    pub first: First<'a, T>,
 }
+
+/// What rows `x[t]` become on their way into products.
+pub enum First<'a, T> {
+    /// Themselves.
+    Nothing,
+    /// `norm(x[t])`; `x` stays as it is.
+    Norm(&'a Norm<T>),
+    /// `x[t] += y[t]`, which stays, and of that the norm.
+    AddNorm(&'a T, &'a Norm<T>),
+    /// `act(x[t]) · up[t]`; what `x` holds afterwards is worth nothing.
+    Gate(Gate, &'a T),
+}
+
+impl<'a, T> First<'a, T> {
+    /// The norm, if there is one.
+    pub fn norm(&self) -> Option<&'a Norm<T>> {
+        match *self {
+            First::Norm(norm) | First::AddNorm(_, norm) => Some(norm),
+            First::Nothing | First::Gate(..) => None,
+        }
+    }
+
+    /// What a row is brought together with.
+    pub fn beside(&self) -> Option<&'a T> {
+        match *self {
+            First::AddNorm(other, _) | First::Gate(_, other) => Some(other),
+            First::Nothing | First::Norm(_) => None,
+        }
+    }
+}
+
+impl<T> Clone for First<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for First<'_, T> {}
 
 /// One of the products of an input.
 pub struct Product<'a, W, T> {
@@ -330,7 +368,7 @@ pub trait Backend: Send + Sized {
     fn embed(&mut self, table: &Self::Weight, ids: &[u32], scale: f32, out: &mut Self::Buffer);
     /// `x[r] = norm(x[r])` for `rows` rows; heads are rows when their dimensions are normed.
     fn rms_norm(&mut self, norm: &Norm<Self::Buffer>, x: &mut Self::Buffer, rows: usize);
-    /// `x += y` over the first `elements`.
+    /// `x += y` over the first `elements`, where no product follows that would do it.
     fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, elements: usize);
     /// `out[t] = weight · x[t] (+ bias)` for each product, up to [`MAX_PRODUCTS`] of them, and each row of the input.
     fn matmul<const N: usize>(
@@ -355,8 +393,6 @@ pub trait Backend: Send + Sized {
     );
     /// Causal attention of every row over its sequence's KV in the pool: the group's sinks and its window.
     fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Self::Buffer, out: &mut Self::Buffer);
-    /// `gate = act(gate) · up` over the first `elements`.
-    fn gate_mul(&mut self, act: Gate, gate: &mut Self::Buffer, up: &Self::Buffer, elements: usize);
     /// `out[i] = x[rows[i]]`, rows of `width`.
     fn gather_rows(&mut self, x: &Self::Buffer, width: usize, rows: &[u32], out: &mut Self::Buffer);
     /// Whether it chooses tokens from rows of `vocab` logits ([`Backend::draw`]). One whose memory is the host's leaves that to its

@@ -5,12 +5,12 @@
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, WeightDtype};
 use half::f16;
 
-use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
-use crate::cpu::element;
+use crate::backend::{AttentionShape, Backend, Norm, Ragged, Rope};
 
 mod attention;
 pub(crate) mod kv;
 mod long;
+mod products;
 mod shared;
 
 pub use long::Long;
@@ -138,8 +138,7 @@ fn geometry(dtype: KvDtype, kv_heads: u32, head_dim: u32, window: Option<u32>, b
 
 /// Runs everything.
 pub fn run<F: Factory>(factory: &F) {
-    matmul(factory);
-    products(factory);
+    products::run(factory);
     elementwise(factory);
     attention::run(factory);
     long::run(factory);
@@ -179,118 +178,6 @@ fn swap<F: Factory>(factory: &F) {
     assert_eq!([bytes(&backend, 0), bytes(&backend, 7)], [before[1].clone(), before[0].clone()]);
 }
 
-/// Products of every type against f64; rows alone and in any batch give the same bits.
-fn matmul<F: Factory>(factory: &F) {
-    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
-    let mut random = Random(1);
-    let Promises { operands, linear, .. } = factory.promises();
-    for dtype in DTYPES {
-        for (outs, cols, only_products) in [(8, 256, false), (37, 512, false), (3, 256, false), (48, 256, true)] {
-            let data = random_weight(dtype, outs, cols, &mut random);
-            let order = |i: usize| (i * 5 + 1) % outs;
-            let row_order: Option<&dyn Fn(usize) -> usize> = if outs == 37 { Some(&order) } else { None };
-            let source = WeightSource { name: "w", dtype, rows: outs, cols, data: &data, row_order };
-            let weight = if only_products { backend.linear(&source) } else { backend.weight(&source) }.expect("weight");
-            let operands = if only_products { linear } else { operands };
-            let rows = 13;
-            backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
-            let x = random.vector(rows * cols);
-            let bias = random.vector(outs);
-            let (input, bias_buffer) = (backend.upload(&x).expect("x"), backend.upload(&bias).expect("bias"));
-            let mut out = backend.buffer(rows * outs).expect("out");
-            let (w, bias_of_all) = (&weight, Some(&bias_buffer));
-            let product = Product { weight: w, bias: bias_of_all, out: &mut out };
-            backend.matmul(Input { x: &input, rows, norm: None }, [product]);
-            let got = read(&mut backend, &out, rows * outs);
-            let stored = dtype.row_bytes(cols).expect("row bytes");
-            let mut tolerance = vec![0.0f64; outs];
-            let mut want = Vec::new();
-            for t in 0..rows {
-                for o in 0..outs {
-                    let at = row_order.map_or(o, |f| f(o));
-                    let row = &data[at * stored..][..stored];
-                    let (mut sum, mut magnitude) = (bias[o] as f64, 0.0f64);
-                    for k in 0..cols {
-                        let w = element(dtype, row, k) as f64;
-                        sum += w * x[t * cols + k] as f64;
-                        magnitude += w * w;
-                    }
-                    want.push(sum);
-                    // Rounding activations in [-1, 1] to 8 bits: uniform errors below 1/254 that do not conspire.
-                    let step = if dtype.block_elements() > 1 { 6.0 / 254.0 } else { 1e-5 };
-                    // Both operands' rounding likewise.
-                    tolerance[o] = magnitude.sqrt() * f64::max(step, 3.0 * operands);
-                }
-            }
-            for (i, (&g, &w)) in got.iter().zip(&want).enumerate() {
-                assert!(
-                    (g as f64 - w).abs() <= tolerance[i % outs] + 1e-5,
-                    "{dtype:?} {outs}x{cols} [{i}]: {g}, reference {w}"
-                );
-            }
-            for (first, count) in [(0, 1), (1, 2), (5, 7), (12, 1)] {
-                let part = backend.upload(&x[first * cols..][..count * cols]).expect("part");
-                let mut out = backend.buffer(count * outs).expect("out");
-                let product = Product { weight: w, bias: bias_of_all, out: &mut out };
-                backend.matmul(Input { x: &part, rows: count, norm: None }, [product]);
-                let alone = read(&mut backend, &out, count * outs);
-                assert_eq!(alone, got[first * outs..][..count * outs], "I1: {dtype:?} rows {first}+{count}");
-            }
-            if only_products {
-                continue;
-            }
-            let mut embedded = backend.buffer(cols).expect("embedded");
-            backend.embed(&weight, &[outs as u32 - 1], 2.0, &mut embedded);
-            let at = row_order.map_or(outs - 1, |f| f(outs - 1));
-            let want: Vec<f64> =
-                (0..cols).map(|k| 2.0 * element(dtype, &data[at * stored..][..stored], k) as f64).collect();
-            close("embed", &read(&mut backend, &embedded, cols), &want, f64::max(1e-6, operands));
-        }
-    }
-}
-
-/// Products of one input, normed first, have the bits of a norm and of each product alone.
-fn products<F: Factory>(factory: &F) {
-    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
-    let mut random = Random(3);
-    let cols = 256;
-    let quantised = [(WeightDtype::Q4K, 40), (WeightDtype::Q6K, 24), (WeightDtype::Q8_0, 8)];
-    let dense = [(WeightDtype::F16, 40), (WeightDtype::F32, 9), (WeightDtype::Bf16, 8)];
-    let even = [(WeightDtype::Q4K, 48), (WeightDtype::F32, 32), (WeightDtype::Q8_0, 24)];
-    for of in [quantised, dense, [quantised[0], dense[0], quantised[2]], even] {
-        let weights = of.map(|(dtype, rows)| {
-            let data = random_weight(dtype, rows, cols, &mut random);
-            backend
-                .linear(&WeightSource { name: "w", dtype, rows, cols, data: &data, row_order: None })
-                .expect("weight")
-        });
-        let norm = Norm { weight: backend.upload(&random.vector(cols)).expect("norm"), eps: 1e-5 };
-        for rows in [1, 3, 70] {
-            backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
-            let x = backend.upload(&random.vector(rows * cols)).expect("x");
-            let mut normed = backend.buffer(rows * cols).expect("normed");
-            let all: Vec<u32> = (0..rows as u32).collect();
-            backend.gather_rows(&x, cols, &all, &mut normed);
-            backend.rms_norm(&norm, &mut normed, rows);
-            for norm in [None, Some(&norm)] {
-                let buffer = |backend: &F::Backend, i: usize| backend.buffer(rows * of[i].1).expect("out");
-                let [mut a, mut b, mut c] = [0, 1, 2].map(|i| buffer(&backend, i));
-                let outs = [(&weights[0], &mut a), (&weights[1], &mut b), (&weights[2], &mut c)];
-                let products = outs.map(|(weight, out)| Product { weight, bias: None, out });
-                backend.matmul(Input { x: &x, rows, norm }, products);
-                let input = if norm.is_some() { &normed } else { &x };
-                for (i, together) in [a, b, c].iter().enumerate() {
-                    let mut out = buffer(&backend, i);
-                    let product = Product { weight: &weights[i], bias: None, out: &mut out };
-                    backend.matmul(Input { x: input, rows, norm: None }, [product]);
-                    let alone = read(&mut backend, &out, rows * of[i].1);
-                    assert_eq!(read(&mut backend, together, rows * of[i].1), alone, "I1: {:?}, {rows} rows", of[i]);
-                }
-            }
-        }
-    }
-}
-
 fn elementwise<F: Factory>(factory: &F) {
     let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
     let mut random = Random(2);
@@ -311,24 +198,6 @@ fn elementwise<F: Factory>(factory: &F) {
             })
             .collect();
         close("rms_norm", &read(&mut backend, &out, rows * width), &want, 1e-6);
-        for act in [Gate::Silu, Gate::GeluTanh] {
-            let mut gate = backend.upload(&x).expect("gate");
-            backend.gate_mul(act, &mut gate, &yb, rows * width);
-            let want: Vec<f64> = x
-                .iter()
-                .zip(&y)
-                .map(|(&x, &y)| {
-                    let x = x as f64;
-                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
-                    y as f64
-                        * match act {
-                            Gate::Silu => x / (1.0 + (-x).exp()),
-                            Gate::GeluTanh => 0.5 * x * (1.0 + inner.tanh()),
-                        }
-                })
-                .collect();
-            close("gate_mul", &read(&mut backend, &gate, rows * width), &want, 2e-6);
-        }
         backend.add(&mut xb, &yb, rows * width);
         let want: Vec<f64> = x.iter().zip(&y).map(|(&a, &b)| (a + b) as f64).collect();
         close("add", &read(&mut backend, &xb, rows * width), &want, 0.0);

@@ -18,8 +18,8 @@ mod pool;
 mod profile;
 
 pub use backend::{
-    AttentionShape, Backend, FOLLOWS, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged, Room,
-    Rope, Span, StepInputs, TILE_ROWS, WeightSource,
+    AttentionShape, Backend, FOLLOWS, First, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged,
+    Room, Rope, Span, StepInputs, TILE_ROWS, WeightSource,
 };
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 use baton_types::{BlockId, KvLayout, TokenOut, WeightDtype};
 
 use crate::backend::{
-    AttentionShape, Backend, Gate, Input, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope, WeightSource,
+    AttentionShape, Backend, First, Input, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope, WeightSource,
 };
 use crate::{Draw, KernelError};
 
 /// A kind of operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
-    /// Products of one input, normed first where the layer has it so.
+    /// Products of one input, with what comes first: a residual sum and a norm, or the gated activation.
     Matmul {
         /// Element type in the file and outputs of each weight.
         parts: [Option<(WeightDtype, usize)>; MAX_PRODUCTS],
@@ -32,9 +32,7 @@ pub enum Operation {
     Norm,
     /// Rotary embedding, and K and V into the pool.
     RopeAndStore,
-    /// The gated activation.
-    Gate,
-    /// Embedding, residual sums, gathered rows, logits to the host, blocks of the pool.
+    /// Embedding, the last residual sum, gathered rows, logits to the host, blocks of the pool.
     Copies,
     /// Choosing tokens; on the host the decoder's caller adds it.
     Sampling,
@@ -53,7 +51,6 @@ impl fmt::Display for Operation {
             Operation::Attention => f.write_str("attention"),
             Operation::Norm => f.write_str("norm"),
             Operation::RopeAndStore => f.write_str("rope + store"),
-            Operation::Gate => f.write_str("gate"),
             Operation::Copies => f.write_str("copies"),
             Operation::Sampling => f.write_str("sampling"),
         }
@@ -318,7 +315,13 @@ impl<B: Backend> Backend for Profiled<B> {
         products: [Product<'_, Self::Weight, B::Buffer>; N],
     ) {
         let cols = products.first().map_or(0, |first| first.weight.cols);
-        let (mut parts, mut bytes, mut arithmetic) = ([None; MAX_PRODUCTS], floats(input.rows * cols), 0);
+        // What is added is read, and the sum is written; what gates is read.
+        let passes = match input.first {
+            First::Nothing | First::Norm(_) => 1,
+            First::Gate(..) => 2,
+            First::AddNorm(..) => 3,
+        };
+        let (mut parts, mut bytes, mut arithmetic) = ([None; MAX_PRODUCTS], floats(passes * input.rows * cols), 0);
         for (part, Product { weight: w, .. }) in parts.iter_mut().zip(&products) {
             *part = Some((w.dtype, w.rows));
             bytes += w.bytes + floats(input.rows * w.rows);
@@ -350,10 +353,6 @@ impl<B: Backend> Backend for Profiled<B> {
         // A score and a weighted sum: two products of a head's width for every pair and head.
         let arithmetic = 4 * width as u64 * pairs;
         self.timed(Operation::Attention, bytes, arithmetic, |b| b.attention(shape, batch, q, out));
-    }
-
-    fn gate_mul(&mut self, act: Gate, gate: &mut B::Buffer, up: &B::Buffer, elements: usize) {
-        self.timed(Operation::Gate, floats(3 * elements), 0, |b| b.gate_mul(act, gate, up, elements));
     }
 
     fn gather_rows(&mut self, x: &B::Buffer, width: usize, rows: &[u32], out: &mut B::Buffer) {

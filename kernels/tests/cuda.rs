@@ -10,8 +10,8 @@ use baton_kernels::cuda::{
     CudaBackend, CudaOptions, Fp8, HostDevice, Memory, Nowhere, Recorded, Recorder, product_weight_bytes,
 };
 use baton_kernels::{
-    AttentionShape, Backend, CpuBackend, CpuOptions, Draw, HostPool, Input, KernelError, Product, Ragged, Room, Rope,
-    StepInputs, WeightSource,
+    AttentionShape, Backend, CpuBackend, CpuOptions, Draw, First, HostPool, Input, KernelError, Product, Ragged, Room,
+    Rope, StepInputs, WeightSource,
 };
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams, WeightDtype};
 
@@ -100,11 +100,12 @@ fn products_of_8_bit_floats_are_finished_where_the_device_has_not() {
         let source = WeightSource { name: "w", dtype: WeightDtype::F32, rows, cols: 32, data: &data, row_order: None };
         let weight = backend.linear(&source).unwrap();
         assert_eq!(backend.weight_bytes(&weight) as u64, product_weight_bytes(rows, 32, true));
-        let (x, bias) = (backend.upload(&Random(8).vector(64)).unwrap(), backend.upload(&vec![1.0; rows]).unwrap());
+        let (mut x, bias) = (backend.upload(&Random(8).vector(64)).unwrap(), backend.upload(&vec![1.0; rows]).unwrap());
         let mut out = backend.buffer(2 * rows).unwrap();
         device.take_log();
         let bias = with_bias.then_some(&bias);
-        backend.matmul(Input { x: &x, rows: 2, norm: None }, [Product { weight: &weight, bias, out: &mut out }]);
+        let input = Input { x: &mut x, rows: 2, first: First::Nothing };
+        backend.matmul(input, [Product { weight: &weight, bias, out: &mut out }]);
         backend.finish().unwrap();
         let log = device.take_log();
         let launched = log.iter().filter_map(|call| match call {
@@ -362,9 +363,10 @@ fn an_empty_batch_launches_nothing() {
     let data = [0; 8 * 8 * 4];
     let weight = WeightSource { name: "w", dtype: WeightDtype::F32, rows: 8, cols: 8, data: &data, row_order: None };
     let weight = backend.weight(&weight).unwrap();
-    let (x, mut out) = (backend.buffer(0).unwrap(), backend.buffer(0).unwrap());
+    let (mut x, mut out) = (backend.buffer(0).unwrap(), backend.buffer(0).unwrap());
     backend.device().take_log();
-    backend.matmul(Input { x: &x, rows: 0, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
+    let input = Input { x: &mut x, rows: 0, first: First::Nothing };
+    backend.matmul(input, [Product { weight: &weight, bias: None, out: &mut out }]);
     backend.attention(AttentionShape { group: 0, layer: 0, heads: 1, scale: 1.0 }, &Ragged::default(), &x, &mut out);
     backend.finish().unwrap();
     let log = backend.device().take_log();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use baton_engine::RunError;
 use baton_grammar::{Grammars, Matchers};
 use baton_kernels::{
-    AttentionShape, Backend, Draw, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope, StepInputs,
+    AttentionShape, Backend, Draw, First, Gate, Input, MAX_HEADS_PER_KV_HEAD, Product, Ragged, Room, Rope, StepInputs,
 };
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
@@ -238,10 +238,12 @@ impl<B: Backend> Decoder<B> {
             for (l, layer) in weights.layers.iter().enumerate() {
                 let local = config.layer_windows[l].and(local_rope.as_ref());
                 let (shape, batch) = (shapes[l], &inputs.batches[shapes[l].group]);
-                let pass = Pass { config, shape, batch, rope: local.unwrap_or(rope), told: !padded };
+                let (rope, first, told) = (local.unwrap_or(rope), l == 0, !padded);
+                let pass = Pass { config, shape, batch, rope, first, told };
                 pass.attention(backend, layer, buffers, parallel, &mut || on_layer(l as u32))?;
                 pass.feed_forward(backend, layer, buffers, parallel)?;
             }
+            backend.add(&mut buffers.x, &buffers.out, ids.len() * config.hidden_size as usize);
             if padded {
                 logits(config, backend, weights, buffers, &inputs.sampled);
             }
@@ -292,7 +294,7 @@ fn sum<B: Backend>(
 fn logits<B: Backend>(config: &ModelConfig, backend: &mut B, weights: &Weights<B>, b: &mut Buffers<B>, rows: &[u32]) {
     backend.gather_rows(&b.x, config.hidden_size as usize, rows, &mut b.last);
     let head = weights.output.as_ref().unwrap_or(&weights.embedding);
-    let input = Input { x: &b.last, rows: rows.len(), norm: Some(&weights.output_norm) };
+    let input = Input { x: &mut b.last, rows: rows.len(), first: First::Norm(&weights.output_norm) };
     backend.matmul(input, [Product { weight: head, bias: None, out: &mut b.logits }]);
 }
 
@@ -302,11 +304,14 @@ struct Pass<'a, B: Backend> {
     shape: AttentionShape,
     batch: &'a Ragged,
     rope: &'a Rope<B::Buffer>,
+    /// Whether no layer is before it, of which the residual stream lacks something.
+    first: bool,
     /// Whether the store of its K and V is published and told of.
     told: bool,
 }
 
 impl<B: Backend> Pass<'_, B> {
+    /// Leaves in `b.out` what the residual stream lacks.
     fn attention(
         &self,
         backend: &mut B,
@@ -317,7 +322,9 @@ impl<B: Backend> Pass<'_, B> {
     ) -> Result<(), RunError> {
         let (rows, c) = (self.batch.rows(), self.config);
         let width = c.hidden_size as usize;
-        let input = Input { x: &b.x, rows, norm: Some(&layer.attn_norm) };
+        let norm = &layer.attn_norm;
+        let first = if self.first { First::Norm(norm) } else { First::AddNorm(&b.out, norm) };
+        let input = Input { x: &mut b.x, rows, first };
         backend.matmul(input, [layer.q.product(&mut b.q), layer.k.product(&mut b.k), layer.v.product(&mut b.v)]);
         if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
             backend.rms_norm(q_norm, &mut b.q, rows * c.heads as usize);
@@ -331,7 +338,7 @@ impl<B: Backend> Pass<'_, B> {
             stored();
         }
         backend.attention(self.shape, self.batch, &b.q, &mut b.attended);
-        let input = Input { x: &b.attended, rows, norm: None };
+        let input = Input { x: &mut b.attended, rows, first: First::Nothing };
         backend.matmul(input, [layer.attn_output.product(&mut b.out)]);
         sum(parallel, backend, &mut b.out, rows * width)?;
         if self.told && parallel.is_some() {
@@ -341,10 +348,10 @@ impl<B: Backend> Pass<'_, B> {
         if let Some(norm) = &layer.post_attn_norm {
             backend.rms_norm(norm, &mut b.out, rows);
         }
-        backend.add(&mut b.x, &b.out, rows * width);
         Ok(())
     }
 
+    /// Adds to the residual stream what it lacks, and leaves its own share in `b.out`.
     fn feed_forward(
         &self,
         backend: &mut B,
@@ -354,19 +361,18 @@ impl<B: Backend> Pass<'_, B> {
     ) -> Result<(), RunError> {
         let (rows, c) = (self.batch.rows(), self.config);
         let width = c.hidden_size as usize;
-        let input = Input { x: &b.x, rows, norm: Some(&layer.ffn_norm) };
+        let input = Input { x: &mut b.x, rows, first: First::AddNorm(&b.out, &layer.ffn_norm) };
         backend.matmul(input, [layer.gate.product(&mut b.gate), layer.up.product(&mut b.up)]);
         let act = match c.activation {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
         };
-        backend.gate_mul(act, &mut b.gate, &b.up, rows * c.intermediate_size as usize);
-        backend.matmul(Input { x: &b.gate, rows, norm: None }, [layer.down.product(&mut b.out)]);
+        let input = Input { x: &mut b.gate, rows, first: First::Gate(act, &b.up) };
+        backend.matmul(input, [layer.down.product(&mut b.out)]);
         sum(parallel, backend, &mut b.out, rows * width)?;
         if let Some(norm) = &layer.post_ffn_norm {
             backend.rms_norm(norm, &mut b.out, rows);
         }
-        backend.add(&mut b.x, &b.out, rows * width);
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 // The gated activation: out = act(gate) · up, with act SiLU, x · sigmoid(x), or GELU's tanh approximation.
 //
-// gate, up, out: `rows` rows of `width`, each with a stride of its own, so that gate and up may be halves of one product's rows; out
-// may be gate. Same operation: `gate_mul` in kernels/src/backend.rs, the formula of kernels/src/cpu/elementwise.rs (both gates as
+// gate and up, of `type`, and out, of out_type: `rows` rows of `width`, each with a stride of its own, so that gate and up may be halves of
+// one product's rows; out may be gate where the types are the same. Same operation: `First::Gate` in kernels/src/backend.rs, the formula of kernels/src/cpu/elementwise.rs (both gates as
 // x · sigmoid(y)).
 //
 // Threads: one octet each. Bytes moved: gate, up and out once. Bound: memory bandwidth. Limits: width and strides multiples of 8.
@@ -16,6 +16,7 @@ struct GateMul {
     const void* up;
     void* out;
     Element type;
+    Element out_type;
     Gate act;
     u32 rows;
     u32 width;
@@ -46,7 +47,7 @@ BATON_KERNEL(GATE_MUL_THREADS) baton_gate_mul(const __grid_constant__ GateMul p)
         if (p.act == Gate::GeluTanh) y = fmaf(x * x * 0.044715f, x, x) * (2.0f * 0.7978846f);
         gate.x[k] = x * (1.0f / (1.0f + expf(-y))) * up.x[k];
     }
-    store8(p.type, p.out, row * p.out_stride + column, gate);
+    store8(p.out_type, p.out, row * p.out_stride + column, gate);
 }
 
 } // namespace baton

@@ -1,6 +1,7 @@
 // RMS norm of rows, with the residual added first: x += add (where given), out = x / sqrt(mean(x²) + eps) · weight.
 //
-// x: [rows, width] of x_type, written only when there is something to add. add, out: [rows, width] of y_type. weight: [width] f32.
+// x: [rows, width] of x_type, written only when there is something to add. add: [rows, width] of x_type. out: [rows, width] of y_type.
+// weight: [width] f32.
 // With scales, [rows] f32, out is E4M3 instead, a row as quantise_rows.cu would make it of the norm in f32, to the bit.
 // out may be x where the types are the same; heads are rows when their dimensions are normed. Same operations: `add` and `rms_norm` in
 // kernels/src/backend.rs; the sum's order differs from the CPU's.
@@ -47,7 +48,7 @@ BATON_KERNEL(RMS_NORM_THREADS) baton_rms_norm(const __grid_constant__ RmsNorm p)
     for (u32 i = threadIdx.x * OCTET; i < p.width; i += step) {
         Octet x = load8(p.x_type, p.x, start + i);
         if (p.add) {
-            Octet y = load8(p.y_type, p.add, start + i);
+            Octet y = load8(p.x_type, p.add, start + i);
 #pragma unroll
             for (u32 k = 0; k < OCTET; k++) x.x[k] += y.x[k];
             store8(p.x_type, p.x, start + i, x);

@@ -12,20 +12,20 @@ static double activation(Gate act, double x) {
     return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 
-static void check_gate(Element type, Gate act, u32 rows, u32 width, u32 padding, bool in_place) {
+static void check_gate(Element type, Element out_type, Gate act, u32 rows, u32 width, u32 padding, bool in_place) {
     Random random{rows + 31ull * width};
     u32 stride = width + padding;
     u64 count = rows == 0 ? 0 : static_cast<u64>(rows - 1) * stride + width;
-    Array gate = normals(type, count, random, 4.0), before = gate, up = normals(type, count, random), out(type, count);
+    Array gate = normals(type, count, random, 4.0), before = gate, up = normals(type, count, random), out(out_type, count);
     Array& target = in_place ? gate : out;
-    run(baton_gate_mul, GateMul{gate.data(), up.data(), target.data(), type, act, rows, width, stride, stride, stride});
+    run(baton_gate_mul, GateMul{gate.data(), up.data(), target.data(), type, out_type, act, rows, width, stride, stride, stride});
     for (u64 i = 0; i < count; i++) {
         if (i % stride >= width) {
             CHECK(target[i] == (in_place ? before[i] : 0.0), "element %llu between rows was written", i);
             continue;
         }
         double want = activation(act, before[i]) * up[i];
-        CHECK_NEAR(target[i], want, std::fabs(want) * (rounding(type) * 1.01 + 4e-6) + 1e-7, "element %llu, %s", i, name_of(type));
+        CHECK_NEAR(target[i], want, std::fabs(want) * (rounding(out_type) * 1.01 + 4e-6) + 1e-7, "element %llu, %s", i, name_of(out_type));
     }
 }
 
@@ -33,9 +33,9 @@ TEST(gate_mul_is_the_activation_times_up) {
     for (Element type : {Element::F32, Element::F16, Element::Bf16}) {
         for (Gate act : {Gate::Silu, Gate::GeluTanh}) {
             for (u32 rows : {0u, 1u, 2u, 7u}) {
-                check_gate(type, act, rows, 8, 0, false);
-                check_gate(type, act, rows, 248, 8, true);
-                check_gate(type, act, rows, 2056, 2056, false);
+                check_gate(type, type, act, rows, 8, 0, false);
+                check_gate(type, type, act, rows, 248, 8, true);
+                check_gate(type, Element::Bf16, act, rows, 2056, 2056, false);
             }
         }
     }
@@ -45,7 +45,7 @@ TEST(gate_mul_of_large_values_saturates) {
     for (Gate act : {Gate::Silu, Gate::GeluTanh}) {
         Array gate = Array::of(Element::F32, 8, [](u64 i) { return i % 2 ? -1e4 : 1e4; });
         Array up = Array::of(Element::F32, 8, [](u64) { return 1.0; }), out(Element::F32, 8);
-        run(baton_gate_mul, GateMul{gate.data(), up.data(), out.data(), Element::F32, act, 1, 8, 8, 8, 8});
+        run(baton_gate_mul, GateMul{gate.data(), up.data(), out.data(), Element::F32, Element::F32, act, 1, 8, 8, 8, 8});
         for (u64 i = 0; i < 8; i++) CHECK(out[i] == (i % 2 ? 0.0 : 1e4), "element %llu is %g", i, out[i]);
     }
 }

@@ -7,7 +7,7 @@ namespace test {
 static void check_norm(Element x_type, Element y_type, u32 rows, u32 width, bool residual, bool in_place) {
     Random random{rows * 1000003ull + width};
     u64 count = static_cast<u64>(rows) * width;
-    Array x = normals(x_type, count, random), before = x, add = normals(y_type, count, random), out(y_type, count);
+    Array x = normals(x_type, count, random), before = x, add = normals(x_type, count, random), out(y_type, count);
     Array weight = normals(Element::F32, width, random);
     float eps = 1e-5f;
     RmsNorm p{x.data(),  residual ? add.data() : nullptr, reinterpret_cast<float*>(weight.data()), in_place ? x.data() : out.data(), nullptr,

@@ -19,7 +19,7 @@ use std::time::Instant;
 
 use baton_kernels::conformance::{self, Factory, Promises, Random};
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, Fp8, HostDevice};
-use baton_kernels::{Backend, Input, KernelError, Product, WeightSource};
+use baton_kernels::{Backend, First, Input, KernelError, Product, WeightSource};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
 
 /// Tokens of a block.
@@ -274,9 +274,10 @@ fn products<D: Device>(device: &Arc<D>, sizes: &Sizes, fp8: bool) -> Result<(), 
         let most = sizes.rows.iter().copied().max().unwrap_or(0);
         let inputs = Random(2).vector(most * cols);
         for &rows in sizes.rows {
-            let (x, mut out) = (backend.upload(&inputs[..rows * cols])?, backend.buffer(rows * outs)?);
+            let (mut x, mut out) = (backend.upload(&inputs[..rows * cols])?, backend.buffer(rows * outs)?);
             let seconds = timed(&mut backend, sizes.repeats, |b| {
-                b.matmul(Input { x: &x, rows, norm: None }, [Product { weight: &weight, bias: None, out: &mut out }]);
+                let input = Input { x: &mut x, rows, first: First::Nothing };
+                b.matmul(input, [Product { weight: &weight, bias: None, out: &mut out }]);
             })?;
             let (operations, bytes) =
                 (2 * rows * outs * cols, outs * cols * bytes_of_weight + rows * (cols + outs) * 4);

@@ -41,7 +41,7 @@ use together::{Labour, Plan, Sight, Tables};
 pub use unpack::element;
 pub use weight::CpuWeight;
 
-use crate::backend::{AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
+use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
 use crate::pages::Arena;
 use crate::{HostPool, KernelError};
 
@@ -362,18 +362,6 @@ impl Backend for CpuBackend {
 
     fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Vec<f32>, out: &mut Vec<f32>) {
         self.attend(shape, batch, q, out);
-    }
-
-    fn gate_mul(&mut self, act: Gate, gate: &mut Vec<f32>, up: &Vec<f32>, elements: usize) {
-        assert!(elements.is_multiple_of(LANES) && gate.len() >= elements && up.len() >= elements, "gate_mul sizes");
-        let (isa, gate) = (self.isa, Shared(gate.as_mut_ptr()));
-        self.threads.run(elements.div_ceil(PIECE), &|i| {
-            let first = i * PIECE;
-            // SAFETY: checked above; pieces are disjoint multiples of 8.
-            unsafe {
-                elementwise::gate_mul(isa, act, gate.add(first), up.as_ptr().add(first), PIECE.min(elements - first))
-            }
-        });
     }
 
     fn gather_rows(&mut self, x: &Vec<f32>, width: usize, rows: &[u32], out: &mut Vec<f32>) {

@@ -1,4 +1,4 @@
-//! Products of one input with several weights: the input is normed and rounded once, then the panels of all weights are shared
+//! Products of one input with several weights: the input is added to or gated, normed and rounded once, a row while it is in the cache, then the panels of all weights are shared
 //! out among the threads together, so that a small weight beside a large one leaves no thread waiting.
 //!
 //! Bytes moved: the input once, for all products; each weight once. Bound: [`super::matmul`]'s. What is fused saves a pass over the
@@ -7,7 +7,7 @@
 use super::matmul::{self, Operands, SIDE_BY_SIDE};
 use super::unpack::GROUP;
 use super::{CpuBackend, CpuWeight, Shared, elementwise, quantise};
-use crate::backend::{Input, MAX_PRODUCTS, Product};
+use crate::backend::{First, Input, MAX_PRODUCTS, Product};
 
 /// Tasks a thread gets, about: small enough to balance, large enough not to be felt.
 const TASKS_PER_THREAD: usize = 4;
@@ -32,21 +32,30 @@ fn piece(weight: &CpuWeight, bytes: usize) -> usize {
 }
 
 impl CpuBackend {
-    /// Norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for quantised weights, the
+    /// Does what comes first, and norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for quantised weights, the
     /// normed floats for dense ones. Gives the floats to multiply.
-    fn prepare(&mut self, input: &Input<'_, Vec<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
+    fn prepare(&mut self, input: Input<'_, Vec<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
         let (isa, rounded) = (self.isa, self.scratch.rounded());
         let normed = Shared(self.scratch.normed.as_mut_ptr());
-        let (x, groups) = (input.x.as_slice(), cols / GROUP);
-        let norm = input.norm.map(|norm| (norm.weight.as_slice(), norm.eps));
-        if !quantised && norm.is_none() {
-            return x.as_ptr();
+        let (x, groups) = (Shared(input.x.as_mut_ptr()), cols / GROUP);
+        let norm = input.first.norm().map(|norm| (norm.weight.as_slice(), norm.eps));
+        let floats = input.x.as_ptr();
+        if !quantised && matches!(input.first, First::Nothing) {
+            return floats;
         }
         self.over_rows(input.rows, &|first, count| {
             for row in first..first + count {
                 // SAFETY: `multiply` checked that all buffers hold the rows; a row belongs to one task.
                 unsafe {
-                    let mut from = x.as_ptr().add(row * cols);
+                    let own = x.add(row * cols);
+                    match input.first {
+                        First::AddNorm(y, _) => elementwise::add(isa, own, y.as_ptr().add(row * cols), cols),
+                        First::Gate(act, up) => {
+                            elementwise::gate_mul(isa, act, own, up.as_ptr().add(row * cols), cols);
+                        }
+                        First::Nothing | First::Norm(_) => {}
+                    }
+                    let mut from = own.cast_const();
                     let out = || rounded.from(row * groups);
                     match norm {
                         Some((weight, eps)) if !dense => {
@@ -66,7 +75,7 @@ impl CpuBackend {
                 }
             }
         });
-        if norm.is_some() { self.scratch.normed.as_ptr() } else { x.as_ptr() }
+        if norm.is_some() { self.scratch.normed.as_ptr() } else { floats }
     }
 
     /// All products of an input.
@@ -81,7 +90,12 @@ impl CpuBackend {
         const { assert!(N >= 1 && N <= MAX_PRODUCTS) };
         let (rows, cols) = (input.rows, products[0].weight.cols);
         assert!(input.x.len() >= rows * cols, "matmul input too small");
-        assert!(input.norm.is_none_or(|norm| norm.weight.len() == cols), "norm of another width");
+        let norm = input.first.norm();
+        assert!(norm.is_none_or(|norm| norm.weight.len() == cols), "norm of another width");
+        assert!(
+            input.first.beside().is_none_or(|other| other.len() >= rows * cols),
+            "what is added or gates is too small"
+        );
         for product in &products {
             assert!(product.weight.cols == cols, "weights of one input differ in width");
             assert!(product.out.len() >= rows * product.weight.rows, "matmul output too small");
@@ -89,9 +103,9 @@ impl CpuBackend {
         }
         let quantised = products.iter().any(|p| p.weight.form.quantised());
         let dense = products.iter().any(|p| !p.weight.form.quantised());
-        let room = self.scratch.normed.len() >= rows * cols || !quantised && input.norm.is_none();
+        let room = self.scratch.normed.len() >= rows * cols || !quantised && norm.is_none();
         assert!(room, "reserve() was not called for {rows} rows of {cols}");
-        let x = self.prepare(&input, cols, quantised, dense);
+        let x = self.prepare(input, cols, quantised, dense);
         let bytes: usize = products.iter().map(|p| p.weight.data.len()).sum();
         let share = bytes / (self.threads.count() * TASKS_PER_THREAD);
         let parts = products.map(|product| Part {

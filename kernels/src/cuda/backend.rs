@@ -195,11 +195,11 @@ impl<D: Device> CudaBackend<D> {
         self.queue.launch("baton_embed", &params, &touches)
     }
 
-    /// RMS norm of rows of `x` into `out`, which may be the same where the types are.
+    /// RMS norm of rows of `x`, to which others are added first if there are any, into `out`, which may be `x` where the types are the same.
     pub(super) fn normed(
         &self,
         norm: &Norm<Memory<D>>,
-        x: Piece<'_>,
+        (x, add): (Piece<'_>, Option<Piece<'_>>),
         out: Normed<'_>,
         rows: usize,
     ) -> Result<(), KernelError> {
@@ -209,10 +209,12 @@ impl<D: Device> CudaBackend<D> {
         };
         let weight = norm.weight.piece(0, norm.weight.bytes());
         let width = weight.bytes() / size_of::<f32>();
-        let touches = [Access::Read(weight), Access::Read(x), Access::Write(out), Access::Write(scales.unwrap_or(out))];
+        let own = if add.is_some() { Access::Write(x) } else { Access::Read(x) };
+        let (added, scaled) = (Access::Read(add.unwrap_or(x)), Access::Write(scales.unwrap_or(out)));
+        let touches = [Access::Read(weight), own, added, Access::Write(out), scaled];
         let params = RmsNorm {
             x: x.at(),
-            add: Address::default(),
+            add: add.map_or(Address::default(), |add| add.at()),
             weight: weight.at(),
             out: out.at(),
             scales: scales.map_or(Address::default(), |scales| scales.at()),

@@ -6,13 +6,11 @@ use super::attention::Rotated;
 use super::backend::{CudaBackend, Normed};
 use super::device::{Access, Device, Memory};
 use super::graphs;
-use super::params::{self, Add, Element, GateMul};
+use super::params::{Add, Element};
 use super::queue::bytes_of_mut;
 use super::sampling;
 use super::weight::{self, CudaWeight, Form};
-use crate::backend::{
-    AttentionShape, Backend, Gate, Input, Norm, Product, Ragged, Room, Rope, StepInputs, WeightSource,
-};
+use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope, StepInputs, WeightSource};
 use crate::{Draw, KernelError};
 
 impl<D: Device> Backend for CudaBackend<D> {
@@ -131,7 +129,7 @@ impl<D: Device> Backend for CudaBackend<D> {
 
     fn rms_norm(&mut self, norm: &Norm<Memory<D>>, x: &mut Memory<D>, rows: usize) {
         let x = x.piece(0, rows * norm.weight.bytes());
-        self.attempt(|b| b.normed(norm, x, Normed::Dense(x, Element::F32), rows));
+        self.attempt(|b| b.normed(norm, (x, None), Normed::Dense(x, Element::F32), rows));
     }
 
     fn add(&mut self, x: &mut Memory<D>, y: &Memory<D>, elements: usize) {
@@ -182,23 +180,6 @@ impl<D: Device> Backend for CudaBackend<D> {
             b.sums = sums;
             done
         });
-    }
-
-    fn gate_mul(&mut self, act: Gate, gate: &mut Memory<D>, up: &Memory<D>, elements: usize) {
-        let (gate, up, width) = (gate.floats(elements), up.floats(elements), elements as u32);
-        let params = GateMul {
-            gate: gate.at(),
-            up: up.at(),
-            out: gate.at(),
-            element: Element::F32,
-            act: params::gate(act),
-            rows: 1,
-            width,
-            gate_stride: width,
-            up_stride: width,
-            out_stride: width,
-        };
-        self.attempt(|b| b.queue.launch("baton_gate_mul", &params, &[Access::Write(gate), Access::Read(up)]));
     }
 
     fn gather_rows(&mut self, x: &Memory<D>, width: usize, rows: &[u32], out: &mut Memory<D>) {

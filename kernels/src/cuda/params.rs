@@ -133,7 +133,7 @@ mod tests {
             layout!(Embed: table, rows, out, table_type, out_type, count, width, scale, drawn),
             layout!(RmsNorm: x, add, weight, out, scales, x_type, y_type, rows, width, eps),
             layout!(Add: x, y, elements, x_type, y_type),
-            layout!(GateMul: gate, up, out, element, act, rows, width, gate_stride, up_stride, out_stride),
+            layout!(GateMul: gate, up, out, element, out_type, act, rows, width, gate_stride, up_stride, out_stride),
             layout!(RopeStoreKv: planes, q, k, v, q_out, cos, sin, tiles, blocks, in_type, q_type, tile_count, tile_rows,
                 heads, kv_heads),
             layout!(Attention: planes, q, out, tiles, blocks, q_type, out_type, tile_count, tile_rows, heads, kv_heads,

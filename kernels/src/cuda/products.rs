@@ -1,4 +1,4 @@
-//! Products: the rows that go in made what the weights are, bf16 or E4M3, and what a product of E4M3 leaves to be done.
+//! Products: the rows that go in, after what comes first, made what the weights are, bf16 or E4M3, and what a product of E4M3 leaves to be done.
 //!
 //! A row of E4M3 has a scale of its own, its largest magnitude / 448, and so has each output of a weight. cuBLASLt multiplies sums with both
 //! where it can ([`Fp8::Scaled`]); elsewhere a kernel does, with the same values. A bias is that kernel's, too: for f32 outputs of such
@@ -6,10 +6,10 @@
 
 use super::backend::{CudaBackend, Normed};
 use super::device::{Access, Address, Alike, Device, Fp8, Gemm, Memory, Operands, Piece, RowScales};
-use super::params::{Element, Embed, ScaleProducts};
+use super::params::{self, Element, Embed, GateMul, ScaleProducts};
 use super::weight::{CudaWeight, Form, quantise};
 use crate::KernelError;
-use crate::backend::{Input, Product};
+use crate::backend::{First, Gate, Input, Product};
 
 /// Where rows of E4M3 and their scales lie in the memory of operands: together fewer bytes than the same rows of bf16.
 fn codes_and_scales<D: Device>(operand: &Memory<D>, rows: usize, cols: usize) -> (Piece<'_>, Piece<'_>) {
@@ -18,31 +18,76 @@ fn codes_and_scales<D: Device>(operand: &Memory<D>, rows: usize, cols: usize) ->
 }
 
 impl<D: Device> CudaBackend<D> {
-    /// A product's input, normed where it is to be, as weights of this form take it.
-    fn operand(&mut self, input: &Input<'_, Memory<D>>, cols: usize, form: Form) -> Result<(), KernelError> {
-        let (rows, elements) = (input.rows, input.rows * cols);
+    /// A product's input, after what comes first, as weights of this form take it. What is left to be done for weights of another form.
+    fn operand<'a>(
+        &mut self,
+        input: &Input<'a, Memory<D>>,
+        cols: usize,
+        form: Form,
+    ) -> Result<First<'a, Memory<D>>, KernelError> {
+        let (rows, elements, first) = (input.rows, input.rows * cols, input.first);
         self.queue.at_least(&mut self.operand, (elements * Element::Bf16.bytes()).max(1))?;
-        let Some(operand) = &self.operand else { return Ok(()) };
-        let x = input.x.floats(elements);
-        if let Some(norm) = input.norm {
+        let Some(operand) = &self.operand else { return Ok(first) };
+        let (x, beside) = (input.x.floats(elements), first.beside().map(|other| other.floats(elements)));
+        if let Some(norm) = first.norm() {
             assert_eq!(norm.weight.bytes(), cols * size_of::<f32>(), "norm of another width than the product");
-        }
-        match (form, input.norm) {
-            (Form::E4m3, norm) => {
-                let (codes, scales) = codes_and_scales(operand, rows, cols);
-                match norm {
-                    Some(norm) => self.normed(norm, x, Normed::E4m3(codes, scales), rows),
-                    None => quantise(&self.queue, (x, Element::F32), (codes, scales), rows, cols),
+            let out = match form {
+                Form::E4m3 => {
+                    let (codes, scales) = codes_and_scales(operand, rows, cols);
+                    Normed::E4m3(codes, scales)
                 }
+                Form::Bf16 => Normed::Dense(operand.piece(0, elements * Element::Bf16.bytes()), Element::Bf16),
+            };
+            self.normed(norm, (x, beside), out, rows)?;
+            return Ok(First::Norm(norm));
+        }
+        let gated = match (first, beside) {
+            (First::Gate(act, _), Some(up)) => Some((act, up)),
+            _ => None,
+        };
+        match (form, gated) {
+            (Form::E4m3, gated) => {
+                if let Some((act, up)) = gated {
+                    self.gated(act, (x, up), (x, Element::F32))?;
+                }
+                quantise(&self.queue, (x, Element::F32), codes_and_scales(operand, rows, cols), rows, cols)?;
+                Ok(First::Nothing)
             }
-            (Form::Bf16, norm) => {
+            (Form::Bf16, gated) => {
                 let out = operand.piece(0, elements * Element::Bf16.bytes());
-                match norm {
-                    Some(norm) => self.normed(norm, x, Normed::Dense(out, Element::Bf16), rows),
-                    None => self.rounded(x, out, rows, cols),
+                match gated {
+                    Some((act, up)) => self.gated(act, (x, up), (out, Element::Bf16))?,
+                    None => self.rounded(x, out, rows, cols)?,
                 }
+                Ok(first)
             }
         }
+    }
+
+    /// `act(gate) · up`, f32 rows, as rows of this type.
+    fn gated(
+        &self,
+        act: Gate,
+        (gate, up): (Piece<'_>, Piece<'_>),
+        (out, out_type): (Piece<'_>, Element),
+    ) -> Result<(), KernelError> {
+        // Nothing of it depends on where a row ends.
+        let width = (gate.bytes() / size_of::<f32>()) as u32;
+        let params = GateMul {
+            gate: gate.at(),
+            up: up.at(),
+            out: out.at(),
+            element: Element::F32,
+            out_type,
+            act: params::gate(act),
+            rows: 1,
+            width,
+            gate_stride: width,
+            up_stride: width,
+            out_stride: width,
+        };
+        let touches = [Access::Read(gate), Access::Read(up), Access::Write(out)];
+        self.queue.launch("baton_gate_mul", &params, &touches)
     }
 
     /// f32 rows as bf16.
@@ -63,7 +108,7 @@ impl<D: Device> CudaBackend<D> {
 
     pub(super) fn multiply<const N: usize>(
         &mut self,
-        input: Input<'_, Memory<D>>,
+        mut input: Input<'_, Memory<D>>,
         mut products: [Product<'_, CudaWeight<D>, Memory<D>>; N],
     ) -> Result<(), KernelError> {
         let Some(cols) = products.first().map(|product| product.weight.cols) else { return Ok(()) };
@@ -71,7 +116,7 @@ impl<D: Device> CudaBackend<D> {
             if !products.iter().any(|product| product.weight.form() == form) {
                 continue;
             }
-            self.operand(&input, cols, form)?;
+            input.first = self.operand(&input, cols, form)?;
             for Product { weight, bias, out } in &mut products {
                 if weight.form() == form {
                     assert_eq!(weight.cols, cols, "products of one input have as many inputs");

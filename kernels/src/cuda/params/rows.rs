@@ -102,6 +102,7 @@ pub(crate) struct GateMul {
     pub up: Address,
     pub out: Address,
     pub element: Element,
+    pub out_type: Element,
     pub act: u32,
     pub rows: u32,
     pub width: u32,

@@ -1,0 +1,177 @@
+//! Products, and what comes first with their rows.
+
+use baton_types::{KvDtype, WeightDtype};
+
+use super::{DTYPES, Factory, Promises, Random, close, geometry, random_weight, read};
+use crate::backend::{Backend, First, Gate, Input, Norm, Product, Room, WeightSource};
+use crate::cpu::element;
+
+pub(super) fn run<F: Factory>(factory: &F) {
+    matmul(factory);
+    products(factory);
+    gates(factory);
+}
+
+/// Products of every type against f64; rows alone and in any batch give the same bits.
+fn matmul<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
+    let mut random = Random(1);
+    let Promises { operands, linear, .. } = factory.promises();
+    for dtype in DTYPES {
+        for (outs, cols, only_products) in [(8, 256, false), (37, 512, false), (3, 256, false), (48, 256, true)] {
+            let data = random_weight(dtype, outs, cols, &mut random);
+            let order = |i: usize| (i * 5 + 1) % outs;
+            let row_order: Option<&dyn Fn(usize) -> usize> = if outs == 37 { Some(&order) } else { None };
+            let source = WeightSource { name: "w", dtype, rows: outs, cols, data: &data, row_order };
+            let weight = if only_products { backend.linear(&source) } else { backend.weight(&source) }.expect("weight");
+            let operands = if only_products { linear } else { operands };
+            let rows = 13;
+            backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
+            let x = random.vector(rows * cols);
+            let bias = random.vector(outs);
+            let (mut input, bias_buffer) = (backend.upload(&x).expect("x"), backend.upload(&bias).expect("bias"));
+            let mut out = backend.buffer(rows * outs).expect("out");
+            let (w, bias_of_all) = (&weight, Some(&bias_buffer));
+            let product = Product { weight: w, bias: bias_of_all, out: &mut out };
+            backend.matmul(Input { x: &mut input, rows, first: First::Nothing }, [product]);
+            let got = read(&mut backend, &out, rows * outs);
+            let stored = dtype.row_bytes(cols).expect("row bytes");
+            let mut tolerance = vec![0.0f64; outs];
+            let mut want = Vec::new();
+            for t in 0..rows {
+                for o in 0..outs {
+                    let at = row_order.map_or(o, |f| f(o));
+                    let row = &data[at * stored..][..stored];
+                    let (mut sum, mut magnitude) = (bias[o] as f64, 0.0f64);
+                    for k in 0..cols {
+                        let w = element(dtype, row, k) as f64;
+                        sum += w * x[t * cols + k] as f64;
+                        magnitude += w * w;
+                    }
+                    want.push(sum);
+                    // Rounding activations in [-1, 1] to 8 bits: uniform errors below 1/254 that do not conspire.
+                    let step = if dtype.block_elements() > 1 { 6.0 / 254.0 } else { 1e-5 };
+                    // Both operands' rounding likewise.
+                    tolerance[o] = magnitude.sqrt() * f64::max(step, 3.0 * operands);
+                }
+            }
+            for (i, (&g, &w)) in got.iter().zip(&want).enumerate() {
+                assert!(
+                    (g as f64 - w).abs() <= tolerance[i % outs] + 1e-5,
+                    "{dtype:?} {outs}x{cols} [{i}]: {g}, reference {w}"
+                );
+            }
+            for (first, count) in [(0, 1), (1, 2), (5, 7), (12, 1)] {
+                let mut part = backend.upload(&x[first * cols..][..count * cols]).expect("part");
+                let mut out = backend.buffer(count * outs).expect("out");
+                let product = Product { weight: w, bias: bias_of_all, out: &mut out };
+                backend.matmul(Input { x: &mut part, rows: count, first: First::Nothing }, [product]);
+                let alone = read(&mut backend, &out, count * outs);
+                assert_eq!(alone, got[first * outs..][..count * outs], "I1: {dtype:?} rows {first}+{count}");
+            }
+            if only_products {
+                continue;
+            }
+            let mut embedded = backend.buffer(cols).expect("embedded");
+            backend.embed(&weight, &[outs as u32 - 1], 2.0, &mut embedded);
+            let at = row_order.map_or(outs - 1, |f| f(outs - 1));
+            let want: Vec<f64> =
+                (0..cols).map(|k| 2.0 * element(dtype, &data[at * stored..][..stored], k) as f64).collect();
+            close("embed", &read(&mut backend, &embedded, cols), &want, f64::max(1e-6, operands));
+        }
+    }
+}
+
+/// Products of one input have the bits of each product alone, of what comes first done before.
+fn products<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
+    let mut random = Random(3);
+    let cols = 256;
+    let quantised = [(WeightDtype::Q4K, 40), (WeightDtype::Q6K, 24), (WeightDtype::Q8_0, 8)];
+    let dense = [(WeightDtype::F16, 40), (WeightDtype::F32, 9), (WeightDtype::Bf16, 8)];
+    let even = [(WeightDtype::Q4K, 48), (WeightDtype::F32, 32), (WeightDtype::Q8_0, 24)];
+    for of in [quantised, dense, [quantised[0], dense[0], quantised[2]], even] {
+        let weights = of.map(|(dtype, rows)| {
+            let data = random_weight(dtype, rows, cols, &mut random);
+            backend
+                .linear(&WeightSource { name: "w", dtype, rows, cols, data: &data, row_order: None })
+                .expect("weight")
+        });
+        let norm = Norm { weight: backend.upload(&random.vector(cols)).expect("norm"), eps: 1e-5 };
+        for rows in [1, 3, 70] {
+            backend.reserve(&Room { rows, cols, ..Room::default() }).expect("reserve");
+            let (x, y) = (random.vector(rows * cols), random.vector(rows * cols));
+            let other = backend.upload(&y).expect("y");
+            for first in [First::Nothing, First::Norm(&norm), First::AddNorm(&other, &norm)] {
+                let buffer = |backend: &F::Backend, i: usize| backend.buffer(rows * of[i].1).expect("out");
+                let mut before = backend.upload(&x).expect("before");
+                if first.beside().is_some() {
+                    backend.add(&mut before, &other, rows * cols);
+                }
+                let sums = read(&mut backend, &before, rows * cols);
+                if first.norm().is_some() {
+                    backend.rms_norm(&norm, &mut before, rows);
+                }
+                let mut input = backend.upload(&x).expect("x");
+                let [mut a, mut b, mut c] = [0, 1, 2].map(|i| buffer(&backend, i));
+                let outs = [(&weights[0], &mut a), (&weights[1], &mut b), (&weights[2], &mut c)];
+                let products = outs.map(|(weight, out)| Product { weight, bias: None, out });
+                backend.matmul(Input { x: &mut input, rows, first }, products);
+                assert_eq!(read(&mut backend, &input, rows * cols), sums, "what is added stays, and nothing else");
+                for (i, together) in [a, b, c].iter().enumerate() {
+                    let mut out = buffer(&backend, i);
+                    let product = Product { weight: &weights[i], bias: None, out: &mut out };
+                    backend.matmul(Input { x: &mut before, rows, first: First::Nothing }, [product]);
+                    let alone = read(&mut backend, &out, rows * of[i].1);
+                    assert_eq!(read(&mut backend, together, rows * of[i].1), alone, "I1: {:?}, {rows} rows", of[i]);
+                }
+            }
+        }
+    }
+}
+
+/// act(x) · up, as a model has it.
+fn gated(act: Gate, x: f32, up: f32) -> f64 {
+    let (x, up) = (f64::from(x), f64::from(up));
+    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+    up * match act {
+        Gate::Silu => x / (1.0 + (-x).exp()),
+        Gate::GeluTanh => 0.5 * x * (1.0 + inner.tanh()),
+    }
+}
+
+/// Gated rows, seen through products with the identity: of all that products read, and of rows alone (I1).
+fn gates<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
+    let mut random = Random(5);
+    let Promises { operands, linear, .. } = factory.promises();
+    for (rows, width) in [(1, 16), (3, 64), (17, 48)] {
+        backend.reserve(&Room { rows, cols: width, ..Room::default() }).expect("reserve");
+        let data: Vec<u8> = (0..width * width).flat_map(|i| f32::from(i % (width + 1) == 0).to_le_bytes()).collect();
+        let dtype = WeightDtype::F32;
+        let source = WeightSource { name: "w", dtype, rows: width, cols: width, data: &data, row_order: None };
+        let identities = [(backend.weight(&source), operands), (backend.linear(&source), linear)];
+        let x: Vec<f32> = random.vector(rows * width).iter().map(|v| v * 8.0).collect();
+        let y = random.vector(rows * width);
+        for (weight, rounding) in identities {
+            let weight = weight.expect("weight");
+            for act in [Gate::Silu, Gate::GeluTanh] {
+                let mut through = |first: usize, count: usize| {
+                    let part = |all: &[f32]| backend.upload(&all[first * width..][..count * width]).expect("rows");
+                    let (mut gate, up) = (part(&x), part(&y));
+                    let mut out = backend.buffer(count * width).expect("out");
+                    let product = Product { weight: &weight, bias: None, out: &mut out };
+                    backend.matmul(Input { x: &mut gate, rows: count, first: First::Gate(act, &up) }, [product]);
+                    read(&mut backend, &out, count * width)
+                };
+                let got = through(0, rows);
+                let want: Vec<f64> = x.iter().zip(&y).map(|(&x, &y)| gated(act, x, y)).collect();
+                // A row of few bits is as exact as its largest element.
+                let largest = want.iter().fold(1.0, |largest: f64, w| largest.max(w.abs()));
+                close("gate", &got, &want, f64::max(2e-6, rounding * largest));
+                let last = through(rows - 1, 1);
+                assert_eq!(last, got[(rows - 1) * width..], "I1: a gated row alone");
+            }
+        }
+    }
+}
