@@ -286,6 +286,15 @@ pub struct StepInputs<'a> {
     pub draws: &'a [Draw<'a>],
 }
 
+/// What all of them are, or the first error.
+pub(crate) fn all<T, E, const N: usize>(results: [Result<T, E>; N]) -> Result<[T; N], E> {
+    let mut found = Vec::with_capacity(N);
+    for result in results {
+        found.push(result?);
+    }
+    Ok(found.try_into().unwrap_or_else(|_| unreachable!("as many as there were")))
+}
+
 /// A device that runs decoder steps.
 pub trait Backend: Send + Sized {
     /// f32 memory on the device.
@@ -301,9 +310,22 @@ pub trait Backend: Send + Sized {
     fn upload(&self, values: &[f32]) -> Result<Self::Buffer, KernelError>;
     /// A weight matrix.
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError>;
+    /// Memory for `elements` of what attention gives to products, which may be fewer bits than f32 where those take no more.
+    fn operand(&self, elements: usize) -> Result<Self::Buffer, KernelError> {
+        self.buffer(elements)
+    }
+    /// Memory for `rows` rows of each of these widths, zeroed, of the products of one input: a backend may lay a row of each side by side.
+    /// One that serves groups with sinks does not.
+    fn outputs<const N: usize>(&self, rows: usize, widths: [usize; N]) -> Result<[Self::Buffer; N], KernelError> {
+        all(widths.map(|width| self.buffer(rows * width)))
+    }
     /// A weight matrix that only products read, so that a backend may keep it in fewer bits if it is told to.
     fn linear(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError> {
         self.weight(source)
+    }
+    /// Such matrices of the products of one input, which a backend may do as one.
+    fn linears<const N: usize>(&mut self, sources: [&WeightSource<'_>; N]) -> Result<[Self::Weight; N], KernelError> {
+        all(sources.map(|source| self.linear(source)))
     }
     /// Bytes a weight matrix takes on the device.
     fn weight_bytes(&self, weight: &Self::Weight) -> usize;

@@ -230,6 +230,14 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.buffer(elements)
     }
 
+    fn operand(&self, elements: usize) -> Result<B::Buffer, KernelError> {
+        self.inner.operand(elements)
+    }
+
+    fn outputs<const N: usize>(&self, rows: usize, widths: [usize; N]) -> Result<[B::Buffer; N], KernelError> {
+        self.inner.outputs(rows, widths)
+    }
+
     fn upload(&self, values: &[f32]) -> Result<B::Buffer, KernelError> {
         self.inner.upload(values)
     }
@@ -242,6 +250,14 @@ impl<B: Backend> Backend for Profiled<B> {
     fn linear(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError> {
         let weight = self.inner.linear(source)?;
         Ok(self.profiled(weight, source))
+    }
+
+    fn linears<const N: usize>(&mut self, sources: [&WeightSource<'_>; N]) -> Result<[Self::Weight; N], KernelError> {
+        let mut weights = self.inner.linears(sources)?.into_iter();
+        Ok(sources.map(|source| {
+            let weight = weights.next().unwrap_or_else(|| unreachable!("one for each"));
+            self.profiled(weight, source)
+        }))
     }
 
     fn weight_bytes(&self, weight: &Self::Weight) -> usize {

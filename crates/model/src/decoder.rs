@@ -387,16 +387,21 @@ impl<B: Backend> Buffers<B> {
     ) -> Result<Self, ModelError> {
         let rows = |width: u32| backend.buffer(limits.tokens * width as usize);
         let samples = |width: u32| backend.buffer(limits.samples * width as usize);
+        let [kv, ffn] = [config.kv_size(), config.intermediate_size].map(|width| width as usize);
+        // In groups with sinks each query is there twice.
+        let twice = layout.groups.iter().any(|group| group.sinks > 0);
+        let queries = config.q_size() as usize * if twice { 2 } else { 1 };
+        let [q, k, v] = backend.outputs(limits.tokens, [queries, kv, kv])?;
+        let [gate, up] = backend.outputs(limits.tokens, [ffn, ffn])?;
         Ok(Buffers {
             x: rows(config.hidden_size)?,
             out: rows(config.hidden_size)?,
-            // In groups with sinks each query is there twice.
-            q: rows(config.q_size() * if layout.groups.iter().any(|group| group.sinks > 0) { 2 } else { 1 })?,
-            k: rows(config.kv_size())?,
-            v: rows(config.kv_size())?,
-            attended: rows(config.q_size())?,
-            gate: rows(config.intermediate_size)?,
-            up: rows(config.intermediate_size)?,
+            q,
+            k,
+            v,
+            attended: backend.operand(limits.tokens * config.q_size() as usize)?,
+            gate,
+            up,
             last: samples(config.hidden_size)?,
             logits: samples(sharding.vocab().len() as u32)?,
         })

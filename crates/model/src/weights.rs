@@ -1,6 +1,6 @@
 //! Loads a model's tensors, or one rank's parts of them, onto a backend, checking every shape against the configuration.
 
-use baton_kernels::{Backend, Norm, Product, WeightSource, element};
+use baton_kernels::{Backend, KernelError, Norm, Product, WeightSource, element};
 use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
 
 use crate::ModelError;
@@ -53,18 +53,29 @@ struct Loader<'a, B: Backend> {
     backend: &'a mut B,
 }
 
+/// A stored matrix, and what of it is wanted.
+struct Matrix {
+    name: TensorName,
+    part: Part,
+    /// Of all of it.
+    rows: usize,
+    cols: usize,
+    /// Whether its rows are the outputs of heads that rope rotates.
+    rotated: bool,
+}
+
 pub(crate) fn load<B: Backend>(model: &Model, sharding: &Sharding, backend: &mut B) -> Result<Weights<B>, ModelError> {
     let config = model.config();
     let mut loader = Loader { model, config, sharding, backend };
     let (vocab, hidden) = (config.vocab_size as usize, config.hidden_size as usize);
-    let embedding = loader.matrix(TensorName::Embedding, vocab, hidden, false)?;
+    let embedding = loader.table(TensorName::Embedding, sharding.part(TensorName::Embedding), vocab, hidden)?;
     let layers = (0..config.layers).map(|l| loader.layer(l)).collect::<Result<_, _>>()?;
     let output_norm = loader.norm(TensorName::OutputNorm, hidden)?;
     let part = sharding.part(TensorName::Output);
     let output = match config.tied_embeddings {
         true if part == Part::Whole => None,
-        true => Some(loader.part(TensorName::Embedding, &part, vocab, hidden, false)?),
-        false => Some(loader.matrix(TensorName::Output, vocab, hidden, false)?),
+        true => Some(loader.table(TensorName::Embedding, part, vocab, hidden)?),
+        false => Some(loader.table(TensorName::Output, part, vocab, hidden)?),
     };
     Ok(Weights { embedding, layers, output_norm, output })
 }
@@ -76,18 +87,27 @@ impl<'a, B: Backend> Loader<'a, B> {
         let (hidden, ffn) = (c.hidden_size as usize, c.intermediate_size as usize);
         let (q, kv, head) = (c.q_size() as usize, c.kv_size() as usize, c.head_dim as usize);
         let name = |t| TensorName::Layer(layer, t);
+        let matrix = |t, rows, cols, rotated| self.matrix(name(t), rows, cols, rotated);
+        let projections =
+            [matrix(T::Q, q, hidden, true), matrix(T::K, kv, hidden, true), matrix(T::V, kv, hidden, false)];
+        let gates = [matrix(T::Gate, ffn, hidden, false), matrix(T::Up, ffn, hidden, false)];
+        let mut projections = self.linears(projections)?;
+        for (linear, (bias, rows)) in projections.iter_mut().zip([(T::QBias, q), (T::KBias, kv), (T::VBias, kv)]) {
+            linear.bias = self.bias(name(bias), rows)?;
+        }
+        let ([q, k, v], [gate, up]) = (projections, self.linears(gates)?);
         Ok(Layer {
             attn_norm: self.norm(name(T::AttnNorm), hidden)?,
-            q: self.projection(name(T::Q), name(T::QBias), q, true)?,
-            k: self.projection(name(T::K), name(T::KBias), kv, true)?,
-            v: self.projection(name(T::V), name(T::VBias), kv, false)?,
+            q,
+            k,
+            v,
             attn_output: self.linear(name(T::AttnOutput), hidden, q)?,
             q_norm: self.norm_if(c.qk_norm, name(T::QNorm), head)?,
             k_norm: self.norm_if(c.qk_norm, name(T::KNorm), head)?,
             post_attn_norm: self.norm_if(c.post_norms, name(T::PostAttnNorm), hidden)?,
             ffn_norm: self.norm(name(T::FfnNorm), hidden)?,
-            gate: self.linear(name(T::Gate), ffn, hidden)?,
-            up: self.linear(name(T::Up), ffn, hidden)?,
+            gate,
+            up,
             down: self.linear(name(T::Down), hidden, ffn)?,
             post_ffn_norm: self.norm_if(c.post_norms, name(T::PostFfnNorm), hidden)?,
         })
@@ -105,53 +125,58 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(tensor)
     }
 
-    /// The rank's part of a matrix of this shape. `rotated`: rows are the outputs of heads that rope rotates.
-    fn matrix(&mut self, name: TensorName, rows: usize, cols: usize, rotated: bool) -> Result<B::Weight, ModelError> {
-        self.part(name, &self.sharding.part(name), rows, cols, rotated)
-    }
-
-    fn part(
+    /// The rank's parts of matrices, which `make` brings to the backend.
+    fn load<const N: usize>(
         &mut self,
-        name: TensorName,
-        part: &Part,
-        rows: usize,
-        cols: usize,
-        rotated: bool,
-    ) -> Result<B::Weight, ModelError> {
+        wanted: [Matrix; N],
+        make: impl FnOnce(&mut B, [&WeightSource<'_>; N]) -> Result<[B::Weight; N], KernelError>,
+    ) -> Result<[B::Weight; N], ModelError> {
         let head = self.config.head_dim as usize;
         // Row of half-split rope order (pairs i, i + head/2) in a file that interleaves the pairs (2i, 2i + 1). A part has whole heads.
         let order = |row: usize| row / head * head + row % head % (head / 2) * 2 + row % head / (head / 2);
-        let row_order: Option<&dyn Fn(usize) -> usize> =
-            if rotated && self.config.interleaved_qk { Some(&order) } else { None };
-        let label = format!("{name:?}");
-        let tensor = self.checked(name, &[rows, cols])?;
-        let Stored { rows, cols, data } = part.of(name, &tensor)?;
-        let (dtype, data) = (tensor.dtype, &*data);
-        let source = WeightSource { name: &label, dtype, rows, cols, data, row_order };
-        // Embedding and head stay as exact as they are; what layers have is for products alone.
-        Ok(match name {
-            TensorName::Layer(..) => self.backend.linear(&source),
-            _ => self.backend.weight(&source),
-        }?)
+        let tensors: Vec<_> =
+            wanted.iter().map(|of| self.checked(of.name, &[of.rows, of.cols])).collect::<Result<_, _>>()?;
+        let stored: Vec<Stored<'_>> =
+            wanted.iter().zip(&tensors).map(|(of, tensor)| of.part.of(of.name, tensor)).collect::<Result<_, _>>()?;
+        let labels = wanted.each_ref().map(|of| format!("{:?}", of.name));
+        let sources = std::array::from_fn::<_, N, _>(|i| {
+            let &Stored { rows, cols, ref data } = &stored[i];
+            let interleaved = wanted[i].rotated && self.config.interleaved_qk;
+            let row_order: Option<&dyn Fn(usize) -> usize> = if interleaved { Some(&order) } else { None };
+            WeightSource { name: &labels[i], dtype: tensors[i].dtype, rows, cols, data, row_order }
+        });
+        Ok(make(self.backend, sources.each_ref())?)
+    }
+
+    /// Embedding or head, which stay as exact as they are.
+    fn table(&mut self, name: TensorName, part: Part, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {
+        let [table] = self.load([Matrix { name, part, rows, cols, rotated: false }], |backend, [source]| {
+            Ok([backend.weight(source)?])
+        })?;
+        Ok(table)
+    }
+
+    /// A matrix that products alone read: `rows` outputs. `rotated`: they are those of heads that rope rotates.
+    fn matrix(&self, name: TensorName, rows: usize, cols: usize, rotated: bool) -> Matrix {
+        Matrix { name, part: self.sharding.part(name), rows, cols, rotated }
+    }
+
+    /// Those of the products of one input, without biases.
+    fn linears<const N: usize>(&mut self, matrices: [Matrix; N]) -> Result<[Linear<B>; N], ModelError> {
+        let weights = self.load(matrices, |backend, sources| backend.linears(sources))?;
+        Ok(weights.map(|weight| Linear { weight, bias: None }))
     }
 
     fn linear(&mut self, name: TensorName, rows: usize, cols: usize) -> Result<Linear<B>, ModelError> {
-        Ok(Linear { weight: self.matrix(name, rows, cols, false)?, bias: None })
+        let [linear] = self.linears([self.matrix(name, rows, cols, false)])?;
+        Ok(linear)
     }
 
-    fn projection(
-        &mut self,
-        weight: TensorName,
-        bias: TensorName,
-        rows: usize,
-        rotated: bool,
-    ) -> Result<Linear<B>, ModelError> {
-        let weight = self.matrix(weight, rows, self.config.hidden_size as usize, rotated)?;
-        let bias = match self.config.qkv_bias {
-            true => Some(self.backend.upload(&self.vector(bias, rows)?)?),
-            false => None,
-        };
-        Ok(Linear { weight, bias })
+    fn bias(&mut self, name: TensorName, rows: usize) -> Result<Option<B::Buffer>, ModelError> {
+        match self.config.qkv_bias {
+            true => Ok(Some(self.backend.upload(&self.vector(name, rows)?)?)),
+            false => Ok(None),
+        }
     }
 
     fn vector(&self, name: TensorName, len: usize) -> Result<Vec<f32>, ModelError> {

@@ -95,17 +95,19 @@ const std::vector<Structure>& structures() {
         S(Embed, O(Embed, table), O(Embed, rows), O(Embed, out), O(Embed, table_type), O(Embed, out_type), O(Embed, count),
           O(Embed, width), O(Embed, scale), O(Embed, drawn)),
         S(RmsNorm, O(RmsNorm, x), O(RmsNorm, add), O(RmsNorm, weight), O(RmsNorm, out), O(RmsNorm, scales),
-          O(RmsNorm, x_type), O(RmsNorm, y_type), O(RmsNorm, rows), O(RmsNorm, width), O(RmsNorm, eps)),
+          O(RmsNorm, x_type), O(RmsNorm, y_type), O(RmsNorm, rows), O(RmsNorm, width), O(RmsNorm, together),
+          O(RmsNorm, x_stride), O(RmsNorm, out_stride), O(RmsNorm, eps)),
         S(Add, O(Add, x), O(Add, y), O(Add, elements), O(Add, x_type), O(Add, y_type)),
         S(GateMul, O(GateMul, gate), O(GateMul, up), O(GateMul, out), O(GateMul, type), O(GateMul, out_type), O(GateMul, act),
           O(GateMul, rows), O(GateMul, width), O(GateMul, gate_stride), O(GateMul, up_stride), O(GateMul, out_stride)),
         S(RopeStoreKv, O(RopeStoreKv, planes), O(RopeStoreKv, q), O(RopeStoreKv, k), O(RopeStoreKv, v), O(RopeStoreKv, q_out),
           O(RopeStoreKv, cos), O(RopeStoreKv, sin), O(RopeStoreKv, tiles), O(RopeStoreKv, blocks), O(RopeStoreKv, in_type),
           O(RopeStoreKv, q_type), O(RopeStoreKv, tile_count), O(RopeStoreKv, tile_rows), O(RopeStoreKv, heads),
-          O(RopeStoreKv, kv_heads)),
+          O(RopeStoreKv, kv_heads), O(RopeStoreKv, q_stride), O(RopeStoreKv, k_stride), O(RopeStoreKv, v_stride),
+          O(RopeStoreKv, q_out_stride)),
         S(Attention, O(Attention, planes), O(Attention, q), O(Attention, out), O(Attention, tiles), O(Attention, blocks),
           O(Attention, q_type), O(Attention, out_type), O(Attention, tile_count), O(Attention, tile_rows), O(Attention, heads),
-          O(Attention, kv_heads), O(Attention, window), O(Attention, scale_log2)),
+          O(Attention, kv_heads), O(Attention, q_stride), O(Attention, window), O(Attention, scale_log2)),
         S(AttentionDecode, O(AttentionDecode, a), O(AttentionDecode, partial), O(AttentionDecode, stats), O(AttentionDecode, split),
           O(AttentionDecode, splits)),
         S(TensorMap, O(TensorMap, words)),
@@ -119,9 +121,9 @@ const std::vector<Structure>& structures() {
         S(Dequantise, O(Dequantise, source), O(Dequantise, row_order), O(Dequantise, out), O(Dequantise, type),
           O(Dequantise, out_type), O(Dequantise, rows), O(Dequantise, cols)),
         S(QuantiseRows, O(QuantiseRows, x), O(QuantiseRows, out), O(QuantiseRows, scales), O(QuantiseRows, x_type),
-          O(QuantiseRows, rows), O(QuantiseRows, width)),
+          O(QuantiseRows, rows), O(QuantiseRows, width), O(QuantiseRows, x_stride)),
         S(ScaleProducts, O(ScaleProducts, x), O(ScaleProducts, row_scales), O(ScaleProducts, column_scales), O(ScaleProducts, bias),
-          O(ScaleProducts, rows), O(ScaleProducts, width)),
+          O(ScaleProducts, rows), O(ScaleProducts, width), O(ScaleProducts, stride)),
         S(SampleRow, O(SampleRow, seed), O(SampleRow, index), O(SampleRow, temperature), O(SampleRow, top_k), O(SampleRow, top_p),
           O(SampleRow, min_p), O(SampleRow, top_logprobs), O(SampleRow, row)),
         S(Sampled, O(Sampled, id), O(Sampled, logprob), O(Sampled, digest), O(Sampled, top_ids), O(Sampled, top_logprobs)),
@@ -176,29 +178,31 @@ u64 baton_host_layout(const char* name, u64* out, u64 room) {
     return 0;
 }
 
-/// out[r][o] = bias[o] + sum over k of weight[o][k] · x[r][k], in f32, k ascending, products fused; no bias where it is null.
-void baton_host_product(const u16* weight, const u16* x, const float* bias, float* out, u64 rows, u64 outs, u64 cols) {
+/// out[r][o] = bias[o] + sum over k of weight[o][k] · x[r][k], in f32, k ascending, products fused; no bias where it is null;
+/// rows of out are `stride` apart.
+void baton_host_product(const u16* weight, const u16* x, const float* bias, float* out, u64 rows, u64 outs, u64 cols,
+                        u64 stride) {
     auto wide = [](u16 bits) { return std::bit_cast<float>(static_cast<u32>(bits) << 16); };
     for (u64 r = 0; r < rows; r++) {
         for (u64 o = 0; o < outs; o++) {
             float sum = 0.0f;
             for (u64 k = 0; k < cols; k++) sum = std::fma(wide(weight[o * cols + k]), wide(x[r * cols + k]), sum);
-            out[r * outs + o] = bias ? sum + bias[o] : sum;
+            out[r * stride + o] = bias ? sum + bias[o] : sum;
         }
     }
 }
 
 /// out[r][o] = (sum over k of weight[o][k] · x[r][k]) · (x_scales[r] · weight_scales[o]), of E4M3 codes, in f32, k ascending, products fused;
-/// the bare sum where the scales are null.
+/// the bare sum where the scales are null; rows of out as above.
 void baton_host_product_e4m3(const u8* weight, const u8* x, const float* weight_scales, const float* x_scales, float* out, u64 rows,
-                             u64 outs, u64 cols) {
+                             u64 outs, u64 cols, u64 stride) {
     float values[256];
     for (u32 code = 0; code < 256; code++) values[code] = e4m3(static_cast<u8>(code));
     for (u64 r = 0; r < rows; r++) {
         for (u64 o = 0; o < outs; o++) {
             float sum = 0.0f;
             for (u64 k = 0; k < cols; k++) sum = std::fma(values[weight[o * cols + k]], values[x[r * cols + k]], sum);
-            out[r * outs + o] = weight_scales ? sum * (x_scales[r] * weight_scales[o]) : sum;
+            out[r * stride + o] = weight_scales ? sum * (x_scales[r] * weight_scales[o]) : sum;
         }
     }
 }

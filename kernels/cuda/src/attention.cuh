@@ -42,11 +42,21 @@ struct Attention {
     u32 tile_rows;
     u32 heads;
     u32 kv_heads;
+    /// Elements of q from one row to the next; those of out lie one behind the other.
+    u32 q_stride;
     /// A query sees this many latest positions, itself included; 0: all.
     u32 window;
     /// Scores are multiplied by this and log2(e), so that exp2 serves.
     float scale_log2;
 };
+
+/// Where a query head's elements begin, and its result's.
+__device__ inline u64 query_at(const Attention& p, u32 row, u32 head) {
+    return static_cast<u64>(row) * p.q_stride + head * p.planes.head_dim;
+}
+__device__ inline u64 result_at(const Attention& p, u32 row, u32 head) {
+    return (static_cast<u64>(row) * p.heads + head) * p.planes.head_dim;
+}
 
 /// First position that a query at `position` sees.
 __host__ __device__ inline u32 first_visible(u32 position, u32 window) { return window == 0 || position < window ? 0 : position + 1 - window; }

@@ -56,7 +56,7 @@ __device__ inline void put_sums(const AttentionDecode& p, const Tile& tile, u32 
     float inverse = 1.0f / sum;
 #pragma unroll
     for (u32 j = 0; j < OCTET; j++) x.x[j] *= inverse;
-    store8(p.a.out_type, p.a.out, (static_cast<u64>(tile.row) * p.a.heads + head) * p.a.planes.head_dim + d, x);
+    store8(p.a.out_type, p.a.out, result_at(p.a, tile.row, head) + d, x);
 }
 
 /// What the warps of a block tell each other, 64 elements of head_dim at a time. Rows are padded against bank conflicts.
@@ -88,7 +88,7 @@ __device__ inline void attention_decode(const AttentionDecode& p) {
         bool there = row < heads;
         walk.low[r] = there ? from : 0;
         walk.high[r] = there ? to : 0;
-        at[r] = (static_cast<u64>(tile.row) * p.a.heads + kv_head * group + first_head + row) * p.a.planes.head_dim;
+        at[r] = query_at(p.a, tile.row, kv_head * group + first_head + row);
     }
     walk.begin(at, warp, DECODE_WARPS);
     if (Walk<T, DIM>::Q_SHARED) __syncthreads();

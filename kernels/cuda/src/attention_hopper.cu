@@ -156,11 +156,9 @@ struct Consumer {
     u32 weights[SLOTS / 16][4];
 
     __device__ u32 pair(u32 r) const { return work.first + consumer * GROUP_PAIRS + thread / WARP * 16 + lane() / 4 + 8 * r; }
-    /// Where a pair's q and result begin, in elements.
-    __device__ u64 at(u32 pair) const {
-        u32 head = blockIdx.y * work.group + pair % work.group;
-        return (static_cast<u64>(work.tile.row + pair / work.group) * p.a.heads + head) * DIM;
-    }
+    /// A pair's row and query head.
+    __device__ u32 row_of(u32 pair) const { return work.tile.row + pair / work.group; }
+    __device__ u32 head_of(u32 pair) const { return blockIdx.y * work.group + pair % work.group; }
 
     /// Rounds q into shared memory; 0 for rows that are not there. All is loaded before anything is stored, so that loads wait together.
     template <Element Q>
@@ -171,7 +169,7 @@ struct Consumer {
         for (u32 i = 0; i < DIM / 16; i++) {
             u32 octet = thread + i * WARPGROUP, of = work.first + consumer * GROUP_PAIRS + octet / PIECES;
             Octet x = {};
-            if (of <= work.last) x = load8(Q, p.a.q, at(of) + octet % PIECES * OCTET);
+            if (of <= work.last) x = load8(Q, p.a.q, query_at(p.a, row_of(of), head_of(of)) + octet % PIECES * OCTET);
             words[i] = make_uint4(pack2(TYPE, x.x[0], x.x[1]), pack2(TYPE, x.x[2], x.x[3]), pack2(TYPE, x.x[4], x.x[5]),
                                   pack2(TYPE, x.x[6], x.x[7]));
         }
@@ -339,7 +337,7 @@ struct Consumer {
 #pragma unroll
             for (u32 i = 0; i < DIM / 4; i++) out[i / 2 * 4 + 2 * r + i % 2] *= inverse;
             if (pair(r) > work.last) continue;
-            u64 to = at(pair(r)) + 2 * (lane() % 4);
+            u64 to = result_at(p.a, row_of(pair(r)), head_of(pair(r))) + 2 * (lane() % 4);
             if (p.a.out_type == Element::F32) {
                 float* row = static_cast<float*>(p.a.out) + to;
 #pragma unroll

@@ -45,7 +45,7 @@ __device__ inline void attention_prefill(const Attention& p) {
         u32 position = tile.position + pair / group;
         walk.low[r] = there ? first_visible(position, p.window) : 0;
         walk.high[r] = there ? position + 1 : 0;
-        at[r] = (static_cast<u64>(tile.row + pair / group) * p.heads + blockIdx.y * group + pair % group) * p.planes.head_dim;
+        at[r] = query_at(p, tile.row + pair / group, blockIdx.y * group + pair % group);
     }
     // A lane reads only the words of q that it wrote itself.
     walk.begin(at, 0, 1);
@@ -55,6 +55,8 @@ __device__ inline void attention_prefill(const Attention& p) {
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
         float inverse = 1.0f / walk.sum[r];
+        u32 pair = first + lane() / 4 + 8 * r;
+        u64 to = result_at(p, tile.row + pair / group, blockIdx.y * group + pair % group);
 #pragma unroll
         for (u32 c = 0; c < DIM / 64; c++) {
 #pragma unroll
@@ -63,7 +65,7 @@ __device__ inline void attention_prefill(const Attention& p) {
                 Octet x = walk.octet(c, r, i);
 #pragma unroll
                 for (u32 j = 0; j < OCTET; j++) x.x[j] *= inverse;
-                if (walk.high[r] > 0 && d < p.planes.head_dim) store8(p.out_type, p.out, at[r] + d, x);
+                if (walk.high[r] > 0 && d < p.planes.head_dim) store8(p.out_type, p.out, to + d, x);
             }
         }
     }

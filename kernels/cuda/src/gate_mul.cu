@@ -1,8 +1,8 @@
 // The gated activation: out = act(gate) · up, with act SiLU, x · sigmoid(x), or GELU's tanh approximation.
 //
 // gate and up, of `type`, and out, of out_type: `rows` rows of `width`, each with a stride of its own, so that gate and up may be halves of
-// one product's rows; out may be gate where the types are the same. Same operation: `First::Gate` in kernels/src/backend.rs, the formula of kernels/src/cpu/elementwise.rs (both gates as
-// x · sigmoid(y)).
+// one product's rows; out may be gate where the types are the same. Same operation: `First::Gate` in kernels/src/backend.rs, the formula of
+// kernels/src/cpu/elementwise.rs (both gates as x · sigmoid(y)).
 //
 // Threads: one octet each. Bytes moved: gate, up and out once. Bound: memory bandwidth. Limits: width and strides multiples of 8.
 #include "common.cuh"

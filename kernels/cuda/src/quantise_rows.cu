@@ -15,6 +15,8 @@ struct QuantiseRows {
     Element x_type;
     u32 rows;
     u32 width;
+    /// Elements of x from one row to the next.
+    u32 x_stride;
 };
 
 constexpr u32 QUANTISE_ROWS_THREADS = 512;
@@ -24,14 +26,14 @@ inline Launch launch_of(const QuantiseRows& p) { return launch_by_rows(p.rows, p
 BATON_KERNEL(QUANTISE_ROWS_THREADS) baton_quantise_rows(const __grid_constant__ QuantiseRows p) {
     u32 row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= p.rows) return;
-    u64 start = static_cast<u64>(row) * p.width;
+    u64 start = static_cast<u64>(row) * p.width, from = static_cast<u64>(row) * p.x_stride;
     u32 step = blockDim.x * OCTET;
     float largest = 0.0f;
-    for (u32 i = threadIdx.x * OCTET; i < p.width; i += step) largest = largest_of(load8(p.x_type, p.x, start + i), largest);
+    for (u32 i = threadIdx.x * OCTET; i < p.width; i += step) largest = largest_of(load8(p.x_type, p.x, from + i), largest);
     RowScale row_of = row_scale(blockDim.x == WARP ? lanes_max(largest, WARP) : block_max(largest));
     if (threadIdx.x == 0) p.scales[row] = row_of.scale;
     for (u32 i = threadIdx.x * OCTET; i < p.width; i += step) {
-        store_e4m3(p.out + start + i, load8(p.x_type, p.x, start + i), row_of.inverse);
+        store_e4m3(p.out + start + i, load8(p.x_type, p.x, from + i), row_of.inverse);
     }
 }
 

@@ -1,8 +1,8 @@
 // Rotates q and k, and stores k and v, rounded to the pool's type, at their positions' slots.
 //
-// q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] of in_type. q_out: as q, of q_type; may be q where the types are the
-// same. cos, sin: [position, head_dim / 2] f32. Pairs are (x[i], x[i + head_dim / 2]). tiles: which rows belong to which sequence; blocks:
-// their tables. Same operation: `rope_and_store_kv` in kernels/src/backend.rs; with f32 in, q and the pool get the same bits as from
+// q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] of in_type, each with a stride of its own, so that they may be parts of
+// one product's rows. q_out: as q, of q_type; may be q where types and strides are the same. cos, sin: [position, head_dim / 2] f32. Pairs
+// are (x[i], x[i + head_dim / 2]). tiles: which rows belong to which sequence; blocks: their tables. Same operation: `rope_and_store_kv` in kernels/src/backend.rs; with f32 in, q and the pool get the same bits as from
 // kernels/src/cpu/kv_store.rs. Rounding and places: kv.cuh.
 //
 // Threads: a warp takes one head of one row; a thread block WARPS of them. Bytes moved per token: q, k, v once, q_out and their rows in the
@@ -29,6 +29,11 @@ struct RopeStoreKv {
     u32 tile_rows;
     u32 heads;
     u32 kv_heads;
+    /// Elements from one row to the next.
+    u32 q_stride;
+    u32 k_stride;
+    u32 v_stride;
+    u32 q_out_stride;
 };
 
 constexpr u32 ROPE_WARPS = 4;
@@ -68,16 +73,16 @@ BATON_KERNEL(ROPE_WARPS * WARP) baton_rope_store_kv(const __grid_constant__ Rope
     const float* sin = p.sin + static_cast<u64>(position) * (dim / 2);
     Octet x[1] = {};
     if (vector < p.heads) {
-        u64 at = (row * p.heads + vector) * dim;
+        u64 at = row * p.q_stride + vector * dim, to = row * p.q_out_stride + vector * dim;
         if (d < dim) x[0] = rotated(p.in_type, p.q, at, cos, sin, dim, d);
         // q_out may be q: every lane has read before one writes.
         __syncwarp();
-        if (d < dim) store8(p.q_type, p.q_out, at + d, x[0]);
+        if (d < dim) store8(p.q_type, p.q_out, to + d, x[0]);
         return;
     }
     u32 plane = vector < p.heads + p.kv_heads ? 0 : 1;
     u32 head = vector - p.heads - plane * p.kv_heads;
-    u64 at = (row * p.kv_heads + head) * dim;
+    u64 at = row * (plane == 0 ? p.k_stride : p.v_stride) + head * dim;
     if (d < dim) x[0] = plane == 0 ? rotated(p.in_type, p.k, at, cos, sin, dim, d) : load8(p.in_type, p.v, at + d);
     kv_store_row(p.planes.type, kv_row_at(p.planes, p.blocks + tile.table, head, position, plane), dim, x);
 }

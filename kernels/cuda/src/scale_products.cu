@@ -15,6 +15,8 @@ struct ScaleProducts {
     const float* bias;
     u32 rows;
     u32 width;
+    /// Elements of x from one row to the next.
+    u32 stride;
 };
 
 constexpr u32 SCALE_PRODUCTS_THREADS = 256;
@@ -29,7 +31,7 @@ BATON_KERNEL(SCALE_PRODUCTS_THREADS) baton_scale_products(const __grid_constant_
     u64 row = i / across;
     if (row >= p.rows) return;
     u64 column = i % across * OCTET;
-    Octet x = load8(Element::F32, p.x, row * p.width + column);
+    Octet x = load8(Element::F32, p.x, row * p.stride + column);
     if (p.row_scales) {
         float scale = p.row_scales[row];
         Octet scales = load8(Element::F32, p.column_scales, column);
@@ -41,7 +43,7 @@ BATON_KERNEL(SCALE_PRODUCTS_THREADS) baton_scale_products(const __grid_constant_
 #pragma unroll
         for (u32 k = 0; k < OCTET; k++) x.x[k] += bias.x[k];
     }
-    store8(Element::F32, p.x, row * p.width + column, x);
+    store8(Element::F32, p.x, row * p.stride + column, x);
 }
 
 } // namespace baton

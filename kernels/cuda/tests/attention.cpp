@@ -141,6 +141,7 @@ TEST(attention_takes_queries_of_16_bits) {
     Array q16 = Array::of(Element::Bf16, c.q.count, [&](u64 i) { return c.q[i]; });
     Array want = prefill(c, c.tiles);
     c.q = q16;
+    c.place();
     CHECK(prefill(c, c.tiles).bytes == want.bytes, "q rounded before and q rounded here differ");
 }
 

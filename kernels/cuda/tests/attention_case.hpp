@@ -19,11 +19,13 @@ struct Case {
     std::vector<u32> tables;
     Pool pool;
     Array q;
+    /// q as rows between those of others.
+    Array placed;
     float scale;
 
     Case(KvType type, u32 dim, u32 heads, u32 kv_heads, u32 window, std::vector<std::pair<u32, u32>> spans, u32 block_size = 16)
         : type(type), dim(dim), heads(heads), kv_heads(kv_heads), block_size(block_size), window(window),
-          pool(type, blocks_of(spans, block_size), kv_heads, block_size, dim), q(Element::F32, 0), scale(1.0f / std::sqrt(float(dim))) {
+          pool(type, blocks_of(spans, block_size), kv_heads, block_size, dim), q(Element::F32, 0), placed(q), scale(1.0f / std::sqrt(float(dim))) {
         Random random{dim * 131ull + heads * 7 + window + spans.size()};
         u32 rows = 0, next = pool.blocks;
         std::vector<float> x(dim);
@@ -46,7 +48,12 @@ struct Case {
             rows += count;
         }
         q = normals(Element::F32, static_cast<u64>(rows) * heads * dim, random);
+        place();
     }
+
+    u32 q_stride() const { return (heads + kv_heads) * dim; }
+    /// After q has changed.
+    void place() { placed = spaced(q, heads * dim, q_stride()); }
 
     static u32 blocks_of(const std::vector<std::pair<u32, u32>>& spans, u32 block_size) {
         u32 blocks = 1;
@@ -59,8 +66,8 @@ struct Case {
     Attention params(Array& out, const std::vector<Tile>& of) {
         u32 largest = 1;
         for (const Tile& tile : of) largest = std::max(largest, tile.rows);
-        return {pool.planes(), q.data(), out.data(), of.data(), tables.data(), q.type, out.type, static_cast<u32>(of.size()), largest,
-                heads, kv_heads, window, scale * 1.44269504f};
+        return {pool.planes(), placed.data(), out.data(), of.data(), tables.data(), q.type, out.type, static_cast<u32>(of.size()), largest,
+                heads, kv_heads, q_stride(), window, scale * 1.44269504f};
     }
 
     /// What a row and head should be, and the most that rounding of q, weights and result may move each element.

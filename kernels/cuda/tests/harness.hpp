@@ -110,6 +110,27 @@ inline Array normals(Element type, u64 count, Random& random, double scale = 1.0
     return Array::of(type, count, [&](u64) { return random.normal() * scale; });
 }
 
+/// Rows of `width` elements, each beginning `stride` behind the one before, with what is not a number in between.
+inline Array spaced(const Array& dense, u32 width, u32 stride) {
+    u64 rows = dense.count / width;
+    Array out = Array::of(dense.type, rows * stride, [](u64) { return std::nan(""); });
+    for (u64 i = 0; i < dense.count; i++) out.set(i / width * stride + i % width, dense[i]);
+    return out;
+}
+
+/// The rows again; what lies between them is as it was.
+inline Array dense_of(const Array& spaced, u32 width, u32 stride) {
+    Array out(spaced.type, spaced.count / stride * width);
+    for (u64 i = 0; i < spaced.count; i++) {
+        if (i % stride < width) {
+            out.set(i / stride * width + i % stride, spaced[i]);
+        } else if (!std::isnan(spaced[i])) {
+            failed(__FILE__, __LINE__, "element %llu between rows was written", i);
+        }
+    }
+    return out;
+}
+
 /// Launches a kernel as its own `launch_of` says; an empty grid is not launched.
 template <class P>
 void run(void (*kernel)(P), const P& params) {

@@ -46,10 +46,15 @@ static void check_store(KvType type, Element in_type, u32 dim, std::vector<std::
             out[dim / 2 + i] = std::fma(b, c, a * s);
         }
     };
-    RopeStoreKv p{pool.planes(), q.data(), k.data(), v.data(), in_type == Element::F32 ? q.data() : rounded.data(), f32(cos), f32(sin),
+    // Rows between those of others, each its own way; q in place where its type stays.
+    u32 q_width = heads * dim, kv_width = kv_heads * dim, q_stride = q_width + 2 * kv_width, k_stride = q_stride + 8, v_stride = kv_width + 24;
+    Array q_placed = spaced(q, q_width, q_stride), k_placed = spaced(k, kv_width, k_stride), v_placed = spaced(v, kv_width, v_stride);
+    bool in_place = in_type == Element::F32;
+    RopeStoreKv p{pool.planes(), q_placed.data(), k_placed.data(), v_placed.data(), in_place ? q_placed.data() : rounded.data(), f32(cos), f32(sin),
                   tiles.data(), tables.data(), in_type, in_type == Element::F32 ? Element::F32 : Element::F16,
-                  static_cast<u32>(tiles.size()), largest, heads, kv_heads};
+                  static_cast<u32>(tiles.size()), largest, heads, kv_heads, q_stride, k_stride, v_stride, in_place ? q_stride : q_width};
     run(baton_rope_store_kv, p);
+    if (in_place) q = dense_of(q_placed, q_width, q_stride);
     std::vector<float> out(dim);
     for (const Tile& tile : tiles) {
         for (u32 j = 0; j < tile.rows; j++) {

@@ -20,7 +20,8 @@ static void check_rows(Element type, u32 rows, u32 width, Random& random) {
     }
     std::vector<u8> out(count);
     std::vector<float> scales(rows);
-    run(baton_quantise_rows, QuantiseRows{x.data(), out.data(), scales.data(), type, rows, width});
+    Array placed = spaced(x, width, width + 24);
+    run(baton_quantise_rows, QuantiseRows{placed.data(), out.data(), scales.data(), type, rows, width, width + 24});
     for (u32 r = 0; r < rows; r++) {
         std::vector<float> row(width);
         for (u32 i = 0; i < width; i++) row[i] = static_cast<float>(x[static_cast<u64>(r) * width + i]);
@@ -46,7 +47,7 @@ TEST(what_is_not_a_number_stays_none) {
         x.set(width + 7, INFINITY);
         std::vector<u8> out(2 * width);
         float scales[2];
-        run(baton_quantise_rows, QuantiseRows{x.data(), out.data(), scales, Element::F32, 2, width});
+        run(baton_quantise_rows, QuantiseRows{x.data(), out.data(), scales, Element::F32, 2, width, width});
         CHECK(out[5] == 0x7f && std::isfinite(scales[0]), "a NaN is code %02x, scale %g", out[5], static_cast<double>(scales[0]));
         for (u32 i = 0; i < width; i++) CHECK(i == 5 || out[i] != 0x7f, "element %u beside a NaN", i);
         CHECK(out[width + 7] == 0x7f && std::isinf(scales[1]), "an infinity is code %02x", out[width + 7]);
@@ -62,8 +63,10 @@ TEST(products_are_scaled_by_row_and_column) {
                 Array scales = normals(Element::F32, rows, random), columns = normals(Element::F32, width, random);
                 Array bias = normals(Element::F32, width, random);
                 auto floats = [&](Array& a, bool there) { return there ? reinterpret_cast<const float*>(a.data()) : nullptr; };
-                run(baton_scale_products, ScaleProducts{reinterpret_cast<float*>(x.data()), floats(scales, with & 1), floats(columns, with & 1),
-                                                        floats(bias, with & 2), rows, width});
+                Array placed = spaced(x, width, width + 8);
+                run(baton_scale_products, ScaleProducts{reinterpret_cast<float*>(placed.data()), floats(scales, with & 1), floats(columns, with & 1),
+                                                        floats(bias, with & 2), rows, width, width + 8});
+                x = dense_of(placed, width, width + 8);
                 for (u64 i = 0; i < x.count; i++) {
                     double want = before[i] * (with & 1 ? scales[i / width] * columns[i % width] : 1.0) + (with & 2 ? bias[i % width] : 0.0);
                     CHECK_NEAR(x[i], want, (std::fabs(want) + 4) * 3e-7, "element %llu of %u x %u", i, rows, width);

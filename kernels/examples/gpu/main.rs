@@ -74,8 +74,8 @@ struct Sizes {
 
 const FULL: Sizes = Sizes {
     floats: 256 << 20,
-    // Those of queries and output, keys and values, gate and up, down, and the logits: each by itself, as layers have them.
-    weights: &[(4096, 4096), (1024, 4096), (14_336, 4096), (4096, 14_336), (128_256, 4096)],
+    // Those of attention's output, queries, keys and values together, gate and up together, down, and the logits: as layers have them.
+    weights: &[(4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)],
     rows: &[1, 8, 64, 256, 2048, 8192],
     heads: 32,
     kv_heads: 8,

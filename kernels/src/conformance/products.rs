@@ -1,15 +1,17 @@
 //! Products, and what comes first with their rows.
 
-use baton_types::{KvDtype, WeightDtype};
+use baton_types::{BlockId, KvDtype, WeightDtype};
 
-use super::{DTYPES, Factory, Promises, Random, close, geometry, random_weight, read};
-use crate::backend::{Backend, First, Gate, Input, Norm, Product, Room, WeightSource};
+use super::{DTYPES, Factory, Promises, Random, attention, close, geometry, random_weight, read};
+use crate::backend::{AttentionShape, Backend, First, Gate, Input, Norm, Product, Ragged, Room, WeightSource};
 use crate::cpu::element;
 
 pub(super) fn run<F: Factory>(factory: &F) {
     matmul(factory);
     products(factory);
     gates(factory);
+    together(factory);
+    attended(factory);
 }
 
 /// Products of every type against f64; rows alone and in any batch give the same bits.
@@ -174,4 +176,83 @@ fn gates<F: Factory>(factory: &F) {
             }
         }
     }
+}
+
+/// Weights and rows that a backend may lay side by side are what they are apart, with and without biases, and nothing is written beside them.
+fn together<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
+    let mut random = Random(7);
+    let (cols, outs, head) = (256, [48, 16, 32], 16);
+    backend.reserve(&Room { rows: 5, cols, ..Room::default() }).expect("reserve");
+    for dtypes in
+        [[WeightDtype::F32; 3], [WeightDtype::Q8_0; 3], [WeightDtype::Bf16, WeightDtype::Q4K, WeightDtype::F16]]
+    {
+        let data: [_; 3] = std::array::from_fn(|i| random_weight(dtypes[i], outs[i], cols, &mut random));
+        let sources: [_; 3] = std::array::from_fn(|i| WeightSource {
+            name: "w",
+            dtype: dtypes[i],
+            rows: outs[i],
+            cols,
+            data: &data[i],
+            row_order: None,
+        });
+        let weights = backend.linears(sources.each_ref()).expect("weights");
+        let apart = sources.each_ref().map(|source| backend.linear(source).expect("weight"));
+        let [bias, other_bias] = [outs[0], outs[2]].map(|len| backend.upload(&random.vector(len)).expect("bias"));
+        let norm = Norm { weight: backend.upload(&random.vector(head)).expect("norm"), eps: 1e-5 };
+        let x = random.vector(5 * cols);
+        for (rows, bias) in [(5, None), (1, None), (5, Some(&bias))] {
+            let mut input = backend.upload(&x[..rows * cols]).expect("x");
+            let mut side = backend.outputs(5, outs).expect("outputs");
+            let mut own = outs.map(|width| backend.buffer(5 * width).expect("buffer"));
+            for (weights, into) in [(&weights, &mut side), (&apart, &mut own)] {
+                let [a, b, c] = into;
+                let of =
+                    [(&weights[0], bias, a), (&weights[1], None, b), (&weights[2], bias.and(Some(&other_bias)), c)];
+                let products = of.map(|(weight, bias, out)| Product { weight, bias, out });
+                backend.matmul(Input { x: &mut input, rows, first: First::Nothing }, products);
+                backend.rms_norm(&norm, &mut into[0], rows * outs[0] / head);
+            }
+            for (i, (side, own)) in side.iter().zip(&own).enumerate() {
+                assert_eq!(backend.elements(side), 5 * outs[i]);
+                // Products of other sizes may be done another way.
+                let (got, want) = (read(&mut backend, side, 5 * outs[i]), read(&mut backend, own, 5 * outs[i]));
+                let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+                close(&format!("side by side, {i} of {dtypes:?}, {rows} rows"), &got, &want, 1e-4);
+            }
+        }
+    }
+}
+
+/// Attention to memory for products: these have the bits that they have of f32.
+fn attended<F: Factory>(factory: &F) {
+    let (dim, heads, rows) = (16, 4, 3);
+    let mut backend = factory.make(&geometry(KvDtype::F16, 2, dim as u32, None, 16));
+    let mut random = Random(11);
+    let (width, kv) = (heads * dim, 2 * dim);
+    backend.reserve(&Room { rows, cols: width, heads, context: 16, ..Room::default() }).expect("reserve");
+    let rope = attention::rope(&backend, 16, dim);
+    let mut batch = Ragged::default();
+    batch.push(0, rows, &[BlockId(3)]);
+    let shape = AttentionShape { group: 0, layer: 1, heads, scale: 0.25 };
+    let mut vector = |backend: &F::Backend, width: usize| backend.upload(&random.vector(rows * width)).expect("rows");
+    let (mut q, k, v) = (vector(&backend, width), vector(&backend, kv), vector(&backend, kv));
+    backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
+    let data = random_weight(WeightDtype::F16, 32, width, &mut random);
+    let source =
+        WeightSource { name: "w", dtype: WeightDtype::F16, rows: 32, cols: width, data: &data, row_order: None };
+    let weight = backend.linear(&source).expect("weight");
+    let attended = [backend.buffer(rows * width), backend.operand(rows * width)].map(|to| to.expect("buffer"));
+    let results = attended.map(|mut to| {
+        backend.attention(shape, &batch, &q, &mut to);
+        let mut out = backend.buffer(rows * 32).expect("out");
+        let product = Product { weight: &weight, bias: None, out: &mut out };
+        backend.matmul(Input { x: &mut to, rows, first: First::Nothing }, [product]);
+        assert_eq!(backend.elements(&to), rows * width);
+        (read(&mut backend, &to, rows * width), read(&mut backend, &out, rows * 32))
+    });
+    let [floats, operands] = results;
+    let want: Vec<f64> = floats.0.iter().map(|&x| f64::from(x)).collect();
+    close("attention for products", &operands.0, &want, factory.promises().operands);
+    assert_eq!(operands.1, floats.1, "products of what attention gave to them");
 }

@@ -3,8 +3,9 @@
 use baton_types::{KvDtype, KvLayout};
 
 use super::batch::{SPLIT, Tiles};
-use super::device::{Access, Address, Device, Memory, Piece, Rows};
+use super::device::{Access, Address, Device, Piece, Rows};
 use super::inputs::Inputs;
+use super::memory::Memory;
 use super::params::{Attention, AttentionCombine, AttentionDecode, AttentionHopper, Element, RopeStoreKv};
 use super::pool::Pool;
 use super::queue::Queue;
@@ -55,11 +56,14 @@ impl Chunks {
     }
 }
 
+/// Rows, and how many elements it is from one to the next.
+pub(super) type Strided<'a> = (Piece<'a>, usize);
+
 /// Tables and activations of a store.
 pub(super) struct Rotated<'a> {
-    pub q: Piece<'a>,
-    pub k: Piece<'a>,
-    pub v: Piece<'a>,
+    pub q: Strided<'a>,
+    pub k: Strided<'a>,
+    pub v: Strided<'a>,
     pub cos: Piece<'a>,
     pub sin: Piece<'a>,
 }
@@ -117,9 +121,9 @@ impl<D: Device> Placed<'_, D> {
     pub fn store(&self, with: &Rotated<'_>) -> Result<(), KernelError> {
         let (group, layer) = (self.shape.group, self.shape.layer);
         let touches = [
-            Access::Write(with.q),
-            Access::Read(with.k),
-            Access::Read(with.v),
+            Access::Write(with.q.0),
+            Access::Read(with.k.0),
+            Access::Read(with.v.0),
             Access::Read(with.cos),
             Access::Read(with.sin),
             Access::Read(self.words),
@@ -130,10 +134,10 @@ impl<D: Device> Placed<'_, D> {
             let (tiles, blocks) = self.places(first);
             let params = RopeStoreKv {
                 planes: self.pool.planes(group, layer),
-                q: with.q.at(),
-                k: with.k.at(),
-                v: with.v.at(),
-                q_out: with.q.at(),
+                q: with.q.0.at(),
+                k: with.k.0.at(),
+                v: with.v.0.at(),
+                q_out: with.q.0.at(),
                 cos: with.cos.at(),
                 sin: with.sin.at(),
                 tiles,
@@ -144,6 +148,10 @@ impl<D: Device> Placed<'_, D> {
                 tile_rows,
                 heads: self.shape.heads as u32,
                 kv_heads: self.kv_heads(),
+                q_stride: with.q.1 as u32,
+                k_stride: with.k.1 as u32,
+                v_stride: with.v.1 as u32,
+                q_out_stride: with.q.1 as u32,
             };
             self.queue.launch("baton_rope_store_kv", &params, &touches)?;
         }
@@ -151,7 +159,12 @@ impl<D: Device> Placed<'_, D> {
     }
 
     /// Attention of all rows; `sums` keeps room for what splits leave.
-    pub fn attend(&self, q: Piece<'_>, out: Piece<'_>, sums: &mut Option<Memory<D>>) -> Result<(), KernelError> {
+    pub fn attend(
+        &self,
+        (q, q_stride): Strided<'_>,
+        (out, out_type): (Piece<'_>, Element),
+        sums: &mut Option<Memory<D>>,
+    ) -> Result<(), KernelError> {
         let layout = &self.pool.geometry().layout;
         let group = &layout.groups[self.shape.group];
         let (decode, prefill) = kernels(layout.dtype, group.head_dim)?;
@@ -164,11 +177,12 @@ impl<D: Device> Placed<'_, D> {
             tiles: self.places(first).0,
             blocks: self.places(first).1,
             q_type: Element::F32,
-            out_type: Element::F32,
+            out_type,
             tile_count: tile_count as u32,
             tile_rows,
             heads: self.shape.heads as u32,
             kv_heads: group.kv_heads,
+            q_stride: q_stride as u32,
             window: group.window.unwrap_or(0),
             scale_log2: self.shape.scale * std::f32::consts::LOG2_E,
         };

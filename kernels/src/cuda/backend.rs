@@ -3,18 +3,20 @@
 use std::sync::Arc;
 
 use baton_types::{BlockId, PoolGeometry};
+use half::{bf16, f16};
 
 use super::attention;
 use super::batch;
-use super::device::{Access, Address, Device, Fp8, Memory, Piece};
+use super::device::{Access, Address, Device, Fp8, Piece};
+use super::memory::Memory;
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
-use super::queue::Queue;
+use super::queue::{Queue, bytes_of_mut};
 use super::sampling::Sampling;
 use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
 use super::step::Steps;
-use crate::backend::{AttentionShape, Norm, Ragged, Room};
+use crate::backend::{AttentionShape, Norm, Room};
 use crate::conformance::Promises;
 use crate::{HostPool, KernelError};
 
@@ -44,6 +46,8 @@ impl Default for CudaOptions {
 
 /// What a norm of rows becomes.
 pub(super) enum Normed<'a> {
+    InPlace,
+    /// One behind the other.
     Dense(Piece<'a>, Element),
     /// Codes, and a scale for each row.
     E4m3(Piece<'a>, Piece<'a>),
@@ -195,15 +199,32 @@ impl<D: Device> CudaBackend<D> {
         self.queue.launch("baton_embed", &params, &touches)
     }
 
-    /// RMS norm of rows of `x`, to which others are added first if there are any, into `out`, which may be `x` where the types are the same.
+    /// Elements of 16 bits, to the host.
+    pub(super) fn read_halves(&self, from: Piece<'_>, element: Element, out: &mut [f32]) -> Result<(), KernelError> {
+        let mut bits = vec![0u16; out.len()];
+        self.queue.read(from, bytes_of_mut(&mut bits))?;
+        let wide = |bits| {
+            if element == Element::Bf16 { bf16::from_bits(bits).to_f32() } else { f16::from_bits(bits).to_f32() }
+        };
+        out.iter_mut().zip(bits).for_each(|(out, bits)| *out = wide(bits));
+        Ok(())
+    }
+
+    /// RMS norm of rows of `x`, which lie as [`Memory::heads`] says, to which others are added first if there are any, into `out`, which may be `x` where the types are the same.
     pub(super) fn normed(
         &self,
         norm: &Norm<Memory<D>>,
-        (x, add): (Piece<'_>, Option<Piece<'_>>),
+        (x, add): ((Piece<'_>, usize, usize), Option<Piece<'_>>),
         out: Normed<'_>,
         rows: usize,
     ) -> Result<(), KernelError> {
+        let (x, together, x_stride) = x;
+        let out_stride = match out {
+            Normed::InPlace => x_stride,
+            Normed::Dense(..) | Normed::E4m3(..) => together * norm.weight.bytes() / size_of::<f32>(),
+        };
         let (out, y_type, scales) = match out {
+            Normed::InPlace => (x, Element::F32, None),
             Normed::Dense(out, element) => (out, element, None),
             Normed::E4m3(out, scales) => (out, Element::F32, Some(scales)),
         };
@@ -222,16 +243,19 @@ impl<D: Device> CudaBackend<D> {
             y_type,
             rows: rows as u32,
             width: width as u32,
+            together: together as u32,
+            x_stride: x_stride as u32,
+            out_stride: out_stride as u32,
             eps: norm.eps,
         };
         self.queue.launch("baton_rms_norm", &params, &touches)
     }
 
-    /// (floats of q, floats of k) of a batch.
-    pub(super) fn widths(&self, shape: AttentionShape, batch: &Ragged) -> (usize, usize) {
+    /// Elements of a row of q and of k.
+    pub(super) fn widths(&self, shape: AttentionShape) -> (usize, usize) {
         let group = &self.pool.geometry().layout.groups[shape.group];
-        let (dim, rows) = (group.head_dim as usize, batch.rows());
-        (rows * shape.heads * dim, rows * group.kv_heads as usize * dim)
+        let dim = group.head_dim as usize;
+        (shape.heads * dim, group.kv_heads as usize * dim)
     }
 }
 

@@ -5,12 +5,9 @@
 //! ([`super::Recorder`]).
 
 use std::marker::PhantomData;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::pinned::HostCopies;
-use super::sharing::SharingDevice;
-use crate::{HostPool, KernelError};
+use crate::KernelError;
 
 /// An address in device memory; 0 is none.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -230,8 +227,10 @@ pub struct Gemm<'a> {
     pub x: Piece<'a>,
     /// `[outs]` f32.
     pub bias: Option<Piece<'a>>,
-    /// `[rows, outs]` f32.
+    /// `[rows, outs]` f32, of which each row begins `stride` behind the one before.
     pub out: Piece<'a>,
+    /// f32 from one row of `out` to the next, at least `outs`.
+    pub stride: usize,
     /// Rows.
     pub rows: usize,
     /// Outputs.
@@ -301,86 +300,6 @@ pub trait Device: HostCopies {
     unsafe fn replay(&self, stream: Stream, graph: Graph) -> Result<(), KernelError>;
     /// A graph that is not launched again; launches under way are not disturbed.
     fn forget(&self, graph: Graph);
-}
-
-/// Device memory that is given back when it is dropped, or a pool's memory on the host that the device sees until then.
-pub struct Memory<D: Device> {
-    device: Arc<D>,
-    at: Address,
-    bytes: usize,
-    host: Option<Arc<HostPool>>,
-    freed: Freed,
-}
-
-/// How many memories of one owner are gone: while it stays as it is, all that were there are there.
-pub(super) type Freed = Arc<AtomicU64>;
-
-impl<D: Device> Memory<D> {
-    /// Of so many bytes, with anything in them.
-    pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
-        Memory::counted(device, bytes, Freed::default())
-    }
-
-    /// The same, and its end is counted.
-    pub(super) fn counted(device: &Arc<D>, bytes: usize, freed: Freed) -> Result<Self, KernelError> {
-        let at = device.allocate(bytes.max(1))?;
-        Ok(Memory { device: Arc::clone(device), at, bytes, host: None, freed })
-    }
-
-    /// Of so many bytes, which other processes can be let into.
-    pub(super) fn of_shared(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError>
-    where
-        D: SharingDevice,
-    {
-        let at = device.allocate_shared(bytes.max(1))?;
-        Ok(Memory { device: Arc::clone(device), at, bytes, host: None, freed: Freed::default() })
-    }
-
-    /// A pool in host memory.
-    pub(super) fn of_host(device: &Arc<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
-        let bytes = pool.geometry().bytes();
-        // SAFETY: the pool lives in what is made here, which unmaps it first.
-        let at = unsafe { device.map(pool.base(), bytes) }?;
-        Ok(Memory { device: Arc::clone(device), at, bytes, host: Some(pool), freed: Freed::default() })
-    }
-
-    /// Whether it is host memory.
-    pub(super) fn is_host(&self) -> bool {
-        self.host.is_some()
-    }
-
-    /// How many bytes.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// `bytes` bytes from `from` on.
-    ///
-    /// # Panics
-    /// When they are not all inside.
-    pub fn piece(&self, from: usize, bytes: usize) -> Piece<'_> {
-        let inside = from.checked_add(bytes).is_some_and(|end| end <= self.bytes);
-        assert!(inside, "{bytes} bytes from {from} on, of device memory of {}", self.bytes);
-        Piece::new(self.at.plus(from), bytes)
-    }
-
-    /// The first `count` f32.
-    ///
-    /// # Panics
-    /// When there are fewer.
-    pub fn floats(&self, count: usize) -> Piece<'_> {
-        self.piece(0, count * size_of::<f32>())
-    }
-}
-
-impl<D: Device> Drop for Memory<D> {
-    fn drop(&mut self) {
-        self.freed.fetch_add(1, Ordering::Relaxed);
-        match &self.host {
-            None => self.device.free(self.at),
-            Some(pool) => self.device.unmap(pool.base(), self.at),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::backend::CudaBackend;
-use super::device::{Device, Memory};
+use super::device::Device;
+use super::memory::Memory;
 use super::sharing::SharingDevice;
 use crate::{Backend, KernelError};
 

@@ -26,10 +26,10 @@ type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, 
 /// Map, base; width, rows, bytes of a row; width and rows of a box.
 type TensorMapFn = unsafe extern "C" fn(*mut TensorMap, *mut u8, u64, u64, u64, u32, u32) -> u32;
 type LayoutFn = unsafe extern "C" fn(*const c_char, *mut u64, u64) -> u64;
-/// Weight, x, bias, out; rows, outs, cols.
-type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
-/// Weight, x, the weight's scales, those of x, out; rows, outs, cols.
-type ProductE4m3Fn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64);
+/// Weight, x, bias, out; rows, outs, cols, f32 from row to row of out.
+type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64, u64);
+/// Weight, x, the weight's scales, those of x, out; rows, outs, cols, f32 from row to row of out.
+type ProductE4m3Fn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64, u64);
 
 /// What it says that it has.
 const MEMORY: u64 = 1 << 30;
@@ -167,16 +167,16 @@ impl HostDevice {
                 // SAFETY: the caller's promise.
                 unsafe { self.call(call)? };
             }
-            Work::Product { weight, x, bias, out, rows, outs, cols } => {
+            Work::Product { weight, x, bias, out, rows, outs, cols, stride } => {
                 let bias = bias.map_or(std::ptr::null_mut(), host);
                 // SAFETY: the caller's promise; null is no bias.
-                unsafe { (self.product)(host(*weight), host(*x), bias, host(*out), *rows, *outs, *cols) };
+                unsafe { (self.product)(host(*weight), host(*x), bias, host(*out), *rows, *outs, *cols, *stride) };
             }
-            Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols } => {
+            Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols, stride } => {
                 let [of_weight, of_x] = scales.map_or([std::ptr::null_mut(); 2], |scales| scales.map(host));
                 let (weight, x, out) = (host(*weight), host(*x), host(*out));
                 // SAFETY: the caller's promise; null is no scales.
-                unsafe { (self.product_e4m3)(weight, x, of_weight, of_x, out, *rows, *outs, *cols) };
+                unsafe { (self.product_e4m3)(weight, x, of_weight, of_x, out, *rows, *outs, *cols, *stride) };
             }
         }
         Ok(())
@@ -297,14 +297,14 @@ impl Device for HostDevice {
     }
 
     fn product(&self, stream: Stream, gemm: &Gemm<'_>) -> Result<(), KernelError> {
-        let (rows, outs, cols) = (gemm.rows as u64, gemm.outs as u64, gemm.cols as u64);
+        let (rows, outs, cols, stride) = (gemm.rows as u64, gemm.outs as u64, gemm.cols as u64, gemm.stride as u64);
         let bias = gemm.bias.map(|bias| bias.at());
         let (weight, x, out) = (gemm.weight.at(), gemm.x.at(), gemm.out.at());
         let work = match gemm.operands {
-            Operands::Bf16 => Work::Product { weight, x, bias, out, rows, outs, cols },
+            Operands::Bf16 => Work::Product { weight, x, bias, out, rows, outs, cols, stride },
             Operands::E4m3(scales) => {
                 let scales = scales.map(|scales| [scales.weight.at(), scales.x.at()]);
-                Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols }
+                Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols, stride }
             }
         };
         // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; later as in `fill`.

@@ -13,6 +13,7 @@ mod exchange;
 mod graphs;
 mod host;
 mod inputs;
+mod memory;
 mod nccl;
 mod nowhere;
 mod operations;
@@ -31,12 +32,13 @@ mod work;
 
 pub use backend::{CudaBackend, CudaOptions};
 pub use device::{
-    Access, Address, Alike, Call, Device, Event, Fp8, Gemm, Graph, Launch, Memory, Operands, Piece, Properties,
-    RowScales, Rows, Stream, TensorMap,
+    Access, Address, Alike, Call, Device, Event, Fp8, Gemm, Graph, Launch, Operands, Piece, Properties, RowScales,
+    Rows, Stream, TensorMap,
 };
 pub use driver::{Driver, devices};
 pub use exchange::{Columns, Exchange, ExchangingDevice};
 pub use host::HostDevice;
+pub use memory::Memory;
 pub use nowhere::Nowhere;
 pub use params::Moved;
 pub use pinned::HostCopies;

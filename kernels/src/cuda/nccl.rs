@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use libloading::Library;
 
 use super::backend::CudaBackend;
-use super::device::{Memory, Piece};
+use super::device::Piece;
 use super::driver::Driver;
 use super::exchange::{Columns, Exchange, ExchangingDevice};
+use super::memory::Memory;
 use crate::KernelError;
 
 /// Where it is looked for; distributions have the first, development packages the second too.

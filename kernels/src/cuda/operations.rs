@@ -4,8 +4,9 @@ use baton_types::{BlockId, TokenOut};
 
 use super::attention::Rotated;
 use super::backend::{CudaBackend, Normed};
-use super::device::{Access, Device, Memory};
+use super::device::{Access, Device};
 use super::graphs;
+use super::memory::Memory;
 use super::params::{Add, Element};
 use super::queue::bytes_of_mut;
 use super::sampling;
@@ -27,6 +28,23 @@ impl<D: Device> Backend for CudaBackend<D> {
         Ok(memory)
     }
 
+    fn operand(&self, elements: usize) -> Result<Memory<D>, KernelError> {
+        // A row of E4M3 is rounded as a whole.
+        let element = if self.options.fp8 { Element::F32 } else { Element::Bf16 };
+        let memory = self.queue.memory(elements * element.bytes())?;
+        self.queue.fill(memory.piece(0, memory.bytes()), 0)?;
+        Ok(memory.holding(element))
+    }
+
+    fn outputs<const N: usize>(&self, rows: usize, widths: [usize; N]) -> Result<[Memory<D>; N], KernelError> {
+        let stride = widths.iter().sum();
+        let (all, mut first) = (self.buffer(rows * stride)?, 0);
+        Ok(widths.map(|width| {
+            first += width;
+            all.columns(first - width, width, stride)
+        }))
+    }
+
     fn upload(&self, values: &[f32]) -> Result<Memory<D>, KernelError> {
         let memory = self.queue.memory(size_of_val(values))?;
         self.queue.write(memory.floats(values.len()), values)?;
@@ -42,12 +60,16 @@ impl<D: Device> Backend for CudaBackend<D> {
         weight::load(&self.queue, &mut self.staging, source, form)
     }
 
+    fn linears<const N: usize>(&mut self, sources: [&WeightSource<'_>; N]) -> Result<[CudaWeight<D>; N], KernelError> {
+        weight::load_together(&self.queue, &mut self.staging, sources, self.options.fp8)
+    }
+
     fn weight_bytes(&self, weight: &CudaWeight<D>) -> usize {
         weight.memory.bytes() + weight.scales.as_ref().map_or(0, Memory::bytes)
     }
 
     fn elements(&self, buffer: &Memory<D>) -> usize {
-        buffer.bytes() / size_of::<f32>()
+        buffer.bytes() / buffer.element().bytes()
     }
 
     fn reserve(&mut self, room: &Room) -> Result<(), KernelError> {
@@ -55,8 +77,18 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn read(&mut self, buffer: &Memory<D>, offset: usize, out: &mut [f32]) {
-        let piece = buffer.piece(offset * size_of::<f32>(), size_of_val(out));
-        self.attempt(|b| b.queue.read(piece, bytes_of_mut(out)));
+        self.attempt(|b| {
+            let (to, mut rest) = (offset + out.len(), &mut *out);
+            for run in buffer.runs(offset, to) {
+                let (part, others) = rest.split_at_mut(run.bytes() / buffer.element().bytes());
+                rest = others;
+                match buffer.element() {
+                    Element::F32 => b.queue.read(run, bytes_of_mut(part))?,
+                    Element::Bf16 | Element::F16 => b.read_halves(run, buffer.element(), part)?,
+                }
+            }
+            Ok(())
+        });
     }
 
     fn padded(&self, rows: usize, most: usize) -> Option<usize> {
@@ -128,8 +160,8 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn rms_norm(&mut self, norm: &Norm<Memory<D>>, x: &mut Memory<D>, rows: usize) {
-        let x = x.piece(0, rows * norm.weight.bytes());
-        self.attempt(|b| b.normed(norm, (x, None), Normed::Dense(x, Element::F32), rows));
+        let x = x.heads(rows, norm.weight.bytes() / size_of::<f32>());
+        self.attempt(|b| b.normed(norm, (x, None), Normed::InPlace, rows));
     }
 
     fn add(&mut self, x: &mut Memory<D>, y: &Memory<D>, elements: usize) {
@@ -155,12 +187,12 @@ impl<D: Device> Backend for CudaBackend<D> {
         k: &Memory<D>,
         v: &Memory<D>,
     ) {
-        let (q_floats, kv_floats) = self.widths(shape, batch);
+        let (rows, (q_width, kv_width)) = (batch.rows(), self.widths(shape));
         let all = |table: &'_ Memory<D>| table.bytes();
         let with = Rotated {
-            q: q.floats(q_floats),
-            k: k.floats(kv_floats),
-            v: v.floats(kv_floats),
+            q: q.rows(rows, q_width),
+            k: k.rows(rows, kv_width),
+            v: v.rows(rows, kv_width),
             cos: rope.cos.piece(0, all(&rope.cos)),
             sin: rope.sin.piece(0, all(&rope.sin)),
         };
@@ -171,8 +203,9 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Memory<D>, out: &mut Memory<D>) {
-        let floats = self.widths(shape, batch).0;
-        let (q, out) = (q.floats(floats), out.floats(floats));
+        let (rows, width) = (batch.rows(), self.widths(shape).0);
+        let q = q.rows(rows, width);
+        let out = (out.piece(0, rows * width * out.element().bytes()), out.element());
         self.attempt(|b| {
             b.place(shape, batch)?;
             let mut sums = b.sums.take();

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use baton_types::{BlockId, KvDtype, PoolGeometry};
 
-use super::device::{Access, Device, Memory, Piece};
+use super::device::{Access, Device, Piece};
+use super::memory::Memory;
 use super::params::{BlockSide, CopyBlocks, KvPlanes, kv_type};
 use super::queue::Queue;
 use super::shared_pool::PoolMemory;

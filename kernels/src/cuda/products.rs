@@ -4,8 +4,10 @@
 //! where it can ([`Fp8::Scaled`]); elsewhere a kernel does, with the same values. A bias is that kernel's, too: for f32 outputs of such
 //! products the library takes none of f32.
 
+use super::attention::Strided;
 use super::backend::{CudaBackend, Normed};
-use super::device::{Access, Address, Alike, Device, Fp8, Gemm, Memory, Operands, Piece, RowScales};
+use super::device::{Access, Address, Alike, Device, Fp8, Gemm, Operands, Piece, RowScales};
+use super::memory::Memory;
 use super::params::{self, Element, Embed, GateMul, ScaleProducts};
 use super::weight::{CudaWeight, Form, quantise};
 use crate::KernelError;
@@ -18,61 +20,59 @@ fn codes_and_scales<D: Device>(operand: &Memory<D>, rows: usize, cols: usize) ->
 }
 
 impl<D: Device> CudaBackend<D> {
-    /// A product's input, after what comes first, as weights of this form take it. What is left to be done for weights of another form.
+    /// A product's input, after what comes first, as weights of this form take it: in the memory of operands, unless it is there already.
+    /// What is left to be done for weights of another form.
     fn operand<'a>(
         &mut self,
         input: &Input<'a, Memory<D>>,
         cols: usize,
         form: Form,
     ) -> Result<First<'a, Memory<D>>, KernelError> {
-        let (rows, elements, first) = (input.rows, input.rows * cols, input.first);
-        self.queue.at_least(&mut self.operand, (elements * Element::Bf16.bytes()).max(1))?;
+        let (rows, first, x) = (input.rows, input.first, &*input.x);
+        let bytes = rows * cols * Element::Bf16.bytes();
+        self.queue.at_least(&mut self.operand, bytes.max(1))?;
         let Some(operand) = &self.operand else { return Ok(first) };
-        let (x, beside) = (input.x.floats(elements), first.beside().map(|other| other.floats(elements)));
-        if let Some(norm) = first.norm() {
-            assert_eq!(norm.weight.bytes(), cols * size_of::<f32>(), "norm of another width than the product");
-            let out = match form {
-                Form::E4m3 => {
-                    let (codes, scales) = codes_and_scales(operand, rows, cols);
-                    Normed::E4m3(codes, scales)
-                }
-                Form::Bf16 => Normed::Dense(operand.piece(0, elements * Element::Bf16.bytes()), Element::Bf16),
-            };
-            self.normed(norm, (x, beside), out, rows)?;
-            return Ok(First::Norm(norm));
-        }
-        let gated = match (first, beside) {
-            (First::Gate(act, _), Some(up)) => Some((act, up)),
-            _ => None,
-        };
-        match (form, gated) {
-            (Form::E4m3, gated) => {
-                if let Some((act, up)) = gated {
-                    self.gated(act, (x, up), (x, Element::F32))?;
-                }
-                quantise(&self.queue, (x, Element::F32), codes_and_scales(operand, rows, cols), rows, cols)?;
+        let (dense, coded) = ((operand.piece(0, bytes), Element::Bf16), codes_and_scales(operand, rows, cols));
+        match (first, form) {
+            (First::Norm(norm) | First::AddNorm(_, norm), _) => {
+                assert_eq!(norm.weight.bytes(), cols * size_of::<f32>(), "norm of another width than the product");
+                let out = match form {
+                    Form::E4m3 => Normed::E4m3(coded.0, coded.1),
+                    Form::Bf16 => Normed::Dense(dense.0, dense.1),
+                };
+                let added = first.beside().map(|other| other.floats(rows * cols));
+                self.normed(norm, (x.heads(rows, cols), added), out, rows)?;
+                Ok(First::Norm(norm))
+            }
+            (First::Gate(act, up), Form::Bf16) => {
+                let of = [x, up].map(|part| part.rows(rows, cols));
+                self.gated(act, of, (dense.0, cols, dense.1), (rows, cols))?;
+                Ok(first)
+            }
+            (First::Gate(act, up), Form::E4m3) => {
+                let of = [x, up].map(|part| part.rows(rows, cols));
+                let (gate, stride) = of[0];
+                self.gated(act, of, (gate, stride, Element::F32), (rows, cols))?;
+                quantise(&self.queue, (gate, Element::F32, stride), coded, rows, cols)?;
                 Ok(First::Nothing)
             }
-            (Form::Bf16, gated) => {
-                let out = operand.piece(0, elements * Element::Bf16.bytes());
-                match gated {
-                    Some((act, up)) => self.gated(act, (x, up), (out, Element::Bf16))?,
-                    None => self.rounded(x, out, rows, cols)?,
-                }
-                Ok(first)
+            (First::Nothing, Form::Bf16) if x.element() == Element::Bf16 => Ok(first),
+            (First::Nothing, Form::Bf16) => self.rounded(x.floats(rows * cols), dense.0, rows, cols).map(|()| first),
+            (First::Nothing, Form::E4m3) => {
+                let (x, stride) = x.rows(rows, cols);
+                quantise(&self.queue, (x, Element::F32, stride), coded, rows, cols).map(|()| first)
             }
         }
     }
 
-    /// `act(gate) · up`, f32 rows, as rows of this type.
+    /// `act(gate) · up`, f32 rows of a width, as rows of this type.
     fn gated(
         &self,
         act: Gate,
-        (gate, up): (Piece<'_>, Piece<'_>),
-        (out, out_type): (Piece<'_>, Element),
+        [(gate, gate_stride), (up, up_stride)]: [Strided<'_>; 2],
+        (out, out_stride, out_type): (Piece<'_>, usize, Element),
+        (rows, width): (usize, usize),
     ) -> Result<(), KernelError> {
-        // Nothing of it depends on where a row ends.
-        let width = (gate.bytes() / size_of::<f32>()) as u32;
         let params = GateMul {
             gate: gate.at(),
             up: up.at(),
@@ -80,11 +80,11 @@ impl<D: Device> CudaBackend<D> {
             element: Element::F32,
             out_type,
             act: params::gate(act),
-            rows: 1,
-            width,
-            gate_stride: width,
-            up_stride: width,
-            out_stride: width,
+            rows: rows as u32,
+            width: width as u32,
+            gate_stride: gate_stride as u32,
+            up_stride: up_stride as u32,
+            out_stride: out_stride as u32,
         };
         let touches = [Access::Read(gate), Access::Read(up), Access::Write(out)];
         self.queue.launch("baton_gate_mul", &params, &touches)
@@ -109,44 +109,58 @@ impl<D: Device> CudaBackend<D> {
     pub(super) fn multiply<const N: usize>(
         &mut self,
         mut input: Input<'_, Memory<D>>,
-        mut products: [Product<'_, CudaWeight<D>, Memory<D>>; N],
+        products: [Product<'_, CudaWeight<D>, Memory<D>>; N],
     ) -> Result<(), KernelError> {
         let Some(cols) = products.first().map(|product| product.weight.cols) else { return Ok(()) };
+        assert!(
+            products.iter().all(|product| product.weight.cols == cols),
+            "products of one input have as many inputs"
+        );
         for form in [Form::E4m3, Form::Bf16] {
             if !products.iter().any(|product| product.weight.form() == form) {
                 continue;
             }
             input.first = self.operand(&input, cols, form)?;
-            for Product { weight, bias, out } in &mut products {
-                if weight.form() == form {
-                    assert_eq!(weight.cols, cols, "products of one input have as many inputs");
-                    let bias = bias.map(|bias| bias.floats(weight.rows));
-                    self.product(weight, bias, out.floats(input.rows * weight.rows), input.rows)?;
+            let mut rest = &products[..];
+            while let [product, others @ ..] = rest {
+                rest = others;
+                if product.weight.form() != form {
+                    continue;
                 }
+                let (mut weight, mut out, bias) = (product.weight.clone(), product.out.clone(), product.bias);
+                while let ([next, others @ ..], None) = (rest, bias) {
+                    let joined = weight.joined(next.weight).zip(out.joined(next.out));
+                    let Some(joined) = joined.filter(|_| next.bias.is_none()) else { break };
+                    ((weight, out), rest) = (joined, others);
+                }
+                let bias = bias.map(|bias| bias.floats(weight.rows));
+                self.product(&weight, bias, (&*input.x, out.rows(input.rows, weight.rows)), input.rows)?;
             }
         }
         Ok(())
     }
 
-    /// One product with the operand as it lies there.
+    /// One product, of an operand as [`CudaBackend::operand`] has left it.
     fn product(
         &self,
         of: &CudaWeight<D>,
         bias: Option<Piece<'_>>,
-        out: Piece<'_>,
+        (x, (out, stride)): (&Memory<D>, Strided<'_>),
         rows: usize,
     ) -> Result<(), KernelError> {
         let Some(operand) = &self.operand else { return Ok(()) };
         let alike = if self.options.invariant { Alike::Always } else { Alike::by_rows(rows) };
         let (outs, cols, weight) = (of.rows, of.cols, of.memory.piece(0, of.memory.bytes()));
         let Some(weight_scales) = &of.scales else {
-            let x = operand.piece(0, rows * cols * Element::Bf16.bytes());
+            let x = if x.element() == Element::Bf16 { x } else { operand };
+            let x = x.piece(0, rows * cols * Element::Bf16.bytes());
             return self.queue.product(&Gemm {
                 operands: Operands::Bf16,
                 weight,
                 x,
                 bias,
                 out,
+                stride,
                 rows,
                 outs,
                 cols,
@@ -157,14 +171,14 @@ impl<D: Device> CudaBackend<D> {
         let scales = RowScales { weight: weight_scales.floats(outs), x: x_scales };
         let applied = self.queue.device.properties().fp8 == Fp8::Scaled;
         let operands = Operands::E4m3(applied.then_some(scales));
-        self.queue.product(&Gemm { operands, weight, x, bias: None, out, rows, outs, cols, alike })?;
-        self.finish_product(out, (!applied).then_some(scales), bias, rows, outs)
+        self.queue.product(&Gemm { operands, weight, x, bias: None, out, stride, rows, outs, cols, alike })?;
+        self.finish_product((out, stride), (!applied).then_some(scales), bias, rows, outs)
     }
 
     /// Scales that a product has not applied, and its bias.
     fn finish_product(
         &self,
-        out: Piece<'_>,
+        (out, stride): Strided<'_>,
         scales: Option<RowScales<'_>>,
         bias: Option<Piece<'_>>,
         rows: usize,
@@ -177,9 +191,9 @@ impl<D: Device> CudaBackend<D> {
         let (row, column) = (scales.map(|scales| scales.x), scales.map(|scales| scales.weight));
         let read = |piece: Option<_>| Access::Read(piece.unwrap_or(out));
         let touches = [Access::Write(out), read(row), read(column), read(bias)];
-        let (rows, width) = (rows as u32, outs as u32);
-        let params =
-            ScaleProducts { x: out.at(), row_scales: at(row), column_scales: at(column), bias: at(bias), rows, width };
+        let (rows, width, stride) = (rows as u32, outs as u32, stride as u32);
+        let (row_scales, column_scales, bias) = (at(row), at(column), at(bias));
+        let params = ScaleProducts { x: out.at(), row_scales, column_scales, bias, rows, width, stride };
         self.queue.launch("baton_scale_products", &params, &touches)
     }
 }

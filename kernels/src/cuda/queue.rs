@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::device::{Access, Call, Device, Freed, Gemm, Graph, Memory, Piece, Stream};
+use super::device::{Access, Call, Device, Gemm, Graph, Piece, Stream};
 use super::driver::Driver;
+use super::memory::{Freed, Memory};
 use super::params::{LogitEntry, Params, SampleRow, Sampled};
 use crate::KernelError;
 
@@ -17,6 +18,7 @@ pub(super) struct Queue<D: Device> {
 
 /// Numbers that are no more than their bytes, and structs of such without a gap between them.
 pub(super) trait Plain: Copy {}
+impl Plain for u16 {}
 impl Plain for u32 {}
 impl Plain for f32 {}
 impl Plain for SampleRow {}

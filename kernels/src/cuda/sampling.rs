@@ -5,7 +5,8 @@
 use baton_types::TokenOut;
 
 use super::backend::CudaBackend;
-use super::device::{Access, Address, Device, Memory, Piece};
+use super::device::{Access, Address, Device, Piece};
+use super::memory::Memory;
 use super::params::{
     AdjustLogits, Element, Embed, LogitEntry, MAX_TOP_LOGPROBS, MaskLogits, NO_LOGPROBS, NO_ROW, Sample, SampleRow,
     Sampled,

@@ -8,7 +8,8 @@ mod copies;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::device::{Device, Event, Memory};
+use super::device::{Device, Event};
+use super::memory::Memory;
 use super::queue::Queue;
 use super::sharing::{Registrable, SharingDevice};
 use crate::KernelError;

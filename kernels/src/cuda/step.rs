@@ -3,9 +3,10 @@
 use super::attention::{self, Chunks, Placed};
 use super::backend::CudaBackend;
 use super::batch::{Cut, SPLIT};
-use super::device::{Device, Graph, Memory};
+use super::device::{Device, Graph};
 use super::graphs::{self, Graphs, Next, Size};
 use super::inputs::Inputs;
+use super::memory::Memory;
 use super::pinned::Uploads;
 use super::queue::{Queue, bytes_of};
 use crate::backend::{AttentionShape, Ragged, Room, StepInputs};

@@ -2,11 +2,12 @@
 
 use std::borrow::Cow;
 
-use super::device::{Access, Address, Device, FP8_MULTIPLE, Memory, Piece};
+use super::device::{Access, Address, Device, FP8_MULTIPLE, Piece};
+use super::memory::Memory;
 use super::params::{Dequantise, Element, Embed, QuantiseRows, Stored, stored};
 use super::queue::Queue;
 use crate::KernelError;
-use crate::backend::WeightSource;
+use crate::backend::{WeightSource, all};
 
 /// Bytes that a weight has on the device beside itself while it is loaded, as far as a row needs no more.
 const STAGED: usize = 64 << 20;
@@ -53,18 +54,90 @@ pub struct CudaWeight<D: Device> {
 }
 
 impl<D: Device> CudaWeight<D> {
+    /// Room for one.
+    fn new(queue: &Queue<D>, rows: usize, cols: usize, form: Form) -> Result<Self, KernelError> {
+        let scales = match form {
+            Form::Bf16 => None,
+            Form::E4m3 => Some(queue.memory(rows * size_of::<f32>())?),
+        };
+        Ok(CudaWeight { memory: queue.memory(rows * cols * form.element_bytes())?, scales, rows, cols })
+    }
+
+    /// Some of its rows.
+    fn part(&self, first: usize, rows: usize) -> Self {
+        let (row, float) = (self.cols * self.form().element_bytes(), size_of::<f32>());
+        let scales = self.scales.as_ref().map(|scales| scales.part(first * float, rows * float));
+        CudaWeight { memory: self.memory.part(first * row, rows * row), scales, rows, cols: self.cols }
+    }
+
+    /// Its rows and those of `next` as one weight, where they lie so.
+    pub(super) fn joined(&self, next: &CudaWeight<D>) -> Option<Self> {
+        let scales = match (&self.scales, &next.scales) {
+            (None, None) => None,
+            (Some(own), Some(next)) => Some(own.joined(next)?),
+            _ => return None,
+        };
+        let memory = self.memory.joined(&next.memory)?;
+        (self.cols == next.cols).then(|| CudaWeight { memory, scales, rows: self.rows + next.rows, cols: self.cols })
+    }
+
     pub(super) fn form(&self) -> Form {
         if self.scales.is_some() { Form::E4m3 } else { Form::Bf16 }
     }
 }
 
-/// Sends stored rows in portions and turns each into what the weight is kept as, rounded to nearest.
+/// The same rows.
+impl<D: Device> Clone for CudaWeight<D> {
+    fn clone(&self) -> Self {
+        CudaWeight { memory: self.memory.clone(), scales: self.scales.clone(), rows: self.rows, cols: self.cols }
+    }
+}
+
+/// Weights of the products of one input, in one allocation where products can take them as one.
+pub(super) fn load_together<D: Device, const N: usize>(
+    queue: &Queue<D>,
+    staging: &mut Option<Memory<D>>,
+    sources: [&WeightSource<'_>; N],
+    fp8: bool,
+) -> Result<[CudaWeight<D>; N], KernelError> {
+    let form = |source: &WeightSource<'_>| Form::of(source.rows, source.cols, fp8);
+    let alike = |source: &WeightSource<'_>, first: &WeightSource<'_>| {
+        // Products find each of them aligned as a whole allocation.
+        let aligned = (source.rows * source.cols * form(source).element_bytes()).is_multiple_of(ALIGN);
+        aligned && source.cols == first.cols && form(source) == form(first)
+    };
+    if !sources.iter().all(|source| alike(source, sources[0])) {
+        return all(sources.map(|source| load(queue, staging, source, form(source))));
+    }
+    let (rows, cols) = (sources.iter().map(|source| source.rows).sum(), sources[0].cols);
+    let (whole, mut first) = (CudaWeight::new(queue, rows, cols, form(sources[0]))?, 0);
+    all(sources.map(|source| {
+        first += source.rows;
+        let weight = whole.part(first - source.rows, source.rows);
+        fill(queue, staging, source, &weight)?;
+        Ok(weight)
+    }))
+}
+
+/// A weight of its own.
 pub(super) fn load<D: Device>(
     queue: &Queue<D>,
     staging: &mut Option<Memory<D>>,
     source: &WeightSource<'_>,
     form: Form,
 ) -> Result<CudaWeight<D>, KernelError> {
+    let weight = CudaWeight::new(queue, source.rows, source.cols, form)?;
+    fill(queue, staging, source, &weight)?;
+    Ok(weight)
+}
+
+/// Sends stored rows in portions and turns each into what the weight is kept as, rounded to nearest.
+fn fill<D: Device>(
+    queue: &Queue<D>,
+    staging: &mut Option<Memory<D>>,
+    source: &WeightSource<'_>,
+    weight: &CudaWeight<D>,
+) -> Result<(), KernelError> {
     let (rows, cols) = (source.rows, source.cols);
     let row_bytes = source.row_bytes()?;
     let fits = |x: usize| u32::try_from(x).is_ok();
@@ -73,18 +146,13 @@ pub(super) fn load<D: Device>(
             format!("{rows} x {cols}; a GPU takes rows of a multiple of 8 elements, and at most {} of them", u32::MAX);
         return Err(KernelError::Weight { name: source.name.to_owned(), why });
     }
-    let scales = match form {
-        Form::Bf16 => None,
-        Form::E4m3 => Some(queue.memory(rows * size_of::<f32>())?),
-    };
-    let weight = CudaWeight { memory: queue.memory(rows * cols * form.element_bytes())?, scales, rows, cols };
-    let portion = (STAGED / staged_bytes(source, form, row_bytes, 1).max(1)).clamp(1, rows.max(1));
+    let portion = (STAGED / staged_bytes(source, weight.form(), row_bytes, 1).max(1)).clamp(1, rows.max(1));
     for first in (0..rows).step_by(portion) {
         let rows = Rows { first, count: portion.min(rows - first), cols };
         let data = stored_rows(source, row_bytes, &rows);
-        rows.load(queue, staging, source, &data, &weight)?;
+        rows.load(queue, staging, source, &data, weight)?;
     }
-    Ok(weight)
+    Ok(())
 }
 
 /// Bytes beside the weight itself for so many rows: as they are stored, and as f32 where that is on the way.
@@ -135,7 +203,7 @@ impl Rows {
                 (wide, Element::F32)
             }
         };
-        quantise(queue, (x, x_type), (out, scales), self.count, self.cols)
+        quantise(queue, (x, x_type, self.cols), (out, scales), self.count, self.cols)
     }
 
     /// Makes stored rows dense.
@@ -163,16 +231,16 @@ impl Rows {
     }
 }
 
-/// Rows of `x` as E4M3, and a scale for each.
+/// Rows of `x`, so many elements apart, as E4M3, and a scale for each.
 pub(super) fn quantise<D: Device>(
     queue: &Queue<D>,
-    (x, x_type): (Piece<'_>, Element),
+    (x, x_type, x_stride): (Piece<'_>, Element, usize),
     (out, scales): (Piece<'_>, Piece<'_>),
     rows: usize,
     cols: usize,
 ) -> Result<(), KernelError> {
-    let (rows, width) = (rows as u32, cols as u32);
-    let params = QuantiseRows { x: x.at(), out: out.at(), scales: scales.at(), x_type, rows, width };
+    let (rows, width, x_stride) = (rows as u32, cols as u32, x_stride as u32);
+    let params = QuantiseRows { x: x.at(), out: out.at(), scales: scales.at(), x_type, rows, width, x_stride };
     queue.launch("baton_quantise_rows", &params, &[Access::Read(x), Access::Write(out), Access::Write(scales)])
 }
 

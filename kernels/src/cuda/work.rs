@@ -22,6 +22,7 @@ pub(super) enum Work {
         rows: u64,
         outs: u64,
         cols: u64,
+        stride: u64,
     },
     /// Of E4M3; scales of the weight's rows and of x's.
     ProductE4m3 {
@@ -32,6 +33,7 @@ pub(super) enum Work {
         rows: u64,
         outs: u64,
         cols: u64,
+        stride: u64,
     },
 }
 

@@ -38,8 +38,8 @@ enum Kind {
     E4m3Scaled,
 }
 
-/// (kind, outputs, inputs, with bias) of a weight, and which products are alike.
-type Shape = (Kind, usize, usize, bool, Alike);
+/// (kind, outputs, inputs, with bias) of a weight, how far rows of results are apart, and which products are alike.
+type Shape = (Kind, usize, usize, bool, usize, Alike);
 
 /// A handle, the algorithms chosen so far, and each stream's memory.
 pub(super) struct Blas {
@@ -78,8 +78,9 @@ impl Described {
         let operation = result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, CUDA_R_32F)?;
         let mut described = Described { operation, layouts: [std::ptr::null_mut(); 3] };
         let shapes = [(operand, cols, outs), (operand, cols, rows), (CUDA_R_32F, outs, rows)];
-        for (layout, (kind, height, width)) in described.layouts.iter_mut().zip(shapes) {
-            *layout = result::create_matrix_layout(kind, height, width, height as i64)?;
+        let strides = [cols, cols, gemm.stride as u64];
+        for ((layout, (kind, height, width)), stride) in described.layouts.iter_mut().zip(shapes).zip(strides) {
+            *layout = result::create_matrix_layout(kind, height, width, stride as i64)?;
         }
         described.set(A::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
         if let Some(bias) = gemm.bias {
@@ -136,8 +137,8 @@ fn candidates(
         Alike::Always => CUBLASLT_REDUCTION_SCHEME_NONE,
         Alike::UpTo(_) | Alike::Many => CUBLASLT_REDUCTION_SCHEME_MASK,
     } as u32;
-    // An odd number of outputs leaves rows of `out` on 4 bytes.
-    let alignment = if gemm.outs.is_multiple_of(4) { 16u32 } else { 4 };
+    // Columns of it begin at multiples of 8 f32; an odd number from one row to the next leaves rows on 4 bytes.
+    let alignment = if gemm.stride.is_multiple_of(4) { 16u32 } else { 4 };
     let [a, b, d] = described.layouts;
     let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(CANDIDATES);
     let mut count = 0;
@@ -262,9 +263,9 @@ impl Blas {
         let scales = RowScales { weight: piece(outs * 4), x: piece(rows * 4) };
         let (weight, x, out) = (piece(outs * cols), piece(rows * cols), piece(rows * outs * 4));
         let (operands, bias) = (Operands::E4m3(Some(scales)), None);
-        [Alike::Always, Alike::by_rows(rows)]
-            .into_iter()
-            .all(|alike| choose(self.handle, &Gemm { operands, weight, x, bias, out, rows, outs, cols, alike }).is_ok())
+        [Alike::Always, Alike::by_rows(rows)].into_iter().all(|alike| {
+            choose(self.handle, &Gemm { operands, weight, x, bias, out, stride: outs, rows, outs, cols, alike }).is_ok()
+        })
     }
 
     /// Puts a product into a stream of the current context.
@@ -323,7 +324,7 @@ impl Blas {
             Operands::E4m3(None) => Kind::E4m3,
             Operands::E4m3(Some(_)) => Kind::E4m3Scaled,
         };
-        let shape = (kind, gemm.outs, gemm.cols, gemm.bias.is_some(), gemm.alike);
+        let shape = (kind, gemm.outs, gemm.cols, gemm.bias.is_some(), gemm.stride, gemm.alike);
         if let Some(&algorithm) = chosen.get(&shape) {
             return Ok(algorithm);
         }

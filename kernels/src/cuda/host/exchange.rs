@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::backend::CudaBackend;
-use super::super::device::{Address, Device, Memory, Piece};
+use super::super::device::{Address, Device, Piece};
 use super::super::exchange::{Columns, Exchange, ExchangingDevice};
+use super::super::memory::Memory;
 use super::super::recorder::Recorder;
 use super::{HostDevice, host};
 use crate::{KernelError, Meeting};

@@ -43,6 +43,10 @@ pub(crate) struct RopeStoreKv {
     pub tile_rows: u32,
     pub heads: u32,
     pub kv_heads: u32,
+    pub q_stride: u32,
+    pub k_stride: u32,
+    pub v_stride: u32,
+    pub q_out_stride: u32,
 }
 
 // SAFETY: as in rope_store_kv.cu.
@@ -68,6 +72,7 @@ pub(crate) struct Attention {
     pub tile_rows: u32,
     pub heads: u32,
     pub kv_heads: u32,
+    pub q_stride: u32,
     pub window: u32,
     pub scale_log2: f32,
 }

@@ -36,6 +36,9 @@ pub(crate) struct RmsNorm {
     pub y_type: Element,
     pub rows: u32,
     pub width: u32,
+    pub together: u32,
+    pub x_stride: u32,
+    pub out_stride: u32,
     pub eps: f32,
 }
 
@@ -54,6 +57,7 @@ pub(crate) struct QuantiseRows {
     pub x_type: Element,
     pub rows: u32,
     pub width: u32,
+    pub x_stride: u32,
 }
 
 // SAFETY: as in quantise_rows.cu.
@@ -71,6 +75,7 @@ pub(crate) struct ScaleProducts {
     pub bias: Address,
     pub rows: u32,
     pub width: u32,
+    pub stride: u32,
 }
 
 // SAFETY: as in scale_products.cu.

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::EventfdFlags;
 
-use super::super::device::{Access, Address, Device, Event, Memory, Piece};
+use super::super::device::{Access, Address, Device, Event, Piece};
+use super::super::memory::Memory;
 use super::super::params::{MoveRuns, Moved};
 use super::super::pinned::Pinned;
 use super::super::queue::Queue;
