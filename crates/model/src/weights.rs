@@ -95,13 +95,14 @@ impl<'a, B: Backend> Loader<'a, B> {
         for (linear, (bias, rows)) in projections.iter_mut().zip([(T::QBias, q), (T::KBias, kv), (T::VBias, kv)]) {
             linear.bias = self.bias(name(bias), rows)?;
         }
-        let ([q, k, v], [gate, up]) = (projections, self.linears(gates)?);
+        let (attn_output, [gate, up]) = (self.linear(name(T::AttnOutput), hidden, q)?, self.linears(gates)?);
+        let [q, k, v] = projections;
         Ok(Layer {
             attn_norm: self.norm(name(T::AttnNorm), hidden)?,
             q,
             k,
             v,
-            attn_output: self.linear(name(T::AttnOutput), hidden, q)?,
+            attn_output,
             q_norm: self.norm_if(c.qk_norm, name(T::QNorm), head)?,
             k_norm: self.norm_if(c.qk_norm, name(T::KNorm), head)?,
             post_attn_norm: self.norm_if(c.post_norms, name(T::PostAttnNorm), hidden)?,
