@@ -1,0 +1,163 @@
+//! Launches and collections over a device that records what it is asked for.
+
+use std::sync::Arc;
+
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Start, Step, SwapConfig, Time};
+use baton_kernels::cuda::{CudaBackend, CudaOptions, Nowhere, Recorded, Recorder};
+use baton_model_files::RandomModel;
+use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
+
+use super::*;
+use crate::{Limits, kv_layout};
+
+/// An engine over a model on a device that computes nothing and records all that it is asked for.
+struct Scene {
+    engine: Engine,
+    runner: Decoder<CudaBackend<Recorder<Nowhere>>>,
+    device: Arc<Recorder<Nowhere>>,
+    events: Vec<Event>,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+        let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
+        let geometry = PoolGeometry::uniform(layout, 8);
+        let limits = EngineConfig {
+            token_budget: 32,
+            chunk: 32,
+            pack_tokens: 32,
+            max_running: 4,
+            max_waiting: 4,
+            context_tokens: 64,
+            local_tokens: 0,
+            order: Order::default(),
+            cache: CacheConfig::default(),
+            swap: SwapConfig::default(),
+        };
+        let engine = Engine::new(limits, &geometry).unwrap();
+        let device = Arc::new(Recorder::new(Nowhere::default()));
+        let backend = CudaBackend::new(Arc::clone(&device), geometry.clone(), CudaOptions::default()).unwrap();
+        let limits = Limits { tokens: 32, samples: 4, context: 64, table_entries: 8 };
+        let runner = Decoder::load(&model, &geometry.layout, backend, limits).unwrap();
+        Scene { engine, runner, device, events: Vec::new() }
+    }
+
+    /// Plans a step and launches it.
+    fn launch(&mut self) -> (Step, Result<(), RunError>) {
+        let step = self.engine.plan(Time(0), &mut self.events).expect("a step");
+        let runner = &mut self.runner;
+        let launched = self.engine.with_batch(&step, |batch| runner.launch(batch, &mut |_| ()));
+        (step, launched)
+    }
+
+    /// The same of a new sequence alone.
+    fn launch_new(&mut self, max_tokens: u32) -> (Step, Result<(), RunError>) {
+        let new = NewSequence {
+            request: RequestId("r".to_owned()),
+            tokens: (0..20).collect(),
+            prompt_tokens: 20,
+            params: SamplingParams { max_tokens, temperature: 0.0, ..SamplingParams::default() },
+            start: Start::Compute,
+            deadline: None,
+            prefix: None,
+            priority: 0,
+        };
+        self.engine.submit(new).unwrap();
+        self.launch()
+    }
+
+    fn collect(&mut self, step: &Step) -> Result<(), RunError> {
+        let runner = &mut self.runner;
+        self.engine.with_batch(step, |batch| runner.collect(batch, &mut Vec::new()))
+    }
+
+    /// The step failed: its blocks are free from here on.
+    fn fail(&mut self, step: Step, error: RunError) {
+        self.engine.fail(step, error, &mut self.events);
+    }
+}
+
+/// q, k and v are one product, gate and up another, and nothing lies between but what only a kernel of its own can do.
+#[test]
+fn a_layer_of_a_decode_step_is_nine_launches() {
+    let mut scene = Scene::new();
+    let (first, launched) = scene.launch_new(4);
+    launched.unwrap();
+    scene.device.take_log();
+    let (second, launched) = scene.launch();
+    launched.unwrap();
+    let log = scene.device.take_log();
+    let done: Vec<_> = log
+        .iter()
+        .filter_map(|call| match call {
+            Recorded::Launch(kernel) => Some((*kernel).to_owned()),
+            Recorded::Product(_, outs, cols) => Some(format!("{outs} x {cols}")),
+            _ => None,
+        })
+        .collect();
+    let c = scene.runner.config();
+    let (hidden, ffn, q) = (c.hidden_size, c.intermediate_size, c.q_size());
+    let attention = "baton_attention_decode_f16_64".to_owned();
+    let layer = [
+        "baton_rms_norm".to_owned(),
+        format!("{} x {hidden}", q + 2 * c.kv_size()),
+        "baton_rope_store_kv".to_owned(),
+        attention,
+        format!("{hidden} x {q}"),
+        "baton_rms_norm".to_owned(),
+        format!("{} x {hidden}", 2 * ffn),
+        "baton_gate_mul".to_owned(),
+        format!("{hidden} x {ffn}"),
+    ];
+    let layers = c.layers as usize;
+    assert_eq!(done[1..=layers * layer.len()], *vec![layer; layers].as_flattened());
+    assert_eq!(done[0], "baton_embed");
+    assert_eq!(done[1 + layers * 9..][..2], ["baton_add", "baton_embed"], "{done:?}");
+    scene.collect(&first).unwrap();
+    scene.collect(&second).unwrap();
+    assert_eq!(scene.device.problems(), [""; 0]);
+}
+
+/// I3, I6: what a launch had queued before it failed reads and writes blocks that are free as soon as that is told.
+#[test]
+fn nothing_of_a_step_is_under_way_when_its_launch_has_failed() {
+    let mut scene = Scene::new();
+    let (step, launched) = scene.launch_new(4);
+    launched.unwrap();
+    assert!(!scene.device.under_way().is_empty());
+    // Behind one that is not collected, in the midst of a layer.
+    scene.device.refuse("baton_gate_mul");
+    let (second, launched) = scene.launch();
+    assert!(launched.as_ref().unwrap_err().0.contains("baton_gate_mul"));
+    assert_eq!(scene.device.under_way(), [""; 0]);
+    assert_eq!(scene.runner.lost(), None, "the next may go well");
+    scene.collect(&step).unwrap();
+    scene.fail(step, RunError("planted".to_owned()));
+    scene.fail(second, launched.unwrap_err());
+    assert!(scene.engine.idle());
+    scene.device.refuse("");
+    let (step, launched) = scene.launch_new(1);
+    assert_eq!(launched, Ok(()));
+    assert_eq!(scene.collect(&step), Ok(()));
+    scene.fail(step, RunError("over".to_owned()));
+    assert_eq!(scene.device.problems(), [""; 0]);
+}
+
+#[test]
+fn a_device_that_cannot_be_waited_for_behind_a_failure_is_lost() {
+    for at_launch in [true, false] {
+        let mut scene = Scene::new();
+        if at_launch {
+            scene.device.refuse("baton_gate_mul");
+        }
+        scene.device.refuse_waits(true);
+        let (step, launched) = scene.launch_new(1);
+        assert_eq!(launched.is_err(), at_launch);
+        let failed = if at_launch { launched } else { scene.collect(&step) };
+        assert!(!scene.device.under_way().is_empty(), "and nobody knows until when");
+        scene.device.refuse_waits(false);
+        assert!(scene.runner.lost().is_some(), "also when it says no more of it");
+        scene.fail(step, failed.unwrap_err());
+    }
+}
