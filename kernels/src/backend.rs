@@ -297,7 +297,7 @@ pub(crate) fn all<T, E, const N: usize>(results: [Result<T, E>; N]) -> Result<[T
 
 /// A device that runs decoder steps.
 pub trait Backend: Send + Sized {
-    /// f32 memory on the device.
+    /// Activations in the device's memory: f32, but for [`Backend::operand`].
     type Buffer: Send;
     /// A weight matrix on the device.
     type Weight: Send;
@@ -310,7 +310,8 @@ pub trait Backend: Send + Sized {
     fn upload(&self, values: &[f32]) -> Result<Self::Buffer, KernelError>;
     /// A weight matrix.
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<Self::Weight, KernelError>;
-    /// Memory for `elements` of what attention gives to products, which may be fewer bits than f32 where those take no more.
+    /// Memory for `elements` of what [`Backend::attention`] gives to products that nothing else comes first of; nothing else takes it. It
+    /// may have fewer bits than f32 where products take no more.
     fn operand(&self, elements: usize) -> Result<Self::Buffer, KernelError> {
         self.buffer(elements)
     }
@@ -329,7 +330,7 @@ pub trait Backend: Send + Sized {
     }
     /// Bytes a weight matrix takes on the device.
     fn weight_bytes(&self, weight: &Self::Weight) -> usize;
-    /// f32 a buffer holds.
+    /// Elements a buffer holds.
     fn elements(&self, buffer: &Self::Buffer) -> usize;
     /// Makes room for steps; those within it allocate nothing.
     fn reserve(&mut self, room: &Room) -> Result<(), KernelError>;

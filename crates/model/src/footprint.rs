@@ -84,7 +84,7 @@ fn tensor_bytes(tensor: &TensorInfo, sharding: &Sharding, fp8: bool) -> u64 {
     }
 }
 
-/// f32 rows, as the decoder's buffers have them.
+/// f32 rows, as the decoder's buffers have them; those of attention may be fewer bytes.
 fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, limits: Limits) -> u64 {
     let queries = if layout.groups.iter().any(|group| group.sinks > 0) { 3 } else { 2 };
     let wide = |n: u32| u64::from(n);

@@ -1,6 +1,6 @@
 // Rows to E4M3 with a scale each (e4m3.cuh): a weight's outputs once, at load, and the tokens that products with such weights take.
 //
-// x: [rows, width] of x_type. out: [rows, width] codes. scales: [rows] f32. The norm of rows does the same at its end (rms_norm.cu).
+// x: [rows, width] of x_type, each row x_stride elements behind the one before. out: [rows, width] codes. scales: [rows] f32. The norm of rows does the same at its end (rms_norm.cu).
 //
 // Threads: a row is taken by one warp when it has up to 1024 elements, otherwise by a block; one thread takes octets of it. Bytes moved:
 // x and out once; a row's second read hits L1. Bound: memory bandwidth. Limits: width a multiple of 8; rows · width below 2^63.

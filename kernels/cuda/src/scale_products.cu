@@ -1,7 +1,7 @@
 // What is left to do to the product of two E4M3 matrices: x[r][c] = x[r][c] · (row_scales[r] · column_scales[c]) + bias[c].
 //
-// x: [rows, width] f32, sums of products of codes. row_scales: [rows], column_scales, bias: [width], f32; no scales where the product has
-// applied them itself, no bias where there is none.
+// x: [rows, width] f32, each row `stride` behind the one before, sums of products of codes. row_scales: [rows], column_scales, bias: [width],
+// f32; no scales where the product has applied them itself, no bias where there is none.
 //
 // Threads: one octet each. Bytes moved: x twice. Bound: memory bandwidth. Limits: width a multiple of 8.
 #include "common.cuh"

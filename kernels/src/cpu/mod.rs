@@ -45,7 +45,7 @@ use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room
 use crate::pages::Arena;
 use crate::{HostPool, KernelError};
 
-/// Rows of element-wise work that make a task.
+/// Rows of element-wise work that make a task at most, however few elements they are.
 const ROWS_PER_TASK: usize = 8;
 
 /// Elements of element-wise work that make a task.
@@ -121,11 +121,12 @@ impl CpuBackend {
         &self.pool
     }
 
-    /// Runs `task(first, count)` over `rows` rows in pieces.
-    fn over_rows(&mut self, rows: usize, task: &(dyn Fn(usize, usize) + Sync)) {
-        self.threads.run(rows.div_ceil(ROWS_PER_TASK), &|i| {
-            let first = i * ROWS_PER_TASK;
-            task(first, ROWS_PER_TASK.min(rows - first));
+    /// Runs `task(first, count)` over `rows` rows of a width in pieces.
+    fn over_rows(&mut self, rows: usize, width: usize, task: &(dyn Fn(usize, usize) + Sync)) {
+        let piece = (PIECE / width.max(1)).clamp(1, ROWS_PER_TASK);
+        self.threads.run(rows.div_ceil(piece), &|i| {
+            let first = i * piece;
+            task(first, piece.min(rows - first));
         });
     }
 
@@ -323,7 +324,7 @@ impl Backend for CpuBackend {
         let (isa, width, eps) = (self.isa, norm.weight.len(), norm.eps);
         assert!(x.len() >= rows * width, "rms_norm buffer too small");
         let (x, weight) = (Shared(x.as_mut_ptr()), norm.weight.as_slice());
-        self.over_rows(rows, &|first, count| {
+        self.over_rows(rows, width, &|first, count| {
             for row in first..first + count {
                 // SAFETY: the buffer holds `rows` rows; a row belongs to one task.
                 unsafe {

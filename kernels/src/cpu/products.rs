@@ -1,12 +1,13 @@
-//! Products of one input with several weights: the input is added to or gated, normed and rounded once, a row while it is in the cache, then the panels of all weights are shared
-//! out among the threads together, so that a small weight beside a large one leaves no thread waiting.
+//! Products of one input with several weights: the input is added to or gated, normed and rounded once, a row while it is in the cache,
+//! then the panels of all weights are shared out among the threads together, so that a small weight beside a large one leaves no thread
+//! waiting.
 //!
 //! Bytes moved: the input once, for all products; each weight once. Bound: [`super::matmul`]'s. What is fused saves a pass over the
 //! input and a wait of all threads for each product but one.
 
 use super::matmul::{self, Operands, SIDE_BY_SIDE};
 use super::unpack::GROUP;
-use super::{CpuBackend, CpuWeight, Shared, elementwise, quantise};
+use super::{CpuBackend, CpuWeight, LANES, Shared, elementwise, quantise};
 use crate::backend::{First, Input, MAX_PRODUCTS, Product};
 
 /// Tasks a thread gets, about: small enough to balance, large enough not to be felt.
@@ -32,8 +33,8 @@ fn piece(weight: &CpuWeight, bytes: usize) -> usize {
 }
 
 impl CpuBackend {
-    /// Does what comes first, and norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for quantised weights, the
-    /// normed floats for dense ones. Gives the floats to multiply.
+    /// Does what comes first, and norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for
+    /// quantised weights, the normed floats for dense ones. Gives the floats to multiply.
     fn prepare(&mut self, input: Input<'_, Vec<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
         let (isa, rounded) = (self.isa, self.scratch.rounded());
         let normed = Shared(self.scratch.normed.as_mut_ptr());
@@ -43,9 +44,10 @@ impl CpuBackend {
         if !quantised && matches!(input.first, First::Nothing) {
             return floats;
         }
-        self.over_rows(input.rows, &|first, count| {
+        self.over_rows(input.rows, cols, &|first, count| {
             for row in first..first + count {
-                // SAFETY: `multiply` checked that all buffers hold the rows; a row belongs to one task.
+                // SAFETY: `multiply` checked that all buffers hold the rows, and their width where something comes first; a row belongs to one
+                // task.
                 unsafe {
                     let own = x.add(row * cols);
                     match input.first {
@@ -92,6 +94,8 @@ impl CpuBackend {
         assert!(input.x.len() >= rows * cols, "matmul input too small");
         let norm = input.first.norm();
         assert!(norm.is_none_or(|norm| norm.weight.len() == cols), "norm of another width");
+        let whole = matches!(input.first, First::Nothing) || cols.is_multiple_of(LANES);
+        assert!(whole, "rows of {cols} are not whole vectors");
         assert!(
             input.first.beside().is_none_or(|other| other.len() >= rows * cols),
             "what is added or gates is too small"

@@ -219,6 +219,10 @@ impl<D: Device> CudaBackend<D> {
         rows: usize,
     ) -> Result<(), KernelError> {
         let (x, together, x_stride) = x;
+        assert!(
+            add.is_none() || (together, x_stride * size_of::<f32>()) == (1, norm.weight.bytes()),
+            "a sum of rows that are apart"
+        );
         let out_stride = match out {
             Normed::InPlace => x_stride,
             Normed::Dense(..) | Normed::E4m3(..) => together * norm.weight.bytes() / size_of::<f32>(),

@@ -152,7 +152,7 @@ pub struct Call<'a> {
     pub touches: &'a [Access<'a>],
 }
 
-/// Products with one weight whose rows have the same bits: all those of the same value.
+/// Products with one weight, of all that lies together in a call, whose rows have the same bits: all those of the same value.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Alike {
     /// Whatever the number of their rows (I1).

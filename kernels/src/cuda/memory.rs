@@ -63,11 +63,6 @@ impl<D: Device> Memory<D> {
         Memory::counted(device, bytes, Freed::default())
     }
 
-    fn of(device: &Arc<D>, at: Address, bytes: usize, host: Option<Arc<HostPool>>, freed: Freed) -> Self {
-        let allocation = Arc::new(Allocation { device: Arc::clone(device), at, host, freed });
-        Memory { allocation, at, bytes, columns: None, element: Element::F32 }
-    }
-
     /// The same, and its end is counted.
     pub(super) fn counted(device: &Arc<D>, bytes: usize, freed: Freed) -> Result<Self, KernelError> {
         let at = device.allocate(bytes.max(1))?;
@@ -91,6 +86,11 @@ impl<D: Device> Memory<D> {
         Ok(Memory::of(device, at, bytes, Some(pool), Freed::default()))
     }
 
+    fn of(device: &Arc<D>, at: Address, bytes: usize, host: Option<Arc<HostPool>>, freed: Freed) -> Self {
+        let allocation = Arc::new(Allocation { device: Arc::clone(device), at, host, freed });
+        Memory { allocation, at, bytes, columns: None, element: Element::F32 }
+    }
+
     /// The same memory, for rows of this type.
     pub(super) fn holding(self, element: Element) -> Self {
         Memory { element, ..self }
@@ -110,7 +110,7 @@ impl<D: Device> Memory<D> {
         Memory { at, bytes: rows * width * float, columns, ..self.clone() }
     }
 
-    /// Both as one, where `next` begins where this ends; of columns, in every row.
+    /// Both as one, where `next` begins where this ends; of columns, in every row. Rows of others lie in different allocations.
     pub(super) fn joined(&self, next: &Memory<D>) -> Option<Self> {
         let float = size_of::<f32>();
         let (across, columns) = match (self.columns, next.columns) {

@@ -37,6 +37,7 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn outputs<const N: usize>(&self, rows: usize, widths: [usize; N]) -> Result<[Memory<D>; N], KernelError> {
+        assert!(widths.iter().all(|width| width.is_multiple_of(8)), "columns {widths:?} are not aligned");
         let stride = widths.iter().sum();
         let (all, mut first) = (self.buffer(rows * stride)?, 0);
         Ok(widths.map(|width| {

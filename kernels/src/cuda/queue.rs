@@ -49,7 +49,7 @@ impl<D: Device> Queue<D> {
         Memory::counted(&self.device, bytes, Arc::clone(&self.freed))
     }
 
-    /// How many memories that were made here are gone.
+    /// How many allocations that were made here are gone.
     pub fn freed(&self) -> u64 {
         self.freed.load(Ordering::Relaxed)
     }
@@ -99,6 +99,11 @@ impl<D: Device> Queue<D> {
     }
 
     pub fn product(&self, gemm: &Gemm<'_>) -> Result<(), KernelError> {
+        let floats = gemm.rows.saturating_sub(1) * gemm.stride + gemm.outs;
+        assert!(
+            gemm.stride >= gemm.outs && (gemm.rows == 0 || gemm.out.bytes() == floats * size_of::<f32>()),
+            "rows of results"
+        );
         if gemm.rows == 0 { Ok(()) } else { self.device.product(self.stream, gemm) }
     }
 

@@ -11,7 +11,7 @@ use crate::backend::{WeightSource, all};
 
 /// Bytes that a weight has on the device beside itself while it is loaded, as far as a row needs no more.
 const STAGED: usize = 64 << 20;
-/// What every allocation is aligned to; where one is divided, its parts are, too.
+/// What every allocation is aligned to; where one is divided, its parts are, too, but for scales: sixteen of them are.
 const ALIGN: usize = 256;
 
 /// What a weight's elements are, and the rows' that it is multiplied with.
