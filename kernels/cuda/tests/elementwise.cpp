@@ -35,7 +35,7 @@ TEST(gate_mul_is_the_activation_times_up) {
             for (u32 rows : {0u, 1u, 2u, 7u}) {
                 check_gate(type, type, act, rows, 8, 0, false);
                 check_gate(type, type, act, rows, 248, 16, true);
-                check_gate(type, Element::Bf16, act, rows, 2056, 2056, false);
+                check_gate(type, Element::Bf16, act, rows, 2056, 2064, false);
             }
         }
     }
