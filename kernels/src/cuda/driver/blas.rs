@@ -261,10 +261,12 @@ impl Blas {
         // Nothing is computed: an address that is there as little as any other, but not null.
         let piece = |bytes| Piece::new(Address(4096), bytes);
         let scales = RowScales { weight: piece(outs * 4), x: piece(rows * 4) };
-        let (weight, x, out) = (piece(outs * cols), piece(rows * cols), piece(rows * outs * 4));
-        let (operands, bias) = (Operands::E4m3(Some(scales)), None);
-        [Alike::Always, Alike::by_rows(rows)].into_iter().all(|alike| {
-            choose(self.handle, &Gemm { operands, weight, x, bias, out, stride: outs, rows, outs, cols, alike }).is_ok()
+        let (weight, x, operands, bias) = (piece(outs * cols), piece(rows * cols), Operands::E4m3(Some(scales)), None);
+        // Rows of results one behind the other, and between those of others.
+        let kinds = [Alike::Always, Alike::by_rows(rows)].map(|alike| [(alike, outs), (alike, 2 * outs)]);
+        kinds.into_iter().flatten().all(|(alike, stride)| {
+            let out = piece(((rows - 1) * stride + outs) * 4);
+            choose(self.handle, &Gemm { operands, weight, x, bias, out, stride, rows, outs, cols, alike }).is_ok()
         })
     }
 
