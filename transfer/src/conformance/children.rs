@@ -127,7 +127,10 @@ fn bench() {
             tell(&address.to_string());
         }
     };
-    crate::bench::serve(&options, listening).unwrap();
+    // Some ask for what is refused: their parent hears of it.
+    if let Err(error) = crate::bench::serve(&options, listening) {
+        eprintln!("the benchmark was refused: {error}");
+    }
 }
 
 /// For each line, reserves its number of blocks and tells the target; tells what becomes of it.
