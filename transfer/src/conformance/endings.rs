@@ -79,14 +79,18 @@ fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
 fn a_handoff_without_end_misses_its_deadline(choice: TransportChoice) {
     let decode = Decode::new(large(), 1);
     let prefill = Prefill::new(large(), 2, choice);
+    // Whose session is there: while it is being set up, nobody can tell the decode side.
+    prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap();
+    decode.expect_verified(1);
+    decode.receiver.release(Epoch(1));
     let deadline = Instant::now() + Duration::from_millis(100);
-    let mut handoff = prefill.sender.open(&decode.reserve(1, &first(2)), deadline).unwrap();
+    let mut handoff = prefill.sender.open(&decode.reserve(2, &first(2)), deadline).unwrap();
     let _ = handoff.write(0, 0, &[(BlockId(0), 0)]);
     // Its owner does nothing more; the decode side is told when the time is over.
-    assert_eq!(decode.expect_failed(1), TransferError::Aborted { epoch: Epoch(1) });
-    decode.expect_fenced(1);
+    assert_eq!(decode.expect_failed(2), TransferError::Aborted { epoch: Epoch(2) });
+    decode.expect_fenced(2);
     let error = handoff.write(0, 1, &[(BlockId(0), 0)]).unwrap_err();
-    assert!(matches!(error, TransferError::Deadline { epoch: Epoch(1), .. }), "{error}");
+    assert!(matches!(error, TransferError::Deadline { epoch: Epoch(2), .. }), "{error}");
 }
 
 /// Waits to be told before the rest of its owner is dropped.
