@@ -64,6 +64,13 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     let mut out = backend.buffer(3 * 16).unwrap();
     let input = Input { x: &mut x, rows: 3, first: First::Nothing };
     backend.matmul(input, [Product { weight: &weight, bias: None, out: &mut out }]);
+    // What comes first: read, and a sum written, too.
+    let other = backend.upload(&[1.0; 3 * 8]).unwrap();
+    let norm = Norm { weight: backend.upload(&[1.0; 8]).unwrap(), eps: 1e-5 };
+    backend.reserve(&Room { rows: 3, cols: 8, ..Room::default() }).unwrap();
+    for first in [First::Norm(&norm), First::AddNorm(&other, &norm), First::Gate(Gate::Silu, &other)] {
+        backend.matmul(Input { x: &mut x, rows: 3, first }, [Product { weight: &weight, bias: None, out: &mut out }]);
+    }
     // Positions 3, 4 and 5 with a window of 4: each sees 4 tokens, together they see tokens 0 to 5.
     let mut batch = Ragged::default();
     batch.push(3, 3, &[BlockId(0)]);
@@ -82,7 +89,8 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     assert_eq!(
         counted,
         [
-            (matmul, 1, floats(16 * 8) + floats(3 * 24), 2 * 3 * 16 * 8),
+            // Three more rows of 8 are read, and three sums of them written.
+            (matmul, 4, 4 * (floats(16 * 8) + floats(3 * 24)) + floats((2 + 1) * 24), 4 * 2 * 3 * 16 * 8),
             (Operation::Attention, 2, attention.0, attention.1),
         ]
     );

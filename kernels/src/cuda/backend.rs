@@ -46,6 +46,7 @@ impl Default for CudaOptions {
 
 /// What a norm of rows becomes.
 pub(super) enum Normed<'a> {
+    /// The rows themselves, where they lie.
     InPlace,
     /// One behind the other.
     Dense(Piece<'a>, Element),
@@ -210,7 +211,7 @@ impl<D: Device> CudaBackend<D> {
         Ok(())
     }
 
-    /// RMS norm of rows of `x`, which lie as [`Memory::heads`] says, to which others are added first if there are any, into `out`, which may be `x` where the types are the same.
+    /// RMS norm of rows of `x`, which lie as [`Memory::heads`] says, into `out`. Others are added to them first if there are any.
     pub(super) fn normed(
         &self,
         norm: &Norm<Memory<D>>,

@@ -110,7 +110,7 @@ impl<D: Device> Memory<D> {
         Memory { at, bytes: rows * width * float, columns, ..self.clone() }
     }
 
-    /// Both as one, where `next` begins where this ends; of columns, in every row. Rows of others lie in different allocations.
+    /// Both as one, where `next` begins where this ends in the same allocation; of columns, in every row.
     pub(super) fn joined(&self, next: &Memory<D>) -> Option<Self> {
         let float = size_of::<f32>();
         let (across, columns) = match (self.columns, next.columns) {
