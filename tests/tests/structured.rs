@@ -288,9 +288,12 @@ fn valid(value: &Value, schema: &Value) -> bool {
     match schema["type"].as_str().unwrap() {
         "null" => value.is_null(),
         "boolean" => value.is_boolean(),
-        "integer" => value
-            .as_i64()
-            .is_some_and(|v| (schema["minimum"].as_i64().unwrap()..=schema["maximum"].as_i64().unwrap()).contains(&v)),
+        // JSON has a -0, which is the integer 0 and which serde_json reads as a float.
+        "integer" => {
+            let number = value.as_i64().or_else(|| (value.as_f64() == Some(0.0)).then_some(0));
+            let bounds = schema["minimum"].as_i64().unwrap()..=schema["maximum"].as_i64().unwrap();
+            number.is_some_and(|v| bounds.contains(&v))
+        }
         "string" => value.as_str().is_some_and(|s| s.chars().count() <= size("maxLength", 0)),
         "array" => value.as_array().is_some_and(|items| {
             (size("minItems", 0)..=size("maxItems", 0)).contains(&items.len())
