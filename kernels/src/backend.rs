@@ -3,47 +3,9 @@
 //! Nothing allocates inside a step. Activations are f32, row-major `[tokens, width]`. K and V are read only from the
 //! pool, so that everyone sees the same rounded values (I1). Widths are multiples of 8.
 
-use baton_types::{BlockId, TokenOut, WeightDtype};
+use baton_types::{BlockId, TokenOut};
 
-use crate::{Draw, KernelError};
-
-/// A weight matrix as a file stores it: `rows` outputs of `cols` inputs each.
-#[derive(Clone, Copy)]
-pub struct WeightSource<'a> {
-    /// For errors.
-    pub name: &'a str,
-    /// Element type.
-    pub dtype: WeightDtype,
-    /// Outputs.
-    pub rows: usize,
-    /// Inputs.
-    pub cols: usize,
-    /// The stored bytes, row by row.
-    pub data: &'a [u8],
-    /// Which stored row becomes row `i`; None: itself.
-    pub row_order: Option<&'a dyn Fn(usize) -> usize>,
-}
-
-impl WeightSource<'_> {
-    /// Bytes of a row, after checking that the data has the size its shape says.
-    pub fn row_bytes(&self) -> Result<usize, KernelError> {
-        let bad = |why: String| KernelError::Weight { name: self.name.to_owned(), why };
-        let row_bytes = self.dtype.row_bytes(self.cols).ok_or_else(|| {
-            bad(format!("rows of {} are not whole blocks of {}", self.cols, self.dtype.block_elements()))
-        })?;
-        let want = row_bytes * self.rows;
-        if self.data.len() != want {
-            return Err(bad(format!(
-                "{} bytes, a {:?} matrix of {} x {} has {want}",
-                self.data.len(),
-                self.dtype,
-                self.rows,
-                self.cols
-            )));
-        }
-        Ok(row_bytes)
-    }
-}
+use crate::{Draw, KernelError, WeightSource};
 
 /// Tokens of one sequence in a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -16,10 +16,11 @@ mod meeting;
 mod pages;
 mod pool;
 mod profile;
+mod source;
 
 pub use backend::{
     AttentionShape, Backend, FOLLOWS, First, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged,
-    Room, Rope, Span, StepInputs, TILE_ROWS, WeightSource,
+    Room, Rope, Span, StepInputs, TILE_ROWS,
 };
 use baton_types::{BatonError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
@@ -27,6 +28,7 @@ pub use draw::{Draw, LogitChange, MAX_LOGIT_CHANGES};
 pub use meeting::Meeting;
 pub use pool::HostPool;
 pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
+pub use source::WeightSource;
 
 /// What can go wrong while weights and pools are set up. Steps themselves do not fail.
 #[derive(Debug, thiserror::Error)]

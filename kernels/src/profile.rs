@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, KvLayout, TokenOut, WeightDtype};
 
-use crate::backend::{
-    AttentionShape, Backend, First, Input, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope, WeightSource,
-};
+use crate::WeightSource;
+use crate::backend::{AttentionShape, Backend, First, Input, MAX_PRODUCTS, Norm, Product, Ragged, Room, Rope};
 use crate::{Draw, KernelError};
 
 /// A kind of operation.

@@ -58,7 +58,8 @@ fn a_profile_counts_what_must_move_and_be_computed() {
     let profile = SharedProfile::default();
     let mut backend = ProfiledCpu(profile.clone()).make(&geometry);
     let dtype = baton_types::WeightDtype::F32;
-    let weight = WeightSource { name: "w", dtype, rows: 16, cols: 8, data: &[0; 16 * 8 * 4], row_order: None };
+    let weight =
+        WeightSource { name: "w", dtype, rows: 16, cols: 8, data: [0; 16 * 8 * 4][..].into(), row_order: None };
     let weight = backend.weight(&weight).unwrap();
     let mut x = backend.upload(&[1.0; 3 * 16]).unwrap();
     let mut out = backend.buffer(3 * 16).unwrap();
@@ -121,7 +122,7 @@ fn instruction_sets_agree_to_the_bit() {
         // Rows in tiles of 8, 4, 2 and 1; outputs of two panels side by side, and of one alone that is not full.
         const ROWS: usize = 15;
         let data = random_weight(dtype, 21, 256, &mut random);
-        let source = WeightSource { name: "w", dtype, rows: 21, cols: 256, data: &data, row_order: None };
+        let source = WeightSource { name: "w", dtype, rows: 21, cols: 256, data: data[..].into(), row_order: None };
         let weight = backend.weight(&source).unwrap();
         backend.reserve(&Room { rows: ROWS, cols: 256, ..Room::default() }).unwrap();
         let [mut x, other] = [(); 2].map(|()| backend.upload(&random.vector(ROWS * 256)).unwrap());
@@ -183,12 +184,12 @@ fn a_weight_of_the_wrong_size_is_an_error_that_names_it() {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
     let mut backend = Cpu(CpuOptions::default()).make(&PoolGeometry::uniform(layout, 2));
-    let source = |cols, data| WeightSource {
+    let source = |cols, data: &'static [u8]| WeightSource {
         name: "blk.0.q",
         dtype: baton_types::WeightDtype::Q4_0,
         rows: 8,
         cols,
-        data,
+        data: data.into(),
         row_order: None,
     };
     for error in [backend.weight(&source(33, &[])).err(), backend.weight(&source(32, &[0; 143])).err()] {

@@ -13,7 +13,9 @@ use baton_kernels::{
     AttentionShape, Backend, CpuBackend, CpuOptions, Draw, First, HostPool, Input, KernelError, Product, Ragged, Room,
     Rope, StepInputs, WeightSource,
 };
-use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams, WeightDtype};
+use baton_types::{
+    BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams, Seeded, SeededRows, WeightData, WeightDtype,
+};
 
 type Device = Recorder<HostDevice>;
 
@@ -97,7 +99,8 @@ fn products_of_8_bit_floats_are_finished_where_the_device_has_not() {
         let options = CudaOptions { fp8: true, ..CudaOptions::default() };
         let mut backend = CudaBackend::new(Arc::clone(&device), geometry, options).unwrap();
         let data: Vec<u8> = Random(7).vector(rows * 32).iter().flat_map(|x| x.to_le_bytes()).collect();
-        let source = WeightSource { name: "w", dtype: WeightDtype::F32, rows, cols: 32, data: &data, row_order: None };
+        let source =
+            WeightSource { name: "w", dtype: WeightDtype::F32, rows, cols: 32, data: data[..].into(), row_order: None };
         let weight = backend.linear(&source).unwrap();
         assert_eq!(backend.weight_bytes(&weight) as u64, product_weight_bytes(rows, 32, true));
         let (mut x, bias) = (backend.upload(&Random(8).vector(64)).unwrap(), backend.upload(&vec![1.0; rows]).unwrap());
@@ -183,12 +186,42 @@ fn an_operation_that_fails_is_told_when_the_step_is_finished() {
     assert!(backend.finish().is_ok());
 }
 
+/// Of weights of a seed nothing crosses from the host: neither of bf16 nor of fp8, neither alone nor together.
+#[test]
+fn weights_of_a_seed_are_made_on_the_device() {
+    for fp8 in [false, true] {
+        let Some(host) = HostDevice::for_tests() else { return };
+        let device = Arc::new(Recorder::new(host));
+        let geometry = PoolGeometry::uniform(layout(KvDtype::F16, 64, 0), 4);
+        let options = CudaOptions { fp8, ..CudaOptions::default() };
+        let mut backend = CudaBackend::new(Arc::clone(&device), geometry, options).unwrap();
+        let values = Seeded { key: 1, middle: 0.0, spread: 1.0 };
+        let data = WeightData::Seeded(SeededRows { values, first: 0, stride: 64 });
+        let source = WeightSource { name: "w", dtype: WeightDtype::Bf16, rows: 32, cols: 64, data, row_order: None };
+        device.take_log();
+        backend.weight(&source).unwrap();
+        backend.linears([&source, &source]).unwrap();
+        backend.finish().unwrap();
+        let log = device.take_log();
+        assert!(!log.iter().any(|call| matches!(call, Recorded::Write(_))), "{log:?}");
+        let made = log.iter().filter(|call| **call == Recorded::Launch("baton_seeded_rows")).count();
+        let quantised = log.iter().filter(|call| **call == Recorded::Launch("baton_quantise_rows")).count();
+        assert_eq!((made, quantised), (3, if fp8 { 2 } else { 0 }));
+    }
+}
+
 /// A weight's rows must be what kernels load together.
 #[test]
 fn a_weight_of_another_width_is_an_error_that_names_it() {
     let mut backend = nowhere(layout(KvDtype::F16, 64, 0)).unwrap();
-    let source =
-        |cols, data| WeightSource { name: "blk.0.q", dtype: WeightDtype::F32, rows: 2, cols, data, row_order: None };
+    let source = |cols, data: &'static [u8]| WeightSource {
+        name: "blk.0.q",
+        dtype: WeightDtype::F32,
+        rows: 2,
+        cols,
+        data: data.into(),
+        row_order: None,
+    };
     for error in [backend.weight(&source(12, &[0; 96])).err(), backend.weight(&source(8, &[0; 63])).err()] {
         assert!(error.unwrap().to_string().contains("blk.0.q"));
     }
@@ -361,7 +394,8 @@ fn what_cannot_be_captured_is_done_as_it_is() {
 fn an_empty_batch_launches_nothing() {
     let mut backend = nowhere(layout(KvDtype::F16, 64, 0)).unwrap();
     let data = [0; 8 * 8 * 4];
-    let weight = WeightSource { name: "w", dtype: WeightDtype::F32, rows: 8, cols: 8, data: &data, row_order: None };
+    let weight =
+        WeightSource { name: "w", dtype: WeightDtype::F32, rows: 8, cols: 8, data: data[..].into(), row_order: None };
     let weight = backend.weight(&weight).unwrap();
     let (mut x, mut out) = (backend.buffer(0).unwrap(), backend.buffer(0).unwrap());
     backend.device().take_log();

@@ -140,9 +140,9 @@ fn rope_freqs(path: &Path, store: &TensorStore) -> Result<Option<Vec<f32>>, Mode
     let name = Naming::Gguf.text(TensorName::RopeFreqs);
     let Some(entry) = store.get(&name) else { return Ok(None) };
     match store.view(entry) {
-        Some(TensorRef { dtype: WeightDtype::F32, data, .. }) => {
+        Some(tensor @ TensorRef { dtype: WeightDtype::F32, .. }) => {
             let number = |bytes: &[u8; 4]| f32::from_le_bytes(*bytes);
-            Ok(Some(data.as_chunks::<4>().0.iter().map(number).collect()))
+            Ok(Some(tensor.bytes().as_chunks::<4>().0.iter().map(number).collect()))
         }
         _ => Err(ModelFileError::tensor(path, &name, "must be of element type F32")),
     }

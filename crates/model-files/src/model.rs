@@ -97,12 +97,12 @@ impl Model {
     /// A tensor that the configuration says is there; an error names it as the file would.
     pub fn tensor(&self, name: TensorName) -> Result<TensorRef<'_>, ModelFileError> {
         self.find(name).ok_or_else(|| {
-            let problem = "is not part of this model's configuration, or there is no memory for it";
+            let problem = "is not part of this model's configuration";
             ModelFileError::tensor(&self.path, &format!("{name:?}"), problem)
         })
     }
 
-    /// A tensor, where this model has it. One that is made is made anew each time.
+    /// A tensor, where this model has it.
     pub fn find(&self, name: TensorName) -> Option<TensorRef<'_>> {
         match &self.weights {
             Weights::Files { store, tensors } => store.view(tensors.get(&name)?),

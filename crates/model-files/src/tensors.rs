@@ -4,6 +4,7 @@
 
 use std::borrow::Cow;
 
+use baton_types::WeightData;
 pub use baton_types::WeightDtype;
 
 /// Which tensor of a model.
@@ -103,15 +104,29 @@ impl TensorInfo {
     }
 }
 
-/// A tensor as the file holds it, or as it was made.
+/// A tensor as the file holds it, or how it is made.
 #[derive(Clone, Debug)]
 pub struct TensorRef<'a> {
     /// Element type.
     pub dtype: WeightDtype,
     /// Row-major: `[out, in]` of a projection, `[n]` of a vector.
     pub shape: Vec<usize>,
-    /// `dtype.tensor_bytes(&shape)` bytes, little-endian, of no promised alignment.
-    pub data: Cow<'a, [u8]>,
+    /// Its elements; stored ones are `dtype.tensor_bytes(&shape)` bytes.
+    pub data: WeightData<'a>,
+}
+
+impl TensorRef<'_> {
+    /// All of it as stored; made, where it is not.
+    pub fn bytes(&self) -> Cow<'_, [u8]> {
+        match &self.data {
+            WeightData::Stored(bytes) => Cow::Borrowed(bytes),
+            WeightData::Seeded(rows) => {
+                let mut bytes = vec![0; self.dtype.tensor_bytes(&self.shape).unwrap_or(0)];
+                rows.values.fill(rows.first, &mut bytes);
+                Cow::Owned(bytes)
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -35,9 +35,9 @@ fn every_family_opens_with_its_switches() {
     assert!(!llama.config().tied_embeddings && !llama.config().interleaved_qk);
     let down = llama.tensor(TensorName::Layer(1, LayerTensor::Down)).unwrap();
     assert_eq!((down.dtype, &down.shape[..]), (WeightDtype::Bf16, &[32, 48][..]));
-    assert_eq!(down.data, noise("model.layers.1.mlp.down_proj.weight", 32 * 48 * 2));
+    assert_eq!(down.bytes(), noise("model.layers.1.mlp.down_proj.weight", 32 * 48 * 2));
     let norm = llama.tensor(TensorName::Layer(0, LayerTensor::FfnNorm)).unwrap();
-    assert_eq!(norm.data, noise("model.layers.0.post_attention_layernorm.weight", 64));
+    assert_eq!(norm.bytes(), noise("model.layers.0.post_attention_layernorm.weight", 64));
 
     let (_dir, qwen2) = family("qwen2", json!({"sliding_window": 64, "use_sliding_window": false})).unwrap();
     assert!(qwen2.config().qkv_bias && qwen2.find(TensorName::Layer(0, LayerTensor::KBias)).is_some());
@@ -64,7 +64,7 @@ fn every_family_opens_with_its_switches() {
     assert_eq!(config.rope.scaling, RopeScaling::Linear { factor: 8.0 });
     assert_eq!(config.local_rope.as_ref().map(|r| (r.theta, r.scaling)), Some((1e4, RopeScaling::None)));
     let norm = gemma.tensor(TensorName::Layer(0, LayerTensor::FfnNorm)).unwrap();
-    assert_eq!(norm.data, noise("model.layers.0.pre_feedforward_layernorm.weight", 64));
+    assert_eq!(norm.bytes(), noise("model.layers.0.pre_feedforward_layernorm.weight", 64));
 }
 
 #[test]

@@ -60,9 +60,9 @@ fn a_whole_file_gives_config_tensors_tokens_and_chat() {
 
     let q = model.tensor(TensorName::Layer(1, LayerTensor::Q)).unwrap();
     assert_eq!((q.dtype, &q.shape[..]), (WeightDtype::Q4_1, &[32, HIDDEN][..]));
-    assert_eq!(q.data, noise("blk.1.attn_q.weight", 32 * 20));
+    assert_eq!(q.bytes(), noise("blk.1.attn_q.weight", 32 * 20));
     let embedding = model.tensor(TensorName::Embedding).unwrap();
-    assert_eq!(embedding.data, noise("token_embd.weight", VOCAB * 34));
+    assert_eq!(embedding.bytes(), noise("token_embd.weight", VOCAB * 34));
     assert!(model.find(TensorName::Output).is_none());
     let error = model.tensor(TensorName::Layer(2, LayerTensor::Q)).unwrap_err().to_string();
     assert!(error.contains("Layer(2, Q)"), "{error}");

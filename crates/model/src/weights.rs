@@ -137,16 +137,16 @@ impl<'a, B: Backend> Loader<'a, B> {
         let order = |row: usize| row / head * head + row % head % (head / 2) * 2 + row % head / (head / 2);
         let tensors: Vec<_> =
             wanted.iter().map(|of| self.checked(of.name, &[of.rows, of.cols])).collect::<Result<_, _>>()?;
-        let stored: Vec<Stored<'_>> =
-            wanted.iter().zip(&tensors).map(|(of, tensor)| of.part.of(of.name, tensor)).collect::<Result<_, _>>()?;
         let labels = wanted.each_ref().map(|of| format!("{:?}", of.name));
-        let sources = std::array::from_fn::<_, N, _>(|i| {
-            let &Stored { rows, cols, ref data } = &stored[i];
-            let interleaved = wanted[i].rotated && self.config.interleaved_qk;
+        let source = |i: usize| {
+            let (of, tensor) = (&wanted[i], &tensors[i]);
+            let Stored { rows, cols, data } = of.part.of(of.name, tensor)?;
+            let interleaved = of.rotated && self.config.interleaved_qk;
             let row_order: Option<&dyn Fn(usize) -> usize> = if interleaved { Some(&order) } else { None };
-            WeightSource { name: &labels[i], dtype: tensors[i].dtype, rows, cols, data, row_order }
-        });
-        Ok(make(self.backend, sources.each_ref())?)
+            Ok(WeightSource { name: &labels[i], dtype: tensor.dtype, rows, cols, data, row_order })
+        };
+        let sources = (0..N).map(source).collect::<Result<Vec<_>, ModelError>>()?;
+        Ok(make(self.backend, std::array::from_fn(|i| &sources[i]))?)
     }
 
     /// Embedding or head, which stay as exact as they are.
@@ -182,7 +182,8 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     fn vector(&self, name: TensorName, len: usize) -> Result<Vec<f32>, ModelError> {
         let tensor = self.checked(name, &[len])?;
-        Ok(self.sharding.part(name).outputs(len).map(|i| element(tensor.dtype, &tensor.data, i)).collect())
+        let bytes = tensor.bytes();
+        Ok(self.sharding.part(name).outputs(len).map(|i| element(tensor.dtype, &bytes, i)).collect())
     }
 
     fn norm(&mut self, name: TensorName, width: usize) -> Result<Norm<B::Buffer>, ModelError> {

@@ -9,6 +9,7 @@ mod ids;
 mod layout;
 mod nearest;
 mod sampling;
+mod seeded;
 mod stripes;
 mod weight;
 
@@ -21,5 +22,6 @@ pub use layout::{
 };
 pub use nearest::{nearest, nearest_within};
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
+pub use seeded::{Seeded, SeededRows};
 pub use stripes::{RankPiece, Stripes};
-pub use weight::WeightDtype;
+pub use weight::{WeightData, WeightDtype};

@@ -1,8 +1,26 @@
-//! Element types of weights as files store them.
+//! Weights: their elements, and the types of those that files store.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+
+use crate::SeededRows;
+
+/// A tensor's elements, or those of a part of it.
+#[derive(Clone, PartialEq, Debug)]
+pub enum WeightData<'a> {
+    /// As a file has them: row-major, little-endian, of no promised alignment.
+    Stored(Cow<'a, [u8]>),
+    /// Bf16 that are made where they are wanted.
+    Seeded(SeededRows),
+}
+
+impl<'a> From<&'a [u8]> for WeightData<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        WeightData::Stored(bytes.into())
+    }
+}
 
 /// Element type of stored weights. Quantised types pack a block of elements of one row into a run of bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]

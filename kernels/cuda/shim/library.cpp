@@ -21,6 +21,7 @@
 #include "rope_store_kv.cu"
 #include "sample.cu"
 #include "scale_products.cu"
+#include "seeded_rows.cu"
 
 #include <initializer_list>
 #include <limits>
@@ -76,6 +77,7 @@ const Kernel KERNELS[] = {
     K(RopeStoreKv, baton_rope_store_kv),
     K(Sample, baton_sample),
     K(ScaleProducts, baton_scale_products),
+    K(SeededRows, baton_seeded_rows),
 };
 
 /// A struct's size and the offsets of its fields, in order.
@@ -124,6 +126,8 @@ const std::vector<Structure>& structures() {
           O(QuantiseRows, rows), O(QuantiseRows, width), O(QuantiseRows, x_stride)),
         S(ScaleProducts, O(ScaleProducts, x), O(ScaleProducts, row_scales), O(ScaleProducts, column_scales), O(ScaleProducts, bias),
           O(ScaleProducts, rows), O(ScaleProducts, width), O(ScaleProducts, stride)),
+        S(SeededRows, O(SeededRows, out), O(SeededRows, key), O(SeededRows, first), O(SeededRows, stride), O(SeededRows, rows),
+          O(SeededRows, width), O(SeededRows, middle), O(SeededRows, spread)),
         S(SampleRow, O(SampleRow, seed), O(SampleRow, index), O(SampleRow, temperature), O(SampleRow, top_k), O(SampleRow, top_p),
           O(SampleRow, min_p), O(SampleRow, top_logprobs), O(SampleRow, row)),
         S(Sampled, O(Sampled, id), O(Sampled, logprob), O(Sampled, digest), O(Sampled, top_ids), O(Sampled, top_logprobs)),

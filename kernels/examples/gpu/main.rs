@@ -268,8 +268,14 @@ fn products<D: Device>(device: &Arc<D>, sizes: &Sizes, fp8: bool) -> Result<(), 
     let (what, bytes_of_weight) = if fp8 { ("fp8", 1) } else { ("product", 2) };
     for &(outs, cols) in sizes.weights {
         let data = weights(outs * cols);
-        let source =
-            WeightSource { name: "w", dtype: WeightDtype::Bf16, rows: outs, cols, data: &data, row_order: None };
+        let source = WeightSource {
+            name: "w",
+            dtype: WeightDtype::Bf16,
+            rows: outs,
+            cols,
+            data: data[..].into(),
+            row_order: None,
+        };
         let weight = backend.linear(&source)?;
         let most = sizes.rows.iter().copied().max().unwrap_or(0);
         let inputs = Random(2).vector(most * cols);

@@ -1,13 +1,15 @@
 //! Products, and what comes first with their rows.
 
-use baton_types::{BlockId, KvDtype, WeightDtype};
+use baton_types::{BlockId, KvDtype, Seeded, SeededRows, WeightData, WeightDtype};
 
 use super::{DTYPES, Factory, Promises, Random, attention, close, geometry, random_weight, read};
-use crate::backend::{AttentionShape, Backend, First, Gate, Input, Norm, Product, Ragged, Room, WeightSource};
+use crate::WeightSource;
+use crate::backend::{AttentionShape, Backend, First, Gate, Input, Norm, Product, Ragged, Room};
 use crate::cpu::element;
 
 pub(super) fn run<F: Factory>(factory: &F) {
     matmul(factory);
+    seeded(factory);
     products(factory);
     gates(factory);
     together(factory);
@@ -24,7 +26,7 @@ fn matmul<F: Factory>(factory: &F) {
             let data = random_weight(dtype, outs, cols, &mut random);
             let order = |i: usize| (i * 5 + 1) % outs;
             let row_order: Option<&dyn Fn(usize) -> usize> = if outs == 37 { Some(&order) } else { None };
-            let source = WeightSource { name: "w", dtype, rows: outs, cols, data: &data, row_order };
+            let source = WeightSource { name: "w", dtype, rows: outs, cols, data: data[..].into(), row_order };
             let weight = if only_products { backend.linear(&source) } else { backend.weight(&source) }.expect("weight");
             let operands = if only_products { linear } else { operands };
             let rows = 13;
@@ -84,6 +86,41 @@ fn matmul<F: Factory>(factory: &F) {
     }
 }
 
+/// What a seed makes is, bit for bit, what is stored when it has been made: parts of a tensor, alone and together, as tables and for products.
+fn seeded<F: Factory>(factory: &F) {
+    let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
+    let (rows, cols, count, order) = (48, 256, 5, |i: usize| i ^ 1);
+    backend.reserve(&Room { rows: count, cols, ..Room::default() }).expect("reserve");
+    let x = Random(5).vector(count * cols);
+    let values = Seeded { key: 11, middle: 0.0, spread: 0.1 };
+    for (first, stride, row_order) in [(0, cols, false), (3, cols + 13, false), (8 * cols as u64, 2 * cols, true)] {
+        let row_order: Option<&dyn Fn(usize) -> usize> = if row_order { Some(&order) } else { None };
+        let made = SeededRows { values, first, stride };
+        let data = WeightData::Seeded(made);
+        let of_seed = WeightSource { name: "w", dtype: WeightDtype::Bf16, rows, cols, data, row_order };
+        let mut bytes = vec![0; rows * cols * 2];
+        bytes.chunks_mut(cols * 2).enumerate().for_each(|(row, out)| made.fill_row(row, out));
+        let stored = WeightSource { data: bytes[..].into(), ..of_seed.clone() };
+        let mut results = Vec::new();
+        for source in [&of_seed, &stored] {
+            let table = backend.weight(source).expect("table");
+            let [alone, after] = backend.linears([source, source]).expect("matrices");
+            let (mut embedded, mut got) = (backend.buffer(cols).expect("embedded"), Vec::new());
+            backend.embed(&table, &[rows as u32 - 1], 1.0, &mut embedded);
+            got.extend(read(&mut backend, &embedded, cols));
+            for weight in [&table, &alone, &after] {
+                let (mut input, mut out) = (backend.upload(&x).expect("x"), backend.buffer(count * rows).expect("out"));
+                let product = Product { weight, bias: None, out: &mut out };
+                backend.matmul(Input { x: &mut input, rows: count, first: First::Nothing }, [product]);
+                got.extend(read(&mut backend, &out, count * rows));
+            }
+            results.push(got);
+        }
+        assert!(results[0] == results[1], "from {first} on, {stride} from row to row");
+        assert!(results[0].iter().any(|&x| x != 0.0), "something was computed");
+    }
+}
+
 /// Products of one input have the bits of each product alone, of what comes first done before.
 fn products<F: Factory>(factory: &F) {
     let mut backend = factory.make(&geometry(KvDtype::F16, 1, 8, None, 16));
@@ -96,7 +133,7 @@ fn products<F: Factory>(factory: &F) {
         let weights = of.map(|(dtype, rows)| {
             let data = random_weight(dtype, rows, cols, &mut random);
             backend
-                .linear(&WeightSource { name: "w", dtype, rows, cols, data: &data, row_order: None })
+                .linear(&WeightSource { name: "w", dtype, rows, cols, data: data[..].into(), row_order: None })
                 .expect("weight")
         });
         let norm = Norm { weight: backend.upload(&random.vector(cols)).expect("norm"), eps: 1e-5 };
@@ -151,7 +188,8 @@ fn gates<F: Factory>(factory: &F) {
         backend.reserve(&Room { rows, cols: width, ..Room::default() }).expect("reserve");
         let data: Vec<u8> = (0..width * width).flat_map(|i| f32::from(i % (width + 1) == 0).to_le_bytes()).collect();
         let dtype = WeightDtype::F32;
-        let source = WeightSource { name: "w", dtype, rows: width, cols: width, data: &data, row_order: None };
+        let source =
+            WeightSource { name: "w", dtype, rows: width, cols: width, data: data[..].into(), row_order: None };
         let identity = backend.weight(&source).expect("weight");
         let products_alone = backend.linear(&source).expect("weight");
         let x: Vec<f32> = random.vector(rows * width).iter().map(|v| v * 8.0).collect();
@@ -201,7 +239,7 @@ fn together<F: Factory>(factory: &F) {
             dtype: dtypes[i],
             rows: outs[i],
             cols,
-            data: &data[i],
+            data: data[i][..].into(),
             row_order: None,
         });
         let weights = backend.linears(sources.each_ref()).expect("weights");
@@ -249,8 +287,14 @@ fn attended<F: Factory>(factory: &F) {
     let (mut q, k, v) = (vector(&backend, width), vector(&backend, kv), vector(&backend, kv));
     backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
     let data = random_weight(WeightDtype::F16, 32, width, &mut random);
-    let source =
-        WeightSource { name: "w", dtype: WeightDtype::F16, rows: 32, cols: width, data: &data, row_order: None };
+    let source = WeightSource {
+        name: "w",
+        dtype: WeightDtype::F16,
+        rows: 32,
+        cols: width,
+        data: data[..].into(),
+        row_order: None,
+    };
     let weight = backend.linear(&source).expect("weight");
     let attended = [backend.buffer(rows * width), backend.operand(rows * width)].map(|to| to.expect("buffer"));
     let results = attended.map(|mut to| {

@@ -41,7 +41,8 @@ use together::{Labour, Plan, Sight, Tables};
 pub use unpack::element;
 pub use weight::CpuWeight;
 
-use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope, WeightSource};
+use crate::WeightSource;
+use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope};
 use crate::pages::Arena;
 use crate::{HostPool, KernelError};
 

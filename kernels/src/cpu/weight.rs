@@ -9,9 +9,8 @@ use baton_types::WeightDtype;
 use super::packing::{Form, pack, unpack};
 use super::simd::LANES;
 use super::unpack::{GROUP, element, quantised_group};
-use crate::KernelError;
-use crate::backend::WeightSource;
 use crate::pages::{Arena, Bytes};
+use crate::{KernelError, WeightSource};
 
 /// A matrix `[rows, cols]`, rows being outputs. The last panel is padded with zero rows.
 pub struct CpuWeight {
@@ -32,10 +31,10 @@ impl CpuWeight {
         if data.is_empty() {
             return Ok(CpuWeight { form, rows, cols, data });
         }
+        let stored = source.rows(0, rows)?;
         for (p, panel) in data.chunks_exact_mut(panel_bytes).enumerate() {
             for lane in 0..LANES.min(rows - p * LANES) {
-                let at = source.row_order.map_or(p * LANES + lane, |order| order(p * LANES + lane));
-                let row = &source.data[at * row_bytes..][..row_bytes];
+                let row = &stored[(p * LANES + lane) * row_bytes..][..row_bytes];
                 for (u, unit) in panel.chunks_exact_mut(form.unit_bytes()).enumerate() {
                     match form {
                         Form::F32 | Form::F16 | Form::Bf16 => {

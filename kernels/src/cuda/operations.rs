@@ -11,7 +11,8 @@ use super::params::{Add, Element};
 use super::queue::bytes_of_mut;
 use super::sampling;
 use super::weight::{self, CudaWeight, Form};
-use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope, StepInputs, WeightSource};
+use crate::WeightSource;
+use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope, StepInputs};
 use crate::{Draw, KernelError};
 
 impl<D: Device> Backend for CudaBackend<D> {

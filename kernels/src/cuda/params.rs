@@ -149,6 +149,7 @@ mod tests {
             layout!(Dequantise: source, row_order, out, quant, out_type, rows, cols),
             layout!(QuantiseRows: x, out, scales, x_type, rows, width, x_stride),
             layout!(ScaleProducts: x, row_scales, column_scales, bias, rows, width, stride),
+            layout!(SeededRows: out, key, first, stride, rows, width, middle, spread),
             layout!(SampleRow: seed, index, temperature, top_k, top_p, min_p, top_logprobs, row),
             layout!(Sampled: id, logprob, digest, top_ids, top_logprobs),
             layout!(Sample: logits, raw, rows, out, count, vocab),

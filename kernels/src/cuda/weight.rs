@@ -1,13 +1,13 @@
-//! Weights of any stored type, made bf16 or E4M3 on the device when they are loaded.
+//! Weights of any stored type, made bf16 or E4M3 on the device when they are loaded; those of a seed begin there, too.
 
-use std::borrow::Cow;
+use baton_types::{Seeded, WeightData};
 
 use super::device::{Access, Address, Device, FP8_MULTIPLE, Piece};
 use super::memory::Memory;
-use super::params::{Dequantise, Element, Embed, QuantiseRows, Stored, stored};
+use super::params::{Dequantise, Element, Embed, QuantiseRows, SeededRows, Stored, stored};
 use super::queue::Queue;
-use crate::KernelError;
-use crate::backend::{WeightSource, all};
+use crate::backend::all;
+use crate::{KernelError, WeightSource};
 
 /// Bytes that a weight has on the device beside itself while it is loaded, as far as a row needs no more.
 const STAGED: usize = 64 << 20;
@@ -149,8 +149,7 @@ fn fill<D: Device>(
     let portion = (STAGED / staged_bytes(source, weight.form(), row_bytes, 1).max(1)).clamp(1, rows.max(1));
     for first in (0..rows).step_by(portion) {
         let rows = Rows { first, count: portion.min(rows - first), cols };
-        let data = stored_rows(source, row_bytes, &rows);
-        rows.load(queue, staging, source, &data, weight)?;
+        rows.load(queue, staging, source, weight)?;
     }
     Ok(())
 }
@@ -177,19 +176,18 @@ impl Rows {
         queue: &Queue<D>,
         staging: &mut Option<Memory<D>>,
         source: &WeightSource<'_>,
-        data: &[u8],
         weight: &CudaWeight<D>,
     ) -> Result<(), KernelError> {
-        let (kind, form) = (stored(source.dtype), weight.form());
-        let row_bytes = self.cols * form.element_bytes();
-        let out = weight.memory.piece(self.first * row_bytes, self.count * row_bytes);
+        let (kind, form, row_bytes) = (stored(source.dtype), weight.form(), source.row_bytes()?);
+        let out_bytes = self.cols * form.element_bytes();
+        let out = weight.memory.piece(self.first * out_bytes, self.count * out_bytes);
         if (kind, form) == (Stored::Dense(Element::Bf16), Form::Bf16) {
-            return queue.write_bytes(out, data);
+            return self.bring(queue, source, out);
         }
-        queue.at_least(staging, staged_bytes(source, form, data.len() / self.count, self.count))?;
+        queue.at_least(staging, staged_bytes(source, form, row_bytes, self.count))?;
         let Some(staging) = staging.as_ref() else { return Ok(()) };
-        let staged = staging.piece(0, data.len());
-        queue.write_bytes(staged, data)?;
+        let staged = staging.piece(0, self.count * row_bytes);
+        self.bring(queue, source, staged)?;
         let Some(scales) = &weight.scales else {
             return self.dense(queue, staged, kind, (out, Element::Bf16));
         };
@@ -198,12 +196,26 @@ impl Rows {
             Stored::Dense(element) => (staged, element),
             Stored::Quantised(_) => {
                 let elements = self.count * self.cols;
-                let wide = staging.piece(data.len().next_multiple_of(ALIGN), elements * size_of::<f32>());
+                let wide = staging.piece(staged.bytes().next_multiple_of(ALIGN), elements * size_of::<f32>());
                 self.dense(queue, staged, kind, (wide, Element::F32))?;
                 (wide, Element::F32)
             }
         };
         quantise(queue, (x, x_type, self.cols), (out, scales), self.count, self.cols)
+    }
+
+    /// The rows as they are stored; what a seed makes is made on the device.
+    fn bring<D: Device>(&self, queue: &Queue<D>, source: &WeightSource<'_>, to: Piece<'_>) -> Result<(), KernelError> {
+        match (&source.data, source.row_order) {
+            (WeightData::Seeded(all), None) => {
+                let first = all.first + self.first as u64 * all.stride as u64;
+                let (stride, rows, width) = (all.stride as u64, self.count as u32, self.cols as u32);
+                let Seeded { key, middle, spread } = all.values;
+                let params = SeededRows { out: to.at(), key, first, stride, rows, width, middle, spread };
+                queue.launch("baton_seeded_rows", &params, &[Access::Write(to)])
+            }
+            _ => queue.write_bytes(to, &source.rows(self.first, self.count)?),
+        }
     }
 
     /// Makes stored rows dense.
@@ -242,16 +254,4 @@ pub(super) fn quantise<D: Device>(
     let (rows, width, x_stride) = (rows as u32, cols as u32, x_stride as u32);
     let params = QuantiseRows { x: x.at(), out: out.at(), scales: scales.at(), x_type, rows, width, x_stride };
     queue.launch("baton_quantise_rows", &params, &[Access::Read(x), Access::Write(out), Access::Write(scales)])
-}
-
-/// Rows of the matrix, as they are stored.
-fn stored_rows<'a>(source: &WeightSource<'a>, row_bytes: usize, rows: &Rows) -> Cow<'a, [u8]> {
-    let &Rows { first, count, .. } = rows;
-    match source.row_order {
-        None => Cow::Borrowed(&source.data[first * row_bytes..][..count * row_bytes]),
-        Some(order) => {
-            let row = |i: usize| &source.data[order(i) * row_bytes..][..row_bytes];
-            Cow::Owned((first..first + count).flat_map(row).copied().collect())
-        }
-    }
 }

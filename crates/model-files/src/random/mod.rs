@@ -139,7 +139,7 @@ mod tests {
         let (spec, name) = (format!("random:{}:7", path.display()), "random:tiny:7");
         assert_eq!(of(&spec), of(name), "the same shape by another name");
         let (file, named) = (open(&spec), open(name));
-        let embedding = |model: &Model| model.tensor(crate::TensorName::Embedding).unwrap().data.into_owned();
+        let embedding = |model: &Model| model.tensor(crate::TensorName::Embedding).unwrap().bytes().into_owned();
         assert_eq!(embedding(&file), embedding(&named));
     }
 

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
-use baton_types::heads_of_rank;
+use baton_types::{SeededRows, WeightData, heads_of_rank};
 
 use crate::ModelError;
 
@@ -39,15 +39,15 @@ pub enum Part {
     Columns(Range<usize>),
 }
 
-/// A part of a stored matrix, again as a file would store it.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// A part of a matrix, again as a file would store it or as it is made.
+#[derive(Clone, PartialEq, Debug)]
 pub struct Stored<'a> {
     /// Outputs.
     pub rows: usize,
     /// Inputs.
     pub cols: usize,
     /// Row by row; borrowed where the file has them side by side.
-    pub data: Cow<'a, [u8]>,
+    pub data: WeightData<'a>,
 }
 
 impl Sharding {
@@ -211,19 +211,35 @@ impl Part {
             [rows, cols] => (rows, cols),
             _ => return Err(self.split_inside(name, tensor)),
         };
-        let (dtype, data) = (tensor.dtype, &*tensor.data);
-        let bytes = |elements| dtype.row_bytes(elements).ok_or_else(|| self.split_inside(name, tensor));
+        let (outputs, inputs) = (self.outputs(rows), self.inputs(cols));
+        let data = match &tensor.data {
+            WeightData::Stored(data) => WeightData::Stored(self.cut(name, tensor, data, cols)?),
+            WeightData::Seeded(all) => {
+                let first = all.first + (outputs.start * all.stride + inputs.start) as u64;
+                WeightData::Seeded(SeededRows { first, ..*all })
+            }
+        };
+        Ok(Stored { rows: outputs.len(), cols: inputs.len(), data })
+    }
+
+    /// The same of stored rows of `cols` elements.
+    fn cut<'a>(
+        &self,
+        name: TensorName,
+        tensor: &TensorRef<'_>,
+        data: &'a [u8],
+        cols: usize,
+    ) -> Result<Cow<'a, [u8]>, ModelError> {
+        let bytes = |elements| tensor.dtype.row_bytes(elements).ok_or_else(|| self.split_inside(name, tensor));
         Ok(match self {
-            Part::Whole => Stored { rows, cols, data: Cow::Borrowed(data) },
+            Part::Whole => data.into(),
             Part::Rows(range) => {
                 let row = bytes(cols)?;
-                let data = data.get(range.start * row..range.end * row).unwrap_or_default();
-                Stored { rows: range.len(), cols, data: Cow::Borrowed(data) }
+                data.get(range.start * row..range.end * row).unwrap_or_default().into()
             }
             Part::Columns(range) => {
                 let (row, cut) = (bytes(cols)?, bytes(range.start)?..bytes(range.end)?);
-                let data = data.chunks_exact(row.max(1)).flat_map(|row| &row[cut.clone()]).copied().collect();
-                Stored { rows, cols: range.len(), data: Cow::Owned(data) }
+                data.chunks_exact(row.max(1)).flat_map(|row| &row[cut.clone()]).copied().collect()
             }
         })
     }
@@ -239,7 +255,7 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
-    use baton_types::WeightDtype;
+    use baton_types::{Seeded, WeightDtype};
 
     use super::*;
 
@@ -328,10 +344,11 @@ mod tests {
         let dtype = WeightDtype::Q4_1;
         let (rows, blocks) = (4usize, 3usize);
         let data: Vec<u8> = (0..rows * blocks).flat_map(|n| vec![n as u8; dtype.block_bytes()]).collect();
-        let tensor = TensorRef { dtype, shape: vec![rows, blocks * 32], data: Cow::Borrowed(&data) };
+        let tensor = TensorRef { dtype, shape: vec![rows, blocks * 32], data: data[..].into() };
         let numbers = |part: &Part| {
             let stored = part.of(TensorName::Output, &tensor).map_err(|error| error.to_string())?;
-            let numbers: Vec<u8> = stored.data.chunks(dtype.block_bytes()).map(|block| block[0]).collect();
+            let WeightData::Stored(data) = &stored.data else { panic!("{stored:?}") };
+            let numbers: Vec<u8> = data.chunks(dtype.block_bytes()).map(|block| block[0]).collect();
             Ok((stored.rows, stored.cols, numbers))
         };
         assert_eq!(numbers(&Part::Whole), Ok((4, 96, (0..12).collect())));
@@ -344,5 +361,24 @@ mod tests {
                  choose another tensor-parallel degree, or a file of another type"
                 .to_owned())
         );
+    }
+
+    #[test]
+    fn a_part_of_what_is_made_is_made_as_all_of_it_is() {
+        let values = Seeded { key: 3, middle: 0.0, spread: 1.0 };
+        let data = WeightData::Seeded(SeededRows { values, first: 0, stride: 24 });
+        let tensor = TensorRef { dtype: WeightDtype::Bf16, shape: vec![6, 24], data };
+        let all = tensor.bytes();
+        for part in [Part::Whole, Part::Rows(2..5), Part::Columns(8..24)] {
+            let Stored { rows, cols, data } = part.of(TensorName::Output, &tensor).unwrap();
+            let WeightData::Seeded(made) = data else { panic!("{data:?}") };
+            let (outputs, inputs) = (part.outputs(6), part.inputs(24));
+            assert_eq!((rows, cols), (outputs.len(), inputs.len()));
+            for (i, row) in outputs.enumerate() {
+                let mut bytes = vec![0; 2 * cols];
+                made.fill_row(i, &mut bytes);
+                assert_eq!(bytes, all[2 * (row * 24 + inputs.start)..][..2 * cols], "{part:?}, row {i}");
+            }
+        }
     }
 }

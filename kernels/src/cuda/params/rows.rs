@@ -24,6 +24,26 @@ unsafe impl Params for Embed {
     }
 }
 
+/// Of [`baton_types::SeededRows`].
+#[repr(C)]
+pub(crate) struct SeededRows {
+    pub out: Address,
+    pub key: u64,
+    pub first: u64,
+    pub stride: u64,
+    pub rows: u32,
+    pub width: u32,
+    pub middle: f32,
+    pub spread: f32,
+}
+
+// SAFETY: as in seeded_rows.cu.
+unsafe impl Params for SeededRows {
+    fn launch(&self) -> Launch {
+        by_octets(u64::from(self.rows) * u64::from(self.width / OCTET))
+    }
+}
+
 #[repr(C)]
 pub(crate) struct RmsNorm {
     pub x: Address,
