@@ -17,7 +17,7 @@ simulate seeds="1000":
 
 # Every fuzz target for so many seconds
 fuzz seconds="600":
-    cargo run --release -p baton-fuzz -- all {{ seconds }}
+    cargo run --profile fuzz -p baton-fuzz -- all {{ seconds }}
 
 # What must be green before a change goes in
 check:

@@ -1,7 +1,7 @@
 //! Fuzz targets: everything a worker makes of bytes that come from a peer. A target takes any byte string and must neither
 //! panic nor loop; what it asserts holds for all of them.
 //!
-//! `cargo run --release -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
+//! `cargo run --profile fuzz -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
 //! it. A target answers a signature of what became of its input, by which the runner tells inputs that are worth
 //! keeping. That is its outcome and no more: nothing measures which code ran, so of two ways to one outcome the second is
 //! not kept, and what lies behind a check that mutations do not get past must be among the seeds, or sealed by the target.
@@ -13,6 +13,7 @@ mod sessions;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use baton_proto::{ConvertError, v1};
+use baton_transfer::bench::Request;
 use baton_transfer::protocol::{
     Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, Over, PREFIX, Ticket, parse_body, parse_prefix,
 };
@@ -36,10 +37,11 @@ pub struct Target {
 }
 
 /// Every target.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     Target { name: "handshake", run: handshake, seeds: handshake_seeds },
     Target { name: "frame", run: frame, seeds: frame_seeds },
     Target { name: "descriptor", run: descriptor, seeds: descriptor_seeds },
+    Target { name: "benchmark", run: benchmark, seeds: benchmark_seeds },
     Target { name: "decode-session", run: sessions::decode, seeds: sessions::decode_seeds },
     Target { name: "prefill-session", run: sessions::prefill, seeds: sessions::prefill_seeds },
     Target { name: "request", run: request, seeds: request_seeds },
@@ -158,6 +160,35 @@ fn adapted(descriptor: &Descriptor, converts: bool) -> KvLayout {
         theirs.kv_heads = ours.kv_heads;
     }
     theirs
+}
+
+/// What the receiving end of a transfer benchmark is asked for.
+fn benchmark(input: &[u8]) -> u64 {
+    let Ok(line) = std::str::from_utf8(input) else { return 0 };
+    let parsed = Request::parse(line);
+    match &parsed {
+        Ok(Request::Pool(geometry, _)) => assert!(geometry.bytes() <= 64 << 30, "{geometry:?}"),
+        Ok(_) => {}
+        Err(error) => assert!(error.to_string().len() < 1000, "{error}"),
+    }
+    if let Ok(line) = &parsed {
+        assert_eq!(Request::parse(&line.to_string()).as_ref(), Ok(line));
+    }
+    signature(&parsed.map_err(|error| error.to_string().contains("fewer blocks")))
+}
+
+fn benchmark_seeds() -> Vec<Vec<u8>> {
+    let mut large = geometry();
+    large.blocks = vec![u32::MAX, 1];
+    let lines = [
+        Request::Pool(geometry(), Some(7)),
+        Request::Pool(geometry(), None),
+        Request::Pool(large, None),
+        Request::Reserve { blocks: 3, verified: true },
+        Request::Reserve { blocks: 9, verified: false },
+        Request::Plain { bytes: 65_536 },
+    ];
+    lines.iter().map(|line| line.to_string().into_bytes()).collect()
 }
 
 /// A reservation of worker 2, epoch 1, key 7.

@@ -1,4 +1,4 @@
-//! Runs a target on mutations of its corpus: `cargo run --release -p baton-fuzz -- TARGET|all SECONDS [SEED]`.
+//! Runs a target on mutations of its corpus: `cargo run --profile fuzz -p baton-fuzz -- TARGET|all SECONDS [SEED]`.
 //!
 //! A panic leaves its input in `fuzz/findings/TARGET` for the test to replay, and ends the run. `keep` in place of the
 //! seconds writes the smallest input of each kind of outcome found in 10 seconds to the corpus. Inputs are told apart by

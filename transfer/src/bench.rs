@@ -8,6 +8,7 @@
 mod control;
 pub(crate) mod hex;
 mod peer;
+mod request;
 mod serve;
 
 use std::sync::{Arc, mpsc};
@@ -23,6 +24,7 @@ use crate::sender::Sender;
 use control::{HANDOFF_PATIENCE, machine};
 pub use peer::Peer;
 use peer::Plain;
+pub use request::Request;
 pub use serve::{ServeOptions, Served, serve};
 
 /// Stands before what a child says, whose output may hold other lines.

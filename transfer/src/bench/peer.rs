@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use baton_types::PoolGeometry;
 
 use super::control::{Control, PLAIN_CHUNK, lost, printable};
+use super::request::Request;
 use super::{MARK, hex};
-use crate::descriptor::encode_layout;
 use crate::error::TransferError;
 use crate::segment::Segment;
 use crate::tcp;
@@ -74,10 +74,7 @@ impl Peer {
 
     /// Has the other end make a pool, whose blocks it lends in the order of `seed`.
     pub(super) fn begin(&mut self, geometry: &PoolGeometry, seed: Option<u64>) -> Result<(), TransferError> {
-        let counts: Vec<String> = geometry.blocks.iter().map(u32::to_string).collect();
-        let layout = hex::encode(&encode_layout(&geometry.layout));
-        let seed = seed.map_or("-".to_owned(), |seed| seed.to_string());
-        self.control.say(&format!("pool {layout} {} {seed}", counts.join(",")))?;
+        self.ask(&Request::Pool(geometry.clone(), seed))?;
         self.machine = printable(&self.answer()?);
         Ok(())
     }
@@ -87,16 +84,20 @@ impl Peer {
         &self.machine
     }
 
+    fn ask(&mut self, request: &Request) -> Result<(), TransferError> {
+        self.control.say(&request.to_string())
+    }
+
     /// A target for this many blocks of each group.
     pub(super) fn reserve(&mut self, blocks: u32, verified: bool) -> Result<Vec<u8>, TransferError> {
-        self.control.say(&format!("reserve {blocks} {}", if verified { "verified" } else { "unverified" }))?;
+        self.ask(&Request::Reserve { blocks: blocks as usize, verified })?;
         let line = self.answer()?;
         hex::decode(&line).ok_or_else(|| lost("its target is no hexadecimal text"))
     }
 
     /// Sends the first bytes of a pool in one stream; answers the seconds until the other end has them all.
     pub(super) fn send_plainly(&mut self, plain: &Plain) -> Result<f64, TransferError> {
-        self.control.say(&format!("plain {}", plain.bytes))?;
+        self.ask(&Request::Plain { bytes: plain.bytes })?;
         self.answer()?;
         let start = Instant::now();
         for offset in (0..plain.bytes).step_by(PLAIN_CHUNK) {

@@ -1,7 +1,7 @@
 //! The receiving end: lends blocks of a pool of the shape it is told, again and again, and swallows plain streams.
 //!
-//! Lines in, each answered by one: `pool LAYOUT COUNTS SEED` first, with the machine; `reserve BLOCKS verified|unverified` with a
-//! target; `plain BYTES`, answered before and after the bytes. One driving end at a time; nothing of one stays for the next.
+//! Each line in is a [`Request`], answered by a line: a pool, with which it begins, by the machine, a reservation by a target, a plain stream
+//! before and after its bytes. One driving end at a time; nothing of one stays for the next.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, mpsc};
@@ -9,17 +9,14 @@ use std::sync::{Arc, mpsc};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, lost, machine};
+use super::request::{Request, unknown};
 use super::{hex, order};
 use crate::cpus::Cpus;
-use crate::descriptor::parse_layout;
 use crate::error::TransferError;
 use crate::options::{Limits, ReceiverOptions, UcxSettings};
 use crate::receiver::{Receiver, ReceiverEvent, Wanted};
 use crate::segment::Segment;
 use crate::threads;
-
-/// Bytes of a pool that a driving end may ask for (I5).
-const MOST: f64 = (64u64 << 30) as f64;
 
 /// The receiving end.
 #[derive(Clone, Debug)]
@@ -76,7 +73,7 @@ fn session(options: &ServeOptions, stream: TcpStream) -> Result<(), TransferErro
 
 fn begin(options: &ServeOptions, control: &mut Control) -> Result<Pool, TransferError> {
     let line = control.hear()?.unwrap_or_default();
-    let (geometry, seed) = parse_pool(&line)?;
+    let Request::Pool(geometry, seed) = Request::parse(&line)? else { return Err(unknown(&line)) };
     let here = control.stream().local_addr().map_err(lost)?;
     let pool = Pool::new(options, here, geometry, seed)?;
     control.say(&machine())?;
@@ -134,12 +131,10 @@ impl Pool {
     }
 
     fn answer(&mut self, line: &str, control: &mut Control) -> Result<(), TransferError> {
-        let number = |text: &str| text.parse::<usize>().map_err(|_| unknown(line));
-        match &*line.split(' ').collect::<Vec<_>>() {
-            ["reserve", blocks, "verified"] => self.lend(number(blocks)?, true, control),
-            ["reserve", blocks, "unverified"] => self.lend(number(blocks)?, false, control),
-            ["plain", bytes] => self.swallow(number(bytes)?, control),
-            _ => Err(unknown(line)),
+        match Request::parse(line)? {
+            Request::Reserve { blocks, verified } => self.lend(blocks, verified, control),
+            Request::Plain { bytes } => self.swallow(bytes, control),
+            Request::Pool(..) => Err(unknown(line)),
         }
     }
 
@@ -169,32 +164,4 @@ impl Pool {
         }
         control.say("done")
     }
-}
-
-fn unknown(line: &str) -> TransferError {
-    let said: String = line.chars().take(40).collect();
-    TransferError::argument("line", format!("{said:?} is none of this program's; both ends must be the same version"))
-}
-
-fn parse_pool(line: &str) -> Result<(PoolGeometry, Option<u64>), TransferError> {
-    let bad = || unknown(line);
-    let ["pool", layout, counts, seed] = &*line.split(' ').collect::<Vec<_>>() else { return Err(bad()) };
-    let layout = hex::decode(layout).and_then(|bytes| parse_layout(&bytes).ok()).ok_or_else(bad)?;
-    let blocks: Vec<u32> = counts.split(',').map(|n| n.parse().map_err(|_| bad())).collect::<Result<_, _>>()?;
-    let seed = if *seed == "-" { None } else { Some(seed.parse().map_err(|_| bad())?) };
-    if blocks.len() != layout.groups.len() {
-        return Err(bad());
-    }
-    // I8: an upper bound that cannot overflow; what it admits, exact arithmetic can be done with.
-    let most = |(group, blocks): (&baton_types::KvGroup, &u32)| {
-        let row = 4.0 * f64::from(group.head_dim) + 64.0;
-        let rows = [group.planes, group.kv_heads, layout.block_size, *blocks].into_iter().map(f64::from);
-        rows.product::<f64>() * row * group.layers.len() as f64
-    };
-    let bytes: f64 = layout.groups.iter().zip(&blocks).map(most).sum();
-    if bytes > MOST {
-        let problem = format!("about {bytes:.1e} bytes, more than {MOST:.1e}; ask for fewer blocks");
-        return Err(TransferError::argument("pool", problem));
-    }
-    Ok((PoolGeometry { layout, blocks }, seed))
 }

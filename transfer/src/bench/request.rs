@@ -1,0 +1,112 @@
+//! What the driving end asks the other one for, a line each.
+
+use std::fmt;
+
+use baton_types::{KvGroup, PoolGeometry};
+
+use super::hex;
+use crate::descriptor::{encode_layout, parse_layout};
+use crate::error::TransferError;
+
+/// Bytes of a pool that a driving end may ask for (I5).
+const MOST: f64 = (64u64 << 30) as f64;
+
+/// One line.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Request {
+    /// `pool LAYOUT COUNTS SEED`, the first one: blocks of such a pool are lent from here on, in the order of that seed; `-`: in theirs.
+    Pool(PoolGeometry, Option<u64>),
+    /// `reserve BLOCKS verified|unverified`: a target for that many blocks of each group.
+    Reserve {
+        /// How many.
+        blocks: usize,
+        /// Whether what arrives is checked.
+        verified: bool,
+    },
+    /// `plain BYTES`: so many bytes come over the same connection.
+    Plain {
+        /// How many.
+        bytes: usize,
+    },
+}
+
+impl Request {
+    /// What a line says, without its end.
+    ///
+    /// # Errors
+    /// It is none of these, or asks for a larger pool than anyone is given.
+    pub fn parse(line: &str) -> Result<Request, TransferError> {
+        let number = |text: &str| text.parse::<usize>().map_err(|_| unknown(line));
+        let reserve = |blocks, verified| Ok(Request::Reserve { blocks: number(blocks)?, verified });
+        match &*line.split(' ').collect::<Vec<_>>() {
+            ["pool", layout, counts, seed] => pool(layout, counts, seed).ok_or_else(|| unknown(line))?,
+            ["reserve", blocks, "verified"] => reserve(blocks, true),
+            ["reserve", blocks, "unverified"] => reserve(blocks, false),
+            ["plain", bytes] => Ok(Request::Plain { bytes: number(bytes)? }),
+            _ => Err(unknown(line)),
+        }
+    }
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Request::Pool(geometry, seed) => {
+                let counts: Vec<String> = geometry.blocks.iter().map(u32::to_string).collect();
+                let layout = hex::encode(&encode_layout(&geometry.layout));
+                let seed = seed.map_or("-".to_owned(), |seed| seed.to_string());
+                write!(f, "pool {layout} {} {seed}", counts.join(","))
+            }
+            Request::Reserve { blocks, verified: true } => write!(f, "reserve {blocks} verified"),
+            Request::Reserve { blocks, verified: false } => write!(f, "reserve {blocks} unverified"),
+            Request::Plain { bytes } => write!(f, "plain {bytes}"),
+        }
+    }
+}
+
+/// The error of a line that means nothing here.
+pub(super) fn unknown(line: &str) -> TransferError {
+    let said: String = line.chars().take(40).collect();
+    TransferError::argument("line", format!("{said:?} is none of this program's; both ends must be the same version"))
+}
+
+/// None when it is no pool at all.
+fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, TransferError>> {
+    let layout = parse_layout(&hex::decode(layout)?).ok()?;
+    let blocks: Vec<u32> = counts.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
+    let seed = if seed == "-" { None } else { Some(seed.parse().ok()?) };
+    if blocks.len() != layout.groups.len() {
+        return None;
+    }
+    // I8: an upper bound that cannot overflow; what it admits, exact arithmetic can be done with, on the way to a product of 0, too.
+    let most = |(group, blocks): (&KvGroup, &u32)| {
+        let row = 4.0 * f64::from(group.head_dim) + 64.0;
+        let rows = [group.planes, group.kv_heads, layout.block_size, *blocks].into_iter().map(|n| f64::from(n.max(1)));
+        rows.product::<f64>() * row * group.layers.len().max(1) as f64
+    };
+    let bytes: f64 = layout.groups.iter().zip(&blocks).map(most).sum();
+    if bytes > MOST {
+        let problem = format!("about {bytes:.1e} bytes, more than {MOST:.1e}; ask for fewer blocks");
+        return Some(Err(TransferError::argument("pool", problem)));
+    }
+    Some(Ok(Request::Pool(PoolGeometry { layout, blocks }, seed)))
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{KvDtype, KvLayout};
+
+    use super::*;
+
+    #[test]
+    fn a_pool_of_no_blocks_is_no_way_around_the_limit() {
+        let group =
+            KvGroup { layers: vec![0], planes: 2, kv_heads: 1 << 31, head_dim: 1 << 31, window: None, sinks: 0 };
+        let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F32, block_size: 1 << 31, groups: vec![group] };
+        for blocks in [0, 1] {
+            let line = Request::Pool(PoolGeometry { layout: layout.clone(), blocks: vec![blocks] }, None).to_string();
+            let error = Request::parse(&line).unwrap_err().to_string();
+            assert!(error.contains("ask for fewer blocks"), "{error}");
+        }
+    }
+}
