@@ -290,7 +290,8 @@ fn valid(value: &Value, schema: &Value) -> bool {
         "boolean" => value.is_boolean(),
         // JSON has a -0, which is the integer 0 and which serde_json reads as a float.
         "integer" => {
-            let number = value.as_i64().or_else(|| (value.as_f64() == Some(0.0)).then_some(0));
+            let number =
+                value.as_i64().or_else(|| value.as_f64().filter(|v| *v == 0.0 && v.is_sign_negative()).map(|_| 0));
             let bounds = schema["minimum"].as_i64().unwrap()..=schema["maximum"].as_i64().unwrap();
             number.is_some_and(|v| bounds.contains(&v))
         }
@@ -330,6 +331,14 @@ fn schema() -> impl Strategy<Value = Value> {
             }),
         ]
     })
+}
+
+#[test]
+fn the_check_of_integers_takes_those_of_json() {
+    let schema = json!({"type": "integer", "minimum": -1, "maximum": 2});
+    let of = |text: &str| valid(&serde_json::from_str(text).unwrap(), &schema);
+    assert!(["-1", "-0", "0", "2"].into_iter().all(of) && !["-2", "3", "0.0", "-0.5", "\"0\""].into_iter().any(of));
+    assert!(!valid(&json!(-0.0), &json!({"type": "integer", "minimum": 1, "maximum": 2})));
 }
 
 #[test]

@@ -122,7 +122,8 @@ impl TensorRef<'_> {
             WeightData::Stored(bytes) => Cow::Borrowed(bytes),
             WeightData::Seeded(rows) => {
                 let mut bytes = vec![0; self.dtype.tensor_bytes(&self.shape).unwrap_or(0)];
-                rows.values.fill(rows.first, &mut bytes);
+                let row = self.dtype.block_bytes() * self.shape.last().copied().unwrap_or(0);
+                bytes.chunks_mut(row.max(1)).enumerate().for_each(|(i, out)| rows.fill_row(i, out));
                 Cow::Owned(bytes)
             }
         }

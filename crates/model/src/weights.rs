@@ -53,7 +53,7 @@ struct Loader<'a, B: Backend> {
     backend: &'a mut B,
 }
 
-/// A stored matrix, and what of it is wanted.
+/// A matrix of the model, and what of it is wanted.
 struct Matrix {
     name: TensorName,
     part: Part,

@@ -4,6 +4,8 @@
 //! activation rows (I1), and that no horizontal sum is needed. A panel is a run of units over k; memory bandwidth bounds decode, so
 //! units are about as small as the file's own blocks. How their bytes lie is [`super::packing`]'s.
 
+use std::borrow::Cow;
+
 use baton_types::WeightDtype;
 
 use super::packing::{Form, pack, unpack};
@@ -11,6 +13,9 @@ use super::simd::LANES;
 use super::unpack::{GROUP, element, quantised_group};
 use crate::pages::{Arena, Bytes};
 use crate::{KernelError, WeightSource};
+
+/// Bytes of rows that are repacked together, about: there is no more of a matrix beside itself where its rows are made or put in order.
+const PORTION: usize = 16 << 20;
 
 /// A matrix `[rows, cols]`, rows being outputs. The last panel is padded with zero rows.
 pub struct CpuWeight {
@@ -31,10 +36,14 @@ impl CpuWeight {
         if data.is_empty() {
             return Ok(CpuWeight { form, rows, cols, data });
         }
-        let stored = source.rows(0, rows)?;
+        let together = (PORTION / (LANES * row_bytes).max(1)).max(1);
+        let mut stored = Cow::default();
         for (p, panel) in data.chunks_exact_mut(panel_bytes).enumerate() {
+            if p % together == 0 {
+                stored = source.rows(p * LANES, (together * LANES).min(rows - p * LANES))?;
+            }
             for lane in 0..LANES.min(rows - p * LANES) {
-                let row = &stored[(p * LANES + lane) * row_bytes..][..row_bytes];
+                let row = &stored[(p % together * LANES + lane) * row_bytes..][..row_bytes];
                 for (u, unit) in panel.chunks_exact_mut(form.unit_bytes()).enumerate() {
                     match form {
                         Form::F32 | Form::F16 | Form::Bf16 => {
@@ -88,6 +97,40 @@ impl CpuWeight {
         };
         for (unit, out) in panel.chunks_exact(self.form.unit_bytes()).zip(out) {
             *out = element(dtype, unit, lane);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{Seeded, SeededRows, WeightData};
+
+    use super::*;
+
+    /// The last portion is no whole one, and the last panel of it neither.
+    #[test]
+    fn a_matrix_of_several_portions_is_made_as_it_is_stored() {
+        let (rows, cols) = (45, 1 << 18);
+        assert!(rows * cols * 2 > PORTION && 16 * cols * 2 <= PORTION, "several portions of several panels");
+        let made = SeededRows { values: Seeded { key: 3, middle: 0.0, spread: 1.0 }, first: 2, stride: cols };
+        let order = |i: usize| rows - 1 - i;
+        let mut stored = vec![0; rows * cols * 2];
+        stored.chunks_mut(cols * 2).enumerate().for_each(|(i, out)| made.fill_row(i, out));
+        for (data, row_order) in [
+            (WeightData::Seeded(made), None),
+            (stored[..].into(), None),
+            (stored[..].into(), Some(&order as &dyn Fn(usize) -> usize)),
+        ] {
+            let source = WeightSource { name: "w", dtype: WeightDtype::Bf16, rows, cols, data, row_order };
+            let weight = CpuWeight::new(&source, &mut Arena::default()).unwrap();
+            let mut got = vec![0.0; cols];
+            for row in 0..rows {
+                weight.read_row(row, &mut got);
+                let want = &stored[row_order.map_or(row, |order| order(row)) * cols * 2..];
+                for k in [0, 1, cols / 2, cols - 1] {
+                    assert_eq!(got[k], element(WeightDtype::Bf16, want, k), "row {row}, input {k}");
+                }
+            }
         }
     }
 }

@@ -114,7 +114,7 @@ pub(super) fn load_together<D: Device, const N: usize>(
     all(sources.map(|source| {
         first += source.rows;
         let weight = whole.part(first - source.rows, source.rows);
-        fill(queue, staging, source, &weight)?;
+        fill(queue, staging, source, &weight, STAGED)?;
         Ok(weight)
     }))
 }
@@ -127,16 +127,17 @@ pub(super) fn load<D: Device>(
     form: Form,
 ) -> Result<CudaWeight<D>, KernelError> {
     let weight = CudaWeight::new(queue, source.rows, source.cols, form)?;
-    fill(queue, staging, source, &weight)?;
+    fill(queue, staging, source, &weight, STAGED)?;
     Ok(weight)
 }
 
-/// Sends stored rows in portions and turns each into what the weight is kept as, rounded to nearest.
+/// Sends or makes rows in portions of about `staged` bytes and turns each into what the weight is kept as, rounded to nearest.
 fn fill<D: Device>(
     queue: &Queue<D>,
     staging: &mut Option<Memory<D>>,
     source: &WeightSource<'_>,
     weight: &CudaWeight<D>,
+    staged: usize,
 ) -> Result<(), KernelError> {
     let (rows, cols) = (source.rows, source.cols);
     let row_bytes = source.row_bytes()?;
@@ -146,7 +147,7 @@ fn fill<D: Device>(
             format!("{rows} x {cols}; a GPU takes rows of a multiple of 8 elements, and at most {} of them", u32::MAX);
         return Err(KernelError::Weight { name: source.name.to_owned(), why });
     }
-    let portion = (STAGED / staged_bytes(source, weight.form(), row_bytes, 1).max(1)).clamp(1, rows.max(1));
+    let portion = (staged / staged_bytes(source, weight.form(), row_bytes, 1).max(1)).clamp(1, rows.max(1));
     for first in (0..rows).step_by(portion) {
         let rows = Rows { first, count: portion.min(rows - first), cols };
         rows.load(queue, staging, source, weight)?;
@@ -254,4 +255,54 @@ pub(super) fn quantise<D: Device>(
     let (rows, width, x_stride) = (rows as u32, cols as u32, x_stride as u32);
     let params = QuantiseRows { x: x.at(), out: out.at(), scales: scales.at(), x_type, rows, width, x_stride };
     queue.launch("baton_quantise_rows", &params, &[Access::Read(x), Access::Write(out), Access::Write(scales)])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use baton_types::WeightDtype;
+
+    use super::super::HostDevice;
+    use super::*;
+    use crate::conformance::{Random, random_weight};
+
+    /// A weight in portions of so many bytes, with its scales, as the device has it.
+    fn loaded(queue: &Queue<HostDevice>, source: &WeightSource<'_>, form: Form, staged: usize) -> Vec<u8> {
+        let weight = CudaWeight::new(queue, source.rows, source.cols, form).unwrap();
+        fill(queue, &mut None, source, &weight, staged).unwrap();
+        let mut bytes = Vec::new();
+        for memory in [Some(&weight.memory), weight.scales.as_ref()].into_iter().flatten() {
+            let mut part = vec![0; memory.bytes()];
+            queue.read(memory.piece(0, part.len()), &mut part).unwrap();
+            bytes.extend(part);
+        }
+        bytes
+    }
+
+    #[test]
+    fn a_weight_is_the_same_in_however_many_portions_it_came() {
+        let Some(device) = HostDevice::for_tests() else { return };
+        let queue = Queue::new(Arc::new(device)).unwrap();
+        let (rows, cols) = (29, 256);
+        let order = |i: usize| (i * 5 + 1) % rows;
+        let values = Seeded { key: 2, middle: 0.0, spread: 1.0 };
+        let seeded = WeightData::Seeded(baton_types::SeededRows { values, first: 7, stride: cols + 9 });
+        for dtype in [WeightDtype::F32, WeightDtype::Bf16, WeightDtype::Q8_0, WeightDtype::Q4K] {
+            let stored = random_weight(dtype, rows, cols, &mut Random(4));
+            let made = (dtype == WeightDtype::Bf16).then(|| seeded.clone());
+            for data in [Some(stored[..].into()), made].into_iter().flatten() {
+                for row_order in [None, Some(&order as &dyn Fn(usize) -> usize)] {
+                    let source = WeightSource { name: "w", dtype, rows, cols, data: data.clone(), row_order };
+                    for form in [Form::Bf16, Form::E4m3] {
+                        let whole = loaded(&queue, &source, form, STAGED);
+                        for staged in [0, 4 * 256 * 10] {
+                            let parts = loaded(&queue, &source, form, staged);
+                            assert!(parts == whole, "{dtype:?} as {form:?} in portions of {staged} bytes");
+                        }
+                    }
+                }
+            }
+        }
+    }
 }

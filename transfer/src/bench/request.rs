@@ -86,7 +86,7 @@ fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, Transf
     };
     let bytes: f64 = layout.groups.iter().zip(&blocks).map(most).sum();
     if bytes > MOST {
-        let problem = format!("about {bytes:.1e} bytes, more than {MOST:.1e}; ask for fewer blocks");
+        let problem = format!("about {bytes:.1e} bytes, more than {MOST:.1e}; ask for a smaller one");
         return Some(Err(TransferError::argument("pool", problem)));
     }
     Some(Ok(Request::Pool(PoolGeometry { layout, blocks }, seed)))
@@ -106,7 +106,7 @@ mod tests {
         for blocks in [0, 1] {
             let line = Request::Pool(PoolGeometry { layout: layout.clone(), blocks: vec![blocks] }, None).to_string();
             let error = Request::parse(&line).unwrap_err().to_string();
-            assert!(error.contains("ask for fewer blocks"), "{error}");
+            assert!(error.contains("ask for a smaller one"), "{error}");
         }
     }
 }

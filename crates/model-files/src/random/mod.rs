@@ -68,7 +68,7 @@ impl RandomModel {
         shapes::ALL.iter().map(|(name, _)| *name)
     }
 
-    /// The model; its weights are made when they are asked for.
+    /// The model; its weights are made when they are loaded.
     pub fn open(&self) -> Result<Model, ModelFileError> {
         let path = PathBuf::from(&self.name);
         let tokenizer = bytes::tokenizer(self.config.vocab_size);
@@ -100,7 +100,7 @@ fn read_shape(spec: &str, shape: &str) -> Result<Keys, ModelFileError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{ChatMessage, inspect};
+    use crate::{ChatMessage, TensorName, inspect};
 
     fn open(spec: &str) -> Model {
         RandomModel::parse(spec).unwrap().unwrap().open().unwrap()
@@ -141,6 +141,20 @@ mod tests {
         let (file, named) = (open(&spec), open(name));
         let embedding = |model: &Model| model.tensor(crate::TensorName::Embedding).unwrap().bytes().into_owned();
         assert_eq!(embedding(&file), embedding(&named));
+    }
+
+    /// Renaming what a tensor is called must not change its weights, which the fingerprint would not tell.
+    #[test]
+    fn weights_are_those_they_have_always_been() {
+        use crate::LayerTensor::{Down, FfnNorm, QBias};
+        let hash = |model: &Model, name| hash_bytes(0, &model.tensor(name).unwrap().bytes());
+        let tiny = open("random:tiny:3");
+        let of_layer = [Down, FfnNorm].map(|tensor| hash(&tiny, TensorName::Layer(1, tensor)));
+        assert_eq!(
+            (hash(&tiny, TensorName::Embedding), of_layer),
+            (0x9c50_c7da_8379_2396, [0xeaea_28db_dfce_7910, 0x6c0f_87f4_80f3_97d4])
+        );
+        assert_eq!(hash(&open("random:qwen2.5-1.5b"), TensorName::Layer(2, QBias)), 0xe8e0_92f3_1389_768a);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Which part of every weight a rank holds, and those parts as a file's bytes.
+//! Which part of every weight a rank holds, and those parts as a file's bytes or as they are made.
 //!
 //! Pure: from (configuration, ranks, rank) to ranges. Rows of a stored matrix can be cut anywhere, since each is stored by itself; a row
 //! of a quantised type only between its blocks. Knows nothing of backends and of how ranks talk.
@@ -255,6 +255,7 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
+    use baton_model_files::RandomModel;
     use baton_types::{Seeded, WeightDtype};
 
     use super::*;
@@ -363,22 +364,46 @@ mod tests {
         );
     }
 
+    /// Rows as they are stored, made where they are not.
+    fn rows_of(Stored { rows, cols, data }: Stored<'_>) -> (usize, usize, Vec<u8>) {
+        let made = |all: SeededRows| {
+            let mut bytes = vec![0; 2 * rows * cols];
+            bytes.chunks_mut(2 * cols).enumerate().for_each(|(i, out)| all.fill_row(i, out));
+            bytes
+        };
+        let bytes = match data {
+            WeightData::Stored(bytes) => bytes.into_owned(),
+            WeightData::Seeded(all) => made(all),
+        };
+        (rows, cols, bytes)
+    }
+
     #[test]
-    fn a_part_of_what_is_made_is_made_as_all_of_it_is() {
-        let values = Seeded { key: 3, middle: 0.0, spread: 1.0 };
-        let data = WeightData::Seeded(SeededRows { values, first: 0, stride: 24 });
-        let tensor = TensorRef { dtype: WeightDtype::Bf16, shape: vec![6, 24], data };
-        let all = tensor.bytes();
-        for part in [Part::Whole, Part::Rows(2..5), Part::Columns(8..24)] {
-            let Stored { rows, cols, data } = part.of(TensorName::Output, &tensor).unwrap();
-            let WeightData::Seeded(made) = data else { panic!("{data:?}") };
-            let (outputs, inputs) = (part.outputs(6), part.inputs(24));
-            assert_eq!((rows, cols), (outputs.len(), inputs.len()));
-            for (i, row) in outputs.enumerate() {
-                let mut bytes = vec![0; 2 * cols];
-                made.fill_row(i, &mut bytes);
-                assert_eq!(bytes, all[2 * (row * 24 + inputs.start)..][..2 * cols], "{part:?}, row {i}");
+    fn what_a_rank_makes_is_what_it_would_hold_of_a_file() {
+        let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
+        for (ranks, rank) in [(1, 0), (2, 0), (2, 1)] {
+            let sharding = Sharding::of(&model, ranks, rank).unwrap();
+            for name in model.tensors().into_iter().filter(|t| t.shape.len() == 2).map(|t| t.name) {
+                let (tensor, part) = (model.tensor(name).unwrap(), sharding.part(name));
+                let stored = TensorRef { data: WeightData::Stored(tensor.bytes()), ..tensor.clone() };
+                let [made, stored] = [&tensor, &stored].map(|tensor| rows_of(part.of(name, tensor).unwrap()));
+                assert!(made == stored, "{name:?} of rank {rank} of {ranks}");
             }
         }
+    }
+
+    #[test]
+    fn a_part_of_a_part_is_made_as_all_of_it_is() {
+        let values = Seeded { key: 3, middle: 0.0, spread: 1.0 };
+        let data = WeightData::Seeded(SeededRows { values, first: 11, stride: 31 });
+        let tensor = TensorRef { dtype: WeightDtype::Bf16, shape: vec![6, 24], data };
+        let stored = TensorRef { data: WeightData::Stored(tensor.bytes()), ..tensor.clone() };
+        for part in [Part::Whole, Part::Rows(2..5), Part::Columns(8..24)] {
+            let [made, stored] = [&tensor, &stored].map(|t| rows_of(part.of(TensorName::Output, t).unwrap()));
+            assert!(made == stored, "{part:?}");
+        }
+        let mut element = [0; 2];
+        values.fill(11 + 5 * 31 + 23, &mut element);
+        assert_eq!(tensor.bytes()[2 * (5 * 24 + 23)..], element, "the last of all");
     }
 }
