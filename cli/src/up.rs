@@ -4,13 +4,14 @@
 //! takes all of them down again.
 
 use std::io::{IsTerminal, Write};
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
 use baton_runtime::{Bytes, FetchConfig, Process, ProcessConfig, config::format_duration};
 use baton_worker::{BackendKind, KvType, Quantization, TransportKind};
+use tokio::net::TcpSocket;
 
 use crate::supervisor::{Kind, Supervisor};
 
@@ -84,8 +85,9 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
         fetched = fetch_model(&config) => fetched?,
         () = shutdown.draining() => bail!("told to stop before the model was there"),
     }
-    config.http = fixed_port(config.http, "--http")?;
-    config.grpc = fixed_port(config.grpc, "--grpc")?;
+    let (http, _kept_http) = keep(config.http, "--http")?;
+    let (grpc, _kept_grpc) = keep(config.grpc, "--grpc")?;
+    (config.http, config.grpc) = (http, grpc);
     let registry = match config.registry.as_str() {
         "embedded" => format!("http://{}", config.grpc),
         other => other.to_owned(),
@@ -146,12 +148,17 @@ async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The same address with a port that is free now, when any port will do.
-fn fixed_port(address: SocketAddr, flag: &str) -> anyhow::Result<SocketAddr> {
-    let listener = TcpListener::bind(address).with_context(|| {
-        format!("cannot listen on {address}; is another cluster running? Choose another with {flag}")
-    })?;
-    Ok(listener.local_addr()?)
+/// An address, with a port of its own when any will do, and what keeps it: bound, so that nobody is given the port by chance, and not
+/// listening, so that the router can, and again when it is started anew.
+fn keep(address: SocketAddr, flag: &str) -> anyhow::Result<(SocketAddr, TcpSocket)> {
+    let bound = || {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        Ok::<_, std::io::Error>((socket.local_addr()?, socket))
+    };
+    bound()
+        .with_context(|| format!("cannot listen on {address}; is another cluster running? Choose another with {flag}"))
 }
 
 fn router_args(config: &UpConfig) -> Vec<String> {
@@ -255,4 +262,29 @@ fn announcement(config: &UpConfig, processes: &[(Kind, u32)], model: &str) -> St
          curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  \
          {program} chat --router http://{grpc} \"{question}\"\n\nCtrl-C stops everything.\n"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind::AddrInUse;
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_port_is_kept_for_who_listens_there() {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let (address, kept) = keep(any, "--http").unwrap();
+        // As whoever takes a port by chance.
+        let chance = TcpSocket::new_v4().unwrap();
+        assert_eq!(chance.bind(address).unwrap_err().kind(), AddrInUse);
+        for _ in 0..2 {
+            let listener = TcpListener::bind(address).unwrap();
+            let other = keep(address, "--http").unwrap_err().to_string();
+            assert!(other.contains("--http") && other.contains(&address.to_string()), "{other}");
+            std::net::TcpStream::connect(address).unwrap();
+            drop(listener.accept().unwrap());
+        }
+        drop(kept);
+    }
 }
