@@ -7,8 +7,8 @@
 //
 // Threads: a thread block has four warps, a warp sixteen of the tile's (row, head) pairs of one KV head; its walk begins at the first
 // sixteen slots that its first row sees. Bytes moved: K and V of the visible slots once a warp, mostly from L1 and L2. Work:
-// 4 · head_dim FLOP for each pair and visible slot, by mma.sync. Bound: L1 bandwidth. It is the plain version: warps that share K and V
-// through TMA and wgmma are the next. Limits: groups without sinks; pools of f16, bf16, q8, fp8; head_dim a multiple of 8 up to 256.
+// 4 · head_dim FLOP for each pair and visible slot, by mma.sync. Bound: L1 bandwidth. It is what every GPU
+// and pool takes that attention_hopper.cu does not serve. Limits: groups without sinks; pools of f16, bf16, q8, fp8; head_dim a multiple of 8 up to 256.
 #include "attention.cuh"
 
 namespace baton {

@@ -1,7 +1,7 @@
 // Copies of KV blocks: within a pool, between pools, to and from a staging buffer, of all heads or a contiguous slice of them.
 //
 // For each pair (from, to), each layer and each plane, `bytes` bytes go from `source` to `target`. Either side is described alone, so one
-// kernel does `copy_block` and `swap_in`/`swap_out` of kernels/src/backend.rs, gathers blocks into a contiguous buffer (to = 0, 1, …,
+// kernel does `copy_block` of kernels/src/backend.rs, gathers blocks into a contiguous buffer (to = 0, 1, …,
 // the buffer's own strides), scatters them back, and takes a tensor-parallel slice of the heads. Strides follow `PoolGeometry` and
 // `KvLayout` in crates/types/src/layout.rs: a block of a layer is [K, V][kv_head]{…}.
 //

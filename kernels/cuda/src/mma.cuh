@@ -6,7 +6,7 @@
 //   b[0]: rows 2t, 2t + 1 of column g        b[1]: rows 2t + 8, 2t + 9 of column g
 //   d[0], d[1]: row g, columns 2t, 2t + 1    d[2], d[3]: row g + 8, the same columns
 //
-// This is the only inline PTX. The twin without it, in the host shim, takes the same words from the same lanes, so all that kernels do
+// Inline PTX is here and in hopper.cuh. The twin without it, in the host shim, takes the same words from the same lanes, so all that kernels do
 // with fragments is tested there; that hardware places them as above is its manual's word.
 #pragma once
 
