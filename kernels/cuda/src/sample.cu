@@ -177,7 +177,8 @@ __device__ inline u64 descend(SampleShared& s, const Candidates& c, const Left& 
     return prefix | 0xffc00000ull;
 }
 
-/// The most likely token, the lowest id among equals; 0 if the first logit is not a number, which nothing is larger than.
+/// The most likely token, the lowest id among equals; 0 if the first logit is not a number, which nothing is larger than. Threads that have
+/// been here before have all met since, in `digest_row`: nobody still reads the last maxima.
 __device__ inline u32 argmax(SampleShared& s, const float* logits, u32 vocab) {
     float best = -INFINITY;
     u32 best_id = 0xffffffffu;
@@ -193,8 +194,6 @@ __device__ inline u32 argmax(SampleShared& s, const float* logits, u32 vocab) {
         u32 id = __shfl_xor_sync(ALL_LANES, best_id, bits);
         take(x, id);
     }
-    // Who is late may still read the last ones.
-    __syncthreads();
     if (lane() == 0) {
         s.best[threadIdx.x / WARP] = best;
         s.best_id[threadIdx.x / WARP] = best_id;
