@@ -11,7 +11,7 @@ use baton_kernels::Backend;
 use baton_kernels::cuda::{
     CopyQueue, CudaBackend, CudaOptions, Finished, HostDevice, Moved, Recorded, Recorder, SharedPool, SharingDevice,
 };
-use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
 
 /// Blocks of 1,024 bytes in two layers.
 fn geometry() -> PoolGeometry {
@@ -111,6 +111,25 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
     drop((backends, from, to));
     assert_eq!(device.problems(), [""; 0]);
     assert_eq!(device.live_bytes(), 0, "a queue's parts go with its pool");
+}
+
+/// A queue's job comes after what its mark stands for, and after no more: what a backend stores later, it would read half of.
+#[test]
+fn a_job_waits_for_what_its_mark_stands_for() {
+    let Some(host) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(host));
+    let pool = pool(&device);
+    let mut backend = CudaBackend::sharing(&pool, geometry(), CudaOptions::default()).unwrap();
+    let mut queue = pool.queue().unwrap();
+    let mut stored_and_read = |to, mark: Option<u64>| {
+        backend.copy_block(0, BlockId(0), BlockId(to));
+        backend.publish();
+        contents(&mut queue, mark.unwrap_or_else(|| pool.mark()), &[(0, pool.bytes())]);
+        backend.finish().unwrap();
+        device.problems().len()
+    };
+    assert_eq!((stored_and_read(1, None), stored_and_read(2, None)), (0, 0));
+    assert!(stored_and_read(3, Some(2)) > 0, "an earlier mark orders nothing that came later");
 }
 
 /// A queue's streams and memory are used again: sessions come and go, a device's streams stay.
