@@ -17,7 +17,8 @@ use crate::options::TransportKind;
 use crate::threads;
 use crate::transport::{Batch, Progress, Transport};
 
-/// Batches for each of several connections: while one waits for its peer, or for what was lost, the others go on with as many.
+/// Batches for each connection: while one waits until its peer has read, the next is digested, which takes a sixth of the sender's time; and
+/// of several connections the others go on with as many. A batch is sent as soon as it may be, still in the cache.
 const EACH: usize = 2;
 
 /// A batch on its way: whose, and by which byte of which connection it has left.
@@ -36,9 +37,7 @@ pub(crate) struct Tcp {
 impl Tcp {
     /// Over so many connections.
     pub(crate) fn new(connections: usize) -> Tcp {
-        // A single one does best with the batch that was digested last, which is still in the cache.
-        let depth = if connections > 1 { EACH * connections } else { 1 };
-        Tcp { depth, under_way: VecDeque::new() }
+        Tcp { depth: EACH * connections, under_way: VecDeque::new() }
     }
 }
 
