@@ -9,7 +9,8 @@
 #
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
 # (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth, products, attention by every kernel
-# it has), ipc (KV from one process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
+# it has), transports (conformance of every transport between pools of the GPU, with peers that are stopped and killed), ipc (KV from one
+# process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
 # CPU's), text (a real model's, beside the CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through
 # the host's, and with prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a
 # model and the engine with weights of 8 bits), peer (the same under PyTorch and transformers), sanitizer and races (conformance again
@@ -20,13 +21,13 @@
 # that is another each time, put the last call's $OUT/results.tar.gz into DIR before the next, so that its rows have the bandwidth
 # measured before. By what parts are expected to take, three calls do:
 #
-#   run conformance hopper kernels ipc models text
+#   run conformance hopper kernels transports ipc models text
 #   run engine cluster ranks handoff
 #   run fp8 invariant peer sanitizer races
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
-PARTS="conformance hopper kernels ipc engine models text ranks cluster handoff invariant fp8 peer sanitizer races"
+PARTS="conformance hopper kernels transports ipc engine models text ranks cluster handoff invariant fp8 peer sanitizer races"
 PROGRAMS="gpu baton models ranks"
 LLAMA=random:llama-3.1-8b
 STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
@@ -125,6 +126,8 @@ part() {
     conformance) "$here/gpu" conformance --no-hopper ;;
     hopper) "$here/gpu" conformance ;;
     models) "$here/models" on_a_gpu --nocapture ;;
+    # Names of cases, and what those say that fail; others fail threads on purpose.
+    transports) "$here/models" between_pools_of_a_driver --nocapture ;;
     sanitizer) sanitized memcheck "${NO_HOPPER:+--no-hopper}" ;;
     # Of shared memory that copy units write it knows little.
     races) sanitized racecheck --no-hopper ;;
@@ -279,7 +282,7 @@ host)
     root=$(dirname "$here")
     cd "$root"
     programs
-    # Conformance and models on the host are among the tests already.
+    # Conformance, transports and models on the host are among the tests already.
     out=$(mktemp -d)
     trap 'rm -rf "$out"' EXIT
     target/debug/examples/gpu bench --host --json >"$out/kernels.jsonl"

@@ -132,6 +132,23 @@ fn a_job_waits_for_what_its_mark_stands_for() {
     assert!(stored_and_read(3, Some(2)) > 0, "an earlier mark orders nothing that came later");
 }
 
+/// What one queue wrote is there for another once it has settled, and not before.
+#[test]
+fn a_queue_that_has_settled_has_written() {
+    let Some(host) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(host));
+    let pool = pool(&device);
+    let (mut one, mut other) = (pool.queue().unwrap(), pool.queue().unwrap());
+    let bytes = noise(pool.bytes(), 1);
+    fill(&mut one, &bytes);
+    one.settle().unwrap();
+    assert!(contents(&mut other, 0, &[(0, pool.bytes())]) == bytes);
+    assert_eq!(device.problems(), [""; 0]);
+    fill(&mut one, &bytes);
+    contents(&mut other, 0, &[(0, pool.bytes())]);
+    assert!(!device.problems().is_empty(), "nobody has waited for it");
+}
+
 /// A queue's streams and memory are used again: sessions come and go, a device's streams stay.
 #[test]
 fn queues_are_made_of_what_earlier_ones_left() {
@@ -162,7 +179,7 @@ fn child() {
     let pool = pool(&device);
     let mut queue = pool.queue().unwrap();
     fill(&mut queue, &vec![0; pool.bytes()]);
-    queue.digests(&[], 8).unwrap();
+    queue.settle().unwrap();
     println!("handle {}", pool.export().unwrap().iter().map(|byte| format!("{byte:02x}")).collect::<String>());
     std::io::stdin().read_line(&mut String::new()).unwrap();
     let digests = queue.digests(&[(1024, 0), (0, 0)], 1024).unwrap();

@@ -4,6 +4,9 @@
 
 #![allow(clippy::expect_used)]
 
+#[path = "cuda/transports.rs"]
+mod transports;
+
 use std::path::Path;
 use std::sync::Arc;
 

@@ -1,102 +1,88 @@
 //! What every transport must do, one suite run against each. Real sockets, real shared memory, and real processes where
 //! one has to be stopped or killed.
+//!
+//! This crate's tests run it over host memory and a device that is none. With the feature `conformance`, who has a device runs over its
+//! memory what goes between devices: [`cases`] after [`set_up`].
+
+// Some of it only this crate's own tests use.
+#![cfg_attr(not(test), allow(dead_code, unused_imports))]
+#![allow(clippy::unwrap_used)]
 
 mod changed;
+#[cfg(test)]
 mod changes;
 mod children;
 mod connections;
 mod device;
 mod endings;
+mod fake;
 mod faults;
 mod handoffs;
 mod misdelivered;
+#[cfg(test)]
 mod nonsense;
 mod parts;
+#[cfg(test)]
 mod placement;
 mod processes;
 mod secrets;
+#[cfg(test)]
 mod spread;
+#[cfg(test)]
 mod talkers;
+mod ways;
 
+use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::rc::Rc;
 use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
+pub use children::child;
 pub(crate) use children::command as child_process;
 use connections::{connections, with_connections};
-use device::{devices, pool_over};
+use device::{devices, pool_on, read, write};
+#[cfg(test)]
+pub(crate) use fake::memory_over;
 use faults::{after_each, altered, before_each, held, watched};
 use secrets::{tls, with_tls};
+use ways::for_each_transport;
+pub use ways::{Case, cases};
 
 use crate::link::Link;
 use crate::links::Links;
 use crate::sender::Wrap;
 use crate::transport::{Batch, Progress, Transport};
 use crate::{
-    Cpus, Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError,
-    TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
+    Cpus, DeviceMemory, Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions,
+    TransferError, TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
 };
 
-/// Makes a test of each function for each transport.
-macro_rules! for_each_transport {
-    ($($name:ident),* $(,)?) => {
-        mod shm {
-            $(#[test] fn $name() { super::$name(crate::TransportChoice::Shm) })*
-        }
-        mod tcp {
-            $(#[test] fn $name() { super::$name(crate::TransportChoice::Tcp) })*
-        }
-        mod tls {
-            $(#[test] fn $name() { crate::conformance::with_tls(|| super::$name(crate::TransportChoice::Tcp)) })*
-        }
-        mod tcp_connections {
-            $(#[test] fn $name() { crate::conformance::with_connections(3, || super::$name(crate::TransportChoice::Tcp)) })*
-        }
-        mod ucx {
-            $(#[test] fn $name() {
-                if crate::conformance::ucx_is_here() {
-                    super::$name(crate::TransportChoice::Ucx)
-                }
-            })*
-        }
-        mod cuda_ipc {
-            $(#[test] fn $name() {
-                crate::conformance::device::use_devices(crate::conformance::device::BOTH);
-                super::$name(crate::TransportChoice::CudaIpc)
-            })*
-        }
-        /// Out of a device's memory and into one's, through staging memory on both sides.
-        mod tcp_between_devices {
-            $(#[test] fn $name() {
-                crate::conformance::device::use_devices(crate::conformance::device::BOTH);
-                super::$name(crate::TransportChoice::Tcp)
-            })*
-        }
-        /// Straight out of a device's memory and into one's.
-        mod ucx_between_devices {
-            $(#[test] fn $name() {
-                if crate::conformance::ucx_is_here() {
-                    crate::conformance::device::use_devices(crate::conformance::device::BOTH);
-                    super::$name(crate::TransportChoice::Ucx)
-                }
-            })*
-        }
-        /// Out of a device's memory into a mapped pool.
-        mod shm_from_a_device {
-            $(#[test] fn $name() {
-                let devices = crate::conformance::device::Devices { prefill: true, decode: false };
-                crate::conformance::device::use_devices(devices);
-                super::$name(crate::TransportChoice::Shm)
-            })*
-        }
-    };
+/// A device whose memory the suite's pools are to lie in.
+pub struct Setup {
+    /// Makes a pool of so many bytes on it, a multiple of 8.
+    pub memory: Box<dyn Fn(usize) -> Arc<dyn DeviceMemory>>,
+    /// Arguments with which this program, started again as a process that is to be stopped or killed, calls [`child`] with the same.
+    pub child: Vec<String>,
 }
-use for_each_transport;
+
+thread_local! {
+    static SETUP: RefCell<Option<Rc<Setup>>> = const { RefCell::new(None) };
+}
+
+/// Pools that are not in host memory are this device's from now on, in cases that this thread runs.
+pub fn set_up(setup: Setup) {
+    SETUP.set(Some(Rc::new(setup)));
+}
+
+fn setup() -> Option<Rc<Setup>> {
+    SETUP.with_borrow(Clone::clone)
+}
 
 /// Long enough for any machine; only a hang gets there.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -120,10 +106,11 @@ fn far() -> Instant {
     Instant::now() + PATIENCE
 }
 
-/// Two groups of different shapes; block bytes that are not whole digest lanes.
+/// Two groups of different shapes; block bytes that are not whole digest lanes, but on devices, which move nothing less.
 fn small() -> PoolGeometry {
+    let head_dim = if setup().is_some() { 8 } else { 5 };
     let group =
-        |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim: 5, window, sinks: 0 };
+        |layers: Vec<u32>, kv_heads, window| KvGroup { layers, planes: 2, kv_heads, head_dim, window, sinks: 0 };
     let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
     let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
     PoolGeometry { layout, blocks: vec![8, 12] }
@@ -138,25 +125,28 @@ pub(crate) fn large() -> PoolGeometry {
 
 fn pool(geometry: &PoolGeometry, seed: u64) -> Arc<Segment> {
     let pool = Segment::create("test-pool", geometry.bytes()).unwrap();
+    // SAFETY: nobody else knows the pool yet.
+    unsafe { pool.write(0, &noise(geometry.bytes(), seed)) };
+    Arc::new(pool)
+}
+
+fn noise(bytes: usize, seed: u64) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = vec![0; geometry.bytes()];
+    let mut bytes = vec![0; bytes];
     for chunk in bytes.chunks_mut(8) {
         x ^= x << 13;
         x ^= x >> 7;
         x ^= x << 17;
         chunk.copy_from_slice(&x.to_le_bytes()[..chunk.len()]);
     }
-    // SAFETY: nobody else knows the pool yet.
-    unsafe { pool.write(0, &bytes) };
-    Arc::new(pool)
+    bytes
 }
 
 /// A block's bytes in every layer.
-fn block(pool: &Segment, geometry: &PoolGeometry, group: usize, block: BlockId) -> Vec<u8> {
+fn block(pool: &Pool, geometry: &PoolGeometry, group: usize, block: BlockId) -> Vec<u8> {
     let layers = 0..geometry.layout.groups[group].layers.len();
-    let ranges = layers.map(|layer| geometry.block_range(group, layer, block));
-    // SAFETY: tests look at blocks nobody writes to: verified, fenced or never lent.
-    ranges.flat_map(|range| unsafe { pool.read(range.start, range.len()) }).collect()
+    let ranges = layers.map(|layer| geometry.block_range(group, layer, block)).map(|range| (range.start, range.len()));
+    read(pool, &ranges.collect::<Vec<_>>())
 }
 
 fn kind(choice: TransportChoice) -> TransportKind {
@@ -199,7 +189,7 @@ pub(crate) fn ucx() -> UcxSettings {
 struct Decode {
     receiver: Receiver,
     events: mpsc::Receiver<ReceiverEvent>,
-    pool: Arc<Segment>,
+    pool: Pool,
     geometry: PoolGeometry,
 }
 
@@ -213,19 +203,12 @@ impl Decode {
     }
 
     fn limited(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits) -> Decode {
-        let pool = pool(&geometry, worker);
-        let reached = pool_over(&pool, devices().decode);
-        Decode::over(geometry, worker, tcp, limits, (pool, reached))
+        let pool = pool_on(devices().decode, &geometry, worker);
+        Decode::over(geometry, worker, tcp, limits, (pool.clone(), pool))
     }
 
     /// With a pool that has these bytes, and as it is reached.
-    fn over(
-        geometry: PoolGeometry,
-        worker: u64,
-        tcp: &str,
-        limits: Limits,
-        (pool, reached): (Arc<Segment>, Pool),
-    ) -> Decode {
+    fn over(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits, (pool, reached): (Pool, Pool)) -> Decode {
         let (tell, events) = mpsc::channel();
         let options = ReceiverOptions {
             worker: WorkerId(worker),
@@ -282,7 +265,7 @@ impl Decode {
 /// The prefill end with its pool.
 struct Prefill {
     sender: Sender,
-    pool: Arc<Segment>,
+    pool: Pool,
     geometry: PoolGeometry,
 }
 
@@ -296,9 +279,8 @@ impl Prefill {
     }
 
     fn limited(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap, limits: Limits) -> Prefill {
-        let pool = pool(&geometry, worker);
-        let reached = pool_over(&pool, devices().prefill);
-        Prefill::over(geometry, worker, transport, wrap, limits, (pool, reached))
+        let pool = pool_on(devices().prefill, &geometry, worker);
+        Prefill::over(geometry, worker, transport, wrap, limits, (pool.clone(), pool))
     }
 
     /// With a pool that has these bytes, and as it is reached.
@@ -308,7 +290,7 @@ impl Prefill {
         transport: TransportChoice,
         wrap: Wrap,
         limits: Limits,
-        (pool, reached): (Arc<Segment>, Pool),
+        (pool, reached): (Pool, Pool),
     ) -> Prefill {
         let options = SenderOptions {
             worker: WorkerId(worker),

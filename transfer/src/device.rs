@@ -89,8 +89,11 @@ pub trait DeviceQueue: Send {
     fn fd(&self) -> Option<BorrowedFd<'_>>;
     /// Host memory of at least so many bytes, to be filled for the next [`DeviceQueue::write`].
     fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError>;
-    /// Puts what was staged into ranges of the pool, one behind another. It is there for the next [`DeviceQueue::digests`].
+    /// Starts to put what was staged into ranges of the pool, one behind another. It is there for the next [`DeviceQueue::digests`], and for
+    /// everybody after [`DeviceQueue::settle`].
     fn write(&mut self, ranges: &[Range]) -> Result<(), DeviceError>;
+    /// Waits for all that was written by this queue.
+    fn settle(&mut self) -> Result<(), DeviceError>;
     /// The values of [`baton_types::digest_block`] of runs of `bytes` bytes each, as (offset, first lane), of what really is in the pool (I2). Waits for
     /// them, and first for what others have written there, a network's card among them; no job is under way.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError>;
@@ -227,6 +230,14 @@ pub enum Reach {
 }
 
 impl Reach {
+    /// Waits for what was written through it.
+    pub(crate) fn settle(&mut self) -> Result<(), TransferError> {
+        match self {
+            Reach::Host(_) => Ok(()),
+            Reach::Device(queue) => queue.settle().map_err(|e| e.while_doing("wait for blocks")),
+        }
+    }
+
     /// Digests of runs of `len` bytes each, as (offset, first lane), of what really is in the pool (I2).
     ///
     /// # Safety

@@ -116,6 +116,9 @@ mod tests {
         fn write(&mut self, _: &[Range]) -> Result<(), DeviceError> {
             Ok(())
         }
+        fn settle(&mut self) -> Result<(), DeviceError> {
+            Ok(())
+        }
         fn digests(&mut self, _: &[(usize, u64)], _: usize) -> Result<Vec<u64>, DeviceError> {
             Ok(Vec::new())
         }

@@ -7,8 +7,8 @@
 
 pub mod bench;
 mod codec;
-#[cfg(test)]
-mod conformance;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 mod convert;
 mod cpus;
 mod cuda_ipc;

@@ -33,7 +33,7 @@ pub use outbound::{Effect, Outbound, Parties, Pools};
 pub use paths::PathReport;
 use queue::Queue;
 
-#[cfg(test)]
+#[cfg(any(test, feature = "conformance"))]
 pub(crate) use connect::Wrap;
 
 /// Blocks of one queued write at most.
@@ -113,14 +113,14 @@ impl Sender {
             host: Host::current(),
             ucx,
             paths: Mutex::default(),
-            #[cfg(test)]
+            #[cfg(any(test, feature = "conformance"))]
             wrap: None,
         };
         Ok(Sender { config: Arc::new(config), peers: Mutex::default() })
     }
 
     /// As [`Sender::new`], with `wrap` around every transport.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "conformance"))]
     pub(crate) fn with_wrap(options: SenderOptions, wrap: Wrap) -> Result<Sender, TransferError> {
         let mut sender = Sender::new(options)?;
         if let Some(config) = Arc::get_mut(&mut sender.config) {

@@ -221,6 +221,10 @@ impl DeviceQueue for SpreadQueue {
         Ok(())
     }
 
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        self.ranks.iter_mut().try_for_each(|rank| rank.queue.settle())
+    }
+
     /// Digests are sums over lanes, so those of a run's pieces add up to the run's.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
         let mut parts: BTreeMap<(usize, usize), Parts> = BTreeMap::new();

@@ -30,6 +30,7 @@ pub use engine_thread::{Commands, EngineHandle, Role, Snapshot, start};
 pub use error::WorkerError;
 pub use load::{Loaded, Ready, load_on, load_on_device, load_on_devices, load_on_gpu, open_model};
 pub use node::{Node, NodeRole, random_worker_id};
+pub use pool::device_memory;
 pub use service::WorkerService;
 pub use settings::check_settings;
 pub use stream::{Accepted, Events, Item};

@@ -32,7 +32,12 @@ pub(crate) fn on_device<D: SharingDevice>(
 ) -> Result<(CudaBackend<D>, Arc<dyn DeviceMemory>), KernelError> {
     let pool = Arc::new(SharedPool::new(device, geometry.bytes())?);
     let backend = CudaBackend::sharing(&pool, geometry.clone(), options)?;
-    Ok((backend, Arc::new(Memory(pool))))
+    Ok((backend, device_memory(pool)))
+}
+
+/// A pool in a device's memory as transfers reach it.
+pub fn device_memory<D: SharingDevice>(pool: Arc<SharedPool<D>>) -> Arc<dyn DeviceMemory> {
+    Arc::new(Memory(pool))
 }
 
 struct Memory<D: SharingDevice>(Arc<SharedPool<D>>);
@@ -103,6 +108,10 @@ impl<D: SharingDevice> DeviceQueue for Queue<D> {
 
     fn write(&mut self, ranges: &[Range]) -> Result<(), DeviceError> {
         self.0.write(ranges.iter().copied()).map_err(said)
+    }
+
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        self.0.settle().map_err(said)
     }
 
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {

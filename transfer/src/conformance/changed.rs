@@ -30,8 +30,8 @@ struct Flip {
     choice: TransportChoice,
     /// Whether it flips where it arrives.
     there: bool,
-    source: OnceLock<Arc<Segment>>,
-    target: Arc<Segment>,
+    source: OnceLock<Pool>,
+    target: Pool,
     /// Batches that go well before.
     after: AtomicU64,
     bit: AtomicU64,
@@ -76,8 +76,8 @@ impl Flip {
                 false => (self.source.get().unwrap(), run.source),
             };
             let byte = start + (bit / 64) % run.len;
-            // SAFETY: the block is lent to this session, or its own until the handoff has ended, and this is its thread.
-            unsafe { pool.write(byte, &[pool.read(byte, 1)[0] ^ 1 << (bit % 8)]) };
+            // The block is lent to this session, or its own until the handoff has ended, and this is its thread.
+            write(pool, byte, &[read(pool, &[(byte, 1)])[0] ^ 1 << (bit % 8)]);
         }
     }
 }
@@ -159,7 +159,7 @@ fn a_write_outside_the_reservation_is_refused(choice: TransportChoice) {
     assert!(matches!(error, TransferError::Refused { .. } | TransferError::Protocol { .. }), "{error}");
     decode.expect_failed(1);
     decode.expect_fenced(1);
-    let untouched = pool(&decode.geometry, 1);
+    let untouched = pool(&decode.geometry, 1).into();
     for id in (0..64).map(BlockId) {
         assert!(block(&decode.pool, &decode.geometry, 0, id) == block(&untouched, &decode.geometry, 0, id), "{id}");
     }
@@ -208,8 +208,8 @@ fn a_bit_flipped_in_the_target_is_caught(choice: TransportChoice) {
     let flip = after_each(move |number, batch| {
         if number == 3 {
             let at = batch.runs().last().map_or(0, |run| run.target + run.len - 1);
-            // SAFETY: the block is lent to this session, whose thread this is.
-            unsafe { *target.at(at, 1).unwrap() ^= 0x10 };
+            // The block is lent to this session, whose thread this is.
+            write(&target, at, &[read(&target, &[(at, 1)])[0] ^ 0x10]);
         }
     });
     let prefill = Prefill::faulty(large(), 2, choice, flip);

@@ -17,10 +17,11 @@ const TLS: &str = "BATON_TRANSFER_TEST_TLS";
 /// This binary in a role.
 pub(crate) fn command(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", "conformance::children::child", "--nocapture", "--test-threads=1"])
-        .env(ROLE, role)
-        .env(device::VARIABLE, devices().encode());
+    match setup() {
+        Some(setup) => command.args(&setup.child),
+        None => command.args(["--exact", "conformance::children::started", "--nocapture", "--test-threads=1"]),
+    };
+    command.env(ROLE, role).env(device::VARIABLE, devices().encode());
     command.env(CONNECTIONS, connections().to_string());
     if tls().is_some() {
         command.env(TLS, "");
@@ -86,18 +87,30 @@ impl Drop for Process {
 }
 
 /// Not a test: what a [`Process`] runs.
+#[cfg(test)]
 #[test]
-fn child() {
+fn started() {
+    child(|| None);
+}
+
+/// What this process was started for by a case of the suite, with the same device; nothing where it was not.
+///
+/// # Panics
+/// When what it was started for fails.
+pub fn child(device: impl FnOnce() -> Option<Setup>) {
     let Ok(role) = std::env::var(ROLE) else { return };
+    if let Some(setup) = device() {
+        set_up(setup);
+    }
     device::use_devices(device::Devices::parse(&std::env::var(device::VARIABLE).unwrap_or_default()));
     let count = std::env::var(CONNECTIONS).ok().and_then(|count| count.parse().ok()).unwrap_or(1);
     with_connections(count, || match std::env::var_os(TLS) {
-        Some(_) => with_tls(|| play(&role)),
-        None => play(&role),
+        Some(_) => with_tls(|| play_as(&role)),
+        None => play_as(&role),
     });
 }
 
-fn play(role: &str) {
+fn play_as(role: &str) {
     match role {
         "decode" => decode(patient()),
         "alert decode" => decode(alert()),

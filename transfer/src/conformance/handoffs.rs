@@ -38,7 +38,7 @@ fn one_block(choice: TransportChoice) {
 fn many_blocks_in_order(choice: TransportChoice) {
     let decode = Decode::new(small(), 1);
     let prefill = Prefill::new(small(), 2, choice);
-    let before = pool(&decode.geometry, 1);
+    let before = pool(&decode.geometry, 1).into();
     let lists = [ids(&[7, 0, 1, 2, 5]), ids(&[11, 3, 10, 0])];
     let stats = prefill.send(&decode.reserve(1, &lists), 2).wait().unwrap();
     assert_eq!(stats.writes, 5 * 2 + 4 * 3);
@@ -177,6 +177,8 @@ fn two_peers_at_once(choice: TransportChoice) {
 
 fn a_receiver_that_restarted_is_another(choice: TransportChoice) {
     let old = Decode::new(small(), 1);
+    // As long as the peer has it open: a device's memory may not go before.
+    let _kept = old.pool.clone();
     let address = old.receiver.local_addr().to_string();
     let prefill = Prefill::new(small(), 2, choice);
     let stale = old.reserve(7, &[ids(&[3]), vec![]]);

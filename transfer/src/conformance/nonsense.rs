@@ -100,7 +100,7 @@ fn a_peer_that_writes_nonsense_touches_nothing() {
         decode.expect_failed(3);
         decode.expect_fenced(3);
     }
-    let untouched = pool(&decode.geometry, 1);
+    let untouched = pool(&decode.geometry, 1).into();
     for id in (0..64).map(BlockId) {
         assert!(block(&decode.pool, &decode.geometry, 0, id) == block(&untouched, &decode.geometry, 0, id), "{id}");
     }

@@ -62,18 +62,17 @@ fn for_each_place(ranks: u32, rank: u32, mut each: impl FnMut(usize, usize, usiz
 /// A prefill rank with its heads of the model's KV: block `b` of the sequence lies in block `b + 1`.
 fn prefill_rank(ranks: u32, rank: u32, choice: TransportChoice, convert: Option<Converter>) -> Prefill {
     let geometry = geometry(ranks, KvDtype::F16);
-    let pool = pool(&geometry, rank.into());
+    let pool = pool_on(devices().prefill, &geometry, rank.into());
     for_each_place(ranks, rank, |group, layer, plane, local, head| {
         for block in 0..BLOCKS[group] - 1 {
             let at = place(&geometry, group, layer, block + 1, plane, local);
-            // SAFETY: nobody else knows the pool yet.
-            unsafe { pool.write(at.start, &rows(group, layer, block, plane, head)) };
+            write(&pool, at.start, &rows(group, layer, block, plane, head));
         }
     });
     let options = SenderOptions {
         worker: WorkerId(100 + u64::from(rank)),
         geometry: geometry.clone(),
-        pool: pool_over(&pool, devices().prefill),
+        pool: pool.clone(),
         transport: choice,
         ucx: ucx(),
         tls: tls(),
@@ -120,12 +119,11 @@ fn fill(decode: &Decode, prefills: &[Prefill], parts: &[HeadPart]) {
 
 /// What lies in a decode rank's pool is what `expected` says of each head, in the blocks lent, and nothing else has changed.
 fn check(decode: &Decode, ranks: u32, rank: u32, expected: impl Fn(Vec<u8>) -> Vec<u8>) {
-    let before = pool(&decode.geometry, 1000 + u64::from(rank));
+    let before = Pool::from(pool(&decode.geometry, 1000 + u64::from(rank)));
     for_each_place(ranks, rank, |group, layer, plane, local, head| {
         for block in 0..BLOCKS[group] {
             let at = place(&decode.geometry, group, layer, block, plane, local);
-            // SAFETY: verified blocks and blocks never lent.
-            let (got, was) = unsafe { (decode.pool.read(at.start, at.len()), before.read(at.start, at.len())) };
+            let [got, was] = [&decode.pool, &before].map(|pool| read(pool, &[(at.start, at.len())]));
             let want = match lent()[group].iter().position(|b| b.0 == block) {
                 Some(index) => expected(rows(group, layer, index as u32, plane, head)),
                 None => was,
@@ -143,11 +141,14 @@ fn move_all(
     convert: Option<(Converter, Expected)>,
 ) {
     let (converter, expected) = convert.map_or((None, None), |(c, e)| (Some(c), Some(e)));
+    // A device's memory may not go while a peer has it open.
+    let mut kept = Vec::new();
     let prefills: Vec<_> = (0..prefill).map(|rank| prefill_rank(prefill, rank, choice, converter.clone())).collect();
     let plan = head_plan(&HEADS, prefill, decode).unwrap();
     for rank in 0..decode {
         let parts: Vec<_> = plan.iter().filter(|part| part.target_rank == rank).cloned().collect();
         let target = Decode::new(geometry(decode, dtype), 1000 + u64::from(rank));
+        kept.push(target.pool.clone());
         fill(&target, &prefills, &parts);
         check(&target, decode, rank, |rows| expected.map_or(rows.clone(), |expected| expected(rows)));
     }
@@ -162,8 +163,8 @@ fn heads_find_their_place_between_any_two_degrees(choice: TransportChoice) {
 }
 
 fn parts_of_a_block_are_apart(choice: TransportChoice) {
-    let prefills: Vec<_> = (0..2).map(|rank| prefill_rank(2, rank, choice, None)).collect();
     let decode = Decode::new(geometry(1, KvDtype::F16), 1000);
+    let prefills: Vec<_> = (0..2).map(|rank| prefill_rank(2, rank, choice, None)).collect();
     let parts = head_plan(&HEADS, 2, 1).unwrap();
     let first = reserve_part(&decode, 1, &parts[0]).unwrap();
     // I3: the same heads of the same blocks are lent once; a sender without slices would write all of them.
@@ -225,7 +226,7 @@ fn values_change_their_type_on_the_way(choice: TransportChoice) {
     let options = SenderOptions {
         worker: WorkerId(3),
         geometry: prefill.geometry.clone(),
-        pool: pool_over(&prefill.pool, devices().prefill),
+        pool: prefill.pool.clone(),
         transport: choice,
         ucx: ucx(),
         tls: tls(),

@@ -41,13 +41,13 @@ fn of(certificate: &str, authority: &str, name: Option<&str>) -> Result<Tls, Tra
 /// A decode worker set up like this, and a prefill worker like that: what becomes of a handoff. A friend is served all the same.
 fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Result<TransferStats, TransferError> {
     let (geometry, (tell, events)) = (large(), mpsc::channel());
-    let pools = [1, 2].map(|worker| pool(&geometry, worker));
+    let pools = [1, 2].map(|worker| Pool::from(pool(&geometry, worker)));
     let options = ReceiverOptions {
         worker: WorkerId(1),
         tcp: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
         geometry: geometry.clone(),
-        pool: pools[0].clone().into(),
+        pool: pools[0].clone(),
         ucx: UcxSettings::default(),
         tls: decode,
         cpus: Cpus::default(),
@@ -59,7 +59,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
         let options = SenderOptions {
             worker: WorkerId(worker),
             geometry: geometry.clone(),
-            pool: pools[1].clone().into(),
+            pool: pools[1].clone(),
             transport: TransportChoice::Tcp,
             ucx: UcxSettings::default(),
             tls,
@@ -139,11 +139,11 @@ fn with_tls_the_choice_leaves_out_what_encrypts_nothing() {
     with_tls(|| {
         let decode = Decode::new(large(), 1);
         let send = |worker: u64, transport| {
-            let (geometry, pool) = (large(), pool(&large(), worker));
+            let (geometry, pool) = (large(), Pool::from(pool(&large(), worker)));
             let options = SenderOptions {
                 worker: WorkerId(worker),
                 geometry: geometry.clone(),
-                pool: pool.clone().into(),
+                pool: pool.clone(),
                 transport,
                 ucx: ucx(),
                 tls: tls(),

@@ -2,7 +2,7 @@
 
 use baton_types::Stripes;
 
-use super::device::memory_over;
+use super::fake::memory_over;
 use super::*;
 use crate::SpreadMemory;
 
@@ -63,12 +63,12 @@ fn pools_of_any_number_of_devices_hand_over_to_each_other() {
     use TransportChoice::{Auto, Shm, Tcp};
     let pool_of = |ranks: u32, seed| match ranks {
         0 => {
-            let segment = pool(&large(), seed);
-            (None, segment.clone(), segment.into())
+            let pool = Pool::from(pool(&large(), seed));
+            (None, pool.clone(), pool)
         }
         _ => {
             let scattered = Scattered::new(ranks, seed);
-            let (whole, reached) = (scattered.whole.clone(), scattered.reached());
+            let (whole, reached) = (scattered.whole.clone().into(), scattered.reached());
             (Some(scattered), whole, reached)
         }
     };
@@ -90,14 +90,14 @@ fn pools_of_any_number_of_devices_hand_over_to_each_other() {
         let stats = prefill_end.send(&decode_end.reserve(1, std::slice::from_ref(&blocks)), 7).wait().unwrap();
         assert_eq!(stats.transport, over, "{prefill} -> {decode}");
         decode_end.expect_verified(1);
-        let now = taken.as_ref().map_or(&decode_end.pool, Scattered::gathered);
-        let before = pool(&large(), 1);
+        let now = taken.as_ref().map_or(decode_end.pool.clone(), |taken| taken.gathered().clone().into());
+        let before = pool(&large(), 1).into();
         for id in (0..large().blocks[0]).map(BlockId) {
             let want = match blocks.iter().position(|to| *to == id) {
                 Some(index) => block(&prefill_end.pool, &large(), 0, BlockId(7 + index as u32)),
                 None => block(&before, &large(), 0, id),
             };
-            assert!(block(now, &large(), 0, id) == want, "{prefill} -> {decode}: {id}");
+            assert!(block(&now, &large(), 0, id) == want, "{prefill} -> {decode}: {id}");
         }
     }
 }

@@ -236,8 +236,7 @@ impl Session {
 
     /// Does something with the reservations, and queues what is to be answered.
     fn with<T>(&mut self, act: impl FnOnce(&mut Inbound, &mut Ledger) -> T) -> Result<T, TransferError> {
-        let inbound = &mut self.inbound;
-        let done = self.hub.with(|ledger| act(inbound, ledger));
+        let done = settled(&self.hub, &mut self.inbound, &mut self.reach, act)?;
         self.answer()?;
         Ok(done)
     }
@@ -278,11 +277,13 @@ impl Session {
     /// host when its process is gone or has come back with a new session. Over UCX this end's worker goes first, and
     /// with it all that applies what the peer put; from another host nothing else can write.
     pub(crate) fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
-        let Session { hub, mail, link, more, ucx, mut inbound, pool_given, .. } = self;
+        let Session { hub, mail, link, more, ucx, mut reach, mut inbound, pool_given, .. } = self;
         if hub.stopped() {
             return;
         }
-        hub.with(|ledger| inbound.lost(ledger, &end));
+        if let Err(error) = settled(&hub, &mut inbound, &mut reach, |inbound, ledger| inbound.lost(ledger, &end)) {
+            tracing::error!(%error, %end, "cannot wait for what has arrived");
+        }
         drop((link, more, ucx));
         if let Some(process) = process.filter(|_| pool_given) {
             let over = || hub.stopped() || mail.superseded() || !hub.with(|ledger| inbound.holds_any(ledger));
@@ -304,6 +305,20 @@ impl Session {
     fn lost(&self, cause: impl ToString) -> TransferError {
         TransferError::PeerLost { peer: self.inbound.peer(), cause: cause.to_string() }
     }
+}
+
+/// Does something with the reservations; what it causes is passed on once nothing of it is on its way into the pool (I2, I3).
+fn settled<T>(
+    hub: &Hub,
+    inbound: &mut Inbound,
+    reach: &mut Reach,
+    act: impl FnOnce(&mut Inbound, &mut Ledger) -> T,
+) -> Result<T, TransferError> {
+    hub.with(|ledger| {
+        let done = act(inbound, ledger);
+        let settled = if inbound.take_unsettled() { reach.settle() } else { Ok(()) };
+        settled.map(|()| done)
+    })
 }
 
 /// Reads payload for a device's pool through host memory, as much as is there.
@@ -328,49 +343,4 @@ fn stage(
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::Shutdown;
-    use std::os::unix::net::UnixStream;
-
-    use baton_types::{Epoch, WorkerId};
-
-    use super::*;
-    use crate::link::Socket;
-    use crate::wire::{FrameLimits, WriteHead};
-
-    fn link(hub: &Hub) -> (Link, UnixStream) {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        ours.set_nonblocking(true).unwrap();
-        let limits = FrameLimits::new(&hub.options.limits, 1);
-        (Link::new(Socket::Unix(ours), hub.options.pool.clone(), limits), theirs)
-    }
-
-    /// A further connection that cannot be told that it has joined, though it has not closed.
-    fn deaf(hub: &Hub) -> (Link, UnixStream) {
-        let (mut link, theirs) = link(hub);
-        theirs.shutdown(Shutdown::Read).unwrap();
-        link.push(&Frame::Joined);
-        (link, theirs)
-    }
-
-    #[test]
-    fn what_cannot_be_told_that_it_joined_is_let_go_of_unless_it_has_carried_something() {
-        let hub = Arc::new(Hub::alone(9));
-        let (mail, (own, _peer)) = (Arc::new(Mail::new().unwrap()), link(&hub));
-        let welcomed = Welcomed { kind: TransportKind::Tcp, ucx: None, reach: hub.options.pool.reach().unwrap() };
-        let geometry = hub.options.geometry.clone();
-        let inbound = Inbound::new(1, WorkerId(5), TransportKind::Tcp, geometry, &hub.options.limits);
-        let mut session = Session::new(hub.clone(), mail.clone(), own, inbound, welcomed);
-        let ((unused, _a), (used, _b)) = (deaf(&hub), deaf(&hub));
-        mail.join(2, unused);
-        session.read_round().unwrap();
-        assert_eq!(session.more.len(), 1);
-        session.open_more().unwrap();
-        assert!(session.more.is_empty(), "it has carried nothing, so nothing is missing");
-        mail.join(3, used);
-        session.read_round().unwrap();
-        let head = WriteHead { epoch: Epoch(1), group: 0, layer: 0, payload: 64, indexes: vec![0] };
-        session.take_in(3, Frame::Write(head)).unwrap();
-        assert!(matches!(session.open_more(), Err(TransferError::PeerLost { .. })));
-    }
-}
+mod tests;

@@ -24,7 +24,7 @@ use crate::wire::{FrameLimits, Over, Ticket};
 use crate::{shm, tcp};
 
 /// Puts itself between a session and its transport, to make faults.
-#[cfg(test)]
+#[cfg(any(test, feature = "conformance"))]
 pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
 /// How long a worker that does not move is waited for, to tell it that its pool is let go of. Nothing else waits meanwhile.
@@ -38,7 +38,7 @@ pub(crate) struct Config {
     pub ucx: Result<Arc<Engine>, String>,
     /// What is known of the ways to decode workers.
     pub paths: Mutex<HashMap<WorkerId, Paths>>,
-    #[cfg(test)]
+    #[cfg(any(test, feature = "conformance"))]
     pub wrap: Option<Wrap>,
 }
 
@@ -128,7 +128,7 @@ impl Plan {
         self.config.host.same_as(&self.target.host)
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "conformance"))]
     pub(crate) fn wrap(&self, transport: Box<dyn Transport>) -> Box<dyn Transport> {
         match &self.config.wrap {
             Some(wrap) => wrap(transport),
@@ -136,7 +136,7 @@ impl Plan {
         }
     }
 
-    #[cfg(not(test))]
+    #[cfg(not(any(test, feature = "conformance")))]
     pub(crate) fn wrap(&self, transport: Box<dyn Transport>) -> Box<dyn Transport> {
         transport
     }

@@ -311,6 +311,11 @@ impl<D: SharingDevice> CopyQueue<D> {
         Ok(())
     }
 
+    /// Waits until all that was written is there for everybody.
+    pub fn settle(&mut self) -> Result<(), KernelError> {
+        self.kit()?.settle()
+    }
+
     /// Digests of runs of `bytes` bytes each, as (offset, number of the first lane), of what is in the pool once all writes so far are
     /// there, and what others wrote to it before this call. Waits for them.
     ///

@@ -1,0 +1,183 @@
+//! A device whose memory is an anonymous file that its processes share, so that transports between devices are tested without one: its
+//! jobs are begun when they are asked for and done only when they are asked after again, and what is written lands when it must.
+
+use std::collections::VecDeque;
+use std::fs::OpenOptions;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use baton_types::digest_block;
+use rustix::event::EventfdFlags;
+
+use super::*;
+use crate::link::Range;
+use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
+
+/// This memory as a device's.
+pub(crate) fn memory_over(segment: &Arc<Segment>) -> Arc<dyn DeviceMemory> {
+    Arc::new(Fake { segment: segment.clone() })
+}
+
+struct Fake {
+    segment: Arc<Segment>,
+}
+
+impl DeviceMemory for Fake {
+    fn bytes(&self) -> usize {
+        self.segment.len()
+    }
+
+    fn mark(&self) -> u64 {
+        7
+    }
+
+    fn export(&self) -> Result<Vec<u8>, DeviceError> {
+        let (process, fd) = (std::process::id(), self.segment.fd().as_raw_fd());
+        Ok(format!("/proc/{process}/fd/{fd}").into_bytes())
+    }
+
+    fn registrable(&self) -> Result<Registrable, DeviceError> {
+        Ok(Registrable { address: self.segment.as_ptr().expose_provenance() as u64, kind: MemoryKind::Host })
+    }
+
+    fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError> {
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let (jobs, staged, written) = (VecDeque::new(), Vec::new(), VecDeque::new());
+        Ok(Box::new(FakeQueue { segment: self.segment.clone(), peer: None, jobs, asked: false, staged, written, wake }))
+    }
+}
+
+enum Job {
+    Read(Vec<Range>),
+    Copy(Vec<Moving>, usize),
+    Digest(Vec<(usize, u64)>, usize),
+}
+
+struct FakeQueue {
+    segment: Arc<Segment>,
+    peer: Option<Segment>,
+    jobs: VecDeque<Job>,
+    /// Whether somebody has asked after the oldest one.
+    asked: bool,
+    staged: Vec<u8>,
+    /// On its way into the pool, oldest first.
+    written: VecDeque<(Vec<Range>, Vec<u8>)>,
+    wake: OwnedFd,
+}
+
+impl FakeQueue {
+    fn begin(&mut self, after: u64, job: Job) -> Result<(), DeviceError> {
+        assert_eq!(after, 7, "the mark it was queued with");
+        assert!(self.jobs.len() < DEVICE_JOBS);
+        self.jobs.push_back(job);
+        self.ring();
+        Ok(())
+    }
+
+    /// What was written first.
+    fn land(&mut self) {
+        let Some((ranges, staged)) = self.written.pop_front() else { return };
+        let mut from = 0;
+        for (offset, len) in ranges {
+            // SAFETY: the blocks are lent to the session whose queue this is.
+            unsafe { self.segment.write(offset, &staged[from..from + len]) };
+            from += len;
+        }
+    }
+
+    fn ring(&self) {
+        rustix::io::write(&self.wake, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    fn digests_of(&self, runs: &[(usize, u64)], len: usize) -> Vec<u64> {
+        runs.iter().map(|(offset, lane)| digest_block(&self.bytes((*offset, len)), *lane)).collect()
+    }
+
+    fn bytes(&self, (offset, len): Range) -> Vec<u8> {
+        // SAFETY: blocks that are sent, or that have arrived, do not change.
+        unsafe { self.segment.read(offset, len) }
+    }
+}
+
+impl DeviceQueue for FakeQueue {
+    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError> {
+        let path = std::str::from_utf8(handle).map_err(|e| DeviceError(e.to_string()))?;
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| DeviceError(e.to_string()))?;
+        self.peer = Some(Segment::open_peer(file.into(), bytes).map_err(|e| DeviceError(e.to_string()))?);
+        Ok(())
+    }
+
+    fn read(&mut self, after: u64, ranges: &[Range]) -> Result<(), DeviceError> {
+        self.begin(after, Job::Read(ranges.to_vec()))
+    }
+
+    fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError> {
+        self.begin(after, Job::Copy(runs.to_vec(), bytes))
+    }
+
+    fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError> {
+        self.begin(after, Job::Digest(runs.to_vec(), bytes))
+    }
+
+    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        self.asked = !self.asked && !self.jobs.is_empty();
+        if self.asked {
+            self.ring();
+        }
+        if self.asked || self.jobs.is_empty() {
+            return Ok(None);
+        }
+        Ok(self.jobs.pop_front().map(|job| match job {
+            Job::Read(ranges) => {
+                JobDone::Read(Staged::new(ranges.iter().flat_map(|r| self.bytes(*r)).collect::<Vec<u8>>()))
+            }
+            Job::Digest(runs, len) => JobDone::Digests(self.digests_of(&runs, len)),
+            Job::Copy(runs, len) => JobDone::Digests(
+                runs.iter()
+                    .map(|run| {
+                        let bytes = self.bytes((run.source, len));
+                        // SAFETY: the remote block is lent to the handoff that this is a job of.
+                        unsafe { self.peer.as_ref().unwrap().write(run.target, &bytes) };
+                        digest_block(&bytes, run.lane)
+                    })
+                    .collect(),
+            ),
+        }))
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.wake.as_fd())
+    }
+
+    fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError> {
+        self.staged = vec![0xee; bytes];
+        Ok(&mut self.staged)
+    }
+
+    fn write(&mut self, ranges: &[Range]) -> Result<(), DeviceError> {
+        self.written.push_back((ranges.to_vec(), std::mem::take(&mut self.staged)));
+        while self.written.len() > 2 {
+            self.land();
+        }
+        Ok(())
+    }
+
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        while !self.written.is_empty() {
+            self.land();
+        }
+        Ok(())
+    }
+
+    fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
+        assert!(self.jobs.is_empty());
+        self.settle()?;
+        Ok(self.digests_of(runs, bytes))
+    }
+}
+
+impl Drop for FakeQueue {
+    fn drop(&mut self) {
+        let _ = self.settle();
+    }
+}
