@@ -8,7 +8,7 @@
 #   tests/gpu.sh host           the same programs at small sizes with the kernels compiled for this processor: that they work, not how fast
 #
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
-# (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth, products, attention by every kernel
+# (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth and the rate of a large product, then products, attention by every kernel
 # it has), transports (conformance of every transport between pools of the GPU, with peers that are stopped and killed), ipc (KV from one
 # process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
 # CPU's), text (a real model's, beside the CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through

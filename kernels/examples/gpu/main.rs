@@ -12,15 +12,16 @@
 
 mod attention;
 mod handoff;
+mod products;
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use baton_kernels::conformance::{self, Factory, Promises, Random};
+use baton_kernels::conformance::{self, Factory, Promises};
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, Fp8, HostDevice};
-use baton_kernels::{Backend, First, Input, KernelError, Product, WeightSource};
-use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
+use baton_kernels::{Backend, KernelError};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
 
 /// Tokens of a block.
 const BLOCK: u32 = 16;
@@ -54,6 +55,8 @@ impl<D: Device> Factory for Gpu<D> {
 struct Sizes {
     /// f32 of an addition, for the memory's own bandwidth.
     floats: usize,
+    /// Rows, outputs and inputs of the product that shows how fast products can be.
+    square: usize,
     /// (outputs, inputs) of products.
     weights: &'static [(usize, usize)],
     rows: &'static [usize],
@@ -74,6 +77,7 @@ struct Sizes {
 
 const FULL: Sizes = Sizes {
     floats: 256 << 20,
+    square: 8192,
     // Those of attention's output, queries, keys and values together, gate and up together, down, and the logits: as layers have them.
     weights: &[(4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)],
     rows: &[1, 8, 64, 256, 2048, 8192],
@@ -91,6 +95,7 @@ const FULL: Sizes = Sizes {
 
 const SMALL: Sizes = Sizes {
     floats: 1 << 14,
+    square: 64,
     weights: &[(64, 128)],
     rows: &[1, 3],
     heads: 4,
@@ -158,7 +163,7 @@ fn conform<D: Device>(device: D, hopper: bool, fp8: bool) {
     }
 }
 
-/// A table: the memory's bandwidth first, then everything as a figure of its own.
+/// A table: the memory's bandwidth and the rate of a large product first, then everything as a figure of its own.
 fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let of = device.properties().clone();
     let (major, minor) = of.capability;
@@ -175,11 +180,12 @@ fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
         println!("{device_is}")
     }
     add(&device, sizes)?;
-    products(&device, sizes, false)?;
+    products::square(&device, sizes)?;
+    products::all(&device, sizes, false)?;
     let mut apart = attention::decode(&device, sizes)?;
     apart.extend(attention::prefill(&device, sizes)?);
     if of.fp8 != Fp8::None {
-        products(&device, sizes, true)?;
+        products::all(&device, sizes, true)?;
     }
     // Once everything is measured.
     if apart.is_empty() {
@@ -191,23 +197,30 @@ fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
 /// Rounds whose median is taken.
 const ROUNDS: usize = 5;
 
-/// Seconds of one run: the median of rounds of `repeats` runs each, after one that does not count.
+/// Seconds of one run: the median of rounds of `repeats` runs each, after one that does not count. `run` puts so many into a stream and
+/// waits for them.
+fn median(repeats: u32, mut run: impl FnMut(u32) -> Result<(), KernelError>) -> Result<f64, KernelError> {
+    run(1)?;
+    let mut rounds = [0.0; ROUNDS];
+    for seconds in &mut rounds {
+        let began = Instant::now();
+        run(repeats)?;
+        *seconds = began.elapsed().as_secs_f64() / f64::from(repeats);
+    }
+    rounds.sort_by(f64::total_cmp);
+    Ok(rounds[ROUNDS / 2])
+}
+
+/// The same of what a backend does.
 fn timed<D: Device>(
     backend: &mut CudaBackend<D>,
     repeats: u32,
     mut run: impl FnMut(&mut CudaBackend<D>),
 ) -> Result<f64, KernelError> {
-    run(backend);
-    backend.finish()?;
-    let mut rounds = [0.0; ROUNDS];
-    for seconds in &mut rounds {
-        let began = Instant::now();
-        (0..repeats).for_each(|_| run(backend));
-        backend.finish()?;
-        *seconds = began.elapsed().as_secs_f64() / f64::from(repeats);
-    }
-    rounds.sort_by(f64::total_cmp);
-    Ok(rounds[ROUNDS / 2])
+    median(repeats, |times| {
+        (0..times).for_each(|_| run(backend));
+        backend.finish()
+    })
 }
 
 /// What was measured, and how much of it a run does.
@@ -249,47 +262,5 @@ fn add<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let seconds = timed(&mut backend, sizes.repeats, |b| b.add(&mut x, &y, sizes.floats))?;
     let case = format!("x += y, {} floats", sizes.floats);
     Figure { what: "memory", case, seconds, bytes: sizes.floats * 12, operations: 0 }.print(sizes);
-    Ok(())
-}
-
-/// bf16 of either sign between an eighth and 2.
-fn weights(count: usize) -> Vec<u8> {
-    let mut random = Random(1);
-    let four = || ((random.bits() & 0x81ff_81ff_81ff_81ff) | 0x3e00_3e00_3e00_3e00).to_le_bytes();
-    let mut data: Vec<u8> = std::iter::repeat_with(four).take(count.div_ceil(4)).flatten().collect();
-    data.truncate(2 * count);
-    data
-}
-
-/// Products with all that is around them: what rounds the rows before, and with fp8 what scales the results where the device does not.
-fn products<D: Device>(device: &Arc<D>, sizes: &Sizes, fp8: bool) -> Result<(), KernelError> {
-    let options = CudaOptions { fp8, ..CudaOptions::default() };
-    let mut backend = CudaBackend::new(Arc::clone(device), geometry(sizes, 1, 1), options)?;
-    let (what, bytes_of_weight) = if fp8 { ("fp8", 1) } else { ("product", 2) };
-    for &(outs, cols) in sizes.weights {
-        let data = weights(outs * cols);
-        let source = WeightSource {
-            name: "w",
-            dtype: WeightDtype::Bf16,
-            rows: outs,
-            cols,
-            data: data[..].into(),
-            row_order: None,
-        };
-        let weight = backend.linear(&source)?;
-        let most = sizes.rows.iter().copied().max().unwrap_or(0);
-        let inputs = Random(2).vector(most * cols);
-        for &rows in sizes.rows {
-            let (mut x, mut out) = (backend.upload(&inputs[..rows * cols])?, backend.buffer(rows * outs)?);
-            let seconds = timed(&mut backend, sizes.repeats, |b| {
-                let input = Input { x: &mut x, rows, first: First::Nothing };
-                b.matmul(input, [Product { weight: &weight, bias: None, out: &mut out }]);
-            })?;
-            let (operations, bytes) =
-                (2 * rows * outs * cols, outs * cols * bytes_of_weight + rows * (cols + outs) * 4);
-            let case = format!("{outs} x {cols}, {rows} rows");
-            Figure { what, case, seconds, bytes, operations }.print(sizes);
-        }
-    }
     Ok(())
 }
