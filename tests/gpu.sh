@@ -9,7 +9,7 @@
 #
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
 # (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth and the rate of a large product, then products, attention by every kernel
-# it has), transports (conformance of every transport between pools of the GPU, with peers that are stopped and killed), ipc (KV from one
+# it has), transports (conformance of every transport between pools of the GPU, with peers that are stopped and killed; of UCX where it can be fetched), ipc (KV from one
 # process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
 # CPU's), text (a real model's, beside the CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through
 # the host's, and with prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a
@@ -186,6 +186,9 @@ pack)
     cd "$root"
     programs --release
     models=$(test_program cuda on_a_gpu --release)
+    # Finds or fetches UCX where the suite of transports runs.
+    mkdir -p "$2/tools"
+    cp "$root/tools/fetch-ucx" "$2/tools/"
     ranks=$(test_program tensor_parallel ranks_on_gpus --release)
     cp "$root/target/release/examples/gpu" "$root/target/release/baton" "$2/"
     cp "$root/$models" "$2/models"
@@ -234,6 +237,9 @@ run)
         mkdir -p "$(dirname "$built")"
         ln -s "$here" "$built"
     fi
+    root=$(dirname "$built")
+    mkdir -p "$root/transfer"
+    [ -e "$root/tools" ] || ln -s "$here/tools" "$root/tools"
     status=0
     for part in ${*:-$PARTS}; do
         began=$(date +%s)
@@ -254,6 +260,7 @@ run)
         esac
         # What a test says that passes over itself comes behind its name.
         if [ "$said" = ok ] && grep -q -e '^left out:' -e 'skipped: ' "$out/$part.log"; then said="left out"; fi
+        if [ "$said" = ok ] && grep -q 'no UCX here' "$out/$part.log"; then said="ok, without UCX"; fi
         # As much of the end as helps, and of what its processes said where it failed.
         tail -n $lines "$out/$part.log" | cut -c 1-400
         if [ "$said" != ok ]; then

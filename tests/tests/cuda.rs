@@ -1,6 +1,7 @@
 //! A whole model on the GPU backend, its kernels compiled for the host: every architecture's logits are those of the CPU backend
 //! within what 16-bit weights and activations allow, nothing is allocated on the device in a step, and graphs make no difference. Tokens
-//! chosen on the device are those that the host chooses, and the same whether or not steps are launched behind others (I1).
+//! chosen on the device are those that the host chooses, and the same whether or not steps are launched behind others (I1). And every
+//! transport keeps its word between pools in a device's memory (`transports`).
 
 #![allow(clippy::expect_used)]
 

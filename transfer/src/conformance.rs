@@ -67,6 +67,8 @@ use crate::{
 pub struct Setup {
     /// Makes a pool of so many bytes on it, a multiple of 8.
     pub memory: Box<dyn Fn(usize) -> Arc<dyn DeviceMemory>>,
+    /// UCX's own transports that reach it, as its variable UCX_TLS names them.
+    pub ucx: String,
     /// Arguments with which this program, started again as a process that is to be stopped or killed, calls [`child`] with the same.
     pub child: Vec<String>,
 }
@@ -179,9 +181,10 @@ pub(crate) fn ucx_is_here() -> bool {
     ucx_directory().is_ok()
 }
 
-/// UCX over TCP, unless its own variable says what else; without UCX, settings that find none.
+/// UCX over TCP, or by what reaches the device, unless its own variable says what else; without UCX, settings that find none.
 pub(crate) fn ucx() -> UcxSettings {
-    let tls = std::env::var_os("UCX_TLS").is_none().then(|| ("TLS".to_owned(), "tcp".to_owned()));
+    let by = setup().map_or("tcp".to_owned(), |setup| setup.ucx.clone());
+    let tls = std::env::var_os("UCX_TLS").is_none().then(|| ("TLS".to_owned(), by));
     UcxSettings { directory: ucx_directory().clone().ok(), options: UcxOptions(tls.into_iter().collect()) }
 }
 

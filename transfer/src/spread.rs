@@ -222,7 +222,9 @@ impl DeviceQueue for SpreadQueue {
     }
 
     fn settle(&mut self) -> Result<(), DeviceError> {
-        self.ranks.iter_mut().try_for_each(|rank| rank.queue.settle())
+        // All of them, also behind one that fails.
+        let settled: Vec<_> = self.ranks.iter_mut().map(|rank| rank.queue.settle()).collect();
+        settled.into_iter().collect()
     }
 
     /// Digests are sums over lanes, so those of a run's pieces add up to the run's.

@@ -18,7 +18,7 @@ use crate::threads;
 use crate::transport::{Batch, Progress, Transport};
 
 /// Batches for each connection: while one waits until its peer has read, the next is digested, which takes a sixth of the sender's time; and
-/// of several connections the others go on with as many. A batch is sent as soon as it may be, still in the cache.
+/// of several connections the others go on with as many. Not more: what is digested is to be sent while it is in the cache.
 const EACH: usize = 2;
 
 /// A batch on its way: whose, and by which byte of which connection it has left.

@@ -13,7 +13,7 @@ use crate::{Sabotage, Violation};
 
 /// Batches under way over shared memory, as many as any transport may take at once.
 const DEPTH: usize = 4;
-/// Batches under way over TCP for each of several connections.
+/// Batches under way over TCP for each connection.
 const EACH: usize = 2;
 
 /// A block's layer on its way over shared memory.
@@ -134,8 +134,7 @@ impl World {
     fn send_next(&mut self, session: &mut PrefillSession) -> bool {
         let Some(oldest) = session.sending.front() else { return true };
         if session.ends[oldest.end].outbox.holds(oldest.item) {
-            let depth = if session.ends.len() > 1 { EACH * session.ends.len() } else { 1 };
-            return session.sending.len() < depth;
+            return session.sending.len() < EACH * session.ends.len();
         }
         session.sending.pop_front();
         session.outbound.flushed(Vec::new());

@@ -9,31 +9,38 @@ use baton_kernels::cuda::{Driver, HostDevice, Recorder, SharedPool, SharingDevic
 use baton_transfer::conformance::{Setup, cases, child, set_up};
 use baton_worker::device_memory;
 
-/// Pools on this device, in this process and in those that `child`, a test of this program, is started for.
-fn setup<D: SharingDevice>(device: &Arc<D>, child: &str) -> Setup {
-    let device = Arc::clone(device);
-    let memory = move |bytes| device_memory(Arc::new(SharedPool::new(&device, bytes).expect("a pool")));
-    let child = ["--exact", child, "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec();
-    Setup { memory: Box::new(memory), child }
+/// How the suite is run over a device.
+struct How {
+    /// What of UCX reaches its memory.
+    ucx: &'static str,
+    /// The test of this program that its other processes are.
+    child: &'static str,
 }
 
-/// Every case of which the name passes; those that fail are named together.
-fn run<D: SharingDevice>(device: D, child: &str, wanted: impl Fn(&str) -> bool) -> anyhow::Result<()> {
+const HOST: How = How { ucx: "tcp", child: "transports::started_on_the_host" };
+const DRIVER: How = How { ucx: "tcp,cuda_copy", child: "transports::started_with_a_driver" };
+
+/// Pools on this device.
+fn setup<D: SharingDevice>(device: &Arc<D>, how: &How) -> Setup {
+    let device = Arc::clone(device);
+    let memory = move |bytes| device_memory(Arc::new(SharedPool::new(&device, bytes).expect("a pool")));
+    let child = ["--exact", how.child, "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec();
+    Setup { memory: Box::new(memory), ucx: how.ucx.to_owned(), child }
+}
+
+/// Every case; those that fail are named together.
+fn run<D: SharingDevice>(device: D, how: &How) -> anyhow::Result<()> {
     let device = Arc::new(Recorder::new(device));
-    set_up(setup(&device, child));
-    let cases: Vec<_> = cases().into_iter().filter(|case| wanted(&case.name())).collect();
-    ensure!(!cases.is_empty(), "no case is left");
-    let mut failed = Vec::new();
+    set_up(setup(&device, how));
+    let (cases, mut failed, mut known) = (cases(), Vec::new(), 0);
     for case in &cases {
         let began = Instant::now();
         let passed = catch_unwind(AssertUnwindSafe(|| case.run())).is_ok();
-        let said = if passed { "ok" } else { "FAILED" };
-        println!("{} ... {said} ({:.1} s)", case.name(), began.elapsed().as_secs_f64());
-        // What a case that failed holds may still be under way.
-        match passed {
-            true => ensure!(device.problems().is_empty(), "{}: {:?}", case.name(), device.problems()),
-            false => failed.push(case.name()),
-        }
+        let problems = device.problems().split_off(known);
+        known += problems.len();
+        let said = if passed && problems.is_empty() { "ok" } else { "FAILED" };
+        println!("{} ... {said} ({:.1} s) {}", case.name(), began.elapsed().as_secs_f64(), problems.join("; "));
+        failed.extend((said != "ok").then(|| case.name()));
     }
     println!("{} cases, {} failed", cases.len(), failed.len());
     ensure!(failed.is_empty(), "failed: {failed:?}");
@@ -48,14 +55,14 @@ fn on_the_host() -> Option<HostDevice> {
 #[test]
 fn transports_keep_their_word_between_pools_of_kernels_on_the_host() -> anyhow::Result<()> {
     let Some(device) = on_the_host() else { return Ok(()) };
-    run(device, "transports::started_on_the_host", |_| true)
+    run(device, &HOST)
 }
 
 /// The same on a GPU, where there is one: its kernels, its copies, its memory opened by other processes.
 #[test]
 fn transports_keep_their_word_between_pools_of_a_driver() -> anyhow::Result<()> {
     match Driver::open(0) {
-        Ok(device) => run(device, "transports::started_with_a_driver", |_| true),
+        Ok(device) => run(device, &DRIVER),
         Err(error) => {
             eprintln!("skipped: {error}");
             Ok(())
@@ -66,11 +73,11 @@ fn transports_keep_their_word_between_pools_of_a_driver() -> anyhow::Result<()> 
 /// Not a test: processes that cases stop and kill.
 #[test]
 fn started_on_the_host() {
-    child(|| on_the_host().map(|device| setup(&Arc::new(device), "transports::started_on_the_host")));
+    child(|| on_the_host().map(|device| setup(&Arc::new(device), &HOST)));
 }
 
 /// Not a test: processes that cases stop and kill.
 #[test]
 fn started_with_a_driver() {
-    child(|| Driver::open(0).ok().map(|device| setup(&Arc::new(device), "transports::started_with_a_driver")));
+    child(|| Driver::open(0).ok().map(|device| setup(&Arc::new(device), &DRIVER)));
 }

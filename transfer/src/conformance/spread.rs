@@ -121,6 +121,20 @@ fn digests_are_those_of_the_whole_pool_and_of_what_is_in_it() {
     assert_eq!(wrong, [false, false, true, false, false, false]);
 }
 
+/// On every rank (I3).
+#[test]
+fn what_was_written_is_there_once_it_is_settled() {
+    let (scattered, bytes) = (Scattered::new(4, 5), large().bytes());
+    let mut queue = crate::DeviceMemory::queue(&scattered.memory()).unwrap();
+    queue.stage(bytes).unwrap()[..bytes].fill(0x5a);
+    queue.write(&[(0, bytes)]).unwrap();
+    // SAFETY: nobody writes to the pool.
+    let there = || unsafe { scattered.gathered().read(0, bytes) }.iter().filter(|byte| **byte == 0x5a).count();
+    assert!(there() < bytes / 100, "it has only begun");
+    queue.settle().unwrap();
+    assert_eq!(there(), bytes);
+}
+
 #[test]
 fn what_lies_outside_and_what_is_not_shared_evenly_is_refused() {
     let scattered = Scattered::new(2, 5);

@@ -55,8 +55,6 @@ pub struct Inbound {
     pulse: Pulse,
     /// When leases were renewed last.
     renewed: Option<Instant>,
-    /// See [`Inbound::take_unsettled`].
-    unsettled: bool,
 }
 
 impl Inbound {
@@ -75,7 +73,6 @@ impl Inbound {
             answers: VecDeque::new(),
             pulse: Pulse::new(limits.heartbeat),
             renewed: None,
-            unsettled: false,
         }
     }
 
@@ -149,8 +146,6 @@ impl Inbound {
         let Some(stream) = self.streams.get_mut(stream) else { return Ok(()) };
         let Some(landing) = stream.landing.take_if(|l| l.payload.is_done()) else { return Ok(()) };
         stream.writes += 1;
-        // Digests would have waited for it.
-        self.unsettled |= !self.verify;
         if let Some(head) = landing.head
             && let Some(incoming) = self.incoming.get_mut(&head.epoch)
         {
@@ -159,12 +154,6 @@ impl Inbound {
             return unsafe { incoming.landed(&self.geometry, pool, &head) };
         }
         Ok(())
-    }
-
-    /// Whether bytes for blocks that are given back may still be on their way from staging memory into a device's pool: before anyone hears
-    /// that the blocks are free, or verified, they must be there (I2, I3).
-    pub fn take_unsettled(&mut self) -> bool {
-        std::mem::take(&mut self.unsettled)
     }
 
     /// A completion that every write it comes after has arrived for: to be taken as if it came now.
@@ -222,9 +211,7 @@ impl Inbound {
     /// not known by that.
     pub fn lost(&mut self, ledger: &mut Ledger, error: &TransferError) {
         std::mem::take(&mut self.incoming).iter().for_each(|(epoch, incoming)| self.note_cut(*epoch, incoming));
-        for stream in &mut self.streams {
-            self.unsettled |= stream.landing.take().is_some();
-        }
+        self.streams.iter_mut().for_each(|stream| stream.landing = None);
         self.early.clear();
         if error.is_corruption() {
             ledger.corrupted();
@@ -265,7 +252,6 @@ impl Inbound {
         for landing in self.streams.iter_mut().filter_map(|stream| stream.landing.as_mut()) {
             if landing.head.take_if(|head| head.epoch == epoch).is_some() {
                 landing.payload.turn_to_discard();
-                self.unsettled = true;
             }
         }
         self.early.remove(&epoch);

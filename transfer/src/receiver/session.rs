@@ -49,6 +49,8 @@ pub(crate) struct Session {
     ucx: Option<Worker>,
     /// This session's way to the pool.
     reach: Reach,
+    /// Whether something may be on its way through staging memory into the pool.
+    staged: bool,
     inbound: Inbound,
     /// Whether the pool's descriptor, or its key, was handed out.
     pool_given: bool,
@@ -57,7 +59,7 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(hub: Arc<Hub>, mail: Arc<Mail>, link: Link, inbound: Inbound, welcomed: Welcomed) -> Session {
         let Welcomed { kind, ucx, reach } = welcomed;
-        Session { hub, mail, link, more: Vec::new(), kind, ucx, reach, inbound, pool_given: false }
+        Session { hub, mail, link, more: Vec::new(), kind, ucx, reach, staged: false, inbound, pool_given: false }
     }
 
     /// Serves until the session ends; answers why.
@@ -176,6 +178,8 @@ impl Session {
     }
 
     fn take_in(&mut self, stream: usize, frame: Frame) -> Result<(), TransferError> {
+        // Any may be the end of a handoff.
+        self.settle()?;
         let now = Instant::now();
         self.with(|inbound, ledger| inbound.frame(stream, frame, now, ledger))??;
         self.link.flush().map_err(|e| self.lost(e))
@@ -193,7 +197,10 @@ impl Session {
                     // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When
                     // it is fenced, `obey_fences`, on this same thread, turns them away on every connection before saying so.
                     Reach::Host(_) => unsafe { link.read_payload(ranges) },
-                    Reach::Device(queue) => stage(link, &mut **queue, ranges)?,
+                    Reach::Device(queue) => {
+                        self.staged = true;
+                        stage(link, &mut **queue, ranges)?
+                    }
                 },
             };
             match got {
@@ -229,14 +236,26 @@ impl Session {
     /// Fences what other threads asked to be fenced.
     fn obey_fences(&mut self) -> Result<(), TransferError> {
         for epoch in self.mail.take_fences() {
+            self.settle()?;
             self.with(|inbound, ledger| inbound.fence(epoch, ledger))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until what arrived is in the pool. Blocks that are given back may be another's at once, and those that are announced are read:
+    /// nothing may be on its way into them then (I2, I3). Not under the lock of the reservations, since a device may take its time.
+    fn settle(&mut self) -> Result<(), TransferError> {
+        if self.staged {
+            self.reach.settle()?;
+            self.staged = false;
         }
         Ok(())
     }
 
     /// Does something with the reservations, and queues what is to be answered.
     fn with<T>(&mut self, act: impl FnOnce(&mut Inbound, &mut Ledger) -> T) -> Result<T, TransferError> {
-        let done = settled(&self.hub, &mut self.inbound, &mut self.reach, act)?;
+        let inbound = &mut self.inbound;
+        let done = self.hub.with(|ledger| act(inbound, ledger));
         self.answer()?;
         Ok(done)
     }
@@ -281,8 +300,13 @@ impl Session {
         if hub.stopped() {
             return;
         }
-        if let Err(error) = settled(&hub, &mut inbound, &mut reach, |inbound, ledger| inbound.lost(ledger, &end)) {
-            tracing::error!(%error, %end, "cannot wait for what has arrived");
+        // Before anyone hears of it, as in `settle`.
+        let settled = reach.settle();
+        hub.with(|ledger| inbound.lost(ledger, &end));
+        if let Err(error) = settled {
+            // I3: better lost to this process than reused while a copy may be under way.
+            tracing::error!(%error, %end, "cannot tell when what has arrived is in the pool; its blocks stay aside");
+            return;
         }
         drop((link, more, ucx));
         if let Some(process) = process.filter(|_| pool_given) {
@@ -305,20 +329,6 @@ impl Session {
     fn lost(&self, cause: impl ToString) -> TransferError {
         TransferError::PeerLost { peer: self.inbound.peer(), cause: cause.to_string() }
     }
-}
-
-/// Does something with the reservations; what it causes is passed on once nothing of it is on its way into the pool (I2, I3).
-fn settled<T>(
-    hub: &Hub,
-    inbound: &mut Inbound,
-    reach: &mut Reach,
-    act: impl FnOnce(&mut Inbound, &mut Ledger) -> T,
-) -> Result<T, TransferError> {
-    hub.with(|ledger| {
-        let done = act(inbound, ledger);
-        let settled = if inbound.take_unsettled() { reach.settle() } else { Ok(()) };
-        settled.map(|()| done)
-    })
 }
 
 /// Reads payload for a device's pool through host memory, as much as is there.

@@ -1,5 +1,6 @@
 use std::io::Write as _;
 use std::net::Shutdown;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use crate::conformance::memory_over;
 use crate::heads::HeadSlice;
 use crate::link::Socket;
 use crate::wire::{FrameLimits, WriteHead};
-use crate::{Pool, ReceiverEvent, Segment};
+use crate::{JobDone, Moving, Pool, ReceiverEvent, Segment};
 
 fn link(hub: &Hub) -> (Link, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -79,6 +80,7 @@ fn midway(verify: bool) -> (Session, Around) {
     hub.with(|ledger| ledger.reserve(EPOCH, 7, &[vec![BlockId(1)]], &[HeadSlice::all(1)], far)).unwrap();
 
     let (mail, (own, own_peer), (joined, peer)) = (Arc::new(Mail::new().unwrap()), link(&hub), link(&hub));
+    assert!(hub.admit(1, mail.clone()));
     let welcomed = Welcomed { kind: TransportKind::Tcp, ucx: None, reach: hub.options.pool.reach().unwrap() };
     let inbound = Inbound::new(1, WorkerId(5), TransportKind::Tcp, hub.options.geometry.clone(), &hub.options.limits);
     let inbound = if verify { inbound } else { inbound.unverified() };
@@ -117,7 +119,7 @@ fn blocks_are_given_back_once_nothing_is_on_its_way_into_a_device() {
 
     let (mut session, around) = midway(true);
     around.hub.with(|ledger| ledger.fence(EPOCH));
-    session.with(|inbound, ledger| inbound.fence(EPOCH, ledger)).unwrap();
+    session.obey_fences().unwrap();
     assert!(matches!(around.told()[..], [Fenced { epoch: EPOCH }]));
 
     let (mut session, around) = midway(true);
@@ -128,6 +130,59 @@ fn blocks_are_given_back_once_nothing_is_on_its_way_into_a_device() {
     let end = session.lost("it closed the connection");
     session.wind_up(None, end);
     assert!(matches!(around.told()[..], [Failed { .. }, Fenced { epoch: EPOCH }]));
+}
+
+/// A device that does nothing any more.
+struct Broken;
+
+fn broken<T>() -> Result<T, DeviceError> {
+    Err(DeviceError("it is broken".into()))
+}
+
+impl DeviceQueue for Broken {
+    fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn read(&mut self, _: u64, _: &[Range]) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn copy(&mut self, _: u64, _: &[Moving], _: usize) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn digest(&mut self, _: u64, _: &[(usize, u64)], _: usize) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
+        broken()
+    }
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn stage(&mut self, _: usize) -> Result<&mut [u8], DeviceError> {
+        broken()
+    }
+    fn write(&mut self, _: &[Range]) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn digests(&mut self, _: &[(usize, u64)], _: usize) -> Result<Vec<u64>, DeviceError> {
+        broken()
+    }
+}
+
+/// I3: nobody knows whether the copy is over.
+#[test]
+fn blocks_stay_aside_when_a_device_fails_in_the_midst_of_them() {
+    let (mut session, around) = midway(true);
+    let settling = std::mem::replace(&mut session.reach, Reach::Device(Box::new(Broken)));
+    let error = session.take_in(0, Frame::Abort { epoch: EPOCH }).unwrap_err();
+    assert!(error.to_string().contains("it is broken"), "{error}");
+    drop(settling);
+    session.wind_up(None, error);
+    assert!(matches!(around.told()[..], [ReceiverEvent::Failed { .. }]), "not that they are free");
+    assert_eq!(around.hub.with(|ledger| ledger.fence(EPOCH)), crate::FenceState::Pending);
 }
 
 /// I2: digests wait for what they are of; where none are made, something else must.
