@@ -48,7 +48,7 @@ pub(crate) use children::command as child_process;
 use connections::{connections, with_connections};
 use device::{devices, pool_on, read, write};
 #[cfg(test)]
-pub(crate) use fake::memory_over;
+pub(crate) use fake::{Broken, memory_over};
 use faults::{after_each, altered, before_each, held, watched};
 use secrets::{tls, with_tls};
 use ways::for_each_transport;

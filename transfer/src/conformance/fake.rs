@@ -181,3 +181,64 @@ impl Drop for FakeQueue {
         let _ = self.settle();
     }
 }
+
+/// A device that does nothing any more.
+pub(crate) struct Broken {
+    /// Of its pool.
+    pub bytes: usize,
+}
+
+fn broken<T>() -> Result<T, DeviceError> {
+    Err(DeviceError("it is broken".into()))
+}
+
+impl DeviceQueue for Broken {
+    fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn read(&mut self, _: u64, _: &[Range]) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn copy(&mut self, _: u64, _: &[Moving], _: usize) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn digest(&mut self, _: u64, _: &[(usize, u64)], _: usize) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
+        broken()
+    }
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn stage(&mut self, _: usize) -> Result<&mut [u8], DeviceError> {
+        broken()
+    }
+    fn write(&mut self, _: &[Range]) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        broken()
+    }
+    fn digests(&mut self, _: &[(usize, u64)], _: usize) -> Result<Vec<u64>, DeviceError> {
+        broken()
+    }
+}
+
+impl DeviceMemory for Broken {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn mark(&self) -> u64 {
+        0
+    }
+    fn export(&self) -> Result<Vec<u8>, DeviceError> {
+        broken()
+    }
+    fn registrable(&self) -> Result<Registrable, DeviceError> {
+        broken()
+    }
+    fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError> {
+        Ok(Box::new(Broken { bytes: self.bytes }))
+    }
+}

@@ -2,7 +2,7 @@
 
 use baton_types::Stripes;
 
-use super::fake::memory_over;
+use super::fake::{Broken, memory_over};
 use super::*;
 use crate::SpreadMemory;
 
@@ -133,6 +133,27 @@ fn what_was_written_is_there_once_it_is_settled() {
     assert!(there() < bytes / 100, "it has only begun");
     queue.settle().unwrap();
     assert_eq!(there(), bytes);
+}
+
+/// A rank whose device fails holds up no other, and is told of.
+#[test]
+fn a_rank_that_cannot_settle_is_an_error_once_the_others_have() {
+    let whole = Scattered::new(2, 5);
+    let (rank, bytes) = (&whole.ranks[1], whole.ranks[1].len());
+    let memory = SpreadMemory::new(&large(), vec![Arc::new(Broken { bytes }), memory_over(rank)]).unwrap();
+    let mut queue = crate::DeviceMemory::queue(&memory).unwrap();
+    let stripes = Stripes::new(&large(), 2).unwrap();
+    let (mut at, mut there) = (0, None);
+    for piece in stripes.pieces(0..stripes.bytes()) {
+        there = there.or_else(|| (piece.rank == 1).then_some((at, piece.offset, piece.len)));
+        at += piece.len;
+    }
+    let (at, offset, len) = there.unwrap();
+    queue.stage(len).unwrap()[..len].fill(0x5a);
+    queue.write(&[(at, len)]).unwrap();
+    assert!(queue.settle().unwrap_err().0.contains("it is broken"));
+    // SAFETY: nobody writes to the pool.
+    assert_eq!(unsafe { rank.read(offset, len) }, vec![0x5a; len]);
 }
 
 #[test]

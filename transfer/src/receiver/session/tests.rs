@@ -1,6 +1,5 @@
 use std::io::Write as _;
 use std::net::Shutdown;
-use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -8,11 +7,11 @@ use std::time::Duration;
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use super::*;
-use crate::conformance::memory_over;
+use crate::conformance::{Broken, memory_over};
 use crate::heads::HeadSlice;
 use crate::link::Socket;
 use crate::wire::{FrameLimits, WriteHead};
-use crate::{JobDone, Moving, Pool, ReceiverEvent, Segment};
+use crate::{Pool, ReceiverEvent, Segment};
 
 fn link(hub: &Hub) -> (Link, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -132,51 +131,11 @@ fn blocks_are_given_back_once_nothing_is_on_its_way_into_a_device() {
     assert!(matches!(around.told()[..], [Failed { .. }, Fenced { epoch: EPOCH }]));
 }
 
-/// A device that does nothing any more.
-struct Broken;
-
-fn broken<T>() -> Result<T, DeviceError> {
-    Err(DeviceError("it is broken".into()))
-}
-
-impl DeviceQueue for Broken {
-    fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
-        broken()
-    }
-    fn read(&mut self, _: u64, _: &[Range]) -> Result<(), DeviceError> {
-        broken()
-    }
-    fn copy(&mut self, _: u64, _: &[Moving], _: usize) -> Result<(), DeviceError> {
-        broken()
-    }
-    fn digest(&mut self, _: u64, _: &[(usize, u64)], _: usize) -> Result<(), DeviceError> {
-        broken()
-    }
-    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
-        broken()
-    }
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn stage(&mut self, _: usize) -> Result<&mut [u8], DeviceError> {
-        broken()
-    }
-    fn write(&mut self, _: &[Range]) -> Result<(), DeviceError> {
-        broken()
-    }
-    fn settle(&mut self) -> Result<(), DeviceError> {
-        broken()
-    }
-    fn digests(&mut self, _: &[(usize, u64)], _: usize) -> Result<Vec<u64>, DeviceError> {
-        broken()
-    }
-}
-
 /// I3: nobody knows whether the copy is over.
 #[test]
 fn blocks_stay_aside_when_a_device_fails_in_the_midst_of_them() {
     let (mut session, around) = midway(true);
-    let settling = std::mem::replace(&mut session.reach, Reach::Device(Box::new(Broken)));
+    let settling = std::mem::replace(&mut session.reach, Reach::Device(Box::new(Broken { bytes: 0 })));
     let error = session.take_in(0, Frame::Abort { epoch: EPOCH }).unwrap_err();
     assert!(error.to_string().contains("it is broken"), "{error}");
     drop(settling);
