@@ -8,13 +8,14 @@
 #   tests/gpu.sh host           the same programs at small sizes with the kernels compiled for this processor: that they work, not how fast
 #
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
-# (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth and the rate of a large product, then products, attention by every kernel
-# it has), transports (conformance of every transport between pools of the GPU, with peers that are stopped and killed; of UCX where it can be fetched), ipc (KV from one
-# process into another), engine (steps of Llama-3.1-8B's shape), models (logits of every architecture against the
-# CPU's), text (a real model's, beside the CPU's), ranks (the same of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through
-# the host's, and with prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a
-# model and the engine with weights of 8 bits), peer (the same under PyTorch and transformers), sanitizer and races (conformance again
-# under compute-sanitizer). A part that fails or takes too long does not keep the others from running.
+# (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth and the rate of a large product,
+# then the model's products, and attention by every kernel it has), transports (conformance of every transport between pools of the GPU,
+# with peers that are stopped and killed; of UCX where it can be fetched), ipc (KV from one process into another), engine (steps of
+# Llama-3.1-8B's shape), models (logits of every architecture against the CPU's), text (a real model's, beside the CPU's), ranks (the same
+# of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through the host's, and with
+# prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a model and the engine
+# with weights of 8 bits), peer (the same under PyTorch and transformers), sanitizer and races (conformance again under
+# compute-sanitizer). A part that fails or takes too long does not keep the others from running.
 #
 # Where a call may take ten minutes only, run them in several. With SECONDS_AT_MOST=570 no part goes on for longer than is left of that,
 # and those that no time is left for are named. Results of earlier calls are gone on with where DIR/results.tar.gz has them: on a machine
@@ -126,7 +127,7 @@ part() {
     conformance) "$here/gpu" conformance --no-hopper ;;
     hopper) "$here/gpu" conformance ;;
     models) "$here/models" on_a_gpu --nocapture ;;
-    # Names of cases, and what those say that fail; others fail threads on purpose.
+    # Each case is named with its verdict. Panics of threads between them are no failures: cases make them.
     transports) "$here/models" between_pools_of_a_driver --nocapture ;;
     sanitizer) sanitized memcheck "${NO_HOPPER:+--no-hopper}" ;;
     # Of shared memory that copy units write it knows little.

@@ -12,6 +12,7 @@ pub use crate::link::Range;
 pub use crate::links::Written;
 pub use crate::receiver::{Inbound, Ledger, Members, Payload, SessionId, Target};
 pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
+pub use crate::tcp::TCP_BATCHES;
 pub use crate::transport::{Batch, BlockWrite, Run};
 pub use crate::wire::{
     Access, Frame, FrameHead, FrameLimits, Hello, MAX_STREAMS, Over, PREFIX, Refusal, Ticket, WriteHead, parse_body,

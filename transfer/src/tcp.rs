@@ -19,7 +19,7 @@ use crate::transport::{Batch, Progress, Transport};
 
 /// Batches for each connection: while one waits until its peer has read, the next is digested, which takes a sixth of the sender's time; and
 /// of several connections the others go on with as many. Not more: what is digested is to be sent while it is in the cache.
-const EACH: usize = 2;
+pub const TCP_BATCHES: usize = 2;
 
 /// A batch on its way: whose, and by which byte of which connection it has left.
 struct Sending {
@@ -37,7 +37,7 @@ pub(crate) struct Tcp {
 impl Tcp {
     /// Over so many connections.
     pub(crate) fn new(connections: usize) -> Tcp {
-        Tcp { depth: EACH * connections, under_way: VecDeque::new() }
+        Tcp { depth: TCP_BATCHES * connections, under_way: VecDeque::new() }
     }
 }
 

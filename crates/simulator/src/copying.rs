@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_transfer::protocol::{Batch, Frame, Run};
+use baton_transfer::protocol::{Batch, Frame, Run, TCP_BATCHES};
 use baton_transfer::{Segment, TransportKind};
 use baton_types::Epoch;
 
@@ -13,8 +13,6 @@ use crate::{Sabotage, Violation};
 
 /// Batches under way over shared memory, as many as any transport may take at once.
 const DEPTH: usize = 4;
-/// Batches under way over TCP for each connection.
-const EACH: usize = 2;
 
 /// A block's layer on its way over shared memory.
 #[derive(Clone, Copy, Debug)]
@@ -134,7 +132,7 @@ impl World {
     fn send_next(&mut self, session: &mut PrefillSession) -> bool {
         let Some(oldest) = session.sending.front() else { return true };
         if session.ends[oldest.end].outbox.holds(oldest.item) {
-            return session.sending.len() < EACH * session.ends.len();
+            return session.sending.len() < TCP_BATCHES * session.ends.len();
         }
         session.sending.pop_front();
         session.outbound.flushed(Vec::new());
