@@ -3,26 +3,31 @@
 use baton_cluster::Role as MemberRole;
 use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
+use baton_roles::Decode;
+use baton_roles::decode::Answer;
 use baton_transfer::{Receiver, ReceiverOptions};
 use baton_worker::{
-    Commands, EngineHandle, Events, Item, Node, NodeRole, TransportKind, WorkerError, WorkerService, stream_status,
+    Commands, EngineHandle, Events, Node, NodeRole, TransportKind, Wire, WorkerError, WorkerService, stream_status,
 };
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
-use crate::role::{Command, DecodeRole, Said};
+use crate::role::{DecodeShell, Message};
 
 pub(crate) struct DecodeNode {
     node: Node,
-    engine: EngineHandle<Command>,
-    worker: WorkerService,
+    engine: EngineHandle<Message>,
 }
 
 impl NodeRole for DecodeNode {
-    type Role = DecodeRole;
+    type Shell = DecodeShell;
     const ROLE: MemberRole = MemberRole::Decode;
 
-    fn role(node: &Node, commands: Commands<Command>) -> Result<DecodeRole, WorkerError> {
+    fn role(node: &Node) -> Decode {
+        Decode::new(node.config.kv_lease, node.vocab)
+    }
+
+    fn shell(node: &Node, commands: Commands<Message>) -> Result<DecodeShell, WorkerError> {
         let options = ReceiverOptions {
             worker: node.id,
             tcp: node.config.transfer,
@@ -37,52 +42,52 @@ impl NodeRole for DecodeNode {
         };
         let on_event = Box::new(move |event| {
             // The engine thread outlives the receiver, except at the very end, when nobody waits for events.
-            let _ = commands.send(Command::Received(event));
+            let _ = commands.send(Message::Received(event));
         });
         let receiver = Receiver::bind(options, on_event)?;
         if node.config.transport == TransportKind::Ucx {
             receiver.prepare_ucx()?;
         }
-        Ok(DecodeRole::new(receiver, node.config.kv_lease, node.vocab))
+        Ok(DecodeShell::new(receiver))
     }
 
     fn routes(
         node: Node,
-        engine: EngineHandle<Command>,
-        worker: WorkerService,
+        engine: EngineHandle<Message>,
+        _: WorkerService,
         routes: &mut RoutesBuilder,
     ) -> Result<&'static str, WorkerError> {
-        routes.add_service(decode_server::DecodeServer::new(DecodeNode { node, engine, worker }));
+        routes.add_service(decode_server::DecodeServer::new(DecodeNode { node, engine }));
         Ok(<decode_server::DecodeServer<DecodeNode> as tonic::server::NamedService>::NAME)
     }
 }
 
 #[tonic::async_trait]
 impl decode_server::Decode for DecodeNode {
-    type GenerateStream = Events<Said, Command>;
+    type GenerateStream = Events<Self, Message>;
 
     async fn generate(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        self.worker.accept()?;
         let request = request.into_inner();
         let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
         let start = if request.local_prefill { Start::Compute } else { Start::Receive };
         let new = Box::new(self.node.new_sequence(sequence, start).await?);
-        Events::open(&self.engine, Command::Cancel, |stream, accepted| Command::Generate { new, stream, accepted })
+        Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Generate { new, stream, accepted })
             .await
     }
 }
 
-impl Item for Said {
+impl Wire for DecodeNode {
+    type Item = Answer;
     type Event = v1::DecodeEvent;
 
-    fn into_event(self) -> Result<(v1::DecodeEvent, bool), Status> {
-        let last = matches!(self, Said::Finished(_));
-        let event = match self {
-            Said::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
-            Said::Token(token) => Sent::Token(token.into()),
-            Said::Started(cached_tokens) => Sent::Started(v1::Started { cached_tokens }),
-            Said::Finished(reason) => Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into() }),
-            Said::Failed(kind, message) => return Err(stream_status(kind, message)),
+    fn event(answer: Answer) -> Result<(v1::DecodeEvent, bool), Status> {
+        let last = answer.is_last();
+        let event = match answer {
+            Answer::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
+            Answer::Token(token) => Sent::Token(token.into()),
+            Answer::Started(cached_tokens) => Sent::Started(v1::Started { cached_tokens }),
+            Answer::Finished(reason) => Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into() }),
+            Answer::Failed(kind, message) => return Err(stream_status(kind, message)),
         };
         Ok((v1::DecodeEvent { event: Some(event) }, last))
     }

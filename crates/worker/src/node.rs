@@ -8,6 +8,7 @@ use baton_cluster::{Member, Role as MemberRole};
 use baton_engine::{Engine, EngineConfig, NewSequence, Start};
 use baton_grammar::Grammars;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
+use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
 use baton_runtime::{Outcome, Process};
 use baton_types::WorkerId;
@@ -18,23 +19,25 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::load::{Ready, load};
 use crate::settings::check_settings;
-use crate::{Commands, EngineHandle, Role, WorkerConfig, WorkerError, WorkerService, engine_thread};
+use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// HTTP/2 streams a worker keeps open at most, per connection (I5).
 const MAX_STREAMS: u32 = 4096;
 
 /// What a role brings along.
 pub trait NodeRole: Sized {
-    /// Its part on the engine thread.
-    type Role: Role;
+    /// What surrounds its core on the engine thread.
+    type Shell: Shell;
     /// Its member role.
     const ROLE: MemberRole;
-    /// Makes the engine-thread part.
-    fn role(node: &Node, commands: Commands<<Self::Role as Role>::Command>) -> Result<Self::Role, WorkerError>;
+    /// Makes its core's role.
+    fn role(node: &Node) -> <Self::Shell as Shell>::Role;
+    /// Makes the shell.
+    fn shell(node: &Node, commands: Commands<<Self::Shell as Shell>::Command>) -> Result<Self::Shell, WorkerError>;
     /// Adds its gRPC service.
     fn routes(
         node: Node,
-        handle: EngineHandle<<Self::Role as Role>::Command>,
+        handle: EngineHandle<<Self::Shell as Shell>::Command>,
         worker: WorkerService,
         routes: &mut tonic::service::RoutesBuilder,
     ) -> Result<&'static str, WorkerError>;
@@ -114,8 +117,10 @@ impl Node {
         let node =
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config };
         let (clock, timeout) = (node.clock, node.config.gpu_timeout);
+        let layout = node.geometry.layout.clone().into();
+        let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
         let handle =
-            engine_thread::start("engine", engine, runner, clock, timeout, |commands| N::role(&node, commands))?;
+            engine_thread::start("engine", core, runner, clock, timeout, |commands| N::shell(&node, commands))?;
         let service = WorkerService::new(N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
@@ -151,7 +156,7 @@ impl Node {
     async fn serve<N: NodeRole>(
         self,
         process: Process,
-        handle: EngineHandle<<N::Role as Role>::Command>,
+        handle: EngineHandle<<N::Shell as Shell>::Command>,
         service: WorkerService,
         listener: tokio::net::TcpListener,
         member: Member,
@@ -162,7 +167,7 @@ impl Node {
         let mut routes = Routes::builder();
         routes.add_service(health_service).add_service(WorkerServer::new(service.clone()));
         let stall = handle.stall().clone();
-        let served = N::routes(self, handle, service.clone(), &mut routes)?;
+        let served = N::routes(self, handle.clone(), service.clone(), &mut routes)?;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -206,8 +211,9 @@ impl Node {
             tracing::warn!(%error, "the cluster could not be told of the drain");
         }
         health.set_service_status(served, tonic_health::ServingStatus::NotServing).await;
+        handle.drain();
         let left = tokio::select! {
-            left = service.drain(config.process.drain_timeout) => left.err().unwrap_or(0),
+            left = service.drained(config.process.drain_timeout) => left.err().unwrap_or(0),
             _ = process.shutdown.forced() => 0,
         };
         if left > 0 {

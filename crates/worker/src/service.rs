@@ -8,7 +8,7 @@ use baton_proto::v1::{self, worker_server};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use crate::Snapshot;
+use baton_roles::Snapshot;
 
 /// Says over what KV goes to which peers.
 type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
@@ -18,15 +18,13 @@ type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
 pub struct WorkerService {
     pub(crate) role: &'static str,
     pub(crate) snapshot: watch::Receiver<Snapshot>,
-    /// True once the worker takes no new requests.
-    pub(crate) draining: watch::Sender<bool>,
     /// None of a role that writes to nobody.
     peers: Arc<OnceLock<Peers>>,
 }
 
 impl WorkerService {
     pub(crate) fn new(role: &'static str, snapshot: watch::Receiver<Snapshot>) -> WorkerService {
-        WorkerService { role, snapshot, draining: watch::Sender::new(false), peers: Arc::default() }
+        WorkerService { role, snapshot, peers: Arc::default() }
     }
 
     /// From now on the worker's status says what `peers` does.
@@ -35,19 +33,10 @@ impl WorkerService {
         let _ = self.peers.set(Box::new(peers));
     }
 
-    /// Fails when the worker drains.
-    pub fn accept(&self) -> Result<(), Status> {
-        if *self.draining.borrow() {
-            return Err(Status::unavailable("the worker is draining; place the request elsewhere"));
-        }
-        Ok(())
-    }
-
-    /// Takes no new requests from now on, waits until the engine is idle; Err: sequences left at the deadline.
-    pub(crate) async fn drain(&self, timeout: Duration) -> Result<(), u32> {
-        self.draining.send_replace(true);
+    /// Waits until the engine, which was told to drain, is idle; Err: sequences left at the deadline.
+    pub(crate) async fn drained(&self, timeout: Duration) -> Result<(), u32> {
         let mut snapshot = self.snapshot.clone();
-        let idle = tokio::time::timeout(timeout, snapshot.wait_for(|s| s.idle)).await;
+        let idle = tokio::time::timeout(timeout, snapshot.wait_for(|s| s.draining && s.idle)).await;
         if matches!(idle, Ok(Ok(_))) {
             return Ok(());
         }
@@ -73,7 +62,7 @@ impl worker_server::Worker for WorkerService {
                 lent: b.lent,
                 quarantined: b.quarantined,
             }),
-            draining: *self.draining.borrow(),
+            draining: now.draining,
             steps: now.steps,
             peers: self.peers.get().map(|peers| peers()).unwrap_or_default(),
         }))

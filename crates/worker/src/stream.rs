@@ -1,9 +1,10 @@
 //! One request's stream of events, from the engine thread to the router. Dropping it cancels the request.
 
+use std::collections::HashMap;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use baton_engine::{Engine, EngineError, NewSequence};
+use baton_roles::{Refused, Ticket};
 use baton_types::SeqId;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::Stream;
@@ -29,46 +30,93 @@ impl<C> Drop for Guard<C> {
 
 /// Where a new sequence's stream waits for the engine's answer.
 pub struct Accepted<C> {
-    answer: oneshot::Sender<Result<Guard<C>, EngineError>>,
+    answer: oneshot::Sender<Result<Guard<C>, Refused>>,
     engine: EngineHandle<C>,
     cancel: fn(SeqId) -> C,
 }
 
 impl<C> Accepted<C> {
-    /// Submits the sequence, answers, and tells its name unless it was refused. From here on somebody always cancels it:
-    /// the answer carries the guard, so when the service has gone away, or goes before it looks, the guard goes too (I6).
-    pub fn submit(self, engine: &mut Engine, new: NewSequence) -> Option<SeqId> {
-        let outcome = engine.submit(new);
-        let seq = outcome.as_ref().ok().copied();
+    /// From here on somebody always cancels the sequence: the answer carries the guard, so when the service has gone away, or goes
+    /// before it looks, the guard goes too (I6).
+    fn answer(self, outcome: Result<SeqId, Refused>) {
         let Accepted { answer, engine, cancel } = self;
         // An answer that nobody takes is dropped, and that is all it has to be.
         let _ = answer.send(outcome.map(|seq| Guard { seq, engine, cancel }));
-        seq
     }
 }
 
-/// What a role sends down its streams.
-pub trait Item: Send + 'static {
+/// The engine thread's ends of all streams. `I` is what they carry, `C` the shell's command.
+pub struct Streams<I, C> {
+    next: u64,
+    asked: HashMap<Ticket, (Accepted<C>, mpsc::UnboundedSender<I>)>,
+    open: HashMap<SeqId, mpsc::UnboundedSender<I>>,
+}
+
+impl<I, C> Default for Streams<I, C> {
+    fn default() -> Self {
+        Streams { next: 0, asked: HashMap::new(), open: HashMap::new() }
+    }
+}
+
+impl<I, C> Streams<I, C> {
+    /// A new stream, whose request is not taken yet.
+    pub fn ask(&mut self, stream: mpsc::UnboundedSender<I>, accepted: Accepted<C>) -> Ticket {
+        let ticket = Ticket(self.next);
+        self.next += 1;
+        self.asked.insert(ticket, (accepted, stream));
+        ticket
+    }
+
+    /// Its request was taken or refused.
+    pub fn answer(&mut self, ticket: Ticket, outcome: Result<SeqId, Refused>) {
+        let Some((accepted, stream)) = self.asked.remove(&ticket) else { return };
+        if let Ok(seq) = outcome {
+            self.open.insert(seq, stream);
+        }
+        accepted.answer(outcome);
+    }
+
+    /// Sends an item, and closes the stream after the last one.
+    pub fn say(&mut self, seq: SeqId, item: I, is_last: bool) {
+        if let Some(stream) = self.open.get(&seq) {
+            // A closed stream is cancelled by its guard.
+            let _ = stream.send(item);
+        }
+        if is_last {
+            self.open.remove(&seq);
+        }
+    }
+
+    /// Its other end is gone.
+    pub fn forget(&mut self, seq: SeqId) {
+        self.open.remove(&seq);
+    }
+}
+
+/// How a role's items travel.
+pub trait Wire: 'static {
+    /// What the role says.
+    type Item: Send + 'static;
     /// The message on the wire.
     type Event: Send + 'static;
     /// The message, and whether it is the last; a status is always the last.
-    fn into_event(self) -> Result<(Self::Event, bool), Status>;
+    fn event(item: Self::Item) -> Result<(Self::Event, bool), Status>;
 }
 
 /// A request's events. The channel behind it is bounded by the request itself: its `max_tokens` and an end.
-pub struct Events<I, C> {
-    items: mpsc::UnboundedReceiver<I>,
+pub struct Events<W: Wire, C> {
+    items: mpsc::UnboundedReceiver<W::Item>,
     stalled: Pin<Box<WaitForCancellationFutureOwned>>,
     ended: bool,
     guard: Guard<C>,
 }
 
-impl<I: Item, C> Events<I, C> {
+impl<W: Wire, C> Events<W, C> {
     /// Sends the command that `submit` makes and waits until the engine has taken or refused the sequence, or never will.
     pub async fn open(
         engine: &EngineHandle<C>,
         cancel: fn(SeqId) -> C,
-        submit: impl FnOnce(mpsc::UnboundedSender<I>, Accepted<C>) -> C,
+        submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> C,
     ) -> Result<Response<Self>, Status> {
         let (stream, items) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
@@ -93,15 +141,15 @@ fn status_of(stall: &Stall) -> Status {
     stall.get().map_or_else(stopped, |stalled| baton_proto::status_of(stalled))
 }
 
-impl<I: Item, C> Stream for Events<I, C> {
-    type Item = Result<I::Event, Status>;
+impl<W: Wire, C> Stream for Events<W, C> {
+    type Item = Result<W::Event, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         if self.ended {
             return Poll::Ready(None);
         }
         let event = match self.items.poll_recv(context) {
-            Poll::Ready(item) => item.map_or_else(|| Err(stopped()), I::into_event),
+            Poll::Ready(item) => item.map_or_else(|| Err(stopped()), W::event),
             Poll::Pending => {
                 std::task::ready!(self.stalled.as_mut().poll(context));
                 Err(status_of(self.guard.engine.stall()))
@@ -119,12 +167,16 @@ mod tests {
     use std::time::Duration;
 
     use baton_engine::fake::{FakeModel, tiny_layout};
-    use baton_engine::{Batch, CacheConfig, EngineConfig, Event, ModelRunner, Order, RunError, Start, SwapConfig};
+    use baton_engine::{
+        Batch, CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Start, SwapConfig,
+    };
+    use baton_roles::{Decode, WorkerCore, Write, decode};
+    use baton_transfer::{FenceState, TransferError};
     use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
     use tokio_stream::StreamExt;
 
     use super::*;
-    use crate::{Clock, Role, start};
+    use crate::{Clock, Shell, start};
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -140,37 +192,53 @@ mod tests {
         Cancelled(SeqId),
     }
 
-    /// What it tells of what it did, and the streams on which it says nothing.
-    struct Probe(std_mpsc::Sender<Did>, Vec<mpsc::UnboundedSender<Nothing>>);
+    /// A decode role's shell that lends nothing to anybody; it tells of what it did, and says nothing on its streams.
+    struct Probe(std_mpsc::Sender<Did>, Streams<Nothing, Command>);
 
-    impl Role for Probe {
+    impl Shell for Probe {
+        type Role = Decode;
         type Command = Command;
 
-        fn command(&mut self, engine: &mut Engine, command: Command, _: &mut Vec<Event>) {
-            let did = match command {
+        fn command(&mut self, command: Command) -> decode::Command {
+            match command {
                 Command::Submit(new, stream, accepted, go) => {
                     go.recv_timeout(PATIENCE).unwrap();
-                    self.1.push(stream);
-                    Did::Submitted(accepted.submit(engine, *new))
+                    decode::Command::Generate { ticket: self.1.ask(stream, accepted), new }
                 }
                 Command::Cancel(seq) => {
-                    engine.abort(seq, false).unwrap();
-                    Did::Cancelled(seq)
+                    self.0.send(Did::Cancelled(seq)).unwrap();
+                    decode::Command::Cancel(seq)
                 }
-            };
-            self.0.send(did).unwrap();
+            }
         }
 
-        fn event(&mut self, _: &mut Engine, _: Event) {}
+        fn perform(&mut self, effect: decode::Effect) -> Option<decode::Command> {
+            match effect {
+                decode::Effect::Accepted { ticket, outcome } => {
+                    let seq = outcome.as_ref().ok().copied();
+                    self.1.answer(ticket, outcome);
+                    self.0.send(Did::Submitted(seq)).unwrap();
+                    None
+                }
+                decode::Effect::Lend { epoch, .. } => Some(decode::Command::Lent { epoch, outcome: Ok(Vec::new()) }),
+                decode::Effect::Fence(epoch) => Some(decode::Command::FenceBegun { epoch, state: FenceState::Clear }),
+                _ => None,
+            }
+        }
+
+        fn write(&mut self, _: Write<'_>) -> Result<(), TransferError> {
+            Ok(())
+        }
     }
 
     #[derive(Debug)]
     struct Nothing;
 
-    impl Item for Nothing {
+    impl Wire for Nothing {
+        type Item = Nothing;
         type Event = ();
 
-        fn into_event(self) -> Result<((), bool), Status> {
+        fn event(_: Nothing) -> Result<((), bool), Status> {
             Ok(((), false))
         }
     }
@@ -216,9 +284,11 @@ mod tests {
             swap: SwapConfig::default(),
         };
         let engine = Engine::new(config, &geometry).unwrap();
+        let role = Decode::new(PATIENCE, 50);
+        let core = WorkerCore::new(engine, role, geometry.layout.clone().into(), false);
         let (tell, told) = std_mpsc::channel();
         let model = wrap(FakeModel::new(geometry, 50));
-        (start("test", engine, model, Clock::start(), timeout, |_| Ok(Probe(tell, Vec::new()))).unwrap(), told)
+        (start("test", core, model, Clock::start(), timeout, |_| Ok(Probe(tell, Streams::default()))).unwrap(), told)
     }
 
     /// It stays: it waits for a peer's KV.
@@ -298,7 +368,8 @@ mod tests {
         assert!(runtime.block_on(events.next()).is_none());
         let (_go, may_go) = std_mpsc::channel();
         let another = |stream, accepted| Command::Submit(Box::new(sequence(4)), stream, accepted, may_go);
-        let refused = runtime.block_on(Events::open(&engine, Command::Cancel, another)).err().expect("nobody answers");
+        let refused = runtime.block_on(Events::<Nothing, _>::open(&engine, Command::Cancel, another));
+        let refused = refused.err().expect("nobody answers");
         assert_eq!(refused.message(), status.message());
         // Should it go on after all, the thread ends.
         drop((events, future));

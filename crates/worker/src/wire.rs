@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use baton_engine::{NewSequence, Prefix, Start, Time};
 use baton_proto::v1;
-use baton_types::{BatonError, ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, TokenOut};
+use baton_types::{ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId};
 use tonic::{Code, Status};
 
 /// Engine time: nanoseconds since the worker started.
@@ -85,57 +85,9 @@ pub fn stream_status(kind: ErrorKind, message: impl Into<String>) -> Status {
     Status::new(Code::from_i32(kind.grpc_code()), message)
 }
 
-/// The first token as it travels with the KV: index and id, little-endian. Its logprobs and the
-/// digest of its logits go to the client directly.
-pub fn write_first_token(token: &TokenOut) -> Vec<u8> {
-    [token.index.to_le_bytes(), token.id.to_le_bytes()].concat()
-}
-
-/// What came with the KV is not a first token.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum TailError {
-    /// It has another length.
-    #[error("the handoff's tail has {0} bytes; a first token has 8")]
-    Length(usize),
-    /// It is no token of the model: one such token would fail a whole batch (I8).
-    #[error("the handoff's first token is {id}; the model's vocabulary has {vocab} tokens")]
-    Token {
-        /// The token's id.
-        id: u32,
-        /// Ids are below this.
-        vocab: u32,
-    },
-}
-
-impl BatonError for TailError {
-    fn kind(&self) -> ErrorKind {
-        ErrorKind::DataLoss
-    }
-}
-
-/// The inverse of [`write_first_token`], for a vocabulary of `vocab` tokens.
-pub fn parse_first_token(tail: &[u8], vocab: u32) -> Result<TokenOut, TailError> {
-    let bytes: [u8; 8] = tail.try_into().map_err(|_| TailError::Length(tail.len()))?;
-    let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    let id = word(4);
-    if id >= vocab {
-        return Err(TailError::Token { id, vocab });
-    }
-    Ok(TokenOut { index: word(0), id, ..TokenOut::default() })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_first_token_survives_the_handoff() {
-        let token = TokenOut { index: 7, id: 0x01020304, ..TokenOut::default() };
-        let tail = write_first_token(&token);
-        assert_eq!(parse_first_token(&tail, token.id + 1), Ok(token.clone()));
-        assert_eq!(parse_first_token(&tail, token.id), Err(TailError::Token { id: token.id, vocab: token.id }));
-        assert_eq!(parse_first_token(&[1, 2, 3], 9), Err(TailError::Length(3)));
-    }
 
     #[test]
     fn a_token_outside_the_vocabulary_is_refused_by_name() {

@@ -1,0 +1,373 @@
+//! The decode role: reserves blocks, takes the KV a prefill worker writes once it is verified, streams tokens.
+//!
+//! A reservation's blocks are lent under an epoch. They come back in one of two ways: verified (the sequence runs on them),
+//! or after a fence, when no peer can write to them any more; in between they are quarantined (I3).
+//!
+//! | stage of an open request | has | leaves by |
+//! | --- | --- | --- |
+//! | Queued | nothing of the pool, or runs here | the engine reserves; a token; its end |
+//! | Lending | an epoch whose target is being made | the target; the refusal to lend |
+//! | Reserved | an epoch a peer may write under | verified; failed; cancelled |
+//! | Running | KV that is its own | its end |
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use baton_engine::{Aborted, BlockTable, Engine, Event, HOLE, NewSequence};
+use baton_transfer::{FenceState, ReceiverEvent, TransferError, TransportKind};
+use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
+
+use crate::first_token::parse_first_token;
+use crate::submit::{Desk, Refused, Ticket, clear};
+use crate::worker::Role;
+
+/// What a request's stream carries.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Answer {
+    /// Opaque target for the prefill worker.
+    Reserved(Vec<u8>),
+    /// Before the first token, when the prompt was computed here: how many of its tokens were not computed.
+    Started(u32),
+    /// The next token.
+    Token(TokenOut),
+    /// The answer is complete. The last item.
+    Finished(FinishReason),
+    /// It will not be. The last item.
+    Failed(ErrorKind, String),
+}
+
+impl Answer {
+    /// Whether nothing follows.
+    pub fn is_last(&self) -> bool {
+        matches!(self, Answer::Finished(_) | Answer::Failed(..))
+    }
+}
+
+/// What happens to the role.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Command {
+    /// A new request.
+    Generate {
+        /// For the answer.
+        ticket: Ticket,
+        /// What to compute.
+        new: Box<NewSequence>,
+    },
+    /// Its stream was dropped.
+    Cancel(SeqId),
+    /// Answer to [`Effect::Lend`].
+    Lent {
+        /// The effect's.
+        epoch: Epoch,
+        /// The target for the prefill worker.
+        outcome: Result<Vec<u8>, TransferError>,
+    },
+    /// Answer to [`Effect::Fence`].
+    FenceBegun {
+        /// The effect's.
+        epoch: Epoch,
+        /// Whether a peer may still write.
+        state: FenceState,
+    },
+    /// What the handoff's receiving end says.
+    Received(ReceiverEvent),
+}
+
+/// What the role wants done.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Effect {
+    /// The request has a sequence now, or was refused.
+    Accepted {
+        /// The command's.
+        ticket: Ticket,
+        /// Its sequence.
+        outcome: Result<SeqId, Refused>,
+    },
+    /// Send this down the sequence's stream.
+    Say(SeqId, Answer),
+    /// Lend blocks to whoever presents the target that is made of this. Answered by [`Command::Lent`].
+    Lend {
+        /// Never used before.
+        epoch: Epoch,
+        /// Tokens of the sequence.
+        tokens: u32,
+        /// Per group: index in the sequence of the first block that travels.
+        first: Vec<u32>,
+        /// Per group, in token order: the blocks.
+        blocks: Vec<Vec<BlockId>>,
+        /// For so long.
+        lease: Duration,
+    },
+    /// The blocks of a verified reservation are the engine's: its lease ends.
+    Release(Epoch),
+    /// Take a reservation back. Answered by [`Command::FenceBegun`].
+    Fence(Epoch),
+    /// For metrics: so many verified bytes came.
+    Arrived {
+        /// Over what.
+        transport: TransportKind,
+        /// KV bytes.
+        bytes: u64,
+    },
+    /// For metrics: a handoff failed at this end.
+    HandoffFailed {
+        /// What carried it; None when nobody was let in.
+        transport: Option<TransportKind>,
+        /// Why.
+        error: TransferError,
+    },
+}
+
+/// How far an open request is; the module's table says more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Stage {
+    Queued,
+    Lending(Epoch),
+    Reserved(Epoch),
+    Running,
+}
+
+#[derive(Debug)]
+struct Open {
+    stage: Stage,
+    /// Somebody has told what of the prompt was reused: this worker, or the prefill worker its KV comes from.
+    told: bool,
+}
+
+/// The role's state: requests with a stream, and epochs that are not over.
+#[derive(Debug)]
+pub struct Decode {
+    lease: Duration,
+    /// Token ids are below this.
+    vocab: u32,
+    open: BTreeMap<SeqId, Open>,
+    /// Reservations that are neither verified nor given up.
+    epochs: BTreeMap<Epoch, SeqId>,
+    /// Given up, not fenced yet.
+    fencing: BTreeMap<Epoch, SeqId>,
+    next_epoch: u64,
+}
+
+impl Decode {
+    /// Lends blocks for `lease` at most, for a model whose token ids are below `vocab`.
+    pub fn new(lease: Duration, vocab: u32) -> Decode {
+        let (open, epochs, fencing) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Decode { lease, vocab, open, epochs, fencing, next_epoch: 1 }
+    }
+
+    /// Requests with a stream.
+    pub fn streams(&self) -> usize {
+        self.open.len()
+    }
+
+    /// Epochs that a peer may write under, and those that are being fenced.
+    pub fn epochs(&self) -> (usize, usize) {
+        (self.epochs.len(), self.fencing.len())
+    }
+
+    #[cfg(test)]
+    pub(crate) fn stage(&self, seq: SeqId) -> Option<Stage> {
+        self.open.get(&seq).map(|open| open.stage)
+    }
+
+    /// The engine has set blocks aside: they are lent under a new epoch.
+    fn reserved(&mut self, engine: &mut Engine, seq: SeqId, out: &mut Vec<Effect>) {
+        let Some(open) = self.open.get_mut(&seq) else {
+            // Cancelled between submit and reservation: nobody is told where to write.
+            give_up(engine, seq, false);
+            return;
+        };
+        let tables = engine.tables(seq).unwrap_or_default();
+        // I3: the blocks before are shared with others, and nobody is told to write to them.
+        let from = engine.lent_from(seq).unwrap_or(0);
+        // What the next token does not see does not travel.
+        let here =
+            |blocks: &[BlockId]| -> Vec<BlockId> { blocks.iter().copied().filter(|block| *block != HOLE).collect() };
+        let lent = |t: &BlockTable| here(t.blocks().get(from as usize..).unwrap_or_default());
+        let blocks: Vec<Vec<BlockId>> = tables.iter().map(lent).collect();
+        let tokens = tables.first().map_or(0, |t| t.tokens());
+        let (epoch, lease) = (Epoch(self.next_epoch), self.lease);
+        self.next_epoch += 1;
+        open.stage = Stage::Lending(epoch);
+        self.epochs.insert(epoch, seq);
+        out.push(Effect::Lend { epoch, tokens, first: vec![from; blocks.len()], blocks, lease });
+    }
+
+    fn lent(
+        &mut self,
+        engine: &mut Engine,
+        epoch: Epoch,
+        outcome: Result<Vec<u8>, TransferError>,
+        out: &mut Vec<Effect>,
+    ) {
+        // Given up meanwhile: its fence was asked for after it was lent.
+        let Some(&seq) = self.epochs.get(&epoch) else { return };
+        match outcome {
+            Ok(target) => {
+                if let Some(open) = self.open.get_mut(&seq) {
+                    (open.stage, open.told) = (Stage::Reserved(epoch), true);
+                }
+                out.push(Effect::Say(seq, Answer::Reserved(target)));
+            }
+            Err(error) => {
+                self.epochs.remove(&epoch);
+                // Nobody was told where to write.
+                give_up(engine, seq, false);
+                self.finish(seq, failed(&error), out);
+            }
+        }
+    }
+
+    fn received(&mut self, desk: Desk<'_>, event: ReceiverEvent, out: &mut Vec<Effect>) {
+        match event {
+            ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport } => {
+                out.push(Effect::Arrived { transport, bytes });
+                tracing::debug!(%epoch, bytes, seconds, transport = transport.as_str(), "KV verified");
+                self.verified(desk, epoch, &tail, out);
+            }
+            ReceiverEvent::Failed { epoch, error, transport } => {
+                self.handoff_failed(desk.engine, epoch, &error, out);
+                out.push(Effect::HandoffFailed { transport, error });
+            }
+            ReceiverEvent::Fenced { epoch } => {
+                if let Some(seq) = self.fencing.remove(&epoch) {
+                    clear(desk.engine, seq);
+                }
+            }
+        }
+    }
+
+    fn verified(&mut self, desk: Desk<'_>, epoch: Epoch, tail: &[u8], out: &mut Vec<Effect>) {
+        // Given up meanwhile: the fence has cleared it.
+        let Some(seq) = self.epochs.remove(&epoch) else { return };
+        out.push(Effect::Release(epoch));
+        if let Some(open) = self.open.get_mut(&seq) {
+            open.stage = Stage::Running;
+        }
+        let Desk { engine, events, .. } = desk;
+        let taken = parse_first_token(tail, self.vocab)
+            .map_err(|e| (e.kind(), e.to_string()))
+            .and_then(|first| engine.kv_arrived(seq, &first, events).map_err(|e| (e.kind(), e.to_string())));
+        // The first token ended the answer: its sender tells the router, which then drops this stream.
+        events.retain(|event| !matches!(event, Event::Finished { seq: ended, .. } if *ended == seq));
+        if let Err((kind, message)) = taken {
+            // Verified means that the peer's access is over, so the blocks need no fence.
+            give_up(engine, seq, false);
+            self.finish(seq, Answer::Failed(kind, message), out);
+        }
+    }
+
+    fn handoff_failed(&mut self, engine: &mut Engine, epoch: Epoch, error: &TransferError, out: &mut Vec<Effect>) {
+        let Some(seq) = self.epochs.remove(&epoch) else { return };
+        match error.is_withdrawal() {
+            true => tracing::debug!(%seq, %epoch, %error, "handoff withdrawn"),
+            false => tracing::warn!(%seq, %epoch, %error, "handoff failed"),
+        }
+        if give_up(engine, seq, true) == Some(Aborted::Quarantined) {
+            self.fencing.insert(epoch, seq);
+        }
+        self.finish(seq, failed(error), out);
+    }
+
+    /// Takes a reservation back whose blocks are already quarantined (I3).
+    fn fence(&mut self, seq: SeqId, epoch: Epoch, out: &mut Vec<Effect>) {
+        self.epochs.remove(&epoch);
+        self.fencing.insert(epoch, seq);
+        out.push(Effect::Fence(epoch));
+    }
+
+    fn fence_begun(&mut self, engine: &mut Engine, epoch: Epoch, state: FenceState) {
+        if state == FenceState::Clear
+            && let Some(seq) = self.fencing.remove(&epoch)
+        {
+            clear(engine, seq);
+        }
+    }
+
+    fn cancel(&mut self, engine: &mut Engine, seq: SeqId, out: &mut Vec<Effect>) {
+        let Some(open) = self.open.remove(&seq) else { return };
+        let epoch = open.stage.epoch();
+        let aborted = give_up(engine, seq, epoch.is_some());
+        if let (Some(Aborted::Quarantined), Some(epoch)) = (aborted, epoch) {
+            self.fence(seq, epoch, out);
+        }
+    }
+
+    /// Sends a stream's last item and forgets it; answers the epoch it had.
+    fn finish(&mut self, seq: SeqId, item: Answer, out: &mut Vec<Effect>) -> Option<Epoch> {
+        let open = self.open.remove(&seq)?;
+        out.push(Effect::Say(seq, item));
+        open.stage.epoch()
+    }
+
+    fn token(&mut self, seq: SeqId, token: TokenOut, cached_tokens: u32, out: &mut Vec<Effect>) {
+        let Some(open) = self.open.get_mut(&seq) else { return };
+        open.stage = Stage::Running;
+        if !std::mem::replace(&mut open.told, true) {
+            out.push(Effect::Say(seq, Answer::Started(cached_tokens)));
+        }
+        out.push(Effect::Say(seq, Answer::Token(token)));
+    }
+}
+
+impl Stage {
+    /// Under which a peer may write.
+    fn epoch(self) -> Option<Epoch> {
+        match self {
+            Stage::Lending(epoch) | Stage::Reserved(epoch) => Some(epoch),
+            Stage::Queued | Stage::Running => None,
+        }
+    }
+}
+
+impl Role for Decode {
+    type Command = Command;
+    type Effect = Effect;
+
+    fn command(&mut self, mut desk: Desk<'_>, command: Command, out: &mut Vec<Effect>) {
+        match command {
+            Command::Generate { ticket, new } => {
+                let outcome = desk.submit(*new);
+                if let Ok(seq) = outcome {
+                    self.open.insert(seq, Open { stage: Stage::Queued, told: false });
+                }
+                out.push(Effect::Accepted { ticket, outcome });
+            }
+            Command::Cancel(seq) => self.cancel(desk.engine, seq, out),
+            Command::Lent { epoch, outcome } => self.lent(desk.engine, epoch, outcome, out),
+            Command::FenceBegun { epoch, state } => self.fence_begun(desk.engine, epoch, state),
+            Command::Received(event) => self.received(desk, event, out),
+        }
+    }
+
+    fn event(&mut self, engine: &mut Engine, event: Event, out: &mut Vec<Effect>) {
+        match event {
+            Event::Reserved { seq, .. } => self.reserved(engine, seq, out),
+            Event::Token { seq, token, cached_tokens, .. } => self.token(seq, token, cached_tokens, out),
+            Event::Finished { seq, reason, .. } => {
+                self.finish(seq, Answer::Finished(reason), out);
+            }
+            Event::Failed { seq, error, quarantined, .. } => {
+                let epoch = self.finish(seq, failed(&error), out);
+                match epoch {
+                    Some(epoch) if quarantined => self.fence(seq, epoch, out),
+                    _ if quarantined => clear(engine, seq),
+                    _ => {}
+                }
+            }
+            Event::Prefilled { seq, .. } => {
+                tracing::error!(%seq, "a decode worker never holds KV for others");
+                give_up(engine, seq, false);
+            }
+        }
+    }
+}
+
+fn failed(error: &impl BatonError) -> Answer {
+    Answer::Failed(error.kind(), error.to_string())
+}
+
+/// Ends a sequence in the engine; one that is gone already is fine.
+fn give_up(engine: &mut Engine, seq: SeqId, quarantine: bool) -> Option<Aborted> {
+    engine.abort(seq, quarantine).ok()
+}

@@ -1,0 +1,38 @@
+//! What a prefill and a decode worker do, as pure state machines: `step(input, now)` appends effects.
+//!
+//! Stands between a worker's shell, which has the model, the transfer engine and the requests' streams, and the engine.
+//! [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], with a [`Role`] each. The nodes drive them with real
+//! time, the simulator drives the very same code with virtual time. Deliberately knows no clock, no thread, no socket and no
+//! metrics.
+//!
+//! The shell's part of the contract:
+//!
+//! - It carries out effects in order. An effect that has an answer ([`decode::Effect::Lend`], [`decode::Effect::Fence`]) gets it, as a
+//!   command, before the next effect is carried out.
+//! - [`Effect::Launch`] and [`Effect::Collect`] are answered by [`Input::Launched`] and [`Input::Collected`]. Other inputs wait until then.
+//! - When nothing is left to carry out, it takes what commands there are and says [`Input::Turn`].
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
+
+pub mod decode;
+mod first_token;
+mod launch;
+pub mod prefill;
+mod rate;
+mod submit;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+pub use decode::Decode;
+pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
+pub use launch::{Launch, Outgoing, Write};
+pub use prefill::Prefill;
+pub use submit::{Desk, Refused, Ticket};
+pub use worker::{Effect, IDLE_TICK, Input, Role, Snapshot, Stepped, WorkerCore};
+
+/// A decode worker.
+pub type DecodeCore = WorkerCore<Decode>;
+/// A prefill worker.
+pub type PrefillCore = WorkerCore<Prefill>;

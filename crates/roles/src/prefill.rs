@@ -1,0 +1,395 @@
+//! The prefill role: which blocks travel when, and when they are free again.
+//!
+//! A sequence's blocks are read by the transfer engine until its handoff has ended. So they are released when the handoff
+//! reports its end, or quarantined by an abort until it has gone quiet (I3).
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence, Step};
+use baton_transfer::{TransferError, TransferStats, TransportKind};
+use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, LiveBlocks, SeqId, TokenOut};
+
+use crate::first_token::write_first_token;
+use crate::launch::Outgoing;
+use crate::submit::{Desk, Refused, Ticket, clear};
+use crate::worker::Role;
+
+/// What a request's stream carries: a first token, then the transfer's outcome.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Answer {
+    /// The first token of the answer. The last item when it ends the answer: no transfer is reported then.
+    FirstToken {
+        /// The token.
+        token: TokenOut,
+        /// What it ends.
+        finish: Option<FinishReason>,
+        /// Prompt tokens that were not computed.
+        cached_tokens: u32,
+    },
+    /// The KV is verified at the decode worker. The last item.
+    Transferred(TransferStats),
+    /// It will not be. The last item.
+    Failed(ErrorKind, String),
+}
+
+impl Answer {
+    /// Whether nothing follows.
+    pub fn is_last(&self) -> bool {
+        !matches!(self, Answer::FirstToken { finish: None, .. })
+    }
+}
+
+/// What a reservation wants, as its handoff knows it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Target {
+    /// Tokens of the sequence.
+    pub tokens: u32,
+    /// Per group: index, in the sequence, of the reservation's first block.
+    pub first: Vec<u32>,
+}
+
+/// What happens to the role.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Command {
+    /// A new request. The shell has opened its handoff.
+    Run {
+        /// For the answer.
+        ticket: Ticket,
+        /// What to compute.
+        new: Box<NewSequence>,
+        /// Where its KV goes.
+        target: Target,
+    },
+    /// Its stream was dropped.
+    Cancel(SeqId),
+    /// A completed handoff has ended, well or not.
+    Ended {
+        /// Whose it was.
+        seq: SeqId,
+        /// How it ended.
+        outcome: Result<TransferStats, TransferError>,
+        /// What carried it, as far as it came.
+        transport: Option<TransportKind>,
+    },
+    /// An aborted handoff reads no block any more.
+    Quiet(SeqId),
+}
+
+/// What the role wants done.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Effect {
+    /// The request has a sequence now; or was refused, and its handoff is to be aborted.
+    Accepted {
+        /// The command's.
+        ticket: Ticket,
+        /// Its sequence.
+        outcome: Result<SeqId, Refused>,
+    },
+    /// Send this down the sequence's stream.
+    Say(SeqId, Answer),
+    /// All of the sequence's blocks are written: complete its handoff, and say [`Command::Ended`] when that has ended.
+    Complete {
+        /// Whose.
+        seq: SeqId,
+        /// What travels along.
+        tail: Vec<u8>,
+    },
+    /// Abort the sequence's handoff.
+    Abort {
+        /// Whose.
+        seq: SeqId,
+        /// Blocks wait for it: say [`Command::Quiet`] when it reads none any more.
+        quarantined: bool,
+    },
+    /// For metrics: a handoff was verified.
+    Moved(TransferStats),
+    /// For metrics: a handoff failed at this end.
+    HandoffFailed {
+        /// What carried it, as far as is known.
+        transport: Option<TransportKind>,
+        /// Why.
+        error: TransferError,
+    },
+    /// For metrics: a handoff that the shell still has refused a write.
+    WriteRefused {
+        /// Whose.
+        seq: SeqId,
+        /// Why.
+        error: TransferError,
+    },
+}
+
+#[derive(Debug)]
+struct Open {
+    /// Where its KV goes, until its handoff is completed or aborted.
+    target: Option<Target>,
+}
+
+/// The role's state: requests with a stream.
+#[derive(Debug)]
+pub struct Prefill {
+    layout: Arc<KvLayout>,
+    open: BTreeMap<SeqId, Open>,
+}
+
+impl Prefill {
+    /// For a pool of this layout.
+    pub fn new(layout: Arc<KvLayout>) -> Prefill {
+        Prefill { layout, open: BTreeMap::new() }
+    }
+
+    /// Requests with a stream.
+    pub fn streams(&self) -> usize {
+        self.open.len()
+    }
+
+    /// For tests: whether its handoff is neither completed nor aborted; None without a stream.
+    #[cfg(test)]
+    pub(crate) fn writes(&self, seq: SeqId) -> Option<bool> {
+        self.open.get(&seq).map(|open| open.target.is_some())
+    }
+
+    /// Ends a sequence: nobody gets its blocks until the transfer has gone quiet.
+    fn abort(&self, engine: &mut Engine, seq: SeqId, open: Open, out: &mut Vec<Effect>) {
+        let aborted = engine.abort(seq, true).ok();
+        quieten(seq, open, aborted == Some(Aborted::Quarantined), out);
+    }
+
+    fn prefilled(
+        &mut self,
+        engine: &mut Engine,
+        seq: SeqId,
+        (token, finish, cached_tokens): (TokenOut, Option<FinishReason>, u32),
+        out: &mut Vec<Effect>,
+    ) {
+        let Some(open) = self.open.get_mut(&seq) else {
+            // Nothing reads its blocks, and nobody would clear a quarantine.
+            if let Err(error) = engine.release(seq) {
+                tracing::error!(%seq, %error, "held blocks of no stream could not be freed");
+            }
+            return;
+        };
+        let tail = write_first_token(&token);
+        out.push(Effect::Say(seq, Answer::FirstToken { token, finish, cached_tokens }));
+        // Also when the token ends the answer: the KV is nearly there, and an abort would look like a failure to the decode
+        // worker, and through it to the router, before this token gets there.
+        if open.target.take().is_some() {
+            out.push(Effect::Complete { seq, tail });
+        }
+    }
+
+    fn ended(
+        &mut self,
+        engine: &mut Engine,
+        seq: SeqId,
+        outcome: Result<TransferStats, TransferError>,
+        transport: Option<TransportKind>,
+        out: &mut Vec<Effect>,
+    ) {
+        let item = match outcome {
+            Ok(stats) => {
+                out.push(Effect::Moved(stats));
+                Answer::Transferred(stats)
+            }
+            Err(error) => {
+                let item = Answer::Failed(error.kind(), error.to_string());
+                out.push(Effect::HandoffFailed { transport, error });
+                item
+            }
+        };
+        match self.open.remove(&seq) {
+            Some(_) => {
+                if let Err(error) = engine.release(seq) {
+                    tracing::error!(%seq, %error, "held blocks could not be freed");
+                }
+                out.push(Effect::Say(seq, item));
+            }
+            // Cancelled meanwhile: its blocks waited for this.
+            None => clear(engine, seq),
+        }
+    }
+}
+
+/// Ends a handoff that is neither completed nor aborted. One that is completed ends by itself.
+fn quieten(seq: SeqId, open: Open, quarantined: bool, out: &mut Vec<Effect>) {
+    if open.target.is_some() {
+        out.push(Effect::Abort { seq, quarantined });
+    }
+}
+
+/// The blocks of a range of the sequence that go on living with it, each with its index in a reservation that begins with
+/// block `first`.
+fn pairs_of(table: &BlockTable, range: Range<usize>, live: LiveBlocks, first: u32) -> Vec<(BlockId, u32)> {
+    range.filter_map(|at| Some((*table.blocks().get(at)?, live.place(first, at as u32)?))).collect()
+}
+
+impl Role for Prefill {
+    type Command = Command;
+    type Effect = Effect;
+
+    fn command(&mut self, mut desk: Desk<'_>, command: Command, out: &mut Vec<Effect>) {
+        match command {
+            Command::Run { ticket, new, target } => {
+                let outcome = desk.submit(*new);
+                if let Ok(seq) = outcome {
+                    self.open.insert(seq, Open { target: Some(target) });
+                }
+                out.push(Effect::Accepted { ticket, outcome });
+            }
+            Command::Cancel(seq) => {
+                if let Some(open) = self.open.remove(&seq) {
+                    // Once completed, `Ended` will come and free the quarantined blocks.
+                    self.abort(desk.engine, seq, open, out);
+                }
+            }
+            Command::Ended { seq, outcome, transport } => self.ended(desk.engine, seq, outcome, transport, out),
+            Command::Quiet(seq) => clear(desk.engine, seq),
+        }
+    }
+
+    fn event(&mut self, engine: &mut Engine, event: Event, out: &mut Vec<Effect>) {
+        match event {
+            Event::Prefilled { seq, token, finish, cached_tokens, .. } => {
+                self.prefilled(engine, seq, (token, finish, cached_tokens), out)
+            }
+            Event::Failed { seq, error, quarantined, .. } => {
+                let Some(open) = self.open.remove(&seq) else {
+                    if quarantined {
+                        clear(engine, seq);
+                    }
+                    return;
+                };
+                out.push(Effect::Say(seq, Answer::Failed(error.kind(), error.to_string())));
+                quieten(seq, open, quarantined, out);
+            }
+            Event::Reserved { seq, .. } | Event::Token { seq, .. } | Event::Finished { seq, .. } => {
+                tracing::error!(%seq, "a prefill worker only computes prompts");
+                match self.open.remove(&seq) {
+                    Some(open) => self.abort(engine, seq, open, out),
+                    None => drop(engine.abort(seq, false)),
+                }
+            }
+        }
+    }
+
+    fn outgoing(&self, engine: &Engine, step: &Step) -> Vec<Outgoing> {
+        let mut outgoing = Vec::new();
+        for row in step.rows().iter().filter(|row| row.held) {
+            let Some(target) = self.open.get(&row.seq).and_then(|open| open.target.as_ref()) else { continue };
+            let ready = row.completed_blocks(self.layout.block_size);
+            let tables = engine.tables(row.seq).unwrap_or_default();
+            let groups = self.layout.groups.iter().map(|group| group.live(target.tokens, self.layout.block_size));
+            let wanted = groups.zip(&target.first);
+            let pairs: Vec<_> = tables
+                .iter()
+                .zip(wanted)
+                .map(|(table, (live, first))| pairs_of(table, ready.clone(), live, *first))
+                .collect();
+            if pairs.iter().any(|pairs| !pairs.is_empty()) {
+                outgoing.push(Outgoing { seq: row.seq, pairs });
+            }
+        }
+        outgoing
+    }
+
+    fn refused(&mut self, engine: &mut Engine, seq: SeqId, error: TransferError, out: &mut Vec<Effect>) {
+        let Some(open) = self.open.remove(&seq) else { return };
+        match error.is_withdrawal() {
+            true => tracing::debug!(%seq, %error, "handoff withdrawn"),
+            false => tracing::warn!(%seq, %error, "handoff failed"),
+        }
+        out.push(Effect::Say(seq, Answer::Failed(error.kind(), error.to_string())));
+        out.push(Effect::WriteRefused { seq, error });
+        self.abort(engine, seq, open, out);
+    }
+}
+
+/// What a target must be to be written to. A target is the decode worker's word, passed on by the router (I8).
+pub fn check_target(layout: &KvLayout, tokens: u32, first: &[u32], counts: &[u32]) -> Result<(), TargetError> {
+    if counts.iter().all(|count| *count == 0) {
+        return Err(TargetError::Empty);
+    }
+    let blocks = tokens.div_ceil(layout.block_size);
+    for (group, (first, count)) in first.iter().zip(counts).enumerate() {
+        let live = layout.groups[group].live(tokens, layout.block_size);
+        let due = blocks.checked_sub(*first).map(|rest| rest - live.missing(*first, blocks));
+        if due != Some(*count) {
+            let (wants, first, has) = (*count, *first, due.unwrap_or(0));
+            return Err(TargetError::Reach { wants, group, first, has, blocks });
+        }
+    }
+    Ok(())
+}
+
+/// Why a reservation cannot be filled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum TargetError {
+    /// One without blocks is none.
+    #[error("target wants no block at all")]
+    Empty,
+    /// Per layer group, it must be all the blocks from some block of the sequence on that the token after the last one sees, or the
+    /// handoff could never be complete.
+    #[error(
+        "target wants {wants} blocks of layer group {group} from block {first} on; the sequence has {has} of {blocks}"
+    )]
+    Reach {
+        /// Blocks it wants.
+        wants: u32,
+        /// Of this group.
+        group: usize,
+        /// From this block of the sequence on.
+        first: u32,
+        /// Blocks there are.
+        has: u32,
+        /// Blocks of the whole sequence.
+        blocks: u32,
+    },
+}
+
+impl BatonError for TargetError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::InvalidArgument
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{KvDtype, KvGroup};
+
+    use super::*;
+
+    #[test]
+    fn a_target_must_reach_from_within_the_sequence_to_its_end() {
+        let group = |window, sinks| KvGroup { layers: Vec::new(), planes: 2, kv_heads: 1, head_dim: 8, window, sinks };
+        let layout = |window, sinks| {
+            let groups = vec![group(None, 0), group(window, sinks)];
+            KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups }
+        };
+        // The 101st token sees a window of 32 from block 4 on.
+        let (full, window, sinks) = (layout(None, 0), layout(Some(32), 0), layout(Some(32), 16));
+        for (layout, first, counts) in [
+            (&full, [0, 0], [7, 7]),
+            (&full, [6, 2], [1, 5]),
+            (&full, [7, 6], [0, 1]),
+            (&window, [0, 0], [7, 3]),
+            (&window, [2, 5], [5, 2]),
+            (&sinks, [0, 0], [7, 4]),
+            (&sinks, [1, 1], [6, 3]),
+        ] {
+            assert!(check_target(layout, 100, &first, &counts).is_ok(), "{first:?} {counts:?}");
+        }
+        for (layout, first, counts) in [
+            (&full, [0, 0], [7, 6]),
+            (&full, [1, 0], [7, 7]),
+            (&full, [7, 7], [0, 0]),
+            (&full, [u32::MAX, 0], [8, 7]),
+            (&window, [0, 0], [7, 7]),
+            (&sinks, [0, 0], [7, 3]),
+        ] {
+            let refused = check_target(layout, 100, &first, &counts).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{first:?} {counts:?}");
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! What the two roles do, pinned as tables: every stage of a request, every input.
+//!
+//! After an intended change, rewrite the tables with `cargo test -p baton-roles rewrite -- --ignored` and read the difference.
+
+mod bench;
+mod decode;
+mod draining;
+mod prefill;

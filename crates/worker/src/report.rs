@@ -1,0 +1,43 @@
+//! What a worker's core holds, as metrics and for those who watch.
+
+use baton_roles::{Role, Snapshot, WorkerCore};
+use baton_runtime::metrics as names;
+use metrics::{counter, gauge};
+use tokio::sync::watch;
+
+/// Publishes what the core holds now, if that is news.
+pub(crate) fn report<R: Role>(core: &WorkerCore<R>, publish: &watch::Sender<Snapshot>) {
+    let now = core.snapshot();
+    if *publish.borrow() == now {
+        return;
+    }
+    let e = core.engine();
+    let blocks = now.blocks;
+    gauge!(names::RUNNING).set(now.running as f64);
+    gauge!(names::QUEUE_DEPTH).set(now.waiting as f64);
+    gauge!(names::KEPT_BLOCKS).set(now.kept as f64);
+    counter!(names::PREFIX_HIT_TOKENS).absolute(e.prefix_hit_tokens());
+    counter!(names::CACHE_EVICTIONS).absolute(e.evictions());
+    counter!(names::DECODE_TOKENS).absolute(e.decoded_tokens());
+    counter!(names::DECODED_IN_VAIN).absolute(e.decoded_in_vain());
+    counter!(names::PREEMPTIONS).absolute(e.preemptions());
+    counter!(names::SWAPS).absolute(e.swaps());
+    for (direction, blocks) in ["out", "in"].into_iter().zip(e.swapped_blocks()) {
+        counter!(names::SWAPPED_BLOCKS, "direction" => direction).absolute(blocks);
+    }
+    let host = e.host_counts();
+    for (state, count) in [("free", host.free), ("used", host.used)] {
+        gauge!(names::SWAP_BLOCKS, "state" => state).set(count as f64);
+    }
+    for (state, count) in [
+        ("free", blocks.free),
+        ("used", blocks.used),
+        ("cached", blocks.cached),
+        ("lent", blocks.lent),
+        ("quarantined", blocks.quarantined),
+    ] {
+        gauge!(names::KV_BLOCKS, "state" => state).set(count as f64);
+    }
+    // Last, so that whoever has seen it finds metrics no older.
+    publish.send_replace(now);
+}
