@@ -75,7 +75,7 @@ impl Shell for DecodeShell {
                 let is_last = answer.is_last();
                 self.streams.say(seq, answer, is_last);
             }
-            Effect::Lend { epoch, tokens, first, blocks, lease } => {
+            Effect::Lend { epoch, tokens, first, blocks, lease, .. } => {
                 let wanted = Wanted { tokens, first: &first, blocks: &blocks, heads: &[] };
                 return Some(Command::Lent { epoch, outcome: self.receiver.reserve(epoch, &wanted, lease) });
             }

@@ -87,6 +87,8 @@ pub enum Effect {
     Say(SeqId, Answer),
     /// Lend blocks to whoever presents the target that is made of this. Answered by [`Command::Lent`].
     Lend {
+        /// Whose blocks.
+        seq: SeqId,
         /// Never used before.
         epoch: Epoch,
         /// Tokens of the sequence.
@@ -190,7 +192,7 @@ impl Decode {
         self.next_epoch += 1;
         open.stage = Stage::Lending(epoch);
         self.epochs.insert(epoch, seq);
-        out.push(Effect::Lend { epoch, tokens, first: vec![from; blocks.len()], blocks, lease });
+        out.push(Effect::Lend { seq, epoch, tokens, first: vec![from; blocks.len()], blocks, lease });
     }
 
     fn lent(

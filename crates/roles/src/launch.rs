@@ -62,6 +62,13 @@ impl Launch {
             }
         }
     }
+
+    /// A handoff refuses a write that it was given before.
+    pub fn refuse(&mut self, seq: SeqId, error: TransferError) {
+        if !self.refused.iter().any(|(refused, _)| *refused == seq) {
+            self.refused.push((seq, error));
+        }
+    }
 }
 
 #[cfg(test)]
