@@ -4,6 +4,7 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use baton_membership::{Backoff, Known, Member, View};
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use tokio::sync::watch;
@@ -11,10 +12,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{info, warn};
 
 use crate::ViewReceiver;
-use crate::backoff::Backoff;
 use crate::error::ClusterError;
-use crate::known::Known;
-use crate::member::{Member, View};
 
 /// How long opening a feed may take, its first list included.
 const OPEN: Duration = Duration::from_secs(5);

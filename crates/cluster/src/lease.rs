@@ -3,14 +3,13 @@
 use std::future::Future;
 use std::time::Duration;
 
+use baton_membership::{Backoff, Member, MembershipError, check_ttl};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, info, warn};
 
-use crate::backoff::Backoff;
 use crate::error::ClusterError;
-use crate::member::{Member, check_ttl};
 
 /// One member's registration at one registry; the part that differs between registries.
 pub(crate) trait Hold: Send + 'static {
@@ -76,7 +75,7 @@ impl Lease {
         let id = self.member.borrow().id;
         if member.id != id {
             let problem = format!("is {}, but this lease is for {id}; register the other member", member.id);
-            return Err(ClusterError::Member { field: "id", problem });
+            return Err(MembershipError::Member { field: "id", problem }.into());
         }
         self.member.send_replace(member);
         Ok(())
@@ -174,7 +173,7 @@ async fn keep<H: Hold>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::member::tests::member;
+    use crate::wire::tests::member;
     use tokio::sync::mpsc;
 
     const TTL: Duration = Duration::from_secs(9);

@@ -5,17 +5,13 @@
 //! serves and workers reach over gRPC, and etcd. Losing either stops nobody: the view stays as it was, marked stale, and
 //! leases are taken again when the registry is back (I7).
 
-mod backoff;
 mod embedded;
 mod error;
 mod etcd;
 mod follow;
-mod known;
 mod lease;
-mod member;
 mod remote;
 mod spec;
-mod store;
 mod wire;
 
 use std::sync::Arc;
@@ -24,13 +20,14 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
+pub use baton_membership::{MAX_MEMBERS, MAX_TEXT, Member, MembershipError, Role, View};
 pub use embedded::{EmbeddedRegistry, EmbeddedService};
 pub use error::ClusterError;
 pub use etcd::EtcdRegistry;
 pub use lease::Lease;
-pub use member::{MAX_MEMBERS, MAX_TEXT, Member, Role, View};
 pub use remote::EmbeddedClient;
 pub use spec::Spec;
+pub use wire::{member_from_proto, member_to_proto};
 
 /// Always holds the latest view; wait with `changed()`. Several changes may arrive as one.
 pub type ViewReceiver = watch::Receiver<Arc<View>>;

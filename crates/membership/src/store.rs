@@ -5,15 +5,16 @@ use std::time::{Duration, Instant};
 
 use baton_types::WorkerId;
 
-use crate::error::ClusterError;
+use crate::error::MembershipError;
 use crate::member::{MAX_MEMBERS, Member, check_ttl};
 
-#[derive(Debug, Default)]
-pub(crate) struct Store {
+/// Members, each under a lease; at most [`MAX_MEMBERS`] (I5).
+#[derive(Clone, Debug, Default)]
+pub struct Store {
     entries: BTreeMap<WorkerId, Entry>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     member: Member,
     expires: Instant,
@@ -21,12 +22,12 @@ struct Entry {
 
 impl Store {
     /// Adds, changes or renews a member. True when the members changed.
-    pub(crate) fn put(&mut self, member: Member, ttl: Duration, now: Instant) -> Result<bool, ClusterError> {
+    pub fn put(&mut self, member: Member, ttl: Duration, now: Instant) -> Result<bool, MembershipError> {
         member.validate()?;
         check_ttl(ttl)?;
         let known = self.entries.get(&member.id).map(|e| &e.member);
         if known.is_none() && self.entries.len() >= MAX_MEMBERS {
-            return Err(ClusterError::Full { limit: MAX_MEMBERS });
+            return Err(MembershipError::Full { limit: MAX_MEMBERS });
         }
         let changed = known != Some(&member);
         self.entries.insert(member.id, Entry { member, expires: now + ttl });
@@ -34,23 +35,23 @@ impl Store {
     }
 
     /// True when the member was there.
-    pub(crate) fn remove(&mut self, id: WorkerId) -> bool {
+    pub fn remove(&mut self, id: WorkerId) -> bool {
         self.entries.remove(&id).is_some()
     }
 
     /// Removes members whose lease is over, and returns them.
-    pub(crate) fn expire(&mut self, now: Instant) -> Vec<Member> {
+    pub fn expire(&mut self, now: Instant) -> Vec<Member> {
         let over: Vec<WorkerId> = self.entries.iter().filter(|(_, e)| e.expires <= now).map(|(id, _)| *id).collect();
         over.iter().filter_map(|id| self.entries.remove(id)).map(|e| e.member).collect()
     }
 
     /// When the next lease is over, unless renewed.
-    pub(crate) fn next_expiry(&self) -> Option<Instant> {
+    pub fn next_expiry(&self) -> Option<Instant> {
         self.entries.values().map(|e| e.expires).min()
     }
 
     /// All members, by id.
-    pub(crate) fn members(&self) -> Vec<Member> {
+    pub fn members(&self) -> Vec<Member> {
         self.entries.values().map(|e| e.member.clone()).collect()
     }
 }
@@ -93,7 +94,7 @@ mod tests {
         for id in 1..=MAX_MEMBERS as u64 {
             store.put(member(id), TTL, t0).unwrap();
         }
-        assert_eq!(store.put(member(u64::MAX), TTL, t0), Err(ClusterError::Full { limit: MAX_MEMBERS }));
+        assert_eq!(store.put(member(u64::MAX), TTL, t0), Err(MembershipError::Full { limit: MAX_MEMBERS }));
         assert_eq!(store.put(member(1), TTL, t0), Ok(false), "members that are in can renew");
         assert!(store.put(member(0), TTL, t0).is_err());
         assert!(store.put(member(1), Duration::ZERO, t0).is_err());
