@@ -54,10 +54,10 @@ impl EmbeddedRegistry {
     /// An empty registry. Call inside a tokio runtime.
     #[allow(clippy::new_without_default)] // It starts a task.
     pub fn new() -> EmbeddedRegistry {
-        let empty = View { last_update: Some(Instant::now().into_std()), ..View::default() };
+        let store = Store::new(now());
         let shared = Arc::new(Shared {
-            store: Mutex::default(),
-            views: watch::Sender::new(Arc::new(empty)),
+            views: watch::Sender::new(Arc::new(store.view())),
+            store: Mutex::new(store),
             leased: Notify::new(),
             closed: watch::Sender::new(false),
         });
@@ -90,7 +90,7 @@ impl Registry for EmbeddedRegistry {
 impl Shared {
     fn put(&self, member: Member, ttl: Duration) -> Result<(), MembershipError> {
         let mut store = self.lock();
-        if store.put(member, ttl, Instant::now().into_std())? {
+        if store.put(member, ttl, now())? {
             self.publish(&store);
         }
         self.leased.notify_one();
@@ -99,23 +99,24 @@ impl Shared {
 
     fn remove(&self, id: WorkerId) {
         let mut store = self.lock();
-        if store.remove(id) {
+        if store.remove(id, now()) {
             self.publish(&store);
         }
     }
 
     /// Under the store's lock, so that views come in the order of the changes.
     fn publish(&self, store: &Store) {
-        let members = store.members();
-        self.views.send_modify(|view| {
-            let last_update = Some(Instant::now().into_std());
-            *view = Arc::new(View { revision: view.revision + 1, members, stale: false, last_update });
-        });
+        self.views.send_replace(Arc::new(store.view()));
     }
 
     fn lock(&self) -> MutexGuard<'_, Store> {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The time, as the runtime has it.
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
 }
 
 async fn expire(shared: Arc<Shared>) {
@@ -132,7 +133,7 @@ async fn expire(shared: Arc<Shared>) {
             () = shared.leased.notified() => {}
         }
         let mut store = shared.lock();
-        let gone = store.expire(Instant::now().into_std());
+        let gone = store.expire(now());
         if !gone.is_empty() {
             shared.publish(&store);
         }

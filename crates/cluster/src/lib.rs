@@ -1,9 +1,11 @@
 //! Who is in the cluster: members register under a lease, everybody watches one view.
 //!
 //! Stands beside the flow: workers register, the router places requests by the view. It knows nothing of requests, and
-//! decides nothing about members. The trait [`Registry`] has two implementations: the embedded registry, which the router
+//! decides nothing about members: that is `baton-membership`, which this crate drives. The trait [`Registry`] has two implementations: the embedded registry, which the router
 //! serves and workers reach over gRPC, and etcd. Losing either stops nobody: the view stays as it was, marked stale, and
 //! leases are taken again when the registry is back (I7).
+
+#![forbid(unsafe_code)]
 
 mod embedded;
 mod error;

@@ -9,7 +9,7 @@ const LONGEST: Duration = Duration::from_secs(2);
 
 /// Waits that double from 100 ms to 2 s (or a lower limit), each spread over its upper half so that many clients of one
 /// registry do not come back at once.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Backoff {
     seed: u64,
     longest: Duration,

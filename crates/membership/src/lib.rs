@@ -7,6 +7,8 @@
 //! - [`Member`], [`View`]: one process, and all of them.
 //! - [`Store`]: a registry's members and leases.
 //! - [`Known`]: what a watcher knows, also while the registry is away (I7).
+//! - [`Renewal`]: when one member is registered, renewed and removed.
+//! - [`Follow`]: how a watcher listens to its registry, and comes back to it after an outage.
 //! - [`Backoff`]: how long to wait before the next try.
 
 #![forbid(unsafe_code)]
@@ -14,12 +16,16 @@
 
 mod backoff;
 mod error;
+mod follow;
 mod known;
 mod member;
+mod renewal;
 mod store;
 
 pub use backoff::Backoff;
 pub use error::MembershipError;
+pub use follow::{Follow, FollowAction, FollowInput, FollowNews, OPEN};
 pub use known::{Known, SETTLE};
 pub use member::{MAX_MEMBERS, MAX_TEXT, Member, Role, View, check_ttl, is_host_port};
+pub use renewal::{Renewal, RenewalAction, RenewalInput, RenewalNews};
 pub use store::Store;

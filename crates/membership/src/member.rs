@@ -83,6 +83,16 @@ impl Member {
         }
         Ok(())
     }
+
+    /// Ok when a lease on this member can go on with `next` as its new value.
+    pub fn check_change(&self, next: &Member) -> Result<(), MembershipError> {
+        next.validate()?;
+        if next.id != self.id {
+            let problem = format!("is {}, but this lease is for {}; register the other member", next.id, self.id);
+            return Err(MembershipError::Member { field: "id", problem });
+        }
+        Ok(())
+    }
 }
 
 /// Ok when `ttl` is one that every registry can keep.
@@ -163,6 +173,13 @@ pub(crate) mod tests {
                 other => panic!("{want}: {other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_lease_stays_with_its_member() {
+        assert_eq!(member(1).check_change(&Member { draining: true, ..member(1) }), Ok(()));
+        assert!(member(1).check_change(&member(2)).is_err(), "another id");
+        assert!(member(1).check_change(&Member { grpc: String::new(), ..member(1) }).is_err());
     }
 
     #[test]

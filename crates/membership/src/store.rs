@@ -1,4 +1,4 @@
-//! The embedded registry's members and their leases. Pure: time comes in with each call.
+//! A registry's members and their leases. Time comes in with each call.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 use baton_types::WorkerId;
 
 use crate::error::MembershipError;
-use crate::member::{MAX_MEMBERS, Member, check_ttl};
+use crate::member::{MAX_MEMBERS, Member, View, check_ttl};
 
 /// Members, each under a lease; at most [`MAX_MEMBERS`] (I5).
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Store {
     entries: BTreeMap<WorkerId, Entry>,
+    revision: u64,
+    last_change: Instant,
 }
 
 #[derive(Clone, Debug)]
@@ -21,6 +23,11 @@ struct Entry {
 }
 
 impl Store {
+    /// A registry that knows nobody.
+    pub fn new(now: Instant) -> Store {
+        Store { entries: BTreeMap::new(), revision: 0, last_change: now }
+    }
+
     /// Adds, changes or renews a member. True when the members changed.
     pub fn put(&mut self, member: Member, ttl: Duration, now: Instant) -> Result<bool, MembershipError> {
         member.validate()?;
@@ -31,17 +38,21 @@ impl Store {
         }
         let changed = known != Some(&member);
         self.entries.insert(member.id, Entry { member, expires: now + ttl });
+        self.note(changed, now);
         Ok(changed)
     }
 
     /// True when the member was there.
-    pub fn remove(&mut self, id: WorkerId) -> bool {
-        self.entries.remove(&id).is_some()
+    pub fn remove(&mut self, id: WorkerId, now: Instant) -> bool {
+        let removed = self.entries.remove(&id).is_some();
+        self.note(removed, now);
+        removed
     }
 
     /// Removes members whose lease is over, and returns them.
     pub fn expire(&mut self, now: Instant) -> Vec<Member> {
         let over: Vec<WorkerId> = self.entries.iter().filter(|(_, e)| e.expires <= now).map(|(id, _)| *id).collect();
+        self.note(!over.is_empty(), now);
         over.iter().filter_map(|id| self.entries.remove(id)).map(|e| e.member).collect()
     }
 
@@ -50,9 +61,17 @@ impl Store {
         self.entries.values().map(|e| e.expires).min()
     }
 
-    /// All members, by id.
-    pub fn members(&self) -> Vec<Member> {
-        self.entries.values().map(|e| e.member.clone()).collect()
+    /// All members, by id. The revision grows by one with every change.
+    pub fn view(&self) -> View {
+        let members = self.entries.values().map(|e| e.member.clone()).collect();
+        View { revision: self.revision, members, stale: false, last_update: Some(self.last_change) }
+    }
+
+    fn note(&mut self, changed: bool, now: Instant) {
+        if changed {
+            self.revision += 1;
+            self.last_change = now;
+        }
     }
 }
 
@@ -63,34 +82,56 @@ mod tests {
 
     const TTL: Duration = Duration::from_secs(10);
 
+    fn store() -> (Store, Instant) {
+        let now = Instant::now();
+        (Store::new(now), now)
+    }
+
+    #[test]
+    fn the_view_says_when_it_changed() {
+        let (mut store, t0) = store();
+        assert_eq!((store.view().revision, store.view().last_update), (0, Some(t0)));
+        store.put(member(1), TTL, t0 + TTL / 2).unwrap();
+        store.put(member(1), TTL, t0 + TTL).unwrap();
+        store.remove(WorkerId(7), t0 + TTL);
+        store.expire(t0 + TTL);
+        assert_eq!(
+            (store.view().revision, store.view().last_update),
+            (1, Some(t0 + TTL / 2)),
+            "renewals change nothing"
+        );
+        store.expire(t0 + TTL * 2);
+        assert_eq!((store.view().revision, store.view().last_update), (2, Some(t0 + TTL * 2)));
+    }
+
     #[test]
     fn a_lease_is_over_when_its_time_has_passed_and_not_before() {
-        let (mut store, t0) = (Store::default(), Instant::now());
+        let (mut store, t0) = store();
         assert_eq!(store.put(member(1), TTL, t0), Ok(true));
         assert_eq!(store.put(member(2), TTL * 2, t0), Ok(true));
         assert_eq!(store.next_expiry(), Some(t0 + TTL));
         assert!(store.expire(t0 + TTL - Duration::from_nanos(1)).is_empty());
         assert_eq!(store.expire(t0 + TTL), [member(1)]);
-        assert_eq!(store.members(), [member(2)]);
+        assert_eq!(store.view().members, [member(2)]);
     }
 
     #[test]
     fn a_renewal_is_no_change_and_an_update_is() {
-        let (mut store, t0) = (Store::default(), Instant::now());
+        let (mut store, t0) = store();
         assert_eq!(store.put(member(1), TTL, t0), Ok(true));
         assert_eq!(store.put(member(1), TTL, t0 + TTL / 2), Ok(false));
         assert!(store.expire(t0 + TTL).is_empty(), "renewed");
         let draining = Member { draining: true, ..member(1) };
         assert_eq!(store.put(draining.clone(), TTL, t0 + TTL), Ok(true));
-        assert_eq!(store.members(), [draining]);
-        assert!(store.remove(WorkerId(1)));
-        assert!(!store.remove(WorkerId(1)));
+        assert_eq!(store.view().members, [draining]);
+        assert!(store.remove(WorkerId(1), t0));
+        assert!(!store.remove(WorkerId(1), t0));
         assert_eq!(store.next_expiry(), None);
     }
 
     #[test]
     fn the_store_is_bounded() {
-        let (mut store, t0) = (Store::default(), Instant::now());
+        let (mut store, t0) = store();
         for id in 1..=MAX_MEMBERS as u64 {
             store.put(member(id), TTL, t0).unwrap();
         }
