@@ -1,6 +1,6 @@
 //! What members say of themselves, over gRPC to a router's registry or as JSON in etcd: decoded, and checked.
 
-use baton_cluster::{Member, Role};
+use baton_cluster::{Member, Role, member_from_proto, member_to_proto};
 use baton_proto::v1;
 use baton_types::WorkerId;
 use prost::Message;
@@ -31,9 +31,9 @@ pub(crate) fn registry(input: &[u8]) -> u64 {
 
 /// What was accepted is valid, and survives the way back.
 fn checked(member: v1::Member) -> Result<Role, String> {
-    let member = Member::try_from(member).map_err(|error| error.to_string())?;
+    let member = member_from_proto(member).map_err(|error| error.to_string())?;
     assert_eq!(member.validate(), Ok(()));
-    assert_eq!(Member::try_from(v1::Member::from(member.clone())).as_ref(), Ok(&member));
+    assert_eq!(member_from_proto(member_to_proto(member.clone())).as_ref(), Ok(&member));
     Ok(member.role)
 }
 
@@ -52,8 +52,8 @@ pub(crate) fn registry_seeds() -> Vec<Vec<u8>> {
         draining: false,
     };
     let (one, other) = (member(1, Role::Prefill), member(2, Role::Supervisor));
-    let register = v1::RegisterRequest { member: Some(one.clone().into()), ttl_ms: 5_000 };
-    let view = v1::View { revision: 3, members: vec![one.clone().into(), other.into()] };
+    let register = v1::RegisterRequest { member: Some(member_to_proto(one.clone())), ttl_ms: 5_000 };
+    let view = v1::View { revision: 3, members: vec![member_to_proto(one.clone()), member_to_proto(other)] };
     let json = serde_json::to_vec(&one).unwrap_or_default();
     let tagged = |tag: u8, bytes: Vec<u8>| [vec![tag], bytes].concat();
     vec![tagged(0, register.encode_to_vec()), tagged(1, view.encode_to_vec()), tagged(2, json)]

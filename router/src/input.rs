@@ -7,6 +7,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 
 use baton_model_files::ChatMessage;
+use baton_policy::Capacity;
 use baton_proto::v1;
 use baton_types::{Constraint, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams};
 use tokio::time::Instant;
@@ -14,7 +15,6 @@ use tokio::time::Instant;
 use crate::error::RequestError;
 use crate::model::ServedModel;
 use crate::tools::Tools;
-use crate::worker::Capacity;
 
 /// Most choices of one request.
 pub(crate) const MAX_CHOICES: u32 = 128;

@@ -2,7 +2,7 @@
 //!
 //! `client → router → prefill-node → transfer → decode-node → router → client's stream`. Both front doors turn a request
 //! into one `GenerateInput` and read one stream of events back; in between each choice has a driver, which does what the
-//! state machine of `baton-policy` says. The router sees token ids and text; never weights, KV or a GPU.
+//! core in `baton-policy` (`Choice` and `Fleet`) says. The router sees token ids and text; never weights, KV or a GPU.
 //!
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the other one.
 //! - `listener`, `held`: connections, bounded in number and time.
@@ -10,6 +10,8 @@
 //! - `tools`: functions a model may call, told to it and read out of its answers.
 //! - `driver`, `worker`: one choice on its workers. `sink`, `stop`: from tokens to text.
 //! - `server`: puts it all together.
+
+#![forbid(unsafe_code)]
 
 mod config;
 mod driver;

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use baton_model_files::TextStream;
+use baton_policy::Taken;
 use baton_types::{ErrorKind, FinishReason, TokenOut, Usage};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -57,17 +58,6 @@ pub(crate) struct Piece {
     pub token: TokenOut,
     /// Characters of the answer before it.
     pub offset: u32,
-}
-
-/// What became of a token.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Taken {
-    /// The client has it, or will.
-    Sent,
-    /// It completed a stop string; nothing after it is wanted.
-    StopMatched,
-    /// The client is gone.
-    ClientGone,
 }
 
 /// What a sink is made of.

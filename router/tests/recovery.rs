@@ -5,7 +5,7 @@ mod support;
 
 use std::time::Duration;
 
-use baton_cluster::Role;
+use baton_cluster::{Role, member_to_proto};
 use baton_proto::v1::RegisterRequest;
 use baton_proto::v1::registry_client::RegistryClient;
 use serde_json::json;
@@ -350,7 +350,7 @@ async fn workers_stay_registered_until_the_last_stream_of_a_drain_has_ended() {
     cluster.shutdown.start("test");
     let channel = tonic::transport::Endpoint::new(cluster.grpc_url()).unwrap().connect().await.unwrap();
     let mut registry = RegistryClient::new(channel);
-    let renewal = RegisterRequest { member: Some(cluster.member(0).into()), ttl_ms: 5000 };
+    let renewal = RegisterRequest { member: Some(member_to_proto(cluster.member(0))), ttl_ms: 5000 };
     registry.register(renewal).await.unwrap();
     drop(response);
     cluster.stop().await;

@@ -5,6 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use baton_membership::{Member, MembershipError, Store, View};
 use baton_proto::v1;
 use baton_proto::v1::registry_server::RegistryServer;
 use baton_types::WorkerId;
@@ -20,8 +21,7 @@ use tracing::info;
 
 use crate::error::ClusterError;
 use crate::lease::{Hold, Lease};
-use crate::member::{Member, View};
-use crate::store::Store;
+use crate::wire::{member_from_proto, member_to_proto};
 use crate::{Registry, ViewReceiver};
 
 /// Bytes of one request to the registry at most: a member's texts and some numbers.
@@ -54,10 +54,10 @@ impl EmbeddedRegistry {
     /// An empty registry. Call inside a tokio runtime.
     #[allow(clippy::new_without_default)] // It starts a task.
     pub fn new() -> EmbeddedRegistry {
-        let empty = View { last_update: Some(Instant::now().into_std()), ..View::default() };
+        let store = Store::new(now());
         let shared = Arc::new(Shared {
-            store: Mutex::default(),
-            views: watch::Sender::new(Arc::new(empty)),
+            views: watch::Sender::new(Arc::new(store.view())),
+            store: Mutex::new(store),
             leased: Notify::new(),
             closed: watch::Sender::new(false),
         });
@@ -88,9 +88,9 @@ impl Registry for EmbeddedRegistry {
 }
 
 impl Shared {
-    fn put(&self, member: Member, ttl: Duration) -> Result<(), ClusterError> {
+    fn put(&self, member: Member, ttl: Duration) -> Result<(), MembershipError> {
         let mut store = self.lock();
-        if store.put(member, ttl, Instant::now().into_std())? {
+        if store.put(member, ttl, now())? {
             self.publish(&store);
         }
         self.leased.notify_one();
@@ -99,23 +99,24 @@ impl Shared {
 
     fn remove(&self, id: WorkerId) {
         let mut store = self.lock();
-        if store.remove(id) {
+        if store.remove(id, now()) {
             self.publish(&store);
         }
     }
 
     /// Under the store's lock, so that views come in the order of the changes.
     fn publish(&self, store: &Store) {
-        let members = store.members();
-        self.views.send_modify(|view| {
-            let last_update = Some(Instant::now().into_std());
-            *view = Arc::new(View { revision: view.revision + 1, members, stale: false, last_update });
-        });
+        self.views.send_replace(Arc::new(store.view()));
     }
 
     fn lock(&self) -> MutexGuard<'_, Store> {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The time, as the runtime has it.
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
 }
 
 async fn expire(shared: Arc<Shared>) {
@@ -132,7 +133,7 @@ async fn expire(shared: Arc<Shared>) {
             () = shared.leased.notified() => {}
         }
         let mut store = shared.lock();
-        let gone = store.expire(Instant::now().into_std());
+        let gone = store.expire(now());
         if !gone.is_empty() {
             shared.publish(&store);
         }
@@ -154,7 +155,7 @@ impl Hold for LocalHold {
         "this process"
     }
     async fn renew(&mut self, member: &Member, _changed: bool) -> Result<(), ClusterError> {
-        self.shared.put(member.clone(), self.ttl)
+        Ok(self.shared.put(member.clone(), self.ttl)?)
     }
     async fn revoke(&mut self, member: &Member) -> Result<(), ClusterError> {
         self.shared.remove(member.id);
@@ -169,12 +170,12 @@ pub struct EmbeddedService(EmbeddedRegistry);
 impl v1::registry_server::Registry for EmbeddedService {
     async fn register(&self, request: Request<v1::RegisterRequest>) -> Result<Response<v1::RegisterResponse>, Status> {
         let request = request.into_inner();
-        let missing = || ClusterError::Member { field: "member", problem: "is missing".to_owned() };
+        let missing = || MembershipError::Member { field: "member", problem: "is missing".to_owned() };
         let ttl = Duration::from_millis(request.ttl_ms);
         request
             .member
             .ok_or_else(missing)
-            .and_then(Member::try_from)
+            .and_then(member_from_proto)
             .and_then(|member| self.0.0.shared.put(member, ttl))
             .map_err(|e| baton_proto::status_of(&e))?;
         Ok(Response::new(v1::RegisterResponse {}))
@@ -194,7 +195,7 @@ impl v1::registry_server::Registry for EmbeddedService {
         let shared = &self.0.0.shared;
         let mut closed = shared.closed.subscribe();
         let views = WatchStream::new(shared.views.subscribe()).map(|view| {
-            let members = view.members.iter().cloned().map(v1::Member::from).collect();
+            let members = view.members.iter().cloned().map(member_to_proto).collect();
             Ok(v1::View { revision: view.revision, members })
         });
         let end = async move {

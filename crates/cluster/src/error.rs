@@ -1,5 +1,6 @@
 //! Everything that can go wrong with membership.
 
+use baton_membership::MembershipError;
 use baton_types::{BatonError, ErrorKind};
 
 /// Errors of the registry and its clients.
@@ -15,26 +16,9 @@ pub enum ClusterError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// A member's field that no registry takes.
-    #[error("member.{field}: {problem}")]
-    Member {
-        /// Which field.
-        field: &'static str,
-        /// What is wrong and what is allowed.
-        problem: String,
-    },
-    /// A lease duration out of range.
-    #[error("ttl is {millis} ms; it must be between 1 s and 1 h")]
-    Ttl {
-        /// What was asked for.
-        millis: u64,
-    },
-    /// The registry holds as many members as it can.
-    #[error("the registry is full ({limit} members); remove workers or use another cluster")]
-    Full {
-        /// How many it holds.
-        limit: usize,
-    },
+    /// A member or ttl that no registry takes, or a registry that is full.
+    #[error(transparent)]
+    Membership(#[from] MembershipError),
     /// The registry answered that it will not do this.
     #[error("the registry at {registry} refused: {problem}")]
     Refused {
@@ -56,10 +40,8 @@ pub enum ClusterError {
 impl BatonError for ClusterError {
     fn kind(&self) -> ErrorKind {
         match self {
-            ClusterError::Spec { .. } | ClusterError::Member { .. } | ClusterError::Ttl { .. } => {
-                ErrorKind::InvalidArgument
-            }
-            ClusterError::Full { .. } => ErrorKind::ResourceExhausted,
+            ClusterError::Spec { .. } => ErrorKind::InvalidArgument,
+            ClusterError::Membership(e) => e.kind(),
             ClusterError::Refused { .. } => ErrorKind::FailedPrecondition,
             ClusterError::Unavailable { .. } => ErrorKind::Unavailable,
         }

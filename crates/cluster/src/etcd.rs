@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use baton_membership::{MAX_MEMBERS, Member};
 use baton_types::WorkerId;
 use etcd_client::{
     Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
@@ -19,7 +20,6 @@ use tracing::warn;
 use crate::error::ClusterError;
 use crate::follow::{Feed, Follower, Lists};
 use crate::lease::{Hold, Lease};
-use crate::member::{MAX_MEMBERS, Member};
 use crate::{Registry, ViewReceiver};
 
 const CONNECT: Duration = Duration::from_secs(2);

@@ -1,23 +1,19 @@
-//! Turns a registry's lists into views: one background task that listens, and comes back after an outage.
+//! Turns a registry's lists into views, in one background task.
+//!
+//! Opens feeds and waits as `baton-membership`'s [`Follow`] says; decides nothing.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
+use baton_membership::{Follow, FollowAction, FollowInput, FollowNews, Known, Member, OPEN, View};
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 
 use crate::ViewReceiver;
-use crate::backoff::Backoff;
 use crate::error::ClusterError;
-use crate::known::Known;
-use crate::member::{Member, View};
-
-/// How long opening a feed may take, its first list included.
-const OPEN: Duration = Duration::from_secs(5);
 
 /// Whole lists of members, one on every change.
 pub(crate) type Lists = BoxStream<'static, Result<Vec<Member>, ClusterError>>;
@@ -58,74 +54,85 @@ impl Follower {
     }
 }
 
+/// Does as [`Follow`] says.
 async fn follow<F: Feed>(mut feed: F, views: &watch::Sender<Arc<View>>) {
-    let mut known = Known::new();
     // Any number does: it only spreads the waits of processes that lost the same registry.
-    let mut backoff = Backoff::new(u64::from(std::process::id()), Duration::MAX);
+    let (mut follow, mut action) = Follow::start(u64::from(std::process::id()), now());
+    let registry = feed.address().to_owned();
+    let mut lists = None;
     loop {
-        let error = listen(&mut feed, &mut known, &mut backoff, views).await;
-        // I7: the members stay.
-        known.lose();
-        publish(&known, views);
-        if backoff.is_fresh() {
-            warn!(%error, "lost the registry, going on with the last known view");
+        let (input, error) = match action {
+            FollowAction::Open { until } => tokio::select! {
+                opened = opened(&mut feed, &registry, &mut lists) => said(opened),
+                () = sleep_until(until.into()) => {
+                    (FollowInput::Wake, Some(broken(&registry, format!("no list of members within {OPEN:?}"))))
+                }
+            },
+            FollowAction::Listen { until } => tokio::select! {
+                next = next(&registry, &mut lists) => said(next),
+                () = at(until) => (FollowInput::Wake, None),
+            },
+            FollowAction::Wait { until } => {
+                lists = None;
+                sleep_until(until.into()).await;
+                (FollowInput::Wake, None)
+            }
+        };
+        if let Some(next) = follow.step(input, now()) {
+            action = next;
         }
-        sleep(backoff.next()).await;
+        publish(follow.view(), views);
+        match follow.take_news() {
+            Some(FollowNews::Lost) => {
+                let error = error.map(|e| e.to_string()).unwrap_or_default();
+                warn!(error, "lost the registry, going on with the last known view");
+            }
+            Some(FollowNews::Back { members }) => info!(members, "the registry is back"),
+            None => {}
+        }
     }
 }
 
-/// Until the registry is lost.
-async fn listen<F: Feed>(
-    feed: &mut F,
-    known: &mut Known,
-    backoff: &mut Backoff,
-    views: &watch::Sender<Arc<View>>,
-) -> ClusterError {
-    let registry = feed.address().to_owned();
-    let broken = |problem: String| ClusterError::Unavailable { registry, problem };
-    let opened = tokio::time::timeout(OPEN, async {
-        let mut lists = feed.open().await?;
-        let first = lists.next().await;
-        Ok((lists, first))
-    });
-    let (mut lists, mut next) = match opened.await {
-        Ok(Ok(opened)) => opened,
-        Ok(Err(error)) => return error,
-        Err(_) => return broken(format!("no list of members within {OPEN:?}")),
+/// Opens the feed, and waits for its first list.
+async fn opened<F: Feed>(feed: &mut F, registry: &str, lists: &mut Option<Lists>) -> Result<Vec<Member>, ClusterError> {
+    *lists = None;
+    *lists = Some(feed.open().await?);
+    next(registry, lists).await
+}
+
+async fn next(registry: &str, lists: &mut Option<Lists>) -> Result<Vec<Member>, ClusterError> {
+    let list = match lists {
+        Some(lists) => lists.next().await,
+        None => None,
     };
-    loop {
-        match next {
-            Some(Ok(members)) => {
-                if !backoff.is_fresh() {
-                    info!(members = members.len(), "the registry is back");
-                }
-                backoff.reset();
-                known.list(members, Instant::now().into_std());
-            }
-            Some(Err(error)) => return error,
-            None => return broken("it ended the watch".to_owned()),
-        }
-        publish(known, views);
-        next = loop {
-            let settle = known.settles_at();
-            let due = async {
-                match settle {
-                    Some(at) => sleep_until(at.into()).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                next = lists.next() => break next,
-                () = due => known.settle(Instant::now().into_std()),
-            }
-            publish(known, views);
-        };
+    list.unwrap_or_else(|| Err(broken(registry, "it ended the watch".to_owned())))
+}
+
+fn said(list: Result<Vec<Member>, ClusterError>) -> (FollowInput, Option<ClusterError>) {
+    match list {
+        Ok(members) => (FollowInput::Listed(members), None),
+        Err(error) => (FollowInput::Lost, Some(error)),
     }
+}
+
+fn broken(registry: &str, problem: String) -> ClusterError {
+    ClusterError::Unavailable { registry: registry.to_owned(), problem }
+}
+
+async fn at(due: Option<std::time::Instant>) {
+    match due {
+        Some(at) => sleep_until(at.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The time, as the runtime has it.
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
 }
 
 /// Wakes the watchers only when the revision moved.
-fn publish(known: &Known, views: &watch::Sender<Arc<View>>) {
-    let view = known.view();
+fn publish(view: View, views: &watch::Sender<Arc<View>>) {
     views.send_if_modified(|seen| {
         let changed = seen.revision != view.revision;
         *seen = Arc::new(view);

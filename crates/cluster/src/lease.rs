@@ -1,16 +1,17 @@
-//! Keeps one member registered: renews in time, comes back after an outage, until dropped or revoked.
+//! Keeps one member registered until its lease is dropped or revoked.
+//!
+//! Makes the calls and waits that `baton-membership`'s [`Renewal`] asks for; decides nothing.
 
 use std::future::Future;
 use std::time::Duration;
 
+use baton_membership::{Member, Renewal, RenewalAction, RenewalInput, RenewalNews};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep_until};
 use tracing::{debug, info, warn};
 
-use crate::backoff::Backoff;
 use crate::error::ClusterError;
-use crate::member::{Member, check_ttl};
 
 /// One member's registration at one registry; the part that differs between registries.
 pub(crate) trait Hold: Send + 'static {
@@ -35,30 +36,22 @@ pub struct Lease {
 
 impl Lease {
     /// Registers `member`, trying until the registry answers, and starts the renewals.
-    pub(crate) async fn start<H: Hold>(mut hold: H, member: Member, ttl: Duration) -> Result<Lease, ClusterError> {
-        member.validate()?;
-        check_ttl(ttl)?;
-        let mut backoff = Backoff::new(member.id.0, ttl / 3);
-        let (mut waited, mut warned) = (Duration::ZERO, false);
-        while let Err(error) = attempt(&mut hold, &member, true, ttl).await {
-            if !matches!(error, ClusterError::Unavailable { .. }) {
-                return Err(error);
-            }
-            // Whoever starts first waits for the others; only a long wait is worth somebody's attention.
-            if backoff.is_fresh() {
-                info!(registry = hold.address(), "waiting for the registry");
-            } else if waited >= ttl && !warned {
-                warn!(%error, "cannot register yet, trying again");
-                warned = true;
-            }
-            let pause = backoff.next();
-            waited += pause;
-            sleep(pause).await;
-        }
-        info!(id = %member.id, role = member.role.as_str(), "registered");
+    pub(crate) async fn start<H: Hold>(hold: H, member: Member, ttl: Duration) -> Result<Lease, ClusterError> {
+        let (renewal, action) = Renewal::start(member.clone(), ttl, now())?;
         let (member, members) = watch::channel(member);
         let (revoke, revoked) = oneshot::channel();
-        let task = tokio::spawn(keep(hold, members, revoked, ttl));
+        let mut keeper = Keeper { hold, renewal, action, members, revoked };
+        while !keeper.renewal.registered() {
+            let error = keeper.step().await;
+            if let (RenewalAction::End, Some(error)) = (keeper.action, error) {
+                return Err(error);
+            }
+        }
+        let task = tokio::spawn(async move {
+            while keeper.action != RenewalAction::End {
+                keeper.step().await;
+            }
+        });
         Ok(Lease { member, revoke: Some(revoke), task })
     }
 
@@ -72,12 +65,7 @@ impl Lease {
     /// # Errors
     /// A member that no registry takes, or one with another id.
     pub fn update(&self, member: Member) -> Result<(), ClusterError> {
-        member.validate()?;
-        let id = self.member.borrow().id;
-        if member.id != id {
-            let problem = format!("is {}, but this lease is for {id}; register the other member", member.id);
-            return Err(ClusterError::Member { field: "id", problem });
-        }
+        self.member.borrow().check_change(&member)?;
         self.member.send_replace(member);
         Ok(())
     }
@@ -102,79 +90,112 @@ impl Drop for Lease {
     }
 }
 
-/// How long one try may take.
-fn patience(ttl: Duration) -> Duration {
-    (ttl / 3).max(Duration::from_secs(1))
+/// Does as the [`Renewal`] says.
+struct Keeper<H> {
+    hold: H,
+    renewal: Renewal,
+    action: RenewalAction,
+    members: watch::Receiver<Member>,
+    revoked: oneshot::Receiver<()>,
 }
 
-/// One bounded try.
-async fn attempt<H: Hold>(hold: &mut H, member: &Member, changed: bool, ttl: Duration) -> Result<(), ClusterError> {
-    let limit = patience(ttl);
-    match timeout(limit, hold.renew(member, changed)).await {
-        Ok(result) => result,
-        Err(_) => Err(ClusterError::Unavailable {
-            registry: hold.address().to_owned(),
-            problem: format!("no answer within {limit:?}"),
-        }),
-    }
-}
-
-async fn keep<H: Hold>(
-    mut hold: H,
-    mut members: watch::Receiver<Member>,
-    mut revoked: oneshot::Receiver<()>,
-    ttl: Duration,
-) {
-    let mut backoff = Backoff::new(members.borrow().id.0, ttl / 3);
-    let mut changed = false;
-    let mut wait = ttl / 3;
-    loop {
-        tokio::select! {
-            biased;
-            _ = &mut revoked => break,
-            Ok(()) = members.changed() => changed = true,
-            () = sleep(wait) => {}
+impl<H: Hold> Keeper<H> {
+    /// One action, to its outcome. What went wrong in it is logged, and returned.
+    async fn step(&mut self) -> Option<ClusterError> {
+        let (input, error) = self.perform().await;
+        if self.action_is_revoke() {
+            self.log_revoked(error.as_ref());
         }
-        let member = members.borrow_and_update().clone();
-        let renewal = tokio::select! {
-            biased;
-            _ = &mut revoked => break,
-            result = attempt(&mut hold, &member, changed, ttl) => result,
-        };
-        wait = match renewal {
-            Ok(()) => {
-                if !backoff.is_fresh() {
-                    info!(id = %member.id, "registered again");
-                }
-                backoff.reset();
-                changed = false;
-                ttl / 3
-            }
-            Err(error) => {
-                // I7: work goes on; this only logs and tries again. A member that leaves may outlive its registry.
-                if backoff.is_fresh() && member.draining {
-                    info!(%error, id = %member.id, "cannot announce the drain");
-                } else if backoff.is_fresh() {
-                    warn!(%error, id = %member.id, "cannot renew the registration, trying again");
-                }
-                changed = true;
-                backoff.next()
-            }
-        };
+        if let Some(next) = self.renewal.step(input, now()) {
+            self.action = next;
+        }
+        if let Some(news) = self.renewal.take_news() {
+            self.log(news, error.as_ref());
+        }
+        error
     }
-    let member = members.borrow().clone();
-    match timeout(patience(ttl), hold.revoke(&member)).await {
-        Ok(Ok(())) => debug!(id = %member.id, "deregistered"),
-        // Expected where the registry stops with everything else.
-        Ok(Err(error)) => info!(%error, "cannot deregister; the ttl will"),
-        Err(_) => info!("cannot deregister in time; the ttl will"),
+
+    async fn perform(&mut self) -> (RenewalInput, Option<ClusterError>) {
+        let member = self.renewal.member().clone();
+        match self.action {
+            RenewalAction::Renew { changed, until } => {
+                let tried = tokio::select! {
+                    biased;
+                    _ = &mut self.revoked => return (RenewalInput::Revoke, None),
+                    result = self.hold.renew(&member, changed) => Some(result),
+                    () = sleep_until(until.into()) => None,
+                };
+                match tried {
+                    Some(Ok(())) => (RenewalInput::Renewed, None),
+                    Some(Err(error @ ClusterError::Unavailable { .. })) => (RenewalInput::Unavailable, Some(error)),
+                    Some(Err(error)) => (RenewalInput::Refused, Some(error)),
+                    None => (RenewalInput::Wake, Some(self.no_answer())),
+                }
+            }
+            RenewalAction::Wait { until } => tokio::select! {
+                biased;
+                _ = &mut self.revoked => (RenewalInput::Revoke, None),
+                Ok(()) = self.members.changed() => {
+                    (RenewalInput::Changed(self.members.borrow_and_update().clone()), None)
+                }
+                () = sleep_until(until.into()) => (RenewalInput::Wake, None),
+            },
+            RenewalAction::Revoke { until } => {
+                let member = self.members.borrow().clone();
+                tokio::select! {
+                    result = self.hold.revoke(&member) => match result {
+                        Ok(()) => (RenewalInput::Revoked, None),
+                        Err(error) => (RenewalInput::Unavailable, Some(error)),
+                    },
+                    () = sleep_until(until.into()) => (RenewalInput::Wake, Some(self.no_answer())),
+                }
+            }
+            RenewalAction::End => std::future::pending().await,
+        }
     }
+
+    fn action_is_revoke(&self) -> bool {
+        matches!(self.action, RenewalAction::Revoke { .. })
+    }
+
+    fn no_answer(&self) -> ClusterError {
+        let problem = format!("no answer within {:?}", self.renewal.patience());
+        ClusterError::Unavailable { registry: self.hold.address().to_owned(), problem }
+    }
+
+    fn log(&self, news: RenewalNews, error: Option<&ClusterError>) {
+        let member = self.renewal.member();
+        let (id, role, registry) = (member.id, member.role.as_str(), self.hold.address());
+        let error = error.map(ToString::to_string).unwrap_or_default();
+        match news {
+            // Whoever starts first waits for the others; only a long wait is worth somebody's attention.
+            RenewalNews::Waiting => info!(registry, "waiting for the registry"),
+            RenewalNews::StillWaiting => warn!(error, "cannot register yet, trying again"),
+            RenewalNews::Registered => info!(%id, role, "registered"),
+            RenewalNews::Again => info!(%id, "registered again"),
+            RenewalNews::LostInDrain => info!(error, %id, "cannot announce the drain"),
+            RenewalNews::Lost => warn!(error, %id, "cannot renew the registration, trying again"),
+        }
+    }
+
+    fn log_revoked(&self, error: Option<&ClusterError>) {
+        match error {
+            None => debug!(id = %self.renewal.member().id, "deregistered"),
+            // Expected where the registry stops with everything else.
+            Some(error) => info!(%error, "cannot deregister; the ttl will"),
+        }
+    }
+}
+
+/// The time, as the runtime has it.
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::member::tests::member;
+    use crate::wire::tests::member;
     use tokio::sync::mpsc;
 
     const TTL: Duration = Duration::from_secs(9);

@@ -1,21 +1,19 @@
 //! Who is in the cluster: members register under a lease, everybody watches one view.
 //!
 //! Stands beside the flow: workers register, the router places requests by the view. It knows nothing of requests, and
-//! decides nothing about members. The trait [`Registry`] has two implementations: the embedded registry, which the router
+//! decides nothing about members: that is `baton-membership`, which this crate drives. The trait [`Registry`] has two implementations: the embedded registry, which the router
 //! serves and workers reach over gRPC, and etcd. Losing either stops nobody: the view stays as it was, marked stale, and
 //! leases are taken again when the registry is back (I7).
 
-mod backoff;
+#![forbid(unsafe_code)]
+
 mod embedded;
 mod error;
 mod etcd;
 mod follow;
-mod known;
 mod lease;
-mod member;
 mod remote;
 mod spec;
-mod store;
 mod wire;
 
 use std::sync::Arc;
@@ -24,13 +22,14 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
+pub use baton_membership::{MAX_MEMBERS, MAX_TEXT, Member, MembershipError, Role, View};
 pub use embedded::{EmbeddedRegistry, EmbeddedService};
 pub use error::ClusterError;
 pub use etcd::EtcdRegistry;
 pub use lease::Lease;
-pub use member::{MAX_MEMBERS, MAX_TEXT, Member, Role, View};
 pub use remote::EmbeddedClient;
 pub use spec::Spec;
+pub use wire::{member_from_proto, member_to_proto};
 
 /// Always holds the latest view; wait with `changed()`. Several changes may arrive as one.
 pub type ViewReceiver = watch::Receiver<Arc<View>>;

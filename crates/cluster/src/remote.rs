@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use baton_membership::Member;
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use futures::future::BoxFuture;
@@ -12,7 +13,7 @@ use tonic::{Code, Status};
 use crate::error::ClusterError;
 use crate::follow::{Feed, Follower, Lists};
 use crate::lease::{Hold, Lease};
-use crate::member::Member;
+use crate::wire::{member_from_proto, member_to_proto};
 use crate::{Registry, ViewReceiver};
 
 const CONNECT: Duration = Duration::from_secs(2);
@@ -88,7 +89,7 @@ impl Hold for RemoteHold {
 
     async fn renew(&mut self, member: &Member, _changed: bool) -> Result<(), ClusterError> {
         let ttl_ms = u64::try_from(self.ttl.as_millis()).unwrap_or(u64::MAX);
-        let request = v1::RegisterRequest { member: Some(member.clone().into()), ttl_ms };
+        let request = v1::RegisterRequest { member: Some(member_to_proto(member.clone())), ttl_ms };
         self.client.grpc.register(request).await.map(drop).map_err(|s| self.client.error(&s))
     }
 
@@ -109,7 +110,7 @@ impl Feed for RemoteFeed {
         let client = self.0.clone();
         let views = self.0.grpc.watch(v1::WatchRequest {}).await.map_err(|s| client.error(&s))?.into_inner();
         let lists = views.map(move |view| match view {
-            Ok(view) => view.members.into_iter().map(Member::try_from).collect(),
+            Ok(view) => view.members.into_iter().map(|m| Ok(member_from_proto(m)?)).collect(),
             Err(status) => Err(client.error(&status)),
         });
         Ok(lists.boxed())

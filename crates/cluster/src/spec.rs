@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use baton_membership::is_host_port;
+
 use crate::error::ClusterError;
 
 /// Cluster name when the specification gives none.
@@ -52,16 +54,6 @@ impl FromStr for Spec {
             None => Err(bad("it has no scheme")),
         }
     }
-}
-
-/// True for `name:port`, `1.2.3.4:port` and `[::1]:port`.
-pub(crate) fn is_host_port(text: &str) -> bool {
-    let Some((host, port)) = text.rsplit_once(':') else { return false };
-    let name = match host.strip_prefix('[').and_then(|h| h.strip_suffix(']')) {
-        Some(v6) => v6.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)),
-    };
-    name && port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|p| p != 0)
 }
 
 fn is_name(text: &str) -> bool {

@@ -1,80 +1,92 @@
 //! Members as messages of `proto/baton/v1/cluster.proto`, checked on the way in.
 
+use baton_membership::{Member, MembershipError, Role};
 use baton_proto::v1;
 use baton_types::WorkerId;
 
-use crate::error::ClusterError;
-use crate::member::{Member, Role};
-
-impl From<Member> for v1::Member {
-    fn from(m: Member) -> Self {
-        let role = match m.role {
-            Role::Prefill => v1::Role::Prefill,
-            Role::Decode => v1::Role::Decode,
-            Role::Supervisor => v1::Role::Supervisor,
-        };
-        v1::Member {
-            id: m.id.0,
-            role: role.into(),
-            grpc: m.grpc,
-            admin: m.admin,
-            model: m.model,
-            layout: m.layout,
-            blocks: m.blocks,
-            block_size: m.block_size,
-            window_tokens: m.window_tokens,
-            context_tokens: m.context_tokens,
-            draining: m.draining,
-        }
+/// A member as a message.
+pub fn member_to_proto(m: Member) -> v1::Member {
+    let role = match m.role {
+        Role::Prefill => v1::Role::Prefill,
+        Role::Decode => v1::Role::Decode,
+        Role::Supervisor => v1::Role::Supervisor,
+    };
+    v1::Member {
+        id: m.id.0,
+        role: role.into(),
+        grpc: m.grpc,
+        admin: m.admin,
+        model: m.model,
+        layout: m.layout,
+        blocks: m.blocks,
+        block_size: m.block_size,
+        window_tokens: m.window_tokens,
+        context_tokens: m.context_tokens,
+        draining: m.draining,
     }
 }
 
-impl TryFrom<v1::Member> for Member {
-    type Error = ClusterError;
-
-    fn try_from(m: v1::Member) -> Result<Self, ClusterError> {
-        let role = match v1::Role::try_from(m.role) {
-            Ok(v1::Role::Prefill) => Role::Prefill,
-            Ok(v1::Role::Decode) => Role::Decode,
-            Ok(v1::Role::Supervisor) => Role::Supervisor,
-            Ok(v1::Role::Unspecified) | Err(_) => {
-                let problem = format!("is {}; it must be prefill (1), decode (2) or supervisor (3)", m.role);
-                return Err(ClusterError::Member { field: "role", problem });
-            }
-        };
-        let member = Member {
-            id: WorkerId(m.id),
-            role,
-            grpc: m.grpc,
-            admin: m.admin,
-            model: m.model,
-            layout: m.layout,
-            blocks: m.blocks,
-            block_size: m.block_size,
-            window_tokens: m.window_tokens,
-            context_tokens: m.context_tokens,
-            draining: m.draining,
-        };
-        member.validate()?;
-        Ok(member)
-    }
+/// The member in a message.
+///
+/// # Errors
+/// A field that no registry takes (I8).
+pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
+    let role = match v1::Role::try_from(m.role) {
+        Ok(v1::Role::Prefill) => Role::Prefill,
+        Ok(v1::Role::Decode) => Role::Decode,
+        Ok(v1::Role::Supervisor) => Role::Supervisor,
+        Ok(v1::Role::Unspecified) | Err(_) => {
+            let problem = format!("is {}; it must be prefill (1), decode (2) or supervisor (3)", m.role);
+            return Err(MembershipError::Member { field: "role", problem });
+        }
+    };
+    let member = Member {
+        id: WorkerId(m.id),
+        role,
+        grpc: m.grpc,
+        admin: m.admin,
+        model: m.model,
+        layout: m.layout,
+        blocks: m.blocks,
+        block_size: m.block_size,
+        window_tokens: m.window_tokens,
+        context_tokens: m.context_tokens,
+        draining: m.draining,
+    };
+    member.validate()?;
+    Ok(member)
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use crate::member::tests::member;
-    use crate::{MAX_MEMBERS, MAX_TEXT};
+    use baton_membership::{MAX_MEMBERS, MAX_TEXT};
     use prost::Message as _;
+
+    pub(crate) fn member(id: u64) -> Member {
+        Member {
+            id: WorkerId(id),
+            role: Role::Decode,
+            grpc: "http://127.0.0.1:9001".to_owned(),
+            admin: "http://127.0.0.1:9002".to_owned(),
+            model: "smollm2".to_owned(),
+            layout: u64::MAX,
+            blocks: 512,
+            block_size: 16,
+            window_tokens: 0,
+            context_tokens: 8192,
+            draining: false,
+        }
+    }
 
     #[test]
     fn members_survive_the_wire() {
         for role in [Role::Prefill, Role::Decode, Role::Supervisor] {
             let original = Member { role, draining: true, ..member(u64::MAX) };
-            assert_eq!(Member::try_from(v1::Member::from(original.clone())), Ok(original));
+            assert_eq!(member_from_proto(member_to_proto(original.clone())), Ok(original));
         }
-        let unknown = v1::Member { role: 9, ..member(1).into() };
-        assert!(Member::try_from(unknown).unwrap_err().to_string().contains("member.role: is 9"));
+        let unknown = v1::Member { role: 9, ..member_to_proto(member(1)) };
+        assert!(member_from_proto(unknown).unwrap_err().to_string().contains("member.role: is 9"));
     }
 
     #[test]
@@ -89,7 +101,7 @@ mod tests {
             window_tokens: u32::MAX,
             context_tokens: u32::MAX,
             draining: true,
-            ..member(u64::MAX).into()
+            ..member_to_proto(member(u64::MAX))
         };
         let view = v1::View { revision: u64::MAX, members: vec![largest; MAX_MEMBERS] };
         assert!(view.encoded_len() < 4 << 20, "{}", view.encoded_len());

@@ -1,17 +1,25 @@
 //! Decisions about requests: where one runs, and what happens to it when something fails.
 //!
-//! Driven by the router (and by anything else that wants to try the same decisions under a virtual clock). Pure: no
-//! clock, no I/O, no randomness, no tokio. It sees workers as [`Candidate`]s and failures as [`Failure`]s; it never sees
-//! a connection, a token's text or a KV block.
+//! Driven by the router, and by a simulator that tries the same decisions under a virtual clock. Pure: no clock, no I/O, no
+//! randomness, no threads, no tokio. Time is an argument. It never sees a connection, a token's text or a KV block.
 //!
+//! - [`Fleet`], [`Choice`]: the router's core, all workers and one answer.
+//! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
 //! - [`Placement`]: which decode worker and which prefill worker; [`RoundRobin`] and [`LeastLoaded`].
 //! - [`Prefixes`]: where a prompt's beginning was sent before, as a hint for it.
-//! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::disallowed_methods))] // Tests begin at some time.
 
 mod placement;
 mod prefixes;
 mod request;
+mod router;
 
-pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, Role, RoundRobin};
+pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
 pub use prefixes::Prefixes;
 pub use request::{Action, Failure, Input, Leg, Limits, RequestMachine, State};
+pub use router::{
+    Ask, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, LegEnd, Order, PROBE_EVERY, PrefillWord,
+    Probe, SECOND_WORD, Sequence, Taken, WorkerLease, WorkerState,
+};

@@ -1,28 +1,20 @@
 //! Which workers a request runs on.
 //!
-//! The router turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. Who may run a request at all
+//! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. Who may run a request at all
 //! is decided once, in [`Eligible`]; implementations only choose among those.
 
+use baton_membership::Role;
 use baton_types::{BatonError, ErrorKind, WorkerId};
 
-/// What a worker does.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Role {
-    /// Reads prompts.
-    Prefill,
-    /// Writes answers; can also read prompts.
-    Decode,
-}
-
 /// One worker, as placement sees it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Candidate {
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Candidate<'a> {
     /// Which worker.
     pub id: WorkerId,
-    /// What it does.
+    /// What it does: [`Role::Prefill`] or [`Role::Decode`].
     pub role: Role,
     /// The model it serves.
-    pub model: String,
+    pub model: &'a str,
     /// Fingerprint of its KV layout but the type; only workers with equal ones hand over to each other.
     pub layout: u64,
     /// It takes no new requests.
@@ -86,29 +78,29 @@ impl BatonError for PlacementError {
 pub trait Placement: Send {
     /// Chooses a decode worker, and a prefill worker of the same layout when the request is to be split and one is
     /// alive. Draining workers, those of another model and those in `request.avoid` are never chosen.
-    fn place(&mut self, view: &[Candidate], request: &PlacementInput<'_>) -> Result<Placed, PlacementError>;
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError>;
 }
 
 /// The workers that may run a request.
 struct Eligible<'a> {
-    view: &'a [Candidate],
+    view: &'a [Candidate<'a>],
     request: &'a PlacementInput<'a>,
 }
 
 impl<'a> Eligible<'a> {
-    fn serving(&self, role: Role) -> impl Iterator<Item = &'a Candidate> {
+    fn serving(&self, role: Role) -> impl Iterator<Item = &'a Candidate<'a>> {
         let model = self.request.model;
         self.view.iter().filter(move |c| c.role == role && c.model == model)
     }
 
-    fn usable(&self, role: Role) -> impl Iterator<Item = &'a Candidate> {
+    fn usable(&self, role: Role) -> impl Iterator<Item = &'a Candidate<'a>> {
         let avoid = self.request.avoid;
         self.serving(role).filter(move |c| !c.draining && !avoid.contains(&c.id))
     }
 
     /// Decode workers to choose from, never empty. A pinned one is the only choice, even if it drains by now: it has
     /// taken the request already.
-    fn decode(&self) -> Result<Vec<&'a Candidate>, PlacementError> {
+    fn decode(&self) -> Result<Vec<&'a Candidate<'a>>, PlacementError> {
         let found: Vec<_> = match self.request.decode {
             Some(pinned) => self.serving(Role::Decode).filter(|c| c.id == pinned).collect(),
             None => self.usable(Role::Decode).collect(),
@@ -128,7 +120,7 @@ impl<'a> Eligible<'a> {
     }
 
     /// Prefill workers that may hand over to `decode`; empty when the request is to be computed locally.
-    fn prefill(&self, decode: &Candidate) -> Vec<&'a Candidate> {
+    fn prefill(&self, decode: &Candidate<'_>) -> Vec<&'a Candidate<'a>> {
         let layout = decode.layout;
         if !self.request.split {
             return Vec::new();
@@ -145,9 +137,9 @@ struct Turns {
 }
 
 /// The worker after `last` in the order of ids, not of positions: a view that changes does not upset the turn.
-fn in_turn<'a>(choices: &[&'a Candidate], last: &mut Option<WorkerId>) -> Option<&'a Candidate> {
+fn in_turn<'a>(choices: &[&'a Candidate<'a>], last: &mut Option<WorkerId>) -> Option<&'a Candidate<'a>> {
     let after = |id: WorkerId| last.is_none_or(|l| id > l);
-    let lowest = |choices: &mut dyn Iterator<Item = &'a Candidate>| choices.min_by_key(|c| c.id);
+    let lowest = |choices: &mut dyn Iterator<Item = &'a Candidate<'a>>| choices.min_by_key(|c| c.id);
     let chosen = lowest(&mut choices.iter().copied().filter(|c| after(c.id)))
         .or_else(|| lowest(&mut choices.iter().copied()))?;
     *last = Some(chosen.id);
@@ -159,16 +151,16 @@ fn in_turn<'a>(choices: &[&'a Candidate], last: &mut Option<WorkerId>) -> Option
 const ROOM: u32 = 8;
 
 /// The worker of this id, if it is one of `choices` and has room.
-fn with_room<'a>(choices: &[&'a Candidate], id: Option<WorkerId>) -> Option<&'a Candidate> {
+fn with_room<'a>(choices: &[&'a Candidate<'a>], id: Option<WorkerId>) -> Option<&'a Candidate<'a>> {
     let least = choices.iter().map(|c| c.in_flight).min()?;
     choices.iter().copied().find(|c| Some(c.id) == id && c.in_flight <= least.saturating_add(ROOM))
 }
 
-type Narrow = for<'a> fn(Vec<&'a Candidate>) -> Vec<&'a Candidate>;
+type Narrow = for<'a> fn(Vec<&'a Candidate<'a>>) -> Vec<&'a Candidate<'a>>;
 
 fn place_in_turn(
     turns: &mut Turns,
-    view: &[Candidate],
+    view: &[Candidate<'_>],
     request: &PlacementInput<'_>,
     narrow: Narrow,
 ) -> Result<Placed, PlacementError> {
@@ -195,7 +187,7 @@ pub struct RoundRobin {
 }
 
 impl Placement for RoundRobin {
-    fn place(&mut self, view: &[Candidate], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
         place_in_turn(&mut self.turns, view, request, |choices| choices)
     }
 }
@@ -207,7 +199,7 @@ pub struct LeastLoaded {
 }
 
 impl Placement for LeastLoaded {
-    fn place(&mut self, view: &[Candidate], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
         place_in_turn(&mut self.turns, view, request, |choices| {
             let least = choices.iter().map(|c| c.in_flight).min();
             choices.into_iter().filter(|c| Some(c.in_flight) == least).collect()
@@ -219,11 +211,11 @@ impl Placement for LeastLoaded {
 mod tests {
     use super::*;
 
-    fn worker(id: u64, role: Role) -> Candidate {
-        Candidate { id: WorkerId(id), role, model: "m".into(), layout: 1, draining: false, in_flight: 0 }
+    fn worker(id: u64, role: Role) -> Candidate<'static> {
+        Candidate { id: WorkerId(id), role, model: "m", layout: 1, draining: false, in_flight: 0 }
     }
 
-    fn view() -> Vec<Candidate> {
+    fn view() -> Vec<Candidate<'static>> {
         vec![
             worker(1, Role::Prefill),
             worker(2, Role::Prefill),
@@ -283,7 +275,7 @@ mod tests {
         for mut policy in all() {
             let mut view = view();
             view[2].draining = true;
-            view[3].model = "other".into();
+            view[3].model = "other";
             view[0].layout = 2;
             for _ in 0..4 {
                 assert_eq!(ids(policy.place(&view, &ASK).unwrap()), (13, Some(2)));

@@ -1,16 +1,21 @@
-//! The connection to one worker: how many requests use it, and whether it was lost.
+//! The connection to one worker, as requests use it and as it is probed when it was lost.
+//!
+//! Says what a gRPC status means for the worker that did or did not send it. What follows from that, the fleet decides.
 
 use std::error::Error;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use baton_cluster::Member;
+use baton_policy::{LegEnd, Probe, WorkerLease};
 use baton_proto::v1::StatusRequest;
 use baton_proto::v1::worker_client::WorkerClient;
-use tokio::time::{sleep, timeout};
+use baton_types::ErrorKind;
+use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
+
+use super::Workers;
 
 /// How often a silent connection is asked whether it still lives (I5).
 const PING_EVERY: Duration = Duration::from_secs(1);
@@ -19,93 +24,105 @@ const PING_EVERY: Duration = Duration::from_secs(1);
 const STREAM_WINDOW: u32 = 64 << 10;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How often a lost worker is asked whether it is back.
-const PROBE_EVERY: Duration = Duration::from_millis(250);
-
-/// The connection to one worker; it lives as long as the worker is in the view or a request uses it.
-#[derive(Clone)]
-pub(super) struct Link {
-    channel: Channel,
-    state: Arc<State>,
-    worker_timeout: Duration,
-}
-
-#[derive(Default)]
-struct State {
-    in_flight: AtomicU32,
-    lost: AtomicBool,
-}
 
 /// One request's use of one worker.
-pub(crate) struct Lease(Link);
+pub(crate) struct Lease {
+    workers: Arc<Workers>,
+    channel: Channel,
+    /// Until it is dropped.
+    lease: Option<WorkerLease>,
+}
 
-impl Link {
-    /// Connects when it is first used.
-    pub fn new(member: &Member, worker_timeout: Duration) -> Result<Link, tonic::transport::Error> {
-        let endpoint = Endpoint::from_shared(member.grpc.clone())?
-            .connect_timeout(CONNECT_TIMEOUT)
-            .http2_keep_alive_interval(PING_EVERY)
-            .keep_alive_timeout(worker_timeout)
-            .keep_alive_while_idle(true)
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .tcp_nodelay(true);
-        Ok(Link { channel: endpoint.connect_lazy(), state: Arc::default(), worker_timeout })
-    }
-
-    /// Requests that use it.
-    pub fn in_flight(&self) -> u32 {
-        self.state.in_flight.load(Ordering::Relaxed)
-    }
-
-    /// True from a failure of the connection until the worker answers again.
-    pub fn lost(&self) -> bool {
-        self.state.lost.load(Ordering::Relaxed)
-    }
-
-    /// Counts a request until the lease is dropped.
-    pub fn lease(&self) -> Lease {
-        self.state.in_flight.fetch_add(1, Ordering::Relaxed);
-        Lease(self.clone())
-    }
+/// Connects when it is first used.
+pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<Channel, tonic::transport::Error> {
+    let endpoint = Endpoint::from_shared(member.grpc.clone())?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(PING_EVERY)
+        .keep_alive_timeout(worker_timeout)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .tcp_nodelay(true);
+    Ok(endpoint.connect_lazy())
 }
 
 impl Lease {
-    /// What to call the worker over.
-    pub fn channel(&self) -> Channel {
-        self.0.channel.clone()
+    pub(super) fn new(workers: Arc<Workers>, channel: Channel, lease: WorkerLease) -> Lease {
+        Lease { workers, channel, lease: Some(lease) }
     }
 
-    /// Takes note of how a call ended. When the connection itself failed, other requests need not find out for
-    /// themselves: the view may go on naming a dead worker for as long as its registration lasts, or longer (I7).
-    pub fn ended(&self, status: &Status) {
-        if answered(status) || self.0.state.lost.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let (channel, limit, state) = (self.channel(), self.0.worker_timeout, Arc::downgrade(&self.0.state));
-        tokio::spawn(async move {
-            loop {
-                sleep(PROBE_EVERY).await;
-                // It has left the view, and nobody uses it any more.
-                let Some(state) = state.upgrade() else { return };
-                let mut client = WorkerClient::new(channel.clone());
-                let said = timeout(limit, client.status(StatusRequest {})).await;
-                if said.is_ok_and(|said| said.as_ref().err().is_none_or(answered)) {
-                    return state.lost.store(false, Ordering::Relaxed);
-                }
+    /// What to call the worker over.
+    pub fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
+    /// What the end of a call says, also to the fleet.
+    pub fn ended(&self, status: &Status) -> LegEnd {
+        let end = leg_end(status);
+        if let Some(lease) = &self.lease {
+            let probe = self.workers.state().fleet.ended(lease, &end, Instant::now().into_std());
+            if let Some(probe) = probe {
+                let limit = self.workers.worker_timeout;
+                tokio::spawn(ask_until_back(Arc::downgrade(&self.workers), self.channel(), limit, probe));
             }
-        });
+        }
+        end
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.0.state.in_flight.fetch_sub(1, Ordering::Relaxed);
+        if let Some(lease) = self.lease.take() {
+            self.workers.release(lease);
+        }
+    }
+}
+
+/// Probes a lost worker for as long as the fleet wants it.
+async fn ask_until_back(workers: Weak<Workers>, channel: Channel, limit: Duration, mut probe: Probe) {
+    loop {
+        sleep_until(probe.at().into()).await;
+        let mut client = WorkerClient::new(channel.clone());
+        let said = timeout(limit, client.status(StatusRequest {})).await;
+        let answered = said.is_ok_and(|said| said.as_ref().err().is_none_or(answered));
+        let Some(workers) = workers.upgrade() else { return };
+        match workers.state().fleet.probed(probe, answered, Instant::now().into_std()) {
+            Some(next) => probe = next,
+            None => return,
+        }
     }
 }
 
 /// A status without a source is the worker's own word. One with a source was made on this side of the connection: the
 /// worker said nothing, it is gone or silent.
-pub(super) fn answered(status: &Status) -> bool {
+fn answered(status: &Status) -> bool {
     status.source().is_none()
+}
+
+fn leg_end(status: &Status) -> LegEnd {
+    match status.source() {
+        Some(source) => LegEnd::Lost { message: deepest(source).to_string(), silent: hangs_or_is_gone(source) },
+        None => LegEnd::Answered {
+            kind: ErrorKind::from_grpc_code(status.code().into()),
+            message: status.message().to_owned(),
+        },
+    }
+}
+
+/// True when a connection was given up because nothing came over it (no answer to a ping, or to a connect), and when
+/// nobody listens at its end: whoever does so later is another process, and another worker.
+fn hangs_or_is_gone(error: &(dyn Error + 'static)) -> bool {
+    use std::io::ErrorKind::{ConnectionRefused, TimedOut};
+    std::iter::successors(Some(error), |e| (*e).source()).any(|e| {
+        let connect = e.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        matches!(connect, Some(TimedOut | ConnectionRefused)) || e.downcast_ref().is_some_and(hyper::Error::is_timeout)
+    })
+}
+
+fn deepest(error: &dyn Error) -> &dyn Error {
+    let mut deepest = error;
+    while let Some(source) = deepest.source() {
+        deepest = source;
+    }
+    deepest
 }

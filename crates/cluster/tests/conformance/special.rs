@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_cluster::{ClusterError, EmbeddedRegistry, Member, Registry, connect};
+use baton_cluster::{ClusterError, EmbeddedRegistry, Member, Registry, connect, member_to_proto};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use etcd_client::{Client, EventType, PutOptions, WatchStream};
@@ -22,10 +22,10 @@ async fn the_embedded_service_checks_what_strangers_send() {
         let mut stranger = RegistryClient::connect(backing.spec()).await.unwrap();
         let empty = v1::RegisterRequest { member: None, ttl_ms: 20_000 };
         let huge = Member { model: "m".repeat(1 << 20), ..member(1) };
-        let huge = v1::RegisterRequest { member: Some(huge.into()), ttl_ms: 20_000 };
-        let role = v1::Member { role: 99, ..member(1).into() };
+        let huge = v1::RegisterRequest { member: Some(member_to_proto(huge)), ttl_ms: 20_000 };
+        let role = v1::Member { role: 99, ..member_to_proto(member(1)) };
         let role = v1::RegisterRequest { member: Some(role), ttl_ms: 20_000 };
-        let short = v1::RegisterRequest { member: Some(member(1).into()), ttl_ms: 0 };
+        let short = v1::RegisterRequest { member: Some(member_to_proto(member(1))), ttl_ms: 0 };
         for (request, want) in [(empty, "member: is missing"), (role, "member.role"), (short, "ttl is 0 ms")] {
             let status = stranger.register(request).await.unwrap_err();
             assert_eq!(status.code(), Code::InvalidArgument);

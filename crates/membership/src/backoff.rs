@@ -9,29 +9,32 @@ const LONGEST: Duration = Duration::from_secs(2);
 
 /// Waits that double from 100 ms to 2 s (or a lower limit), each spread over its upper half so that many clients of one
 /// registry do not come back at once.
-#[derive(Debug)]
-pub(crate) struct Backoff {
+#[derive(Clone, Debug)]
+pub struct Backoff {
     seed: u64,
     longest: Duration,
     tries: u32,
 }
 
 impl Backoff {
-    pub(crate) fn new(seed: u64, limit: Duration) -> Backoff {
+    /// `seed`: the client's own number. No wait is longer than `limit`.
+    pub fn new(seed: u64, limit: Duration) -> Backoff {
         Backoff { seed, longest: limit.min(LONGEST), tries: 0 }
     }
 
     /// It worked: start again from the shortest wait.
-    pub(crate) fn reset(&mut self) {
+    pub fn reset(&mut self) {
         self.tries = 0;
     }
 
     /// True when the last try worked, or there was none.
-    pub(crate) fn is_fresh(&self) -> bool {
+    pub fn is_fresh(&self) -> bool {
         self.tries == 0
     }
 
-    pub(crate) fn next(&mut self) -> Duration {
+    /// How long to wait now; the next wait is longer.
+    #[allow(clippy::should_implement_trait)] // It never ends.
+    pub fn next(&mut self) -> Duration {
         let full = FIRST.saturating_mul(1 << self.tries.min(16)).min(self.longest);
         let spread = hash_bytes(self.seed, &self.tries.to_le_bytes()) as u32;
         self.tries = self.tries.saturating_add(1);

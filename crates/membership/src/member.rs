@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use baton_types::WorkerId;
 use serde::{Deserialize, Serialize};
 
-use crate::error::ClusterError;
+use crate::error::MembershipError;
 
 /// Members one registry holds at most (I5).
 pub const MAX_MEMBERS: usize = 4096;
@@ -66,8 +66,8 @@ pub struct Member {
 
 impl Member {
     /// Checks every field; the first bad one is the error.
-    pub fn validate(&self) -> Result<(), ClusterError> {
-        let bad = |field, problem: String| Err(ClusterError::Member { field, problem });
+    pub fn validate(&self) -> Result<(), MembershipError> {
+        let bad = |field, problem: String| Err(MembershipError::Member { field, problem });
         if self.id.0 == 0 {
             return bad("id", "is 0; it must be random and not 0".to_owned());
         }
@@ -77,20 +77,40 @@ impl Member {
             }
         }
         for (field, address) in [("grpc", &self.grpc), ("admin", &self.admin)] {
-            if !address.strip_prefix("http://").is_some_and(crate::spec::is_host_port) {
+            if !address.strip_prefix("http://").is_some_and(is_host_port) {
                 return bad(field, format!("is {address:?}; it must be http://host:port"));
             }
+        }
+        Ok(())
+    }
+
+    /// Ok when a lease on this member can go on with `next` as its new value.
+    pub fn check_change(&self, next: &Member) -> Result<(), MembershipError> {
+        next.validate()?;
+        if next.id != self.id {
+            let problem = format!("is {}, but this lease is for {}; register the other member", next.id, self.id);
+            return Err(MembershipError::Member { field: "id", problem });
         }
         Ok(())
     }
 }
 
 /// Ok when `ttl` is one that every registry can keep.
-pub(crate) fn check_ttl(ttl: Duration) -> Result<(), ClusterError> {
+pub fn check_ttl(ttl: Duration) -> Result<(), MembershipError> {
     if TTL.contains(&ttl) {
         return Ok(());
     }
-    Err(ClusterError::Ttl { millis: u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX) })
+    Err(MembershipError::Ttl { millis: u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX) })
+}
+
+/// True for `name:port`, `1.2.3.4:port` and `[::1]:port`.
+pub fn is_host_port(text: &str) -> bool {
+    let Some((host, port)) = text.rsplit_once(':') else { return false };
+    let name = match host.strip_prefix('[').and_then(|h| h.strip_suffix(']')) {
+        Some(v6) => v6.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)),
+    };
+    name && port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|p| p != 0)
 }
 
 /// All members, as far as this process knows.
@@ -149,10 +169,17 @@ pub(crate) mod tests {
         ];
         for (want, bad) in cases {
             match bad.validate() {
-                Err(ClusterError::Member { field, .. }) => assert_eq!(field, want),
+                Err(MembershipError::Member { field, .. }) => assert_eq!(field, want),
                 other => panic!("{want}: {other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_lease_stays_with_its_member() {
+        assert_eq!(member(1).check_change(&Member { draining: true, ..member(1) }), Ok(()));
+        assert!(member(1).check_change(&member(2)).is_err(), "another id");
+        assert!(member(1).check_change(&Member { grpc: String::new(), ..member(1) }).is_err());
     }
 
     #[test]

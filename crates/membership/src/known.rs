@@ -11,10 +11,11 @@ use baton_types::WorkerId;
 use crate::member::{MAX_MEMBERS, Member, View};
 
 /// How long members survive that a returned registry does not know. Longer than a living member needs to register again.
-pub(crate) const SETTLE: Duration = Duration::from_secs(10);
+pub const SETTLE: Duration = Duration::from_secs(10);
 
-#[derive(Debug)]
-pub(crate) struct Known {
+/// Members as of the registry's last list, and those it may have forgotten.
+#[derive(Clone, Debug)]
+pub struct Known {
     listed: BTreeMap<WorkerId, Member>,
     /// Known before the outage, missing from the registry since.
     kept: BTreeMap<WorkerId, Member>,
@@ -25,7 +26,9 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    pub(crate) fn new() -> Known {
+    /// Nothing was heard yet.
+    #[allow(clippy::new_without_default)] // It starts stale.
+    pub fn new() -> Known {
         Known {
             listed: BTreeMap::new(),
             kept: BTreeMap::new(),
@@ -37,7 +40,7 @@ impl Known {
     }
 
     /// The registry's whole list has come.
-    pub(crate) fn list(&mut self, members: Vec<Member>, now: Instant) {
+    pub fn list(&mut self, members: Vec<Member>, now: Instant) {
         let before = std::mem::take(&mut self.listed);
         self.listed = members.into_iter().map(|m| (m.id, m)).collect();
         let outage = std::mem::replace(&mut self.stale, false);
@@ -54,18 +57,18 @@ impl Known {
     }
 
     /// The registry cannot be heard any more.
-    pub(crate) fn lose(&mut self) {
+    pub fn lose(&mut self) {
         self.revision += u64::from(!self.stale);
         self.stale = true;
     }
 
     /// When [`Known::settle`] is due.
-    pub(crate) fn settles_at(&self) -> Option<Instant> {
+    pub fn settles_at(&self) -> Option<Instant> {
         self.keep_until
     }
 
     /// Lets go of kept members whose time is over; not during another outage.
-    pub(crate) fn settle(&mut self, now: Instant) {
+    pub fn settle(&mut self, now: Instant) {
         if !self.stale && self.keep_until.is_some_and(|at| at <= now) {
             self.keep_until = None;
             self.revision += u64::from(!self.kept.is_empty());
@@ -73,7 +76,8 @@ impl Known {
         }
     }
 
-    pub(crate) fn view(&self) -> View {
+    /// All members, kept ones too.
+    pub fn view(&self) -> View {
         let mut members: Vec<Member> = self.listed.values().chain(self.kept.values()).cloned().collect();
         members.sort_by_key(|m| m.id);
         View { revision: self.revision, members, stale: self.stale, last_update: self.last_update }

@@ -1,0 +1,189 @@
+//! How a watcher follows its registry: when to ask for lists, when they are lost, when to ask again.
+//!
+//! Whoever watches has at most one feed of lists open, does as [`FollowAction`] says, and publishes [`Follow::view`] after
+//! each step. This file knows no registry.
+
+use std::time::{Duration, Instant};
+
+use crate::backoff::Backoff;
+use crate::known::Known;
+use crate::member::{Member, View};
+
+/// How long opening a feed may take, its first list included.
+pub const OPEN: Duration = Duration::from_secs(5);
+
+/// What happened.
+#[derive(Clone, PartialEq, Debug)]
+pub enum FollowInput {
+    /// The feed gave the registry's whole list.
+    Listed(Vec<Member>),
+    /// The feed cannot be opened, failed or ended.
+    Lost,
+    /// The time given with the last action may have come.
+    Wake,
+}
+
+/// What to do until the next input.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FollowAction {
+    /// Open a feed and wait for its first list. At `until` give up and say [`FollowInput::Wake`].
+    Open {
+        /// The end of this try.
+        until: Instant,
+    },
+    /// Wait for the next list; at `until`, if it is set, say [`FollowInput::Wake`].
+    Listen {
+        /// When kept members are let go.
+        until: Option<Instant>,
+    },
+    /// Close the feed, and say [`FollowInput::Wake`] at `until`.
+    Wait {
+        /// When the next try is due.
+        until: Instant,
+    },
+}
+
+/// Worth a line in the log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FollowNews {
+    /// The registry is lost; the last known view stays (I7).
+    Lost,
+    /// The registry is back.
+    Back {
+        /// Members on its list.
+        members: usize,
+    },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    Opening { until: Instant },
+    Listening,
+    Waiting { until: Instant },
+}
+
+/// One watcher.
+#[derive(Clone, Debug)]
+pub struct Follow {
+    known: Known,
+    backoff: Backoff,
+    phase: Phase,
+    news: Option<FollowNews>,
+}
+
+impl Follow {
+    /// A watcher that knows nobody yet, and what to do first. `seed` spreads its waits from those of others that lost the
+    /// same registry.
+    pub fn start(seed: u64, now: Instant) -> (Follow, FollowAction) {
+        let until = now + OPEN;
+        let (known, backoff) = (Known::new(), Backoff::new(seed, Duration::MAX));
+        (Follow { known, backoff, phase: Phase::Opening { until }, news: None }, FollowAction::Open { until })
+    }
+
+    /// The members as they are known now. Its revision grows with every change.
+    pub fn view(&self) -> View {
+        self.known.view()
+    }
+
+    /// What the last step has to say, once.
+    pub fn take_news(&mut self) -> Option<FollowNews> {
+        self.news.take()
+    }
+
+    /// Takes one input; the next action takes the place of the last. None: go on with the last one.
+    pub fn step(&mut self, input: FollowInput, now: Instant) -> Option<FollowAction> {
+        match (self.phase, input) {
+            (Phase::Opening { .. } | Phase::Listening, FollowInput::Listed(members)) => Some(self.listed(members, now)),
+            (Phase::Opening { .. } | Phase::Listening, FollowInput::Lost) => Some(self.lost(now)),
+            (Phase::Opening { until }, FollowInput::Wake) if now >= until => Some(self.lost(now)),
+            (Phase::Listening, FollowInput::Wake) => {
+                self.known.settle(now);
+                Some(self.listen())
+            }
+            (Phase::Waiting { until }, FollowInput::Wake) if now >= until => {
+                let until = now + OPEN;
+                self.phase = Phase::Opening { until };
+                Some(FollowAction::Open { until })
+            }
+            _ => None,
+        }
+    }
+
+    fn listed(&mut self, members: Vec<Member>, now: Instant) -> FollowAction {
+        if !self.backoff.is_fresh() {
+            self.news = Some(FollowNews::Back { members: members.len() });
+        }
+        self.backoff.reset();
+        self.known.list(members, now);
+        self.phase = Phase::Listening;
+        self.listen()
+    }
+
+    fn listen(&self) -> FollowAction {
+        FollowAction::Listen { until: self.known.settles_at() }
+    }
+
+    /// I7: the members stay.
+    fn lost(&mut self, now: Instant) -> FollowAction {
+        self.known.lose();
+        if self.backoff.is_fresh() {
+            self.news = Some(FollowNews::Lost);
+        }
+        let until = now + self.backoff.next();
+        self.phase = Phase::Waiting { until };
+        FollowAction::Wait { until }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::known::SETTLE;
+    use crate::member::tests::member;
+
+    fn ids(follow: &Follow) -> Vec<u64> {
+        follow.view().members.iter().map(|m| m.id.0).collect()
+    }
+
+    #[test]
+    fn an_outage_keeps_the_view_and_is_told_once() {
+        // I7
+        let mut now = Instant::now();
+        let (mut follow, first) = Follow::start(1, now);
+        assert_eq!(first, FollowAction::Open { until: now + OPEN });
+        assert!(follow.view().stale);
+        let listen = follow.step(FollowInput::Listed(vec![member(1), member(2)]), now);
+        assert_eq!((listen, follow.take_news()), (Some(FollowAction::Listen { until: None }), None));
+        let mut news = Vec::new();
+        let mut lost = follow.step(FollowInput::Lost, now);
+        for _ in 0..4 {
+            let Some(FollowAction::Wait { until }) = lost else { panic!("{lost:?}") };
+            news.extend(follow.take_news());
+            assert_eq!((ids(&follow), follow.view().stale), (vec![1, 2], true));
+            assert_eq!(follow.step(FollowInput::Lost, now), None, "the feed is closed already");
+            assert_eq!(follow.step(FollowInput::Wake, now), None, "not yet");
+            assert_eq!(follow.step(FollowInput::Wake, until), Some(FollowAction::Open { until: until + OPEN }));
+            now = until + OPEN;
+            lost = follow.step(FollowInput::Wake, now);
+        }
+        assert_eq!(news, [FollowNews::Lost]);
+    }
+
+    #[test]
+    fn members_that_do_not_come_back_are_let_go_in_time() {
+        let now = Instant::now();
+        let (mut follow, _) = Follow::start(1, now);
+        follow.step(FollowInput::Listed(vec![member(1), member(2)]), now);
+        let Some(FollowAction::Wait { until: now }) = follow.step(FollowInput::Lost, now) else { panic!("no wait") };
+        follow.step(FollowInput::Wake, now);
+        follow.take_news();
+        let settles = now + SETTLE;
+        let listen = FollowAction::Listen { until: Some(settles) };
+        assert_eq!(follow.step(FollowInput::Listed(vec![member(2)]), now), Some(listen));
+        assert_eq!(follow.take_news(), Some(FollowNews::Back { members: 1 }));
+        assert_eq!(ids(&follow), [1, 2]);
+        assert_eq!(follow.step(FollowInput::Wake, now), Some(listen), "not yet");
+        assert_eq!(follow.step(FollowInput::Wake, settles), Some(FollowAction::Listen { until: None }));
+        assert_eq!(ids(&follow), [2]);
+    }
+}

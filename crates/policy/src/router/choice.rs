@@ -1,0 +1,342 @@
+//! One answer on its way: its request's state machine, its two streams, its clocks.
+//!
+//! The shell owns the streams and the client's sink. It says what happens on them as [`ChoiceInput`]s, and does the
+//! [`Effect`]s in the order given. What several things that happen at once are told in is the shell's part of the contract:
+//!
+//! 1. the client's end, then the process's end;
+//! 2. what the prefill stream says, before the clock and before the decode stream, which may be ahead of it by as much as
+//!    the sockets hold;
+//! 3. the clock ([`Choice::next_wake`]);
+//! 4. what the decode stream says.
+//!
+//! A stream that was dropped, or had another opened in its place, says nothing more.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
+
+use super::fleet::Ask;
+use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
+use crate::placement::Placed;
+use crate::prefixes::Prefixes;
+use crate::request::{Action, Failure, Input, Leg, Limits, RequestMachine, State};
+
+/// That its connection to the prefill worker broke is all a decode worker sees when that one dies. Whether it lives is what
+/// the prefill stream says, and so long that is waited for.
+pub const SECOND_WORD: Duration = Duration::from_millis(100);
+
+/// What is to be answered.
+#[derive(Clone, Debug)]
+pub struct Order {
+    /// Token ids.
+    pub prompt: Arc<[u32]>,
+    /// Names of what it begins with ([`Prefixes::names`]).
+    pub names: Arc<[u64]>,
+    /// Whose prefixes it may share.
+    pub cache_salt: String,
+    /// Bounds of the answer.
+    pub limits: Limits,
+    /// When it must be done.
+    pub deadline: Instant,
+}
+
+/// What happened.
+#[derive(Clone, PartialEq, Debug)]
+pub enum ChoiceInput {
+    /// Answer to [`Effect::Place`].
+    Placed(Result<Placed, Failure>),
+    /// The decode stream said something.
+    DecodeSaid(DecodeWord),
+    /// The decode stream ended, without a last message.
+    DecodeEnded(LegEnd),
+    /// The prefill stream said something.
+    PrefillSaid(PrefillWord),
+    /// The prefill stream ended, without a last message.
+    PrefillEnded(LegEnd),
+    /// What became of an [`Effect::Emit`].
+    Taken(Taken),
+    /// The client went away.
+    ClientGone,
+    /// The router's process stops, and waits no longer.
+    Stopping,
+    /// The time of [`Choice::next_wake`] may have come.
+    Wake,
+}
+
+/// What became of a token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Taken {
+    /// The client has it, or will.
+    Sent,
+    /// It completed a stop string; nothing after it is wanted.
+    StopMatched,
+    /// The client is gone.
+    ClientGone,
+}
+
+/// What a stream is opened for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Sequence {
+    /// The prompt, and the answer as far as the client has it.
+    pub tokens: Arc<[u32]>,
+    /// How many of them are the prompt.
+    pub prompt_tokens: u32,
+    /// Until the deadline.
+    pub time_left: Duration,
+}
+
+/// What the shell does, in the order given.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Effect {
+    /// Ask [`crate::Fleet::place`]; answer with [`ChoiceInput::Placed`].
+    Place(Ask),
+    /// Open a decode stream, in place of any other.
+    OpenDecode {
+        /// Where.
+        worker: WorkerId,
+        /// The decode worker computes the prompt itself.
+        local: bool,
+        /// What for.
+        sequence: Sequence,
+    },
+    /// Open a prefill stream, in place of any other.
+    OpenPrefill {
+        /// Where.
+        worker: WorkerId,
+        /// Where its KV goes: the decode worker's own words.
+        target: Vec<u8>,
+        /// The same tokens as the decode stream's.
+        sequence: Sequence,
+    },
+    /// Drop the decode stream, which cancels it.
+    DropDecode,
+    /// Drop the prefill stream, which cancels it.
+    DropPrefill,
+    /// Give this token to the client; answer with [`ChoiceInput::Taken`].
+    Emit(TokenOut),
+    /// For logs and metrics: a failure is being recovered from.
+    Recovering {
+        /// What failed.
+        leg: Leg,
+        /// How.
+        cause: Failure,
+    },
+    /// Tell [`crate::Fleet::note`]: what is asked next may begin with this answer.
+    Note {
+        /// Where it ran.
+        placed: Placed,
+        /// Names of prompt and answer.
+        names: Vec<u64>,
+    },
+    /// The answer is complete. The last effect.
+    Finish {
+        /// Why it ended.
+        reason: FinishReason,
+        /// Prompt tokens whose KV was reused on the first attempt.
+        cached_tokens: u32,
+    },
+    /// Answer with an error. The last effect.
+    Fail(Failure),
+}
+
+/// One answer.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    order: Order,
+    machine: RequestMachine,
+    placed: Option<Placed>,
+    /// Of the newest decode stream: its tokens, and where its KV may be written.
+    tokens: Arc<[u32]>,
+    target: Vec<u8>,
+    /// The streams that are open and have not said their last word.
+    decode: bool,
+    prefill: bool,
+    /// The decode stream's last message was a reservation.
+    awaiting_kv: bool,
+    /// When a worker is looked for again.
+    backoff: Option<Instant>,
+    /// What the decode stream said last, and until when the prefill stream may say something first.
+    held: Option<(Instant, Failure)>,
+    /// The machine's words, kept for their room.
+    said: Vec<Action>,
+}
+
+impl Choice {
+    /// A new answer, and the first thing to do for it.
+    pub fn start(order: Order, now: Instant, out: &mut Vec<Effect>) -> Choice {
+        let (machine, first) = RequestMachine::start(order.limits.clone());
+        let mut choice = Choice {
+            tokens: Arc::clone(&order.prompt),
+            order,
+            machine,
+            placed: None,
+            target: Vec::new(),
+            decode: false,
+            prefill: false,
+            awaiting_kv: false,
+            backoff: None,
+            held: None,
+            said: Vec::new(),
+        };
+        choice.perform(first, now, out);
+        choice
+    }
+
+    /// Where the request stands.
+    pub fn state(&self) -> State {
+        self.machine.state()
+    }
+
+    /// Ids emitted so far.
+    pub fn emitted(&self) -> &[u32] {
+        self.machine.emitted()
+    }
+
+    /// True when nothing more can happen.
+    pub fn ended(&self) -> bool {
+        self.machine.ended()
+    }
+
+    /// When it must be done, whatever happens. Also bounds how long the shell waits for a client that does not read.
+    pub fn deadline(&self) -> Instant {
+        self.order.deadline
+    }
+
+    /// When to say [`ChoiceInput::Wake`] at the latest; None once the answer has ended.
+    pub fn next_wake(&self) -> Option<Instant> {
+        let held = self.held.as_ref().map(|(until, _)| *until);
+        let next = [Some(self.order.deadline), self.backoff, held].into_iter().flatten().min();
+        next.filter(|_| !self.ended())
+    }
+
+    /// Takes one input; appends what is to be done. Inputs that come too late, or from a stream that has said its last word,
+    /// have no effect.
+    pub fn step(&mut self, input: ChoiceInput, now: Instant, out: &mut Vec<Effect>) {
+        use ChoiceInput::*;
+        if self.ended() {
+            return;
+        }
+        let of_workers = matches!(input, DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Wake);
+        if of_workers && now >= self.order.deadline {
+            return self.tell(Input::Deadline, now, out);
+        }
+        match input {
+            Placed(Ok(placed)) => {
+                self.placed = Some(placed);
+                self.tell(Input::Placed(placed), now, out);
+            }
+            Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now, out),
+            DecodeSaid(word) if self.decode => self.decode_said(word, now, out),
+            DecodeEnded(end) if self.decode => self.decode_ended(end, now, out),
+            PrefillSaid(word) if self.prefill => {
+                self.prefill = !word.is_last();
+                self.tell(legs::prefill_said(word), now, out);
+            }
+            PrefillEnded(end) if self.prefill => {
+                self.prefill = false;
+                self.tell(legs::prefill_ended(end), now, out);
+            }
+            DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Taken(self::Taken::Sent) => {}
+            Taken(self::Taken::StopMatched) => self.tell(Input::StopMatched, now, out),
+            Taken(self::Taken::ClientGone) | ClientGone => self.tell(Input::ClientGone, now, out),
+            Stopping => {
+                let stopping = Failure::new(ErrorKind::Unavailable, "the router is stopping");
+                self.tell(Input::Abort(stopping), now, out);
+            }
+            Wake => self.wake(now, out),
+        }
+    }
+
+    fn decode_said(&mut self, word: DecodeWord, now: Instant, out: &mut Vec<Effect>) {
+        self.decode = !word.is_last();
+        self.awaiting_kv = false;
+        if let DecodeWord::Reserved { target } = &word {
+            self.awaiting_kv = true;
+            self.target.clone_from(target);
+        }
+        self.tell(legs::decode_said(word), now, out);
+    }
+
+    fn decode_ended(&mut self, end: LegEnd, now: Instant, out: &mut Vec<Effect>) {
+        self.decode = false;
+        match legs::decode_ended(end, self.awaiting_kv) {
+            Input::HandoffFailed(failure) if failure.kind == ErrorKind::PathLost && self.prefill => {
+                self.held = Some((now + SECOND_WORD, failure));
+            }
+            input => self.tell(input, now, out),
+        }
+    }
+
+    /// Does what is due.
+    fn wake(&mut self, now: Instant, out: &mut Vec<Effect>) {
+        if self.backoff.take_if(|at| *at <= now).is_some() {
+            self.tell(Input::BackoffOver, now, out);
+        }
+        if let Some((_, failure)) = self.held.take_if(|(until, _)| *until <= now) {
+            self.tell(Input::HandoffFailed(failure), now, out);
+        }
+    }
+
+    fn tell(&mut self, input: Input, now: Instant, out: &mut Vec<Effect>) {
+        let mut said = std::mem::take(&mut self.said);
+        self.machine.step(input, &mut said);
+        for action in said.drain(..) {
+            self.perform(action, now, out);
+        }
+        self.said = said;
+    }
+
+    /// One word of the machine, as effects.
+    fn perform(&mut self, action: Action, now: Instant, out: &mut Vec<Effect>) {
+        match action {
+            Action::Place { decode, split } => {
+                let (avoid, names) = (self.machine.avoid().to_vec(), Arc::clone(&self.order.names));
+                out.push(Effect::Place(Ask { split, decode, avoid, names }));
+            }
+            Action::OpenDecode { worker, local } => {
+                self.tokens = self.sequence_so_far();
+                (self.decode, self.awaiting_kv, self.held) = (true, false, None);
+                out.push(Effect::OpenDecode { worker, local, sequence: self.sequence(now) });
+            }
+            Action::RunPrefill { worker } => {
+                self.prefill = true;
+                let target = self.target.clone();
+                out.push(Effect::OpenPrefill { worker, target, sequence: self.sequence(now) });
+            }
+            Action::Emit(token) => out.push(Effect::Emit(token)),
+            Action::CancelDecode => {
+                (self.decode, self.held) = (false, None);
+                out.push(Effect::DropDecode);
+            }
+            Action::CancelPrefill => {
+                self.prefill = false;
+                out.push(Effect::DropPrefill);
+            }
+            Action::Backoff(time) => self.backoff = Some(now + time),
+            Action::Recovering { leg, cause } => out.push(Effect::Recovering { leg, cause }),
+            Action::Finish { reason, cached_tokens } => {
+                out.extend(self.placed.map(|placed| {
+                    let names = Prefixes::names(&self.order.cache_salt, &self.sequence_so_far());
+                    Effect::Note { placed, names }
+                }));
+                out.push(Effect::Finish { reason, cached_tokens });
+            }
+            Action::Fail(failure) => out.push(Effect::Fail(failure)),
+        }
+    }
+
+    fn sequence(&self, now: Instant) -> Sequence {
+        let prompt_tokens = self.order.prompt.len() as u32;
+        let time_left = self.order.deadline.saturating_duration_since(now);
+        Sequence { tokens: Arc::clone(&self.tokens), prompt_tokens, time_left }
+    }
+
+    /// The prompt, and what the client has.
+    fn sequence_so_far(&self) -> Arc<[u32]> {
+        match self.machine.emitted() {
+            [] => Arc::clone(&self.order.prompt),
+            emitted => [&self.order.prompt, emitted].concat().into(),
+        }
+    }
+}

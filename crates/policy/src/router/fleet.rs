@@ -1,0 +1,263 @@
+//! The workers as one router sees them: the view, what runs where, who is lost, and who is next.
+//!
+//! Fed with views by whoever watches the registry; asked by choices through their shell. Knows nothing about requests, and
+//! no connection: whoever drives it connects and probes as it says.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_membership::{Member, Role, View};
+use baton_types::{BatonError, WorkerId};
+
+use super::capacity::Capacity;
+use super::legs::LegEnd;
+use crate::placement::{Candidate, Placed, Placement, PlacementInput};
+use crate::prefixes::Prefixes;
+use crate::request::Failure;
+
+/// How often a lost worker is asked whether it is back.
+pub const PROBE_EVERY: Duration = Duration::from_millis(250);
+/// Names of prefixes whose place is known at least (I5): those of a million tokens.
+const PREFIXES: usize = 1 << 16;
+
+/// Every worker in the view.
+pub struct Fleet {
+    model: String,
+    view: Arc<View>,
+    workers: BTreeMap<WorkerId, Worker>,
+    placement: Box<dyn Placement>,
+    prefixes: Prefixes,
+    /// Workers that ever joined.
+    joined: u64,
+}
+
+#[derive(Debug)]
+struct Worker {
+    /// Tells a worker that came back from what it was before.
+    joined: u64,
+    in_flight: u32,
+    /// From a failure of its connection until it answers again.
+    lost: bool,
+}
+
+/// What is to be placed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Ask {
+    /// False: the decode worker prefills, whoever else is alive.
+    pub split: bool,
+    /// Keep this decode worker; only a prefill worker is wanted.
+    pub decode: Option<WorkerId>,
+    /// Workers that failed this request.
+    pub avoid: Vec<WorkerId>,
+    /// Names of what the prompt begins with ([`Prefixes::names`]).
+    pub names: Arc<[u64]>,
+}
+
+/// Who came and went with a view.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Changes {
+    /// Connect to these; say [`Fleet::unusable`] where that cannot work.
+    pub joined: Vec<Member>,
+    /// Let go of the connections to these. Requests that run on them keep theirs: only the connection itself says that a
+    /// worker is lost (I7).
+    pub left: Vec<WorkerId>,
+}
+
+/// One request's use of one worker. Given back with [`Fleet::release`].
+#[derive(PartialEq, Eq, Debug)]
+pub struct WorkerLease {
+    worker: WorkerId,
+    joined: u64,
+}
+
+/// A lost worker is to be asked whether it is back.
+#[derive(PartialEq, Eq, Debug)]
+pub struct Probe {
+    worker: WorkerId,
+    joined: u64,
+    at: Instant,
+}
+
+/// A member of the view, for people.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct WorkerState<'a> {
+    /// Who.
+    pub member: &'a Member,
+    /// Its connection failed, and it has not answered since.
+    pub lost: bool,
+    /// Requests this router has running on it.
+    pub in_flight: u32,
+}
+
+impl WorkerLease {
+    /// The worker in use.
+    pub fn worker(&self) -> WorkerId {
+        self.worker
+    }
+}
+
+impl Probe {
+    /// Whom to ask.
+    pub fn worker(&self) -> WorkerId {
+        self.worker
+    }
+
+    /// When to ask.
+    pub fn at(&self) -> Instant {
+        self.at
+    }
+}
+
+impl Fleet {
+    /// Nobody yet. Requests are for this model only.
+    pub fn new(model: &str, placement: Box<dyn Placement>) -> Fleet {
+        let (view, workers) = (Arc::default(), BTreeMap::new());
+        Fleet { model: model.to_owned(), view, workers, placement, prefixes: Prefixes::new(PREFIXES), joined: 0 }
+    }
+
+    /// Takes over a new view.
+    pub fn update(&mut self, view: Arc<View>) -> Changes {
+        let mut changes = Changes::default();
+        self.workers.retain(|id, _| {
+            let stays = view.get(*id).is_some();
+            if !stays {
+                changes.left.push(*id);
+            }
+            stays
+        });
+        for member in view.members.iter().filter(|m| works(m)) {
+            if !self.workers.contains_key(&member.id) {
+                self.joined += 1;
+                self.workers.insert(member.id, Worker { joined: self.joined, in_flight: 0, lost: false });
+                changes.joined.push(member.clone());
+            }
+        }
+        self.view = view;
+        changes
+    }
+
+    /// Nobody can connect to this worker: it is not chosen, and joins again with the next view.
+    pub fn unusable(&mut self, worker: WorkerId) {
+        self.workers.remove(&worker);
+    }
+
+    /// Chooses workers for a request of the model. A worker that is lost is asked only when there is no other.
+    ///
+    /// # Errors
+    /// Nobody can take it, and why.
+    pub fn place(&mut self, ask: &Ask) -> Result<Placed, Failure> {
+        let Fleet { model, view, workers, placement, prefixes, .. } = self;
+        let near = prefixes.find(&ask.names);
+        let input = PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near };
+        let well = placement.place(&candidates(view, workers, |worker| !worker.lost), &input);
+        let placed = well.or_else(|_| placement.place(&candidates(view, workers, |_| true), &input));
+        let placed = placed.map_err(|e| Failure::new(e.kind(), e.to_string()))?;
+        prefixes.note(&ask.names, placed);
+        Ok(placed)
+    }
+
+    /// These workers have the KV of what has these names.
+    pub fn note(&mut self, placed: Placed, names: &[u64]) {
+        self.prefixes.note(names, placed);
+    }
+
+    /// Counts a request on this worker until its lease is released.
+    ///
+    /// # Errors
+    /// [`LegEnd::Left`]: the worker is not in the view any more.
+    pub fn lease(&mut self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
+        let used = self.workers.get_mut(&worker).ok_or(LegEnd::Left { worker })?;
+        used.in_flight += 1;
+        Ok(WorkerLease { worker, joined: used.joined })
+    }
+
+    /// The request uses this worker no more.
+    pub fn release(&mut self, lease: WorkerLease) {
+        if let Some(worker) = self.of(lease.worker, lease.joined) {
+            worker.in_flight = worker.in_flight.saturating_sub(1);
+        }
+    }
+
+    /// Takes note of how a call to a worker ended. When the connection itself failed, other requests need not find out for
+    /// themselves: the view may go on naming a dead worker for as long as its registration lasts, or longer (I7). The answer
+    /// says when to ask such a worker whether it is back; once for all requests that lost it.
+    pub fn ended(&mut self, lease: &WorkerLease, end: &LegEnd, now: Instant) -> Option<Probe> {
+        let LegEnd::Lost { .. } = end else { return None };
+        let (worker, joined) = (lease.worker, lease.joined);
+        let lost = self.of(worker, joined)?;
+        if std::mem::replace(&mut lost.lost, true) {
+            return None;
+        }
+        Some(Probe { worker, joined, at: now + PROBE_EVERY })
+    }
+
+    /// What came of a probe. `answered`: the worker said anything at all. The answer is the next probe of a worker that is
+    /// still lost.
+    pub fn probed(&mut self, probe: Probe, answered: bool, now: Instant) -> Option<Probe> {
+        let worker = self.of(probe.worker, probe.joined)?;
+        worker.lost = !answered;
+        worker.lost.then(|| Probe { at: now + PROBE_EVERY, ..probe })
+    }
+
+    /// Why no request can be served now; None when one can.
+    pub fn not_ready(&self) -> Option<String> {
+        let mut all = candidates(&self.view, &self.workers, |_| true).into_iter();
+        let usable = all.any(|c| c.role == Role::Decode && c.model == self.model && !c.draining);
+        (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
+    }
+
+    /// What the workers in the view take. A worker may be set to a shorter context than its model has.
+    pub fn capacity(&self) -> Capacity {
+        Capacity::together(self.view.members.iter().filter(|m| works(m) && m.model == self.model))
+    }
+
+    /// The model whose requests are placed.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// The view as last taken over.
+    pub fn view(&self) -> &Arc<View> {
+        &self.view
+    }
+
+    /// All members of the view, those that are no workers too.
+    pub fn members(&self) -> impl Iterator<Item = WorkerState<'_>> {
+        self.view.members.iter().map(|member| {
+            let worker = self.workers.get(&member.id);
+            let (lost, in_flight) = worker.map_or((false, 0), |worker| (worker.lost, worker.in_flight));
+            WorkerState { member, lost, in_flight }
+        })
+    }
+
+    /// The worker, unless it has left since.
+    fn of(&mut self, worker: WorkerId, joined: u64) -> Option<&mut Worker> {
+        self.workers.get_mut(&worker).filter(|worker| worker.joined == joined)
+    }
+}
+
+impl std::fmt::Debug for Fleet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Fleet { model, view, workers, .. } = self;
+        f.debug_struct("Fleet").field("model", model).field("view", view).field("workers", workers).finish()
+    }
+}
+
+/// True for members that requests run on.
+fn works(member: &Member) -> bool {
+    matches!(member.role, Role::Prefill | Role::Decode)
+}
+
+fn candidates<'a>(
+    view: &'a View,
+    workers: &BTreeMap<WorkerId, Worker>,
+    which: impl Fn(&Worker) -> bool,
+) -> Vec<Candidate<'a>> {
+    let candidate = |m: &'a Member| {
+        let worker = workers.get(&m.id).filter(|worker| which(worker))?;
+        let (draining, in_flight) = (m.draining, worker.in_flight);
+        Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight })
+    };
+    view.members.iter().filter(|m| works(m)).filter_map(candidate).collect()
+}

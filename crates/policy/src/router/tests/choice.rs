@@ -1,0 +1,180 @@
+//! The rules that are the choice's own: the second word, what a stream's end means, the clocks, what is asked for.
+
+use super::*;
+use crate::request::{Leg, State};
+
+fn recovering(effects: &[Effect]) -> Option<(Leg, &Failure)> {
+    effects.iter().find_map(|e| if let Effect::Recovering { leg, cause } = e { Some((*leg, cause)) } else { None })
+}
+
+/// The decode worker says that its path to the prefill worker broke, while the prefill stream is open.
+fn path_lost() -> Scene {
+    let mut scene = Scene::after([split(D1, P1), reserved()]);
+    let effects = scene.step(ChoiceInput::DecodeEnded(answered(ErrorKind::PathLost)));
+    assert_eq!((effects.as_slice(), scene.wakes_in()), (&[][..], Some(SECOND_WORD)));
+    scene
+}
+
+#[test]
+fn the_prefill_stream_has_the_second_word_on_a_path_that_broke() {
+    let mut scene = path_lost();
+    let effects = scene.step(ChoiceInput::PrefillEnded(lost(true)));
+    let (leg, cause) = recovering(&effects).unwrap();
+    assert_eq!((leg, cause.silent), (Leg::Prefill, true), "the worker is gone, not only the path");
+    assert!(effects.contains(&Effect::DropDecode));
+    assert_eq!(scene.wakes_in(), Some(DEADLINE), "the decode worker's word is forgotten with its stream");
+}
+
+#[test]
+fn a_prefill_stream_that_says_nothing_leaves_the_first_word() {
+    let mut scene = path_lost();
+    scene.now += SECOND_WORD - Duration::from_nanos(1);
+    assert_eq!(scene.step(ChoiceInput::Wake), [], "not yet");
+    let effects = scene.wake();
+    let (leg, cause) = recovering(&effects).unwrap();
+    assert_eq!((leg, cause.kind), (Leg::Transfer, ErrorKind::PathLost));
+    assert!(matches!(effects.last(), Some(Effect::Place(ask)) if ask.decode == Some(D1) && ask.avoid.is_empty()));
+}
+
+#[test]
+fn a_token_is_no_second_word() {
+    let mut scene = path_lost();
+    assert_eq!(scene.step(first(0)), [Effect::Emit(out(0))]);
+    assert_eq!(scene.wakes_in(), Some(SECOND_WORD));
+    assert_eq!(recovering(&scene.wake()).unwrap().0, Leg::Transfer);
+}
+
+#[test]
+fn nobody_is_waited_for_who_has_said_his_last_word() {
+    let mut scene = Scene::after([split(D1, P1), reserved(), first(0), transferred()]);
+    let effects = scene.step(ChoiceInput::DecodeEnded(answered(ErrorKind::PathLost)));
+    assert_eq!(recovering(&effects).unwrap().0, Leg::Decode, "all KV is there: it is the decode worker that failed");
+}
+
+#[test]
+fn only_right_after_its_reservation_a_decode_worker_speaks_of_kv() {
+    let end = || ChoiceInput::DecodeEnded(answered(ErrorKind::Unavailable));
+    let kv = Scene::after([split(D1, P1), reserved()]).step(end());
+    assert_eq!(recovering(&kv).unwrap().0, Leg::Prefill);
+    let decode = Scene::after([split(D1, P1), reserved(), first(0), token(1)]).step(end());
+    assert_eq!(recovering(&decode).unwrap().0, Leg::Decode);
+    let connection = Scene::after([split(D1, P1), reserved()]).step(ChoiceInput::DecodeEnded(lost(false)));
+    assert_eq!(recovering(&connection).unwrap().0, Leg::Decode, "not its own word");
+    // A reservation of an earlier stream is not this one's.
+    let mut again = Scene::after([split(D1, P1), reserved(), end(), split(D1, P2)]);
+    assert_eq!(recovering(&again.step(end())).unwrap().0, Leg::Decode);
+}
+
+#[test]
+fn what_a_streams_end_means() {
+    let cases = [
+        (LegEnd::Early, ErrorKind::Unavailable, "the decode worker ended the stream too early", false),
+        (answered(ErrorKind::Internal), ErrorKind::Internal, "the decode worker answered: no", false),
+        (answered(ErrorKind::Cancelled), ErrorKind::Unavailable, "the decode worker cancelled the request", false),
+        (lost(false), ErrorKind::Unavailable, "the decode worker is lost: broken pipe", false),
+        (lost(true), ErrorKind::Unavailable, "the decode worker is lost: broken pipe", true),
+        (LegEnd::Unclear { message: "what?".into() }, ErrorKind::Internal, "what?", false),
+        (LegEnd::Left { worker: D1 }, ErrorKind::Unavailable, "worker wd1 has left", false),
+        (answered(ErrorKind::DataLoss), ErrorKind::DataLoss, "the decode worker answered: no", false),
+    ];
+    for (end, kind, message, silent) in cases {
+        let effects = Scene::after([local(D1)]).step(ChoiceInput::DecodeEnded(end));
+        let (leg, cause) = recovering(&effects).unwrap();
+        assert_eq!((leg, cause), (Leg::Decode, &Failure { kind, message: message.into(), silent }));
+    }
+    let prefill = Scene::after([split(D1, P1), reserved()]).step(ChoiceInput::PrefillEnded(LegEnd::Early));
+    assert_eq!(recovering(&prefill).unwrap().1.message, "the prefill worker ended the stream too early");
+}
+
+#[test]
+fn kv_that_does_not_verify_is_nobodys_fault_whichever_stream_says_so() {
+    // I2
+    for said in [ChoiceInput::DecodeEnded, ChoiceInput::PrefillEnded] {
+        let effects = Scene::after([split(D1, P1), reserved()]).step(said(answered(ErrorKind::DataLoss)));
+        assert_eq!(recovering(&effects).unwrap().0, Leg::Transfer);
+        assert!(matches!(effects.last(), Some(Effect::OpenDecode { worker: D1, local: false, .. })));
+    }
+}
+
+#[test]
+fn a_stream_that_has_said_its_last_word_is_not_heard_any_more() {
+    // Decode is ahead and done; only the first token is missing (I4).
+    let mut scene = Scene::after([split(D1, P1), reserved(), token(1), finished()]);
+    assert_eq!(scene.step(ChoiceInput::DecodeEnded(LegEnd::Early)), []);
+    assert_eq!(scene.step(token(2)), []);
+    scene.step(first(0));
+    assert_eq!(scene.emitted(), [0, 1]);
+    assert!(scene.choice.ended());
+    let mut scene = Scene::after([split(D1, P1), reserved(), first(0), transferred()]);
+    assert_eq!(scene.step(ChoiceInput::PrefillEnded(LegEnd::Early)), []);
+}
+
+#[test]
+fn streams_are_opened_for_what_the_client_has_and_the_time_that_is_left() {
+    let mut scene = Scene::after([split(D1, P1)]);
+    scene.now += DEADLINE / 2;
+    let effects = scene.step(reserved());
+    let [Effect::OpenPrefill { worker: P1, target, sequence }] = effects.as_slice() else { panic!("{effects:?}") };
+    assert_eq!((target.as_slice(), &sequence.tokens[..], sequence.prompt_tokens), (&[7][..], &[1, 2][..], 2));
+    assert_eq!(sequence.time_left, DEADLINE / 2);
+    scene.step(first(0));
+    scene.step(token(1));
+    scene.step(ChoiceInput::DecodeEnded(LegEnd::Early));
+    let effects = scene.step(local(D2));
+    let [Effect::OpenDecode { worker: D2, local: true, sequence }] = effects.as_slice() else { panic!("{effects:?}") };
+    assert_eq!((&sequence.tokens[..], sequence.prompt_tokens), (&[1, 2, 10, 11][..], 2), "I4");
+}
+
+#[test]
+fn what_was_answered_may_be_what_the_next_prompt_begins_with() {
+    let mut scene = Scene::after([local(D1), token(0)]);
+    let effects = scene.step(finished());
+    let [Effect::Note { placed, names }, Effect::Finish { .. }] = effects.as_slice() else { panic!("{effects:?}") };
+    assert_eq!(*placed, Placed { decode: D1, prefill: None });
+    assert_eq!(*names, crate::Prefixes::names("", &[1, 2, 10]));
+    assert_eq!(Scene::new().step(ChoiceInput::ClientGone).len(), 1, "nobody has anything yet");
+}
+
+#[test]
+fn a_worker_is_looked_for_again_after_each_wait() {
+    let mut scene = Scene::after([local(D1), token(0), ChoiceInput::DecodeEnded(LegEnd::Early), nobody()]);
+    assert_eq!(scene.wakes_in(), Some(Duration::from_millis(50)));
+    assert_eq!(scene.step(ChoiceInput::Wake), [], "not yet");
+    assert!(matches!(scene.wake().as_slice(), [Effect::Place(_)]));
+    assert_eq!(scene.choice.state(), State::Placing);
+    scene.step(nobody());
+    assert_eq!(scene.wakes_in(), Some(Duration::from_millis(100)));
+}
+
+#[test]
+fn nothing_that_workers_say_is_taken_after_the_deadline() {
+    // I5
+    for said in [token(0), finished(), ChoiceInput::DecodeEnded(LegEnd::Early), ChoiceInput::Wake] {
+        let mut scene = Scene::after([local(D1)]);
+        scene.now = scene.begun + DEADLINE;
+        let effects = scene.step(said);
+        assert!(
+            matches!(effects.last(), Some(Effect::Fail(f)) if f.kind == ErrorKind::DeadlineExceeded),
+            "{effects:?}"
+        );
+        assert_eq!(scene.choice.next_wake(), None);
+    }
+    let mut scene = Scene::after([local(D1)]);
+    scene.now = scene.begun + DEADLINE;
+    assert!(matches!(scene.step(ChoiceInput::ClientGone).last(), Some(Effect::Finish { .. })));
+}
+
+#[test]
+fn what_the_client_does_ends_it() {
+    let ends = |input| Scene::after([local(D1), token(0)]).step(input);
+    let reason = |effects: Vec<Effect>| match effects.last() {
+        Some(Effect::Finish { reason, .. }) => *reason,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(ends(ChoiceInput::Taken(Taken::Sent)), []);
+    assert_eq!(reason(ends(ChoiceInput::Taken(Taken::StopMatched))), FinishReason::Stop);
+    assert_eq!(reason(ends(ChoiceInput::Taken(Taken::ClientGone))), FinishReason::Cancelled);
+    assert_eq!(reason(ends(ChoiceInput::ClientGone)), FinishReason::Cancelled);
+    let stopping = ends(ChoiceInput::Stopping);
+    assert!(matches!(stopping.last(), Some(Effect::Fail(f)) if f.message == "the router is stopping"));
+}

@@ -1,0 +1,152 @@
+//! The fleet: who is chosen, who is lost, and what is in flight.
+
+use std::sync::Arc;
+
+use baton_membership::{Member, Role, View};
+
+use super::*;
+use crate::placement::LeastLoaded;
+
+fn member(id: WorkerId, role: Role) -> Member {
+    Member {
+        id,
+        role,
+        grpc: "http://127.0.0.1:1".into(),
+        admin: "http://127.0.0.1:2".into(),
+        model: "m".into(),
+        layout: 1,
+        blocks: 10,
+        block_size: 16,
+        window_tokens: 0,
+        context_tokens: 128,
+        draining: false,
+    }
+}
+
+fn view(mut members: Vec<Member>) -> Arc<View> {
+    members.sort_by_key(|m| m.id);
+    Arc::new(View { members, ..View::default() })
+}
+
+fn two_and_two() -> Vec<Member> {
+    vec![member(D1, Role::Decode), member(D2, Role::Decode), member(P1, Role::Prefill), member(P2, Role::Prefill)]
+}
+
+fn fleet(members: Vec<Member>) -> Fleet {
+    let mut fleet = Fleet::new("m", Box::<LeastLoaded>::default());
+    let joined = fleet.update(view(members.clone())).joined;
+    assert_eq!(joined.len(), members.iter().filter(|m| m.role != Role::Supervisor).count());
+    fleet
+}
+
+fn ask() -> Ask {
+    Ask { split: true, decode: None, avoid: Vec::new(), names: Vec::new().into() }
+}
+
+fn on(decode: WorkerId, prefill: WorkerId) -> Placed {
+    Placed { decode, prefill: Some(prefill) }
+}
+
+fn flags(fleet: &Fleet, id: WorkerId) -> (bool, u32) {
+    fleet.members().find(|w| w.member.id == id).map(|w| (w.lost, w.in_flight)).unwrap()
+}
+
+#[test]
+fn requests_go_where_the_fewest_are() {
+    let mut fleet = fleet(two_and_two());
+    let leases = [D1, P2].map(|id| fleet.lease(id).unwrap());
+    for _ in 0..3 {
+        assert_eq!(fleet.place(&ask()), Ok(on(D2, P1)));
+    }
+    assert_eq!((flags(&fleet, D1), flags(&fleet, D2)), ((false, 1), (false, 0)));
+    leases.into_iter().for_each(|lease| fleet.release(lease));
+    assert_eq!(flags(&fleet, D1), (false, 0));
+}
+
+#[test]
+fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
+    let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
+    let lease = fleet.lease(D1).unwrap();
+    assert_eq!(fleet.ended(&lease, &answered(ErrorKind::Internal), now), None, "it lives");
+    assert_eq!(fleet.ended(&lease, &LegEnd::Early, now), None);
+    let probe = fleet.ended(&lease, &lost(false), now).unwrap();
+    assert_eq!((probe.worker(), probe.at()), (D1, now + PROBE_EVERY));
+    assert_eq!(fleet.ended(&lease, &lost(true), now), None, "one probe for all requests that lost it");
+    fleet.release(lease);
+    for _ in 0..3 {
+        assert_eq!(fleet.place(&ask()).unwrap().decode, D2);
+    }
+    let only = Ask { avoid: vec![D2], ..ask() };
+    assert_eq!(fleet.place(&only).unwrap().decode, D1, "rather than nobody");
+    let now = now + PROBE_EVERY * 3;
+    let probe = fleet.probed(probe, false, now).unwrap();
+    assert_eq!((probe.at(), flags(&fleet, D1).0), (now + PROBE_EVERY, true));
+    assert_eq!(fleet.probed(probe, true, now), None);
+    assert!(!flags(&fleet, D1).0);
+    let placed: Vec<_> = (0..2).map(|_| fleet.place(&ask()).unwrap().decode).collect();
+    assert!(placed.contains(&D1) && placed.contains(&D2), "in turn again");
+}
+
+#[test]
+fn a_worker_that_comes_back_is_not_what_it_was() {
+    let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
+    let (old, other) = (fleet.lease(D1).unwrap(), fleet.lease(D1).unwrap());
+    let probe = fleet.ended(&old, &lost(false), now).unwrap();
+    let changes = fleet.update(view(two_and_two().split_off(1)));
+    assert_eq!((changes.joined.len(), changes.left), (0, vec![D1]));
+    assert_eq!(fleet.lease(D1), Err(LegEnd::Left { worker: D1 }));
+    assert_eq!(fleet.update(view(two_and_two())).joined, [member(D1, Role::Decode)]);
+    let new = fleet.lease(D1).unwrap();
+    assert_eq!(fleet.probed(probe, false, now), None, "of the old connection");
+    assert_eq!(fleet.ended(&other, &lost(false), now), None);
+    fleet.release(old);
+    fleet.release(other);
+    assert_eq!(flags(&fleet, D1), (false, 1));
+    fleet.release(new);
+    assert_eq!(flags(&fleet, D1), (false, 0));
+}
+
+#[test]
+fn a_worker_nobody_can_connect_to_is_never_chosen_and_tried_with_every_view() {
+    let mut fleet = fleet(vec![member(D1, Role::Decode), member(D2, Role::Decode)]);
+    fleet.unusable(D1);
+    assert_eq!(fleet.place(&Ask { avoid: vec![D2], ..ask() }).unwrap_err().kind, ErrorKind::Unavailable);
+    let again = fleet.update(view(vec![member(D1, Role::Decode), member(D2, Role::Decode)]));
+    assert_eq!(again.joined, [member(D1, Role::Decode)]);
+}
+
+#[test]
+fn readiness_asks_for_a_decode_worker_of_the_model() {
+    let draining = Member { draining: true, ..member(D1, Role::Decode) };
+    let foreign = Member { model: "other".into(), ..member(D2, Role::Decode) };
+    let supervisor = member(WorkerId(1), Role::Supervisor);
+    let mut fleet = fleet(vec![draining, foreign, supervisor, member(P1, Role::Prefill)]);
+    assert_eq!(fleet.not_ready().unwrap(), "no decode worker for model \"m\" yet");
+    assert_eq!(fleet.members().count(), 4, "people see all");
+    fleet.update(view(two_and_two()));
+    assert_eq!(fleet.not_ready(), None);
+}
+
+#[test]
+fn capacity_is_of_the_largest_pool_and_the_shortest_context() {
+    let mut fleet = fleet(Vec::new());
+    assert_eq!(fleet.capacity(), Capacity::UNKNOWN);
+    let large = Member { blocks: 20, ..member(D2, Role::Decode) };
+    let short = Member { context_tokens: 64, ..member(P1, Role::Prefill) };
+    let foreign = Member { model: "other".into(), blocks: 99, context_tokens: 1, ..member(P2, Role::Decode) };
+    fleet.update(view(vec![member(D1, Role::Decode), large, short, foreign]));
+    assert_eq!((fleet.capacity().pool(), fleet.capacity().context()), (320, Some(64)));
+    let windowed = Member { window_tokens: 32, ..member(D1, Role::Decode) };
+    fleet.update(view(vec![windowed]));
+    assert_eq!(fleet.capacity().pool(), u32::MAX, "a stream may outgrow the pool");
+}
+
+#[test]
+fn what_was_sent_somewhere_is_sent_there_again() {
+    let mut fleet = fleet(two_and_two());
+    let names: Arc<[u64]> = vec![1, 2].into();
+    fleet.note(on(D2, P2), &names);
+    let near = Ask { names: Arc::clone(&names), ..ask() };
+    assert_eq!(fleet.place(&near), Ok(on(D2, P2)));
+    assert_eq!(fleet.place(&near), Ok(on(D2, P2)));
+}

@@ -1,0 +1,115 @@
+//! A choice's transitions, pinned; the rules that are its own; and the fleet.
+
+mod choice;
+mod fleet;
+mod table;
+
+use std::time::{Duration, Instant};
+
+use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
+
+use super::*;
+use crate::placement::Placed;
+use crate::request::{Failure, Limits};
+
+const D1: WorkerId = WorkerId(0xd1);
+const D2: WorkerId = WorkerId(0xd2);
+const P1: WorkerId = WorkerId(0xf1);
+const P2: WorkerId = WorkerId(0xf2);
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn split(decode: WorkerId, prefill: WorkerId) -> ChoiceInput {
+    ChoiceInput::Placed(Ok(Placed { decode, prefill: Some(prefill) }))
+}
+
+fn local(decode: WorkerId) -> ChoiceInput {
+    ChoiceInput::Placed(Ok(Placed { decode, prefill: None }))
+}
+
+fn nobody() -> ChoiceInput {
+    ChoiceInput::Placed(Err(Failure::new(ErrorKind::Unavailable, "nobody")))
+}
+
+fn reserved() -> ChoiceInput {
+    ChoiceInput::DecodeSaid(DecodeWord::Reserved { target: vec![7] })
+}
+
+fn out(index: u32) -> TokenOut {
+    TokenOut { index, id: index + 10, ..TokenOut::default() }
+}
+
+fn token(index: u32) -> ChoiceInput {
+    ChoiceInput::DecodeSaid(DecodeWord::Token(out(index)))
+}
+
+fn finished() -> ChoiceInput {
+    ChoiceInput::DecodeSaid(DecodeWord::Finished(FinishReason::Stop))
+}
+
+fn first(index: u32) -> ChoiceInput {
+    ChoiceInput::PrefillSaid(PrefillWord::FirstToken { token: out(index), finish: None, cached_tokens: 0 })
+}
+
+fn transferred() -> ChoiceInput {
+    ChoiceInput::PrefillSaid(PrefillWord::Transferred)
+}
+
+fn answered(kind: ErrorKind) -> LegEnd {
+    LegEnd::Answered { kind, message: "no".into() }
+}
+
+fn lost(silent: bool) -> LegEnd {
+    LegEnd::Lost { message: "broken pipe".into(), silent }
+}
+
+/// A choice on which time stands still, unless a test moves it.
+struct Scene {
+    choice: Choice,
+    begun: Instant,
+    now: Instant,
+    effects: Vec<Effect>,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        let now = Instant::now();
+        let order = Order {
+            prompt: vec![1, 2].into(),
+            names: Vec::new().into(),
+            cache_salt: String::new(),
+            limits: Limits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
+            deadline: now + DEADLINE,
+        };
+        let mut effects = Vec::new();
+        let choice = Choice::start(order, now, &mut effects);
+        Scene { choice, begun: now, now, effects }
+    }
+
+    fn after(inputs: impl IntoIterator<Item = ChoiceInput>) -> Scene {
+        let mut scene = Scene::new();
+        inputs.into_iter().for_each(|input| drop(scene.step(input)));
+        scene
+    }
+
+    /// What this one input brings about.
+    fn step(&mut self, input: ChoiceInput) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.choice.step(input, self.now, &mut effects);
+        self.effects.extend(effects.iter().cloned());
+        effects
+    }
+
+    /// Time goes on to the next wake.
+    fn wake(&mut self) -> Vec<Effect> {
+        self.now = self.choice.next_wake().expect("something is waited for");
+        self.step(ChoiceInput::Wake)
+    }
+
+    fn wakes_in(&self) -> Option<Duration> {
+        self.choice.next_wake().map(|at| at - self.now)
+    }
+
+    fn emitted(&self) -> Vec<u32> {
+        self.effects.iter().filter_map(|e| if let Effect::Emit(t) = e { Some(t.index) } else { None }).collect()
+    }
+}
