@@ -90,7 +90,7 @@ impl DecodeRole {
         let epoch = Epoch(self.next_epoch);
         self.next_epoch += 1;
         let first = vec![from; blocks.len()];
-        let wanted = Wanted { tokens, first: &first, blocks: &blocks, heads: &[] };
+        let wanted = Wanted { tokens, first: &first, blocks: &blocks };
         self.receiver.reserve(epoch, &wanted, self.lease).map(|target| (epoch, target))
     }
 
