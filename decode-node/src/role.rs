@@ -76,7 +76,7 @@ impl Shell for DecodeShell {
                 self.streams.say(seq, answer, is_last);
             }
             Effect::Lend { epoch, tokens, first, blocks, lease, .. } => {
-                let wanted = Wanted { tokens, first: &first, blocks: &blocks, heads: &[] };
+                let wanted = Wanted { tokens, first: &first, blocks: &blocks };
                 return Some(Command::Lent { epoch, outcome: self.receiver.reserve(epoch, &wanted, lease) });
             }
             Effect::Fence(epoch) => return Some(Command::FenceBegun { epoch, state: self.receiver.fence(epoch) }),

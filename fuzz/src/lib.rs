@@ -15,7 +15,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use baton_proto::{ConvertError, v1};
 use baton_transfer::bench::Request;
 use baton_transfer::protocol::{
-    Descriptor, Frame, FrameHead, FrameLimits, HeadSlice, Hello, Host, Over, PREFIX, Ticket, parse_body, parse_prefix,
+    Descriptor, Frame, FrameHead, FrameLimits, Hello, Host, Over, PREFIX, Ticket, parse_body, parse_prefix,
 };
 use baton_transfer::{Limits, TransferError};
 use baton_types::{
@@ -148,18 +148,10 @@ fn parsed(input: &[u8]) -> [Result<(), String>; 2] {
     })
 }
 
-/// Its layout, less what the prefill side adapts to: heads of which slices travel, within both pools, and the type.
+/// Its layout, less what the prefill side adapts to: the type.
 fn adapted(descriptor: &Descriptor, converts: bool) -> KvLayout {
-    let (ours, mut theirs) = (geometry().layout, descriptor.layout.clone());
-    if converts {
-        theirs.dtype = ours.dtype;
-    }
-    for (slice, (theirs, ours)) in descriptor.heads.iter().zip(theirs.groups.iter_mut().zip(&ours.groups)) {
-        let within = |first: u32, heads: u32| u64::from(first) + u64::from(slice.count) <= u64::from(heads);
-        assert!(within(slice.source, ours.kv_heads) && within(slice.target, theirs.kv_heads), "{descriptor:?}");
-        theirs.kv_heads = ours.kv_heads;
-    }
-    theirs
+    let theirs = descriptor.layout.clone();
+    if converts { KvLayout { dtype: geometry().layout.dtype, ..theirs } } else { theirs }
 }
 
 /// What the receiving end of a transfer benchmark is asked for.
@@ -200,7 +192,6 @@ pub(crate) fn target(counts: [u32; 2]) -> Descriptor {
         tokens: 9,
         first: vec![0, 1],
         counts: counts.to_vec(),
-        heads: Vec::new(),
         layout: geometry().layout,
         device: false,
         host: Host { boot: [3; 16], netns: 4 },
@@ -214,22 +205,11 @@ fn descriptor_seeds() -> Vec<Vec<u8>> {
     let ours = geometry().layout;
     let foreign = KvLayout { block_size: 32, dtype: KvDtype::Q8, ..ours.clone() };
     let quantised = KvLayout { dtype: KvDtype::Q8, ..ours.clone() };
-    let heads = [3, 1].map(HeadSlice::all).to_vec();
-    // The last of three heads, to a worker that has no other.
-    let mut rank = ours;
-    rank.groups[0].kv_heads = 1;
-    let slices = vec![HeadSlice { source: 2, target: 0, count: 1 }, HeadSlice::all(1)];
-    let both = KvLayout { dtype: KvDtype::Q8, ..rank.clone() };
-    let of = |layout: KvLayout, heads: &[HeadSlice]| Descriptor { layout, heads: heads.to_vec(), ..target([2, 1]) };
-    let targets = [
-        target([2, 1]),
-        target([0, 0]),
-        of(foreign, &[]),
-        of(geometry().layout, &heads),
-        of(quantised, &[]),
-        of(rank, &slices),
-        of(both, &slices),
-    ];
+    let mut fewer = ours;
+    fewer.groups[0].kv_heads = 1;
+    let of = |layout: KvLayout| Descriptor { layout, ..target([2, 1]) };
+    let device = Descriptor { device: true, ..target([2, 1]) };
+    let targets = [target([2, 1]), target([0, 0]), device, of(foreign), of(quantised), of(fewer)];
     targets.map(|target| target.encode()).to_vec()
 }
 

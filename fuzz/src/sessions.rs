@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_transfer::protocol::{
-    Access, Batch, Core, Done, Effect, Frame, FrameHead, HeadSlice, Inbound, Ledger, Line, Op, Outbound, PREFIX,
-    Parties, Pools, Quiet, Refusal, Target, Ticket, WriteHead, parse_body,
+    Access, Batch, Core, Done, Effect, Frame, FrameHead, Inbound, Ledger, Line, Op, Outbound, PREFIX, Parties, Pools,
+    Quiet, Refusal, Target, Ticket, WriteHead, parse_body,
 };
 use baton_transfer::{Limits, Reach, ReceiverEvent, Segment, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
@@ -135,9 +135,8 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
     let Ok(pool) = Segment::create("fuzz", geometry.bytes()).map(Arc::new) else { return 0 };
     let mut ledger = Ledger::new(&geometry, limits.clone());
-    let heads = [3, 1].map(|count| HeadSlice { source: 0, target: 0, count });
     for (epoch, key) in [(1, 7), (2, 8)] {
-        let reserved = ledger.reserve(Epoch(epoch), key, &lent(epoch), &heads, start + Duration::from_secs(60));
+        let reserved = ledger.reserve(Epoch(epoch), key, &lent(epoch), start + Duration::from_secs(60));
         assert_eq!(reserved, Ok(()));
     }
     let session = Inbound::new(1, WorkerId(5), kind, geometry.clone(), &limits);

@@ -21,7 +21,6 @@ mod handoffs;
 mod misdelivered;
 #[cfg(test)]
 mod nonsense;
-mod parts;
 #[cfg(test)]
 mod placement;
 mod processes;
@@ -30,6 +29,7 @@ mod secrets;
 mod spread;
 #[cfg(test)]
 mod talkers;
+mod types;
 mod ways;
 
 use std::cell::RefCell;
@@ -236,7 +236,7 @@ impl Decode {
     fn try_reserve(&self, epoch: u64, blocks: &[Vec<BlockId>], lease: Duration) -> Result<Vec<u8>, TransferError> {
         // Opaque to the transfer: in this suite group 0 travels from its block 0 on, group 1 from its block 1 on.
         let first: Vec<u32> = (0..blocks.len() as u32).collect();
-        self.receiver.reserve(Epoch(epoch), &Wanted { tokens: 100, first: &first, blocks, heads: &[] }, lease)
+        self.receiver.reserve(Epoch(epoch), &Wanted { tokens: 100, first: &first, blocks }, lease)
     }
 
     fn event(&self) -> ReceiverEvent {

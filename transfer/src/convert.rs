@@ -11,7 +11,7 @@ use baton_types::{KvDtype, KvLayout};
 use crate::device::{Pool, Staged};
 use crate::transport::Batch;
 
-/// Some heads' slices of one plane of one block, to be written in another type.
+/// One layer of one block, all planes and heads of it, to be written in another type.
 #[derive(Debug)]
 pub struct Conversion<'a> {
     /// Type of `source`.
@@ -44,12 +44,11 @@ impl Converter {
     pub(crate) fn stage(&self, mut batch: Batch, pool: &Pool, source: &KvLayout, target: &KvLayout) -> Option<Batch> {
         // I5: as many batches are staged as are under way; this is a batch's bytes, or one block's.
         let mut staged = vec![0; batch.bytes()];
-        let (from, to) = (batch.route.source, batch.route.target);
-        let starts = batch.writes.iter().flat_map(|write| from.starts().map(move |start| write.source + start));
-        for (start, out) in starts.zip(staged.chunks_exact_mut(to.len.max(1))) {
-            let start = batch.at(pool, start, from.len)?;
+        let (from, to) = (batch.source_len, batch.len);
+        for (write, out) in batch.writes.iter().zip(staged.chunks_exact_mut(to.max(1))) {
+            let start = batch.at(pool, write.source, from)?;
             // SAFETY: inside the memory it is sent from; a local block stays unchanged until the handoff's end is reported.
-            let bytes = unsafe { std::slice::from_raw_parts(start, from.len) };
+            let bytes = unsafe { std::slice::from_raw_parts(start, from) };
             (self.0)(Conversion {
                 from: source.dtype,
                 to: target.dtype,

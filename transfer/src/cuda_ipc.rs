@@ -60,7 +60,7 @@ impl Transport for CudaIpc {
             }
             runs.push(Moving { source: run.source, target: run.target, lane: run.lane });
         }
-        let len = batch.route.target.len;
+        let len = batch.len;
         self.copies.begin(batch, |queue, batch| queue.copy(batch.after, &runs, len))
     }
 

@@ -8,16 +8,13 @@ use baton_types::{Epoch, KvDtype, KvGroup, KvLayout, LayoutMismatch, WorkerId};
 
 use crate::codec::{Fields, Malformed, Put};
 use crate::error::TransferError;
-use crate::heads::HeadSlice;
 use crate::host::Host;
 
-const MAGIC: [u8; 4] = *b"bkt3";
+const MAGIC: [u8; 4] = *b"bkt4";
 /// The same with a pool in a device's memory: who knows only of pools that can be mapped stops here.
-const DEVICE_MAGIC: [u8; 4] = *b"bkd3";
+const DEVICE_MAGIC: [u8; 4] = *b"bkd4";
 /// Bytes of a descriptor at most.
 const MAX_BYTES: usize = 64 << 10;
-/// KV heads of a peer's group at most, so that sizes made of them stay far from overflow.
-const MAX_HEADS: u32 = 1 << 16;
 
 /// A reservation as the prefill side needs to know it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -34,9 +31,7 @@ pub struct Descriptor {
     pub first: Vec<u32>,
     /// Blocks per group.
     pub counts: Vec<u32>,
-    /// Per group, the heads that travel; empty: all of them, and both pools have the same.
-    pub heads: Vec<HeadSlice>,
-    /// Of the pool that is written to. Differs from the prefill side's in heads and type at most.
+    /// Of the pool that is written to. Differs from the prefill side's in its KV type at most.
     pub layout: KvLayout,
     /// Whether that pool is a device's memory, which nobody can map.
     pub device: bool,
@@ -62,8 +57,6 @@ impl Descriptor {
         out.put_u32(self.tokens);
         out.put_u32s(self.first.iter().copied());
         out.put_u32s(self.counts.iter().copied());
-        let heads: Vec<u32> = self.heads.iter().flat_map(|s| [s.source, s.target, s.count]).collect();
-        out.put_u32s(heads.into_iter());
         out.put(&self.host.boot);
         out.put_u64(self.host.netns);
         out.put_blob(&self.unix);
@@ -87,14 +80,6 @@ impl Descriptor {
         groups.map(|(group, count)| group.layers.len() as u64 * u64::from(*count)).sum()
     }
 
-    /// Per group, the heads that travel.
-    pub(crate) fn slices(&self) -> Vec<HeadSlice> {
-        match self.heads.is_empty() {
-            true => self.layout.groups.iter().map(|group| HeadSlice::all(group.kv_heads)).collect(),
-            false => self.heads.clone(),
-        }
-    }
-
     /// Reads a descriptor for a worker whose pool has the layout `ours`; `converts`: which can write another KV type
     /// than its own.
     pub fn parse(bytes: &[u8], ours: &KvLayout, converts: bool) -> Result<Descriptor, TransferError> {
@@ -113,20 +98,12 @@ impl Descriptor {
             true => fields.blob("layout").map(|_| ours.clone()).map_err(bad)?,
             false => other_layout(ours, fingerprint, fields.blob("layout").ok(), converts)?,
         };
-        let descriptor = parse_reservation(fields, theirs, device).map_err(bad)?;
-        if descriptor.heads.is_empty() && kv_heads(ours) != kv_heads(&descriptor.layout) {
-            return Err(mismatch(ours, fingerprint, Some(&descriptor.layout)).into());
-        }
-        check_heads(&descriptor, ours).map_err(bad)?;
-        Ok(descriptor)
+        parse_reservation(fields, theirs, device).map_err(bad)
     }
 }
 
-fn kv_heads(layout: &KvLayout) -> Vec<u32> {
-    layout.groups.iter().map(|group| group.kv_heads).collect()
-}
-
-/// A layout that differs from `ours` in nothing but what can be adapted to: heads, of which a slice may travel, and type.
+/// A layout that differs from `ours` in nothing but the KV type, and in that only where it `converts`. The most telling difference is
+/// named: a field when the peer's layout can be read, else the fingerprints.
 fn other_layout(
     ours: &KvLayout,
     fingerprint: u64,
@@ -134,14 +111,10 @@ fn other_layout(
     converts: bool,
 ) -> Result<KvLayout, LayoutMismatch> {
     let theirs = bytes.and_then(|bytes| parse_layout(bytes).ok()).filter(|l| l.fingerprint() == fingerprint);
-    let Some(theirs) = theirs else { return Err(mismatch(ours, fingerprint, None)) };
+    let Some(theirs) = theirs else { return Err(fingerprint_mismatch(ours.fingerprint(), fingerprint)) };
     let mut adapted = theirs.clone();
     if converts {
         adapted.dtype = ours.dtype;
-    }
-    let sane = kv_heads(&theirs).into_iter().all(|heads| (1..=MAX_HEADS).contains(&heads));
-    if sane && adapted.groups.len() == ours.groups.len() {
-        adapted.groups.iter_mut().zip(&ours.groups).for_each(|(group, ours)| group.kv_heads = ours.kv_heads);
     }
     ours.compatible(&adapted).map(|()| theirs)
 }
@@ -154,7 +127,6 @@ fn parse_reservation(mut f: Fields, layout: KvLayout, device: bool) -> Result<De
         tokens: f.u32("tokens")?,
         first: f.u32s("first")?,
         counts: f.u32s("counts")?,
-        heads: parse_heads(&f.u32s("heads")?)?,
         layout,
         device,
         host: Host { boot: f.array("host")?, netns: f.u64("host")? },
@@ -170,33 +142,6 @@ fn parse_reservation(mut f: Fields, layout: KvLayout, device: bool) -> Result<De
         }
     }
     Ok(descriptor)
-}
-
-fn parse_heads(numbers: &[u32]) -> Result<Vec<HeadSlice>, Malformed> {
-    let (slices, rest) = numbers.as_chunks::<3>();
-    if !rest.is_empty() {
-        return Err(Malformed::new("heads", format!("{} numbers; a slice has three", numbers.len())));
-    }
-    Ok(slices.iter().map(|&[source, target, count]| HeadSlice { source, target, count }).collect())
-}
-
-/// Slices lie within both pools.
-fn check_heads(descriptor: &Descriptor, ours: &KvLayout) -> Result<(), Malformed> {
-    let (heads, groups) = (&descriptor.heads, ours.groups.len());
-    if !heads.is_empty() && heads.len() != groups {
-        return Err(Malformed::new("heads", format!("slices for {} groups, the layout has {groups}", heads.len())));
-    }
-    for (group, slice) in heads.iter().enumerate() {
-        let [here, there] = [ours, &descriptor.layout].map(|layout| layout.groups[group].kv_heads);
-        slice.check(here, there).map_err(|problem| Malformed::new("heads", format!("group {group}: {problem}")))?;
-    }
-    Ok(())
-}
-
-/// The most telling difference: a field when the peer's layout can be read, else the fingerprints.
-fn mismatch(ours: &KvLayout, fingerprint: u64, theirs: Option<&KvLayout>) -> LayoutMismatch {
-    let named = theirs.and_then(|theirs| ours.compatible(theirs).err());
-    named.unwrap_or_else(|| fingerprint_mismatch(ours.fingerprint(), fingerprint))
 }
 
 /// Two fingerprints that differ.
@@ -286,7 +231,6 @@ mod tests {
             tokens: 100,
             first: vec![0, 5],
             counts: vec![7, 2],
-            heads: vec![],
             layout: layout(),
             device: true,
             host: Host { boot: [9; 16], netns: 4 },
@@ -301,31 +245,24 @@ mod tests {
     }
 
     #[test]
-    fn other_heads_need_slices_and_other_types_somebody_who_converts() {
-        let mut theirs = layout();
-        theirs.groups[0].kv_heads = 1;
-        let whole = Descriptor { layout: theirs.clone(), ..descriptor() };
-        let error = parse(&whole.encode()).unwrap_err().to_string();
-        assert!(error.contains("layer groups"), "{error}");
-        let slice = HeadSlice { source: 2, target: 0, count: 1 };
-        let sliced = Descriptor { heads: vec![slice, HeadSlice::all(3)], ..whole.clone() };
-        assert_eq!(parse(&sliced.encode()), Ok(sliced));
-        // A size nobody has, which sums would overflow with.
-        theirs.groups[0].kv_heads = u32::MAX;
-        assert!(parse(&Descriptor { layout: theirs, ..whole }.encode()).is_err());
-
+    fn other_types_need_somebody_who_converts_and_other_heads_are_no_match() {
         let quantised = Descriptor { layout: KvLayout { dtype: KvDtype::Q8, ..layout() }, ..descriptor() };
         let error = parse(&quantised.encode()).unwrap_err().to_string();
         assert!(error.contains("KV dtype: F16 here, Q8 at the peer"), "{error}");
         assert_eq!(Descriptor::parse(&quantised.encode(), &layout(), true), Ok(quantised));
+        for heads in [1, u32::MAX] {
+            let mut theirs = layout();
+            theirs.groups[0].kv_heads = heads;
+            let other = Descriptor { layout: theirs, ..descriptor() };
+            let error = Descriptor::parse(&other.encode(), &layout(), true).unwrap_err().to_string();
+            assert!(error.contains("layer groups"), "{error}");
+        }
     }
 
     #[test]
     fn descriptors_survive_and_mutations_are_errors_not_panics() {
-        let sliced =
-            Descriptor { heads: vec![HeadSlice::all(3), HeadSlice { count: 0, ..HeadSlice::all(3) }], ..descriptor() };
-        let bytes = sliced.encode();
-        assert_eq!(parse(&bytes), Ok(sliced));
+        let bytes = descriptor().encode();
+        assert_eq!(parse(&bytes), Ok(descriptor()));
         for end in 0..bytes.len() {
             assert!(parse(&bytes[..end]).is_err(), "cut to {end}");
         }
@@ -360,12 +297,6 @@ mod tests {
         let cases = [
             ("first", Descriptor { first: vec![1], ..descriptor() }),
             ("counts", Descriptor { counts: vec![1], ..descriptor() }),
-            ("heads", Descriptor { heads: vec![HeadSlice::all(3)], ..descriptor() }),
-            ("heads", Descriptor { heads: vec![HeadSlice { source: 1, ..HeadSlice::all(3) }; 2], ..descriptor() }),
-            (
-                "heads",
-                Descriptor { heads: vec![HeadSlice { target: u32::MAX, ..HeadSlice::all(3) }; 2], ..descriptor() },
-            ),
         ];
         for (name, lopsided) in cases {
             let error = parse(&lopsided.encode()).unwrap_err();

@@ -82,9 +82,7 @@ mod tests {
     use super::*;
     use crate::conformance::large;
     use crate::device::Moving;
-    use crate::heads::HeadSlice;
     use crate::link::Range;
-    use crate::runs::Route;
 
     /// A device whose job is done when it is asked for the so manieth time.
     struct Slow(u32);
@@ -127,15 +125,15 @@ mod tests {
     /// What was copied for a handoff that is given up, on a device that is done when it is asked so often.
     fn given_up(asked: u32) -> Result<(), TransferError> {
         let mut copies = InOrder::new(Box::new(Slow(asked)), Duration::from_millis(20));
-        let (layout, slice) = (large().layout, HeadSlice { source: 0, target: 0, count: 1 });
-        let (route, writes) = (Route::new(&layout, &layout, 0, slice), Vec::new());
+        let len = large().layout.block_bytes(0);
         let batch = Batch {
             epoch: Epoch(7),
             group: 0,
             layer: 0,
-            route,
+            source_len: len,
+            len,
             lane: 0,
-            writes,
+            writes: Vec::new(),
             after: 0,
             digest: false,
             staged: None,

@@ -15,9 +15,7 @@ mod cuda_ipc;
 mod descriptor;
 mod device;
 mod error;
-mod gather;
 mod handshake;
-mod heads;
 mod host;
 mod in_order;
 mod link;
@@ -26,7 +24,6 @@ mod options;
 pub mod protocol;
 mod pulse;
 mod receiver;
-mod runs;
 mod segment;
 mod sender;
 mod shm;
@@ -47,8 +44,6 @@ pub use device::{
     DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Reach, Registrable, Staged,
 };
 pub use error::TransferError;
-pub use gather::{Gather, Gathered};
-pub use heads::{HeadPart, HeadSlice, head_plan};
 pub use options::{
     Limits, MAX_TCP_CONNECTIONS, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions,
     UcxSettings,

@@ -6,7 +6,6 @@
 pub use crate::codec::Malformed;
 pub use crate::descriptor::Descriptor;
 pub use crate::handshake::visitor;
-pub use crate::heads::HeadSlice;
 pub use crate::host::Host;
 pub use crate::link::Range;
 pub use crate::links::Written;

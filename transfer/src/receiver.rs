@@ -22,11 +22,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use baton_types::{BlockId, Epoch, KvLayout};
+use baton_types::{BlockId, Epoch};
 
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::heads::HeadSlice;
 use crate::host::Host;
 use crate::options::{ReceiverOptions, TransportKind, check_pool};
 use crate::{tcp, threads};
@@ -84,9 +83,6 @@ pub struct Wanted<'a> {
     pub first: &'a [u32],
     /// Per group, in token order: the blocks that are lent.
     pub blocks: &'a [Vec<BlockId>],
-    /// Per group: which heads of these blocks come from which heads of the prefill pool, for workers with different
-    /// tensor-parallel degrees. Other reservations may hold the other heads of the same blocks. Empty: all heads.
-    pub heads: &'a [HeadSlice],
 }
 
 /// What [`Receiver::fence`] found.
@@ -160,19 +156,15 @@ impl Receiver {
     /// Lends the blocks of `wanted` to whoever presents the descriptor returned here, for `lease`. Blocks of an epoch
     /// that is not over are refused (I3).
     pub fn reserve(&self, epoch: Epoch, wanted: &Wanted<'_>, lease: Duration) -> Result<Vec<u8>, TransferError> {
-        let Wanted { tokens, first, blocks, heads } = *wanted;
+        let Wanted { tokens, first, blocks } = *wanted;
         if first.len() != blocks.len() {
             let problem = format!("{} groups, there are blocks for {}", first.len(), blocks.len());
             return Err(TransferError::argument("wanted.first", problem));
         }
-        let layout = &self.hub.options.geometry.layout;
-        let all: Vec<_> = layout.groups.iter().map(|group| HeadSlice::all(group.kv_heads)).collect();
-        check_slices(layout, heads, blocks)?;
         let key = threads::random()?;
         let expires = Instant::now().checked_add(lease);
         let expires = expires.ok_or_else(|| TransferError::argument("lease", format!("{lease:?} is too long")))?;
-        let lent = if heads.is_empty() { &all } else { heads };
-        self.hub.with(|ledger| ledger.reserve(epoch, key, blocks, lent, expires))?;
+        self.hub.with(|ledger| ledger.reserve(epoch, key, blocks, expires))?;
         let descriptor = Descriptor {
             worker: self.hub.options.worker,
             epoch,
@@ -180,8 +172,7 @@ impl Receiver {
             tokens,
             first: first.to_vec(),
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
-            heads: heads.to_vec(),
-            layout: layout.clone(),
+            layout: self.hub.options.geometry.layout.clone(),
             device: self.hub.options.pool.is_device(),
             host: self.host,
             unix: self.unix.clone(),
@@ -218,26 +209,6 @@ impl Drop for Receiver {
         self.hub.stop();
         self.reception.take().into_iter().for_each(threads::join);
     }
-}
-
-/// A slice lies within the pool and is made of whole digest lanes, and a group without heads has no blocks.
-fn check_slices(layout: &KvLayout, heads: &[HeadSlice], blocks: &[Vec<BlockId>]) -> Result<(), TransferError> {
-    if !heads.is_empty() && heads.len() != layout.groups.len() {
-        let problem = format!("slices for {} groups, the layout has {}", heads.len(), layout.groups.len());
-        return Err(TransferError::argument("wanted.heads", problem));
-    }
-    for (group, (slice, list)) in heads.iter().zip(blocks).enumerate() {
-        let problem = match slice.check(u32::MAX, layout.groups[group].kv_heads) {
-            Err(problem) => problem,
-            Ok(()) if slice.count == 0 && !list.is_empty() => "no heads of the blocks that are lent".into(),
-            Ok(()) if !layout.head_bytes(group).is_multiple_of(8) => {
-                format!("{} bytes a head; slices are of whole 8-byte lanes", layout.head_bytes(group))
-            }
-            Ok(()) => continue,
-        };
-        return Err(TransferError::argument("wanted.heads", format!("group {group}: {problem}")));
-    }
-    Ok(())
 }
 
 fn listen_abstract(name: &[u8]) -> Result<UnixListener, TransferError> {

@@ -66,8 +66,8 @@ impl Staging {
                     continue;
                 }
             };
-            let from = batch.route.source;
-            batch.stand_in(staged, from);
+            let each = batch.source_len;
+            batch.stand_in(staged, each);
             if let Some(Conversions { converter, from, to }) = &self.convert {
                 let converted = converter.stage(batch, &self.pool, from, to);
                 batch = converted.ok_or_else(|| TransferError::argument("block", "less was read than asked for"))?;
@@ -92,8 +92,7 @@ impl Staging {
 
 /// What of a pool a batch is made of.
 fn ranges(batch: &Batch) -> Vec<Range> {
-    let source = batch.route.source;
-    batch.writes.iter().flat_map(|write| source.starts().map(move |start| (write.source + start, source.len))).collect()
+    batch.writes.iter().map(|write| (write.source, batch.source_len)).collect()
 }
 
 impl Transport for Staging {
@@ -109,7 +108,7 @@ impl Transport for Staging {
         self.reads.begin(batch, |queue, batch| match self.direct {
             true => {
                 let runs: Vec<_> = batch.runs().map(|run| (run.source, run.lane)).collect();
-                queue.digest(batch.after, &runs, batch.route.source.len)
+                queue.digest(batch.after, &runs, batch.source_len)
             }
             false => queue.read(batch.after, &ranges(batch)),
         })

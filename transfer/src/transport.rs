@@ -11,7 +11,6 @@ use crate::device::{Pool, Staged};
 use crate::error::TransferError;
 use crate::links::Links;
 use crate::options::TransportKind;
-use crate::runs::{Route, Runs};
 use crate::wire::WriteHead;
 
 /// Bytes of a batch, unless a single block is larger: small enough to fence quickly and to stay in a core's cache
@@ -22,7 +21,7 @@ pub(crate) const DEVICE_BATCH_BYTES: usize = 16 << 20;
 /// The same where devices only digest and a network carries: a digest's launch costs less, and what is given up arrives soon over a slow one.
 pub(crate) const PUT_BATCH_BYTES: usize = 2 << 20;
 
-/// One layer's part of one block: where its runs are counted from.
+/// One layer's part of one block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockWrite {
     /// Its position in the reservation's list of the group.
@@ -33,7 +32,7 @@ pub struct BlockWrite {
     pub target: usize,
 }
 
-/// One contiguous piece of a batch.
+/// One contiguous piece of a batch: a block's layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Run {
     /// Of the block with this position.
@@ -57,8 +56,10 @@ pub struct Batch {
     pub group: usize,
     /// Layer in the group.
     pub layer: usize,
-    /// Which bytes of each block.
-    pub(crate) route: Route,
+    /// Bytes of each block's layer where they are read: in the local pool, or in the staging memory of the batch.
+    pub(crate) source_len: usize,
+    /// Bytes of each block's layer in the peer's pool. The same unless values change their type on the way, which they have not yet.
+    pub(crate) len: usize,
     /// First digest lane of the layer in a block.
     pub(crate) lane: u64,
     /// What goes where.
@@ -74,21 +75,13 @@ pub struct Batch {
 impl Batch {
     /// Its pieces, block by block: the order of bytes in a payload.
     pub fn runs(&self) -> impl Iterator<Item = Run> + '_ {
-        let Route { source, target } = self.route;
-        self.writes.iter().flat_map(move |write| {
-            source.starts().zip(target.starts()).map(move |(from, to)| Run {
-                index: write.index,
-                source: write.source.saturating_add(from),
-                target: write.target.saturating_add(to),
-                len: target.len,
-                lane: self.lane + (to / 8) as u64,
-            })
-        })
+        let &Batch { len, lane, .. } = self;
+        self.writes.iter().map(move |&BlockWrite { index, source, target }| Run { index, source, target, len, lane })
     }
 
     /// Bytes of all pieces.
     pub fn bytes(&self) -> usize {
-        self.writes.len() * self.route.target.bytes()
+        self.writes.len() * self.len
     }
 
     /// First byte of a run, or None when it lies outside the memory it is sent from.
@@ -104,13 +97,12 @@ impl Batch {
         }
     }
 
-    /// From now on it is sent from memory of its own, which has the batch's runs as they are in `each` block, block by block and without
-    /// gaps.
-    pub(crate) fn stand_in(&mut self, staged: Staged, each: Runs) {
+    /// From now on it is sent from memory of its own, which has `each` bytes of every block, block by block and without gaps.
+    pub(crate) fn stand_in(&mut self, staged: Staged, each: usize) {
         for (i, write) in self.writes.iter_mut().enumerate() {
-            write.source = i * each.bytes();
+            write.source = i * each;
         }
-        self.route.source = Runs { first: 0, step: each.len, ..each };
+        self.source_len = each;
         self.staged = Some(staged);
     }
 

@@ -10,7 +10,7 @@ use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::decode_session::DecodeSession;
 use crate::events::{Event, Life, Line, Place};
-use crate::shapes::{Memory, all_heads, geometry};
+use crate::shapes::{Memory, geometry};
 use crate::stream::{Micros, Timer};
 use crate::world::{SLACK, World};
 use crate::{Sabotage, Violation};
@@ -138,7 +138,7 @@ impl World {
         let epoch = Epoch(decode.next_epoch);
         decode.next_epoch += 1;
         let taken = decode.memory.take(&blocks, epoch);
-        let made = decode.ledger.reserve(epoch, key, &blocks, &all_heads(), at);
+        let made = decode.ledger.reserve(epoch, key, &blocks, at);
         let target = Descriptor {
             worker: decode.id,
             epoch,
@@ -146,7 +146,6 @@ impl World {
             tokens,
             first: vec![0; blocks.len()],
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
-            heads: Vec::new(),
             layout: decode.memory.geometry.layout.clone(),
             device: false,
             host: Host { boot: [1; 16], netns: 1 },

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use baton_transfer::Segment;
-use baton_transfer::protocol::HeadSlice;
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
 
 use crate::Violation;
@@ -16,11 +15,6 @@ pub(crate) fn geometry(blocks: u32) -> PoolGeometry {
     let groups = vec![group(vec![0, 3], 3, None), group(vec![1, 2, 4], 1, Some(8))];
     let layout = KvLayout { version: 1, model: 42, dtype: KvDtype::F16, block_size: 1, groups };
     PoolGeometry { layout, blocks: vec![blocks, blocks] }
-}
-
-/// All heads of both groups.
-pub(crate) fn all_heads() -> [HeadSlice; 2] {
-    [3, 1].map(|count| HeadSlice { source: 0, target: 0, count })
 }
 
 /// A pool's bytes, and who may touch which block: the checker's own view.

@@ -141,7 +141,7 @@ impl Pool {
     fn lend(&mut self, count: usize, verify: bool, control: &mut Control) -> Result<(), TransferError> {
         let blocks: Vec<Vec<_>> = self.order.iter().map(|list| list.iter().copied().take(count).collect()).collect();
         let first = vec![0; blocks.len()];
-        let wanted = Wanted { tokens: 0, first: &first, blocks: &blocks, heads: &[] };
+        let wanted = Wanted { tokens: 0, first: &first, blocks: &blocks };
         let receiver = if verify { &self.verified } else { &self.unverified };
         control.say(&hex::encode(&receiver.reserve(self.next, &wanted, HANDOFF_PATIENCE)?))?;
         self.next = Epoch(self.next.0 + 1);

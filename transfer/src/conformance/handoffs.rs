@@ -348,7 +348,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
     assert!(matches!(receiver.prepare_ucx(), Err(TransferError::Ucx { .. })));
     let prefill = Prefill::new(geometry.clone(), 2, TransportChoice::Ucx);
     for epoch in 1..=2 {
-        let wanted = Wanted { tokens: 100, first: &[0, 0], blocks: &[ids(&[epoch as u32]), vec![]], heads: &[] };
+        let wanted = Wanted { tokens: 100, first: &[0, 0], blocks: &[ids(&[epoch as u32]), vec![]] };
         let target = receiver.reserve(Epoch(epoch), &wanted, PATIENCE).unwrap();
         assert_eq!(prefill.send(&target, 0).wait().unwrap().transport, TransportKind::Tcp);
         assert!(matches!(events.recv_timeout(PATIENCE), Ok(ReceiverEvent::Verified { .. })));

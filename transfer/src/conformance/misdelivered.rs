@@ -83,8 +83,8 @@ fn a_batch_that_goes_twice_is_refused(choice: TransportChoice) {
 fn a_batch_of_which_only_a_part_arrives_is_caught(choice: TransportChoice) {
     let short = altered(|batch| {
         if batch.layer == 6 {
-            batch.route.source.len -= 8;
-            batch.route.target.len -= 8;
+            batch.source_len -= 8;
+            batch.len -= 8;
         }
     });
     let decode = Decode::new(large(), 1);

@@ -43,7 +43,7 @@ fn sessions_run_on_the_cpus_that_are_named() {
         on_trouble: |_, _| {},
     };
     let sender = Sender::new(options).unwrap();
-    let wanted = Wanted { tokens: 100, first: &[0, 0], blocks: &[vec![BlockId(1)], vec![]], heads: &[] };
+    let wanted = Wanted { tokens: 100, first: &[0, 0], blocks: &[vec![BlockId(1)], vec![]] };
     let target = receiver.reserve(Epoch(1), &wanted, PATIENCE).unwrap();
     let mut handoff = sender.open(&target, far()).unwrap();
     (0..geometry.layout.groups[0].layers.len()).for_each(|layer| handoff.write(0, layer, &[(BlockId(0), 0)]).unwrap());

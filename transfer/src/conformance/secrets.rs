@@ -74,7 +74,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
     };
     let reserve = |epoch: u64| {
         let blocks = [(0..4).map(|number| BlockId(4 * epoch as u32 + number)).collect()];
-        let wanted = Wanted { tokens: 1, first: &[0], blocks: &blocks, heads: &[] };
+        let wanted = Wanted { tokens: 1, first: &[0], blocks: &blocks };
         receiver.reserve(Epoch(epoch), &wanted, PATIENCE).unwrap()
     };
     let target = reserve(1);

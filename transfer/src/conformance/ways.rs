@@ -117,8 +117,8 @@ pub fn cases() -> Vec<Case> {
         ("endings", endings::CASES),
         ("handoffs", handoffs::CASES),
         ("misdelivered", misdelivered::CASES),
-        ("parts", parts::CASES),
         ("processes", processes::CASES),
+        ("types", types::CASES),
     ];
     let mut ways = vec![CUDA_IPC, TCP_BETWEEN_DEVICES, SHM_FROM_A_DEVICE];
     ways.extend(ucx_is_here().then_some(UCX_BETWEEN_DEVICES));

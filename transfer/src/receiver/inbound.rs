@@ -267,9 +267,9 @@ impl Inbound {
     fn begin(&mut self, epoch: Epoch, key: u64, now: Instant, ledger: &mut Ledger) {
         let holder = Holder { session: self.id, peer: self.peer, transport: self.kind };
         match ledger.grant(epoch, key, holder, now) {
-            Ok(lent) => {
-                self.answers.push_back(Frame::Granted { epoch, blocks: lent.blocks.to_vec() });
-                self.incoming.insert(epoch, Incoming::new(&self.geometry, lent, self.verify, now));
+            Ok(blocks) => {
+                self.answers.push_back(Frame::Granted { epoch, blocks: blocks.to_vec() });
+                self.incoming.insert(epoch, Incoming::new(&self.geometry, blocks, self.verify, now));
             }
             Err(reason) => self.refuse(epoch, Refusal::NoReservation(reason)),
         }

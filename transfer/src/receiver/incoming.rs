@@ -5,18 +5,16 @@ use std::time::Instant;
 
 use baton_types::PoolGeometry;
 
-use super::table::Lent;
+use super::table::Blocks;
 use crate::device::Reach;
 use crate::error::TransferError;
 use crate::link::Range;
-use crate::runs::{Runs, lane, target_runs};
 use crate::wire::{Refusal, WriteHead};
 
 /// Coverage and digests of one handoff.
 pub(crate) struct Incoming {
-    lent: Lent,
-    /// Per group: what of each block's layer is written.
-    runs: Vec<Runs>,
+    /// Lent to the peer.
+    blocks: Blocks,
     /// One bit per group, layer and index.
     covered: Vec<Vec<bool>>,
     /// Per group and index: sum of the digests of the layers that arrived.
@@ -27,12 +25,11 @@ pub(crate) struct Incoming {
 }
 
 impl Incoming {
-    pub(crate) fn new(geometry: &PoolGeometry, lent: Lent, digest: bool, began: Instant) -> Incoming {
+    pub(crate) fn new(geometry: &PoolGeometry, blocks: Blocks, digest: bool, began: Instant) -> Incoming {
         let layers = |group: usize| geometry.layout.groups[group].layers.len();
-        let covered = lent.blocks.iter().enumerate().map(|(g, list)| vec![false; list.len() * layers(g)]).collect();
-        let sums = lent.blocks.iter().map(|list| vec![0; list.len()]).collect();
-        let runs = lent.heads.iter().enumerate().map(|(g, slice)| target_runs(&geometry.layout, g, *slice)).collect();
-        Incoming { lent, runs, covered, sums, written: 0, digest, began }
+        let covered = blocks.iter().enumerate().map(|(g, list)| vec![false; list.len() * layers(g)]).collect();
+        let sums = blocks.iter().map(|list| vec![0; list.len()]).collect();
+        Incoming { blocks, covered, sums, written: 0, digest, began }
     }
 
     /// Layers of blocks the reservation holds.
@@ -47,21 +44,19 @@ impl Incoming {
 
     /// KV bytes of the whole reservation.
     pub(crate) fn bytes(&self, geometry: &PoolGeometry) -> u64 {
-        let layers = geometry.layout.groups.iter().map(|group| group.layers.len());
-        let each = self.runs.iter().zip(layers).map(|(runs, layers)| runs.bytes() * layers);
-        self.lent.blocks.iter().zip(each).map(|(list, bytes)| (list.len() * bytes) as u64).sum()
+        let each = |group: usize| geometry.layout.block_bytes(group) * geometry.layout.groups[group].layers.len();
+        self.blocks.iter().enumerate().map(|(group, list)| (list.len() * each(group)) as u64).sum()
     }
 
     /// Where a write goes, or went. Checks every field but the payload's length before any memory is touched.
     pub(crate) fn accept(&mut self, geometry: &PoolGeometry, head: &WriteHead) -> Result<VecDeque<Range>, String> {
         let (group, layer) = (head.group as usize, head.layer as usize);
-        let groups = self.lent.blocks.len();
-        let list = self.lent.blocks.get(group).ok_or_else(|| format!("group {group} of {groups}"))?;
+        let groups = self.blocks.len();
+        let list = self.blocks.get(group).ok_or_else(|| format!("group {group} of {groups}"))?;
         let layers = geometry.layout.groups[group].layers.len();
         if layer >= layers {
             return Err(format!("layer {layer} of {layers} in group {group}"));
         }
-        let runs = self.runs[group];
         let mut ranges: VecDeque<Range> = VecDeque::with_capacity(head.indexes.len());
         for &index in &head.indexes {
             let Some(block) = list.get(index as usize) else {
@@ -71,12 +66,10 @@ impl Incoming {
             if std::mem::replace(bit, true) {
                 return Err(format!("index {index} of group {group} is written twice in layer {layer}"));
             }
-            let block = geometry.block_range(group, layer, *block).start;
-            for start in runs.starts().map(|start| block + start) {
-                match ranges.back_mut() {
-                    Some((from, len)) if *from + *len == start => *len += runs.len,
-                    _ => ranges.push_back((start, runs.len)),
-                }
+            let range = geometry.block_range(group, layer, *block);
+            match ranges.back_mut() {
+                Some((from, len)) if *from + *len == range.start => *len += range.len(),
+                _ => ranges.push_back((range.start, range.len())),
             }
         }
         Ok(ranges)
@@ -97,16 +90,14 @@ impl Incoming {
             return Ok(());
         }
         let (group, layer) = (head.group as usize, head.layer as usize);
-        let runs = self.runs[group];
-        let parts = head.indexes.iter().flat_map(|&index| {
-            let block = geometry.block_range(group, layer, self.lent.blocks[group][index as usize]).start;
-            runs.starts().map(move |at| (block + at, lane(&geometry.layout, group, layer, at)))
-        });
+        let lane = geometry.layout.first_lane(group, layer);
+        let start = |&index: &u32| geometry.block_range(group, layer, self.blocks[group][index as usize]).start;
+        let parts: Vec<_> = head.indexes.iter().map(|index| (start(index), lane)).collect();
         // SAFETY: passed on to the caller.
-        let digests = unsafe { pool.digests(&parts.collect::<Vec<_>>(), runs.len) }?;
-        for (&index, digests) in head.indexes.iter().zip(digests.chunks(runs.count.max(1))) {
+        let digests = unsafe { pool.digests(&parts, geometry.layout.block_bytes(group)) }?;
+        for (&index, digest) in head.indexes.iter().zip(digests) {
             let sum = &mut self.sums[group][index as usize];
-            *sum = digests.iter().fold(*sum, |sum, digest| sum.wrapping_add(*digest));
+            *sum = sum.wrapping_add(digest);
         }
         Ok(())
     }
@@ -132,7 +123,7 @@ impl Incoming {
         self.check_shape(digests)?;
         for (group, (want, got)) in digests.iter().zip(&self.sums).enumerate() {
             if let Some(index) = (0..want.len()).find(|i| want[*i] != got[*i]) {
-                let block = self.lent.blocks[group][index];
+                let block = self.blocks[group][index];
                 let (group, want, got) = (group as u32, want[index], got[index]);
                 return Err(Refusal::Verify { group, index: index as u32, block, want, got });
             }
@@ -148,7 +139,6 @@ mod tests {
     use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout};
 
     use super::*;
-    use crate::heads::HeadSlice;
     use crate::segment::Segment;
 
     fn geometry() -> PoolGeometry {
@@ -163,8 +153,7 @@ mod tests {
 
     fn incoming() -> Incoming {
         let blocks = Arc::new(vec![vec![BlockId(5), BlockId(6), BlockId(2)]]);
-        let lent = Lent { blocks, heads: [HeadSlice::all(1)].into() };
-        Incoming::new(&geometry(), lent, true, Instant::now())
+        Incoming::new(&geometry(), blocks, true, Instant::now())
     }
 
     #[test]

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
-use super::table::{Holder, Lent, SessionId, Stepped, Table};
+use super::table::{Blocks, Holder, SessionId, Stepped, Table};
 use super::{FenceState, ReceiverEvent, ReceiverStats};
 use crate::error::TransferError;
-use crate::heads::HeadSlice;
 use crate::options::{Limits, TransportKind};
 use crate::state::{Action, Input, State};
 
@@ -37,17 +36,16 @@ impl Ledger {
         }
     }
 
-    /// Lends blocks, and of each group these heads of them, to whoever knows `key`: until `deadline`, or until the peer that
+    /// Lends blocks to whoever knows `key`: until `deadline`, or until the peer that
     /// was let in falls silent. Blocks of an epoch that is not over are refused (I3).
     pub fn reserve(
         &mut self,
         epoch: Epoch,
         key: u64,
         blocks: &[Vec<BlockId>],
-        heads: &[HeadSlice],
         deadline: Instant,
     ) -> Result<(), TransferError> {
-        self.table.reserve(epoch, key, blocks, heads, deadline)
+        self.table.reserve(epoch, key, blocks, deadline)
     }
 
     /// Takes a reservation back for its owner.
@@ -85,7 +83,7 @@ impl Ledger {
     }
 
     /// Lets a session write, or says why not.
-    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, now: Instant) -> Result<Lent, String> {
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, now: Instant) -> Result<Blocks, String> {
         self.table.grant(epoch, key, holder, now + self.silence)
     }
 
@@ -198,7 +196,7 @@ mod tests {
         let mut inbound = Inbound::new(1, peer, TransportKind::Tcp, geometry, &Limits::default());
         for number in 1..=3 {
             let (epoch, blocks) = (Epoch(number), [vec![BlockId(number as u32)]]);
-            ledger.reserve(epoch, 5, &blocks, &[HeadSlice::all(1)], now + Duration::from_secs(9)).unwrap();
+            ledger.reserve(epoch, 5, &blocks, now + Duration::from_secs(9)).unwrap();
             inbound.frame(0, Frame::Begin { epoch, key: 5 }, now, &mut ledger).unwrap();
         }
         let corrupt = TransferError::Corrupt { peer };

@@ -1,14 +1,12 @@
 //! The decode end's reservations: which epoch holds which blocks, in which state, until when. Pure: no clock, no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use crate::error::TransferError;
-use crate::heads::HeadSlice;
 use crate::options::{Limits, TransportKind};
 use crate::state::{self, Action, Input, State};
 
@@ -17,21 +15,10 @@ pub type SessionId = u64;
 /// Reserved blocks per group, in token order.
 pub(crate) type Blocks = Arc<Vec<Vec<BlockId>>>;
 
-/// What a peer that is let in may write to.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Lent {
-    pub blocks: Blocks,
-    /// Per group: which heads of them.
-    pub heads: Arc<[HeadSlice]>,
-}
-
-/// Heads of a block and the epoch they are lent under.
-type Loan = (Range<u32>, Epoch);
-
 struct Reservation {
     state: State,
     key: u64,
-    lent: Lent,
+    blocks: Blocks,
     /// When its time is over whatever the peer does.
     deadline: Instant,
     /// When its lease runs out: at the deadline, or before when the peer that was let in falls silent.
@@ -61,40 +48,39 @@ pub(crate) struct Stepped {
 pub(crate) struct Table {
     limits: Limits,
     entries: BTreeMap<Epoch, Reservation>,
-    /// Per group and block: the epochs it is lent under. Several have disjoint heads of it.
-    loans: Vec<Vec<Vec<Loan>>>,
+    /// Per group and block: the epoch it is lent under.
+    loans: Vec<Vec<Option<Epoch>>>,
     /// Leases that still run.
     leases: BTreeSet<(Instant, Epoch)>,
 }
 
 impl Table {
     pub(crate) fn new(geometry: &PoolGeometry, limits: Limits) -> Table {
-        let loans = geometry.blocks.iter().map(|blocks| vec![Vec::new(); *blocks as usize]).collect();
+        let loans = geometry.blocks.iter().map(|blocks| vec![None; *blocks as usize]).collect();
         Table { limits, entries: BTreeMap::new(), loans, leases: BTreeSet::new() }
     }
 
-    /// Sets blocks aside, per group the heads of a slice of them.
+    /// Sets blocks aside.
     pub(crate) fn reserve(
         &mut self,
         epoch: Epoch,
         key: u64,
         blocks: &[Vec<BlockId>],
-        heads: &[HeadSlice],
         deadline: Instant,
     ) -> Result<(), TransferError> {
         self.check(epoch, blocks)?;
-        for (group, (list, slice)) in blocks.iter().zip(heads).enumerate() {
+        for (group, list) in blocks.iter().enumerate() {
             for block in list {
-                if let Err(error) = self.lend(group, *block, slice.target_heads(), epoch) {
+                if let Err(error) = self.lend(group, *block, epoch) {
                     self.take_back(blocks, epoch);
                     return Err(error);
                 }
             }
         }
         let (state, _) = state::step(State::Offered, Input::Reserve);
-        let lent = Lent { blocks: Arc::new(blocks.to_vec()), heads: heads.into() };
+        let blocks = Arc::new(blocks.to_vec());
         let expires = deadline;
-        self.entries.insert(epoch, Reservation { state, key, lent, deadline, expires, holder: None });
+        self.entries.insert(epoch, Reservation { state, key, blocks, deadline, expires, holder: None });
         self.leases.insert((expires, epoch));
         Ok(())
     }
@@ -119,18 +105,17 @@ impl Table {
         bound("blocks of a reservation", self.limits.blocks_per_handoff, total)
     }
 
-    fn lend(&mut self, group: usize, block: BlockId, heads: Range<u32>, epoch: Epoch) -> Result<(), TransferError> {
+    fn lend(&mut self, group: usize, block: BlockId, epoch: Epoch) -> Result<(), TransferError> {
         let pool = self.loans[group].len();
-        let Some(loans) = self.loans[group].get_mut(block.0 as usize) else {
+        let Some(loan) = self.loans[group].get_mut(block.0 as usize) else {
             let problem = format!("{block} of group {group}, its pool has {pool} blocks");
             return Err(TransferError::argument("blocks", problem));
         };
-        let overlaps = |(lent, _): &&Loan| lent.start < heads.end && heads.start < lent.end;
-        match loans.iter().find(overlaps) {
+        match *loan {
             // I3: what some peer may still write to is never lent again.
-            Some((_, holder)) => Err(TransferError::Lent { group: group as u32, block, epoch: *holder }),
+            Some(holder) => Err(TransferError::Lent { group: group as u32, block, epoch: holder }),
             None => {
-                loans.push((heads, epoch));
+                *loan = Some(epoch);
                 Ok(())
             }
         }
@@ -139,8 +124,8 @@ impl Table {
     fn take_back(&mut self, blocks: &[Vec<BlockId>], epoch: Epoch) {
         for (loans, list) in self.loans.iter_mut().zip(blocks) {
             for block in list {
-                if let Some(loans) = loans.get_mut(block.0 as usize) {
-                    loans.retain(|(_, holder)| *holder != epoch);
+                if let Some(loan) = loans.get_mut(block.0 as usize) {
+                    loan.take_if(|holder| *holder == epoch);
                 }
             }
         }
@@ -148,7 +133,7 @@ impl Table {
 
     /// Lets a session write to a reservation whose key it knows, for as long as it is heard of before `until`; or says why
     /// not.
-    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, until: Instant) -> Result<Lent, String> {
+    pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, until: Instant) -> Result<Blocks, String> {
         let entry = self.entries.get_mut(&epoch).ok_or("it ended or never was")?;
         if entry.key != key {
             return Err("the key is another's".into());
@@ -159,9 +144,9 @@ impl Table {
         }
         entry.state = state;
         entry.holder = Some(holder);
-        let lent = entry.lent.clone();
+        let blocks = entry.blocks.clone();
         self.renew(holder.session, until);
-        Ok(lent)
+        Ok(blocks)
     }
 
     /// A session was heard of: the leases of what it writes to run until `until`, or their deadlines.
@@ -188,7 +173,7 @@ impl Table {
         if after == State::Released
             && let Some(entry) = self.entries.remove(&epoch)
         {
-            self.take_back(&entry.lent.blocks, epoch);
+            self.take_back(&entry.blocks, epoch);
         }
         Some(stepped)
     }
@@ -234,8 +219,6 @@ mod tests {
 
     use super::*;
 
-    const ALL: [HeadSlice; 1] = [HeadSlice { source: 0, target: 0, count: 4 }];
-
     fn table() -> Table {
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 4, head_dim: 8, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
@@ -252,8 +235,8 @@ mod tests {
         let mut table = table();
         let start = Instant::now();
         let at = |s| start + Duration::from_secs(s);
-        table.reserve(Epoch(1), 0, &ids(0..1), &ALL, at(10)).unwrap();
-        table.reserve(Epoch(2), 0, &ids(1..2), &ALL, at(10)).unwrap();
+        table.reserve(Epoch(1), 0, &ids(0..1), at(10)).unwrap();
+        table.reserve(Epoch(2), 0, &ids(1..2), at(10)).unwrap();
         table.grant(Epoch(1), 0, holder(1), at(2)).unwrap();
         table.grant(Epoch(2), 0, holder(2), at(3)).unwrap();
         table.renew(1, at(5));
@@ -274,37 +257,19 @@ mod tests {
     fn a_lent_block_is_lent_once_until_its_epoch_is_over() {
         let mut table = table();
         let soon = Instant::now();
-        table.reserve(Epoch(1), 0, &ids(0..3), &ALL, soon).unwrap();
+        table.reserve(Epoch(1), 0, &ids(0..3), soon).unwrap();
         // I3
-        let error = table.reserve(Epoch(2), 0, &ids(2..4), &ALL, soon).unwrap_err();
+        let error = table.reserve(Epoch(2), 0, &ids(2..4), soon).unwrap_err();
         assert_eq!(error, TransferError::Lent { group: 0, block: BlockId(2), epoch: Epoch(1) });
         // The refused reservation holds nothing.
-        table.reserve(Epoch(3), 0, &ids(3..5), &ALL, soon).unwrap();
+        table.reserve(Epoch(3), 0, &ids(3..5), soon).unwrap();
         table.grant(Epoch(1), 0, holder(9), soon).unwrap();
         table.step(Epoch(1), Input::Abort).unwrap();
         table.step(Epoch(3), Input::Abort).unwrap();
-        assert!(table.reserve(Epoch(4), 0, &ids(0..1), &ALL, soon).is_err(), "the peer has not stopped yet");
+        assert!(table.reserve(Epoch(4), 0, &ids(0..1), soon).is_err(), "the peer has not stopped yet");
         assert_eq!(table.step_as(8, Epoch(1), Input::Fenced), None, "another session's word is worth nothing");
         assert_eq!(table.step_as(9, Epoch(1), Input::Fenced).map(|s| s.action), Some(Action::Free));
-        table.reserve(Epoch(4), 0, &ids(0..1), &ALL, soon).unwrap();
-    }
-
-    #[test]
-    fn a_block_is_lent_to_several_by_heads() {
-        let mut table = table();
-        let soon = Instant::now();
-        let slice = |target, count| [HeadSlice { source: 0, target, count }];
-        table.reserve(Epoch(1), 0, &ids(0..2), &slice(0, 2), soon).unwrap();
-        for (target, count) in [(0, 4), (1, 1), (1, 3)] {
-            let error = table.reserve(Epoch(2), 0, &ids(1..2), &slice(target, count), soon).unwrap_err();
-            assert_eq!(error, TransferError::Lent { group: 0, block: BlockId(1), epoch: Epoch(1) });
-        }
-        table.reserve(Epoch(2), 0, &ids(1..2), &slice(2, 2), soon).unwrap();
-        // I3: one end gives back its own heads only.
-        table.step(Epoch(1), Input::Abort).unwrap();
-        assert!(table.reserve(Epoch(3), 0, &ids(1..2), &ALL, soon).is_err());
-        table.step(Epoch(2), Input::Abort).unwrap();
-        table.reserve(Epoch(3), 0, &ids(1..2), &ALL, soon).unwrap();
+        table.reserve(Epoch(4), 0, &ids(0..1), soon).unwrap();
     }
 
     #[test]
@@ -312,7 +277,7 @@ mod tests {
         let mut table = table();
         let now = Instant::now();
         let mut message = |epoch, blocks: &[Vec<BlockId>]| {
-            table.reserve(Epoch(epoch), 0, blocks, &ALL, now).map_err(|e| e.to_string()).err().unwrap_or_default()
+            table.reserve(Epoch(epoch), 0, blocks, now).map_err(|e| e.to_string()).err().unwrap_or_default()
         };
         assert!(message(1, &[]).contains("lists for 0 groups"));
         assert!(message(1, &[vec![]]).contains("none"));
@@ -330,8 +295,8 @@ mod tests {
         let mut table = table();
         let start = Instant::now();
         let at = |s| start + Duration::from_secs(s);
-        table.reserve(Epoch(1), 5, &ids(0..1), &ALL, at(2)).unwrap();
-        table.reserve(Epoch(2), 6, &ids(1..2), &ALL, at(1)).unwrap();
+        table.reserve(Epoch(1), 5, &ids(0..1), at(2)).unwrap();
+        table.reserve(Epoch(2), 6, &ids(1..2), at(1)).unwrap();
         assert_eq!(table.next_expiry(), Some(at(1)));
         assert_eq!(table.expired(at(0)), []);
         assert_eq!(table.expired(at(9)), [(Epoch(2), None), (Epoch(1), None)]);

@@ -10,7 +10,6 @@ use super::line::{Core, Done};
 use super::outbound::{Patience, Pools};
 use crate::error::TransferError;
 use crate::options::TransportKind;
-use crate::runs::Route;
 use crate::state::{self, Action, Input, State};
 use crate::transport::{Batch, BlockWrite};
 use crate::wire::MAX_WRITE_BLOCKS;
@@ -135,8 +134,8 @@ impl Writing {
     pub(crate) fn next_batch(&mut self, pools: &Pools, to: &Active) -> Option<Batch> {
         let Pools { local, remote, batch_bytes, .. } = pools;
         let (group, layer) = (self.group, self.layer);
-        let route = Route::new(&local.layout, &remote.layout, group, *to.core.heads.get(group)?);
-        let count = (batch_bytes / route.target.bytes().max(1)).clamp(1, MAX_WRITE_BLOCKS);
+        let (source_len, len) = (local.layout.block_bytes(group), remote.layout.block_bytes(group));
+        let count = (batch_bytes / len.max(1)).clamp(1, MAX_WRITE_BLOCKS);
         let end = (self.next + count).min(self.pairs.len());
         let targets = to.targets.get(group)?;
         let write = |&(block, index): &(BlockId, u32)| {
@@ -147,7 +146,7 @@ impl Writing {
         let writes = self.pairs[self.next..end].iter().map(write).collect::<Option<_>>()?;
         self.next = end;
         let lane = remote.layout.first_lane(group, layer);
-        let after = self.after;
-        Some(Batch { epoch: self.epoch, group, layer, route, lane, writes, after, digest: true, staged: None })
+        let (epoch, after) = (self.epoch, self.after);
+        Some(Batch { epoch, group, layer, source_len, len, lane, writes, after, digest: true, staged: None })
     }
 }

@@ -12,7 +12,6 @@ use super::turns::Turns;
 use super::{OnDone, TransferStats};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::heads::HeadSlice;
 use crate::options::{Limits, TransportKind};
 
 /// What a handoff and its session both know.
@@ -26,8 +25,6 @@ pub struct Core {
     pub(crate) counts: Vec<u32>,
     /// Layers of those blocks.
     pub(crate) layers: u64,
-    /// Heads that travel, per group.
-    pub(crate) heads: Vec<HeadSlice>,
     /// What carries it, once access is granted.
     pub(crate) transport: OnceLock<TransportKind>,
     /// Why it failed, once it has.
@@ -44,7 +41,6 @@ impl Core {
             deadline,
             counts: target.counts.clone(),
             layers: target.layers(),
-            heads: target.slices(),
             transport: OnceLock::new(),
             failure: OnceLock::new(),
         }

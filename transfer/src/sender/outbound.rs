@@ -60,7 +60,7 @@ pub(crate) struct Patience {
 pub struct Pools {
     /// This worker's.
     pub local: PoolGeometry,
-    /// The peer's. Its layout differs in heads and type at most.
+    /// The peer's. Its layout differs in its KV type at most.
     pub remote: PoolGeometry,
     /// Needed when the types differ and the transport reads the pool itself.
     pub convert: Option<Converter>,

@@ -155,9 +155,9 @@ mod tests {
     use super::*;
 
     fn core(epoch: u64, deadline: Instant) -> Arc<Core> {
-        let (epoch, peer, counts, heads, layers) = (Epoch(epoch), WorkerId(1), vec![4], vec![], 4);
+        let (epoch, peer, counts, layers) = (Epoch(epoch), WorkerId(1), vec![4], 4);
         let (transport, failure) = (OnceLock::new(), OnceLock::new());
-        Arc::new(Core { epoch, key: 0, peer, deadline, counts, layers, heads, transport, failure })
+        Arc::new(Core { epoch, key: 0, peer, deadline, counts, layers, transport, failure })
     }
 
     fn write(epoch: u64, blocks: u32) -> Op {

@@ -6,11 +6,9 @@ use baton_types::BlockId;
 
 use super::*;
 use crate::conformance::{large, ucx, ucx_is_here};
-use crate::heads::HeadSlice;
 use crate::link::{Link, Socket};
 use crate::links::Links;
 use crate::options::{Limits, UcxOptions, UcxSettings};
-use crate::runs::Route;
 use crate::segment::Segment;
 use crate::transport::BlockWrite;
 use crate::wire::FrameLimits;
@@ -75,11 +73,12 @@ fn a_flushed_put_is_in_the_peers_memory() {
 
 /// A batch of the first blocks of a layer, which go to the same place.
 fn batch(epoch: u64, layer: usize) -> Batch {
-    let (geometry, slice) = (large(), HeadSlice { source: 0, target: 0, count: 8 });
-    let route = Route::new(&geometry.layout, &geometry.layout, 0, slice);
+    let geometry = large();
+    let len = geometry.layout.block_bytes(0);
     let starts = (0..4).map(|index| (index, geometry.block_range(0, layer, BlockId(index)).start));
     let writes = starts.map(|(index, start)| BlockWrite { index, source: start, target: start }).collect();
-    Batch { epoch: Epoch(epoch), group: 0, layer, route, lane: 0, writes, after: 0, digest: false, staged: None }
+    let (epoch, source_len, staged) = (Epoch(epoch), len, None);
+    Batch { epoch, group: 0, layer, source_len, len, lane: 0, writes, after: 0, digest: false, staged }
 }
 
 #[test]

@@ -5,7 +5,6 @@ use std::time::Duration;
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, digest_block};
 
 use super::*;
-use crate::heads::HeadSlice;
 use crate::receiver::{FenceState, Target};
 use crate::segment::Segment;
 
@@ -20,7 +19,7 @@ fn written(now: Instant) -> (Inbound, Ledger, Frame) {
     let limits = Limits::default();
     let mut ledger = Ledger::new(&geometry, limits.clone());
     let blocks = [vec![BlockId(1), BlockId(2)]];
-    ledger.reserve(EPOCH, 7, &blocks, &[HeadSlice::all(1)], now + Duration::from_secs(60)).unwrap();
+    ledger.reserve(EPOCH, 7, &blocks, now + Duration::from_secs(60)).unwrap();
     let mut session = Inbound::new(1, WorkerId(5), TransportKind::Shm, geometry, &limits);
     let write = WriteHead { epoch: EPOCH, group: 0, layer: 0, payload: 0, indexes: vec![0, 1] };
     for frame in [Frame::Begin { epoch: EPOCH, key: 7 }, Frame::Write(write)] {
@@ -104,7 +103,7 @@ impl Crossing {
         let mut session = Inbound::new(1, WorkerId(5), TransportKind::Tcp, geometry.clone(), &limits);
         for epoch in 1..=HANDOFFS {
             let soon = now + Duration::from_secs(60);
-            ledger.reserve(Epoch(epoch), 7, &[blocks(epoch)], &[HeadSlice::all(1)], soon).unwrap();
+            ledger.reserve(Epoch(epoch), 7, &[blocks(epoch)], soon).unwrap();
             session.frame(0, Frame::Begin { epoch: Epoch(epoch), key: 7 }, now, &mut ledger).unwrap();
         }
         let (queues, fills, lent) = (Queues::default(), [0; STREAMS], (1..=HANDOFFS).collect());

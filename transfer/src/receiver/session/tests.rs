@@ -8,7 +8,6 @@ use baton_types::{BlockId, Epoch, WorkerId};
 
 use super::*;
 use crate::conformance::{Broken, memory_over};
-use crate::heads::HeadSlice;
 use crate::link::Socket;
 use crate::wire::{FrameLimits, WriteHead};
 use crate::{Pool, ReceiverEvent, Segment};
@@ -76,7 +75,7 @@ fn midway(verify: bool) -> (Session, Around) {
     let on_event = move |event| tell.lock().unwrap().push((event, unsafe { pool.read(at, 1) }[0]));
     let hub = Arc::new(Hub::new(options, Box::new(on_event)).unwrap());
     let far = Instant::now() + Duration::from_secs(60);
-    hub.with(|ledger| ledger.reserve(EPOCH, 7, &[vec![BlockId(1)]], &[HeadSlice::all(1)], far)).unwrap();
+    hub.with(|ledger| ledger.reserve(EPOCH, 7, &[vec![BlockId(1)]], far)).unwrap();
 
     let (mail, (own, own_peer), (joined, peer)) = (Arc::new(Mail::new().unwrap()), link(&hub), link(&hub));
     assert!(hub.admit(1, mail.clone()));

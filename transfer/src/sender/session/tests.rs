@@ -12,7 +12,6 @@ use super::super::line::{Core, Op, Quiet};
 use super::*;
 use crate::cpus::Cpus;
 use crate::descriptor::Descriptor;
-use crate::heads::HeadSlice;
 use crate::host::Host;
 use crate::link::{Link, Socket};
 use crate::options::{Limits, SenderOptions, TransportChoice, UcxSettings};
@@ -47,7 +46,6 @@ pub(crate) fn plan() -> Arc<Plan> {
         tokens: 4,
         first: vec![0],
         counts: vec![1],
-        heads: vec![HeadSlice::all(1)],
         layout,
         device: false,
         host: Host { boot: [1; 16], netns: 1 },
@@ -62,9 +60,9 @@ pub(crate) fn plan() -> Arc<Plan> {
 
 /// A handoff of one block to worker 1.
 pub(crate) fn core(epoch: Epoch, deadline: Instant) -> Arc<Core> {
-    let (peer, counts, heads) = (WorkerId(1), vec![1], vec![HeadSlice::all(1)]);
+    let (peer, counts) = (WorkerId(1), vec![1]);
     let (transport, failure) = (OnceLock::new(), OnceLock::new());
-    Arc::new(Core { epoch, key: 1, peer, deadline, counts, layers: 1, heads, transport, failure })
+    Arc::new(Core { epoch, key: 1, peer, deadline, counts, layers: 1, transport, failure })
 }
 
 /// A session over TCP's frames with worker 1, and the peer's end of it.
