@@ -5,6 +5,7 @@ pub mod binary;
 pub mod cluster;
 pub mod local;
 pub mod logits;
+pub mod needs;
 pub mod perplexity;
 pub mod references;
 pub mod soak;

@@ -1,9 +1,10 @@
-//! The weights of a Hugging Face directory: one safetensors file, or shards named by an index.
+//! The weights of a Hugging Face directory: one safetensors file, or shards named by an index. The `safetensors` crate parses the header;
+//! bytes stay in the mapping.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use candle_core::safetensors::SliceSafetensors;
+use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
 use crate::config::Keys;
@@ -47,17 +48,17 @@ fn add_file(store: &mut TensorStore, path: &Path) -> Result<(), ModelFileError> 
     {
         let mapped = store.file(file);
         check_extent(mapped)?;
-        let parsed = SliceSafetensors::new(mapped.bytes())
-            .map_err(|e| ModelFileError::malformed(path, "safetensors", e.to_string().lines().next().unwrap_or("")))?;
-        for (name, view) in parsed.tensors() {
+        let parsed = SafeTensors::deserialize(mapped.bytes())
+            .map_err(|error| ModelFileError::malformed(path, "safetensors", error))?;
+        for (name, view) in parsed.iter() {
             let start = view.data().as_ptr() as usize - mapped.bytes().as_ptr() as usize;
-            let dtype = match format!("{:?}", view.dtype()).as_str() {
-                "F32" => StoredDtype::Supported(WeightDtype::F32),
-                "F16" => StoredDtype::Supported(WeightDtype::F16),
-                "BF16" => StoredDtype::Supported(WeightDtype::Bf16),
-                other => StoredDtype::Unsupported(other.to_owned()),
+            let dtype = match view.dtype() {
+                Dtype::F32 => StoredDtype::Supported(WeightDtype::F32),
+                Dtype::F16 => StoredDtype::Supported(WeightDtype::F16),
+                Dtype::BF16 => StoredDtype::Supported(WeightDtype::Bf16),
+                other => StoredDtype::Unsupported(other.to_string()),
             };
-            found.push((name, dtype, view.shape().to_vec(), start, view.data().len()));
+            found.push((name.to_owned(), dtype, view.shape().to_vec(), start, view.data().len()));
         }
     }
     for (name, dtype, shape, start, bytes) in found {

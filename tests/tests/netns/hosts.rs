@@ -9,6 +9,7 @@ use std::process::{Child, Command};
 use anyhow::{Context, ensure};
 use baton_tests::binary;
 use baton_tests::cluster::{http, signal_pid, wait};
+use baton_tests::needs;
 use rustix::process::Signal;
 use rustix::thread::{CapabilitySet, LinkNameSpaceType, capabilities, move_into_link_name_space};
 
@@ -134,11 +135,11 @@ fn may_make_namespaces() -> bool {
 /// Three hosts, joined by a bridge or by a wire of that quality; None where nobody can make any.
 pub fn joined(quality: Option<Quality>) -> Option<Hosts> {
     if !may_make_namespaces() {
-        println!("skipped: needs root, to make network namespaces");
+        needs::left_out("needs root, to make network namespaces");
         return None;
     }
     if Command::new("ip").arg("-V").output().is_err() {
-        println!("skipped: needs ip, of the package iproute2");
+        needs::left_out("needs ip, of the package iproute2");
         return None;
     }
     Some(Hosts::new(quality).unwrap())
