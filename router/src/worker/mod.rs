@@ -10,10 +10,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_cluster::View;
-use baton_policy::{
-    Ask, Capacity, Failure, Fleet, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, WorkerLease, WorkerState,
-};
+use baton_cluster::{Member, View};
+use baton_policy::{Ask, Capacity, Failure, Fleet, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, WorkerLease};
 use baton_types::WorkerId;
 use tonic::transport::Channel;
 
@@ -74,7 +72,12 @@ impl Workers {
 
     /// The view for people and `baton status`.
     pub fn describe(&self) -> serde_json::Value {
-        let member = |WorkerState { member: m, lost, in_flight }: WorkerState<'_>| {
+        let (model, view, states) = {
+            let State { fleet, .. } = &*self.state();
+            let states: Vec<_> = fleet.members().map(|w| (w.lost, w.in_flight)).collect();
+            (fleet.model().to_owned(), Arc::clone(fleet.view()), states)
+        };
+        let member = |(m, (lost, in_flight)): (&Member, (bool, u32))| {
             serde_json::json!({
                 "id": m.id.to_string(),
                 "role": m.role.as_str(),
@@ -90,12 +93,11 @@ impl Workers {
                 "in_flight": in_flight,
             })
         };
-        let State { fleet, .. } = &*self.state();
         serde_json::json!({
-            "model": fleet.model(),
-            "revision": fleet.view().revision,
-            "stale": fleet.view().stale,
-            "members": fleet.members().map(member).collect::<Vec<_>>(),
+            "model": model,
+            "revision": view.revision,
+            "stale": view.stale,
+            "members": view.members.iter().zip(states).map(member).collect::<Vec<_>>(),
         })
     }
 

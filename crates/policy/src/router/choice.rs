@@ -1,15 +1,16 @@
 //! One answer on its way: its request's state machine, its two streams, its clocks.
 //!
-//! The shell owns the streams and the client's sink. It says what happens on them as [`ChoiceInput`]s, and does the
-//! [`Effect`]s in the order given. What several things that happen at once are told in is the shell's part of the contract:
+//! The shell owns the streams and the client's sink. It tells what happens on them as [`ChoiceInput`]s, and does the
+//! [`Effect`]s in the order given. It knows no transport and no text.
 //!
-//! 1. the client's end, then the process's end;
-//! 2. what the prefill stream says, before the clock and before the decode stream, which may be ahead of it by as much as
-//!    the sockets hold;
+//! Two rules for the shell. When several things have happened, it tells them in this order:
+//!
+//! 1. the client is gone; the process stops;
+//! 2. what the prefill stream said. The decode stream may be ahead of it by as much as the sockets hold;
 //! 3. the clock ([`Choice::next_wake`]);
-//! 4. what the decode stream says.
+//! 4. what the decode stream said.
 //!
-//! A stream that was dropped, or had another opened in its place, says nothing more.
+//! And it tells nothing of a stream that was dropped, or replaced by another.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

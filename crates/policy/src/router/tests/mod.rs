@@ -2,6 +2,7 @@
 
 mod choice;
 mod fleet;
+mod properties;
 mod table;
 
 use std::time::{Duration, Instant};
