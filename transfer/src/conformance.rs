@@ -54,10 +54,12 @@ use secrets::{tls, with_tls};
 use ways::for_each_transport;
 pub use ways::{Case, cases};
 
+use crate::batch::Batch;
 use crate::link::Link;
 use crate::links::Links;
+use crate::load::Load;
 use crate::sender::Wrap;
-use crate::transport::{Batch, Progress, Transport};
+use crate::transport::{Progress, Transport};
 use crate::{
     Cpus, DeviceMemory, Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions,
     TransferError, TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,

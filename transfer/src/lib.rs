@@ -5,6 +5,7 @@
 //! computed. Between them a session per pair of workers, over shared memory, TCP or UCX. Knows nothing of models, requests
 //! and the router; no async runtime, only its own threads and callbacks.
 
+mod batch;
 pub mod bench;
 mod codec;
 #[cfg(any(test, feature = "conformance"))]
@@ -20,6 +21,8 @@ mod host;
 mod in_order;
 mod link;
 mod links;
+mod load;
+mod memory;
 mod options;
 pub mod protocol;
 mod pulse;

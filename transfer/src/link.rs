@@ -17,6 +17,7 @@ use rustix::net::{
     Shutdown,
 };
 
+use crate::batch::Range;
 use crate::codec::Malformed;
 use crate::device::{Pool, Staged};
 use crate::tls::TlsStream;
@@ -47,9 +48,6 @@ impl AsFd for Socket {
         }
     }
 }
-
-/// A range of the pool: offset and bytes.
-pub type Range = (usize, usize);
 
 /// What a non-blocking read came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

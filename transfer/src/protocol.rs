@@ -3,16 +3,15 @@
 //! Everything here is pure, and it is what [`crate::Receiver`] and [`crate::Sender`] run. Workers use those; simulations and
 //! fuzzers drive these parts under their own clock and network.
 
+pub use crate::batch::{Batch, BlockWrite, Range, Run, TCP_BATCHES};
 pub use crate::codec::Malformed;
 pub use crate::descriptor::Descriptor;
 pub use crate::handshake::visitor;
 pub use crate::host::Host;
-pub use crate::link::Range;
 pub use crate::links::Written;
+pub use crate::memory::PoolMemory;
 pub use crate::receiver::{Inbound, Ledger, Members, Payload, SessionId, Target};
 pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
-pub use crate::tcp::TCP_BATCHES;
-pub use crate::transport::{Batch, BlockWrite, Run};
 pub use crate::wire::{
     Access, Frame, FrameHead, FrameLimits, Hello, MAX_STREAMS, Over, PREFIX, Refusal, Ticket, WriteHead, parse_body,
     parse_prefix,

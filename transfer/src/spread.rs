@@ -12,9 +12,9 @@ use std::sync::Arc;
 use baton_types::{PoolGeometry, RankPiece, Stripes};
 use rustix::event::epoll;
 
+use crate::batch::Range;
 use crate::device::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Registrable, Staged};
 use crate::error::TransferError;
-use crate::link::Range;
 
 /// What of a device's pool other processes reach is not there.
 fn apart<T>() -> Result<T, DeviceError> {

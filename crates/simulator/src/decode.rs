@@ -75,7 +75,7 @@ impl Decode {
             pools: pools(&geometry)?,
             members: Members::new(limits.connections),
             ledger: Ledger::new(&geometry, limits),
-            memory: Memory::new(geometry)?,
+            memory: Memory::new(geometry),
             reserved: BTreeMap::new(),
             verified: BTreeSet::new(),
             next_epoch: 1,

@@ -78,7 +78,7 @@ impl Prefill {
             life,
             id: WorkerId(life),
             pools: pools(&geometry)?,
-            memory: Memory::new(geometry)?,
+            memory: Memory::new(geometry),
             handoffs: BTreeMap::new(),
             sessions: BTreeMap::new(),
             reports: Reports::default(),

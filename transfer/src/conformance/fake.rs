@@ -9,7 +9,7 @@ use baton_types::digest_block;
 use rustix::event::EventfdFlags;
 
 use super::*;
-use crate::link::Range;
+use crate::batch::Range;
 use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
 
 /// This memory as a device's.

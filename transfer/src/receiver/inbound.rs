@@ -15,10 +15,10 @@ use super::incoming::Incoming;
 use super::ledger::Ledger;
 use super::payload::Payload;
 use super::table::{Holder, SessionId};
+use crate::batch::Range;
 use crate::codec::Malformed;
-use crate::device::Reach;
 use crate::error::TransferError;
-use crate::link::Range;
+use crate::memory::PoolMemory;
 use crate::options::{Limits, TransportKind};
 use crate::pulse::Pulse;
 use crate::state::Input;
@@ -137,21 +137,17 @@ impl Inbound {
         stream > 0 && self.streams.get(stream).is_none_or(|stream| stream.landing.is_none() && stream.writes == 0)
     }
 
-    /// Takes in what was written, once [`Inbound::payload`] is done. An error is this end's device's, and ends the session.
-    ///
-    /// # Safety
-    /// All of the payload went where it was to go, and nobody else touches the blocks lent to this session's handoffs
-    /// but the peer, over shared memory, before it says so.
-    pub unsafe fn landed(&mut self, stream: usize, pool: &mut Reach) -> Result<(), TransferError> {
+    /// Takes in what was written, once [`Inbound::payload`] is done and all of it went where it was to go. What it asks of the pool
+    /// nobody writes to any more: over TCP only this end does; over the others the peer has said that it is done with this layer, and it
+    /// may not write it twice. An error is this end's device's, and ends the session.
+    pub fn landed(&mut self, stream: usize, pool: &mut dyn PoolMemory) -> Result<(), TransferError> {
         let Some(stream) = self.streams.get_mut(stream) else { return Ok(()) };
         let Some(landing) = stream.landing.take_if(|l| l.payload.is_done()) else { return Ok(()) };
         stream.writes += 1;
         if let Some(head) = landing.head
             && let Some(incoming) = self.incoming.get_mut(&head.epoch)
         {
-            // SAFETY: the blocks are lent to this handoff. Over TCP only this end writes to them; over shared memory the
-            // peer has said that it is done with this layer, and it may not write it twice.
-            return unsafe { incoming.landed(&self.geometry, pool, &head) };
+            return incoming.landed(&self.geometry, pool, &head);
         }
         Ok(())
     }

@@ -12,9 +12,10 @@ use super::hub::{Hub, Mail};
 use super::inbound::Inbound;
 use super::ledger::Ledger;
 use super::payload::Target;
+use crate::batch::Range;
 use crate::device::{DeviceError, DeviceQueue, Reach};
 use crate::error::TransferError;
-use crate::link::{Got, Link, MAX_QUEUED, Range};
+use crate::link::{Got, Link, MAX_QUEUED};
 use crate::options::TransportKind;
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
@@ -214,7 +215,8 @@ impl Session {
             }
         }
         // SAFETY: this thread has read what it counted; lent blocks are the peer's and this session's only.
-        unsafe { self.inbound.landed(stream, &mut self.reach) }?;
+        let mut pool = unsafe { self.reach.still() };
+        self.inbound.landed(stream, &mut pool)?;
         while let Some(complete) = self.inbound.next_due() {
             self.take_in(0, complete)?;
         }

@@ -16,7 +16,6 @@ use crate::host::Host;
 use crate::link::{Link, Socket};
 use crate::options::{Limits, SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
-use crate::transport::Batch;
 use crate::wire::FrameLimits;
 
 /// To worker 1 over TCP, at a port where nobody is.
@@ -110,7 +109,7 @@ impl Transport for Unstoppable {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
-    fn submit(&mut self, _: Batch, _: &mut Links) -> Result<(), TransferError> {
+    fn submit(&mut self, _: Load, _: &mut Links) -> Result<(), TransferError> {
         Ok(())
     }
     fn poll(&mut self, _: &mut Links) -> Result<Progress, TransferError> {
@@ -138,8 +137,7 @@ fn what_may_still_be_read_is_not_said_to_be_quiet() {
         let op = Op::Write { epoch, group: 0, layer: 0, pairs: vec![(BlockId(0), 0)], after: 0 };
         session.queue.write(core, op, Instant::now()).unwrap();
         session.with(|outbound, line| outbound.next_op(Instant::now(), line));
-        let pool = session.plan.pool().clone();
-        session.outbound.next_batch(&pool, false, Instant::now()).unwrap().expect("a batch");
+        session.outbound.next_batch(None, Instant::now()).unwrap().expect("a batch");
     }
     let (tell, told) = std::sync::mpsc::channel();
     for core in &cores {
