@@ -18,7 +18,8 @@ use baton_types::{BlockId, PoolGeometry, WorkerId, hash_bytes};
 
 use crate::cpus::Cpus;
 use crate::error::TransferError;
-use crate::options::{Limits, SenderOptions, TransportChoice, TransportKind, UcxSettings};
+use crate::limits::{Limits, TransportKind};
+use crate::options::{SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
 use crate::sender::Sender;
 use control::{HANDOFF_PATIENCE, machine};

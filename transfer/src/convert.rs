@@ -14,9 +14,9 @@ use baton_types::{Epoch, KvDtype, KvLayout};
 
 use crate::device::{Pool, Staged};
 use crate::error::TransferError;
+use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
-use crate::options::TransportKind;
 use crate::transport::{Digests, Progress, Transport};
 
 /// One layer of one block, all planes and heads of it, to be written in another type.

@@ -12,9 +12,9 @@ use baton_types::{Epoch, PoolGeometry, WorkerId};
 use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving};
 use crate::error::TransferError;
 use crate::in_order::InOrder;
+use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
-use crate::options::TransportKind;
 use crate::transport::{Progress, Transport};
 use crate::wire::Frame;
 

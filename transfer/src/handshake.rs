@@ -14,6 +14,7 @@ use rustix::process::PidfdFlags;
 use crate::codec::Malformed;
 use crate::descriptor::fingerprint_mismatch;
 use crate::error::TransferError;
+use crate::greeting::visitor;
 use crate::link::{Got, Link};
 use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
@@ -133,16 +134,6 @@ pub(crate) fn receive(
     Ok(Arrival::Guest(Guest { worker, over, process }))
 }
 
-/// Who calls and what for, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
-/// `me`.
-pub fn visitor(first: &Frame, me: WorkerId) -> Result<(WorkerId, Over), String> {
-    match first {
-        Frame::Identify { me: worker, you, over } if *you == me => Ok((*worker, *over)),
-        Frame::Identify { you, .. } => Err(format!("{you} is not here any more, this is {me}")),
-        _ => Err("the first frame must say who calls".into()),
-    }
-}
-
 /// Says why the peer may not come in; as good as the socket takes at once, since nobody waits for it.
 pub(crate) fn turn_away(link: &mut Link, reason: &str) -> TransferError {
     link.push(&Frame::Reject { reason: reason.to_owned() });
@@ -213,8 +204,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::limits::Limits;
     use crate::link::Socket;
-    use crate::options::Limits;
     use crate::segment::Segment;
     use crate::wire::FrameLimits;
 

@@ -16,9 +16,11 @@ mod cuda_ipc;
 mod descriptor;
 mod device;
 mod error;
+mod greeting;
 mod handshake;
 mod host;
 mod in_order;
+mod limits;
 mod link;
 mod links;
 mod load;
@@ -34,12 +36,14 @@ mod spread;
 mod staging;
 pub mod state;
 mod tcp;
+mod this_host;
 mod threads;
 mod tls;
 mod transport;
 mod ucx;
 mod wake;
 mod wire;
+mod written;
 
 pub use convert::{Conversion, Converter};
 pub use cpus::Cpus;
@@ -47,9 +51,9 @@ pub use device::{
     DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Reach, Registrable, Staged,
 };
 pub use error::TransferError;
+pub use limits::{Limits, TransportKind};
 pub use options::{
-    Limits, MAX_TCP_CONNECTIONS, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, TransportKind, UcxOptions,
-    UcxSettings,
+    MAX_TCP_CONNECTIONS, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, UcxOptions, UcxSettings,
 };
 pub use receiver::{FenceState, OnEvent, Receiver, ReceiverEvent, ReceiverStats, Wanted};
 pub use segment::Segment;

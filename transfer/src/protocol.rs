@@ -6,13 +6,13 @@
 pub use crate::batch::{Batch, BlockWrite, Range, Run, TCP_BATCHES};
 pub use crate::codec::Malformed;
 pub use crate::descriptor::Descriptor;
-pub use crate::handshake::visitor;
+pub use crate::greeting::visitor;
 pub use crate::host::Host;
-pub use crate::links::Written;
 pub use crate::memory::PoolMemory;
 pub use crate::receiver::{Inbound, Ledger, Members, Payload, SessionId, Target};
-pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet};
+pub use crate::sender::{Core, Done, Effect, Line, Op, Outbound, Parties, Pools, Quiet, Writes};
 pub use crate::wire::{
     Access, Frame, FrameHead, FrameLimits, Hello, MAX_STREAMS, Over, PREFIX, Refusal, Ticket, WriteHead, parse_body,
     parse_prefix,
 };
+pub use crate::written::Written;

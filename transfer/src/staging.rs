@@ -14,9 +14,9 @@ use crate::convert::Conversions;
 use crate::device::{DEVICE_JOBS, JobDone, Pool};
 use crate::error::TransferError;
 use crate::in_order::InOrder;
+use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
-use crate::options::TransportKind;
 use crate::transport::{Digests, Progress, Transport};
 
 /// Prepares batches on the device and passes them on.

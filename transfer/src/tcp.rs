@@ -13,9 +13,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use crate::batch::TCP_BATCHES;
 use crate::cpus::Cpus;
 use crate::error::TransferError;
+use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
-use crate::options::TransportKind;
 use crate::threads;
 use crate::transport::{Progress, Transport};
 

@@ -8,9 +8,9 @@ use std::os::fd::BorrowedFd;
 use baton_types::Epoch;
 
 use crate::error::TransferError;
+use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
-use crate::options::TransportKind;
 
 /// Bytes of a batch where a device copies: large enough that its launch costs less than its bytes, and still copied within a millisecond.
 pub(crate) const DEVICE_BATCH_BYTES: usize = 16 << 20;

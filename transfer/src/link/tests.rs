@@ -4,7 +4,7 @@ use std::sync::Arc;
 use baton_types::Epoch;
 
 use super::*;
-use crate::options::Limits;
+use crate::limits::Limits;
 use crate::segment::Segment;
 
 fn link(stream: UnixStream) -> Link {

@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch};
 
-use super::TransferStats;
-use super::line::{Core, Done};
+use super::done::{Done, TransferStats};
+use super::line::Core;
 use super::outbound::{Patience, Pools};
 use crate::batch::{Batch, BlockWrite};
 use crate::error::TransferError;
-use crate::options::TransportKind;
+use crate::limits::TransportKind;
 use crate::state::{self, Action, Input, State};
 use crate::wire::MAX_WRITE_BLOCKS;
 

@@ -8,11 +8,11 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, WorkerId};
 
+use super::done::{Done, Quiet};
 use super::turns::Turns;
-use super::{OnDone, TransferStats};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::options::{Limits, TransportKind};
+use crate::limits::{Limits, TransportKind};
 
 /// What a handoff and its session both know.
 #[derive(Debug)]
@@ -57,42 +57,6 @@ impl Core {
     }
 }
 
-/// A completion's callback. Called exactly once, if need be by being dropped.
-pub struct Done(Option<OnDone>);
-
-impl Done {
-    /// Calls `callback`.
-    pub fn new(callback: OnDone) -> Done {
-        Done(Some(callback))
-    }
-
-    /// Calls it with this outcome.
-    pub fn report(mut self, outcome: Result<TransferStats, TransferError>) {
-        if let Some(callback) = self.0.take() {
-            callback(outcome);
-        }
-    }
-}
-
-impl Drop for Done {
-    fn drop(&mut self) {
-        if let Some(callback) = self.0.take() {
-            callback(Err(TransferError::Closed));
-        }
-    }
-}
-
-/// Called once nothing reads a handoff's local blocks any more, if need be by being dropped.
-pub struct Quiet(pub Option<Box<dyn FnOnce() + Send>>);
-
-impl Drop for Quiet {
-    fn drop(&mut self) {
-        if let Some(callback) = self.0.take() {
-            callback();
-        }
-    }
-}
-
 /// One request of a handoff, in its order.
 pub enum Op {
     /// One layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the group).
@@ -121,14 +85,14 @@ pub enum Op {
 
 impl Op {
     /// Whose it is.
-    pub(crate) fn epoch(&self) -> Epoch {
+    pub fn epoch(&self) -> Epoch {
         match self {
             Op::Write { epoch, .. } | Op::Complete { epoch, .. } => *epoch,
         }
     }
 
     /// Block writes it asks for.
-    pub(crate) fn blocks(&self) -> usize {
+    pub fn blocks(&self) -> usize {
         if let Op::Write { pairs, .. } = self { pairs.len() } else { 0 }
     }
 }

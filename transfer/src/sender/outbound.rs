@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
-use super::TransferStats;
 use super::active::{Active, Writing};
-use super::line::{Done, Line, Op, Quiet};
+use super::done::{Done, Quiet, TransferStats};
+use super::line::{Line, Op};
 use crate::batch::{BATCH_BYTES, Batch};
 use crate::codec::Malformed;
 use crate::error::TransferError;
+use crate::limits::{Limits, TransportKind};
 use crate::memory::PoolMemory;
-use crate::options::{Limits, TransportKind};
 use crate::pulse::Pulse;
 use crate::state::{Action, Input, State};
 use crate::wire::{Frame, Refusal};

@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::options::TransportKind;
+use crate::limits::TransportKind;
 
 /// How long a path is paused that has failed once.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);

@@ -7,9 +7,10 @@ use baton_types::BlockId;
 use super::*;
 use crate::batch::BlockWrite;
 use crate::conformance::{large, ucx, ucx_is_here};
+use crate::limits::Limits;
 use crate::link::{Link, Socket};
 use crate::links::Links;
-use crate::options::{Limits, UcxOptions, UcxSettings};
+use crate::options::{UcxOptions, UcxSettings};
 use crate::segment::Segment;
 use crate::wire::FrameLimits;
 
