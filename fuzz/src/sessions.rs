@@ -6,11 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_transfer::protocol::{
-    Access, Batch, Core, Done, Effect, Frame, FrameHead, Inbound, Ledger, Line, Op, Outbound, PREFIX, Parties, Pools,
-    Quiet, Refusal, Target, Ticket, WriteHead, parse_body,
+use baton_handoff::{
+    Access, Batch, Core, Done, Effect, Frame, FrameHead, Inbound, Ledger, Limits, Line, Op, Outbound, PREFIX, Parties,
+    Pools, Quiet, ReceiverEvent, Refusal, Target, Ticket, TransferError, TransportKind, WriteHead, parse_body,
 };
-use baton_transfer::{Limits, ReceiverEvent, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
 
 use crate::{blocks, geometry, signature, target};
@@ -273,7 +272,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
     let reports = Arc::new(std::sync::Mutex::new(Vec::new()));
     for epoch in [1, 2] {
         let core = Core::new(
-            &baton_transfer::protocol::Descriptor { epoch: Epoch(epoch), ..target([2, 1]) },
+            &baton_handoff::Descriptor { epoch: Epoch(epoch), ..target([2, 1]) },
             start + Duration::from_secs(60),
         );
         assert_eq!(line.begin(Arc::new(core)), Ok(()));

@@ -41,6 +41,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use baton_handoff::Batch;
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub use children::child;
@@ -54,7 +55,6 @@ use secrets::{tls, with_tls};
 use ways::for_each_transport;
 pub use ways::{Case, cases};
 
-use crate::batch::Batch;
 use crate::link::Link;
 use crate::links::Links;
 use crate::load::Load;

@@ -10,11 +10,10 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use baton_handoff::{TransferError, TransportKind};
 use baton_types::{Epoch, KvDtype, KvLayout};
 
 use crate::device::{Pool, Staged};
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 use crate::transport::{Digests, Progress, Transport};

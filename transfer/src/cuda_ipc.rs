@@ -7,16 +7,14 @@
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
+use baton_handoff::{Frame, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
 use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving};
-use crate::error::TransferError;
 use crate::in_order::InOrder;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 use crate::transport::{Progress, Transport};
-use crate::wire::Frame;
 
 /// Copies from one device pool into another.
 pub(crate) struct CudaIpc {

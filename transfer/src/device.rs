@@ -8,11 +8,9 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use baton_handoff::{PoolMemory, Range, TransferError};
 use baton_types::digest_run;
 
-use crate::batch::Range;
-use crate::error::TransferError;
-use crate::memory::PoolMemory;
 use crate::segment::Segment;
 
 /// What a device said when something went wrong.
@@ -169,7 +167,7 @@ impl Pool {
         matches!(self, Pool::Device(memory) if !memory.is_one())
     }
 
-    /// What was stored so far, for [`crate::protocol::Op::Write`]; in host memory it is there already.
+    /// What was stored so far, for [`baton_handoff::Op::Write`]; in host memory it is there already.
     pub(crate) fn mark(&self) -> u64 {
         match self {
             Pool::Host(_) => 0,

@@ -8,17 +8,13 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
+use baton_handoff::{Frame, Hello, Malformed, Over, Ticket, TransferError, fingerprint_mismatch, visitor};
 use baton_types::WorkerId;
 use rustix::process::PidfdFlags;
 
-use crate::codec::Malformed;
-use crate::descriptor::fingerprint_mismatch;
-use crate::error::TransferError;
-use crate::greeting::visitor;
 use crate::link::{Got, Link};
 use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
-use crate::wire::{Frame, Hello, Over, Ticket};
 
 /// How long a handshake may take, and what ends it early.
 pub(crate) struct Patience<'a> {
@@ -203,11 +199,11 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
+    use baton_handoff::{FrameLimits, Limits};
+
     use super::*;
-    use crate::limits::Limits;
     use crate::link::Socket;
     use crate::segment::Segment;
-    use crate::wire::FrameLimits;
 
     fn link(stream: UnixStream) -> Link {
         stream.set_nonblocking(true).unwrap();

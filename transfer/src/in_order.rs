@@ -4,12 +4,11 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Batch, TransferError};
 use baton_types::Epoch;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::batch::Batch;
 use crate::device::{DeviceError, DeviceQueue, JobDone};
-use crate::error::TransferError;
 
 /// A queue with the batches that its jobs are of.
 pub(crate) struct InOrder {
@@ -79,8 +78,9 @@ impl InOrder {
 
 #[cfg(test)]
 mod tests {
+    use baton_handoff::Range;
+
     use super::*;
-    use crate::batch::Range;
     use crate::conformance::large;
     use crate::device::Moving;
 

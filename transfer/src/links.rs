@@ -7,12 +7,11 @@
 use std::io::Error;
 use std::os::fd::{AsFd, BorrowedFd};
 
+use baton_handoff::{Frame, WriteHead, Written};
 use baton_types::Epoch;
 
 use crate::link::{Got, Link};
 use crate::wake::Interest;
-use crate::wire::{Frame, WriteHead};
-use crate::written::Written;
 
 /// One that carries blocks only.
 struct More {
@@ -119,11 +118,11 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
+    use baton_handoff::{FrameLimits, Limits};
+
     use super::*;
-    use crate::limits::Limits;
     use crate::link::Socket;
     use crate::segment::Segment;
-    use crate::wire::FrameLimits;
 
     fn link() -> (Link, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();

@@ -1,8 +1,8 @@
 //! A batch with the memory it is sent from: the pool, or staging memory of its own.
 
+use baton_handoff::{Batch, Run};
 use baton_types::digest_run;
 
-use crate::batch::{Batch, Run};
 use crate::device::{Pool, Staged};
 
 /// A batch on its way through transports.

@@ -5,15 +5,13 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use baton_handoff::{Limits, MAX_STREAMS, TransferError, TransportKind};
 use baton_types::{PoolGeometry, WorkerId};
 
 use crate::convert::Converter;
 use crate::cpus::Cpus;
 use crate::device::Pool;
-use crate::error::TransferError;
-use crate::limits::{Limits, TransportKind};
 use crate::tls::Tls;
-use crate::wire::MAX_STREAMS;
 
 /// How to reach a decode worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

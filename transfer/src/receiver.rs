@@ -5,16 +5,9 @@
 //! blocks are lent is the caller's choice, and the caller's pool keeps them aside until an event gives them back.
 
 mod arrival;
-mod events;
 mod hub;
-mod inbound;
-mod incoming;
-mod ledger;
-mod members;
-mod payload;
 mod reception;
 mod session;
-mod table;
 
 use std::net::SocketAddr;
 use std::os::linux::net::SocketAddrExt;
@@ -23,22 +16,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Descriptor, FenceState, Host, ReceiverEvent, ReceiverStats, TransferError};
 use baton_types::{BlockId, Epoch};
 
-use crate::descriptor::Descriptor;
-use crate::error::TransferError;
-use crate::host::Host;
 use crate::options::{ReceiverOptions, check_pool};
 use crate::this_host::this_host;
 use crate::{tcp, threads};
-pub use events::{FenceState, ReceiverEvent, ReceiverStats};
 use hub::Hub;
-pub use inbound::Inbound;
-pub use ledger::Ledger;
-pub use members::Members;
-pub use payload::{Payload, Target};
 use reception::Doors;
-pub use table::SessionId;
 
 /// What a reservation is to hold: of a sequence's KV, the blocks from `first` on that the next token sees. Those before it are
 /// here already.

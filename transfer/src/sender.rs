@@ -3,42 +3,28 @@
 //! Threads: one per decode worker that is being written to. Knows nothing of sequences; which local block holds which
 //! part of the reservation is the caller's to say.
 
-mod active;
 mod clock;
 mod connect;
 mod dial;
-mod done;
-mod line;
-mod outbound;
-mod paths;
 mod queue;
 mod session;
 #[cfg(test)]
 pub(crate) mod testing;
-mod turns;
-mod writes;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use baton_handoff::{Core, Descriptor, Done, OnDone, PathReport, Quiet, TransferError, TransportKind, Writes};
 use baton_types::{BlockId, Epoch, WorkerId};
 
-use crate::descriptor::Descriptor;
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, UcxSettings, check_pool};
 use crate::this_host::this_host;
 use crate::threads::{self, lock};
 use crate::ucx::Engine;
 use connect::{Config, Plan};
-pub use done::{Done, OnDone, Quiet, TransferStats};
-pub use line::{Core, Line, Op};
-pub use outbound::{Effect, Outbound, Parties, Pools};
-pub use paths::PathReport;
 use queue::Queue;
-pub use writes::Writes;
 
 #[cfg(any(test, feature = "conformance"))]
 pub(crate) use connect::Wrap;

@@ -4,18 +4,15 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use baton_handoff::{Frame, Run, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::batch::Run;
 use crate::device::Pool;
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 use crate::segment::Segment;
 use crate::transport::{Progress, Transport};
-use crate::wire::Frame;
 
 /// Copies from one pool into another.
 pub(crate) struct Shm {

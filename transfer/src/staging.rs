@@ -7,14 +7,12 @@
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 
+use baton_handoff::{Batch, Range, TransferError, TransportKind};
 use baton_types::Epoch;
 
-use crate::batch::{Batch, Range};
 use crate::convert::Conversions;
 use crate::device::{DEVICE_JOBS, JobDone, Pool};
-use crate::error::TransferError;
 use crate::in_order::InOrder;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 use crate::transport::{Digests, Progress, Transport};

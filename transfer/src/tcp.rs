@@ -6,14 +6,12 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{TCP_BATCHES, TransferError, TransportKind};
 use baton_types::Epoch;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use crate::batch::TCP_BATCHES;
 use crate::cpus::Cpus;
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 use crate::threads;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
-use crate::host::Host;
+use baton_handoff::Host;
 
 /// Of this process.
 pub(crate) fn this_host() -> Host {

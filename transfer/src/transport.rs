@@ -5,10 +5,9 @@
 
 use std::os::fd::BorrowedFd;
 
+use baton_handoff::{TransferError, TransportKind};
 use baton_types::Epoch;
 
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 

@@ -15,20 +15,17 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Access, Batch, Frame, Run, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
 pub(crate) use endpoint::Endpoint;
 pub(crate) use engine::Engine;
 pub(crate) use worker::Worker;
 
-use crate::batch::{Batch, Run};
 use crate::device::Pool;
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::links::Links;
 use crate::load::Load;
 use crate::transport::{Progress, Transport};
-use crate::wire::{Access, Frame};
 use endpoint::Request;
 
 /// Batches under way at once: what one of them waits for the peer's word, the others fill.

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use baton_transfer::protocol::{Frame, FrameLimits, Range, Target};
+use baton_handoff::{Frame, FrameLimits, Range, Target};
 use baton_types::Epoch;
 
 use crate::decode_session::{DecodeSession, Stop};

@@ -1,7 +1,6 @@
 //! How a session at a prefill worker moves blocks: over shared memory run by run, over TCP batch by batch on any of its connections.
 
-use baton_transfer::TransportKind;
-use baton_transfer::protocol::{Batch, Frame, Run, TCP_BATCHES};
+use baton_handoff::{Batch, Frame, Run, TCP_BATCHES, TransportKind};
 use baton_types::Epoch;
 
 use crate::events::{Life, Place};

@@ -4,9 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use baton_handoff::{Core, Descriptor, Done, Quiet, TransferError, TransferStats, TransportKind, Writes};
 use baton_kv_cache::{KvPools, Tables};
-use baton_transfer::protocol::{Core, Descriptor, Done, Quiet, Writes};
-use baton_transfer::{TransferError, TransferStats, TransportKind};
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::decode::pools;

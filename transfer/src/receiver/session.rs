@@ -9,17 +9,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::hub::{Hub, Mail};
-use super::inbound::Inbound;
-use super::ledger::Ledger;
-use super::payload::Target;
-use crate::batch::Range;
 use crate::device::{DeviceError, DeviceQueue, Reach};
-use crate::error::TransferError;
-use crate::limits::TransportKind;
 use crate::link::{Got, Link, MAX_QUEUED};
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::{Access, Frame};
+use baton_handoff::{Access, Frame, Inbound, Ledger, Range, Target, TransferError, TransportKind};
 
 /// Bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;

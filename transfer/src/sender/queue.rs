@@ -3,12 +3,9 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
+use baton_handoff::{Core, Done, Limits, Line, Op, Quiet, TransferError};
 use baton_types::Epoch;
 
-use super::done::{Done, Quiet};
-use super::line::{Core, Line, Op};
-use crate::error::TransferError;
-use crate::limits::Limits;
 use crate::threads::lock;
 use crate::wake::Wake;
 
@@ -151,10 +148,10 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
+    use baton_handoff::Descriptor;
     use baton_types::{BlockId, WorkerId};
 
     use super::*;
-    use crate::descriptor::Descriptor;
     use crate::sender::testing;
 
     fn core(epoch: u64, deadline: Instant) -> Arc<Core> {

@@ -7,34 +7,29 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{
+    Access, BATCH_BYTES, Effect, Frame, Line, Malformed, Outbound, Parties, Paths, PoolMemory, Pools, TransferError,
+    TransportKind,
+};
 use baton_types::PoolGeometry;
 
 use super::clock::Clock;
 use super::connect::{Connected, Interrupt, Plan};
 use super::dial::dial;
-use super::line::Line;
-use super::outbound::{Effect, Outbound, Parties, Pools};
-use super::paths::Paths;
 use super::queue::Queue;
-use crate::batch::BATCH_BYTES;
-use crate::codec::Malformed;
 use crate::convert::{Conversions, Converting};
 use crate::cuda_ipc::CudaIpc;
 use crate::device::Reach;
-use crate::error::TransferError;
 use crate::in_order::InOrder;
-use crate::limits::TransportKind;
 use crate::link::{Got, MAX_QUEUED};
 use crate::links::Links;
 use crate::load::Load;
-use crate::memory::PoolMemory;
 use crate::shm::Shm;
 use crate::staging::Staging;
 use crate::tcp::Tcp;
 use crate::transport::{DEVICE_BATCH_BYTES, PUT_BATCH_BYTES, Progress, Transport};
 use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::{Access, Frame};
 
 /// Batches between two looks at the socket: a look takes about a tenth of a batch's time.
 const BATCHES: usize = 4;

@@ -3,11 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use baton_handoff::{Core, Descriptor, Host};
 use baton_types::{Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
-
-use super::line::Core;
-use crate::descriptor::Descriptor;
-use crate::host::Host;
 
 /// Four blocks of one layer.
 pub(crate) fn geometry() -> PoolGeometry {

@@ -2,17 +2,15 @@
 
 use std::os::unix::net::UnixStream;
 
+use baton_handoff::{BlockWrite, FrameLimits, Limits};
 use baton_types::BlockId;
 
 use super::*;
-use crate::batch::BlockWrite;
 use crate::conformance::{large, ucx, ucx_is_here};
-use crate::limits::Limits;
 use crate::link::{Link, Socket};
 use crate::links::Links;
 use crate::options::{UcxOptions, UcxSettings};
 use crate::segment::Segment;
-use crate::wire::FrameLimits;
 
 /// Segment of `bytes` bytes, all `value`, registered with UCX over `tls`.
 fn engine(tls: &str, bytes: usize, value: u8) -> Arc<Engine> {

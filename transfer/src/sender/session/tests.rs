@@ -5,20 +5,16 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use baton_handoff::{FrameLimits, Host, Limits, Op, Quiet};
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use super::super::connect::Config;
-use super::super::done::Quiet;
-use super::super::line::Op;
 use super::super::testing::{self, core};
 use super::*;
 use crate::cpus::Cpus;
-use crate::host::Host;
-use crate::limits::Limits;
 use crate::link::{Link, Socket};
 use crate::options::{SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
-use crate::wire::FrameLimits;
 
 /// To worker 1 over TCP, at a port where nobody is.
 pub(crate) fn plan() -> Arc<Plan> {

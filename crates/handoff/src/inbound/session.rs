@@ -44,7 +44,7 @@ pub struct Inbound {
     peer: WorkerId,
     kind: TransportKind,
     geometry: PoolGeometry,
-    /// See [`crate::ReceiverOptions::verify`].
+    /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
     verify: bool,
     /// Handoffs this session was let in for and that it has not ended.
     incoming: BTreeMap<Epoch, Incoming>,
@@ -83,7 +83,7 @@ impl Inbound {
 
     /// Whether something of a handoff has arrived, so that more is to come any moment. Not before: who waits awake from the grant on may
     /// stand in the queue of the very core on which the peer copies, while another is idle; who is woken is sent there.
-    pub(crate) fn is_arriving(&self) -> bool {
+    pub fn is_arriving(&self) -> bool {
         self.incoming.values().any(|incoming| incoming.progress().0 > 0)
     }
 
@@ -383,7 +383,7 @@ impl Inbound {
     }
 
     /// The peer does not keep to the protocol.
-    pub(crate) fn broken(&self, malformed: Malformed) -> TransferError {
+    pub fn broken(&self, malformed: Malformed) -> TransferError {
         TransferError::broken(self.peer, malformed)
     }
 }

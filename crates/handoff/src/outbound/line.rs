@@ -17,12 +17,15 @@ use crate::limits::{Limits, TransportKind};
 /// What a handoff and its session both know.
 #[derive(Debug)]
 pub struct Core {
-    pub(crate) epoch: Epoch,
+    /// The reservation's.
+    pub epoch: Epoch,
     pub(crate) key: u64,
-    pub(crate) peer: WorkerId,
-    pub(crate) deadline: Instant,
+    /// The decode worker.
+    pub peer: WorkerId,
+    /// When it is over.
+    pub deadline: Instant,
     /// Blocks of the reservation per group.
-    pub(crate) counts: Vec<u32>,
+    pub counts: Vec<u32>,
     /// Layers of those blocks.
     pub(crate) layers: u64,
     /// What carries it, once access is granted.
@@ -112,7 +115,7 @@ pub struct Line {
     /// No more ops, and why.
     closed: Option<TransferError>,
     /// A write has waited in vain and nothing has left since: no other waits too.
-    pub(crate) stalled: bool,
+    pub stalled: bool,
     limits: Limits,
 }
 
@@ -138,7 +141,7 @@ impl Line {
     }
 
     /// True when every handoff under way is completed, so that the last of them ends soon.
-    pub(crate) fn drains(&self) -> bool {
+    pub fn drains(&self) -> bool {
         self.live.len() == self.completed.len()
     }
 

@@ -7,7 +7,7 @@ use baton_types::{BlockId, Epoch};
 
 use super::done::{Done, TransferStats};
 use super::line::Core;
-use super::outbound::{Patience, Pools};
+use super::session::{Patience, Pools};
 use crate::batch::{Batch, BlockWrite};
 use crate::error::TransferError;
 use crate::limits::TransportKind;

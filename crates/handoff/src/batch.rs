@@ -12,7 +12,7 @@ pub type Range = (usize, usize);
 
 /// Bytes of a batch, unless a single block is larger: small enough to fence quickly and to stay in a core's cache
 /// between digest and copy.
-pub(crate) const BATCH_BYTES: usize = 256 << 10;
+pub const BATCH_BYTES: usize = 256 << 10;
 
 /// Batches over TCP for each connection: while one waits until its peer has read, the next is digested, which takes a sixth of the
 /// sender's time; and of several connections the others go on with as many. Not more: what is digested is to be sent while it is in the

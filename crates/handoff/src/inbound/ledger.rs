@@ -183,7 +183,7 @@ mod tests {
     use baton_types::{KvDtype, KvGroup, KvLayout, WorkerId};
 
     use super::*;
-    use crate::receiver::Inbound;
+    use crate::inbound::Inbound;
     use crate::wire::Frame;
 
     #[test]

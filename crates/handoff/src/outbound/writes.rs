@@ -160,7 +160,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::sender::testing;
+    use crate::outbound::testing;
 
     fn writes() -> (Writes, Line) {
         let (target, local, limits) = (testing::target(2), testing::geometry(), Limits::default());

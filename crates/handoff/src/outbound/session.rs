@@ -63,7 +63,7 @@ pub struct Pools {
     pub remote: PoolGeometry,
     /// Bytes of a batch.
     pub batch_bytes: usize,
-    /// See [`crate::SenderOptions::verify`].
+    /// Whether what leaves is digested (I2). Only a benchmark may say no.
     pub verify: bool,
 }
 
@@ -111,13 +111,13 @@ impl Outbound {
     }
 
     /// From now on handoffs go into the peer's pool. Before, they only [wait](Outbound::wait_for_session).
-    pub(crate) fn reaches(&mut self, pools: Pools) {
+    pub fn reaches(&mut self, pools: Pools) {
         self.pools = pools;
     }
 
     /// While there is no session: ends what is late or given up of what is asked for; answers when the next one's time is over. The peer
     /// knows of none.
-    pub(crate) fn wait_for_session(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
+    pub fn wait_for_session(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
         line.take_aborts().into_iter().for_each(|(epoch, quiet)| self.abort(epoch, quiet, now, line));
         for core in line.take_late(now) {
             let (epoch, peer, doing) = (core.epoch, core.peer, "waiting for a session with it");
@@ -173,12 +173,12 @@ impl Outbound {
     }
 
     /// Whether the peer owes an answer that comes at once when it is well: access, or an outcome.
-    pub(crate) fn awaits_answer(&self) -> bool {
+    pub fn awaits_answer(&self) -> bool {
         self.active.values().any(|active| active.state == State::Reserved || active.done.is_some())
     }
 
     /// Whether an outcome is to come.
-    pub(crate) fn awaits_outcome(&self) -> bool {
+    pub fn awaits_outcome(&self) -> bool {
         self.active.values().any(|active| active.done.is_some())
     }
 

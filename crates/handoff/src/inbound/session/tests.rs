@@ -4,7 +4,7 @@ use std::time::Duration;
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, digest_block};
 
 use super::*;
-use crate::receiver::{FenceState, Target};
+use crate::inbound::{FenceState, Target};
 
 const EPOCH: Epoch = Epoch(1);
 
