@@ -8,6 +8,8 @@
 //! transports and devices: `baton-transfer` drives this with real ones, simulations and fuzz targets as they like.
 
 #![forbid(unsafe_code)]
+// Tests have a clock.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 mod batch;
 mod codec;
