@@ -12,12 +12,12 @@ mod sessions;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use baton_handoff::{
+    Descriptor, Frame, FrameHead, FrameLimits, Hello, Host, Limits, Over, PREFIX, Ticket, TransferError, parse_body,
+    parse_prefix,
+};
 use baton_proto::{ConvertError, v1};
 use baton_transfer::bench::Request;
-use baton_transfer::protocol::{
-    Descriptor, Frame, FrameHead, FrameLimits, Hello, Host, Over, PREFIX, Ticket, parse_body, parse_prefix,
-};
-use baton_transfer::{Limits, TransferError};
 use baton_types::{
     BlockId, Epoch, FinishReason, KvDtype, KvGroup, KvLayout, PoolGeometry, SamplingParams, TokenOut, WorkerId,
 };
@@ -72,7 +72,7 @@ fn handshake(input: &[u8]) -> u64 {
     let rest = input.get(Hello::LEN..).and_then(|rest| rest.split_first());
     let visitor = rest.map(|(kind, body)| {
         let frame = parse_body(&FrameHead::matching(*kind, body), body);
-        frame.map(|frame| baton_transfer::protocol::visitor(&frame, WorkerId(2)).map_err(|_| "turned away"))
+        frame.map(|frame| baton_handoff::visitor(&frame, WorkerId(2)).map_err(|_| "turned away"))
     });
     signature(&(hello.map(drop), visitor))
 }

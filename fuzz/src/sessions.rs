@@ -6,11 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_transfer::protocol::{
-    Access, Batch, Core, Done, Effect, Frame, FrameHead, Inbound, Ledger, Line, Op, Outbound, PREFIX, Parties, Pools,
-    Quiet, Refusal, Target, Ticket, WriteHead, parse_body,
+use baton_handoff::{
+    Access, Batch, Core, Done, Effect, Frame, FrameHead, Inbound, Ledger, Limits, Line, Op, Outbound, PREFIX, Parties,
+    Pools, Quiet, ReceiverEvent, Refusal, Target, Ticket, TransferError, TransportKind, WriteHead, parse_body,
 };
-use baton_transfer::{Limits, Reach, ReceiverEvent, Segment, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
 
 use crate::{blocks, geometry, signature, target};
@@ -133,7 +132,7 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     let Some((&first, input)) = input.split_first() else { return 0 };
     let kind = if first % 2 == 0 { TransportKind::Tcp } else { TransportKind::Shm };
     let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
-    let Ok(pool) = Segment::create("fuzz", geometry.bytes()).map(Arc::new) else { return 0 };
+    let pool = vec![0; geometry.bytes()];
     let mut ledger = Ledger::new(&geometry, limits.clone());
     for (epoch, key) in [(1, 7), (2, 8)] {
         let reserved = ledger.reserve(Epoch(epoch), key, &lent(epoch), start + Duration::from_secs(60));
@@ -142,7 +141,7 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     let session = Inbound::new(1, WorkerId(5), kind, geometry.clone(), &limits);
     // Over TCP blocks may come over several connections, in the order of each.
     let streams = if kind == TransportKind::Tcp && first & 4 != 0 { STREAMS } else { 1 };
-    let mut arriving = Arriving { session, pool: pool.clone(), heads: Default::default() };
+    let mut arriving = Arriving { session, pool, heads: Default::default() };
     let mut outcome = Vec::new();
     for frame in script(input) {
         let write = if let Frame::Write(head) = &frame { Some(head.clone()) } else { None };
@@ -167,7 +166,7 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     }
     (0..STREAMS).for_each(|stream| arriving.payload(stream));
     outcome.extend(arriving.due(start, &mut ledger).err().map(|error| error.to_string()));
-    end(&mut arriving.session, &mut ledger, &pool, kind, &mut outcome);
+    end(&mut arriving.session, &mut ledger, &arriving.pool, kind, &mut outcome);
     signature(&outcome)
 }
 
@@ -177,7 +176,7 @@ const STREAMS: usize = 3;
 /// A session with the payload that it reads.
 struct Arriving {
     session: Inbound,
-    pool: Arc<Segment>,
+    pool: Vec<u8>,
     /// What each connection's last frame was, if a write.
     heads: [Option<WriteHead>; STREAMS],
 }
@@ -193,14 +192,12 @@ impl Arriving {
                     // I3
                     let inside = write.as_ref().is_some_and(|head| is_lent(&geometry(), head, offset..offset + len));
                     assert!(inside, "{len} bytes at {offset} for {write:?}");
-                    // SAFETY: nobody else has the pool.
-                    unsafe { self.pool.write(offset, &vec![FILL; len]) };
+                    self.pool[offset..][..len].fill(FILL);
                     len
                 }
             };
             payload.advance(count);
-            // SAFETY: nobody else has the pool.
-            let landed = unsafe { self.session.landed(stream, &mut Reach::Host(self.pool.clone())) };
+            let landed = self.session.landed(stream, &mut self.pool);
             assert_eq!(landed, Ok(()));
         }
     }
@@ -215,7 +212,7 @@ impl Arriving {
 }
 
 /// The connection and the peer are gone: every reservation has ended at most once, and none is held any more.
-fn end(session: &mut Inbound, ledger: &mut Ledger, pool: &Segment, kind: TransportKind, outcome: &mut Vec<String>) {
+fn end(session: &mut Inbound, ledger: &mut Ledger, pool: &[u8], kind: TransportKind, outcome: &mut Vec<String>) {
     let error = TransferError::Closed;
     session.lost(ledger, &error);
     session.severed(ledger, &error);
@@ -237,14 +234,13 @@ fn end(session: &mut Inbound, ledger: &mut Ledger, pool: &Segment, kind: Transpo
     assert!(!session.holds_any(ledger));
 }
 
-fn is_filled(pool: &Segment, blocks: &[Vec<BlockId>]) -> bool {
+fn is_filled(pool: &[u8], blocks: &[Vec<BlockId>]) -> bool {
     let geometry = &geometry();
     blocks.iter().enumerate().all(|(group, list)| {
         let layers = 0..geometry.layout.groups[group].layers.len();
         let mut ranges =
             layers.flat_map(|layer| list.iter().map(move |block| geometry.block_range(group, layer, *block)));
-        // SAFETY: nobody else has the pool.
-        ranges.all(|range| unsafe { pool.read(range.start, range.len()) }.iter().all(|byte| *byte == FILL))
+        ranges.all(|range| pool[range].iter().all(|byte| *byte == FILL))
     })
 }
 
@@ -270,13 +266,13 @@ fn is_lent(geometry: &PoolGeometry, head: &WriteHead, mut bytes: std::ops::Range
 /// what was granted.
 pub(crate) fn prefill(input: &[u8]) -> u64 {
     let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
-    let Ok(pool) = Segment::create("fuzz", geometry.bytes()).map(Arc::new) else { return 0 };
+    let mut pool = vec![0; geometry.bytes()];
     let mut line = Line::new(limits.clone());
     let mut session = Outbound::new(Parties { me: WorkerId(1), peer: WorkerId(2) }, Pools::alike(geometry), &limits);
     let reports = Arc::new(std::sync::Mutex::new(Vec::new()));
     for epoch in [1, 2] {
         let core = Core::new(
-            &baton_transfer::protocol::Descriptor { epoch: Epoch(epoch), ..target([2, 1]) },
+            &baton_handoff::Descriptor { epoch: Epoch(epoch), ..target([2, 1]) },
             start + Duration::from_secs(60),
         );
         assert_eq!(line.begin(Arc::new(core)), Ok(()));
@@ -303,7 +299,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
             break;
         }
         loop {
-            let batch = session.next_batch(&pool.clone().into(), false, start);
+            let batch = session.next_batch(Some(&mut pool), start);
             if let Ok(Some(batch)) = &batch {
                 assert!(is_granted(batch, granted.get(&batch.epoch)), "{batch:?}, granted {granted:?}"); // I3
             }

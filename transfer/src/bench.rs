@@ -14,11 +14,11 @@ mod serve;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Limits, TransferError, TransportKind};
 use baton_types::{BlockId, PoolGeometry, WorkerId, hash_bytes};
 
 use crate::cpus::Cpus;
-use crate::error::TransferError;
-use crate::options::{Limits, SenderOptions, TransportChoice, TransportKind, UcxSettings};
+use crate::options::{SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
 use crate::sender::Sender;
 use control::{HANDOFF_PATIENCE, machine};

@@ -41,6 +41,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use baton_handoff::Batch;
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub use children::child;
@@ -56,8 +57,9 @@ pub use ways::{Case, cases};
 
 use crate::link::Link;
 use crate::links::Links;
+use crate::load::Load;
 use crate::sender::Wrap;
-use crate::transport::{Batch, Progress, Transport};
+use crate::transport::{Progress, Transport};
 use crate::{
     Cpus, DeviceMemory, Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions,
     TransferError, TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,

@@ -2,14 +2,21 @@
 //!
 //! The prefill side converts a batch into memory of its own, in the decode pool's type, and sends that, digests and all: the
 //! decode side sees nothing but its own type. How types round is the kernels' business, so the node hands in a function.
+//! Out of host memory a batch is converted by [`Converting`], a transport around another one; out of a device's by `staging`, once it is
+//! read.
 
+use std::collections::VecDeque;
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use baton_types::{KvDtype, KvLayout};
+use baton_handoff::{TransferError, TransportKind};
+use baton_types::{Epoch, KvDtype, KvLayout};
 
 use crate::device::{Pool, Staged};
-use crate::transport::Batch;
+use crate::links::Links;
+use crate::load::Load;
+use crate::transport::{Digests, Progress, Transport};
 
 /// One layer of one block, all planes and heads of it, to be written in another type.
 #[derive(Debug)]
@@ -38,33 +45,105 @@ impl Converter {
     pub fn new(convert: impl Fn(Conversion<'_>) + Send + Sync + 'static) -> Converter {
         Converter(Arc::new(convert))
     }
-
-    /// Turns a batch of the pool, or one that is staged as the pool has it, into one that is staged in the type of `target`. None when it
-    /// lies outside.
-    pub(crate) fn stage(&self, mut batch: Batch, pool: &Pool, source: &KvLayout, target: &KvLayout) -> Option<Batch> {
-        // I5: as many batches are staged as are under way; this is a batch's bytes, or one block's.
-        let mut staged = vec![0; batch.bytes()];
-        let (from, to) = (batch.source_len, batch.len);
-        for (write, out) in batch.writes.iter().zip(staged.chunks_exact_mut(to.max(1))) {
-            let start = batch.at(pool, write.source, from)?;
-            // SAFETY: inside the memory it is sent from; a local block stays unchanged until the handoff's end is reported.
-            let bytes = unsafe { std::slice::from_raw_parts(start, from) };
-            (self.0)(Conversion {
-                from: source.dtype,
-                to: target.dtype,
-                block_size: target.block_size as usize,
-                head_dim: target.groups[batch.group].head_dim as usize,
-                source: bytes,
-                target: out,
-            });
-        }
-        batch.stand_in(Staged::new(staged), to);
-        Some(batch)
-    }
 }
 
 impl fmt::Debug for Converter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Converter")
+    }
+}
+
+/// What rows of one type become in another.
+pub(crate) struct Conversions {
+    pub converter: Converter,
+    pub from: KvLayout,
+    pub to: KvLayout,
+}
+
+impl Conversions {
+    /// Turns a batch of the pool, or one that is staged as the pool has it, into one that is staged in the other type. None when it lies
+    /// outside.
+    pub(crate) fn stage(&self, mut load: Load, pool: &Pool) -> Option<Load> {
+        let Conversions { converter, from, to } = self;
+        // I5: as many batches are staged as are under way; this is a batch's bytes, or one block's.
+        let mut staged = vec![0; load.batch.bytes()];
+        let (source_len, len) = (load.batch.source_len, load.batch.len);
+        for (write, out) in load.batch.writes.iter().zip(staged.chunks_exact_mut(len.max(1))) {
+            let start = load.at(pool, write.source, source_len)?;
+            // SAFETY: inside the memory it is sent from; a local block stays unchanged until the handoff's end is reported.
+            let bytes = unsafe { std::slice::from_raw_parts(start, source_len) };
+            (converter.0)(Conversion {
+                from: from.dtype,
+                to: to.dtype,
+                block_size: to.block_size as usize,
+                head_dim: to.groups[load.batch.group].head_dim as usize,
+                source: bytes,
+                target: out,
+            });
+        }
+        load.stand_in(Staged::new(staged), len);
+        Some(load)
+    }
+}
+
+/// Converts batches of a pool in host memory and passes them on.
+pub(crate) struct Converting {
+    inner: Box<dyn Transport>,
+    pool: Pool,
+    conversions: Conversions,
+    /// Passed on: whose, and the digests if the inner transport makes none.
+    sent: VecDeque<(Epoch, Option<Digests>)>,
+    digests: Digests,
+}
+
+impl Converting {
+    /// Around a transport that sends host memory.
+    pub(crate) fn new(pool: Pool, inner: Box<dyn Transport>, conversions: Conversions) -> Converting {
+        Converting { inner, pool, conversions, sent: VecDeque::new(), digests: Vec::new() }
+    }
+}
+
+impl Transport for Converting {
+    fn kind(&self) -> TransportKind {
+        self.inner.kind()
+    }
+
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
+
+    fn submit(&mut self, load: Load, links: &mut Links) -> Result<(), TransferError> {
+        let load = self.conversions.stage(load, &self.pool);
+        let load = load.ok_or_else(|| TransferError::argument("block", "it lies outside the pool"))?;
+        let own = load.batch.digest && !self.inner.digests();
+        self.sent.push_back((load.batch.epoch, own.then(|| load.digests(&self.pool).collect())));
+        self.inner.submit(load, links)
+    }
+
+    fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
+        let progress = self.inner.poll(links)?;
+        if progress == Progress::Flushed
+            && let Some((_, own)) = self.sent.pop_front()
+        {
+            self.digests = own.unwrap_or_else(|| self.inner.take_digests());
+        }
+        Ok(progress)
+    }
+
+    fn digests(&self) -> bool {
+        true
+    }
+
+    fn take_digests(&mut self) -> Digests {
+        std::mem::take(&mut self.digests)
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+
+    fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
+        self.sent.retain(|(of, _)| *of != epoch);
+        self.inner.cancel(epoch, links)
     }
 }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::error::TransferError;
+use baton_handoff::TransferError;
 
 /// CPUs by their numbers in the system; none: wherever the system lets the process run. As text: numbers and ranges, such as
 /// `0-3,8`.

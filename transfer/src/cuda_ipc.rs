@@ -7,15 +7,14 @@
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
+use baton_handoff::{Frame, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
 use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving};
-use crate::error::TransferError;
 use crate::in_order::InOrder;
 use crate::links::Links;
-use crate::options::TransportKind;
-use crate::transport::{Batch, Progress, Transport};
-use crate::wire::Frame;
+use crate::load::Load;
+use crate::transport::{Progress, Transport};
 
 /// Copies from one device pool into another.
 pub(crate) struct CudaIpc {
@@ -51,8 +50,8 @@ impl Transport for CudaIpc {
         DEVICE_JOBS
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
-        let mut runs = Vec::new();
+    fn submit(&mut self, load: Load, _: &mut Links) -> Result<(), TransferError> {
+        let (batch, mut runs) = (load.batch, Vec::new());
         for run in batch.runs() {
             if run.target.checked_add(run.len).is_none_or(|end| end > self.bytes) {
                 let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);

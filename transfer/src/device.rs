@@ -8,10 +8,9 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use baton_handoff::{PoolMemory, Range, TransferError};
 use baton_types::digest_run;
 
-use crate::error::TransferError;
-use crate::link::Range;
 use crate::segment::Segment;
 
 /// What a device said when something went wrong.
@@ -168,7 +167,7 @@ impl Pool {
         matches!(self, Pool::Device(memory) if !memory.is_one())
     }
 
-    /// What was stored so far, for [`crate::protocol::Op::Write`]; in host memory it is there already.
+    /// What was stored so far, for [`baton_handoff::Op::Write`]; in host memory it is there already.
     pub(crate) fn mark(&self) -> u64 {
         match self {
             Pool::Host(_) => 0,
@@ -238,25 +237,53 @@ impl Reach {
         }
     }
 
-    /// Digests of runs of `len` bytes each, as (offset, first lane), of what really is in the pool (I2).
+    /// The pool as the session's state machine reaches it.
     ///
     /// # Safety
-    /// Nobody writes to them meanwhile.
-    pub(crate) unsafe fn digests(&mut self, runs: &[(usize, u64)], len: usize) -> Result<Vec<u64>, TransferError> {
-        let segment = match self {
-            Reach::Host(segment) => segment,
-            Reach::Device(queue) => return queue.digests(runs, len).map_err(|e| e.while_doing("digest blocks")),
+    /// Nobody writes to what it is asked for meanwhile.
+    pub unsafe fn still(&mut self) -> Still<'_> {
+        match self {
+            // SAFETY: passed on to the caller.
+            Reach::Host(segment) => unsafe { segment.still() },
+            Reach::Device(queue) => Still(Memory::Device(&mut **queue)),
+        }
+    }
+}
+
+/// A pool of which nobody writes to what is asked for: who makes one vouches for that.
+pub struct Still<'a>(Memory<'a>);
+
+enum Memory<'a> {
+    Host(&'a Segment),
+    Device(&'a mut dyn DeviceQueue),
+}
+
+impl Segment {
+    /// The segment as a session's state machine reaches it.
+    ///
+    /// # Safety
+    /// Nobody writes to what it is asked for meanwhile.
+    pub unsafe fn still(&self) -> Still<'_> {
+        Still(Memory::Host(self))
+    }
+}
+
+impl PoolMemory for Still<'_> {
+    fn digests(&mut self, parts: &[(usize, u64)], len: usize) -> Result<Vec<u64>, TransferError> {
+        let segment = match &mut self.0 {
+            Memory::Host(segment) => segment,
+            Memory::Device(queue) => return queue.digests(parts, len).map_err(|e| e.while_doing("digest blocks")),
         };
         let digest = |(i, &(offset, lane)): (usize, &(usize, u64))| {
             let start = segment.at(offset, len)?.cast_const();
-            let next = runs
+            let next = parts
                 .get(i + 1)
                 .and_then(|(next, _)| segment.at(*next, 0))
                 .map_or(start.wrapping_add(len), |p| p.cast_const());
-            // SAFETY: inside the mapping, and the caller vouches that nobody writes to it.
+            // SAFETY: inside the mapping, and whoever made this vouches that nobody writes to it.
             Some(digest_run(unsafe { std::slice::from_raw_parts(start, len) }, lane, next))
         };
         let outside = || TransferError::argument("blocks", "they lie outside the pool");
-        runs.iter().enumerate().map(digest).collect::<Option<_>>().ok_or_else(outside)
+        parts.iter().enumerate().map(digest).collect::<Option<_>>().ok_or_else(outside)
     }
 }

@@ -8,16 +8,13 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
+use baton_handoff::{Frame, Hello, Malformed, Over, Ticket, TransferError, fingerprint_mismatch, visitor};
 use baton_types::WorkerId;
 use rustix::process::PidfdFlags;
 
-use crate::codec::Malformed;
-use crate::descriptor::fingerprint_mismatch;
-use crate::error::TransferError;
 use crate::link::{Got, Link};
 use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
-use crate::wire::{Frame, Hello, Over, Ticket};
 
 /// How long a handshake may take, and what ends it early.
 pub(crate) struct Patience<'a> {
@@ -133,16 +130,6 @@ pub(crate) fn receive(
     Ok(Arrival::Guest(Guest { worker, over, process }))
 }
 
-/// Who calls and what for, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
-/// `me`.
-pub fn visitor(first: &Frame, me: WorkerId) -> Result<(WorkerId, Over), String> {
-    match first {
-        Frame::Identify { me: worker, you, over } if *you == me => Ok((*worker, *over)),
-        Frame::Identify { you, .. } => Err(format!("{you} is not here any more, this is {me}")),
-        _ => Err("the first frame must say who calls".into()),
-    }
-}
-
 /// Says why the peer may not come in; as good as the socket takes at once, since nobody waits for it.
 pub(crate) fn turn_away(link: &mut Link, reason: &str) -> TransferError {
     link.push(&Frame::Reject { reason: reason.to_owned() });
@@ -212,11 +199,11 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
+    use baton_handoff::{FrameLimits, Limits};
+
     use super::*;
     use crate::link::Socket;
-    use crate::options::Limits;
     use crate::segment::Segment;
-    use crate::wire::FrameLimits;
 
     fn link(stream: UnixStream) -> Link {
         stream.set_nonblocking(true).unwrap();

@@ -4,12 +4,11 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Batch, TransferError};
 use baton_types::Epoch;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::device::{DeviceError, DeviceQueue, JobDone};
-use crate::error::TransferError;
-use crate::transport::Batch;
 
 /// A queue with the batches that its jobs are of.
 pub(crate) struct InOrder {
@@ -79,10 +78,11 @@ impl InOrder {
 
 #[cfg(test)]
 mod tests {
+    use baton_handoff::Range;
+
     use super::*;
     use crate::conformance::large;
     use crate::device::Moving;
-    use crate::link::Range;
 
     /// A device whose job is done when it is asked for the so manieth time.
     struct Slow(u32);
@@ -136,7 +136,6 @@ mod tests {
             writes: Vec::new(),
             after: 0,
             digest: false,
-            staged: None,
         };
         copies.begin(batch, |queue, batch| queue.copy(batch.after, &[], 0))?;
         copies.cancel(Epoch(8))?;

@@ -10,6 +10,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use baton_handoff::{Frame, FrameLimits, Malformed, PREFIX, Range, parse_body, parse_prefix};
 use baton_types::Epoch;
 use rustix::io::Errno;
 use rustix::net::{
@@ -17,10 +18,8 @@ use rustix::net::{
     Shutdown,
 };
 
-use crate::codec::Malformed;
 use crate::device::{Pool, Staged};
 use crate::tls::TlsStream;
-use crate::wire::{self, Frame, FrameLimits, PREFIX};
 
 /// Bytes read beyond what is needed now, so that the next frame's head comes along.
 const LOOKAHEAD: usize = 2048;
@@ -47,9 +46,6 @@ impl AsFd for Socket {
         }
     }
 }
-
-/// A range of the pool: offset and bytes.
-pub type Range = (usize, usize);
 
 /// What a non-blocking read came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -158,7 +154,7 @@ impl Link {
     /// Bytes the frame at the front lacks, as far as known.
     fn lacks(&self) -> usize {
         let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return PREFIX - self.buffered().len() };
-        let body = wire::parse_prefix(*prefix, &self.limits).map_or(0, |head| head.len);
+        let body = parse_prefix(*prefix, &self.limits).map_or(0, |head| head.len);
         (PREFIX + body).saturating_sub(self.buffered().len())
     }
 
@@ -172,9 +168,9 @@ impl Link {
     /// The next frame, once it is here.
     pub(crate) fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
         let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return Ok(None) };
-        let head = wire::parse_prefix(*prefix, &self.limits)?;
+        let head = parse_prefix(*prefix, &self.limits)?;
         let Some(body) = self.buffered().get(PREFIX..PREFIX + head.len) else { return Ok(None) };
-        let frame = wire::parse_body(&head, body)?;
+        let frame = parse_body(&head, body)?;
         self.consume(PREFIX + head.len);
         Ok(Some(frame))
     }

@@ -7,31 +7,11 @@
 use std::io::Error;
 use std::os::fd::{AsFd, BorrowedFd};
 
+use baton_handoff::{Frame, WriteHead, Written};
 use baton_types::Epoch;
 
 use crate::link::{Got, Link};
 use crate::wake::Interest;
-use crate::wire::{Frame, WriteHead};
-
-/// How many Write frames each connection beside a session's own was given. Pure: a simulation counts by it, too.
-#[derive(Clone, Debug, Default)]
-pub struct Written(Vec<u64>);
-
-impl Written {
-    /// One more on the connection that the peer knows by this number; those on the session's own, 0, need no count.
-    pub fn count(&mut self, number: usize) {
-        let Some(at) = number.checked_sub(1) else { return };
-        self.0.resize(self.0.len().max(number), 0);
-        self.0[at] += 1;
-    }
-
-    /// A completion that leaves now waits at the peer for every write that was counted before it.
-    pub fn stamp(&self, frame: &mut Frame) {
-        if let Frame::Complete { after, .. } = frame {
-            after.clone_from(&self.0);
-        }
-    }
-}
 
 /// One that carries blocks only.
 struct More {
@@ -138,11 +118,11 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
+    use baton_handoff::{FrameLimits, Limits};
+
     use super::*;
     use crate::link::Socket;
-    use crate::options::Limits;
     use crate::segment::Segment;
-    use crate::wire::FrameLimits;
 
     fn link() -> (Link, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();

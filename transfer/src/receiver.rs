@@ -6,14 +6,8 @@
 
 mod arrival;
 mod hub;
-mod inbound;
-mod incoming;
-mod ledger;
-mod members;
-mod payload;
 mod reception;
 mod session;
-mod table;
 
 use std::net::SocketAddr;
 use std::os::linux::net::SocketAddrExt;
@@ -22,56 +16,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Descriptor, FenceState, Host, ReceiverEvent, ReceiverStats, TransferError};
 use baton_types::{BlockId, Epoch};
 
-use crate::descriptor::Descriptor;
-use crate::error::TransferError;
-use crate::host::Host;
-use crate::options::{ReceiverOptions, TransportKind, check_pool};
+use crate::options::{ReceiverOptions, check_pool};
+use crate::this_host::this_host;
 use crate::{tcp, threads};
 use hub::Hub;
-pub use inbound::Inbound;
-pub use ledger::Ledger;
-pub use members::Members;
-pub use payload::{Payload, Target};
 use reception::Doors;
-pub use table::SessionId;
-
-/// What happens to reservations; called on transfer threads, in order, one at a time. Must not block; may call the
-/// receiver.
-///
-/// A reservation ends in one of three ways: `Verified`; `Failed` and then `Fenced`; or, taken back by its owner,
-/// [`FenceState::Clear`] or [`FenceState::Pending`] and then `Fenced`.
-#[derive(Clone, PartialEq, Debug)]
-pub enum ReceiverEvent {
-    /// Every block arrived and matches its digest (I2). The blocks are the caller's; [`Receiver::release`] ends the lease.
-    Verified {
-        /// The reservation.
-        epoch: Epoch,
-        /// What the sender passed along with the completion.
-        tail: Vec<u8>,
-        /// KV bytes.
-        bytes: u64,
-        /// From granting access to verification.
-        seconds: f64,
-        /// What carried it.
-        transport: TransportKind,
-    },
-    /// The reservation will never be verified. Its blocks stay lent until `Fenced` (I3), which always follows.
-    Failed {
-        /// The reservation.
-        epoch: Epoch,
-        /// Why.
-        error: TransferError,
-        /// What carried it; None when nobody was let in.
-        transport: Option<TransportKind>,
-    },
-    /// Nobody can write to the reservation's blocks any more; they may be reused. At most once per epoch.
-    Fenced {
-        /// The reservation.
-        epoch: Epoch,
-    },
-}
 
 /// What a reservation is to hold: of a sequence's KV, the blocks from `first` on that the next token sees. Those before it are
 /// here already.
@@ -85,41 +37,8 @@ pub struct Wanted<'a> {
     pub blocks: &'a [Vec<BlockId>],
 }
 
-/// What [`Receiver::fence`] found.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum FenceState {
-    /// Nobody can write to the blocks: reuse them now.
-    Clear,
-    /// A peer may still be writing: keep the blocks aside until [`ReceiverEvent::Fenced`].
-    Pending,
-}
-
-/// Called with every event.
+/// Called with every event, on transfer threads, in order, one at a time. Must not block; may call the receiver.
 pub type OnEvent = Box<dyn Fn(ReceiverEvent) + Send + Sync>;
-
-/// Counts since the start, for metrics.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct ReceiverStats {
-    /// Handoffs verified.
-    pub verified: u64,
-    /// Handoffs failed.
-    pub failed: u64,
-    /// Times other bytes arrived than were sent: handoffs with a block whose digest did not match, and frames that changed on
-    /// their way, each of which ends its session with all its handoffs.
-    pub verify_failures: u64,
-    /// KV bytes verified that came over shared memory.
-    pub shm_bytes: u64,
-    /// KV bytes verified that came over TCP.
-    pub tcp_bytes: u64,
-    /// KV bytes verified over UCX.
-    pub ucx_bytes: u64,
-    /// KV bytes verified that came from GPU to GPU.
-    pub cuda_ipc_bytes: u64,
-    /// Reservations that are not over, now.
-    pub reservations: usize,
-    /// Connected prefill workers, now.
-    pub sessions: usize,
-}
 
 /// Where KV arrives. Dropping it closes all connections; what was reserved then is never verified.
 pub struct Receiver {
@@ -145,7 +64,7 @@ impl Receiver {
         let hub = Arc::new(Hub::new(options, on_event)?);
         let desk = hub.clone();
         let reception = Some(threads::spawn("kv-accept".into(), &cpus, move || reception::run(desk, doors))?);
-        Ok(Receiver { hub, address, advertised, unix, host: Host::current(), reception })
+        Ok(Receiver { hub, address, advertised, unix, host: this_host(), reception })
     }
 
     /// The TCP address bound.

@@ -3,56 +3,31 @@
 //! Threads: one per decode worker that is being written to. Knows nothing of sequences; which local block holds which
 //! part of the reservation is the caller's to say.
 
-mod active;
 mod clock;
 mod connect;
 mod dial;
-mod line;
-mod outbound;
-mod paths;
 mod queue;
 mod session;
-mod turns;
+#[cfg(test)]
+pub(crate) mod testing;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use baton_handoff::{Core, Descriptor, Done, OnDone, PathReport, Quiet, TransferError, TransportKind, Writes};
 use baton_types::{BlockId, Epoch, WorkerId};
 
-use crate::descriptor::Descriptor;
-use crate::error::TransferError;
-use crate::host::Host;
-use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, TransportKind, UcxSettings, check_pool};
+use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, UcxSettings, check_pool};
+use crate::this_host::this_host;
 use crate::threads::{self, lock};
 use crate::ucx::Engine;
 use connect::{Config, Plan};
-pub use line::{Core, Done, Line, Op, Quiet};
-pub use outbound::{Effect, Outbound, Parties, Pools};
-pub use paths::PathReport;
 use queue::Queue;
 
 #[cfg(any(test, feature = "conformance"))]
 pub(crate) use connect::Wrap;
-
-/// Blocks of one queued write at most.
-const WRITE_BLOCKS: usize = 256;
-
-/// What a verified handoff took.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct TransferStats {
-    /// KV bytes.
-    pub bytes: u64,
-    /// From the first write to the decode side's answer.
-    pub seconds: f64,
-    /// What carried it.
-    pub transport: TransportKind,
-    /// Layers of blocks written.
-    pub writes: u64,
-    /// Pieces they were handed to the transport in, each of one layer.
-    pub slices: u64,
-}
 
 /// Tells what carries a handoff, also when that has ended.
 #[derive(Clone, Debug)]
@@ -64,9 +39,6 @@ impl Carrier {
         self.0.transport()
     }
 }
-
-/// Called once with a handoff's outcome, mostly on a transfer thread. Must not block.
-pub type OnDone = Box<dyn FnOnce(Result<TransferStats, TransferError>) + Send>;
 
 struct Peer {
     /// Of its pool.
@@ -110,7 +82,7 @@ impl Sender {
         let ucx = open_ucx(&options)?;
         let config = Config {
             options,
-            host: Host::current(),
+            host: this_host(),
             ucx,
             paths: Mutex::default(),
             #[cfg(any(test, feature = "conformance"))]
@@ -151,25 +123,17 @@ impl Sender {
         let options = &self.config.options;
         let layout = &options.geometry.layout;
         let target = Descriptor::parse(target, layout, options.convert.is_some())?;
-        let blocks: u64 = target.counts.iter().map(|n| u64::from(*n)).sum();
-        let limit = options.limits.blocks_per_handoff as u64;
-        if blocks > limit {
-            return Err(TransferError::Limit { what: "blocks of a reservation", limit, asked: blocks });
-        }
-        let (tokens, first) = (target.tokens, target.first.clone());
-        let core = Arc::new(Core::new(&target, deadline));
+        let writes = Writes::new(&target, options.worker, &options.geometry, &options.limits, deadline)?;
         let mut queue = self.queue_to(&target)?;
-        if let Err(error) = queue.begin(core.clone()) {
+        if let Err(error) = queue.begin(writes.core().clone()) {
             if queue.is_open() {
                 return Err(error);
             }
             // The session ended between the two lines; a new one may do.
             queue = self.queue_to(&target)?;
-            queue.begin(core.clone())?;
+            queue.begin(writes.core().clone())?;
         }
-        let layers = |group: usize| layout.groups[group].layers.len();
-        let unwritten = core.counts.iter().enumerate().map(|(g, n)| vec![true; *n as usize * layers(g)]).collect();
-        Ok(Handoff { config: self.config.clone(), queue, core, tokens, first, unwritten, written: 0, ended: false })
+        Ok(Handoff { config: self.config.clone(), queue, writes, ended: false })
     }
 
     /// The queue of the session to a worker; a session that has ended is replaced. Its thread may still be telling the worker
@@ -232,50 +196,45 @@ impl Drop for Sender {
 pub struct Handoff {
     config: Arc<Config>,
     queue: Arc<Queue>,
-    core: Arc<Core>,
-    tokens: u32,
-    first: Vec<u32>,
-    /// Per group, layer and index: whether it has yet to be written.
-    unwritten: Vec<Vec<bool>>,
-    written: u64,
+    writes: Writes,
     ended: bool,
 }
 
 impl Handoff {
     /// The reservation's epoch.
     pub fn epoch(&self) -> Epoch {
-        self.core.epoch
+        self.writes.core().epoch
     }
 
     /// The decode worker.
     pub fn peer(&self) -> WorkerId {
-        self.core.peer
+        self.writes.core().peer
     }
 
     /// Tokens of the sequence whose KV the reservation wants.
     pub fn tokens(&self) -> u32 {
-        self.tokens
+        self.writes.tokens()
     }
 
     /// Per group: index, in the sequence, of the block that index 0 of the reservation stands for. Blocks before it do
     /// not travel.
     pub fn first_blocks(&self) -> &[u32] {
-        &self.first
+        self.writes.first_blocks()
     }
 
     /// Blocks the reservation holds, per group.
     pub fn block_counts(&self) -> &[u32] {
-        &self.core.counts
+        &self.writes.core().counts
     }
 
     /// What carries it, or will.
     pub fn carrier(&self) -> Carrier {
-        Carrier(self.core.clone())
+        Carrier(self.writes.core().clone())
     }
 
     /// Why it has failed, once it has: good to know before computing more for it.
     pub fn failure(&self) -> Option<TransferError> {
-        self.queue.with(|line| line.has_room(&self.core, 0)).err()
+        self.queue.with(|line| self.writes.failure(line))
     }
 
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
@@ -289,44 +248,11 @@ impl Handoff {
         layer_in_group: usize,
         pairs: &[(BlockId, u32)],
     ) -> Result<(), TransferError> {
-        self.check(group, layer_in_group, pairs)?;
-        if pairs.is_empty() {
-            return Ok(());
-        }
-        // Many small ones, so that room comes free steadily, however long a prefix goes at once.
         let patience = Instant::now() + self.config.options.limits.room;
-        let after = self.config.options.pool.mark();
-        for pairs in pairs.chunks(WRITE_BLOCKS) {
-            let count = pairs.len() as u64;
-            let (epoch, layer, pairs) = (self.core.epoch, layer_in_group, pairs.to_vec());
-            self.queue.write(&self.core, Op::Write { epoch, group, layer, pairs, after }, patience)?;
-            self.written += count;
-        }
-        Ok(())
-    }
-
-    fn check(&mut self, group: usize, layer: usize, pairs: &[(BlockId, u32)]) -> Result<(), TransferError> {
-        let geometry = &self.config.options.geometry;
-        let Some(count) = self.core.counts.get(group) else {
-            return Err(TransferError::argument("group", format!("{group} of {}", self.core.counts.len())));
-        };
-        let layers = geometry.layout.groups[group].layers.len();
-        if layer >= layers {
-            return Err(TransferError::argument("layer_in_group", format!("{layer} of {layers} in group {group}")));
-        }
-        for (block, index) in pairs {
-            if block.0 >= geometry.blocks[group] {
-                let problem = format!("{block}, the pool has {} in group {group}", geometry.blocks[group]);
-                return Err(TransferError::argument("pairs.block", problem));
-            }
-            if index >= count {
-                return Err(TransferError::argument("pairs.index", format!("{index} of {count} in group {group}")));
-            }
-            let bit = &mut self.unwritten[group][layer * *count as usize + *index as usize];
-            if !std::mem::take(bit) {
-                let problem = format!("{index} of group {group} is written twice in layer {layer}");
-                return Err(TransferError::argument("pairs.index", problem));
-            }
+        for op in self.writes.write(group, layer_in_group, pairs, self.config.options.pool.mark())? {
+            let blocks = op.blocks();
+            self.queue.write(self.writes.core(), op, patience)?;
+            self.writes.queued(blocks);
         }
         Ok(())
     }
@@ -336,48 +262,31 @@ impl Handoff {
     /// [`crate::ReceiverEvent::Verified`].
     pub fn complete(mut self, tail: Vec<u8>, on_done: OnDone) {
         let done = Done::new(on_done);
-        match self.completable(&tail) {
+        match self.queue.with(|line| self.writes.completable(line, &tail)) {
             Ok(()) => {
                 self.ended = true;
-                self.queue.complete(self.core.epoch, tail, done);
+                self.queue.complete(self.writes.core().epoch, tail, done);
             }
             Err(error) => {
                 self.ended = true;
                 let report = move || done.report(Err(error));
-                self.queue.abort(self.core.epoch, Quiet(Some(Box::new(report))));
+                self.queue.abort(self.writes.core().epoch, Quiet(Some(Box::new(report))));
             }
         }
-    }
-
-    fn completable(&self, tail: &[u8]) -> Result<(), TransferError> {
-        if let Some(error) = self.failure() {
-            return Err(error);
-        }
-        let limit = self.config.options.limits.tail_bytes;
-        if tail.len() > limit {
-            let (limit, asked) = (limit as u64, tail.len() as u64);
-            return Err(TransferError::Limit { what: "bytes of a completion's tail", limit, asked });
-        }
-        let expected: u64 = self.unwritten.iter().map(|bits| bits.len() as u64).sum();
-        if self.written != expected {
-            let (epoch, peer, written) = (self.core.epoch, self.config.options.worker, self.written);
-            return Err(TransferError::Incomplete { epoch, peer, written, expected });
-        }
-        Ok(())
     }
 
     /// Gives up. `on_quiet` is called once nothing reads the local blocks any more; with no need to know, drop the
     /// handoff instead.
     pub fn abort(mut self, on_quiet: Box<dyn FnOnce() + Send>) {
         self.ended = true;
-        self.queue.abort(self.core.epoch, Quiet(Some(on_quiet)));
+        self.queue.abort(self.writes.core().epoch, Quiet(Some(on_quiet)));
     }
 }
 
 impl Drop for Handoff {
     fn drop(&mut self) {
         if !self.ended {
-            self.queue.abort(self.core.epoch, Quiet(None));
+            self.queue.abort(self.writes.core().epoch, Quiet(None));
         }
     }
 }

@@ -4,23 +4,22 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use baton_handoff::{Frame, Run, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::device::Pool;
-use crate::error::TransferError;
 use crate::links::Links;
-use crate::options::TransportKind;
+use crate::load::Load;
 use crate::segment::Segment;
-use crate::transport::{Batch, Progress, Run, Transport};
-use crate::wire::Frame;
+use crate::transport::{Progress, Transport};
 
 /// Copies from one pool into another.
 pub(crate) struct Shm {
     peer: WorkerId,
     local: Pool,
     remote: Segment,
-    batch: Option<Batch>,
+    load: Option<Load>,
     digests: Vec<(u32, u64)>,
 }
 
@@ -28,12 +27,12 @@ impl Shm {
     /// Maps the pool of `peer`, whose shape is `geometry`.
     pub(crate) fn map(peer: WorkerId, local: Pool, fd: OwnedFd, geometry: &PoolGeometry) -> Result<Shm, TransferError> {
         let remote = Segment::open_peer(fd, geometry.bytes())?;
-        Ok(Shm { peer, local, remote, batch: None, digests: Vec::new() })
+        Ok(Shm { peer, local, remote, load: None, digests: Vec::new() })
     }
 
     /// Copies one run; answers its digest if that is wanted.
-    fn copy(&self, batch: &Batch, run: &Run, next: *const u8) -> Result<u64, TransferError> {
-        let (Some(from), Some(to)) = (batch.source(&self.local, run), self.remote.at(run.target, run.len)) else {
+    fn copy(&self, load: &Load, run: &Run, next: *const u8) -> Result<u64, TransferError> {
+        let (Some(from), Some(to)) = (load.source(&self.local, run), self.remote.at(run.target, run.len)) else {
             let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
             return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });
         };
@@ -42,7 +41,7 @@ impl Shm {
         // SAFETY: both ranges were checked and lie in different mappings. The remote block is lent to this handoff until
         // this session says it stopped (I3).
         unsafe {
-            if batch.digest {
+            if load.batch.digest {
                 return Ok(digest_copy(bytes, to, run.lane, next));
             }
             stream_copy(bytes, to, next);
@@ -56,22 +55,22 @@ impl Transport for Shm {
         TransportKind::Shm
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
-        self.batch = Some(batch);
+    fn submit(&mut self, load: Load, _: &mut Links) -> Result<(), TransferError> {
+        self.load = Some(load);
         Ok(())
     }
 
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
-        let Some(batch) = self.batch.take() else { return Ok(Progress::Flushed) };
+        let Some(load) = self.load.take() else { return Ok(Progress::Flushed) };
         self.digests.clear();
-        for (run, next) in batch.runs_and_next(&self.local) {
-            let digest = self.copy(&batch, &run, next)?;
-            if batch.digest {
+        for (run, next) in load.runs_and_next(&self.local) {
+            let digest = self.copy(&load, &run, next)?;
+            if load.batch.digest {
                 self.digests.push((run.index, digest));
             }
         }
         order_copies();
-        links.own.push(&Frame::Write(batch.head(0)));
+        links.own.push(&Frame::Write(load.batch.head(0)));
         Ok(Progress::Flushed)
     }
 
@@ -84,7 +83,7 @@ impl Transport for Shm {
     }
 
     fn cancel(&mut self, _: Epoch, _: &mut Links) -> Result<(), TransferError> {
-        self.batch = None;
+        self.load = None;
         Ok(())
     }
 }

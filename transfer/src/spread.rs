@@ -9,12 +9,11 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use baton_handoff::{Range, TransferError};
 use baton_types::{PoolGeometry, RankPiece, Stripes};
 use rustix::event::epoll;
 
 use crate::device::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Registrable, Staged};
-use crate::error::TransferError;
-use crate::link::Range;
 
 /// What of a device's pool other processes reach is not there.
 fn apart<T>() -> Result<T, DeviceError> {

@@ -7,25 +7,15 @@
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 
-use baton_types::{Epoch, KvLayout};
+use baton_handoff::{Batch, Range, TransferError, TransportKind};
+use baton_types::Epoch;
 
-use crate::convert::Converter;
+use crate::convert::Conversions;
 use crate::device::{DEVICE_JOBS, JobDone, Pool};
-use crate::error::TransferError;
 use crate::in_order::InOrder;
-use crate::link::Range;
 use crate::links::Links;
-use crate::options::TransportKind;
-use crate::transport::{Batch, Progress, Transport};
-
-/// What rows of one type become in another.
-pub(crate) struct Conversions {
-    pub converter: Converter,
-    pub from: KvLayout,
-    pub to: KvLayout,
-}
-
-type Digests = Vec<(u32, u64)>;
+use crate::load::Load;
+use crate::transport::{Digests, Progress, Transport};
 
 /// Prepares batches on the device and passes them on.
 pub(crate) struct Staging {
@@ -36,7 +26,7 @@ pub(crate) struct Staging {
     /// Whether the inner transport takes batches out of the device's memory.
     direct: bool,
     /// Ready to be passed on, with the digests if the device has made them.
-    ready: VecDeque<(Batch, Option<Digests>)>,
+    ready: VecDeque<(Load, Option<Digests>)>,
     /// Passed on: whose, and the digests if the inner transport makes none.
     sent: VecDeque<(Epoch, Option<Digests>)>,
     convert: Option<Conversions>,
@@ -57,34 +47,34 @@ impl Staging {
 
     /// Takes in what was read.
     fn take_reads(&mut self) -> Result<(), TransferError> {
-        while let Some((mut batch, done)) = self.reads.next()? {
+        while let Some((batch, done)) = self.reads.next()? {
             let staged = match done {
                 JobDone::Read(staged) => staged,
                 JobDone::Digests(digests) => {
                     let digests = batch.runs().map(|run| run.index).zip(digests).collect();
-                    self.ready.push_back((batch, Some(digests)));
+                    self.ready.push_back((Load::new(batch), Some(digests)));
                     continue;
                 }
             };
-            let each = batch.source_len;
-            batch.stand_in(staged, each);
-            if let Some(Conversions { converter, from, to }) = &self.convert {
-                let converted = converter.stage(batch, &self.pool, from, to);
-                batch = converted.ok_or_else(|| TransferError::argument("block", "less was read than asked for"))?;
+            let (each, mut load) = (batch.source_len, Load::new(batch));
+            load.stand_in(staged, each);
+            if let Some(conversions) = &self.convert {
+                let converted = conversions.stage(load, &self.pool);
+                load = converted.ok_or_else(|| TransferError::argument("block", "less was read than asked for"))?;
             }
-            self.ready.push_back((batch, None));
+            self.ready.push_back((load, None));
         }
         Ok(())
     }
 
     fn pass_on(&mut self, links: &mut Links) -> Result<(), TransferError> {
         while self.sent.len() < self.inner.depth()
-            && let Some((batch, digests)) = self.ready.pop_front()
+            && let Some((load, digests)) = self.ready.pop_front()
         {
-            let own = batch.digest && !self.inner.digests();
-            let digests = own.then(|| digests.unwrap_or_else(|| batch.digests(&self.pool).collect()));
-            self.sent.push_back((batch.epoch, digests));
-            self.inner.submit(batch, links)?;
+            let own = load.batch.digest && !self.inner.digests();
+            let digests = own.then(|| digests.unwrap_or_else(|| load.digests(&self.pool).collect()));
+            self.sent.push_back((load.batch.epoch, digests));
+            self.inner.submit(load, links)?;
         }
         Ok(())
     }
@@ -104,8 +94,8 @@ impl Transport for Staging {
         DEVICE_JOBS
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
-        self.reads.begin(batch, |queue, batch| match self.direct {
+    fn submit(&mut self, load: Load, _: &mut Links) -> Result<(), TransferError> {
+        self.reads.begin(load.batch, |queue, batch| match self.direct {
             true => {
                 let runs: Vec<_> = batch.runs().map(|run| (run.source, run.lane)).collect();
                 queue.digest(batch.after, &runs, batch.source_len)
@@ -133,7 +123,7 @@ impl Transport for Staging {
         true
     }
 
-    fn take_digests(&mut self) -> Vec<(u32, u64)> {
+    fn take_digests(&mut self) -> Digests {
         std::mem::take(&mut self.digests)
     }
 
@@ -147,7 +137,7 @@ impl Transport for Staging {
 
     fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
         self.take_reads()?;
-        self.ready.retain(|(batch, _)| batch.epoch != epoch);
+        self.ready.retain(|(load, _)| load.batch.epoch != epoch);
         let cancelled = self.reads.cancel(epoch);
         if self.sent.iter().any(|(of, _)| *of == epoch) {
             self.sent.retain(|(of, _)| *of != epoch);

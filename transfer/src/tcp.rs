@@ -6,20 +6,16 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{TCP_BATCHES, TransferError, TransportKind};
 use baton_types::Epoch;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::cpus::Cpus;
-use crate::error::TransferError;
 use crate::links::Links;
-use crate::options::TransportKind;
+use crate::load::Load;
 use crate::threads;
-use crate::transport::{Batch, Progress, Transport};
-
-/// Batches for each connection: while one waits until its peer has read, the next is digested, which takes a sixth of the sender's time; and
-/// of several connections the others go on with as many. Not more: what is digested is to be sent while it is in the cache.
-pub const TCP_BATCHES: usize = 2;
+use crate::transport::{Progress, Transport};
 
 /// A batch on its way: whose, and by which byte of which connection it has left.
 struct Sending {
@@ -50,11 +46,13 @@ impl Transport for Tcp {
         self.depth
     }
 
-    fn submit(&mut self, mut batch: Batch, links: &mut Links) -> Result<(), TransferError> {
+    fn submit(&mut self, mut load: Load, links: &mut Links) -> Result<(), TransferError> {
+        let staged = load.take_staged();
+        let batch = &load.batch;
         let payload = u32::try_from(batch.bytes()).map_err(|_| TransferError::argument("payload", "4 GiB or more"))?;
         let (epoch, stream) = (batch.epoch, links.lightest());
         let link = links.write(stream, batch.head(payload));
-        match batch.staged.take() {
+        match staged {
             Some(bytes) => link.push_staged(bytes, epoch),
             None => batch.runs().for_each(|run| link.push_pool((run.source, run.len), epoch)),
         }

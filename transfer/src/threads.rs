@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::cpus::Cpus;
-use crate::error::TransferError;
+use baton_handoff::TransferError;
 
 thread_local! {
     static OURS: Cell<bool> = const { Cell::new(false) };

@@ -19,7 +19,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
 
-use crate::error::TransferError;
+use baton_handoff::TransferError;
 
 /// Encrypted bytes read at once: a few records, of 16 KiB each.
 const READ: usize = 64 << 10;

@@ -15,6 +15,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Access, Batch, Frame, Run, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
 pub(crate) use endpoint::Endpoint;
@@ -22,11 +23,9 @@ pub(crate) use engine::Engine;
 pub(crate) use worker::Worker;
 
 use crate::device::Pool;
-use crate::error::TransferError;
 use crate::links::Links;
-use crate::options::TransportKind;
-use crate::transport::{Batch, Progress, Run, Transport};
-use crate::wire::{Access, Frame};
+use crate::load::Load;
+use crate::transport::{Progress, Transport};
 use endpoint::Request;
 
 /// Batches under way at once: what one of them waits for the peer's word, the others fill.
@@ -54,7 +53,7 @@ pub(crate) struct Ucx {
 
 /// A batch under way, with the memory it is sent from.
 struct Flight {
-    batch: Batch,
+    load: Load,
     /// Its puts that are not done, and the flush behind them.
     requests: Vec<Request>,
 }
@@ -116,15 +115,15 @@ impl Transport for Ucx {
         IN_FLIGHT
     }
 
-    fn submit(&mut self, batch: Batch, _: &mut Links) -> Result<(), TransferError> {
-        self.flights.push_back(Flight { batch, requests: Vec::new() });
-        let Some(Flight { batch, requests }) = self.flights.back_mut() else { return Ok(()) };
-        for run in joined(batch) {
+    fn submit(&mut self, load: Load, _: &mut Links) -> Result<(), TransferError> {
+        self.flights.push_back(Flight { load, requests: Vec::new() });
+        let Some(Flight { load, requests }) = self.flights.back_mut() else { return Ok(()) };
+        for run in joined(&load.batch) {
             let inside = run.target.checked_add(run.len).is_some_and(|end| end as u64 <= self.bytes);
-            let registered = batch.staged.is_none();
+            let registered = !load.is_staged();
             let from = match registered {
                 true => self.endpoint.worker().engine().at(run.source, run.len),
-                false => batch.source(&self.local, &run),
+                false => load.source(&self.local, &run),
             };
             let (Some(from), true) = (from, inside) else {
                 let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
@@ -145,7 +144,10 @@ impl Transport for Ucx {
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         self.settle()?;
         if self.flights.front().is_none_or(|flight| flight.requests.is_empty()) {
-            self.flights.pop_front().into_iter().for_each(|flight| links.own.push(&Frame::Write(flight.batch.head(0))));
+            self.flights
+                .pop_front()
+                .into_iter()
+                .for_each(|flight| links.own.push(&Frame::Write(flight.load.batch.head(0))));
             return Ok(Progress::Flushed);
         }
         Ok(if self.endpoint.worker().arm()? { Progress::Blocked } else { Progress::Runnable })
@@ -169,8 +171,8 @@ impl Ucx {
         let until = Instant::now() + GRACE;
         loop {
             self.settle()?;
-            self.flights.retain(|flight| flight.batch.epoch != epoch || !flight.requests.is_empty());
-            if self.flights.iter().all(|flight| flight.batch.epoch != epoch) {
+            self.flights.retain(|flight| flight.load.batch.epoch != epoch || !flight.requests.is_empty());
+            if self.flights.iter().all(|flight| flight.load.batch.epoch != epoch) {
                 return Ok(());
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -187,7 +189,7 @@ impl Drop for Ucx {
         // Before its requests are let go, so that none of them reads the local pool any more.
         if !self.endpoint.close() {
             // Better lost than freed under a put.
-            self.flights.drain(..).for_each(|flight| std::mem::forget(flight.batch));
+            self.flights.drain(..).for_each(|flight| std::mem::forget(flight.load));
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::error::TransferError;
+use baton_handoff::TransferError;
 
 /// Lets one thread wake another out of [`wait`].
 #[derive(Debug)]

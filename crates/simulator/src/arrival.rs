@@ -1,7 +1,6 @@
 //! A connection at a decode worker until it is a session or belongs to one: the handshake's side that answers.
 
-use baton_transfer::TransportKind;
-use baton_transfer::protocol::{Frame, FrameLimits, Hello, Inbound, Ticket, WriteHead, visitor};
+use baton_handoff::{Frame, FrameLimits, Hello, Inbound, Ticket, TransportKind, WriteHead, visitor};
 use baton_types::WorkerId;
 
 use crate::decode_session::{DecodeSession, Stop};

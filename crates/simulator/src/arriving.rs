@@ -3,8 +3,7 @@
 
 use std::collections::VecDeque;
 
-use baton_transfer::Reach;
-use baton_transfer::protocol::{Frame, FrameLimits, Range, Target};
+use baton_handoff::{Frame, FrameLimits, Range, Target};
 use baton_types::Epoch;
 
 use crate::decode_session::{DecodeSession, Stop};
@@ -89,9 +88,8 @@ impl World {
             self.store(place, line, epoch, (offset, &bytes)).map_err(Stop::Broken)?;
         }
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        // SAFETY: a simulation is one thread.
-        unsafe { inbound.landed(stream, &mut Reach::Host(self.decodes[place].memory.segment.clone())) }
-            .map_err(Stop::Ended)?;
+        let landed = inbound.landed(stream, &mut *self.decodes[place].memory.shared.borrow_mut());
+        landed.map_err(Stop::Ended)?;
         while let Some(complete) = inbound.next_due() {
             self.summary.overtook += 1;
             inbound.frame(0, complete, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;

@@ -1,13 +1,11 @@
 //! How a session at a prefill worker moves blocks: over shared memory run by run, over TCP batch by batch on any of its connections.
 
-use std::sync::Arc;
-
-use baton_transfer::protocol::{Batch, Frame, Run, TCP_BATCHES};
-use baton_transfer::{Segment, TransportKind};
+use baton_handoff::{Batch, Frame, Run, TCP_BATCHES, TransportKind};
 use baton_types::Epoch;
 
 use crate::events::{Life, Place};
 use crate::prefill_session::{PrefillSession, Stop};
+use crate::shapes::Bytes;
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
@@ -25,7 +23,7 @@ pub(crate) struct Copy {
 
 /// One decode worker's pool, as mapped here.
 pub(crate) struct Mapped {
-    segment: Arc<Segment>,
+    pool: Bytes,
     life: Life,
 }
 
@@ -51,7 +49,7 @@ impl World {
         if decode.life != life {
             return Err("its pool is gone".into());
         }
-        session.mapped = Some(Mapped { segment: decode.memory.segment.clone(), life });
+        session.mapped = Some(Mapped { pool: decode.memory.shared.clone(), life });
         Ok(())
     }
 
@@ -66,8 +64,9 @@ impl World {
             return Ok(false);
         }
         let now = self.instant(self.now);
-        let pool = self.prefills[place].memory.segment.clone().into();
-        let batch = session.outbound.next_batch(&pool, false, now).map_err(Stop::Ended)?;
+        let mut pool = self.prefills[place].memory.shared.borrow_mut();
+        let batch = session.outbound.next_batch(Some(&mut *pool), now).map_err(Stop::Ended)?;
+        drop(pool);
         if let Some(batch) = batch {
             self.submit_batch(session, &batch);
             return Ok(true);
@@ -172,8 +171,7 @@ impl World {
         if self.faults.miscopies(&mut self.random) {
             self.random.flip(&mut bytes);
         }
-        // SAFETY: a simulation is one thread; the range is a block of the mapped pool's geometry.
-        unsafe { mapped.segment.write(copy.to, &bytes) };
+        mapped.pool.borrow_mut()[copy.to..][..bytes.len()].copy_from_slice(&bytes);
         Ok(())
     }
 }

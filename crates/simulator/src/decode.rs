@@ -3,9 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use baton_handoff::{Descriptor, FenceState, Host, Ledger, Limits, Members, ReceiverEvent, TransferError};
 use baton_kv_cache::{CacheConfig, Hit, KvPools, Lease, Quarantine, Tables};
-use baton_transfer::protocol::{Descriptor, Host, Ledger, Members};
-use baton_transfer::{FenceState, Limits, ReceiverEvent, TransferError};
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::decode_session::DecodeSession;
@@ -75,7 +74,7 @@ impl Decode {
             pools: pools(&geometry)?,
             members: Members::new(limits.connections),
             ledger: Ledger::new(&geometry, limits),
-            memory: Memory::new(geometry)?,
+            memory: Memory::new(geometry),
             reserved: BTreeMap::new(),
             verified: BTreeSet::new(),
             next_epoch: 1,

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use baton_transfer::protocol::{Frame, FrameLimits, Inbound};
-use baton_transfer::{TransferError, TransportKind};
+use baton_handoff::{Frame, FrameLimits, Inbound, TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
 
 use crate::arrival::Greeted;

@@ -1,6 +1,6 @@
 //! One end of a connection: what has come and is not taken in, and what has yet to leave. The same at both workers.
 
-use baton_transfer::protocol::{Frame, FrameLimits, Hello, Malformed, PREFIX, parse_body, parse_prefix};
+use baton_handoff::{Frame, FrameLimits, Hello, Malformed, PREFIX, parse_body, parse_prefix};
 
 use crate::events::Line;
 use crate::outbox::Outbox;

@@ -1,7 +1,6 @@
 //! How a session at a prefill worker begins: the handshake's side that calls, and over TCP the other connections that join it.
 
-use baton_transfer::protocol::{Frame, FrameLimits, Hello, Over, Ticket};
-use baton_transfer::{TransferError, TransportKind};
+use baton_handoff::{Frame, FrameLimits, Hello, Over, Ticket, TransferError, TransportKind};
 use baton_types::WorkerId;
 
 use crate::end::End;

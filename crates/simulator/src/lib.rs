@@ -1,6 +1,6 @@
 //! The handoff under a virtual clock, a seed and a hostile network: both ends' pure halves, on one thread.
 //!
-//! Decode workers and prefill workers here run the very code of `baton_transfer` that real ones run ([`Ledger`],
+//! Decode workers and prefill workers here run the very code of `baton_handoff` that real ones run ([`Ledger`],
 //! [`Members`], [`Inbound`], [`Outbound`], [`Line`], [`Written`], the frames' bytes) and the block pools of `baton_kv_cache`; only
 //! sockets, threads and the clock are replaced. Sessions over TCP have up to four connections, each with an order, delays and
 //! faults of its own, so that writes and completions overtake one another. Separate checkers look at what must always hold, and
@@ -18,12 +18,12 @@
 //!
 //! A run is a function of its seed, so a failure is replayed by it.
 //!
-//! [`Ledger`]: baton_transfer::protocol::Ledger
-//! [`Members`]: baton_transfer::protocol::Members
-//! [`Inbound`]: baton_transfer::protocol::Inbound
-//! [`Outbound`]: baton_transfer::protocol::Outbound
-//! [`Line`]: baton_transfer::protocol::Line
-//! [`Written`]: baton_transfer::protocol::Written
+//! [`Ledger`]: baton_handoff::Ledger
+//! [`Members`]: baton_handoff::Members
+//! [`Inbound`]: baton_handoff::Inbound
+//! [`Outbound`]: baton_handoff::Outbound
+//! [`Line`]: baton_handoff::Line
+//! [`Written`]: baton_handoff::Written
 
 mod arrival;
 mod arriving;

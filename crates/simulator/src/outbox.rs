@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use baton_transfer::protocol::{Frame, Range};
+use baton_handoff::{Frame, Range};
 use baton_types::Epoch;
 
 use crate::faults::Faults;

@@ -4,9 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use baton_handoff::{Core, Descriptor, Done, Quiet, TransferError, TransferStats, TransportKind, Writes};
 use baton_kv_cache::{KvPools, Tables};
-use baton_transfer::protocol::{Core, Descriptor, Done, Op, Quiet};
-use baton_transfer::{TransferError, TransferStats, TransportKind};
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::decode::pools;
@@ -40,7 +39,7 @@ type Reports = Arc<Mutex<Vec<(u64, Told)>>>;
 pub(crate) struct Handoff {
     request: u64,
     target: Vec<u8>,
-    core: Arc<Core>,
+    writes: Writes,
     epoch: Epoch,
     pub peer: WorkerId,
     decode: Place,
@@ -78,7 +77,7 @@ impl Prefill {
             life,
             id: WorkerId(life),
             pools: pools(&geometry)?,
-            memory: Memory::new(geometry)?,
+            memory: Memory::new(geometry),
             handoffs: BTreeMap::new(),
             sessions: BTreeMap::new(),
             reports: Reports::default(),
@@ -118,7 +117,9 @@ impl World {
         let target = Descriptor::parse(target, &prefill.memory.geometry.layout, false);
         let target = target.map_err(|error| self.violation("I8", error.to_string()))?;
         let decode: Place = target.address.parse().unwrap_or_default();
-        let core = Arc::new(Core::new(&target, at));
+        let prefill = &self.prefills[place];
+        let writes = Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, at);
+        let writes = writes.map_err(|error| self.violation("I8", error.to_string()))?;
         let prefill = &mut self.prefills[place];
         let Ok(tables) = prefill.pools.allocate(target.tokens) else { return Ok(()) };
         let blocks: Vec<Vec<BlockId>> = tables.as_slice().iter().map(|table| table.blocks().to_vec()).collect();
@@ -128,7 +129,7 @@ impl World {
         let taken = prefill.memory.take(&blocks, handoff);
         prefill.memory.fill(request, &blocks);
         taken.map_err(|what| self.violation("I3", what))?;
-        let serial = match self.begin(place, decode, worker, &core) {
+        let serial = match self.begin(place, decode, worker, writes.core()) {
             Ok(serial) => serial,
             Err(error) => {
                 // A second run of the same target: the first one goes on.
@@ -146,7 +147,7 @@ impl World {
         let owned = Handoff {
             request,
             target: bytes,
-            core,
+            writes,
             epoch,
             peer,
             decode,
@@ -218,7 +219,7 @@ impl World {
         let Some(handoff) = self.prefills[place].handoffs.get_mut(&id).filter(|h| !h.asked) else { return Ok(()) };
         let (epoch, peer, deadline) = (handoff.epoch, handoff.peer, handoff.deadline);
         let fickle = if handoff.request.is_multiple_of(7) { 60 } else { 4 };
-        let failed = handoff.core.failure().is_some() || deadline <= self.now || self.random.chance(fickle);
+        let failed = handoff.writes.core().failure().is_some() || deadline <= self.now || self.random.chance(fickle);
         // Some have computed all before, so that one write follows close upon the other.
         let pace = if handoff.request.is_multiple_of(2) { 200 } else { PACE };
         let dawdles = self.random.chance(3);
@@ -229,14 +230,21 @@ impl World {
         let prefill = &mut self.prefills[place];
         let Some(handoff) = prefill.handoffs.get_mut(&id) else { return Ok(()) };
         let Some(session) = prefill.sessions.get_mut(&peer) else { return Ok(()) };
-        if failed || !session.serves(handoff.serial, &handoff.core) {
+        if failed || !session.serves(handoff.serial, handoff.writes.core()) {
             return self.give_up(place, id);
         }
         if let Some((group, layer, indexes)) = handoff.todo.last() {
-            match session.line.has_room(&handoff.core, indexes.len()) {
+            match session.line.has_room(handoff.writes.core(), indexes.len()) {
                 Ok(true) => {
-                    let pairs = indexes.iter().map(|i| (handoff.blocks[*group][*i as usize], *i)).collect();
-                    session.line.write(Op::Write { epoch, group: *group, layer: *layer, pairs, after: 0 });
+                    let pair = |i: &u32| (handoff.blocks[*group][*i as usize], *i);
+                    let pairs: Vec<_> = indexes.iter().map(pair).collect();
+                    match handoff.writes.write(*group, *layer, &pairs, 0) {
+                        Ok(ops) => ops.into_iter().for_each(|op| {
+                            handoff.writes.queued(op.blocks());
+                            session.line.write(op);
+                        }),
+                        Err(error) => return Err(self.violation("I8", error.to_string())),
+                    }
                     handoff.todo.pop();
                 }
                 Ok(false) => next = by_deadline(next + PACE),
@@ -246,9 +254,12 @@ impl World {
             self.wake_prefill(place, peer);
             return Ok(());
         }
+        let tail = handoff.request.to_le_bytes().to_vec();
+        if let Err(error) = handoff.writes.completable(&session.line, &tail) {
+            return Err(self.violation("I8", error.to_string()));
+        }
         handoff.asked = true;
         handoff.completed = Some(self.now);
-        let tail = handoff.request.to_le_bytes().to_vec();
         let report = prefill.reports.clone();
         let done = Done::new(Box::new(move |outcome| {
             report.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Done(outcome)));
@@ -340,7 +351,7 @@ impl World {
                 handoff.epoch,
                 handoff.peer,
                 handoff.asked,
-                handoff.core.failure()
+                handoff.writes.core().failure()
             );
             return Err(self.violation("I5", what));
         }

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use baton_transfer::protocol::{Core, Effect, Frame, FrameLimits, Line as Ops, Op, Outbound, Parties, Pools, Written};
-use baton_transfer::{TransferError, TransportKind};
+use baton_handoff::{
+    Core, Effect, Frame, FrameLimits, Line as Ops, Op, Outbound, Parties, Pools, TransferError, TransportKind, Written,
+};
 use baton_types::WorkerId;
 
 use crate::copying::{Copying, Mapped, Sending};

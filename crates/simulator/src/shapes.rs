@@ -1,11 +1,10 @@
 //! Pools, and what lies in them: two layer groups of different shapes, and for every request a content of its own.
 
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::rc::Rc;
 
-use baton_transfer::Segment;
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
 
-use crate::Violation;
 use crate::random::mix;
 
 /// Blocks of 60 and of 20 bytes a layer, one token each; neither is a whole number of digest lanes.
@@ -17,11 +16,14 @@ pub(crate) fn geometry(blocks: u32) -> PoolGeometry {
     PoolGeometry { layout, blocks: vec![blocks, blocks] }
 }
 
+/// A pool's bytes, which other workers may have mapped.
+pub(crate) type Bytes = Rc<RefCell<Vec<u8>>>;
+
 /// A pool's bytes, and who may touch which block: the checker's own view.
 #[derive(Debug)]
 pub(crate) struct Memory<Owner> {
     pub geometry: PoolGeometry,
-    pub segment: Arc<Segment>,
+    pub shared: Bytes,
     /// Per group and block: on whose behalf it is kept.
     owners: Vec<Vec<Option<Owner>>>,
     /// Per group and block: digest of what lay in it when it was given back.
@@ -29,21 +31,17 @@ pub(crate) struct Memory<Owner> {
 }
 
 impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
-    pub(crate) fn new(geometry: PoolGeometry) -> Result<Memory<Owner>, Violation> {
-        let segment = Segment::create("simulated", geometry.bytes()).map_err(|e| Violation {
-            invariant: "set-up",
-            at_micros: 0,
-            what: e.to_string(),
-        })?;
+    pub(crate) fn new(geometry: PoolGeometry) -> Memory<Owner> {
+        let shared = Rc::new(RefCell::new(vec![0; geometry.bytes()]));
         let owners = geometry.blocks.iter().map(|n| vec![None; *n as usize]).collect();
         let resting = geometry.blocks.iter().map(|n| vec![0; *n as usize]).collect();
-        let mut memory = Memory { geometry, segment: Arc::new(segment), owners, resting };
+        let mut memory = Memory { geometry, shared, owners, resting };
         for (group, blocks) in memory.geometry.blocks.clone().into_iter().enumerate() {
             for block in (0..blocks).map(BlockId) {
                 memory.resting[group][block.0 as usize] = memory.digest(group, block);
             }
         }
-        Ok(memory)
+        memory
     }
 
     fn layers(&self, group: usize) -> usize {
@@ -58,8 +56,7 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
 
     /// Some bytes.
     pub(crate) fn bytes(&self, (offset, len): (usize, usize)) -> Vec<u8> {
-        // SAFETY: a simulation is one thread.
-        unsafe { self.segment.read(offset, len) }
+        self.shared.borrow()[offset..][..len].to_vec()
     }
 
     fn digest(&self, group: usize, block: BlockId) -> u64 {
@@ -119,8 +116,7 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
 
     /// Writes without asking.
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
-        // SAFETY: a simulation is one thread, and offsets come from the geometry.
-        unsafe { self.segment.write(offset, bytes) }
+        self.shared.borrow_mut()[offset..][..bytes.len()].copy_from_slice(bytes);
     }
 
     /// Writes a request's content: to index i of each group's list, in every layer.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use baton_transfer::{Limits, TransportKind};
+use baton_handoff::{Limits, TransportKind};
 use baton_types::WorkerId;
 
 use crate::decode::Decode;

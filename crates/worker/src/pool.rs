@@ -7,10 +7,9 @@ use std::sync::Arc;
 use baton_kernels::cuda::{CopyQueue, CudaBackend, CudaOptions, Finished, Moved, SharedPool, SharingDevice};
 use baton_kernels::{HostPool, KernelError};
 use baton_model::ModelError;
-use baton_transfer::protocol::Range;
 use baton_transfer::{
-    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Registrable, Segment,
-    Staged,
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Range, Registrable,
+    Segment, Staged,
 };
 use baton_types::PoolGeometry;
 

@@ -85,7 +85,7 @@ impl Scene {
         println!("over {transport}, seed {seed}");
         let model = models::slow().unwrap();
         let memory = format!("{}B", u64::from(BLOCKS) * models::block_bytes(model.path()).unwrap());
-        let log = "info,baton_transfer=debug".to_owned();
+        let log = "info,baton_transfer=debug,baton_handoff=debug".to_owned();
         let args = vec!["--kv-memory".to_owned(), memory, "--log".to_owned(), log];
         let options = ClusterOptions { prefill: 2, transport, env, args, ..ClusterOptions::new(&model) };
         let cluster = Cluster::start(options).unwrap();

@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use crate::error::TransferError;
 use crate::tcp;
+use baton_handoff::TransferError;
 
 /// Longest time for one handoff.
 pub(super) const HANDOFF_PATIENCE: Duration = Duration::from_secs(60);

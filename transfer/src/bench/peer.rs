@@ -4,12 +4,12 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use baton_handoff::TransferError;
 use baton_types::PoolGeometry;
 
 use super::control::{Control, PLAIN_CHUNK, lost, printable};
 use super::request::Request;
 use super::{MARK, hex};
-use crate::error::TransferError;
 use crate::segment::Segment;
 use crate::tcp;
 

@@ -2,11 +2,10 @@
 
 use std::fmt;
 
+use baton_handoff::{TransferError, encode_layout, parse_layout};
 use baton_types::{KvGroup, PoolGeometry};
 
 use super::hex;
-use crate::descriptor::{encode_layout, parse_layout};
-use crate::error::TransferError;
 
 /// Bytes of a pool that a driving end may ask for (I5).
 const MOST: f64 = (64u64 << 30) as f64;

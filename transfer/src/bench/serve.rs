@@ -6,15 +6,15 @@
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, mpsc};
 
+use baton_handoff::{Limits, ReceiverEvent, TransferError};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, lost, machine};
 use super::request::{Request, unknown};
 use super::{hex, order};
 use crate::cpus::Cpus;
-use crate::error::TransferError;
-use crate::options::{Limits, ReceiverOptions, UcxSettings};
-use crate::receiver::{Receiver, ReceiverEvent, Wanted};
+use crate::options::{ReceiverOptions, UcxSettings};
+use crate::receiver::{Receiver, Wanted};
 use crate::segment::Segment;
 use crate::threads;
 

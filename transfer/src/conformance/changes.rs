@@ -45,7 +45,7 @@ impl Transport for Swallowing {
     fn kind(&self) -> TransportKind {
         self.0.kind()
     }
-    fn submit(&mut self, _: Batch, _: &mut Links) -> Result<(), TransferError> {
+    fn submit(&mut self, _: Load, _: &mut Links) -> Result<(), TransferError> {
         Ok(())
     }
     fn poll(&mut self, _: &mut Links) -> Result<Progress, TransferError> {

@@ -5,12 +5,11 @@ use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt as _;
 
+use baton_handoff::{Descriptor, Frame, FrameLimits, Hello, Over, PREFIX, Ticket, WriteHead, parse_body, parse_prefix};
 use baton_types::digest_block;
 
 use super::*;
 use crate::FenceState;
-use crate::descriptor::Descriptor;
-use crate::wire::{Frame, FrameLimits, Hello, Over, PREFIX, Ticket, WriteHead, parse_body, parse_prefix};
 
 thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(1) };

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::FenceState;
-use crate::wire::{Frame, PREFIX};
+use baton_handoff::{Frame, PREFIX};
 
 for_each_transport![
     an_abort_gives_the_blocks_back,

@@ -5,11 +5,11 @@ use std::collections::VecDeque;
 use std::fs::OpenOptions;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
+use baton_handoff::Range;
 use baton_types::digest_block;
 use rustix::event::EventfdFlags;
 
 use super::*;
-use crate::link::Range;
 use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
 
 /// This memory as a device's.

@@ -27,11 +27,11 @@ where
     fn depth(&self) -> usize {
         self.inner.depth()
     }
-    fn submit(&mut self, mut batch: Batch, links: &mut Links) -> Result<(), TransferError> {
+    fn submit(&mut self, mut load: Load, links: &mut Links) -> Result<(), TransferError> {
         self.submitted += 1;
-        (self.before)(self.submitted, &mut batch, &mut links.own);
-        self.in_flight.push_back((self.submitted, batch.clone()));
-        self.inner.submit(batch, links)
+        (self.before)(self.submitted, &mut load.batch, &mut links.own);
+        self.in_flight.push_back((self.submitted, load.batch.clone()));
+        self.inner.submit(load, links)
     }
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         let progress = self.inner.poll(links)?;

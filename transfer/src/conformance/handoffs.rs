@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::FenceState;
-use crate::descriptor::Descriptor;
+use baton_handoff::Descriptor;
 
 for_each_transport![
     one_block,

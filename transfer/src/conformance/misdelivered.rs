@@ -41,17 +41,17 @@ impl Transport for Stutters {
     fn depth(&self) -> usize {
         self.inner.depth()
     }
-    fn submit(&mut self, batch: Batch, links: &mut Links) -> Result<(), TransferError> {
+    fn submit(&mut self, load: Load, links: &mut Links) -> Result<(), TransferError> {
         self.submitted += 1;
         if self.submitted == TWICE {
-            self.inner.submit(batch.clone(), links)?;
+            self.inner.submit(load.clone(), links)?;
             // Not before the first one is through: some take one at a time.
             while self.inner.poll(links)? != Progress::Flushed {
                 links.flush().map_err(|error| TransferError::os("send a batch twice", error))?;
             }
             self.inner.take_digests();
         }
-        self.inner.submit(batch, links)
+        self.inner.submit(load, links)
     }
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         self.inner.poll(links)

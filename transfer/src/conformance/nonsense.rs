@@ -5,8 +5,7 @@ use std::net::TcpStream;
 
 use super::*;
 use crate::FenceState;
-use crate::descriptor::Descriptor;
-use crate::wire::{Frame, Hello, WriteHead};
+use baton_handoff::{Descriptor, Frame, Hello, WriteHead};
 
 /// A TCP peer that speaks frame by frame, as worker 5 to worker 1.
 fn call(decode: &Decode) -> TcpStream {
@@ -14,7 +13,7 @@ fn call(decode: &Decode) -> TcpStream {
     let fingerprint = decode.geometry.layout.fingerprint();
     stream.write_all(&Hello { fingerprint }.encode()).unwrap();
     stream
-        .write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1), over: crate::wire::Over::Stream }.encode())
+        .write_all(&Frame::Identify { me: WorkerId(5), you: WorkerId(1), over: baton_handoff::Over::Stream }.encode())
         .unwrap();
     stream
 }

@@ -6,8 +6,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
-use crate::descriptor::Descriptor;
-use crate::wire::{Frame, Hello};
+use baton_handoff::{Descriptor, Frame, Hello};
 
 /// How long the handoff has. Any time does: what is asked is whether it ends while the peer goes on talking.
 const DEADLINE: Duration = Duration::from_secs(2);

@@ -1,10 +1,10 @@
 use std::io::Write as _;
 use std::sync::Arc;
 
+use baton_handoff::Limits;
 use baton_types::Epoch;
 
 use super::*;
-use crate::options::Limits;
 use crate::segment::Segment;
 
 fn link(stream: UnixStream) -> Link {

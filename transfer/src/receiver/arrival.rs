@@ -8,17 +8,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::hub::{Hub, Mail};
-use super::inbound::Inbound;
 use super::session::{Session, Welcomed};
-use super::table::SessionId;
 use crate::device::Pool;
-use crate::error::TransferError;
 use crate::handshake::{self, Arrival, Guest, Patience};
 use crate::link::{Link, Socket};
-use crate::options::TransportKind;
 use crate::threads;
 use crate::ucx::Worker;
-use crate::wire::{Frame, FrameLimits, Ticket};
+use baton_handoff::{Frame, FrameLimits, Inbound, SessionId, Ticket, TransferError, TransportKind};
 
 /// Lets a connection in, and serves a session until either side ends it.
 pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {

@@ -5,19 +5,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use baton_handoff::{Ledger, Members, SessionId, Ticket, TransferError};
 use baton_types::{Epoch, WorkerId};
 
-use super::ledger::Ledger;
-use super::members::Members;
-use super::table::SessionId;
 use super::{OnEvent, ReceiverStats};
-use crate::error::TransferError;
 use crate::link::Link;
 use crate::options::ReceiverOptions;
 use crate::threads::lock;
 use crate::ucx::Engine;
 use crate::wake::Wake;
-use crate::wire::Ticket;
 
 /// How other threads reach a session's.
 pub(crate) struct Mail {

@@ -11,14 +11,12 @@ use std::time::{Duration, Instant};
 
 use super::arrival;
 use super::hub::{Hub, Mail};
-use super::table::SessionId;
-use crate::error::TransferError;
 use crate::handshake::turn_away;
 use crate::link::{Got, Link, Socket};
 use crate::tls::Tls;
 use crate::wake::{Interest, wait};
-use crate::wire::{FrameLimits, Hello};
 use crate::{tcp, threads};
+use baton_handoff::{FrameLimits, Hello, SessionId, TransferError};
 
 /// How long nobody is accepted after the system had no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -9,16 +9,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::hub::{Hub, Mail};
-use super::inbound::Inbound;
-use super::ledger::Ledger;
-use super::payload::Target;
 use crate::device::{DeviceError, DeviceQueue, Reach};
-use crate::error::TransferError;
-use crate::link::{Got, Link, MAX_QUEUED, Range};
-use crate::options::TransportKind;
+use crate::link::{Got, Link, MAX_QUEUED};
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::{Access, Frame};
+use baton_handoff::{Access, Frame, Inbound, Ledger, Range, Target, TransferError, TransportKind};
 
 /// Bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;
@@ -214,7 +209,8 @@ impl Session {
             }
         }
         // SAFETY: this thread has read what it counted; lent blocks are the peer's and this session's only.
-        unsafe { self.inbound.landed(stream, &mut self.reach) }?;
+        let mut pool = unsafe { self.reach.still() };
+        self.inbound.landed(stream, &mut pool)?;
         while let Some(complete) = self.inbound.next_due() {
             self.take_in(0, complete)?;
         }

@@ -5,22 +5,18 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use baton_handoff::{Descriptor, FrameLimits, Host, Over, Paths, Ticket, TransferError, TransportKind};
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
 
-use super::paths::Paths;
-use crate::descriptor::Descriptor;
 use crate::device::Pool;
-use crate::error::TransferError;
 use crate::handshake::{Caller, Patience, Welcome};
-use crate::host::Host;
 use crate::link::{Link, Socket};
 use crate::links::Links;
-use crate::options::{SenderOptions, TransportChoice, TransportKind};
+use crate::options::{SenderOptions, TransportChoice};
 use crate::threads::lock;
 use crate::transport::Transport;
 use crate::ucx::Engine;
 use crate::wake::Wake;
-use crate::wire::{FrameLimits, Over, Ticket};
 use crate::{shm, tcp};
 
 /// Puts itself between a session and its transport, to make faults.

@@ -8,11 +8,10 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use super::connect::{Connected, Interrupt, Plan};
-use super::outbound::{Effect, Outbound};
 use super::queue::Queue;
-use crate::error::TransferError;
 use crate::threads;
 use crate::wake::{Wake, wait};
+use baton_handoff::{Effect, Outbound, TransferError};
 
 /// What both threads know of the attempt.
 struct Attempt {

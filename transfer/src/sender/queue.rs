@@ -3,11 +3,9 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
+use baton_handoff::{Core, Done, Limits, Line, Op, Quiet, TransferError};
 use baton_types::Epoch;
 
-use super::line::{Core, Done, Line, Op, Quiet};
-use crate::error::TransferError;
-use crate::options::Limits;
 use crate::threads::lock;
 use crate::wake::Wake;
 
@@ -147,17 +145,17 @@ impl Queue {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{OnceLock, mpsc};
+    use std::sync::mpsc;
     use std::time::Duration;
 
+    use baton_handoff::Descriptor;
     use baton_types::{BlockId, WorkerId};
 
     use super::*;
+    use crate::sender::testing;
 
     fn core(epoch: u64, deadline: Instant) -> Arc<Core> {
-        let (epoch, peer, counts, layers) = (Epoch(epoch), WorkerId(1), vec![4], 4);
-        let (transport, failure) = (OnceLock::new(), OnceLock::new());
-        Arc::new(Core { epoch, key: 0, peer, deadline, counts, layers, transport, failure })
+        Arc::new(Core::new(&Descriptor { epoch: Epoch(epoch), ..testing::target(4) }, deadline))
     }
 
     fn write(epoch: u64, blocks: u32) -> Op {

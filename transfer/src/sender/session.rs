@@ -7,30 +7,29 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use baton_handoff::{
+    Access, BATCH_BYTES, Effect, Frame, Line, Malformed, Outbound, Parties, Paths, PoolMemory, Pools, TransferError,
+    TransportKind,
+};
 use baton_types::PoolGeometry;
 
 use super::clock::Clock;
 use super::connect::{Connected, Interrupt, Plan};
 use super::dial::dial;
-use super::line::Line;
-use super::outbound::{Effect, Outbound, Parties, Pools};
-use super::paths::Paths;
 use super::queue::Queue;
-use crate::codec::Malformed;
+use crate::convert::{Conversions, Converting};
 use crate::cuda_ipc::CudaIpc;
 use crate::device::Reach;
-use crate::error::TransferError;
 use crate::in_order::InOrder;
 use crate::link::{Got, MAX_QUEUED};
 use crate::links::Links;
-use crate::options::TransportKind;
+use crate::load::Load;
 use crate::shm::Shm;
-use crate::staging::{Conversions, Staging};
+use crate::staging::Staging;
 use crate::tcp::Tcp;
-use crate::transport::{BATCH_BYTES, DEVICE_BATCH_BYTES, PUT_BATCH_BYTES, Progress, Transport};
+use crate::transport::{DEVICE_BATCH_BYTES, PUT_BATCH_BYTES, Progress, Transport};
 use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
-use crate::wire::{Access, Frame};
 
 /// Batches between two looks at the socket: a look takes about a tenth of a batch's time.
 const BATCHES: usize = 4;
@@ -134,27 +133,26 @@ impl Session {
     ) -> Session {
         let options = &plan.config.options;
         let (local, verify) = (options.geometry.clone(), options.verify);
-        // What leaves a device is converted behind it.
-        let convert = options.convert.clone().filter(|_| !options.pool.is_device());
         let batch_bytes = match kind {
             TransportKind::CudaIpc => DEVICE_BATCH_BYTES,
             TransportKind::Ucx if options.pool.is_device() || plan.target.device => PUT_BATCH_BYTES,
             _ => BATCH_BYTES,
         };
-        outbound.reaches(Pools { local, remote: remote.clone(), convert, batch_bytes, verify });
+        outbound.reaches(Pools { local, remote: remote.clone(), batch_bytes, verify });
         let (clock, unread, stuck, held) = (Clock::default(), false, None, Vec::new());
         Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck, held }
     }
 
-    /// From now on blocks travel over this, out of a device's memory as [`Staging`] says.
+    /// From now on blocks travel over this, in the peer's KV type, out of a device's memory as [`Staging`] says.
     fn carry(&mut self, transport: Box<dyn Transport>) -> Result<(), TransferError> {
         let options = &self.plan.config.options;
-        let carried: Box<dyn Transport> = match self.plan.pool().reach()? {
-            Reach::Host(_) => transport,
-            Reach::Device(queue) => {
-                let (from, to) = (options.geometry.layout.clone(), self.remote.layout.clone());
-                let convert = options.convert.clone().filter(|_| from.dtype != to.dtype);
-                let convert = convert.map(|converter| Conversions { converter, from, to });
+        let (from, to) = (options.geometry.layout.clone(), self.remote.layout.clone());
+        let convert = options.convert.clone().filter(|_| from.dtype != to.dtype);
+        let convert = convert.map(|converter| Conversions { converter, from, to });
+        let carried: Box<dyn Transport> = match (self.plan.pool().reach()?, convert) {
+            (Reach::Host(_), None) => transport,
+            (Reach::Host(_), Some(convert)) => Box::new(Converting::new(options.pool.clone(), transport, convert)),
+            (Reach::Device(queue), convert) => {
                 let queue = InOrder::new(queue, options.limits.grace());
                 match (self.kind, convert) {
                     (TransportKind::Ucx, None) => Box::new(Staging::direct(options.pool.clone(), queue, transport)),
@@ -367,12 +365,15 @@ impl Session {
                 return Ok(busy);
             }
         }
-        if let Some(transport) = &mut self.transport
-            && let Some(batch) = self.outbound.next_batch(self.plan.pool(), transport.digests(), now)?
-        {
-            self.clock.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
-            transport.submit(batch, &mut self.links)?;
-            return Ok(true);
+        if let Some(transport) = &mut self.transport {
+            // SAFETY: local blocks stay unchanged until their handoff's end is reported.
+            let mut memory = self.plan.pool().host().ok().map(|segment| unsafe { segment.still() });
+            let memory = memory.as_mut().map(|memory| memory as &mut dyn PoolMemory).filter(|_| !transport.digests());
+            if let Some(batch) = self.outbound.next_batch(memory, now)? {
+                self.clock.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
+                transport.submit(Load::new(batch), &mut self.links)?;
+                return Ok(true);
+            }
         }
         Ok(self.with(|outbound, line| outbound.next_op(now, line)) || busy)
     }

@@ -10,8 +10,8 @@ use baton_ucx_sys::{
 };
 
 use crate::device::{MemoryKind, Pool, Registrable};
-use crate::error::TransferError;
 use crate::options::UcxSettings;
+use baton_handoff::TransferError;
 
 /// Context and registration.
 pub(crate) struct Engine {

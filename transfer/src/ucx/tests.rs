@@ -2,16 +2,15 @@
 
 use std::os::unix::net::UnixStream;
 
+use baton_handoff::{BlockWrite, FrameLimits, Limits};
 use baton_types::BlockId;
 
 use super::*;
 use crate::conformance::{large, ucx, ucx_is_here};
 use crate::link::{Link, Socket};
 use crate::links::Links;
-use crate::options::{Limits, UcxOptions, UcxSettings};
+use crate::options::{UcxOptions, UcxSettings};
 use crate::segment::Segment;
-use crate::transport::BlockWrite;
-use crate::wire::FrameLimits;
 
 /// Segment of `bytes` bytes, all `value`, registered with UCX over `tls`.
 fn engine(tls: &str, bytes: usize, value: u8) -> Arc<Engine> {
@@ -77,8 +76,8 @@ fn batch(epoch: u64, layer: usize) -> Batch {
     let len = geometry.layout.block_bytes(0);
     let starts = (0..4).map(|index| (index, geometry.block_range(0, layer, BlockId(index)).start));
     let writes = starts.map(|(index, start)| BlockWrite { index, source: start, target: start }).collect();
-    let (epoch, source_len, staged) = (Epoch(epoch), len, None);
-    Batch { epoch, group: 0, layer, source_len, len, lane: 0, writes, after: 0, digest: false, staged }
+    let (epoch, source_len) = (Epoch(epoch), len);
+    Batch { epoch, group: 0, layer, source_len, len, lane: 0, writes, after: 0, digest: false }
 }
 
 #[test]
@@ -98,7 +97,7 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
         Links::new(link, Vec::new())
     });
     for layer in 0..ucx.depth() {
-        ucx.submit(batch(1 + layer as u64 % 2, layer), &mut link).unwrap();
+        ucx.submit(Load::new(batch(1 + layer as u64 % 2, layer)), &mut link).unwrap();
         // Sent is not applied: the peer does not move yet.
         assert_ne!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
     }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use baton_ucx_sys::{self as sys, Status, THREAD_MODE_SERIALIZED, WORKER_PARAM_FIELD_THREAD_MODE, WorkerParams};
 
 use super::engine::{Engine, made, words};
-use crate::error::TransferError;
 use crate::wake;
+use baton_handoff::TransferError;
 
 /// Progress of one thread and the connections made through it.
 pub(crate) struct Worker {

@@ -4,12 +4,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use baton_handoff::{FrameLimits, WriteHead};
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use super::*;
 use crate::conformance::{Broken, memory_over};
 use crate::link::Socket;
-use crate::wire::{FrameLimits, WriteHead};
 use crate::{Pool, ReceiverEvent, Segment};
 
 fn link(hub: &Hub) -> (Link, UnixStream) {

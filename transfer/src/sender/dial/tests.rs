@@ -1,12 +1,12 @@
 use std::time::Duration;
 
+use baton_handoff::{Done, Limits, Quiet};
 use baton_types::Epoch;
 
-use super::super::line::{Done, Quiet};
 use super::super::session::outbound;
-use super::super::session::tests::{core, plan};
+use super::super::session::tests::plan;
+use super::super::testing::core;
 use super::*;
-use crate::options::Limits;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

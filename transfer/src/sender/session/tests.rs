@@ -2,28 +2,23 @@
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
 
-use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, WorkerId};
+use baton_handoff::{FrameLimits, Host, Limits, Op, Quiet};
+use baton_types::{BlockId, Epoch, WorkerId};
 
 use super::super::connect::Config;
-use super::super::line::{Core, Op, Quiet};
+use super::super::testing::{self, core};
 use super::*;
 use crate::cpus::Cpus;
-use crate::descriptor::Descriptor;
-use crate::host::Host;
 use crate::link::{Link, Socket};
-use crate::options::{Limits, SenderOptions, TransportChoice, UcxSettings};
+use crate::options::{SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
-use crate::transport::Batch;
-use crate::wire::FrameLimits;
 
 /// To worker 1 over TCP, at a port where nobody is.
 pub(crate) fn plan() -> Arc<Plan> {
-    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
-    let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
-    let geometry = PoolGeometry::uniform(layout.clone(), 4);
+    let geometry = testing::geometry();
     let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
     let options = SenderOptions {
         worker: WorkerId(2),
@@ -39,30 +34,10 @@ pub(crate) fn plan() -> Arc<Plan> {
         verify: true,
         on_trouble: |_, _| {},
     };
-    let target = Descriptor {
-        worker: WorkerId(1),
-        epoch: baton_types::Epoch(1),
-        key: 7,
-        tokens: 4,
-        first: vec![0],
-        counts: vec![1],
-        layout,
-        device: false,
-        host: Host { boot: [1; 16], netns: 1 },
-        unix: b"none".to_vec(),
-        address: "127.0.0.1".into(),
-        port: 1,
-    };
+    let target = testing::target(1);
     let ucx = Err("it is not set up".to_owned());
     let config = Config { options, host: Host { boot: [2; 16], netns: 1 }, ucx, paths: Mutex::default(), wrap: None };
     Arc::new(Plan { config: Arc::new(config), target })
-}
-
-/// A handoff of one block to worker 1.
-pub(crate) fn core(epoch: Epoch, deadline: Instant) -> Arc<Core> {
-    let (peer, counts) = (WorkerId(1), vec![1]);
-    let (transport, failure) = (OnceLock::new(), OnceLock::new());
-    Arc::new(Core { epoch, key: 1, peer, deadline, counts, layers: 1, transport, failure })
 }
 
 /// A session over TCP's frames with worker 1, and the peer's end of it.
@@ -110,7 +85,7 @@ impl Transport for Unstoppable {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
-    fn submit(&mut self, _: Batch, _: &mut Links) -> Result<(), TransferError> {
+    fn submit(&mut self, _: Load, _: &mut Links) -> Result<(), TransferError> {
         Ok(())
     }
     fn poll(&mut self, _: &mut Links) -> Result<Progress, TransferError> {
@@ -138,8 +113,7 @@ fn what_may_still_be_read_is_not_said_to_be_quiet() {
         let op = Op::Write { epoch, group: 0, layer: 0, pairs: vec![(BlockId(0), 0)], after: 0 };
         session.queue.write(core, op, Instant::now()).unwrap();
         session.with(|outbound, line| outbound.next_op(Instant::now(), line));
-        let pool = session.plan.pool().clone();
-        session.outbound.next_batch(&pool, false, Instant::now()).unwrap().expect("a batch");
+        session.outbound.next_batch(None, Instant::now()).unwrap().expect("a batch");
     }
     let (tell, told) = std::sync::mpsc::channel();
     for core in &cores {

@@ -15,11 +15,11 @@ use super::incoming::Incoming;
 use super::ledger::Ledger;
 use super::payload::Payload;
 use super::table::{Holder, SessionId};
+use crate::batch::Range;
 use crate::codec::Malformed;
-use crate::device::Reach;
 use crate::error::TransferError;
-use crate::link::Range;
-use crate::options::{Limits, TransportKind};
+use crate::limits::{Limits, TransportKind};
+use crate::memory::PoolMemory;
 use crate::pulse::Pulse;
 use crate::state::Input;
 use crate::wire::{Frame, MAX_STREAMS, MAX_WRITE_BLOCKS, Refusal, WriteHead};
@@ -44,7 +44,7 @@ pub struct Inbound {
     peer: WorkerId,
     kind: TransportKind,
     geometry: PoolGeometry,
-    /// See [`crate::ReceiverOptions::verify`].
+    /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
     verify: bool,
     /// Handoffs this session was let in for and that it has not ended.
     incoming: BTreeMap<Epoch, Incoming>,
@@ -83,7 +83,7 @@ impl Inbound {
 
     /// Whether something of a handoff has arrived, so that more is to come any moment. Not before: who waits awake from the grant on may
     /// stand in the queue of the very core on which the peer copies, while another is idle; who is woken is sent there.
-    pub(crate) fn is_arriving(&self) -> bool {
+    pub fn is_arriving(&self) -> bool {
         self.incoming.values().any(|incoming| incoming.progress().0 > 0)
     }
 
@@ -137,21 +137,17 @@ impl Inbound {
         stream > 0 && self.streams.get(stream).is_none_or(|stream| stream.landing.is_none() && stream.writes == 0)
     }
 
-    /// Takes in what was written, once [`Inbound::payload`] is done. An error is this end's device's, and ends the session.
-    ///
-    /// # Safety
-    /// All of the payload went where it was to go, and nobody else touches the blocks lent to this session's handoffs
-    /// but the peer, over shared memory, before it says so.
-    pub unsafe fn landed(&mut self, stream: usize, pool: &mut Reach) -> Result<(), TransferError> {
+    /// Takes in what was written, once [`Inbound::payload`] is done and all of it went where it was to go. What it asks of the pool
+    /// nobody writes to any more: over TCP only this end does; over the others the peer has said that it is done with this layer, and it
+    /// may not write it twice. An error is this end's device's, and ends the session.
+    pub fn landed(&mut self, stream: usize, pool: &mut dyn PoolMemory) -> Result<(), TransferError> {
         let Some(stream) = self.streams.get_mut(stream) else { return Ok(()) };
         let Some(landing) = stream.landing.take_if(|l| l.payload.is_done()) else { return Ok(()) };
         stream.writes += 1;
         if let Some(head) = landing.head
             && let Some(incoming) = self.incoming.get_mut(&head.epoch)
         {
-            // SAFETY: the blocks are lent to this handoff. Over TCP only this end writes to them; over shared memory the
-            // peer has said that it is done with this layer, and it may not write it twice.
-            return unsafe { incoming.landed(&self.geometry, pool, &head) };
+            return incoming.landed(&self.geometry, pool, &head);
         }
         Ok(())
     }
@@ -387,7 +383,7 @@ impl Inbound {
     }
 
     /// The peer does not keep to the protocol.
-    pub(crate) fn broken(&self, malformed: Malformed) -> TransferError {
+    pub fn broken(&self, malformed: Malformed) -> TransferError {
         TransferError::broken(self.peer, malformed)
     }
 }

@@ -8,21 +8,24 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch, WorkerId};
 
+use super::done::{Done, Quiet};
 use super::turns::Turns;
-use super::{OnDone, TransferStats};
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::options::{Limits, TransportKind};
+use crate::limits::{Limits, TransportKind};
 
 /// What a handoff and its session both know.
 #[derive(Debug)]
 pub struct Core {
-    pub(crate) epoch: Epoch,
+    /// The reservation's.
+    pub epoch: Epoch,
     pub(crate) key: u64,
-    pub(crate) peer: WorkerId,
-    pub(crate) deadline: Instant,
+    /// The decode worker.
+    pub peer: WorkerId,
+    /// When it is over.
+    pub deadline: Instant,
     /// Blocks of the reservation per group.
-    pub(crate) counts: Vec<u32>,
+    pub counts: Vec<u32>,
     /// Layers of those blocks.
     pub(crate) layers: u64,
     /// What carries it, once access is granted.
@@ -57,42 +60,6 @@ impl Core {
     }
 }
 
-/// A completion's callback. Called exactly once, if need be by being dropped.
-pub struct Done(Option<OnDone>);
-
-impl Done {
-    /// Calls `callback`.
-    pub fn new(callback: OnDone) -> Done {
-        Done(Some(callback))
-    }
-
-    /// Calls it with this outcome.
-    pub fn report(mut self, outcome: Result<TransferStats, TransferError>) {
-        if let Some(callback) = self.0.take() {
-            callback(outcome);
-        }
-    }
-}
-
-impl Drop for Done {
-    fn drop(&mut self) {
-        if let Some(callback) = self.0.take() {
-            callback(Err(TransferError::Closed));
-        }
-    }
-}
-
-/// Called once nothing reads a handoff's local blocks any more, if need be by being dropped.
-pub struct Quiet(pub Option<Box<dyn FnOnce() + Send>>);
-
-impl Drop for Quiet {
-    fn drop(&mut self) {
-        if let Some(callback) = self.0.take() {
-            callback();
-        }
-    }
-}
-
 /// One request of a handoff, in its order.
 pub enum Op {
     /// One layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the group).
@@ -121,14 +88,14 @@ pub enum Op {
 
 impl Op {
     /// Whose it is.
-    pub(crate) fn epoch(&self) -> Epoch {
+    pub fn epoch(&self) -> Epoch {
         match self {
             Op::Write { epoch, .. } | Op::Complete { epoch, .. } => *epoch,
         }
     }
 
     /// Block writes it asks for.
-    pub(crate) fn blocks(&self) -> usize {
+    pub fn blocks(&self) -> usize {
         if let Op::Write { pairs, .. } = self { pairs.len() } else { 0 }
     }
 }
@@ -148,7 +115,7 @@ pub struct Line {
     /// No more ops, and why.
     closed: Option<TransferError>,
     /// A write has waited in vain and nothing has left since: no other waits too.
-    pub(crate) stalled: bool,
+    pub stalled: bool,
     limits: Limits,
 }
 
@@ -174,7 +141,7 @@ impl Line {
     }
 
     /// True when every handoff under way is completed, so that the last of them ends soon.
-    pub(crate) fn drains(&self) -> bool {
+    pub fn drains(&self) -> bool {
         self.live.len() == self.completed.len()
     }
 

@@ -5,13 +5,13 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch};
 
-use super::TransferStats;
-use super::line::{Core, Done};
-use super::outbound::{Patience, Pools};
+use super::done::{Done, TransferStats};
+use super::line::Core;
+use super::session::{Patience, Pools};
+use crate::batch::{Batch, BlockWrite};
 use crate::error::TransferError;
-use crate::options::TransportKind;
+use crate::limits::TransportKind;
 use crate::state::{self, Action, Input, State};
-use crate::transport::{Batch, BlockWrite};
 use crate::wire::MAX_WRITE_BLOCKS;
 
 /// State, digests and counts.
@@ -147,6 +147,6 @@ impl Writing {
         self.next = end;
         let lane = remote.layout.first_lane(group, layer);
         let (epoch, after) = (self.epoch, self.after);
-        Some(Batch { epoch, group, layer, source_len, len, lane, writes, after, digest: true, staged: None })
+        Some(Batch { epoch, group, layer, source_len, len, lane, writes, after, digest: true })
     }
 }

@@ -81,7 +81,7 @@ mod tests {
     use baton_types::BlockId;
 
     use super::*;
-    use crate::sender::Done;
+    use crate::outbound::Done;
 
     fn write(epoch: u64, blocks: u32) -> Op {
         let pairs = (0..blocks).map(|i| (BlockId(i), i)).collect();

@@ -5,13 +5,13 @@
 //!
 //! A path that fails is paused, twice as long each time in a row, and comes back after that. Of those that are ready the first in the
 //! order of [`TransportKind`] is taken unless another was measured to be clearly faster. Two paths over a network are compared only
-//! once both were measured, so with [`crate::TransportChoice::Auto`] each of them gets some handoffs; shared memory and copies between GPUs
+//! once both were measured, so where speed decides each of them gets some handoffs; shared memory and copies between GPUs
 //! need no such trial. Speed is a moving average of bytes over seconds of carrying them, and counts for nothing before it is one of several
 //! handoffs.
 
 use std::time::{Duration, Instant};
 
-use crate::options::TransportKind;
+use crate::limits::TransportKind;
 
 /// How long a path is paused that has failed once.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);
@@ -87,7 +87,7 @@ impl Path {
 
 /// The paths to one decode worker.
 #[derive(Clone, Debug)]
-pub(crate) struct Paths {
+pub struct Paths {
     /// In the order they are tried in when nothing is known of them.
     paths: Vec<Path>,
     /// Whether a path may be taken for being faster.
@@ -98,7 +98,7 @@ pub(crate) struct Paths {
 
 impl Paths {
     /// Those there are, each with why it can never be used, if so. `compares`: speed decides between them.
-    pub(crate) fn new(paths: impl IntoIterator<Item = (TransportKind, Option<String>)>, compares: bool) -> Paths {
+    pub fn new(paths: impl IntoIterator<Item = (TransportKind, Option<String>)>, compares: bool) -> Paths {
         let path = |(transport, barred)| Path {
             transport,
             barred,
@@ -114,7 +114,7 @@ impl Paths {
     }
 
     /// What to try, best first. Those that are paused come last, the first to come back before others: better than nothing.
-    pub(crate) fn order(&self, now: Instant) -> Vec<TransportKind> {
+    pub fn order(&self, now: Instant) -> Vec<TransportKind> {
         let usable = self.paths.iter().filter(|path| path.barred.is_none());
         let (mut paused, mut ready): (Vec<&Path>, Vec<&Path>) = usable.partition(|path| path.is_paused(now));
         paused.sort_by_key(|path| path.paused_until());
@@ -136,28 +136,28 @@ impl Paths {
     }
 
     /// Why none is usable; None when one is.
-    pub(crate) fn barred(&self) -> Option<&str> {
+    pub fn barred(&self) -> Option<&str> {
         let all = self.paths.iter().all(|path| path.barred.is_some());
         self.paths.first().filter(|_| all)?.barred.as_deref()
     }
 
     /// A session has begun.
-    pub(crate) fn begun(&mut self, transport: TransportKind, connections: usize) {
+    pub fn begun(&mut self, transport: TransportKind, connections: usize) {
         self.in_use = Some((transport, connections));
     }
 
     /// The session has ended.
-    pub(crate) fn over(&mut self) {
+    pub fn over(&mut self) {
         self.in_use = None;
     }
 
     /// Whether a session is open over another path than would be taken now.
-    pub(crate) fn would_change(&self, now: Instant) -> bool {
+    pub fn would_change(&self, now: Instant) -> bool {
         self.in_use.is_some_and(|(transport, _)| self.order(now).first() != Some(&transport))
     }
 
     /// Whether a session is open.
-    pub(crate) fn is_used(&self) -> bool {
+    pub fn is_used(&self) -> bool {
         self.in_use.is_some()
     }
 
@@ -166,7 +166,7 @@ impl Paths {
     }
 
     /// It could not be set up, or broke with handoffs under way.
-    pub(crate) fn failed(&mut self, transport: TransportKind, why: String, now: Instant) {
+    pub fn failed(&mut self, transport: TransportKind, why: String, now: Instant) {
         if let Some(path) = self.find(transport) {
             path.failures += 1;
             path.in_a_row = path.in_a_row.saturating_add(1);
@@ -175,7 +175,7 @@ impl Paths {
     }
 
     /// Bytes of a handoff were changed on the way.
-    pub(crate) fn corrupted(&mut self, transport: TransportKind, why: String, now: Instant) {
+    pub fn corrupted(&mut self, transport: TransportKind, why: String, now: Instant) {
         let Some(path) = self.find(transport) else { return };
         path.corrupted += 1;
         if path.corrupted >= CORRUPTED {
@@ -185,7 +185,7 @@ impl Paths {
     }
 
     /// A handoff over it was verified. Since the last one so many bytes were carried in so long.
-    pub(crate) fn carried(&mut self, transport: TransportKind, bytes: u64, time: Duration) {
+    pub fn carried(&mut self, transport: TransportKind, bytes: u64, time: Duration) {
         if let Some(path) = self.find(transport) {
             path.handoffs += 1;
             path.in_a_row = 0;
@@ -202,7 +202,7 @@ impl Paths {
     }
 
     /// All of it, for people.
-    pub(crate) fn report(&self, now: Instant) -> Vec<PathReport> {
+    pub fn report(&self, now: Instant) -> Vec<PathReport> {
         let report = |path: &Path| PathReport {
             transport: path.transport,
             in_use: self.is_over(path.transport),

@@ -6,9 +6,9 @@ use std::time::Instant;
 use baton_types::PoolGeometry;
 
 use super::table::Blocks;
-use crate::device::Reach;
+use crate::batch::Range;
 use crate::error::TransferError;
-use crate::link::Range;
+use crate::memory::PoolMemory;
 use crate::wire::{Refusal, WriteHead};
 
 /// Coverage and digests of one handoff.
@@ -75,14 +75,11 @@ impl Incoming {
         Ok(ranges)
     }
 
-    /// Adds the digests of a write that is in the pool.
-    ///
-    /// # Safety
-    /// The write was accepted, and nobody writes to its blocks' layer any more.
-    pub(crate) unsafe fn landed(
+    /// Adds the digests of an accepted write that is in the pool. Nobody writes to its blocks' layer any more.
+    pub(crate) fn landed(
         &mut self,
         geometry: &PoolGeometry,
-        pool: &mut Reach,
+        pool: &mut dyn PoolMemory,
         head: &WriteHead,
     ) -> Result<(), TransferError> {
         self.written += head.indexes.len() as u64;
@@ -93,8 +90,7 @@ impl Incoming {
         let lane = geometry.layout.first_lane(group, layer);
         let start = |&index: &u32| geometry.block_range(group, layer, self.blocks[group][index as usize]).start;
         let parts: Vec<_> = head.indexes.iter().map(|index| (start(index), lane)).collect();
-        // SAFETY: passed on to the caller.
-        let digests = unsafe { pool.digests(&parts, geometry.layout.block_bytes(group)) }?;
+        let digests = pool.digests(&parts, geometry.layout.block_bytes(group))?;
         for (&index, digest) in head.indexes.iter().zip(digests) {
             let sum = &mut self.sums[group][index as usize];
             *sum = sum.wrapping_add(digest);
@@ -139,7 +135,6 @@ mod tests {
     use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout};
 
     use super::*;
-    use crate::segment::Segment;
 
     fn geometry() -> PoolGeometry {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
@@ -172,14 +167,10 @@ mod tests {
     #[test]
     fn only_whole_and_equal_handoffs_verify() {
         let geometry = geometry();
-        let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
-        // SAFETY: only this thread uses the pool.
-        unsafe { pool.write(0, &(0..geometry.bytes()).map(|i| i as u8).collect::<Vec<_>>()) };
-        let mut pool = Reach::Host(pool);
+        let mut pool: Vec<u8> = (0..geometry.bytes()).map(|i| i as u8).collect();
         let mut land = |incoming: &mut Incoming, head: WriteHead| {
             incoming.accept(&geometry, &head).unwrap();
-            // SAFETY: as above.
-            unsafe { incoming.landed(&geometry, &mut pool, &head) }.unwrap();
+            incoming.landed(&geometry, &mut pool, &head).unwrap();
         };
         let mut whole = incoming();
         land(&mut whole, head(1, &[0, 1, 2]));

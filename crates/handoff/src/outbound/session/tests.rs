@@ -1,20 +1,16 @@
 use std::sync::{Arc, mpsc};
 
-use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
-
 use super::super::line::Core;
-use super::super::session;
+use super::super::testing;
 use super::*;
 
 fn core(epoch: u64, now: Instant) -> Arc<Core> {
-    session::tests::core(Epoch(epoch), now + Duration::from_secs(60))
+    testing::core(Epoch(epoch), now + Duration::from_secs(60))
 }
 
 /// A session that nothing was asked of.
 fn session() -> (Outbound, Line) {
-    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
-    let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
-    let (geometry, limits) = (PoolGeometry::uniform(layout, 4), Limits::default());
+    let (geometry, limits) = (testing::geometry(), Limits::default());
     let parties = Parties { me: WorkerId(2), peer: WorkerId(1) };
     (Outbound::new(parties, Pools::alike(geometry), &limits), Line::new(limits))
 }

@@ -227,23 +227,26 @@ impl TransferError {
         }
     }
 
-    pub(crate) fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
+    /// The operating system refused something.
+    pub fn os(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Os { what, cause: cause.to_string() }
     }
 
-    pub(crate) fn ucx(what: &'static str, cause: impl std::fmt::Display) -> Self {
+    /// UCX refused something.
+    pub fn ucx(what: &'static str, cause: impl std::fmt::Display) -> Self {
         TransferError::Ucx { what, cause: cause.to_string() }
     }
 
     /// A peer that said what is no frame, or no frame any more.
-    pub(crate) fn broken(peer: WorkerId, Malformed { field, problem }: Malformed) -> Self {
+    pub fn broken(peer: WorkerId, Malformed { field, problem }: Malformed) -> Self {
         match field {
             CHECK => TransferError::Corrupt { peer },
             _ => TransferError::Protocol { peer, field, problem },
         }
     }
 
-    pub(crate) fn argument(field: &'static str, problem: impl Into<String>) -> Self {
+    /// An argument that can never work.
+    pub fn argument(field: &'static str, problem: impl Into<String>) -> Self {
         TransferError::Argument { field, problem: problem.into() }
     }
 }

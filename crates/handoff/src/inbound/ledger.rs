@@ -11,7 +11,7 @@ use baton_types::{BlockId, Epoch, PoolGeometry};
 use super::table::{Blocks, Holder, SessionId, Stepped, Table};
 use super::{FenceState, ReceiverEvent, ReceiverStats};
 use crate::error::TransferError;
-use crate::options::{Limits, TransportKind};
+use crate::limits::{Limits, TransportKind};
 use crate::state::{Action, Input, State};
 
 /// Reservations and what is to be told of them.
@@ -183,7 +183,7 @@ mod tests {
     use baton_types::{KvDtype, KvGroup, KvLayout, WorkerId};
 
     use super::*;
-    use crate::receiver::Inbound;
+    use crate::inbound::Inbound;
     use crate::wire::Frame;
 
     #[test]

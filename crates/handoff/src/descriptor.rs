@@ -145,12 +145,12 @@ fn parse_reservation(mut f: Fields, layout: KvLayout, device: bool) -> Result<De
 }
 
 /// Two fingerprints that differ.
-pub(crate) fn fingerprint_mismatch(ours: u64, theirs: u64) -> LayoutMismatch {
+pub fn fingerprint_mismatch(ours: u64, theirs: u64) -> LayoutMismatch {
     LayoutMismatch { field: "layout fingerprint", ours: format!("{ours:016x}"), theirs: format!("{theirs:016x}") }
 }
 
 /// A layout's fields, for error messages and for handing a layout to a child process.
-pub(crate) fn encode_layout(layout: &KvLayout) -> Vec<u8> {
+pub fn encode_layout(layout: &KvLayout) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u32(layout.version);
     out.put_u64(layout.model);
@@ -182,7 +182,7 @@ fn dtype_code(dtype: KvDtype) -> u8 {
 }
 
 /// The layout out of [`encode_layout`]'s bytes.
-pub(crate) fn parse_layout(bytes: &[u8]) -> Result<KvLayout, Malformed> {
+pub fn parse_layout(bytes: &[u8]) -> Result<KvLayout, Malformed> {
     let mut f = Fields::new(bytes);
     let version = f.u32("version")?;
     let model = f.u64("model")?;

@@ -9,17 +9,16 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
-use super::TransferStats;
 use super::active::{Active, Writing};
-use super::line::{Done, Line, Op, Quiet};
+use super::done::{Done, Quiet, TransferStats};
+use super::line::{Line, Op};
+use crate::batch::{BATCH_BYTES, Batch};
 use crate::codec::Malformed;
-use crate::convert::Converter;
-use crate::device::Pool;
 use crate::error::TransferError;
-use crate::options::{Limits, TransportKind};
+use crate::limits::{Limits, TransportKind};
+use crate::memory::PoolMemory;
 use crate::pulse::Pulse;
 use crate::state::{Action, Input, State};
-use crate::transport::{BATCH_BYTES, Batch};
 use crate::wire::{Frame, Refusal};
 
 /// Answers that a peer may owe for handoffs that were given up; beyond it no access is asked for (I5).
@@ -62,18 +61,16 @@ pub struct Pools {
     pub local: PoolGeometry,
     /// The peer's. Its layout differs in its KV type at most.
     pub remote: PoolGeometry,
-    /// Needed when the types differ and the transport reads the pool itself.
-    pub convert: Option<Converter>,
     /// Bytes of a batch.
     pub batch_bytes: usize,
-    /// See [`crate::SenderOptions::verify`].
+    /// Whether what leaves is digested (I2). Only a benchmark may say no.
     pub verify: bool,
 }
 
 impl Pools {
     /// Two of the same shape.
     pub fn alike(geometry: PoolGeometry) -> Pools {
-        Pools { local: geometry.clone(), remote: geometry, convert: None, batch_bytes: BATCH_BYTES, verify: true }
+        Pools { local: geometry.clone(), remote: geometry, batch_bytes: BATCH_BYTES, verify: true }
     }
 }
 
@@ -114,13 +111,13 @@ impl Outbound {
     }
 
     /// From now on handoffs go into the peer's pool. Before, they only [wait](Outbound::wait_for_session).
-    pub(crate) fn reaches(&mut self, pools: Pools) {
+    pub fn reaches(&mut self, pools: Pools) {
         self.pools = pools;
     }
 
     /// While there is no session: ends what is late or given up of what is asked for; answers when the next one's time is over. The peer
     /// knows of none.
-    pub(crate) fn wait_for_session(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
+    pub fn wait_for_session(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
         line.take_aborts().into_iter().for_each(|(epoch, quiet)| self.abort(epoch, quiet, now, line));
         for core in line.take_late(now) {
             let (epoch, peer, doing) = (core.epoch, core.peer, "waiting for a session with it");
@@ -176,12 +173,12 @@ impl Outbound {
     }
 
     /// Whether the peer owes an answer that comes at once when it is well: access, or an outcome.
-    pub(crate) fn awaits_answer(&self) -> bool {
+    pub fn awaits_answer(&self) -> bool {
         self.active.values().any(|active| active.state == State::Reserved || active.done.is_some())
     }
 
     /// Whether an outcome is to come.
-    pub(crate) fn awaits_outcome(&self) -> bool {
+    pub fn awaits_outcome(&self) -> bool {
         self.active.values().any(|active| active.done.is_some())
     }
 
@@ -256,10 +253,14 @@ impl Outbound {
         self.active.values().filter(|a| a.is_running()).map(|a| a.due(&patience, heard)).min()
     }
 
-    /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `pool` is the
-    /// local one; blocks of handoffs whose end is not reported do not change. `digests`: the transport digests what it
-    /// reads, and tells in [`Outbound::flushed`].
-    pub fn next_batch(&mut self, pool: &Pool, digests: bool, now: Instant) -> Result<Option<Batch>, TransferError> {
+    /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `memory` is the
+    /// local pool, to be digested here; None: the transport digests what it reads, and tells in [`Outbound::flushed`]. Blocks of
+    /// handoffs whose end is not reported do not change.
+    pub fn next_batch(
+        &mut self,
+        memory: Option<&mut dyn PoolMemory>,
+        now: Instant,
+    ) -> Result<Option<Batch>, TransferError> {
         let Some(mut writing) = self.writing.take_if(|w| !w.is_done()) else {
             self.writing = None;
             return Ok(None);
@@ -268,18 +269,15 @@ impl Outbound {
         if active.step(Input::Write, now) != Action::Apply {
             return Ok(None);
         }
-        let Pools { local, remote, convert, verify, .. } = &self.pools;
+        let verify = self.pools.verify;
         let batch = writing.next_batch(&self.pools, active);
         let mut batch = batch.ok_or_else(|| TransferError::argument("index", "it was not reserved"))?;
-        if local.layout.dtype != remote.layout.dtype
-            && let Some(convert) = convert
-        {
-            let staged = convert.stage(batch, pool, &local.layout, &remote.layout);
-            batch = staged.ok_or_else(|| TransferError::argument("block", "it lies outside the pool"))?;
-        }
-        batch.digest = *verify && digests;
-        if *verify && !digests {
-            batch.digests(pool).for_each(|(index, digest)| active.add_digest(batch.group, index, digest));
+        batch.digest = verify && memory.is_none();
+        if let Some(memory) = memory.filter(|_| verify) {
+            let parts: Vec<_> = batch.runs().map(|run| (run.source, run.lane)).collect();
+            for (write, digest) in batch.writes.iter().zip(memory.digests(&parts, batch.len)?) {
+                active.add_digest(batch.group, write.index, digest);
+            }
         }
         active.bytes += batch.bytes() as u64;
         active.writes += batch.writes.len() as u64;

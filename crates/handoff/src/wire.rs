@@ -15,7 +15,7 @@ mod parse;
 use baton_types::{BlockId, Epoch, WorkerId, hash_bytes};
 
 use crate::codec::{Fields, Malformed, Put};
-use crate::options::Limits;
+use crate::limits::Limits;
 pub use parse::{FrameHead, parse_body, parse_prefix};
 
 /// Bytes of a frame's prefix.

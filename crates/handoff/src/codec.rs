@@ -11,7 +11,8 @@ pub struct Malformed {
 }
 
 impl Malformed {
-    pub(crate) fn new(field: &'static str, problem: impl Into<String>) -> Malformed {
+    /// Of a field.
+    pub fn new(field: &'static str, problem: impl Into<String>) -> Malformed {
         Malformed { field, problem: problem.into() }
     }
 }

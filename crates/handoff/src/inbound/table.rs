@@ -7,7 +7,7 @@ use std::time::Instant;
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use crate::error::TransferError;
-use crate::options::{Limits, TransportKind};
+use crate::limits::{Limits, TransportKind};
 use crate::state::{self, Action, Input, State};
 
 /// Number of a session at this receiver.

@@ -1,12 +1,10 @@
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, digest_block};
 
 use super::*;
-use crate::receiver::{FenceState, Target};
-use crate::segment::Segment;
+use crate::inbound::{FenceState, Target};
 
 const EPOCH: Epoch = Epoch(1);
 
@@ -15,7 +13,7 @@ fn written(now: Instant) -> (Inbound, Ledger, Frame) {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout.clone(), 4);
-    let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
+    let mut pool = vec![0; geometry.bytes()];
     let limits = Limits::default();
     let mut ledger = Ledger::new(&geometry, limits.clone());
     let blocks = [vec![BlockId(1), BlockId(2)]];
@@ -25,8 +23,7 @@ fn written(now: Instant) -> (Inbound, Ledger, Frame) {
     for frame in [Frame::Begin { epoch: EPOCH, key: 7 }, Frame::Write(write)] {
         session.frame(0, frame, now, &mut ledger).unwrap();
     }
-    // SAFETY: nobody else has the pool.
-    unsafe { session.landed(0, &mut Reach::Host(pool)) }.unwrap();
+    session.landed(0, &mut pool).unwrap();
     assert!(matches!(session.next_answer(), Some(Frame::Granted { .. })));
     let digest = digest_block(&vec![0; layout.block_bytes(0)], layout.first_lane(0, 0));
     (
@@ -82,7 +79,7 @@ struct Crossing {
     random: Random,
     session: Inbound,
     ledger: Ledger,
-    pool: Arc<Segment>,
+    pool: Vec<u8>,
     geometry: PoolGeometry,
     queues: Queues,
     /// What the payload under way is made of.
@@ -98,7 +95,7 @@ impl Crossing {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
         let (geometry, now) = (PoolGeometry::uniform(layout, 2 * HANDOFFS as u32), Instant::now());
-        let (limits, pool) = (Limits::default(), Arc::new(Segment::create("test", geometry.bytes()).unwrap()));
+        let (limits, pool) = (Limits::default(), vec![0; geometry.bytes()]);
         let mut ledger = Ledger::new(&geometry, limits.clone());
         let mut session = Inbound::new(1, WorkerId(5), TransportKind::Tcp, geometry.clone(), &limits);
         for epoch in 1..=HANDOFFS {
@@ -170,11 +167,9 @@ impl Crossing {
             // I3, and I2 once it is verified.
             let epoch = block / 2 + 1;
             assert!(self.lent.contains(&epoch) && !self.verified.contains(&epoch), "{at} of {epoch} is written to");
-            // SAFETY: nobody else has the pool.
-            unsafe { self.pool.write(at, &vec![self.fills[stream]; count]) };
+            self.pool[at..][..count].fill(self.fills[stream]);
         }
-        // SAFETY: as above.
-        unsafe { self.session.landed(stream, &mut Reach::Host(self.pool.clone())) }.unwrap();
+        self.session.landed(stream, &mut self.pool).unwrap();
         while let Some(complete) = self.session.next_due() {
             self.session.frame(0, complete, self.now, &mut self.ledger).unwrap();
         }
@@ -188,9 +183,7 @@ impl Crossing {
                     for block in blocks(epoch.0) {
                         for layer in 0..2 {
                             let range = self.geometry.block_range(0, layer, block);
-                            // SAFETY: nobody else has the pool.
-                            let bytes = unsafe { self.pool.read(range.start, range.len()) };
-                            assert!(bytes.iter().all(|byte| *byte == epoch.0 as u8), "{epoch} is verified"); // I2
+                            assert!(self.pool[range].iter().all(|byte| *byte == epoch.0 as u8), "{epoch} is verified"); // I2
                         }
                     }
                     self.verified.push(epoch.0);

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use crate::link::Range;
+use crate::batch::Range;
 
 /// Where the next bytes go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

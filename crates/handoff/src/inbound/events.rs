@@ -1,0 +1,74 @@
+//! What the owner of reservations is told.
+
+use baton_types::Epoch;
+
+use crate::error::TransferError;
+use crate::limits::TransportKind;
+
+/// What happens to reservations, in order.
+///
+/// A reservation ends in one of three ways: `Verified`; `Failed` and then `Fenced`; or, taken back by its owner,
+/// [`FenceState::Clear`] or [`FenceState::Pending`] and then `Fenced`.
+#[derive(Clone, PartialEq, Debug)]
+pub enum ReceiverEvent {
+    /// Every block arrived and matches its digest (I2). The blocks are the owner's; [`super::Ledger::release`] ends the lease.
+    Verified {
+        /// The reservation.
+        epoch: Epoch,
+        /// What the sender passed along with the completion.
+        tail: Vec<u8>,
+        /// KV bytes.
+        bytes: u64,
+        /// From granting access to verification.
+        seconds: f64,
+        /// What carried it.
+        transport: TransportKind,
+    },
+    /// The reservation will never be verified. Its blocks stay lent until `Fenced` (I3), which always follows.
+    Failed {
+        /// The reservation.
+        epoch: Epoch,
+        /// Why.
+        error: TransferError,
+        /// What carried it; None when nobody was let in.
+        transport: Option<TransportKind>,
+    },
+    /// Nobody can write to the reservation's blocks any more; they may be reused. At most once per epoch.
+    Fenced {
+        /// The reservation.
+        epoch: Epoch,
+    },
+}
+
+/// What [`super::Ledger::fence`] found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FenceState {
+    /// Nobody can write to the blocks: reuse them now.
+    Clear,
+    /// A peer may still be writing: keep the blocks aside until [`ReceiverEvent::Fenced`].
+    Pending,
+}
+
+/// Counts since the start, for metrics.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ReceiverStats {
+    /// Handoffs verified.
+    pub verified: u64,
+    /// Handoffs failed.
+    pub failed: u64,
+    /// Times other bytes arrived than were sent: handoffs with a block whose digest did not match, and frames that changed on
+    /// their way, each of which ends its session with all its handoffs.
+    pub verify_failures: u64,
+    /// KV bytes verified that came over shared memory.
+    pub shm_bytes: u64,
+    /// KV bytes verified that came over TCP.
+    pub tcp_bytes: u64,
+    /// KV bytes verified over UCX.
+    pub ucx_bytes: u64,
+    /// KV bytes verified that came from GPU to GPU.
+    pub cuda_ipc_bytes: u64,
+    /// Reservations that are not over, now.
+    pub reservations: usize,
+    /// Connected prefill workers, now.
+    pub sessions: usize,
+}
