@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use baton_engine::{Aborted, BlockTable, Engine, Event, HOLE, NewSequence};
-use baton_transfer::{FenceState, ReceiverEvent, TransferError, TransportKind};
+use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransportKind};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
 
 use crate::first_token::parse_first_token;

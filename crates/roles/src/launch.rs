@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_transfer::TransferError;
+use baton_handoff::TransferError;
 use baton_types::{BlockId, KvLayout, SeqId};
 
 /// Blocks of one sequence that a step completes.

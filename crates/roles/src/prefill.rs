@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use baton_engine::{Aborted, BlockTable, Engine, Event, NewSequence, Step};
-use baton_transfer::{TransferError, TransferStats, TransportKind};
+use baton_handoff::{TransferError, TransferStats, TransportKind};
 use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, LiveBlocks, SeqId, TokenOut};
 
 use crate::first_token::write_first_token;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_engine::{Batch, BlockCounts, Engine, Event, RunError, Step, SwapRates, Time};
-use baton_transfer::TransferError;
+use baton_handoff::TransferError;
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Launch, Outgoing};

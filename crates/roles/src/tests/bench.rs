@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use baton_engine::fake::{FakeModel, tiny_layout};
 use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
-use baton_transfer::TransferError;
+use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
 use crate::{Effect, Input, Role, WorkerCore};

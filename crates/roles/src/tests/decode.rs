@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use baton_engine::Start;
-use baton_transfer::{FenceState, ReceiverEvent, TransferError, TransportKind};
+use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, SeqId, TokenOut, WorkerId};
 
 use super::bench::{Bench, SEQ, VOCAB, compare, request, rewrite};

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use baton_engine::Start;
-use baton_transfer::{TransferError, TransferStats, TransportKind};
+use baton_handoff::{TransferError, TransferStats, TransportKind};
 use baton_types::{SeqId, WorkerId};
 
 use super::bench::{Bench, SEQ, compare, request, rewrite};
