@@ -1,6 +1,7 @@
 //! A connection at a decode worker until it is a session or belongs to one: the handshake's side that answers.
 
-use baton_handoff::{Frame, FrameLimits, Hello, Inbound, Ticket, TransportKind, WriteHead, visitor};
+use baton_handoff::TransportKind;
+use baton_handoff::{Frame, FrameLimits, Hello, Inbound, Ticket, WriteHead, visitor};
 use baton_types::WorkerId;
 
 use crate::decode_session::{DecodeSession, Stop};
@@ -44,7 +45,7 @@ impl World {
             return Ok(Greeted::Waits);
         };
         let welcomed = match frame {
-            Frame::Join { ticket, stream } => self.join(place, session, ticket, stream),
+            Frame::Join { ticket, stream } => self.join_session(place, session, ticket, stream),
             frame => visitor(&frame, self.decodes[place].id).map(|(worker, _)| {
                 self.welcome(place, session, worker);
                 Greeted::Guest
@@ -75,7 +76,7 @@ impl World {
         session.own().outbox.push_bytes(Frame::Welcome { blocks, ticket }.encode());
     }
 
-    fn join(
+    fn join_session(
         &mut self,
         place: Place,
         session: &mut DecodeSession,

@@ -88,7 +88,7 @@ impl World {
             self.store(place, line, epoch, (offset, &bytes)).map_err(Stop::Broken)?;
         }
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        let landed = inbound.landed(stream, &mut *self.decodes[place].memory.shared.borrow_mut());
+        let landed = inbound.landed(stream, &mut self.decodes[place].memory.bytes);
         landed.map_err(Stop::Ended)?;
         while let Some(complete) = inbound.next_due() {
             self.summary.overtook += 1;

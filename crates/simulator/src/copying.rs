@@ -1,11 +1,13 @@
 //! How a session at a prefill worker moves blocks: over shared memory run by run, over TCP batch by batch on any of its connections.
 
-use baton_handoff::{Batch, Frame, Run, TCP_BATCHES, TransportKind};
+use baton_engine::fake::KvMemory;
+use baton_handoff::TransportKind;
+use baton_handoff::{Batch, Frame, Run, TCP_BATCHES};
 use baton_types::Epoch;
 
 use crate::events::{Life, Place};
+use crate::pool::Bytes;
 use crate::prefill_session::{PrefillSession, Stop};
-use crate::shapes::Bytes;
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
@@ -23,7 +25,7 @@ pub(crate) struct Copy {
 
 /// One decode worker's pool, as mapped here.
 pub(crate) struct Mapped {
-    pool: Bytes,
+    bytes: Bytes,
     life: Life,
 }
 
@@ -49,7 +51,7 @@ impl World {
         if decode.life != life {
             return Err("its pool is gone".into());
         }
-        session.mapped = Some(Mapped { pool: decode.memory.shared.clone(), life });
+        session.mapped = Some(Mapped { bytes: decode.memory.bytes.clone(), life });
         Ok(())
     }
 
@@ -64,9 +66,8 @@ impl World {
             return Ok(false);
         }
         let now = self.instant(self.now);
-        let mut pool = self.prefills[place].memory.shared.borrow_mut();
-        let batch = session.outbound.next_batch(Some(&mut *pool), now).map_err(Stop::Ended)?;
-        drop(pool);
+        let mut pool = self.prefills[place].memory.bytes.clone();
+        let batch = session.outbound.next_batch(Some(&mut pool), now).map_err(Stop::Ended)?;
         if let Some(batch) = batch {
             self.submit_batch(session, &batch);
             return Ok(true);
@@ -167,11 +168,11 @@ impl World {
             let what = format!("{} writes to a block that is kept for {owner:?}", copy.epoch);
             return Err(self.violation("I3", what));
         }
-        let mut bytes = prefill.memory.bytes((copy.from, copy.len));
+        let mut bytes = prefill.memory.read((copy.from, copy.len));
         if self.faults.miscopies(&mut self.random) {
             self.random.flip(&mut bytes);
         }
-        mapped.pool.borrow_mut()[copy.to..][..bytes.len()].copy_from_slice(&bytes);
+        mapped.bytes.clone().store(copy.to, &bytes);
         Ok(())
     }
 }

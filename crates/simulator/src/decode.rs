@@ -1,98 +1,109 @@
-//! A decode worker: lends blocks, and takes them back as events allow. What a real one's engine thread does, with checkers
-//! at every step.
+//! A decode worker: the real role over the real engine and ledger; here are its streams and its sessions.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
-use baton_handoff::{Descriptor, FenceState, Host, Ledger, Limits, Members, ReceiverEvent, TransferError};
-use baton_kv_cache::{CacheConfig, Hit, KvPools, Lease, Quarantine, Tables};
-use baton_types::{BlockId, Epoch, WorkerId};
+use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
+use baton_handoff::{Descriptor, FenceState, Host as Machine, Ledger, Limits, Members, ReceiverEvent, TransferError};
+use baton_policy::{DecodeWord, LegEnd};
+use baton_roles::decode::{Answer, Command, Effect};
+use baton_roles::{Decode as Role, Input, Launch, Ticket, WorkerCore};
+use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId};
 
+use crate::client::VOCAB;
+use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode_session::DecodeSession;
-use crate::events::{Event, Life, Line, Place};
-use crate::shapes::{Memory, geometry};
+use crate::engine::{Host, Thread};
+use crate::events::{Event, Life, Line, Place, Process};
+use crate::membership::Registration;
+use crate::pool::{Blocks, Memory};
+use crate::random::mix;
 use crate::stream::{Micros, Timer};
-use crate::world::{SLACK, World};
+use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// Blocks of a decode pool, in each group.
-pub(crate) const BLOCKS: u32 = 24;
-/// Tokens of a request at most; a block holds one.
-const TOKENS: u64 = 6;
-
-/// Who owns a reservation's blocks in the pool.
-#[derive(Debug)]
-enum Held {
-    Lent(Lease),
-    Quarantined(Quarantine),
-    Used(Tables),
-    Nothing,
+/// A stream to a router.
+#[derive(Clone, Debug)]
+pub(crate) struct Caller {
+    pub link: Link,
+    pub made: u64,
+    pub call: Call,
+    /// Of the sequence.
+    pub tokens: Vec<u32>,
+    /// The router dropped it before it was taken.
+    pub cancelled: bool,
 }
 
-/// What was reported of a reservation.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fate {
-    Open,
-    Failed,
-    /// Taken back; a peer may still write.
-    Pending,
-    Verified,
-}
-
-#[derive(Debug)]
-struct Reserved {
-    request: u64,
-    blocks: Vec<Vec<BlockId>>,
-    held: Held,
-    fate: Fate,
-    expires: Micros,
+/// What was lent under an epoch: the checker's own books.
+struct Lent {
+    tokens: Vec<u32>,
+    first: Vec<u32>,
+    blocks: Blocks,
 }
 
 /// One incarnation.
 pub(crate) struct Decode {
     pub life: Life,
     pub id: WorkerId,
+    pub alive: bool,
     pub memory: Memory<Epoch>,
     pub ledger: Ledger,
-    pools: KvPools,
-    reserved: BTreeMap<Epoch, Reserved>,
+    pub thread: Option<Thread<Role>>,
+    pub inbox: VecDeque<Input<Command>>,
+    pub registration: Option<Registration>,
+    tickets: BTreeMap<Ticket, Caller>,
+    pub callers: BTreeMap<SeqId, Caller>,
+    /// Tokens of every sequence it has taken.
+    sequences: BTreeMap<SeqId, Vec<u32>>,
+    lent: BTreeMap<Epoch, Lent>,
     verified: BTreeSet<Epoch>,
-    next_epoch: u64,
+    next_ticket: u64,
     pub sessions: BTreeMap<Line, DecodeSession>,
     pub members: Members<Line>,
     /// Whose the connections are that have joined a session.
     pub streams: BTreeMap<Line, Line>,
-    pub frozen_until: Micros,
+    pub frozen: Option<(Micros, Micros)>,
+    pub drains: bool,
     desk: Timer,
 }
 
 impl Decode {
-    pub(crate) fn new(life: Life, limits: Limits) -> Result<Decode, Violation> {
-        let geometry = geometry(BLOCKS);
+    pub(crate) fn new(world: &World, life: Life, limits: Limits) -> Result<Decode, Violation> {
+        let geometry = world.geometry.clone();
+        let memory = Memory::new(geometry.clone());
+        let engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
+        let role = Role::new(world.lease, VOCAB);
+        let layout = geometry.layout.clone().into();
+        let core = WorkerCore::new(engine, role, layout, world.overlaps);
+        let model = world.model(&memory.bytes);
+        let layers = geometry.layout.layers() as u32;
         Ok(Decode {
             life,
             id: WorkerId(life),
-            pools: pools(&geometry)?,
+            alive: true,
+            ledger: Ledger::new(&geometry, limits.clone()),
             members: Members::new(limits.connections),
-            ledger: Ledger::new(&geometry, limits),
-            memory: Memory::new(geometry),
-            reserved: BTreeMap::new(),
+            thread: Some(Thread::new(core, model, layers)),
+            memory,
+            inbox: VecDeque::new(),
+            registration: None,
+            tickets: BTreeMap::new(),
+            callers: BTreeMap::new(),
+            sequences: BTreeMap::new(),
+            lent: BTreeMap::new(),
             verified: BTreeSet::new(),
-            next_epoch: 1,
+            next_ticket: 0,
             sessions: BTreeMap::new(),
             streams: BTreeMap::new(),
-            frozen_until: 0,
+            frozen: None,
+            drains: false,
             desk: Timer::default(),
         })
     }
 
-    /// Reservations whose end was not reported.
-    pub(crate) fn open(&self) -> u64 {
-        self.reserved.values().filter(|r| r.fate == Fate::Open).count() as u64
-    }
-
-    /// Epochs under which somebody may write, as far as the owner knows.
+    /// Epochs under which somebody may write.
     pub(crate) fn lent(&self) -> Vec<Epoch> {
-        self.reserved.iter().filter(|(_, r)| r.fate == Fate::Open).map(|(epoch, _)| *epoch).collect()
+        self.lent.keys().copied().collect()
     }
 
     /// A session, or a connection that came to nothing, is over.
@@ -106,92 +117,260 @@ impl Decode {
         self.verified.contains(&epoch)
     }
 
+    /// Nothing is held, but for what waits for a peer's word.
+    pub(crate) fn is_quiet(&self) -> bool {
+        let Some(thread) = &self.thread else { return !self.alive };
+        let snapshot = thread.core.snapshot();
+        let aside = snapshot.blocks.quarantined + snapshot.blocks.free + snapshot.blocks.cached;
+        self.inbox.is_empty() && snapshot.running + snapshot.waiting == 0 && aside == snapshot.blocks.total
+    }
+
     /// I6 in the end: nothing is held.
     pub(crate) fn check_free(&self) -> Result<(), String> {
-        self.memory.check_resting()?;
-        let (counts, left) = (self.pools.counts(), self.ledger.stats().reservations);
-        match counts.free == counts.total && left == 0 {
+        let Some(thread) = &self.thread else { return Ok(()) };
+        let (snapshot, role) = (thread.core.snapshot(), thread.core.role());
+        let reservations = self.ledger.stats().reservations;
+        let held = (role.streams(), role.epochs(), reservations, self.callers.len());
+        match snapshot.idle && held == (0, (0, 0), 0, 0) {
             true => Ok(()),
-            false => Err(format!("{}: {counts:?}, {left} reservations in the end: {:?}", self.id, self.reserved)),
+            false => Err(format!(
+                "{}: {snapshot:?}; streams, epochs, reservations, callers: {held:?}, {:?}",
+                self.id, self.callers
+            )),
         }
     }
 }
 
-/// Block pools of this shape, without a prefix cache.
-pub(crate) fn pools(geometry: &baton_types::PoolGeometry) -> Result<KvPools, Violation> {
-    let cache = CacheConfig { max_blocks: 0, ..CacheConfig::default() };
-    let error = |e| Violation { invariant: "set-up", at_micros: 0, what: format!("{e}") };
-    KvPools::new(geometry, cache).map_err(error)
+/// How the engine sees a request.
+pub(crate) fn sequence(ask: &Ask, start: Start, now: Micros) -> Box<NewSequence> {
+    let nanos = ask.time_left.as_nanos() as u64;
+    Box::new(NewSequence {
+        request: RequestId(ask.request.to_string()),
+        tokens: ask.tokens.clone(),
+        prompt_tokens: ask.prompt_tokens,
+        params: ask.params.clone(),
+        start,
+        deadline: Some(Time(now * 1000 + nanos)),
+        prefix: Some(Prefix { seed: mix(ask.salt), ..Prefix::default() }),
+        priority: ask.priority,
+    })
+}
+
+/// A worker's error as the router reads it: by way of a status.
+pub(crate) fn answered(kind: ErrorKind, message: String) -> LegEnd {
+    LegEnd::Answered { kind: ErrorKind::from_grpc_code(kind.grpc_code()), message }
+}
+
+pub(crate) struct DecodeHost;
+
+impl Host for DecodeHost {
+    type Role = Role;
+
+    fn process(place: Place) -> Process {
+        Process::Decode(place)
+    }
+
+    fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Role>> {
+        &mut world.decodes[place].thread
+    }
+
+    fn inbox(world: &mut World, place: Place) -> &mut VecDeque<Input<Command>> {
+        &mut world.decodes[place].inbox
+    }
+
+    fn perform(world: &mut World, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
+        world.decode_effect(place, effect)
+    }
+
+    fn stored(_: &mut World, _: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+        launch.stored(layer, |_| Err(TransferError::Closed));
+        Ok(true)
+    }
+
+    /// I3: no step touches a block that somebody may write to.
+    fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
+        let memory = &world.decodes[place].memory;
+        let lent = core.with_batch(step, |batch| {
+            let tables = batch.rows.iter().flat_map(|row| row.tables.iter().enumerate());
+            let blocks = tables.flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)));
+            let mut kept = blocks.filter(|(_, block)| *block != HOLE);
+            kept.find_map(|(group, block)| memory.owner(group, block).map(|epoch| (group, block, epoch)))
+        });
+        match lent.flatten() {
+            Some((group, block, epoch)) => {
+                let what =
+                    format!("decode {place} computes with {block} of group {group}, which is lent under {epoch}");
+                Err(world.violation("I3", what))
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 impl World {
-    /// Lends blocks for a request and lets the router bring the target to a prefill worker. False when there is no room.
-    pub(crate) fn reserve(&mut self, place: Place, request: u64) -> Result<bool, Violation> {
-        let tokens = self.random.within(1, TOKENS) as u32;
-        let (key, lease) = (self.random.next(), self.random.within(100_000, 1_500_000));
-        let expires = self.now + lease;
-        let at = self.instant(expires);
+    /// A router's message.
+    pub(crate) fn decode_asked(
+        &mut self,
+        place: Place,
+        (link, made): (Link, u64),
+        message: Up,
+    ) -> Result<(), Violation> {
+        let now = self.now;
         let decode = &mut self.decodes[place];
-        let Ok(lent) = decode.pools.lend(&Hit::default(), None, tokens) else { return Ok(false) };
-        let blocks: Vec<Vec<BlockId>> = lent.as_slice().iter().map(|table| table.blocks().to_vec()).collect();
-        let epoch = Epoch(decode.next_epoch);
-        decode.next_epoch += 1;
-        let taken = decode.memory.take(&blocks, epoch);
-        let made = decode.ledger.reserve(epoch, key, &blocks, at);
+        match message {
+            Up::Decode { call, ask, local } => {
+                let start = if local { Start::Compute } else { Start::Receive };
+                let new = sequence(&ask, start, now);
+                let ticket = Ticket(decode.next_ticket);
+                decode.next_ticket += 1;
+                let caller = Caller { link, made, call, tokens: ask.tokens, cancelled: false };
+                decode.tickets.insert(ticket, caller);
+                decode.inbox.push_back(Input::Command(Command::Generate { ticket, new }));
+            }
+            Up::Cancel { call } => self.hang_up_decode(place, |caller| caller.call == call),
+            Up::Prefill { call, .. } => {
+                let end = answered(ErrorKind::InvalidArgument, "not a prefill worker".into());
+                self.send_down(link, made, Down::Ended(call, end));
+            }
+            Up::Probe => {}
+        }
+        self.wake_engine(Process::Decode(place));
+        Ok(())
+    }
+
+    /// Streams that their router has dropped, or that ended with their connection.
+    pub(crate) fn hang_up_decode(&mut self, place: Place, gone: impl Fn(&Caller) -> bool) {
+        let decode = &mut self.decodes[place];
+        decode.tickets.values_mut().filter(|caller| gone(caller)).for_each(|caller| caller.cancelled = true);
+        let ended = decode.callers.iter().filter(|(_, caller)| gone(caller)).map(|(seq, _)| *seq);
+        for seq in ended.collect::<Vec<_>>() {
+            decode.callers.remove(&seq);
+            decode.inbox.push_back(Input::Command(Command::Cancel(seq)));
+        }
+        self.wake_engine(Process::Decode(place));
+    }
+
+    fn decode_effect(&mut self, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
+        match effect {
+            Effect::Accepted { ticket, outcome } => {
+                let decode = &mut self.decodes[place];
+                let Some(caller) = decode.tickets.remove(&ticket) else { return Ok(None) };
+                if let Ok(seq) = outcome {
+                    decode.sequences.insert(seq, caller.tokens.clone());
+                }
+                match outcome {
+                    Ok(seq) if caller.cancelled => decode.inbox.push_back(Input::Command(Command::Cancel(seq))),
+                    Ok(seq) => drop(decode.callers.insert(seq, caller)),
+                    Err(refused) => {
+                        let end = answered(refused.kind(), refused.to_string());
+                        self.send_down(caller.link, caller.made, Down::Ended(caller.call, end));
+                    }
+                }
+            }
+            Effect::Say(seq, answer) => self.decode_says(place, seq, answer),
+            Effect::Lend { seq, epoch, tokens, first, blocks, lease } => {
+                let sequence = self.decodes[place].sequences.get(&seq).cloned();
+                let lent = (sequence.unwrap_or_default(), first, blocks);
+                let outcome = self.lend(place, epoch, tokens, lent, lease)?;
+                return Ok(Some(Command::Lent { epoch, outcome }));
+            }
+            Effect::Release(epoch) => {
+                self.decodes[place].ledger.release(epoch);
+                self.after(place)?;
+            }
+            Effect::Fence(epoch) => {
+                self.summary.withdrawn += 1;
+                let state = self.decodes[place].ledger.fence(epoch);
+                if state == FenceState::Clear {
+                    self.unlend(place, epoch);
+                }
+                self.after(place)?;
+                return Ok(Some(Command::FenceBegun { epoch, state }));
+            }
+            Effect::Arrived { .. } | Effect::HandoffFailed { .. } => {}
+        }
+        Ok(None)
+    }
+
+    fn decode_says(&mut self, place: Place, seq: SeqId, answer: Answer) {
+        let is_last = answer.is_last();
+        let Some(Caller { link, made, call, .. }) = self.decodes[place].callers.get(&seq).cloned() else { return };
+        let word = match answer {
+            Answer::Reserved(target) => DecodeWord::Reserved { target },
+            Answer::Started(cached_tokens) => DecodeWord::Started { cached_tokens },
+            Answer::Token(token) => DecodeWord::Token(token),
+            Answer::Finished(reason) => DecodeWord::Finished(reason),
+            Answer::Failed(kind, message) => {
+                let end = answered(kind, message);
+                self.decodes[place].callers.remove(&seq);
+                self.decodes[place].inbox.push_back(Input::Command(Command::Cancel(seq)));
+                return self.send_down(link, made, Down::Ended(call, end));
+            }
+        };
+        if is_last {
+            // The stream ends, and with it its guard.
+            self.decodes[place].callers.remove(&seq);
+            self.decodes[place].inbox.push_back(Input::Command(Command::Cancel(seq)));
+        }
+        self.send_down(link, made, Down::DecodeSaid(call, word));
+    }
+
+    /// As the receiving end of handoffs does: the ledger's books, and a descriptor.
+    fn lend(
+        &mut self,
+        place: Place,
+        epoch: Epoch,
+        tokens: u32,
+        (sequence, first, blocks): (Vec<u32>, Vec<u32>, Blocks),
+        lease: Duration,
+    ) -> Result<Result<Vec<u8>, TransferError>, Violation> {
+        let (key, at) = (self.random.next(), self.instant(self.now) + lease);
+        let decode = &mut self.decodes[place];
+        if let Err(error) = decode.ledger.reserve(epoch, key, &blocks, at) {
+            return Ok(Err(error));
+        }
+        // I3, by the checker's books.
+        let taken = decode.memory.take_alone(&blocks, epoch);
         let target = Descriptor {
             worker: decode.id,
             epoch,
             key,
             tokens,
-            first: vec![0; blocks.len()],
+            first: first.clone(),
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
             layout: decode.memory.geometry.layout.clone(),
             device: false,
-            host: Host { boot: [1; 16], netns: 1 },
+            host: Machine { boot: [1; 16], netns: 1 },
             unix: b"simulated".to_vec(),
             address: place.to_string(),
             port: 1,
         };
-        let target = target.encode();
-        let (held, fate, life) = (Held::Lent(lent), Fate::Open, decode.life);
-        decode.reserved.insert(epoch, Reserved { request, blocks, held, fate, expires });
+        decode.lent.insert(epoch, Lent { tokens: sequence, first, blocks });
         taken.map_err(|what| self.violation("I3", what))?;
-        // Blocks that the pool hands out are nobody's, so the ledger must take them.
-        made.map_err(|error| self.violation("I3", error.to_string()))?;
         self.summary.handoffs += 1;
-        self.plan_reservation(place, life, epoch, expires);
-        self.plan_runs(request, &target, expires);
         self.after(place)?;
-        Ok(true)
+        Ok(Ok(target.encode()))
     }
 
-    fn plan_reservation(&mut self, decode: Place, life: Life, epoch: Epoch, expires: Micros) {
-        self.events.plan(expires + SLACK, Event::MustHaveFailed { decode, life, epoch: epoch.0 });
-        if self.random.chance(100) {
-            let at = self.now + self.random.below(400_000);
-            self.events.plan(at, Event::Cancel { decode, life, epoch: epoch.0 });
-        }
-    }
-
-    /// The router: mostly one prefill worker is told, sometimes none, sometimes two.
-    fn plan_runs(&mut self, request: u64, target: &[u8], expires: Micros) {
-        let times = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2][self.random.below(16) as usize];
-        for _ in 0..times {
-            let prefill = self.random.below(self.prefills.len() as u64) as Place;
-            let at = self.now + self.random.below(20_000);
-            // Clocks of different workers differ, and so do deadlines.
-            let deadline = (expires + self.random.below(400_000)).saturating_sub(200_000).max(at);
-            self.events.plan(at, Event::Run { prefill, request, target: target.to_vec(), deadline });
-        }
+    /// Nobody may write under this epoch any more.
+    fn unlend(&mut self, place: Place, epoch: Epoch) {
+        self.decodes[place].memory.give_back(epoch);
+        self.decodes[place].lent.remove(&epoch);
     }
 
     /// Passes on what the ledger has to say.
     pub(crate) fn after(&mut self, place: Place) -> Result<(), Violation> {
+        let mut news = false;
         while let Some(event) = self.decodes[place].ledger.next_event() {
+            news = true;
+            self.received(place, &event)?;
             if self.broken(Sabotage::AnnounceTwice) && matches!(event, ReceiverEvent::Verified { .. }) {
-                self.received(place, event.clone())?;
+                self.received(place, &event)?;
             }
-            self.received(place, event)?;
+            self.decodes[place].inbox.push_back(Input::Command(Command::Received(event)));
+        }
+        if news {
+            self.wake_engine(Process::Decode(place));
         }
         for (line, epoch) in self.decodes[place].ledger.take_fences() {
             if self.broken(Sabotage::LoseFences) {
@@ -206,8 +385,7 @@ impl World {
             let at = self.micros(at).max(self.now) + self.random.below(crate::world::LAZINESS);
             self.plan_desk(place, at);
         }
-        let checked = self.decodes[place].pools.check();
-        checked.map_err(|error| self.violation("I6", error.to_string()))
+        Ok(())
     }
 
     fn plan_desk(&mut self, decode: Place, at: Micros) {
@@ -218,8 +396,8 @@ impl World {
     }
 
     /// The front desk's turn: leases.
-    pub(crate) fn desk(&mut self, place: Place, life: Life) -> Result<(), Violation> {
-        if self.decodes[place].life != life || self.broken(Sabotage::IgnoreLeases) {
+    pub(crate) fn desk(&mut self, place: Place) -> Result<(), Violation> {
+        if self.broken(Sabotage::IgnoreLeases) {
             return Ok(());
         }
         let now = self.instant(self.now);
@@ -227,183 +405,37 @@ impl World {
         self.after(place)
     }
 
-    fn received(&mut self, place: Place, event: ReceiverEvent) -> Result<(), Violation> {
+    /// What the ledger says, by the checker's books.
+    fn received(&mut self, place: Place, event: &ReceiverEvent) -> Result<(), Violation> {
         match event {
-            ReceiverEvent::Verified { epoch, tail, bytes, .. } => self.verified(place, epoch, &tail, bytes),
-            ReceiverEvent::Failed { epoch, error, .. } => self.failed(place, epoch, &error),
-            ReceiverEvent::Fenced { epoch } => self.fenced(place, epoch),
-        }
-    }
-
-    fn verified(&mut self, place: Place, epoch: Epoch, tail: &[u8], bytes: u64) -> Result<(), Violation> {
-        let decode = &mut self.decodes[place];
-        let Some(reserved) = decode.reserved.get_mut(&epoch).filter(|r| r.fate == Fate::Open) else {
-            return Err(self.violation("reported once", format!("{epoch} is verified after its end")));
-        };
-        reserved.fate = Fate::Verified;
-        decode.verified.insert(epoch);
-        // I2: the checker knows what was computed; the code under test knows digests.
-        let mut wrong = decode.memory.compare(reserved.request, &reserved.blocks).err();
-        if tail != reserved.request.to_le_bytes() {
-            wrong = Some(format!("the tail is {tail:?}, for request {}", reserved.request));
-        }
-        let layout = &decode.memory.geometry.layout;
-        let want: usize = (0..2).map(|g| layout.block_bytes_all_layers(g) * reserved.blocks[g].len()).sum();
-        if bytes != want as u64 {
-            wrong = Some(format!("{bytes} bytes are said to have come, it is {want}"));
-        }
-        if let Held::Lent(lease) = std::mem::replace(&mut reserved.held, Held::Nothing)
-            && let Ok(tables) = decode.pools.accept(lease)
-        {
-            reserved.held = Held::Used(tables);
-        }
-        decode.memory.give_back(&reserved.blocks);
-        decode.ledger.release(epoch);
-        let life = decode.life;
-        if let Some(what) = wrong {
-            return Err(self.violation("I2", format!("{epoch}: {what}")));
-        }
-        self.summary.verified += 1;
-        let at = self.now + self.random.within(1_000, 100_000);
-        self.events.plan(at, Event::Finish { decode: place, life, epoch: epoch.0 });
-        Ok(())
-    }
-
-    /// A sequence is over; what it read to the last must be what was verified.
-    pub(crate) fn finish(&mut self, place: Place, life: Life, epoch: u64) -> Result<(), Violation> {
-        let decode = &mut self.decodes[place];
-        if decode.life != life {
-            return Ok(());
-        }
-        let Some(reserved) = decode.reserved.remove(&Epoch(epoch)) else { return Ok(()) };
-        let still = decode.memory.compare(reserved.request, &reserved.blocks);
-        if let Held::Used(tables) = reserved.held {
-            let freed = decode.pools.free(tables);
-            freed.map_err(|error| self.violation("I6", error.to_string()))?;
-        }
-        still.map_err(|what| self.violation("I3", format!("e{epoch:x} changed after it was verified: {what}")))?;
-        self.after(place)
-    }
-
-    fn failed(&mut self, place: Place, epoch: Epoch, error: &TransferError) -> Result<(), Violation> {
-        let (free, calm) = (self.broken(Sabotage::FreeOnFailed), self.options.calm);
-        let decode = &mut self.decodes[place];
-        let Some(reserved) = decode.reserved.get_mut(&epoch).filter(|r| r.fate == Fate::Open) else {
-            return Err(self.violation("reported once", format!("{epoch} fails after its end: {error}")));
-        };
-        reserved.fate = Fate::Failed;
-        let changed = matches!(name(error), "verify" | "corrupt" | "incomplete" | "protocol" | "refused" | "peer lost");
-        if calm && changed {
-            return Err(self.violation("delivery", format!("{epoch} fails though nothing goes wrong: {error}")));
-        }
-        *self.summary.failed.entry(name(error)).or_default() += 1;
-        decode.quarantine(epoch);
-        if free {
-            decode.clear(epoch);
+            ReceiverEvent::Verified { epoch, .. } => {
+                let decode = &mut self.decodes[place];
+                let Some(lent) = decode.lent.get(epoch) else {
+                    return Err(self.violation("reported once", format!("{epoch} is verified after its end")));
+                };
+                decode.verified.insert(*epoch);
+                // I2: the checker knows what these tokens' KV is; the code under test knows digests.
+                let right = decode.memory.compare(&lent.tokens, &lent.first, &lent.blocks);
+                right.map_err(|what| self.violation("I2", format!("{epoch}: {what}")))?;
+                self.unlend(place, *epoch);
+                self.summary.verified += 1;
+                self.note(|| format!("decode {place} has verified {epoch}"));
+                self.milestone("verified", Process::Decode(place));
+            }
+            ReceiverEvent::Failed { epoch, error, .. } => {
+                if !self.decodes[place].lent.contains_key(epoch) {
+                    return Err(self.violation("reported once", format!("{epoch} fails after its end: {error}")));
+                }
+                self.note(|| format!("decode {place}: {epoch} fails: {error}"));
+                *self.summary.handoffs_failed.entry(error.cause()).or_default() += 1;
+                let changed =
+                    matches!(error.cause(), "corruption" | "incomplete" | "protocol" | "refused" | "peer_lost");
+                if self.options.calm && changed {
+                    return Err(self.violation("delivery", format!("{epoch} fails though nothing goes wrong: {error}")));
+                }
+            }
+            ReceiverEvent::Fenced { epoch } => self.unlend(place, *epoch),
         }
         Ok(())
-    }
-
-    fn fenced(&mut self, place: Place, epoch: Epoch) -> Result<(), Violation> {
-        let decode = &mut self.decodes[place];
-        let fate = decode.reserved.get(&epoch).map(|r| r.fate);
-        decode.clear(epoch);
-        decode.reserved.remove(&epoch);
-        match fate {
-            Some(Fate::Failed | Fate::Pending) => Ok(()),
-            other => Err(self.violation("reported once", format!("{epoch} is fenced when it is {other:?}"))),
-        }
-    }
-
-    /// The owner takes a reservation back: a client has gone, or the prefill worker is lost to the router.
-    pub(crate) fn cancel(&mut self, place: Place, life: Life, epoch: u64) -> Result<(), Violation> {
-        let epoch = Epoch(epoch);
-        let early = self.broken(Sabotage::FreeBeforeFenced);
-        let leaks = self.broken(Sabotage::LeakOnCancel);
-        let decode = &mut self.decodes[place];
-        let open = decode.reserved.get(&epoch).is_some_and(|r| r.fate == Fate::Open);
-        if decode.life != life || !open {
-            return Ok(());
-        }
-        decode.quarantine(epoch);
-        self.summary.withdrawn += 1;
-        match decode.ledger.fence(epoch) {
-            FenceState::Clear => {
-                if !leaks {
-                    decode.clear(epoch);
-                }
-                decode.reserved.remove(&epoch);
-            }
-            FenceState::Pending => {
-                if let Some(reserved) = decode.reserved.get_mut(&epoch) {
-                    reserved.fate = Fate::Pending;
-                }
-                if early {
-                    decode.clear(epoch);
-                }
-            }
-        }
-        self.after(place)
-    }
-
-    /// I5: by now its end was reported, unless the worker itself stood still.
-    pub(crate) fn must_have_failed(&mut self, place: Place, life: Life, epoch: u64) -> Result<(), Violation> {
-        let decode = &self.decodes[place];
-        let Some(reserved) = decode.reserved.get(&Epoch(epoch)).filter(|_| decode.life == life) else { return Ok(()) };
-        let bound = reserved.expires.max(decode.frozen_until) + SLACK;
-        match reserved.fate {
-            Fate::Open if self.now >= bound => {
-                let next = decode.ledger.next_expiry().map(|at| self.micros(at));
-                let what = format!("e{epoch:x} has not ended in time: {reserved:?}, the next lease ends at {next:?}");
-                Err(self.violation("I5", what))
-            }
-            Fate::Open => {
-                self.events.plan(bound, Event::MustHaveFailed { decode: place, life, epoch });
-                Ok(())
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-impl Decode {
-    /// Puts lent blocks aside.
-    fn quarantine(&mut self, epoch: Epoch) {
-        if let Some(reserved) = self.reserved.get_mut(&epoch)
-            && let Held::Lent(lease) = std::mem::replace(&mut reserved.held, Held::Nothing)
-            && let Ok(quarantine) = self.pools.quarantine(lease)
-        {
-            reserved.held = Held::Quarantined(quarantine);
-        }
-    }
-
-    /// Frees blocks that were put aside.
-    fn clear(&mut self, epoch: Epoch) {
-        if let Some(reserved) = self.reserved.get_mut(&epoch)
-            && let Held::Quarantined(quarantine) = std::mem::replace(&mut reserved.held, Held::Nothing)
-        {
-            let cleared = self.pools.clear_quarantine(quarantine);
-            debug_assert!(cleared.is_ok(), "{cleared:?}");
-            self.memory.give_back(&reserved.blocks);
-        }
-    }
-}
-
-/// For the summary.
-pub(crate) fn name(error: &TransferError) -> &'static str {
-    match error {
-        TransferError::Verify { .. } => "verify",
-        TransferError::Corrupt { .. } => "corrupt",
-        TransferError::Incomplete { .. } => "incomplete",
-        TransferError::Protocol { .. } => "protocol",
-        TransferError::Refused { .. } => "refused",
-        TransferError::Fenced { .. } => "fenced",
-        TransferError::Aborted { .. } => "aborted",
-        TransferError::Expired { .. } => "expired",
-        TransferError::Deadline { .. } => "deadline",
-        TransferError::Stalled { .. } => "stalled",
-        TransferError::PeerLost { .. } => "peer lost",
-        TransferError::Connect { .. } => "connect",
-        _ => "other",
     }
 }

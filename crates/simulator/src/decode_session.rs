@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use baton_handoff::{Frame, FrameLimits, Inbound, TransferError, TransportKind};
+use baton_handoff::{Frame, FrameLimits, Inbound};
+use baton_handoff::{TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
 
 use crate::arrival::Greeted;

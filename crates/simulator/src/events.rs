@@ -1,62 +1,243 @@
 //! What happens next: events in the order of their virtual times, and in the order they were planned where those are equal.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
+use std::fmt;
 
+use baton_membership::{FollowAction, Member, RenewalInput};
+use baton_types::WorkerId;
+
+use crate::control::{Down, Link, Up};
+use crate::membership::Request;
 use crate::stream::Micros;
 
-/// Which of several workers of a role.
+/// Which of several processes of a kind.
 pub(crate) type Place = usize;
-/// A worker's incarnation: events for one before it are void.
+/// A process's incarnation: events for one before it are void.
 pub(crate) type Life = u64;
-/// A connection. That of a session's own is also the session's number at the decode worker.
+/// A connection between workers. That of a session's own is also the session's number at the decode worker.
 pub(crate) type Line = u64;
 
+/// A process, by its address.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) enum Process {
+    Router(Place),
+    Prefill(Place),
+    Decode(Place),
+    Registry,
+}
+
+impl Process {
+    /// Where it listens.
+    pub(crate) fn address(self) -> String {
+        match self {
+            Process::Prefill(place) => format!("http://127.0.0.1:{}", 10_000 + place),
+            Process::Decode(place) => format!("http://127.0.0.1:{}", 20_000 + place),
+            Process::Router(place) => format!("http://127.0.0.1:{}", 30_000 + place),
+            Process::Registry => "http://127.0.0.1:2379".into(),
+        }
+    }
+
+    /// The worker that listens there.
+    pub(crate) fn at(address: &str) -> Option<Process> {
+        let port: Place = address.rsplit(':').next()?.parse().ok()?;
+        match port {
+            10_000..20_000 => Some(Process::Prefill(port - 10_000)),
+            20_000..30_000 => Some(Process::Decode(port - 20_000)),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Process::Router(place) => write!(f, "router {place}"),
+            Process::Prefill(place) => write!(f, "prefill {place}"),
+            Process::Decode(place) => write!(f, "decode {place}"),
+            Process::Registry => f.write_str("registry"),
+        }
+    }
+}
+
 /// Something that happens at a time.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug)]
 pub(crate) enum Event {
-    /// A request comes in.
-    Submit { request: u64, tries: u32 },
-    /// The router brings a target to a prefill worker.
-    Run { prefill: Place, request: u64, target: Vec<u8>, deadline: Micros },
-    /// A handoff's owner goes on.
-    Compute { prefill: Place, life: Life, handoff: u64 },
-    /// A handoff should have ended by now.
-    MustHaveEnded { prefill: Place, life: Life, handoff: u64 },
-    /// A reservation should have ended by now.
-    MustHaveFailed { decode: Place, life: Life, epoch: u64 },
-    /// A reservation's owner takes it back.
-    Cancel { decode: Place, life: Life, epoch: u64 },
-    /// A sequence that ran on verified KV is over.
-    Finish { decode: Place, life: Life, epoch: u64 },
+    // Clients and routers.
+    Arrive {
+        request: u64,
+    },
+    Leave {
+        request: u64,
+    },
+    /// A client has taken a token.
+    Taken {
+        router: Place,
+        life: Life,
+        request: u64,
+    },
+    /// A choice's clock.
+    Wake {
+        router: Place,
+        life: Life,
+        request: u64,
+    },
+    Probe {
+        router: Place,
+        life: Life,
+        worker: WorkerId,
+    },
+    /// A probe was not answered in time.
+    ProbeOver {
+        router: Place,
+        life: Life,
+        worker: WorkerId,
+    },
+    // Streams between routers and workers.
+    Up {
+        link: Link,
+        made: u64,
+        message: Up,
+    },
+    Down {
+        link: Link,
+        made: u64,
+        message: Down,
+    },
+    Broken {
+        link: Link,
+        made: u64,
+        silent: bool,
+    },
+    /// A worker learns that a connection has ended.
+    Hangup {
+        process: Process,
+        life: Life,
+        link: Link,
+        made: u64,
+    },
+    KeepAlive,
+    // Membership.
+    Renewal {
+        process: Process,
+        life: Life,
+    },
+    ToRegistry {
+        process: Process,
+        life: Life,
+        attempt: u64,
+        request: Request,
+    },
+    FromRegistry {
+        process: Process,
+        life: Life,
+        attempt: u64,
+        answer: RenewalInput,
+    },
+    Expiry,
+    Follow {
+        router: Place,
+        life: Life,
+        action: FollowAction,
+    },
+    FollowWake {
+        router: Place,
+        life: Life,
+    },
+    Watch {
+        router: Place,
+        life: Life,
+        feed: u64,
+    },
+    Listed {
+        router: Place,
+        life: Life,
+        feed: u64,
+        members: Option<Vec<Member>>,
+    },
+    RegistryBack,
+    // Workers.
+    EngineTurn {
+        process: Process,
+        life: Life,
+    },
+    /// What a busy engine thread waits for has come.
+    EngineStep {
+        process: Process,
+        life: Life,
+    },
     /// A session at a decode worker looks what is new.
-    DecodeTurn { line: Line },
+    DecodeTurn {
+        line: Line,
+    },
     /// A session at a prefill worker looks what is new.
-    PrefillTurn { prefill: Place, life: Life, peer: u64 },
+    PrefillTurn {
+        prefill: Place,
+        life: Life,
+        peer: u64,
+    },
     /// A decode worker looks for leases that have run out.
-    Desk { decode: Place, life: Life },
+    Desk {
+        decode: Place,
+        life: Life,
+    },
     /// A decode worker learns that a prefill worker's process has ended.
-    Died { line: Line },
-    /// A connection breaks.
-    Cut { line: Line },
+    Died {
+        line: Line,
+    },
+    /// A connection between workers breaks.
+    Cut {
+        line: Line,
+    },
+    /// A drain has lasted long enough.
+    DrainOver {
+        process: Process,
+        life: Life,
+    },
+    // Faults.
     /// Perhaps a fault strikes.
     Strike,
+    /// From now on nothing goes wrong.
+    Heal,
+}
+
+impl Event {
+    /// Whose turn it is, if it is a process's.
+    pub(crate) fn process(&self) -> Option<(Process, Option<Life>)> {
+        Some(match self {
+            Event::Taken { router, life, .. }
+            | Event::Wake { router, life, .. }
+            | Event::Probe { router, life, .. }
+            | Event::ProbeOver { router, life, .. }
+            | Event::Follow { router, life, .. }
+            | Event::FollowWake { router, life }
+            | Event::Listed { router, life, .. } => (Process::Router(*router), Some(*life)),
+            Event::Renewal { process, life }
+            | Event::FromRegistry { process, life, .. }
+            | Event::EngineTurn { process, life }
+            | Event::EngineStep { process, life }
+            | Event::Hangup { process, life, .. }
+            | Event::DrainOver { process, life } => (*process, Some(*life)),
+            Event::PrefillTurn { prefill, life, .. } => (Process::Prefill(*prefill), Some(*life)),
+            Event::Desk { decode, life } => (Process::Decode(*decode), Some(*life)),
+            _ => return None,
+        })
+    }
 }
 
 /// Planned events.
 #[derive(Debug, Default)]
 pub(crate) struct Events {
-    heap: BinaryHeap<Reverse<(Micros, u64, Event)>>,
-    planned: u64,
+    planned: BTreeMap<(Micros, u64), Event>,
+    number: u64,
 }
 
 impl Events {
     pub(crate) fn plan(&mut self, at: Micros, event: Event) {
-        self.planned += 1;
-        self.heap.push(Reverse((at, self.planned, event)));
+        self.number += 1;
+        self.planned.insert((at, self.number), event);
     }
 
     pub(crate) fn next(&mut self) -> Option<(Micros, Event)> {
-        self.heap.pop().map(|Reverse((at, _, event))| (at, event))
+        self.planned.pop_first().map(|((at, _), event)| (at, event))
     }
 }

@@ -1,55 +1,121 @@
 //! Which faults a run has, how often, and how many there were. Chosen by the seed, so that most runs have several kinds and
 //! some have none.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::random::Random;
 use crate::stream::Micros;
 
-/// What can happen to connections and workers.
+/// What can happen to processes, to what lies between them, and to their clients.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Fault {
-    /// A frame, with its payload, never left.
+    /// A frame between workers, with its payload, never left.
     Drop,
     /// A frame left twice.
     Double,
     /// A frame overtook another.
     Swap,
-    /// A bit under way between sockets was flipped.
+    /// A bit under way between workers was flipped.
     Corrupt,
     /// A bit was flipped in what one worker copies into another's pool.
     Miscopy,
-    /// Nothing arrived for a while.
+    /// Nothing arrived over a connection between workers for a while.
     Stall,
-    /// The connection ended.
+    /// A connection between workers ended.
     Cut,
-    /// A worker died; another took its place and address.
-    Restart,
-    /// A worker stood still for a while.
-    Freeze,
     /// Somebody who was told no ticket tried to join a session.
     Stranger,
+    /// A worker died; another took its place and address.
+    Restart,
+    /// A process stood still for a while.
+    Freeze,
+    /// Two processes could not reach each other for a while.
+    Partition,
+    /// The connection of a router to a worker ended.
+    Break,
+    /// A router died; another took its place.
+    RouterRestart,
+    /// The registry was away for a while.
+    RegistryDown,
+    /// The registry was away, and came back knowing nobody.
+    RegistryEmptied,
+    /// The model failed on a step.
+    StepFails,
+    /// A worker drained and left.
+    Drain,
+    /// A worker joined.
+    Join,
 }
 
-/// Rates per mille.
-#[derive(Clone, Debug)]
-pub(crate) struct Faults {
-    drop: u32,
-    double: u32,
-    swap: u32,
-    miscopy: u32,
+impl Fault {
+    /// Every one.
+    pub const ALL: [Fault; 18] = [
+        Fault::Drop,
+        Fault::Double,
+        Fault::Swap,
+        Fault::Corrupt,
+        Fault::Miscopy,
+        Fault::Stall,
+        Fault::Cut,
+        Fault::Stranger,
+        Fault::Restart,
+        Fault::Freeze,
+        Fault::Partition,
+        Fault::Break,
+        Fault::RouterRestart,
+        Fault::RegistryDown,
+        Fault::RegistryEmptied,
+        Fault::StepFails,
+        Fault::Drain,
+        Fault::Join,
+    ];
+
+    /// Whether nothing is lost by it between live peers.
+    pub(crate) fn is_harmless(self) -> bool {
+        matches!(self, Fault::Stall | Fault::Freeze | Fault::Stranger | Fault::Drain | Fault::Join)
+    }
+}
+
+/// How often what goes wrong.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Faults {
+    /// Frames per mille that are dropped, doubled, swapped, and copies with a flipped bit.
+    pub drop: u32,
+    /// See `drop`.
+    pub double: u32,
+    /// See `drop`.
+    pub swap: u32,
+    /// See `drop`.
+    pub miscopy: u32,
+    /// Steps per mille that fail.
+    pub step: u32,
     /// What may strike at random times.
-    strikes: Vec<Fault>,
-    /// Longest delay of a piece.
-    slowness: Micros,
+    pub strikes: Vec<Fault>,
+    /// Between two looks whether one strikes, at most; microseconds.
+    pub pause: u64,
+    /// Longest delay of a message or a piece of one, microseconds.
+    pub slowness: u64,
+    /// Sockets take pieces of any size.
     pub short_writes: bool,
+    /// How many there were.
     pub counts: BTreeMap<Fault, u64>,
 }
 
 impl Faults {
-    pub(crate) fn none() -> Faults {
-        let (strikes, counts) = (Vec::new(), BTreeMap::new());
-        Faults { drop: 0, double: 0, swap: 0, miscopy: 0, strikes, slowness: 100, short_writes: false, counts }
+    /// None, and little delay.
+    pub fn none() -> Faults {
+        Faults {
+            drop: 0,
+            double: 0,
+            swap: 0,
+            miscopy: 0,
+            step: 0,
+            strikes: Vec::new(),
+            pause: 50_000,
+            slowness: 100,
+            short_writes: false,
+            counts: BTreeMap::new(),
+        }
     }
 
     /// Nothing goes wrong, but slowly.
@@ -58,14 +124,22 @@ impl Faults {
         Faults { slowness, ..Faults::none() }
     }
 
-    pub(crate) fn random(random: &mut Random) -> Faults {
-        let mut rate = |most: u64| if random.chance(300) { random.within(1, most) as u32 } else { 0 };
-        let (drop, double, swap, miscopy) = (rate(20), rate(20), rate(50), rate(20));
-        let kinds = [Fault::Corrupt, Fault::Stall, Fault::Cut, Fault::Restart, Fault::Freeze, Fault::Stranger];
-        let strikes = kinds.into_iter().filter(|_| random.chance(400)).collect();
-        let slowness = *[50, 500, 5_000, 30_000].get(random.below(4) as usize).unwrap_or(&50);
-        let (short_writes, counts) = (random.chance(500), BTreeMap::new());
-        Faults { drop, double, swap, miscopy, strikes, slowness, short_writes, counts }
+    pub(crate) fn random(random: &mut Random, without: &BTreeSet<Fault>) -> Faults {
+        let mut rate = |fault: Fault, most: u64| {
+            let rate = if random.chance(250) { random.within(1, most) as u32 } else { 0 };
+            if without.contains(&fault) { 0 } else { rate }
+        };
+        let (drop, double, swap) = (rate(Fault::Drop, 20), rate(Fault::Double, 20), rate(Fault::Swap, 50));
+        let (miscopy, step) = (rate(Fault::Miscopy, 20), rate(Fault::StepFails, 30));
+        let strikes = Fault::ALL[3..].iter().copied().filter(|fault| {
+            let of_rates = matches!(fault, Fault::Miscopy | Fault::StepFails);
+            random.chance(250) && !of_rates && !without.contains(fault)
+        });
+        let strikes = strikes.collect();
+        let pause = [5_000, 50_000, 500_000][random.below(3) as usize];
+        let slowness = [50, 500, 5_000, 30_000][random.below(4) as usize];
+        let short_writes = random.chance(500);
+        Faults { drop, double, swap, miscopy, step, strikes, pause, slowness, short_writes, counts: BTreeMap::new() }
     }
 
     pub(crate) fn delay(&self, random: &mut Random) -> Micros {
@@ -74,10 +148,9 @@ impl Faults {
 
     /// Strikes now, if anything.
     pub(crate) fn strike(&self, random: &mut Random) -> Option<Fault> {
-        if self.strikes.is_empty() {
-            None
-        } else {
-            Some(self.strikes[random.below(self.strikes.len() as u64) as usize])
+        match self.strikes.is_empty() {
+            true => None,
+            false => Some(self.strikes[random.below(self.strikes.len() as u64) as usize]),
         }
     }
 
@@ -108,6 +181,10 @@ impl Faults {
 
     pub(crate) fn miscopies(&mut self, random: &mut Random) -> bool {
         self.chance(random, self.miscopy, Fault::Miscopy)
+    }
+
+    pub(crate) fn strikes_step(&mut self, random: &mut Random) -> bool {
+        self.chance(random, self.step, Fault::StepFails)
     }
 
     fn chance(&mut self, random: &mut Random, rate: u32, fault: Fault) -> bool {

@@ -1,12 +1,12 @@
 //! How a session at a prefill worker begins: the handshake's side that calls, and over TCP the other connections that join it.
 
-use baton_handoff::{Frame, FrameLimits, Hello, Over, Ticket, TransferError, TransportKind};
+use baton_handoff::{Frame, FrameLimits, Hello, Over, Ticket};
+use baton_handoff::{TransferError, TransportKind};
 use baton_types::WorkerId;
 
 use crate::end::End;
 use crate::events::{Event, Place};
 use crate::prefill_session::{Phase, PrefillSession, Stop};
-use crate::shapes::geometry;
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -25,7 +25,7 @@ impl World {
         let prefill = &self.prefills[place];
         let (me, life, peer) = (prefill.id, prefill.life, session.peer);
         let outbox = &mut session.own().outbox;
-        outbox.push_bytes(Hello { fingerprint: fingerprint() }.encode());
+        outbox.push_bytes(Hello { fingerprint: self.geometry.layout.fingerprint() }.encode());
         outbox.push_bytes(Frame::Identify { me, you: peer, over: Over::Stream }.encode());
         let until = self.now + self.handshake();
         self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: peer.0 });
@@ -59,7 +59,7 @@ impl World {
             Stop::Ended(TransferError::Connect { peer: WorkerId(0), address: "simulated".into(), cause })
         };
         if !*seen {
-            *seen = session.ends[0].take_hello(fingerprint()).map_err(cannot)?;
+            *seen = session.ends[0].take_hello(self.geometry.layout.fingerprint()).map_err(cannot)?;
         }
         let limits = FrameLimits::new(&self.limits, 2);
         if *seen && let Some(frame) = session.own().next_frame(&limits).map_err(cannot)? {
@@ -84,7 +84,7 @@ impl World {
         for stream in 1..self.random.within(1, CONNECTIONS) as u8 {
             let line = self.connect(place, session.decode, session.peer, session.kind);
             let mut end = End::new(line, stream.into());
-            end.outbox.push_bytes(Hello { fingerprint: fingerprint() }.encode());
+            end.outbox.push_bytes(Hello { fingerprint: self.geometry.layout.fingerprint() }.encode());
             end.outbox.push_bytes(Frame::Join { ticket, stream }.encode());
             session.asked.push(Asked { end, hello_seen: false });
             if self.faults.nips(&mut self.random) {
@@ -122,7 +122,7 @@ impl World {
 
     fn has_joined(&self, asked: &mut Asked) -> Result<bool, String> {
         if !asked.hello_seen {
-            asked.hello_seen = asked.end.take_hello(fingerprint())?;
+            asked.hello_seen = asked.end.take_hello(self.geometry.layout.fingerprint())?;
         }
         let limits = FrameLimits::new(&self.limits, 2);
         match if asked.hello_seen { asked.end.next_frame(&limits)? } else { None } {
@@ -131,8 +131,4 @@ impl World {
             Some(other) => Err(format!("{other:?}")),
         }
     }
-}
-
-fn fingerprint() -> u64 {
-    geometry(1).layout.fingerprint()
 }

@@ -1,55 +1,57 @@
-//! The handoff under a virtual clock, a seed and a hostile network: both ends' pure halves, on one thread.
+//! The whole cluster under a virtual clock, a seed and a hostile world, on one thread.
 //!
-//! Decode workers and prefill workers here run the very code of `baton_handoff` that real ones run ([`Ledger`],
-//! [`Members`], [`Inbound`], [`Outbound`], [`Line`], [`Written`], the frames' bytes) and the block pools of `baton_kv_cache`; only
-//! sockets, threads and the clock are replaced. Sessions over TCP have up to four connections, each with an order, delays and
-//! faults of its own, so that writes and completions overtake one another. Separate checkers look at what must always hold, and
+//! Routers, workers and the registry here run the very code that real ones run: placement, the request's state machine and its
+//! streams ([`baton_policy::Fleet`], [`baton_policy::Choice`]), membership ([`baton_membership`]), the two roles and their step
+//! loop ([`baton_roles`]), the engine and its block pools over the fake model, and the handoff's protocol to the last byte
+//! ([`baton_handoff`]). Only sockets, threads, clocks and the model are replaced. Separate checkers look at what must always hold, and
 //! share nothing with that code:
 //!
-//! - I2: what is announced as verified is, byte for byte, what the prefill worker computed for this request.
-//! - I3: a block is written to only while its owner keeps it aside for that epoch; local blocks are read only until the
-//!   handoff's end was reported; what lies in a block that was given back does not change.
-//! - I5: every reservation and every handoff ends within its bound. That a silent peer is noticed before that is for the tests
-//!   of the lease's table and of real processes.
-//! - I6: blocks are conserved; in the end all are free, on both sides.
+//! - I1: each client's tokens are those that its request gives alone.
+//! - I2: what is announced as verified is, byte for byte, the KV of the sequence's tokens.
+//! - I3: a block is written to by a peer only while it is lent under that epoch, and no step touches it meanwhile; local blocks are read
+//!   only until the handoff's end was reported, and no step writes to them meanwhile.
+//! - I4: each token's index reaches the client once, in order, and nothing after the end.
+//! - I5: after the last fault every request ends, and the run does.
+//! - I6: blocks are conserved at every step; in the end all are free, on both sides, and nobody holds a stream or a reservation.
+//! - I7: while the registry is away, no router forgets who serves.
 //! - Each outcome is reported once, on each side, and the two never contradict each other.
-//! - Delivery: where nothing goes wrong no handoff fails but by its owner or its time, whatever overtakes what, and who has
-//!   completed is soon told the outcome.
+//! - Delivery: where nothing goes wrong nothing fails but by its owner, its time, or for want of room.
 //!
-//! A run is a function of its seed, so a failure is replayed by it.
-//!
-//! [`Ledger`]: baton_handoff::Ledger
-//! [`Members`]: baton_handoff::Members
-//! [`Inbound`]: baton_handoff::Inbound
-//! [`Outbound`]: baton_handoff::Outbound
-//! [`Line`]: baton_handoff::Line
-//! [`Written`]: baton_handoff::Written
+//! A run is a function of its seed, so a failure is replayed by it; [`shrink`] finds a smaller one.
 
 mod arrival;
 mod arriving;
+mod client;
+mod control;
 mod copying;
 mod decode;
 mod decode_session;
 mod end;
+mod engine;
 mod events;
 mod faults;
 mod joining;
+mod membership;
 mod outbox;
+mod pool;
 mod prefill;
 mod prefill_session;
 mod random;
+mod router;
 mod sabotage;
-mod shapes;
 mod stream;
 mod strikes;
+mod summary;
 mod world;
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::panic::catch_unwind;
 
 use baton_types::{BatonError, ErrorKind};
 
-pub use faults::Fault;
+pub use faults::{Fault, Faults};
 pub use sabotage::Sabotage;
+pub use summary::Summary;
 
 /// An invariant that did not hold.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -61,6 +63,8 @@ pub struct Violation {
     pub at_micros: u64,
     /// What was seen.
     pub what: String,
+    /// The run's story until then, with [`Options::trace`].
+    pub trace: Vec<String>,
 }
 
 impl BatonError for Violation {
@@ -69,65 +73,75 @@ impl BatonError for Violation {
     }
 }
 
+/// How many of what a cluster begins with; what is not said the seed chooses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Sizes {
+    /// Routers.
+    pub routers: Option<u32>,
+    /// Prefill workers.
+    pub prefills: Option<u32>,
+    /// Decode workers.
+    pub decodes: Option<u32>,
+}
+
 /// What to simulate.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Options {
-    /// Handoffs to begin.
-    pub handoffs: u32,
+    /// Requests that come.
+    pub requests: u32,
+    /// The cluster's size.
+    pub sizes: Sizes,
     /// No faults at all, only random timing.
     pub calm: bool,
+    /// These faults, in place of those that the seed chooses.
+    pub faults: Option<Faults>,
+    /// Faults that are left out.
+    pub without: BTreeSet<Fault>,
     /// Something broken on purpose.
     pub sabotage: Option<Sabotage>,
+    /// Tell the run's story.
+    pub trace: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { handoffs: 100, calm: false, sabotage: None }
-    }
-}
-
-/// What a run came to.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Summary {
-    /// Reservations made.
-    pub handoffs: u64,
-    /// Of these, verified.
-    pub verified: u64,
-    /// Of these, failed: by the error's name.
-    pub failed: BTreeMap<&'static str, u64>,
-    /// Of these, taken back by their owner or lost with it.
-    pub withdrawn: u64,
-    /// Connections that joined a session over TCP beside its own.
-    pub joined: u64,
-    /// Such that were left out: refused, broken or too late.
-    pub left_out: u64,
-    /// Completions that had overtaken writes on other connections, and waited until those had come.
-    pub overtook: u64,
-    /// Faults that struck.
-    pub faults: BTreeMap<Fault, u64>,
-    /// Events that were played.
-    pub events: u64,
-    /// Virtual time.
-    pub micros: u64,
-}
-
-impl Summary {
-    /// Adds another run's.
-    pub fn add(&mut self, other: &Summary) {
-        self.handoffs += other.handoffs;
-        self.verified += other.verified;
-        self.withdrawn += other.withdrawn;
-        self.joined += other.joined;
-        self.left_out += other.left_out;
-        self.overtook += other.overtook;
-        self.events += other.events;
-        self.micros += other.micros;
-        other.failed.iter().for_each(|(name, count)| *self.failed.entry(name).or_default() += count);
-        other.faults.iter().for_each(|(fault, count)| *self.faults.entry(*fault).or_default() += count);
+        let (sizes, without) = (Sizes::default(), BTreeSet::new());
+        Options { requests: 30, sizes, calm: false, faults: None, without, sabotage: None, trace: false }
     }
 }
 
 /// Plays one run.
 pub fn run(seed: u64, options: &Options) -> Result<Summary, Violation> {
-    world::World::new(seed, options)?.play()
+    let played = catch_unwind(|| world::World::new(seed, options)?.play());
+    played.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let what = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default();
+        Err(Violation { invariant: "no panic", at_micros: 0, what, trace: Vec::new() })
+    })
+}
+
+/// Finds a smaller run that fails in the same way: fewer requests, fewer kinds of faults. Answers how, with its violation.
+pub fn shrink(seed: u64, options: &Options, violation: Violation) -> (Options, Violation) {
+    let (mut best, mut found) = (options.clone(), violation);
+    let same = |options: &Options, invariant| run(seed, options).err().filter(|other| other.invariant == invariant);
+    for fault in Fault::ALL {
+        let mut less = best.clone();
+        less.without.insert(fault);
+        if let Some(other) = same(&less, found.invariant) {
+            (best, found) = (less, other);
+        }
+    }
+    while best.requests > 1 {
+        let fewer = [best.requests / 2, best.requests - 1].into_iter().find_map(|requests| {
+            let less = Options { requests, ..best.clone() };
+            same(&less, found.invariant).map(|other| (less, other))
+        });
+        match fewer {
+            Some(smaller) => (best, found) = smaller,
+            None => break,
+        }
+    }
+    best.trace = true;
+    found = same(&best, found.invariant).unwrap_or(found);
+    (best, found)
 }

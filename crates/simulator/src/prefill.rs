@@ -1,184 +1,265 @@
-//! A prefill worker: computes requests' KV layer by layer, and hands it over. What a real one's engine thread does, with
-//! checkers at every step.
+//! A prefill worker: the real role over the real engine; here are its streams, its handoffs and their sessions.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use baton_handoff::{Core, Descriptor, Done, Quiet, TransferError, TransferStats, TransportKind, Writes};
-use baton_kv_cache::{KvPools, Tables};
-use baton_types::{BlockId, Epoch, WorkerId};
+use baton_engine::{Engine, Start};
+use baton_handoff::{Core, Descriptor, Done, Op, Quiet, TransferError, TransferStats, TransportKind, Writes};
+use baton_policy::PrefillWord;
+use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
+use baton_roles::{Input, Launch, Prefill as Role, Ticket, WorkerCore};
+use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 
-use crate::decode::pools;
-use crate::events::{Event, Life, Line, Place};
+use crate::Violation;
+use crate::control::{Ask, Down, Link, Up};
+use crate::decode::{Caller, answered, sequence};
+use crate::engine::{Host, Thread};
+use crate::events::{Life, Line, Place, Process};
+use crate::membership::Registration;
+use crate::pool::Memory;
 use crate::prefill_session::PrefillSession;
-use crate::shapes::{Memory, geometry};
 use crate::stream::Micros;
-use crate::world::{SLACK, World};
-use crate::{Sabotage, Violation};
+use crate::world::World;
 
-/// Blocks of a prefill pool, in each group.
-const BLOCKS: u32 = 64;
-/// From one of an owner's steps to the next, at most.
-const PACE: Micros = 20_000;
-/// From a completion to its outcome where nothing goes wrong, at most: more than twice what it takes.
-const ANSWER: Micros = 600_000;
 /// How long a session that ends goes on trying to say so.
 pub(crate) const FAREWELL: Micros = 50_000;
 
-/// What a handoff's owner was told.
+/// What a handoff's owner is told.
 #[derive(Clone, PartialEq, Debug)]
-pub(crate) enum Told {
+enum Told {
     Done(Result<TransferStats, TransferError>),
     Quiet,
 }
 
-/// Where callbacks put what they are told.
+/// Where callbacks put what they are told: of which handoff.
 type Reports = Arc<Mutex<Vec<(u64, Told)>>>;
 
-/// One handoff and its owner.
-pub(crate) struct Handoff {
-    request: u64,
-    target: Vec<u8>,
+/// One handoff.
+struct Handoff {
     writes: Writes,
-    epoch: Epoch,
-    pub peer: WorkerId,
+    peer: WorkerId,
     decode: Place,
     /// The session it was begun at.
     serial: Line,
-    blocks: Vec<Vec<BlockId>>,
-    tables: Option<Tables>,
-    /// Layers yet to be written: group, layer, indexes.
-    todo: Vec<(usize, usize, Vec<u32>)>,
-    /// Its owner has asked for the end, and waits.
-    asked: bool,
-    /// When it was completed.
-    completed: Option<Micros>,
-    opened: Micros,
-    deadline: Micros,
+    seq: Option<SeqId>,
+    /// Since when it is asked for, so that its owner is told once.
+    ended: bool,
+    /// Its blocks wait for its end.
+    quarantined: bool,
+}
+
+impl Handoff {
+    fn epoch(&self) -> Epoch {
+        self.writes.core().epoch
+    }
+
+    /// Why, once it has.
+    fn failed(&self) -> Option<TransferError> {
+        self.writes.core().failure().cloned()
+    }
+}
+
+/// A write that waits for room.
+struct Waiting {
+    handoff: u64,
+    op: Op,
+    since: Micros,
 }
 
 /// One incarnation.
 pub(crate) struct Prefill {
     pub life: Life,
     pub id: WorkerId,
+    pub alive: bool,
     pub memory: Memory<u64>,
-    pools: KvPools,
-    pub handoffs: BTreeMap<u64, Handoff>,
+    pub thread: Option<Thread<Role>>,
+    pub inbox: VecDeque<Input<Command>>,
+    pub registration: Option<Registration>,
+    tickets: BTreeMap<Ticket, (Caller, u64)>,
+    pub callers: BTreeMap<SeqId, Caller>,
+    handoffs: BTreeMap<u64, Handoff>,
+    waiting: VecDeque<Waiting>,
+    next: u64,
     pub sessions: BTreeMap<WorkerId, PrefillSession>,
     reports: Reports,
-    next_handoff: u64,
-    pub frozen_until: Micros,
+    pub frozen: Option<(Micros, Micros)>,
+    pub drains: bool,
 }
 
 impl Prefill {
-    pub(crate) fn new(life: Life) -> Result<Prefill, Violation> {
-        let geometry = geometry(BLOCKS);
+    pub(crate) fn new(world: &World, life: Life) -> Result<Prefill, Violation> {
+        let geometry = world.geometry.clone();
+        let memory = Memory::new(geometry.clone());
+        let engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
+        let layout = Arc::new(geometry.layout.clone());
+        let core = WorkerCore::new(engine, Role::new(layout.clone()), layout, world.overlaps);
+        let model = world.model(&memory.bytes);
         Ok(Prefill {
             life,
             id: WorkerId(life),
-            pools: pools(&geometry)?,
-            memory: Memory::new(geometry),
+            alive: true,
+            thread: Some(Thread::new(core, model, geometry.layout.layers() as u32)),
+            memory,
+            inbox: VecDeque::new(),
+            registration: None,
+            tickets: BTreeMap::new(),
+            callers: BTreeMap::new(),
             handoffs: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            next: 0,
             sessions: BTreeMap::new(),
             reports: Reports::default(),
-            next_handoff: 0,
-            frozen_until: 0,
+            frozen: None,
+            drains: false,
         })
+    }
+
+    pub(crate) fn is_quiet(&self) -> bool {
+        let Some(thread) = &self.thread else { return !self.alive };
+        self.inbox.is_empty() && thread.core.snapshot().idle
     }
 
     /// I6 in the end: nothing is held.
     pub(crate) fn check_free(&self) -> Result<(), String> {
-        self.memory.check_resting()?;
-        let counts = self.pools.counts();
-        match counts.free == counts.total {
+        let Some(thread) = &self.thread else { return Ok(()) };
+        let (snapshot, streams) = (thread.core.snapshot(), thread.core.role().streams());
+        let held = (streams, self.handoffs.len(), self.callers.len());
+        match snapshot.idle && held == (0, 0, 0) {
             true => Ok(()),
-            false => Err(format!("{}: {counts:?} in the end", self.id)),
+            false => Err(format!("{}: {snapshot:?}; streams, handoffs, callers: {held:?}", self.id)),
         }
     }
 
-    fn report(&self, handoff: u64) -> impl FnOnce(Told) + Send + use<> {
-        let reports = self.reports.clone();
-        move |told| reports.lock().unwrap_or_else(PoisonError::into_inner).push((handoff, told))
+    fn of(&self, seq: SeqId) -> Option<u64> {
+        self.handoffs.iter().find(|(_, handoff)| handoff.seq == Some(seq)).map(|(id, _)| *id)
+    }
+}
+
+pub(crate) struct PrefillHost;
+
+impl Host for PrefillHost {
+    type Role = Role;
+
+    fn process(place: Place) -> Process {
+        Process::Prefill(place)
+    }
+
+    fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Role>> {
+        &mut world.prefills[place].thread
+    }
+
+    fn inbox(world: &mut World, place: Place) -> &mut VecDeque<Input<Command>> {
+        &mut world.prefills[place].inbox
+    }
+
+    fn perform(world: &mut World, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
+        world.prefill_effect(place, effect)
+    }
+
+    fn stored(world: &mut World, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+        world.layer_stored(place, launch, layer)
+    }
+
+    /// I3: no step writes to a block that a handoff reads.
+    fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
+        let memory = &world.prefills[place].memory;
+        let size = memory.geometry.layout.block_size as usize;
+        let read = core.with_batch(step, |batch| {
+            batch.rows.iter().find_map(|row| {
+                let (from, to) = (row.start as usize / size, (row.start as usize + row.tokens.len()).div_ceil(size));
+                row.tables.iter().enumerate().find_map(|(group, table)| {
+                    let written = table.blocks().get(from..to).unwrap_or_default();
+                    written.iter().find_map(|block| memory.owner(group, *block).map(|id| (group, *block, id)))
+                })
+            })
+        });
+        match read.flatten() {
+            Some((group, block, id)) => {
+                let what = format!("prefill {place} writes to {block} of group {group}, which handoff {id} reads");
+                Err(world.violation("I3", what))
+            }
+            None => Ok(()),
+        }
     }
 }
 
 impl World {
-    /// The router's call: a handoff to this target, computed here.
-    pub(crate) fn open(
+    /// A router's message.
+    pub(crate) fn prefill_asked(
         &mut self,
         place: Place,
-        request: u64,
-        target: &[u8],
-        deadline: Micros,
+        (link, made): (Link, u64),
+        message: Up,
     ) -> Result<(), Violation> {
-        let at = self.instant(deadline);
-        let prefill = &mut self.prefills[place];
-        let bytes = target.to_vec();
-        let target = Descriptor::parse(target, &prefill.memory.geometry.layout, false);
-        let target = target.map_err(|error| self.violation("I8", error.to_string()))?;
-        let decode: Place = target.address.parse().unwrap_or_default();
-        let prefill = &self.prefills[place];
-        let writes = Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, at);
-        let writes = writes.map_err(|error| self.violation("I8", error.to_string()))?;
-        let prefill = &mut self.prefills[place];
-        let Ok(tables) = prefill.pools.allocate(target.tokens) else { return Ok(()) };
-        let blocks: Vec<Vec<BlockId>> = tables.as_slice().iter().map(|table| table.blocks().to_vec()).collect();
-        prefill.next_handoff += 1;
-        let handoff = prefill.next_handoff;
-        let (life, worker) = (prefill.life, target.worker);
-        let taken = prefill.memory.take(&blocks, handoff);
-        prefill.memory.fill(request, &blocks);
-        taken.map_err(|what| self.violation("I3", what))?;
-        let serial = match self.begin(place, decode, worker, writes.core()) {
-            Ok(serial) => serial,
-            Err(error) => {
-                // A second run of the same target: the first one goes on.
-                let twice = matches!(error, TransferError::Argument { .. });
-                let prefill = &mut self.prefills[place];
-                prefill.memory.give_back(&blocks);
-                let freed = prefill.pools.free(tables);
-                debug_assert!(freed.is_ok());
-                return if twice { Ok(()) } else { Err(self.violation("I8", error.to_string())) };
+        match message {
+            Up::Prefill { call, ask, target } => {
+                let caller = Caller { link, made, call, tokens: Vec::new(), cancelled: false };
+                if let Err(error) = self.run(place, caller, &ask, &target)? {
+                    self.send_down(link, made, Down::Ended(call, answered(error.0, error.1)));
+                }
             }
-        };
-        let todo = self.layers_to_write(&blocks);
-        let (epoch, peer) = (target.epoch, worker);
-        let tables = Some(tables);
-        let owned = Handoff {
-            request,
-            target: bytes,
-            writes,
-            epoch,
-            peer,
-            decode,
-            serial,
-            blocks,
-            tables,
-            todo,
-            asked: false,
-            completed: None,
-            opened: self.now,
-            deadline,
-        };
-        self.prefills[place].handoffs.insert(handoff, owned);
-        self.events.plan(self.now, Event::Compute { prefill: place, life, handoff });
-        self.events.plan(self.bound(deadline.max(self.now)), Event::MustHaveEnded { prefill: place, life, handoff });
-        self.wake_prefill(place, peer);
+            Up::Cancel { call } => self.hang_up_prefill(place, |caller| caller.call == call),
+            Up::Decode { call, .. } => {
+                let end = answered(ErrorKind::InvalidArgument, "not a decode worker".into());
+                self.send_down(link, made, Down::Ended(call, end));
+            }
+            Up::Probe => {}
+        }
+        self.wake_engine(Process::Prefill(place));
         Ok(())
     }
 
-    /// When a handoff with this deadline has ended, whatever its session was doing: connecting, or winding up and telling the
-    /// peer so.
-    fn bound(&self, deadline: Micros) -> Micros {
-        deadline + self.handshake() + FAREWELL + SLACK
+    /// As the service does: opens the handoff, and hands it to the engine thread with the request.
+    fn run(
+        &mut self,
+        place: Place,
+        caller: Caller,
+        ask: &Ask,
+        target: &[u8],
+    ) -> Result<Result<(), (ErrorKind, String)>, Violation> {
+        let refused = |error: &dyn BatonError| Ok(Err((error.kind(), error.to_string())));
+        let deadline = self.instant(self.now) + ask.time_left;
+        let layout = self.geometry.layout.clone();
+        let target = match Descriptor::parse(target, &layout, false) {
+            Ok(target) => target,
+            Err(error) => return refused(&error),
+        };
+        let decode: Place = target.address.parse().unwrap_or_default();
+        let prefill = &self.prefills[place];
+        let writes = match Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, deadline) {
+            Ok(writes) => writes,
+            Err(error) => return refused(&error),
+        };
+        let serial = match self.begin(place, decode, target.worker, writes.core()) {
+            Ok(serial) => serial,
+            Err(error) => return refused(&error),
+        };
+        let prefill = &mut self.prefills[place];
+        prefill.next += 1;
+        let id = prefill.next;
+        let (seq, ended, quarantined) = (None, false, false);
+        prefill.handoffs.insert(id, Handoff { writes, peer: target.worker, decode, serial, seq, ended, quarantined });
+        let checked = check_target(&layout, target.tokens, &target.first, &target.counts);
+        if let Err(error) = checked {
+            self.abort_handoff(place, id, false);
+            return refused(&error);
+        }
+        let new = sequence(ask, Start::ComputeAndHold, self.now);
+        let ticket = Ticket(id);
+        let prefill = &mut self.prefills[place];
+        prefill.tickets.insert(ticket, (caller, id));
+        let target = Target { tokens: target.tokens, first: target.first };
+        prefill.inbox.push_back(Input::Command(Command::Run { ticket, new, target }));
+        self.wake_prefill(place, self.prefills[place].handoffs[&id].peer);
+        Ok(Ok(()))
     }
 
-    /// Queues the first op; a session that has ended is replaced.
+    /// Begins at the session to a worker; one that has ended is replaced.
     fn begin(&mut self, place: Place, decode: Place, peer: WorkerId, core: &Arc<Core>) -> Result<Line, TransferError> {
         let open = self.prefills[place].sessions.get(&peer).is_some_and(|s| s.line.closed().is_none());
         if !open {
             if let Some(mut before) = self.prefills[place].sessions.remove(&peer) {
-                self.leave(&mut before);
+                self.leave_session(&mut before);
             }
             let kind = if self.random.chance(500) { TransportKind::Shm } else { TransportKind::Tcp };
             let connection = self.connect(place, decode, peer, kind);
@@ -191,171 +272,201 @@ impl World {
         }
     }
 
-    /// Every layer of every block, a few blocks at a time, in any order.
-    fn layers_to_write(&mut self, blocks: &[Vec<BlockId>]) -> Vec<(usize, usize, Vec<u32>)> {
-        let mut todo = Vec::new();
-        for (group, list) in blocks.iter().enumerate() {
-            let layers = [2, 3][group];
-            for layer in 0..layers {
-                let mut indexes: Vec<u32> = (0..list.len() as u32).collect();
-                while !indexes.is_empty() {
-                    let take = self.random.within(1, indexes.len() as u64) as usize;
-                    todo.push((group, layer, indexes.drain(..take).collect()));
-                }
-            }
+    pub(crate) fn hang_up_prefill(&mut self, place: Place, gone: impl Fn(&Caller) -> bool) {
+        let prefill = &mut self.prefills[place];
+        prefill.tickets.values_mut().filter(|(caller, _)| gone(caller)).for_each(|(caller, _)| caller.cancelled = true);
+        let ended = prefill.callers.iter().filter(|(_, caller)| gone(caller)).map(|(seq, _)| *seq);
+        for seq in ended.collect::<Vec<_>>() {
+            prefill.callers.remove(&seq);
+            prefill.inbox.push_back(Input::Command(Command::Cancel(seq)));
         }
-        for at in (1..todo.len()).rev() {
-            let other = self.random.below(at as u64 + 1) as usize;
-            todo.swap(at, other);
-        }
-        todo
+        self.wake_engine(Process::Prefill(place));
     }
 
-    /// A handoff's owner goes on: writes, completes, gives up.
-    pub(crate) fn compute(&mut self, place: Place, life: Life, id: u64) -> Result<(), Violation> {
-        if self.prefills[place].life != life {
-            return Ok(());
-        }
-        let Some(handoff) = self.prefills[place].handoffs.get_mut(&id).filter(|h| !h.asked) else { return Ok(()) };
-        let (epoch, peer, deadline) = (handoff.epoch, handoff.peer, handoff.deadline);
-        let fickle = if handoff.request.is_multiple_of(7) { 60 } else { 4 };
-        let failed = handoff.writes.core().failure().is_some() || deadline <= self.now || self.random.chance(fickle);
-        // Some have computed all before, so that one write follows close upon the other.
-        let pace = if handoff.request.is_multiple_of(2) { 200 } else { PACE };
-        let dawdles = self.random.chance(3);
-        let next = self.now + if dawdles { 500_000 } else { self.random.within(1, pace) };
-        // Whatever it computes, its request's deadline ends that.
-        let by_deadline = |at: Micros| at.min(deadline.max(self.now + 1));
-        let mut next = by_deadline(next);
-        let prefill = &mut self.prefills[place];
-        let Some(handoff) = prefill.handoffs.get_mut(&id) else { return Ok(()) };
-        let Some(session) = prefill.sessions.get_mut(&peer) else { return Ok(()) };
-        if failed || !session.serves(handoff.serial, handoff.writes.core()) {
-            return self.give_up(place, id);
-        }
-        if let Some((group, layer, indexes)) = handoff.todo.last() {
-            match session.line.has_room(handoff.writes.core(), indexes.len()) {
-                Ok(true) => {
-                    let pair = |i: &u32| (handoff.blocks[*group][*i as usize], *i);
-                    let pairs: Vec<_> = indexes.iter().map(pair).collect();
-                    match handoff.writes.write(*group, *layer, &pairs, 0) {
-                        Ok(ops) => ops.into_iter().for_each(|op| {
-                            handoff.writes.queued(op.blocks());
-                            session.line.write(op);
-                        }),
-                        Err(error) => return Err(self.violation("I8", error.to_string())),
+    fn prefill_effect(&mut self, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
+        match effect {
+            Effect::Accepted { ticket, outcome } => {
+                let prefill = &mut self.prefills[place];
+                let Some((caller, id)) = prefill.tickets.remove(&ticket) else { return Ok(None) };
+                match outcome {
+                    Ok(seq) => {
+                        if let Some(handoff) = prefill.handoffs.get_mut(&id) {
+                            handoff.seq = Some(seq);
+                        }
+                        match caller.cancelled {
+                            true => prefill.inbox.push_back(Input::Command(Command::Cancel(seq))),
+                            false => drop(prefill.callers.insert(seq, caller)),
+                        }
                     }
-                    handoff.todo.pop();
+                    Err(refused) => {
+                        // A handoff without a sequence is aborted.
+                        self.abort_handoff(place, id, false);
+                        let end = answered(refused.kind(), refused.to_string());
+                        self.send_down(caller.link, caller.made, Down::Ended(caller.call, end));
+                    }
                 }
-                Ok(false) => next = by_deadline(next + PACE),
-                Err(_) => return self.give_up(place, id),
             }
-            self.events.plan(next, Event::Compute { prefill: place, life, handoff: id });
+            Effect::Say(seq, answer) => self.prefill_says(place, seq, answer),
+            Effect::Complete { seq, tail } => self.complete_handoff(place, seq, tail),
+            Effect::Abort { seq, quarantined } => {
+                if let Some(id) = self.prefills[place].of(seq) {
+                    self.abort_handoff(place, id, quarantined);
+                }
+            }
+            Effect::Moved(_) | Effect::HandoffFailed { .. } | Effect::WriteRefused { .. } => {}
+        }
+        self.reported(place)?;
+        Ok(None)
+    }
+
+    fn prefill_says(&mut self, place: Place, seq: SeqId, answer: Answer) {
+        let is_last = answer.is_last();
+        let Some(Caller { link, made, call, .. }) = self.prefills[place].callers.get(&seq).cloned() else { return };
+        let word = match answer {
+            Answer::FirstToken { token, finish, cached_tokens } => {
+                Ok(PrefillWord::FirstToken { token, finish, cached_tokens })
+            }
+            Answer::Transferred(_) => Ok(PrefillWord::Transferred),
+            Answer::Failed(kind, message) => Err(answered(kind, message)),
+        };
+        if is_last {
+            // The stream ends, and with it its guard.
+            self.prefills[place].callers.remove(&seq);
+            self.prefills[place].inbox.push_back(Input::Command(Command::Cancel(seq)));
+        }
+        match word {
+            Ok(word) => self.send_down(link, made, Down::PrefillSaid(call, word)),
+            Err(end) => self.send_down(link, made, Down::Ended(call, end)),
+        }
+    }
+
+    fn layer_stored(&mut self, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+        if self.prefills[place].waiting.is_empty() {
+            let mut writes = Vec::new();
+            launch.stored(layer, |write| {
+                writes.push((write.seq, write.group, write.layer, write.pairs.to_vec()));
+                Ok(())
+            });
+            for (seq, group, layer, pairs) in writes {
+                let prefill = &mut self.prefills[place];
+                let Some(id) = prefill.of(seq) else { continue };
+                for (block, _) in &pairs {
+                    prefill.memory.keep(group, *block, id);
+                }
+                let Some(handoff) = prefill.handoffs.get_mut(&id) else { continue };
+                let ops = handoff.writes.write(group, layer, &pairs, 0);
+                let ops = ops.map_err(|error| self.violation("I8", format!("prefill {place}: {error}")))?;
+                let waiting = |op| Waiting { handoff: id, op, since: self.now };
+                self.prefills[place].waiting.extend(ops.into_iter().map(waiting));
+            }
+        }
+        let room = self.limits.room.as_micros() as Micros;
+        while let Some(waiting) = self.prefills[place].waiting.pop_front() {
+            let (now, prefill) = (self.now, &mut self.prefills[place]);
+            let Some(handoff) = prefill.handoffs.get_mut(&waiting.handoff) else { continue };
+            let (peer, seq, blocks) = (handoff.peer, handoff.seq, waiting.op.blocks());
+            let session = prefill.sessions.get_mut(&peer).filter(|session| session.serial == handoff.serial);
+            let outcome = match session {
+                None => Err(handoff.failed().unwrap_or(TransferError::Closed)),
+                Some(session) => match session.line.has_room(handoff.writes.core(), blocks) {
+                    Ok(true) => {
+                        handoff.writes.queued(blocks);
+                        session.line.write(waiting.op);
+                        Ok(())
+                    }
+                    Ok(false) if waiting.since + room > now => {
+                        prefill.waiting.push_front(waiting);
+                        return Ok(false);
+                    }
+                    Ok(false) => {
+                        let (epoch, waited) = (waiting.op.epoch(), self.limits.room);
+                        Err(TransferError::Stalled { epoch, peer, doing: "waiting for room", waited })
+                    }
+                    Err(error) => Err(error),
+                },
+            };
+            if let (Err(error), Some(seq)) = (outcome, seq) {
+                launch.refuse(seq, error);
+            }
             self.wake_prefill(place, peer);
-            return Ok(());
         }
-        let tail = handoff.request.to_le_bytes().to_vec();
-        if let Err(error) = handoff.writes.completable(&session.line, &tail) {
-            return Err(self.violation("I8", error.to_string()));
-        }
-        handoff.asked = true;
-        handoff.completed = Some(self.now);
-        let report = prefill.reports.clone();
+        Ok(true)
+    }
+
+    fn complete_handoff(&mut self, place: Place, seq: SeqId, tail: Vec<u8>) {
+        let prefill = &mut self.prefills[place];
+        let Some(id) = prefill.of(seq) else { return };
+        let reports = prefill.reports.clone();
+        let Some(handoff) = prefill.handoffs.get_mut(&id) else { return };
+        handoff.ended = true;
         let done = Done::new(Box::new(move |outcome| {
-            report.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Done(outcome)));
+            reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Done(outcome)));
         }));
-        if let Err((done, error)) = session.line.complete(epoch, tail, done) {
-            done.report(Err(error));
-        }
-        if self.broken(Sabotage::FreeLocalEarly) {
-            self.let_go(place, id);
+        let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
+        match prefill.sessions.get_mut(&peer).filter(|session| session.serial == serial) {
+            Some(session) => match handoff.writes.completable(&session.line, &tail) {
+                Ok(()) => {
+                    if let Err((done, error)) = session.line.complete(epoch, tail, done) {
+                        done.report(Err(error));
+                    }
+                }
+                // As a real handoff does that cannot be completed: its end is its abort's.
+                Err(error) => {
+                    let report = move || done.report(Err(error));
+                    drop(session.line.abort(epoch, Quiet(Some(Box::new(report)))));
+                }
+            },
+            None => done.report(Err(handoff.failed().unwrap_or(TransferError::Closed))),
         }
         self.wake_prefill(place, peer);
-        self.reported(place)
     }
 
-    fn give_up(&mut self, place: Place, id: u64) -> Result<(), Violation> {
+    fn abort_handoff(&mut self, place: Place, id: u64, quarantined: bool) {
         let prefill = &mut self.prefills[place];
-        let report = prefill.report(id);
-        let Some(handoff) = prefill.handoffs.get_mut(&id) else { return Ok(()) };
-        handoff.asked = true;
-        if self.random.chance(300) {
-            // It is told of the same target once more, and may be so before the peer knows that it has given up.
-            let (request, target, deadline) = (handoff.request, handoff.target.clone(), handoff.deadline);
-            let at = self.now + self.random.within(1, 5_000);
-            self.events.plan(at, Event::Run { prefill: place, request, target, deadline });
-        }
-        let quiet = Quiet(Some(Box::new(move || report(Told::Quiet))));
-        let (epoch, peer) = (handoff.epoch, handoff.peer);
+        let reports = prefill.reports.clone();
+        let Some(handoff) = prefill.handoffs.get_mut(&id).filter(|handoff| !handoff.ended) else { return };
+        (handoff.ended, handoff.quarantined) = (true, quarantined);
+        let quiet = Quiet(Some(Box::new(move || {
+            reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Quiet));
+        })));
+        let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
         match prefill.sessions.get_mut(&peer) {
             // The session that knew of it is over and another took its place: nothing reads for it any more.
-            Some(session) if session.serial == handoff.serial => drop(session.line.abort(epoch, quiet)),
+            Some(session) if session.serial == serial => drop(session.line.abort(epoch, quiet)),
             _ => drop(quiet),
         }
         self.wake_prefill(place, peer);
-        self.reported(place)
     }
 
     /// What callbacks were told since the last call: each handoff's end, once.
     pub(crate) fn reported(&mut self, place: Place) -> Result<(), Violation> {
         let told = std::mem::take(&mut *self.prefills[place].reports.lock().unwrap_or_else(PoisonError::into_inner));
+        let any = !told.is_empty();
         for (id, told) in told {
-            if self.now > self.prefills[place].handoffs.get(&id).map_or(self.now, |h| self.bound_of(place, h)) {
-                return Err(self.violation("I5", format!("handoff {id} ends too late: {told:?}")));
-            }
-            self.let_go(place, id);
-            let Some(handoff) = self.prefills[place].handoffs.remove(&id) else {
+            let prefill = &mut self.prefills[place];
+            prefill.memory.give_back(id);
+            let Some(handoff) = prefill.handoffs.remove(&id) else {
                 return Err(self.violation("reported once", format!("handoff {id} ends again: {told:?}")));
             };
-            let waited = self.now - handoff.completed.unwrap_or(self.now);
-            if self.options.calm && waited > ANSWER {
-                let what = format!("{} waits {waited} µs for its outcome though nothing goes wrong", handoff.epoch);
-                return Err(self.violation("delivery", what));
+            let Some(seq) = handoff.seq else { continue };
+            match told {
+                Told::Done(outcome) => {
+                    let verified = outcome.is_ok();
+                    let transport = handoff.writes.core().transport();
+                    prefill.inbox.push_back(Input::Command(Command::Ended { seq, outcome, transport }));
+                    let (decode, epoch) = (&self.decodes[handoff.decode], handoff.epoch());
+                    if verified && decode.id == handoff.peer && !decode.has_verified(epoch) {
+                        let what = format!("{} was told that {epoch} is verified, and it is not", handoff.peer);
+                        return Err(self.violation("agreement", what));
+                    }
+                }
+                Told::Quiet if handoff.quarantined => prefill.inbox.push_back(Input::Command(Command::Quiet(seq))),
+                Told::Quiet => {}
             }
-            if let Told::Done(Ok(_)) = told
-                && self.decodes[handoff.decode].id == handoff.peer
-                && !self.decodes[handoff.decode].has_verified(handoff.epoch)
-            {
-                let what = format!("{} was told that {} is verified, and it is not", handoff.peer, handoff.epoch);
-                return Err(self.violation("agreement", what));
-            }
         }
-        Ok(())
-    }
-
-    fn bound_of(&self, place: Place, handoff: &Handoff) -> Micros {
-        self.bound(handoff.deadline.max(handoff.opened).max(self.prefills[place].frozen_until))
-    }
-
-    /// Its local blocks are free.
-    fn let_go(&mut self, place: Place, id: u64) {
-        let prefill = &mut self.prefills[place];
-        if let Some(handoff) = prefill.handoffs.get_mut(&id)
-            && let Some(tables) = handoff.tables.take()
-        {
-            prefill.memory.give_back(&handoff.blocks);
-            let freed = prefill.pools.free(tables);
-            debug_assert!(freed.is_ok(), "{freed:?}");
+        if any {
+            self.wake_engine(Process::Prefill(place));
         }
-    }
-
-    /// I5: by now its end was reported, unless the worker itself stood still.
-    pub(crate) fn must_have_ended(&mut self, place: Place, life: Life, id: u64) -> Result<(), Violation> {
-        let prefill = &self.prefills[place];
-        let Some(handoff) = prefill.handoffs.get(&id).filter(|_| prefill.life == life) else { return Ok(()) };
-        let bound = self.bound_of(place, handoff);
-        if self.now >= bound {
-            let session = prefill.sessions.get(&handoff.peer).map(|session| session.describe(handoff.serial));
-            let what = format!(
-                "handoff {id} of {} to {} has not ended in time: asked for its end {}, failed {:?}, at {session:?}",
-                handoff.epoch,
-                handoff.peer,
-                handoff.asked,
-                handoff.writes.core().failure()
-            );
-            return Err(self.violation("I5", what));
-        }
-        self.events.plan(bound, Event::MustHaveEnded { prefill: place, life, handoff: id });
         Ok(())
     }
 }

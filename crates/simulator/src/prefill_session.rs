@@ -3,18 +3,15 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use baton_handoff::{
-    Core, Effect, Frame, FrameLimits, Line as Ops, Op, Outbound, Parties, Pools, TransferError, TransportKind, Written,
-};
+use baton_handoff::{Effect, Frame, FrameLimits, Line as Ops, Op, Outbound, Parties, Pools, Written};
+use baton_handoff::{TransferError, TransportKind};
 use baton_types::WorkerId;
 
 use crate::copying::{Copying, Mapped, Sending};
-use crate::decode::BLOCKS;
 use crate::end::End;
 use crate::events::{Event, Life, Line, Place};
 use crate::joining::Asked;
 use crate::prefill::FAREWELL;
-use crate::shapes::geometry;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
@@ -68,18 +65,6 @@ pub(crate) struct PrefillSession {
 }
 
 impl PrefillSession {
-    /// For the message of a violation.
-    pub(crate) fn describe(&self, serial: Line) -> String {
-        let (phase, closed, own) = (&self.phase, self.line.closed(), self.serial == serial);
-        let left: Vec<usize> = self.ends.iter().map(|end| end.outbox.bytes()).collect();
-        format!("its own session {own}, {phase:?}, closed by {closed:?}, has yet to send {left:?} bytes")
-    }
-
-    /// Whether a handoff that was begun here may ask for more.
-    pub(crate) fn serves(&self, serial: Line, core: &Core) -> bool {
-        self.serial == serial && self.line.has_room(core, 0).is_ok()
-    }
-
     /// The session's own connection.
     pub(crate) fn own(&mut self) -> &mut End {
         &mut self.ends[0]
@@ -103,8 +88,7 @@ impl World {
     ) -> PrefillSession {
         let prefill = &self.prefills[place];
         let parties = Parties { me: prefill.id, peer };
-        let (local, remote) = (prefill.memory.geometry.clone(), geometry(BLOCKS));
-        let pools = Pools { local, ..Pools::alike(remote) };
+        let pools = Pools::alike(prefill.memory.geometry.clone());
         let mut session = PrefillSession {
             decode,
             peer,
@@ -171,7 +155,7 @@ impl World {
         match session.phase.clone() {
             Phase::Greeting { .. } | Phase::Joining { .. } => self.close(session, &error),
             // However the excuse went.
-            Phase::Excusing { .. } => self.leave(session),
+            Phase::Excusing { .. } => self.leave_session(session),
             _ => {
                 let now = self.instant(self.now);
                 session.outbound.end_all(&error, now, &mut session.line);
@@ -215,11 +199,11 @@ impl World {
             }
         }
         drop(aborts);
-        self.leave(session);
+        self.leave_session(session);
     }
 
     /// The last thing, also before another session to the same worker.
-    pub(crate) fn leave(&mut self, session: &mut PrefillSession) {
+    pub(crate) fn leave_session(&mut self, session: &mut PrefillSession) {
         session.ends.iter().for_each(|end| self.end_connection(end.line));
         session.asked.drain(..).for_each(|asked| self.end_connection(asked.end.line));
         session.phase = Phase::Over;
@@ -336,7 +320,7 @@ impl World {
             if memory.owner_at(range.0).is_none() {
                 stray = Some(range.0);
             }
-            memory.bytes(range)
+            memory.read(range)
         };
         let last = end.outbox.flush(&mut connection.up, self.now, &mut self.random, &mut self.faults, read);
         if let Some(offset) = stray {

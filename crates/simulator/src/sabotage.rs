@@ -6,16 +6,10 @@
 pub enum Sabotage {
     /// The decode worker compares no digests.
     SkipVerify,
-    /// The decode worker frees blocks as soon as it has asked for a fence.
-    FreeBeforeFenced,
-    /// The decode worker frees blocks as soon as a handoff has failed.
-    FreeOnFailed,
     /// A closed connection is taken for the end of the peer's access to shared memory.
     FreeOnLost,
     /// The prefill worker goes on copying after it was told to stop and said so.
     IgnoreCancel,
-    /// The prefill worker frees local blocks when its last write is queued.
-    FreeLocalEarly,
     /// The prefill worker says that blocks are copied, and completes, before they are.
     CompleteEarly,
     /// Nobody looks for leases that have run out.
@@ -24,8 +18,6 @@ pub enum Sabotage {
     IgnoreDeadlines,
     /// The decode worker does not pass on to its sessions what is to be fenced.
     LoseFences,
-    /// The decode worker forgets blocks of reservations it takes back.
-    LeakOnCancel,
     /// The decode worker says that a handoff is verified before it has looked.
     AckEarly,
     /// The decode worker is told twice what is verified.
@@ -46,18 +38,14 @@ pub enum Sabotage {
 
 impl Sabotage {
     /// Every one.
-    pub const ALL: [Sabotage; 19] = [
+    pub const ALL: [Sabotage; 15] = [
         Sabotage::SkipVerify,
-        Sabotage::FreeBeforeFenced,
-        Sabotage::FreeOnFailed,
         Sabotage::FreeOnLost,
         Sabotage::IgnoreCancel,
-        Sabotage::FreeLocalEarly,
         Sabotage::CompleteEarly,
         Sabotage::IgnoreLeases,
         Sabotage::IgnoreDeadlines,
         Sabotage::LoseFences,
-        Sabotage::LeakOnCancel,
         Sabotage::AckEarly,
         Sabotage::AnnounceTwice,
         Sabotage::HurryCompletions,
@@ -73,10 +61,10 @@ impl Sabotage {
         use Sabotage::*;
         match self {
             SkipVerify => "I2",
-            FreeBeforeFenced | FreeOnFailed | FreeOnLost | IgnoreCancel | FreeLocalEarly | CompleteEarly => "I3",
+            FreeOnLost | IgnoreCancel | CompleteEarly => "I3",
             ApplyClosed | IgnoreTickets | ForgetOnOne | FlushEarly => "I3",
             IgnoreLeases | IgnoreDeadlines => "I5",
-            LoseFences | LeakOnCancel => "I6",
+            LoseFences => "I6",
             AckEarly => "agreement",
             AnnounceTwice => "reported once",
             HurryCompletions | CountTwice => "delivery",

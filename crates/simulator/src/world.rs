@@ -1,31 +1,41 @@
-//! The run: workers, connections, and the events that move them. Who does what is in the workers' files; here is what
-//! happens to them from outside.
+//! The run: processes, what lies between them, and the events that move them. Who does what is in the processes' files; here is
+//! the clock, and what happens to everybody.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use baton_engine::fake::{FakeModel, tiny_layout};
+use baton_engine::{CacheConfig, EngineConfig, Order, SwapConfig, SwapRates};
 use baton_handoff::{Limits, TransportKind};
-use baton_types::WorkerId;
+use baton_membership::{FollowInput, RenewalInput};
+use baton_types::{PoolGeometry, WorkerId};
 
-use crate::decode::Decode;
+use crate::client::{Client, Shape, VOCAB};
+use crate::control::{self, Link};
+use crate::decode::{Decode, DecodeHost};
 use crate::decode_session::DecodeSession;
-use crate::events::{Event, Events, Life, Line, Place};
+use crate::events::{Event, Events, Life, Line, Place, Process};
 use crate::faults::{Fault, Faults};
-use crate::prefill::Prefill;
+use crate::membership::{Registration, Registry};
+use crate::pool::Bytes;
+use crate::prefill::{Prefill, PrefillHost};
 use crate::random::Random;
+use crate::router::Router;
 use crate::stream::{Micros, Stream};
 use crate::{Options, Sabotage, Summary, Violation};
 
 /// How late a thread may be with what it can do now.
 pub(crate) const LAZINESS: Micros = 300;
-/// How much later than its bound something may end.
-pub(crate) const SLACK: Micros = 10_000;
-/// A request that finds no room is asked again so often.
-const TRIES: u32 = 1000;
+/// After the last fault every request ends within this time (I5).
+const CALM: Micros = 40_000_000;
+/// And within this time after the last one all blocks are free (I6).
+const REST: Micros = 40_000_000;
 /// Events after which a run does not end by itself.
 const MOST_EVENTS: u64 = 20_000_000;
+/// How often keep-alives look.
+const LOOK: Micros = 250_000;
 
-/// Two sockets.
+/// Two sockets between workers.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub prefill: Place,
@@ -42,6 +52,36 @@ pub(crate) struct Connection {
     pub is_strangers: bool,
 }
 
+/// How fast models are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pace {
+    base: Micros,
+    token: Micros,
+}
+
+impl Pace {
+    pub(crate) fn step(self, tokens: u32, random: &mut Random) -> Micros {
+        random.within(1, self.base) + self.token * u64::from(tokens)
+    }
+
+    pub(crate) fn layer(self, random: &mut Random) -> Micros {
+        random.within(1, self.base / 2 + 1)
+    }
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// Requests come, faults strike.
+    Stormy,
+    /// Nothing goes wrong any more; requests end.
+    Calm,
+    /// All requests have ended; blocks come back.
+    Resting,
+    /// Prefill workers have died, so that nothing waits for their word.
+    Last,
+}
+
 pub(crate) struct World {
     pub random: Random,
     pub now: Micros,
@@ -50,67 +90,158 @@ pub(crate) struct World {
     pub faults: Faults,
     pub options: Options,
     pub limits: Limits,
+    pub engine: EngineConfig,
+    pub geometry: PoolGeometry,
+    pub overlaps: bool,
+    pub lease: Duration,
+    pub pace: Pace,
+    pub routers: Vec<Router>,
     pub decodes: Vec<Decode>,
     pub prefills: Vec<Prefill>,
+    pub registry: Registry,
+    pub clients: Vec<Client>,
+    pub links: BTreeMap<Link, control::Connection>,
     pub lines: BTreeMap<Line, Connection>,
+    apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     next_line: Line,
     next_life: Life,
+    pub next_call: u64,
     pub summary: Summary,
-    /// Requests that have not been placed or given up.
-    unplaced: u32,
+    /// Requests that have not ended.
+    pub unended: u64,
     pub healed: bool,
+    /// Processes stood still or were cut off, so that registrations may have run out.
+    pub shaken: bool,
+    /// The engine thread that has its turn has ended its process.
+    pub ended: bool,
+    pub broken_by: Option<Violation>,
+    stage: Stage,
+    /// Since when.
+    since: Micros,
+    trace: Vec<String>,
 }
 
 impl World {
     pub(crate) fn new(seed: u64, options: &Options) -> Result<World, Violation> {
         let mut random = Random::new(seed);
-        let faults = if options.calm { Faults::calm(&mut random) } else { Faults::random(&mut random) };
+        let faults = match (&options.faults, options.calm) {
+            (Some(faults), _) => faults.clone(),
+            (None, true) => Faults::calm(&mut random),
+            (None, false) => Faults::random(&mut random, &options.without),
+        };
         let limits = Limits {
             handshake: Duration::from_millis(200),
             handoffs: 64,
-            queued_blocks: 12,
+            queued_blocks: random.within(4, 24) as usize,
+            room: Duration::from_millis(100),
             heartbeat: Duration::from_millis(20),
             silence: Duration::from_millis(100),
             ..Limits::default()
         };
+        let block_size = random.within(1, 4) as u32;
+        let layout = tiny_layout(block_size);
+        // Room for the longest request, and little more in some runs.
+        let most = 30u32.div_ceil(block_size) + 3;
+        let blocks = most + random.below(u64::from(most) * 3) as u32;
+        let geometry = PoolGeometry::uniform(layout, blocks);
+        let engine = EngineConfig {
+            token_budget: random.within(8, 40) as u32,
+            chunk: random.within(2, 24) as u32,
+            pack_tokens: random.within(4, 40) as u32,
+            max_running: random.within(1, 8) as u32,
+            max_waiting: 64,
+            context_tokens: 64,
+            local_tokens: random.below(6) as u32,
+            order: [Order::Fcfs, Order::ShortestFirst { overtakes: 3 }, Order::Priority { overtakes: 3 }]
+                [random.below(3) as usize],
+            cache: CacheConfig { max_blocks: if random.chance(700) { u32::MAX } else { 0 }, ..CacheConfig::default() },
+            swap: SwapConfig {
+                bytes: if random.chance(300) { 4096 } else { 0 },
+                rates: SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 },
+            },
+        };
+        let pace = Pace { base: [20, 500, 5_000][random.below(3) as usize], token: random.below(200) };
+        // Only differences of instants matter, so the run does not depend on when it is made.
+        let base = Instant::now();
         let mut world = World {
+            overlaps: random.chance(500),
+            lease: Duration::from_millis(random.within(200, 5_000)),
             random,
             now: 0,
-            // Only differences of instants matter, so the run does not depend on when it is made.
-            base: Instant::now(),
+            base,
             events: Events::default(),
             faults,
-            options: *options,
+            options: options.clone(),
             limits,
+            engine,
+            geometry,
+            pace,
+            routers: Vec::new(),
             decodes: Vec::new(),
             prefills: Vec::new(),
+            registry: Registry::new(base),
+            clients: Vec::new(),
+            links: BTreeMap::new(),
             lines: BTreeMap::new(),
+            apart: BTreeMap::new(),
             next_line: 0,
             next_life: 0,
+            next_call: 0,
             summary: Summary::default(),
-            unplaced: options.handoffs,
+            unended: u64::from(options.requests),
             healed: false,
+            shaken: false,
+            ended: false,
+            broken_by: None,
+            stage: Stage::Stormy,
+            since: 0,
+            trace: Vec::new(),
         };
-        for _ in 0..world.random.within(1, 2) {
-            let decode = Decode::new(world.life(), world.limits.clone())?;
-            world.decodes.push(decode);
-        }
-        for _ in 0..world.random.within(1, 3) {
-            let prefill = Prefill::new(world.life())?;
-            world.prefills.push(prefill);
-        }
-        let mut at = 0;
-        for request in 0..u64::from(options.handoffs) {
-            at += world.random.below(15_000);
-            world.events.plan(at, Event::Submit { request, tries: TRIES });
-        }
-        world.events.plan(1, Event::Strike);
+        world.populate()?;
         Ok(world)
+    }
+
+    fn populate(&mut self) -> Result<(), Violation> {
+        let sizes = self.options.sizes;
+        let routers = sizes.routers.unwrap_or(self.random.within(1, 2) as u32);
+        let prefills = sizes.prefills.unwrap_or(self.random.within(0, 3) as u32);
+        let decodes = sizes.decodes.unwrap_or(self.random.within(1, 3) as u32);
+        for place in 0..routers as Place {
+            let life = self.life();
+            let router = Router::new(self, place, life);
+            self.routers.push(router);
+        }
+        (0..prefills).try_for_each(|_| self.join(false))?;
+        (0..decodes).try_for_each(|_| self.join(true))?;
+        let shape = Shape {
+            prompt: self.random.within(1, 20),
+            answer: self.random.within(1, 8),
+            families: self.random.within(1, 4),
+            sampled: self.random.chance(500),
+        };
+        // Members register first.
+        let mut at = 500_000;
+        let between = [1_000, 30_000, 300_000][self.random.below(3) as usize];
+        for request in 0..u64::from(self.options.requests) {
+            at += self.random.below(between);
+            let client = Client::new(&mut self.random, shape);
+            self.clients.push(client);
+            self.events.plan(at, Event::Arrive { request });
+        }
+        let heals = at + self.random.below(3_000_000);
+        self.events.plan(heals, Event::Heal);
+        self.events.plan(self.random.within(1, 600_000), Event::Strike);
+        self.events.plan(LOOK, Event::KeepAlive);
+        Ok(())
     }
 
     pub(crate) fn life(&mut self) -> Life {
         self.next_life += 1;
         self.next_life
+    }
+
+    pub(crate) fn model(&self, bytes: &Bytes) -> FakeModel<Bytes> {
+        FakeModel::with_memory(self.geometry.clone(), VOCAB, bytes.clone())
     }
 
     /// A virtual time for code that knows only instants.
@@ -124,11 +255,19 @@ impl World {
     }
 
     pub(crate) fn violation(&self, invariant: &'static str, what: impl Into<String>) -> Violation {
-        Violation { invariant, at_micros: self.now, what: what.into() }
+        Violation { invariant, at_micros: self.now, what: what.into(), trace: self.trace.clone() }
     }
 
     pub(crate) fn broken(&self, sabotage: Sabotage) -> bool {
         self.options.sabotage == Some(sabotage)
+    }
+
+    /// A line of the run's story, for those who read it.
+    pub(crate) fn note(&mut self, line: impl FnOnce() -> String) {
+        if self.options.trace {
+            let line = format!("{:>12} µs  {}", self.now, line());
+            self.trace.push(line);
+        }
     }
 
     /// Longest time for a handshake.
@@ -141,6 +280,91 @@ impl World {
         self.now + self.random.within(1, LAZINESS)
     }
 
+    pub(crate) fn life_of(&self, process: Process) -> Life {
+        match process {
+            Process::Router(place) => self.routers.get(place).map_or(0, |router| router.life),
+            Process::Prefill(place) => self.prefills[place].life,
+            Process::Decode(place) => self.decodes[place].life,
+            Process::Registry => 0,
+        }
+    }
+
+    pub(crate) fn id_of(&self, process: Process) -> Option<WorkerId> {
+        match process {
+            Process::Prefill(place) => Some(self.prefills[place].id),
+            Process::Decode(place) => Some(self.decodes[place].id),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn process_at(&self, address: &str) -> Option<Process> {
+        Process::at(address)
+    }
+
+    /// Whether somebody listens there.
+    pub(crate) fn is_alive(&self, process: Process) -> bool {
+        match process {
+            Process::Prefill(place) => self.prefills[place].alive,
+            Process::Decode(place) => self.decodes[place].alive,
+            _ => true,
+        }
+    }
+
+    /// Whether a worker takes requests.
+    pub(crate) fn serves(&self, process: Process) -> bool {
+        match process {
+            Process::Prefill(place) => self.prefills[place].alive && !self.prefills[place].drains,
+            Process::Decode(place) => self.decodes[place].alive && !self.decodes[place].drains,
+            _ => true,
+        }
+    }
+
+    pub(crate) fn registration(&mut self, process: Process) -> Option<&mut Option<Registration>> {
+        match process {
+            Process::Prefill(place) => Some(&mut self.prefills[place].registration),
+            Process::Decode(place) => Some(&mut self.decodes[place].registration),
+            _ => None,
+        }
+    }
+
+    fn frozen(&self, process: Process) -> Option<(Micros, Micros)> {
+        let frozen = match process {
+            Process::Router(place) => self.routers[place].frozen,
+            Process::Prefill(place) => self.prefills[place].frozen,
+            Process::Decode(place) => self.decodes[place].frozen,
+            Process::Registry => None,
+        };
+        frozen.filter(|(_, until)| *until > self.now)
+    }
+
+    /// Until when a process stands still.
+    pub(crate) fn frozen_until(&self, process: Process) -> Option<Micros> {
+        self.frozen(process).map(|(_, until)| until)
+    }
+
+    pub(crate) fn frozen_since(&self, process: Process) -> Option<Micros> {
+        self.frozen(process).map(|(since, _)| since)
+    }
+
+    pub(crate) fn set_apart(&mut self, a: Process, b: Process, until: Micros) {
+        let now = self.now;
+        let apart = self.apart.entry((a.min(b), a.max(b))).or_insert((now, until));
+        *apart = if apart.1 < now { (now, until) } else { (apart.0, apart.1.max(until)) };
+    }
+
+    fn parted(&self, a: Process, b: Process) -> Option<(Micros, Micros)> {
+        self.apart.get(&(a.min(b), a.max(b))).copied().filter(|(_, until)| *until > self.now)
+    }
+
+    /// Until when two processes cannot reach each other.
+    pub(crate) fn apart(&self, a: Process, b: Process) -> Option<Micros> {
+        self.parted(a, b).map(|(_, until)| until)
+    }
+
+    pub(crate) fn apart_since(&self, a: Process, b: Process) -> Option<Micros> {
+        self.parted(a, b).map(|(since, _)| since)
+    }
+
     /// Plays until nothing is left to happen.
     pub(crate) fn play(mut self) -> Result<Summary, Violation> {
         while let Some((at, event)) = self.events.next() {
@@ -149,76 +373,107 @@ impl World {
             if self.summary.events > MOST_EVENTS {
                 return Err(self.violation("I5", "the run does not end"));
             }
-            match self.frozen(&event) {
-                Some(until) => self.events.plan(until + 1, event),
-                None => self.happen(event)?,
+            if let Some((process, life)) = event.process() {
+                if life.is_some_and(|life| life != self.life_of(process)) {
+                    continue;
+                }
+                if let Some(until) = self.frozen_until(process) {
+                    self.events.plan(until + 1, event);
+                    continue;
+                }
             }
-            if self.unplaced == 0 && !self.healed && self.quiet() {
-                self.heal();
+            if let Some(until) = self.line_frozen(&event) {
+                self.events.plan(until + 1, event);
+                continue;
+            }
+            self.happen(event)?;
+            if let Some(violation) = self.broken_by.take() {
+                return Err(violation);
+            }
+            if self.advance()? {
+                break;
             }
         }
-        self.end()
+        self.summary.faults = self.faults.counts.clone();
+        self.summary.micros = self.now;
+        Ok(self.summary)
     }
 
-    /// Until when the worker that an event belongs to stands still.
-    fn frozen(&self, event: &Event) -> Option<Micros> {
-        let until = match event {
-            Event::Run { prefill, .. }
-            | Event::Compute { prefill, .. }
-            | Event::MustHaveEnded { prefill, .. }
-            | Event::PrefillTurn { prefill, .. } => self.prefills[*prefill].frozen_until,
-            Event::MustHaveFailed { decode, .. }
-            | Event::Cancel { decode, .. }
-            | Event::Finish { decode, .. }
-            | Event::Desk { decode, .. } => self.decodes[*decode].frozen_until,
-            Event::DecodeTurn { line } | Event::Died { line } => {
-                self.lines.get(line).map_or(0, |line| self.decodes[line.decode].frozen_until)
-            }
-            Event::Submit { .. } | Event::Cut { .. } | Event::Strike => 0,
-        };
-        (until > self.now).then_some(until)
+    fn line_frozen(&self, event: &Event) -> Option<Micros> {
+        let (Event::DecodeTurn { line } | Event::Died { line }) = event else { return None };
+        self.lines.get(line).and_then(|line| self.frozen_until(Process::Decode(line.decode)))
     }
 
     fn happen(&mut self, event: Event) -> Result<(), Violation> {
         match event {
-            Event::Submit { request, tries } => self.submit(request, tries),
-            Event::Run { prefill, request, target, deadline } => self.open(prefill, request, &target, deadline),
-            Event::Compute { prefill, life, handoff } => self.compute(prefill, life, handoff),
-            Event::MustHaveEnded { prefill, life, handoff } => self.must_have_ended(prefill, life, handoff),
-            Event::MustHaveFailed { decode, life, epoch } => self.must_have_failed(decode, life, epoch),
-            Event::Cancel { decode, life, epoch } => self.cancel(decode, life, epoch),
-            Event::Finish { decode, life, epoch } => self.finish(decode, life, epoch),
-            Event::DecodeTurn { line } => self.decode_turn(line),
-            Event::PrefillTurn { prefill, life, peer } => self.prefill_turn(prefill, life, WorkerId(peer)),
-            Event::Desk { decode, life } => self.desk(decode, life),
-            Event::Died { line } => self.died(line),
-            Event::Cut { line } => {
-                self.cut(line);
-                Ok(())
+            Event::Arrive { request } => return self.arrive(request),
+            Event::Leave { request } => return self.leave(request),
+            Event::Taken { router, request, .. } => return self.taken(router, request),
+            Event::Wake { router, request, .. } => return self.wake(router, request),
+            Event::Probe { router, worker, .. } => return self.probe(router, worker),
+            Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
+            Event::Up { link, made, message } => return self.up(link, made, message),
+            Event::Down { link, made, message } => return self.down(link, made, message),
+            Event::Broken { link, made, silent } => return self.break_link(link, made, silent),
+            Event::Hangup { process, link, made, .. } => self.hangup(process, link, made),
+            Event::KeepAlive => {
+                self.events.plan(self.now + LOOK, Event::KeepAlive);
+                return self.keep_alive();
             }
-            Event::Strike => self.strike(),
+            Event::Renewal { process, .. } => self.renew(process, RenewalInput::Wake),
+            Event::ToRegistry { process, life, attempt, request } => self.asked(process, life, attempt, request),
+            Event::FromRegistry { process, attempt, answer, .. } => self.answered(process, attempt, answer),
+            Event::Expiry => self.expiry(),
+            Event::Follow { router, life, action } => self.follow(router, life, action),
+            Event::FollowWake { router, .. } => self.follow_on(router, FollowInput::Wake),
+            Event::Watch { router, life, feed } => self.watch(router, life, feed),
+            Event::Listed { router, feed, members, .. } => self.listed(router, feed, members),
+            Event::RegistryBack => self.registry_back(),
+            Event::EngineTurn { process: Process::Prefill(place), .. } => {
+                return self.engine_turn::<PrefillHost>(place);
+            }
+            Event::EngineTurn { process: Process::Decode(place), .. } => return self.engine_turn::<DecodeHost>(place),
+            Event::EngineStep { process: Process::Prefill(place), .. } => {
+                return self.engine_step::<PrefillHost>(place);
+            }
+            Event::EngineStep { process: Process::Decode(place), .. } => return self.engine_step::<DecodeHost>(place),
+            Event::EngineTurn { .. } | Event::EngineStep { .. } => {}
+            Event::DecodeTurn { line } => return self.decode_turn(line),
+            Event::PrefillTurn { prefill, life, peer } => return self.prefill_turn(prefill, life, WorkerId(peer)),
+            Event::Desk { decode, .. } => return self.desk(decode),
+            Event::Died { line } => return self.died(line),
+            Event::Cut { line } => self.cut(line),
+            Event::DrainOver { process, life } => self.drain_over(process, life),
+            Event::Strike => return self.strike(),
+            Event::Heal => self.heal(),
         }
-    }
-
-    fn submit(&mut self, request: u64, tries: u32) -> Result<(), Violation> {
-        let decode = self.random.below(self.decodes.len() as u64) as Place;
-        if self.decodes[decode].frozen_until <= self.now && self.reserve(decode, request)? || tries == 0 {
-            self.unplaced -= 1;
-            return Ok(());
-        }
-        let at = self.now + self.random.within(1, 30_000);
-        self.events.plan(at, Event::Submit { request, tries: tries - 1 });
         Ok(())
     }
 
-    /// Opens a connection; whoever is at that place now answers.
+    /// A worker learns that a connection has ended: its streams are dropped.
+    fn hangup(&mut self, process: Process, link: Link, made: u64) {
+        match process {
+            Process::Decode(place) => {
+                self.hang_up_decode(place, |caller| caller.link == link && caller.made <= made);
+            }
+            Process::Prefill(place) => {
+                self.hang_up_prefill(place, |caller| caller.link == link && caller.made <= made);
+            }
+            _ => {}
+        }
+    }
+
+    /// Something a scenario may wait for has happened.
+    pub(crate) fn milestone(&mut self, _name: &'static str, _process: Process) {}
+
+    /// Opens a connection between workers; whoever is at that place now answers.
     pub(crate) fn connect(&mut self, prefill: Place, decode: Place, peer: WorkerId, kind: TransportKind) -> Line {
         self.next_line += 1;
         let line = self.next_line;
         let room = self.random.within(40, 2_000) as usize;
         let connection = Connection {
             prefill,
-            prefill_life: self.prefills[prefill].life,
+            prefill_life: self.prefills.get(prefill).map_or(0, |prefill| prefill.life),
             decode,
             decode_life: self.decodes[decode].life,
             peer,
@@ -227,7 +482,13 @@ impl World {
             is_strangers: false,
         };
         self.lines.insert(line, connection);
-        if self.decodes[decode].members.admit(line, line) {
+        if let Some(until) = self.apart(Process::Prefill(prefill), Process::Decode(decode))
+            && let Some(connection) = self.lines.get_mut(&line)
+        {
+            connection.up.stall(until);
+            connection.down.stall(until);
+        }
+        if self.decodes[decode].alive && self.decodes[decode].members.admit(line, line) {
             self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind));
             self.wake_decode(line);
         } else {
@@ -244,48 +505,75 @@ impl World {
         self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
     }
 
-    /// Whether every handoff has ended on both sides, but for what waits for a peer's word.
-    fn quiet(&self) -> bool {
-        self.prefills.iter().all(|p| p.handoffs.is_empty()) && self.decodes.iter().all(|d| d.open() == 0)
-    }
-
-    /// From now on nothing goes wrong; then the prefill workers leave, which settles what still waits for their word.
+    /// From now on nothing goes wrong.
     fn heal(&mut self) {
         self.healed = true;
         self.faults.heal();
+        let now = self.now;
+        self.apart.values_mut().for_each(|(_, until)| *until = now.min(*until));
+        let frozen = |frozen: &mut Option<(Micros, Micros)>| {
+            if let Some((_, until)) = frozen {
+                *until = now.min(*until);
+            }
+        };
+        self.routers.iter_mut().for_each(|router| frozen(&mut router.frozen));
+        self.prefills.iter_mut().for_each(|prefill| frozen(&mut prefill.frozen));
+        self.decodes.iter_mut().for_each(|decode| frozen(&mut decode.frozen));
+        if self.registry.down_until.is_some() {
+            self.registry.down_until = Some(now);
+            self.registry_back();
+        }
+        self.enter(Stage::Calm);
     }
 
-    /// Everything has ended: what is still held is held for peers that were never heard of again, and they are gone now.
-    fn end(mut self) -> Result<Summary, Violation> {
-        if !self.healed {
-            return Err(self.violation("I5", "handoffs are left and nothing will happen to them"));
+    fn enter(&mut self, stage: Stage) {
+        (self.stage, self.since) = (stage, self.now);
+        self.note(|| format!("{stage:?}"));
+    }
+
+    /// Goes on to the next stage, if it is time. True when the run is over.
+    fn advance(&mut self) -> Result<bool, Violation> {
+        match self.stage {
+            Stage::Stormy => {}
+            Stage::Calm if self.unended() == 0 => self.enter(Stage::Resting),
+            // I5
+            Stage::Calm if self.now > self.since + CALM => {
+                let open = self.clients.iter().position(|client| client.end.is_none());
+                let what = format!("request {open:?} has not ended {CALM} µs after the last fault");
+                return Err(self.violation("I5", what));
+            }
+            // Where nothing was lost between live peers, every block comes back without anybody's death.
+            Stage::Resting if if self.lost_nothing() { self.check_free().is_ok() } else { self.is_quiet() } => {
+                for place in 0..self.prefills.len() {
+                    self.restart_prefill(place, false)?;
+                }
+                self.enter(Stage::Last);
+            }
+            Stage::Last if self.check_free().is_ok() => return Ok(true),
+            Stage::Resting | Stage::Last if self.now > self.since + REST => {
+                self.check_free()?;
+                return Err(self.violation("I6", "workers do not come to rest"));
+            }
+            _ => {}
         }
-        let harmless =
-            self.faults.counts.keys().all(|fault| matches!(fault, Fault::Stall | Fault::Freeze | Fault::Stranger));
-        if harmless {
-            // Nothing was lost between live peers, so every block came back without anybody's death.
-            self.check_free()?;
-        }
-        for place in 0..self.prefills.len() {
-            self.restart_prefill(place)?;
-        }
-        while let Some((at, event)) = self.events.next() {
-            self.now = self.now.max(at);
-            self.happen(event)?;
-        }
-        self.check_free()?;
-        self.summary.faults = self.faults.counts.clone();
-        self.summary.micros = self.now;
-        Ok(self.summary)
+        Ok(false)
+    }
+
+    fn lost_nothing(&self) -> bool {
+        self.faults.counts.keys().all(|fault: &Fault| fault.is_harmless())
+    }
+
+    fn unended(&self) -> usize {
+        self.clients.iter().filter(|client| client.end.is_none()).count()
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.prefills.iter().all(Prefill::is_quiet) && self.decodes.iter().all(Decode::is_quiet)
     }
 
     fn check_free(&self) -> Result<(), Violation> {
-        for decode in &self.decodes {
-            decode.check_free().map_err(|what| self.violation("I6", what))?;
-        }
-        for prefill in &self.prefills {
-            prefill.check_free().map_err(|what| self.violation("I6", what))?;
-        }
-        Ok(())
+        let decodes = self.decodes.iter().filter(|decode| decode.alive).map(Decode::check_free);
+        let prefills = self.prefills.iter().filter(|prefill| prefill.alive).map(Prefill::check_free);
+        decodes.chain(prefills).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
     }
 }

@@ -1,0 +1,99 @@
+//! The whole cluster, simulated: `cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N]
+//! [--calm] [--trace]`.
+//!
+//! Plays SEEDS (1,000) seeds from FIRST (0) on under random faults, on as many threads as there are cores; stops at the first that violates an
+//! invariant, makes the run smaller, and tells its story. `--calm` leaves the faults out.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use baton_simulator::{Fault, Options, Summary, Violation, run, shrink};
+
+struct Arguments {
+    seeds: u64,
+    first: u64,
+    options: Options,
+}
+
+fn arguments() -> Result<Arguments, String> {
+    let mut parsed = Arguments { seeds: 1000, first: 0, options: Options::default() };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let mut number = |name: &str| -> Result<u64, String> {
+            let text = words.next().unwrap_or_default();
+            text.parse().map_err(|_| format!("{name} is {text:?}; a number is expected"))
+        };
+        match word.as_str() {
+            "--first" => parsed.first = number("--first")?,
+            "--requests" => parsed.options.requests = number("--requests")? as u32,
+            "--calm" => parsed.options.calm = true,
+            "--trace" => parsed.options.trace = true,
+            seeds => parsed.seeds = seeds.parse().map_err(|_| format!("{seeds:?} is no number of seeds"))?,
+        }
+    }
+    Ok(parsed)
+}
+
+/// Plays seeds until there are none left or one fails; what they came to, and the first that failed.
+fn play(arguments: &Arguments) -> (Summary, Option<(u64, Violation)>) {
+    let (next, end) = (AtomicU64::new(arguments.first), arguments.first + arguments.seeds);
+    let (sum, failed) = (Mutex::new(Summary::default()), Mutex::new(None::<(u64, Violation)>));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= end {
+                        return;
+                    }
+                    match run(seed, &arguments.options) {
+                        Ok(summary) => sum.lock().unwrap_or_else(PoisonError::into_inner).add(&summary),
+                        Err(violation) => {
+                            next.store(end, Ordering::Relaxed);
+                            let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                            if failed.as_ref().is_none_or(|(other, _)| seed < *other) {
+                                *failed = Some((seed, violation));
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let sum = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
+    (sum, failed.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn main() -> Result<(), String> {
+    let arguments = arguments()?;
+    let start = Instant::now();
+    let (sum, failed) = play(&arguments);
+    if let Some((seed, violation)) = failed {
+        let (options, found) = shrink(seed, &arguments.options, violation.clone());
+        found.trace.iter().for_each(|line| println!("{line}"));
+        let faults: Vec<String> =
+            Fault::ALL.iter().filter(|f| !options.without.contains(f)).map(|f| format!("{f:?}")).collect();
+        println!("seed {seed}, {} requests, faults {}:", options.requests, faults.join(" "));
+        return Err(format!("seed {seed}: {violation}\nsmaller: {found}"));
+    }
+    let (real, played) = (start.elapsed().as_secs_f64(), sum.micros as f64 / 3.6e9);
+    println!(
+        "{} seeds, no violation; {:.0} a second, {played:.1} virtual hours in {real:.0} s",
+        arguments.seeds,
+        arguments.seeds as f64 / real
+    );
+    println!("{} requests finished, {} left, failed: {:?}", sum.finished, sum.left, sum.failed);
+    println!("{} tokens; recoveries by leg: {:?}", sum.tokens, sum.recoveries);
+    println!(
+        "{} handoffs, {} verified, {} withdrawn, failed: {:?}",
+        sum.handoffs, sum.verified, sum.withdrawn, sum.handoffs_failed
+    );
+    println!(
+        "{} connections joined a session, {} were left out; {} completions overtook writes",
+        sum.joined, sum.left_out, sum.overtook
+    );
+    println!("faults: {:?}", sum.faults);
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! Clients: what they ask for, what they got, and whether that is right (I1, I4).
+
+use baton_engine::fake;
+use baton_types::{ErrorKind, FinishReason, KvLayout, SamplingParams};
+
+use crate::events::Place;
+use crate::random::Random;
+use crate::stream::Micros;
+
+/// Token ids are below this.
+pub(crate) const VOCAB: u32 = 97;
+
+/// How a request ended for its client.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) enum End {
+    Finished(FinishReason),
+    Failed(ErrorKind, String),
+    /// The client left.
+    Left,
+    /// Its router died.
+    Broken,
+}
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    pub prompt: Vec<u32>,
+    pub params: SamplingParams,
+    pub salt: u64,
+    pub priority: i32,
+    /// From its arrival.
+    pub deadline: Micros,
+    /// Leaves so long after its arrival.
+    pub leaves: Option<Micros>,
+    /// Takes so long for each token.
+    pub reads: Micros,
+    /// A stop string ends with the token of this index.
+    pub stops_at: Option<u32>,
+    pub router: Place,
+    pub began: Micros,
+    pub tokens: Vec<u32>,
+    pub end: Option<End>,
+}
+
+/// Bounds of what clients ask for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub prompt: u64,
+    pub answer: u64,
+    pub families: u64,
+    pub sampled: bool,
+}
+
+impl Client {
+    pub(crate) fn new(random: &mut Random, shape: Shape) -> Client {
+        let family = random.below(shape.families) as u32;
+        let len = random.within(1, shape.prompt) as u32;
+        // A conversation's turns, and prompts that only begin alike.
+        let fork = random.within(0, shape.prompt) as u32;
+        let own = random.below(1 << 16) as u32;
+        let token = |at: u32| (at * 31 + at * at + family + if at < fork { 0 } else { own }) % VOCAB;
+        let sampled = shape.sampled && random.chance(300);
+        let params = SamplingParams {
+            max_tokens: random.within(1, shape.answer) as u32,
+            temperature: if sampled { 0.7 } else { 0.0 },
+            seed: random.next(),
+            stop_token_ids: if random.chance(300) { (0..8).collect() } else { Vec::new() },
+            ..SamplingParams::default()
+        };
+        let late = random.chance(50);
+        Client {
+            prompt: (0..len).map(token).collect(),
+            params,
+            salt: random.below(2),
+            priority: random.below(3) as i32 - 1,
+            deadline: if late { random.within(1_000, 200_000) } else { 120_000_000 },
+            leaves: random.chance(100).then(|| random.within(0, 400_000)),
+            reads: if random.chance(100) { random.within(1_000, 100_000) } else { 0 },
+            stops_at: random.chance(50).then(|| random.below(shape.answer) as u32),
+            router: 0,
+            began: 0,
+            tokens: Vec::new(),
+            end: None,
+        }
+    }
+
+    /// Takes a token; says what is wrong with it.
+    pub(crate) fn take(&mut self, index: u32, id: u32) -> Result<(), String> {
+        // I4
+        if index as usize != self.tokens.len() {
+            return Err(format!("token {index} comes when {} is next", self.tokens.len()));
+        }
+        if let Some(end) = &self.end {
+            return Err(format!("token {index} comes after the end: {end:?}"));
+        }
+        self.tokens.push(id);
+        Ok(())
+    }
+
+    /// Whether the answer is what the request gives alone (I1).
+    pub(crate) fn check(&self, layout: &KvLayout) -> Result<(), String> {
+        let alone = fake::answer(layout, VOCAB, &self.prompt, &self.params).map_err(|error| error.to_string())?;
+        let alone: Vec<u32> = alone.into_iter().map(|token| token.id).collect();
+        if alone.get(..self.tokens.len()) != Some(&self.tokens[..]) {
+            return Err(format!("the answer is {:?}, alone it is {alone:?}", self.tokens));
+        }
+        let Some(End::Finished(reason)) = &self.end else { return Ok(()) };
+        let stopped = self.stops_at.is_some_and(|at| self.tokens.len() == at as usize + 1);
+        let ends = alone.last().is_some_and(|id| self.params.stop_token_ids.contains(id));
+        let whole = self.tokens.len() == alone.len();
+        let right = match reason {
+            FinishReason::Stop => stopped || ends && whole,
+            FinishReason::Length => whole && !ends,
+            _ => false,
+        };
+        match right {
+            true => Ok(()),
+            false => Err(format!("it ends with {reason:?} after {:?}, alone it is {alone:?}", self.tokens)),
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! A worker's engine thread under virtual time: the core decides, the fake model computes, and time passes in between.
+//!
+//! While a step is launched or collected the thread is busy, as a real one is: what comes meanwhile waits in its inbox.
+
+use std::collections::VecDeque;
+
+use baton_engine::fake::FakeModel;
+
+use baton_engine::{ModelRunner, RunError, Time};
+use baton_roles::{Effect, IDLE_TICK, Input, Launch, Role, WorkerCore};
+use baton_types::TokenOut;
+
+use crate::Violation;
+use crate::events::{Event, Place, Process};
+use crate::pool::Bytes;
+use crate::stream::Micros;
+use crate::world::World;
+
+/// What the thread waits for.
+enum Busy {
+    /// The layers of a step are stored, one after the other.
+    Launching { launch: Launch, layer: u32 },
+    /// A step is computed.
+    Computing { step: u64, failed: Option<RunError> },
+}
+
+/// One worker's engine thread.
+pub(crate) struct Thread<R: Role> {
+    pub core: WorkerCore<R>,
+    model: FakeModel<Bytes>,
+    layers: u32,
+    busy: Option<Busy>,
+}
+
+impl<R: Role> Thread<R> {
+    pub(crate) fn new(core: WorkerCore<R>, model: FakeModel<Bytes>, layers: u32) -> Thread<R> {
+        Thread { core, model, layers, busy: None }
+    }
+}
+
+/// What the two kinds of worker do in their own way.
+pub(crate) trait Host {
+    type Role: Role;
+    fn process(place: Place) -> Process;
+    fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Self::Role>>;
+    fn inbox(world: &mut World, place: Place) -> &mut VecDeque<Input<<Self::Role as Role>::Command>>;
+    /// Carries out an effect; its answer, if it has one.
+    fn perform(
+        world: &mut World,
+        place: Place,
+        effect: <Self::Role as Role>::Effect,
+    ) -> Result<Option<<Self::Role as Role>::Command>, Violation>;
+    /// A layer is stored. False while a write waits for room: asked again later.
+    fn stored(world: &mut World, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation>;
+    /// Looks at a step before it is launched.
+    fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Self::Role>, step: u64) -> Result<(), Violation>;
+}
+
+impl World {
+    /// Has a worker's engine thread look at its inbox soon.
+    pub(crate) fn wake_engine(&mut self, process: Process) {
+        let (at, life) = (self.soon(), self.life_of(process));
+        self.events.plan(at, Event::EngineTurn { process, life });
+    }
+
+    pub(crate) fn engine_turn<H: Host>(&mut self, place: Place) -> Result<(), Violation> {
+        let Some(mut thread) = H::thread(self, place).take() else { return Ok(()) };
+        let turned = self.turn::<H>(place, &mut thread);
+        let snapshot = thread.core.snapshot();
+        if thread.busy.is_none() && !snapshot.idle {
+            let (process, at) = (H::process(place), self.now + IDLE_TICK.as_micros() as Micros);
+            self.events.plan(at, Event::EngineTurn { process, life: self.life_of(process) });
+        }
+        // I6, at every step.
+        let checked = thread.core.engine().check().map_err(|error| self.violation("I6", error.to_string()));
+        self.put_back::<H>(place, thread);
+        turned.and(checked)
+    }
+
+    /// The process may have ended meanwhile, by its own model.
+    fn put_back<H: Host>(&mut self, place: Place, thread: Thread<H::Role>) {
+        if std::mem::take(&mut self.ended) {
+            self.kill(H::process(place), true);
+        } else {
+            *H::thread(self, place) = Some(thread);
+        }
+    }
+
+    fn turn<H: Host>(&mut self, place: Place, thread: &mut Thread<H::Role>) -> Result<(), Violation> {
+        loop {
+            if thread.busy.is_some() {
+                return Ok(());
+            }
+            while let Some(input) = H::inbox(self, place).pop_front() {
+                self.feed::<H>(place, thread, input)?;
+            }
+            self.feed::<H>(place, thread, Input::Turn)?;
+            if thread.busy.is_none() && H::inbox(self, place).is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// As a real worker's engine thread does: an effect's answer goes in before the next effect is looked at.
+    fn feed<H: Host>(
+        &mut self,
+        place: Place,
+        thread: &mut Thread<H::Role>,
+        input: Input<<H::Role as Role>::Command>,
+    ) -> Result<(), Violation> {
+        let mut todo: VecDeque<Effect<<H::Role as Role>::Effect>> = VecDeque::new();
+        let now = Time(self.now * 1000);
+        let step = |thread: &mut Thread<H::Role>, input, todo: &mut VecDeque<_>| {
+            let mut effects = Vec::new();
+            thread.core.step(input, now, &mut effects);
+            let rest = std::mem::replace(todo, effects.into());
+            todo.extend(rest);
+        };
+        step(thread, input, &mut todo);
+        while let Some(effect) = todo.pop_front() {
+            let answer = match effect {
+                Effect::Role(effect) => H::perform(self, place, effect)?.map(Input::Command),
+                Effect::Launch(launch) => self.launch::<H>(place, thread, launch)?,
+                Effect::Collect { step, tokens, failed } => {
+                    let took = if failed.is_some() { 1 } else { self.pace.step(tokens, &mut self.random) };
+                    thread.busy = Some(Busy::Computing { step, failed });
+                    self.plan_engine_step::<H>(place, took);
+                    None
+                }
+                Effect::Stepped(_) => None,
+                Effect::Ended(_) => {
+                    self.ended = true;
+                    None
+                }
+            };
+            if let Some(answer) = answer {
+                step(thread, answer, &mut todo);
+            }
+        }
+        Ok(())
+    }
+
+    /// The model computes at once; its layers are told of one after the other.
+    fn launch<H: Host>(
+        &mut self,
+        place: Place,
+        thread: &mut Thread<H::Role>,
+        launch: Launch,
+    ) -> Result<Option<Input<<H::Role as Role>::Command>>, Violation> {
+        let step = launch.step();
+        H::inspect(self, place, &mut thread.core, step)?;
+        if self.faults.strikes_step(&mut self.random) {
+            let outcome = Err(RunError("simulated".into()));
+            return Ok(Some(Input::Launched { launch, outcome }));
+        }
+        let Thread { core, model, .. } = thread;
+        let launched = core.with_batch(step, |batch| model.launch(batch, &mut |_| {}));
+        match launched {
+            Some(Ok(())) => {}
+            // The fake model notices tables, positions and copies that cannot be right.
+            Some(Err(error)) => return Err(self.violation("I1", format!("{}: {error}", H::process(place)))),
+            None => return Err(self.violation("I1", format!("step {step} is launched and not planned"))),
+        }
+        thread.busy = Some(Busy::Launching { launch, layer: 0 });
+        let took = self.pace.layer(&mut self.random);
+        self.plan_engine_step::<H>(place, took);
+        Ok(None)
+    }
+
+    fn plan_engine_step<H: Host>(&mut self, place: Place, after: Micros) {
+        let process = H::process(place);
+        let event = Event::EngineStep { process, life: self.life_of(process) };
+        self.events.plan(self.now + after.max(1), event);
+    }
+
+    /// What the engine thread waited for has come.
+    pub(crate) fn engine_step<H: Host>(&mut self, place: Place) -> Result<(), Violation> {
+        let Some(mut thread) = H::thread(self, place).take() else { return Ok(()) };
+        let done = self.step_on::<H>(place, &mut thread);
+        let idle = thread.busy.is_none();
+        self.put_back::<H>(place, thread);
+        done?;
+        if idle { self.engine_turn::<H>(place) } else { Ok(()) }
+    }
+
+    fn step_on<H: Host>(&mut self, place: Place, thread: &mut Thread<H::Role>) -> Result<(), Violation> {
+        match thread.busy.take() {
+            Some(Busy::Launching { mut launch, layer }) if layer < thread.layers => {
+                let stored = H::stored(self, place, &mut launch, layer)?;
+                let layer = layer + u32::from(stored);
+                thread.busy = Some(Busy::Launching { launch, layer });
+                let took = self.pace.layer(&mut self.random);
+                self.plan_engine_step::<H>(place, took);
+                Ok(())
+            }
+            Some(Busy::Launching { launch, .. }) => {
+                self.feed::<H>(place, thread, Input::Launched { launch, outcome: Ok(()) })
+            }
+            Some(Busy::Computing { step, failed }) => {
+                let input = self.collect(thread, step, failed)?;
+                self.feed::<H>(place, thread, input)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn collect<R: Role>(
+        &mut self,
+        thread: &mut Thread<R>,
+        step: u64,
+        failed: Option<RunError>,
+    ) -> Result<Input<R::Command>, Violation> {
+        let lost = |world: &mut World| {
+            let lost = world.random.chance(200);
+            lost.then(|| RunError("simulated, for good".into()))
+        };
+        if let Some(error) = failed {
+            return Ok(Input::Collected { outcome: Err(error), lost: lost(self) });
+        }
+        let (mut out, Thread { core, model, .. }) = (Vec::<TokenOut>::new(), thread);
+        match core.with_batch(step, |batch| model.collect(batch, &mut out)) {
+            Some(Ok(())) => {}
+            Some(Err(error)) => return Err(self.violation("I1", error.to_string())),
+            None => return Err(self.violation("I1", format!("step {step} is collected and not planned"))),
+        }
+        if self.faults.strikes_step(&mut self.random) {
+            let error = RunError("simulated".into());
+            return Ok(Input::Collected { outcome: Err(error), lost: lost(self) });
+        }
+        Ok(Input::Collected { outcome: Ok(out), lost: None })
+    }
+}

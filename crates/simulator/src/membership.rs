@@ -1,0 +1,285 @@
+//! The registry, those who register with it and those who watch it: the real store, renewals and followers; here is what lies
+//! between them.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use baton_membership::{FollowAction, FollowInput, Member, Renewal, RenewalAction, RenewalInput, Role, Store};
+use baton_types::WorkerId;
+
+use crate::Violation;
+use crate::events::{Event, Life, Place, Process};
+use crate::stream::Micros;
+use crate::world::World;
+
+/// How long a registration lasts.
+pub(crate) const TTL: Duration = Duration::from_secs(3);
+
+/// The registry, in a process of its own.
+pub(crate) struct Registry {
+    pub store: Store,
+    /// Away until then.
+    pub down_until: Option<Micros>,
+    /// It has been away, and those who were registered may not all be back.
+    pub shaken_until: Micros,
+    /// Open watches, by router.
+    feeds: BTreeMap<Place, Feed>,
+    now: Micros,
+}
+
+impl Registry {
+    pub(crate) fn new(now: Instant) -> Registry {
+        Registry { store: Store::new(now), down_until: None, shaken_until: 0, feeds: BTreeMap::new(), now: 0 }
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
+        self.down_until.is_none()
+    }
+
+    /// Away, or not long back.
+    pub(crate) fn in_outage(&self) -> bool {
+        self.down_until.is_some() || self.now < self.shaken_until
+    }
+}
+
+/// A router's watch: its lists come in order.
+#[derive(Clone, Copy)]
+struct Feed {
+    life: Life,
+    number: u64,
+    last: Micros,
+}
+
+/// A worker's registration.
+pub(crate) struct Registration {
+    renewal: Renewal,
+    /// What it waits for now; older answers are void.
+    attempt: u64,
+}
+
+/// What a member asks of the registry.
+#[derive(Clone, Debug)]
+pub(crate) enum Request {
+    Register(Member),
+    Deregister(WorkerId),
+}
+
+impl World {
+    pub(crate) fn member(&self, process: Process) -> Member {
+        let (role, id) = match process {
+            Process::Prefill(_) => (Role::Prefill, self.id_of(process)),
+            _ => (Role::Decode, self.id_of(process)),
+        };
+        Member {
+            id: id.unwrap_or_default(),
+            role,
+            grpc: process.address(),
+            admin: process.address(),
+            model: "m".into(),
+            layout: self.geometry.layout.family(),
+            blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
+            block_size: self.geometry.layout.block_size,
+            window_tokens: 0,
+            context_tokens: 4096,
+            draining: false,
+        }
+    }
+
+    /// A worker begins to register.
+    pub(crate) fn register(&mut self, process: Process) -> Result<(), Violation> {
+        let (member, now) = (self.member(process), self.instant(self.now));
+        let started = Renewal::start(member, TTL, now).map_err(|error| self.violation("I8", error.to_string()))?;
+        let (renewal, first) = started;
+        if let Some(registration) = self.registration(process) {
+            *registration = Some(Registration { renewal, attempt: 0 });
+        }
+        self.do_renewal(process, Some(first));
+        Ok(())
+    }
+
+    /// What happens to a registration.
+    pub(crate) fn renew(&mut self, process: Process, input: RenewalInput) {
+        let now = self.instant(self.now);
+        let Some(Some(registration)) = self.registration(process) else { return };
+        let action = registration.renewal.step(input, now);
+        self.do_renewal(process, action);
+    }
+
+    /// An answer of the registry, to the attempt of this number.
+    pub(crate) fn answered(&mut self, process: Process, attempt: u64, input: RenewalInput) {
+        if let Some(Some(registration)) = self.registration(process)
+            && registration.attempt == attempt
+        {
+            self.renew(process, input);
+        }
+    }
+
+    fn do_renewal(&mut self, process: Process, action: Option<RenewalAction>) {
+        let life = self.life_of(process);
+        let Some(Some(registration)) = self.registration(process) else { return };
+        let Some(action) = action else { return };
+        registration.attempt += 1;
+        let (attempt, member) = (registration.attempt, registration.renewal.member().clone());
+        let (until, request) = match action {
+            RenewalAction::Renew { until, .. } => (until, Some(Request::Register(member))),
+            RenewalAction::Revoke { until } => (until, Some(Request::Deregister(member.id))),
+            RenewalAction::Wait { until } => (until, None),
+            RenewalAction::End => {
+                self.deregistered(process);
+                return;
+            }
+        };
+        let at = self.micros(until).max(self.now + 1);
+        self.events.plan(at, Event::Renewal { process, life });
+        if let Some(request) = request {
+            let at = self.now + self.faults.delay(&mut self.random);
+            self.events.plan(at, Event::ToRegistry { process, life, attempt, request });
+        }
+    }
+
+    /// The registry is asked. One that is away refuses the connection; one that is cut off says nothing.
+    pub(crate) fn asked(&mut self, process: Process, life: Life, attempt: u64, request: Request) {
+        if self.apart(process, Process::Registry).is_some() {
+            return;
+        }
+        let answer = match (self.registry.is_up(), request) {
+            (false, _) => RenewalInput::Unavailable,
+            (true, Request::Register(member)) => {
+                let now = self.instant(self.now);
+                match self.registry.store.put(member, TTL, now) {
+                    Ok(changed) => {
+                        if changed {
+                            self.publish();
+                        }
+                        self.plan_expiry();
+                        RenewalInput::Renewed
+                    }
+                    Err(_) => RenewalInput::Refused,
+                }
+            }
+            (true, Request::Deregister(id)) => {
+                let now = self.instant(self.now);
+                if self.registry.store.remove(id, now) {
+                    self.publish();
+                }
+                RenewalInput::Revoked
+            }
+        };
+        let at = self.now + self.faults.delay(&mut self.random);
+        self.events.plan(at, Event::FromRegistry { process, life, attempt, answer });
+    }
+
+    fn plan_expiry(&mut self) {
+        if let Some(at) = self.registry.store.next_expiry() {
+            let at = self.micros(at).max(self.now + 1);
+            self.events.plan(at, Event::Expiry);
+        }
+    }
+
+    pub(crate) fn expiry(&mut self) {
+        self.registry.now = self.now;
+        if !self.registry.is_up() {
+            return;
+        }
+        let now = self.instant(self.now);
+        if !self.registry.store.expire(now).is_empty() {
+            self.publish();
+            self.plan_expiry();
+        }
+    }
+
+    /// Lists go to all who watch.
+    fn publish(&mut self) {
+        for router in self.registry.feeds.keys().copied().collect::<Vec<_>>() {
+            self.send_list(router);
+        }
+    }
+
+    fn send_list(&mut self, router: Place) {
+        let at = self.now + self.faults.delay(&mut self.random);
+        let at = self.apart(Process::Router(router), Process::Registry).map_or(at, |until| until + 1);
+        let members = Some(self.registry.store.view().members);
+        let Some(feed) = self.registry.feeds.get_mut(&router) else { return };
+        feed.last = feed.last.max(at);
+        let Feed { life, number, last } = *feed;
+        self.events.plan(last, Event::Listed { router, life, feed: number, members });
+    }
+
+    /// A router does as its follower says.
+    pub(crate) fn follow(&mut self, router: Place, life: Life, action: FollowAction) {
+        match action {
+            FollowAction::Open { until } => {
+                self.routers[router].feed += 1;
+                let feed = self.routers[router].feed;
+                let at = self.now + self.faults.delay(&mut self.random);
+                self.events.plan(at, Event::Watch { router, life, feed });
+                let at = self.micros(until);
+                self.events.plan(at, Event::FollowWake { router, life });
+            }
+            FollowAction::Listen { until } => {
+                if let Some(until) = until {
+                    let at = self.micros(until).max(self.now + 1);
+                    self.events.plan(at, Event::FollowWake { router, life });
+                }
+            }
+            FollowAction::Wait { until } => {
+                self.routers[router].feed += 1;
+                let at = self.micros(until).max(self.now + 1);
+                self.events.plan(at, Event::FollowWake { router, life });
+            }
+        }
+    }
+
+    /// A router's wish to watch reaches the registry.
+    pub(crate) fn watch(&mut self, router: Place, life: Life, feed: u64) {
+        if self.apart(Process::Router(router), Process::Registry).is_some() {
+            return;
+        }
+        if self.registry.is_up() {
+            self.registry.feeds.insert(router, Feed { life, number: feed, last: self.now });
+            return self.send_list(router);
+        }
+        let at = self.now + self.faults.delay(&mut self.random);
+        self.events.plan(at, Event::Listed { router, life, feed, members: None });
+    }
+
+    /// A list, or word that the watch has ended.
+    pub(crate) fn listed(&mut self, router: Place, feed: u64, members: Option<Vec<Member>>) {
+        if self.routers[router].feed == feed {
+            self.follow_on(router, members.map_or(FollowInput::Lost, FollowInput::Listed));
+        }
+    }
+
+    pub(crate) fn follow_on(&mut self, router: Place, input: FollowInput) {
+        let (now, life) = (self.instant(self.now), self.routers[router].life);
+        if let Some(action) = self.routers[router].follow.step(input, now) {
+            self.follow(router, life, action);
+        }
+        self.viewed(router);
+    }
+
+    /// The registry goes away for a while. `emptied`: it comes back knowing nobody.
+    pub(crate) fn lose_registry(&mut self, until: Micros, emptied: bool) {
+        self.registry.now = self.now;
+        self.registry.down_until = Some(self.registry.down_until.unwrap_or(0).max(until));
+        // Whoever lives registers again within this time.
+        self.registry.shaken_until = until + 10_000_000;
+        if emptied {
+            self.registry.store = Store::new(self.instant(self.now));
+        }
+        for (router, Feed { life, number, last }) in std::mem::take(&mut self.registry.feeds) {
+            let at = (self.now + self.faults.delay(&mut self.random)).max(last);
+            self.events.plan(at, Event::Listed { router, life, feed: number, members: None });
+        }
+        self.events.plan(until, Event::RegistryBack);
+    }
+
+    pub(crate) fn registry_back(&mut self) {
+        if self.registry.down_until.is_some_and(|until| until <= self.now) {
+            self.registry.down_until = None;
+            self.registry.now = self.now;
+            // Leases went on meanwhile.
+            self.expiry();
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! A worker's pool, and who may touch which block: the checker's own books, which share nothing with the code under test.
+
+use baton_engine::fake::{FakeModel, KvMemory, SharedMemory};
+use baton_engine::{Batch, CacheConfig, ModelRunner, Row};
+use baton_handoff::{PoolMemory, TransferError};
+use baton_kv_cache::KvPools;
+use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId, digest_block};
+
+use crate::client::VOCAB;
+
+/// Blocks by group.
+pub(crate) type Blocks = Vec<Vec<BlockId>>;
+
+/// A pool's bytes, which other workers may have mapped.
+#[derive(Clone, Debug)]
+pub(crate) struct Bytes(SharedMemory);
+
+impl KvMemory for Bytes {
+    fn load(&self, offset: usize, into: &mut [u8]) {
+        self.0.load(offset, into);
+    }
+    fn store(&mut self, offset: usize, bytes: &[u8]) {
+        self.0.store(offset, bytes);
+    }
+}
+
+impl PoolMemory for Bytes {
+    fn digests(&mut self, parts: &[(usize, u64)], len: usize) -> Result<Vec<u64>, TransferError> {
+        let mut bytes = vec![0; len];
+        let mut digest = |(offset, lane): &(usize, u64)| {
+            self.load(*offset, &mut bytes);
+            digest_block(&bytes, *lane)
+        };
+        Ok(parts.iter().map(&mut digest).collect())
+    }
+}
+
+/// A pool's bytes, and on whose behalf which block is kept.
+#[derive(Debug)]
+pub(crate) struct Memory<Owner> {
+    pub geometry: PoolGeometry,
+    pub bytes: Bytes,
+    /// Per group and block.
+    owners: Vec<Vec<Vec<Owner>>>,
+}
+
+impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
+    pub(crate) fn new(geometry: PoolGeometry) -> Memory<Owner> {
+        let owners = geometry.blocks.iter().map(|n| vec![Vec::new(); *n as usize]).collect();
+        Memory { bytes: Bytes(SharedMemory::new(geometry.bytes())), geometry, owners }
+    }
+
+    /// Some bytes.
+    pub(crate) fn read(&self, (offset, len): (usize, usize)) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.bytes.load(offset, &mut bytes);
+        bytes
+    }
+
+    /// Writes without asking.
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
+        self.bytes.clone().store(offset, bytes);
+    }
+
+    /// Keeps blocks for `owner` alone, or says which of them is another's (I3).
+    pub(crate) fn take_alone(&mut self, blocks: &Blocks, owner: Owner) -> Result<(), String> {
+        for (group, block) in each(blocks) {
+            if let Some(other) = self.owner(group, block) {
+                return Err(format!("{block} of group {group} is taken for {owner:?} and still kept for {other:?}"));
+            }
+        }
+        each(blocks).for_each(|(group, block)| self.keep(group, block, owner));
+        Ok(())
+    }
+
+    /// Keeps a block for `owner`, beside others.
+    pub(crate) fn keep(&mut self, group: usize, block: BlockId, owner: Owner) {
+        if let Some(owners) = self.owners[group].get_mut(block.0 as usize) {
+            owners.push(owner);
+        }
+    }
+
+    /// Keeps nothing for `owner` any more.
+    pub(crate) fn give_back(&mut self, owner: Owner) {
+        self.owners.iter_mut().flatten().for_each(|owners| owners.retain(|other| *other != owner));
+    }
+
+    /// On whose behalf a block is kept, first of all.
+    pub(crate) fn owner(&self, group: usize, block: BlockId) -> Option<Owner> {
+        self.owners[group].get(block.0 as usize)?.first().copied()
+    }
+
+    /// Whose block a byte of the pool is in.
+    pub(crate) fn owner_at(&self, offset: usize) -> Option<Owner> {
+        for (group, owners) in self.owners.iter().enumerate() {
+            for layer in 0..self.geometry.layout.groups[group].layers.len() {
+                let first = self.geometry.block_range(group, layer, BlockId(0));
+                let end = first.start + first.len() * owners.len();
+                if (first.start..end).contains(&offset) {
+                    return owners[(offset - first.start) / first.len()].first().copied();
+                }
+            }
+        }
+        None
+    }
+
+    /// Whether some blocks hold the KV of these tokens: per group from block `first` of the sequence on, those that live (I2).
+    pub(crate) fn compare(&self, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String> {
+        let layout = &self.geometry.layout;
+        let (reference, tables) = reference(layout, tokens)?;
+        for (group, shape) in layout.groups.iter().enumerate() {
+            let live = shape.live(tokens.len() as u32, layout.block_size);
+            for at in first[group]..(tokens.len() as u32).div_ceil(layout.block_size) {
+                let Some(place) = live.place(first[group], at) else { continue };
+                let Some(block) = blocks[group].get(place as usize) else {
+                    return Err(format!("block {at} of group {group} was not lent"));
+                };
+                let filled = (tokens.len() as u32 - at * layout.block_size).min(layout.block_size);
+                for layer in 0..shape.layers.len() {
+                    let here = self.read(range(&self.geometry, group, layer, *block));
+                    let there = reference.read(range(&reference.geometry, group, layer, tables[group][at as usize]));
+                    if slots(layout, group, &here, filled) != slots(layout, group, &there, filled) {
+                        return Err(format!(
+                            "block {at} of group {group} has other KV in layer {layer} than its tokens"
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn range(geometry: &PoolGeometry, group: usize, layer: usize, block: BlockId) -> (usize, usize) {
+    let range = geometry.block_range(group, layer, block);
+    (range.start, range.len())
+}
+
+/// The first slots of each plane and head of one layer's part of a block.
+fn slots(layout: &KvLayout, group: usize, bytes: &[u8], filled: u32) -> Vec<Vec<u8>> {
+    let shape = &layout.groups[group];
+    let heads = (shape.planes * shape.kv_heads) as usize;
+    let each = layout.plane_bytes(group) / shape.kv_heads as usize;
+    let used = layout.dtype.row_bytes(shape.head_dim as usize) * filled as usize;
+    (0..heads).map(|head| bytes[head * each..][..used].to_vec()).collect()
+}
+
+/// The KV of these tokens computed alone.
+fn reference(layout: &KvLayout, tokens: &[u32]) -> Result<(Memory<()>, Blocks), String> {
+    let blocks = layout.blocks_for(tokens.len()) as u32;
+    let memory = Memory::new(PoolGeometry::uniform(layout.clone(), blocks));
+    let mut pools = KvPools::new(&memory.geometry, CacheConfig::default()).map_err(|e| e.to_string())?;
+    let tables = pools.allocate(tokens.len() as u32).map_err(|e| e.to_string())?;
+    let mut model = FakeModel::with_memory(memory.geometry.clone(), VOCAB, memory.bytes.clone());
+    let row = Row { seq: SeqId(0), tokens, follows: None, start: 0, tables: tables.as_slice(), sample: None };
+    let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
+    model.run(&batch, &mut |_| {}, &mut Vec::new()).map_err(|e| e.to_string())?;
+    let blocks = tables.as_slice().iter().map(|table| table.blocks().to_vec()).collect();
+    Ok((memory, blocks))
+}
+
+fn each(blocks: &Blocks) -> impl Iterator<Item = (usize, BlockId)> {
+    blocks.iter().enumerate().flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))
+}

@@ -1,0 +1,459 @@
+//! A router: the real fleet and the real choices; here are its streams, its clients and its clock.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_membership::Follow;
+use baton_policy::{
+    Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, Limits, Order, Placement, Prefixes, Probe, RoundRobin,
+    Sequence, Taken, WorkerLease,
+};
+use baton_types::{ErrorKind, WorkerId};
+
+use crate::Violation;
+use crate::client::End;
+use crate::control::{Ask, Call, Connection, Down, Link, Up};
+use crate::events::{Event, Life, Place, Process};
+use crate::stream::Micros;
+use crate::world::World;
+
+/// Times a request is tried.
+const ATTEMPTS: u32 = 4;
+
+/// One incarnation.
+pub(crate) struct Router {
+    pub life: Life,
+    pub fleet: Fleet,
+    pub follow: Follow,
+    /// The watch that is open or being opened.
+    pub feed: u64,
+    pub choices: BTreeMap<u64, InFlight>,
+    calls: BTreeMap<Call, (u64, Leg)>,
+    probes: BTreeMap<WorkerId, Probe>,
+    pub frozen: Option<(Micros, Micros)>,
+    /// Members it ever knew.
+    pub knew: BTreeMap<WorkerId, Process>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Leg {
+    Decode,
+    Prefill,
+}
+
+/// A stream of a choice.
+struct Stream {
+    call: Call,
+    link: Link,
+    lease: WorkerLease,
+}
+
+/// One answer on its way.
+pub(crate) struct InFlight {
+    choice: Choice,
+    decode: Option<Stream>,
+    prefill: Option<Stream>,
+    /// What came while the client was taking a token: of the prefill stream, and of the decode stream.
+    early: [VecDeque<ChoiceInput>; 2],
+    /// The client is taking a token until then.
+    busy_until: Option<Micros>,
+}
+
+impl Router {
+    pub(crate) fn new(world: &mut World, place: Place, life: Life) -> Router {
+        let placement: Box<dyn Placement> =
+            if life.is_multiple_of(2) { Box::<RoundRobin>::default() } else { Box::<LeastLoaded>::default() };
+        let (follow, first) = Follow::start(life, world.instant(world.now));
+        let router = Router {
+            life,
+            fleet: Fleet::new("m", placement),
+            follow,
+            feed: 0,
+            choices: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            probes: BTreeMap::new(),
+            frozen: None,
+            knew: BTreeMap::new(),
+        };
+        world.events.plan(world.now, Event::Follow { router: place, life, action: first });
+        router
+    }
+}
+
+impl World {
+    /// A request comes in.
+    pub(crate) fn arrive(&mut self, request: u64) -> Result<(), Violation> {
+        let place = self.random.below(self.routers.len() as u64) as Place;
+        let (now, at) = (self.now, self.instant(self.now));
+        let client = &mut self.clients[request as usize];
+        (client.router, client.began) = (place, now);
+        if let Some(leaves) = client.leaves {
+            self.events.plan(now + leaves, Event::Leave { request });
+        }
+        let salt = client.salt.to_string();
+        let order = Order {
+            prompt: client.prompt.clone().into(),
+            names: Prefixes::names(&salt, &client.prompt).into(),
+            cache_salt: salt,
+            limits: Limits {
+                max_tokens: client.params.max_tokens,
+                stop_token_ids: client.params.stop_token_ids.clone(),
+                max_attempts: ATTEMPTS,
+            },
+            deadline: at + Duration::from_micros(client.deadline),
+        };
+        self.note(|| format!("request {request} comes to router {place}: {:?} tokens", order.prompt.len()));
+        let mut effects = Vec::new();
+        let choice = Choice::start(order, at, &mut effects);
+        let early = Default::default();
+        let flight = InFlight { choice, decode: None, prefill: None, early, busy_until: None };
+        self.routers[place].choices.insert(request, flight);
+        self.carry_out_choice(place, request, effects.into())?;
+        self.plan_wake(place, request);
+        Ok(())
+    }
+
+    /// An input of a choice, unless its client is taking a token.
+    fn tell(&mut self, place: Place, request: u64, input: ChoiceInput) -> Result<(), Violation> {
+        let (now, at) = (self.now, self.instant(self.now));
+        let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
+        let of_prefill = matches!(input, ChoiceInput::PrefillSaid(_) | ChoiceInput::PrefillEnded(_));
+        let of_decode = matches!(input, ChoiceInput::DecodeSaid(_) | ChoiceInput::DecodeEnded(_));
+        if flight.busy_until.is_some_and(|until| until > now) && (of_prefill || of_decode) {
+            flight.early[usize::from(of_decode)].push_back(input);
+            return Ok(());
+        }
+        let mut effects = Vec::new();
+        flight.choice.step(input, at, &mut effects);
+        self.carry_out_choice(place, request, effects.into())?;
+        self.plan_wake(place, request);
+        Ok(())
+    }
+
+    fn plan_wake(&mut self, place: Place, request: u64) {
+        let life = self.routers[place].life;
+        let Some(flight) = self.routers[place].choices.get(&request) else { return };
+        if let Some(at) = flight.choice.next_wake() {
+            let at = self.micros(at).max(self.now + 1);
+            self.events.plan(at, Event::Wake { router: place, life, request });
+        }
+    }
+
+    pub(crate) fn wake(&mut self, place: Place, request: u64) -> Result<(), Violation> {
+        self.tell(place, request, ChoiceInput::Wake)
+    }
+
+    /// The client has taken a token: what came meanwhile goes in, the prefill stream's words first.
+    pub(crate) fn taken(&mut self, place: Place, request: u64) -> Result<(), Violation> {
+        let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
+        flight.busy_until = None;
+        let gone = self.clients[request as usize].end.is_some();
+        let taken = if gone { Taken::ClientGone } else { Taken::Sent };
+        self.tell(place, request, ChoiceInput::Taken(taken))?;
+        loop {
+            let now = self.now;
+            let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
+            if flight.busy_until.is_some_and(|until| until > now) {
+                return Ok(());
+            }
+            let Some(input) = flight.early.iter_mut().find_map(VecDeque::pop_front) else { return Ok(()) };
+            self.tell(place, request, input)?;
+        }
+    }
+
+    pub(crate) fn leave(&mut self, request: u64) -> Result<(), Violation> {
+        let client = &mut self.clients[request as usize];
+        if client.end.is_some() {
+            return Ok(());
+        }
+        client.end = Some(End::Left);
+        let place = client.router;
+        self.tell(place, request, ChoiceInput::ClientGone)
+    }
+
+    fn carry_out_choice(&mut self, place: Place, request: u64, mut todo: VecDeque<Effect>) -> Result<(), Violation> {
+        while let Some(effect) = todo.pop_front() {
+            let Some(input) = self.perform(place, request, effect)? else { continue };
+            let at = self.instant(self.now);
+            let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
+            let mut effects = Vec::new();
+            flight.choice.step(input, at, &mut effects);
+            // As the router does: what is left of before comes first.
+            todo.extend(effects);
+        }
+        Ok(())
+    }
+
+    fn perform(&mut self, place: Place, request: u64, effect: Effect) -> Result<Option<ChoiceInput>, Violation> {
+        match effect {
+            Effect::Place(ask) => {
+                let placed = self.routers[place].fleet.place(&ask);
+                self.note(|| format!("router {place} places request {request}: {placed:?}"));
+                if let Err(failure) = &placed
+                    && failure.message.contains("no decode worker")
+                {
+                    self.check_outage(place)?;
+                }
+                Ok(Some(ChoiceInput::Placed(placed)))
+            }
+            Effect::OpenDecode { worker, local, sequence } => {
+                self.drop_stream(place, request, Leg::Decode);
+                let ask = self.ask(request, &sequence);
+                let opened =
+                    self.open_stream(place, request, worker, Leg::Decode, |call| Up::Decode { call, ask, local });
+                Ok(opened.err().map(ChoiceInput::DecodeEnded))
+            }
+            Effect::OpenPrefill { worker, target, sequence } => {
+                self.drop_stream(place, request, Leg::Prefill);
+                let ask = self.ask(request, &sequence);
+                let opened =
+                    self.open_stream(place, request, worker, Leg::Prefill, |call| Up::Prefill { call, ask, target });
+                Ok(opened.err().map(ChoiceInput::PrefillEnded))
+            }
+            Effect::DropDecode => {
+                self.drop_stream(place, request, Leg::Decode);
+                Ok(None)
+            }
+            Effect::DropPrefill => {
+                self.drop_stream(place, request, Leg::Prefill);
+                Ok(None)
+            }
+            Effect::Emit(token) => self.emit(place, request, token.index, token.id),
+            Effect::Recovering { leg, cause } => {
+                *self.summary.recoveries.entry(leg.as_str()).or_default() += 1;
+                self.note(|| format!("request {request} recovers from its {}: {}", leg.as_str(), cause.message));
+                Ok(None)
+            }
+            Effect::Note { placed, names } => {
+                self.routers[place].fleet.note(placed, &names);
+                Ok(None)
+            }
+            Effect::Finish { reason, .. } => self.end_choice(place, request, End::Finished(reason)),
+            Effect::Fail(failure) => self.end_choice(place, request, End::Failed(failure.kind, failure.message)),
+        }
+    }
+
+    fn ask(&self, request: u64, sequence: &Sequence) -> Box<Ask> {
+        let client = &self.clients[request as usize];
+        Box::new(Ask {
+            request,
+            tokens: sequence.tokens.to_vec(),
+            prompt_tokens: sequence.prompt_tokens,
+            params: client.params.clone(),
+            time_left: sequence.time_left.max(Duration::from_millis(1)),
+            salt: client.salt,
+            priority: client.priority,
+        })
+    }
+
+    fn open_stream(
+        &mut self,
+        place: Place,
+        request: u64,
+        worker: WorkerId,
+        leg: Leg,
+        message: impl FnOnce(Call) -> Up,
+    ) -> Result<(), LegEnd> {
+        let router = &mut self.routers[place];
+        let lease = router.fleet.lease(worker)?;
+        self.next_call += 1;
+        let (call, link) = (self.next_call, (place, worker));
+        router.calls.insert(call, (request, leg));
+        if let Some(flight) = router.choices.get_mut(&request) {
+            let stream = Some(Stream { call, link, lease });
+            match leg {
+                Leg::Decode => flight.decode = stream,
+                Leg::Prefill => flight.prefill = stream,
+            }
+        }
+        self.send_up(link, message(call));
+        Ok(())
+    }
+
+    fn take_stream(&mut self, place: Place, request: u64, leg: Leg) -> Option<Stream> {
+        let flight = self.routers[place].choices.get_mut(&request)?;
+        // What it had said and was not looked at is forgotten with it.
+        flight.early[usize::from(leg == Leg::Decode)].clear();
+        let stream = match leg {
+            Leg::Decode => flight.decode.take(),
+            Leg::Prefill => flight.prefill.take(),
+        }?;
+        self.routers[place].calls.remove(&stream.call);
+        Some(stream)
+    }
+
+    fn drop_stream(&mut self, place: Place, request: u64, leg: Leg) {
+        let Some(Stream { call, link, lease }) = self.take_stream(place, request, leg) else { return };
+        self.routers[place].fleet.release(lease);
+        if self.links.get_mut(&link).is_some_and(|connection| connection.calls.remove(&call)) {
+            self.send_up(link, Up::Cancel { call });
+        }
+    }
+
+    /// A message of a worker.
+    pub(crate) fn router_heard(&mut self, link: Link, message: Down) -> Result<(), Violation> {
+        let place = link.0;
+        let (call, input) = match message {
+            Down::Probed => return self.probed(link, true),
+            Down::DecodeSaid(call, word) => (call, Ok(ChoiceInput::DecodeSaid(word))),
+            Down::PrefillSaid(call, word) => (call, Ok(ChoiceInput::PrefillSaid(word))),
+            Down::Ended(call, end) => (call, Err(end)),
+        };
+        let Some((request, leg)) = self.routers[place].calls.get(&call).copied() else { return Ok(()) };
+        let input = match input {
+            Ok(input) => input,
+            Err(end) => {
+                self.leg_ended(place, request, leg, &end);
+                match leg {
+                    Leg::Decode => ChoiceInput::DecodeEnded(end),
+                    Leg::Prefill => ChoiceInput::PrefillEnded(end),
+                }
+            }
+        };
+        self.tell(place, request, input)
+    }
+
+    /// A stream has ended: its worker is counted without it, and watched when it is lost.
+    fn leg_ended(&mut self, place: Place, request: u64, leg: Leg, end: &LegEnd) {
+        let at = self.instant(self.now);
+        let router = &mut self.routers[place];
+        let Some(flight) = router.choices.get_mut(&request) else { return };
+        let stream = if leg == Leg::Decode { flight.decode.take() } else { flight.prefill.take() };
+        let Some(Stream { call, lease, .. }) = stream else { return };
+        router.calls.remove(&call);
+        let probe = router.fleet.ended(&lease, end, at);
+        router.fleet.release(lease);
+        if let Some(probe) = probe {
+            self.plan_probe(place, probe);
+        }
+    }
+
+    fn plan_probe(&mut self, place: Place, probe: Probe) {
+        let (life, worker, at) = (self.routers[place].life, probe.worker(), self.micros(probe.at()));
+        self.routers[place].probes.insert(worker, probe);
+        self.events.plan(at.max(self.now + 1), Event::Probe { router: place, life, worker });
+    }
+
+    /// A lost worker is asked whether it is back. A probe that is not answered before the next is not answered.
+    pub(crate) fn probe(&mut self, place: Place, worker: WorkerId) -> Result<(), Violation> {
+        if self.routers[place].probes.contains_key(&worker) {
+            self.send_up((place, worker), Up::Probe);
+            let (life, at) = (self.routers[place].life, self.now + 1_000_000);
+            self.events.plan(at, Event::ProbeOver { router: place, life, worker });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn probed(&mut self, link: Link, answered: bool) -> Result<(), Violation> {
+        let (place, worker) = link;
+        let at = self.instant(self.now);
+        let Some(probe) = self.routers[place].probes.remove(&worker) else { return Ok(()) };
+        if let Some(next) = self.routers[place].fleet.probed(probe, answered, at) {
+            self.plan_probe(place, next);
+        }
+        Ok(())
+    }
+
+    fn emit(&mut self, place: Place, request: u64, index: u32, id: u32) -> Result<Option<ChoiceInput>, Violation> {
+        let client = &mut self.clients[request as usize];
+        if client.end.is_some() {
+            return Ok(Some(ChoiceInput::Taken(Taken::ClientGone)));
+        }
+        let (stops, reads) = (client.stops_at == Some(index), client.reads);
+        let wrong = client.take(index, id).err();
+        if let Some(wrong) = wrong {
+            return Err(self.violation("I4", format!("request {request}: {wrong}")));
+        }
+        self.summary.tokens += 1;
+        if stops {
+            return Ok(Some(ChoiceInput::Taken(Taken::StopMatched)));
+        }
+        if reads == 0 {
+            return Ok(Some(ChoiceInput::Taken(Taken::Sent)));
+        }
+        let until = self.now + reads;
+        let life = self.routers[place].life;
+        if let Some(flight) = self.routers[place].choices.get_mut(&request) {
+            flight.busy_until = Some(until);
+        }
+        self.events.plan(until, Event::Taken { router: place, life, request });
+        Ok(None)
+    }
+
+    fn end_choice(&mut self, place: Place, request: u64, end: End) -> Result<Option<ChoiceInput>, Violation> {
+        self.drop_stream(place, request, Leg::Decode);
+        self.drop_stream(place, request, Leg::Prefill);
+        self.routers[place].choices.remove(&request);
+        self.note(|| format!("request {request} ends: {end:?}"));
+        let client = &mut self.clients[request as usize];
+        match client.end {
+            None => client.end = Some(end),
+            Some(End::Left) => {}
+            Some(_) => return Err(self.violation("I4", format!("request {request} ends twice"))),
+        }
+        self.check_end(request)?;
+        Ok(None)
+    }
+
+    /// A view that has changed.
+    pub(crate) fn viewed(&mut self, place: Place) {
+        let view = Arc::new(self.routers[place].follow.view());
+        for member in &view.members {
+            if let Some(process) = self.process_at(&member.grpc) {
+                self.routers[place].knew.insert(member.id, process);
+            }
+        }
+        let changes = self.routers[place].fleet.update(view);
+        for member in changes.joined {
+            if let Some(process) = self.process_at(&member.grpc) {
+                self.links.entry((place, member.id)).or_insert_with(|| Connection::new(process));
+            }
+        }
+    }
+
+    /// Requests of a router that has died.
+    pub(crate) fn orphans(&mut self, place: Place) {
+        for request in self.routers[place].choices.keys().copied().collect::<Vec<_>>() {
+            let client = &mut self.clients[request as usize];
+            client.end.get_or_insert(End::Broken);
+        }
+    }
+
+    /// I7: while the registry is away, whoever was known and still works is not forgotten.
+    fn check_outage(&self, place: Place) -> Result<(), Violation> {
+        if !self.registry.in_outage() || self.shaken {
+            return Ok(());
+        }
+        let serves = |process: &Process| matches!(process, Process::Decode(_)) && self.serves(*process);
+        let router = &self.routers[place];
+        match router.knew.iter().find(|(id, process)| serves(process) && self.id_of(**process) == Some(**id)) {
+            Some((id, _)) => Err(self.violation("I7", format!("router {place} has forgotten {id}, which serves"))),
+            None => Ok(()),
+        }
+    }
+
+    /// What ended must have ended rightly.
+    fn check_end(&mut self, request: u64) -> Result<(), Violation> {
+        let layout = &self.geometry.layout;
+        let client = &self.clients[request as usize];
+        if let Err(wrong) = client.check(layout) {
+            return Err(self.violation("I1", format!("request {request}: {wrong}")));
+        }
+        match &client.end {
+            Some(End::Finished(_)) => self.summary.finished += 1,
+            Some(End::Failed(kind, message)) => {
+                let (kind, message) = (*kind, message.clone());
+                let late = kind == ErrorKind::DeadlineExceeded;
+                if self.options.calm && !late && kind != ErrorKind::ResourceExhausted {
+                    let what = format!("request {request} fails though nothing goes wrong: {message}");
+                    return Err(self.violation("delivery", what));
+                }
+                *self.summary.failed.entry(format!("{kind:?}")).or_default() += 1;
+            }
+            _ => self.summary.left += 1,
+        }
+        self.unended = self.unended.saturating_sub(1);
+        Ok(())
+    }
+}

@@ -1,0 +1,69 @@
+//! What runs came to.
+
+use std::collections::BTreeMap;
+
+use crate::Fault;
+
+/// What a run came to, or several.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Summary {
+    /// Requests whose answer is complete; each was compared with the answer its request gives alone.
+    pub finished: u64,
+    /// Requests whose client left, or whose router died.
+    pub left: u64,
+    /// Requests that ended with an error, by kind.
+    pub failed: BTreeMap<String, u64>,
+    /// Tokens that clients took.
+    pub tokens: u64,
+    /// Failures that requests recovered from, by leg.
+    pub recoveries: BTreeMap<&'static str, u64>,
+    /// Reservations made.
+    pub handoffs: u64,
+    /// Of these, verified; each was compared with the KV of its tokens.
+    pub verified: u64,
+    /// Of these, failed: by cause.
+    pub handoffs_failed: BTreeMap<&'static str, u64>,
+    /// Of these, taken back by their owner.
+    pub withdrawn: u64,
+    /// Connections that joined a session over TCP beside its own.
+    pub joined: u64,
+    /// Such that were left out: refused, broken or too late.
+    pub left_out: u64,
+    /// Completions that had overtaken writes on other connections, and waited until those had come.
+    pub overtook: u64,
+    /// Faults that struck.
+    pub faults: BTreeMap<Fault, u64>,
+    /// Events that were played.
+    pub events: u64,
+    /// Virtual time.
+    pub micros: u64,
+}
+
+impl Summary {
+    /// Adds another run's.
+    pub fn add(&mut self, other: &Summary) {
+        for (sum, more) in [
+            (&mut self.finished, other.finished),
+            (&mut self.left, other.left),
+            (&mut self.tokens, other.tokens),
+            (&mut self.handoffs, other.handoffs),
+            (&mut self.verified, other.verified),
+            (&mut self.withdrawn, other.withdrawn),
+            (&mut self.joined, other.joined),
+            (&mut self.left_out, other.left_out),
+            (&mut self.overtook, other.overtook),
+            (&mut self.events, other.events),
+            (&mut self.micros, other.micros),
+        ] {
+            *sum += more;
+        }
+        add(&mut self.failed, &other.failed);
+        add(&mut self.recoveries, &other.recoveries);
+        add(&mut self.handoffs_failed, &other.handoffs_failed);
+        add(&mut self.faults, &other.faults);
+    }
+}
+
+fn add<K: Ord + Clone>(sum: &mut BTreeMap<K, u64>, more: &BTreeMap<K, u64>) {
+    more.iter().for_each(|(key, count)| *sum.entry(key.clone()).or_default() += count);
+}
