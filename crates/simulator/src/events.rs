@@ -184,6 +184,13 @@ pub(crate) enum Event {
     Died {
         line: Line,
     },
+    /// A handoff should have ended by now.
+    MustHaveEnded {
+        prefill: Place,
+        life: Life,
+        handoff: u64,
+        again: bool,
+    },
     /// A connection between workers breaks.
     Cut {
         line: Line,
@@ -217,7 +224,9 @@ impl Event {
             | Event::EngineStep { process, life }
             | Event::Hangup { process, life, .. }
             | Event::DrainOver { process, life } => (*process, Some(*life)),
-            Event::PrefillTurn { prefill, life, .. } => (Process::Prefill(*prefill), Some(*life)),
+            Event::PrefillTurn { prefill, life, .. } | Event::MustHaveEnded { prefill, life, .. } => {
+                (Process::Prefill(*prefill), Some(*life))
+            }
             Event::Desk { decode, life } => (Process::Decode(*decode), Some(*life)),
             _ => return None,
         })

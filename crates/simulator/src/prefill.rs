@@ -14,7 +14,7 @@ use crate::Violation;
 use crate::control::{Ask, Down, Link, Up};
 use crate::decode::{Caller, answered, sequence};
 use crate::engine::{Host, Thread};
-use crate::events::{Life, Line, Place, Process};
+use crate::events::{Event, Life, Line, Place, Process};
 use crate::membership::Registration;
 use crate::pool::Memory;
 use crate::prefill_session::PrefillSession;
@@ -23,6 +23,12 @@ use crate::world::World;
 
 /// How long a session that ends goes on trying to say so.
 pub(crate) const FAREWELL: Micros = 50_000;
+
+/// How much later than its bound something may end: a step may be under way.
+const SLACK: Micros = 200_000;
+
+/// From a completion to its outcome where nothing goes wrong, at most: more than twice what it takes.
+const ANSWER: Micros = 600_000;
 
 /// What a handoff's owner is told.
 #[derive(Clone, PartialEq, Debug)]
@@ -46,6 +52,8 @@ struct Handoff {
     ended: bool,
     /// Its blocks wait for its end.
     quarantined: bool,
+    /// When it was completed.
+    completed: Option<Micros>,
 }
 
 impl Handoff {
@@ -238,7 +246,13 @@ impl World {
         prefill.next += 1;
         let id = prefill.next;
         let (seq, ended, quarantined) = (None, false, false);
-        prefill.handoffs.insert(id, Handoff { writes, peer: target.worker, decode, serial, seq, ended, quarantined });
+        prefill.handoffs.insert(
+            id,
+            Handoff { writes, peer: target.worker, decode, serial, seq, ended, quarantined, completed: None },
+        );
+        let (life, handoff) = (prefill.life, id);
+        let at = self.now + ask.time_left.as_micros() as Micros + self.bound();
+        self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff, again: false });
         let checked = check_target(&layout, target.tokens, &target.first, &target.counts);
         if let Err(error) = checked {
             self.abort_handoff(place, id, false);
@@ -252,6 +266,39 @@ impl World {
         prefill.inbox.push_back(Input::Command(Command::Run { ticket, new, target }));
         self.wake_prefill(place, self.prefills[place].handoffs[&id].peer);
         Ok(Ok(()))
+    }
+
+    /// When a handoff whose time is over has ended, whatever its session was doing: connecting, winding up and telling the peer so.
+    fn bound(&self) -> Micros {
+        self.handshake() + FAREWELL + SLACK
+    }
+
+    /// I5: by now its end was reported. A worker that stood still has its time once more.
+    pub(crate) fn must_have_ended(&mut self, place: Place, handoff: u64, again: bool) -> Result<(), Violation> {
+        let prefill = &self.prefills[place];
+        let Some(late) = prefill.handoffs.get(&handoff) else { return Ok(()) };
+        if again {
+            let what = format!("prefill {place}: {} has not ended in time, failed {:?}", late.epoch(), late.failed());
+            return Err(self.violation("I5", what));
+        }
+        let (life, at) = (prefill.life, self.now + self.bound());
+        self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff, again: true });
+        Ok(())
+    }
+
+    /// Where nothing goes wrong, what is completed is soon verified.
+    fn check_delivery(&self, handoff: &Handoff, told: &Told) -> Result<(), Violation> {
+        let Some(completed) = handoff.completed.filter(|_| self.options.calm) else { return Ok(()) };
+        let failed = match told {
+            Told::Done(Err(error)) => !matches!(error.cause(), "withdrawn" | "deadline" | "refused"),
+            _ => false,
+        };
+        if failed || self.now > completed + ANSWER {
+            let waited = self.now - completed;
+            let what = format!("{} is told {told:?} {waited} µs after it is complete", handoff.epoch());
+            return Err(self.violation("delivery", what));
+        }
+        Ok(())
     }
 
     /// Begins at the session to a worker; one that has ended is replaced.
@@ -394,11 +441,12 @@ impl World {
     }
 
     fn complete_handoff(&mut self, place: Place, seq: SeqId, tail: Vec<u8>) {
+        let now = self.now;
         let prefill = &mut self.prefills[place];
         let Some(id) = prefill.of(seq) else { return };
         let reports = prefill.reports.clone();
         let Some(handoff) = prefill.handoffs.get_mut(&id) else { return };
-        handoff.ended = true;
+        (handoff.ended, handoff.completed) = (true, Some(now));
         let done = Done::new(Box::new(move |outcome| {
             reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Done(outcome)));
         }));
@@ -449,6 +497,8 @@ impl World {
                 return Err(self.violation("reported once", format!("handoff {id} ends again: {told:?}")));
             };
             let Some(seq) = handoff.seq else { continue };
+            self.check_delivery(&handoff, &told)?;
+            let prefill = &mut self.prefills[place];
             match told {
                 Told::Done(outcome) => {
                     let verified = outcome.is_ok();

@@ -56,7 +56,7 @@ impl World {
             }
             Some(fault @ (Fault::RegistryDown | Fault::RegistryEmptied)) if self.random.chance(200) => {
                 self.faults.count(fault);
-                let until = self.now + self.random.within(10_000, 8_000_000);
+                let until = self.now + self.random.within(10_000, 15_000_000);
                 self.lose_registry(until, fault == Fault::RegistryEmptied);
             }
             Some(Fault::Drain) if self.random.chance(200) => self.drain_some(),

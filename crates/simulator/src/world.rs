@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use baton_engine::fake::{FakeModel, tiny_layout};
+use baton_engine::fake::{FakeModel, sinks_layout, tiny_layout};
 use baton_engine::{CacheConfig, EngineConfig, Order, SwapConfig, SwapRates};
 use baton_handoff::{Limits, TransportKind};
 use baton_membership::{FollowInput, RenewalInput};
@@ -139,7 +139,7 @@ impl World {
             ..Limits::default()
         };
         let block_size = random.within(1, 4) as u32;
-        let layout = tiny_layout(block_size);
+        let layout = if random.chance(250) { sinks_layout(block_size) } else { tiny_layout(block_size) };
         // Room for the longest request, and little more in some runs.
         let most = 30u32.div_ceil(block_size) + 3;
         let blocks = most + random.below(u64::from(most) * 3) as u32;
@@ -165,7 +165,7 @@ impl World {
         let base = Instant::now();
         let mut world = World {
             overlaps: random.chance(500),
-            lease: Duration::from_millis(random.within(200, 5_000)),
+            lease: Duration::from_millis(if options.calm { 10_000 } else { random.within(200, 5_000) }),
             random,
             now: 0,
             base,
@@ -221,7 +221,7 @@ impl World {
         };
         // Members register first.
         let mut at = 500_000;
-        let between = [1_000, 30_000, 300_000][self.random.below(3) as usize];
+        let between = [1_000, 30_000, 300_000, 2_000_000][self.random.below(4) as usize];
         for request in 0..u64::from(self.options.requests) {
             at += self.random.below(between);
             let client = Client::new(&mut self.random, shape);
@@ -442,6 +442,9 @@ impl World {
             Event::PrefillTurn { prefill, life, peer } => return self.prefill_turn(prefill, life, WorkerId(peer)),
             Event::Desk { decode, .. } => return self.desk(decode),
             Event::Died { line } => return self.died(line),
+            Event::MustHaveEnded { prefill, handoff, again, .. } => {
+                return self.must_have_ended(prefill, handoff, again);
+            }
             Event::Cut { line } => self.cut(line),
             Event::DrainOver { process, life } => self.drain_over(process, life),
             Event::Strike => return self.strike(),
