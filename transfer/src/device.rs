@@ -199,7 +199,7 @@ impl Pool {
     }
 
     /// A session's way to it.
-    pub fn reach(&self) -> Result<Reach, TransferError> {
+    pub(crate) fn reach(&self) -> Result<Reach, TransferError> {
         Ok(match self {
             Pool::Host(segment) => Reach::Host(segment.clone()),
             Pool::Device(memory) => Reach::Device(memory.queue().map_err(|e| e.while_doing("open a queue"))?),
@@ -221,7 +221,7 @@ impl fmt::Debug for Pool {
 }
 
 /// A session's way to its pool.
-pub enum Reach {
+pub(crate) enum Reach {
     /// By its address.
     Host(Arc<Segment>),
     /// By its device.
@@ -241,7 +241,7 @@ impl Reach {
     ///
     /// # Safety
     /// Nobody writes to what it is asked for meanwhile.
-    pub unsafe fn still(&mut self) -> Still<'_> {
+    pub(crate) unsafe fn still(&mut self) -> Still<'_> {
         match self {
             // SAFETY: passed on to the caller.
             Reach::Host(segment) => unsafe { segment.still() },
@@ -251,7 +251,7 @@ impl Reach {
 }
 
 /// A pool of which nobody writes to what is asked for: who makes one vouches for that.
-pub struct Still<'a>(Memory<'a>);
+pub(crate) struct Still<'a>(Memory<'a>);
 
 enum Memory<'a> {
     Host(&'a Segment),
@@ -263,7 +263,7 @@ impl Segment {
     ///
     /// # Safety
     /// Nobody writes to what it is asked for meanwhile.
-    pub unsafe fn still(&self) -> Still<'_> {
+    pub(crate) unsafe fn still(&self) -> Still<'_> {
         Still(Memory::Host(self))
     }
 }
