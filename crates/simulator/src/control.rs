@@ -4,7 +4,7 @@
 //! A router has one connection to each worker it knows, made anew when it is used after it broke. It goes to the worker's address:
 //! who answers there may be another process than the one that was meant.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use baton_policy::{DecodeWord, LegEnd, PrefillWord};
@@ -61,15 +61,16 @@ pub(crate) struct Connection {
     lives: Option<(Life, Life)>,
     /// Times it was made.
     pub made: u64,
-    up_last: Micros,
-    down_last: Micros,
+    /// Under way to the worker, and to the router: each in its order, with the time of its arrival.
+    up: VecDeque<(Micros, Up)>,
+    down: VecDeque<(Micros, Down)>,
     /// Streams that are open, as far as the router knows.
     pub calls: BTreeSet<Call>,
 }
 
 impl Connection {
     pub(crate) fn new(to: Process) -> Connection {
-        Connection { to, lives: None, made: 0, up_last: 0, down_last: 0, calls: BTreeSet::new() }
+        Connection { to, lives: None, made: 0, up: VecDeque::new(), down: VecDeque::new(), calls: BTreeSet::new() }
     }
 }
 
@@ -95,10 +96,10 @@ impl World {
             }
             connection.lives = Some((router_life, life));
         }
-        let at = at.max(connection.up_last);
-        connection.up_last = at;
+        let at = connection.up.back().map_or(at, |(last, _)| at.max(*last));
+        connection.up.push_back((at, message));
         let made = connection.made;
-        self.events.plan(at, Event::Up { link, made, message });
+        self.events.plan(at, Event::Up { link, made });
     }
 
     pub(crate) fn send_down(&mut self, link: Link, made: u64, message: Down) {
@@ -107,9 +108,9 @@ impl World {
         let Some(connection) = self.links.get_mut(&link).filter(|c| c.made == made && c.lives.is_some()) else {
             return;
         };
-        let at = at.max(connection.down_last);
-        connection.down_last = at;
-        self.events.plan(at, Event::Down { link, made, message });
+        let at = connection.down.back().map_or(at, |(last, _)| at.max(*last));
+        connection.down.push_back((at, message));
+        self.events.plan(at, Event::Down { link, made });
     }
 
     /// Whether both ends of a connection are the processes it was made between.
@@ -118,45 +119,54 @@ impl World {
         connection.lives == Some((self.routers[link.0].life, self.life_of(connection.to)))
     }
 
-    pub(crate) fn up(&mut self, link: Link, made: u64, message: Up) -> Result<(), Violation> {
+    /// What has arrived at a worker.
+    pub(crate) fn up(&mut self, link: Link, made: u64) -> Result<(), Violation> {
         if !self.stands(link, made) {
             return Ok(());
         }
         let to = self.links[&link].to;
         if let Some(until) = self.apart(Process::Router(link.0), to).or(self.frozen_until(to)) {
-            if let Some(connection) = self.links.get_mut(&link) {
-                connection.up_last = connection.up_last.max(until + 1);
-            }
-            self.events.plan(until + 1, Event::Up { link, made, message });
+            self.events.plan(self.later(until), Event::Up { link, made });
             return Ok(());
         }
-        match (to, message) {
-            (_, Up::Probe) => self.send_down(link, made, Down::Probed),
-            (Process::Decode(place), message) => self.decode_asked(place, (link, made), message)?,
-            (Process::Prefill(place), message) => self.prefill_asked(place, (link, made), message)?,
-            _ => {}
+        let now = self.now;
+        while self.stands(link, made)
+            && let Some((_, message)) =
+                self.links.get_mut(&link).and_then(|connection| connection.up.pop_front_if(|(at, _)| *at <= now))
+        {
+            match (to, message) {
+                (_, Up::Probe) => self.send_down(link, made, Down::Probed),
+                (Process::Decode(place), message) => self.decode_asked(place, (link, made), message)?,
+                (Process::Prefill(place), message) => self.prefill_asked(place, (link, made), message)?,
+                _ => {}
+            }
         }
         Ok(())
     }
 
-    pub(crate) fn down(&mut self, link: Link, made: u64, message: Down) -> Result<(), Violation> {
+    /// What has arrived at a router.
+    pub(crate) fn down(&mut self, link: Link, made: u64) -> Result<(), Violation> {
         if !self.stands(link, made) {
             return Ok(());
         }
         let (from, router) = (self.links[&link].to, Process::Router(link.0));
         if let Some(until) = self.apart(router, from).or(self.frozen_until(router)) {
-            if let Some(connection) = self.links.get_mut(&link) {
-                connection.down_last = connection.down_last.max(until + 1);
-            }
-            self.events.plan(until + 1, Event::Down { link, made, message });
+            self.events.plan(self.later(until), Event::Down { link, made });
             return Ok(());
         }
-        if let Down::Ended(call, _) = &message
-            && let Some(connection) = self.links.get_mut(&link)
+        let now = self.now;
+        while self.stands(link, made)
+            && let Some((_, message)) =
+                self.links.get_mut(&link).and_then(|connection| connection.down.pop_front_if(|(at, _)| *at <= now))
         {
-            connection.calls.remove(call);
+            if let Down::Ended(call, _) = &message
+                && let Some(connection) = self.links.get_mut(&link)
+            {
+                connection.calls.remove(call);
+            }
+            self.router_heard(link, message)?;
         }
-        self.router_heard(link, message)
+        Ok(())
     }
 
     /// A connection ends; each end learns of it in its time. `silent`: the router gives it up because nothing comes, or nobody
@@ -166,6 +176,8 @@ impl World {
             return Ok(());
         };
         connection.made += 1;
+        connection.up.clear();
+        connection.down.clear();
         let (to, lives) = (connection.to, connection.lives.take());
         let calls = std::mem::take(&mut connection.calls);
         if lives.is_some_and(|(_, worker)| worker == self.life_of(to)) {
@@ -202,6 +214,8 @@ impl World {
                 gone.push((*link, connection.to, connection.made));
             }
             connection.made += 1;
+            connection.up.clear();
+            connection.down.clear();
             connection.calls.clear();
         }
         for (link, process, made) in gone {

@@ -6,7 +6,7 @@ use std::fmt;
 use baton_membership::{FollowAction, Member, RenewalInput};
 use baton_types::WorkerId;
 
-use crate::control::{Down, Link, Up};
+use crate::control::Link;
 use crate::membership::Request;
 use crate::stream::Micros;
 
@@ -96,12 +96,10 @@ pub(crate) enum Event {
     Up {
         link: Link,
         made: u64,
-        message: Up,
     },
     Down {
         link: Link,
         made: u64,
-        message: Down,
     },
     Broken {
         link: Link,
@@ -189,7 +187,6 @@ pub(crate) enum Event {
         prefill: Place,
         life: Life,
         handoff: u64,
-        again: bool,
     },
     /// A connection between workers breaks.
     Cut {

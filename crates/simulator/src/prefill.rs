@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use baton_engine::{Engine, Start};
 use baton_handoff::{Core, Descriptor, Done, Op, Quiet, TransferError, TransferStats, TransportKind, Writes};
@@ -24,8 +25,8 @@ use crate::world::World;
 /// How long a session that ends goes on trying to say so.
 pub(crate) const FAREWELL: Micros = 50_000;
 
-/// How much later than its bound something may end: a step may be under way.
-const SLACK: Micros = 200_000;
+/// How much later than its bound something may end: a step may be under way whose layers wait for room at peers that hardly move.
+const SLACK: Micros = 1_500_000;
 
 /// From a completion to its outcome where nothing goes wrong, at most: more than twice what it takes.
 const ANSWER: Micros = 600_000;
@@ -71,7 +72,7 @@ impl Handoff {
 struct Waiting {
     handoff: u64,
     op: Op,
-    since: Micros,
+    patience: Instant,
 }
 
 /// One incarnation.
@@ -252,7 +253,7 @@ impl World {
         );
         let (life, handoff) = (prefill.life, id);
         let at = self.now + ask.time_left.as_micros() as Micros + self.bound();
-        self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff, again: false });
+        self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff });
         let checked = check_target(&layout, target.tokens, &target.first, &target.counts);
         if let Err(error) = checked {
             self.abort_handoff(place, id, false);
@@ -273,16 +274,16 @@ impl World {
         self.handshake() + FAREWELL + SLACK
     }
 
-    /// I5: by now its end was reported. A worker that stood still has its time once more.
-    pub(crate) fn must_have_ended(&mut self, place: Place, handoff: u64, again: bool) -> Result<(), Violation> {
+    /// I5: by now its end was reported. A worker that stood still has its time from then on.
+    pub(crate) fn must_have_ended(&mut self, place: Place, handoff: u64) -> Result<(), Violation> {
         let prefill = &self.prefills[place];
         let Some(late) = prefill.handoffs.get(&handoff) else { return Ok(()) };
-        if again {
+        let again = prefill.frozen.map_or(0, |(_, until)| until) + self.bound();
+        if self.now >= again {
             let what = format!("prefill {place}: {} has not ended in time, failed {:?}", late.epoch(), late.failed());
             return Err(self.violation("I5", what));
         }
-        let (life, at) = (prefill.life, self.now + self.bound());
-        self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff, again: true });
+        self.events.plan(again, Event::MustHaveEnded { prefill: place, life: prefill.life, handoff });
         Ok(())
     }
 
@@ -389,6 +390,7 @@ impl World {
 
     fn layer_stored(&mut self, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
         if self.prefills[place].waiting.is_empty() {
+            let patience = self.instant(self.now) + self.limits.room;
             let mut writes = Vec::new();
             launch.stored(layer, |write| {
                 writes.push((write.seq, write.group, write.layer, write.pairs.to_vec()));
@@ -403,31 +405,27 @@ impl World {
                 let Some(handoff) = prefill.handoffs.get_mut(&id) else { continue };
                 let ops = handoff.writes.write(group, layer, &pairs, 0);
                 let ops = ops.map_err(|error| self.violation("I8", format!("prefill {place}: {error}")))?;
-                let waiting = |op| Waiting { handoff: id, op, since: self.now };
+                let waiting = |op| Waiting { handoff: id, op, patience };
                 self.prefills[place].waiting.extend(ops.into_iter().map(waiting));
             }
         }
-        let room = self.limits.room.as_micros() as Micros;
+        let now = self.instant(self.now);
         while let Some(waiting) = self.prefills[place].waiting.pop_front() {
-            let (now, prefill) = (self.now, &mut self.prefills[place]);
+            let prefill = &mut self.prefills[place];
             let Some(handoff) = prefill.handoffs.get_mut(&waiting.handoff) else { continue };
             let (peer, seq, blocks) = (handoff.peer, handoff.seq, waiting.op.blocks());
             let session = prefill.sessions.get_mut(&peer).filter(|session| session.serial == handoff.serial);
             let outcome = match session {
                 None => Err(handoff.failed().unwrap_or(TransferError::Closed)),
-                Some(session) => match session.line.has_room(handoff.writes.core(), blocks) {
-                    Ok(true) => {
+                Some(session) => match session.line.room(handoff.writes.core(), blocks, waiting.patience, now) {
+                    Ok(None) => {
                         handoff.writes.queued(blocks);
                         session.line.write(waiting.op);
                         Ok(())
                     }
-                    Ok(false) if waiting.since + room > now => {
+                    Ok(Some(_)) => {
                         prefill.waiting.push_front(waiting);
                         return Ok(false);
-                    }
-                    Ok(false) => {
-                        let (epoch, waited) = (waiting.op.epoch(), self.limits.room);
-                        Err(TransferError::Stalled { epoch, peer, doing: "waiting for room", waited })
                     }
                     Err(error) => Err(error),
                 },

@@ -32,6 +32,8 @@ const CALM: Micros = 40_000_000;
 const REST: Micros = 40_000_000;
 /// Events after which a run does not end by itself.
 const MOST_EVENTS: u64 = 20_000_000;
+/// What waits is looked at again after this time.
+const PATIENCE: Micros = 20_000;
 /// How often keep-alives look.
 const LOOK: Micros = 250_000;
 
@@ -378,12 +380,12 @@ impl World {
                     continue;
                 }
                 if let Some(until) = self.frozen_until(process) {
-                    self.events.plan(until + 1, event);
+                    self.events.plan(self.later(until), event);
                     continue;
                 }
             }
             if let Some(until) = self.line_frozen(&event) {
-                self.events.plan(until + 1, event);
+                self.events.plan(self.later(until), event);
                 continue;
             }
             self.happen(event)?;
@@ -399,6 +401,11 @@ impl World {
         Ok(self.summary)
     }
 
+    /// When to look again at what waits until then; a run that heals ends every wait.
+    pub(crate) fn later(&self, until: Micros) -> Micros {
+        (until + 1).min(self.now + PATIENCE)
+    }
+
     fn line_frozen(&self, event: &Event) -> Option<Micros> {
         let (Event::DecodeTurn { line } | Event::Died { line }) = event else { return None };
         self.lines.get(line).and_then(|line| self.frozen_until(Process::Decode(line.decode)))
@@ -412,8 +419,8 @@ impl World {
             Event::Wake { router, request, .. } => return self.wake(router, request),
             Event::Probe { router, worker, .. } => return self.probe(router, worker),
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
-            Event::Up { link, made, message } => return self.up(link, made, message),
-            Event::Down { link, made, message } => return self.down(link, made, message),
+            Event::Up { link, made } => return self.up(link, made),
+            Event::Down { link, made } => return self.down(link, made),
             Event::Broken { link, made, silent } => return self.break_link(link, made, silent),
             Event::Hangup { process, link, made, .. } => self.hangup(process, link, made),
             Event::KeepAlive => {
@@ -442,9 +449,7 @@ impl World {
             Event::PrefillTurn { prefill, life, peer } => return self.prefill_turn(prefill, life, WorkerId(peer)),
             Event::Desk { decode, .. } => return self.desk(decode),
             Event::Died { line } => return self.died(line),
-            Event::MustHaveEnded { prefill, handoff, again, .. } => {
-                return self.must_have_ended(prefill, handoff, again);
-            }
+            Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
             Event::Cut { line } => self.cut(line),
             Event::DrainOver { process, life } => self.drain_over(process, life),
             Event::Strike => return self.strike(),

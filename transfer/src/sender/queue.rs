@@ -56,17 +56,10 @@ impl Queue {
     pub(crate) fn write(&self, core: &Core, op: Op, patience: Instant) -> Result<(), TransferError> {
         let blocks = op.blocks();
         let mut inner = lock(&self.inner);
-        while !inner.line.has_room(core, blocks)? {
-            let (epoch, peer, doing, now) = (core.epoch, core.peer, "waiting for room in the queue", Instant::now());
-            if core.deadline <= now {
-                return Err(TransferError::Deadline { epoch, peer, doing });
-            }
-            inner.line.stalled |= patience <= now;
-            if inner.line.stalled {
-                return Err(TransferError::Stalled { epoch, peer, doing, waited: self.limits.room });
-            }
-            let left = patience.min(core.deadline) - now;
-            inner = self.room.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        loop {
+            let now = Instant::now();
+            let Some(until) = inner.line.room(core, blocks, patience, now)? else { break };
+            inner = self.room.wait_timeout(inner, until - now).unwrap_or_else(PoisonError::into_inner).0;
         }
         inner.line.write(op);
         drop(inner);

@@ -176,6 +176,29 @@ impl Line {
         }
     }
 
+    /// Until when a write of so many blocks waits for room that there is not, as long as it is asked again when some came free: at
+    /// most until `patience`, and while the peer does not move only once for all handoffs (I5). `None`: it goes now.
+    pub fn room(
+        &mut self,
+        core: &Core,
+        blocks: usize,
+        patience: Instant,
+        now: Instant,
+    ) -> Result<Option<Instant>, TransferError> {
+        if self.has_room(core, blocks)? {
+            return Ok(None);
+        }
+        let (epoch, peer, doing) = (core.epoch, core.peer, "waiting for room in the queue");
+        if core.deadline <= now {
+            return Err(TransferError::Deadline { epoch, peer, doing });
+        }
+        self.stalled |= patience <= now;
+        if self.stalled {
+            return Err(TransferError::Stalled { epoch, peer, doing, waited: self.limits.room });
+        }
+        Ok(Some(patience.min(core.deadline)))
+    }
+
     /// A write for which there is room.
     pub fn write(&mut self, op: Op) {
         self.blocks += op.blocks();
