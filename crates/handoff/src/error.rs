@@ -260,11 +260,16 @@ impl BatonError for TransferError {
             Verify { .. } | Corrupt { .. } | Incomplete { .. } => ErrorKind::DataLoss,
             Aborted { .. } => ErrorKind::Cancelled,
             PeerLost { .. } => ErrorKind::PathLost,
-            Expired { .. } | Deadline { .. } => ErrorKind::DeadlineExceeded,
+            Deadline { .. } => ErrorKind::DeadlineExceeded,
             Limit { .. } => ErrorKind::ResourceExhausted,
-            Protocol { .. } | Refused { .. } | Fenced { .. } | Stalled { .. } | Connect { .. } | Closed => {
-                ErrorKind::Unavailable
-            }
+            // The lease is the worker's; the request's own deadline may be far, so another try may do.
+            Expired { .. }
+            | Protocol { .. }
+            | Refused { .. }
+            | Fenced { .. }
+            | Stalled { .. }
+            | Connect { .. }
+            | Closed => ErrorKind::Unavailable,
             Argument { .. } | Lent { .. } | Ucx { .. } | Device { .. } | Os { .. } => ErrorKind::Internal,
         }
     }

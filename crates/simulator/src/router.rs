@@ -445,6 +445,11 @@ impl World {
             Some(End::Failed(kind, message)) => {
                 let (kind, message) = (*kind, message.clone());
                 let late = kind == ErrorKind::DeadlineExceeded;
+                if late && self.now < client.began + client.deadline {
+                    let what =
+                        format!("request {request} is told that its deadline has passed, and it has not: {message}");
+                    return Err(self.violation("I5", what));
+                }
                 if self.options.calm && !late && kind != ErrorKind::ResourceExhausted {
                     let what = format!("request {request} fails though nothing goes wrong: {message}");
                     return Err(self.violation("delivery", what));
