@@ -1,42 +1,35 @@
-//! What a watcher knows of the cluster, through outages of the registry (I7). Pure: time comes in with each call.
+//! What a watcher knows of the cluster, through outages of the registry (I7). Time comes in with each call.
 //!
-//! While the registry is away the members stay. When it is back it may have forgotten some that are alive and about to
-//! register again (a restarted embedded registry starts empty), so members missing from its list are kept a little longer.
+//! While the registry is away the members stay. Nor is its word enough that a worker is gone: its lease may have run out because
+//! the worker could not reach the registry, and a registry that comes back may have forgotten workers that live and are about to register
+//! again. So workers that vanish from its list without having drained are kept a little longer; whether they still work, their connections tell.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use baton_types::WorkerId;
 
-use crate::member::{MAX_MEMBERS, Member, View};
+use crate::member::{MAX_MEMBERS, Member, Role, View};
 
-/// How long members survive that a returned registry does not know. Longer than a living member needs to register again.
+/// How long workers survive that vanished from the registry. Longer than a living one needs to register again.
 pub const SETTLE: Duration = Duration::from_secs(10);
 
-/// Members as of the registry's last list, and those it may have forgotten.
+/// One watcher's knowledge.
 #[derive(Clone, Debug)]
 pub struct Known {
     listed: BTreeMap<WorkerId, Member>,
-    /// Known before the outage, missing from the registry since.
-    kept: BTreeMap<WorkerId, Member>,
-    keep_until: Option<Instant>,
+    /// Vanished from the registry, each until its time is over.
+    kept: BTreeMap<WorkerId, (Member, Instant)>,
     stale: bool,
     revision: u64,
     last_update: Option<Instant>,
 }
 
 impl Known {
-    /// Nothing was heard yet.
-    #[allow(clippy::new_without_default)] // It starts stale.
+    /// Nobody yet.
+    #[allow(clippy::new_without_default)] // Said at the call: nothing was heard yet.
     pub fn new() -> Known {
-        Known {
-            listed: BTreeMap::new(),
-            kept: BTreeMap::new(),
-            keep_until: None,
-            stale: true,
-            revision: 0,
-            last_update: None,
-        }
+        Known { listed: BTreeMap::new(), kept: BTreeMap::new(), stale: true, revision: 0, last_update: None }
     }
 
     /// The registry's whole list has come.
@@ -44,14 +37,18 @@ impl Known {
         let before = std::mem::take(&mut self.listed);
         self.listed = members.into_iter().map(|m| (m.id, m)).collect();
         let outage = std::mem::replace(&mut self.stale, false);
-        if outage && !before.is_empty() {
-            self.kept.extend(before.clone());
-            while self.kept.len() > MAX_MEMBERS {
-                self.kept.pop_first(); // I5
-            }
-            self.keep_until = Some(now + SETTLE);
+        let until = now + SETTLE;
+        if outage {
+            // Nobody could register meanwhile.
+            self.kept.values_mut().for_each(|(_, kept)| *kept = until);
         }
+        let vanished = before.iter().filter(|(id, _)| !self.listed.contains_key(id));
+        let kept = vanished.filter(|(_, m)| outage || !m.draining && m.role != Role::Supervisor);
+        self.kept.extend(kept.map(|(id, m)| (*id, (m.clone(), until))));
         self.kept.retain(|id, _| !self.listed.contains_key(id));
+        while self.kept.len() > MAX_MEMBERS {
+            self.kept.pop_first(); // I5
+        }
         self.last_update = Some(now);
         self.revision += u64::from(outage || before != self.listed);
     }
@@ -64,21 +61,23 @@ impl Known {
 
     /// When [`Known::settle`] is due.
     pub fn settles_at(&self) -> Option<Instant> {
-        self.keep_until
+        self.kept.values().map(|(_, until)| *until).min()
     }
 
     /// Lets go of kept members whose time is over; not during another outage.
     pub fn settle(&mut self, now: Instant) {
-        if !self.stale && self.keep_until.is_some_and(|at| at <= now) {
-            self.keep_until = None;
-            self.revision += u64::from(!self.kept.is_empty());
-            self.kept.clear();
+        if self.stale {
+            return;
         }
+        let before = self.kept.len();
+        self.kept.retain(|_, (_, until)| *until > now);
+        self.revision += u64::from(self.kept.len() != before);
     }
 
-    /// All members, kept ones too.
+    /// The members as they are known now.
     pub fn view(&self) -> View {
-        let mut members: Vec<Member> = self.listed.values().chain(self.kept.values()).cloned().collect();
+        let kept = self.kept.values().map(|(member, _)| member);
+        let mut members: Vec<Member> = self.listed.values().chain(kept).cloned().collect();
         members.sort_by_key(|m| m.id);
         View { revision: self.revision, members, stale: self.stale, last_update: self.last_update }
     }
@@ -99,11 +98,32 @@ mod tests {
         assert!(known.view().stale, "nothing was heard yet");
         known.list(vec![member(2), member(1)], t0);
         assert_eq!((ids(&known), known.view().stale, known.view().revision), (vec![1, 2], false, 1));
+        let draining = Member { draining: true, ..member(1) };
+        known.list(vec![member(2), draining], t0);
         known.list(vec![member(2)], t0);
-        assert_eq!((ids(&known), known.view().revision), (vec![2], 2));
+        assert_eq!((ids(&known), known.view().revision), (vec![2], 3), "it has drained");
         known.list(vec![member(2)], t0);
-        assert_eq!(known.view().revision, 2, "no change");
+        assert_eq!(known.view().revision, 3, "no change");
         assert_eq!(known.settles_at(), None);
+    }
+
+    /// I7: a worker that cannot reach the registry loses its lease, and may serve all the same.
+    #[test]
+    fn a_worker_that_vanishes_without_draining_is_kept_a_little() {
+        let (mut known, t0) = (Known::new(), Instant::now());
+        let supervisor = Member { role: Role::Supervisor, ..member(3) };
+        known.list(vec![member(1), member(2), supervisor], t0);
+        known.list(vec![member(2)], t0);
+        assert_eq!(
+            (ids(&known), known.settles_at()),
+            (vec![1, 2], Some(t0 + SETTLE)),
+            "no requests run on a supervisor"
+        );
+        known.list(vec![member(1)], t0 + SETTLE / 2);
+        known.settle(t0 + SETTLE);
+        assert_eq!(ids(&known), [1, 2], "1 is back, and 2 has time left");
+        known.settle(t0 + SETTLE * 3 / 2);
+        assert_eq!(ids(&known), [1]);
     }
 
     #[test]
@@ -119,9 +139,9 @@ mod tests {
         known.list(vec![member(2)], t0);
         assert_eq!(ids(&known), [1, 2, 3]);
         known.list(vec![], t0);
-        assert_eq!(ids(&known), [1, 3], "2 came back and then left");
+        assert_eq!(ids(&known), [1, 2, 3], "2 came back, and may do so again");
         known.settle(t0 + SETTLE - Duration::from_nanos(1));
-        assert_eq!(ids(&known), [1, 3]);
+        assert_eq!(ids(&known), [1, 2, 3]);
         let revision = known.view().revision;
         known.settle(t0 + SETTLE);
         assert_eq!((ids(&known), known.view().revision), (vec![], revision + 1));
@@ -137,5 +157,11 @@ mod tests {
         known.lose();
         known.settle(t0 + SETTLE * 2);
         assert_eq!(ids(&known), [1]);
+        // Nor at its end: 1 has had no time to register.
+        known.list(vec![], t0 + SETTLE * 2);
+        known.settle(t0 + SETTLE * 2);
+        assert_eq!(ids(&known), [1]);
+        known.settle(t0 + SETTLE * 3);
+        assert_eq!(ids(&known), [0; 0]);
     }
 }

@@ -98,8 +98,15 @@ impl World {
     }
 
     /// I3: by the checker's books, not the ledger's.
-    fn store(&self, place: Place, line: Line, epoch: Epoch, (offset, bytes): (usize, &[u8])) -> Result<(), Violation> {
+    fn store(
+        &mut self,
+        place: Place,
+        line: Line,
+        epoch: Epoch,
+        (offset, bytes): (usize, &[u8]),
+    ) -> Result<(), Violation> {
         self.check_writer(line)?;
+        self.look_at("I3");
         let memory = &self.decodes[place].memory;
         match memory.owner_at(offset) {
             Some(owner) if owner == epoch => memory.write(offset, bytes),

@@ -414,6 +414,7 @@ impl World {
                     return Err(self.violation("reported once", format!("{epoch} is verified after its end")));
                 };
                 decode.verified.insert(*epoch);
+                *self.summary.looked.entry("I2").or_default() += 1;
                 // I2: the checker knows what these tokens' KV is; the code under test knows digests.
                 let right = decode.memory.compare(&lent.tokens, &lent.first, &lent.blocks);
                 right.map_err(|what| self.violation("I2", format!("{epoch}: {what}")))?;

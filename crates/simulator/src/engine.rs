@@ -72,6 +72,7 @@ impl World {
             self.events.plan(at, Event::EngineTurn { process, life: self.life_of(process) });
         }
         // I6, at every step.
+        self.look_at("I6");
         let checked = thread.core.engine().check().map_err(|error| self.violation("I6", error.to_string()));
         self.put_back::<H>(place, thread);
         turned.and(checked)
@@ -148,6 +149,7 @@ impl World {
         launch: Launch,
     ) -> Result<Option<Input<<H::Role as Role>::Command>>, Violation> {
         let step = launch.step();
+        self.look_at("I3");
         H::inspect(self, place, &mut thread.core, step)?;
         if self.faults.strikes_step(&mut self.random) {
             let outcome = Err(RunError("simulated".into()));

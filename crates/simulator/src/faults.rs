@@ -70,6 +70,11 @@ impl Fault {
         Fault::Join,
     ];
 
+    /// Whether no request may fail for it.
+    pub(crate) fn costs_nothing(self) -> bool {
+        matches!(self, Fault::RegistryDown | Fault::RegistryEmptied | Fault::Drain | Fault::Join)
+    }
+
     /// Whether nothing is lost by it between live peers.
     pub(crate) fn is_harmless(self) -> bool {
         matches!(self, Fault::Stall | Fault::Freeze | Fault::Stranger | Fault::Drain | Fault::Join)
@@ -129,13 +134,19 @@ impl Faults {
             let rate = if random.chance(250) { random.within(1, most) as u32 } else { 0 };
             if without.contains(&fault) { 0 } else { rate }
         };
-        let (drop, double, swap) = (rate(Fault::Drop, 20), rate(Fault::Double, 20), rate(Fault::Swap, 50));
-        let (miscopy, step) = (rate(Fault::Miscopy, 20), rate(Fault::StepFails, 30));
+        let (mut drop, mut double, mut swap) = (rate(Fault::Drop, 20), rate(Fault::Double, 20), rate(Fault::Swap, 50));
+        let (mut miscopy, mut step) = (rate(Fault::Miscopy, 20), rate(Fault::StepFails, 30));
         let strikes = Fault::ALL[3..].iter().copied().filter(|fault| {
             let of_rates = matches!(fault, Fault::Miscopy | Fault::StepFails);
             random.chance(250) && !of_rates && !without.contains(fault)
         });
-        let strikes = strikes.collect();
+        let mut strikes: Vec<Fault> = strikes.collect();
+        if random.chance(150) {
+            // What must cost nothing, alone.
+            let mild = |fault: &Fault| fault.costs_nothing() && !without.contains(fault);
+            (strikes, drop, double, swap, miscopy, step) = (Vec::new(), 0, 0, 0, 0, 0);
+            strikes.extend(Fault::ALL.into_iter().filter(mild).filter(|_| random.chance(500)));
+        }
         let pause = [5_000, 50_000, 500_000][random.below(3) as usize];
         let slowness = [50, 500, 5_000, 30_000][random.below(4) as usize];
         let short_writes = random.chance(500);

@@ -213,20 +213,22 @@ impl World {
                 let feed = self.routers[router].feed;
                 let at = self.now + self.faults.delay(&mut self.random);
                 self.events.plan(at, Event::Watch { router, life, feed });
-                let at = self.micros(until);
-                self.events.plan(at, Event::FollowWake { router, life });
+                self.wake_follower(router, life, Some(until));
             }
-            FollowAction::Listen { until } => {
-                if let Some(until) = until {
-                    let at = self.micros(until).max(self.now + 1);
-                    self.events.plan(at, Event::FollowWake { router, life });
-                }
-            }
+            FollowAction::Listen { until } => self.wake_follower(router, life, until),
             FollowAction::Wait { until } => {
                 self.routers[router].feed += 1;
-                let at = self.micros(until).max(self.now + 1);
-                self.events.plan(at, Event::FollowWake { router, life });
+                self.wake_follower(router, life, Some(until));
             }
+        }
+    }
+
+    fn wake_follower(&mut self, router: Place, life: Life, until: Option<Instant>) {
+        self.routers[router].follow_until = until;
+        let Some(until) = until else { return };
+        let at = self.micros(until).max(self.now + 1);
+        if self.routers[router].follower.set(at, self.now) {
+            self.events.plan(at, Event::FollowWake { router, life });
         }
     }
 
@@ -252,14 +254,22 @@ impl World {
 
     pub(crate) fn follow_on(&mut self, router: Place, input: FollowInput) {
         let (now, life) = (self.instant(self.now), self.routers[router].life);
-        if let Some(action) = self.routers[router].follow.step(input, now) {
-            self.follow(router, life, action);
+        match self.routers[router].follow.step(input, now) {
+            Some(action) => self.follow(router, life, action),
+            // Too early: what it waits for is still to come.
+            None => self.wake_follower(router, life, self.routers[router].follow_until),
         }
         self.viewed(router);
+        let view = self.routers[router].follow.view();
+        self.note(|| {
+            let ids: Vec<String> = view.members.iter().map(|member| member.id.to_string()).collect();
+            format!("router {router} sees {} (revision {}, stale: {})", ids.join(" "), view.revision, view.stale)
+        });
     }
 
     /// The registry goes away for a while. `emptied`: it comes back knowing nobody.
     pub(crate) fn lose_registry(&mut self, until: Micros, emptied: bool) {
+        self.note(|| format!("the registry is away until {until}{}", if emptied { ", and forgets all" } else { "" }));
         self.registry.now = self.now;
         self.registry.down_until = Some(self.registry.down_until.unwrap_or(0).max(until));
         // Whoever lives registers again within this time.
@@ -276,6 +286,7 @@ impl World {
 
     pub(crate) fn registry_back(&mut self) {
         if self.registry.down_until.is_some_and(|until| until <= self.now) {
+            self.note(|| "the registry is back".into());
             self.registry.down_until = None;
             self.registry.now = self.now;
             // Leases went on meanwhile.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_membership::Follow;
 use baton_policy::{
@@ -15,7 +15,7 @@ use crate::Violation;
 use crate::client::End;
 use crate::control::{Ask, Call, Connection, Down, Link, Up};
 use crate::events::{Event, Life, Place, Process};
-use crate::stream::Micros;
+use crate::stream::{Micros, Timer};
 use crate::world::World;
 
 /// Times a request is tried.
@@ -26,6 +26,8 @@ pub(crate) struct Router {
     pub life: Life,
     pub fleet: Fleet,
     pub follow: Follow,
+    pub follower: Timer,
+    pub follow_until: Option<Instant>,
     /// The watch that is open or being opened.
     pub feed: u64,
     pub choices: BTreeMap<u64, InFlight>,
@@ -69,6 +71,8 @@ impl Router {
             life,
             fleet: Fleet::new("m", placement),
             follow,
+            follower: Timer::default(),
+            follow_until: None,
             feed: 0,
             choices: BTreeMap::new(),
             calls: BTreeMap::new(),
@@ -365,6 +369,7 @@ impl World {
         if let Some(wrong) = wrong {
             return Err(self.violation("I4", format!("request {request}: {wrong}")));
         }
+        self.look_at("I4");
         self.summary.tokens += 1;
         if stops {
             return Ok(Some(ChoiceInput::Taken(Taken::StopMatched)));
@@ -433,8 +438,26 @@ impl World {
         }
     }
 
+    /// Nothing fails for want of the registry (I7), nor because workers come and go, while somebody serves.
+    fn check_cause(&self, request: u64, kind: ErrorKind, message: &str) -> Result<(), Violation> {
+        let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing());
+        if kind != ErrorKind::Unavailable || !mild {
+            return Ok(());
+        }
+        let serves = |process: &Process| matches!(process, Process::Decode(_)) && self.serves(*process);
+        let router = &self.routers[self.clients[request as usize].router];
+        match router.knew.values().any(serves) {
+            true => Err(self.violation("I7", format!("request {request} fails though somebody serves: {message}"))),
+            false => Ok(()),
+        }
+    }
+
     /// What ended must have ended rightly.
     fn check_end(&mut self, request: u64) -> Result<(), Violation> {
+        self.look_at("I1");
+        if self.registry.in_outage() {
+            self.look_at("I7");
+        }
         let layout = &self.geometry.layout;
         let client = &self.clients[request as usize];
         if let Err(wrong) = client.check(layout) {
@@ -454,6 +477,7 @@ impl World {
                     let what = format!("request {request} fails though nothing goes wrong: {message}");
                     return Err(self.violation("delivery", what));
                 }
+                self.check_cause(request, kind, &message)?;
                 *self.summary.failed.entry(format!("{kind:?}")).or_default() += 1;
             }
             _ => self.summary.left += 1,

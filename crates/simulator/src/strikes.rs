@@ -54,7 +54,9 @@ impl World {
                 let place = self.random.below(self.routers.len() as u64) as Place;
                 self.kill(Process::Router(place), true);
             }
-            Some(fault @ (Fault::RegistryDown | Fault::RegistryEmptied)) if self.random.chance(200) => {
+            Some(fault @ (Fault::RegistryDown | Fault::RegistryEmptied))
+                if self.registry.is_up() && self.random.chance(200) =>
+            {
                 self.faults.count(fault);
                 let until = self.now + self.random.within(10_000, 15_000_000);
                 self.lose_registry(until, fault == Fault::RegistryEmptied);

@@ -31,6 +31,8 @@ pub struct Summary {
     pub left_out: u64,
     /// Completions that had overtaken writes on other connections, and waited until those had come.
     pub overtook: u64,
+    /// How often each checker looked, by invariant.
+    pub looked: BTreeMap<&'static str, u64>,
     /// Faults that struck.
     pub faults: BTreeMap<Fault, u64>,
     /// Events that were played.
@@ -60,6 +62,7 @@ impl Summary {
         add(&mut self.failed, &other.failed);
         add(&mut self.recoveries, &other.recoveries);
         add(&mut self.handoffs_failed, &other.handoffs_failed);
+        add(&mut self.looked, &other.looked);
         add(&mut self.faults, &other.faults);
     }
 }

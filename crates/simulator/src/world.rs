@@ -264,6 +264,11 @@ impl World {
         self.options.sabotage == Some(sabotage)
     }
 
+    /// A checker looks.
+    pub(crate) fn look_at(&mut self, invariant: &'static str) {
+        *self.summary.looked.entry(invariant).or_default() += 1;
+    }
+
     /// A line of the run's story, for those who read it.
     pub(crate) fn note(&mut self, line: impl FnOnce() -> String) {
         if self.options.trace {
@@ -543,7 +548,10 @@ impl World {
     fn advance(&mut self) -> Result<bool, Violation> {
         match self.stage {
             Stage::Stormy => {}
-            Stage::Calm if self.unended() == 0 => self.enter(Stage::Resting),
+            Stage::Calm if self.unended() == 0 => {
+                self.look_at("I5");
+                self.enter(Stage::Resting);
+            }
             // I5
             Stage::Calm if self.now > self.since + CALM => {
                 let open = self.clients.iter().position(|client| client.end.is_none());
