@@ -7,9 +7,18 @@ default:
 up *args:
     cargo run --release -- up {{ args }}
 
+# The inner loop: format, scripts, dependencies, lints, unit and pure tests; no models, no kernels of a GPU, no clusters
+quick:
+    tools/quick
+
 # All tests
 test:
     cargo test --workspace
+
+# All tests, and the 20 that took longest, as a table; needs cargo-nextest
+slowest:
+    -cargo nextest run --workspace
+    tools/slowest target/nextest/default/junit.xml
 
 # 100,000 simulated handoffs under random faults from 1,000 seeds
 simulate seeds="1000":
@@ -18,6 +27,10 @@ simulate seeds="1000":
 # Every fuzz target for so many seconds
 fuzz seconds="600":
     cargo run --profile fuzz -p baton-fuzz -- all {{ seconds }}
+
+# One fuzz target for so many seconds, guided by the code that inputs reach (libFuzzer)
+fuzz-coverage target seconds="600":
+    fuzz/libfuzzer/run {{ target }} {{ seconds }}
 
 # What must be green before a change goes in
 check:

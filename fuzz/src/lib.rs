@@ -1,11 +1,13 @@
-//! Fuzz targets: everything a worker makes of bytes that come from a peer. A target takes any byte string and must neither
-//! panic nor loop; what it asserts holds for all of them.
+//! Fuzz targets: everything a worker makes of bytes that come from a peer, and what is made of a model's files. A target takes any byte
+//! string and must neither panic nor loop; what it asserts holds for all of them.
 //!
 //! `cargo run --profile fuzz -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
 //! it. A target answers a signature of what became of its input, by which the runner tells inputs that are worth
 //! keeping. That is its outcome and no more: nothing measures which code ran, so of two ways to one outcome the second is
 //! not kept, and what lies behind a check that mutations do not get past must be among the seeds, or sealed by the target.
+//! `fuzz/libfuzzer` runs the same targets with coverage as its guide.
 
+mod models;
 mod mutate;
 mod registry;
 mod sessions;
@@ -36,8 +38,11 @@ pub struct Target {
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
+/// Bytes of an input at most.
+pub const MOST: usize = 4096;
+
 /// Every target.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 11] = [
     Target { name: "handshake", run: handshake, seeds: handshake_seeds },
     Target { name: "frame", run: frame, seeds: frame_seeds },
     Target { name: "descriptor", run: descriptor, seeds: descriptor_seeds },
@@ -46,6 +51,9 @@ pub const TARGETS: [Target; 8] = [
     Target { name: "prefill-session", run: sessions::prefill, seeds: sessions::prefill_seeds },
     Target { name: "request", run: request, seeds: request_seeds },
     Target { name: "registry", run: registry::registry, seeds: registry::registry_seeds },
+    Target { name: "gguf", run: models::gguf, seeds: models::gguf_seeds },
+    Target { name: "safetensors", run: models::safetensors, seeds: models::safetensors_seeds },
+    Target { name: "chat-template", run: models::chat, seeds: models::chat_seeds },
 ];
 
 /// A pool of two groups of different shapes.

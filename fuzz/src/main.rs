@@ -1,18 +1,20 @@
 //! Runs a target on mutations of its corpus: `cargo run --profile fuzz -p baton-fuzz -- TARGET|all SECONDS [SEED]`.
 //!
-//! A panic leaves its input in `fuzz/findings/TARGET` for the test to replay, and ends the run. `keep` in place of the
+//! A panic, or an input that takes longer than 20 s, leaves its input in `fuzz/findings/TARGET` for the test to replay, and ends the run. `keep` in place of the
 //! seconds writes the smallest input of each kind of outcome found in 10 seconds to the corpus. Inputs are told apart by
-//! outcome, not by the code that they reach.
+//! outcome, not by the code that they reach. With `BATON_FUZZ_TRACE=FILE` each input is in FILE before it is tried: that of a process that
+//! just ended, of a stack too deep, is left there.
 
 use std::collections::BTreeMap;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use baton_fuzz::{Mutator, TARGETS, Target};
+use baton_fuzz::{MOST, Mutator, TARGETS, Target};
 
-/// Bytes of an input at most.
-const MOST: usize = 2048;
+/// How long an input may take.
+const PATIENCE: Duration = Duration::from_secs(20);
 /// Inputs kept in memory at most.
 const KEPT: usize = 20_000;
 /// Inputs of a target in the corpus at most.
@@ -51,6 +53,33 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
+/// The input that is being tried, and since when.
+type Tried = Arc<Mutex<(Instant, Vec<u8>)>>;
+
+fn note(tried: &Tried, input: &[u8]) {
+    let mut now = tried.lock().unwrap_or_else(PoisonError::into_inner);
+    now.0 = Instant::now();
+    now.1.clear();
+    now.1.extend_from_slice(input);
+}
+
+/// Ends the process when an input takes too long. The thread goes when nobody tries any more.
+fn watch(target: &Target, tried: Weak<Mutex<(Instant, Vec<u8>)>>) {
+    let folder = folder("findings", target);
+    std::thread::spawn(move || {
+        while let Some(tried) = tried.upgrade() {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = tried.lock().unwrap_or_else(PoisonError::into_inner);
+            if now.0.elapsed() > PATIENCE {
+                let file = folder.join("slow");
+                let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&file, &now.1));
+                eprintln!("an input takes longer than {PATIENCE:?}: {} ({written:?})", file.display());
+                std::process::exit(1);
+            }
+        }
+    });
+}
+
 /// Kinds of outcomes, with the smallest input of each.
 fn fuzz(target: &Target, time: Duration, seed: u64) -> Result<BTreeMap<u64, Vec<u8>>, Box<dyn std::error::Error>> {
     let (start, mut mutator, mut tried) = (Instant::now(), Mutator::new(seed), 0u64);
@@ -59,11 +88,18 @@ fn fuzz(target: &Target, time: Duration, seed: u64) -> Result<BTreeMap<u64, Vec<
         inputs.push(std::fs::read(entry?.path())?);
     }
     let mut outcomes: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
+    let under_way: Tried = Arc::new(Mutex::new((start, Vec::new())));
+    let trace = std::env::var_os("BATON_FUZZ_TRACE");
+    watch(target, Arc::downgrade(&under_way));
     while start.elapsed() < time {
         for _ in 0..256 {
             let (one, other) = (mutator.below(inputs.len()), mutator.below(inputs.len()));
             let input = mutator.mutate(&inputs[one], &inputs[other], MOST);
             let run = target.run;
+            note(&under_way, &input);
+            if let Some(file) = &trace {
+                std::fs::write(file, &input)?;
+            }
             let Ok(outcome) = catch_unwind(|| run(&input)) else {
                 std::fs::create_dir_all(folder("findings", target))?;
                 let file = folder("findings", target).join(format!("{seed}-{tried}"));

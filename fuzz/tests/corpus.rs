@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use baton_fuzz::{Mutator, TARGETS};
+use baton_fuzz::{MOST, Mutator, TARGETS};
 
 #[test]
 fn the_corpus_has_no_finding() {
@@ -26,7 +26,7 @@ fn some_mutations_of_the_seeds_have_no_finding() {
         let (mut mutator, seeds) = (Mutator::new(7), (target.seeds)());
         for _ in 0..2_000 {
             let (one, other) = (mutator.below(seeds.len()), mutator.below(seeds.len()));
-            (target.run)(&mutator.mutate(&seeds[one], &seeds[other], 2048));
+            (target.run)(&mutator.mutate(&seeds[one], &seeds[other], MOST));
         }
     }
 }

@@ -164,6 +164,7 @@ mod tests {
         assert_eq!(WeightDtype::Q4_1.tensor_bytes(&[3, 64]), Some(120));
         assert_eq!(WeightDtype::Q4_1.tensor_bytes(&[32, 3]), None, "elements divide, rows do not");
         assert_eq!(WeightDtype::F32.tensor_bytes(&[usize::MAX, 2]), None);
+        assert_eq!(WeightDtype::Q8_0.tensor_bytes(&[0, usize::MAX - 31]), None, "found by fuzzing");
         assert_eq!(WeightDtype::F32.tensor_bytes(&[]), Some(4));
     }
 }

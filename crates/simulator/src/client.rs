@@ -39,6 +39,8 @@ pub(crate) struct Client {
     pub router: Place,
     pub began: Micros,
     pub tokens: Vec<u32>,
+    /// A stop string has ended: what comes now is dropped.
+    pub stopped: bool,
     pub end: Option<End>,
 }
 
@@ -80,6 +82,7 @@ impl Client {
             router: 0,
             began: 0,
             tokens: Vec::new(),
+            stopped: false,
             end: None,
         }
     }

@@ -9,7 +9,7 @@ use baton_policy::{
     Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, Limits, Order, Placement, Prefixes, Probe, RoundRobin,
     Sequence, Taken, WorkerLease,
 };
-use baton_types::{ErrorKind, WorkerId};
+use baton_types::{ErrorKind, FinishReason, WorkerId};
 
 use crate::Violation;
 use crate::client::End;
@@ -364,6 +364,9 @@ impl World {
         if client.end.is_some() {
             return Ok(Some(ChoiceInput::Taken(Taken::ClientGone)));
         }
+        if client.stopped {
+            return Ok(Some(ChoiceInput::Taken(Taken::Sent)));
+        }
         let (stops, reads) = (client.stops_at == Some(index), client.reads);
         let wrong = client.take(index, id).err();
         if let Some(wrong) = wrong {
@@ -372,6 +375,7 @@ impl World {
         self.look_at("I4");
         self.summary.tokens += 1;
         if stops {
+            self.clients[request as usize].stopped = true;
             return Ok(Some(ChoiceInput::Taken(Taken::StopMatched)));
         }
         if reads == 0 {
@@ -393,6 +397,9 @@ impl World {
         self.note(|| format!("request {request} ends: {end:?}"));
         let client = &mut self.clients[request as usize];
         match client.end {
+            None if client.stopped && matches!(end, End::Finished(_)) => {
+                client.end = Some(End::Finished(FinishReason::Stop));
+            }
             None => client.end = Some(end),
             Some(End::Left) => {}
             Some(_) => return Err(self.violation("I4", format!("request {request} ends twice"))),

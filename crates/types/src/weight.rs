@@ -78,10 +78,10 @@ impl WeightDtype {
         }
     }
 
-    /// Bytes of a row of `elements`; None when the row is not a whole number of blocks.
+    /// Bytes of a row of `elements`; None when the row is not a whole number of blocks, or on overflow.
     pub fn row_bytes(self, elements: usize) -> Option<usize> {
         let block = self.block_elements();
-        elements.is_multiple_of(block).then(|| elements / block * self.block_bytes())
+        if elements.is_multiple_of(block) { (elements / block).checked_mul(self.block_bytes()) } else { None }
     }
 
     /// Bytes of a tensor of this shape; None when a row is no whole number of blocks, or on overflow.

@@ -1,5 +1,6 @@
 //! Finds libnccl and keeps it: it is opened once, and never closed.
 
+use std::error::Error;
 use std::sync::OnceLock;
 
 use libloading::Library;
@@ -46,7 +47,10 @@ fn open(names: &[&str]) -> Result<Api, LoadError> {
                 std::mem::forget(library);
                 return api.map_err(|symbol| LoadError::Symbol { symbol });
             }
-            Err(error) if cause.is_empty() => cause = error.to_string(),
+            // The linker's words, without the library's own framing of them.
+            Err(error) if cause.is_empty() => {
+                cause = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            }
             Err(_) => {}
         }
     }

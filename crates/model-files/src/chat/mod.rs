@@ -7,6 +7,7 @@ mod json;
 mod message;
 mod tools;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::SystemTime;
 
@@ -36,7 +37,7 @@ const RAISE: &str = "raise_exception";
 
 impl ChatTemplate {
     /// Compiles a template. `path` is the file it comes from; `bos` and `eos` are the texts of those tokens.
-    pub(crate) fn compile(path: &Path, source: &str, bos: String, eos: String) -> Result<ChatTemplate, ModelFileError> {
+    pub fn compile(path: &Path, source: &str, bos: String, eos: String) -> Result<ChatTemplate, ModelFileError> {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|e| ModelFileError::malformed(path, "chat template", e))?);
@@ -88,7 +89,11 @@ impl ChatTemplate {
             strftime_now,
         };
         let template = self.environment.get_template(NAME);
-        template.and_then(|t| t.render(values)).map_err(|e| ModelFileError::ChatTemplate(message(&e)))
+        // The library panics at a few expressions, such as an empty list read backwards: an error of this request here (I8).
+        let rendered = catch_unwind(AssertUnwindSafe(|| template.and_then(|template| template.render(values))));
+        let rendered =
+            rendered.map_err(|_| ModelFileError::ChatTemplate("it cannot be rendered with them".to_owned()))?;
+        rendered.map_err(|error| ModelFileError::ChatTemplate(message(&error)))
     }
 }
 
@@ -111,12 +116,12 @@ fn without_generation_marks(source: &str) -> String {
     while let Some(open) = rest.find("{%") {
         let (before, tag_on) = rest.split_at(open);
         out.push_str(before);
-        let Some(end) = tag_on.find("%}") else {
+        let Some(inside) = tag_on[2..].find("%}") else {
             rest = tag_on;
             break;
         };
-        let (tag, after) = tag_on.split_at(end + 2);
-        match tag[2..end].trim_matches(['-', '+']).trim() {
+        let (tag, after) = tag_on.split_at(inside + 4);
+        match tag[2..inside + 2].trim_matches(['-', '+']).trim() {
             "generation" => out.push_str(&tag.replace("generation", "if true")),
             "endgeneration" => out.push_str(&tag.replace("endgeneration", "endif")),
             _ => out.push_str(tag),
@@ -179,6 +184,15 @@ mod tests {
         assert_eq!(compile(usual).render(&many, None, true).unwrap().len(), 10_000 * "<user>hi".len());
     }
 
+    /// Found by fuzzing.
+    #[test]
+    fn what_the_library_panics_at_is_an_error() {
+        let template = compile("{% for m in messages[::-1] %}{{ m.content }}{% endfor %}");
+        assert_eq!(template.render(&[ChatMessage::new("user", "hi")], None, true).unwrap(), "hi");
+        let error = template.render(&[], None, true).unwrap_err();
+        assert!(error.to_string().ends_with("rejects these messages: it cannot be rendered with them"), "{error}");
+    }
+
     #[test]
     fn a_broken_template_names_its_file() {
         let error = ChatTemplate::compile(Path::new("dir/chat.jinja"), "{% if %}", String::new(), String::new());
@@ -223,5 +237,7 @@ mod tests {
             without_generation_marks("a{%- generation -%} b{% endgeneration %}c"),
             "a{%- if true -%} b{% endif %}c"
         );
+        // Found by fuzzing: an end that is in the midst of its beginning.
+        assert_eq!(without_generation_marks("{%} a {% generation %}{%}"), "{%} a {% generation %}{%}");
     }
 }
