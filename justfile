@@ -20,9 +20,9 @@ slowest:
     -cargo nextest run --workspace
     tools/slowest target/nextest/default/junit.xml
 
-# 100,000 simulated handoffs under random faults from 1,000 seeds
-simulate seeds="1000":
-    cargo run --release -p baton-simulator --example handoffs -- {{ seeds }}
+# Whole clusters simulated under random faults, one a seed; a release is held to 10,000
+simulate seeds="10000":
+    cargo run --release -p baton-simulator --example cluster -- {{ seeds }}
 
 # Every fuzz target for so many seconds
 fuzz seconds="600":

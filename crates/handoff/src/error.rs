@@ -274,3 +274,17 @@ impl BatonError for TransferError {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A lease is the worker's own bound: its end is no reason to tell a client that the request's deadline has passed.
+    #[test]
+    fn only_a_deadline_is_a_deadline() {
+        let (epoch, peer) = (Epoch(1), WorkerId(2));
+        assert_eq!(TransferError::Expired { epoch }.kind(), ErrorKind::Unavailable);
+        let late = TransferError::Deadline { epoch, peer, doing: "waiting" };
+        assert_eq!(late.kind(), ErrorKind::DeadlineExceeded);
+    }
+}
