@@ -131,8 +131,7 @@ impl World {
         }
         let now = self.now;
         while self.stands(link, made)
-            && let Some((_, message)) =
-                self.links.get_mut(&link).and_then(|connection| connection.up.pop_front_if(|(at, _)| *at <= now))
+            && let Some(message) = self.links.get_mut(&link).and_then(|connection| due(&mut connection.up, now))
         {
             match (to, message) {
                 (_, Up::Probe) => self.send_down(link, made, Down::Probed),
@@ -156,8 +155,7 @@ impl World {
         }
         let now = self.now;
         while self.stands(link, made)
-            && let Some((_, message)) =
-                self.links.get_mut(&link).and_then(|connection| connection.down.pop_front_if(|(at, _)| *at <= now))
+            && let Some(message) = self.links.get_mut(&link).and_then(|connection| due(&mut connection.down, now))
         {
             if let Down::Ended(call, _) = &message
                 && let Some(connection) = self.links.get_mut(&link)
@@ -236,4 +234,13 @@ impl World {
         let broken: Vec<(Link, u64)> = self.links.iter().filter_map(silent).collect();
         broken.into_iter().try_for_each(|(link, made)| self.break_link(link, made, true))
     }
+}
+
+/// The next message, if it has arrived.
+fn due<T>(queue: &mut VecDeque<(Micros, T)>, now: Micros) -> Option<T> {
+    let (at, _) = queue.front()?;
+    if *at > now {
+        return None;
+    }
+    queue.pop_front().map(|(_, message)| message)
 }

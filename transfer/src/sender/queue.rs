@@ -22,13 +22,12 @@ pub(crate) struct Queue {
     /// Signalled when blocks leave the queue or a handoff fails.
     room: Condvar,
     pub wake: Wake,
-    limits: Limits,
 }
 
 impl Queue {
     pub(crate) fn new(limits: Limits) -> Result<Queue, TransferError> {
-        let inner = Inner { line: Line::new(limits.clone()), stopped: false, retired: false };
-        Ok(Queue { inner: Mutex::new(inner), room: Condvar::new(), wake: Wake::new()?, limits })
+        let inner = Inner { line: Line::new(limits), stopped: false, retired: false };
+        Ok(Queue { inner: Mutex::new(inner), room: Condvar::new(), wake: Wake::new()? })
     }
 
     /// Does something with what is asked for; whoever waits for room looks again. What has a callback must leave `act`

@@ -55,6 +55,7 @@ fn corrupt() -> TransferError {
 }
 
 type Path = Vec<fn() -> In>;
+type Named = (&'static str, fn() -> In);
 
 fn stages() -> Vec<(&'static str, Path)> {
     fn receive() -> In {
@@ -95,7 +96,7 @@ fn stages() -> Vec<(&'static str, Path)> {
     ]
 }
 
-fn inputs() -> Vec<(&'static str, fn() -> In)> {
+fn inputs() -> Vec<Named> {
     vec![
         ("Generate", || generate(Start::Receive)),
         ("Turn", || Input::Turn),

@@ -49,6 +49,7 @@ fn quiet() -> In {
 }
 
 type Path = Vec<fn() -> In>;
+type Named = (&'static str, fn() -> In);
 
 fn stages() -> Vec<(&'static str, bool, Path)> {
     vec![
@@ -63,7 +64,7 @@ fn stages() -> Vec<(&'static str, bool, Path)> {
     ]
 }
 
-fn inputs() -> Vec<(&'static str, fn() -> In)> {
+fn inputs() -> Vec<Named> {
     vec![
         ("Run", run),
         ("Turn", turn),
