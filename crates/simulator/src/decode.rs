@@ -298,7 +298,10 @@ impl World {
         let word = match answer {
             Answer::Reserved(target) => DecodeWord::Reserved { target },
             Answer::Started(cached_tokens) => DecodeWord::Started { cached_tokens },
-            Answer::Token(token) => DecodeWord::Token(token),
+            Answer::Token(token) => {
+                self.milestone("token", Process::Decode(place));
+                DecodeWord::Token(token)
+            }
             Answer::Finished(reason) => DecodeWord::Finished(reason),
             Answer::Failed(kind, message) => {
                 let end = answered(kind, message);
@@ -348,6 +351,7 @@ impl World {
         decode.lent.insert(epoch, Lent { tokens: sequence, first, blocks });
         taken.map_err(|what| self.violation("I3", what))?;
         self.summary.handoffs += 1;
+        self.milestone("lent", Process::Decode(place));
         self.after(place)?;
         Ok(Ok(target.encode()))
     }

@@ -198,6 +198,11 @@ pub(crate) enum Event {
         life: Life,
     },
     // Faults.
+    /// A scenario's rule strikes.
+    Rule {
+        number: usize,
+        it: Option<Process>,
+    },
     /// Perhaps a fault strikes.
     Strike,
     /// From now on nothing goes wrong.

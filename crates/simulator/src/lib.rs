@@ -39,6 +39,7 @@ mod prefill_session;
 mod random;
 mod router;
 mod sabotage;
+mod scenario;
 mod stream;
 mod strikes;
 mod summary;
@@ -51,6 +52,7 @@ use baton_types::{BatonError, ErrorKind};
 
 pub use faults::{Fault, Faults};
 pub use sabotage::Sabotage;
+pub use scenario::{Rule, Scenario, ScenarioError};
 pub use summary::Summary;
 
 /// An invariant that did not hold.
@@ -95,6 +97,8 @@ pub struct Options {
     pub calm: bool,
     /// These faults, in place of those that the seed chooses.
     pub faults: Option<Faults>,
+    /// Faults that strike at a time of their own.
+    pub rules: Vec<Rule>,
     /// Faults that are left out.
     pub without: BTreeSet<Fault>,
     /// Something broken on purpose.
@@ -105,8 +109,8 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        let (sizes, without) = (Sizes::default(), BTreeSet::new());
-        Options { requests: 30, sizes, calm: false, faults: None, without, sabotage: None, trace: false }
+        let (sizes, rules, without) = (Sizes::default(), Vec::new(), BTreeSet::new());
+        Options { requests: 30, sizes, calm: false, faults: None, rules, without, sabotage: None, trace: false }
     }
 }
 

@@ -372,6 +372,7 @@ impl World {
         let Some(Caller { link, made, call, .. }) = self.prefills[place].callers.get(&seq).cloned() else { return };
         let word = match answer {
             Answer::FirstToken { token, finish, cached_tokens } => {
+                self.milestone("first-token", Process::Prefill(place));
                 Ok(PrefillWord::FirstToken { token, finish, cached_tokens })
             }
             Answer::Transferred(_) => Ok(PrefillWord::Transferred),

@@ -120,6 +120,8 @@ pub(crate) struct World {
     stage: Stage,
     /// Since when.
     since: Micros,
+    /// How often what a scenario may wait for has happened.
+    pub passed: BTreeMap<&'static str, u64>,
     trace: Vec<String>,
 }
 
@@ -197,6 +199,7 @@ impl World {
             broken_by: None,
             stage: Stage::Stormy,
             since: 0,
+            passed: BTreeMap::new(),
             trace: Vec::new(),
         };
         world.populate()?;
@@ -230,7 +233,10 @@ impl World {
             self.clients.push(client);
             self.events.plan(at, Event::Arrive { request });
         }
-        let heals = at + self.random.below(3_000_000);
+        for (at, number) in self.rule_times() {
+            self.events.plan(at, Event::Rule { number, it: None });
+        }
+        let heals = at + self.random.below(3_000_000) + if self.options.rules.is_empty() { 0 } else { 30_000_000 };
         self.events.plan(heals, Event::Heal);
         self.events.plan(self.random.within(1, 600_000), Event::Strike);
         self.events.plan(LOOK, Event::KeepAlive);
@@ -457,6 +463,7 @@ impl World {
             Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
             Event::Cut { line } => self.cut(line),
             Event::DrainOver { process, life } => self.drain_over(process, life),
+            Event::Rule { number, it } => return self.obey(number, it),
             Event::Strike => return self.strike(),
             Event::Heal => self.heal(),
         }
@@ -475,9 +482,6 @@ impl World {
             _ => {}
         }
     }
-
-    /// Something a scenario may wait for has happened.
-    pub(crate) fn milestone(&mut self, _name: &'static str, _process: Process) {}
 
     /// Opens a connection between workers; whoever is at that place now answers.
     pub(crate) fn connect(&mut self, prefill: Place, decode: Place, peer: WorkerId, kind: TransportKind) -> Line {

@@ -1,7 +1,7 @@
 //! Simulated clusters under faults, and what happens when a rule is broken on purpose.
 #![allow(clippy::unwrap_used)]
 
-use baton_simulator::{Fault, Options, Sabotage, Summary, run};
+use baton_simulator::{Fault, Options, Sabotage, Scenario, Summary, run};
 
 fn play(seeds: std::ops::Range<u64>, options: &Options) -> Summary {
     let mut sum = Summary::default();
@@ -60,5 +60,36 @@ fn every_broken_rule_is_noticed() {
         let noticed = (0..2000).find_map(|seed| by_its_checker(seed).map(|violation| (seed, violation)));
         let (seed, violation) = noticed.unwrap_or_else(|| panic!("{sabotage:?} goes unnoticed"));
         println!("{sabotage:?}: seed {seed}: {violation}");
+    }
+}
+
+/// Runs in words: what was found once, and what must never be.
+#[test]
+fn every_scenario_comes_out_as_it_says() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/scenarios");
+    let mut played = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let scenario: Scenario = std::fs::read_to_string(&path).unwrap().parse().unwrap();
+        if let Err(violation) = scenario.play() {
+            panic!("{}: {violation}\n{}", path.display(), violation.trace.join("\n"));
+        }
+        played += 1;
+    }
+    assert!(played >= 6, "only {played} scenarios in {folder}");
+}
+
+#[test]
+fn a_bad_scenario_says_where_and_why() {
+    for (text, why) in [
+        ("seed x", "line 1: \"x\" is no number"),
+        ("seed 1\nkill decode 0", "line 2: \"kill\" is no word of a scenario"),
+        ("after noon kill it", "is none of lent, verified, first-token, token"),
+        ("at 5m kill it", "\"5m\" is no time"),
+        ("at 5s kill somebody", "\"somebody\" is no process"),
+        ("routers 1 2", "\"2\" is too much"),
+    ] {
+        let error = text.parse::<Scenario>().unwrap_err().to_string();
+        assert!(error.contains(why), "{text}: {error}");
     }
 }

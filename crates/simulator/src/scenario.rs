@@ -1,0 +1,231 @@
+//! A run in words: sizes, faults at a time or after something has happened, and what is to come of it.
+//!
+//! One line each, `#` begins a comment:
+//!
+//! ```text
+//! seed 7
+//! routers 1
+//! prefill 1
+//! decode 2
+//! requests 1
+//! after verified kill it         # the worker at which it happened
+//! at 900ms partition prefill 0 decode 1 2s
+//! expect finished 1
+//! ```
+//!
+//! What may have happened: `lent` and `verified` at a decode worker, `first-token` at a prefill worker, `token` at a decode worker; with a
+//! number, the so manieth time. What may be done: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`,
+//! `registry-emptied TIME`. X is `it`, `router N`, `prefill N` or `decode N`.
+
+use std::str::{FromStr, SplitWhitespace};
+
+use crate::events::Process;
+use crate::stream::Micros;
+use crate::world::World;
+use crate::{Faults, Options, Summary, Violation, run};
+
+/// Something that a run comes by.
+const MILESTONES: [&str; 4] = ["lent", "verified", "first-token", "token"];
+
+/// Whom a rule is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Target {
+    It,
+    Process(Process),
+}
+
+/// What a rule does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Deed {
+    Kill(Target),
+    Drain(Target),
+    Freeze(Target, Micros),
+    Partition(Target, Target, Micros),
+    Registry { away: Micros, emptied: bool },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum When {
+    At(Micros),
+    After { milestone: &'static str, times: u64 },
+}
+
+/// One fault of a scenario.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rule {
+    when: When,
+    deed: Deed,
+}
+
+/// A run, and what is to come of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Scenario {
+    seed: u64,
+    options: Options,
+    finished: Option<u64>,
+    failed: Option<u64>,
+}
+
+/// A line that says nothing.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("line {line}: {problem}")]
+pub struct ScenarioError {
+    line: usize,
+    problem: String,
+}
+
+impl Scenario {
+    /// Plays it.
+    ///
+    /// # Errors
+    /// What did not hold, or did not come of it.
+    pub fn play(&self) -> Result<Summary, Violation> {
+        let summary = run(self.seed, &self.options)?;
+        let failed: u64 = summary.failed.values().sum();
+        for (what, wanted, got) in [("finished", self.finished, summary.finished), ("failed", self.failed, failed)] {
+            if let Some(wanted) = wanted.filter(|wanted| *wanted != got) {
+                let what = format!("{got} requests {what}, expected are {wanted}");
+                return Err(Violation { invariant: "expectation", at_micros: summary.micros, what, trace: Vec::new() });
+            }
+        }
+        Ok(summary)
+    }
+}
+
+impl FromStr for Scenario {
+    type Err = ScenarioError;
+
+    fn from_str(text: &str) -> Result<Scenario, ScenarioError> {
+        let options = Options { faults: Some(Faults::none()), rules: Vec::new(), trace: true, ..Options::default() };
+        let mut scenario = Scenario { seed: 0, options, finished: None, failed: None };
+        for (at, line) in text.lines().enumerate() {
+            let said = line.split('#').next().unwrap_or_default();
+            let mut words = said.split_whitespace();
+            let Some(first) = words.next() else { continue };
+            let read = scenario.read(first, &mut words).and_then(|()| match words.next() {
+                Some(more) => Err(format!("{more:?} is too much")),
+                None => Ok(()),
+            });
+            read.map_err(|problem| ScenarioError { line: at + 1, problem })?;
+        }
+        Ok(scenario)
+    }
+}
+
+impl Scenario {
+    fn read(&mut self, first: &str, words: &mut SplitWhitespace<'_>) -> Result<(), String> {
+        let sizes = &mut self.options.sizes;
+        match first {
+            "seed" => self.seed = number(words)?,
+            "routers" => sizes.routers = Some(number(words)? as u32),
+            "prefill" => sizes.prefills = Some(number(words)? as u32),
+            "decode" => sizes.decodes = Some(number(words)? as u32),
+            "requests" => self.options.requests = number(words)? as u32,
+            "at" => {
+                let when = When::At(time(words)?);
+                self.options.rules.push(Rule { when, deed: deed(words)? });
+            }
+            "after" => {
+                let word = words.next().unwrap_or_default();
+                let milestone = MILESTONES.into_iter().find(|known| *known == word);
+                let milestone = milestone.ok_or_else(|| format!("{word:?} is none of {}", MILESTONES.join(", ")))?;
+                let times = words.clone().next().and_then(|word| word.parse().ok());
+                if times.is_some() {
+                    words.next();
+                }
+                let when = When::After { milestone, times: times.unwrap_or(1) };
+                self.options.rules.push(Rule { when, deed: deed(words)? });
+            }
+            "expect" => match words.next().unwrap_or_default() {
+                "finished" => self.finished = Some(number(words)?),
+                "failed" => self.failed = Some(number(words)?),
+                other => return Err(format!("{other:?} is neither finished nor failed")),
+            },
+            other => return Err(format!("{other:?} is no word of a scenario")),
+        }
+        Ok(())
+    }
+}
+
+fn number(words: &mut SplitWhitespace<'_>) -> Result<u64, String> {
+    let word = words.next().unwrap_or_default();
+    word.parse().map_err(|_| format!("{word:?} is no number"))
+}
+
+/// `20ms` or `3s`, as microseconds.
+fn time(words: &mut SplitWhitespace<'_>) -> Result<Micros, String> {
+    let word = words.next().unwrap_or_default();
+    let parsed = match word.strip_suffix("ms") {
+        Some(number) => number.parse().map(|number: Micros| number * 1000),
+        None => word.strip_suffix('s').unwrap_or("?").parse().map(|number: Micros| number * 1_000_000),
+    };
+    parsed.map_err(|_| format!("{word:?} is no time; 20ms and 3s are"))
+}
+
+fn target(words: &mut SplitWhitespace<'_>) -> Result<Target, String> {
+    let word = words.next().unwrap_or_default();
+    let place = |words: &mut SplitWhitespace<'_>| number(words).map(|place| place as usize);
+    Ok(match word {
+        "it" => Target::It,
+        "router" => Target::Process(Process::Router(place(words)?)),
+        "prefill" => Target::Process(Process::Prefill(place(words)?)),
+        "decode" => Target::Process(Process::Decode(place(words)?)),
+        other => return Err(format!("{other:?} is no process: it, router N, prefill N, decode N")),
+    })
+}
+
+fn deed(words: &mut SplitWhitespace<'_>) -> Result<Deed, String> {
+    Ok(match words.next().unwrap_or_default() {
+        "kill" => Deed::Kill(target(words)?),
+        "drain" => Deed::Drain(target(words)?),
+        "freeze" => Deed::Freeze(target(words)?, time(words)?),
+        "partition" => Deed::Partition(target(words)?, target(words)?, time(words)?),
+        "registry-down" => Deed::Registry { away: time(words)?, emptied: false },
+        "registry-emptied" => Deed::Registry { away: time(words)?, emptied: true },
+        other => return Err(format!("{other:?} is nothing that can be done")),
+    })
+}
+
+impl World {
+    /// When rules strike by the clock.
+    pub(crate) fn rule_times(&self) -> Vec<(Micros, usize)> {
+        let at = |(number, rule): (usize, &Rule)| match rule.when {
+            When::At(at) => Some((at, number)),
+            When::After { .. } => None,
+        };
+        self.options.rules.iter().enumerate().filter_map(at).collect()
+    }
+
+    /// Something has happened that a rule may wait for.
+    pub(crate) fn milestone(&mut self, name: &'static str, it: Process) {
+        if self.options.rules.is_empty() {
+            return;
+        }
+        let passed = self.passed.entry(name).or_default();
+        *passed += 1;
+        let (now, passed) = (self.now, *passed);
+        for (number, rule) in self.options.rules.iter().enumerate() {
+            if rule.when == (When::After { milestone: name, times: passed }) {
+                // Not in the midst of what is happening.
+                self.events.plan(now, crate::events::Event::Rule { number, it: Some(it) });
+            }
+        }
+    }
+
+    /// Does what a rule says.
+    pub(crate) fn obey(&mut self, number: usize, it: Option<Process>) -> Result<(), Violation> {
+        let Some(rule) = self.options.rules.get(number).copied() else { return Ok(()) };
+        let whom = |target| match target {
+            Target::It => it.unwrap_or(Process::Registry),
+            Target::Process(process) => process,
+        };
+        match rule.deed {
+            Deed::Kill(target) => self.kill(whom(target), true),
+            Deed::Drain(target) => self.drain(whom(target)),
+            Deed::Freeze(target, time) => self.freeze(whom(target), self.now + time),
+            Deed::Partition(a, b, time) => self.partition(whom(a), whom(b), self.now + time),
+            Deed::Registry { away, emptied } => self.lose_registry(self.now + away, emptied),
+        }
+        Ok(())
+    }
+}
