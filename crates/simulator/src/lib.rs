@@ -91,6 +91,8 @@ pub struct Sizes {
 pub struct Options {
     /// Requests that come.
     pub requests: u32,
+    /// From one to the next, at most, microseconds; None: the seed chooses.
+    pub every: Option<u64>,
     /// The cluster's size.
     pub sizes: Sizes,
     /// No faults at all, only random timing.
@@ -110,7 +112,17 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Options {
         let (sizes, rules, without) = (Sizes::default(), Vec::new(), BTreeSet::new());
-        Options { requests: 30, sizes, calm: false, faults: None, rules, without, sabotage: None, trace: false }
+        Options {
+            requests: 30,
+            every: None,
+            sizes,
+            calm: false,
+            faults: None,
+            rules,
+            without,
+            sabotage: None,
+            trace: false,
+        }
     }
 }
 

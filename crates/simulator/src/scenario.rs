@@ -8,6 +8,7 @@
 //! prefill 1
 //! decode 2
 //! requests 1
+//! every 200ms                    # at most, from one to the next
 //! after verified kill it         # the worker at which it happened
 //! at 900ms partition prefill 0 decode 1 2s
 //! expect finished 1
@@ -15,7 +16,7 @@
 //!
 //! What may have happened: `lent` and `verified` at a decode worker, `first-token` at a prefill worker, `token` at a decode worker; with a
 //! number, the so manieth time. What may be done: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`,
-//! `registry-emptied TIME`. X is `it`, `router N`, `prefill N` or `decode N`.
+//! `registry-emptied TIME`. X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
 
 use std::str::{FromStr, SplitWhitespace};
 
@@ -121,6 +122,7 @@ impl Scenario {
             "prefill" => sizes.prefills = Some(number(words)? as u32),
             "decode" => sizes.decodes = Some(number(words)? as u32),
             "requests" => self.options.requests = number(words)? as u32,
+            "every" => self.options.every = Some(time(words)?),
             "at" => {
                 let when = When::At(time(words)?);
                 self.options.rules.push(Rule { when, deed: deed(words)? });
@@ -170,7 +172,8 @@ fn target(words: &mut SplitWhitespace<'_>) -> Result<Target, String> {
         "router" => Target::Process(Process::Router(place(words)?)),
         "prefill" => Target::Process(Process::Prefill(place(words)?)),
         "decode" => Target::Process(Process::Decode(place(words)?)),
-        other => return Err(format!("{other:?} is no process: it, router N, prefill N, decode N")),
+        "registry" => Target::Process(Process::Registry),
+        other => return Err(format!("{other:?} is no process: it, registry, router N, prefill N, decode N")),
     })
 }
 

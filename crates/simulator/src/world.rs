@@ -227,6 +227,7 @@ impl World {
         // Members register first.
         let mut at = 500_000;
         let between = [1_000, 30_000, 300_000, 2_000_000][self.random.below(4) as usize];
+        let between = self.options.every.unwrap_or(between).max(1);
         for request in 0..u64::from(self.options.requests) {
             at += self.random.below(between);
             let client = Client::new(&mut self.random, shape);
