@@ -93,6 +93,8 @@ pub struct Options {
     pub requests: u32,
     /// From one to the next, at most, microseconds; None: the seed chooses.
     pub every: Option<u64>,
+    /// How long decode workers lend blocks, microseconds; None: the seed chooses.
+    pub lease: Option<u64>,
     /// The cluster's size.
     pub sizes: Sizes,
     /// No faults at all, only random timing.
@@ -115,6 +117,7 @@ impl Default for Options {
         Options {
             requests: 30,
             every: None,
+            lease: None,
             sizes,
             calm: false,
             faults: None,

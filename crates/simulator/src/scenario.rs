@@ -9,6 +9,7 @@
 //! decode 2
 //! requests 1
 //! every 200ms                    # at most, from one to the next
+//! lease 2s
 //! after verified kill it         # the worker at which it happened
 //! at 900ms partition prefill 0 decode 1 2s
 //! expect finished 1
@@ -122,6 +123,7 @@ impl Scenario {
             "prefill" => sizes.prefills = Some(number(words)? as u32),
             "decode" => sizes.decodes = Some(number(words)? as u32),
             "requests" => self.options.requests = number(words)? as u32,
+            "lease" => self.options.lease = Some(time(words)?),
             "every" => self.options.every = Some(time(words)?),
             "at" => {
                 let when = When::At(time(words)?);

@@ -169,7 +169,7 @@ impl World {
         let base = Instant::now();
         let mut world = World {
             overlaps: random.chance(500),
-            lease: Duration::from_millis(if options.calm { 10_000 } else { random.within(200, 5_000) }),
+            lease: lease(options, &mut random),
             random,
             now: 0,
             base,
@@ -597,4 +597,10 @@ impl World {
         let prefills = self.prefills.iter().filter(|prefill| prefill.alive).map(Prefill::check_free);
         decodes.chain(prefills).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
     }
+}
+
+/// How long decode workers lend blocks. Where nothing goes wrong, long enough for any queue.
+fn lease(options: &Options, random: &mut Random) -> Duration {
+    let chosen = if options.calm { 10_000 } else { random.within(200, 5_000) };
+    options.lease.map_or(Duration::from_millis(chosen), Duration::from_micros)
 }
