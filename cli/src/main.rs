@@ -1,5 +1,7 @@
 //! The binary `baton`. Each subcommand starts one component or asks a running one; `up` supervises what a cluster runs anyway.
 
+#![forbid(unsafe_code)]
+
 mod bench;
 mod chat;
 mod fetch;

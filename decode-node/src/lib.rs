@@ -3,6 +3,8 @@
 //! `service` is the gRPC side, `role` the part on the engine thread, where the handoff's receiving end meets the engine.
 //! It also prefills locally when the router asks for that. Knows nothing of placement or text.
 
+#![forbid(unsafe_code)]
+
 mod role;
 mod service;
 

@@ -7,6 +7,8 @@
 //! not kept, and what lies behind a check that mutations do not get past must be among the seeds, or sealed by the target.
 //! `fuzz/libfuzzer` runs the same targets with coverage as its guide.
 
+#![forbid(unsafe_code)]
+
 mod models;
 mod mutate;
 mod registry;

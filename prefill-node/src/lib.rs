@@ -3,6 +3,8 @@
 //! `service` is the gRPC side, `role` the part on the engine thread, where a step's layers become transfers. Knows nothing
 //! of placement or text.
 
+#![forbid(unsafe_code)]
+
 mod role;
 mod service;
 

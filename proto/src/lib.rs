@@ -2,6 +2,8 @@
 //!
 //! Nothing here decides anything; a value that cannot be represented is an error that names its field.
 
+#![forbid(unsafe_code)]
+
 mod convert;
 
 /// Generated messages, clients and servers.

@@ -14,6 +14,8 @@
 //! model: the nodes drive it with real time, the simulator drives the very same code with virtual time. It orders work and
 //! never influences a value: what a sequence says is a function of its tokens and parameters only (I1).
 
+#![forbid(unsafe_code)]
+
 mod admit;
 mod apply;
 mod batch;

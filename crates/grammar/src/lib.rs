@@ -5,6 +5,8 @@
 //! vocabulary, bounds it, and keeps its state a function of the constraint and the tokens generated (I1). Knows no
 //! requests, schedulers or sockets.
 
+#![forbid(unsafe_code)]
+
 mod compose;
 mod error;
 mod grammars;

@@ -23,6 +23,8 @@
 //!
 //! Deliberately knows no bytes, no addresses, no requests, no clock.
 
+#![forbid(unsafe_code)]
+
 mod counts;
 mod error;
 mod pool;

@@ -19,6 +19,8 @@
 //!
 //! A run is a function of its seed, so a failure is replayed by it; [`shrink`] finds a smaller one.
 
+#![forbid(unsafe_code)]
+
 mod arrival;
 mod arriving;
 mod client;

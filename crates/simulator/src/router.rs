@@ -15,6 +15,7 @@ use crate::Violation;
 use crate::client::End;
 use crate::control::{Ask, Call, Connection, Down, Link, Up};
 use crate::events::{Event, Life, Place, Process};
+use crate::faults::Fault;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 
@@ -447,7 +448,10 @@ impl World {
 
     /// Nothing fails for want of the registry (I7), nor because workers come and go, while somebody serves.
     fn check_cause(&self, request: u64, kind: ErrorKind, message: &str) -> Result<(), Violation> {
-        let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing());
+        let struck = |fault| self.faults.counts.contains_key(&fault);
+        // A drain that no registry can announce costs attempts: routers learn of it by refusals.
+        let unannounced = struck(Fault::Drain) && (struck(Fault::RegistryDown) || struck(Fault::RegistryEmptied));
+        let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing()) && !unannounced;
         if kind != ErrorKind::Unavailable || !mild {
             return Ok(());
         }
