@@ -1,8 +1,8 @@
 //! The whole cluster, simulated: `cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N]
-//! [--calm] [--trace]`.
+//! [--calm] [--short]`.
 //!
 //! Plays SEEDS (1,000) seeds from FIRST (0) on under random faults, on as many threads as there are cores; stops at the first that violates an
-//! invariant, makes the run smaller, and tells its story. `--calm` leaves the faults out.
+//! invariant, makes the run smaller, and tells its story. `--calm` leaves the faults out, `--short` the story.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,10 +14,12 @@ struct Arguments {
     seeds: u64,
     first: u64,
     options: Options,
+    /// No smaller run is looked for.
+    short: bool,
 }
 
 fn arguments() -> Result<Arguments, String> {
-    let mut parsed = Arguments { seeds: 1000, first: 0, options: Options::default() };
+    let mut parsed = Arguments { seeds: 1000, first: 0, options: Options::default(), short: false };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let mut number = |name: &str| -> Result<u64, String> {
@@ -28,7 +30,7 @@ fn arguments() -> Result<Arguments, String> {
             "--first" => parsed.first = number("--first")?,
             "--requests" => parsed.options.requests = number("--requests")? as u32,
             "--calm" => parsed.options.calm = true,
-            "--trace" => parsed.options.trace = true,
+            "--short" => parsed.short = true,
             seeds => parsed.seeds = seeds.parse().map_err(|_| format!("{seeds:?} is no number of seeds"))?,
         }
     }
@@ -71,6 +73,9 @@ fn main() -> Result<(), String> {
     let start = Instant::now();
     let (sum, failed) = play(&arguments);
     if let Some((seed, violation)) = failed {
+        if arguments.short {
+            return Err(format!("seed {seed}: {violation}"));
+        }
         let (options, found) = shrink(seed, &arguments.options, violation.clone());
         found.trace.iter().for_each(|line| println!("{line}"));
         let faults: Vec<String> =
