@@ -15,21 +15,18 @@ use crate::control::{self, Link};
 use crate::decode::{Decode, DecodeHost};
 use crate::decode_session::DecodeSession;
 use crate::events::{Event, Events, Life, Line, Place, Process};
-use crate::faults::{Fault, Faults};
-use crate::membership::{Registration, Registry};
+use crate::faults::Faults;
+use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
 use crate::random::Random;
 use crate::router::Router;
+use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
 use crate::{Options, Sabotage, Summary, Violation};
 
 /// How late a thread may be with what it can do now.
 pub(crate) const LAZINESS: Micros = 300;
-/// After the last fault every request ends within this time (I5).
-const CALM: Micros = 40_000_000;
-/// And within this time after the last one all blocks are free (I6).
-const REST: Micros = 40_000_000;
 /// Events after which a run does not end by itself.
 const MOST_EVENTS: u64 = 20_000_000;
 /// What waits is looked at again after this time.
@@ -71,19 +68,6 @@ impl Pace {
     }
 }
 
-/// How far a run is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Stage {
-    /// Requests come, faults strike.
-    Stormy,
-    /// Nothing goes wrong any more; requests end.
-    Calm,
-    /// All requests have ended; blocks come back.
-    Resting,
-    /// Prefill workers have died, so that nothing waits for their word.
-    Last,
-}
-
 pub(crate) struct World {
     pub random: Random,
     pub now: Micros,
@@ -104,7 +88,7 @@ pub(crate) struct World {
     pub clients: Vec<Client>,
     pub links: BTreeMap<Link, control::Connection>,
     pub lines: BTreeMap<Line, Connection>,
-    apart: BTreeMap<(Process, Process), (Micros, Micros)>,
+    pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     next_line: Line,
     next_life: Life,
     pub next_call: u64,
@@ -117,9 +101,9 @@ pub(crate) struct World {
     /// The engine thread that has its turn has ended its process.
     pub ended: bool,
     pub broken_by: Option<Violation>,
-    stage: Stage,
+    pub stage: Stage,
     /// Since when.
-    since: Micros,
+    pub since: Micros,
     /// How often what a scenario may wait for has happened.
     pub passed: BTreeMap<&'static str, u64>,
     trace: Vec<String>,
@@ -294,91 +278,6 @@ impl World {
         self.now + self.random.within(1, LAZINESS)
     }
 
-    pub(crate) fn life_of(&self, process: Process) -> Life {
-        match process {
-            Process::Router(place) => self.routers.get(place).map_or(0, |router| router.life),
-            Process::Prefill(place) => self.prefills[place].life,
-            Process::Decode(place) => self.decodes[place].life,
-            Process::Registry => 0,
-        }
-    }
-
-    pub(crate) fn id_of(&self, process: Process) -> Option<WorkerId> {
-        match process {
-            Process::Prefill(place) => Some(self.prefills[place].id),
-            Process::Decode(place) => Some(self.decodes[place].id),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn process_at(&self, address: &str) -> Option<Process> {
-        Process::at(address)
-    }
-
-    /// Whether somebody listens there.
-    pub(crate) fn is_alive(&self, process: Process) -> bool {
-        match process {
-            Process::Prefill(place) => self.prefills[place].alive,
-            Process::Decode(place) => self.decodes[place].alive,
-            _ => true,
-        }
-    }
-
-    /// Whether a worker takes requests.
-    pub(crate) fn serves(&self, process: Process) -> bool {
-        match process {
-            Process::Prefill(place) => self.prefills[place].alive && !self.prefills[place].drains,
-            Process::Decode(place) => self.decodes[place].alive && !self.decodes[place].drains,
-            _ => true,
-        }
-    }
-
-    pub(crate) fn registration(&mut self, process: Process) -> Option<&mut Option<Registration>> {
-        match process {
-            Process::Prefill(place) => Some(&mut self.prefills[place].registration),
-            Process::Decode(place) => Some(&mut self.decodes[place].registration),
-            _ => None,
-        }
-    }
-
-    fn frozen(&self, process: Process) -> Option<(Micros, Micros)> {
-        let frozen = match process {
-            Process::Router(place) => self.routers[place].frozen,
-            Process::Prefill(place) => self.prefills[place].frozen,
-            Process::Decode(place) => self.decodes[place].frozen,
-            Process::Registry => None,
-        };
-        frozen.filter(|(_, until)| *until > self.now)
-    }
-
-    /// Until when a process stands still.
-    pub(crate) fn frozen_until(&self, process: Process) -> Option<Micros> {
-        self.frozen(process).map(|(_, until)| until)
-    }
-
-    pub(crate) fn frozen_since(&self, process: Process) -> Option<Micros> {
-        self.frozen(process).map(|(since, _)| since)
-    }
-
-    pub(crate) fn set_apart(&mut self, a: Process, b: Process, until: Micros) {
-        let now = self.now;
-        let apart = self.apart.entry((a.min(b), a.max(b))).or_insert((now, until));
-        *apart = if apart.1 < now { (now, until) } else { (apart.0, apart.1.max(until)) };
-    }
-
-    fn parted(&self, a: Process, b: Process) -> Option<(Micros, Micros)> {
-        self.apart.get(&(a.min(b), a.max(b))).copied().filter(|(_, until)| *until > self.now)
-    }
-
-    /// Until when two processes cannot reach each other.
-    pub(crate) fn apart(&self, a: Process, b: Process) -> Option<Micros> {
-        self.parted(a, b).map(|(_, until)| until)
-    }
-
-    pub(crate) fn apart_since(&self, a: Process, b: Process) -> Option<Micros> {
-        self.parted(a, b).map(|(since, _)| since)
-    }
-
     /// Plays until nothing is left to happen.
     pub(crate) fn play(mut self) -> Result<Summary, Violation> {
         while let Some((at, event)) = self.events.next() {
@@ -521,81 +420,6 @@ impl World {
         let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
         self.events.plan(at, Event::DecodeTurn { line });
         self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
-    }
-
-    /// From now on nothing goes wrong.
-    fn heal(&mut self) {
-        self.healed = true;
-        self.faults.heal();
-        let now = self.now;
-        self.apart.values_mut().for_each(|(_, until)| *until = now.min(*until));
-        let frozen = |frozen: &mut Option<(Micros, Micros)>| {
-            if let Some((_, until)) = frozen {
-                *until = now.min(*until);
-            }
-        };
-        self.routers.iter_mut().for_each(|router| frozen(&mut router.frozen));
-        self.prefills.iter_mut().for_each(|prefill| frozen(&mut prefill.frozen));
-        self.decodes.iter_mut().for_each(|decode| frozen(&mut decode.frozen));
-        if self.registry.down_until.is_some() {
-            self.registry.down_until = Some(now);
-            self.registry_back();
-        }
-        self.enter(Stage::Calm);
-    }
-
-    fn enter(&mut self, stage: Stage) {
-        (self.stage, self.since) = (stage, self.now);
-        self.note(|| format!("{stage:?}"));
-    }
-
-    /// Goes on to the next stage, if it is time. True when the run is over.
-    fn advance(&mut self) -> Result<bool, Violation> {
-        match self.stage {
-            Stage::Stormy => {}
-            Stage::Calm if self.unended() == 0 => {
-                self.look_at("I5");
-                self.enter(Stage::Resting);
-            }
-            // I5
-            Stage::Calm if self.now > self.since + CALM => {
-                let open = self.clients.iter().position(|client| client.end.is_none());
-                let what = format!("request {open:?} has not ended {CALM} µs after the last fault");
-                return Err(self.violation("I5", what));
-            }
-            // Where nothing was lost between live peers, every block comes back without anybody's death.
-            Stage::Resting if if self.lost_nothing() { self.check_free().is_ok() } else { self.is_quiet() } => {
-                for place in 0..self.prefills.len() {
-                    self.restart_prefill(place, false)?;
-                }
-                self.enter(Stage::Last);
-            }
-            Stage::Last if self.check_free().is_ok() => return Ok(true),
-            Stage::Resting | Stage::Last if self.now > self.since + REST => {
-                self.check_free()?;
-                return Err(self.violation("I6", "workers do not come to rest"));
-            }
-            _ => {}
-        }
-        Ok(false)
-    }
-
-    fn lost_nothing(&self) -> bool {
-        self.faults.counts.keys().all(|fault: &Fault| fault.is_harmless())
-    }
-
-    fn unended(&self) -> usize {
-        self.clients.iter().filter(|client| client.end.is_none()).count()
-    }
-
-    fn is_quiet(&self) -> bool {
-        self.prefills.iter().all(Prefill::is_quiet) && self.decodes.iter().all(Decode::is_quiet)
-    }
-
-    fn check_free(&self) -> Result<(), Violation> {
-        let decodes = self.decodes.iter().filter(|decode| decode.alive).map(Decode::check_free);
-        let prefills = self.prefills.iter().filter(|prefill| prefill.alive).map(Prefill::check_free);
-        decodes.chain(prefills).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
     }
 }
 

@@ -1,0 +1,95 @@
+//! Who is there: lives, ids and addresses of processes, and who stands still or cannot reach whom.
+
+use baton_types::WorkerId;
+
+use crate::events::{Life, Process};
+use crate::membership::Registration;
+use crate::stream::Micros;
+use crate::world::World;
+
+impl World {
+    pub(crate) fn life_of(&self, process: Process) -> Life {
+        match process {
+            Process::Router(place) => self.routers.get(place).map_or(0, |router| router.life),
+            Process::Prefill(place) => self.prefills[place].life,
+            Process::Decode(place) => self.decodes[place].life,
+            Process::Registry => 0,
+        }
+    }
+
+    pub(crate) fn id_of(&self, process: Process) -> Option<WorkerId> {
+        match process {
+            Process::Prefill(place) => Some(self.prefills[place].id),
+            Process::Decode(place) => Some(self.decodes[place].id),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn process_at(&self, address: &str) -> Option<Process> {
+        Process::at(address)
+    }
+
+    /// Whether somebody listens there.
+    pub(crate) fn is_alive(&self, process: Process) -> bool {
+        match process {
+            Process::Prefill(place) => self.prefills[place].alive,
+            Process::Decode(place) => self.decodes[place].alive,
+            _ => true,
+        }
+    }
+
+    /// Whether a worker takes requests.
+    pub(crate) fn serves(&self, process: Process) -> bool {
+        match process {
+            Process::Prefill(place) => self.prefills[place].alive && !self.prefills[place].drains,
+            Process::Decode(place) => self.decodes[place].alive && !self.decodes[place].drains,
+            _ => true,
+        }
+    }
+
+    pub(crate) fn registration(&mut self, process: Process) -> Option<&mut Option<Registration>> {
+        match process {
+            Process::Prefill(place) => Some(&mut self.prefills[place].registration),
+            Process::Decode(place) => Some(&mut self.decodes[place].registration),
+            _ => None,
+        }
+    }
+
+    fn frozen(&self, process: Process) -> Option<(Micros, Micros)> {
+        let frozen = match process {
+            Process::Router(place) => self.routers[place].frozen,
+            Process::Prefill(place) => self.prefills[place].frozen,
+            Process::Decode(place) => self.decodes[place].frozen,
+            Process::Registry => None,
+        };
+        frozen.filter(|(_, until)| *until > self.now)
+    }
+
+    /// Until when a process stands still.
+    pub(crate) fn frozen_until(&self, process: Process) -> Option<Micros> {
+        self.frozen(process).map(|(_, until)| until)
+    }
+
+    pub(crate) fn frozen_since(&self, process: Process) -> Option<Micros> {
+        self.frozen(process).map(|(since, _)| since)
+    }
+
+    pub(crate) fn set_apart(&mut self, a: Process, b: Process, until: Micros) {
+        let now = self.now;
+        let apart = self.apart.entry((a.min(b), a.max(b))).or_insert((now, until));
+        *apart = if apart.1 < now { (now, until) } else { (apart.0, apart.1.max(until)) };
+    }
+
+    fn parted(&self, a: Process, b: Process) -> Option<(Micros, Micros)> {
+        self.apart.get(&(a.min(b), a.max(b))).copied().filter(|(_, until)| *until > self.now)
+    }
+
+    /// Until when two processes cannot reach each other.
+    pub(crate) fn apart(&self, a: Process, b: Process) -> Option<Micros> {
+        self.parted(a, b).map(|(_, until)| until)
+    }
+
+    pub(crate) fn apart_since(&self, a: Process, b: Process) -> Option<Micros> {
+        self.parted(a, b).map(|(since, _)| since)
+    }
+}

@@ -1,0 +1,103 @@
+//! How a run goes on: faults, then calm, then rest; and what must hold at the end of each (I5, I6).
+
+use crate::Violation;
+use crate::decode::Decode;
+use crate::faults::Fault;
+use crate::prefill::Prefill;
+use crate::stream::Micros;
+use crate::world::World;
+
+/// After the last fault every request ends within this time (I5).
+const CALM: Micros = 40_000_000;
+/// And within this time after the last one all blocks are free (I6).
+const REST: Micros = 40_000_000;
+
+/// How far a run is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Stage {
+    /// Requests come, faults strike.
+    Stormy,
+    /// Nothing goes wrong any more; requests end.
+    Calm,
+    /// All requests have ended; blocks come back.
+    Resting,
+    /// Prefill workers have died, so that nothing waits for their word.
+    Last,
+}
+
+impl World {
+    /// From now on nothing goes wrong.
+    pub(crate) fn heal(&mut self) {
+        self.healed = true;
+        self.faults.heal();
+        let now = self.now;
+        self.apart.values_mut().for_each(|(_, until)| *until = now.min(*until));
+        let frozen = |frozen: &mut Option<(Micros, Micros)>| {
+            if let Some((_, until)) = frozen {
+                *until = now.min(*until);
+            }
+        };
+        self.routers.iter_mut().for_each(|router| frozen(&mut router.frozen));
+        self.prefills.iter_mut().for_each(|prefill| frozen(&mut prefill.frozen));
+        self.decodes.iter_mut().for_each(|decode| frozen(&mut decode.frozen));
+        if self.registry.down_until.is_some() {
+            self.registry.down_until = Some(now);
+            self.registry_back();
+        }
+        self.enter(Stage::Calm);
+    }
+
+    fn enter(&mut self, stage: Stage) {
+        (self.stage, self.since) = (stage, self.now);
+        self.note(|| format!("{stage:?}"));
+    }
+
+    /// Goes on to the next stage, if it is time. True when the run is over.
+    pub(crate) fn advance(&mut self) -> Result<bool, Violation> {
+        match self.stage {
+            Stage::Stormy => {}
+            Stage::Calm if self.unended() == 0 => {
+                self.look_at("I5");
+                self.enter(Stage::Resting);
+            }
+            // I5
+            Stage::Calm if self.now > self.since + CALM => {
+                let open = self.clients.iter().position(|client| client.end.is_none());
+                let what = format!("request {open:?} has not ended {CALM} µs after the last fault");
+                return Err(self.violation("I5", what));
+            }
+            // Where nothing was lost between live peers, every block comes back without anybody's death.
+            Stage::Resting if if self.lost_nothing() { self.check_free().is_ok() } else { self.is_quiet() } => {
+                for place in 0..self.prefills.len() {
+                    self.restart_prefill(place, false)?;
+                }
+                self.enter(Stage::Last);
+            }
+            Stage::Last if self.check_free().is_ok() => return Ok(true),
+            Stage::Resting | Stage::Last if self.now > self.since + REST => {
+                self.check_free()?;
+                return Err(self.violation("I6", "workers do not come to rest"));
+            }
+            _ => {}
+        }
+        Ok(false)
+    }
+
+    fn lost_nothing(&self) -> bool {
+        self.faults.counts.keys().all(|fault: &Fault| fault.is_harmless())
+    }
+
+    fn unended(&self) -> usize {
+        self.clients.iter().filter(|client| client.end.is_none()).count()
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.prefills.iter().all(Prefill::is_quiet) && self.decodes.iter().all(Decode::is_quiet)
+    }
+
+    fn check_free(&self) -> Result<(), Violation> {
+        let decodes = self.decodes.iter().filter(|decode| decode.alive).map(Decode::check_free);
+        let prefills = self.prefills.iter().filter(|prefill| prefill.alive).map(Prefill::check_free);
+        decodes.chain(prefills).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
+    }
+}
