@@ -488,6 +488,12 @@ impl World {
                     let what = format!("request {request} fails though nothing goes wrong: {message}");
                     return Err(self.violation("delivery", what));
                 }
+                // Every request is a good one.
+                if matches!(kind, ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::TooLarge) {
+                    return Err(
+                        self.violation("delivery", format!("request {request} is refused as a bad one: {message}"))
+                    );
+                }
                 self.check_cause(request, kind, &message)?;
                 *self.summary.failed.entry(format!("{kind:?}")).or_default() += 1;
             }
