@@ -1,26 +1,25 @@
 //! A decode worker: the real role over the real engine and ledger; here are its streams and its sessions.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::Duration;
 
 use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
-use baton_handoff::{Descriptor, FenceState, Host as Machine, Ledger, Limits, Members, ReceiverEvent, TransferError};
+use baton_handoff::{FenceState, Ledger, Limits, Members, TransferError};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
 use baton_roles::{Decode as Role, Input, Launch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId};
 
+use crate::Violation;
 use crate::client::VOCAB;
 use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode_session::DecodeSession;
 use crate::engine::{Host, Thread};
-use crate::events::{Event, Life, Line, Place, Process};
+use crate::events::{Life, Line, Place, Process};
 use crate::membership::Registration;
 use crate::pool::{Blocks, Memory};
 use crate::random::mix;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
-use crate::{Sabotage, Violation};
 
 /// A stream to a router.
 #[derive(Clone, Debug)]
@@ -35,10 +34,10 @@ pub(crate) struct Caller {
 }
 
 /// What was lent under an epoch: the checker's own books.
-struct Lent {
-    tokens: Vec<u32>,
-    first: Vec<u32>,
-    blocks: Blocks,
+pub(crate) struct Lent {
+    pub tokens: Vec<u32>,
+    pub first: Vec<u32>,
+    pub blocks: Blocks,
 }
 
 /// One incarnation.
@@ -55,8 +54,8 @@ pub(crate) struct Decode {
     pub callers: BTreeMap<SeqId, Caller>,
     /// Tokens of every sequence it has taken.
     sequences: BTreeMap<SeqId, Vec<u32>>,
-    lent: BTreeMap<Epoch, Lent>,
-    verified: BTreeSet<Epoch>,
+    pub books: BTreeMap<Epoch, Lent>,
+    pub verified: BTreeSet<Epoch>,
     next_ticket: u64,
     pub sessions: BTreeMap<Line, DecodeSession>,
     pub members: Members<Line>,
@@ -64,7 +63,7 @@ pub(crate) struct Decode {
     pub streams: BTreeMap<Line, Line>,
     pub frozen: Option<(Micros, Micros)>,
     pub drains: bool,
-    desk: Timer,
+    pub desk: Timer,
 }
 
 impl Decode {
@@ -90,7 +89,7 @@ impl Decode {
             tickets: BTreeMap::new(),
             callers: BTreeMap::new(),
             sequences: BTreeMap::new(),
-            lent: BTreeMap::new(),
+            books: BTreeMap::new(),
             verified: BTreeSet::new(),
             next_ticket: 0,
             sessions: BTreeMap::new(),
@@ -103,7 +102,7 @@ impl Decode {
 
     /// Epochs under which somebody may write.
     pub(crate) fn lent(&self) -> Vec<Epoch> {
-        self.lent.keys().copied().collect()
+        self.books.keys().copied().collect()
     }
 
     /// A session, or a connection that came to nothing, is over.
@@ -316,131 +315,5 @@ impl World {
             self.decodes[place].inbox.push_back(Input::Command(Command::Cancel(seq)));
         }
         self.send_down(link, made, Down::DecodeSaid(call, word));
-    }
-
-    /// As the receiving end of handoffs does: the ledger's books, and a descriptor.
-    fn lend(
-        &mut self,
-        place: Place,
-        epoch: Epoch,
-        tokens: u32,
-        (sequence, first, blocks): (Vec<u32>, Vec<u32>, Blocks),
-        lease: Duration,
-    ) -> Result<Result<Vec<u8>, TransferError>, Violation> {
-        let (key, at) = (self.random.next(), self.instant(self.now) + lease);
-        let decode = &mut self.decodes[place];
-        if let Err(error) = decode.ledger.reserve(epoch, key, &blocks, at) {
-            return Ok(Err(error));
-        }
-        // I3, by the checker's books.
-        let taken = decode.memory.take_alone(&blocks, epoch);
-        let target = Descriptor {
-            worker: decode.id,
-            epoch,
-            key,
-            tokens,
-            first: first.clone(),
-            counts: blocks.iter().map(|list| list.len() as u32).collect(),
-            layout: decode.memory.geometry.layout.clone(),
-            device: false,
-            host: Machine { boot: [1; 16], netns: 1 },
-            unix: b"simulated".to_vec(),
-            address: place.to_string(),
-            port: 1,
-        };
-        decode.lent.insert(epoch, Lent { tokens: sequence, first, blocks });
-        taken.map_err(|what| self.violation("I3", what))?;
-        self.summary.handoffs += 1;
-        self.milestone("lent", Process::Decode(place));
-        self.after(place)?;
-        Ok(Ok(target.encode()))
-    }
-
-    /// Nobody may write under this epoch any more.
-    fn unlend(&mut self, place: Place, epoch: Epoch) {
-        self.decodes[place].memory.give_back(epoch);
-        self.decodes[place].lent.remove(&epoch);
-    }
-
-    /// Passes on what the ledger has to say.
-    pub(crate) fn after(&mut self, place: Place) -> Result<(), Violation> {
-        let mut news = false;
-        while let Some(event) = self.decodes[place].ledger.next_event() {
-            news = true;
-            self.received(place, &event)?;
-            if self.broken(Sabotage::AnnounceTwice) && matches!(event, ReceiverEvent::Verified { .. }) {
-                self.received(place, &event)?;
-            }
-            self.decodes[place].inbox.push_back(Input::Command(Command::Received(event)));
-        }
-        if news {
-            self.wake_engine(Process::Decode(place));
-        }
-        for (line, epoch) in self.decodes[place].ledger.take_fences() {
-            if self.broken(Sabotage::LoseFences) {
-                continue;
-            }
-            if let Some(session) = self.decodes[place].sessions.get_mut(&line) {
-                session.fences.push(epoch);
-                self.wake_decode(line);
-            }
-        }
-        if let Some(at) = self.decodes[place].ledger.next_expiry() {
-            let at = self.micros(at).max(self.now) + self.random.below(crate::world::LAZINESS);
-            self.plan_desk(place, at);
-        }
-        Ok(())
-    }
-
-    fn plan_desk(&mut self, decode: Place, at: Micros) {
-        let life = self.decodes[decode].life;
-        if self.decodes[decode].desk.set(at.max(self.now + 1), self.now) {
-            self.events.plan(at.max(self.now + 1), Event::Desk { decode, life });
-        }
-    }
-
-    /// The front desk's turn: leases.
-    pub(crate) fn desk(&mut self, place: Place) -> Result<(), Violation> {
-        if self.broken(Sabotage::IgnoreLeases) {
-            return Ok(());
-        }
-        let now = self.instant(self.now);
-        self.decodes[place].ledger.expire(now);
-        self.after(place)
-    }
-
-    /// What the ledger says, by the checker's books.
-    fn received(&mut self, place: Place, event: &ReceiverEvent) -> Result<(), Violation> {
-        match event {
-            ReceiverEvent::Verified { epoch, .. } => {
-                let decode = &mut self.decodes[place];
-                let Some(lent) = decode.lent.get(epoch) else {
-                    return Err(self.violation("reported once", format!("{epoch} is verified after its end")));
-                };
-                decode.verified.insert(*epoch);
-                *self.summary.looked.entry("I2").or_default() += 1;
-                // I2: the checker knows what these tokens' KV is; the code under test knows digests.
-                let right = decode.memory.compare(&lent.tokens, &lent.first, &lent.blocks);
-                right.map_err(|what| self.violation("I2", format!("{epoch}: {what}")))?;
-                self.unlend(place, *epoch);
-                self.summary.verified += 1;
-                self.note(|| format!("decode {place} has verified {epoch}"));
-                self.milestone("verified", Process::Decode(place));
-            }
-            ReceiverEvent::Failed { epoch, error, .. } => {
-                if !self.decodes[place].lent.contains_key(epoch) {
-                    return Err(self.violation("reported once", format!("{epoch} fails after its end: {error}")));
-                }
-                self.note(|| format!("decode {place}: {epoch} fails: {error}"));
-                *self.summary.handoffs_failed.entry(error.cause()).or_default() += 1;
-                let changed =
-                    matches!(error.cause(), "corruption" | "incomplete" | "protocol" | "refused" | "peer_lost");
-                if self.options.calm && changed {
-                    return Err(self.violation("delivery", format!("{epoch} fails though nothing goes wrong: {error}")));
-                }
-            }
-            ReceiverEvent::Fenced { epoch } => self.unlend(place, *epoch),
-        }
-        Ok(())
     }
 }

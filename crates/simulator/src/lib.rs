@@ -32,7 +32,9 @@ mod end;
 mod engine;
 mod events;
 mod faults;
+mod handoffs;
 mod joining;
+mod lending;
 mod lifecycle;
 mod membership;
 mod outbox;
@@ -48,6 +50,7 @@ mod stages;
 mod stream;
 mod strikes;
 mod summary;
+mod verdicts;
 mod world;
 
 use std::collections::BTreeSet;

@@ -1,0 +1,145 @@
+//! A prefill worker's handoffs: writes that wait for room, completions, aborts, and what their owner is told of their end.
+
+use std::sync::PoisonError;
+
+use baton_handoff::{Done, Quiet, TransferError};
+use baton_roles::prefill::Command;
+use baton_roles::{Input, Launch};
+use baton_types::SeqId;
+
+use crate::Violation;
+use crate::events::{Place, Process};
+use crate::prefill::{Told, Waiting};
+use crate::world::World;
+
+impl World {
+    pub(crate) fn layer_stored(&mut self, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+        if self.prefills[place].waiting.is_empty() {
+            let patience = self.instant(self.now) + self.limits.room;
+            let mut writes = Vec::new();
+            launch.stored(layer, |write| {
+                writes.push((write.seq, write.group, write.layer, write.pairs.to_vec()));
+                Ok(())
+            });
+            for (seq, group, layer, pairs) in writes {
+                let prefill = &mut self.prefills[place];
+                let Some(id) = prefill.of(seq) else { continue };
+                for (block, _) in &pairs {
+                    prefill.memory.keep(group, *block, id);
+                }
+                let Some(handoff) = prefill.handoffs.get_mut(&id) else { continue };
+                let ops = handoff.writes.write(group, layer, &pairs, 0);
+                let ops = ops.map_err(|error| self.violation("I8", format!("prefill {place}: {error}")))?;
+                let waiting = |op| Waiting { handoff: id, op, patience };
+                self.prefills[place].waiting.extend(ops.into_iter().map(waiting));
+            }
+        }
+        let now = self.instant(self.now);
+        while let Some(waiting) = self.prefills[place].waiting.pop_front() {
+            let prefill = &mut self.prefills[place];
+            let Some(handoff) = prefill.handoffs.get_mut(&waiting.handoff) else { continue };
+            let (peer, seq, blocks) = (handoff.peer, handoff.seq, waiting.op.blocks());
+            let session = prefill.sessions.get_mut(&peer).filter(|session| session.serial == handoff.serial);
+            let outcome = match session {
+                None => Err(handoff.failed().unwrap_or(TransferError::Closed)),
+                Some(session) => match session.line.room(handoff.writes.core(), blocks, waiting.patience, now) {
+                    Ok(None) => {
+                        handoff.writes.queued(blocks);
+                        session.line.write(waiting.op);
+                        Ok(())
+                    }
+                    Ok(Some(_)) => {
+                        prefill.waiting.push_front(waiting);
+                        return Ok(false);
+                    }
+                    Err(error) => Err(error),
+                },
+            };
+            if let (Err(error), Some(seq)) = (outcome, seq) {
+                launch.refuse(seq, error);
+            }
+            self.wake_prefill(place, peer);
+        }
+        Ok(true)
+    }
+
+    pub(crate) fn complete_handoff(&mut self, place: Place, seq: SeqId, tail: Vec<u8>) {
+        let now = self.now;
+        let prefill = &mut self.prefills[place];
+        let Some(id) = prefill.of(seq) else { return };
+        let reports = prefill.reports.clone();
+        let Some(handoff) = prefill.handoffs.get_mut(&id) else { return };
+        (handoff.ended, handoff.completed) = (true, Some(now));
+        let done = Done::new(Box::new(move |outcome| {
+            reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Done(outcome)));
+        }));
+        let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
+        match prefill.sessions.get_mut(&peer).filter(|session| session.serial == serial) {
+            Some(session) => match handoff.writes.completable(&session.line, &tail) {
+                Ok(()) => {
+                    if let Err((done, error)) = session.line.complete(epoch, tail, done) {
+                        done.report(Err(error));
+                    }
+                }
+                // As a real handoff does that cannot be completed: its end is its abort's.
+                Err(error) => {
+                    let report = move || done.report(Err(error));
+                    drop(session.line.abort(epoch, Quiet(Some(Box::new(report)))));
+                }
+            },
+            None => done.report(Err(handoff.failed().unwrap_or(TransferError::Closed))),
+        }
+        self.wake_prefill(place, peer);
+    }
+
+    pub(crate) fn abort_handoff(&mut self, place: Place, id: u64, quarantined: bool) {
+        let prefill = &mut self.prefills[place];
+        let reports = prefill.reports.clone();
+        let Some(handoff) = prefill.handoffs.get_mut(&id).filter(|handoff| !handoff.ended) else { return };
+        (handoff.ended, handoff.quarantined) = (true, quarantined);
+        let quiet = Quiet(Some(Box::new(move || {
+            reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Quiet));
+        })));
+        let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
+        match prefill.sessions.get_mut(&peer) {
+            // The session that knew of it is over and another took its place: nothing reads for it any more.
+            Some(session) if session.serial == serial => drop(session.line.abort(epoch, quiet)),
+            _ => drop(quiet),
+        }
+        self.wake_prefill(place, peer);
+    }
+
+    /// What callbacks were told since the last call: each handoff's end, once.
+    pub(crate) fn reported(&mut self, place: Place) -> Result<(), Violation> {
+        let told = std::mem::take(&mut *self.prefills[place].reports.lock().unwrap_or_else(PoisonError::into_inner));
+        let any = !told.is_empty();
+        for (id, told) in told {
+            let prefill = &mut self.prefills[place];
+            prefill.memory.give_back(id);
+            let Some(handoff) = prefill.handoffs.remove(&id) else {
+                return Err(self.violation("reported once", format!("handoff {id} ends again: {told:?}")));
+            };
+            let Some(seq) = handoff.seq else { continue };
+            self.check_delivery(&handoff, &told)?;
+            let prefill = &mut self.prefills[place];
+            match told {
+                Told::Done(outcome) => {
+                    let verified = outcome.is_ok();
+                    let transport = handoff.writes.core().transport();
+                    prefill.inbox.push_back(Input::Command(Command::Ended { seq, outcome, transport }));
+                    let (decode, epoch) = (&self.decodes[handoff.decode], handoff.epoch());
+                    if verified && decode.id == handoff.peer && !decode.has_verified(epoch) {
+                        let what = format!("{} was told that {epoch} is verified, and it is not", handoff.peer);
+                        return Err(self.violation("agreement", what));
+                    }
+                }
+                Told::Quiet if handoff.quarantined => prefill.inbox.push_back(Input::Command(Command::Quiet(seq))),
+                Told::Quiet => {}
+            }
+        }
+        if any {
+            self.wake_engine(Process::Prefill(place));
+        }
+        Ok(())
+    }
+}

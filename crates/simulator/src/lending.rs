@@ -1,0 +1,143 @@
+//! What a decode worker lends: the real ledger, and beside it the checker's own books (I2, I3).
+
+use std::time::Duration;
+
+use baton_handoff::{Descriptor, Host as Machine, ReceiverEvent, TransferError};
+use baton_roles::Input;
+use baton_roles::decode::Command;
+use baton_types::Epoch;
+
+use crate::decode::Lent;
+use crate::events::{Event, Place, Process};
+use crate::pool::Blocks;
+use crate::stream::Micros;
+use crate::world::World;
+use crate::{Sabotage, Violation};
+
+impl World {
+    /// As the receiving end of handoffs does: the ledger's books, and a descriptor.
+    pub(crate) fn lend(
+        &mut self,
+        place: Place,
+        epoch: Epoch,
+        tokens: u32,
+        (sequence, first, blocks): (Vec<u32>, Vec<u32>, Blocks),
+        lease: Duration,
+    ) -> Result<Result<Vec<u8>, TransferError>, Violation> {
+        let (key, at) = (self.random.next(), self.instant(self.now) + lease);
+        let decode = &mut self.decodes[place];
+        if let Err(error) = decode.ledger.reserve(epoch, key, &blocks, at) {
+            return Ok(Err(error));
+        }
+        // I3, by the checker's books.
+        let taken = decode.memory.take_alone(&blocks, epoch);
+        let target = Descriptor {
+            worker: decode.id,
+            epoch,
+            key,
+            tokens,
+            first: first.clone(),
+            counts: blocks.iter().map(|list| list.len() as u32).collect(),
+            layout: decode.memory.geometry.layout.clone(),
+            device: false,
+            host: Machine { boot: [1; 16], netns: 1 },
+            unix: b"simulated".to_vec(),
+            address: place.to_string(),
+            port: 1,
+        };
+        decode.books.insert(epoch, Lent { tokens: sequence, first, blocks });
+        taken.map_err(|what| self.violation("I3", what))?;
+        self.summary.handoffs += 1;
+        self.milestone("lent", Process::Decode(place));
+        self.after(place)?;
+        Ok(Ok(target.encode()))
+    }
+
+    /// Nobody may write under this epoch any more.
+    pub(crate) fn unlend(&mut self, place: Place, epoch: Epoch) {
+        self.decodes[place].memory.give_back(epoch);
+        self.decodes[place].books.remove(&epoch);
+    }
+
+    /// Passes on what the ledger has to say.
+    pub(crate) fn after(&mut self, place: Place) -> Result<(), Violation> {
+        let mut news = false;
+        while let Some(event) = self.decodes[place].ledger.next_event() {
+            news = true;
+            self.received(place, &event)?;
+            if self.broken(Sabotage::AnnounceTwice) && matches!(event, ReceiverEvent::Verified { .. }) {
+                self.received(place, &event)?;
+            }
+            self.decodes[place].inbox.push_back(Input::Command(Command::Received(event)));
+        }
+        if news {
+            self.wake_engine(Process::Decode(place));
+        }
+        for (line, epoch) in self.decodes[place].ledger.take_fences() {
+            if self.broken(Sabotage::LoseFences) {
+                continue;
+            }
+            if let Some(session) = self.decodes[place].sessions.get_mut(&line) {
+                session.fences.push(epoch);
+                self.wake_decode(line);
+            }
+        }
+        if let Some(at) = self.decodes[place].ledger.next_expiry() {
+            let at = self.micros(at).max(self.now) + self.random.below(crate::world::LAZINESS);
+            self.plan_desk(place, at);
+        }
+        Ok(())
+    }
+
+    fn plan_desk(&mut self, decode: Place, at: Micros) {
+        let life = self.decodes[decode].life;
+        if self.decodes[decode].desk.set(at.max(self.now + 1), self.now) {
+            self.events.plan(at.max(self.now + 1), Event::Desk { decode, life });
+        }
+    }
+
+    /// The front desk's turn: leases.
+    pub(crate) fn desk(&mut self, place: Place) -> Result<(), Violation> {
+        if self.broken(Sabotage::IgnoreLeases) {
+            return Ok(());
+        }
+        let now = self.instant(self.now);
+        self.decodes[place].ledger.expire(now);
+        self.after(place)
+    }
+
+    /// What the ledger says, by the checker's books.
+    fn received(&mut self, place: Place, event: &ReceiverEvent) -> Result<(), Violation> {
+        match event {
+            ReceiverEvent::Verified { epoch, .. } => {
+                let decode = &mut self.decodes[place];
+                let Some(lent) = decode.books.get(epoch) else {
+                    return Err(self.violation("reported once", format!("{epoch} is verified after its end")));
+                };
+                decode.verified.insert(*epoch);
+                *self.summary.looked.entry("I2").or_default() += 1;
+                // I2: the checker knows what these tokens' KV is; the code under test knows digests.
+                let right = decode.memory.compare(&lent.tokens, &lent.first, &lent.blocks);
+                right.map_err(|what| self.violation("I2", format!("{epoch}: {what}")))?;
+                self.unlend(place, *epoch);
+                self.summary.verified += 1;
+                self.note(|| format!("decode {place} has verified {epoch}"));
+                self.milestone("verified", Process::Decode(place));
+            }
+            ReceiverEvent::Failed { epoch, error, .. } => {
+                if !self.decodes[place].books.contains_key(epoch) {
+                    return Err(self.violation("reported once", format!("{epoch} fails after its end: {error}")));
+                }
+                self.note(|| format!("decode {place}: {epoch} fails: {error}"));
+                *self.summary.handoffs_failed.entry(error.cause()).or_default() += 1;
+                let changed =
+                    matches!(error.cause(), "corruption" | "incomplete" | "protocol" | "refused" | "peer_lost");
+                if self.options.calm && changed {
+                    return Err(self.violation("delivery", format!("{epoch} fails though nothing goes wrong: {error}")));
+                }
+            }
+            ReceiverEvent::Fenced { epoch } => self.unlend(place, *epoch),
+        }
+        Ok(())
+    }
+}
