@@ -24,6 +24,10 @@ slowest:
 simulate seeds="10000":
     cargo run --release -p baton-simulator --example cluster -- {{ seeds }}
 
+# Rules of the real code broken one at a time, each of which the simulation must notice; about twenty minutes
+mutants *words:
+    crates/simulator/mutants {{ words }}
+
 # Every fuzz target for so many seconds
 fuzz seconds="600":
     cargo run --profile fuzz -p baton-fuzz -- all {{ seconds }}
