@@ -83,6 +83,11 @@ impl Scenario {
     /// What did not hold, or did not come of it.
     pub fn play(&self) -> Result<Summary, Violation> {
         let summary = run(self.seed, &self.options)?;
+        let rules = self.options.rules.len() as u64;
+        if summary.rules < rules {
+            let what = format!("{} of {rules} rules struck: what the others wait for did not happen", summary.rules);
+            return Err(Violation { invariant: "expectation", at_micros: summary.micros, what, trace: Vec::new() });
+        }
         let failed: u64 = summary.failed.values().sum();
         for (what, wanted, got) in [("finished", self.finished, summary.finished), ("failed", self.failed, failed)] {
             if let Some(wanted) = wanted.filter(|wanted| *wanted != got) {
@@ -220,6 +225,8 @@ impl World {
     /// Does what a rule says.
     pub(crate) fn obey(&mut self, number: usize, it: Option<Process>) -> Result<(), Violation> {
         let Some(rule) = self.options.rules.get(number).copied() else { return Ok(()) };
+        self.summary.rules += 1;
+        self.note(|| format!("a rule strikes: {:?}", rule.deed));
         let whom = |target| match target {
             Target::It => it.unwrap_or(Process::Registry),
             Target::Process(process) => process,

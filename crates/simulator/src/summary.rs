@@ -35,6 +35,8 @@ pub struct Summary {
     pub looked: BTreeMap<&'static str, u64>,
     /// Faults that struck.
     pub faults: BTreeMap<Fault, u64>,
+    /// Rules of a scenario that struck.
+    pub rules: u64,
     /// Events that were played.
     pub events: u64,
     /// Virtual time.
@@ -54,6 +56,7 @@ impl Summary {
             (&mut self.joined, other.joined),
             (&mut self.left_out, other.left_out),
             (&mut self.overtook, other.overtook),
+            (&mut self.rules, other.rules),
             (&mut self.events, other.events),
             (&mut self.micros, other.micros),
         ] {

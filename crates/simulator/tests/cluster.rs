@@ -79,6 +79,13 @@ fn every_scenario_comes_out_as_it_says() {
     assert!(played >= 6, "only {played} scenarios in {folder}");
 }
 
+/// A scenario whose fault never strikes says nothing of the code.
+#[test]
+fn a_rule_that_does_not_strike_is_no_success() {
+    let scenario: Scenario = "routers 1\nprefill 1\ndecode 1\nrequests 1\nafter verified 9 kill it".parse().unwrap();
+    assert!(scenario.play().unwrap_err().what.contains("0 of 1 rules struck"));
+}
+
 #[test]
 fn a_bad_scenario_says_where_and_why() {
     for (text, why) in [
