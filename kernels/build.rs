@@ -2,6 +2,7 @@
 //! backend says which command to run.
 
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 use std::{env, fs, io};
 
 /// Names and contents of the sources, hashed as `kernels/cuda/build` does (FNV-1a, 64 bits).
@@ -24,7 +25,18 @@ fn main() {
     println!("cargo::rerun-if-env-changed=BATON_FATBIN");
     let fatbin = env::var_os("BATON_FATBIN").map_or_else(|| here.join("../target/cuda/baton.fatbin"), PathBuf::from);
     let made_of = fatbin.with_extension("sources");
-    for path in [&fatbin, &made_of, &here.join("cuda/src")] {
+    // A file that is not there counts as changed at every build: until it is made, its folder is watched.
+    let folder = fatbin.parent().unwrap_or(&here);
+    let made = fatbin.exists() && made_of.exists();
+    if !made && !folder.exists() {
+        // As if it were old: one that is newer than this run counts as changed since.
+        let old = |folder: &Path| fs::File::open(folder)?.set_modified(SystemTime::UNIX_EPOCH);
+        if let Err(error) = fs::create_dir_all(folder).and_then(|()| old(folder)) {
+            println!("cargo::warning=cannot make {}: {error}", folder.display());
+        }
+    }
+    let watched = if made { vec![&*fatbin, &*made_of] } else { vec![folder] };
+    for path in watched.into_iter().chain([&*here.join("cuda/src")]) {
         println!("cargo::rerun-if-changed={}", path.display());
     }
     let made_of = fs::read_to_string(made_of).ok();
