@@ -9,10 +9,13 @@ import subprocess
 import time
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def free_ports(count):
+    """So many ports, all different: they are held together while they are chosen."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
 
 
 def random_ids(count, salt):
@@ -24,8 +27,8 @@ class Cluster:
     """`baton up` with some flags and further variables of its environment."""
 
     def __init__(self, baton, model, flags, variables=None):
-        self.port = free_port()
-        addresses = ["--http", f"127.0.0.1:{self.port}", "--grpc", f"127.0.0.1:{free_port()}"]
+        self.port, grpc = free_ports(2)
+        addresses = ["--http", f"127.0.0.1:{self.port}", "--grpc", f"127.0.0.1:{grpc}"]
         command = [baton, "up", "--model", model, *addresses, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(variables or {})})
         self.model = None

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from cluster import Cluster, free_port, random_ids
+from cluster import Cluster, free_ports, random_ids
 from compare import print_table, wait_until_idle
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -29,7 +29,7 @@ class LlamaServer:
     """llama.cpp's server, until closed; the same interface as `Cluster`."""
 
     def __init__(self, model, threads, sequences, context):
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         command = [sys.executable, HERE / "llama_server.py", model, "--port", str(self.port), "--threads", str(threads),
                    "--sequences", str(sequences), "--context", str(context)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
