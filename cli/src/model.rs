@@ -30,11 +30,11 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = crate::fetch::settings(matches)?;
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
     let spec = || matches.get_one::<String>("model").map_or("", String::as_str);
-    let find = || source.find(spec(), &fetch::ProgressBar::new());
+    let find = || fetch::find(&source, spec(), &fetch::ProgressBar::new());
     match name {
         "pull" => match find()? {
-            fetch::Origin::Files(path) => println!("{}", path.display()),
-            fetch::Origin::Random(_) => {
+            fetch::ModelSource::Files(path) => println!("{}", path.display()),
+            fetch::ModelSource::Random(_) => {
                 anyhow::bail!("{} is made when it is opened; there is nothing to fetch", spec())
             }
         },

@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
-use baton_runtime::{Bytes, FetchConfig, Process, ProcessConfig, config::format_duration};
-use baton_worker::{BackendKind, KvType, Quantization, TransportKind};
+use baton_runtime::{Bytes, FetchConfig, Parsed, Process, ProcessConfig, config::format_duration};
+use baton_transfer::TransportChoice;
+use baton_types::KvDtype;
+use baton_worker::{BackendKind, Quantization};
 use tokio::net::TcpSocket;
 
 use crate::supervisor::{Kind, Supervisor};
@@ -35,11 +37,11 @@ baton_runtime::config! {
         /// Where workers are found: embedded (the router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
         /// How KV travels between workers: auto, shm, tcp, ucx or cuda-ipc.
-        transport: TransportKind = TransportKind::Auto,
+        transport: Parsed<TransportChoice> = Parsed(TransportChoice::Auto),
         /// Element type of the KV pools: f32, f16, bf16, q8, fp8 or int4.
-        kv_type: KvType = KvType::F16,
+        kv_type: Parsed<KvDtype> = Parsed(KvDtype::F16),
         /// Element type of the prefill workers' pools, if another; they convert on the way (docs/kv-types.md).
-        prefill_kv_type: Option<KvType> = None,
+        prefill_kv_type: Option<Parsed<KvDtype>> = None,
         /// Memory of each worker's KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves.
         kv_memory: Option<Bytes> = None,
         /// Share of a GPU's memory that all workers together take, above 0 and at most 1.
@@ -96,8 +98,8 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     supervisor.define(Kind::Router, router_args(&config));
     let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
     let prefill_tp = config.prefill_tp.unwrap_or(config.tp);
-    supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type, prefill_tp));
-    let mut decode = worker_args(&config, &registry, config.kv_type, config.tp);
+    supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type.0, prefill_tp));
+    let mut decode = worker_args(&config, &registry, config.kv_type.0, config.tp);
     if (prefill_kv_type, prefill_tp) != (config.kv_type, config.tp) {
         // I1: what a prompt is computed over must not depend on how much of it is here already.
         decode.extend(flag("local-prefill", 0));
@@ -142,7 +144,7 @@ async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
     let (spec, from) = (config.model.clone(), config.fetch.clone());
     let fetched = tokio::task::spawn_blocking(move || {
         let source = fetch::Source::new(from.model_cache, from.hub_endpoint, from.hub_token_file.as_deref())?;
-        source.find(&spec, &fetch::ProgressBar::new())
+        fetch::find(&source, &spec, &fetch::ProgressBar::new())
     });
     fetched.await.context("fetching the model")??;
     Ok(())
@@ -169,11 +171,11 @@ fn router_args(config: &UpConfig) -> Vec<String> {
     args
 }
 
-fn worker_args(config: &UpConfig, registry: &str, kv_type: KvType, tp: u32) -> Vec<String> {
+fn worker_args(config: &UpConfig, registry: &str, kv_type: KvDtype, tp: u32) -> Vec<String> {
     let mut args = common_args(config);
     args.extend(flag("grpc", "127.0.0.1:0"));
     args.extend(flag("registry", registry));
-    args.extend(flag("transport", config.transport));
+    args.extend(flag("transport", config.transport.0));
     args.extend(flag("kv-type", kv_type));
     args.extend(config.kv_memory.into_iter().flat_map(|bytes| flag("kv-memory", bytes)));
     // All of them run on this host's one GPU.

@@ -1,14 +1,12 @@
 //! `Decode.Generate` over gRPC.
 
-use baton_cluster::Role as MemberRole;
+use baton_cluster::Role;
 use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
 use baton_roles::Decode;
 use baton_roles::decode::Answer;
-use baton_transfer::{Receiver, ReceiverOptions};
-use baton_worker::{
-    Commands, EngineHandle, Events, Node, NodeRole, TransportKind, Wire, WorkerError, WorkerService, stream_status,
-};
+use baton_transfer::{Receiver, ReceiverOptions, TransportChoice};
+use baton_worker::{Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, stream_status};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -21,7 +19,7 @@ pub(crate) struct DecodeNode {
 
 impl NodeRole for DecodeNode {
     type Shell = DecodeShell;
-    const ROLE: MemberRole = MemberRole::Decode;
+    const ROLE: Role = Role::Decode;
 
     fn role(node: &Node) -> Decode {
         Decode::new(node.config.kv_lease, node.vocab)
@@ -45,7 +43,7 @@ impl NodeRole for DecodeNode {
             let _ = commands.send(Message::Received(event));
         });
         let receiver = Receiver::bind(options, on_event)?;
-        if node.config.transport == TransportKind::Ucx {
+        if node.config.transport.0 == TransportChoice::Ucx {
             receiver.prepare_ucx()?;
         }
         Ok(DecodeShell::new(receiver))

@@ -1,5 +1,5 @@
-//! Fuzz targets: everything a worker makes of bytes that come from a peer, and what is made of a model's files. A target takes any byte
-//! string and must neither panic nor loop; what it asserts holds for all of them.
+//! Fuzz targets: everything a worker makes of bytes that come from a peer, what a router makes of a client's body, and what is made of a
+//! model's files. A target takes any byte string and must neither panic nor loop; what it asserts holds for all of them.
 //!
 //! `cargo run --profile fuzz -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
 //! it. A target answers a signature of what became of its input, by which the runner tells inputs that are worth
@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bodies;
 mod models;
 mod mutate;
 mod registry;
@@ -17,8 +18,8 @@ mod sessions;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use baton_handoff::{
-    Descriptor, Frame, FrameHead, FrameLimits, Hello, Host, Limits, Over, PREFIX, Ticket, TransferError, parse_body,
-    parse_prefix,
+    Descriptor, Frame, FrameHead, FrameLimits, Hello, Host, JoinTicket, Over, PREFIX, TransferError, TransferLimits,
+    parse_body, parse_prefix,
 };
 use baton_proto::{ConvertError, v1};
 use baton_transfer::bench::Request;
@@ -44,7 +45,7 @@ pub struct Target {
 pub const MOST: usize = 4096;
 
 /// Every target.
-pub const TARGETS: [Target; 11] = [
+pub const TARGETS: [Target; 12] = [
     Target { name: "handshake", run: handshake, seeds: handshake_seeds },
     Target { name: "frame", run: frame, seeds: frame_seeds },
     Target { name: "descriptor", run: descriptor, seeds: descriptor_seeds },
@@ -52,6 +53,7 @@ pub const TARGETS: [Target; 11] = [
     Target { name: "decode-session", run: sessions::decode, seeds: sessions::decode_seeds },
     Target { name: "prefill-session", run: sessions::prefill, seeds: sessions::prefill_seeds },
     Target { name: "request", run: request, seeds: request_seeds },
+    Target { name: "http-body", run: bodies::body, seeds: bodies::body_seeds },
     Target { name: "registry", run: registry::registry, seeds: registry::registry_seeds },
     Target { name: "gguf", run: models::gguf, seeds: models::gguf_seeds },
     Target { name: "safetensors", run: models::safetensors, seeds: models::safetensors_seeds },
@@ -93,12 +95,13 @@ fn handshake_seeds() -> Vec<Vec<u8>> {
         let bytes = Frame::Identify { me: WorkerId(1), you: WorkerId(you), over: Over::Stream }.encode();
         [&hello[..], &bytes[4..5], &bytes[PREFIX..]].concat()
     };
-    let join = Frame::Join { ticket: Ticket { session: 1, token: 2 }, stream: 3 }.encode();
+    let join = Frame::Join { ticket: JoinTicket { session: 1, token: 2 }, stream: 3 }.encode();
     vec![hello.clone(), identify(2), identify(3), [&hello[..], &join[4..5], &join[PREFIX..]].concat()]
 }
 
 fn frame(input: &[u8]) -> u64 {
-    let limits = FrameLimits::new(&Limits { blocks_per_handoff: 64, tail_bytes: 64, ..Limits::default() }, 2);
+    let limits =
+        FrameLimits::new(&TransferLimits { blocks_per_handoff: 64, tail_bytes: 64, ..TransferLimits::default() }, 2);
     if let Some(prefix) = input.first_chunk::<PREFIX>()
         && let Ok(head) = parse_prefix(*prefix, &limits)
     {

@@ -11,7 +11,8 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use baton_model_files::{ChatMessage, ChatTemplate, FunctionCall, Model, ModelFileError, ToolCall};
+use baton_model_files::{Model, ModelFileError};
+use baton_model_text::{ChatMessage, ChatTemplate, FunctionCall, TextModel, ToolCall};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -48,10 +49,14 @@ fn write(path: &Path, parts: &[&[u8]], room: u64) -> std::io::Result<()> {
     file.set_len(parts.iter().map(|part| part.len() as u64).sum::<u64>() + room)
 }
 
-/// An open model reads all its tensors, each as long as it says.
+/// An open model reads all its tensors, each as long as it says. Its text part opens without them, and says the same.
 fn opened(path: &Path) -> u64 {
-    let model = Model::open(path);
+    let (model, text) = (Model::open(path), TextModel::open(path));
     if let Ok(model) = &model {
+        let sizes = text.map(|text| (text.vocab_size(), text.context_length(), text.chat_template().is_some()));
+        let config = model.config();
+        let want = (config.vocab_size, config.context_length, model.chat_template().is_some());
+        assert_eq!(sizes.map_err(kind), Ok(want));
         for facts in model.tensors() {
             let tensor = model.find(facts.name).map(|tensor| (tensor.bytes().len() as u64, tensor.shape.clone()));
             assert_eq!(tensor, Some((facts.bytes(), facts.shape.clone())), "{facts:?}");

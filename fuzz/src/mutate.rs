@@ -1,8 +1,10 @@
 //! Mutations of byte strings, by a seed.
 
-/// Makes inputs out of others. SplitMix64 (Steele et al., OOPSLA 2014).
+use baton_types::testing::Random;
+
+/// Makes inputs out of others.
 #[derive(Clone, Debug)]
-pub struct Mutator(u64);
+pub struct Mutator(Random);
 
 /// Numbers at which code tends to go wrong.
 const EDGES: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, u64::MAX];
@@ -10,15 +12,12 @@ const EDGES: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, u64
 impl Mutator {
     /// A function of the seed.
     pub fn new(seed: u64) -> Mutator {
-        Mutator(seed)
+        Mutator(Random(seed))
     }
 
     /// The next random number.
     pub fn random(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.bits()
     }
 
     /// Below `n`; 0 when `n` is.

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_handoff::{
-    Access, Batch, Core, Done, Effect, Frame, FrameHead, Inbound, Ledger, Limits, Line, Op, Outbound, PREFIX, Parties,
-    Pools, Quiet, ReceiverEvent, Refusal, Target, Ticket, TransferError, TransportKind, WriteHead, parse_body,
+    Access, Core, Done, Effect, Frame, FrameHead, Inbound, JoinTicket, Ledger, Line, Op, Outbound, PREFIX, Parties,
+    PayloadTarget, Pools, Quiet, ReceiverEvent, Refusal, TransferError, TransferLimits, TransportKind, WriteBatch,
+    WriteHead, parse_body,
 };
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
 
@@ -64,7 +65,7 @@ pub(crate) fn frames_to_decode() -> Vec<Frame> {
         Frame::Begin { epoch: Epoch(2), key: 8 },
         Frame::Abort { epoch: Epoch(2) },
         Frame::FenceAck { epoch: Epoch(3) },
-        Frame::Join { ticket: Ticket { session: 1, token: 2 }, stream: 3 },
+        Frame::Join { ticket: JoinTicket { session: 1, token: 2 }, stream: 3 },
     ]
 }
 
@@ -131,7 +132,7 @@ pub(crate) fn prefill_seeds() -> Vec<Vec<u8>> {
 pub(crate) fn decode(input: &[u8]) -> u64 {
     let Some((&first, input)) = input.split_first() else { return 0 };
     let kind = if first % 2 == 0 { TransportKind::Tcp } else { TransportKind::Shm };
-    let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
+    let (geometry, limits, start) = (geometry(), TransferLimits::default(), Instant::now());
     let pool = vec![0; geometry.bytes()];
     let mut ledger = Ledger::new(&geometry, limits.clone());
     for (epoch, key) in [(1, 7), (2, 8)] {
@@ -186,8 +187,8 @@ impl Arriving {
     fn payload(&mut self, stream: usize) {
         while let Some(payload) = self.session.payload(stream) {
             let count = match payload.target() {
-                Target::Nowhere(bytes) => bytes,
-                Target::Pool(ranges) => {
+                PayloadTarget::Nowhere(bytes) => bytes,
+                PayloadTarget::Pool(ranges) => {
                     let ((offset, len), write) = (ranges[0], &self.heads[stream]);
                     // I3
                     let inside = write.as_ref().is_some_and(|head| is_lent(&geometry(), head, offset..offset + len));
@@ -265,7 +266,7 @@ fn is_lent(geometry: &PoolGeometry, head: &WriteHead, mut bytes: std::ops::Range
 /// A prefill worker with two handoffs under way. Whatever the peer says, each is reported once, and no batch goes outside
 /// what was granted.
 pub(crate) fn prefill(input: &[u8]) -> u64 {
-    let (geometry, limits, start) = (geometry(), Limits::default(), Instant::now());
+    let (geometry, limits, start) = (geometry(), TransferLimits::default(), Instant::now());
     let mut pool = vec![0; geometry.bytes()];
     let mut line = Line::new(limits.clone());
     let mut session = Outbound::new(Parties { me: WorkerId(1), peer: WorkerId(2) }, Pools::alike(geometry), &limits);
@@ -324,7 +325,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
 }
 
 /// Whether each of its blocks goes to the one that the first grant of its epoch names, from the one it was queued with.
-fn is_granted(batch: &Batch, granted: Option<&Vec<Vec<BlockId>>>) -> bool {
+fn is_granted(batch: &WriteBatch, granted: Option<&Vec<Vec<BlockId>>>) -> bool {
     let geometry = geometry();
     let start = |block| geometry.block_range(batch.group, batch.layer, block).start;
     batch.writes.iter().all(|write| {

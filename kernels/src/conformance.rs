@@ -13,6 +13,7 @@ mod long;
 mod products;
 mod shared;
 
+pub use baton_types::testing::Random;
 pub use long::Long;
 
 /// Makes a backend over a fresh pool of the given shape.
@@ -56,24 +57,13 @@ impl Default for Promises {
     }
 }
 
-/// Deterministic numbers (SplitMix64).
-pub struct Random(pub u64);
-
-impl Random {
-    /// 64 bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    /// Uniform in [-1, 1).
-    pub fn unit(&mut self) -> f32 {
-        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
-    }
-    /// A vector of [`Random::unit`].
-    pub fn vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.unit()).collect()
+#[cfg(feature = "cuda")]
+impl Promises {
+    /// Those of the GPU backend: weights and activations of products are bf16, or E4M3 where they may be; operands of attention have 16 bits.
+    pub fn of_gpu(options: crate::cuda::CudaOptions) -> Promises {
+        let chunks = if options.invariant { None } else { Some(0.02) };
+        let operands = 2f64.powi(-8);
+        Promises { operands, linear: if options.fp8 { 2f64.powi(-5) } else { operands }, attention: 0.03, chunks }
     }
 }
 

@@ -7,6 +7,7 @@
 #![allow(clippy::needless_range_loop)]
 
 mod backend;
+#[cfg(feature = "testing")]
 pub mod conformance;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -22,7 +23,7 @@ pub use backend::{
     AttentionShape, Backend, FOLLOWS, First, Gate, Input, MAX_HEADS_PER_KV_HEAD, MAX_PRODUCTS, Norm, Product, Ragged,
     Room, Rope, Span, StepInputs, TILE_ROWS,
 };
-use baton_types::{BatonError, ErrorKind};
+use baton_types::{BatonError, DeviceError, ErrorKind};
 pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
 pub use draw::{Draw, LogitChange, MAX_LOGIT_CHANGES};
 pub use meeting::Meeting;
@@ -41,9 +42,12 @@ pub enum KernelError {
         /// What is wrong.
         why: String,
     },
-    /// A pool the kernels cannot use.
+    /// A layout of the pool that the kernels do not serve: of this model, or as set.
     #[error("KV pool: {0}")]
     Pool(String),
+    /// Memory that the pool does not fit.
+    #[error("KV pool: {0}")]
+    Region(String),
     /// The system gave no memory.
     #[error("no memory for {bytes} bytes of weights or KV")]
     Memory {
@@ -69,12 +73,42 @@ pub enum KernelError {
     Threads(#[from] std::io::Error),
 }
 
+impl From<KernelError> for DeviceError {
+    fn from(error: KernelError) -> DeviceError {
+        DeviceError(error.to_string())
+    }
+}
+
 impl BatonError for KernelError {
     fn kind(&self) -> ErrorKind {
         match self {
-            KernelError::Weight { .. } | KernelError::Pool(_) => ErrorKind::InvalidArgument,
-            KernelError::NoDevice(_) | KernelError::Fp8(_) => ErrorKind::FailedPrecondition,
-            KernelError::Threads(_) | KernelError::Memory { .. } | KernelError::Device { .. } => ErrorKind::Internal,
+            // The model's file and the settings, which whoever starts a worker chose.
+            KernelError::Weight { .. } | KernelError::Pool(_) | KernelError::Fp8(_) => ErrorKind::InvalidArgument,
+            KernelError::Memory { .. } => ErrorKind::ResourceExhausted,
+            KernelError::NoDevice(_) => ErrorKind::Unavailable,
+            KernelError::Region(_) | KernelError::Device { .. } | KernelError::Threads(_) => ErrorKind::Internal,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_files_and_settings_are_the_callers_fault() {
+        let why = || "why".to_owned();
+        for (error, kind) in [
+            (KernelError::Weight { name: why(), why: why() }, ErrorKind::InvalidArgument),
+            (KernelError::Pool(why()), ErrorKind::InvalidArgument),
+            (KernelError::Fp8(why()), ErrorKind::InvalidArgument),
+            (KernelError::Memory { bytes: 1 }, ErrorKind::ResourceExhausted),
+            (KernelError::NoDevice(why()), ErrorKind::Unavailable),
+            (KernelError::Region(why()), ErrorKind::Internal),
+            (KernelError::Device { operation: why(), why: why() }, ErrorKind::Internal),
+            (KernelError::Threads(std::io::ErrorKind::WouldBlock.into()), ErrorKind::Internal),
+        ] {
+            assert_eq!(error.kind(), kind, "{error}");
         }
     }
 }

@@ -28,7 +28,7 @@ pub struct Region {
     base: NonNull<u8>,
 }
 
-// SAFETY: the memory is reached through pointers alone, whose users keep apart: `Bytes` by ranges, pools by blocks.
+// SAFETY: the memory is reached through pointers alone, whose users keep apart: `PageRange` by ranges, pools by blocks.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
@@ -62,7 +62,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this region's own, and no `Bytes` of it is left. It can only fail for a range that is not mapped.
+        // SAFETY: the mapping is this region's own, and no `PageRange` of it is left. It can only fail for a range that is not mapped.
         let _ = unsafe { munmap(self.mapping.as_ptr().cast(), self.mapped) };
     }
 }
@@ -75,27 +75,27 @@ pub struct Arena {
 
 impl Arena {
     /// `bytes` zeroed bytes, from a cache line's start on.
-    pub fn zeroed(&mut self, bytes: usize) -> Result<Bytes, KernelError> {
+    pub fn zeroed(&mut self, bytes: usize) -> Result<PageRange, KernelError> {
         if bytes > REGION / 2 {
-            return Ok(Bytes { region: Arc::new(Region::new(bytes)?), start: 0, len: bytes });
+            return Ok(PageRange { region: Arc::new(Region::new(bytes)?), start: 0, len: bytes });
         }
         let (region, start) = match self.region.take() {
             Some((region, used)) if used + bytes <= REGION => (region, used),
             _ => (Arc::new(Region::new(REGION)?), 0),
         };
         self.region = Some((region.clone(), (start + bytes).next_multiple_of(LINE)));
-        Ok(Bytes { region, start, len: bytes })
+        Ok(PageRange { region, start, len: bytes })
     }
 }
 
 /// A range of a region.
-pub struct Bytes {
+pub struct PageRange {
     region: Arc<Region>,
     start: usize,
     len: usize,
 }
 
-impl Deref for Bytes {
+impl Deref for PageRange {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -104,7 +104,7 @@ impl Deref for Bytes {
     }
 }
 
-impl DerefMut for Bytes {
+impl DerefMut for PageRange {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed for as long.
         unsafe { std::slice::from_raw_parts_mut(self.region.base.add(self.start).as_ptr(), self.len) }
@@ -119,7 +119,7 @@ mod tests {
     fn ranges_are_zeroed_apart_and_outlive_their_arena() {
         let mut arena = Arena::default();
         let sizes = [1, 63, 64, 65, 0, REGION / 2, REGION / 2 - 300, 4096, REGION / 2 + 1];
-        let mut ranges: Vec<Bytes> = sizes.iter().map(|&size| arena.zeroed(size).unwrap()).collect();
+        let mut ranges: Vec<PageRange> = sizes.iter().map(|&size| arena.zeroed(size).unwrap()).collect();
         drop(arena);
         for (i, range) in ranges.iter_mut().enumerate() {
             assert_eq!(range.len(), sizes[i]);

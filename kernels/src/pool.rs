@@ -41,7 +41,7 @@ impl HostPool {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Self, KernelError> {
         if geometry.bytes() > bytes {
-            return Err(KernelError::Pool(format!("a pool of {} bytes in a region of {bytes}", geometry.bytes())));
+            return Err(KernelError::Region(format!("a pool of {} bytes in a region of {bytes}", geometry.bytes())));
         }
         if !geometry.layout.block_size.is_multiple_of(16) || geometry.layout.block_size == 0 {
             return Err(KernelError::Pool(format!(

@@ -36,7 +36,7 @@ impl Factory for Host {
     }
 
     fn promises(&self) -> Promises {
-        CudaBackend::<Device>::promises(self.options)
+        Promises::of_gpu(self.options)
     }
 
     fn serves(&self, layout: &KvLayout) -> bool {

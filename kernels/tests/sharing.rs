@@ -8,10 +8,11 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use baton_kernels::Backend;
-use baton_kernels::cuda::{
-    CopyQueue, CudaBackend, CudaOptions, Finished, HostDevice, Moved, Recorded, Recorder, SharedPool, SharingDevice,
+use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Recorded, Recorder, SharedPool, SharingDevice};
+use baton_types::testing::Random;
+use baton_types::{
+    BlockId, DeviceMemory, DeviceQueue, JobDone, KvDtype, KvGroup, KvLayout, Moving, PoolGeometry, digest_block,
 };
-use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, digest_block};
 
 /// Blocks of 1,024 bytes in two layers.
 fn geometry() -> PoolGeometry {
@@ -21,20 +22,20 @@ fn geometry() -> PoolGeometry {
 }
 
 fn noise(bytes: usize, seed: u64) -> Vec<u8> {
-    (0..bytes as u64).map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+    Random(seed).bytes(bytes)
 }
 
-fn pool<D: SharingDevice>(device: &Arc<D>) -> Arc<SharedPool<D>> {
-    Arc::new(SharedPool::new(device, geometry().bytes()).unwrap())
+fn pool<D: SharingDevice>(device: &Arc<D>) -> SharedPool<D> {
+    SharedPool::new(device, geometry().bytes()).unwrap()
 }
 
 /// Writes the whole pool by its queue.
-fn fill<D: SharingDevice>(queue: &mut CopyQueue<D>, bytes: &[u8]) {
+fn fill(queue: &mut dyn DeviceQueue, bytes: &[u8]) {
     queue.stage(bytes.len()).unwrap()[..bytes.len()].copy_from_slice(bytes);
-    queue.write([(0, bytes.len())].into_iter()).unwrap();
+    queue.write(&[(0, bytes.len())]).unwrap();
 }
 
-fn next<D: SharingDevice>(queue: &mut CopyQueue<D>) -> Finished<D> {
+fn next(queue: &mut dyn DeviceQueue) -> JobDone {
     loop {
         if let Some(finished) = queue.poll().unwrap() {
             return finished;
@@ -43,10 +44,10 @@ fn next<D: SharingDevice>(queue: &mut CopyQueue<D>) -> Finished<D> {
     }
 }
 
-fn contents<D: SharingDevice>(queue: &mut CopyQueue<D>, mark: u64, ranges: &[(usize, usize)]) -> Vec<u8> {
-    queue.read(mark, ranges.iter().copied()).unwrap();
-    let Finished::Read(staging) = next(queue) else { panic!("it was a read") };
-    staging.as_ref().to_vec()
+fn contents(queue: &mut dyn DeviceQueue, mark: u64, ranges: &[(usize, usize)]) -> Vec<u8> {
+    queue.read(mark, ranges).unwrap();
+    let JobDone::Read(staged) = next(queue) else { panic!("it was a read") };
+    staged.bytes().to_vec()
 }
 
 #[test]
@@ -58,7 +59,7 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
     let mut backends = [&from, &to].map(|pool| CudaBackend::sharing(pool, geometry(), options).unwrap());
     let bytes = noise(from.bytes(), 3);
     let mut out = from.queue().unwrap();
-    fill(&mut out, &bytes);
+    fill(&mut *out, &bytes);
     assert_eq!(out.digests(&[(0, 5)], 1024).unwrap(), [digest_block(&bytes[..1024], 5)]); // I2
     let log = device.take_log();
     let when = |wanted: Recorded| log.iter().position(|step| *step == wanted).unwrap();
@@ -70,37 +71,36 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
     let handle = to.export().unwrap();
     out.open(&handle, to.bytes()).unwrap();
     let runs =
-        [(3072, 1024, 0), (0, 0, 64), (5120, 7168, 128)].map(|(source, target, lane)| Moved { source, target, lane });
+        [(3072, 1024, 0), (0, 0, 64), (5120, 7168, 128)].map(|(source, target, lane)| Moving { source, target, lane });
     out.copy(mark, &runs, 1024).unwrap();
-    let part = Moved { source: 8, target: 2048, lane: 1 };
+    let part = Moving { source: 8, target: 2048, lane: 1 };
     out.copy(mark, &[part], 16).unwrap();
-    assert_eq!(out.pending(), 2);
-    let Finished::Digests(digests) = next(&mut out) else { panic!("it was a copy") };
-    let want = runs.map(|run| digest_block(&bytes[run.source as usize..][..1024], run.lane));
+    let JobDone::Digests(digests) = next(&mut *out) else { panic!("it was a copy") };
+    let want = runs.map(|run| digest_block(&bytes[run.source..][..1024], run.lane));
     assert_eq!(digests, want);
-    let Finished::Digests(digests) = next(&mut out) else { panic!("it was a copy") };
+    let JobDone::Digests(digests) = next(&mut *out) else { panic!("it was a copy") };
     assert_eq!(digests, [digest_block(&bytes[8..24], 1)]);
 
     // What leaves by a network's card is only digested here.
     out.digest(mark, &[(3072, 7), (16, 0)], 1024).unwrap();
-    let Finished::Digests(digests) = next(&mut out) else { panic!("it was a digest") };
+    let JobDone::Digests(digests) = next(&mut *out) else { panic!("it was a digest") };
     assert_eq!(digests, [(3072, 7), (16, 0)].map(|(from, lane)| digest_block(&bytes[from..from + 1024], lane)));
     assert!(out.digest(mark, &[(8192, 0)], 16).unwrap_err().to_string().contains("outside the pool"));
 
     let mut there = to.queue().unwrap();
-    let all = contents(&mut there, 0, &[(0, to.bytes())]);
+    let all = contents(&mut *there, 0, &[(0, to.bytes())]);
     let mut want = vec![0xff; to.bytes()];
     for run in runs {
-        want[run.target as usize..][..1024].copy_from_slice(&bytes[run.source as usize..][..1024]);
+        want[run.target..][..1024].copy_from_slice(&bytes[run.source..][..1024]);
     }
     want[2048..2064].copy_from_slice(&bytes[8..24]);
     assert!(all == want);
-    assert_eq!(contents(&mut there, 0, &[(7168, 8), (7176, 8), (0, 16)]), [&want[7168..7184], &want[..16]].concat());
+    assert_eq!(contents(&mut *there, 0, &[(7168, 8), (7176, 8), (0, 16)]), [&want[7168..7184], &want[..16]].concat());
 
     for (wrong, why) in [
-        (Moved { source: 8192, ..part }, "outside the pool"),
-        (Moved { target: u64::MAX - 7, ..part }, "outside the peer's pool"),
-        (Moved { source: 4, ..part }, "8 at a time"),
+        (Moving { source: 8192, ..part }, "outside the pool"),
+        (Moving { target: usize::MAX - 7, ..part }, "outside the peer's pool"),
+        (Moving { source: 4, ..part }, "8 at a time"),
     ] {
         let error = out.copy(mark, &[wrong], 16).unwrap_err().to_string();
         assert!(error.contains(why), "{error}");
@@ -124,7 +124,7 @@ fn a_job_waits_for_what_its_mark_stands_for() {
     let mut stored_and_read = |to, mark: Option<u64>| {
         backend.copy_block(0, BlockId(0), BlockId(to));
         backend.publish();
-        contents(&mut queue, mark.unwrap_or_else(|| pool.mark()), &[(0, pool.bytes())]);
+        contents(&mut *queue, mark.unwrap_or_else(|| pool.mark()), &[(0, pool.bytes())]);
         backend.finish().unwrap();
         device.problems().len()
     };
@@ -140,12 +140,12 @@ fn a_queue_that_has_settled_has_written() {
     let pool = pool(&device);
     let (mut one, mut other) = (pool.queue().unwrap(), pool.queue().unwrap());
     let bytes = noise(pool.bytes(), 1);
-    fill(&mut one, &bytes);
+    fill(&mut *one, &bytes);
     one.settle().unwrap();
-    assert!(contents(&mut other, 0, &[(0, pool.bytes())]) == bytes);
+    assert!(contents(&mut *other, 0, &[(0, pool.bytes())]) == bytes);
     assert_eq!(device.problems(), [""; 0]);
-    fill(&mut one, &bytes);
-    contents(&mut other, 0, &[(0, pool.bytes())]);
+    fill(&mut *one, &bytes);
+    contents(&mut *other, 0, &[(0, pool.bytes())]);
     assert!(!device.problems().is_empty(), "nobody has waited for it");
 }
 
@@ -159,7 +159,7 @@ fn queues_are_made_of_what_earlier_ones_left() {
     let before = device.live_bytes();
     for _ in 0..3 {
         let mut queue = pool.queue().unwrap();
-        queue.read(0, [(0, 64)].into_iter()).unwrap();
+        queue.read(0, &[(0, 64)]).unwrap();
         // Given up with a job under way.
         drop(queue);
     }
@@ -178,7 +178,7 @@ fn child() {
     let device = Arc::new(HostDevice::for_tests().unwrap());
     let pool = pool(&device);
     let mut queue = pool.queue().unwrap();
-    fill(&mut queue, &vec![0; pool.bytes()]);
+    fill(&mut *queue, &vec![0; pool.bytes()]);
     queue.settle().unwrap();
     println!("handle {}", pool.export().unwrap().iter().map(|byte| format!("{byte:02x}")).collect::<String>());
     std::io::stdin().read_line(&mut String::new()).unwrap();
@@ -207,13 +207,13 @@ fn kv_moves_into_another_process() {
     let pool = pool(&device);
     let mut queue = pool.queue().unwrap();
     let bytes = noise(pool.bytes(), 8);
-    fill(&mut queue, &bytes);
+    fill(&mut *queue, &bytes);
     let wrong = [&handle[..handle.len() - 1], b"nothing of the kind"];
     assert!(wrong.iter().all(|wrong| queue.open(wrong, 8).is_err()));
     assert!(queue.open(&handle, pool.bytes() + 1).unwrap_err().to_string().contains("are needed"));
     queue.open(&handle, pool.bytes()).unwrap();
-    queue.copy(0, &[Moved { source: 4096, target: 1024, lane: 0 }], 1024).unwrap();
-    let Finished::Digests(digests) = next(&mut queue) else { panic!("it was a copy") };
+    queue.copy(0, &[Moving { source: 4096, target: 1024, lane: 0 }], 1024).unwrap();
+    let JobDone::Digests(digests) = next(&mut *queue) else { panic!("it was a copy") };
     writeln!(child.stdin.take().unwrap()).unwrap();
     let zeros = digest_block(&[0; 1024], 0);
     assert_eq!(hear("digests"), format!("{:016x} {zeros:016x}", digest_block(&bytes[4096..5120], 0)));

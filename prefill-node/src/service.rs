@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_cluster::Role as MemberRole;
+use baton_cluster::Role;
 use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_roles::Prefill;
@@ -28,7 +28,7 @@ pub(crate) struct PrefillNode {
 
 impl NodeRole for PrefillNode {
     type Shell = PrefillShell;
-    const ROLE: MemberRole = MemberRole::Prefill;
+    const ROLE: Role = Role::Prefill;
 
     fn role(node: &Node) -> Prefill {
         Prefill::new(node.geometry.layout.clone().into())
@@ -48,7 +48,7 @@ impl NodeRole for PrefillNode {
             worker: node.id,
             geometry: node.geometry.clone(),
             pool: node.pool.clone(),
-            transport: node.config.transport.choice(),
+            transport: node.config.transport.0,
             ucx: node.config.ucx(),
             tls: node.config.transfer_tls()?,
             tcp_connections: node.config.tcp_connections,

@@ -39,6 +39,21 @@ impl BatonError for ConvertError {
     }
 }
 
+/// Metadata of a status by which a worker says that it drains and did not take the request.
+const DRAINING: &str = "baton-draining";
+
+/// The status of a worker that drains. Routers that do not know the mark read "unavailable".
+pub fn draining_status(message: impl Into<String>) -> tonic::Status {
+    let mut status = tonic::Status::unavailable(message);
+    status.metadata_mut().insert(DRAINING, tonic::metadata::MetadataValue::from_static("1"));
+    status
+}
+
+/// True for a status made by [`draining_status`].
+pub fn says_draining(status: &tonic::Status) -> bool {
+    status.metadata().contains_key(DRAINING)
+}
+
 /// The gRPC status of an error.
 pub fn status_of(error: &dyn BatonError) -> tonic::Status {
     tonic::Status::new(tonic::Code::from_i32(error.kind().grpc_code()), error.to_string())

@@ -14,4 +14,4 @@ pub mod v1 {
     pub const DESCRIPTORS: &[u8] = tonic::include_file_descriptor_set!("baton");
 }
 
-pub use convert::{ConvertError, status_of};
+pub use convert::{ConvertError, draining_status, says_draining, status_of};

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::Arc;
 
-use baton_policy::{Choice, ChoiceInput, Effect, Limits, Order, Sequence};
+use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, RequestLimits, Sequence};
 use baton_proto::v1;
 use baton_runtime::Shutdown;
 use baton_types::{RequestId, SamplingParams};
@@ -56,7 +56,7 @@ impl Driver {
     /// Runs the choice to its end. Ends early, with the legs cancelled, when the client goes away.
     pub async fn run(mut self) {
         let mut effects = Vec::new();
-        let mut choice = Choice::start(self.order(), now(), &mut effects);
+        let mut choice = Choice::start(self.new_request(), now(), &mut effects);
         let mut todo = VecDeque::from(effects);
         let mut said = Vec::new();
         loop {
@@ -76,15 +76,15 @@ impl Driver {
         }
     }
 
-    fn order(&self) -> Order {
+    fn new_request(&self) -> NewRequest {
         let Job { prompt, names, sampling, standing, deadline, max_attempts, .. } = &self.job;
-        let limits = Limits {
+        let limits = RequestLimits {
             max_tokens: sampling.max_tokens,
             stop_token_ids: sampling.stop_token_ids.clone(),
             max_attempts: *max_attempts,
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
-        Order { prompt, names, cache_salt, limits, deadline: deadline.into_std() }
+        NewRequest { prompt, names, cache_salt, limits, deadline: deadline.into_std() }
     }
 
     /// Does one thing; some have their answer at once.
@@ -95,12 +95,12 @@ impl Driver {
                 self.sink.record().worker(worker);
                 let sequence = Some(self.sequence(sequence));
                 let request = v1::DecodeRequest { sequence, local_prefill: local };
-                self.decode = Some(open_decode(self.workers.lease(worker), request));
+                self.decode = Some(open_decode(self.workers.link(worker), request));
             }
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
                 let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target };
-                self.prefill = Some(open_prefill(self.workers.lease(worker), request));
+                self.prefill = Some(open_prefill(self.workers.link(worker), request));
             }
             Effect::Emit(token) => return Some(self.emit(token).await),
             Effect::DropDecode => self.decode = None,

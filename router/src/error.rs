@@ -25,7 +25,7 @@ pub enum RouterError {
     },
     /// The model's files.
     #[error(transparent)]
-    Model(#[from] baton_model_files::ModelFileError),
+    Model(#[from] baton_model_text::ModelFileError),
     /// The registry.
     #[error(transparent)]
     Cluster(#[from] baton_cluster::ClusterError),

@@ -1,7 +1,7 @@
 //! The one path behind both front doors: admission, plan, one driver a choice, one stream of events back.
 
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_policy::Prefixes;
 use baton_runtime::{Shutdown, metrics as names};
@@ -79,7 +79,7 @@ impl Front {
             max_attempts,
             body_limit,
             keep_alive,
-            started: crate::http::unix_seconds(),
+            started: unix_seconds(),
             max_inflight,
             slots,
         }
@@ -201,4 +201,9 @@ impl Generation {
         }
         Some(event)
     }
+}
+
+/// Now, in seconds since 1970.
+pub(crate) fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }

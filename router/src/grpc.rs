@@ -4,10 +4,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_model_files::ChatMessage;
+use baton_model_text::ChatMessage;
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
-use baton_types::{Constraint, RequestId};
+use baton_types::{Constraint, RequestId, SamplingParams};
 use futures::Stream;
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
@@ -15,7 +15,9 @@ use tonic::{Request, Response, Status};
 
 use crate::error::RequestError;
 use crate::front::Front;
-use crate::input::{GenerateInput, Prompt, Standing, Wanted, random_u64};
+use crate::input::{GenerateInput, Standing};
+use crate::prompt::{Prompt, Wanted};
+use crate::random::random_u64;
 use crate::sink::EventKind;
 
 /// Bytes of a client's own request id that are kept.
@@ -104,15 +106,18 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         true => format!("gen-{:016x}", random_u64()),
         false => request.request_id,
     };
-    let mut sampling = request.sampling.unwrap_or_default();
+    let mut asked = request.sampling.unwrap_or_default();
     let field = "sampling.constraint";
-    let constraint = sampling.constraint.take().map(Constraint::try_from).transpose();
+    let constraint = asked.constraint.take().map(Constraint::try_from).transpose();
     let constraint = constraint.map_err(|e| RequestError::invalid(field, e.to_string()))?;
     Ok(GenerateInput {
         model: request.model,
         prompts: vec![prompt],
         n: 1,
-        sampling,
+        max_tokens: asked.max_tokens,
+        seed: asked.seed,
+        ignore_eos: asked.ignore_eos,
+        sampling: sampling(asked),
         stop: request.stop,
         wanted: constraint.map(|constraint| Wanted { field, constraint: constraint.into() }),
         tools: None,
@@ -125,6 +130,26 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         deadline,
         received,
     })
+}
+
+/// Sampling with defaults for absent fields.
+fn sampling(asked: v1::Sampling) -> SamplingParams {
+    let defaults = SamplingParams::default();
+    let mut logit_bias: Vec<(u32, f32)> = asked.logit_bias.into_iter().collect();
+    logit_bias.sort_by_key(|(id, _)| *id);
+    SamplingParams {
+        temperature: asked.temperature.unwrap_or(defaults.temperature),
+        top_p: asked.top_p.unwrap_or(defaults.top_p),
+        top_k: asked.top_k.unwrap_or(defaults.top_k),
+        min_p: asked.min_p.unwrap_or(defaults.min_p),
+        presence_penalty: asked.presence_penalty.unwrap_or(defaults.presence_penalty),
+        frequency_penalty: asked.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+        repetition_penalty: asked.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+        logit_bias,
+        top_logprobs: asked.top_logprobs,
+        stop_token_ids: asked.stop_token_ids,
+        ..defaults
+    }
 }
 
 /// The status for an error, with the field it is about and when to come back in its metadata.
@@ -158,6 +183,14 @@ fn client_timeout(metadata: &MetadataMap) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn absent_sampling_fields_have_their_defaults() {
+        assert_eq!(sampling(v1::Sampling::default()), SamplingParams::default());
+        let asked = v1::Sampling { top_p: Some(0.5), logit_bias: [(7, 1.0), (2, 3.0)].into(), ..Default::default() };
+        let want = SamplingParams { top_p: 0.5, logit_bias: vec![(2, 3.0), (7, 1.0)], ..SamplingParams::default() };
+        assert_eq!(sampling(asked), want);
+    }
 
     #[test]
     fn timeouts_in_every_unit() {

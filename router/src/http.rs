@@ -1,7 +1,7 @@
 //! The HTTP front door: routes, bodies, errors. What an answer is made of is in `openai`, how it streams in `sse.rs`.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -16,9 +16,10 @@ use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::RequestError;
-use crate::front::{Front, Generation};
-use crate::input::{GenerateInput, random_u64};
+use crate::front::{Front, Generation, unix_seconds};
+use crate::input::GenerateInput;
 use crate::openai::{self, Answer, Asked, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
+use crate::random::random_u64;
 use crate::sink::EventKind;
 use crate::sse;
 
@@ -83,10 +84,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
     let id = envelope.id.0.clone();
     let read = async {
         let body = read_body(body, front.body_limit).await?;
-        match shape {
-            Shape::Chat => openai::chat(&body, envelope),
-            Shape::Text => openai::completion(&body, envelope),
-        }
+        openai::read(shape, &body, envelope)
     };
     let (input, asked): (GenerateInput, Asked) = match read.await {
         Ok(read) => read,
@@ -102,6 +100,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
         id,
         created: unix_seconds(),
         model: Arc::clone(&front.model),
+        fingerprint: front.workers.fingerprint(),
         asked,
         prompts: generation.prompts.clone(),
         n: generation.n,
@@ -220,8 +219,4 @@ async fn wrong_method(request: Request) -> Response {
     let error =
         json!({"message": message, "type": "invalid_request_error", "param": null, "code": "method_not_allowed"});
     (StatusCode::METHOD_NOT_ALLOWED, Json(json!({ "error": error }))).into_response()
-}
-
-pub(crate) fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }

@@ -2,18 +2,16 @@
 //!
 //! Comes before anything is spent on a worker: after [`GenerateInput::plan`] every field has a value that can work.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 
-use baton_model_files::ChatMessage;
 use baton_policy::Capacity;
-use baton_proto::v1;
-use baton_types::{Constraint, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams};
+use baton_types::{MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::model::ServedModel;
+use crate::prompt::{Prompt, Wanted};
+use crate::random::random_u64;
 use crate::tools::Tools;
 
 /// Most choices of one request.
@@ -34,36 +32,6 @@ pub(crate) struct Standing {
     pub cache_keep_seconds: u32,
 }
 
-/// The prompt as the client gave it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Prompt {
-    /// Tokenised as is.
-    Text(String),
-    /// Used as they are.
-    Ids(Vec<u32>),
-    /// Rendered with the model's chat template.
-    Chat(Vec<ChatMessage>),
-}
-
-impl Prompt {
-    /// The field of a request it comes from.
-    pub fn field(&self) -> &'static str {
-        match self {
-            Prompt::Text(_) | Prompt::Ids(_) => "prompt",
-            Prompt::Chat(_) => "messages",
-        }
-    }
-}
-
-/// What every answer must look like.
-#[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Wanted {
-    /// The field that asks for it.
-    pub field: &'static str,
-    /// What it asks for.
-    pub constraint: Arc<Constraint>,
-}
-
 /// One request.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerateInput {
@@ -73,8 +41,14 @@ pub(crate) struct GenerateInput {
     pub prompts: Vec<Prompt>,
     /// Answers a prompt.
     pub n: u32,
-    /// Sampling as sent, absent fields unset.
-    pub sampling: v1::Sampling,
+    /// How to sample, with defaults for absent fields; the plan fills in what follows.
+    pub sampling: SamplingParams,
+    /// Most tokens of an answer; None: as many as fit.
+    pub max_tokens: Option<u32>,
+    /// None: one is made up.
+    pub seed: Option<u64>,
+    /// The model's end tokens do not end an answer.
+    pub ignore_eos: bool,
     /// Strings that end an answer.
     pub stop: Vec<String>,
     /// What the answers must look like.
@@ -116,25 +90,25 @@ impl GenerateInput {
 
     /// Tokenises a checked request, sees whether it fits, and fills in every default.
     pub async fn plan(self, model: &Arc<ServedModel>, capacity: Capacity) -> Result<Vec<Planned>, RequestError> {
-        let seed = self.sampling.seed.unwrap_or_else(random_u64);
+        let seed = self.seed.unwrap_or_else(random_u64);
         let wanted = self.wanted.or_else(|| model.forced_calls(self.tools.as_ref()?));
         if let Some(wanted) = &wanted {
-            if self.sampling.ignore_eos {
+            if self.ignore_eos {
                 let wrong = format!("ignore_eos cannot be used together with {}: its answers end", wanted.field);
                 return Err(RequestError::invalid("ignore_eos", wrong));
             }
             model.check_constraint(wanted).await?;
         }
+        let eos: &[u32] = if self.ignore_eos { &[] } else { model.eos_ids() };
         let mut planned = Vec::with_capacity(self.prompts.len());
         for prompt in self.prompts {
             let field = prompt.field();
             let ids = model.encode(prompt, self.tools.as_ref()).await?;
             let context = capacity.context().unwrap_or(model.context_tokens());
             let room = Room { field, prompt: ids.len() as u32, context, capacity };
-            let max_tokens = room.max_tokens(self.sampling.max_tokens)?;
+            let max_tokens = room.max_tokens(self.max_tokens)?;
             let constraint = wanted.as_ref().map(|wanted| wanted.constraint.clone());
-            let params =
-                SamplingParams { constraint, ..sampling_params(&self.sampling, model.eos_ids(), max_tokens, seed) };
+            let params = SamplingParams { max_tokens, seed, constraint, ..with_end_tokens(&self.sampling, eos) };
             params.validate()?;
             // The same seed and prompt give the same n answers, whatever the route (I1).
             let choices = (0..self.n).map(|i| SamplingParams { seed: seed.wrapping_add(i.into()), ..params.clone() });
@@ -197,7 +171,7 @@ impl GenerateInput {
                 refuse("prompt", ids.iter().find(outside))?;
             }
         }
-        refuse("logit_bias", self.sampling.logit_bias.keys().find(outside))?;
+        refuse("logit_bias", self.sampling.logit_bias.iter().map(|(id, _)| id).find(outside))?;
         refuse("stop_token_ids", self.sampling.stop_token_ids.iter().find(outside))
     }
 }
@@ -245,37 +219,12 @@ impl Room {
     }
 }
 
-/// Sampling with every default filled in. The model's end tokens end the answer unless the client ignores them.
-fn sampling_params(asked: &v1::Sampling, eos: &[u32], max_tokens: u32, seed: u64) -> SamplingParams {
-    let defaults = SamplingParams::default();
-    let mut logit_bias: Vec<(u32, f32)> = asked.logit_bias.iter().map(|(id, bias)| (*id, *bias)).collect();
-    logit_bias.sort_by_key(|(id, _)| *id);
-    let mut stop_token_ids = asked.stop_token_ids.clone();
-    if !asked.ignore_eos {
-        stop_token_ids.extend_from_slice(eos);
-    }
+/// The same, where these tokens end the answer too.
+fn with_end_tokens(sampling: &SamplingParams, eos: &[u32]) -> SamplingParams {
+    let mut stop_token_ids = [&sampling.stop_token_ids[..], eos].concat();
     stop_token_ids.sort_unstable();
     stop_token_ids.dedup();
-    SamplingParams {
-        max_tokens,
-        temperature: asked.temperature.unwrap_or(defaults.temperature),
-        top_p: asked.top_p.unwrap_or(defaults.top_p),
-        top_k: asked.top_k.unwrap_or(defaults.top_k),
-        min_p: asked.min_p.unwrap_or(defaults.min_p),
-        seed,
-        presence_penalty: asked.presence_penalty.unwrap_or(defaults.presence_penalty),
-        frequency_penalty: asked.frequency_penalty.unwrap_or(defaults.frequency_penalty),
-        repetition_penalty: asked.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-        logit_bias,
-        top_logprobs: asked.top_logprobs,
-        stop_token_ids,
-        constraint: None,
-    }
-}
-
-/// 64 bits nobody can foresee: the standard library seeds each hasher from the system.
-pub(crate) fn random_u64() -> u64 {
-    RandomState::new().build_hasher().finish()
+    SamplingParams { stop_token_ids, ..sampling.clone() }
 }
 
 #[cfg(test)]
@@ -306,19 +255,10 @@ mod tests {
     }
 
     #[test]
-    fn defaults_and_end_tokens_are_filled_in() {
-        let asked =
-            v1::Sampling { stop_token_ids: vec![9, 3], logit_bias: [(7, 1.0), (2, 3.0)].into(), ..Default::default() };
-        let params = sampling_params(&asked, &[3, 1], 5, 11);
-        let want = SamplingParams {
-            max_tokens: 5,
-            seed: 11,
-            stop_token_ids: vec![1, 3, 9],
-            logit_bias: vec![(2, 3.0), (7, 1.0)],
-            ..SamplingParams::default()
-        };
-        assert_eq!(params, want);
-        let ignoring = v1::Sampling { ignore_eos: true, ..asked };
-        assert_eq!(sampling_params(&ignoring, &[3, 1], 5, 11).stop_token_ids, [3, 9]);
+    fn end_tokens_are_added_once_and_in_order() {
+        let asked = SamplingParams { top_k: 4, stop_token_ids: vec![9, 3], ..SamplingParams::default() };
+        let with = |eos: &[u32]| with_end_tokens(&asked, eos);
+        assert_eq!(with(&[3, 1]), SamplingParams { stop_token_ids: vec![1, 3, 9], ..asked.clone() });
+        assert_eq!(with(&[]).stop_token_ids, [3, 9]);
     }
 }

@@ -24,11 +24,15 @@ mod input;
 mod listener;
 mod model;
 mod openai;
+mod prompt;
+mod random;
 mod record;
 mod server;
 mod sink;
 mod sse;
 mod stop;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod tools;
 mod worker;
 

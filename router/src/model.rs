@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use baton_grammar::Grammars;
-use baton_model_files::{ChatTemplate, Model, TextStream, Tokenizer, ToolSyntax};
+use baton_model_text::{ChatTemplate, TextModel, TextStream, Tokenizer, ToolSyntax};
 use baton_types::Constraint;
 
 use crate::error::RequestError;
-use crate::input::{Prompt, Wanted};
+use crate::prompt::{Prompt, Wanted};
 use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
 
 /// Text longer than this is tokenised on a thread of its own, so that it delays nobody else's stream.
@@ -16,7 +16,7 @@ const INLINE_BYTES: usize = 8 << 10;
 /// The one model a router serves.
 #[derive(Debug)]
 pub struct ServedModel {
-    model: Model,
+    model: TextModel,
     id: String,
     grammars: Arc<Grammars>,
     /// The special token that announces calls, where the model has one.
@@ -25,8 +25,8 @@ pub struct ServedModel {
 
 impl ServedModel {
     /// Serves an open model; clients ask for it by `id`, or by the name in its files.
-    pub fn new(model: Model, id: impl Into<String>) -> ServedModel {
-        let grammars = Arc::new(Grammars::new(model.tokenizer(), model.config().vocab_size));
+    pub fn new(model: TextModel, id: impl Into<String>) -> ServedModel {
+        let grammars = Arc::new(Grammars::new(model.tokenizer(), model.vocab_size()));
         let syntax = model.chat_template().and_then(ChatTemplate::tools);
         let call_marker = syntax.and_then(|syntax| model.tokenizer().special_id(syntax.marker()));
         ServedModel { model, id: id.into(), grammars, call_marker }
@@ -44,17 +44,12 @@ impl ServedModel {
 
     /// Longest sequence by the model's files, tokens; workers may be set to another.
     pub fn context_tokens(&self) -> u32 {
-        self.model.config().context_length
+        self.model.context_length()
     }
 
     /// Token ids are below this.
     pub fn vocab_size(&self) -> u32 {
-        self.model.config().vocab_size
-    }
-
-    /// Differs when the model's weights or configuration do.
-    pub fn fingerprint(&self) -> u64 {
-        self.model.fingerprint()
+        self.model.vocab_size()
     }
 
     pub(crate) fn tokenizer(&self) -> &Tokenizer {
@@ -157,7 +152,7 @@ impl ServedModel {
 
     fn encode_now(&self, prompt: Prompt, tools: Option<&Tools>) -> Result<Vec<u32>, RequestError> {
         let field = prompt.field();
-        let refused = |e: baton_model_files::ModelFileError| RequestError::invalid(field, e.to_string());
+        let refused = |e: baton_model_text::ModelFileError| RequestError::invalid(field, e.to_string());
         match prompt {
             Prompt::Ids(ids) => Ok(ids),
             Prompt::Text(text) => self.tokenizer().encode(&text, true).map_err(refused),

@@ -8,7 +8,7 @@ use axum::Json;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use baton_cluster::{EmbeddedRegistry, Registry, Role, View, ViewReceiver};
-use baton_model_files::fetch;
+use baton_model_text::fetch;
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
 use baton_runtime::{FetchConfig, Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
@@ -118,11 +118,11 @@ pub async fn start(
     Bound::listen(config).await?.start(config, model, registry, shutdown, tasks, readiness)
 }
 
-/// Finds the model, fetching it when it is not here yet, and opens it.
+/// Finds the model, fetching what is not here yet, and opens all of it but the weights.
 fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
-    let model = source.find(&config.model, &Logged)?.open()?;
+    let model = source.open_text(&config.model, &Logged)?;
     let id = model.served_name(&config.model, config.served_name.as_deref());
     Ok(ServedModel::new(model, id))
 }

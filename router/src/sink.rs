@@ -6,7 +6,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use baton_model_files::TextStream;
+use baton_model_text::TextStream;
 use baton_policy::Taken;
 use baton_types::{ErrorKind, FinishReason, TokenOut, Usage};
 use tokio::sync::mpsc;

@@ -225,6 +225,22 @@ async fn a_failure_that_follows_everywhere_ends_in_a_typed_error() {
     cluster.stop().await;
 }
 
+/// The view does not say that they drain: no registry may be there to say it (I7).
+#[tokio::test]
+async fn workers_that_drain_cost_no_attempt_and_are_asked_once() {
+    let drains = || baton_proto::draining_status("draining");
+    let cluster = Cluster::start(0, 6, ANSWER).await;
+    for worker in 0..5 {
+        cluster.worker(worker).decode_will([Decode::Refuse(drains())]);
+    }
+    for _ in 0..8 {
+        whole(&cluster).await;
+    }
+    let asked: Vec<usize> = (0..6).map(|worker| cluster.worker(worker).asked().len()).collect();
+    assert_eq!(asked, [1, 1, 1, 1, 1, 8], "more than there are attempts, and nobody twice");
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn what_can_never_work_is_not_tried_again() {
     let cluster = Cluster::start(1, 2, ANSWER).await;

@@ -47,7 +47,7 @@ struct Way {
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::Quiet)?)?;
+    let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::NoProgress)?)?;
     let text = text(args.text.as_deref())?;
     let ids = model.tokenizer().encode(&text, true)?;
     let most = args.at.iter().max().copied().unwrap_or(0) + args.steps;

@@ -41,7 +41,7 @@ fn kv_type(text: &str) -> Result<KvDtype, String> {
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::Quiet)?)?;
+    let model = Model::open(&fetch::resolve(&args.model, &fetch::default_cache()?, &fetch::NoProgress)?)?;
     let text = text(args.text.as_deref())?;
     let mut ids = model.tokenizer().encode(&text, true)?;
     ensure!(ids.len() > args.tokens, "the text has {} tokens, {} steps need one more", ids.len(), args.tokens);

@@ -25,10 +25,10 @@ import time
 import urllib.request
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def free_ports():
+    """Two that differ: they are held together while they are chosen."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 def get(url):
@@ -48,7 +48,7 @@ class Cluster:
 
     def __init__(self, args, *flags, prefill=None):
         self.model, self.worker = args.model, None
-        self.http, grpc = free_port(), free_port()
+        self.http, grpc = free_ports()
         command = [args.baton, "up", "--model", args.model, "--backend", args.backend, "--transport", args.transport,
                    "--http", f"127.0.0.1:{self.http}", "--grpc", f"127.0.0.1:{grpc}", "--log", "info",
                    "--start-timeout", "300s", *flags]

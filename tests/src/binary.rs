@@ -48,7 +48,7 @@ pub fn command() -> anyhow::Result<Command> {
 
 /// What a finished command said.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Said {
+pub struct CommandOutput {
     /// Its exit code; None when a signal ended it.
     pub code: Option<i32>,
     /// Its standard output.
@@ -57,15 +57,15 @@ pub struct Said {
     pub err: String,
 }
 
-impl From<Output> for Said {
-    fn from(output: Output) -> Said {
+impl From<Output> for CommandOutput {
+    fn from(output: Output) -> CommandOutput {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Said { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+        CommandOutput { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
     }
 }
 
 /// Runs `baton` with these arguments to its end.
-pub fn run(args: &[&str]) -> anyhow::Result<Said> {
+pub fn run(args: &[&str]) -> anyhow::Result<CommandOutput> {
     Ok(command()?.args(args).output()?.into())
 }
 

@@ -13,7 +13,7 @@ use baton_engine::{
 use baton_kernels::cuda::{CudaBackend, CudaOptions, ExchangingDevice};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::parallel::TensorParallel;
-use baton_model::{Decoder, Limits, Sampler, kv_layout};
+use baton_model::{Decoder, DecoderLimits, Sampler, kv_layout};
 use baton_model_files::Model;
 use baton_types::{KvDtype, KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 
@@ -169,7 +169,7 @@ impl<B: Backend> Local<B> {
     fn with(
         model: &Model,
         options: Options,
-        make: impl FnOnce(&KvLayout, Limits) -> anyhow::Result<Runner<B>>,
+        make: impl FnOnce(&KvLayout, DecoderLimits) -> anyhow::Result<Runner<B>>,
     ) -> anyhow::Result<Self> {
         let mut layout = kv_layout(model.config(), model.fingerprint(), options.kv, 16);
         if let Some((sinks, window)) = options.sinks {
@@ -180,7 +180,7 @@ impl<B: Backend> Local<B> {
         // Copying costs next to nothing.
         let rates = SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 };
         let context = options.context.unwrap_or(model.config().context_length.min(options.blocks * 16));
-        let limits = Limits {
+        let limits = DecoderLimits {
             tokens: options.budget as usize,
             samples: 4,
             context: context as usize,
@@ -194,8 +194,9 @@ impl<B: Backend> Local<B> {
             max_running: options.max_running,
             max_waiting: u32::MAX,
             context_tokens: context,
-            local_tokens: 0,
+            local_prefill_tokens: 0,
             order: Order::default(),
+            overtakes: 0,
             cache: CacheConfig::default(),
             swap: SwapConfig { bytes, rates },
         };
@@ -229,7 +230,7 @@ impl<B: Backend> Local<B> {
         let mut places: BTreeMap<SeqId, usize> = BTreeMap::new();
         for (place, (prompt, params)) in requests.iter().enumerate() {
             let seq = self.engine.submit(NewSequence {
-                request: RequestId(place.to_string()),
+                request_id: RequestId(place.to_string()),
                 tokens: prompt.clone(),
                 prompt_tokens: prompt.len() as u32,
                 params: params.clone(),

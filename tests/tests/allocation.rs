@@ -8,7 +8,7 @@ use anyhow::{Context, ensure};
 use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::parallel::TensorParallel;
-use baton_model::{Decoder, Limits, kv_layout};
+use baton_model::{Decoder, DecoderLimits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::tiny;
 use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
@@ -44,7 +44,7 @@ fn a_step_allocates_nothing() -> anyhow::Result<()> {
         let model = Model::open(directory.path())?;
         let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
         let geometry = PoolGeometry::uniform(layout, 64);
-        let limits = Limits { tokens: 64, samples: 2, context: 128, table_entries: 64 };
+        let limits = DecoderLimits { tokens: 64, samples: 2, context: 128, table_entries: 64 };
         let backend = |geometry: &PoolGeometry| {
             let pool = Arc::new(HostPool::in_memory(geometry.clone())?);
             anyhow::Ok(CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool)?)
@@ -74,15 +74,16 @@ fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry, threads: u64) ->
         max_running: 8,
         max_waiting: 8,
         context_tokens: 128,
-        local_tokens: 0,
+        local_prefill_tokens: 0,
         order: Order::default(),
+        overtakes: 0,
         cache: CacheConfig::default(),
         swap: SwapConfig::default(),
     };
     let mut engine = Engine::new(limits, geometry)?;
     for temperature in [0.0, 0.8, 0.8] {
         engine.submit(NewSequence {
-            request: RequestId("a".to_owned()),
+            request_id: RequestId("a".to_owned()),
             tokens: (1..30).collect(),
             prompt_tokens: 29,
             params: SamplingParams { temperature, top_p: 0.9, max_tokens: 40, ..SamplingParams::default() },

@@ -89,3 +89,24 @@ fn the_image_is_built_from_every_crate() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// A suite or a device for tests that a released binary has is code that nobody runs.
+#[test]
+fn what_is_released_has_nothing_for_tests_in_it() -> anyhow::Result<()> {
+    let output = Command::new(env!("CARGO"))
+        .args(["tree", "--package=baton-cli", "--edges=normal,build", "--prefix=none", "--format={p}|{f}", "--offline"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()?;
+    ensure!(output.status.success(), "cargo tree: {}", String::from_utf8_lossy(&output.stderr));
+    let tree = String::from_utf8(output.stdout)?;
+    let mut ours = 0;
+    for (package, features) in tree.lines().filter_map(|line| line.split_once('|')) {
+        ours += usize::from(package.starts_with("baton-kernels "));
+        // A crate that comes again ends in (*).
+        let features = features.trim_end_matches(" (*)").split(',');
+        let found = features.filter(|f| ["testing", "test-util"].contains(f)).collect::<Vec<_>>();
+        ensure!(found.is_empty(), "baton is built with {found:?} of {package}");
+    }
+    ensure!(ours > 0, "the tree has no kernels: {tree}");
+    Ok(())
+}

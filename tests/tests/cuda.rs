@@ -15,7 +15,7 @@ use anyhow::Context;
 use baton_engine::{Sample, conformance};
 use baton_kernels::Backend;
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, Driver, Fp8, HostDevice, Recorded, Recorder};
-use baton_model::{Decoder, Footprint, Limits, Sampler, kv_layout};
+use baton_model::{Decoder, DecoderLimits, Footprint, Sampler, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
 use baton_tests::{logits::distance, tiny};
@@ -74,7 +74,7 @@ fn pool(model: &Model) -> PoolGeometry {
 /// What the model was foreseen to take beside that.
 fn footprint(model: &Model, fp8: bool) -> Footprint {
     let (tokens, context) = (OPTIONS.budget as usize, 128);
-    Footprint::of(model, &pool(model).layout, Limits { tokens, samples: 4, context, table_entries: 0 }, fp8)
+    Footprint::of(model, &pool(model).layout, DecoderLimits { tokens, samples: 4, context, table_entries: 0 }, fp8)
 }
 
 /// The best logit's lead over the next, in standard deviations of the row.
@@ -221,7 +221,7 @@ fn a_model_on_the_device_conforms() -> anyhow::Result<()> {
     let mut setup = conformance::Setup { geometry: PoolGeometry::uniform(layout, 1), vocab, answer_tokens: 3 };
     setup.geometry.blocks = vec![setup.blocks(); setup.geometry.layout.groups.len()];
     let entries = setup.blocks() as usize;
-    let limits = Limits { tokens: 256, samples: 8, context: 128, table_entries: entries };
+    let limits = DecoderLimits { tokens: 256, samples: 8, context: 128, table_entries: entries };
     let mut devices = Vec::new();
     let make = || {
         let device = Arc::new(Recorder::new(HostDevice::for_tests().expect("it was there")));

@@ -11,14 +11,13 @@ use std::time::Duration;
 use anyhow::Context;
 use baton_cluster::{Member, Role};
 use baton_kernels::cuda::{HostDevice, Recorder};
-use baton_runtime::Bytes;
+use baton_runtime::{Bytes, Parsed};
 use baton_tests::cluster::client::{Client, apart, prompt, sampled};
 use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{HANG, status, wait, wait_all_free};
 use baton_tests::{binary, tiny, ucx};
-use baton_worker::{
-    PackTokens, Ready, TransportKind, WorkerConfig, WorkerError, load_on_device, load_on_devices, open_model,
-};
+use baton_transfer::TransportChoice;
+use baton_worker::{PackTokens, Ready, WorkerConfig, WorkerError, load_on_devices, open_model};
 use tokio::runtime::Runtime;
 
 /// What a child of this program is told to be: a role, what it computes on and by how many ranks, and where.
@@ -37,11 +36,11 @@ fn child() -> anyhow::Result<()> {
     let config = WorkerConfig {
         model: model.to_owned(),
         registry: registry.to_owned(),
-        transport: match transport {
-            "tcp" => TransportKind::Tcp,
-            "ucx" => TransportKind::Ucx,
-            _ => TransportKind::Auto,
-        },
+        transport: Parsed(match transport {
+            "tcp" => TransportChoice::Tcp,
+            "ucx" => TransportChoice::Ucx,
+            _ => TransportChoice::Auto,
+        }),
         ucx_library: (transport == "ucx").then(|| ucx::library().map(Into::into)).flatten(),
         kv_memory: Some(Bytes::mib(2)),
         threads: Some(1),
@@ -71,7 +70,7 @@ fn load(config: &WorkerConfig, devices: Vec<HostDevice>, still: bool) -> Result<
     let (model, mut devices) = (open_model(config)?, devices.into_iter().peekable());
     if let Some(device) = devices.next_if(|_| still) {
         let device = Arc::new(Recorder::new(device));
-        let ready = load_on_device(config, &model, &device)?;
+        let ready = load_on_devices(config, &model, std::slice::from_ref(&device))?;
         device.stand_still_after(20);
         return Ok(ready);
     }

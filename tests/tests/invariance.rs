@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use baton_engine::conformance;
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
-use baton_model::{Decoder, Limits, kv_layout};
+use baton_model::{Decoder, DecoderLimits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
@@ -153,7 +153,7 @@ fn the_decoder_conforms() {
         let mut setup = conformance::Setup { geometry: PoolGeometry::uniform(layout, 1), vocab, answer_tokens: 5 };
         let blocks = setup.blocks();
         setup.geometry.blocks.fill(blocks);
-        let limits = Limits { tokens: 256, samples: 4, context: 128, table_entries: blocks as usize };
+        let limits = DecoderLimits { tokens: 256, samples: 4, context: 128, table_entries: blocks as usize };
         let make = || {
             let pool = Arc::new(HostPool::in_memory(setup.geometry.clone()).unwrap());
             let mut backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool).unwrap();

@@ -16,7 +16,7 @@ const NEAR_TIE: f32 = 0.5;
 /// Compares one model.
 fn compare(name: &str) -> anyhow::Result<()> {
     let reference = references::llama(name)?;
-    let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::Quiet)?;
+    let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::NoProgress)?;
     let model = Model::open(&path)?;
     // llama.cpp takes Qwen's ordinary token "</s>" for a control token, against what the file says.
     let quirk = |text: &str| name == "qwen" && text.contains("</s>");

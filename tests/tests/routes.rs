@@ -169,7 +169,7 @@ fn ucx_route(chunk: u32) -> Option<ClusterOptions> {
 
 #[test]
 fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
-    let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::Quiet)?;
+    let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::NoProgress)?;
     let model = Model::open(&path)?;
     let spec = path.to_str().context("a path in UTF-8")?;
     let mut local = Local::new(&model, Options::default())?;

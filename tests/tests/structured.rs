@@ -177,7 +177,7 @@ fn a_constraint_made_to_hurt_is_bounded() {
 
 #[test]
 fn the_vocabulary_of_a_real_model() {
-    let path = fetch::resolve("smollm2", &fetch::default_cache().unwrap(), &fetch::Quiet).unwrap();
+    let path = fetch::resolve("smollm2", &fetch::default_cache().unwrap(), &fetch::NoProgress).unwrap();
     real(&path);
 }
 

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use baton_cluster::Role;
-use baton_tests::binary::{self, Said};
+use baton_tests::binary::{self, CommandOutput};
 use baton_tests::cluster::client::{apart, greedy, prompt, sampled};
 use baton_tests::cluster::{Cluster, ClusterOptions, http, models, processes, wait};
 use rustix::process::Signal;
@@ -17,7 +17,7 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 /// Runs `baton up` that must fail by itself, and checks that nothing is left.
-fn refused(args: &[&str]) -> Said {
+fn refused(args: &[&str]) -> CommandOutput {
     let tmp = tempfile::tempdir().unwrap();
     let mut command = binary::command().unwrap();
     command.arg("up").args(args);
@@ -26,7 +26,7 @@ fn refused(args: &[&str]) -> Said {
             command.args([flag, "127.0.0.1:0"]);
         }
     }
-    let said: Said = command.env("TMPDIR", tmp.path()).output().unwrap().into();
+    let said: CommandOutput = command.env("TMPDIR", tmp.path()).output().unwrap().into();
     assert_eq!(processes::of(tmp.path()), []);
     assert_eq!(std::fs::read_dir(tmp.path()).unwrap().count(), 0);
     assert_eq!(said.code, Some(1), "{said:?}");
@@ -347,7 +347,7 @@ fn a_gpu_that_is_asked_for_and_not_there_ends_the_worker_with_the_reason() {
     for role in ["prefill", "decode"] {
         // Told before the model is looked for.
         let args = [role, "--backend", "cuda", "--model", "/nowhere", "--admin", "127.0.0.1:0"];
-        let said: Said = binary::command().unwrap().args(args).output().unwrap().into();
+        let said: CommandOutput = binary::command().unwrap().args(args).output().unwrap().into();
         assert_eq!(said.code, Some(1), "{said:?}");
         assert!(said.err.contains("--backend cuda: no GPU: ") && said.err.contains("--backend cpu"), "{said:?}");
         assert!(!said.err.contains("panicked"), "{said:?}");

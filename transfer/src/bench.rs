@@ -14,7 +14,7 @@ mod serve;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use baton_handoff::{Limits, TransferError, TransportKind};
+use baton_handoff::{TransferError, TransferLimits, TransportKind};
 use baton_types::{BlockId, PoolGeometry, WorkerId, hash_bytes};
 
 use crate::cpus::Cpus;
@@ -320,7 +320,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, segment: &Arc<Segment>)
         tls: None,
         tcp_connections: connections,
         cpus: options.cpus.clone(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         convert: None,
         verify,
         on_trouble: |_, _| {},

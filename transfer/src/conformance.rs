@@ -1,7 +1,7 @@
 //! What every transport must do, one suite run against each. Real sockets, real shared memory, and real processes where
 //! one has to be stopped or killed.
 //!
-//! This crate's tests run it over host memory and a device that is none. With the feature `conformance`, who has a device runs over its
+//! This crate's tests run it over host memory and a device that is none. With the feature `testing`, who has a device runs over its
 //! memory what goes between devices: [`cases`] after [`set_up`].
 
 // Some of it only this crate's own tests use.
@@ -41,7 +41,8 @@ use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use baton_handoff::Batch;
+use baton_handoff::WriteBatch;
+use baton_types::testing::Random;
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub use children::child;
@@ -61,8 +62,8 @@ use crate::load::Load;
 use crate::sender::Wrap;
 use crate::transport::{Progress, Transport};
 use crate::{
-    Cpus, DeviceMemory, Limits, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions,
-    TransferError, TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
+    Cpus, DeviceMemory, Pool, Receiver, ReceiverEvent, ReceiverOptions, Segment, Sender, SenderOptions, TransferError,
+    TransferLimits, TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
 };
 
 /// A device whose memory the suite's pools are to lie in.
@@ -92,13 +93,17 @@ fn setup() -> Option<Rc<Setup>> {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Limits of tests that hold up an end without meaning it to be taken for dead.
-fn patient() -> Limits {
-    Limits { silence: PATIENCE, ..Limits::default() }
+fn patient() -> TransferLimits {
+    TransferLimits { silence: PATIENCE, ..TransferLimits::default() }
 }
 
 /// Limits of tests in which a peer falls silent.
-fn alert() -> Limits {
-    Limits { heartbeat: Duration::from_millis(25), silence: Duration::from_millis(500), ..Limits::default() }
+fn alert() -> TransferLimits {
+    TransferLimits {
+        heartbeat: Duration::from_millis(25),
+        silence: Duration::from_millis(500),
+        ..TransferLimits::default()
+    }
 }
 
 /// The first blocks of the only group.
@@ -135,15 +140,7 @@ fn pool(geometry: &PoolGeometry, seed: u64) -> Arc<Segment> {
 }
 
 fn noise(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = vec![0; bytes];
-    for chunk in bytes.chunks_mut(8) {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        chunk.copy_from_slice(&x.to_le_bytes()[..chunk.len()]);
-    }
-    bytes
+    Random(seed).bytes(bytes)
 }
 
 /// A block's bytes in every layer.
@@ -207,13 +204,19 @@ impl Decode {
         Decode::limited(geometry, worker, tcp, patient())
     }
 
-    fn limited(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits) -> Decode {
+    fn limited(geometry: PoolGeometry, worker: u64, tcp: &str, limits: TransferLimits) -> Decode {
         let pool = pool_on(devices().decode, &geometry, worker);
         Decode::over(geometry, worker, tcp, limits, (pool.clone(), pool))
     }
 
     /// With a pool that has these bytes, and as it is reached.
-    fn over(geometry: PoolGeometry, worker: u64, tcp: &str, limits: Limits, (pool, reached): (Pool, Pool)) -> Decode {
+    fn over(
+        geometry: PoolGeometry,
+        worker: u64,
+        tcp: &str,
+        limits: TransferLimits,
+        (pool, reached): (Pool, Pool),
+    ) -> Decode {
         let (tell, events) = mpsc::channel();
         let options = ReceiverOptions {
             worker: WorkerId(worker),
@@ -283,7 +286,13 @@ impl Prefill {
         Prefill::limited(geometry, worker, transport, wrap, patient())
     }
 
-    fn limited(geometry: PoolGeometry, worker: u64, transport: TransportChoice, wrap: Wrap, limits: Limits) -> Prefill {
+    fn limited(
+        geometry: PoolGeometry,
+        worker: u64,
+        transport: TransportChoice,
+        wrap: Wrap,
+        limits: TransferLimits,
+    ) -> Prefill {
         let pool = pool_on(devices().prefill, &geometry, worker);
         Prefill::over(geometry, worker, transport, wrap, limits, (pool.clone(), pool))
     }
@@ -294,7 +303,7 @@ impl Prefill {
         worker: u64,
         transport: TransportChoice,
         wrap: Wrap,
-        limits: Limits,
+        limits: TransferLimits,
         (pool, reached): (Pool, Pool),
     ) -> Prefill {
         let options = SenderOptions {

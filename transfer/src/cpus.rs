@@ -7,6 +7,7 @@ use std::str::FromStr;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use baton_handoff::TransferError;
+use baton_types::Expects;
 
 /// CPUs by their numbers in the system; none: wherever the system lets the process run. As text: numbers and ranges, such as
 /// `0-3,8`.
@@ -59,6 +60,10 @@ impl Cpus {
             }
         }
     }
+}
+
+impl Expects for Cpus {
+    const EXPECTS: &'static str = "CPUs, such as 0-3,8";
 }
 
 impl FromStr for Cpus {

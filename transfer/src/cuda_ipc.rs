@@ -10,7 +10,7 @@ use std::time::Duration;
 use baton_handoff::{Frame, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
-use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving};
+use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving, while_doing};
 use crate::in_order::InOrder;
 use crate::links::Links;
 use crate::load::Load;
@@ -35,7 +35,7 @@ impl CudaIpc {
         grace: Duration,
     ) -> Result<CudaIpc, TransferError> {
         let bytes = geometry.bytes();
-        let mut queue = local.queue().map_err(|e| e.while_doing("open a queue"))?;
+        let mut queue = local.queue().map_err(while_doing("open a queue"))?;
         queue.open(handle, bytes).map_err(|e| TransferError::PeerLost { peer, cause: e.0 })?;
         Ok(CudaIpc { peer, bytes, copies: InOrder::new(queue, grace), digests: Vec::new() })
     }

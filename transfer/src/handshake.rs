@@ -8,7 +8,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
-use baton_handoff::{Frame, Hello, Malformed, Over, Ticket, TransferError, fingerprint_mismatch, visitor};
+use baton_handoff::{Frame, Hello, JoinTicket, Malformed, Over, TransferError, fingerprint_mismatch, visitor};
 use baton_types::WorkerId;
 use rustix::process::PidfdFlags;
 
@@ -29,7 +29,7 @@ pub(crate) struct Welcome {
     /// The peer pool's blocks per group.
     pub blocks: Vec<u32>,
     /// For further connections.
-    pub ticket: Option<Ticket>,
+    pub ticket: Option<JoinTicket>,
 }
 
 /// What the prefill side knows of itself and of the worker it calls.
@@ -61,7 +61,7 @@ impl Caller<'_> {
 
     /// Prefill side of a further connection: all that it has to say, at once, since the session's own connection has shown that
     /// layouts agree.
-    pub(crate) fn ask_to_join(&self, link: &mut Link, ticket: Ticket, stream: u8) {
+    pub(crate) fn ask_to_join(&self, link: &mut Link, ticket: JoinTicket, stream: u8) {
         link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
         link.push(&Frame::Join { ticket, stream });
     }
@@ -93,7 +93,7 @@ pub(crate) enum Arrival {
     /// A peer, with a session.
     Guest(Guest),
     /// Another connection of some session, if the ticket is that session's.
-    Stream { ticket: Ticket, stream: u8 },
+    Stream { ticket: JoinTicket, stream: u8 },
 }
 
 /// A peer that came in.
@@ -199,7 +199,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use baton_handoff::{FrameLimits, Limits};
+    use baton_handoff::{FrameLimits, TransferLimits};
 
     use super::*;
     use crate::link::Socket;
@@ -208,7 +208,7 @@ mod tests {
     fn link(stream: UnixStream) -> Link {
         stream.set_nonblocking(true).unwrap();
         let pool = Arc::new(Segment::create("test", 1).unwrap());
-        Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&Limits::default(), 1))
+        Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&TransferLimits::default(), 1))
     }
 
     fn guest(arrival: Arrival) -> Guest {

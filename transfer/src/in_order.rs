@@ -4,18 +4,18 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use baton_handoff::{Batch, TransferError};
+use baton_handoff::{TransferError, WriteBatch};
 use baton_types::Epoch;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::device::{DeviceError, DeviceQueue, JobDone};
+use crate::device::{DeviceError, DeviceQueue, JobDone, while_doing};
 
 /// A queue with the batches that its jobs are of.
 pub(crate) struct InOrder {
     queue: Box<dyn DeviceQueue>,
-    under_way: VecDeque<Batch>,
-    done: VecDeque<(Batch, JobDone)>,
-    /// How long what was given up may take to be done ([`crate::Limits::grace`]).
+    under_way: VecDeque<WriteBatch>,
+    done: VecDeque<(WriteBatch, JobDone)>,
+    /// How long what was given up may take to be done ([`crate::TransferLimits::grace`]).
     grace: Duration,
 }
 
@@ -27,22 +27,22 @@ impl InOrder {
     /// Begins a batch.
     pub(crate) fn begin(
         &mut self,
-        batch: Batch,
-        start: impl FnOnce(&mut dyn DeviceQueue, &Batch) -> Result<(), DeviceError>,
+        batch: WriteBatch,
+        start: impl FnOnce(&mut dyn DeviceQueue, &WriteBatch) -> Result<(), DeviceError>,
     ) -> Result<(), TransferError> {
-        start(&mut *self.queue, &batch).map_err(|e| e.while_doing("copy blocks"))?;
+        start(&mut *self.queue, &batch).map_err(while_doing("copy blocks"))?;
         self.under_way.push_back(batch);
         Ok(())
     }
 
     /// The oldest batch, once it is done.
-    pub(crate) fn next(&mut self) -> Result<Option<(Batch, JobDone)>, TransferError> {
+    pub(crate) fn next(&mut self) -> Result<Option<(WriteBatch, JobDone)>, TransferError> {
         self.collect()?;
         Ok(self.done.pop_front())
     }
 
     fn collect(&mut self) -> Result<(), TransferError> {
-        while let Some(result) = self.queue.poll().map_err(|e| e.while_doing("copy blocks"))? {
+        while let Some(result) = self.queue.poll().map_err(while_doing("copy blocks"))? {
             self.done.extend(self.under_way.pop_front().map(|batch| (batch, result)));
         }
         Ok(())
@@ -126,7 +126,7 @@ mod tests {
     fn given_up(asked: u32) -> Result<(), TransferError> {
         let mut copies = InOrder::new(Box::new(Slow(asked)), Duration::from_millis(20));
         let len = large().layout.block_bytes(0);
-        let batch = Batch {
+        let batch = WriteBatch {
             epoch: Epoch(7),
             group: 0,
             layer: 0,

@@ -7,7 +7,7 @@
 //! and the router; no async runtime, only its own threads and callbacks.
 
 pub mod bench;
-#[cfg(any(test, feature = "conformance"))]
+#[cfg(feature = "testing")]
 pub mod conformance;
 mod convert;
 mod cpus;
@@ -34,7 +34,7 @@ mod ucx;
 mod wake;
 
 pub use baton_handoff::{
-    FenceState, Limits, OnDone, PathReport, Range, ReceiverEvent, ReceiverStats, TransferError, TransferStats,
+    FenceState, OnDone, PathReport, Range, ReceiverEvent, ReceiverStats, TransferError, TransferLimits, TransferStats,
     TransportKind,
 };
 pub use convert::{Conversion, Converter};

@@ -85,7 +85,7 @@ pub(crate) struct Link {
     /// Frames, or parts of them, in `outbox`.
     frames: usize,
     /// Bytes that were ever queued, and those of them that have left.
-    queued: u64,
+    bytes_queued: u64,
     left: u64,
     fd_to_send: Option<OwnedFd>,
     fd_received: Option<OwnedFd>,
@@ -101,7 +101,7 @@ impl Link {
             consumed: 0,
             outbox: VecDeque::new(),
             frames: 0,
-            queued: 0,
+            bytes_queued: 0,
             left: 0,
             fd_to_send: None,
             fd_received: None,
@@ -278,7 +278,7 @@ impl Link {
 
     /// Queues bytes.
     pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
-        self.queued += bytes.len() as u64;
+        self.bytes_queued += bytes.len() as u64;
         self.outbox.push_back(Piece::Owned { bytes, sent: 0 });
         self.frames += 1;
     }
@@ -290,7 +290,7 @@ impl Link {
 
     /// Queues pool memory of a handoff, read when it leaves.
     pub(crate) fn push_pool(&mut self, (offset, len): Range, of: Epoch) {
-        self.queued += len as u64;
+        self.bytes_queued += len as u64;
         if let Some(Piece::Pool((start, so_far), before)) = self.outbox.back_mut()
             && *start + *so_far == offset
             && *before == of
@@ -303,13 +303,13 @@ impl Link {
 
     /// Queues bytes that stand for pool memory of a handoff.
     pub(crate) fn push_staged(&mut self, bytes: Staged, of: Epoch) {
-        self.queued += bytes.bytes().len() as u64;
+        self.bytes_queued += bytes.bytes().len() as u64;
         self.outbox.push_back(Piece::Staged { bytes, sent: 0, of });
     }
 
     /// How many bytes were ever queued: what is queued now has left once so many [have](Link::left).
     pub(crate) fn end(&self) -> u64 {
-        self.queued
+        self.bytes_queued
     }
 
     /// How many bytes have ever left.
@@ -337,7 +337,7 @@ impl Link {
     }
 
     /// Frames that wait to leave, payload aside.
-    pub(crate) fn queued(&self) -> usize {
+    pub(crate) fn frames_queued(&self) -> usize {
         self.frames
     }
 

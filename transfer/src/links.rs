@@ -118,7 +118,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
-    use baton_handoff::{FrameLimits, Limits};
+    use baton_handoff::{FrameLimits, TransferLimits};
 
     use super::*;
     use crate::link::Socket;
@@ -130,7 +130,7 @@ mod tests {
         let pool = Arc::new(Segment::create("test", 4096).unwrap());
         // SAFETY: nobody else knows the pool yet.
         unsafe { pool.write(0, &[7; 4096]) };
-        (Link::new(Socket::Unix(ours), pool.into(), FrameLimits::new(&Limits::default(), 1)), theirs)
+        (Link::new(Socket::Unix(ours), pool.into(), FrameLimits::new(&TransferLimits::default(), 1)), theirs)
     }
 
     fn write(links: &mut Links, epoch: u64) -> usize {
@@ -152,7 +152,7 @@ mod tests {
         links.flush().unwrap();
         let pool = Arc::new(Segment::create("test", 4096).unwrap());
         theirs.set_nonblocking(true).unwrap();
-        let mut theirs = Link::new(Socket::Unix(theirs), pool.into(), FrameLimits::new(&Limits::default(), 1));
+        let mut theirs = Link::new(Socket::Unix(theirs), pool.into(), FrameLimits::new(&TransferLimits::default(), 1));
         theirs.fill().unwrap();
         for _ in 0..2 {
             assert!(matches!(theirs.next_frame(), Ok(Some(Frame::Write(_)))));

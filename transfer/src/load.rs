@@ -1,6 +1,6 @@
 //! A batch with the memory it is sent from: the pool, or staging memory of its own.
 
-use baton_handoff::{Batch, Run};
+use baton_handoff::{BlockRun, WriteBatch};
 use baton_types::digest_run;
 
 use crate::device::{Pool, Staged};
@@ -8,14 +8,14 @@ use crate::device::{Pool, Staged};
 /// A batch on its way through transports.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Load {
-    pub batch: Batch,
+    pub batch: WriteBatch,
     /// Memory of its own that it is sent from instead of the pool, in the order of its runs and without gaps.
     staged: Option<Staged>,
 }
 
 impl Load {
     /// Sent from the pool.
-    pub(crate) fn new(batch: Batch) -> Load {
+    pub(crate) fn new(batch: WriteBatch) -> Load {
         Load { batch, staged: None }
     }
 
@@ -39,7 +39,7 @@ impl Load {
     }
 
     /// First byte of a run, or None when it lies outside the memory it is sent from.
-    pub(crate) fn source(&self, pool: &Pool, run: &Run) -> Option<*const u8> {
+    pub(crate) fn source(&self, pool: &Pool, run: &BlockRun) -> Option<*const u8> {
         self.at(pool, run.source, run.len)
     }
 
@@ -52,7 +52,7 @@ impl Load {
     }
 
     /// Its pieces in order, each with the address of the next one's first byte, or of the byte behind it: what is read next, as a hint.
-    pub(crate) fn runs_and_next(&self, pool: &Pool) -> impl Iterator<Item = (Run, *const u8)> {
+    pub(crate) fn runs_and_next(&self, pool: &Pool) -> impl Iterator<Item = (BlockRun, *const u8)> {
         let nexts = self.batch.runs().skip(1).map(|next| (next.source, next.len));
         let last = self.batch.runs().last().map(|last| (last.source.saturating_add(last.len), 0));
         let nexts = nexts.chain(last).map(|(start, len)| self.at(pool, start, len).unwrap_or(std::ptr::null()));

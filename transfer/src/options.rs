@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use baton_handoff::{Limits, MAX_STREAMS, TransferError, TransportKind};
-use baton_types::{PoolGeometry, WorkerId};
+use baton_handoff::{MAX_STREAMS, TransferError, TransferLimits, TransportKind};
+use baton_types::{Expects, PoolGeometry, WorkerId};
 
 use crate::convert::Converter;
 use crate::cpus::Cpus;
@@ -30,6 +30,8 @@ pub enum TransportChoice {
     CudaIpc,
 }
 
+baton_types::words!(TransportChoice { Auto = "auto", Shm = "shm", Tcp = "tcp", Ucx = "ucx", CudaIpc = "cuda-ipc" });
+
 /// How UCX is found and set up, where it is used.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct UcxSettings {
@@ -43,6 +45,10 @@ pub struct UcxSettings {
 /// by spaces.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct UcxOptions(pub Vec<(String, String)>);
+
+impl Expects for UcxOptions {
+    const EXPECTS: &'static str = "settings as NAME=VALUE, separated by spaces";
+}
 
 impl FromStr for UcxOptions {
     type Err = String;
@@ -83,7 +89,7 @@ pub struct ReceiverOptions {
     /// Where its threads run.
     pub cpus: Cpus,
     /// Bounds.
-    pub limits: Limits,
+    pub limits: TransferLimits,
     /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
     pub verify: bool,
 }
@@ -112,7 +118,7 @@ pub struct SenderOptions {
     /// Where its threads run.
     pub cpus: Cpus,
     /// Bounds.
-    pub limits: Limits,
+    pub limits: TransferLimits,
     /// Writes KV in the type of decode pools that have another; None: both sides must have the same.
     pub convert: Option<Converter>,
     /// Whether what leaves is digested (I2). Only a benchmark may say no; see [`ReceiverOptions::verify`].

@@ -8,8 +8,6 @@ mod connect;
 mod dial;
 mod queue;
 mod session;
-#[cfg(test)]
-pub(crate) mod testing;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -22,11 +20,11 @@ use baton_types::{BlockId, Epoch, WorkerId};
 use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, UcxSettings, check_pool};
 use crate::this_host::this_host;
 use crate::threads::{self, lock};
-use crate::ucx::Engine;
-use connect::{Config, Plan};
+use crate::ucx::UcxEngine;
+use connect::{Plan, SenderConfig};
 use queue::Queue;
 
-#[cfg(any(test, feature = "conformance"))]
+#[cfg(feature = "testing")]
 pub(crate) use connect::Wrap;
 
 /// Tells what carries a handoff, also when that has ended.
@@ -66,7 +64,7 @@ impl Peer {
 
 /// Where KV leaves. Dropping it aborts every handoff and closes all connections.
 pub struct Sender {
-    config: Arc<Config>,
+    config: Arc<SenderConfig>,
     peers: Mutex<HashMap<WorkerId, Peer>>,
 }
 
@@ -80,19 +78,19 @@ impl Sender {
             return Err(TransferError::argument("tcp_connections", problem));
         }
         let ucx = open_ucx(&options)?;
-        let config = Config {
+        let config = SenderConfig {
             options,
             host: this_host(),
             ucx,
             paths: Mutex::default(),
-            #[cfg(any(test, feature = "conformance"))]
+            #[cfg(feature = "testing")]
             wrap: None,
         };
         Ok(Sender { config: Arc::new(config), peers: Mutex::default() })
     }
 
     /// As [`Sender::new`], with `wrap` around every transport.
-    #[cfg(any(test, feature = "conformance"))]
+    #[cfg(feature = "testing")]
     pub(crate) fn with_wrap(options: SenderOptions, wrap: Wrap) -> Result<Sender, TransferError> {
         let mut sender = Sender::new(options)?;
         if let Some(config) = Arc::get_mut(&mut sender.config) {
@@ -175,8 +173,8 @@ impl Sender {
 }
 
 /// UCX where it is asked for, or was set up for the choice to be made; or why there is none.
-fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<Engine>, String>, TransferError> {
-    let open = || Engine::open(&options.ucx, options.pool.clone()).map(Arc::new);
+fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<UcxEngine>, String>, TransferError> {
+    let open = || UcxEngine::open(&options.ucx, options.pool.clone()).map(Arc::new);
     match options.transport {
         TransportChoice::Ucx => open().map(Ok),
         TransportChoice::Auto if options.ucx != UcxSettings::default() => Ok(open().map_err(|error| error.to_string())),
@@ -194,7 +192,7 @@ impl Drop for Sender {
 
 /// One handoff under way. Dropping it aborts it.
 pub struct Handoff {
-    config: Arc<Config>,
+    config: Arc<SenderConfig>,
     queue: Arc<Queue>,
     writes: Writes,
     ended: bool,
@@ -240,7 +238,7 @@ impl Handoff {
     /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
     /// group). Every layer of every block must be written once, so a block that two chunks fill is written after the
     /// second. It must be stored by now, or on a device published. The local blocks must stay
-    /// unchanged until the handoff's end is reported. Waits while the queue is full, for [`crate::Limits::room`] at most. After an
+    /// unchanged until the handoff's end is reported. Waits while the queue is full, for [`crate::TransferLimits::room`] at most. After an
     /// error the handoff is good for nothing but [`Handoff::complete`] or [`Handoff::abort`].
     pub fn write(
         &mut self,

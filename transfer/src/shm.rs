@@ -4,7 +4,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use baton_handoff::{Frame, Run, TransferError, TransportKind};
+use baton_handoff::{BlockRun, Frame, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -31,7 +31,7 @@ impl Shm {
     }
 
     /// Copies one run; answers its digest if that is wanted.
-    fn copy(&self, load: &Load, run: &Run, next: *const u8) -> Result<u64, TransferError> {
+    fn copy(&self, load: &Load, run: &BlockRun, next: *const u8) -> Result<u64, TransferError> {
         let (Some(from), Some(to)) = (load.source(&self.local, run), self.remote.at(run.target, run.len)) else {
             let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
             return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });

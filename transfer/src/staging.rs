@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 
-use baton_handoff::{Batch, Range, TransferError, TransportKind};
+use baton_handoff::{Range, TransferError, TransportKind, WriteBatch};
 use baton_types::Epoch;
 
 use crate::convert::Conversions;
@@ -81,7 +81,7 @@ impl Staging {
 }
 
 /// What of a pool a batch is made of.
-fn ranges(batch: &Batch) -> Vec<Range> {
+fn ranges(batch: &WriteBatch) -> Vec<Range> {
     batch.writes.iter().map(|write| (write.source, batch.source_len)).collect()
 }
 

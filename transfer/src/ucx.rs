@@ -15,11 +15,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_handoff::{Access, Batch, Frame, Run, TransferError, TransportKind};
+use baton_handoff::{Access, BlockRun, Frame, TransferError, TransportKind, WriteBatch};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
 pub(crate) use endpoint::Endpoint;
-pub(crate) use engine::Engine;
+pub(crate) use engine::UcxEngine;
 pub(crate) use worker::Worker;
 
 use crate::device::Pool;
@@ -47,12 +47,12 @@ pub(crate) struct Ucx {
     base: u64,
     bytes: u64,
     /// Under way, in their order. Before `endpoint`, so that their requests are dropped first.
-    flights: VecDeque<Flight>,
+    in_flight: VecDeque<BatchInFlight>,
     endpoint: Endpoint,
 }
 
 /// A batch under way, with the memory it is sent from.
-struct Flight {
+struct BatchInFlight {
     load: Load,
     /// Its puts that are not done, and the flush behind them.
     requests: Vec<Request>,
@@ -62,7 +62,7 @@ impl Ucx {
     /// Connects to the pool of `peer`, whose shape is `geometry`. With `direct`, the peer can tell when this process has
     /// ended, so transports may be used that it cannot cut off.
     pub(crate) fn connect(
-        engine: &Arc<Engine>,
+        engine: &Arc<UcxEngine>,
         peer: WorkerId,
         geometry: &PoolGeometry,
         access: &Access,
@@ -83,7 +83,7 @@ impl Ucx {
         }
         tracing::info!(%peer, over = over.join(","), "UCX endpoint made");
         let (local, base, bytes) = (engine.pool().clone(), access.base, access.bytes);
-        Ok(Ucx { peer, local, base, bytes, flights: VecDeque::new(), endpoint })
+        Ok(Ucx { peer, local, base, bytes, in_flight: VecDeque::new(), endpoint })
     }
 
     fn lost(&self, cause: String) -> TransferError {
@@ -101,7 +101,7 @@ impl Ucx {
                 false
             }
         };
-        self.flights.iter_mut().for_each(|flight| flight.requests.retain(&mut is_open));
+        self.in_flight.iter_mut().for_each(|sent| sent.requests.retain(&mut is_open));
         failed.map_or(Ok(()), |cause| Err(self.lost(cause)))
     }
 }
@@ -116,8 +116,8 @@ impl Transport for Ucx {
     }
 
     fn submit(&mut self, load: Load, _: &mut Links) -> Result<(), TransferError> {
-        self.flights.push_back(Flight { load, requests: Vec::new() });
-        let Some(Flight { load, requests }) = self.flights.back_mut() else { return Ok(()) };
+        self.in_flight.push_back(BatchInFlight { load, requests: Vec::new() });
+        let Some(BatchInFlight { load, requests }) = self.in_flight.back_mut() else { return Ok(()) };
         for run in joined(&load.batch) {
             let inside = run.target.checked_add(run.len).is_some_and(|end| end as u64 <= self.bytes);
             let registered = !load.is_staged();
@@ -143,11 +143,11 @@ impl Transport for Ucx {
 
     fn poll(&mut self, links: &mut Links) -> Result<Progress, TransferError> {
         self.settle()?;
-        if self.flights.front().is_none_or(|flight| flight.requests.is_empty()) {
-            self.flights
+        if self.in_flight.front().is_none_or(|sent| sent.requests.is_empty()) {
+            self.in_flight
                 .pop_front()
                 .into_iter()
-                .for_each(|flight| links.own.push(&Frame::Write(flight.load.batch.head(0))));
+                .for_each(|sent| links.own.push(&Frame::Write(sent.load.batch.head(0))));
             return Ok(Progress::Flushed);
         }
         Ok(if self.endpoint.worker().arm()? { Progress::Blocked } else { Progress::Runnable })
@@ -171,8 +171,8 @@ impl Ucx {
         let until = Instant::now() + GRACE;
         loop {
             self.settle()?;
-            self.flights.retain(|flight| flight.load.batch.epoch != epoch || !flight.requests.is_empty());
-            if self.flights.iter().all(|flight| flight.load.batch.epoch != epoch) {
+            self.in_flight.retain(|sent| sent.load.batch.epoch != epoch || !sent.requests.is_empty());
+            if self.in_flight.iter().all(|sent| sent.load.batch.epoch != epoch) {
                 return Ok(());
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -189,14 +189,14 @@ impl Drop for Ucx {
         // Before its requests are let go, so that none of them reads the local pool any more.
         if !self.endpoint.close() {
             // Better lost than freed under a put.
-            self.flights.drain(..).for_each(|flight| std::mem::forget(flight.load));
+            self.in_flight.drain(..).for_each(|sent| std::mem::forget(sent.load));
         }
     }
 }
 
 /// A batch's pieces, adjacent ones that go to adjacent places as one.
-fn joined(batch: &Batch) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+fn joined(batch: &WriteBatch) -> Vec<BlockRun> {
+    let mut runs: Vec<BlockRun> = Vec::new();
     for run in batch.runs() {
         match runs.last_mut() {
             Some(last) if last.source + last.len == run.source && last.target + last.len == run.target => {

@@ -10,9 +10,9 @@ use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix
 use baton_kernels::cuda::{CudaOptions, Driver};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
-use baton_runtime::Bytes;
-use baton_types::{PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{KvType, Loaded, Quantization, WorkerConfig, load_on, load_on_gpu, open_model};
+use baton_runtime::{Bytes, Parsed};
+use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
+use baton_worker::{Loaded, Quantization, WorkerConfig, load_on, load_on_gpu, open_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use super::profile::{Profiler, print_ceilings};
@@ -188,7 +188,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         threads: matches.get_one("threads").copied(),
         pin_threads: matches.get_flag("pin-threads"),
         kv_memory: (!gpu).then(|| Bytes::gib(2)),
-        kv_type: if gpu { KvType::Bf16 } else { KvType::F16 },
+        kv_type: Parsed(if gpu { KvDtype::Bf16 } else { KvDtype::F16 }),
         quantization,
         chunk,
         token_budget: chunk.max(together(&metrics)),
@@ -210,18 +210,18 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         let (invariant, graphs) = (matches.get_flag("invariant"), !matches.get_flag("no-graphs"));
         let hopper = !matches.get_flag("no-hopper");
         let options = CudaOptions { invariant, graphs, hopper, fp8: quantization == Quantization::Fp8 };
-        let (decoder, geometry, engine) = load_on_gpu(&config, &model, device, options)?;
+        let Loaded { decoder, geometry, engine } = load_on_gpu(&config, &model, device, options)?;
         let bench = Bench::new(engine, &geometry, Box::new(decoder), None, &model)?;
         Bench { warm_up: GPU_WARM_UP, rounds: GPU_ROUNDS, ..bench }
     } else if matches.get_flag("no-profile") {
-        let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, |backend, _| backend)?;
+        let Loaded { decoder, geometry, engine } = load_on(&config, &model, isa, |backend, _| backend)?;
         Bench::new(engine, &geometry, Box::new(decoder), None, &model)?
     } else {
         let ceilings = ceilings()?;
         print_ceilings(&ceilings, json);
         let profiler = Profiler::new(ceilings, json);
         let wrap = |backend, layout: &_| Profiled::new(backend, Clone::clone(layout), profiler.shared());
-        let Loaded { decoder, geometry, engine, .. } = load_on(&config, &model, isa, wrap)?;
+        let Loaded { decoder, geometry, engine } = load_on(&config, &model, isa, wrap)?;
         let runner = profiler.runner(decoder);
         Bench::new(engine, &geometry, Box::new(runner), Some(profiler), &model)?
     };
@@ -280,7 +280,7 @@ impl Bench {
         let vocab = self.vocab;
         let id = |i: u32, salt: u32| i.wrapping_mul(2_654_435_761).wrapping_add(salt.wrapping_mul(97)) % vocab;
         Ok(self.engine.submit(NewSequence {
-            request: RequestId(salt.to_string()),
+            request_id: RequestId(salt.to_string()),
             tokens: (0..prompt).map(|i| id(i, if i < common { 0 } else { salt })).collect(),
             prompt_tokens: prompt,
             params: SamplingParams { temperature: self.temperature, max_tokens: answer, ..SamplingParams::default() },

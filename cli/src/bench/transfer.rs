@@ -10,8 +10,7 @@ use anyhow::Context;
 use baton_runtime::die_with_parent;
 use baton_transfer::bench::{self, BenchOptions, MARK, Peer, ServeOptions, Served};
 use baton_transfer::{Cpus, MAX_TCP_CONNECTIONS, TransportKind, UcxOptions, UcxSettings};
-use baton_types::{KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
-use baton_worker::KvType;
+use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use table::Table;
 
@@ -77,7 +76,7 @@ fn amounts() -> Vec<Arg> {
     let dtype = Arg::new("dtype")
         .long("dtype")
         .default_value("f16")
-        .value_parser(KvType::ALL.iter().map(|kind| kind.as_str()).collect::<Vec<_>>())
+        .value_parser(KvDtype::ALL.map(KvDtype::as_str))
         .help("Element type of the KV");
     let list = |arg: Arg| arg.value_delimiter(',').action(ArgAction::Append);
     let tokens =
@@ -195,10 +194,10 @@ fn layout(matches: &ArgMatches) -> anyhow::Result<KvLayout> {
     let mut set =
         PARTS.iter().zip(parts).map(|((name, _), of_shape)| matches.get_one(name).copied().unwrap_or(of_shape));
     let [layers, kv_heads, head_dim] = std::array::from_fn(|_| set.next().unwrap_or(1));
-    let dtype: KvType = matches.get_one::<String>("dtype").context("--dtype")?.parse().map_err(anyhow::Error::msg)?;
+    let dtype = matches.get_one::<String>("dtype").context("--dtype")?.parse().map_err(anyhow::Error::msg)?;
     let block_size = matches.get_one::<u32>("block-size").copied().context("--block-size")?;
     let group = KvGroup { layers: (0..layers).collect(), planes: 2, kv_heads, head_dim, window: None, sinks: 0 };
-    Ok(KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: dtype.dtype(), block_size, groups: vec![group] })
+    Ok(KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size, groups: vec![group] })
 }
 
 /// This program, receiving until its parent is done.

@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status};
 use tracing::info;
 
 use crate::error::ClusterError;
-use crate::lease::{Hold, Lease};
+use crate::lease::{Hold, RegistryLease};
 use crate::wire::{member_from_proto, member_to_proto};
 use crate::{Registry, ViewReceiver};
 
@@ -77,9 +77,9 @@ impl EmbeddedRegistry {
 }
 
 impl Registry for EmbeddedRegistry {
-    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>> {
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>> {
         let hold = LocalHold { shared: Arc::clone(&self.0.shared), ttl };
-        Lease::start(hold, member, ttl).boxed()
+        RegistryLease::start(hold, member, ttl).boxed()
     }
 
     fn watch(&self) -> ViewReceiver {

@@ -24,6 +24,8 @@ pub enum ClusterError {
     Refused {
         /// Its address.
         registry: String,
+        /// What kind of thing it refused.
+        kind: ErrorKind,
         /// Its words.
         problem: String,
     },
@@ -42,8 +44,33 @@ impl BatonError for ClusterError {
         match self {
             ClusterError::Spec { .. } => ErrorKind::InvalidArgument,
             ClusterError::Membership(e) => e.kind(),
-            ClusterError::Refused { .. } => ErrorKind::FailedPrecondition,
+            ClusterError::Refused { kind, .. } => *kind,
             ClusterError::Unavailable { .. } => ErrorKind::Unavailable,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_error_has_its_kind() {
+        let (registry, problem) = ("http://router:8001".to_owned(), "why".to_owned());
+        for (error, kind) in [
+            (ClusterError::Spec { spec: "ftp://".to_owned(), problem: "no registry" }, ErrorKind::InvalidArgument),
+            (MembershipError::Full { limit: 1 }.into(), ErrorKind::ResourceExhausted),
+            (
+                ClusterError::Refused {
+                    registry: registry.clone(),
+                    kind: ErrorKind::InvalidArgument,
+                    problem: problem.clone(),
+                },
+                ErrorKind::InvalidArgument,
+            ),
+            (ClusterError::Unavailable { registry, problem }, ErrorKind::Unavailable),
+        ] {
+            assert_eq!(error.kind(), kind, "{error}");
         }
     }
 }

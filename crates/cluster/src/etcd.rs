@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use baton_membership::{MAX_MEMBERS, Member};
-use baton_types::WorkerId;
+use baton_types::{ErrorKind, WorkerId};
 use etcd_client::{
     Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
     WatchOptions, WatchStream,
@@ -19,7 +19,7 @@ use tracing::warn;
 
 use crate::error::ClusterError;
 use crate::follow::{Feed, Follower, Lists};
-use crate::lease::{Hold, Lease};
+use crate::lease::{Hold, RegistryLease};
 use crate::{Registry, ViewReceiver};
 
 const CONNECT: Duration = Duration::from_secs(2);
@@ -60,9 +60,9 @@ impl EtcdRegistry {
 }
 
 impl Registry for EtcdRegistry {
-    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>> {
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>> {
         let hold = EtcdHold { etcd: self.etcd.clone(), lease: None, ttl };
-        Lease::start(hold, member, ttl).boxed()
+        RegistryLease::start(hold, member, ttl).boxed()
     }
 
     fn watch(&self) -> ViewReceiver {
@@ -86,7 +86,8 @@ impl Etcd {
         match error {
             Error::GRpcStatus(status) => match status.code() {
                 Code::Unimplemented | Code::Unauthenticated | Code::PermissionDenied => {
-                    ClusterError::Refused { registry, problem }
+                    // The address is of something else, or the credentials are not good.
+                    ClusterError::Refused { registry, kind: ErrorKind::InvalidArgument, problem }
                 }
                 _ => ClusterError::Unavailable { registry, problem },
             },

@@ -26,17 +26,17 @@ pub(crate) trait Hold: Send + 'static {
 }
 
 /// A registered member. Dropping it stops the renewals, and the member is gone when its ttl has passed, as if the process
-/// had died; [`Lease::revoke`] removes it at once.
+/// had died; [`RegistryLease::revoke`] removes it at once.
 #[derive(Debug)]
-pub struct Lease {
+pub struct RegistryLease {
     member: watch::Sender<Member>,
     revoke: Option<oneshot::Sender<()>>,
     task: JoinHandle<()>,
 }
 
-impl Lease {
+impl RegistryLease {
     /// Registers `member`, trying until the registry answers, and starts the renewals.
-    pub(crate) async fn start<H: Hold>(hold: H, member: Member, ttl: Duration) -> Result<Lease, ClusterError> {
+    pub(crate) async fn start<H: Hold>(hold: H, member: Member, ttl: Duration) -> Result<RegistryLease, ClusterError> {
         let (renewal, action) = Renewal::start(member.clone(), ttl, now())?;
         let (member, members) = watch::channel(member);
         let (revoke, revoked) = oneshot::channel();
@@ -52,7 +52,7 @@ impl Lease {
                 keeper.step().await;
             }
         });
-        Ok(Lease { member, revoke: Some(revoke), task })
+        Ok(RegistryLease { member, revoke: Some(revoke), task })
     }
 
     /// The member as last set.
@@ -84,7 +84,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for RegistryLease {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -195,7 +195,7 @@ fn now() -> std::time::Instant {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::tests::member;
+    use baton_membership::testing::member;
     use tokio::sync::mpsc;
 
     const TTL: Duration = Duration::from_secs(9);
@@ -233,7 +233,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_lease_is_renewed_updated_and_revoked() {
         let (hold, mut calls, _down) = fake();
-        let lease = Lease::start(hold, member(1), TTL).await.unwrap();
+        let lease = RegistryLease::start(hold, member(1), TTL).await.unwrap();
         assert_eq!(calls.recv().await, Some(("renewed", true)));
         assert_eq!(calls.recv().await, Some(("renewed", false)));
         lease.set_draining();
@@ -250,7 +250,7 @@ mod tests {
         // I7
         let (hold, mut calls, down) = fake();
         down.send_replace(true);
-        let starting = tokio::spawn(Lease::start(hold, member(1), TTL));
+        let starting = tokio::spawn(RegistryLease::start(hold, member(1), TTL));
         assert_eq!(calls.recv().await, Some(("failed", true)));
         down.send_replace(false);
         assert_eq!(calls.recv().await, Some(("renewed", true)));
@@ -266,7 +266,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_dropped_lease_stops_without_revoking() {
         let (hold, mut calls, _down) = fake();
-        drop(Lease::start(hold, member(1), TTL).await.unwrap());
+        drop(RegistryLease::start(hold, member(1), TTL).await.unwrap());
         assert_eq!(calls.recv().await, Some(("renewed", true)));
         assert_eq!(calls.recv().await, None);
     }

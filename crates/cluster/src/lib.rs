@@ -26,7 +26,7 @@ pub use baton_membership::{MAX_MEMBERS, MAX_TEXT, Member, MembershipError, Role,
 pub use embedded::{EmbeddedRegistry, EmbeddedService};
 pub use error::ClusterError;
 pub use etcd::EtcdRegistry;
-pub use lease::Lease;
+pub use lease::RegistryLease;
 pub use remote::EmbeddedClient;
 pub use spec::Spec;
 pub use wire::{member_from_proto, member_to_proto};
@@ -43,7 +43,7 @@ pub trait Registry: Send + Sync + 'static {
     ///
     /// # Errors
     /// A member or ttl that the registry will never take; a registry that is none.
-    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>>;
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>>;
 
     /// The view, from the last known one on. It starts empty and stale. Call inside a tokio runtime.
     fn watch(&self) -> ViewReceiver;

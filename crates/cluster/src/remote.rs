@@ -5,6 +5,7 @@ use std::time::Duration;
 use baton_membership::Member;
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
+use baton_types::ErrorKind;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use tonic::transport::{Channel, Endpoint};
@@ -12,7 +13,7 @@ use tonic::{Code, Status};
 
 use crate::error::ClusterError;
 use crate::follow::{Feed, Follower, Lists};
-use crate::lease::{Hold, Lease};
+use crate::lease::{Hold, RegistryLease};
 use crate::wire::{member_from_proto, member_to_proto};
 use crate::{Registry, ViewReceiver};
 
@@ -50,9 +51,9 @@ impl EmbeddedClient {
 }
 
 impl Registry for EmbeddedClient {
-    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<Lease, ClusterError>> {
+    fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>> {
         let hold = RemoteHold { client: self.client.clone(), ttl };
-        Lease::start(hold, member, ttl).boxed()
+        RegistryLease::start(hold, member, ttl).boxed()
     }
 
     fn watch(&self) -> ViewReceiver {
@@ -65,11 +66,12 @@ impl RouterClient {
     fn error(&self, status: &Status) -> ClusterError {
         let (registry, problem) = (self.address.clone(), status.message().to_owned());
         match status.code() {
-            Code::InvalidArgument | Code::ResourceExhausted | Code::FailedPrecondition => {
-                ClusterError::Refused { registry, problem }
+            code @ (Code::InvalidArgument | Code::ResourceExhausted) => {
+                ClusterError::Refused { registry, kind: ErrorKind::from_grpc_code(code.into()), problem }
             }
             Code::Unimplemented => ClusterError::Refused {
                 registry,
+                kind: ErrorKind::InvalidArgument,
                 problem: "it is no registry; use the router's gRPC address".to_owned(),
             },
             _ => ClusterError::Unavailable { registry, problem },
@@ -114,5 +116,27 @@ impl Feed for RemoteFeed {
             Err(status) => Err(client.error(&status)),
         });
         Ok(lists.boxed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::BatonError;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_a_router_will_never_do_is_told_from_what_it_cannot_do_now() {
+        let EmbeddedClient { client, .. } = EmbeddedClient::connect("http://127.0.0.1:1").unwrap();
+        for (code, refused, kind) in [
+            (Code::InvalidArgument, true, ErrorKind::InvalidArgument),
+            (Code::ResourceExhausted, true, ErrorKind::ResourceExhausted),
+            (Code::Unimplemented, true, ErrorKind::InvalidArgument),
+            (Code::Unavailable, false, ErrorKind::Unavailable),
+            (Code::Internal, false, ErrorKind::Unavailable),
+        ] {
+            let error = client.error(&Status::new(code, "why"));
+            assert_eq!((matches!(error, ClusterError::Refused { .. }), error.kind()), (refused, kind), "{code:?}");
+        }
     }
 }

@@ -58,26 +58,11 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
+    use baton_membership::testing::member;
     use baton_membership::{MAX_MEMBERS, MAX_TEXT};
     use prost::Message as _;
-
-    pub(crate) fn member(id: u64) -> Member {
-        Member {
-            id: WorkerId(id),
-            role: Role::Decode,
-            grpc: "http://127.0.0.1:9001".to_owned(),
-            admin: "http://127.0.0.1:9002".to_owned(),
-            model: "smollm2".to_owned(),
-            layout: u64::MAX,
-            blocks: 512,
-            block_size: 16,
-            window_tokens: 0,
-            context_tokens: 8192,
-            draining: false,
-        }
-    }
 
     #[test]
     fn members_survive_the_wire() {

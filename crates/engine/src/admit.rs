@@ -18,7 +18,7 @@ use baton_types::SeqId;
 
 use crate::config::AGED;
 use crate::sequence::{Leader, Phase, Sequence, Turn};
-use crate::{Engine, Event, Start, StepRow};
+use crate::{Engine, Event, Order, Start, StepRow};
 
 /// What became of a sequence that might start.
 enum Outcome {
@@ -104,7 +104,7 @@ impl Engine {
     /// What of its tokens is in the prefix cache.
     pub(crate) fn hit(&self, sequence: &Sequence) -> Hit {
         let Some(prefix) = sequence.prefix else { return Hit::default() };
-        self.pools.lookup(&prefix.into(), &sequence.tokens)
+        self.pools.lookup(&prefix, &sequence.tokens)
     }
 
     /// How a sequence that begins with `hit` starts.
@@ -118,7 +118,7 @@ impl Engine {
     /// Whether the tokens that a prompt lacks are few beside those that are here, and few enough to hold up nobody who decodes, with
     /// those of other prompts beside them. A last token alone takes no more of a step than that of an answer.
     fn computes_here(&self, has: u32, lacks: u32) -> bool {
-        let most = self.config.local_tokens;
+        let most = self.config.local_prefill_tokens;
         let beside = || {
             let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
             running.map(|other| u64::from(other.remaining() - 1)).sum::<u64>()
@@ -128,7 +128,7 @@ impl Engine {
 
     fn seat(&mut self, seq: SeqId, start: Start, hit: &Hit, need: Need, events: &mut Vec<Event>) -> Outcome {
         let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
-        let prefix = s.prefix.map(Into::into);
+        let prefix = s.prefix;
         let taken = match start {
             Start::Receive => self.pools.lend(hit, prefix, s.len()).map(Phase::Receiving),
             _ => self.pools.seat(hit, prefix, need).map(Phase::Running),
@@ -145,7 +145,7 @@ impl Engine {
             self.hit_tokens += u64::from(of_prompt);
         }
         if start == Start::Receive {
-            events.push(Event::Reserved { seq, request: s.request.clone(), cached_tokens: hit.tokens() });
+            events.push(Event::Reserved { seq, request_id: s.request_id.clone(), cached_tokens: hit.tokens() });
         } else {
             s.computed = hit.tokens();
         }
@@ -186,7 +186,10 @@ impl Engine {
     /// `seq` has started for the first time. Those that came before it, wait or compute their prompt still, and have a later
     /// turn, have been overtaken; whether that is enough for one of them.
     fn overtake(&mut self, seq: SeqId) -> bool {
-        let most = self.config.order.overtakes();
+        let most = match self.config.order {
+            Order::Fcfs => 0,
+            Order::ShortestFirst | Order::Priority => self.config.overtakes,
+        };
         let Some(turn) = self.sequences.get(&seq).map(|s| s.turn).filter(|_| most > 0) else { return false };
         let mut aged = Vec::new();
         for (_, other) in self.sequences.range_mut(..seq) {
@@ -252,7 +255,7 @@ impl Engine {
                 let advances = other.last_step == self.steps && sequence.waited < sequence.len();
                 !other.sealed && tables.indexed() && (earlier || advances)
             }
-            Phase::Receiving(lease) => sequence.start == Start::Receive && lease.indexed() && earlier,
+            Phase::Receiving(lent) => sequence.start == Start::Receive && lent.indexed() && earlier,
             Phase::Waiting | Phase::Held(_) => false,
         }
     }
@@ -282,7 +285,7 @@ impl Engine {
             let common = pairs.take_while(|(ours, theirs)| ours == theirs).count() as u32;
             let shared = (blocks * size + common).min(sequence.len() - 1);
             let until = match &other.phase {
-                Phase::Receiving(lease) if !self.pools.will_hold(lease, shared) => continue,
+                Phase::Receiving(lent) if !self.pools.will_hold(lent, shared) => continue,
                 Phase::Receiving(_) => other.len(),
                 // The block both begin with can be copied once it is full or its owner's prompt ends.
                 _ if common > 0 => ((blocks + 1) * size).min(other.len()),

@@ -97,7 +97,7 @@ impl Engine {
             return self.end_failed(seq, SequenceError::NoToken(why), events);
         }
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-        let (request, cached_tokens, turn) = (sequence.request.clone(), sequence.cached_tokens(), sequence.turn);
+        let (request_id, cached_tokens, turn) = (sequence.request_id.clone(), sequence.cached_tokens(), sequence.turn);
         let finish = sequence.push(&token);
         self.decoded += decode;
         if sequence.start == Start::ComputeAndHold {
@@ -105,13 +105,13 @@ impl Engine {
                 sequence.phase = Phase::Held(tables);
             }
             self.running.retain(|other| *other != turn);
-            events.push(Event::Prefilled { seq, request, token, finish, cached_tokens });
+            events.push(Event::Prefilled { seq, request_id, token, finish, cached_tokens });
             return;
         }
-        events.push(Event::Token { seq, request: request.clone(), token, cached_tokens });
+        events.push(Event::Token { seq, request_id: request_id.clone(), token, cached_tokens });
         if let Some(reason) = finish {
             self.end(seq, Doom::Free);
-            events.push(Event::Finished { seq, request, reason, cached_tokens });
+            events.push(Event::Finished { seq, request_id, reason, cached_tokens });
         }
     }
 
@@ -145,8 +145,8 @@ impl Engine {
 
     /// What is left of a prompt decides its turn, where the shortest go first.
     fn advance_turn(&mut self, seq: SeqId) {
-        let Order::ShortestFirst { .. } = self.config.order else { return };
-        let turns = self.sequences.get(&seq).map(|s| (s.turn, self.config.order.turn(0, s.remaining())));
+        let Order::ShortestFirst = self.config.order else { return };
+        let turns = self.sequences.get(&seq).map(|s| (s.turn, self.config.turn(0, s.remaining())));
         if let Some((old, new)) = turns.filter(|(old, new)| *new < old.turn) {
             self.set_turn(old, new);
         }

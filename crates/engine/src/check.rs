@@ -55,7 +55,7 @@ impl Engine {
     fn check_owners(&self) -> Check {
         let mut owners: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         let lived = self.sequences.iter().map(|(seq, s)| match &s.phase {
-            Phase::Receiving(lease) => (seq, lease.as_slice(), lease.shared() as usize, BlockState::Lent),
+            Phase::Receiving(lent) => (seq, lent.as_slice(), lent.shared() as usize, BlockState::Lent),
             _ => (seq, s.tables(), usize::MAX, BlockState::Used),
         });
         // What others may read goes on being used.
@@ -155,18 +155,19 @@ mod tests {
             max_running: 3,
             max_waiting: 3,
             context_tokens: 100,
-            local_tokens: 0,
+            local_prefill_tokens: 0,
             order: Order::Fcfs,
+            overtakes: 0,
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),
         };
         let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 10)).unwrap();
         let mut submit = |start, prompt: u32| {
-            let (request, params) = (RequestId::default(), SamplingParams::default());
+            let (request_id, params) = (RequestId::default(), SamplingParams::default());
             let tokens = vec![1; prompt as usize];
             engine
                 .submit(NewSequence {
-                    request,
+                    request_id,
                     tokens,
                     prompt_tokens: prompt,
                     params,
@@ -185,8 +186,8 @@ mod tests {
         let step = engine.plan(Time(0), &mut events).unwrap();
         engine.apply(step, &mut vec![Default::default()], &mut events);
         // Ahead of its turn: the one before it does not fit.
-        let lease = engine.pools.lend(&Hit::default(), None, 4).unwrap();
-        engine.sequences.get_mut(&gone).unwrap().phase = Phase::Receiving(lease);
+        let lent = engine.pools.lend(&Hit::default(), None, 4).unwrap();
+        engine.sequences.get_mut(&gone).unwrap().phase = Phase::Receiving(lent);
         engine.receiving.extend(engine.waiting.pop_last());
         engine.abort(gone, true).unwrap();
         engine

@@ -1,68 +1,33 @@
-//! The engine's limits (I5), its order of service and its notion of time.
+//! The engine's limits (I5) and its order of service.
 
 use baton_kv_cache::CacheConfig;
 
 use crate::{EngineError, SwapConfig};
 
-/// Nanoseconds since an epoch the driver chooses: a process start, or the start of a simulation.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct Time(pub u64);
-
-impl Time {
-    /// This many milliseconds later; saturates.
-    pub fn after_ms(self, ms: u64) -> Time {
-        Time(self.0.saturating_add(ms.saturating_mul(1_000_000)))
-    }
-}
-
 /// In which order sequences are served: who starts, who computes, and, from the other end, whose blocks are taken when
 /// there are none.
 ///
 /// Each sequence has a *turn*, which the policy gives it, and turns are served in order, equal ones first come, first served.
-/// They age: once `overtakes` sequences that were submitted later have started before a sequence, or while it computes its
-/// prompt, its turn is before all that have not aged so. So **at most `overtakes` sequences submitted later start before a
-/// sequence**, besides those that start while it waits for another to compute the prefix both begin with (for one with a later
-/// turn at most as many steps as it has tokens). A turn ages once, and one order for everything means that no two sequences
-/// can take each other's blocks in turn.
+/// They age: once [`EngineConfig::overtakes`] sequences that were submitted later have started before a sequence, or while it
+/// computes its prompt, its turn is before all that have not aged so. So **at most that many sequences submitted later start
+/// before a sequence**, besides those that start while it waits for another to compute the prefix both begin with (for one with
+/// a later turn at most as many steps as it has tokens). A turn ages once, and one order for everything means that no two
+/// sequences can take each other's blocks in turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Order {
     /// First come, first served.
     #[default]
     Fcfs,
     /// The less is left to compute of the prompt, the earlier.
-    ShortestFirst {
-        /// How many later sequences may go first.
-        overtakes: u32,
-    },
+    ShortestFirst,
     /// The lower [`crate::NewSequence::priority`] the earlier.
-    Priority {
-        /// How many later sequences may go first.
-        overtakes: u32,
-    },
+    Priority,
 }
+
+baton_types::words!(Order { Fcfs = "fcfs", ShortestFirst = "shortest-first", Priority = "priority" });
 
 /// The turn of those that were overtaken as often as may be.
 pub(crate) const AGED: u64 = 0;
-
-impl Order {
-    /// The turn of a new sequence.
-    pub(crate) fn turn(self, priority: i32, uncached: u32) -> u64 {
-        let turn = match self {
-            Order::Fcfs => AGED,
-            Order::ShortestFirst { .. } => 1 + u64::from(uncached),
-            Order::Priority { .. } => 1 + u64::from(priority.abs_diff(i32::MIN)),
-        };
-        if self.overtakes() == 0 { AGED } else { turn }
-    }
-
-    /// How many later sequences may go first.
-    pub(crate) fn overtakes(self) -> u32 {
-        match self {
-            Order::Fcfs => 0,
-            Order::ShortestFirst { overtakes } | Order::Priority { overtakes } => overtakes,
-        }
-    }
-}
 
 /// Limits of one engine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,9 +49,11 @@ pub struct EngineConfig {
     pub context_tokens: u32,
     /// A sequence that is to receive its KV, has at least half of it and lacks no more than so many tokens computes them here instead,
     /// as long as all prompts that are being computed here lack no more than that together; 0: never.
-    pub local_tokens: u32,
+    pub local_prefill_tokens: u32,
     /// In which order sequences are served.
     pub order: Order,
+    /// Most sequences that may start before one that was submitted earlier, under another order than [`Order::Fcfs`].
+    pub overtakes: u32,
     /// How prefixes are kept.
     pub cache: CacheConfig,
     /// What becomes of the KV of preempted sequences.
@@ -94,6 +61,16 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
+    /// The turn of a new sequence.
+    pub(crate) fn turn(&self, priority: i32, uncached: u32) -> u64 {
+        let turn = match self.order {
+            Order::Fcfs => AGED,
+            Order::ShortestFirst => 1 + u64::from(uncached),
+            Order::Priority => 1 + u64::from(priority.abs_diff(i32::MIN)),
+        };
+        if self.overtakes == 0 { AGED } else { turn }
+    }
+
     pub(crate) fn validate(&self) -> Result<(), EngineError> {
         let check = |ok: bool, field: &'static str, value: u32, must: String| {
             if ok { Ok(()) } else { Err(EngineError::Config { field, value, must }) }

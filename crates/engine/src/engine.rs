@@ -108,10 +108,10 @@ impl Engine {
         let priority = new.priority;
         let mut sequence = Sequence::new(new, Turn { turn: AGED, seq }, self.pools.block_size());
         let cached = match self.config.order {
-            Order::ShortestFirst { .. } => self.hit(&sequence).tokens(),
+            Order::ShortestFirst => self.hit(&sequence).tokens(),
             _ => 0,
         };
-        sequence.turn.turn = self.config.order.turn(priority, sequence.len() - cached);
+        sequence.turn.turn = self.config.turn(priority, sequence.len() - cached);
         self.waiting.insert(sequence.turn);
         self.sequences.insert(seq, sequence);
         Ok(seq)
@@ -130,7 +130,7 @@ impl Engine {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
         let (index, expected) = (first.index, sequence.next_index());
         match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
-            Phase::Receiving(lease) if index == expected => sequence.phase = Phase::Running(self.pools.accept(lease)?),
+            Phase::Receiving(lent) if index == expected => sequence.phase = Phase::Running(self.pools.accept(lent)?),
             other => {
                 let lent = matches!(other, Phase::Receiving(_));
                 let state = other.name();
@@ -155,7 +155,7 @@ impl Engine {
         if let Some(reason) = finish
             && let Some(gone) = self.remove(seq, Doom::Free)
         {
-            events.push(Event::Finished { seq, request: gone.request, reason, cached_tokens });
+            events.push(Event::Finished { seq, request_id: gone.request_id, reason, cached_tokens });
         }
         Ok(())
     }
@@ -253,7 +253,7 @@ impl Engine {
     /// those before are shared and not to be written to. `None` for any other.
     pub fn lent_from(&self, seq: SeqId) -> Option<u32> {
         match &self.sequences.get(&seq)?.phase {
-            Phase::Receiving(lease) => Some(lease.shared()),
+            Phase::Receiving(lent) => Some(lent.shared()),
             _ => None,
         }
     }
@@ -311,9 +311,9 @@ impl Engine {
                 self.waiting.remove(&sequence.turn);
                 Ok(None)
             }
-            Phase::Receiving(lease) => {
+            Phase::Receiving(lent) => {
                 self.receiving.remove(&sequence.turn);
-                if fence { self.pools.quarantine(lease).map(Some) } else { self.pools.reclaim(lease).map(|()| None) }
+                if fence { self.pools.quarantine(lent).map(Some) } else { self.pools.reclaim(lent).map(|()| None) }
             }
             Phase::Running(mut tables) | Phase::Held(mut tables) => {
                 self.running.retain(|other| *other != sequence.turn);

@@ -11,8 +11,8 @@ pub enum Event {
     Reserved {
         /// The sequence.
         seq: SeqId,
-        /// Its request.
-        request: RequestId,
+        /// Its request's id.
+        request_id: RequestId,
         /// Leading tokens whose KV is here already, a multiple of the block size and fewer than the sequence has: the blocks
         /// after them ([`crate::Engine::lent_from`]) are lent, the others are not to be written to.
         cached_tokens: u32,
@@ -21,8 +21,8 @@ pub enum Event {
     Token {
         /// The sequence.
         seq: SeqId,
-        /// Its request.
-        request: RequestId,
+        /// Its request's id.
+        request_id: RequestId,
         /// The token, numbered without gaps (I4).
         token: TokenOut,
         /// Tokens of the prompt that were not computed when its computation started here: they were in the prefix cache.
@@ -33,8 +33,8 @@ pub enum Event {
     Prefilled {
         /// The sequence.
         seq: SeqId,
-        /// Its request.
-        request: RequestId,
+        /// Its request's id.
+        request_id: RequestId,
         /// The next token of the answer.
         token: TokenOut,
         /// Set when that token ends the answer: nobody needs the KV.
@@ -46,8 +46,8 @@ pub enum Event {
     Finished {
         /// The sequence.
         seq: SeqId,
-        /// Its request.
-        request: RequestId,
+        /// Its request's id.
+        request_id: RequestId,
         /// What ended it.
         reason: FinishReason,
         /// As in [`Event::Token`].
@@ -57,8 +57,8 @@ pub enum Event {
     Failed {
         /// The sequence.
         seq: SeqId,
-        /// Its request.
-        request: RequestId,
+        /// Its request's id.
+        request_id: RequestId,
         /// Why.
         error: SequenceError,
         /// True: a peer or a transfer may still reach its blocks (I3). Fence it, then call

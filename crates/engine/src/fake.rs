@@ -91,15 +91,15 @@ pub struct FakeModel<M = Vec<u8>> {
     slot: Vec<u8>,
     /// Steps are computed when they are collected.
     late: bool,
-    flights: VecDeque<Flight>,
+    pending: VecDeque<PendingStep>,
     /// What the step computed last chose.
     latest: Vec<TokenOut>,
 }
 
 /// A step that is not collected yet.
 #[derive(Debug)]
-struct Flight {
-    rows: Vec<Place>,
+struct PendingStep {
+    rows: Vec<RowPlace>,
     copies: Vec<BlockCopy>,
     swap_out: Vec<BlockSwap>,
     swap_in: Vec<BlockSwap>,
@@ -109,25 +109,25 @@ struct Flight {
 
 /// Where a row's sequence lies, as it was launched.
 #[derive(Debug)]
-struct Place {
+struct RowPlace {
     seq: SeqId,
     start: u32,
     /// By group.
     blocks: Vec<Vec<BlockId>>,
 }
 
-impl Place {
-    fn of(row: &Row<'_>) -> Place {
+impl RowPlace {
+    fn of(row: &Row<'_>) -> RowPlace {
         let blocks = row.tables.iter().map(|table| table.blocks().to_vec()).collect();
-        Place { seq: row.seq, start: row.start, blocks }
+        RowPlace { seq: row.seq, start: row.start, blocks }
     }
 }
 
-impl Flight {
-    fn of(batch: &Batch<'_>) -> Flight {
-        let rows = batch.rows.iter().map(Place::of).collect();
+impl PendingStep {
+    fn of(batch: &Batch<'_>) -> PendingStep {
+        let rows = batch.rows.iter().map(RowPlace::of).collect();
         let (swap_out, swap_in) = (batch.swap_out.to_vec(), batch.swap_in.to_vec());
-        Flight { rows, copies: batch.copies.to_vec(), swap_out, swap_in, tokens: None }
+        PendingStep { rows, copies: batch.copies.to_vec(), swap_out, swap_in, tokens: None }
     }
 }
 
@@ -144,9 +144,9 @@ impl<M: KvMemory> FakeModel<M> {
     pub fn with_memory(geometry: PoolGeometry, vocab: u32, memory: M) -> Self {
         let layout = &geometry.layout;
         let layers = (0..layout.layers() as u32).filter_map(|layer| layout.locate(layer)).collect();
-        let (host, flights) = (BTreeMap::new(), VecDeque::new());
+        let (host, pending) = (BTreeMap::new(), VecDeque::new());
         let (slot, latest) = (Vec::new(), Vec::new());
-        FakeModel { geometry, vocab: vocab.max(1), memory, host, layers, slot, late: false, flights, latest }
+        FakeModel { geometry, vocab: vocab.max(1), memory, host, layers, slot, late: false, pending, latest }
     }
 
     /// The same as the slowest device there can be: a step is computed when it is collected, where its rows lay when it was launched. Its
@@ -169,7 +169,7 @@ impl<M: KvMemory> FakeModel<M> {
     fn pieces(
         &self,
         layer: usize,
-        row: &Place,
+        row: &RowPlace,
         position: u32,
     ) -> Result<impl Iterator<Item = usize> + use<M>, RunError> {
         let (group, inner) = self.layers[layer];
@@ -193,7 +193,7 @@ impl<M: KvMemory> FakeModel<M> {
     }
 
     /// Hash of what is stored for one position of one layer.
-    fn read(&mut self, layer: usize, row: &Place, position: u32) -> Result<u64, RunError> {
+    fn read(&mut self, layer: usize, row: &RowPlace, position: u32) -> Result<u64, RunError> {
         let mut slot = std::mem::take(&mut self.slot);
         slot.resize(self.piece_bytes(layer), 0);
         let mut state = layer as u64;
@@ -205,7 +205,7 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(state)
     }
 
-    fn write(&mut self, layer: usize, row: &Place, position: u32, value: u64) -> Result<(), RunError> {
+    fn write(&mut self, layer: usize, row: &RowPlace, position: u32, value: u64) -> Result<(), RunError> {
         let mut slot = std::mem::take(&mut self.slot);
         slot.resize(self.piece_bytes(layer), 0);
         for (at, offset) in self.pieces(layer, row, position)?.enumerate() {
@@ -230,7 +230,7 @@ impl<M: KvMemory> FakeModel<M> {
         (0..sinks.min(first)).chain(first..end)
     }
 
-    fn store_kv(&mut self, layer: usize, row: &Place, tokens: &[u32]) -> Result<(), RunError> {
+    fn store_kv(&mut self, layer: usize, row: &RowPlace, tokens: &[u32]) -> Result<(), RunError> {
         for (position, token) in (row.start..).zip(tokens) {
             let mut value = fold(fold(u64::from(*token), u64::from(position)), layer as u64);
             if position > 0 && self.window(layer) > 1 {
@@ -242,7 +242,13 @@ impl<M: KvMemory> FakeModel<M> {
     }
 
     /// The token after the first `end`, the last of which is `last` where the sample lacks it.
-    fn sample(&mut self, row: &Place, end: u32, sample: &Sample<'_>, last: Option<u32>) -> Result<TokenOut, RunError> {
+    fn sample(
+        &mut self,
+        row: &RowPlace,
+        end: u32,
+        sample: &Sample<'_>,
+        last: Option<u32>,
+    ) -> Result<TokenOut, RunError> {
         let mut state = sample.prompt.len() as u64;
         for layer in 0..self.layers.len() {
             for position in self.visible(layer, end) {
@@ -299,30 +305,30 @@ impl<M: KvMemory> FakeModel<M> {
     /// step before unless it is known by now.
     fn compute(
         &mut self,
-        flight: &mut Flight,
+        pending: &mut PendingStep,
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
     ) -> Result<(), RunError> {
-        flight.swap_out.iter().for_each(|swap| self.swap_out(swap));
-        flight.swap_in.iter().try_for_each(|swap| self.swap_in(swap))?;
-        flight.copies.iter().for_each(|copy| self.copy(copy));
+        pending.swap_out.iter().for_each(|swap| self.swap_out(swap));
+        pending.swap_in.iter().try_for_each(|swap| self.swap_in(swap))?;
+        pending.copies.iter().for_each(|copy| self.copy(copy));
         let follows = |row: &Row<'_>| row.follows.filter(|_| !self.late);
         let unknown = |row: &Row<'_>| Some(self.latest.get(follows(row)? as usize)?.id);
         let unknown: Vec<Option<u32>> = batch.rows.iter().map(unknown).collect();
         for layer in 0..self.layers.len() {
-            for ((place, row), unknown) in flight.rows.iter().zip(batch.rows).zip(&unknown) {
+            for ((place, row), unknown) in pending.rows.iter().zip(batch.rows).zip(&unknown) {
                 self.store_kv(layer, place, unknown.as_ref().map_or(row.tokens, std::slice::from_ref))?;
             }
             on_layer(layer as u32);
         }
         let mut tokens = Vec::new();
-        for ((place, row), unknown) in flight.rows.iter().zip(batch.rows).zip(unknown) {
+        for ((place, row), unknown) in pending.rows.iter().zip(batch.rows).zip(unknown) {
             if let Some(sample) = &row.sample {
                 tokens.push(self.sample(place, row.start + row.tokens.len() as u32, sample, unknown)?);
             }
         }
         self.latest.clone_from(&tokens);
-        flight.tokens = Some(tokens);
+        pending.tokens = Some(tokens);
         Ok(())
     }
 }
@@ -330,21 +336,21 @@ impl<M: KvMemory> FakeModel<M> {
 impl<M: KvMemory> ModelRunner for FakeModel<M> {
     fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
         self.validate(batch)?;
-        let mut flight = Flight::of(batch);
+        let mut pending = PendingStep::of(batch);
         match self.late {
             true => (0..self.layers.len() as u32).for_each(on_layer),
-            false => self.compute(&mut flight, batch, on_layer)?,
+            false => self.compute(&mut pending, batch, on_layer)?,
         }
-        self.flights.push_back(flight);
+        self.pending.push_back(pending);
         Ok(())
     }
 
     fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
-        let mut flight = self.flights.pop_front().ok_or_else(|| RunError("no step is in flight".into()))?;
-        if flight.tokens.is_none() {
-            self.compute(&mut flight, batch, &mut |_| ())?;
+        let mut pending = self.pending.pop_front().ok_or_else(|| RunError("no step is in flight".into()))?;
+        if pending.tokens.is_none() {
+            self.compute(&mut pending, batch, &mut |_| ())?;
         }
-        out.append(flight.tokens.get_or_insert_default());
+        out.append(pending.tokens.get_or_insert_default());
         Ok(())
     }
 

@@ -21,25 +21,31 @@ mod apply;
 mod batch;
 mod check;
 mod config;
+#[cfg(feature = "testing")]
 pub mod conformance;
 mod engine;
 mod error;
 mod event;
+#[cfg(feature = "testing")]
 pub mod fake;
 mod plan;
 mod saturation;
 mod sequence;
 mod step;
 mod swap;
+mod swapped;
 
 pub use batch::{Batch, ModelRunner, Row, Sample};
-pub use config::{EngineConfig, Order, Time};
+pub use config::{EngineConfig, Order};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};
 pub use event::Event;
 pub use saturation::Saturation;
-pub use sequence::{NewSequence, Prefix, Start};
+pub use sequence::{NewSequence, Start};
 pub use step::{Step, StepRow, completed_blocks};
 pub use swap::{BlockSwap, SwapConfig, SwapRates};
 
-pub use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, CacheConfig, Eviction, HOLE, chain_hash, chain_hashes};
+pub use baton_kv_cache::{
+    BlockCopy, BlockCounts, BlockTable, CacheConfig, Eviction, HOLE, Prefix, chain_hash, chain_hashes,
+};
+pub use baton_types::Time;

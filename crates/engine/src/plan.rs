@@ -37,7 +37,7 @@ impl Engine {
         if self.in_flight >= MOST_IN_FLIGHT {
             return None;
         }
-        self.pools.advance(now.0);
+        self.pools.advance(now);
         self.expire(now, events);
         if self.waits() || !self.cover() {
             return None;
@@ -112,9 +112,9 @@ impl Engine {
     /// Ends a sequence with an error. Blocks that others may reach are quarantined, since nobody has fenced them yet (I3).
     pub(crate) fn end_failed(&mut self, seq: SeqId, error: SequenceError, events: &mut Vec<Event>) {
         let Some(sequence) = self.sequences.get(&seq) else { return };
-        let (request, quarantined) = (sequence.request.clone(), sequence.exposed());
+        let (request_id, quarantined) = (sequence.request_id.clone(), sequence.exposed());
         self.end(seq, if quarantined { Doom::Quarantine } else { Doom::Free });
-        events.push(Event::Failed { seq, request, error, quarantined });
+        events.push(Event::Failed { seq, request_id, error, quarantined });
     }
 
     /// Sees in turn that the running sequences have blocks for what they compute next. Some lose their own, but none while a step is

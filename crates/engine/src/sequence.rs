@@ -1,9 +1,9 @@
 //! One sequence: its tokens, how far they are computed, and what it owns.
 
-use baton_kv_cache::{BlockTable, Lease, Tables, chain_hashes};
+use baton_kv_cache::{BlockTable, LentTables, Prefix, Tables, chain_hashes};
 use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
-use crate::swap::Swapped;
+use crate::swapped::Swapped;
 use crate::{EngineError, Time};
 
 /// How a sequence's KV comes to be here, and what happens then.
@@ -14,7 +14,7 @@ pub enum Start {
     /// The prefill role: compute all tokens, sample one, keep the blocks until [`crate::Engine::release`].
     ComputeAndHold,
     /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`]. When all
-    /// but a little of it is here already ([`crate::EngineConfig::local_tokens`]), nothing is lent, and it goes on as
+    /// but a little of it is here already ([`crate::EngineConfig::local_prefill_tokens`]), nothing is lent, and it goes on as
     /// [`Start::Compute`].
     Receive,
 }
@@ -22,8 +22,8 @@ pub enum Start {
 /// A request as the engine takes it.
 #[derive(Clone, PartialEq, Debug)]
 pub struct NewSequence {
-    /// The client's request, repeated in every event.
-    pub request: RequestId,
+    /// The id of the client's request, repeated in every event.
+    pub request_id: RequestId,
     /// The prompt, then the answer so far when the request is resumed. Ids the model knows: the engine does not look at
     /// them, and a step that fails on one fails for all its sequences.
     pub tokens: Vec<u32>,
@@ -39,24 +39,6 @@ pub struct NewSequence {
     pub prefix: Option<Prefix>,
     /// The lower the earlier, under [`crate::Order::Priority`].
     pub priority: i32,
-}
-
-/// Where a sequence stands in the prefix cache.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Prefix {
-    /// Sequences with equal seeds may share KV: made of the model's fingerprint and the tenant's salt.
-    pub seed: u64,
-    /// Under [`crate::Eviction::Priority`], its blocks stay longer than those of lower ones, as far as the cache's
-    /// configuration lets so many be kept; 0: they are not kept.
-    pub keep: u8,
-    /// Until then; `None`: for ever.
-    pub keep_until: Option<Time>,
-}
-
-impl From<Prefix> for baton_kv_cache::Prefix {
-    fn from(p: Prefix) -> Self {
-        baton_kv_cache::Prefix { seed: p.seed, keep: p.keep, keep_until: p.keep_until.map(|time| time.0) }
-    }
 }
 
 /// A sequence's place in the order of service; see [`crate::Order`].
@@ -82,7 +64,7 @@ pub(crate) enum Phase {
     /// In the queue; owns nothing of the pool.
     Waiting,
     /// Its blocks are lent to a peer.
-    Receiving(Lease),
+    Receiving(LentTables),
     /// In the running set.
     Running(Tables),
     /// Computed; its blocks are read by a transfer.
@@ -102,7 +84,7 @@ impl Phase {
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
-    pub request: RequestId,
+    pub request_id: RequestId,
     /// Prompt and answer so far; never shortened, never changed (I1).
     pub tokens: Vec<u32>,
     pub prompt_tokens: u32,
@@ -119,7 +101,7 @@ pub(crate) struct Sequence {
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
     /// Its rows in the steps in flight.
-    pub flight: Flight,
+    pub flight: RowsInFlight,
     /// It has ended while a step computes it: what is left of it goes with the last such step, and nobody hears of it again.
     pub doomed: Option<Doom>,
     /// What its first computation found in the prefix cache, of the prompt.
@@ -139,7 +121,7 @@ pub(crate) struct Sequence {
 
 /// What of a sequence the steps in flight compute.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Flight {
+pub(crate) struct RowsInFlight {
     /// Rows, at most one in each step.
     pub rows: u32,
     /// Tokens of these rows.
@@ -159,10 +141,10 @@ pub(crate) enum Doom {
 
 impl Sequence {
     pub fn new(new: NewSequence, turn: Turn, block_size: u32) -> Self {
-        let NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix, priority: _ } = new;
+        let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _ } = new;
         let names = prefix.map_or(Vec::new(), |p| chain_hashes(p.seed, &tokens, block_size).collect());
         Sequence {
-            request,
+            request_id,
             tokens,
             prompt_tokens,
             params,
@@ -174,7 +156,7 @@ impl Sequence {
             phase: Phase::Waiting,
             swapped: None,
             computed: 0,
-            flight: Flight::default(),
+            flight: RowsInFlight::default(),
             doomed: None,
             cached: None,
             fresh: true,
@@ -233,7 +215,7 @@ impl Sequence {
     pub fn tables(&self) -> &[BlockTable] {
         match &self.phase {
             Phase::Waiting => &[],
-            Phase::Receiving(lease) => lease.as_slice(),
+            Phase::Receiving(lent) => lent.as_slice(),
             Phase::Running(tables) | Phase::Held(tables) => tables.as_slice(),
         }
     }

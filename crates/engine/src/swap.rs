@@ -11,6 +11,7 @@ use baton_kv_cache::{BlockCounts, BlockPool, HOLE, Hit, KvError, KvPools, Need, 
 use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId};
 
 use crate::sequence::{Phase, Sequence};
+use crate::swapped::{HostBlock, Swapped};
 use crate::{Engine, EngineError};
 
 /// Whether and when preempted sequences are swapped to host memory.
@@ -60,32 +61,6 @@ pub struct BlockSwap {
     pub block: BlockId,
     /// The block of host memory.
     pub host: BlockId,
-}
-
-/// What a sequence has in host memory.
-#[derive(Debug)]
-pub(crate) struct Swapped {
-    /// Leading tokens whose KV was computed when it was preempted.
-    computed: u32,
-    /// The first block of its tables that comes from here. Those before had other owners, and were not copied.
-    from: u32,
-    /// By group, then in the order of its tables.
-    blocks: Vec<HostBlock>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct HostBlock {
-    group: usize,
-    /// Index into the block table.
-    at: u32,
-    host: BlockId,
-}
-
-impl Swapped {
-    /// Whether this and a hit together are all its KV, and more than the hit alone.
-    pub fn completes(&self, hit: &Hit) -> bool {
-        hit.tokens() < self.computed && hit.blocks() >= self.from
-    }
 }
 
 /// The blocks of host memory.
@@ -221,7 +196,7 @@ impl Engine {
         let comes = |group: usize, at: u32| blocks.binary_search_by_key(&(group, at), |b| (b.group, b.at)).is_ok();
         let whole = (0..self.pools.groups()).all(|group| (from..end).all(|at| comes(group, at)));
         // What a window had passed does not come back, and a gap cannot be indexed.
-        let prefix = if whole { sequence.prefix.map(Into::into) } else { None };
+        let prefix = if whole { sequence.prefix } else { None };
         let mut tables = self.pools.seat(hit, prefix, Need::whole(sequence.tokens.len() as u32))?;
         self.pools.trim(&mut tables, swapped.computed)?;
         let missing = tables.as_slice().iter().enumerate().any(|(group, table)| {

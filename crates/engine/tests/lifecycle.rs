@@ -1,85 +1,84 @@
 //! How sequences change hands and end: reservations, arrivals, holds, aborts, deadlines, failures; one rule at a time.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-mod bench;
+mod rig;
 
 use baton_engine::{
     Aborted, EngineConfig, EngineError, Event, NewSequence, RunError, SequenceError, Start, Time, completed_blocks,
 };
 use baton_types::{BatonError, ErrorKind, FinishReason, RequestId, SeqId, TokenOut};
-use bench::{Bench, LIMITS, first, request};
 use proptest::prelude::*;
+use rig::{LIMITS, Rig, first, request};
 
 #[test]
 fn a_reservation_waits_its_turn_and_runs_when_its_kv_is_here() {
-    let mut bench = Bench::new(LIMITS, 8);
-    let big = bench.submit(Start::Compute, 24, 2);
-    let waits = bench.submit(Start::Receive, 16, 4);
-    let behind = bench.submit(Start::Receive, 4, 4);
-    bench.step();
-    assert_eq!((bench.engine.waiting(), bench.engine.tables(waits).unwrap().len()), (2, 0), "no bypass");
+    let mut rig = Rig::new(LIMITS, 8);
+    let big = rig.submit(Start::Compute, 24, 2);
+    let waits = rig.submit(Start::Receive, 16, 4);
+    let behind = rig.submit(Start::Receive, 4, 4);
+    rig.step();
+    assert_eq!((rig.engine.waiting(), rig.engine.tables(waits).unwrap().len()), (2, 0), "no bypass");
     assert!(matches!(
-        bench.engine.kv_arrived(waits, &first(0), &mut Vec::new()),
+        rig.engine.kv_arrived(waits, &first(0), &mut Vec::new()),
         Err(EngineError::WrongState { state: "waiting", .. })
     ));
-    bench.step();
-    assert!(bench.engine.tables(big).is_none(), "it has ended");
-    assert_eq!(bench.step(), [], "nothing to compute, but blocks are lent");
-    let reserved = |seq| Event::Reserved { seq, request: RequestId("r".into()), cached_tokens: 0 };
-    assert_eq!(bench.events[bench.events.len() - 2..], [reserved(waits), reserved(behind)]);
-    assert_eq!((bench.blocks(), bench.engine.receiving()), ((0, 5, 0), 2));
-    assert_eq!(bench.engine.tables(waits).unwrap()[1].blocks().len(), 4);
-    let before = bench.events.len();
-    bench.engine.kv_arrived(behind, &first(0), &mut bench.events).unwrap();
-    assert_eq!(bench.events.len(), before, "I4: the client has token 0 from the prefill side");
-    assert_eq!(bench.blocks(), (1, 4, 0));
-    assert_eq!(bench.step(), [(behind.0, 1)]);
-    assert!(matches!(bench.events.last(), Some(Event::Token { token: TokenOut { index: 1, .. }, .. })));
+    rig.step();
+    assert!(rig.engine.tables(big).is_none(), "it has ended");
+    assert_eq!(rig.step(), [], "nothing to compute, but blocks are lent");
+    let reserved = |seq| Event::Reserved { seq, request_id: RequestId("r".into()), cached_tokens: 0 };
+    assert_eq!(rig.events[rig.events.len() - 2..], [reserved(waits), reserved(behind)]);
+    assert_eq!((rig.blocks(), rig.engine.receiving()), ((0, 5, 0), 2));
+    assert_eq!(rig.engine.tables(waits).unwrap()[1].blocks().len(), 4);
+    let before = rig.events.len();
+    rig.engine.kv_arrived(behind, &first(0), &mut rig.events).unwrap();
+    assert_eq!(rig.events.len(), before, "I4: the client has token 0 from the prefill side");
+    assert_eq!(rig.blocks(), (1, 4, 0));
+    assert_eq!(rig.step(), [(behind.0, 1)]);
+    assert!(matches!(rig.events.last(), Some(Event::Token { token: TokenOut { index: 1, .. }, .. })));
 }
 
 #[test]
 fn a_first_token_that_ends_the_answer_ends_the_sequence() {
-    let mut bench = Bench::new(LIMITS, 8);
-    let seq = bench.submit(Start::Receive, 4, 1);
-    bench.step();
-    let gap = bench.engine.kv_arrived(seq, &first(1), &mut bench.events).unwrap_err();
+    let mut rig = Rig::new(LIMITS, 8);
+    let seq = rig.submit(Start::Receive, 4, 1);
+    rig.step();
+    let gap = rig.engine.kv_arrived(seq, &first(1), &mut rig.events).unwrap_err();
     assert_eq!(gap, EngineError::FirstToken { seq, index: 1, expected: 0 });
-    assert_eq!((bench.engine.receiving(), bench.blocks()), (1, (0, 1, 0)), "an error changes nothing");
-    bench.engine.kv_arrived(seq, &first(0), &mut bench.events).unwrap();
-    assert!(matches!(bench.events.last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
-    assert!(bench.engine.idle());
+    assert_eq!((rig.engine.receiving(), rig.blocks()), (1, (0, 1, 0)), "an error changes nothing");
+    rig.engine.kv_arrived(seq, &first(0), &mut rig.events).unwrap();
+    assert!(matches!(rig.events.last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
+    assert!(rig.engine.idle());
 }
 
 #[test]
 fn a_prefill_is_held_until_released() {
-    let mut bench = Bench::new(EngineConfig { chunk: 5, ..LIMITS }, 8);
-    let seq = bench.submit(Start::ComputeAndHold, 8, 100);
-    assert_eq!(bench.step(), [(0, 5)]);
-    let early = bench.engine.release(seq);
+    let mut rig = Rig::new(EngineConfig { chunk: 5, ..LIMITS }, 8);
+    let seq = rig.submit(Start::ComputeAndHold, 8, 100);
+    assert_eq!(rig.step(), [(0, 5)]);
+    let early = rig.engine.release(seq);
     assert_eq!(early, Err(EngineError::WrongState { seq, operation: "release", state: "running" }));
-    bench.step();
-    assert!(matches!(bench.events[..], [Event::Prefilled { finish: None, token: TokenOut { index: 0, .. }, .. }]));
-    assert_eq!((bench.engine.held(), bench.engine.running(), bench.blocks().0), (1, 0, 2));
-    assert!(bench.plan().is_none());
-    bench.engine.release(seq).unwrap();
-    assert_eq!(bench.engine.release(seq), Err(EngineError::UnknownSequence(seq)));
-    assert!(bench.engine.idle());
-    bench.submit(Start::ComputeAndHold, 4, 1);
-    bench.step();
-    assert!(matches!(bench.events.last(), Some(Event::Prefilled { finish: Some(FinishReason::Length), .. })));
+    rig.step();
+    assert!(matches!(rig.events[..], [Event::Prefilled { finish: None, token: TokenOut { index: 0, .. }, .. }]));
+    assert_eq!((rig.engine.held(), rig.engine.running(), rig.blocks().0), (1, 0, 2));
+    assert!(rig.plan().is_none());
+    rig.engine.release(seq).unwrap();
+    assert_eq!(rig.engine.release(seq), Err(EngineError::UnknownSequence(seq)));
+    assert!(rig.engine.idle());
+    rig.submit(Start::ComputeAndHold, 4, 1);
+    rig.step();
+    assert!(matches!(rig.events.last(), Some(Event::Prefilled { finish: Some(FinishReason::Length), .. })));
 }
 
 /// One sequence in each state an abort or a deadline can find it in, and whether it needs a fence there.
-fn in_each_state(deadline: Option<Time>) -> (Bench, [(SeqId, &'static str, bool); 5]) {
-    let mut bench = Bench::new(EngineConfig { chunk: 4, ..LIMITS }, 15);
-    let mut submit =
-        |start, prompt| bench.engine.submit(NewSequence { deadline, ..request(start, prompt, 20) }).unwrap();
+fn in_each_state(deadline: Option<Time>) -> (Rig, [(SeqId, &'static str, bool); 5]) {
+    let mut rig = Rig::new(EngineConfig { chunk: 4, ..LIMITS }, 15);
+    let mut submit = |start, prompt| rig.engine.submit(NewSequence { deadline, ..request(start, prompt, 20) }).unwrap();
     let held = submit(Start::ComputeAndHold, 4);
     let prefilling = submit(Start::ComputeAndHold, 16);
     let running = submit(Start::Compute, 4);
     let lent = submit(Start::Receive, 8);
     let waiting = submit(Start::Compute, 32);
-    bench.step();
+    rig.step();
     let states = [
         (held, "held for a transfer", true),
         (prefilling, "running", true),
@@ -87,28 +86,28 @@ fn in_each_state(deadline: Option<Time>) -> (Bench, [(SeqId, &'static str, bool)
         (lent, "waiting for KV", true),
         (waiting, "waiting", false),
     ];
-    (bench, states)
+    (rig, states)
 }
 
 /// I3, I6: an abort in any state frees everything, at once or after the fence.
 #[test]
 fn an_abort_in_any_state_leaks_nothing() {
     for fenced in [false, true] {
-        let (mut bench, states) = in_each_state(None);
+        let (mut rig, states) = in_each_state(None);
         for (seq, state, exposed) in states {
-            let quarantined = bench.blocks().2;
-            let owned = bench.engine.tables(seq).unwrap().first().map_or(0, |table| table.blocks().len() as u32);
-            let aborted = bench.engine.abort(seq, fenced).unwrap();
+            let quarantined = rig.blocks().2;
+            let owned = rig.engine.tables(seq).unwrap().first().map_or(0, |table| table.blocks().len() as u32);
+            let aborted = rig.engine.abort(seq, fenced).unwrap();
             let fence = fenced && exposed;
             assert_eq!(aborted == Aborted::Quarantined, fence, "{state}");
-            assert_eq!(bench.blocks().2 - quarantined, if fence { owned } else { 0 }, "{state}");
-            assert_eq!(bench.engine.abort(seq, fenced), Err(EngineError::UnknownSequence(seq)));
-            bench.engine.check().unwrap();
+            assert_eq!(rig.blocks().2 - quarantined, if fence { owned } else { 0 }, "{state}");
+            assert_eq!(rig.engine.abort(seq, fenced), Err(EngineError::UnknownSequence(seq)));
+            rig.engine.check().unwrap();
         }
         for (seq, _, exposed) in states {
-            assert_eq!(bench.engine.clear_quarantine(seq).is_ok(), fenced && exposed);
+            assert_eq!(rig.engine.clear_quarantine(seq).is_ok(), fenced && exposed);
         }
-        assert!(bench.engine.idle());
+        assert!(rig.engine.idle());
     }
 }
 
@@ -117,63 +116,63 @@ fn an_abort_in_any_state_leaks_nothing() {
 fn an_abort_during_a_step_waits_for_the_step() {
     let cases = [(false, false), (true, false), (true, true)];
     for ((fenced, cleared_first), fails) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
-        let mut bench = Bench::new(LIMITS, 15);
-        let seqs = [Start::Compute, Start::ComputeAndHold].map(|start| bench.submit(start, 8, 5));
-        let step = bench.plan().unwrap();
-        assert_eq!(bench.engine.abort(seqs[0], fenced), Ok(Aborted::Freed));
-        let second = bench.engine.abort(seqs[1], fenced).unwrap();
+        let mut rig = Rig::new(LIMITS, 15);
+        let seqs = [Start::Compute, Start::ComputeAndHold].map(|start| rig.submit(start, 8, 5));
+        let step = rig.plan().unwrap();
+        assert_eq!(rig.engine.abort(seqs[0], fenced), Ok(Aborted::Freed));
+        let second = rig.engine.abort(seqs[1], fenced).unwrap();
         assert_eq!(second == Aborted::Quarantined, fenced);
-        assert_eq!(bench.engine.abort(seqs[0], fenced), Err(EngineError::UnknownSequence(seqs[0])));
-        assert_eq!(bench.blocks(), (4, 0, 0));
+        assert_eq!(rig.engine.abort(seqs[0], fenced), Err(EngineError::UnknownSequence(seqs[0])));
+        assert_eq!(rig.blocks(), (4, 0, 0));
         if cleared_first {
-            bench.engine.clear_quarantine(seqs[1]).unwrap();
+            rig.engine.clear_quarantine(seqs[1]).unwrap();
         }
-        let mut out = bench.compute(&step);
+        let mut out = rig.compute(&step);
         if fails {
-            bench.engine.fail(step, RunError("no".into()), &mut bench.events);
+            rig.engine.fail(step, RunError("no".into()), &mut rig.events);
         } else {
-            bench.engine.apply(step, &mut out, &mut bench.events);
+            rig.engine.apply(step, &mut out, &mut rig.events);
         }
-        assert_eq!(bench.events, [], "nobody is there to be told");
+        assert_eq!(rig.events, [], "nobody is there to be told");
         let quarantined = fenced && !cleared_first;
-        assert_eq!(bench.blocks(), (0, 0, if quarantined { 2 } else { 0 }));
-        assert_eq!(bench.engine.clear_quarantine(seqs[1]).is_ok(), quarantined);
-        assert!(bench.engine.idle());
+        assert_eq!(rig.blocks(), (0, 0, if quarantined { 2 } else { 0 }));
+        assert_eq!(rig.engine.clear_quarantine(seqs[1]).is_ok(), quarantined);
+        assert!(rig.engine.idle());
     }
 }
 
 /// I5: a deadline ends a sequence in any state, and what others may reach is fenced first (I3).
 #[test]
 fn a_deadline_ends_a_sequence_in_any_state() {
-    let (mut bench, states) = in_each_state(Some(Time(0).after_ms(5)));
-    bench.now = Time(4_999_999);
-    bench.step();
-    assert!(!bench.events.iter().any(|e| matches!(e, Event::Failed { .. })));
-    bench.now = Time(5_000_000);
-    bench.events.clear();
-    assert!(bench.plan().is_none());
-    for (event, (seq, state, exposed)) in bench.events.iter().zip(states) {
+    let (mut rig, states) = in_each_state(Some(Time(0).after_ms(5)));
+    rig.now = Time(4_999_999);
+    rig.step();
+    assert!(!rig.events.iter().any(|e| matches!(e, Event::Failed { .. })));
+    rig.now = Time(5_000_000);
+    rig.events.clear();
+    assert!(rig.plan().is_none());
+    for (event, (seq, state, exposed)) in rig.events.iter().zip(states) {
         let error = SequenceError::Deadline { state };
         assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
-        let request = RequestId("r".into());
-        assert_eq!(*event, Event::Failed { seq, request, error, quarantined: exposed });
+        let request_id = RequestId("r".into());
+        assert_eq!(*event, Event::Failed { seq, request_id, error, quarantined: exposed });
     }
-    assert_eq!(bench.events.len(), 5);
-    states.iter().filter(|s| s.2).for_each(|s| bench.engine.clear_quarantine(s.0).unwrap());
-    assert!(bench.engine.idle());
+    assert_eq!(rig.events.len(), 5);
+    states.iter().filter(|s| s.2).for_each(|s| rig.engine.clear_quarantine(s.0).unwrap());
+    assert!(rig.engine.idle());
 }
 
 #[test]
 fn a_later_deadline_is_not_forgotten_when_an_earlier_one_passes() {
-    let mut bench = Bench::new(LIMITS, 15);
+    let mut rig = Rig::new(LIMITS, 15);
     for at in [30, 10, 20] {
         let deadline = Some(Time(at));
-        bench.engine.submit(NewSequence { deadline, ..request(Start::Compute, 4, 40) }).unwrap();
+        rig.engine.submit(NewSequence { deadline, ..request(Start::Compute, 4, 40) }).unwrap();
     }
     for (now, left) in [(9, 3), (10, 2), (20, 1), (29, 1), (30, 0)] {
-        bench.now = Time(now);
-        bench.step();
-        assert_eq!(bench.engine.running(), left, "at {now}");
+        rig.now = Time(now);
+        rig.step();
+        assert_eq!(rig.engine.running(), left, "at {now}");
     }
 }
 
@@ -184,17 +183,17 @@ fn a_failed_step_fails_its_sequences_only() {
     let breaks: [Option<Break>; 4] =
         [None, Some(|out| out.truncate(1)), Some(|out| out.push(first(0))), Some(|out| out[1].index += 1)];
     for broken in breaks {
-        let mut bench = Bench::new(LIMITS, 15);
-        let plain = bench.submit(Start::Compute, 4, 5);
-        let held = bench.submit(Start::ComputeAndHold, 4, 5);
-        let step = bench.plan().unwrap();
-        let bystander = bench.submit(Start::Compute, 4, 5);
-        let mut out = bench.compute(&step);
+        let mut rig = Rig::new(LIMITS, 15);
+        let plain = rig.submit(Start::Compute, 4, 5);
+        let held = rig.submit(Start::ComputeAndHold, 4, 5);
+        let step = rig.plan().unwrap();
+        let bystander = rig.submit(Start::Compute, 4, 5);
+        let mut out = rig.compute(&step);
         match broken {
-            None => bench.engine.fail(step, RunError("no".into()), &mut bench.events),
+            None => rig.engine.fail(step, RunError("no".into()), &mut rig.events),
             Some(damage) => {
                 damage(&mut out);
-                bench.engine.apply(step, &mut out, &mut bench.events);
+                rig.engine.apply(step, &mut out, &mut rig.events);
                 assert!(out.is_empty());
             }
         }
@@ -202,12 +201,12 @@ fn a_failed_step_fails_its_sequences_only() {
             Event::Failed { seq, error, quarantined, .. } => Some((*seq, error.kind(), *quarantined)),
             _ => None,
         };
-        let kinds: Vec<_> = bench.events.iter().map(failed).collect();
+        let kinds: Vec<_> = rig.events.iter().map(failed).collect();
         assert_eq!(kinds, [Some((plain, ErrorKind::Internal, false)), Some((held, ErrorKind::Internal, true))]);
-        bench.engine.clear_quarantine(held).unwrap();
-        bench.steps(5);
-        assert_eq!(bench.tokens_of(bystander).len(), 5);
-        assert!(bench.engine.idle());
+        rig.engine.clear_quarantine(held).unwrap();
+        rig.steps(5);
+        assert_eq!(rig.tokens_of(bystander).len(), 5);
+        assert!(rig.engine.idle());
     }
 }
 
@@ -215,22 +214,22 @@ fn a_failed_step_fails_its_sequences_only() {
 #[test]
 fn a_row_without_a_token_fails_alone() {
     for (start, quarantined) in [(Start::Compute, false), (Start::ComputeAndHold, true)] {
-        let mut bench = Bench::new(LIMITS, 15);
-        let stuck = bench.submit(start, 4, 5);
-        let other = bench.submit(Start::Compute, 4, 5);
-        let step = bench.plan().unwrap();
-        let mut out = bench.compute(&step);
+        let mut rig = Rig::new(LIMITS, 15);
+        let stuck = rig.submit(start, 4, 5);
+        let other = rig.submit(Start::Compute, 4, 5);
+        let step = rig.plan().unwrap();
+        let mut out = rig.compute(&step);
         out[0].failed = Some("nothing can follow".into());
-        bench.engine.apply(step, &mut out, &mut bench.events);
+        rig.engine.apply(step, &mut out, &mut rig.events);
         let error = SequenceError::NoToken("nothing can follow".into());
-        assert!(matches!(&bench.events[0], Event::Failed { seq, error: e, quarantined: q, .. }
+        assert!(matches!(&rig.events[0], Event::Failed { seq, error: e, quarantined: q, .. }
             if (*seq, e, *q) == (stuck, &error, quarantined)));
         if quarantined {
-            bench.engine.clear_quarantine(stuck).unwrap();
+            rig.engine.clear_quarantine(stuck).unwrap();
         }
-        bench.steps(5);
-        assert_eq!((bench.tokens_of(stuck).len(), bench.tokens_of(other).len()), (0, 5));
-        assert!(bench.engine.idle());
+        rig.steps(5);
+        assert_eq!((rig.tokens_of(stuck).len(), rig.tokens_of(other).len()), (0, 5));
+        assert!(rig.engine.idle());
     }
 }
 

@@ -2,12 +2,12 @@
 //! are in `schedules.rs`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-mod bench;
+mod rig;
 
 use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, SequenceError, Start, Time, fake};
 use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
-use bench::{Bench, LIMITS, VOCAB, first, layout, request};
 use proptest::prelude::*;
+use rig::{LIMITS, Rig, VOCAB, first, layout, request};
 
 #[test]
 fn limits_that_cannot_work_are_named() {
@@ -27,7 +27,7 @@ fn limits_that_cannot_work_are_named() {
 /// I8: what can never run is refused at once, with the numbers, and costs nothing.
 #[test]
 fn what_can_never_fit_is_refused() {
-    let mut bench = Bench::new(EngineConfig { context_tokens: 100, ..LIMITS }, 10);
+    let mut rig = Rig::new(EngineConfig { context_tokens: 100, ..LIMITS }, 10);
     let resumed = |tokens: u32, stop| NewSequence {
         prompt_tokens: 5,
         params: SamplingParams { stop_token_ids: vec![stop], ..request(Start::Compute, 5, 4).params },
@@ -49,45 +49,45 @@ fn what_can_never_fit_is_refused() {
         (resumed(8, 7), "the last of them one of stop_token_ids"),
     ];
     for (new, expected) in cases {
-        let error = bench.engine.submit(new).unwrap_err();
+        let error = rig.engine.submit(new).unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
-    assert!(bench.engine.idle());
-    bench.submit(Start::Compute, 36, 5);
-    bench.submit(Start::ComputeAndHold, 40, 60);
+    assert!(rig.engine.idle());
+    rig.submit(Start::Compute, 36, 5);
+    rig.submit(Start::ComputeAndHold, 40, 60);
 }
 
 /// I5: the queue is bounded; a place that frees makes room again.
 #[test]
 fn a_full_queue_refuses() {
-    let mut bench = Bench::new(EngineConfig { max_running: 2, max_waiting: 3, ..LIMITS }, 100);
-    let seqs: Vec<SeqId> = (0..5).map(|_| bench.submit(Start::Compute, 4, 50)).collect();
+    let mut rig = Rig::new(EngineConfig { max_running: 2, max_waiting: 3, ..LIMITS }, 100);
+    let seqs: Vec<SeqId> = (0..5).map(|_| rig.submit(Start::Compute, 4, 50)).collect();
     for _ in 0..2 {
-        let error = bench.engine.submit(request(Start::Compute, 4, 4)).unwrap_err();
+        let error = rig.engine.submit(request(Start::Compute, 4, 4)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ResourceExhausted);
-        bench.step();
+        rig.step();
     }
-    assert_eq!((bench.engine.running(), bench.engine.waiting()), (2, 3));
-    assert_eq!(bench.engine.abort(seqs[3], false), Ok(Aborted::Freed));
-    bench.submit(Start::Compute, 4, 50);
+    assert_eq!((rig.engine.running(), rig.engine.waiting()), (2, 3));
+    assert_eq!(rig.engine.abort(seqs[3], false), Ok(Aborted::Freed));
+    rig.submit(Start::Compute, 4, 50);
 }
 
 #[test]
 fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
     let config = EngineConfig { token_budget: 10, chunk: 6, max_running: 4, ..LIMITS };
-    let mut bench = Bench::new(config, 100);
+    let mut rig = Rig::new(config, 100);
     for prompt in [3, 20, 7, 2, 4] {
-        bench.submit(Start::Compute, prompt, 5);
+        rig.submit(Start::Compute, prompt, 5);
     }
-    let rows = bench.steps(4);
+    let rows = rig.steps(4);
     // 0 is first, 3 can be finished as well, what is left goes to the first of the long ones.
     assert_eq!(rows[0], [(0, 3), (1, 5), (3, 2)]);
     assert_eq!(rows[1], [(0, 1), (3, 1), (1, 6), (2, 2)]);
     assert_eq!(rows[2], [(0, 1), (3, 1), (1, 6), (2, 2)]);
     // A place for 4 comes only when one of the four ends.
     assert_eq!(rows[3], [(0, 1), (3, 1), (1, 3), (2, 3)]);
-    assert_eq!((bench.engine.running(), bench.engine.waiting()), (4, 1));
+    assert_eq!((rig.engine.running(), rig.engine.waiting()), (4, 1));
 }
 
 /// Prompts share a step up to the length that saturates the hardware. A longer one ends alone; while it goes on, others may
@@ -95,154 +95,153 @@ fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
 #[test]
 fn prompts_are_packed_up_to_the_saturating_length() {
     let config = EngineConfig { token_budget: 64, chunk: 20, pack_tokens: 12, max_running: 8, ..LIMITS };
-    let mut bench = Bench::new(config, 100);
+    let mut rig = Rig::new(config, 100);
     for prompt in [15, 2, 40, 13, 3] {
-        bench.submit(Start::Compute, prompt, 9);
+        rig.submit(Start::Compute, prompt, 9);
     }
-    assert_eq!(bench.step(), [(0, 15)]);
-    assert_eq!(bench.step(), [(0, 1), (1, 2), (2, 7), (4, 3)], "filled up, decode rows not counted");
-    assert_eq!(bench.step(), [(0, 1), (1, 1), (4, 1), (2, 20), (3, 13)]);
-    assert_eq!(bench.step(), [(0, 1), (1, 1), (3, 1), (4, 1), (2, 13)]);
+    assert_eq!(rig.step(), [(0, 15)]);
+    assert_eq!(rig.step(), [(0, 1), (1, 2), (2, 7), (4, 3)], "filled up, decode rows not counted");
+    assert_eq!(rig.step(), [(0, 1), (1, 1), (4, 1), (2, 20), (3, 13)]);
+    assert_eq!(rig.step(), [(0, 1), (1, 1), (3, 1), (4, 1), (2, 13)]);
 }
 
 #[test]
 fn an_answer_ends_with_max_tokens_or_a_stop_token_which_is_told() {
     let alone = fake::answer(&layout(), VOCAB, &[0, 1, 2], &request(Start::Compute, 3, 6).params).unwrap();
     let ids: Vec<u32> = alone.iter().map(|token| token.id).collect();
-    let mut bench = Bench::new(LIMITS, 100);
-    let whole = bench.submit(Start::Compute, 3, 6);
+    let mut rig = Rig::new(LIMITS, 100);
+    let whole = rig.submit(Start::Compute, 3, 6);
     let mut stopping = request(Start::Compute, 3, 6);
     stopping.params.stop_token_ids = vec![ids[2]];
-    let stopped = bench.engine.submit(stopping).unwrap();
-    bench.steps(6);
-    assert_eq!((bench.tokens_of(whole), bench.tokens_of(stopped)), (ids.clone(), ids[..3].to_vec()));
-    let end = |seq, reason| Event::Finished { seq, request: RequestId("r".into()), reason, cached_tokens: 0 };
-    assert!(bench.events.contains(&end(whole, FinishReason::Length)));
-    assert!(bench.events.contains(&end(stopped, FinishReason::Stop)));
-    assert!(bench.engine.idle() && bench.plan().is_none());
+    let stopped = rig.engine.submit(stopping).unwrap();
+    rig.steps(6);
+    assert_eq!((rig.tokens_of(whole), rig.tokens_of(stopped)), (ids.clone(), ids[..3].to_vec()));
+    let end = |seq, reason| Event::Finished { seq, request_id: RequestId("r".into()), reason, cached_tokens: 0 };
+    assert!(rig.events.contains(&end(whole, FinishReason::Length)));
+    assert!(rig.events.contains(&end(stopped, FinishReason::Stop)));
+    assert!(rig.engine.idle() && rig.plan().is_none());
 }
 
 /// The last token of an answer needs no KV: an answer that exactly fills the pool ends.
 #[test]
 fn an_answer_may_fill_the_pool_to_the_last_slot() {
-    let mut bench = Bench::new(LIMITS, 10);
-    let seq = bench.submit(Start::Compute, 20, 21);
-    bench.steps(21);
-    assert_eq!(bench.tokens_of(seq).len(), 21);
-    assert!(bench.engine.idle());
+    let mut rig = Rig::new(LIMITS, 10);
+    let seq = rig.submit(Start::Compute, 20, 21);
+    rig.steps(21);
+    assert_eq!(rig.tokens_of(seq).len(), 21);
+    assert!(rig.engine.idle());
 }
 
 /// I1: the youngest gives its blocks, waits in its old place, and goes on with the same tokens.
 #[test]
 fn the_youngest_is_preempted_and_loses_nothing() {
-    let mut bench = Bench::new(LIMITS, 10);
-    let seqs = [16, 12, 4].map(|prompt| bench.submit(Start::Compute, prompt, 12));
-    let late = bench.submit(Start::Compute, 5, 12);
+    let mut rig = Rig::new(LIMITS, 10);
+    let seqs = [16, 12, 4].map(|prompt| rig.submit(Start::Compute, prompt, 12));
+    let late = rig.submit(Start::Compute, 5, 12);
     let mut order = Vec::new();
-    while !bench.engine.idle() {
-        let before = bench.engine.preemptions();
-        let rows = bench.step();
-        if bench.engine.preemptions() > before {
-            order.push((bench.engine.running(), rows.iter().map(|row| row.0).max().unwrap()));
+    while !rig.engine.idle() {
+        let before = rig.engine.preemptions();
+        let rows = rig.step();
+        if rig.engine.preemptions() > before {
+            order.push((rig.engine.running(), rows.iter().map(|row| row.0).max().unwrap()));
         }
     }
     assert!(!order.is_empty() && order.iter().all(|(running, _)| *running >= 1));
     for (seq, prompt) in seqs.into_iter().chain([late]).zip([16u32, 12, 4, 5]) {
         let new = request(Start::Compute, prompt, 12);
         let alone = fake::answer(&layout(), VOCAB, &new.tokens, &new.params).unwrap();
-        assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
+        assert_eq!(rig.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>());
     }
-    let ends: Vec<SeqId> =
-        bench.events.iter().filter(|e| matches!(e, Event::Finished { .. })).map(|e| e.seq()).collect();
+    let ends: Vec<SeqId> = rig.events.iter().filter(|e| matches!(e, Event::Finished { .. })).map(|e| e.seq()).collect();
     assert!(ends.is_sorted(), "equal answers end in the order of submission: {ends:?}");
 }
 
 #[test]
 fn a_newcomer_leaves_each_running_sequence_its_next_block() {
-    let mut bench = Bench::new(LIMITS, 6);
-    bench.submit(Start::Compute, 8, 8);
-    bench.submit(Start::Compute, 8, 8);
-    bench.step();
-    assert_eq!((bench.engine.running(), bench.blocks().0), (2, 4));
+    let mut rig = Rig::new(LIMITS, 6);
+    rig.submit(Start::Compute, 8, 8);
+    rig.submit(Start::Compute, 8, 8);
+    rig.step();
+    assert_eq!((rig.engine.running(), rig.blocks().0), (2, 4));
     // Two blocks are free, and two sequences run.
-    bench.submit(Start::Compute, 4, 2);
-    bench.submit(Start::Receive, 4, 2);
-    bench.step();
-    assert_eq!((bench.engine.running(), bench.engine.waiting(), bench.engine.receiving()), (2, 2, 0));
-    assert_eq!(bench.engine.preemptions(), 0);
+    rig.submit(Start::Compute, 4, 2);
+    rig.submit(Start::Receive, 4, 2);
+    rig.step();
+    assert_eq!((rig.engine.running(), rig.engine.waiting(), rig.engine.receiving()), (2, 2, 0));
+    assert_eq!(rig.engine.preemptions(), 0);
 }
 
 /// Lent blocks cannot be taken; the sequence that needs one waits, keeps what it has, and goes on when there is one.
 #[test]
 fn growth_waits_for_lent_blocks_without_losing_work() {
-    let mut bench = Bench::new(LIMITS, 5);
-    let grower = bench.submit(Start::Compute, 8, 12);
-    bench.step();
-    let lent = bench.submit(Start::Receive, 4, 2);
-    let computed: u32 = bench.steps(20).iter().flatten().map(|row| row.1).sum();
-    assert_eq!((computed, bench.blocks()), (8, (4, 1, 0)), "4 blocks are full, the fifth is lent");
-    assert_eq!((bench.engine.running(), bench.engine.preemptions()), (1, 0));
-    assert_eq!(bench.engine.abort(lent, true), Ok(Aborted::Quarantined));
-    assert_eq!((bench.step(), bench.blocks()), (vec![], (4, 0, 1)), "I3: not before the fence");
-    bench.engine.clear_quarantine(lent).unwrap();
-    bench.steps(3);
-    assert_eq!(bench.tokens_of(grower).len(), 12);
-    assert!(bench.engine.idle() && bench.engine.preemptions() == 0);
+    let mut rig = Rig::new(LIMITS, 5);
+    let grower = rig.submit(Start::Compute, 8, 12);
+    rig.step();
+    let lent = rig.submit(Start::Receive, 4, 2);
+    let computed: u32 = rig.steps(20).iter().flatten().map(|row| row.1).sum();
+    assert_eq!((computed, rig.blocks()), (8, (4, 1, 0)), "4 blocks are full, the fifth is lent");
+    assert_eq!((rig.engine.running(), rig.engine.preemptions()), (1, 0));
+    assert_eq!(rig.engine.abort(lent, true), Ok(Aborted::Quarantined));
+    assert_eq!((rig.step(), rig.blocks()), (vec![], (4, 0, 1)), "I3: not before the fence");
+    rig.engine.clear_quarantine(lent).unwrap();
+    rig.steps(3);
+    assert_eq!(rig.tokens_of(grower).len(), 12);
+    assert!(rig.engine.idle() && rig.engine.preemptions() == 0);
 }
 
 /// I5: a peer that stands still may keep blocks for ever, but nobody waits for ever for those alone.
 #[test]
 fn blocks_in_quarantine_are_waited_for_only_so_long() {
-    let mut bench = Bench::new(LIMITS, 5);
-    let lent = bench.submit(Start::Receive, 16, 2);
-    bench.step();
-    assert_eq!(bench.engine.abort(lent, true), Ok(Aborted::Quarantined));
-    let [long, short] = [8, 1].map(|prompt| bench.submit(Start::Compute, prompt, 3));
-    let at = |bench: &mut Bench, ms| {
-        bench.now = Time(0).after_ms(ms);
-        bench.step()
+    let mut rig = Rig::new(LIMITS, 5);
+    let lent = rig.submit(Start::Receive, 16, 2);
+    rig.step();
+    assert_eq!(rig.engine.abort(lent, true), Ok(Aborted::Quarantined));
+    let [long, short] = [8, 1].map(|prompt| rig.submit(Start::Compute, prompt, 3));
+    let at = |rig: &mut Rig, ms| {
+        rig.now = Time(0).after_ms(ms);
+        rig.step()
     };
-    assert_eq!((at(&mut bench, 100), at(&mut bench, 2_099)), (vec![], vec![]));
-    assert_eq!(bench.engine.waiting(), 2);
+    assert_eq!((at(&mut rig, 100), at(&mut rig, 2_099)), (vec![], vec![]));
+    assert_eq!(rig.engine.waiting(), 2);
     // The first fails; the one behind it has room enough.
-    at(&mut bench, 2_100);
+    at(&mut rig, 2_100);
     let error = SequenceError::Quarantined { blocks: 8 };
     assert_eq!(error.kind(), ErrorKind::ResourceExhausted);
-    let request = RequestId("r".into());
-    assert_eq!(bench.events.last(), Some(&Event::Failed { seq: long, request, error, quarantined: false }));
-    assert_eq!(at(&mut bench, 2_101), [(short.0, 1)]);
+    let request_id = RequestId("r".into());
+    assert_eq!(rig.events.last(), Some(&Event::Failed { seq: long, request_id, error, quarantined: false }));
+    assert_eq!(at(&mut rig, 2_101), [(short.0, 1)]);
     // Time begins anew with the next that waits, and blocks that come back in time are enough.
-    bench.steps(5);
-    let patient = bench.submit(Start::Compute, 8, 1);
-    assert_eq!((at(&mut bench, 3_000), at(&mut bench, 4_999)), (vec![], vec![]));
-    bench.engine.clear_quarantine(lent).unwrap();
-    assert_eq!(at(&mut bench, 5_000), [(patient.0, 8)]);
-    assert!(bench.engine.idle());
+    rig.steps(5);
+    let patient = rig.submit(Start::Compute, 8, 1);
+    assert_eq!((at(&mut rig, 3_000), at(&mut rig, 4_999)), (vec![], vec![]));
+    rig.engine.clear_quarantine(lent).unwrap();
+    assert_eq!(at(&mut rig, 5_000), [(patient.0, 8)]);
+    assert!(rig.engine.idle());
 }
 
 /// The blocks of a prefill are on their way to a peer while it is computed: nobody takes them (I3).
 #[test]
 fn a_held_prefill_is_never_preempted() {
     // Computed a token at a time, it still runs when the older one needs the last block.
-    let mut bench = Bench::new(EngineConfig { chunk: 1, ..LIMITS }, 5);
-    bench.submit(Start::Compute, 1, 16);
-    let held = bench.submit(Start::ComputeAndHold, 12, 1);
-    assert_eq!(bench.steps(10)[9], [(1, 1)], "the first waits for a block, the second goes on");
-    bench.steps(2);
-    assert_eq!((bench.engine.preemptions(), bench.engine.held(), bench.blocks().0), (0, 1, 5));
-    bench.engine.release(held).unwrap();
-    bench.steps(8);
-    assert!(bench.engine.idle());
+    let mut rig = Rig::new(EngineConfig { chunk: 1, ..LIMITS }, 5);
+    rig.submit(Start::Compute, 1, 16);
+    let held = rig.submit(Start::ComputeAndHold, 12, 1);
+    assert_eq!(rig.steps(10)[9], [(1, 1)], "the first waits for a block, the second goes on");
+    rig.steps(2);
+    assert_eq!((rig.engine.preemptions(), rig.engine.held(), rig.blocks().0), (0, 1, 5));
+    rig.engine.release(held).unwrap();
+    rig.steps(8);
+    assert!(rig.engine.idle());
 }
 
 #[test]
 #[cfg_attr(debug_assertions, should_panic(expected = "a step out of turn"))]
 fn steps_are_applied_in_the_order_of_planning() {
-    let mut bench = Bench::new(LIMITS, 15);
-    bench.submit(Start::Compute, 4, 5);
-    let (_first, second) = (bench.plan().unwrap(), bench.plan().unwrap());
-    assert!(bench.plan().is_none(), "two are enough");
-    bench.engine.apply(second, &mut vec![first(0)], &mut bench.events);
+    let mut rig = Rig::new(LIMITS, 15);
+    rig.submit(Start::Compute, 4, 5);
+    let (_first, second) = (rig.plan().unwrap(), rig.plan().unwrap());
+    assert!(rig.plan().is_none(), "two are enough");
+    rig.engine.apply(second, &mut vec![first(0)], &mut rig.events);
 }
 
 proptest! {
@@ -260,21 +259,21 @@ proptest! {
         let blocks = shapes.iter().map(|(prompt, most, _)| (prompt + most).div_ceil(4)).max().unwrap_or(1) + spare;
         let config =
             EngineConfig { token_budget: max_running, chunk, max_running, max_waiting: 100, context_tokens: 100, ..LIMITS };
-        let mut bench = Bench::new(config, blocks);
+        let mut rig = Rig::new(config, blocks);
         let (mut arrivals, mut due, mut bound) = (shapes.clone(), Vec::new(), 0u64);
         arrivals.sort_by_key(|shape| shape.2);
         for (tick, _) in (0..2000).enumerate() {
             while due.len() < arrivals.len() && arrivals[due.len()].2 <= tick as u64 {
                 let (prompt, most, arrival) = arrivals[due.len()];
-                let seq = bench.submit(Start::Compute, prompt, most);
+                let seq = rig.submit(Start::Compute, prompt, most);
                 bound = bound.max(arrival) + u64::from(prompt + 2 * most);
                 due.push((seq, bound));
             }
-            bench.step();
+            rig.step();
             for (seq, by) in &due {
-                prop_assert!(bench.engine.tables(*seq).is_none() || tick as u64 <= *by, "{} not over by {}", seq, by);
+                prop_assert!(rig.engine.tables(*seq).is_none() || tick as u64 <= *by, "{} not over by {}", seq, by);
             }
         }
-        prop_assert!(bench.engine.idle());
+        prop_assert!(rig.engine.idle());
     }
 }

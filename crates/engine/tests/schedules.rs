@@ -59,9 +59,9 @@ type Side = (EngineConfig, [u32; 2], Vec<(u64, Fault)>, [bool; 2]);
 fn node() -> impl Strategy<Value = Side> {
     let fault = prop_oneof![Just(Fault::Error), Just(Fault::Nothing), Just(Fault::Output)];
     let order = prop_oneof![
-        2 => Just(Order::Fcfs),
-        1 => (0u32..20).prop_map(|overtakes| Order::ShortestFirst { overtakes }),
-        1 => (0u32..20).prop_map(|overtakes| Order::Priority { overtakes }),
+        2 => Just((Order::Fcfs, 0)),
+        1 => (0u32..20).prop_map(|overtakes| (Order::ShortestFirst, overtakes)),
+        1 => (0u32..20).prop_map(|overtakes| (Order::Priority, overtakes)),
     ];
     let eviction = prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)];
     let max_blocks = prop_oneof![1 => Just(0), 2 => 1u32..8, 6 => Just(u32::MAX)];
@@ -81,8 +81,9 @@ fn node() -> impl Strategy<Value = Side> {
             max_running,
             max_waiting: 1000,
             context_tokens: 1000,
-            local_tokens: prompts.2,
-            order,
+            local_prefill_tokens: prompts.2,
+            order: order.0,
+            overtakes: order.1,
             cache,
             swap,
         },

@@ -2,11 +2,11 @@
 //! combinations with everything else are in `schedules.rs`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-mod bench;
+mod rig;
 
 use baton_engine::{EngineConfig, NewSequence, Order, Prefix, RunError, Start, SwapConfig, SwapRates, fake};
 use baton_types::SeqId;
-use bench::{Bench, LIMITS, VOCAB, layout, request};
+use rig::{LIMITS, Rig, VOCAB, layout, request};
 
 /// Bytes of a block of each group together.
 const BLOCK: u64 = 4 * 64;
@@ -18,38 +18,38 @@ fn config(blocks: u64, rates: SwapRates) -> EngineConfig {
 }
 
 /// Two sequences that outgrow a pool of six blocks, the second of which is preempted.
-fn two(config: EngineConfig) -> (Bench, [SeqId; 2]) {
-    let mut bench = Bench::new(config, 6);
-    let seqs = [8, 7].map(|prompt| bench.submit(Start::Compute, prompt, 12));
-    while bench.engine.preemptions() == 0 {
-        bench.step();
+fn two(config: EngineConfig) -> (Rig, [SeqId; 2]) {
+    let mut rig = Rig::new(config, 6);
+    let seqs = [8, 7].map(|prompt| rig.submit(Start::Compute, prompt, 12));
+    while rig.engine.preemptions() == 0 {
+        rig.step();
     }
-    (bench, seqs)
+    (rig, seqs)
 }
 
 /// Steps until both have ended; how many tokens were computed, and that they are the right ones (I1).
-fn finish(bench: &mut Bench, seqs: [SeqId; 2]) -> u32 {
+fn finish(rig: &mut Rig, seqs: [SeqId; 2]) -> u32 {
     let mut computed = 0;
-    while !bench.engine.idle() {
-        computed += bench.step().iter().map(|row| row.1).sum::<u32>();
+    while !rig.engine.idle() {
+        computed += rig.step().iter().map(|row| row.1).sum::<u32>();
     }
     for (seq, prompt) in seqs.into_iter().zip([8, 7]) {
         let new = request(Start::Compute, prompt, 12);
         let alone = fake::answer(&layout(), VOCAB, &new.tokens, &new.params).unwrap();
-        assert_eq!(bench.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
+        assert_eq!(rig.tokens_of(seq), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
     }
     computed
 }
 
 #[test]
 fn what_was_swapped_comes_back_and_is_not_computed_again() {
-    let (mut bench, seqs) = two(config(10, RATES));
-    let (used, moved) = (bench.engine.host_counts().used, bench.engine.swapped_blocks());
-    assert_eq!((bench.engine.swaps(), u64::from(used), moved), (1, moved[0], [6, 0]), "three blocks of two groups");
-    let left: u32 = seqs.map(|seq| 12 - bench.tokens_of(seq).len() as u32).iter().sum();
+    let (mut rig, seqs) = two(config(10, RATES));
+    let (used, moved) = (rig.engine.host_counts().used, rig.engine.swapped_blocks());
+    assert_eq!((rig.engine.swaps(), u64::from(used), moved), (1, moved[0], [6, 0]), "three blocks of two groups");
+    let left: u32 = seqs.map(|seq| 12 - rig.tokens_of(seq).len() as u32).iter().sum();
     // A token at a time, none twice.
-    assert_eq!(finish(&mut bench, seqs), left);
-    assert_eq!((bench.engine.swapped_blocks(), bench.engine.host_counts().used), ([6, 6], 0));
+    assert_eq!(finish(&mut rig, seqs), left);
+    assert_eq!((rig.engine.swapped_blocks(), rig.engine.host_counts().used), ([6, 6], 0));
 }
 
 #[test]
@@ -57,136 +57,136 @@ fn without_room_or_gain_it_is_computed_again() {
     let dear = SwapRates { copy_bytes_per_second: BLOCK, ..RATES };
     let unknown = SwapRates { prefill_tokens_per_second: 0, ..RATES };
     for config in [config(0, RATES), config(2, RATES), config(10, dear), config(10, unknown)] {
-        let (mut bench, seqs) = two(config);
-        assert_eq!((bench.engine.swaps(), bench.engine.host_counts().used), (0, 0));
-        let left: u32 = seqs.map(|seq| 12 - bench.tokens_of(seq).len() as u32).iter().sum();
-        assert!(finish(&mut bench, seqs) > left);
+        let (mut rig, seqs) = two(config);
+        assert_eq!((rig.engine.swaps(), rig.engine.host_counts().used), (0, 0));
+        let left: u32 = seqs.map(|seq| 12 - rig.tokens_of(seq).len() as u32).iter().sum();
+        assert!(finish(&mut rig, seqs) > left);
     }
 }
 
 #[test]
 fn rates_may_be_learnt_while_it_runs() {
-    let mut bench = Bench::new(config(10, SwapRates::default()), 6);
-    let seqs = [8, 7].map(|prompt| bench.submit(Start::Compute, prompt, 12));
-    bench.step();
-    bench.engine.set_swap_rates(RATES);
-    finish(&mut bench, seqs);
-    assert!(bench.engine.swaps() > 0);
+    let mut rig = Rig::new(config(10, SwapRates::default()), 6);
+    let seqs = [8, 7].map(|prompt| rig.submit(Start::Compute, prompt, 12));
+    rig.step();
+    rig.engine.set_swap_rates(RATES);
+    finish(&mut rig, seqs);
+    assert!(rig.engine.swaps() > 0);
 }
 
 /// I3: the preempted sequence's blocks are copied by the step that is planned; a peer may write to them only after it.
 #[test]
 fn blocks_are_not_lent_before_their_copy_is_made() {
-    let config = EngineConfig { order: Order::Priority { overtakes: 50 }, ..config(10, RATES) };
+    let config = EngineConfig { order: Order::Priority, overtakes: 50, ..config(10, RATES) };
     let start = || {
-        let mut bench = Bench::new(config, 6);
+        let mut rig = Rig::new(config, 6);
         for (prompt, priority) in [(8, -128), (7, 127)] {
-            bench.engine.submit(NewSequence { priority, ..request(Start::Compute, prompt, 12) }).unwrap();
+            rig.engine.submit(NewSequence { priority, ..request(Start::Compute, prompt, 12) }).unwrap();
         }
-        bench
+        rig
     };
     let (mut twin, mut steps) = (start(), 0);
     while twin.engine.preemptions() == 0 {
         twin.step();
         steps += 1;
     }
-    let mut bench = start();
-    bench.steps(steps - 1);
+    let mut rig = start();
+    rig.steps(steps - 1);
     let receiver = NewSequence { priority: -128, ..request(Start::Receive, 4, 2) };
-    let receiver = bench.engine.submit(receiver).unwrap();
-    assert!(!bench.step().is_empty());
-    assert_eq!((bench.engine.swaps(), bench.engine.receiving()), (1, 0), "it is next, and there is room");
-    assert_eq!(bench.engine.tables(receiver), Some(&[][..]));
-    bench.step();
-    assert_eq!(bench.engine.receiving(), 1);
+    let receiver = rig.engine.submit(receiver).unwrap();
+    assert!(!rig.step().is_empty());
+    assert_eq!((rig.engine.swaps(), rig.engine.receiving()), (1, 0), "it is next, and there is room");
+    assert_eq!(rig.engine.tables(receiver), Some(&[][..]));
+    rig.step();
+    assert_eq!(rig.engine.receiving(), 1);
 }
 
 /// An abort in any state of a swap gives all back, here and in host memory (I6).
 #[test]
 fn an_abort_frees_host_memory() {
-    let (mut bench, [_, swapped]) = two(config(10, RATES));
-    bench.engine.abort(swapped, false).unwrap();
-    assert_eq!(bench.engine.host_counts().used, 0);
-    bench.steps(12);
-    assert!(bench.engine.idle());
+    let (mut rig, [_, swapped]) = two(config(10, RATES));
+    rig.engine.abort(swapped, false).unwrap();
+    assert_eq!(rig.engine.host_counts().used, 0);
+    rig.steps(12);
+    assert!(rig.engine.idle());
     // During the step that copies it out, and during the one that copies it in.
     for copied_in in [false, true] {
-        let mut bench = Bench::new(config(10, RATES), 6);
-        let seqs = [8, 7].map(|prompt| bench.submit(Start::Compute, prompt, 12));
+        let mut rig = Rig::new(config(10, RATES), 6);
+        let seqs = [8, 7].map(|prompt| rig.submit(Start::Compute, prompt, 12));
         loop {
-            let step = bench.plan().unwrap();
-            let comes_back = bench.engine.swaps() == 1 && step.rows().iter().any(|row| row.seq == seqs[1]);
-            if if copied_in { comes_back } else { bench.engine.preemptions() == 1 } {
-                bench.engine.abort(seqs[1], false).unwrap();
+            let step = rig.plan().unwrap();
+            let comes_back = rig.engine.swaps() == 1 && step.rows().iter().any(|row| row.seq == seqs[1]);
+            if if copied_in { comes_back } else { rig.engine.preemptions() == 1 } {
+                rig.engine.abort(seqs[1], false).unwrap();
             }
-            let mut out = bench.compute(&step);
-            bench.engine.apply(step, &mut out, &mut bench.events);
-            bench.engine.check().unwrap();
-            if bench.engine.tables(seqs[1]).is_none() {
+            let mut out = rig.compute(&step);
+            rig.engine.apply(step, &mut out, &mut rig.events);
+            rig.engine.check().unwrap();
+            if rig.engine.tables(seqs[1]).is_none() {
                 break;
             }
         }
-        assert_eq!(bench.engine.host_counts().used, 0);
-        bench.steps(12);
-        assert!(bench.engine.idle());
+        assert_eq!(rig.engine.host_counts().used, 0);
+        rig.steps(12);
+        assert!(rig.engine.idle());
     }
 }
 
 /// Nobody knows what a failed step has copied: who was on the way out is computed again, who was on the way in fails.
 #[test]
 fn a_failed_step_leaves_nothing_to_rely_on() {
-    let mut bench = Bench::new(config(10, RATES), 6);
-    let seqs = [8, 7].map(|prompt| bench.submit(Start::Compute, prompt, 12));
+    let mut rig = Rig::new(config(10, RATES), 6);
+    let seqs = [8, 7].map(|prompt| rig.submit(Start::Compute, prompt, 12));
     let step = loop {
-        let step = bench.plan().unwrap();
-        if bench.engine.preemptions() == 1 {
+        let step = rig.plan().unwrap();
+        if rig.engine.preemptions() == 1 {
             break step;
         }
-        let mut out = bench.compute(&step);
-        bench.engine.apply(step, &mut out, &mut bench.events);
+        let mut out = rig.compute(&step);
+        rig.engine.apply(step, &mut out, &mut rig.events);
     };
-    assert!(bench.engine.host_counts().used > 0);
-    bench.engine.fail(step, RunError("no".into()), &mut bench.events);
-    assert_eq!((bench.engine.swaps(), bench.engine.host_counts().used), (0, 0));
-    assert!(bench.engine.tables(seqs[0]).is_none() && bench.engine.tables(seqs[1]).is_some());
-    bench.steps(12);
-    assert_eq!(bench.tokens_of(seqs[1]).len(), 12);
-    let (mut bench, seqs) = two(config(10, RATES));
+    assert!(rig.engine.host_counts().used > 0);
+    rig.engine.fail(step, RunError("no".into()), &mut rig.events);
+    assert_eq!((rig.engine.swaps(), rig.engine.host_counts().used), (0, 0));
+    assert!(rig.engine.tables(seqs[0]).is_none() && rig.engine.tables(seqs[1]).is_some());
+    rig.steps(12);
+    assert_eq!(rig.tokens_of(seqs[1]).len(), 12);
+    let (mut rig, seqs) = two(config(10, RATES));
     let step = loop {
-        let step = bench.plan().unwrap();
+        let step = rig.plan().unwrap();
         if step.rows().iter().any(|row| row.seq == seqs[1]) {
             break step;
         }
-        let mut out = bench.compute(&step);
-        bench.engine.apply(step, &mut out, &mut bench.events);
+        let mut out = rig.compute(&step);
+        rig.engine.apply(step, &mut out, &mut rig.events);
     };
-    bench.engine.fail(step, RunError("no".into()), &mut bench.events);
-    assert!(bench.engine.idle(), "it was alone in its step");
+    rig.engine.fail(step, RunError("no".into()), &mut rig.events);
+    assert!(rig.engine.idle(), "it was alone in its step");
 }
 
 /// What others share is not copied, and what is cached again by then does not come back from host memory.
 #[test]
 fn only_what_nobody_else_has_is_swapped() {
-    let mut bench = Bench::new(config(20, RATES), 8);
+    let mut rig = Rig::new(config(20, RATES), 8);
     let shared = || NewSequence { prefix: Some(Prefix::default()), ..request(Start::Compute, 9, 14) };
-    let first = bench.engine.submit(shared()).unwrap();
-    bench.step();
+    let first = rig.engine.submit(shared()).unwrap();
+    rig.step();
     let mut sampled = shared();
     (sampled.params.temperature, sampled.params.seed) = (0.9, 5);
-    let second = bench.engine.submit(sampled).unwrap();
-    while bench.engine.swaps() == 0 {
-        bench.step();
+    let second = rig.engine.submit(sampled).unwrap();
+    while rig.engine.swaps() == 0 {
+        rig.step();
     }
     // Both begin with the same two full blocks.
-    let computed = 9 + bench.tokens_of(second).len() as u32 - 1;
-    assert_eq!(bench.engine.swapped_blocks()[0], u64::from(2 * (computed.div_ceil(4) - 2)));
-    while !bench.engine.idle() {
-        bench.step();
-        bench.engine.check().unwrap();
+    let computed = 9 + rig.tokens_of(second).len() as u32 - 1;
+    assert_eq!(rig.engine.swapped_blocks()[0], u64::from(2 * (computed.div_ceil(4) - 2)));
+    while !rig.engine.idle() {
+        rig.step();
+        rig.engine.check().unwrap();
     }
-    assert_eq!([first, second].map(|seq| bench.tokens_of(seq).len()), [14, 14]);
+    assert_eq!([first, second].map(|seq| rig.tokens_of(seq).len()), [14, 14]);
     let mut params = shared().params;
     (params.temperature, params.seed) = (0.9, 5);
     let alone = fake::answer(&layout(), VOCAB, &shared().tokens, &params).unwrap();
-    assert_eq!(bench.tokens_of(second), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
+    assert_eq!(rig.tokens_of(second), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_model_files::Tokenizer;
+use baton_model_text::Tokenizer;
 use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie};
 
 /// Longest token that can be chosen under a constraint, bytes; the trie's depth is limited.

@@ -32,7 +32,7 @@ pub struct BlockWrite {
 
 /// One contiguous piece of a batch: a block's layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Run {
+pub struct BlockRun {
     /// Of the block with this position.
     pub index: u32,
     /// Offset where it is read.
@@ -47,7 +47,7 @@ pub struct Run {
 
 /// One layer of some blocks; at most 256 of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Batch {
+pub struct WriteBatch {
     /// The handoff.
     pub epoch: Epoch,
     /// Layer group.
@@ -68,11 +68,17 @@ pub struct Batch {
     pub digest: bool,
 }
 
-impl Batch {
+impl WriteBatch {
     /// Its pieces, block by block: the order of bytes in a payload.
-    pub fn runs(&self) -> impl Iterator<Item = Run> + '_ {
-        let &Batch { len, lane, .. } = self;
-        self.writes.iter().map(move |&BlockWrite { index, source, target }| Run { index, source, target, len, lane })
+    pub fn runs(&self) -> impl Iterator<Item = BlockRun> + '_ {
+        let &WriteBatch { len, lane, .. } = self;
+        self.writes.iter().map(move |&BlockWrite { index, source, target }| BlockRun {
+            index,
+            source,
+            target,
+            len,
+            lane,
+        })
     }
 
     /// Bytes of all pieces.

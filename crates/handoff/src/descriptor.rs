@@ -66,6 +66,7 @@ impl Descriptor {
     }
 
     /// These bytes with the fingerprint of the layout that is in them, if one is; for tests of what is made of layouts.
+    #[cfg(feature = "testing")]
     pub fn matching(bytes: &[u8]) -> Option<Vec<u8>> {
         let mut fields = Fields::new(bytes.get(MAGIC.len() + size_of::<u64>()..)?);
         let layout = fields.blob("layout").ok().and_then(|blob| parse_layout(blob).ok())?;

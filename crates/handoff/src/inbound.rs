@@ -12,6 +12,6 @@ mod table;
 pub use events::{FenceState, ReceiverEvent, ReceiverStats};
 pub use ledger::Ledger;
 pub use members::Members;
-pub use payload::{Payload, Target};
+pub use payload::{Payload, PayloadTarget};
 pub use session::Inbound;
 pub use table::SessionId;

@@ -23,23 +23,27 @@ mod memory;
 mod outbound;
 mod pulse;
 pub mod state;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod wire;
 mod written;
 
-pub use batch::{BATCH_BYTES, Batch, BlockWrite, Range, Run, TCP_BATCHES};
+pub use batch::{BATCH_BYTES, BlockRun, BlockWrite, Range, TCP_BATCHES, WriteBatch};
 pub use codec::Malformed;
 pub use descriptor::{Descriptor, encode_layout, fingerprint_mismatch, parse_layout};
 pub use error::TransferError;
 pub use greeting::visitor;
 pub use host::Host;
-pub use inbound::{FenceState, Inbound, Ledger, Members, Payload, ReceiverEvent, ReceiverStats, SessionId, Target};
-pub use limits::{Limits, TransportKind};
+pub use inbound::{
+    FenceState, Inbound, Ledger, Members, Payload, PayloadTarget, ReceiverEvent, ReceiverStats, SessionId,
+};
+pub use limits::{TransferLimits, TransportKind};
 pub use memory::PoolMemory;
 pub use outbound::{
     Core, Done, Effect, Line, OnDone, Op, Outbound, Parties, PathReport, Paths, Pools, Quiet, TransferStats, Writes,
 };
 pub use wire::{
-    Access, Frame, FrameHead, FrameLimits, Hello, MAX_STREAMS, Over, PREFIX, Refusal, Ticket, WriteHead, parse_body,
-    parse_prefix,
+    Access, Frame, FrameHead, FrameLimits, Hello, JoinTicket, MAX_STREAMS, Over, PREFIX, Refusal, WriteHead,
+    parse_body, parse_prefix,
 };
 pub use written::Written;

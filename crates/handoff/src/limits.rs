@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use crate::wire::Over;
+use crate::wire::{FrameLimits, MAX_STREAMS, Over};
 
 /// Bounds that hold on either end (I5).
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct TransferLimits {
     /// Open sessions with peers. On the decode side so many further connections of sessions over TCP, too.
     pub connections: usize,
     /// Handoffs alive at once: reservations on the decode side, open handoffs per peer on the prefill side.
@@ -29,9 +29,9 @@ pub struct Limits {
     pub silence: Duration,
 }
 
-impl Default for Limits {
+impl Default for TransferLimits {
     fn default() -> Self {
-        Limits {
+        TransferLimits {
             connections: 256,
             handoffs: 4096,
             blocks_per_handoff: 65_536,
@@ -45,11 +45,22 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl TransferLimits {
     /// How long what a device was given may take to be done once it is given up. It waits for the steps that it was queued behind, and
     /// while it is waited for the peer hears nothing.
     pub fn grace(&self) -> Duration {
         self.silence / 2
+    }
+}
+
+impl FrameLimits {
+    /// Bounds for handoffs within `limits` over `groups` layer groups.
+    pub fn new(limits: &TransferLimits, groups: usize) -> FrameLimits {
+        let lists = 64 + 4 * groups;
+        FrameLimits {
+            list: lists + 4 * limits.blocks_per_handoff,
+            complete: lists + 8 * (MAX_STREAMS + limits.blocks_per_handoff) + limits.tail_bytes,
+        }
     }
 }
 
@@ -66,17 +77,9 @@ pub enum TransportKind {
     CudaIpc,
 }
 
-impl TransportKind {
-    /// A stable word for metrics labels and messages.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            TransportKind::Shm => "shm",
-            TransportKind::Tcp => "tcp",
-            TransportKind::Ucx => "ucx",
-            TransportKind::CudaIpc => "cuda-ipc",
-        }
-    }
+baton_types::words!(TransportKind { Shm = "shm", Tcp = "tcp", Ucx = "ucx", CudaIpc = "cuda-ipc" });
 
+impl TransportKind {
     /// What a session's stream implies, and what its caller asks for.
     pub fn of(unix: bool, over: Over) -> TransportKind {
         match (over, unix) {

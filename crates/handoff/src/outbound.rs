@@ -3,15 +3,17 @@
 mod active;
 mod done;
 mod line;
+mod op;
 mod paths;
 mod session;
-#[cfg(test)]
-mod testing;
+mod terms;
 mod turns;
 mod writes;
 
 pub use done::{Done, OnDone, Quiet, TransferStats};
-pub use line::{Core, Line, Op};
+pub use line::{Core, Line};
+pub use op::Op;
 pub use paths::{PathReport, Paths};
-pub use session::{Effect, Outbound, Parties, Pools};
+pub use session::{Effect, Outbound};
+pub use terms::{Parties, Pools};
 pub use writes::Writes;

@@ -15,7 +15,6 @@ mod parse;
 use baton_types::{BlockId, Epoch, WorkerId, hash_bytes};
 
 use crate::codec::{Fields, Malformed, Put};
-use crate::limits::Limits;
 pub use parse::{FrameHead, parse_body, parse_prefix};
 
 /// Bytes of a frame's prefix.
@@ -64,7 +63,7 @@ impl Hello {
 
 /// By what further connections join a session over TCP: which one, and a number that only its peer was told.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Ticket {
+pub struct JoinTicket {
     /// The decode worker's number of it.
     pub session: u64,
     /// Cannot be guessed.
@@ -103,11 +102,11 @@ pub enum Frame {
     /// Prefill: who calls, whom it means to reach, and what blocks go over.
     Identify { me: WorkerId, you: WorkerId, over: Over },
     /// Decode: come in; over TCP, with the ticket for further connections.
-    Welcome { blocks: Vec<u32>, ticket: Option<Ticket> },
+    Welcome { blocks: Vec<u32>, ticket: Option<JoinTicket> },
     /// Decode: go away.
     Reject { reason: String },
     /// Prefill, instead of Identify: this connection is a session's, and its number there, from 1 on.
-    Join { ticket: Ticket, stream: u8 },
+    Join { ticket: JoinTicket, stream: u8 },
     /// Decode: so it is.
     Joined,
     /// Prefill: asks for access under an epoch.
@@ -185,20 +184,11 @@ const JOINED: u8 = 25;
 /// The largest body of each kind of frame.
 #[derive(Clone, Copy, Debug)]
 pub struct FrameLimits {
-    list: usize,
-    complete: usize,
+    pub(crate) list: usize,
+    pub(crate) complete: usize,
 }
 
 impl FrameLimits {
-    /// Bounds for handoffs within `limits` over `groups` layer groups.
-    pub fn new(limits: &Limits, groups: usize) -> FrameLimits {
-        let lists = 64 + 4 * groups;
-        FrameLimits {
-            list: lists + 4 * limits.blocks_per_handoff,
-            complete: lists + 8 * (MAX_STREAMS + limits.blocks_per_handoff) + limits.tail_bytes,
-        }
-    }
-
     fn body(&self, kind: u8) -> Option<usize> {
         match kind {
             IDENTIFY | JOIN => Some(17),

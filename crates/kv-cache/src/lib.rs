@@ -2,7 +2,7 @@
 //!
 //! Stands between the engine, which decides what runs, and the memory, which others map: this crate only counts. Every
 //! block of every layer group is in exactly one [`BlockState`] at any time (I6), and what a sequence owns is a value that
-//! cannot be copied: [`Tables`] for blocks in use, a [`Lease`] for blocks a peer may write to (I3), a [`Quarantine`] for
+//! cannot be copied: [`Tables`] for blocks in use, [`LentTables`] for blocks a peer may write to (I3), a [`Quarantine`] for
 //! blocks whose fence is not confirmed yet. Each transition consumes one token and returns the next:
 //!
 //! ```text
@@ -41,4 +41,4 @@ pub use pools::{KvPools, Need};
 pub use prefix::{CacheConfig, Eviction, Prefix, chain_hash, chain_hashes};
 pub use reuse::{Hit, Readers};
 pub use table::{BlockTable, HOLE};
-pub use tokens::{BlockCopy, Lease, Quarantine, Tables};
+pub use tokens::{BlockCopy, LentTables, Quarantine, Tables};

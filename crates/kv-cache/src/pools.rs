@@ -9,7 +9,8 @@ use baton_types::{BlockId, KvGroup, LiveBlocks, PoolGeometry};
 use crate::prefix::{NodeId, PrefixIndex};
 use crate::tokens::Chain;
 use crate::{
-    BlockCounts, BlockPool, BlockState, BlockTable, CacheConfig, HOLE, Hit, KvError, Lease, Prefix, Quarantine, Tables,
+    BlockCounts, BlockPool, BlockState, BlockTable, CacheConfig, HOLE, Hit, KvError, LentTables, Prefix, Quarantine,
+    Tables,
 };
 
 /// What blocks a sequence takes when it starts, of `tokens` tokens.
@@ -173,7 +174,7 @@ impl KvPools {
 
     /// Blocks for `tokens` tokens: those a lookup has just found, the rest for a peer to write to; or nothing taken. What the
     /// next token does not see is neither shared nor lent.
-    pub fn lend(&mut self, hit: &Hit, prefix: Option<Prefix>, tokens: u32) -> Result<Lease, KvError> {
+    pub fn lend(&mut self, hit: &Hit, prefix: Option<Prefix>, tokens: u32) -> Result<LentTables, KvError> {
         debug_assert!(hit.copy.is_none(), "a peer writes whole blocks");
         self.fits(hit, Need::received(tokens), 0)?;
         let (mut tables, chain) = self.shared(hit, prefix, tokens)?;
@@ -183,12 +184,12 @@ impl KvPools {
         // What arrives stands in the index below what was found; somebody must hold a block of each on the way.
         let joined = |table: &BlockTable| table.holes == 0 || table.sinks + table.holes < hit.blocks();
         let chain = chain.filter(|_| tables.iter().any(joined));
-        Ok(Lease { tables, chain, shared: hit.blocks() })
+        Ok(LentTables { tables, chain, shared: hit.blocks() })
     }
 
     /// The peer's writes are complete and verified (I2), its access is over (I3): the blocks are ours.
-    pub fn accept(&mut self, lease: Lease) -> Result<Tables, KvError> {
-        let Lease { tables, chain, shared } = lease;
+    pub fn accept(&mut self, lent: LentTables) -> Result<Tables, KvError> {
+        let LentTables { tables, chain, shared } = lent;
         self.each(&tables, |pools, group, at, block| match at < shared {
             true => Ok(()),
             false => pools.pools[group].accept(block),
@@ -197,8 +198,8 @@ impl KvPools {
     }
 
     /// Takes lent blocks back at once. Only when no peer can write to them (I3): none was told, or it acknowledged.
-    pub fn reclaim(&mut self, lease: Lease) -> Result<(), KvError> {
-        self.each(&lease.tables, |pools, group, at, block| match at < lease.shared {
+    pub fn reclaim(&mut self, lent: LentTables) -> Result<(), KvError> {
+        self.each(&lent.tables, |pools, group, at, block| match at < lent.shared {
             true => pools.release(group, block),
             false => pools.pools[group].reclaim(block),
         })
@@ -206,8 +207,8 @@ impl KvPools {
 
     /// Takes lent blocks back that a peer may still write to; nobody gets them before [`Self::clear_quarantine`]. The shared
     /// ones it never could write to are given back at once.
-    pub fn quarantine(&mut self, lease: Lease) -> Result<Quarantine, KvError> {
-        let Lease { mut tables, shared, .. } = lease;
+    pub fn quarantine(&mut self, lent: LentTables) -> Result<Quarantine, KvError> {
+        let LentTables { mut tables, shared, .. } = lent;
         self.each(&tables, |pools, group, at, block| match at < shared {
             true => pools.release(group, block),
             false => pools.pools[group].quarantine(block),

@@ -1,10 +1,10 @@
 //! The prefix cache over the pools: what a new sequence can reuse, and what a running one leaves for others.
 
-use baton_types::BlockId;
+use baton_types::{BlockId, Time};
 
 use crate::prefix::{NodeId, Parent};
 use crate::tokens::Chain;
-use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, Lease, Need, Prefix, Tables};
+use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, LentTables, Need, Prefix, Tables};
 
 /// What a lookup found; good until the pools change.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -122,9 +122,9 @@ impl KvPools {
 
     /// Whether one that begins with `tokens` leading tokens of the sequence these blocks are lent for will find in them what it
     /// needs: in groups with a window, not all are lent.
-    pub fn will_hold(&self, lease: &Lease, tokens: u32) -> bool {
+    pub fn will_hold(&self, lent: &LentTables, tokens: u32) -> bool {
         let blocks = self.blocks_for(tokens);
-        lease.tables.iter().enumerate().all(|(group, table)| {
+        lent.tables.iter().enumerate().all(|(group, table)| {
             let live = self.live(group, tokens - tokens % self.block_size);
             let here = |at: u32| table.blocks.get(at as usize).is_some_and(|block| *block != HOLE);
             (0..blocks).all(|at| !live.contains(at) || here(at))
@@ -268,8 +268,8 @@ impl KvPools {
         Ok(())
     }
 
-    /// Time passes for prefixes that are kept: those whose time is over count as any other. Nanoseconds of the caller's clock.
-    pub fn advance(&mut self, now: u64) {
+    /// Time passes for prefixes that are kept: those whose time is over count as any other.
+    pub fn advance(&mut self, now: Time) {
         self.index.advance(now);
     }
 

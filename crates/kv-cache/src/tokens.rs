@@ -18,8 +18,8 @@ pub struct Tables {
 
 /// One block table per layer group: leading blocks shared with the prefix cache, the others Lent, what a peer may write to.
 #[derive(PartialEq, Eq, Debug)]
-#[must_use = "a dropped lease leaks its blocks; accept, reclaim or quarantine it"]
-pub struct Lease {
+#[must_use = "dropped tables leak their blocks; accept, reclaim or quarantine them"]
+pub struct LentTables {
     pub(crate) tables: Vec<BlockTable>,
     pub(crate) chain: Option<Chain>,
     pub(crate) shared: u32,
@@ -93,7 +93,7 @@ impl Tables {
     }
 }
 
-impl Lease {
+impl LentTables {
     /// The block tables, one per layer group.
     pub fn as_slice(&self) -> &[BlockTable] {
         &self.tables

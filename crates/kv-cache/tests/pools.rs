@@ -3,7 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use baton_kv_cache::{BlockState, BlockTable, CacheConfig, Hit, KvError, KvPools, Lease, Need, Quarantine, Tables};
+use baton_kv_cache::{
+    BlockState, BlockTable, CacheConfig, Hit, KvError, KvPools, LentTables, Need, Quarantine, Tables,
+};
 use baton_types::{BatonError, BlockId, ErrorKind, KvDtype, KvGroup, KvLayout, PoolGeometry};
 use proptest::prelude::*;
 
@@ -79,7 +81,7 @@ fn tables_of_another_pool_are_refused() {
 #[derive(Debug)]
 enum Token {
     Used(Tables),
-    Lent(Lease),
+    Lent(LentTables),
     Fenced(Quarantine),
 }
 

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use baton_kv_cache::{
-    BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, Lease, Need, Prefix, Readers, Tables, chain_hash,
+    BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, LentTables, Need, Prefix, Readers, Tables, chain_hash,
 };
-use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, Time};
 use proptest::prelude::*;
 
 /// Blocks and window of a group, and its sinks.
@@ -89,26 +89,26 @@ impl World {
     fn receive(&mut self, prefix: Prefix, tokens: Vec<u32>, arrives: bool) {
         let hit = self.pools.lookup(&prefix, &tokens).without_copy();
         assert_eq!(hit.tokens(), hit.blocks() * self.pools.block_size());
-        let Ok(lease) = self.pools.lend(&hit, Some(prefix), tokens.len() as u32) else { return };
-        self.write_lent(&lease, &prefix, &tokens);
+        let Ok(lent) = self.pools.lend(&hit, Some(prefix), tokens.len() as u32) else { return };
+        self.write_lent(&lent, &prefix, &tokens);
         // What was lent may have cost a block that an earlier beginning needs.
         let found = self.pools.lookup(&prefix, &tokens).without_copy();
         assert!(found.tokens() <= hit.tokens(), "I2: not before it is verified");
         if !arrives {
-            let quarantine = self.pools.quarantine(lease).unwrap();
+            let quarantine = self.pools.quarantine(lent).unwrap();
             self.pools.check().unwrap();
             return self.pools.clear_quarantine(quarantine).unwrap();
         }
-        let tables = self.pools.accept(lease).unwrap();
+        let tables = self.pools.accept(lent).unwrap();
         let mut live = Live { tables, prefix, computed: tokens.len(), tokens };
         self.index(&mut live, true);
         self.verify(&live);
         self.live.push(live);
     }
 
-    fn write_lent(&mut self, lease: &Lease, prefix: &Prefix, tokens: &[u32]) {
-        for (group, table) in lease.as_slice().iter().enumerate() {
-            for at in lease.shared() as usize..table.blocks().len() {
+    fn write_lent(&mut self, lent: &LentTables, prefix: &Prefix, tokens: &[u32]) {
+        for (group, table) in lent.as_slice().iter().enumerate() {
+            for at in lent.shared() as usize..table.blocks().len() {
                 let block = table.blocks()[at];
                 if block == HOLE {
                     continue;
@@ -184,8 +184,11 @@ impl World {
     }
 
     fn operate(&mut self, (choice, pick, shape, flag): (u8, usize, Vec<u32>, bool)) {
-        let prefix =
-            Prefix { seed: pick as u64 % 2, keep: (pick % 3) as u8, keep_until: flag.then_some(pick as u64 % 50) };
+        let prefix = Prefix {
+            seed: pick as u64 % 2,
+            keep: (pick % 3) as u8,
+            keep_until: flag.then_some(Time(pick as u64 % 50)),
+        };
         if choice == 0 || self.live.is_empty() {
             return self.start(prefix, shape, flag && pick.is_multiple_of(3));
         }
@@ -194,7 +197,7 @@ impl World {
             1 => self.receive(prefix, shape, flag),
             2 | 3 => self.compute(at, shape.len(), flag),
             4 => self.append(at, shape[0]),
-            5 => self.pools.advance(pick as u64 % 60),
+            5 => self.pools.advance(Time(pick as u64 % 60)),
             _ => self.end(at, flag),
         }
     }
@@ -309,13 +312,14 @@ fn each_policy_evicts_in_its_own_order() {
     assert_eq!(left(&mut cached(Eviction::Lru, &uses), &[1, 2, 3]), [2, 3]);
     assert_eq!(left(&mut cached(Eviction::Lfu, &uses), &[1, 2, 3]), [1, 3]);
     let kept = |keep, keep_until| Prefix { keep, keep_until, ..plain };
-    let pinned = [(1, kept(9, Some(100))), (2, kept(3, None)), (3, plain)];
+    let pinned = [(1, kept(9, Some(Time(100)))), (2, kept(3, None)), (3, plain)];
     let mut pools = cached(Eviction::Priority, &pinned);
     assert_eq!(left(&mut pools, &[1, 2, 3]), [1, 2]);
-    pools.advance(99);
+    pools.advance(Time(99));
     assert_eq!(left(&mut cached(Eviction::Priority, &pinned), &[1, 2, 3]), [1, 2]);
-    let mut pools = cached(Eviction::Priority, &[(1, kept(9, Some(100))), (2, kept(3, None)), (3, kept(1, None))]);
-    pools.advance(100);
+    let mut pools =
+        cached(Eviction::Priority, &[(1, kept(9, Some(Time(100)))), (2, kept(3, None)), (3, kept(1, None))]);
+    pools.advance(Time(100));
     assert_eq!(left(&mut pools, &[1, 2, 3]), [2, 3], "its time is over");
 }
 
@@ -325,12 +329,12 @@ fn no_more_is_kept_than_may_be() {
     let kept = |keep_until| Prefix { keep: 1, keep_until, ..Prefix::default() };
     let cache = CacheConfig { max_kept: 2, eviction: Eviction::Priority, ..CacheConfig::default() };
     // The third finds no room to be kept, so it goes first, though it was used last.
-    let uses = [(1, kept(Some(100))), (2, kept(Some(200))), (3, kept(None))];
+    let uses = [(1, kept(Some(Time(100)))), (2, kept(Some(Time(200)))), (3, kept(None))];
     let mut pools = cached_within(cache, &uses);
     assert_eq!((pools.kept(), left(&mut pools, &[1, 2, 3])), (2, vec![1, 2]));
     // What is kept already may be kept for longer; an end makes room.
-    let mut pools = cached_within(cache, &[uses[0], uses[1], (1, kept(Some(300))), uses[2]]);
-    pools.advance(200);
+    let mut pools = cached_within(cache, &[uses[0], uses[1], (1, kept(Some(Time(300)))), uses[2]]);
+    pools.advance(Time(200));
     assert_eq!((pools.kept(), left(&mut pools, &[1, 2, 3])), (1, vec![1, 3]));
     // So does an eviction.
     let mut pools = cached_within(cache, &uses[..2]);

@@ -139,7 +139,7 @@ impl Follow {
 mod tests {
     use super::*;
     use crate::known::SETTLE;
-    use crate::member::tests::member;
+    use crate::testing::member;
 
     fn ids(follow: &Follow) -> Vec<u64> {
         follow.view().members.iter().map(|m| m.id.0).collect()

@@ -86,7 +86,7 @@ impl Known {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::member::tests::member;
+    use crate::testing::member;
 
     fn ids(known: &Known) -> Vec<u64> {
         known.view().members.iter().map(|m| m.id.0).collect()

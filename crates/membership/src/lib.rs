@@ -21,6 +21,8 @@ mod known;
 mod member;
 mod renewal;
 mod store;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use backoff::Backoff;
 pub use error::MembershipError;

@@ -139,24 +139,9 @@ impl View {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    pub(crate) fn member(id: u64) -> Member {
-        Member {
-            id: WorkerId(id),
-            role: Role::Decode,
-            grpc: "http://127.0.0.1:9001".to_owned(),
-            admin: "http://127.0.0.1:9002".to_owned(),
-            model: "smollm2".to_owned(),
-            layout: u64::MAX,
-            blocks: 512,
-            block_size: 16,
-            window_tokens: 0,
-            context_tokens: 8192,
-            draining: false,
-        }
-    }
+    use crate::testing::member;
 
     #[test]
     fn a_bad_member_names_its_field() {

@@ -219,7 +219,7 @@ impl Renewal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::member::tests::member;
+    use crate::testing::member;
 
     const TTL: Duration = Duration::from_secs(9);
     const THIRD: Duration = Duration::from_secs(3);

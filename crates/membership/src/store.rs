@@ -78,7 +78,7 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::member::tests::member;
+    use crate::testing::member;
 
     const TTL: Duration = Duration::from_secs(10);
 

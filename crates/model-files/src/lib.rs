@@ -1,12 +1,9 @@
-//! Finds, fetches and reads models: from a name to tensors, tokenizer and chat template.
+//! Whole models, from a name to tensors: configuration, GGUF, safetensors, weights that are made.
 //!
-//! `fetch::Source::find` turns what a user typed into a path or a shape, [`Model::open`] maps what lies there. The router uses the tokenizer and
-//! the template, the workers the configuration and the tensors. Knows nothing about kernels, batching or the network
-//! between workers.
+//! `fetch::Source` turns what a user typed into a path or a shape, [`Model::open`] maps what lies there. Tokenizer and chat template are
+//! `baton-model-text`'s, which the router has alone. Knows nothing about kernels, batching or the network between workers.
 
-mod chat;
 mod config;
-mod error;
 pub mod fetch;
 mod fingerprint;
 mod gguf;
@@ -17,13 +14,11 @@ mod random;
 mod safetensors;
 mod store;
 mod tensors;
-mod tokenizer;
+mod weights;
 
-pub use chat::{ChatMessage, ChatTemplate, FunctionCall, ToolCall, ToolSyntax};
-pub use config::{Activation, Architecture, ModelConfig, RopeConfig, RopeScaling};
-pub use error::ModelFileError;
+pub use baton_model_text::{Architecture, ChatTemplate, ModelFileError, TextModel, Tokenizer};
+pub use config::{Activation, ModelConfig, RopeConfig, RopeScaling};
 pub use inspect::{Inspection, inspect};
 pub use model::Model;
 pub use random::RandomModel;
 pub use tensors::{LayerTensor, TensorInfo, TensorName, TensorRef, WeightDtype};
-pub use tokenizer::{TextStream, Tokenizer};

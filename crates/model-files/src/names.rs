@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use baton_model_text::gguf::EMBEDDING;
+
 use crate::store::{Entry, StoredDtype, TensorStore};
 use crate::{LayerTensor, ModelConfig, ModelFileError, TensorName};
 
@@ -54,7 +56,7 @@ impl Naming {
 fn gguf_name(name: TensorName) -> String {
     use LayerTensor::*;
     let (layer, tensor) = match name {
-        TensorName::Embedding => return "token_embd.weight".to_owned(),
+        TensorName::Embedding => return EMBEDDING.to_owned(),
         TensorName::OutputNorm => return "output_norm.weight".to_owned(),
         TensorName::Output => return "output.weight".to_owned(),
         TensorName::RopeFreqs => return "rope_freqs.weight".to_owned(),

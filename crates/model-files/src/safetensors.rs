@@ -4,15 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use baton_model_text::Keys;
+use baton_model_text::fetch::{INDEX, SINGLE};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
-use crate::config::Keys;
 use crate::store::{MappedFile, StoredDtype, TensorStore};
 use crate::{ModelFileError, WeightDtype};
-
-pub(crate) const INDEX: &str = "model.safetensors.index.json";
-pub(crate) const SINGLE: &str = "model.safetensors";
 
 /// Maps the directory's weights.
 pub(crate) fn open(dir: &Path) -> Result<TensorStore, ModelFileError> {

@@ -119,7 +119,7 @@ fn tokens_follow_the_files() {
     assert_eq!(tokenizer.encode(" hi", true).unwrap(), [bos, 257], "the post-processor's bos");
     assert_eq!(tokenizer.encode(" hi", false).unwrap(), [257]);
     let chat = model.chat_template().unwrap();
-    let message = baton_model_files::ChatMessage::new("user", " hi");
+    let message = baton_model_text::ChatMessage::new("user", " hi");
     let text = chat.render(&[message], None, true).unwrap();
     assert_eq!(tokenizer.encode_chat(&text).unwrap(), [bos, 257, eos], "one bos, though both would add it");
     assert_eq!(tokenizer.encode_chat(" hi").unwrap(), [bos, 257]);

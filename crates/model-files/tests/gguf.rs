@@ -5,7 +5,8 @@ mod support;
 
 use std::path::PathBuf;
 
-use baton_model_files::{Architecture, ChatMessage, LayerTensor, Model, RopeScaling, TensorName, WeightDtype, inspect};
+use baton_model_files::{Architecture, LayerTensor, Model, RopeScaling, TensorName, TextModel, WeightDtype, inspect};
+use baton_model_text::ChatMessage;
 use baton_types::{BatonError, ErrorKind};
 use support::gguf::{F32, Gguf, HIDDEN, Meta, Q2_K, Q4_1, Q8_0, VOCAB, llama};
 use support::noise;
@@ -80,6 +81,24 @@ fn a_whole_file_gives_config_tensors_tokens_and_chat() {
     assert_eq!(summary.kv_bytes_per_token, 2 * 2 * 16 * 2);
     assert_eq!(summary.quantisation.keys().collect::<Vec<_>>(), ["F32", "Q4_1", "Q8_0"]);
     assert_eq!(summary.bytes, llama().tensors.iter().map(|t| t.data.len() as u64).sum::<u64>());
+}
+
+#[test]
+fn text_takes_the_header_alone() {
+    let case = Case::new();
+    let (file, whole) = (llama(), llama().bytes());
+    let data: usize = file.tensors.iter().map(|tensor| tensor.data.len().next_multiple_of(32)).sum();
+    // Not even the tensors need to be there.
+    std::fs::write(case.path(), &whole[..whole.len() - data]).unwrap();
+    let text = TextModel::open(&case.path()).unwrap();
+    assert_eq!((text.name(), text.vocab_size(), text.context_length()), ("Tiny", VOCAB as u32, 128));
+    assert!(text.chat_template().is_some());
+    let model = case.open(&file).unwrap();
+    assert_eq!(text.tokenizer().encode("hello", true).unwrap(), model.tokenizer().encode("hello", true).unwrap());
+    for cut in [0, 3, 4, 100, 2000] {
+        std::fs::write(case.path(), &whole[..cut]).unwrap();
+        assert!(TextModel::open(&case.path()).is_err(), "cut at {cut}");
+    }
 }
 
 #[test]

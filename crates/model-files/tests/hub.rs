@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use baton_model_files::fetch::{HubOptions, Progress, Quiet, list, resolve_with};
+use baton_model_files::fetch::{HubOptions, NoProgress, Progress, Source, find, list, resolve_with};
 use baton_model_files::{Model, ModelFileError};
+use baton_model_text::fetch as text;
 use baton_types::{BatonError, ErrorKind};
 use sha2::{Digest, Sha256};
 use support::hub::{COMMIT, Fault, Hub};
@@ -43,7 +44,7 @@ impl Case {
     }
 
     fn resolve(&self, spec: &str) -> Result<PathBuf, ModelFileError> {
-        resolve_with(spec, self.cache.path(), &self.options, &Quiet)
+        resolve_with(spec, self.cache.path(), &self.options, &NoProgress)
     }
 
     fn content(&self) -> Vec<u8> {
@@ -96,6 +97,29 @@ fn a_sharded_directory_opens_as_a_model() {
     assert_eq!(model.name(), "org/name");
     let listed = list(case.cache.path()).unwrap();
     assert!(listed[0].bytes > safetensors::bytes(&all).len() as u64, "{listed:?}");
+}
+
+#[test]
+fn the_text_of_a_directory_is_fetched_without_its_weights() {
+    let case = Case::new();
+    let weights = safetensors::bytes(&safetensors::tensors("llama", "F32"));
+    case.hub.add("model.safetensors", &weights, Some(&sha256(&weights)));
+    case.hub.add("config.json", safetensors::base_config("llama").to_string().as_bytes(), None);
+    case.hub.add("tokenizer.json", safetensors::tokenizer_json().to_string().as_bytes(), None);
+    let (cache, hub) = (|| Some(case.cache.path().to_owned()), || case.options.endpoint.clone());
+    let texts = text::Source::new(cache(), hub(), None).unwrap();
+    let text = texts.open_text("org/name", &NoProgress).unwrap();
+    assert_eq!((text.name(), text.vocab_size(), text.context_length()), ("org/name", safetensors::VOCAB as u32, 256));
+    assert_eq!(case.hub.take_log(), ["config.json 0", "tokenizer.json 0"]);
+    assert_eq!(list(case.cache.path()).unwrap(), [], "a model without weights is none");
+    texts.open_text("org/name", &NoProgress).unwrap();
+    assert_eq!(case.hub.take_log(), [""; 0], "what is there is not asked for again");
+
+    let models = Source::new(cache(), hub(), None).unwrap();
+    let model = find(&models, "org/name", &NoProgress).unwrap().open().unwrap();
+    assert_eq!(case.hub.take_log(), ["model.safetensors 0"], "the rest");
+    assert_eq!((model.name(), model.path()), (text.name(), text.path()));
+    assert_eq!(list(case.cache.path()).unwrap().len(), 1);
 }
 
 #[test]
@@ -185,7 +209,7 @@ fn refusals_and_nonsense_are_told_apart() {
     assert!(secret.resolve("org/name").unwrap_err().to_string().contains("token"));
     let options = HubOptions { token: Some("s3cret".to_owned()), ..secret.options.clone() };
     assert!(!format!("{options:?}").contains("s3cret"));
-    assert!(resolve_with("org/name", secret.cache.path(), &options, &Quiet).is_ok());
+    assert!(resolve_with("org/name", secret.cache.path(), &options, &NoProgress).is_ok());
 
     let hostile = Case::with_file(1000).0;
     hostile.hub.add_name("../../../outside.gguf");
@@ -245,7 +269,7 @@ fn https_endpoints_are_spoken_to_in_tls() {
     });
     let case = Case::new();
     let options = HubOptions { endpoint: Some(format!("https://{address}")), attempts: 1, ..HubOptions::default() };
-    let error = resolve_with("org/name", case.cache.path(), &options, &Quiet).unwrap_err();
+    let error = resolve_with("org/name", case.cache.path(), &options, &NoProgress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert_eq!(server.join().unwrap()[..2], [0x16, 3], "a TLS handshake");
 }

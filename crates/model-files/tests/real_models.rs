@@ -1,14 +1,12 @@
 //! Real models, fetched by name into the user's cache: what their files say, and that text survives them.
 
 use anyhow::{Context, Result, ensure};
-use baton_model_files::{
-    Architecture, ChatMessage, FunctionCall, LayerTensor, Model, TensorName, ToolCall, ToolSyntax, WeightDtype, fetch,
-    inspect,
-};
+use baton_model_files::{Architecture, LayerTensor, Model, TensorName, WeightDtype, fetch, inspect};
+use baton_model_text::{ChatMessage, FunctionCall, ToolCall, ToolSyntax};
 use serde_json::json;
 
 fn open(name: &str) -> Result<Model> {
-    let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::Quiet)?;
+    let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::NoProgress)?;
     Model::open(&path).with_context(|| format!("model {name}"))
 }
 

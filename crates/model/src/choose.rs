@@ -29,7 +29,7 @@ pub(crate) fn draw<'a>(row: usize, sample: &Sample<'a>) -> Draw<'a> {
 
 /// The tokens of a step that is launched and not collected: one for each sampling row.
 #[derive(Default)]
-pub(crate) struct Flight {
+pub(crate) struct PendingTokens {
     tokens: Vec<Chosen>,
     /// How many of them the backend draws.
     drawn: u32,
@@ -43,9 +43,9 @@ enum Chosen {
     There(u32),
 }
 
-impl Flight {
+impl PendingTokens {
     pub fn with_capacity(tokens: usize) -> Self {
-        Flight { tokens: Vec::with_capacity(tokens), drawn: 0 }
+        PendingTokens { tokens: Vec::with_capacity(tokens), drawn: 0 }
     }
 
     pub fn clear(&mut self) {
@@ -78,15 +78,19 @@ pub(crate) struct Choices {
 
 impl<B: Backend> Decoder<B> {
     /// Chooses a token for each of these samples, whose logits lie in the logits buffer, in their order, or has the backend draw it.
-    pub(crate) fn choose<'a>(&mut self, samples: impl Iterator<Item = &'a Sample<'a>> + Clone, flight: &mut Flight) {
+    pub(crate) fn choose<'a>(
+        &mut self,
+        samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
+        pending: &mut PendingTokens,
+    ) {
         let vocab = self.config.vocab_size as usize;
         if self.backend.samples(vocab) {
-            return self.choose_there(vocab, samples, flight);
+            return self.choose_there(vocab, samples, pending);
         }
         for (row, sample) in samples.enumerate() {
             self.read_logits(row);
             let token = self.sampler.sample(&mut self.inputs.logits, sample);
-            flight.tokens.push(Chosen::Here(token));
+            pending.tokens.push(Chosen::Here(token));
         }
     }
 
@@ -94,27 +98,27 @@ impl<B: Backend> Decoder<B> {
         &mut self,
         vocab: usize,
         samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
-        flight: &mut Flight,
+        pending: &mut PendingTokens,
     ) {
         let Choices { mut prepared } = std::mem::take(&mut self.choices);
-        let first = flight.tokens.len();
+        let first = pending.tokens.len();
         for (row, sample) in samples.clone().enumerate() {
             if prepared.len() <= row {
                 prepared.push(Prepared::default());
             }
             let prepared = &mut prepared[row];
             match self.sampler.prepare(sample, vocab, prepared) {
-                Err(error) => flight.tokens.push(Chosen::Here(failed(sample, &error))),
-                Ok(()) if by_backend(sample, prepared.changes.len()) => flight.drawn(1),
+                Err(error) => pending.tokens.push(Chosen::Here(failed(sample, &error))),
+                Ok(()) if by_backend(sample, prepared.changes.len()) => pending.drawn(1),
                 // Before anything is drawn, which may overwrite logits.
                 Ok(()) => {
                     self.read_logits(row);
                     let token = self.sampler.sample(&mut self.inputs.logits, sample);
-                    flight.tokens.push(Chosen::Here(token));
+                    pending.tokens.push(Chosen::Here(token));
                 }
             }
         }
-        let tokens = flight.tokens[first..].iter().zip(samples).zip(&prepared).enumerate();
+        let tokens = pending.tokens[first..].iter().zip(samples).zip(&prepared).enumerate();
         let drawn = tokens.filter(|(_, ((token, _), _))| matches!(token, Chosen::There(_)));
         let draws: Vec<Draw<'_>> = drawn
             .map(|(row, ((_, sample), prepared))| Draw {
@@ -135,10 +139,10 @@ impl<B: Backend> Decoder<B> {
     pub(crate) fn tell<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a Sample<'a>>,
-        flight: &mut Flight,
+        pending: &mut PendingTokens,
         out: &mut Vec<TokenOut>,
     ) {
-        for (sample, chosen) in samples.zip(flight.tokens.drain(..)) {
+        for (sample, chosen) in samples.zip(pending.tokens.drain(..)) {
             let token = match chosen {
                 Chosen::Here(token) => token,
                 Chosen::There(number) => {

@@ -11,14 +11,14 @@ use baton_kernels::{
 use baton_model_files::{Activation, Model, ModelConfig};
 use baton_types::KvLayout;
 
-use crate::choose::{Choices, Flight};
+use crate::choose::{Choices, PendingTokens};
 use crate::parallel::{Rank, Sharding};
 use crate::weights::{Layer, Weights, load};
 use crate::{ModelError, Sampler, rope};
 
 /// What buffers are sized for.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct DecoderLimits {
     /// Most tokens of a step.
     pub tokens: usize,
     /// Most rows whose logits are computed together; more are done in turns.
@@ -33,13 +33,13 @@ pub struct Limits {
 pub struct Decoder<B: Backend> {
     /// With the numbers of heads and the feed-forward width that are here.
     pub(crate) config: ModelConfig,
-    pub(crate) limits: Limits,
+    pub(crate) limits: DecoderLimits,
     pub(crate) backend: B,
     pub(crate) sampler: Sampler,
     pub(crate) choices: Choices,
     /// Steps that are launched and not collected, and room for more.
-    pub(crate) flights: VecDeque<Flight>,
-    pub(crate) spare: Vec<Flight>,
+    pub(crate) pending: VecDeque<PendingTokens>,
+    pub(crate) spare: Vec<PendingTokens>,
     /// Why nobody knows what the backend still does.
     pub(crate) lost: Option<RunError>,
     grammars: Arc<Grammars>,
@@ -94,7 +94,7 @@ pub(crate) struct Inputs {
 
 impl<B: Backend> Decoder<B> {
     /// Loads a model. `layout` must be the layout of the backend's pool.
-    pub fn load(model: &Model, layout: &KvLayout, backend: B, limits: Limits) -> Result<Self, ModelError> {
+    pub fn load(model: &Model, layout: &KvLayout, backend: B, limits: DecoderLimits) -> Result<Self, ModelError> {
         Self::load_part(model, layout, backend, limits, None)
     }
 
@@ -103,7 +103,7 @@ impl<B: Backend> Decoder<B> {
         model: &Model,
         layout: &KvLayout,
         backend: B,
-        limits: Limits,
+        limits: DecoderLimits,
         rank: Rank<B>,
     ) -> Result<Self, ModelError> {
         Self::load_part(model, layout, backend, limits, Some(rank))
@@ -113,7 +113,7 @@ impl<B: Backend> Decoder<B> {
         model: &Model,
         layout: &KvLayout,
         mut backend: B,
-        limits: Limits,
+        limits: DecoderLimits,
         rank: Option<Rank<B>>,
     ) -> Result<Self, ModelError> {
         let whole = Sharding::whole(model.config());
@@ -176,8 +176,8 @@ impl<B: Backend> Decoder<B> {
             backend,
             sampler,
             choices: Choices::default(),
-            flights: VecDeque::with_capacity(2),
-            spare: (0..2).map(|_| Flight::with_capacity(limits.tokens)).collect(),
+            pending: VecDeque::with_capacity(2),
+            spare: (0..2).map(|_| PendingTokens::with_capacity(limits.tokens)).collect(),
             lost: None,
             grammars,
             weights,
@@ -383,7 +383,7 @@ impl<B: Backend> Buffers<B> {
         config: &ModelConfig,
         sharding: &Sharding,
         layout: &KvLayout,
-        limits: Limits,
+        limits: DecoderLimits,
     ) -> Result<Self, ModelError> {
         let rows = |width: u32| backend.buffer(limits.tokens * width as usize);
         let samples = |width: u32| backend.buffer(limits.samples * width as usize);

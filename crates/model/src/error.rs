@@ -73,8 +73,42 @@ pub enum ModelError {
 impl BatonError for ModelError {
     fn kind(&self) -> ErrorKind {
         match self {
+            ModelError::File(e) => e.kind(),
+            ModelError::Kernel(e) => e.kind(),
+            // A file and a degree that whoever starts a worker chose.
+            ModelError::Shape { .. }
+            | ModelError::Group(_)
+            | ModelError::Width { .. }
+            | ModelError::Ranks { .. }
+            | ModelError::Split { .. } => ErrorKind::InvalidArgument,
             ModelError::Thread(_) => ErrorKind::Internal,
-            _ => ErrorKind::InvalidArgument,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_and_kernels_speak_for_themselves() {
+        let tensor = || "blk.0.attn_q.weight".to_owned();
+        let unknown = ModelFileError::UnknownModel { spec: "tiny".to_owned(), hint: "random:tiny".to_owned() };
+        for (error, kind) in [
+            (unknown.into(), ErrorKind::NotFound),
+            (KernelError::NoDevice("none".to_owned()).into(), ErrorKind::Unavailable),
+            (KernelError::Memory { bytes: 1 }.into(), ErrorKind::ResourceExhausted),
+            (ModelError::Shape { tensor: tensor(), found: vec![1], wanted: vec![2] }, ErrorKind::InvalidArgument),
+            (ModelError::Group(99), ErrorKind::InvalidArgument),
+            (ModelError::Width { field: "hidden_size", value: 7 }, ErrorKind::InvalidArgument),
+            (
+                ModelError::Ranks { field: "kv_heads", value: 2, ranks: 3, degrees: vec![1, 2] },
+                ErrorKind::InvalidArgument,
+            ),
+            (ModelError::Split { tensor: tensor(), dtype: WeightDtype::Q8_0, at: 0..1 }, ErrorKind::InvalidArgument),
+            (ModelError::Thread(std::io::ErrorKind::WouldBlock.into()), ErrorKind::Internal),
+        ] {
+            assert_eq!(error.kind(), kind, "{error}");
         }
     }
 }

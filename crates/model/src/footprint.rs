@@ -7,7 +7,7 @@ use baton_model_files::{Model, ModelConfig, TensorInfo, TensorName};
 use baton_types::KvLayout;
 
 use crate::parallel::Sharding;
-use crate::{Limits, ModelError};
+use crate::{DecoderLimits, ModelError};
 
 /// What beside the tensors of a model grows with nothing here: copies of batches, sums of split attention, graphs, what the driver's own
 /// code takes. More than was ever seen, little beside any GPU's memory.
@@ -26,7 +26,7 @@ pub struct Footprint {
 
 impl Footprint {
     /// Of a model whose pool has this layout, within limits, with its products in bf16 or in fp8; table entries do not count.
-    pub fn of(model: &Model, layout: &KvLayout, limits: Limits, fp8: bool) -> Footprint {
+    pub fn of(model: &Model, layout: &KvLayout, limits: DecoderLimits, fp8: bool) -> Footprint {
         Footprint::with(model, &Sharding::whole(model.config()), layout, limits, fp8)
     }
 
@@ -38,7 +38,7 @@ impl Footprint {
         model: &Model,
         ranks: u32,
         layout: &KvLayout,
-        limits: Limits,
+        limits: DecoderLimits,
         fp8: bool,
     ) -> Result<Footprint, ModelError> {
         let shardings = (0..ranks).map(|rank| Sharding::of(model, ranks, rank)).collect::<Result<Vec<_>, _>>()?;
@@ -47,7 +47,7 @@ impl Footprint {
         Ok(largest.unwrap_or_else(|| Footprint::of(model, layout, limits, fp8)))
     }
 
-    fn with(model: &Model, sharding: &Sharding, layout: &KvLayout, limits: Limits, fp8: bool) -> Footprint {
+    fn with(model: &Model, sharding: &Sharding, layout: &KvLayout, limits: DecoderLimits, fp8: bool) -> Footprint {
         let config = sharding.config(model.config());
         let tensors: u64 = model.tensors().iter().map(|tensor| tensor_bytes(tensor, sharding, fp8)).sum();
         // Ranks have rows of the output head beside the embedding, also where it is the same matrix.
@@ -85,7 +85,7 @@ fn tensor_bytes(tensor: &TensorInfo, sharding: &Sharding, fp8: bool) -> u64 {
 }
 
 /// f32 rows, as the decoder's buffers have them; those of attention may be fewer bytes.
-fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, limits: Limits) -> u64 {
+fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, limits: DecoderLimits) -> u64 {
     let queries = if layout.groups.iter().any(|group| group.sinks > 0) { 3 } else { 2 };
     let wide = |n: u32| u64::from(n);
     let row = 2 * wide(config.hidden_size)
@@ -105,7 +105,7 @@ fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, lim
 }
 
 /// A product's input as bf16; as E4M3 with scales it is less.
-fn operands(config: &ModelConfig, limits: Limits) -> u64 {
+fn operands(config: &ModelConfig, limits: DecoderLimits) -> u64 {
     let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size());
     limits.tokens as u64 * u64::from(widest) * 2
 }
@@ -122,7 +122,7 @@ mod tests {
     fn an_eight_billion_model_takes_what_it_is_known_to_take() {
         let model = RandomModel::parse("random:llama-3.1-8b").unwrap().unwrap().open().unwrap();
         let layout = kv_layout(model.config(), 0, KvDtype::Bf16, 16);
-        let limits = Limits { tokens: 2048, samples: 16, context: 8192, table_entries: 0 };
+        let limits = DecoderLimits { tokens: 2048, samples: 16, context: 8192, table_entries: 0 };
         let footprint = Footprint::of(&model, &layout, limits, false);
         // 8.03e9 weights, the norms' among them at twice the bytes, and 8,192 rotations of 64 pairs.
         assert_eq!(footprint.weights, 8_030_261_248 * 2 + 65 * 4096 * 2 + 8192 * 128 * 4);

@@ -17,7 +17,7 @@ mod sampler;
 mod softmax;
 mod weights;
 
-pub use decoder::{Decoder, Limits};
+pub use decoder::{Decoder, DecoderLimits};
 pub use error::ModelError;
 pub use footprint::Footprint;
 pub use layout::kv_layout;

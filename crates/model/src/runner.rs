@@ -4,7 +4,7 @@ use baton_engine::{Batch, ModelRunner, Row, RunError};
 use baton_kernels::{Backend, Draw, KernelError};
 use baton_types::TokenOut;
 
-use crate::choose::{Flight, draw, plain};
+use crate::choose::{PendingTokens, draw, plain};
 use crate::decoder::Inputs;
 use crate::{Decoder, Sampler};
 
@@ -40,7 +40,7 @@ impl<B: Backend> Decoder<B> {
     /// In place of a row's token, what the step launched before this one chooses, for the backend or already known.
     fn followed(&self, row: &Row<'_>) -> Result<Option<u32>, RunError> {
         let Some(place) = row.follows else { return Ok(None) };
-        let id = self.flights.back().and_then(|flight| flight.id(place as usize));
+        let id = self.pending.back().and_then(|pending| pending.id(place as usize));
         let none = || RunError(format!("row of sequence {} follows a step that is not in flight", row.seq));
         if row.tokens.len() == 1 { id.ok_or_else(none).map(Some) } else { Err(none()) }
     }
@@ -122,12 +122,12 @@ impl<B: Backend> Decoder<B> {
 
     /// Waits for what was launched, and nobody hears of it.
     pub(crate) fn abandon(&mut self) {
-        while let Some(flight) = self.flights.pop_front() {
+        while let Some(pending) = self.pending.pop_front() {
             // Whatever it says: the step has failed.
             if self.backend.collect().is_err() {
                 self.drain();
             }
-            self.spare.push(flight);
+            self.spare.push(pending);
         }
     }
 
@@ -140,7 +140,12 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Asks for all of a step, and waits for none of it but the logits of rows whose tokens are chosen here.
-    fn ask(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32), flight: &mut Flight) -> Result<(), RunError> {
+    fn ask(
+        &mut self,
+        batch: &Batch<'_>,
+        on_layer: &mut dyn FnMut(u32),
+        pending: &mut PendingTokens,
+    ) -> Result<(), RunError> {
         self.take_batch(batch)?;
         let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
         // Tokens of a padded step can be drawn within it.
@@ -148,12 +153,12 @@ impl<B: Backend> Decoder<B> {
         if self.inputs.padded.is_some() && there && samples.clone().all(plain) {
             let draws: Vec<Draw<'_>> = samples.enumerate().map(|(row, sample)| draw(row, sample)).collect();
             self.compute(batch, on_layer, &draws)?;
-            flight.drawn(draws.len());
+            pending.drawn(draws.len());
             self.in_turns(on_layer, |_, _, _| ())?;
         } else {
             self.compute(batch, on_layer, &[])?;
             let turn =
-                |decoder: &mut Self, first, count| decoder.choose(samples.clone().skip(first).take(count), flight);
+                |decoder: &mut Self, first, count| decoder.choose(samples.clone().skip(first).take(count), pending);
             self.in_turns(on_layer, turn)?;
         }
         self.backend.submit().map_err(failed)
@@ -166,13 +171,13 @@ fn failed(error: KernelError) -> RunError {
 
 impl<B: Backend> ModelRunner for Decoder<B> {
     fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
-        let mut flight = self.spare.pop().unwrap_or_default();
-        flight.clear();
-        let asked = self.ask(batch, on_layer, &mut flight);
+        let mut pending = self.spare.pop().unwrap_or_default();
+        pending.clear();
+        let asked = self.ask(batch, on_layer, &mut pending);
         match &asked {
-            Ok(()) => self.flights.push_back(flight),
+            Ok(()) => self.pending.push_back(pending),
             Err(_) => {
-                self.spare.push(flight);
+                self.spare.push(pending);
                 self.drain();
             }
         }
@@ -180,15 +185,15 @@ impl<B: Backend> ModelRunner for Decoder<B> {
     }
 
     fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
-        let Some(mut flight) = self.flights.pop_front() else {
+        let Some(mut pending) = self.pending.pop_front() else {
             return Err(RunError("no step was launched".to_owned()));
         };
         let collected = self.backend.collect().map_err(failed);
         if collected.is_ok() {
             let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
-            self.tell(samples, &mut flight, out);
+            self.tell(samples, &mut pending, out);
         }
-        self.spare.push(flight);
+        self.spare.push(pending);
         if collected.is_err() {
             self.drain();
         }

@@ -6,10 +6,10 @@
 use baton_engine::Sample;
 use baton_grammar::{GrammarError, Matchers};
 use baton_kernels::LogitChange;
-use baton_types::{SamplingParams, TokenOut, digest_f32};
+use baton_types::{SamplingParams, TokenOut, digest_f32, mix, split_mix};
 
 use crate::changes::changes;
-use crate::softmax::{CHUNK, Weights};
+use crate::softmax::{CHUNK, SoftmaxWeights};
 
 /// How far below the largest the candidates of a filter are looked for, one after the other until there are enough.
 const DEPTHS: [f32; 5] = [2.0, 4.0, 8.0, 16.0, f32::INFINITY];
@@ -17,7 +17,7 @@ const DEPTHS: [f32; 5] = [2.0, 4.0, 8.0, 16.0, f32::INFINITY];
 /// Reusable memory for sampling from one vocabulary.
 pub struct Sampler {
     candidates: Vec<(f32, u32)>,
-    /// See [`Weights::sum`].
+    /// See [`SoftmaxWeights::sum`].
     sums: Vec<f64>,
     seen: Vec<u32>,
     prepared: Prepared,
@@ -153,7 +153,7 @@ impl Sampler {
     }
 
     /// Draws from the whole vocabulary: finds the chunk, then the token in it.
-    fn draw_any(&mut self, weights: Weights<'_>, uniform: f64) -> u32 {
+    fn draw_any(&mut self, weights: SoftmaxWeights<'_>, uniform: f64) -> u32 {
         let mut left = uniform * weights.sum(&mut self.sums);
         let chunk = self.sums.iter().position(|sum| {
             let here = left < *sum;
@@ -167,7 +167,7 @@ impl Sampler {
     }
 
     /// Candidates, most likely first: all that are no further below the largest than the first depth at which there are `enough`.
-    fn gather(&mut self, weights: Weights<'_>, enough: impl Fn(&[(f32, u32)]) -> bool) {
+    fn gather(&mut self, weights: SoftmaxWeights<'_>, enough: impl Fn(&[(f32, u32)]) -> bool) {
         for depth in DEPTHS {
             let (least, temperature) = (weights.largest - depth, weights.temperature);
             self.candidates.clear();
@@ -186,7 +186,7 @@ impl Sampler {
     }
 
     /// Leaves the candidates that pass top-k, top-p and min-p, most likely first.
-    fn filter(&mut self, weights: Weights<'_>, params: &SamplingParams) {
+    fn filter(&mut self, weights: SoftmaxWeights<'_>, params: &SamplingParams) {
         let mass = |found: &[(f32, u32)]| -> f64 { found.iter().map(|c| weights.of(c.0)).sum() };
         let (top_p, min_p) = (f64::from(params.top_p), f64::from(params.min_p));
         // After top-k, top-p is a share of what top-k kept.
@@ -215,8 +215,8 @@ impl Sampler {
 }
 
 /// Logits divided by a temperature.
-fn weights(logits: &[f32], temperature: f32) -> Weights<'_> {
-    Weights { logits, temperature, largest: logits[argmax(logits) as usize] / temperature }
+fn weights(logits: &[f32], temperature: f32) -> SoftmaxWeights<'_> {
+    SoftmaxWeights { logits, temperature, largest: logits[argmax(logits) as usize] / temperature }
 }
 
 /// The token at which the weights before it add up to more than `left`; where rounding leaves a crumb, the last that can be
@@ -253,15 +253,9 @@ fn argmax(logits: &[f32]) -> u32 {
     logits.iter().position(|&x| x == largest).unwrap_or(0) as u32
 }
 
-/// A number in [0, 1) from (seed, index): the SplitMix64 finaliser over both, 53 bits.
+/// A number in [0, 1) from (seed, index): SplitMix64, its finaliser twice, 53 bits.
 fn uniform(seed: u64, index: u32) -> f64 {
-    let mut z = seed.wrapping_add((index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    for _ in 0..2 {
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-    }
-    (z >> 11) as f64 / (1u64 << 53) as f64
+    (mix(split_mix(seed, index.into())) >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]

@@ -12,14 +12,14 @@ const LANES: usize = 8;
 
 /// Logits as a draw sees them.
 #[derive(Clone, Copy)]
-pub(crate) struct Weights<'a> {
+pub(crate) struct SoftmaxWeights<'a> {
     pub logits: &'a [f32],
     pub temperature: f32,
     /// The largest of the logits, divided by the temperature.
     pub largest: f32,
 }
 
-impl Weights<'_> {
+impl SoftmaxWeights<'_> {
     /// Of a logit that is divided by the temperature already.
     #[inline(always)]
     pub fn of(&self, x: f32) -> f64 {
@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn sums_are_those_of_the_plain_loop_on_every_host() {
         let logits: Vec<f32> = (0..2 * CHUNK + 13).map(|i| ((i * 37 % 101) as f32 - 100.0) / 7.0).collect();
-        let weights = Weights { logits: &logits, temperature: 0.7, largest: 0.0 };
+        let weights = SoftmaxWeights { logits: &logits, temperature: 0.7, largest: 0.0 };
         let (mut sums, mut plain) = (vec![1.0], Vec::new());
         let total = weights.sum(&mut sums);
         weights.chunks(&mut plain);

@@ -18,8 +18,8 @@ mod router;
 
 pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
 pub use prefixes::Prefixes;
-pub use request::{Action, Failure, Input, Leg, Limits, RequestMachine, State};
+pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{
-    Ask, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, LegEnd, Order, PROBE_EVERY, PrefillWord,
-    Probe, SECOND_WORD, Sequence, Taken, WorkerLease, WorkerState,
+    Ask, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, LegEnd, NewRequest, PROBE_EVERY,
+    PrefillWord, Probe, SECOND_WORD, Sequence, Taken, WorkerLease, WorkerState,
 };

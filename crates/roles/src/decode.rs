@@ -19,7 +19,7 @@ use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, To
 
 use crate::first_token::parse_first_token;
 use crate::submit::{Desk, Refused, Ticket, clear};
-use crate::worker::Role;
+use crate::worker::RoleCore;
 
 /// What a request's stream carries.
 #[derive(Clone, PartialEq, Debug)]
@@ -322,7 +322,7 @@ impl Stage {
     }
 }
 
-impl Role for Decode {
+impl RoleCore for Decode {
     type Command = Command;
     type Effect = Effect;
 

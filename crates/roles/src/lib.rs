@@ -1,7 +1,7 @@
 //! What a prefill and a decode worker do, as pure state machines: `step(input, now)` appends effects.
 //!
 //! Stands between a worker's shell, which has the model, the transfer engine and the requests' streams, and the engine.
-//! [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], with a [`Role`] each. The nodes drive them with real
+//! [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], with a [`RoleCore`] each. The nodes drive them with real
 //! time, the simulator drives the very same code with virtual time. Deliberately knows no clock, no thread, no socket and no
 //! metrics.
 //!
@@ -30,7 +30,7 @@ pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
 pub use launch::{Launch, Outgoing, Write};
 pub use prefill::Prefill;
 pub use submit::{Desk, Refused, Ticket};
-pub use worker::{Effect, IDLE_TICK, Input, Role, Snapshot, Stepped, WorkerCore};
+pub use worker::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, Stepped, WorkerCore};
 
 /// A decode worker.
 pub type DecodeCore = WorkerCore<Decode>;

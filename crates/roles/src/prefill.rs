@@ -14,7 +14,7 @@ use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, LiveBl
 use crate::first_token::write_first_token;
 use crate::launch::Outgoing;
 use crate::submit::{Desk, Refused, Ticket, clear};
-use crate::worker::Role;
+use crate::worker::RoleCore;
 
 /// What a request's stream carries: a first token, then the transfer's outcome.
 #[derive(Clone, PartialEq, Debug)]
@@ -225,7 +225,7 @@ fn pairs_of(table: &BlockTable, range: Range<usize>, live: LiveBlocks, first: u3
     range.filter_map(|at| Some((*table.blocks().get(at)?, live.place(first, at as u32)?))).collect()
 }
 
-impl Role for Prefill {
+impl RoleCore for Prefill {
     type Command = Command;
     type Effect = Effect;
 

@@ -19,7 +19,7 @@ use crate::submit::Desk;
 pub const IDLE_TICK: Duration = Duration::from_millis(50);
 
 /// What differs between a prefill and a decode worker.
-pub trait Role {
+pub trait RoleCore {
     /// What services and the transfer engine tell it.
     type Command;
     /// What it wants done.
@@ -113,7 +113,7 @@ pub struct Snapshot {
 
 /// A step that was launched, or could not be.
 #[derive(Debug)]
-struct Flight {
+struct StepInFlight {
     step: Step,
     started: Time,
     failed: Option<RunError>,
@@ -121,14 +121,14 @@ struct Flight {
 
 /// A worker without its model, its sockets and its clock. See the crate's documentation for the order of calls.
 #[derive(Debug)]
-pub struct WorkerCore<R: Role> {
+pub struct WorkerCore<R: RoleCore> {
     engine: Engine,
     role: R,
     layout: Arc<KvLayout>,
     /// Most steps in flight.
     depth: usize,
     /// The oldest first.
-    flights: VecDeque<Flight>,
+    in_flight: VecDeque<StepInFlight>,
     /// When a step was collected last.
     last_end: Option<Time>,
     prefills: PrefillRate,
@@ -140,7 +140,7 @@ pub struct WorkerCore<R: Role> {
     role_effects: Vec<R::Effect>,
 }
 
-impl<R: Role> WorkerCore<R> {
+impl<R: RoleCore> WorkerCore<R> {
     /// An idle worker. `overlaps`: the model takes a second step while it computes one ([`baton_engine::ModelRunner::overlaps`]).
     pub fn new(engine: Engine, role: R, layout: Arc<KvLayout>, overlaps: bool) -> Self {
         WorkerCore {
@@ -148,7 +148,7 @@ impl<R: Role> WorkerCore<R> {
             role,
             layout,
             depth: if overlaps { 2 } else { 1 },
-            flights: VecDeque::new(),
+            in_flight: VecDeque::new(),
             last_end: None,
             prefills: PrefillRate::default(),
             lost: None,
@@ -174,8 +174,8 @@ impl<R: Role> WorkerCore<R> {
                     self.role.refused(&mut self.engine, seq, error, &mut self.role_effects);
                 }
                 self.deliver(out);
-                if let Some(flight) = self.flights.back_mut() {
-                    flight.failed = outcome.err();
+                if let Some(launched) = self.in_flight.back_mut() {
+                    launched.failed = outcome.err();
                 }
                 self.go_on(now, out);
             }
@@ -185,8 +185,8 @@ impl<R: Role> WorkerCore<R> {
 
     /// What it computes on: the batch of a step in flight, by its number. `None` when there is no such step.
     pub fn with_batch<T>(&mut self, step: u64, compute: impl FnOnce(&Batch<'_>) -> T) -> Option<T> {
-        let flight = self.flights.iter().find(|flight| flight.step.number() == step)?;
-        Some(self.engine.with_batch(&flight.step, compute))
+        let launched = self.in_flight.iter().find(|launched| launched.step.number() == step)?;
+        Some(self.engine.with_batch(&launched.step, compute))
     }
 
     /// The last turn found nothing to do: the next one is due after the next command, or after [`IDLE_TICK`].
@@ -222,8 +222,8 @@ impl<R: Role> WorkerCore<R> {
     fn go_on(&mut self, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         // What follows a step that was not launched has nothing to follow.
         self.waits = false;
-        let sound = self.lost.is_none() && self.flights.iter().all(|flight| flight.failed.is_none());
-        if sound && self.flights.len() < self.depth {
+        let sound = self.lost.is_none() && self.in_flight.iter().all(|launched| launched.failed.is_none());
+        if sound && self.in_flight.len() < self.depth {
             let planned = self.engine.plan(now, &mut self.events);
             // What the plan said (reservations, expiries) comes before what the step will say.
             self.deliver(out);
@@ -231,19 +231,19 @@ impl<R: Role> WorkerCore<R> {
                 return self.launch(step, now, out);
             }
         }
-        let Some(flight) = self.flights.front() else {
+        let Some(launched) = self.in_flight.front() else {
             self.waits = true;
             return;
         };
-        let (step, tokens) = (flight.step.number(), flight.step.tokens());
-        out.push(Effect::Collect { step, tokens, failed: flight.failed.clone() });
+        let (step, tokens) = (launched.step.number(), launched.step.tokens());
+        out.push(Effect::Collect { step, tokens, failed: launched.failed.clone() });
     }
 
     fn launch(&mut self, step: Step, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         let outgoing = self.role.outgoing(&self.engine, &step);
         let (layout, refused) = (Arc::clone(&self.layout), Vec::new());
         out.push(Effect::Launch(Launch { step: step.number(), tokens: step.tokens(), layout, outgoing, refused }));
-        self.flights.push_back(Flight { step, started: now, failed: None });
+        self.in_flight.push_back(StepInFlight { step, started: now, failed: None });
     }
 
     fn collected(
@@ -253,7 +253,7 @@ impl<R: Role> WorkerCore<R> {
         now: Time,
         out: &mut Vec<Effect<R::Effect>>,
     ) {
-        let Some(Flight { step, started, .. }) = self.flights.pop_front() else { return };
+        let Some(StepInFlight { step, started, .. }) = self.in_flight.pop_front() else { return };
         // A row of one token that samples is a decode row, also when it is a prompt's last token.
         let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
         let prefilled = u64::from(step.tokens()) - decoded;
@@ -273,7 +273,7 @@ impl<R: Role> WorkerCore<R> {
         self.learn(prefilled, decoded, took);
         out.push(Effect::Stepped(Stepped { took, prefilled: if failed { 0 } else { prefilled } }));
         self.deliver(out);
-        if let Some(error) = self.lost.clone().filter(|_| self.flights.is_empty()) {
+        if let Some(error) = self.lost.clone().filter(|_| self.in_flight.is_empty()) {
             out.push(Effect::Ended(error));
         }
     }

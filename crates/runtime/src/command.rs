@@ -18,13 +18,13 @@ const CHECK_FLAG: &str = "check-config";
 
 /// A configuration and where each of its values came from.
 #[derive(Clone, Debug)]
-pub struct Loaded<T> {
+pub struct LoadedConfig<T> {
     /// The effective values.
     pub config: T,
     origins: BTreeMap<&'static str, Origin>,
 }
 
-impl<T: Config> Loaded<T> {
+impl<T: Config> LoadedConfig<T> {
     /// Where the value of `key` came from.
     pub fn origin(&self, key: &str) -> Origin {
         self.origins.get(key).cloned().unwrap_or(Origin::Default)
@@ -92,9 +92,9 @@ fn environment(name: &str) -> Option<String> {
 pub fn load_from<T: Config>(
     matches: &ArgMatches,
     env: &dyn Fn(&str) -> Option<String>,
-) -> Result<Loaded<T>, RuntimeError> {
+) -> Result<LoadedConfig<T>, RuntimeError> {
     let env = |name: &str| env(name).filter(|value| !value.is_empty());
-    let mut loaded = Loaded { config: T::default(), origins: BTreeMap::new() };
+    let mut loaded = LoadedConfig { config: T::default(), origins: BTreeMap::new() };
     let flag_file = matches.try_get_one::<PathBuf>(FILE_FLAG).ok().flatten().cloned();
     if let Some(path) = flag_file.or_else(|| env(FILE_ENV).map(PathBuf::from)) {
         let text =
@@ -112,14 +112,19 @@ pub fn load_from<T: Config>(
     Ok(loaded)
 }
 
-fn apply_file<T: Config>(loaded: &mut Loaded<T>, path: &Path, text: &str) -> Result<(), RuntimeError> {
+fn apply_file<T: Config>(loaded: &mut LoadedConfig<T>, path: &Path, text: &str) -> Result<(), RuntimeError> {
     for entry in file::entries(path, text)? {
         apply(loaded, &entry.key, &entry.value, entry.origin)?;
     }
     Ok(())
 }
 
-fn apply<T: Config>(loaded: &mut Loaded<T>, key: &str, value: &Plain, origin: Origin) -> Result<(), RuntimeError> {
+fn apply<T: Config>(
+    loaded: &mut LoadedConfig<T>,
+    key: &str,
+    value: &Plain,
+    origin: Origin,
+) -> Result<(), RuntimeError> {
     let fields = T::fields();
     match loaded.config.set(key, value) {
         Some(Ok(())) => {

@@ -16,7 +16,7 @@ mod tasks;
 pub mod telemetry;
 
 pub use admin::{AdminServer, Readiness, listen};
-pub use command::{Loaded, args, check_config, load, load_from};
+pub use command::{LoadedConfig, args, check_config, load, load_from};
 pub use config::{Bytes, Config, Parsed};
 pub use error::{Origin, RuntimeError};
 pub use metrics::MetricsHandle;

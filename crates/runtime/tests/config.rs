@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use baton_runtime::{Bytes, Config, Loaded, LogFormat, Origin, ProcessConfig, RuntimeError, load_from};
+use baton_runtime::{Bytes, Config, LoadedConfig, LogFormat, Origin, ProcessConfig, RuntimeError, load_from};
 
 baton_runtime::config! {
     /// A component with a field of every kind.
@@ -33,7 +33,7 @@ baton_runtime::config! {
     }
 }
 
-fn load_toy(args: &[&str], env: &[(&str, &str)]) -> Result<Loaded<ToyConfig>, RuntimeError> {
+fn load_toy(args: &[&str], env: &[(&str, &str)]) -> Result<LoadedConfig<ToyConfig>, RuntimeError> {
     let command = baton_runtime::args::<ToyConfig>(clap::Command::new("toy"));
     let matches = command.try_get_matches_from(std::iter::once(&"toy").chain(args)).unwrap();
     let env: HashMap<String, String> = env.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();

@@ -99,6 +99,7 @@ fn main() -> Result<(), String> {
         "{} connections joined a session, {} were left out; {} completions overtook writes",
         sum.joined, sum.left_out, sum.overtook
     );
+    println!("engines: {:?}", sum.engines);
     println!("each checker looked: {:?}", sum.looked);
     println!("faults: {:?}", sum.faults);
     Ok(())

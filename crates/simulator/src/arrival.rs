@@ -1,7 +1,7 @@
 //! A connection at a decode worker until it is a session or belongs to one: the handshake's side that answers.
 
 use baton_handoff::TransportKind;
-use baton_handoff::{Frame, FrameLimits, Hello, Inbound, Ticket, WriteHead, visitor};
+use baton_handoff::{Frame, FrameLimits, Hello, Inbound, JoinTicket, WriteHead, visitor};
 use baton_types::WorkerId;
 
 use crate::decode_session::{DecodeSession, Stop};
@@ -59,7 +59,7 @@ impl World {
     }
 
     fn welcome(&mut self, place: Place, session: &mut DecodeSession, worker: WorkerId) {
-        let token = (session.kind == TransportKind::Tcp).then(|| self.random.next());
+        let token = (session.kind == TransportKind::Tcp).then(|| self.random.bits());
         let decode = &mut self.decodes[place];
         let earlier: Vec<Line> = decode.members.introduce(session.line, worker, token).into_iter().copied().collect();
         for line in earlier {
@@ -69,7 +69,8 @@ impl World {
             }
         }
         let geometry = self.decodes[place].memory.geometry.clone();
-        let (blocks, ticket) = (geometry.blocks.clone(), token.map(|token| Ticket { session: session.line, token }));
+        let (blocks, ticket) =
+            (geometry.blocks.clone(), token.map(|token| JoinTicket { session: session.line, token }));
         let inbound = Inbound::new(session.line, worker, session.kind, geometry, &self.limits);
         session.worker = Some(worker);
         session.inbound = Some(if self.broken(Sabotage::SkipVerify) { inbound.unverified() } else { inbound });
@@ -80,7 +81,7 @@ impl World {
         &mut self,
         place: Place,
         session: &mut DecodeSession,
-        ticket: Ticket,
+        ticket: JoinTicket,
         stream: u8,
     ) -> Result<Greeted, String> {
         let careless = self.broken(Sabotage::IgnoreTickets);
@@ -125,10 +126,10 @@ impl World {
         };
         self.faults.count(Fault::Stranger);
         let line = self.connect(prefill, place, peer, TransportKind::Tcp);
-        let (token, stream) = (self.random.next(), self.random.within(1, 4) as u8);
+        let (token, stream) = (self.random.bits(), self.random.within(1, 4) as u8);
         let layout = self.decodes[place].memory.geometry.layout.clone();
         let mut words = Hello { fingerprint: layout.fingerprint() }.encode();
-        words.extend(Frame::Join { ticket: Ticket { session, token }, stream }.encode());
+        words.extend(Frame::Join { ticket: JoinTicket { session, token }, stream }.encode());
         for epoch in self.decodes[place].lent() {
             let payload = layout.block_bytes(0) as u32;
             words.extend(Frame::Write(WriteHead { epoch, group: 0, layer: 0, payload, indexes: vec![0] }).encode());

@@ -3,11 +3,11 @@
 
 use std::collections::VecDeque;
 
-use baton_handoff::{Frame, FrameLimits, Range, Target};
+use baton_handoff::{Frame, FrameLimits, PayloadTarget, Range};
 use baton_types::Epoch;
 
 use crate::decode_session::{DecodeSession, Stop};
-use crate::events::{Line, Place};
+use crate::events::{Line, Place, Process};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
@@ -52,18 +52,19 @@ impl World {
             }
         }
         let epoch = if let Frame::Write(head) = &frame { Some(head.epoch) } else { None };
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Decode(place));
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
         inbound.frame(stream, frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
         if let Some((epoch, payload)) = epoch.zip(inbound.payload(stream)) {
-            let rest = if let Target::Pool(ranges) = payload.target() { ranges.to_vec().into() } else { [].into() };
+            let rest =
+                if let PayloadTarget::Pool(ranges) = payload.target() { ranges.to_vec().into() } else { [].into() };
             session.coming.insert(stream, Coming { epoch, rest });
         }
         Ok(true)
     }
 
     fn read_payload(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
-        let (now, end) = (self.instant(self.now), &mut session.ends[at]);
+        let (now, end) = (self.clock_now(Process::Decode(place)), &mut session.ends[at]);
         let Some((inbound, coming)) = session.inbound.as_mut().zip(session.coming.get_mut(&end.stream)) else {
             return Ok(false);
         };
@@ -72,8 +73,8 @@ impl World {
             return Ok(false);
         }
         let (mut offset, mut wanted) = match payload.target() {
-            Target::Nowhere(bytes) => (None, bytes),
-            Target::Pool(ranges) => ranges.first().map_or((None, 0), |range| (Some(range.0), range.1)),
+            PayloadTarget::Nowhere(bytes) => (None, bytes),
+            PayloadTarget::Pool(ranges) => ranges.first().map_or((None, 0), |range| (Some(range.0), range.1)),
         };
         if let Some((start, len)) =
             coming.rest.front().copied().filter(|_| self.options.sabotage == Some(Sabotage::ApplyClosed))

@@ -1,10 +1,10 @@
 //! Clients: what they ask for, what they got, and whether that is right (I1, I4).
 
 use baton_engine::fake;
+use baton_types::testing::Random;
 use baton_types::{ErrorKind, FinishReason, KvLayout, SamplingParams};
 
 use crate::events::Place;
-use crate::random::Random;
 use crate::stream::Micros;
 
 /// Token ids are below this.
@@ -65,7 +65,7 @@ impl Client {
         let params = SamplingParams {
             max_tokens: random.within(1, shape.answer) as u32,
             temperature: if sampled { 0.7 } else { 0.0 },
-            seed: random.next(),
+            seed: random.bits(),
             stop_token_ids: if random.chance(300) { (0..8).collect() } else { Vec::new() },
             ..SamplingParams::default()
         };

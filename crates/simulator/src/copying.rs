@@ -2,10 +2,10 @@
 
 use baton_engine::fake::KvMemory;
 use baton_handoff::TransportKind;
-use baton_handoff::{Batch, Frame, Run, TCP_BATCHES};
+use baton_handoff::{BlockRun, Frame, TCP_BATCHES, WriteBatch};
 use baton_types::Epoch;
 
-use crate::events::{Life, Place};
+use crate::events::{Life, Place, Process};
 use crate::pool::Bytes;
 use crate::prefill_session::{PrefillSession, Stop};
 use crate::world::World;
@@ -65,7 +65,7 @@ impl World {
         if !self.send_next(session) {
             return Ok(false);
         }
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Prefill(place));
         let mut pool = self.prefills[place].memory.bytes.clone();
         let batch = session.outbound.next_batch(Some(&mut pool), now).map_err(Stop::Ended)?;
         if let Some(batch) = batch {
@@ -90,11 +90,11 @@ impl World {
         Ok(true)
     }
 
-    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
+    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch) {
         match (&session.mapped, session.kind) {
             (Some(_), TransportKind::Shm) => {
                 let (epoch, write) = (batch.epoch, Frame::Write(batch.head(0)));
-                let copy = |run: Run| Copying::Run(Copy { from: run.source, to: run.target, len: run.len, epoch });
+                let copy = |run: BlockRun| Copying::Run(Copy { from: run.source, to: run.target, len: run.len, epoch });
                 session.copying.extend(batch.runs().map(copy));
                 if self.broken(Sabotage::CompleteEarly) {
                     session.own().outbox.push(&write);
@@ -108,7 +108,7 @@ impl World {
     }
 
     /// Over any connection: most often the one with the least to send.
-    fn send_batch(&mut self, session: &mut PrefillSession, batch: &Batch) {
+    fn send_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch) {
         let ends = session.ends.len();
         let at = match self.random.chance(300) {
             true => self.random.below(ends as u64) as usize,

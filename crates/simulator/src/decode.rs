@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
-use baton_handoff::{FenceState, Ledger, Limits, Members, TransferError};
+use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
-use baton_roles::{Decode as Role, Input, Launch, Ticket, WorkerCore};
-use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId};
+use baton_roles::{Decode as Role, Input, Launch, Refused, Ticket, WorkerCore};
+use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
 use crate::client::VOCAB;
@@ -17,7 +17,6 @@ use crate::engine::{Host, Thread};
 use crate::events::{Life, Line, Place, Process};
 use crate::membership::Registration;
 use crate::pool::{Blocks, Memory};
-use crate::random::mix;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 
@@ -67,14 +66,14 @@ pub(crate) struct Decode {
 }
 
 impl Decode {
-    pub(crate) fn new(world: &World, life: Life, limits: Limits) -> Result<Decode, Violation> {
+    pub(crate) fn new(world: &World, life: Life, limits: TransferLimits) -> Result<Decode, Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
         let role = Role::new(world.lease, VOCAB);
         let layout = geometry.layout.clone().into();
         let core = WorkerCore::new(engine, role, layout, world.overlaps);
-        let model = world.model(&memory.bytes);
+        let model = world.last_model(&memory.bytes);
         let layers = geometry.layout.layers() as u32;
         Ok(Decode {
             life,
@@ -141,23 +140,40 @@ impl Decode {
 }
 
 /// How the engine sees a request.
-pub(crate) fn sequence(ask: &Ask, start: Start, now: Micros) -> Box<NewSequence> {
+pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
     let nanos = ask.time_left.as_nanos() as u64;
     Box::new(NewSequence {
-        request: RequestId(ask.request.to_string()),
+        request_id: RequestId(ask.request.to_string()),
         tokens: ask.tokens.clone(),
         prompt_tokens: ask.prompt_tokens,
         params: ask.params.clone(),
         start,
-        deadline: Some(Time(now * 1000 + nanos)),
-        prefix: Some(Prefix { seed: mix(ask.salt), ..Prefix::default() }),
+        deadline: Some(Time(now.0 + nanos)),
+        prefix: Some(prefix(ask, now)),
         priority: ask.priority,
     })
+}
+
+/// Those with some priority ask for their prompts to be kept a while.
+fn prefix(ask: &Ask, now: Time) -> Prefix {
+    let seed = mix(ask.salt);
+    match ask.priority > 0 {
+        true => Prefix { seed, keep: 100, keep_until: Some(now.after_ms(1_000)) },
+        false => Prefix { seed, ..Prefix::default() },
+    }
 }
 
 /// A worker's error as the router reads it: by way of a status.
 pub(crate) fn answered(kind: ErrorKind, message: String) -> LegEnd {
     LegEnd::Answered { kind: ErrorKind::from_grpc_code(kind.grpc_code()), message }
+}
+
+/// A refusal as the router reads it.
+pub(crate) fn refusal(refused: &Refused) -> LegEnd {
+    match refused {
+        Refused::Draining => LegEnd::Draining { message: refused.to_string() },
+        Refused::Engine(error) => answered(error.kind(), error.to_string()),
+    }
 }
 
 pub(crate) struct DecodeHost;
@@ -214,7 +230,7 @@ impl World {
         (link, made): (Link, u64),
         message: Up,
     ) -> Result<(), Violation> {
-        let now = self.now;
+        let now = self.engine_now(Process::Decode(place));
         let decode = &mut self.decodes[place];
         match message {
             Up::Decode { call, ask, local } => {
@@ -261,7 +277,7 @@ impl World {
                     Ok(seq) if caller.cancelled => decode.inbox.push_back(Input::Command(Command::Cancel(seq))),
                     Ok(seq) => drop(decode.callers.insert(seq, caller)),
                     Err(refused) => {
-                        let end = answered(refused.kind(), refused.to_string());
+                        let end = refusal(&refused);
                         self.send_down(caller.link, caller.made, Down::Ended(caller.call, end));
                     }
                 }

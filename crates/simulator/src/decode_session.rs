@@ -9,7 +9,7 @@ use baton_types::{Epoch, WorkerId};
 use crate::arrival::Greeted;
 use crate::arriving::Coming;
 use crate::end::End;
-use crate::events::{Event, Line, Place};
+use crate::events::{Event, Line, Place, Process};
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
@@ -180,7 +180,7 @@ impl World {
                 break;
             }
         }
-        self.beat(session);
+        self.beat(place, session);
         self.flush_decode(session);
         self.look_for_ends(session)?;
         Ok(None)
@@ -196,7 +196,7 @@ impl World {
                 heard = true;
             }
         }
-        let instant = self.instant(now);
+        let instant = self.clock_now(Process::Decode(place));
         if heard
             && let Some(inbound) = session.inbound.as_mut()
             && inbound.heard(instant)
@@ -258,14 +258,14 @@ impl World {
     }
 
     /// Shows that it is alive, when it has said nothing else.
-    fn beat(&mut self, session: &mut DecodeSession) {
-        let now = self.instant(self.now);
+    fn beat(&mut self, place: Place, session: &mut DecodeSession) {
+        let now = self.clock_now(Process::Decode(place));
         let may_say = session.own().outbox.is_empty();
         let Some(inbound) = &mut session.inbound else { return };
         let next = inbound.beat(now, may_say);
         self.answer(session);
         if let Some(at) = next {
-            self.set_decode_timer(session, self.micros(at));
+            self.set_decode_timer(session, self.micros(Process::Decode(place), at));
         }
     }
 

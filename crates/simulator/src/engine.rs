@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 
 use baton_engine::fake::FakeModel;
 
-use baton_engine::{ModelRunner, RunError, Time};
-use baton_roles::{Effect, IDLE_TICK, Input, Launch, Role, WorkerCore};
+use baton_engine::{Engine, ModelRunner, RunError};
+use baton_roles::{Effect, IDLE_TICK, Input, Launch, RoleCore, WorkerCore};
 use baton_types::TokenOut;
 
 use crate::Violation;
@@ -25,14 +25,14 @@ enum Busy {
 }
 
 /// One worker's engine thread.
-pub(crate) struct Thread<R: Role> {
+pub(crate) struct Thread<R: RoleCore> {
     pub core: WorkerCore<R>,
     model: FakeModel<Bytes>,
     layers: u32,
     busy: Option<Busy>,
 }
 
-impl<R: Role> Thread<R> {
+impl<R: RoleCore> Thread<R> {
     pub(crate) fn new(core: WorkerCore<R>, model: FakeModel<Bytes>, layers: u32) -> Thread<R> {
         Thread { core, model, layers, busy: None }
     }
@@ -40,16 +40,16 @@ impl<R: Role> Thread<R> {
 
 /// What the two kinds of worker do in their own way.
 pub(crate) trait Host {
-    type Role: Role;
+    type Role: RoleCore;
     fn process(place: Place) -> Process;
     fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Self::Role>>;
-    fn inbox(world: &mut World, place: Place) -> &mut VecDeque<Input<<Self::Role as Role>::Command>>;
+    fn inbox(world: &mut World, place: Place) -> &mut VecDeque<Input<<Self::Role as RoleCore>::Command>>;
     /// Carries out an effect; its answer, if it has one.
     fn perform(
         world: &mut World,
         place: Place,
-        effect: <Self::Role as Role>::Effect,
-    ) -> Result<Option<<Self::Role as Role>::Command>, Violation>;
+        effect: <Self::Role as RoleCore>::Effect,
+    ) -> Result<Option<<Self::Role as RoleCore>::Command>, Violation>;
     /// A layer is stored. False while a write waits for room: asked again later.
     fn stored(world: &mut World, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation>;
     /// Looks at a step before it is launched.
@@ -107,10 +107,10 @@ impl World {
         &mut self,
         place: Place,
         thread: &mut Thread<H::Role>,
-        input: Input<<H::Role as Role>::Command>,
+        input: Input<<H::Role as RoleCore>::Command>,
     ) -> Result<(), Violation> {
-        let mut todo: VecDeque<Effect<<H::Role as Role>::Effect>> = VecDeque::new();
-        let now = Time(self.now * 1000);
+        let mut todo: VecDeque<Effect<<H::Role as RoleCore>::Effect>> = VecDeque::new();
+        let now = self.engine_now(H::process(place));
         let step = |thread: &mut Thread<H::Role>, input, todo: &mut VecDeque<_>| {
             let mut effects = Vec::new();
             thread.core.step(input, now, &mut effects);
@@ -147,7 +147,7 @@ impl World {
         place: Place,
         thread: &mut Thread<H::Role>,
         launch: Launch,
-    ) -> Result<Option<Input<<H::Role as Role>::Command>>, Violation> {
+    ) -> Result<Option<Input<<H::Role as RoleCore>::Command>>, Violation> {
         let step = launch.step();
         self.look_at("I3");
         H::inspect(self, place, &mut thread.core, step)?;
@@ -156,9 +156,16 @@ impl World {
             return Ok(Some(Input::Launched { launch, outcome }));
         }
         let Thread { core, model, .. } = thread;
-        let launched = core.with_batch(step, |batch| model.launch(batch, &mut |_| {}));
+        let launched = core.with_batch(step, |batch| {
+            let follow = batch.rows.iter().filter(|row| row.follows.is_some()).count();
+            let counts = [batch.copies.len(), batch.swap_out.len(), batch.swap_in.len(), follow];
+            model.launch(batch, &mut |_| {}).map(|()| counts)
+        });
         match launched {
-            Some(Ok(())) => {}
+            Some(Ok(counts)) => {
+                let names = ["blocks copied", "blocks swapped out", "blocks swapped in", "rows of unknown tokens"];
+                names.into_iter().zip(counts).for_each(|(name, count)| self.count(name, count as u64));
+            }
             // The fake model notices tables, positions and copies that cannot be right.
             Some(Err(error)) => return Err(self.violation("I1", format!("{}: {error}", H::process(place)))),
             None => return Err(self.violation("I1", format!("step {step} is launched and not planned"))),
@@ -206,7 +213,25 @@ impl World {
         }
     }
 
-    fn collect<R: Role>(
+    fn count(&mut self, what: &'static str, count: u64) {
+        *self.summary.engines.entry(what).or_default() += count;
+    }
+
+    /// What the engines did that have lived until now.
+    pub(crate) fn count_engines(&mut self) {
+        let of = |engine: &Engine| {
+            let hits = engine.prefix_hit_tokens();
+            [engine.preemptions(), engine.evictions(), hits, engine.decoded_in_vain()]
+        };
+        let prefills = self.prefills.iter().filter_map(|prefill| Some(of(prefill.thread.as_ref()?.core.engine())));
+        let decodes = self.decodes.iter().filter_map(|decode| Some(of(decode.thread.as_ref()?.core.engine())));
+        for counts in prefills.chain(decodes).collect::<Vec<_>>() {
+            let names = ["preemptions", "evictions", "tokens found cached", "rows decoded in vain"];
+            names.into_iter().zip(counts).for_each(|(name, count)| self.count(name, count));
+        }
+    }
+
+    fn collect<R: RoleCore>(
         &mut self,
         thread: &mut Thread<R>,
         step: u64,
@@ -226,6 +251,10 @@ impl World {
             None => return Err(self.violation("I1", format!("step {step} is collected and not planned"))),
         }
         if self.faults.strikes_step(&mut self.random) {
+            // A step that fails; or one that forgets a token, which is no better.
+            if self.random.chance(300) && out.pop().is_some() {
+                return Ok(Input::Collected { outcome: Ok(out), lost: None });
+            }
             let error = RunError("simulated".into());
             return Ok(Input::Collected { outcome: Err(error), lost: lost(self) });
         }

@@ -3,7 +3,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::random::Random;
+use baton_types::mix;
+use baton_types::testing::Random;
+
 use crate::stream::Micros;
 
 /// What can happen to processes, to what lies between them, and to their clients.
@@ -45,11 +47,13 @@ pub enum Fault {
     Drain,
     /// A worker joined.
     Join,
+    /// A process has a clock that shows another time and runs at another rate.
+    Clocks,
 }
 
 impl Fault {
     /// Every one.
-    pub const ALL: [Fault; 18] = [
+    pub const ALL: [Fault; 19] = [
         Fault::Drop,
         Fault::Double,
         Fault::Swap,
@@ -68,16 +72,20 @@ impl Fault {
         Fault::StepFails,
         Fault::Drain,
         Fault::Join,
+        Fault::Clocks,
     ];
+
+    /// Those that strike at random times, and two that have rates.
+    const STRIKING: &[Fault] = Fault::ALL.split_at(3).1.split_at(15).0;
 
     /// Whether no request may fail for it.
     pub(crate) fn costs_nothing(self) -> bool {
-        matches!(self, Fault::RegistryDown | Fault::RegistryEmptied | Fault::Drain | Fault::Join)
+        matches!(self, Fault::RegistryDown | Fault::RegistryEmptied | Fault::Drain | Fault::Join | Fault::Clocks)
     }
 
     /// Whether nothing is lost by it between live peers.
     pub(crate) fn is_harmless(self) -> bool {
-        matches!(self, Fault::Stall | Fault::Freeze | Fault::Stranger | Fault::Drain | Fault::Join)
+        matches!(self, Fault::Stall | Fault::Freeze | Fault::Stranger | Fault::Drain | Fault::Join | Fault::Clocks)
     }
 }
 
@@ -102,6 +110,8 @@ pub struct Faults {
     pub slowness: u64,
     /// Sockets take pieces of any size.
     pub short_writes: bool,
+    /// Every process has a clock of its own.
+    pub clocks: bool,
     /// How many there were.
     pub counts: BTreeMap<Fault, u64>,
 }
@@ -119,6 +129,7 @@ impl Faults {
             pause: 50_000,
             slowness: 100,
             short_writes: false,
+            clocks: false,
             counts: BTreeMap::new(),
         }
     }
@@ -136,7 +147,7 @@ impl Faults {
         };
         let (mut drop, mut double, mut swap) = (rate(Fault::Drop, 20), rate(Fault::Double, 20), rate(Fault::Swap, 50));
         let (mut miscopy, mut step) = (rate(Fault::Miscopy, 20), rate(Fault::StepFails, 30));
-        let strikes = Fault::ALL[3..].iter().copied().filter(|fault| {
+        let strikes = Fault::STRIKING.iter().copied().filter(|fault| {
             let of_rates = matches!(fault, Fault::Miscopy | Fault::StepFails);
             random.chance(250) && !of_rates && !without.contains(fault)
         });
@@ -145,12 +156,18 @@ impl Faults {
             // What must cost nothing, alone.
             let mild = |fault: &Fault| fault.costs_nothing() && !without.contains(fault);
             (strikes, drop, double, swap, miscopy, step) = (Vec::new(), 0, 0, 0, 0, 0);
-            strikes.extend(Fault::ALL.into_iter().filter(mild).filter(|_| random.chance(500)));
+            strikes.extend(Fault::STRIKING.iter().copied().filter(mild).filter(|_| random.chance(500)));
         }
         let pause = [5_000, 50_000, 500_000][random.below(3) as usize];
         let slowness = [50, 500, 5_000, 30_000][random.below(4) as usize];
         let short_writes = random.chance(500);
-        Faults { drop, double, swap, miscopy, step, strikes, pause, slowness, short_writes, counts: BTreeMap::new() }
+        Faults { drop, double, swap, miscopy, step, strikes, pause, slowness, short_writes, ..Faults::none() }
+    }
+
+    /// Chooses whether clocks differ, beside the seed's main sequence.
+    pub(crate) fn with_clocks(self, seed: u64, without: &BTreeSet<Fault>) -> Faults {
+        let clocks = Random(mix(seed)).chance(300) && !without.contains(&Fault::Clocks);
+        Faults { clocks, ..self }
     }
 
     pub(crate) fn delay(&self, random: &mut Random) -> Micros {

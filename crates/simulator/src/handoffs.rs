@@ -15,7 +15,7 @@ use crate::world::World;
 impl World {
     pub(crate) fn layer_stored(&mut self, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
         if self.prefills[place].waiting.is_empty() {
-            let patience = self.instant(self.now) + self.limits.room;
+            let patience = self.clock_now(Process::Prefill(place)) + self.limits.room;
             let mut writes = Vec::new();
             launch.stored(layer, |write| {
                 writes.push((write.seq, write.group, write.layer, write.pairs.to_vec()));
@@ -34,7 +34,7 @@ impl World {
                 self.prefills[place].waiting.extend(ops.into_iter().map(waiting));
             }
         }
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Prefill(place));
         while let Some(waiting) = self.prefills[place].waiting.pop_front() {
             let prefill = &mut self.prefills[place];
             let Some(handoff) = prefill.handoffs.get_mut(&waiting.handoff) else { continue };
@@ -121,6 +121,7 @@ impl World {
             };
             let Some(seq) = handoff.seq else { continue };
             self.check_delivery(&handoff, &told)?;
+            self.check_due(&handoff, &told)?;
             let prefill = &mut self.prefills[place];
             match told {
                 Told::Done(outcome) => {

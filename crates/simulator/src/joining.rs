@@ -1,6 +1,6 @@
 //! How a session at a prefill worker begins: the handshake's side that calls, and over TCP the other connections that join it.
 
-use baton_handoff::{Frame, FrameLimits, Hello, Over, Ticket};
+use baton_handoff::{Frame, FrameLimits, Hello, JoinTicket, Over};
 use baton_handoff::{TransferError, TransportKind};
 use baton_types::WorkerId;
 
@@ -80,7 +80,7 @@ impl World {
     }
 
     /// Opens the other connections of a session, which have half of the time that is left. Some break in the middle of that.
-    fn ask_to_join(&mut self, place: Place, session: &mut PrefillSession, ticket: Ticket, last: Micros) {
+    fn ask_to_join(&mut self, place: Place, session: &mut PrefillSession, ticket: JoinTicket, last: Micros) {
         for stream in 1..self.random.within(1, CONNECTIONS) as u8 {
             let line = self.connect(place, session.decode, session.peer, session.kind);
             let mut end = End::new(line, stream.into());

@@ -24,7 +24,7 @@ impl World {
         (sequence, first, blocks): (Vec<u32>, Vec<u32>, Blocks),
         lease: Duration,
     ) -> Result<Result<Vec<u8>, TransferError>, Violation> {
-        let (key, at) = (self.random.next(), self.instant(self.now) + lease);
+        let (key, at) = (self.random.bits(), self.clock_now(Process::Decode(place)) + lease);
         let decode = &mut self.decodes[place];
         if let Err(error) = decode.ledger.reserve(epoch, key, &blocks, at) {
             return Ok(Err(error));
@@ -83,7 +83,7 @@ impl World {
             }
         }
         if let Some(at) = self.decodes[place].ledger.next_expiry() {
-            let at = self.micros(at).max(self.now) + self.random.below(crate::world::LAZINESS);
+            let at = self.micros(Process::Decode(place), at).max(self.now) + self.random.below(crate::world::LAZINESS);
             self.plan_desk(place, at);
         }
         Ok(())
@@ -101,7 +101,7 @@ impl World {
         if self.broken(Sabotage::IgnoreLeases) {
             return Ok(());
         }
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Decode(place));
         self.decodes[place].ledger.expire(now);
         self.after(place)
     }

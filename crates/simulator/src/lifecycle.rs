@@ -17,12 +17,12 @@ impl World {
         }
         let outcome = match process {
             Process::Router(place) => {
-                self.orphans(place);
+                let checked = self.orphans(place);
                 self.forget_links(place);
                 let life = self.life();
                 let router = crate::router::Router::new(self, place, life);
                 self.routers[place] = router;
-                Ok(())
+                checked
             }
             Process::Prefill(place) => self.restart_prefill(place, again),
             Process::Decode(place) => self.restart_decode(place, again),
@@ -151,6 +151,7 @@ impl World {
                 Process::Prefill(self.prefills.len() - 1)
             }
         };
+        self.give_clock(process);
         self.note(|| format!("{process} joins"));
         self.register(process)
     }

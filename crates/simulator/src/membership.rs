@@ -87,7 +87,7 @@ impl World {
 
     /// A worker begins to register.
     pub(crate) fn register(&mut self, process: Process) -> Result<(), Violation> {
-        let (member, now) = (self.member(process), self.instant(self.now));
+        let (member, now) = (self.member(process), self.clock_now(process));
         let started = Renewal::start(member, TTL, now).map_err(|error| self.violation("I8", error.to_string()))?;
         let (renewal, first) = started;
         if let Some(registration) = self.registration(process) {
@@ -99,7 +99,7 @@ impl World {
 
     /// What happens to a registration.
     pub(crate) fn renew(&mut self, process: Process, input: RenewalInput) {
-        let now = self.instant(self.now);
+        let now = self.clock_now(process);
         let Some(Some(registration)) = self.registration(process) else { return };
         let action = registration.renewal.step(input, now);
         self.do_renewal(process, action);
@@ -129,7 +129,7 @@ impl World {
                 return;
             }
         };
-        let at = self.micros(until).max(self.now + 1);
+        let at = self.micros(process, until).max(self.now + 1);
         self.events.plan(at, Event::Renewal { process, life });
         if let Some(request) = request {
             let at = self.now + self.faults.delay(&mut self.random);
@@ -145,7 +145,7 @@ impl World {
         let answer = match (self.registry.is_up(), request) {
             (false, _) => RenewalInput::Unavailable,
             (true, Request::Register(member)) => {
-                let now = self.instant(self.now);
+                let now = self.clock_now(Process::Registry);
                 match self.registry.store.put(member, TTL, now) {
                     Ok(changed) => {
                         if changed {
@@ -158,7 +158,7 @@ impl World {
                 }
             }
             (true, Request::Deregister(id)) => {
-                let now = self.instant(self.now);
+                let now = self.clock_now(Process::Registry);
                 if self.registry.store.remove(id, now) {
                     self.publish();
                 }
@@ -171,7 +171,7 @@ impl World {
 
     fn plan_expiry(&mut self) {
         if let Some(at) = self.registry.store.next_expiry() {
-            let at = self.micros(at).max(self.now + 1);
+            let at = self.micros(Process::Registry, at).max(self.now + 1);
             self.events.plan(at, Event::Expiry);
         }
     }
@@ -181,7 +181,7 @@ impl World {
         if !self.registry.is_up() {
             return;
         }
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Registry);
         if !self.registry.store.expire(now).is_empty() {
             self.publish();
             self.plan_expiry();
@@ -226,7 +226,7 @@ impl World {
     fn wake_follower(&mut self, router: Place, life: Life, until: Option<Instant>) {
         self.routers[router].follow_until = until;
         let Some(until) = until else { return };
-        let at = self.micros(until).max(self.now + 1);
+        let at = self.micros(Process::Router(router), until).max(self.now + 1);
         if self.routers[router].follower.set(at, self.now) {
             self.events.plan(at, Event::FollowWake { router, life });
         }
@@ -253,7 +253,7 @@ impl World {
     }
 
     pub(crate) fn follow_on(&mut self, router: Place, input: FollowInput) {
-        let (now, life) = (self.instant(self.now), self.routers[router].life);
+        let (now, life) = (self.clock_now(Process::Router(router)), self.routers[router].life);
         match self.routers[router].follow.step(input, now) {
             Some(action) => self.follow(router, life, action),
             // Too early: what it waits for is still to come.
@@ -275,7 +275,7 @@ impl World {
         // Whoever lives registers again within this time.
         self.registry.shaken_until = until + 10_000_000;
         if emptied {
-            self.registry.store = Store::new(self.instant(self.now));
+            self.registry.store = Store::new(self.clock_now(Process::Registry));
         }
         for (router, Feed { life, number, last }) in std::mem::take(&mut self.registry.feeds) {
             let at = (self.now + self.faults.delay(&mut self.random)).max(last);

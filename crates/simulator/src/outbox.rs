@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 
 use baton_handoff::{Frame, Range};
 use baton_types::Epoch;
+use baton_types::testing::Random;
 
 use crate::faults::Faults;
-use crate::random::Random;
 use crate::stream::{Micros, Stream};
 
 #[derive(Debug)]

@@ -11,9 +11,8 @@ use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
 use baton_roles::{Input, Launch, Prefill as Role, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 
-use crate::Violation;
 use crate::control::{Ask, Down, Link, Up};
-use crate::decode::{Caller, answered, sequence};
+use crate::decode::{Caller, answered, refusal, sequence};
 use crate::engine::{Host, Thread};
 use crate::events::{Event, Life, Line, Place, Process};
 use crate::membership::Registration;
@@ -21,6 +20,7 @@ use crate::pool::Memory;
 use crate::prefill_session::PrefillSession;
 use crate::stream::Micros;
 use crate::world::World;
+use crate::{Sabotage, Violation};
 
 /// How long a session that ends goes on trying to say so.
 pub(crate) const FAREWELL: Micros = 50_000;
@@ -55,6 +55,8 @@ pub(crate) struct Handoff {
     pub quarantined: bool,
     /// When it was completed.
     pub completed: Option<Micros>,
+    /// The earliest time at which its deadline may pass, by any clock.
+    pub due: Micros,
 }
 
 impl Handoff {
@@ -227,7 +229,12 @@ impl World {
         target: &[u8],
     ) -> Result<Result<(), (ErrorKind, String)>, Violation> {
         let refused = |error: &dyn BatonError| Ok(Err((error.kind(), error.to_string())));
-        let deadline = self.instant(self.now) + ask.time_left;
+        let clock = if self.broken(Sabotage::ForeignDeadline) {
+            Process::Router(caller.link.0)
+        } else {
+            Process::Prefill(place)
+        };
+        let deadline = self.clock_now(clock) + ask.time_left;
         let layout = self.geometry.layout.clone();
         let target = match Descriptor::parse(target, &layout, false) {
             Ok(target) => target,
@@ -243,23 +250,26 @@ impl World {
             Ok(serial) => serial,
             Err(error) => return refused(&error),
         };
+        let (now, left) = (self.now, ask.time_left.as_micros() as Micros);
+        let late = self.by_any_clock(left) - left;
         let prefill = &mut self.prefills[place];
         prefill.next += 1;
         let id = prefill.next;
         let (seq, ended, quarantined) = (None, false, false);
+        let due = now + left.saturating_sub(late);
         prefill.handoffs.insert(
             id,
-            Handoff { writes, peer: target.worker, decode, serial, seq, ended, quarantined, completed: None },
+            Handoff { writes, peer: target.worker, decode, serial, seq, ended, quarantined, completed: None, due },
         );
         let (life, handoff) = (prefill.life, id);
-        let at = self.now + ask.time_left.as_micros() as Micros + self.bound();
+        let at = self.now + self.by_any_clock(ask.time_left.as_micros() as Micros + self.bound());
         self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff });
         let checked = check_target(&layout, target.tokens, &target.first, &target.counts);
         if let Err(error) = checked {
             self.abort_handoff(place, id, false);
             return refused(&error);
         }
-        let new = sequence(ask, Start::ComputeAndHold, self.now);
+        let new = sequence(ask, Start::ComputeAndHold, self.engine_now(Process::Prefill(place)));
         let ticket = Ticket(id);
         let prefill = &mut self.prefills[place];
         prefill.tickets.insert(ticket, (caller, id));
@@ -285,6 +295,16 @@ impl World {
         }
         self.events.plan(again, Event::MustHaveEnded { prefill: place, life: prefill.life, handoff });
         Ok(())
+    }
+
+    /// I5: what fails for its deadline has come to it.
+    pub(crate) fn check_due(&self, handoff: &Handoff, told: &Told) -> Result<(), Violation> {
+        let early = matches!(told, Told::Done(Err(TransferError::Deadline { .. }))) && self.now < handoff.due;
+        match early {
+            true => Err(self
+                .violation("I5", format!("{} is given up {} µs too early", handoff.epoch(), handoff.due - self.now))),
+            false => Ok(()),
+        }
     }
 
     /// Where nothing goes wrong, what is completed is soon verified.
@@ -349,7 +369,7 @@ impl World {
                     Err(refused) => {
                         // A handoff without a sequence is aborted.
                         self.abort_handoff(place, id, false);
-                        let end = answered(refused.kind(), refused.to_string());
+                        let end = refusal(&refused);
                         self.send_down(caller.link, caller.made, Down::Ended(caller.call, end));
                     }
                 }

@@ -9,7 +9,7 @@ use baton_types::WorkerId;
 
 use crate::copying::{Copying, Mapped, Sending};
 use crate::end::End;
-use crate::events::{Event, Life, Line, Place};
+use crate::events::{Event, Life, Line, Place, Process};
 use crate::joining::Asked;
 use crate::prefill::FAREWELL;
 use crate::stream::{Micros, Timer};
@@ -157,7 +157,7 @@ impl World {
             // However the excuse went.
             Phase::Excusing { .. } => self.leave_session(session),
             _ => {
-                let now = self.instant(self.now);
+                let now = self.clock_now(Process::Prefill(place));
                 session.outbound.end_all(&error, now, &mut session.line);
                 self.carry_out(session);
                 let until = self.now + self.random.within(1, FAREWELL);
@@ -211,7 +211,7 @@ impl World {
 
     /// An open session's turn.
     fn work(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Prefill(place));
         let due = self.look(place, session);
         while self.copy_some(place, session)? {
             if self.random.chance(300) {
@@ -228,7 +228,7 @@ impl World {
             self.wake_prefill(place, session.peer);
         }
         if let Some(at) = [due, beat].into_iter().flatten().min() {
-            self.set_prefill_timer(place, session, self.micros(at));
+            self.set_prefill_timer(place, session, self.micros(Process::Prefill(place), at));
         }
         self.read(place, session)
     }
@@ -240,7 +240,7 @@ impl World {
             self.wake_prefill(place, session.peer);
             return None;
         }
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Prefill(place));
         for (epoch, quiet) in session.line.take_aborts() {
             session.outbound.abort(epoch, quiet, now, &mut session.line);
         }
@@ -252,7 +252,7 @@ impl World {
     }
 
     fn read(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
-        let now = self.instant(self.now);
+        let now = self.clock_now(Process::Prefill(place));
         if self.receive(session.own()) {
             session.outbound.heard(now);
         }

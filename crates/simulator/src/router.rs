@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use baton_membership::Follow;
 use baton_policy::{
-    Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, Limits, Order, Placement, Prefixes, Probe, RoundRobin,
-    Sequence, Taken, WorkerLease,
+    Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, NewRequest, Placement, Prefixes, Probe, RequestLimits,
+    RoundRobin, Sequence, Taken, WorkerLease,
 };
 use baton_types::{FinishReason, WorkerId};
 
@@ -60,13 +60,15 @@ pub(crate) struct InFlight {
     early: [VecDeque<ChoiceInput>; 2],
     /// The client is taking a token until then.
     busy_until: Option<Micros>,
+    /// A leg has failed, and nothing has been begun in its place since then.
+    pub recovering: Option<Micros>,
 }
 
 impl Router {
     pub(crate) fn new(world: &mut World, place: Place, life: Life) -> Router {
         let placement: Box<dyn Placement> =
             if life.is_multiple_of(2) { Box::<RoundRobin>::default() } else { Box::<LeastLoaded>::default() };
-        let (follow, first) = Follow::start(life, world.instant(world.now));
+        let (follow, first) = Follow::start(life, world.clock_now(Process::Router(place)));
         let router = Router {
             life,
             fleet: Fleet::new("m", placement),
@@ -89,29 +91,29 @@ impl World {
     /// A request comes in.
     pub(crate) fn arrive(&mut self, request: u64) -> Result<(), Violation> {
         let place = self.random.below(self.routers.len() as u64) as Place;
-        let (now, at) = (self.now, self.instant(self.now));
+        let (now, at) = (self.now, self.clock_now(Process::Router(place)));
         let client = &mut self.clients[request as usize];
         (client.router, client.began) = (place, now);
         if let Some(leaves) = client.leaves {
             self.events.plan(now + leaves, Event::Leave { request });
         }
         let salt = client.salt.to_string();
-        let order = Order {
+        let new = NewRequest {
             prompt: client.prompt.clone().into(),
             names: Prefixes::names(&salt, &client.prompt).into(),
             cache_salt: salt,
-            limits: Limits {
+            limits: RequestLimits {
                 max_tokens: client.params.max_tokens,
                 stop_token_ids: client.params.stop_token_ids.clone(),
                 max_attempts: ATTEMPTS,
             },
             deadline: at + Duration::from_micros(client.deadline),
         };
-        self.note(|| format!("request {request} comes to router {place}: {:?} tokens", order.prompt.len()));
+        self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let mut effects = Vec::new();
-        let choice = Choice::start(order, at, &mut effects);
+        let choice = Choice::start(new, at, &mut effects);
         let early = Default::default();
-        let flight = InFlight { choice, decode: None, prefill: None, early, busy_until: None };
+        let flight = InFlight { choice, decode: None, prefill: None, early, busy_until: None, recovering: None };
         self.routers[place].choices.insert(request, flight);
         self.carry_out_choice(place, request, effects.into())?;
         self.plan_wake(place, request);
@@ -120,7 +122,7 @@ impl World {
 
     /// An input of a choice, unless its client is taking a token.
     fn tell(&mut self, place: Place, request: u64, input: ChoiceInput) -> Result<(), Violation> {
-        let (now, at) = (self.now, self.instant(self.now));
+        let (now, at) = (self.now, self.clock_now(Process::Router(place)));
         let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
         let of_prefill = matches!(input, ChoiceInput::PrefillSaid(_) | ChoiceInput::PrefillEnded(_));
         let of_decode = matches!(input, ChoiceInput::DecodeSaid(_) | ChoiceInput::DecodeEnded(_));
@@ -139,7 +141,7 @@ impl World {
         let life = self.routers[place].life;
         let Some(flight) = self.routers[place].choices.get(&request) else { return };
         if let Some(at) = flight.choice.next_wake() {
-            let at = self.micros(at).max(self.now + 1);
+            let at = self.micros(Process::Router(place), at).max(self.now + 1);
             self.events.plan(at, Event::Wake { router: place, life, request });
         }
     }
@@ -179,7 +181,7 @@ impl World {
     fn carry_out_choice(&mut self, place: Place, request: u64, mut todo: VecDeque<Effect>) -> Result<(), Violation> {
         while let Some(effect) = todo.pop_front() {
             let Some(input) = self.perform(place, request, effect)? else { continue };
-            let at = self.instant(self.now);
+            let at = self.clock_now(Process::Router(place));
             let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
             let mut effects = Vec::new();
             flight.choice.step(input, at, &mut effects);
@@ -227,6 +229,10 @@ impl World {
             Effect::Recovering { leg, cause } => {
                 *self.summary.recoveries.entry(leg.as_str()).or_default() += 1;
                 self.note(|| format!("request {request} recovers from its {}: {}", leg.as_str(), cause.message));
+                let now = self.now;
+                if let Some(flight) = self.routers[place].choices.get_mut(&request) {
+                    flight.recovering.get_or_insert(now);
+                }
                 Ok(None)
             }
             Effect::Note { placed, names } => {
@@ -265,6 +271,7 @@ impl World {
         let (call, link) = (self.next_call, (place, worker));
         router.calls.insert(call, (request, leg));
         if let Some(flight) = router.choices.get_mut(&request) {
+            flight.recovering = None;
             let stream = Some(Stream { call, link, lease });
             match leg {
                 Leg::Decode => flight.decode = stream,
@@ -320,7 +327,7 @@ impl World {
 
     /// A stream has ended: its worker is counted without it, and watched when it is lost.
     fn leg_ended(&mut self, place: Place, request: u64, leg: Leg, end: &LegEnd) {
-        let at = self.instant(self.now);
+        let at = self.clock_now(Process::Router(place));
         let router = &mut self.routers[place];
         let Some(flight) = router.choices.get_mut(&request) else { return };
         let stream = if leg == Leg::Decode { flight.decode.take() } else { flight.prefill.take() };
@@ -334,7 +341,8 @@ impl World {
     }
 
     fn plan_probe(&mut self, place: Place, probe: Probe) {
-        let (life, worker, at) = (self.routers[place].life, probe.worker(), self.micros(probe.at()));
+        let (life, worker, at) =
+            (self.routers[place].life, probe.worker(), self.micros(Process::Router(place), probe.at()));
         self.routers[place].probes.insert(worker, probe);
         self.events.plan(at.max(self.now + 1), Event::Probe { router: place, life, worker });
     }
@@ -351,7 +359,7 @@ impl World {
 
     pub(crate) fn probed(&mut self, link: Link, answered: bool) -> Result<(), Violation> {
         let (place, worker) = link;
-        let at = self.instant(self.now);
+        let at = self.clock_now(Process::Router(place));
         let Some(probe) = self.routers[place].probes.remove(&worker) else { return Ok(()) };
         if let Some(next) = self.routers[place].fleet.probed(probe, answered, at) {
             self.plan_probe(place, next);
@@ -425,10 +433,12 @@ impl World {
     }
 
     /// Requests of a router that has died.
-    pub(crate) fn orphans(&mut self, place: Place) {
+    pub(crate) fn orphans(&mut self, place: Place) -> Result<(), Violation> {
         for request in self.routers[place].choices.keys().copied().collect::<Vec<_>>() {
             let client = &mut self.clients[request as usize];
             client.end.get_or_insert(End::Broken);
+            self.check_end(request)?;
         }
+        Ok(())
     }
 }

@@ -34,11 +34,13 @@ pub enum Sabotage {
     ForgetOnOne,
     /// The prefill worker takes a batch for one that has left once it is queued.
     FlushEarly,
+    /// The prefill worker is told a deadline by the router's clock, not how much time is left.
+    ForeignDeadline,
 }
 
 impl Sabotage {
     /// Every one.
-    pub const ALL: [Sabotage; 15] = [
+    pub const ALL: [Sabotage; 16] = [
         Sabotage::SkipVerify,
         Sabotage::FreeOnLost,
         Sabotage::IgnoreCancel,
@@ -54,6 +56,7 @@ impl Sabotage {
         Sabotage::IgnoreTickets,
         Sabotage::ForgetOnOne,
         Sabotage::FlushEarly,
+        Sabotage::ForeignDeadline,
     ];
 
     /// What it breaks: the checker that must notice.
@@ -63,7 +66,7 @@ impl Sabotage {
             SkipVerify => "I2",
             FreeOnLost | IgnoreCancel | CompleteEarly => "I3",
             ApplyClosed | IgnoreTickets | ForgetOnOne | FlushEarly => "I3",
-            IgnoreLeases | IgnoreDeadlines => "I5",
+            IgnoreLeases | IgnoreDeadlines | ForeignDeadline => "I5",
             LoseFences => "I6",
             AckEarly => "agreement",
             AnnounceTwice => "reported once",

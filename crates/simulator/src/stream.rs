@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use crate::random::Random;
+use baton_types::testing::Random;
 
 /// Virtual microseconds.
 pub(crate) type Micros = u64;

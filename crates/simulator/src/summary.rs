@@ -33,6 +33,8 @@ pub struct Summary {
     pub overtook: u64,
     /// How often each checker looked, by invariant.
     pub looked: BTreeMap<&'static str, u64>,
+    /// What engines did, so far as they lived to the end of their run.
+    pub engines: BTreeMap<&'static str, u64>,
     /// Faults that struck.
     pub faults: BTreeMap<Fault, u64>,
     /// Rules of a scenario that struck.
@@ -66,6 +68,7 @@ impl Summary {
         add(&mut self.recoveries, &other.recoveries);
         add(&mut self.handoffs_failed, &other.handoffs_failed);
         add(&mut self.looked, &other.looked);
+        add(&mut self.engines, &other.engines);
         add(&mut self.faults, &other.faults);
     }
 }

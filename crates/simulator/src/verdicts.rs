@@ -5,8 +5,11 @@ use baton_types::ErrorKind;
 use crate::Violation;
 use crate::client::End;
 use crate::events::{Place, Process};
-use crate::faults::Fault;
+use crate::stream::Micros;
 use crate::world::World;
+
+/// From a failure to the next try, or to the error that its client gets (I5).
+const RECOVERY: Micros = 2_000_000;
 
 impl World {
     /// I7: while the registry is away, whoever was known and still works is not forgotten.
@@ -24,10 +27,7 @@ impl World {
 
     /// Nothing fails for want of the registry (I7), nor because workers come and go, while somebody serves.
     fn check_cause(&self, request: u64, kind: ErrorKind, message: &str) -> Result<(), Violation> {
-        let struck = |fault| self.faults.counts.contains_key(&fault);
-        // A drain that no registry can announce costs attempts: routers learn of it by refusals.
-        let unannounced = struck(Fault::Drain) && (struck(Fault::RegistryDown) || struck(Fault::RegistryEmptied));
-        let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing()) && !unannounced;
+        let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing());
         if kind != ErrorKind::Unavailable || !mild {
             return Ok(());
         }
@@ -36,6 +36,24 @@ impl World {
         match router.knew.values().any(serves) {
             true => Err(self.violation("I7", format!("request {request} fails though somebody serves: {message}"))),
             false => Ok(()),
+        }
+    }
+
+    /// I5: whatever failed, a request goes on elsewhere or ends within this time, unless its router stands still.
+    pub(crate) fn check_recoveries(&mut self) -> Result<(), Violation> {
+        let bound = self.by_any_clock(RECOVERY);
+        let recovering = self.routers.iter().flat_map(|router| {
+            let awake = router.frozen.map_or(0, |(_, until)| until);
+            router.choices.iter().filter_map(move |(request, flight)| Some((*request, flight.recovering?.max(awake))))
+        });
+        let recovering: Vec<(u64, Micros)> = recovering.collect();
+        recovering.iter().for_each(|_| self.look_at("I5"));
+        match recovering.into_iter().find(|(_, since)| since + bound < self.now) {
+            Some((request, since)) => {
+                let what = format!("nothing was begun for request {request} since its leg failed at {since} µs");
+                Err(self.violation("I5", what))
+            }
+            None => Ok(()),
         }
     }
 
@@ -55,7 +73,8 @@ impl World {
             Some(End::Failed(kind, message)) => {
                 let (kind, message) = (*kind, message.clone());
                 let late = kind == ErrorKind::DeadlineExceeded;
-                if late && self.now < client.began + client.deadline {
+                let by_a_fast_clock = self.now + self.by_any_clock(client.deadline) - client.deadline;
+                if late && by_a_fast_clock < client.began + client.deadline {
                     let what =
                         format!("request {request} is told that its deadline has passed, and it has not: {message}");
                     return Err(self.violation("I5", what));
@@ -75,7 +94,6 @@ impl World {
             }
             _ => self.summary.left += 1,
         }
-        self.unended = self.unended.saturating_sub(1);
         Ok(())
     }
 }

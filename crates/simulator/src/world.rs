@@ -4,13 +4,15 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use baton_engine::EngineConfig;
 use baton_engine::fake::{FakeModel, sinks_layout, tiny_layout};
-use baton_engine::{CacheConfig, EngineConfig, Order, SwapConfig, SwapRates};
-use baton_handoff::{Limits, TransportKind};
+use baton_handoff::{TransferLimits, TransportKind};
 use baton_membership::{FollowInput, RenewalInput};
-use baton_types::{PoolGeometry, WorkerId};
+use baton_types::testing::Random;
+use baton_types::{PoolGeometry, WorkerId, mix};
 
 use crate::client::{Client, Shape, VOCAB};
+use crate::clocks::Clock;
 use crate::control::{self, Link};
 use crate::decode::{Decode, DecodeHost};
 use crate::decode_session::DecodeSession;
@@ -19,11 +21,10 @@ use crate::faults::Faults;
 use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
-use crate::random::Random;
 use crate::router::Router;
 use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
-use crate::{Options, Sabotage, Summary, Violation};
+use crate::{Options, Sabotage, Summary, Violation, settings};
 
 /// How late a thread may be with what it can do now.
 pub(crate) const LAZINESS: Micros = 300;
@@ -71,14 +72,20 @@ impl Pace {
 pub(crate) struct World {
     pub random: Random,
     pub now: Micros,
-    base: Instant,
+    pub seed: u64,
+    /// What a clock shows at the beginning.
+    pub base: Instant,
+    /// Those that differ.
+    pub clocks: BTreeMap<Process, Clock>,
     pub events: Events,
     pub faults: Faults,
     pub options: Options,
-    pub limits: Limits,
+    pub limits: TransferLimits,
     pub engine: EngineConfig,
     pub geometry: PoolGeometry,
     pub overlaps: bool,
+    /// Pools have room for little more than the longest request, answers are long, and requests come together.
+    pressed: bool,
     pub lease: Duration,
     pub pace: Pace,
     pub routers: Vec<Router>,
@@ -93,8 +100,6 @@ pub(crate) struct World {
     next_life: Life,
     pub next_call: u64,
     pub summary: Summary,
-    /// Requests that have not ended.
-    pub unended: u64,
     pub healed: bool,
     /// Processes stood still or were cut off, so that registrations may have run out.
     pub shaken: bool,
@@ -111,52 +116,44 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64, options: &Options) -> Result<World, Violation> {
-        let mut random = Random::new(seed);
+        let mut random = Random(seed);
         let faults = match (&options.faults, options.calm) {
             (Some(faults), _) => faults.clone(),
-            (None, true) => Faults::calm(&mut random),
-            (None, false) => Faults::random(&mut random, &options.without),
+            (None, true) => Faults::calm(&mut random).with_clocks(seed, &options.without),
+            (None, false) => Faults::random(&mut random, &options.without).with_clocks(seed, &options.without),
         };
-        let limits = Limits {
+        let limits = TransferLimits {
             handshake: Duration::from_millis(200),
             handoffs: 64,
             queued_blocks: random.within(4, 24) as usize,
             room: Duration::from_millis(100),
             heartbeat: Duration::from_millis(20),
             silence: Duration::from_millis(100),
-            ..Limits::default()
+            ..TransferLimits::default()
         };
         let block_size = random.within(1, 4) as u32;
         let layout = if random.chance(250) { sinks_layout(block_size) } else { tiny_layout(block_size) };
         // Room for the longest request, and little more in some runs.
         let most = 30u32.div_ceil(block_size) + 3;
         let blocks = most + random.below(u64::from(most) * 3) as u32;
+        let plain = options.calm || options.faults.is_some();
+        let pressed = !plain && mix(seed ^ 2).is_multiple_of(2);
+        let blocks = if pressed { settings::few_blocks(block_size, seed) } else { blocks };
         let geometry = PoolGeometry::uniform(layout, blocks);
-        let engine = EngineConfig {
-            token_budget: random.within(8, 40) as u32,
-            chunk: random.within(2, 24) as u32,
-            pack_tokens: random.within(4, 40) as u32,
-            max_running: random.within(1, 8) as u32,
-            max_waiting: 64,
-            context_tokens: 64,
-            local_tokens: random.below(6) as u32,
-            order: [Order::Fcfs, Order::ShortestFirst { overtakes: 3 }, Order::Priority { overtakes: 3 }]
-                [random.below(3) as usize],
-            cache: CacheConfig { max_blocks: if random.chance(700) { u32::MAX } else { 0 }, ..CacheConfig::default() },
-            swap: SwapConfig {
-                bytes: if random.chance(300) { 4096 } else { 0 },
-                rates: SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 },
-            },
-        };
+        let engine = settings::engine(&mut random);
+        let engine = if plain { engine } else { settings::vary(engine, seed) };
         let pace = Pace { base: [20, 500, 5_000][random.below(3) as usize], token: random.below(200) };
         // Only differences of instants matter, so the run does not depend on when it is made.
         let base = Instant::now();
         let mut world = World {
             overlaps: random.chance(500),
+            pressed,
             lease: lease(options, &mut random),
             random,
             now: 0,
+            seed,
             base,
+            clocks: BTreeMap::new(),
             events: Events::default(),
             faults,
             options: options.clone(),
@@ -176,7 +173,6 @@ impl World {
             next_life: 0,
             next_call: 0,
             summary: Summary::default(),
-            unended: u64::from(options.requests),
             healed: false,
             shaken: false,
             ended: false,
@@ -195,22 +191,26 @@ impl World {
         let routers = sizes.routers.unwrap_or(self.random.within(1, 2) as u32);
         let prefills = sizes.prefills.unwrap_or(self.random.within(0, 3) as u32);
         let decodes = sizes.decodes.unwrap_or(self.random.within(1, 3) as u32);
+        self.give_clock(Process::Registry);
         for place in 0..routers as Place {
+            self.give_clock(Process::Router(place));
             let life = self.life();
             let router = Router::new(self, place, life);
             self.routers.push(router);
         }
         (0..prefills).try_for_each(|_| self.join(false))?;
         (0..decodes).try_for_each(|_| self.join(true))?;
+        let longer = if self.pressed { 3 } else { 1 };
         let shape = Shape {
             prompt: self.random.within(1, 20),
-            answer: self.random.within(1, 8),
+            answer: self.random.within(1, 8) * longer,
             families: self.random.within(1, 4),
             sampled: self.random.chance(500),
         };
         // Members register first.
         let mut at = 500_000;
         let between = [1_000, 30_000, 300_000, 2_000_000][self.random.below(4) as usize];
+        let between = if self.pressed { between / 100 } else { between };
         let between = self.options.every.unwrap_or(between).max(1);
         for request in 0..u64::from(self.options.requests) {
             at += self.random.below(between);
@@ -237,14 +237,10 @@ impl World {
         FakeModel::with_memory(self.geometry.clone(), VOCAB, bytes.clone())
     }
 
-    /// A virtual time for code that knows only instants.
-    pub(crate) fn instant(&self, at: Micros) -> Instant {
-        self.base + Duration::from_micros(at)
-    }
-
-    /// The virtual time of an instant, rounded up.
-    pub(crate) fn micros(&self, at: Instant) -> Micros {
-        at.saturating_duration_since(self.base).as_nanos().div_ceil(1000) as Micros
+    /// Of a worker that hands nothing on: some of them compute a step only when it is collected, as a GPU may.
+    pub(crate) fn last_model(&self, bytes: &Bytes) -> FakeModel<Bytes> {
+        let late = self.overlaps && mix(self.seed ^ 1).is_multiple_of(2);
+        if late { self.model(bytes).late() } else { self.model(bytes) }
     }
 
     pub(crate) fn violation(&self, invariant: &'static str, what: impl Into<String>) -> Violation {
@@ -307,6 +303,7 @@ impl World {
                 break;
             }
         }
+        self.count_engines();
         self.summary.faults = self.faults.counts.clone();
         self.summary.micros = self.now;
         Ok(self.summary)
@@ -336,6 +333,7 @@ impl World {
             Event::Hangup { process, link, made, .. } => self.hangup(process, link, made),
             Event::KeepAlive => {
                 self.events.plan(self.now + LOOK, Event::KeepAlive);
+                self.check_recoveries()?;
                 return self.keep_alive();
             }
             Event::Renewal { process, .. } => self.renew(process, RenewalInput::Wake),

@@ -31,6 +31,8 @@ fn no_invariant_is_violated_under_faults() {
     for cause in ["corruption", "incomplete", "peer_lost", "stalled", "deadline", "withdrawn"] {
         assert!(sum.handoffs_failed.contains_key(cause), "no handoff failed by {cause}: {sum:?}");
     }
+    // And engines were pressed for room: they preempted, swapped, evicted, copied shared blocks and ran ahead.
+    assert!(sum.engines.values().all(|count| *count > 30) && sum.engines.len() == 8, "{sum:?}");
     assert!(sum.joined > 300 && sum.left_out > 5 && sum.overtook > 30, "{sum:?}");
 }
 

@@ -1,11 +1,11 @@
-//! What kind of thing went wrong, whose fault it is, and whether trying again can help.
+//! What kind of thing went wrong, and whose fault it is.
 //!
 //! The only place that maps errors to gRPC codes and HTTP statuses. Every crate's error enum answers [`BatonError::kind`].
 
 /// Whose fault an error is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
-    /// The caller sent something that can never work.
+    /// The caller sent something that can never work. While a worker starts, the caller is who chose its settings and model.
     Client,
     /// This process.
     Server,
@@ -34,7 +34,7 @@ pub enum ErrorKind {
     PathLost,
     /// KV failed verification.
     DataLoss,
-    /// Two workers whose KV layouts differ.
+    /// Two workers whose KV layouts differ. Nothing else: clients read it as `layout_mismatch_error`.
     FailedPrecondition,
     /// A defect.
     Internal,
@@ -64,12 +64,6 @@ impl ErrorKind {
             Unavailable | PathLost | DataLoss | FailedPrecondition => Fault::Peer,
             ResourceExhausted | DeadlineExceeded | Internal => Fault::Server,
         }
-    }
-
-    /// Whether the same request may succeed elsewhere or later.
-    pub fn retryable(self) -> bool {
-        use ErrorKind::*;
-        matches!(self, ResourceExhausted | Unavailable | PathLost | DataLoss)
     }
 
     /// The gRPC status code.

@@ -37,10 +37,9 @@ pub enum KvDtype {
     Int4,
 }
 
-impl KvDtype {
-    /// All of them.
-    pub const ALL: [KvDtype; 6] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Q8, KvDtype::Fp8, KvDtype::Int4];
+crate::words!(KvDtype { F32 = "f32", F16 = "f16", Bf16 = "bf16", Q8 = "q8", Fp8 = "fp8", Int4 = "int4" });
 
+impl KvDtype {
     /// Elements that share a scale and a minimum in [`KvDtype::Int4`]; the last group of a row may have fewer.
     pub const INT4_GROUP: usize = 32;
 

@@ -1,8 +1,9 @@
-//! Words every crate shares: ids, the KV layout, digests, sampling parameters, error kinds.
+//! Words every crate shares: ids, the KV layout, digests, sampling parameters, error kinds, a device's pool as transfers reach it.
 //!
 //! Stands below everything. Knows no tokio, no candle, no I/O, no clock.
 
 mod constraint;
+mod device;
 mod digest;
 mod error;
 mod ids;
@@ -11,9 +12,16 @@ mod nearest;
 mod sampling;
 mod seeded;
 mod stripes;
+#[cfg(feature = "testing")]
+pub mod testing;
+mod time;
 mod weight;
+mod words;
 
 pub use constraint::Constraint;
+pub use device::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged,
+};
 pub use digest::{digest_block, digest_copy, digest_f32, digest_run, hash_bytes, mix, order_copies, stream_copy};
 pub use error::{BatonError, ErrorKind, Fault};
 pub use ids::{BlockId, Epoch, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SeqId, WorkerId};
@@ -22,6 +30,8 @@ pub use layout::{
 };
 pub use nearest::{nearest, nearest_within};
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
-pub use seeded::{Seeded, SeededRows};
+pub use seeded::{Seeded, SeededRows, split_mix};
 pub use stripes::{RankPiece, Stripes};
+pub use time::Time;
 pub use weight::{WeightData, WeightDtype};
+pub use words::Expects;

@@ -124,7 +124,9 @@ impl SamplingParams {
             )?;
         }
         if let Some(constraint) = &self.constraint {
-            constraint.validate()?;
+            let bytes = constraint.text().len();
+            let bounded = (1..=Constraint::MAX_BYTES).contains(&bytes);
+            check(bounded, "constraint", &format!("{bytes} bytes"), "1 to 131072 bytes")?;
             check(
                 !self.stop_token_ids.is_empty(),
                 "stop_token_ids",
@@ -206,5 +208,16 @@ mod tests {
         for (field, params) in cases {
             assert_eq!(params.validate().map_err(|e| e.field), Err(field));
         }
+    }
+    #[test]
+    fn the_text_of_a_constraint_is_bounded() {
+        let of = |bytes: usize| {
+            let constraint = Some(Constraint::Regex("a".repeat(bytes)).into());
+            SamplingParams { constraint, stop_token_ids: vec![1], ..SamplingParams::default() }.validate()
+        };
+        assert_eq!((of(1), of(Constraint::MAX_BYTES)), (Ok(()), Ok(())));
+        let told = |bytes| of(bytes).map_err(|e| e.to_string());
+        assert_eq!(told(0), Err("constraint is 0 bytes; it must be 1 to 131072 bytes".to_owned()));
+        assert!(of(Constraint::MAX_BYTES + 1).is_err());
     }
 }

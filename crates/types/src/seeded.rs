@@ -3,6 +3,9 @@
 
 use crate::mix;
 
+/// From one state of SplitMix64 to the next.
+pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// Elements that one number of the generator makes.
 const LANES: u64 = 4;
 
@@ -32,6 +35,11 @@ pub struct SeededRows {
     pub stride: usize,
 }
 
+/// SplitMix64 from the state `seed` on, at that place of its sequence.
+pub fn split_mix(seed: u64, at: u64) -> u64 {
+    mix(seed.wrapping_add((at + 1).wrapping_mul(STEP)))
+}
+
 impl Seeded {
     /// Writes the elements from place `first` on, little-endian.
     pub fn fill(&self, first: u64, out: &mut [u8]) {
@@ -39,7 +47,7 @@ impl Seeded {
         while !rest.is_empty() {
             let lane = place % LANES;
             let (group, later) = rest.split_at_mut(((LANES - lane) as usize).min(rest.len()));
-            let bits = self.number(place / LANES) >> (16 * lane);
+            let bits = split_mix(self.key, place / LANES) >> (16 * lane);
             place += group.len() as u64;
             for (i, element) in group.iter_mut().enumerate() {
                 let fraction = f32::from((bits >> (16 * i)) as i16) / 32768.0;
@@ -47,11 +55,6 @@ impl Seeded {
             }
             rest = later;
         }
-    }
-
-    /// SplitMix64 at that place of its sequence.
-    fn number(&self, at: u64) -> u64 {
-        mix(self.key.wrapping_add((at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 }
 

@@ -7,88 +7,10 @@ use std::time::Duration;
 use baton_engine::{Eviction, Order};
 use baton_runtime::config::{Plain, Value};
 use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
-use baton_transfer::{Cpus, Limits as TransferLimits, Tls, TlsFiles, TransportChoice, UcxOptions, UcxSettings};
+use baton_transfer::{Cpus, Tls, TlsFiles, TransferLimits, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
 use crate::{BackendKind, Quantization, WorkerError};
-
-baton_runtime::config_enum! {
-    /// Element type of the KV pool.
-    pub enum KvType {
-        /// IEEE single precision.
-        F32 = "f32",
-        /// IEEE half precision.
-        F16 = "f16",
-        /// bfloat16.
-        Bf16 = "bf16",
-        /// Signed bytes with a scale for each head and token.
-        Q8 = "q8",
-        /// 8-bit floats (E4M3) with a scale for each head and token.
-        Fp8 = "fp8",
-        /// 4-bit integers with a scale and a minimum for each 32 elements.
-        Int4 = "int4",
-    }
-}
-
-impl KvType {
-    /// The same in the shared words.
-    pub fn dtype(self) -> KvDtype {
-        match self {
-            KvType::F32 => KvDtype::F32,
-            KvType::F16 => KvDtype::F16,
-            KvType::Bf16 => KvDtype::Bf16,
-            KvType::Q8 => KvDtype::Q8,
-            KvType::Fp8 => KvDtype::Fp8,
-            KvType::Int4 => KvDtype::Int4,
-        }
-    }
-}
-
-baton_runtime::config_enum! {
-    /// Which cached blocks make room first.
-    pub enum EvictionKind {
-        /// The least recently used.
-        Lru = "lru",
-        /// The least frequently used, with aging.
-        Lfu = "lfu",
-        /// Those of requests that did not ask for them to be kept, then by the request's priority.
-        Priority = "priority",
-    }
-}
-
-impl EvictionKind {
-    /// The same in the engine's words.
-    pub fn policy(self) -> Eviction {
-        match self {
-            EvictionKind::Lru => Eviction::Lru,
-            EvictionKind::Lfu => Eviction::Lfu,
-            EvictionKind::Priority => Eviction::Priority,
-        }
-    }
-}
-
-baton_runtime::config_enum! {
-    /// In which order sequences are served.
-    pub enum OrderKind {
-        /// First come, first served.
-        Fcfs = "fcfs",
-        /// The less is left to compute of the prompt, the earlier.
-        ShortestFirst = "shortest-first",
-        /// The lower the request's priority, the earlier.
-        Priority = "priority",
-    }
-}
-
-impl OrderKind {
-    /// The same in the engine's words.
-    pub fn order(self, overtakes: u32) -> Order {
-        match self {
-            OrderKind::Fcfs => Order::Fcfs,
-            OrderKind::ShortestFirst => Order::ShortestFirst { overtakes },
-            OrderKind::Priority => Order::Priority { overtakes },
-        }
-    }
-}
 
 /// How many prompt tokens fill a step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -118,35 +40,6 @@ impl Value for PackTokens {
     }
 }
 
-baton_runtime::config_enum! {
-    /// How KV travels.
-    pub enum TransportKind {
-        /// Between workers of one host from GPU to GPU, or shared memory; else UCX, where it is set up, or TCP; while one fails, the next.
-        Auto = "auto",
-        /// Shared memory or nothing.
-        Shm = "shm",
-        /// TCP.
-        Tcp = "tcp",
-        /// UCX; TCP to a worker that cannot be reached by it.
-        Ucx = "ucx",
-        /// From GPU to GPU on one host or nothing.
-        CudaIpc = "cuda-ipc",
-    }
-}
-
-impl TransportKind {
-    /// The same in the transfer engine's words.
-    pub fn choice(self) -> TransportChoice {
-        match self {
-            TransportKind::Auto => TransportChoice::Auto,
-            TransportKind::Shm => TransportChoice::Shm,
-            TransportKind::Tcp => TransportChoice::Tcp,
-            TransportKind::Ucx => TransportChoice::Ucx,
-            TransportKind::CudaIpc => TransportChoice::CudaIpc,
-        }
-    }
-}
-
 baton_runtime::config! {
     /// A worker: one model, one KV pool, one role.
     pub struct WorkerConfig {
@@ -166,7 +59,7 @@ baton_runtime::config! {
         registry_ttl: Duration = Duration::from_secs(5),
         /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc; auto uses ucx too where one of the next two
         /// settings is given. A decode worker takes all of them; with ucx it opens UCX when it starts, not for the first peer.
-        transport: TransportKind = TransportKind::Auto,
+        transport: Parsed<TransportChoice> = Parsed(TransportChoice::Auto),
         /// Directory of UCX's libucp.so.0; default: where the system looks for libraries.
         ucx_library: Option<PathBuf> = None,
         /// Settings of UCX by its own names, separated by spaces, as TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. What is not
@@ -199,7 +92,7 @@ baton_runtime::config! {
         /// Longest time for connecting to a decode worker, over all paths, and again for each request to be let in.
         transfer_handshake: Duration = TransferLimits::default().handshake,
         /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All workers of a cluster need the same.
-        kv_type: KvType = KvType::F16,
+        kv_type: Parsed<KvDtype> = Parsed(KvDtype::F16),
         /// Memory of the KV pool; default: 512MiB, or what gpu_memory_fraction leaves where the pool is in a GPU's memory.
         kv_memory: Option<Bytes> = None,
         /// Share of a GPU's memory that this worker takes for model and KV, above 0 and at most 1. Workers that share a GPU share it.
@@ -233,13 +126,13 @@ baton_runtime::config! {
         max_waiting: u32 = 1024,
         /// In which order sequences are served: priority (the request's own, then first come first served), fcfs (whatever
         /// the requests say) or shortest-first.
-        order: OrderKind = OrderKind::Priority,
+        order: Parsed<Order> = Parsed(Order::Priority),
         /// Under another order than fcfs: how many later sequences may start before one, at most.
         overtakes: u32 = 64,
         /// Most blocks of tokens kept for prompts that begin alike; 0: none; default: all that nobody else needs.
         prefix_cache_blocks: Option<u32> = None,
         /// Which cached blocks make room first: lru, lfu or priority (those that no request asked to keep).
-        eviction: EvictionKind = EvictionKind::Lru,
+        eviction: Parsed<Eviction> = Parsed(Eviction::Lru),
         /// Under eviction = priority: longest time a request can have its blocks kept, whatever it asks for.
         max_keep: Duration = Duration::from_secs(3600),
         /// Under eviction = priority: most of the prefix cache that is kept at once, in percent; requests beyond are as any other.

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use baton_engine::{ModelRunner, RunError};
-use baton_roles::{Effect, IDLE_TICK, Input, Launch, Role, Snapshot, WorkerCore, Write};
+use baton_roles::{Effect, IDLE_TICK, Input, Launch, RoleCore, Snapshot, WorkerCore, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::TransferError;
 use metrics::{counter, histogram};
@@ -22,13 +22,13 @@ use crate::{Clock, WorkerError};
 /// the network.
 pub trait Shell: Send + 'static {
     /// The role that it serves.
-    type Role: Role<Command: Send, Effect: Send> + Send + 'static;
+    type Role: RoleCore<Command: Send, Effect: Send> + Send + 'static;
     /// What services, streams and transfer threads say.
     type Command: Send + 'static;
     /// Takes out what is the shell's own (streams, handoffs); what is left is for the core.
-    fn command(&mut self, command: Self::Command) -> <Self::Role as Role>::Command;
+    fn command(&mut self, command: Self::Command) -> <Self::Role as RoleCore>::Command;
     /// Does what the core wants done; its answer, if it has one.
-    fn perform(&mut self, effect: <Self::Role as Role>::Effect) -> Option<<Self::Role as Role>::Command>;
+    fn perform(&mut self, effect: <Self::Role as RoleCore>::Effect) -> Option<<Self::Role as RoleCore>::Command>;
     /// Hands a layer of some blocks to a handoff.
     fn write(&mut self, write: Write<'_>) -> Result<(), TransferError>;
 }
@@ -142,8 +142,8 @@ struct Thread<S: Shell> {
     ended: bool,
 }
 
-type In<S> = Input<<<S as Shell>::Role as Role>::Command>;
-type Out<S> = Effect<<<S as Shell>::Role as Role>::Effect>;
+type In<S> = Input<<<S as Shell>::Role as RoleCore>::Command>;
+type Out<S> = Effect<<<S as Shell>::Role as RoleCore>::Effect>;
 
 impl<S: Shell> Thread<S> {
     fn run(mut self) {
@@ -297,8 +297,9 @@ mod tests {
             max_running: 2,
             max_waiting: 2,
             context_tokens: 64,
-            local_tokens: 0,
-            order: Order::Priority { overtakes: 2 },
+            local_prefill_tokens: 0,
+            order: Order::Priority,
+            overtakes: 2,
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),
         };
@@ -310,7 +311,7 @@ mod tests {
         let handle = start("engine", core, Box::new(Failing(2)), clock, IDLE_TICK, |_| Ok(Telling(tell))).unwrap();
         for name in ["first", "second"] {
             let new = NewSequence {
-                request: RequestId(name.to_owned()),
+                request_id: RequestId(name.to_owned()),
                 tokens: vec![1, 2, 3],
                 prompt_tokens: 3,
                 params: SamplingParams { max_tokens: 1, ..SamplingParams::default() },

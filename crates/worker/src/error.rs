@@ -79,6 +79,16 @@ pub enum WorkerError {
     EngineStopped,
 }
 
+/// A setting with this value is fine, or it must be something else.
+pub(crate) fn check(
+    ok: bool,
+    field: &'static str,
+    value: impl ToString,
+    must: impl Into<String>,
+) -> Result<(), WorkerError> {
+    if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
+}
+
 impl BatonError for WorkerError {
     fn kind(&self) -> ErrorKind {
         match self {
@@ -90,10 +100,35 @@ impl BatonError for WorkerError {
             WorkerError::Runtime(e) => e.kind(),
             WorkerError::Cluster(e) => e.kind(),
             WorkerError::Transfer(e) => e.kind(),
-            WorkerError::Config { .. } | WorkerError::GpuMemory { .. } => ErrorKind::InvalidArgument,
+            WorkerError::Config { .. } => ErrorKind::InvalidArgument,
+            WorkerError::GpuMemory { .. } => ErrorKind::ResourceExhausted,
             WorkerError::Grpc { .. } | WorkerError::Thread(_) => ErrorKind::Internal,
             WorkerError::Stalled(e) => e.kind(),
             WorkerError::EngineStopped => ErrorKind::Unavailable,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_worker_lacks_is_not_what_it_was_told_wrongly() {
+        let why = || "why".to_owned();
+        let file = ModelFileError::UnknownModel { spec: why(), hint: why() };
+        for (error, kind) in [
+            (file.into(), ErrorKind::NotFound),
+            (WorkerError::Model(ModelError::Group(99)), ErrorKind::InvalidArgument),
+            (WorkerError::Model(KernelError::Memory { bytes: 1 }.into()), ErrorKind::ResourceExhausted),
+            (WorkerError::Backend(KernelError::NoDevice(why())), ErrorKind::Unavailable),
+            (WorkerError::Config { field: "tp", value: why(), must: why() }, ErrorKind::InvalidArgument),
+            (WorkerError::GpuMemory { needs: why(), has: why(), fix: "none" }, ErrorKind::ResourceExhausted),
+            (RunError(why()).into(), ErrorKind::Internal),
+            (WorkerError::Grpc { addr: SocketAddr::from(([127, 0, 0, 1], 1)), problem: why() }, ErrorKind::Internal),
+            (WorkerError::EngineStopped, ErrorKind::Unavailable),
+        ] {
+            assert_eq!(error.kind(), kind, "{error}");
         }
     }
 }

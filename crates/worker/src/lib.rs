@@ -4,14 +4,25 @@
 //! The thin shell around a worker's pure core (`baton-roles`). `prefill-node` and `decode-node` add the one piece that differs, a
 //! [`Shell`].
 //! Knows nothing of placement, HTTP or text.
+//!
+//! A module uses those to its right, never the other way:
+//!
+//! - `node` → `load`, `settings`, `engine_thread`, `service`, `wire`
+//! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
+//! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
+//! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`
+//!
+//! All may use `config` → `choices`, `error` → `watchdog`. `convert` and `telemetry` use none.
 
 mod backend;
 mod budget;
+mod choices;
 mod config;
 mod convert;
 mod engine_thread;
 mod error;
 mod load;
+mod measure;
 mod node;
 mod pack;
 mod plan;
@@ -21,18 +32,19 @@ mod report;
 mod service;
 mod settings;
 mod stream;
+mod swap;
 mod telemetry;
 mod watchdog;
 mod wire;
 
-pub use backend::{BackendKind, Quantization};
-pub use config::{EvictionKind, KvType, OrderKind, PackTokens, TransportKind, WorkerConfig};
+pub use choices::{BackendKind, Quantization};
+pub use config::{PackTokens, WorkerConfig};
 pub use convert::kv_converter;
 pub use engine_thread::{Commands, EngineHandle, Shell, start};
 pub use error::WorkerError;
-pub use load::{Loaded, Ready, load_on, load_on_device, load_on_devices, load_on_gpu, open_model};
+pub use load::{Ready, load_on_devices, open_model};
+pub use measure::{Loaded, load_on, load_on_gpu};
 pub use node::{Node, NodeRole, random_worker_id};
-pub use pool::device_memory;
 pub use service::WorkerService;
 pub use settings::check_settings;
 pub use stream::{Accepted, Events, Streams, Wire};

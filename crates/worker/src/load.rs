@@ -2,48 +2,32 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
-use baton_engine::{EngineConfig, ModelRunner, SwapConfig, SwapRates};
+use baton_engine::{EngineConfig, ModelRunner};
 use baton_grammar::Grammars;
-use baton_kernels::cuda::{CudaBackend, CudaOptions, Device, ExchangingDevice, SharingDevice};
-use baton_kernels::{Backend, CpuBackend, CpuOptions, Isa};
-use baton_model::{Decoder, ModelError};
+use baton_kernels::Backend;
+use baton_kernels::cuda::ExchangingDevice;
+use baton_model::ModelError;
+use baton_model::parallel::TensorParallel;
 use baton_model_files::{Model, fetch};
 use baton_runtime::FetchConfig;
 use baton_transfer::Pool;
-use baton_types::{BlockId, KvLayout, PoolGeometry};
+use baton_types::PoolGeometry;
 
-use crate::backend::{Chosen, Quantization, choose};
+use crate::backend::{Chosen, choose};
 use crate::budget::GpuMemory;
+use crate::error::{WorkerError, check};
 use crate::pack::find_pack_tokens;
 use crate::plan::{Place, Plan, layout, plan};
-use crate::pool::{on_device, on_host};
-use crate::settings::{check, check_on_cpu};
-use crate::{PackTokens, WorkerConfig, WorkerError, ranks};
-
-/// Blocks copied to see how fast copies are: more than caches hold, few enough not to be noticed.
-const MEASURED_BLOCKS: u32 = 64;
-
-/// A model on a backend over a shareable pool.
-pub struct Loaded<B: Backend = CpuBackend> {
-    /// Runs steps.
-    pub decoder: Decoder<B>,
-    /// The pool's shape.
-    pub geometry: PoolGeometry,
-    /// The pool's memory.
-    pub pool: Pool,
-    /// Limits for the engine.
-    pub engine: EngineConfig,
-    /// The file's own name, by which a router knows workers of its model.
-    pub name: String,
-}
+use crate::settings::check_on_cpu;
+use crate::swap::prepare_swap;
+use crate::{PackTokens, WorkerConfig, ranks};
 
 /// Finds the model, fetching it when it is a name or a hub id that is not in the cache yet, and opens it.
 pub fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
-    Ok(source.find(&config.model, &Logged::default())?.open()?)
+    Ok(fetch::find(&source, &config.model, &Logged::default())?.open()?)
 }
 
 /// Progress of a fetch as log lines, one per tenth; a worker has no terminal.
@@ -76,49 +60,26 @@ pub struct Ready {
     pub(crate) name: String,
 }
 
-impl<B: Backend + 'static> Loaded<B> {
-    /// Finds by measuring what the settings leave open, and is ready for a worker.
-    pub fn ready(mut self, config: &WorkerConfig) -> Result<Ready, WorkerError> {
-        if config.pack_tokens == PackTokens::Auto {
-            let vocab = self.decoder.config().vocab_size;
-            self.engine.pack_tokens = find_pack_tokens(&mut self.decoder, vocab, &self.engine, &self.geometry)?;
-        }
-        let Loaded { decoder, geometry, pool, engine, name } = self;
-        let (backend, vocab, grammars) = (decoder.backend_name(), decoder.config().vocab_size, decoder.grammars());
-        Ok(Ready { runner: Box::new(decoder), backend, vocab, grammars, geometry, pool, engine, name })
-    }
-}
-
 /// Finds what to compute on and the model, and loads it. Blocks for seconds.
 pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     let chosen = choose(config)?;
     let model = open_model(config)?;
     let pool = PoolGeometry::uniform(layout(config, &model)?, 1);
-    let chosen = chosen.for_pool(config.backend, &pool)?;
-    if matches!(chosen, Chosen::Cpu) {
-        check_on_cpu(config)?;
-    }
-    match chosen {
-        Chosen::Cpu if config.tp > 1 => ranks::load(config, &model),
-        Chosen::Cpu => load_on(config, &model, Isa::detect(), |backend, _| backend)?.ready(config),
+    match chosen.for_pool(config.backend, &pool)? {
+        Chosen::Cpu => load_on_cpu(config, &model),
         Chosen::Gpus(devices) => load_on_devices(config, &model, &devices),
     }
 }
 
-/// Loads an open model onto what `wrap` makes of the CPU backend, with that instruction set, and its pool's layout. Blocks for
-/// seconds.
-pub fn load_on<B: Backend>(
-    config: &WorkerConfig,
-    model: &Model,
-    isa: Isa,
-    wrap: impl FnOnce(CpuBackend, &KvLayout) -> B,
-) -> Result<Loaded<B>, WorkerError> {
-    let threads = config.threads.unwrap_or(CpuOptions::default().threads);
-    let options = CpuOptions { threads, isa, pinned: config.pin_threads };
-    load_with(config, model, Place::Host, |geometry| {
-        let (pool, memory) = on_host(geometry)?;
-        Ok((wrap(CpuBackend::new(options, memory).map_err(ModelError::from)?, &geometry.layout), pool))
-    })
+/// Loads an open model onto the CPU. Blocks for seconds.
+fn load_on_cpu(config: &WorkerConfig, model: &Model) -> Result<Ready, WorkerError> {
+    check_on_cpu(config)?;
+    ranks::check_heads(config, model)?;
+    let Plan { geometry, limits, mut engine } = plan(config, model, Place::Host)?;
+    let (mut backends, pool) = ranks::on_cpu(config, &geometry)?;
+    engine.swap = prepare_swap(config, &mut backends, &geometry)?;
+    let runner = TensorParallel::on_cpu(model, &geometry.layout, limits, backends)?;
+    ready(config, model, runner, (geometry, pool), engine)
 }
 
 /// Loads an open model onto devices, one a rank, with its pool there. Blocks for seconds.
@@ -130,102 +91,33 @@ pub fn load_on_devices<D: ExchangingDevice>(
     model: &Model,
     devices: &[Arc<D>],
 ) -> Result<Ready, WorkerError> {
-    match devices {
-        [device] => load_on_device(config, model, device),
-        devices => ranks::load_on_devices(config, model, devices),
-    }
-}
-
-/// Loads an open model onto a device, with its pool there. Blocks for seconds.
-///
-/// # Errors
-/// As of settings.
-pub fn load_on_device<D: SharingDevice>(
-    config: &WorkerConfig,
-    model: &Model,
-    device: &Arc<D>,
-) -> Result<Ready, WorkerError> {
-    let memory = GpuMemory::of(std::slice::from_ref(device)).map_err(ModelError::from)?;
-    let loaded = load_with(config, model, Place::Gpu(memory), |geometry| {
-        let (backend, memory) = on_device(device, geometry, cuda_options(config)).map_err(ModelError::from)?;
-        Ok((backend, Pool::Device(memory)))
-    });
-    loaded?.ready(config)
-}
-
-/// How to run on a GPU.
-pub(crate) fn cuda_options(config: &WorkerConfig) -> CudaOptions {
-    let WorkerConfig { invariant, cuda_graphs: graphs, hopper_attention: hopper, .. } = *config;
-    CudaOptions { invariant, graphs, hopper, fp8: config.quantization == Quantization::Fp8 }
-}
-
-/// Loads an open model onto what `make` makes for a pool of that shape, and its memory.
-fn load_with<B: Backend>(
-    config: &WorkerConfig,
-    model: &Model,
-    place: Place,
-    make: impl FnOnce(&PoolGeometry) -> Result<(B, Pool), WorkerError>,
-) -> Result<Loaded<B>, WorkerError> {
-    let Plan { geometry, limits, engine } = plan(config, model, place)?;
-    let (mut backend, pool) = make(&geometry)?;
-    let swap = prepare_swap(config, std::slice::from_mut(&mut backend), &geometry)?;
-    let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
-    let engine = EngineConfig { swap, ..engine };
-    Ok(Loaded { decoder, geometry, pool, engine, name: model.name().to_owned() })
-}
-
-/// Loads an open model with its pool onto a GPU, for measuring: transfers cannot reach it. The model's decoder, its pool's shape and
-/// the engine's limits.
-pub fn load_on_gpu<D: Device>(
-    config: &WorkerConfig,
-    model: &Model,
-    device: Arc<D>,
-    options: CudaOptions,
-) -> Result<(Decoder<CudaBackend<D>>, PoolGeometry, EngineConfig), WorkerError> {
-    let memory = GpuMemory::of(std::slice::from_ref(&device)).map_err(ModelError::from)?;
-    let Plan { geometry, limits, engine } = plan(config, model, Place::Gpu(memory))?;
-    let backend = CudaBackend::new(device, geometry.clone(), options).map_err(ModelError::from)?;
-    Ok((Decoder::load(model, &geometry.layout, backend, limits)?, geometry, engine))
-}
-
-/// Host memory for what is swapped out, and how fast it is copied: by one of the ranks' backends, which is the least that all give.
-pub(crate) fn prepare_swap<B: Backend>(
-    config: &WorkerConfig,
-    backends: &mut [B],
-    geometry: &PoolGeometry,
-) -> Result<SwapConfig, WorkerError> {
-    let mut swap = SwapConfig { bytes: config.swap_bytes.0, rates: SwapRates::default() };
-    let blocks = swap.blocks(&geometry.layout);
-    if blocks == 0 {
-        let one = SwapConfig::block_bytes(&geometry.layout);
-        let must = format!("0, or at least {one} bytes, one block of this model");
-        check(config.swap_bytes.0 == 0, "swap_bytes", config.swap_bytes, must)?;
-        return Ok(swap);
-    }
-    let part = geometry.of_ranks(backends.len() as u32);
-    for backend in &mut *backends {
-        backend.reserve_swap(blocks).map_err(ModelError::from)?;
-    }
-    swap.rates.copy_bytes_per_second = backends.first_mut().map_or(0, |backend| copy_rate(backend, &part, blocks));
-    Ok(swap)
-}
-
-/// Bytes a second out of the pool and in again, both still unused.
-fn copy_rate<B: Backend>(backend: &mut B, geometry: &PoolGeometry, host_blocks: u32) -> u64 {
-    let blocks = geometry.blocks.iter().copied().min().unwrap_or(0).min(host_blocks).min(MEASURED_BLOCKS);
-    let mut copied = || {
-        let started = Instant::now();
-        for block in (0..blocks).map(BlockId) {
-            for group in 0..geometry.layout.groups.len() {
-                backend.swap_out(group, block, block);
-                backend.swap_in(group, block, block);
-            }
-        }
-        started.elapsed()
+    check(devices.len() == config.tp as usize, "tp", config.tp, format!("{}, a rank a device", devices.len()))?;
+    ranks::check_heads(config, model)?;
+    let memory = GpuMemory::of(devices).map_err(ModelError::from)?;
+    let Plan { geometry, limits, mut engine } = plan(config, model, Place::Gpu(memory))?;
+    // Before anything is loaded, so that what is missing is told at once.
+    let exchange = (devices.len() > 1).then(|| D::connect(devices)).transpose().map_err(WorkerError::Backend)?;
+    let (mut backends, pool) = ranks::on_devices(config, &geometry, devices)?;
+    engine.swap = prepare_swap(config, &mut backends, &geometry)?;
+    let runner = match exchange {
+        Some(exchange) => TensorParallel::on_devices(model, &geometry.layout, limits, backends, exchange)?,
+        None => TensorParallel::alone(model, &geometry.layout, limits, backends.swap_remove(0))?,
     };
-    // The first time, the system has yet to find the memory.
-    copied();
-    let seconds = copied().as_secs_f64().max(1e-9);
-    let bytes = 2 * u64::from(blocks) * SwapConfig::block_bytes(&geometry.layout);
-    (bytes as f64 / seconds) as u64
+    ready(config, model, runner, (geometry, pool), engine)
+}
+
+/// Finds by measuring what the settings leave open, and is ready for a worker.
+fn ready<B: Backend + 'static>(
+    config: &WorkerConfig,
+    model: &Model,
+    mut runner: TensorParallel<B>,
+    (geometry, pool): (PoolGeometry, Pool),
+    mut engine: EngineConfig,
+) -> Result<Ready, WorkerError> {
+    let (vocab, name) = (model.config().vocab_size, model.name().to_owned());
+    if config.pack_tokens == PackTokens::Auto {
+        engine.pack_tokens = find_pack_tokens(&mut runner, vocab, &engine, &geometry)?;
+    }
+    let (backend, grammars) = (runner.backend_name(), runner.grammars());
+    Ok(Ready { runner: Box::new(runner), backend, vocab, grammars, geometry, pool, engine, name })
 }

@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_cluster::{Member, Role as MemberRole};
+use baton_cluster::{Member, Role};
 use baton_engine::{Engine, EngineConfig, NewSequence, Start};
 use baton_grammar::Grammars;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
@@ -29,7 +29,7 @@ pub trait NodeRole: Sized {
     /// What surrounds its core on the engine thread.
     type Shell: Shell;
     /// Its member role.
-    const ROLE: MemberRole;
+    const ROLE: Role;
     /// Makes its core's role.
     fn role(node: &Node) -> <Self::Shell as Shell>::Role;
     /// Makes the shell.
@@ -128,7 +128,7 @@ impl Node {
 
     fn member(
         &self,
-        role: MemberRole,
+        role: Role,
         model: &str,
         grpc: std::net::SocketAddr,
         admin: std::net::SocketAddr,

@@ -60,7 +60,7 @@ impl Steps {
     /// Computes a prompt of so many tokens; how long that took.
     fn time(&mut self, tokens: u32, runner: &mut dyn ModelRunner) -> Result<Duration, WorkerError> {
         self.engine.submit(NewSequence {
-            request: RequestId(format!("{tokens} tokens to measure")),
+            request_id: RequestId(format!("{tokens} tokens to measure")),
             tokens: (0..tokens).map(|id| id % self.vocab).collect(),
             prompt_tokens: tokens,
             params: SamplingParams { max_tokens: 1, temperature: 0.0, ..SamplingParams::default() },
@@ -117,8 +117,9 @@ mod tests {
             max_running: 3,
             max_waiting: 3,
             context_tokens: 150,
-            local_tokens: 0,
-            order: Order::Priority { overtakes: 3 },
+            local_prefill_tokens: 0,
+            order: Order::Priority,
+            overtakes: 3,
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),
         };

@@ -1,15 +1,15 @@
 //! From settings and a model to sizes: the pool's shape, the engine's limits and the decoder's. Allocates nothing.
 
-use baton_engine::{CacheConfig, EngineConfig, SwapConfig};
-use baton_model::{Footprint, Limits, kv_layout};
+use baton_engine::{CacheConfig, EngineConfig, Eviction, SwapConfig};
+use baton_model::{DecoderLimits, Footprint, kv_layout};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
 use baton_types::{KvLayout, PoolGeometry};
 
-use crate::backend::Quantization;
 use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
-use crate::settings::check;
-use crate::{EvictionKind, PackTokens, WorkerConfig, WorkerError};
+use crate::choices::Quantization;
+use crate::error::check;
+use crate::{PackTokens, WorkerConfig, WorkerError};
 
 /// Sequences whose logits are computed together.
 const SAMPLES: usize = 16;
@@ -23,14 +23,14 @@ const MAX_STREAM: u32 = 1 << 22;
 /// The layout of the pool.
 pub(crate) fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError> {
     let fingerprint = config.quantization.of_model(model.fingerprint());
-    let layout = kv_layout(model.config(), fingerprint, config.kv_type.dtype(), config.block_size);
+    let layout = kv_layout(model.config(), fingerprint, config.kv_type.0, config.block_size);
     windowed(config, layout, model.config().context_length)
 }
 
 /// What follows from settings, model and memory before anything is allocated.
 pub(crate) struct Plan {
     pub geometry: PoolGeometry,
-    pub limits: Limits,
+    pub limits: DecoderLimits,
     pub engine: EngineConfig,
 }
 
@@ -55,8 +55,12 @@ fn samples(config: &WorkerConfig, place: Place) -> usize {
 fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: Place) -> Result<u32, WorkerError> {
     let budget = |gpu| -> Result<Budget, WorkerError> {
         let context = config.context.unwrap_or(model.config().context_length) as usize;
-        let limits =
-            Limits { tokens: config.token_budget as usize, samples: samples(config, place), context, table_entries: 0 };
+        let limits = DecoderLimits {
+            tokens: config.token_budget as usize,
+            samples: samples(config, place),
+            context,
+            table_entries: 0,
+        };
         let fp8 = config.quantization == Quantization::Fp8;
         let footprint = Footprint::of_rank(model, config.tp, layout, limits, fp8)?;
         Ok(Budget { gpu, fraction: config.gpu_memory_fraction, footprint })
@@ -87,7 +91,7 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
         );
         check(wanted <= held, "context", wanted, must)?;
     }
-    let limits = Limits {
+    let limits = DecoderLimits {
         tokens: config.token_budget as usize,
         samples: samples(config, place),
         context: wanted as usize,
@@ -104,8 +108,9 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
         max_running: config.max_running,
         max_waiting: config.max_waiting,
         context_tokens: wanted,
-        local_tokens: config.local_prefill,
-        order: config.order.order(config.overtakes),
+        local_prefill_tokens: config.local_prefill,
+        order: config.order.0,
+        overtakes: config.overtakes,
         cache: cache(config, blocks),
         swap: SwapConfig::default(),
     };
@@ -141,16 +146,17 @@ fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerErro
 fn cache(config: &WorkerConfig, blocks: u32) -> CacheConfig {
     let max_blocks = config.prefix_cache_blocks.unwrap_or(u32::MAX);
     let share = |of: u32| (u64::from(of) * u64::from(config.max_kept_percent) / 100) as u32;
-    let max_kept = match config.eviction {
-        EvictionKind::Priority => share(max_blocks.min(blocks)),
-        EvictionKind::Lru | EvictionKind::Lfu => 0,
+    let max_kept = match config.eviction.0 {
+        Eviction::Priority => share(max_blocks.min(blocks)),
+        Eviction::Lru | Eviction::Lfu => 0,
     };
-    CacheConfig { max_blocks, max_kept, eviction: config.eviction.policy() }
+    CacheConfig { max_blocks, max_kept, eviction: config.eviction.0 }
 }
 
 #[cfg(test)]
 mod tests {
     use baton_model_files::RandomModel;
+    use baton_runtime::Parsed;
     use baton_types::{KvDtype, KvGroup, PROTOCOL_VERSION};
 
     use super::*;
@@ -160,11 +166,16 @@ mod tests {
     #[test]
     fn a_share_of_the_cache_can_be_kept_where_eviction_knows_of_it() {
         let config = |eviction, prefix_cache_blocks, max_kept_percent| {
-            let config = WorkerConfig { eviction, prefix_cache_blocks, max_kept_percent, ..WorkerConfig::default() };
+            let config = WorkerConfig {
+                eviction: Parsed(eviction),
+                prefix_cache_blocks,
+                max_kept_percent,
+                ..WorkerConfig::default()
+            };
             check_settings(&config).map(|()| cache(&config, 1000).max_kept)
         };
-        let priority = EvictionKind::Priority;
-        assert_eq!(config(EvictionKind::Lru, None, 50).unwrap(), 0);
+        let priority = Eviction::Priority;
+        assert_eq!(config(Eviction::Lru, None, 50).unwrap(), 0);
         assert_eq!(config(priority, None, 50).unwrap(), 500);
         assert_eq!(config(priority, Some(10), 25).unwrap(), 2);
         assert_eq!(config(priority, Some(2000), 100).unwrap(), 1000);

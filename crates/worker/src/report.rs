@@ -1,12 +1,12 @@
 //! What a worker's core holds, as metrics and for those who watch.
 
-use baton_roles::{Role, Snapshot, WorkerCore};
+use baton_roles::{RoleCore, Snapshot, WorkerCore};
 use baton_runtime::metrics as names;
 use metrics::{counter, gauge};
 use tokio::sync::watch;
 
 /// Publishes what the core holds now, if that is news.
-pub(crate) fn report<R: Role>(core: &WorkerCore<R>, publish: &watch::Sender<Snapshot>) {
+pub(crate) fn report<R: RoleCore>(core: &WorkerCore<R>, publish: &watch::Sender<Snapshot>) {
     let now = core.snapshot();
     if *publish.borrow() == now {
         return;

@@ -5,8 +5,9 @@ use std::time::Duration;
 use baton_runtime::config::format_duration;
 use baton_transfer::{Cpus, MAX_TCP_CONNECTIONS};
 
-use crate::backend::{BackendKind, Quantization};
-use crate::{WorkerConfig, WorkerError, ranks};
+use crate::WorkerConfig;
+use crate::choices::{BackendKind, Quantization};
+use crate::error::{WorkerError, check};
 
 /// What every registry can keep.
 const MIN_TTL: Duration = Duration::from_secs(1);
@@ -23,15 +24,6 @@ fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
     let taken = if config.pin_threads { allowed.first(config.threads.unwrap_or(usize::MAX)) } else { Cpus::default() };
     let must = format!("none of {taken}, where pin_threads keeps the compute threads; lower threads, or name others");
     check(cpus.are_apart(&taken), "transfer_cpus", cpus, must)
-}
-
-pub(crate) fn check(
-    ok: bool,
-    field: &'static str,
-    value: impl ToString,
-    must: impl Into<String>,
-) -> Result<(), WorkerError> {
-    if ok { Ok(()) } else { Err(WorkerError::Config { field, value: value.to_string(), must: must.into() }) }
 }
 
 /// I5: a bound of no time fails every handoff, and one missed heartbeat is no sign of anything.
@@ -70,7 +62,9 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let percent = config.max_kept_percent;
     check(percent <= 100, "max_kept_percent", percent, "at most 100")?;
     check(config.threads != Some(0), "threads", 0, "at least 1")?;
-    ranks::check_settings(config)?;
+    check(config.tp >= 1, "tp", config.tp, "at least 1")?;
+    let unshared = config.tp <= 1 || !config.pin_threads;
+    check(unshared, "pin_threads", true, "false with tp above 1: ranks would share pinned CPUs")?;
     if config.backend == BackendKind::Cpu {
         check_on_cpu(config)?;
     }
@@ -160,6 +154,24 @@ mod tests {
             let (heartbeat, silence, room, handshake) = asked;
             let error = refused(heartbeat, silence, room, handshake).unwrap_err();
             assert!(error.starts_with(want), "{error}");
+        }
+    }
+
+    #[test]
+    fn ranks_share_the_cpus_or_have_a_gpu_each() {
+        let config = |tp, backend, pin_threads| {
+            let config = WorkerConfig { tp, backend, pin_threads, ..WorkerConfig::default() };
+            check_settings(&config).map_err(|error| error.to_string())
+        };
+        assert_eq!(config(4, BackendKind::Cpu, false), Ok(()));
+        assert_eq!(config(1, BackendKind::Auto, true), Ok(()));
+        assert_eq!(config(2, BackendKind::Cuda, false), Ok(()));
+        for (tp, backend, pinned, wrong) in [
+            (0, BackendKind::Cpu, false, "tp is 0; it must be at least 1"),
+            (2, BackendKind::Cpu, true, "pin_threads is true; it must be false with tp above 1"),
+        ] {
+            let error = config(tp, backend, pinned).unwrap_err();
+            assert!(error.starts_with(wrong), "{error}");
         }
     }
 }

@@ -126,9 +126,17 @@ impl<W: Wire, C> Events<W, C> {
             answer = answer => answer.map_err(|_| stopped())?,
             () = engine.stall().told() => return Err(status_of(engine.stall())),
         };
-        let guard = answer.map_err(|e| baton_proto::status_of(&e))?;
+        let guard = answer.map_err(|refused| refusal(&refused))?;
         let stalled = Box::pin(engine.stall().told());
         Ok(Response::new(Events { items, stalled, ended: false, guard }))
+    }
+}
+
+/// The router asks another worker at once where this one drains.
+fn refusal(refused: &Refused) -> Status {
+    match refused {
+        Refused::Draining => baton_proto::draining_status(refused.to_string()),
+        Refused::Engine(_) => baton_proto::status_of(refused),
     }
 }
 
@@ -179,6 +187,16 @@ mod tests {
     use crate::{Clock, Shell, start};
 
     const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_refusal_says_whether_the_worker_drains() {
+        let full = Refused::Engine(baton_engine::EngineError::QueueFull { waiting: 1, limit: 1 });
+        for (refused, drains) in [(Refused::Draining, true), (full, false)] {
+            let status = refusal(&refused);
+            assert_eq!(baton_proto::says_draining(&status), drains, "{status}");
+            assert_eq!(status.message(), refused.to_string());
+        }
+    }
 
     enum Command {
         /// Waits for the word before it submits.
@@ -278,8 +296,9 @@ mod tests {
             max_running: 2,
             max_waiting: 2,
             context_tokens: 16,
-            local_tokens: 0,
+            local_prefill_tokens: 0,
             order: Order::default(),
+            overtakes: 0,
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),
         };
@@ -294,7 +313,7 @@ mod tests {
     /// It stays: it waits for a peer's KV.
     fn sequence(tokens: usize) -> NewSequence {
         NewSequence {
-            request: RequestId("r".into()),
+            request_id: RequestId("r".into()),
             tokens: vec![1; tokens],
             prompt_tokens: tokens as u32,
             params: SamplingParams { max_tokens: 4, ..SamplingParams::default() },

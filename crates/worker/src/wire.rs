@@ -57,8 +57,8 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
     let deadline = (sequence.deadline_ms > 0).then(|| now.after_ms(sequence.deadline_ms));
     let prefix = Some(prefix(&sequence, &fit, now));
     let v1::Sequence { request_id, tokens, prompt_tokens, priority, .. } = sequence;
-    let request = RequestId(request_id);
-    Ok(NewSequence { request, tokens, prompt_tokens, params, start, deadline, prefix, priority })
+    let request_id = RequestId(request_id);
+    Ok(NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority })
 }
 
 /// Where it stands in the prefix cache. Of those that ask to be kept, who is served first is kept longest.

@@ -9,7 +9,6 @@
 #include "attention_decode.cu"
 #include "attention_hopper.cu"
 #include "attention_prefill.cu"
-#include "convert_kv.cu"
 #include "copy_blocks.cu"
 #include "dequantise.cu"
 #include "embed.cu"
@@ -65,7 +64,6 @@ const Kernel KERNELS[] = {
     K(AttentionHopper, baton_attention_hopper_bf16_64),
     K(AttentionHopper, baton_attention_hopper_bf16_128),
     K(AttentionCombine, baton_attention_combine),
-    K(ConvertKv, baton_convert_kv),
     K(CopyBlocks, baton_copy_blocks),
     K(Dequantise, baton_dequantise),
     K(Embed, baton_embed),
@@ -114,9 +112,8 @@ const std::vector<Structure>& structures() {
           O(AttentionDecode, splits)),
         S(TensorMap, O(TensorMap, words)),
         S(AttentionHopper, O(AttentionHopper, a), O(AttentionHopper, pool)),
-        S(CopyBlocks, O(CopyBlocks, source), O(CopyBlocks, target), O(CopyBlocks, pairs), O(CopyBlocks, bytes), O(CopyBlocks, count),
-          O(CopyBlocks, layers), O(CopyBlocks, planes)),
-        S(BlockSide, O(BlockSide, base), O(BlockSide, layer_stride), O(BlockSide, block_stride), O(BlockSide, plane_stride)),
+        S(CopyBlocks, O(CopyBlocks, base), O(CopyBlocks, layer_stride), O(CopyBlocks, pairs), O(CopyBlocks, bytes), O(CopyBlocks, count),
+          O(CopyBlocks, layers)),
         S(Moved, O(Moved, source), O(Moved, target), O(Moved, lane)),
         S(MoveRuns, O(MoveRuns, source), O(MoveRuns, target), O(MoveRuns, runs), O(MoveRuns, digests), O(MoveRuns, bytes),
           O(MoveRuns, count)),

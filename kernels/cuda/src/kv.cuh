@@ -1,4 +1,4 @@
-// Rows of K and V in the pool: where they lie, and how each KV type rounds and reads them. For stores, conversions and attention.
+// Rows of K and V in the pool: where they lie, and how each KV type rounds them. For stores and attention.
 //
 // Places are those of `KvLayout` in crates/types/src/layout.rs ([K, V][kv_head]{ [slot][head_dim] elements, [slot][parameters] f16 });
 // rounding is that of kernels/src/cpu/kv_row.rs and codes.rs, bit for bit, so that CPU and GPU workers fill a pool with the same bytes. A
@@ -72,106 +72,67 @@ __device__ inline KvRow kv_row_at(const KvPlanes& p, const u32* table, u32 head,
     return kv_row(slice, p.type, p.block_size, p.head_dim, position % p.block_size);
 }
 
-/// E4M3 codes moved into f16 are in this unit: the exponent's bias differs by 8.
-constexpr float E4M3_UNIT = 256.0f;
-
-/// What an E4M3 code stands for. There are no NaNs: 0x7f and 0xff count on to ±480.
-__device__ inline float from_e4m3(u32 code) {
-    u16 bits = static_cast<u16>((code & 0x80) << 8 | (code & 0x7f) << 7);
-    return __half2float(__ushort_as_half(bits)) * E4M3_UNIT;
-}
-
 /// Rounds a parameter; what a reader will see.
 __device__ inline float through_half(float x) { return __half2float(__float2half_rn(x)); }
 /// 1 / scale, and 0 for 0: a row without a spread has the code 0 everywhere.
 __device__ inline float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
-/// Elements d..d + 8 of a row.
-__device__ inline Octet kv_load8(KvType type, const KvRow& row, u32 d) {
-    if (type == KvType::F32 || type == KvType::F16 || type == KvType::Bf16) {
-        return load8(static_cast<Element>(type), row.elements, d);
-    }
-    Octet out;
+/// Rounds and stores a row of up to 256 elements: a whole warp, lane l with elements 8 l … + 8.
+__device__ inline void kv_store_row(KvType type, const KvRow& row, u32 dim, const Octet& x) {
+    u32 d = lane() * OCTET;
+    bool inside = d < dim;
     if (type == KvType::Int4) {
-        u32 word = *reinterpret_cast<const u32*>(row.elements + d / 2);
-        float scale = __half2float(row.parameters[d / 32 * 2]), minimum = __half2float(row.parameters[d / 32 * 2 + 1]);
+        // Four lanes have the elements of a group, in which those beyond the row do not count.
+        float low = FINITE, high = -FINITE;
 #pragma unroll
-        for (u32 i = 0; i < OCTET; i++) out.x[i] = fmaf(static_cast<float>(word >> (4 * i) & 15), scale, minimum);
-        return out;
-    }
-    uint2 raw = *reinterpret_cast<const uint2*>(row.elements + d);
-    float scale = __half2float(row.parameters[0]);
+        for (u32 i = 0; i < OCTET; i++) {
+            float finite = clamp_to(x.x[i], -FINITE, FINITE);
+            low = inside && finite < low ? finite : low;
+            high = inside && finite > high ? finite : high;
+        }
+        low = -lanes_max(0.0f - low, 4);
+        float scale = through_half((lanes_max(high, 4) - low) / 15.0f), minimum = through_half(low);
+        if (!inside) return;
+        f16* parameters = row.parameters + d / 32 * 2;
+        if (d % 32 == 0) {
+            parameters[0] = __float2half_rn(scale);
+            parameters[1] = __float2half_rn(minimum);
+        }
+        float inverse = inverse_of(scale);
+        u32 word = 0;
 #pragma unroll
-    for (u32 i = 0; i < OCTET; i++) {
-        u32 code = (i < 4 ? raw.x : raw.y) >> (i % 4 * 8) & 255;
-        out.x[i] = (type == KvType::Q8 ? static_cast<float>(static_cast<i8>(code)) : from_e4m3(code)) * scale;
+        for (u32 i = 0; i < OCTET; i++) {
+            float q = clamp_to(rintf((x.x[i] - minimum) * inverse), 0.0f, 15.0f);
+            word |= static_cast<u32>(q) << (4 * i);
+        }
+        *reinterpret_cast<u32*>(row.elements + d / 2) = word;
+        return;
     }
-    return out;
-}
-
-/// Rounds and stores a row of up to 256 · OCTETS elements: a whole warp, lane l with elements 256 j + 8 l … + 8 in `x[j]`.
-template <u32 OCTETS>
-__device__ inline void kv_store_row(KvType type, const KvRow& row, u32 dim, const Octet (&x)[OCTETS]) {
+    if (type != KvType::Q8 && type != KvType::Fp8) {
+        if (inside) store8(static_cast<Element>(type), row.elements, d, x);
+        return;
+    }
     float largest = 0.0f;
 #pragma unroll
-    for (u32 j = 0; j < OCTETS; j++) {
-        u32 d = j * WARP * OCTET + lane() * OCTET;
-        bool inside = d < dim;
-        if (type == KvType::Int4) {
-            // Four lanes have the elements of a group, in which those beyond the row do not count.
-            float low = FINITE, high = -FINITE;
-#pragma unroll
-            for (u32 i = 0; i < OCTET; i++) {
-                float finite = clamp_to(x[j].x[i], -FINITE, FINITE);
-                low = inside && finite < low ? finite : low;
-                high = inside && finite > high ? finite : high;
-            }
-            low = -lanes_max(0.0f - low, 4);
-            float scale = through_half((lanes_max(high, 4) - low) / 15.0f), minimum = through_half(low);
-            if (!inside) continue;
-            f16* parameters = row.parameters + d / 32 * 2;
-            if (d % 32 == 0) {
-                parameters[0] = __float2half_rn(scale);
-                parameters[1] = __float2half_rn(minimum);
-            }
-            float inverse = inverse_of(scale);
-            u32 word = 0;
-#pragma unroll
-            for (u32 i = 0; i < OCTET; i++) {
-                float q = clamp_to(rintf((x[j].x[i] - minimum) * inverse), 0.0f, 15.0f);
-                word |= static_cast<u32>(q) << (4 * i);
-            }
-            *reinterpret_cast<u32*>(row.elements + d / 2) = word;
-        } else if (type == KvType::Q8 || type == KvType::Fp8) {
-#pragma unroll
-            for (u32 i = 0; i < OCTET; i++) {
-                float magnitude = fabsf(clamp_to(x[j].x[i], -FINITE, FINITE));
-                largest = inside && magnitude > largest ? magnitude : largest;
-            }
-        } else if (inside) {
-            store8(static_cast<Element>(type), row.elements, d, x[j]);
-        }
+    for (u32 i = 0; i < OCTET; i++) {
+        float magnitude = fabsf(clamp_to(x.x[i], -FINITE, FINITE));
+        largest = inside && magnitude > largest ? magnitude : largest;
     }
-    if (type != KvType::Q8 && type != KvType::Fp8) return;
     float limit = type == KvType::Q8 ? 127.0f : E4M3_MAX;
     float scale = through_half(lanes_max(largest, WARP) / limit), inverse = inverse_of(scale);
     if (lane() == 0) row.parameters[0] = __float2half_rn(scale);
+    if (!inside) return;
+    u32 codes[OCTET];
 #pragma unroll
-    for (u32 j = 0; j < OCTETS; j++) {
-        u32 d = j * WARP * OCTET + lane() * OCTET;
-        if (d >= dim) continue;
-        u32 codes[OCTET];
-#pragma unroll
-        for (u32 i = 0; i < OCTET; i++) {
-            float y = x[j].x[i] * inverse;
-            if (type == KvType::Q8) {
-                codes[i] = static_cast<u32>(static_cast<int>(clamp_to(rintf(y), -127.0f, 127.0f))) & 255;
-            } else {
-                codes[i] = to_e4m3(clamp_to(y, -E4M3_MAX, E4M3_MAX));
-            }
+    for (u32 i = 0; i < OCTET; i++) {
+        float y = x.x[i] * inverse;
+        if (type == KvType::Q8) {
+            codes[i] = static_cast<u32>(static_cast<int>(clamp_to(rintf(y), -127.0f, 127.0f))) & 255;
+        } else {
+            codes[i] = to_e4m3(clamp_to(y, -E4M3_MAX, E4M3_MAX));
         }
-        store_codes(row.elements + d, codes);
     }
+    store_codes(row.elements + d, codes);
 }
 
 } // namespace baton

@@ -71,19 +71,19 @@ BATON_KERNEL(ROPE_WARPS * WARP) baton_rope_store_kv(const __grid_constant__ Rope
     u32 position = tile.position + j, d = lane() * OCTET;
     const float* cos = p.cos + static_cast<u64>(position) * (dim / 2);
     const float* sin = p.sin + static_cast<u64>(position) * (dim / 2);
-    Octet x[1] = {};
+    Octet x = {};
     if (vector < p.heads) {
         u64 at = row * p.q_stride + vector * dim, to = row * p.q_out_stride + vector * dim;
-        if (d < dim) x[0] = rotated(p.in_type, p.q, at, cos, sin, dim, d);
+        if (d < dim) x = rotated(p.in_type, p.q, at, cos, sin, dim, d);
         // q_out may be q: every lane has read before one writes.
         __syncwarp();
-        if (d < dim) store8(p.q_type, p.q_out, to + d, x[0]);
+        if (d < dim) store8(p.q_type, p.q_out, to + d, x);
         return;
     }
     u32 plane = vector < p.heads + p.kv_heads ? 0 : 1;
     u32 head = vector - p.heads - plane * p.kv_heads;
     u64 at = row * (plane == 0 ? p.k_stride : p.v_stride) + head * dim;
-    if (d < dim) x[0] = plane == 0 ? rotated(p.in_type, p.k, at, cos, sin, dim, d) : load8(p.in_type, p.v, at + d);
+    if (d < dim) x = plane == 0 ? rotated(p.in_type, p.k, at, cos, sin, dim, d) : load8(p.in_type, p.v, at + d);
     kv_store_row(p.planes.type, kv_row_at(p.planes, p.blocks + tile.table, head, position, plane), dim, x);
 }
 

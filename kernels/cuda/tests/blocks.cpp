@@ -22,51 +22,11 @@ TEST(blocks_are_copied_in_all_layers_and_nothing_else_is) {
         for (u32 l = 0; l < layers; l++) {
             for (uint2 pair : pairs) std::memcpy(&want[l * layer + pair.y * bytes], &pool[l * layer + pair.x * bytes], bytes);
         }
-        BlockSide side{pool.data(), layer, bytes, 0};
-        run(baton_copy_blocks, CopyBlocks{side, side, pairs.data(), bytes, 2, layers, 1});
+        run(baton_copy_blocks, CopyBlocks{pool.data(), layer, pairs.data(), bytes, 2, layers});
         CHECK(pool == want, "blocks of %llu bytes", bytes);
-        run(baton_copy_blocks, CopyBlocks{side, side, pairs.data(), bytes, 0, layers, 1});
+        run(baton_copy_blocks, CopyBlocks{pool.data(), layer, pairs.data(), bytes, 0, layers});
         CHECK(pool == want, "an empty list copied something");
     }
-}
-
-TEST(blocks_are_gathered_into_a_buffer_and_scattered_back) {
-    Random random{6};
-    u64 bytes = 2064;
-    u32 layers = 4, blocks = 7, count = 3;
-    std::vector<u8> pool = noise(layers * blocks * bytes, random), buffer(layers * count * bytes), back(pool.size());
-    std::vector<uint2> out = {{6, 0}, {0, 1}, {3, 2}}, in = {{0, 6}, {1, 0}, {2, 3}};
-    // In the buffer a block's layers lie together.
-    BlockSide in_pool{pool.data(), blocks * bytes, bytes, 0}, in_buffer{buffer.data(), bytes, layers * bytes, 0};
-    BlockSide in_back{back.data(), blocks * bytes, bytes, 0};
-    run(baton_copy_blocks, CopyBlocks{in_pool, in_buffer, out.data(), bytes, count, layers, 1});
-    run(baton_copy_blocks, CopyBlocks{in_buffer, in_back, in.data(), bytes, count, layers, 1});
-    for (u32 l = 0; l < layers; l++) {
-        for (u32 b = 0; b < blocks; b++) {
-            bool there = b == 6 || b == 0 || b == 3;
-            for (u64 i = 0; i < bytes; i++) {
-                u64 at = (l * blocks + b) * bytes + i;
-                CHECK(back[at] == (there ? pool[at] : 0), "layer %u block %u byte %llu", l, b, i);
-            }
-        }
-    }
-    CHECK(std::memcmp(&buffer[1 * layers * bytes + 2 * bytes], &pool[2 * blocks * bytes], bytes) == 0, "block 0, layer 2 in the buffer");
-}
-
-TEST(a_slice_of_heads_is_copied_from_both_planes) {
-    Random random{8};
-    u64 head = 544;
-    u32 heads = 4, blocks = 3;
-    std::vector<u8> source = noise(blocks * 2 * heads * head, random), target(blocks * 2 * 2 * head, 0xee);
-    // Heads 1 and 2 of 4 into a pool that has only those two.
-    std::vector<uint2> pairs = {{2, 1}};
-    BlockSide from{source.data() + head, 0, 2 * heads * head, heads * head}, to{target.data(), 0, 4 * head, 2 * head};
-    run(baton_copy_blocks, CopyBlocks{from, to, pairs.data(), 2 * head, 1, 1, 2});
-    for (u32 plane = 0; plane < 2; plane++) {
-        CHECK(std::memcmp(&target[4 * head + plane * 2 * head], &source[2 * 2 * heads * head + (plane * heads + 1) * head], 2 * head) == 0,
-              "plane %u", plane);
-    }
-    for (u64 i = 0; i < target.size(); i++) CHECK(i / (4 * head) == 1 || target[i] == 0xee, "byte %llu of another block", i);
 }
 
 // As crates/types/src/digest.rs says it, lane by lane.

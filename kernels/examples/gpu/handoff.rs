@@ -8,7 +8,8 @@ use std::time::Instant;
 
 use baton_kernels::KernelError;
 use baton_kernels::conformance::Random;
-use baton_kernels::cuda::{CopyQueue, Finished, Moved, SharedPool, SharingDevice};
+use baton_kernels::cuda::{SharedPool, SharingDevice};
+use baton_types::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving};
 
 use crate::{Figure, ROUNDS, Sizes};
 
@@ -24,26 +25,27 @@ fn broken(why: impl ToString) -> KernelError {
 }
 
 /// All runs of a pool, each to the same place in the other.
-fn runs(sizes: &Sizes) -> Vec<Moved> {
+fn runs(sizes: &Sizes) -> Vec<Moving> {
     let (count, bytes) = sizes.runs;
-    let run = |i: usize| Moved { source: (i * bytes) as u64, target: (i * bytes) as u64, lane: (i * bytes / 8) as u64 };
+    let run = |i: usize| Moving { source: i * bytes, target: i * bytes, lane: (i * bytes / 8) as u64 };
     (0..count).map(run).collect()
 }
 
 /// Wrapping sum of the digests of what is in a pool.
-fn digest<D: SharingDevice>(queue: &mut CopyQueue<D>, sizes: &Sizes) -> Result<u64, KernelError> {
-    let all: Vec<(usize, u64)> = runs(sizes).iter().map(|run| (run.source as usize, run.lane)).collect();
+fn digest(queue: &mut dyn DeviceQueue, sizes: &Sizes) -> Result<u64, DeviceError> {
+    let all: Vec<(usize, u64)> = runs(sizes).iter().map(|run| (run.source, run.lane)).collect();
     Ok(queue.digests(&all, sizes.runs.1)?.into_iter().fold(0, u64::wrapping_add))
 }
 
 /// The other process: hands out its pool, and says what is in it once it is asked.
 pub fn target<D: SharingDevice>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let (count, bytes) = sizes.runs;
-    let pool = Arc::new(SharedPool::new(&device, count * bytes)?);
-    let handle: String = pool.export()?.iter().map(|byte| format!("{byte:02x}")).collect();
+    let pool = SharedPool::new(&device, count * bytes)?;
+    let handle: String = pool.export().map_err(broken)?.iter().map(|byte| format!("{byte:02x}")).collect();
     println!("{MARK}{handle}");
     std::io::stdin().read_line(&mut String::new()).map_err(broken)?;
-    println!("{MARK}{:016x}", digest(&mut pool.queue()?, sizes)?);
+    let found = pool.queue().and_then(|mut queue| digest(&mut *queue, sizes)).map_err(broken)?;
+    println!("{MARK}{found:016x}");
     Ok(())
 }
 
@@ -83,29 +85,31 @@ impl Drop for Target {
 }
 
 /// Fills a pool with noise.
-fn fill<D: SharingDevice>(queue: &mut CopyQueue<D>, sizes: &Sizes) -> Result<(), KernelError> {
+fn fill(queue: &mut dyn DeviceQueue, sizes: &Sizes) -> Result<(), DeviceError> {
     let (count, bytes) = sizes.runs;
     let mut random = Random(5);
     for at in 0..count {
         let part = &mut queue.stage(bytes)?[..bytes];
         part.chunks_mut(8).for_each(|lane| lane.copy_from_slice(&random.bits().to_le_bytes()[..lane.len()]));
-        queue.write([(at * bytes, bytes)].into_iter())?;
+        queue.write(&[(at * bytes, bytes)])?;
     }
     Ok(())
 }
 
 /// Copies all runs, several jobs at a time; the sum of their digests.
-fn copy<D: SharingDevice>(queue: &mut CopyQueue<D>, mark: u64, sizes: &Sizes) -> Result<u64, KernelError> {
-    let (runs, mut sum) = (runs(sizes), 0u64);
+fn copy(queue: &mut dyn DeviceQueue, mark: u64, sizes: &Sizes) -> Result<u64, DeviceError> {
+    let (runs, mut sum, mut pending) = (runs(sizes), 0u64, 0);
     let mut jobs = runs.chunks(RUNS).peekable();
-    while jobs.peek().is_some() || queue.pending() > 0 {
-        if queue.pending() < CopyQueue::<D>::DEPTH
+    while jobs.peek().is_some() || pending > 0 {
+        if pending < DEVICE_JOBS
             && let Some(job) = jobs.next()
         {
             queue.copy(mark, job, sizes.runs.1)?;
+            pending += 1;
             continue;
         }
-        if let Some(Finished::Digests(digests)) = queue.poll()? {
+        if let Some(JobDone::Digests(digests)) = queue.poll()? {
+            pending -= 1;
             sum = digests.into_iter().fold(sum, u64::wrapping_add);
         }
     }
@@ -115,20 +119,20 @@ fn copy<D: SharingDevice>(queue: &mut CopyQueue<D>, mark: u64, sizes: &Sizes) ->
 /// Measures, and fails unless the other process finds what was sent.
 pub fn bench<D: SharingDevice>(device: Arc<D>, sizes: &Sizes, host: bool) -> Result<(), KernelError> {
     let (count, bytes) = sizes.runs;
-    let pool = Arc::new(SharedPool::new(&device, count * bytes)?);
-    let mut queue = pool.queue()?;
-    fill(&mut queue, sizes)?;
-    let want = digest(&mut queue, sizes)?;
+    let pool = SharedPool::new(&device, count * bytes)?;
+    let mut queue = pool.queue().map_err(broken)?;
+    fill(&mut *queue, sizes).map_err(broken)?;
+    let want = digest(&mut *queue, sizes).map_err(broken)?;
     let mut target = Target::start(host)?;
     let hex = target.word()?;
     let byte = |pair: &[u8]| std::str::from_utf8(pair).ok().and_then(|pair| u8::from_str_radix(pair, 16).ok());
     let handle: Option<Vec<u8>> = hex.as_bytes().chunks(2).map(byte).collect();
-    queue.open(&handle.ok_or_else(|| broken("no handle"))?, count * bytes)?;
+    queue.open(&handle.ok_or_else(|| broken("no handle"))?, count * bytes).map_err(broken)?;
     let mut rounds = [0.0; ROUNDS];
     // The first does not count.
     for round in 0..=ROUNDS {
         let began = Instant::now();
-        if copy(&mut queue, pool.mark(), sizes)? != want {
+        if copy(&mut *queue, pool.mark(), sizes).map_err(broken)? != want {
             return Err(broken("what was copied has another digest than what was written"));
         }
         if let Some(at) = round.checked_sub(1) {

@@ -43,7 +43,7 @@ impl<D: Device> Factory for Gpu<D> {
     }
 
     fn promises(&self) -> Promises {
-        CudaBackend::<D>::promises(self.options)
+        Promises::of_gpu(self.options)
     }
 
     fn serves(&self, layout: &KvLayout) -> bool {

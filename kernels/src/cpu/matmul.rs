@@ -11,26 +11,8 @@ use super::dots::{Dots, Outputs, Panels};
 use super::isa::dispatch;
 use super::packing::Form;
 use super::simd::{Floats, LANES};
-use super::tiles::{At, Dense, I8, Plain, Super, Tile, U6Super};
+use super::tiles::{At, Dense, I8, Operands, Plain, Super, Tile, U6Super};
 use super::weight::CpuWeight;
-
-/// Operands of a product, as raw parts so that tasks on several threads can share them.
-#[derive(Clone, Copy)]
-pub struct Operands {
-    pub rows: usize,
-    pub x: *const f32,
-    pub q: *const i8,
-    pub scale: *const f32,
-    pub minus_sum: *const f32,
-    pub halves: *const i16,
-    pub bias: Option<*const f32>,
-    pub out: *mut f32,
-}
-
-// SAFETY: tasks read the inputs and write disjoint columns of `out`.
-unsafe impl Send for Operands {}
-// SAFETY: as above.
-unsafe impl Sync for Operands {}
 
 /// Rows of a dense product computed together: as many as keep weights and accumulators in 16 registers.
 const DENSE_TILE: usize = 8;

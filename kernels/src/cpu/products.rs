@@ -5,7 +5,8 @@
 //! Bytes moved: the input once, for all products; each weight once. Bound: [`super::matmul`]'s. What is fused saves a pass over the
 //! input and a wait of all threads for each product but one.
 
-use super::matmul::{self, Operands, SIDE_BY_SIDE};
+use super::matmul::{self, SIDE_BY_SIDE};
+use super::tiles::Operands;
 use super::unpack::GROUP;
 use super::{CpuBackend, CpuWeight, LANES, Shared, elementwise, quantise};
 use crate::backend::{First, Input, MAX_PRODUCTS, Product};

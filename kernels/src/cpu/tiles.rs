@@ -12,10 +12,27 @@ use half::f16;
 
 use super::dots::{Dots, Outputs, Panels, load, load_u8, splat};
 use super::element::Element;
-use super::matmul::Operands;
 use super::packing::{Form, SUPER};
 use super::simd::{Floats, LANES};
 use super::unpack::GROUP;
+
+/// Operands of a product, as raw parts so that tasks on several threads can share them.
+#[derive(Clone, Copy)]
+pub struct Operands {
+    pub rows: usize,
+    pub x: *const f32,
+    pub q: *const i8,
+    pub scale: *const f32,
+    pub minus_sum: *const f32,
+    pub halves: *const i16,
+    pub bias: Option<*const f32>,
+    pub out: *mut f32,
+}
+
+// SAFETY: tasks read the inputs and write disjoint columns of `out`.
+unsafe impl Send for Operands {}
+// SAFETY: as above.
+unsafe impl Sync for Operands {}
 
 /// Where a tile is: its first row of activations, and elements of a row.
 #[derive(Clone, Copy)]

@@ -11,7 +11,7 @@ use baton_types::WeightDtype;
 use super::packing::{Form, pack, unpack};
 use super::simd::LANES;
 use super::unpack::{GROUP, element, quantised_group};
-use crate::pages::{Arena, Bytes};
+use crate::pages::{Arena, PageRange};
 use crate::{KernelError, WeightSource};
 
 /// Bytes of rows that are repacked together, about: there is no more of a matrix beside itself where its rows are made or put in order.
@@ -22,7 +22,7 @@ pub struct CpuWeight {
     pub(super) form: Form,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    pub(super) data: Bytes,
+    pub(super) data: PageRange,
 }
 
 impl CpuWeight {

@@ -17,7 +17,6 @@ use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
 use super::step::Steps;
 use crate::backend::{AttentionShape, Norm, Room};
-use crate::conformance::Promises;
 use crate::{HostPool, KernelError};
 
 /// How to run on a GPU.
@@ -124,13 +123,6 @@ impl<D: Device> CudaBackend<D> {
     /// Whether a pool of this shape can be served.
     pub fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
         pool::check(geometry)
-    }
-
-    /// How exact it is: weights and activations of products are bf16, or E4M3 where they may be; operands of attention have 16 bits.
-    pub fn promises(options: CudaOptions) -> Promises {
-        let chunks = if options.invariant { None } else { Some(0.02) };
-        let operands = 2f64.powi(-8);
-        Promises { operands, linear: if options.fp8 { 2f64.powi(-5) } else { operands }, attention: 0.03, chunks }
     }
 
     /// What it runs on.

@@ -11,10 +11,12 @@ mod device;
 mod driver;
 mod exchange;
 mod graphs;
+#[cfg(feature = "testing")]
 mod host;
 mod inputs;
 mod memory;
 mod nccl;
+#[cfg(feature = "testing")]
 mod nowhere;
 mod operations;
 mod params;
@@ -22,12 +24,14 @@ mod pinned;
 mod pool;
 mod products;
 mod queue;
+#[cfg(feature = "testing")]
 mod recorder;
 mod sampling;
 mod shared_pool;
 mod sharing;
 mod step;
 mod weight;
+#[cfg(feature = "testing")]
 mod work;
 
 pub use backend::{CudaBackend, CudaOptions};
@@ -37,12 +41,14 @@ pub use device::{
 };
 pub use driver::{Driver, devices};
 pub use exchange::{Columns, Exchange, ExchangingDevice};
+#[cfg(feature = "testing")]
 pub use host::HostDevice;
 pub use memory::Memory;
+#[cfg(feature = "testing")]
 pub use nowhere::Nowhere;
-pub use params::Moved;
 pub use pinned::HostCopies;
+#[cfg(feature = "testing")]
 pub use recorder::{Recorded, Recorder};
-pub use shared_pool::{CopyQueue, Finished, SharedPool, Staging};
-pub use sharing::{Registrable, SharingDevice};
+pub use shared_pool::SharedPool;
+pub use sharing::SharingDevice;
 pub use weight::{CudaWeight, product_weight_bytes};

@@ -7,9 +7,11 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use baton_types::{MemoryKind, Registrable};
+
 use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
 use super::pinned::HostCopies;
-use super::sharing::{Registrable, SharingDevice};
+use super::sharing::SharingDevice;
 use crate::KernelError;
 
 /// A device that has addresses and does nothing; what is read from it is 0.
@@ -134,7 +136,7 @@ impl SharingDevice for Nowhere {
         self.allocate(bytes)
     }
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
-        Ok(Registrable { address: at.0, cuda: false })
+        Ok(Registrable { address: at.0, kind: MemoryKind::Host })
     }
     fn see_foreign_writes(&self) -> Result<(), KernelError> {
         Ok(())

@@ -11,7 +11,7 @@ mod rows;
 mod sampling;
 
 pub(crate) use attention::*;
-pub use blocks::*;
+pub(crate) use blocks::*;
 pub(crate) use rows::*;
 pub(crate) use sampling::*;
 
@@ -142,8 +142,7 @@ mod tests {
             layout!(TensorMap: words),
             layout!(AttentionHopper: a, pool),
             layout!(AttentionDecode: a, partial, stats, split, splits),
-            layout!(BlockSide: base, layer_stride, block_stride, plane_stride),
-            layout!(CopyBlocks: source, target, pairs, bytes, count, layers, planes),
+            layout!(CopyBlocks: base, layer_stride, pairs, bytes, count, layers),
             layout!(Moved: source, target, lane),
             layout!(MoveRuns: source, target, runs, digests, bytes, count),
             layout!(Dequantise: source, row_order, out, quant, out_type, rows, cols),

@@ -7,9 +7,9 @@ use baton_types::{BlockId, KvDtype, PoolGeometry};
 
 use super::device::{Access, Device, Piece};
 use super::memory::Memory;
-use super::params::{BlockSide, CopyBlocks, KvPlanes, kv_type};
+use super::params::{CopyBlocks, KvPlanes, kv_type};
 use super::queue::Queue;
-use super::shared_pool::PoolMemory;
+use super::shared_pool::MarkedMemory;
 use crate::{HostPool, KernelError};
 
 /// Widest heads that the attention kernels take.
@@ -30,7 +30,7 @@ pub(super) struct Pool<D: Device> {
 enum Store<D: Device> {
     Own(Memory<D>),
     /// Transfers reach it too.
-    Shared(Arc<PoolMemory<D>>),
+    Shared(Arc<MarkedMemory<D>>),
 }
 
 impl<D: Device> Deref for Store<D> {
@@ -80,11 +80,11 @@ impl<D: Device> Pool<D> {
     }
 
     /// The same in memory that transfers reach.
-    pub fn shared(queue: &Queue<D>, geometry: PoolGeometry, memory: Arc<PoolMemory<D>>) -> Result<Self, KernelError> {
+    pub fn shared(queue: &Queue<D>, geometry: PoolGeometry, memory: Arc<MarkedMemory<D>>) -> Result<Self, KernelError> {
         check(&geometry)?;
         let (bytes, wanted) = (memory.memory().bytes(), geometry.bytes());
         if bytes < wanted {
-            return Err(KernelError::Pool(format!("a pool of {wanted} bytes in a region of {bytes}")));
+            return Err(KernelError::Region(format!("a pool of {wanted} bytes in a region of {bytes}")));
         }
         let pool = Pool::with(Store::Shared(memory), geometry);
         pool.fill(queue, 0xff)?;
@@ -108,10 +108,10 @@ impl<D: Device> Pool<D> {
         let geometry = pool.geometry().clone();
         check(&geometry)?;
         if !pool.is_whole() {
-            return Err(KernelError::Pool("a GPU takes no part of a pool's heads".to_owned()));
+            return Err(KernelError::Region("a GPU takes no part of a pool's heads".to_owned()));
         }
         if !pool.base().addr().is_multiple_of(ALIGN) {
-            return Err(KernelError::Pool(format!("its memory must begin at a multiple of {ALIGN} bytes")));
+            return Err(KernelError::Region(format!("its memory must begin at a multiple of {ALIGN} bytes")));
         }
         Ok(Pool::with(Store::Own(Memory::of_host(&queue.device, pool)?), geometry))
     }
@@ -225,11 +225,9 @@ impl<D: Device> Pool<D> {
         let (layers, bytes) = (self.layers(group), self.geometry.layout.block_bytes(group) as u64);
         let first = self.layer(group, 0);
         let all = self.memory.piece(self.geometry.layer_offset(group, 0), first.bytes() * layers);
-        let layer_stride = first.bytes() as u64;
-        let side = BlockSide { base: first.at(), layer_stride, block_stride: bytes, plane_stride: 0 };
+        let (base, layer_stride) = (first.at(), first.bytes() as u64);
         let (layers, pairs) = (layers as u32, pair.at());
-        // A block's planes lie behind one another.
-        let params = CopyBlocks { source: side, target: side, pairs, bytes, count: 1, layers, planes: 1 };
+        let params = CopyBlocks { base, layer_stride, pairs, bytes, count: 1, layers };
         queue.launch("baton_copy_blocks", &params, &[Access::Read(pair), Access::Write(all)])
     }
 }

@@ -8,19 +8,20 @@ mod copies;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use baton_types::{DeviceError, DeviceMemory, DeviceQueue, Registrable};
+
 use super::device::{Device, Event};
 use super::memory::Memory;
 use super::queue::Queue;
-use super::sharing::{Registrable, SharingDevice};
+use super::sharing::SharingDevice;
 use crate::KernelError;
-use copies::Kit;
-pub use copies::{CopyQueue, Finished, Staging};
+use copies::{CopyQueue, Kit};
 
 /// Marks that are told apart.
 const MARKS: u64 = 256;
 
 /// A pool's memory with the marks in it.
-pub(super) struct PoolMemory<D: Device> {
+pub(super) struct MarkedMemory<D: Device> {
     memory: Memory<D>,
     marks: Mutex<Marks>,
 }
@@ -31,7 +32,7 @@ struct Marks {
     set: u64,
 }
 
-impl<D: Device> PoolMemory<D> {
+impl<D: Device> MarkedMemory<D> {
     pub fn memory(&self) -> &Memory<D> {
         &self.memory
     }
@@ -60,11 +61,18 @@ impl<D: Device> PoolMemory<D> {
     }
 }
 
-/// A pool that a backend and any number of queues share.
+/// A pool that a backend and any number of queues share. Clones are the same pool.
 pub struct SharedPool<D: SharingDevice> {
     device: Arc<D>,
-    memory: Arc<PoolMemory<D>>,
-    idle: Mutex<Vec<Kit<D>>>,
+    memory: Arc<MarkedMemory<D>>,
+    idle: Arc<Mutex<Vec<Kit<D>>>>,
+}
+
+impl<D: SharingDevice> Clone for SharedPool<D> {
+    fn clone(&self) -> Self {
+        let SharedPool { device, memory, idle } = self;
+        SharedPool { device: Arc::clone(device), memory: Arc::clone(memory), idle: Arc::clone(idle) }
+    }
 }
 
 impl<D: SharingDevice> SharedPool<D> {
@@ -72,11 +80,11 @@ impl<D: SharingDevice> SharedPool<D> {
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
         let memory = Memory::of_shared(device, bytes)?;
         let marks = Mutex::new(Marks { events: Vec::new(), set: 0 });
-        let memory = Arc::new(PoolMemory { memory, marks });
-        Ok(SharedPool { device: Arc::clone(device), memory, idle: Mutex::default() })
+        let memory = Arc::new(MarkedMemory { memory, marks });
+        Ok(SharedPool { device: Arc::clone(device), memory, idle: Arc::default() })
     }
 
-    pub(super) fn memory(&self) -> &Arc<PoolMemory<D>> {
+    pub(super) fn memory(&self) -> &Arc<MarkedMemory<D>> {
         &self.memory
     }
 
@@ -85,34 +93,31 @@ impl<D: SharingDevice> SharedPool<D> {
         &self.device
     }
 
-    /// How many bytes.
-    pub fn bytes(&self) -> usize {
+    fn idle(&self) -> MutexGuard<'_, Vec<Kit<D>>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<D: SharingDevice> DeviceMemory for SharedPool<D> {
+    fn bytes(&self) -> usize {
         self.memory.memory.bytes()
     }
 
-    /// What was published last: work after this mark sees it.
-    pub fn mark(&self) -> u64 {
+    fn mark(&self) -> u64 {
         self.memory.marks().set
     }
 
-    /// Bytes by which another process of this host opens the pool.
-    pub fn export(&self) -> Result<Vec<u8>, KernelError> {
-        self.device.export(self.memory.memory.piece(0, 0).at())
+    fn export(&self) -> Result<Vec<u8>, DeviceError> {
+        Ok(self.device.export(self.memory.memory.piece(0, 0).at())?)
     }
 
-    /// Where it lies for a network library, which the calling thread may use for it from now on.
-    pub fn registrable(&self) -> Result<Registrable, KernelError> {
-        self.device.registrable(self.memory.memory.piece(0, 0).at())
+    fn registrable(&self) -> Result<Registrable, DeviceError> {
+        Ok(self.device.registrable(self.memory.memory.piece(0, 0).at())?)
     }
 
-    /// A way to the pool for one thread.
-    pub fn queue(self: &Arc<Self>) -> Result<CopyQueue<D>, KernelError> {
+    fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError> {
         let idle = self.idle().pop();
         let kit = idle.map_or_else(|| Kit::new(&self.device), Ok)?;
-        Ok(CopyQueue::over(Arc::clone(self), kit))
-    }
-
-    fn idle(&self) -> MutexGuard<'_, Vec<Kit<D>>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(Box::new(CopyQueue::over(self.clone(), kit)))
     }
 }

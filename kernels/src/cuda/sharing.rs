@@ -6,17 +6,10 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use baton_types::Registrable;
+
 use super::device::{Address, Device, Event, Piece, Stream};
 use crate::KernelError;
-
-/// Memory as a network library knows it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Registrable {
-    /// Of its first byte.
-    pub address: u64,
-    /// Whether that is one of CUDA's, else it is the host's.
-    pub cuda: bool,
-}
 
 /// A device whose memory can be handed to another process.
 pub trait SharingDevice: Device {

@@ -30,6 +30,8 @@ pub(crate) struct Answer {
     /// Seconds since 1970.
     pub created: u64,
     pub model: Arc<ServedModel>,
+    /// Of the workers when the answer began.
+    pub fingerprint: u64,
     pub asked: Asked,
     /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
@@ -290,7 +292,7 @@ impl Answer {
             object,
             created: self.created,
             model: self.model.id(),
-            system_fingerprint: format!("fp_{:016x}", self.model.fingerprint()),
+            system_fingerprint: format!("fp_{:016x}", self.fingerprint),
             choices,
             usage,
             prompt_token_ids,

@@ -12,5 +12,16 @@ mod types;
 
 pub(crate) use answer::{Answer, Part, Shape, UsageSum};
 pub(crate) use reader::Reader;
-pub(crate) use request::{Asked, Envelope, chat, completion};
+pub(crate) use request::{Asked, Envelope};
 pub(crate) use types::{ErrorBody, Model, ModelList};
+
+use crate::error::RequestError;
+use crate::input::GenerateInput;
+
+/// Reads a request's body.
+pub(crate) fn read(shape: Shape, body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
+    match shape {
+        Shape::Chat => request::chat(body, envelope),
+        Shape::Text => request::completion(body, envelope),
+    }
+}

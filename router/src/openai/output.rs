@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::types::{CommonFields, NamedSchema, ResponseFormat};
 use crate::error::RequestError;
-use crate::input::Wanted;
+use crate::prompt::Wanted;
 
 /// The longest name of a schema, bytes; letters, digits, `_` and `-`.
 const MAX_NAME: usize = 64;

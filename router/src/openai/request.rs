@@ -1,10 +1,9 @@
 //! From the API's JSON to the one form of a request, and what the client wants to see of the answer.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
-use baton_model_files::ChatMessage;
-use baton_proto::v1;
-use baton_types::RequestId;
+use baton_model_text::ChatMessage;
+use baton_types::{RequestId, SamplingParams};
 use tokio::time::Instant;
 
 use super::fields::{OtherFields, names};
@@ -13,7 +12,8 @@ use super::parse::parse;
 use super::tools;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
-use crate::input::{GenerateInput, Prompt, Standing};
+use crate::input::{GenerateInput, Standing};
+use crate::prompt::Prompt;
 
 /// Tokens of a completion when the client does not say; the API's own default.
 const COMPLETION_TOKENS: u32 = 16;
@@ -102,22 +102,23 @@ fn assemble(
         logprobs,
         token_ids: common.return_token_ids.unwrap_or(false),
     };
-    let sampling = v1::Sampling {
-        max_tokens,
-        temperature: common.temperature,
-        top_p: common.top_p,
-        top_k: common.top_k.map(top_k).transpose()?,
-        min_p: common.min_p,
-        seed: common.seed.map(|s| seed(&s)).transpose()?,
-        presence_penalty: common.presence_penalty,
-        frequency_penalty: common.frequency_penalty,
-        repetition_penalty: common.repetition_penalty,
+    let defaults = SamplingParams::default();
+    let top_k = common.top_k.map(top_k).transpose()?;
+    let seed = common.seed.map(|s| seed(&s)).transpose()?;
+    let sampling = SamplingParams {
+        temperature: common.temperature.unwrap_or(defaults.temperature),
+        top_p: common.top_p.unwrap_or(defaults.top_p),
+        top_k: top_k.unwrap_or(defaults.top_k),
+        min_p: common.min_p.unwrap_or(defaults.min_p),
+        presence_penalty: common.presence_penalty.unwrap_or(defaults.presence_penalty),
+        frequency_penalty: common.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+        repetition_penalty: common.repetition_penalty.unwrap_or(defaults.repetition_penalty),
         logit_bias: common.logit_bias.map(logit_bias).transpose()?.unwrap_or_default(),
         top_logprobs: logprobs,
         stop_token_ids: common.stop_token_ids.unwrap_or_default(),
-        ignore_eos: common.ignore_eos.unwrap_or(false),
-        constraint: None,
+        ..defaults
     };
+    let ignore_eos = common.ignore_eos.unwrap_or(false);
     let stop = match common.stop {
         None => Vec::new(),
         Some(StopField::One(stop)) => vec![stop],
@@ -130,8 +131,23 @@ fn assemble(
         priority: common.priority.unwrap_or_default(),
         cache_keep_seconds: common.cache_keep_seconds.unwrap_or_default(),
     };
-    let tools = None;
-    Ok((GenerateInput { model, prompts, n, sampling, stop, wanted, tools, standing, id, deadline, received }, asked))
+    let input = GenerateInput {
+        model,
+        prompts,
+        n,
+        sampling,
+        max_tokens,
+        seed,
+        ignore_eos,
+        stop,
+        wanted,
+        tools: None,
+        standing,
+        id,
+        deadline,
+        received,
+    };
+    Ok((input, asked))
 }
 
 fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
@@ -188,14 +204,16 @@ fn seed(seed: &serde_json::Number) -> Result<u64, RequestError> {
     whole.ok_or_else(|| RequestError::invalid("seed", format!("seed is {seed}; it must be a 64-bit whole number")))
 }
 
-fn logit_bias(biases: HashMap<String, f32>) -> Result<HashMap<u32, f32>, RequestError> {
+fn logit_bias(biases: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, RequestError> {
     let read = |(id, bias): (String, f32)| match id.parse() {
         Ok(id) => Ok((id, bias)),
         Err(_) => {
             Err(RequestError::invalid("logit_bias", format!("logit_bias has the key {id:?}; keys must be token ids")))
         }
     };
-    biases.into_iter().map(read).collect()
+    // By token, each once.
+    let biases: BTreeMap<u32, f32> = biases.into_iter().map(read).collect::<Result<_, _>>()?;
+    Ok(biases.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -228,23 +246,21 @@ mod tests {
             "cache_salt": "tenant", "priority": -1, "cache_keep_seconds": 90,
         })))
         .unwrap();
-        let sampling = v1::Sampling {
-            max_tokens: Some(7),
-            temperature: Some(0.5),
-            top_p: Some(0.9),
-            top_k: Some(0),
-            min_p: Some(0.1),
-            seed: Some(u64::MAX),
-            presence_penalty: Some(1.0),
-            frequency_penalty: Some(-1.0),
-            repetition_penalty: Some(1.5),
-            logit_bias: HashMap::from([(5, -100.0)]),
+        let sampling = SamplingParams {
+            temperature: 0.5,
+            top_p: 0.9,
+            top_k: 0,
+            min_p: 0.1,
+            presence_penalty: 1.0,
+            frequency_penalty: -1.0,
+            repetition_penalty: 1.5,
+            logit_bias: vec![(5, -100.0)],
             top_logprobs: Some(3),
             stop_token_ids: vec![3],
-            ignore_eos: true,
-            constraint: None,
+            ..SamplingParams::default()
         };
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
+        assert_eq!((input.max_tokens, input.seed, input.ignore_eos), (Some(7), Some(u64::MAX), true));
         assert_eq!(input.stop, ["END"]);
         assert_eq!(input.standing, Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90 });
         assert_eq!(asked, Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true });

@@ -1,6 +1,6 @@
 //! `tools`, `tool_choice` and `parallel_tool_calls`, and the messages that carry calls and their results.
 
-use baton_model_files::{FunctionCall, ToolCall};
+use baton_model_text::{FunctionCall, ToolCall};
 use serde_json::{Value, json};
 
 use super::types::{ChatFields, MessageCall};

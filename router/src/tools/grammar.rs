@@ -1,7 +1,7 @@
 //! The grammar of an answer that must call: the model's own syntax around the tools' schemas.
 
 use baton_grammar::{json_rule, literal};
-use baton_model_files::ToolSyntax;
+use baton_model_text::ToolSyntax;
 use baton_types::Constraint;
 use serde_json::json;
 

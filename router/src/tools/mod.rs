@@ -9,9 +9,10 @@ mod plain;
 
 use std::sync::Arc;
 
-use baton_model_files::ToolSyntax;
+use baton_model_text::ToolSyntax;
 use serde_json::Value;
 
+use crate::random::random_u64;
 pub(crate) use grammar::grammar;
 pub(crate) use parser::{Read, ToolParser};
 pub(crate) use plain::plain;
@@ -69,7 +70,7 @@ pub(crate) struct Call {
 
 impl Call {
     fn new(index: u32, name: String, arguments: String) -> Call {
-        let id = format!("{:09x}", crate::input::random_u64() & 0xf_ffff_ffff);
+        let id = format!("{:09x}", random_u64() & 0xf_ffff_ffff);
         Call { index, id, name, arguments }
     }
 }

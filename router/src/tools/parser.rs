@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use baton_model_files::ToolSyntax;
+use baton_model_text::ToolSyntax;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 

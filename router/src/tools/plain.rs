@@ -1,6 +1,6 @@
 //! Conversations with tools for templates that know none: calls and results as text, in the words of the Hermes syntax.
 
-use baton_model_files::ChatMessage;
+use baton_model_text::ChatMessage;
 use serde_json::json;
 
 use super::{Choice, Tools};
@@ -47,7 +47,7 @@ fn instruction(tools: &Tools) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_model_files::{FunctionCall, ToolCall};
+    use baton_model_text::{FunctionCall, ToolCall};
 
     #[test]
     fn a_conversation_without_tools_stays_as_it_is() {

@@ -15,27 +15,27 @@ use baton_types::FinishReason;
 use futures::{Stream, StreamExt};
 use tonic::Request;
 
-use super::link::Lease;
+use super::link::WorkerLink;
 
 /// A running leg.
 pub(crate) type Leg = Pin<Box<dyn Stream<Item = ChoiceInput> + Send>>;
 
-/// Opens the decode stream and keeps `lease` until it ends.
-pub(crate) fn open_decode(lease: Result<Lease, LegEnd>, request: v1::DecodeRequest) -> Leg {
+/// Opens the decode stream and keeps `link` until it ends.
+pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeRequest) -> Leg {
     Box::pin(async_stream::stream! {
-        let lease = match lease {
-            Ok(lease) => lease,
+        let link = match link {
+            Ok(link) => link,
             Err(gone) => return yield ChoiceInput::DecodeEnded(gone),
         };
-        let mut client = DecodeClient::new(lease.channel());
+        let mut client = DecodeClient::new(link.channel());
         let mut events = match client.generate(Request::new(request)).await {
             Ok(response) => response.into_inner(),
-            Err(status) => return yield ChoiceInput::DecodeEnded(lease.ended(&status)),
+            Err(status) => return yield ChoiceInput::DecodeEnded(link.ended(&status)),
         };
         loop {
             let word = match events.next().await {
                 Some(Ok(event)) => decode_word(event),
-                Some(Err(status)) => Err(lease.ended(&status)),
+                Some(Err(status)) => Err(link.ended(&status)),
                 None => Err(LegEnd::Early),
             };
             match word {
@@ -53,22 +53,22 @@ pub(crate) fn open_decode(lease: Result<Lease, LegEnd>, request: v1::DecodeReque
     })
 }
 
-/// Opens the prefill stream and keeps `lease` until it ends.
-pub(crate) fn open_prefill(lease: Result<Lease, LegEnd>, request: v1::PrefillRequest) -> Leg {
+/// Opens the prefill stream and keeps `link` until it ends.
+pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::PrefillRequest) -> Leg {
     Box::pin(async_stream::stream! {
-        let lease = match lease {
-            Ok(lease) => lease,
+        let link = match link {
+            Ok(link) => link,
             Err(gone) => return yield ChoiceInput::PrefillEnded(gone),
         };
-        let mut client = PrefillClient::new(lease.channel());
+        let mut client = PrefillClient::new(link.channel());
         let mut events = match client.run(Request::new(request)).await {
             Ok(response) => response.into_inner(),
-            Err(status) => return yield ChoiceInput::PrefillEnded(lease.ended(&status)),
+            Err(status) => return yield ChoiceInput::PrefillEnded(link.ended(&status)),
         };
         loop {
             let word = match events.next().await {
                 Some(Ok(event)) => prefill_word(event),
-                Some(Err(status)) => Err(lease.ended(&status)),
+                Some(Err(status)) => Err(link.ended(&status)),
                 None => Err(LegEnd::Early),
             };
             match word {

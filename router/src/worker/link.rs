@@ -26,7 +26,7 @@ const CONNECTION_WINDOW: u32 = 1 << 30;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One request's use of one worker.
-pub(crate) struct Lease {
+pub(crate) struct WorkerLink {
     workers: Arc<Workers>,
     channel: Channel,
     /// Until it is dropped.
@@ -46,9 +46,9 @@ pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<Chann
     Ok(endpoint.connect_lazy())
 }
 
-impl Lease {
-    pub(super) fn new(workers: Arc<Workers>, channel: Channel, lease: WorkerLease) -> Lease {
-        Lease { workers, channel, lease: Some(lease) }
+impl WorkerLink {
+    pub(super) fn new(workers: Arc<Workers>, channel: Channel, lease: WorkerLease) -> WorkerLink {
+        WorkerLink { workers, channel, lease: Some(lease) }
     }
 
     /// What to call the worker over.
@@ -70,7 +70,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for WorkerLink {
     fn drop(&mut self) {
         if let Some(lease) = self.lease.take() {
             self.workers.release(lease);
@@ -102,6 +102,7 @@ fn answered(status: &Status) -> bool {
 fn leg_end(status: &Status) -> LegEnd {
     match status.source() {
         Some(source) => LegEnd::Lost { message: deepest(source).to_string(), silent: hangs_or_is_gone(source) },
+        None if baton_proto::says_draining(status) => LegEnd::Draining { message: status.message().to_owned() },
         None => LegEnd::Answered {
             kind: ErrorKind::from_grpc_code(status.code().into()),
             message: status.message().to_owned(),

@@ -16,7 +16,7 @@ use baton_types::WorkerId;
 use tonic::transport::Channel;
 
 use crate::config::PlacementKind;
-use link::Lease;
+use link::WorkerLink;
 
 pub(crate) use legs::{Leg, open_decode, open_prefill};
 
@@ -26,10 +26,10 @@ pub(crate) struct Workers {
     state: Mutex<State>,
 }
 
-/// Locked for a moment at a time: never across an await, and not by what drops a [`Lease`].
+/// Locked for a moment at a time: never across an await, and not by what drops a [`WorkerLink`].
 struct State {
     fleet: Fleet,
-    /// To the fleet's workers. One that is dropped lives on in the leases of the requests that use it.
+    /// To the fleet's workers. One that is dropped lives on in the links of the requests that use it.
     channels: HashMap<WorkerId, Channel>,
 }
 
@@ -111,6 +111,11 @@ impl Workers {
         self.state().fleet.capacity()
     }
 
+    /// What the workers compute: their weights and KV layout.
+    pub fn fingerprint(&self) -> u64 {
+        self.state().fleet.fingerprint()
+    }
+
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask) -> Result<Placed, Failure> {
         self.state().fleet.place(ask)
@@ -122,11 +127,11 @@ impl Workers {
     }
 
     /// The connection to a worker, counted until it is dropped.
-    pub fn lease(self: &Arc<Self>, worker: WorkerId) -> Result<Lease, LegEnd> {
+    pub fn link(self: &Arc<Self>, worker: WorkerId) -> Result<WorkerLink, LegEnd> {
         let State { fleet, channels } = &mut *self.state();
         // The fleet has no worker without a connection.
         let channel = channels.get(&worker).cloned().ok_or(LegEnd::Left { worker })?;
-        Ok(Lease::new(Arc::clone(self), channel, fleet.lease(worker)?))
+        Ok(WorkerLink::new(Arc::clone(self), channel, fleet.lease(worker)?))
     }
 
     fn release(&self, lease: WorkerLease) {

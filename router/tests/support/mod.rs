@@ -2,13 +2,13 @@
 #![allow(dead_code, unused_imports, clippy::unwrap_used)] // Each test binary uses its part.
 
 mod logs;
-mod model;
 mod worker;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_cluster::{EmbeddedRegistry, Lease, Member, Registry, Role};
+use baton_cluster::{EmbeddedRegistry, Member, Registry, RegistryLease, Role};
+use baton_router::testing::model;
 use baton_router::{RegistryChoice, RouterConfig, RunningRouter, ServedModel};
 use baton_runtime::{Outcome, Readiness, Shutdown, Tasks};
 use baton_types::WorkerId;
@@ -26,7 +26,7 @@ pub struct Cluster {
     pub tasks: Tasks,
     pub router: RunningRouter,
     pub http: reqwest::Client,
-    leases: Vec<Lease>,
+    leases: Vec<RegistryLease>,
     workers: Vec<Arc<FakeWorker>>,
     _files: tempfile::TempDir,
 }
@@ -140,7 +140,7 @@ impl Cluster {
     }
 
     /// Takes a worker out of the view.
-    pub fn forget(&mut self, at: usize) -> Lease {
+    pub fn forget(&mut self, at: usize) -> RegistryLease {
         self.leases.remove(at)
     }
 

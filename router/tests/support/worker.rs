@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status};
 
-use super::model::{CALLS, END};
+use super::{CALLS, END};
 
 /// How a decode worker treats one request.
 #[derive(Clone, Debug, Default)]

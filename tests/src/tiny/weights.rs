@@ -1,6 +1,7 @@
 //! Names, shapes and values of a tiny model's tensors. The mirror of `transformers_tiny.py`; change both or neither.
 
 use anyhow::bail;
+use baton_types::testing::Random;
 
 use super::TinyModel;
 
@@ -33,13 +34,8 @@ impl TensorSpec {
 /// SplitMix64 started at the 64-bit FNV-1a hash of `name` xor `seed`. Endless.
 pub fn random_u64(seed: u64, name: &str) -> impl Iterator<Item = u64> + use<> {
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
-    let mut state = hash ^ seed;
-    std::iter::repeat_with(move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    })
+    let mut random = Random(hash ^ seed);
+    std::iter::repeat_with(move || random.bits())
 }
 
 /// Every tensor of a model, sorted by name.

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use baton_kernels::cuda::{Driver, HostDevice, Recorder, SharedPool, SharingDevice};
+use baton_transfer::DeviceMemory;
 use baton_transfer::conformance::{Setup, cases, child, set_up};
-use baton_worker::device_memory;
 
 /// How the suite is run over a device.
 struct How {
@@ -23,7 +23,7 @@ const DRIVER: How = How { ucx: "tcp,cuda_copy", child: "transports::started_with
 /// Pools on this device.
 fn setup<D: SharingDevice>(device: &Arc<D>, how: &How) -> Setup {
     let device = Arc::clone(device);
-    let memory = move |bytes| device_memory(Arc::new(SharedPool::new(&device, bytes).expect("a pool")));
+    let memory = move |bytes| Arc::new(SharedPool::new(&device, bytes).expect("a pool")) as Arc<dyn DeviceMemory>;
     let child = ["--exact", how.child, "--nocapture", "--test-threads=1"].map(str::to_owned).to_vec();
     Setup { memory: Box::new(memory), ucx: how.ucx.to_owned(), child }
 }

@@ -10,8 +10,8 @@ use baton_tests::cluster::client::{Answer, Client, apart, prompt, sampled};
 use baton_tests::cluster::pool::Pool;
 use baton_tests::cluster::{Cluster, ClusterOptions, HANG, Worker, models, status, wait};
 use baton_tests::tiny::random_u64;
-use baton_transfer::Limits;
-use baton_types::PoolGeometry;
+use baton_transfer::TransferLimits;
+use baton_types::{PoolGeometry, testing};
 use tempfile::TempDir;
 use tokio::task::JoinHandle;
 
@@ -81,7 +81,7 @@ impl Scene {
     pub fn new(transport: &'static str, env: Vec<(String, String)>) -> Scene {
         static ONE: Mutex<()> = Mutex::new(());
         let alone = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let seed = super::setting("BATON_TEST_SEED", 1);
+        let seed = testing::seed().unwrap_or(1);
         println!("over {transport}, seed {seed}");
         let model = models::slow().unwrap();
         let memory = format!("{}B", u64::from(BLOCKS) * models::block_bytes(model.path()).unwrap());
@@ -126,13 +126,13 @@ impl Scene {
 
     /// Within which a peer's end is noticed, and what it held given back (I5).
     fn noticed(&self) -> Duration {
-        Limits::default().silence + self.span
+        TransferLimits::default().silence + self.span
     }
 
     /// Within which every request ends, and every block is free: two workers may have to notice, one after the other, and then all is
     /// computed again by half as many, beside one that starts (I5).
     fn bound(&self) -> Duration {
-        2 * Limits::default().silence + 8 * self.span
+        2 * TransferLimits::default().silence + 8 * self.span
     }
 
     fn below(&mut self, limit: u64) -> u64 {
@@ -234,7 +234,7 @@ impl Scene {
 
     /// Waits until whoever stands still since then has been silent for longer than a peer waits for it.
     pub fn outlast_silence(&self, since: Instant) {
-        let over = since + Limits::default().silence + Duration::from_millis(500);
+        let over = since + TransferLimits::default().silence + Duration::from_millis(500);
         std::thread::sleep(over.saturating_duration_since(Instant::now()));
     }
 

@@ -9,7 +9,7 @@ use anyhow::{Context, ensure};
 use baton_tests::cluster::client::{Client, apart, greedy, prompt};
 use baton_tests::cluster::{HANG, models, wait_all_free};
 use baton_tests::local::{Local, Options};
-use baton_transfer::Limits;
+use baton_transfer::TransferLimits;
 use baton_types::SamplingParams;
 use tonic::Code;
 
@@ -59,7 +59,7 @@ async fn ask(client: Client, next: &AtomicU64, want: &[Vec<u32>], ends: &Mutex<E
 /// Within which a request ends (I5): it may begin as the wire is cut, and whoever asks for it or moves its KV notices the silence of a
 /// peer, of the next one that is tried, and of both again as frames go on being lost.
 fn bound() -> Duration {
-    CUT + 5 * Limits::default().silence
+    CUT + 5 * TransferLimits::default().silence
 }
 
 /// Whether a request was answered rather than refused.

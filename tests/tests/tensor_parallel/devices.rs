@@ -64,7 +64,7 @@ fn ranks_on_devices_give_the_logits_of_the_cpus() -> anyhow::Result<()> {
         let (_directory, model) = opened(name)?;
         let mut gpus = Local::ranks_on(&model, OPTIONS, &devices, CudaOptions::default())?;
         let layout = kv_layout(model.config(), model.fingerprint(), OPTIONS.kv, 16).of_ranks(ranks);
-        let limits = Limits { tokens: OPTIONS.budget as usize, samples: 4, context: 128, table_entries: 0 };
+        let limits = DecoderLimits { tokens: OPTIONS.budget as usize, samples: 4, context: 128, table_entries: 0 };
         let footprint = Footprint::of_rank(&model, ranks, &layout, limits, false)?;
         let pool = PoolGeometry::uniform(layout, OPTIONS.blocks).bytes() as u64;
         near_the_cpus(&model, &mut gpus, ranks).context(name)?;
@@ -152,7 +152,7 @@ fn ranks_on_devices_conform() -> anyhow::Result<()> {
     let vocab = model.config().vocab_size;
     let mut setup = conformance::Setup { geometry: PoolGeometry::uniform(layout, 1), vocab, answer_tokens: 3 };
     setup.geometry.blocks = vec![setup.blocks(); setup.geometry.layout.groups.len()];
-    let limits = Limits { tokens: 256, samples: 8, context: 128, table_entries: setup.blocks() as usize };
+    let limits = DecoderLimits { tokens: 256, samples: 8, context: 128, table_entries: setup.blocks() as usize };
     let make = || {
         let (devices, backends) = backends(&setup.geometry, 2);
         let exchange = ExchangingDevice::connect(&devices).unwrap();

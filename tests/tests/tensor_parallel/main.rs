@@ -16,8 +16,8 @@ use baton_engine::{
     SwapConfig, Time, conformance,
 };
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool};
-use baton_model::parallel::{Collective, Sharding, SharedMemory, TensorParallel};
-use baton_model::{Limits, kv_layout};
+use baton_model::parallel::{Collective, Sharding, TensorParallel, ThreadRanks};
+use baton_model::{DecoderLimits, kv_layout};
 use baton_model_files::{Model, fetch};
 use baton_tests::local::{Local, Options};
 use baton_tests::{references, tiny};
@@ -133,7 +133,7 @@ fn at_one_degree_the_route_changes_no_bit() -> anyhow::Result<()> {
 #[test]
 fn quantised_models_say_the_same_within_their_own_noise() -> anyhow::Result<()> {
     for (name, ranks, refused) in [("smollm2", 3, 2), ("gemma", 4, 3)] {
-        let model = Model::open(&fetch::resolve(name, &fetch::default_cache()?, &fetch::Quiet)?)?;
+        let model = Model::open(&fetch::resolve(name, &fetch::default_cache()?, &fetch::NoProgress)?)?;
         let error = Sharding::of(&model, refused, 0).unwrap_err().to_string();
         ensure!(error.contains(&format!("which {refused} ranks cannot share")), "{error}");
         let prompt = model.tokenizer().encode("The capital of France is", true)?;
@@ -170,7 +170,7 @@ fn ranks_conform() -> anyhow::Result<()> {
         let mut setup = conformance::Setup { geometry: PoolGeometry::uniform(layout, 1), vocab, answer_tokens: 5 };
         let blocks = setup.blocks();
         setup.geometry.blocks.fill(blocks);
-        let limits = Limits { tokens: 256, samples: 4, context: 128, table_entries: blocks as usize };
+        let limits = DecoderLimits { tokens: 256, samples: 4, context: 128, table_entries: blocks as usize };
         let make = || {
             let backends = backends(&setup.geometry, 2, 1);
             TensorParallel::on_cpu(model, &setup.geometry.layout, limits, backends).unwrap()
@@ -243,20 +243,21 @@ fn small() -> EngineConfig {
         max_running: 2,
         max_waiting: 2,
         context_tokens: 64,
-        local_tokens: 0,
+        local_prefill_tokens: 0,
         order: Order::default(),
+        overtakes: 0,
         cache: CacheConfig::default(),
         swap: SwapConfig::default(),
     }
 }
 
 /// Room for one prompt.
-const LIMITS: Limits = Limits { tokens: 16, samples: 2, context: 64, table_entries: 8 };
+const LIMITS: DecoderLimits = DecoderLimits { tokens: 16, samples: 2, context: 64, table_entries: 8 };
 
 /// The first token after a prompt, or why its sequence ended.
 fn ask(engine: &mut Engine, runner: &mut dyn ModelRunner) -> anyhow::Result<Result<TokenOut, SequenceError>> {
     engine.submit(NewSequence {
-        request: RequestId("a".to_owned()),
+        request_id: RequestId("a".to_owned()),
         tokens: vec![5, 6, 7],
         prompt_tokens: 3,
         params: greedy(Vec::new(), 1).1,
@@ -294,7 +295,7 @@ fn a_rank_that_fails_ends_the_step_for_all() -> anyhow::Result<()> {
         for (culprit, at) in (0..ranks as usize).flat_map(|rank| [1, 2, sums].map(|at| (rank, at))) {
             let never = || Arc::new(AtomicUsize::new(usize::MAX));
             let trigger = never();
-            let exchange = SharedMemory::ranks(ranks as usize, 16 * model.config().hidden_size as usize);
+            let exchange = ThreadRanks::ranks(ranks as usize, 16 * model.config().hidden_size as usize);
             let collectives = exchange.into_iter().enumerate().map(|(rank, inner)| {
                 let at = if rank == culprit { Arc::clone(&trigger) } else { never() };
                 Box::new(Faulty { inner, fault, at }) as Box<dyn Collective<CpuBackend>>

@@ -6,7 +6,7 @@
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, mpsc};
 
-use baton_handoff::{Limits, ReceiverEvent, TransferError};
+use baton_handoff::{ReceiverEvent, TransferError, TransferLimits};
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, lost, machine};
@@ -120,7 +120,7 @@ impl Pool {
                 ucx: options.ucx.clone(),
                 tls: None,
                 cpus: options.cpus.clone(),
-                limits: Limits::default(),
+                limits: TransferLimits::default(),
                 verify,
             };
             Receiver::bind(options, Box::new(move |event| drop(tell.send(event))))

@@ -53,7 +53,7 @@ impl Flip {
             // The digest was taken before.
             false => before_each(move || {
                 let flip = flip.clone();
-                move |_: usize, batch: &mut Batch, _: &mut Link| flip.at(batch)
+                move |_: usize, batch: &mut WriteBatch, _: &mut Link| flip.at(batch)
             }),
         };
         let prefill = Prefill::faulty(large(), 2, self.choice, wrap);
@@ -67,7 +67,7 @@ impl Flip {
         self.after.store(after, Relaxed);
     }
 
-    fn at(&self, batch: &Batch) {
+    fn at(&self, batch: &WriteBatch) {
         if self.after.fetch_sub(1, Relaxed) == 0 {
             let bit = self.bit.load(Relaxed) as usize;
             let run = batch.runs().nth(bit % batch.writes.len()).unwrap();

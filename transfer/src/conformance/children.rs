@@ -147,7 +147,7 @@ fn bench() {
 }
 
 /// For each line, reserves its number of blocks and tells the target; tells what becomes of it.
-fn decode(limits: Limits) {
+fn decode(limits: TransferLimits) {
     let decode = Decode::limited(large(), std::process::id().into(), "127.0.0.1:0", limits);
     let mut free = 0;
     for (epoch, line) in (1..).zip(std::io::stdin().lines()) {

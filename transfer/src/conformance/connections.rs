@@ -5,7 +5,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt as _;
 
-use baton_handoff::{Descriptor, Frame, FrameLimits, Hello, Over, PREFIX, Ticket, WriteHead, parse_body, parse_prefix};
+use baton_handoff::{
+    Descriptor, Frame, FrameLimits, Hello, JoinTicket, Over, PREFIX, WriteHead, parse_body, parse_prefix,
+};
 use baton_types::digest_block;
 
 use super::*;
@@ -37,7 +39,7 @@ pub(super) fn connections() -> usize {
 struct Peer<'a> {
     decode: &'a Decode,
     own: TcpStream,
-    ticket: Ticket,
+    ticket: JoinTicket,
 }
 
 impl Peer<'_> {
@@ -90,7 +92,7 @@ fn connections_of(prefill: &Prefill) -> usize {
 }
 
 /// What whoever asks is told.
-fn ask_to_join(decode: &Decode, ticket: Ticket, stream: u8) -> (TcpStream, Frame) {
+fn ask_to_join(decode: &Decode, ticket: JoinTicket, stream: u8) -> (TcpStream, Frame) {
     let mut joined = connect(decode);
     say(&mut joined, &Frame::Join { ticket, stream });
     let answer = hear(&mut joined);
@@ -208,10 +210,10 @@ fn a_strangers_connection_is_refused_and_disturbs_nothing() {
     peer.begin(1, 0, 1);
     let layers = decode.geometry.layout.groups[0].layers.len() as u16;
     write_block(&mut other, &decode, 1, 0..1, 0x11);
-    let Ticket { session, token } = peer.ticket;
+    let JoinTicket { session, token } = peer.ticket;
     for (ticket, stream, why) in [
-        (Ticket { session, token: token ^ 1 }, 2, "no such session"),
-        (Ticket { session: session + 1, token }, 2, "no such session"),
+        (JoinTicket { session, token: token ^ 1 }, 2, "no such session"),
+        (JoinTicket { session: session + 1, token }, 2, "no such session"),
         (peer.ticket, 1, "has a connection of this number"),
     ] {
         let (mut stranger, answer) = ask_to_join(&decode, ticket, stream);
@@ -258,7 +260,7 @@ fn only_blocks_come_over_further_connections() {
 
 #[test]
 fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
-    let run = |limits: Limits| {
+    let run = |limits: TransferLimits| {
         let decode = Decode::limited(large(), 1, "127.0.0.1:0", limits);
         let prefill = Prefill::new(large(), 2, TransportChoice::Tcp);
         let stats = prefill.send(&decode.reserve(1, &first(8)), 0).wait().unwrap();
@@ -269,7 +271,7 @@ fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
     with_connections(3, || assert_eq!(run(patient()), 3));
     with_connections(3, || with_tls(|| assert_eq!(run(patient()), 3)));
     // I5: it goes on with fewer.
-    with_connections(16, || assert_eq!(run(Limits { connections: 1, ..patient() }), 1));
+    with_connections(16, || assert_eq!(run(TransferLimits { connections: 1, ..patient() }), 1));
     for tcp_connections in [0, 17] {
         let options = SenderOptions {
             worker: WorkerId(2),
@@ -341,12 +343,12 @@ fn pass_on(listener: &TcpListener, to: std::net::SocketAddr, connections: usize)
 #[test]
 fn a_connection_that_does_not_join_in_time_keeps_no_other_out_and_leaves_time_for_the_handoff() {
     // The decode end does not give up waiting for it.
-    let decode = Decode::limited(large(), 1, "127.0.0.1:0", Limits { handshake: PATIENCE, ..patient() });
+    let decode = Decode::limited(large(), 1, "127.0.0.1:0", TransferLimits { handshake: PATIENCE, ..patient() });
     let mut target = Descriptor::parse(&decode.reserve(1, &first(8)), &decode.geometry.layout, false).unwrap();
     let (listener, to) = (TcpListener::bind("127.0.0.1:0").unwrap(), decode.receiver.local_addr());
     target.port = listener.local_addr().unwrap().port();
     // Whoever waited for it as long as a handshake may take would be too late.
-    let limits = Limits { handshake: Duration::from_secs(4), ..patient() };
+    let limits = TransferLimits { handshake: Duration::from_secs(4), ..patient() };
     std::thread::scope(|scope| {
         scope.spawn(|| pass_on(&listener, to, 3));
         with_connections(3, || {
@@ -366,7 +368,7 @@ fn a_path_on_which_nobody_answers_leaves_time_for_the_next() {
     target.unix = format!("baton-mute-{}", std::process::id()).into_bytes();
     let address = std::os::unix::net::SocketAddr::from_abstract_name(&target.unix).unwrap();
     let _mute = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
-    let limits = Limits { handshake: Duration::from_secs(4), ..patient() };
+    let limits = TransferLimits { handshake: Duration::from_secs(4), ..patient() };
     let prefill = Prefill::limited(large(), 2, TransportChoice::Auto, Arc::new(|inner| inner), limits);
     assert_eq!(prefill.send(&target.encode(), 0).wait().map(|stats| stats.transport), Ok(TransportKind::Tcp));
     decode.expect_verified(1);

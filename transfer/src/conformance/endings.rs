@@ -108,7 +108,7 @@ fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
     let may_go = Arc::new(std::sync::Mutex::new(may_go));
     let crash = before_each(move || {
         let unmapping = Held(may_go.clone());
-        move |batch: usize, _: &mut Batch, _: &mut Link| {
+        move |batch: usize, _: &mut WriteBatch, _: &mut Link| {
             let _ = &unmapping;
             assert_ne!(batch, 2, "a defect in a transport");
         }
@@ -132,7 +132,7 @@ fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
     let decode = Decode::new(large(), 1);
     let babble = before_each(move || {
         let words = words.clone();
-        move |batch: usize, _: &mut Batch, link: &mut Link| {
+        move |batch: usize, _: &mut WriteBatch, link: &mut Link| {
             if batch == 3 {
                 link.push_bytes(words.clone());
             }

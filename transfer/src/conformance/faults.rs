@@ -13,13 +13,13 @@ struct Faulty<B, A> {
     inner: Box<dyn Transport>,
     submitted: usize,
     /// What is not flushed, oldest first.
-    in_flight: VecDeque<(usize, Batch)>,
+    in_flight: VecDeque<(usize, WriteBatch)>,
 }
 
 impl<B, A> Transport for Faulty<B, A>
 where
-    B: FnMut(usize, &mut Batch, &mut Link) + Send,
-    A: FnMut(usize, &Batch) + Send,
+    B: FnMut(usize, &mut WriteBatch, &mut Link) + Send,
+    A: FnMut(usize, &WriteBatch) + Send,
 {
     fn kind(&self) -> TransportKind {
         self.inner.kind()
@@ -59,8 +59,8 @@ where
 
 fn faulty<B, A>(before: B, after: A, inner: Box<dyn Transport>) -> Box<dyn Transport>
 where
-    B: FnMut(usize, &mut Batch, &mut Link) + Send + 'static,
-    A: FnMut(usize, &Batch) + Send + 'static,
+    B: FnMut(usize, &mut WriteBatch, &mut Link) + Send + 'static,
+    A: FnMut(usize, &WriteBatch) + Send + 'static,
 {
     Box::new(Faulty { before, after, inner, submitted: 0, in_flight: VecDeque::new() })
 }
@@ -68,26 +68,26 @@ where
 /// Does what `make` makes, one for each transport, before each batch, on the session's thread, which it may hold up.
 pub(super) fn before_each<B>(make: impl Fn() -> B + Send + Sync + 'static) -> Wrap
 where
-    B: FnMut(usize, &mut Batch, &mut Link) + Send + 'static,
+    B: FnMut(usize, &mut WriteBatch, &mut Link) + Send + 'static,
 {
-    Arc::new(move |inner| faulty(make(), |_: usize, _: &Batch| {}, inner))
+    Arc::new(move |inner| faulty(make(), |_: usize, _: &WriteBatch| {}, inner))
 }
 
 /// Changes batches on their way.
-pub(super) fn altered(alter: impl Fn(&mut Batch) + Send + Sync + Copy + 'static) -> Wrap {
-    before_each(move || move |_: usize, batch: &mut Batch, _: &mut Link| alter(batch))
+pub(super) fn altered(alter: impl Fn(&mut WriteBatch) + Send + Sync + Copy + 'static) -> Wrap {
+    before_each(move || move |_: usize, batch: &mut WriteBatch, _: &mut Link| alter(batch))
 }
 
 /// Does something after each batch that was flushed, before the peer is told of it.
-pub(super) fn after_each(after: impl Fn(usize, &Batch) + Send + Sync + Clone + 'static) -> Wrap {
-    Arc::new(move |inner| faulty(|_: usize, _: &mut Batch, _: &mut Link| {}, after.clone(), inner))
+pub(super) fn after_each(after: impl Fn(usize, &WriteBatch) + Send + Sync + Clone + 'static) -> Wrap {
+    Arc::new(move |inner| faulty(|_: usize, _: &mut WriteBatch, _: &mut Link| {}, after.clone(), inner))
 }
 
 /// Calls `at` with each batch's number before it goes.
 pub(super) fn watched(at: impl Fn(usize) + Send + Sync + Clone + 'static) -> Wrap {
     before_each(move || {
         let at = at.clone();
-        move |number: usize, _: &mut Batch, _: &mut Link| at(number)
+        move |number: usize, _: &mut WriteBatch, _: &mut Link| at(number)
     })
 }
 

@@ -94,7 +94,7 @@ fn more_than_the_queue_holds_waits_and_arrives_whole(choice: TransportChoice) {
     let geometry = PoolGeometry { blocks: vec![1500, 12], ..small() };
     let decode = Decode::new(geometry.clone(), 1);
     let sender = |worker, wrap, room| {
-        let limits = Limits { queued_blocks: 300, room, ..Limits::default() };
+        let limits = TransferLimits { queued_blocks: 300, room, ..TransferLimits::default() };
         Prefill::limited(geometry.clone(), worker, choice, wrap, limits)
     };
     let reserve = |epoch| decode.reserve(epoch, &[(0..1500).map(BlockId).collect(), vec![]]);
@@ -243,7 +243,7 @@ fn a_released_block_can_be_lent_again(choice: TransportChoice) {
 }
 
 fn a_connection_too_many_is_told_so(choice: TransportChoice) {
-    let limits = Limits { connections: 1, ..Limits::default() };
+    let limits = TransferLimits { connections: 1, ..TransferLimits::default() };
     let decode = Decode::limited(small(), 1, "127.0.0.1:0", limits);
     let prefills = [Prefill::new(small(), 2, choice), Prefill::new(small(), 3, choice)];
     prefills[0].send(&decode.reserve(1, &[ids(&[3]), vec![]]), 0).wait().unwrap();
@@ -309,7 +309,7 @@ fn options_that_cannot_work_are_named() {
             ucx: UcxSettings::default(),
             tls: tls(),
             cpus: Cpus::default(),
-            limits: Limits::default(),
+            limits: TransferLimits::default(),
             verify: true,
         };
         alter(&mut options);
@@ -341,7 +341,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         ucx: nowhere.clone(),
         tls: tls(),
         cpus: Cpus::default(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         verify: true,
     };
     let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
@@ -363,7 +363,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         tls: tls(),
         tcp_connections: connections(),
         cpus: Cpus::default(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         convert: None,
         verify: true,
         on_trouble: |_, _| {},

@@ -24,7 +24,7 @@ fn sessions_run_on_the_cpus_that_are_named() {
         ucx: UcxSettings::default(),
         tls: tls(),
         cpus: one.clone(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         verify: true,
     };
     let receiver = Receiver::bind(options, Box::new(move |_| drop(tell.send(Cpus::allowed().unwrap())))).unwrap();
@@ -37,7 +37,7 @@ fn sessions_run_on_the_cpus_that_are_named() {
         tls: tls(),
         tcp_connections: connections(),
         cpus: one.clone(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         convert: None,
         verify: true,
         on_trouble: |_, _| {},

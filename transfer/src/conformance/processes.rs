@@ -199,7 +199,7 @@ fn a_stopped_decode_worker_learns_late_that_it_is_let_go_of(choice: TransportCho
 
 /// A queue of a few blocks, and little patience with it.
 fn impatient(choice: TransportChoice, wrap: Wrap) -> Prefill {
-    let limits = Limits { queued_blocks: 8, room: Duration::from_millis(50), ..Limits::default() };
+    let limits = TransferLimits { queued_blocks: 8, room: Duration::from_millis(50), ..TransferLimits::default() };
     Prefill::limited(large(), 2, choice, wrap, limits)
 }
 

@@ -51,7 +51,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
         ucx: UcxSettings::default(),
         tls: decode,
         cpus: Cpus::default(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         verify: true,
     };
     let receiver = Receiver::bind(options, Box::new(move |event| drop(tell.send(event)))).unwrap();
@@ -65,7 +65,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
             tls,
             tcp_connections: connections(),
             cpus: Cpus::default(),
-            limits: Limits::default(),
+            limits: TransferLimits::default(),
             convert: None,
             verify: true,
             on_trouble: |_, _| {},

@@ -40,7 +40,7 @@ fn converting(geometry: PoolGeometry, choice: TransportChoice, converter: Conver
         tls: tls(),
         tcp_connections: connections(),
         cpus: Cpus::default(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         convert: Some(converter),
         verify: true,
         on_trouble: |_, _| {},

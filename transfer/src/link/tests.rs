@@ -1,7 +1,7 @@
 use std::io::Write as _;
 use std::sync::Arc;
 
-use baton_handoff::Limits;
+use baton_handoff::TransferLimits;
 use baton_types::Epoch;
 
 use super::*;
@@ -10,7 +10,7 @@ use crate::segment::Segment;
 fn link(stream: UnixStream) -> Link {
     stream.set_nonblocking(true).unwrap();
     let pool = Arc::new(Segment::create("test", 1).unwrap());
-    Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&Limits::default(), 1))
+    Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&TransferLimits::default(), 1))
 }
 
 /// I5: a reader that lags behind keeps no more than what it has not read, wherever in a frame its reads end.
@@ -43,13 +43,13 @@ fn what_is_consumed_is_not_kept() {
 fn frames_that_wait_are_counted_without_their_payload() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut link = link(ours);
-    assert_eq!(link.queued(), 0);
+    assert_eq!(link.frames_queued(), 0);
     link.push(&Frame::Beat);
     link.push_staged(Staged::new(vec![0; 3]), Epoch(1));
     link.push_pool((0, 1), Epoch(1));
     link.push(&Frame::Beat);
-    assert_eq!(link.queued(), 2);
+    assert_eq!(link.frames_queued(), 2);
     link.flush().unwrap();
-    assert_eq!((link.queued(), link.has_output()), (0, false));
+    assert_eq!((link.frames_queued(), link.has_output()), (0, false));
     drop(theirs);
 }

@@ -14,7 +14,7 @@ use crate::handshake::{self, Arrival, Guest, Patience};
 use crate::link::{Link, Socket};
 use crate::threads;
 use crate::ucx::Worker;
-use baton_handoff::{Frame, FrameLimits, Inbound, SessionId, Ticket, TransferError, TransportKind};
+use baton_handoff::{Frame, FrameLimits, Inbound, JoinTicket, SessionId, TransferError, TransportKind};
 
 /// Lets a connection in, and serves a session until either side ends it.
 pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
@@ -51,7 +51,7 @@ fn receive(hub: &Hub, mail: &Mail, link: &mut Link) -> Result<Arrival, TransferE
 }
 
 /// To the session whose ticket it has; others learn nothing of it, and it nothing of them.
-fn join(hub: &Hub, mut link: Link, ticket: Ticket, stream: u8) -> Result<(), TransferError> {
+fn join(hub: &Hub, mut link: Link, ticket: JoinTicket, stream: u8) -> Result<(), TransferError> {
     let session = hub.join(ticket, stream).map_err(|reason| handshake::turn_away(&mut link, reason))?;
     link.push(&Frame::Joined);
     session.join(stream, link);
@@ -81,7 +81,7 @@ fn welcome(hub: &Hub, id: SessionId, guest: &Guest, link: &mut Link) -> Result<W
     let token = (kind == TransportKind::Tcp).then(threads::random).transpose();
     let token = token.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
     hub.introduce(id, guest.worker, token);
-    let ticket = token.map(|token| Ticket { session: id, token });
+    let ticket = token.map(|token| JoinTicket { session: id, token });
     link.push(&Frame::Welcome { blocks: hub.options.geometry.blocks.clone(), ticket });
     tracing::debug!(peer = %guest.worker, transport = kind.as_str(), "session begun");
     Ok(Welcomed { kind, ucx, reach })

@@ -5,14 +5,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use baton_handoff::{Ledger, Members, SessionId, Ticket, TransferError};
+use baton_handoff::{JoinTicket, Ledger, Members, SessionId, TransferError};
 use baton_types::{Epoch, WorkerId};
 
 use super::{OnEvent, ReceiverStats};
 use crate::link::Link;
 use crate::options::ReceiverOptions;
 use crate::threads::lock;
-use crate::ucx::Engine;
+use crate::ucx::UcxEngine;
 use crate::wake::Wake;
 
 /// How other threads reach a session's.
@@ -74,7 +74,7 @@ pub(crate) struct Hub {
     sessions: Mutex<Members<Arc<Mail>>>,
     stopped: AtomicBool,
     /// The pool as UCX knows it, once a peer has come over UCX.
-    ucx: Mutex<Option<Arc<Engine>>>,
+    ucx: Mutex<Option<Arc<UcxEngine>>>,
     /// Wakes the thread that accepts peers and watches leases.
     pub wake: Wake,
 }
@@ -94,12 +94,12 @@ impl Hub {
     }
 
     /// The pool, registered with UCX at the first call that succeeds: it may pin every page of it.
-    pub(crate) fn ucx(&self) -> Result<Arc<Engine>, TransferError> {
+    pub(crate) fn ucx(&self) -> Result<Arc<UcxEngine>, TransferError> {
         let mut ucx = lock(&self.ucx);
         if let Some(engine) = &*ucx {
             return Ok(engine.clone());
         }
-        let engine = Arc::new(Engine::open(&self.options.ucx, self.options.pool.clone())?);
+        let engine = Arc::new(UcxEngine::open(&self.options.ucx, self.options.pool.clone())?);
         Ok(ucx.insert(engine).clone())
     }
 
@@ -171,7 +171,7 @@ impl Hub {
     }
 
     /// Counts a further connection in to its session; answers how to reach that, or why it may not come in.
-    pub(crate) fn join(&self, ticket: Ticket, stream: u8) -> Result<Arc<Mail>, &'static str> {
+    pub(crate) fn join(&self, ticket: JoinTicket, stream: u8) -> Result<Arc<Mail>, &'static str> {
         lock(&self.sessions).join(ticket, stream).cloned()
     }
 
@@ -203,7 +203,7 @@ impl Hub {
             ucx: crate::UcxSettings::default(),
             tls: None,
             cpus: crate::Cpus::default(),
-            limits: crate::Limits { connections, ..crate::Limits::default() },
+            limits: crate::TransferLimits { connections, ..crate::TransferLimits::default() },
             verify: true,
         };
         Hub::new(options, Box::new(drop)).expect("a hub")

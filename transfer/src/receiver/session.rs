@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::hub::{Hub, Mail};
-use crate::device::{DeviceError, DeviceQueue, Reach};
+use crate::device::{DeviceQueue, Reach, while_doing};
 use crate::link::{Got, Link, MAX_QUEUED};
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
-use baton_handoff::{Access, Frame, Inbound, Ledger, Range, Target, TransferError, TransportKind};
+use baton_handoff::{Access, Frame, Inbound, Ledger, PayloadTarget, Range, TransferError, TransportKind};
 
 /// Bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;
@@ -104,7 +104,7 @@ impl Session {
     }
 
     fn is_full(&self) -> bool {
-        self.link.queued() >= MAX_QUEUED
+        self.link.frames_queued() >= MAX_QUEUED
     }
 
     fn may_go_on(&self) -> Result<(), TransferError> {
@@ -187,8 +187,8 @@ impl Session {
         };
         if let Some(payload) = self.inbound.payload(stream).filter(|payload| !payload.is_done()) {
             let got = match payload.target() {
-                Target::Nowhere(bytes) => link.discard_payload(bytes),
-                Target::Pool(ranges) => match &mut self.reach {
+                PayloadTarget::Nowhere(bytes) => link.discard_payload(bytes),
+                PayloadTarget::Pool(ranges) => match &mut self.reach {
                     // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When
                     // it is fenced, `obey_fences`, on this same thread, turns them away on every connection before saying so.
                     Reach::Host(_) => unsafe { link.read_payload(ranges) },
@@ -278,7 +278,7 @@ impl Session {
         let pool = match self.hub.options.pool.host() {
             Ok(segment) => segment,
             Err(memory) => {
-                let handle = memory.export().map_err(|e| e.while_doing("let a peer into the pool"))?;
+                let handle = memory.export().map_err(while_doing("let a peer into the pool"))?;
                 self.link.push(&Frame::Handle { bytes: memory.bytes() as u64, handle });
                 return Ok(());
             }
@@ -333,9 +333,9 @@ fn stage(
     queue: &mut dyn DeviceQueue,
     ranges: &[Range],
 ) -> Result<Result<Got, std::io::Error>, TransferError> {
-    let failed = |e: DeviceError| e.while_doing("take in blocks");
+    let failed = while_doing("take in blocks");
     let bytes = ranges.iter().map(|(_, len)| len).sum::<usize>().min(STAGE_BYTES);
-    let got = link.read_staged(&mut queue.stage(bytes).map_err(failed)?[..bytes]);
+    let got = link.read_staged(&mut queue.stage(bytes).map_err(&failed)?[..bytes]);
     if let Ok(Got::Bytes(mut count)) = got {
         let mut filled = Vec::new();
         for &(offset, len) in ranges {

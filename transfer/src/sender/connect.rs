@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use baton_handoff::{Descriptor, FrameLimits, Host, Over, Paths, Ticket, TransferError, TransportKind};
+use baton_handoff::{Descriptor, FrameLimits, Host, JoinTicket, Over, Paths, TransferError, TransportKind};
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
 
 use crate::device::Pool;
@@ -15,32 +15,32 @@ use crate::links::Links;
 use crate::options::{SenderOptions, TransportChoice};
 use crate::threads::lock;
 use crate::transport::Transport;
-use crate::ucx::Engine;
+use crate::ucx::UcxEngine;
 use crate::wake::Wake;
 use crate::{shm, tcp};
 
 /// Puts itself between a session and its transport, to make faults.
-#[cfg(any(test, feature = "conformance"))]
+#[cfg(feature = "testing")]
 pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
 /// How long a worker that does not move is waited for, to tell it that its pool is let go of. Nothing else waits meanwhile.
 const EXCUSE: Duration = Duration::from_secs(3600);
 
 /// What all sessions of a sender share.
-pub(crate) struct Config {
+pub(crate) struct SenderConfig {
     pub options: SenderOptions,
     pub host: Host,
     /// The pool as UCX knows it, or why there is no UCX.
-    pub ucx: Result<Arc<Engine>, String>,
+    pub ucx: Result<Arc<UcxEngine>, String>,
     /// What is known of the ways to decode workers.
     pub paths: Mutex<HashMap<WorkerId, Paths>>,
-    #[cfg(any(test, feature = "conformance"))]
+    #[cfg(feature = "testing")]
     pub wrap: Option<Wrap>,
 }
 
 /// Whom to reach and where.
 pub(crate) struct Plan {
-    pub config: Arc<Config>,
+    pub config: Arc<SenderConfig>,
     pub target: Descriptor,
 }
 
@@ -124,7 +124,7 @@ impl Plan {
         self.config.host.same_as(&self.target.host)
     }
 
-    #[cfg(any(test, feature = "conformance"))]
+    #[cfg(feature = "testing")]
     pub(crate) fn wrap(&self, transport: Box<dyn Transport>) -> Box<dyn Transport> {
         match &self.config.wrap {
             Some(wrap) => wrap(transport),
@@ -132,7 +132,7 @@ impl Plan {
         }
     }
 
-    #[cfg(not(any(test, feature = "conformance")))]
+    #[cfg(not(feature = "testing"))]
     pub(crate) fn wrap(&self, transport: Box<dyn Transport>) -> Box<dyn Transport> {
         transport
     }
@@ -269,7 +269,7 @@ impl Plan {
 
     /// Opens the other connections of a session, all at once, so that they take two round trips together. It goes on with those
     /// that are there within half the time that is left; they only make it faster.
-    fn join(&self, caller: &Caller, own: &Link, ticket: Ticket, patience: &Patience) -> Vec<(u8, Link)> {
+    fn join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, patience: &Patience) -> Vec<(u8, Link)> {
         let numbers = 1..self.config.options.tcp_connections as u8;
         let asked: Vec<_> = numbers.map(|number| (number, self.ask_to_join(caller, own, ticket, number))).collect();
         let until = Instant::now() + patience.until.saturating_duration_since(Instant::now()) / 2;
@@ -285,7 +285,7 @@ impl Plan {
         joined
     }
 
-    fn ask_to_join(&self, caller: &Caller, own: &Link, ticket: Ticket, number: u8) -> Result<Link, TransferError> {
+    fn ask_to_join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, number: u8) -> Result<Link, TransferError> {
         // Where the session's own has arrived: a name may stand for several hosts.
         let address = own.peer_address().ok_or_else(|| caller.cannot("it is gone"))?;
         let socket = tcp::begin(address).and_then(|stream| self.socket(stream)).map_err(|e| caller.cannot(e))?;

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
-use baton_handoff::{Core, Done, Limits, Line, Op, Quiet, TransferError};
+use baton_handoff::{Core, Done, Line, Op, Quiet, TransferError, TransferLimits};
 use baton_types::Epoch;
 
 use crate::threads::lock;
@@ -25,7 +25,7 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    pub(crate) fn new(limits: Limits) -> Result<Queue, TransferError> {
+    pub(crate) fn new(limits: TransferLimits) -> Result<Queue, TransferError> {
         let inner = Inner { line: Line::new(limits), stopped: false, retired: false };
         Ok(Queue { inner: Mutex::new(inner), room: Condvar::new(), wake: Wake::new()? })
     }
@@ -140,11 +140,10 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use baton_handoff::Descriptor;
+    use baton_handoff::{Descriptor, testing};
     use baton_types::{BlockId, WorkerId};
 
     use super::*;
-    use crate::sender::testing;
 
     fn core(epoch: u64, deadline: Instant) -> Arc<Core> {
         Arc::new(Core::new(&Descriptor { epoch: Epoch(epoch), ..testing::target(4) }, deadline))
@@ -164,7 +163,7 @@ mod tests {
     }
 
     fn queue() -> Queue {
-        Queue::new(Limits { queued_blocks: 4, handoffs: 2, ..Limits::default() }).unwrap()
+        Queue::new(TransferLimits { queued_blocks: 4, handoffs: 2, ..TransferLimits::default() }).unwrap()
     }
 
     #[test]
@@ -187,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_stalled_peer_is_waited_for_once() {
-        let limits = Limits { queued_blocks: 4, ..Limits::default() };
+        let limits = TransferLimits { queued_blocks: 4, ..TransferLimits::default() };
         let queue = Queue::new(limits).unwrap();
         let cores = [core(1, far()), core(2, far())];
         cores.iter().for_each(|core| queue.begin(core.clone()).unwrap());
@@ -217,7 +216,7 @@ mod tests {
         assert_eq!(queue.begin(core(2, far())), Err(TransferError::Closed));
         queue.with(|line| line.retire(Epoch(1)));
         assert!(queue.is_over());
-        let idle = Queue::new(Limits::default()).unwrap();
+        let idle = Queue::new(TransferLimits::default()).unwrap();
         assert!(!idle.is_over() && idle.retire() && idle.is_over());
     }
 

@@ -37,7 +37,7 @@ const BATCHES: usize = 4;
 /// Reads at a time; then deadlines, aborts and copying have their turn, however much the peer has to say (I5).
 const READS: usize = 16;
 
-/// Times [`crate::Limits::silence`] that a batch may be under way without any being applied, though the peer is heard of.
+/// Times [`crate::TransferLimits::silence`] that a batch may be under way without any being applied, though the peer is heard of.
 const STUCK: u32 = 2;
 
 /// How long a session that ends goes on trying to say so.
@@ -203,7 +203,7 @@ impl Session {
         let may_say = !self.links.own.has_output();
         let next_beat = self.with(|outbound, _| outbound.beat(now, may_say));
         self.links.flush().map_err(|e| self.lost(e))?;
-        if self.links.own.queued() > MAX_QUEUED + 2 * self.plan.config.options.limits.handoffs {
+        if self.links.own.frames_queued() > MAX_QUEUED + 2 * self.plan.config.options.limits.handoffs {
             return Err(self.lost("it reads nothing of what it is sent"));
         }
         let also =
@@ -238,7 +238,7 @@ impl Session {
 
     /// Whether the peer has so much to read that it is not listened to.
     fn is_full(&self) -> bool {
-        self.links.own.queued() >= MAX_QUEUED
+        self.links.own.frames_queued() >= MAX_QUEUED
     }
 
     /// Takes in some of what is there.

@@ -14,7 +14,7 @@ use crate::options::UcxSettings;
 use baton_handoff::TransferError;
 
 /// Context and registration.
-pub(crate) struct Engine {
+pub(crate) struct UcxEngine {
     context: Context,
     /// Unregistered before the context and the pool go.
     memory: NonNull<sys::Memory>,
@@ -24,13 +24,13 @@ pub(crate) struct Engine {
 
 // SAFETY: the context was made to be shared between workers of several threads (MT_WORKERS_SHARED), and the registration
 // is only read until the last owner drops it.
-unsafe impl Send for Engine {}
+unsafe impl Send for UcxEngine {}
 // SAFETY: as above.
-unsafe impl Sync for Engine {}
+unsafe impl Sync for UcxEngine {}
 
-impl Engine {
+impl UcxEngine {
     /// Opens the library and registers `pool`.
-    pub(crate) fn open(settings: &UcxSettings, pool: Pool) -> Result<Engine, TransferError> {
+    pub(crate) fn open(settings: &UcxSettings, pool: Pool) -> Result<UcxEngine, TransferError> {
         let context = Context::new(settings)?;
         let Registrable { address, kind } = pool.registrable()?;
         if kind == MemoryKind::Cuda && context.memory_types()? & 1 << MEMORY_TYPE_CUDA == 0 {
@@ -48,7 +48,7 @@ impl Engine {
         // SAFETY: the pool's memory is there for as long as `pool`, which goes after the registration.
         let status = unsafe { (context.api.mem_map)(context.handle.as_ptr(), &params, &mut memory) };
         let memory = made(context.api, "register the pool", status, memory)?;
-        Ok(Engine { context, memory, base: address, pool })
+        Ok(UcxEngine { context, memory, base: address, pool })
     }
 
     pub(crate) fn api(&self) -> &'static Api {
@@ -93,7 +93,7 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
+impl Drop for UcxEngine {
     fn drop(&mut self) {
         // SAFETY: workers hold an `Arc` of this engine, so nobody uses the registration any more.
         let status = unsafe { (self.api().mem_unmap)(self.context(), self.memory()) };
@@ -113,7 +113,7 @@ impl Context {
     fn new(settings: &UcxSettings) -> Result<Context, TransferError> {
         let loaded = sys::load(settings.directory.as_deref());
         let (api, version) = loaded.map_err(|e| TransferError::ucx("open the library", e))?;
-        let config = Config::new(api, settings)?;
+        let config = UcpConfig::new(api, settings)?;
         let mut params = Params::new();
         params.field_mask = PARAM_FIELD_FEATURES | PARAM_FIELD_MT_WORKERS_SHARED;
         params.features = FEATURE_RMA | FEATURE_WAKEUP;
@@ -150,17 +150,17 @@ impl Drop for Context {
 const TCP_SEGMENT: &str = "128k";
 
 /// Settings on their way to a context: UCX's own files and variables, then ours, then the operator's.
-struct Config {
+struct UcpConfig {
     api: &'static Api,
     handle: NonNull<sys::Config>,
 }
 
-impl Config {
-    fn new(api: &'static Api, settings: &UcxSettings) -> Result<Config, TransferError> {
+impl UcpConfig {
+    fn new(api: &'static Api, settings: &UcxSettings) -> Result<UcpConfig, TransferError> {
         let mut handle = ptr::null_mut();
         // SAFETY: null stands for UCX's default prefix and files.
         let status = unsafe { (api.config_read)(ptr::null(), ptr::null(), &mut handle) };
-        let config = Config { api, handle: made(api, "read its settings", status, handle)? };
+        let config = UcpConfig { api, handle: made(api, "read its settings", status, handle)? };
         for name in ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"] {
             config.set(name, TCP_SEGMENT)?;
         }
@@ -183,7 +183,7 @@ impl Config {
     }
 }
 
-impl Drop for Config {
+impl Drop for UcpConfig {
     fn drop(&mut self) {
         // SAFETY: made by `config_read`, used by nobody any more.
         unsafe { (self.api.config_release)(self.handle.as_ptr()) };

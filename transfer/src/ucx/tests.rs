@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 
-use baton_handoff::{BlockWrite, FrameLimits, Limits};
+use baton_handoff::{BlockWrite, FrameLimits, TransferLimits};
 use baton_types::BlockId;
 
 use super::*;
@@ -13,15 +13,15 @@ use crate::options::{UcxOptions, UcxSettings};
 use crate::segment::Segment;
 
 /// Segment of `bytes` bytes, all `value`, registered with UCX over `tls`.
-fn engine(tls: &str, bytes: usize, value: u8) -> Arc<Engine> {
+fn engine(tls: &str, bytes: usize, value: u8) -> Arc<UcxEngine> {
     let pool = Segment::create("ucx-test", bytes).unwrap();
     // SAFETY: nobody else knows the segment yet.
     unsafe { pool.write(0, &vec![value; bytes]) };
     let options = UcxOptions(vec![("UCX_TLS".into(), tls.into())]);
-    Arc::new(Engine::open(&UcxSettings { options, ..ucx() }, Arc::new(pool).into()).unwrap())
+    Arc::new(UcxEngine::open(&UcxSettings { options, ..ucx() }, Arc::new(pool).into()).unwrap())
 }
 
-fn bytes(engine: &Engine, offset: usize, len: usize) -> Vec<u8> {
+fn bytes(engine: &UcxEngine, offset: usize, len: usize) -> Vec<u8> {
     // SAFETY: read once nothing is under way.
     unsafe { engine.pool().host().ok().unwrap().read(offset, len) }
 }
@@ -71,13 +71,13 @@ fn a_flushed_put_is_in_the_peers_memory() {
 }
 
 /// A batch of the first blocks of a layer, which go to the same place.
-fn batch(epoch: u64, layer: usize) -> Batch {
+fn batch(epoch: u64, layer: usize) -> WriteBatch {
     let geometry = large();
     let len = geometry.layout.block_bytes(0);
     let starts = (0..4).map(|index| (index, geometry.block_range(0, layer, BlockId(index)).start));
     let writes = starts.map(|(index, start)| BlockWrite { index, source: start, target: start }).collect();
     let (epoch, source_len) = (Epoch(epoch), len);
-    Batch { epoch, group: 0, layer, source_len, len, lane: 0, writes, after: 0, digest: false }
+    WriteBatch { epoch, group: 0, layer, source_len, len, lane: 0, writes, after: 0, digest: false }
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
     let mut ucx = Ucx::connect(&near, WorkerId(1), &geometry, &access, true).unwrap();
     let [mut link, mut peer] = <[UnixStream; 2]>::from(UnixStream::pair().unwrap()).map(|end| {
         end.set_nonblocking(true).unwrap();
-        let link = Link::new(Socket::Unix(end), near.pool().clone(), FrameLimits::new(&Limits::default(), 1));
+        let link = Link::new(Socket::Unix(end), near.pool().clone(), FrameLimits::new(&TransferLimits::default(), 1));
         Links::new(link, Vec::new())
     });
     for layer in 0..ucx.depth() {
@@ -102,14 +102,14 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
         assert_ne!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
     }
     let start = Instant::now();
-    while ucx.flights.iter().any(|flight| !flight.requests.is_empty()) {
+    while ucx.in_flight.iter().any(|sent| !sent.requests.is_empty()) {
         target.progress();
         ucx.settle().unwrap();
         assert!(start.elapsed() < Duration::from_secs(30), "nothing moves");
     }
     // The second handoff is given up, and so not named.
     ucx.cancel(Epoch(2), &mut link).unwrap();
-    while !ucx.flights.is_empty() {
+    while !ucx.in_flight.is_empty() {
         assert_eq!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
     }
     link.own.flush().unwrap();
@@ -156,7 +156,7 @@ fn settings_that_ucx_does_not_take_are_named() {
     let pool = Arc::new(Segment::create("ucx-test", 4096).unwrap());
     let open = |name: &str, value: &str| {
         let options = UcxOptions(vec![(name.into(), value.into())]);
-        Engine::open(&UcxSettings { options, ..ucx() }, pool.clone().into())
+        UcxEngine::open(&UcxSettings { options, ..ucx() }, pool.clone().into())
             .err()
             .map(|e| e.to_string())
             .unwrap_or_default()

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use baton_ucx_sys::{self as sys, Status, THREAD_MODE_SERIALIZED, WORKER_PARAM_FIELD_THREAD_MODE, WorkerParams};
 
-use super::engine::{Engine, made, words};
+use super::engine::{UcxEngine, made, words};
 use crate::wake;
 use baton_handoff::TransferError;
 
 /// Progress of one thread and the connections made through it.
 pub(crate) struct Worker {
-    engine: Arc<Engine>,
+    engine: Arc<UcxEngine>,
     handle: NonNull<sys::Worker>,
     /// Valid as long as the worker.
     fd: i32,
@@ -24,7 +24,7 @@ unsafe impl Send for Worker {}
 
 impl Worker {
     /// A worker without connections.
-    pub(crate) fn new(engine: &Arc<Engine>) -> Result<Worker, TransferError> {
+    pub(crate) fn new(engine: &Arc<UcxEngine>) -> Result<Worker, TransferError> {
         // This thread may be another one than the pool was registered by.
         engine.pool().registrable()?;
         let api = engine.api();
@@ -42,7 +42,7 @@ impl Worker {
         Ok(worker)
     }
 
-    pub(super) fn engine(&self) -> &Arc<Engine> {
+    pub(super) fn engine(&self) -> &Arc<UcxEngine> {
         &self.engine
     }
 

@@ -34,7 +34,7 @@ fn every_visible_byte_and_no_other_changes_the_answer() {
     for layer in 0..3 {
         // The last of 10 tokens sees the 5 latest in the layer with a window.
         for position in if layer == 1 { 5..9 } else { 0..9 } {
-            for offset in model.pieces(layer, &Place::of(&row(0, 9, None)), position).unwrap() {
+            for offset in model.pieces(layer, &RowPlace::of(&row(0, 9, None)), position).unwrap() {
                 visible.extend(offset..offset + model.piece_bytes(layer));
             }
         }

@@ -48,7 +48,7 @@ impl<M: KvMemory> FakeModel<M> {
             }
             let unknown = usize::from(row.follows.is_some());
             if let Some(place) = row.follows {
-                ensure(self.flights.len() == 1, row, "it follows a step that is not in flight, or not the last")?;
+                ensure(self.pending.len() == 1, row, "it follows a step that is not in flight, or not the last")?;
                 let known = self.late || (place as usize) < self.latest.len();
                 ensure(known && row.tokens.len() == 1, row, "it follows a row that is not there")?;
             }

@@ -84,8 +84,9 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
         max_running: RUNNING,
         max_waiting: RUNNING,
         context_tokens: 1 << 20,
-        local_tokens: 0,
+        local_prefill_tokens: 0,
         order: Order::Fcfs,
+        overtakes: 0,
         cache,
         swap: SwapConfig::default(),
     };
@@ -125,7 +126,7 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
 fn sequence(number: usize, request: &Request, going_on: &mut BTreeSet<u32>, now: Time) -> NewSequence {
     let again = request.blocks.iter().skip(1).take(1).any(|name| !going_on.insert(*name));
     NewSequence {
-        request: RequestId(number.to_string()),
+        request_id: RequestId(number.to_string()),
         tokens: request.tokens(),
         prompt_tokens: request.input,
         params: SamplingParams { max_tokens: request.output, temperature: 0.0, ..SamplingParams::default() },

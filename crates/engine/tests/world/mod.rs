@@ -15,7 +15,7 @@ use baton_types::{FinishReason, KvLayout, RequestId, SeqId, TokenOut};
 pub use client::{Client, End, Route, Spec};
 pub use node::{Fault, NodeSpec};
 
-use node::{Flight, Node, copy};
+use node::{Node, StepInFlight, copy};
 
 const PREFILL: usize = 0;
 const DECODE: usize = 1;
@@ -179,7 +179,7 @@ impl World {
         let prompt_tokens = prompt.len() as u32;
         let tokens = prompt.into_iter().chain(client.answer.iter().map(|token| token.id)).collect();
         let seq = node.engine.submit(NewSequence {
-            request: RequestId(c.to_string()),
+            request_id: RequestId(c.to_string()),
             tokens,
             prompt_tokens,
             params: client.spec.params(),
@@ -261,7 +261,7 @@ impl World {
     /// Launches what can be launched, and collects the step launched first.
     fn step(&mut self, side: usize) {
         let most = if self.nodes[side].ahead { 2 } else { 1 };
-        let sound = |flight: &Flight| flight.fault != Some(Fault::Nothing);
+        let sound = |flight: &StepInFlight| flight.fault != Some(Fault::Nothing);
         while self.nodes[side].flights.len() < most && self.nodes[side].flights.iter().all(sound) {
             let mut events = Vec::new();
             let step = self.nodes[side].engine.plan(Time(self.tick), &mut events);
@@ -299,13 +299,13 @@ impl World {
         let (from, to) = (prefill.geometry.clone(), decode.geometry.clone());
         let node = if side == PREFILL { prefill } else { decode };
         let fault = node.faults.iter().find(|(at, _)| *at == self.tick).map(|(_, fault)| *fault);
-        let mut flight = Flight { step, fault, copies: Vec::new() };
+        let mut flight = StepInFlight { step, fault, copies: Vec::new() };
         let (clients, owners, model) = (&mut self.clients, &node.clients, &mut node.model);
         if fault == Some(Fault::Nothing) {
             return node.flights.push_back(flight);
         }
         let (mut failure, mut copies) = (None, 0);
-        let Flight { step, copies: eager, .. } = &mut flight;
+        let StepInFlight { step, copies: eager, .. } = &mut flight;
         node.engine.with_batch(step, |batch| {
             assert_eq!(batch.rows.len(), step.rows().len());
             let mut on_layer = |layer: u32| {
@@ -336,7 +336,7 @@ impl World {
         node.flights.push_back(flight);
     }
 
-    fn collect(&mut self, side: usize, flight: &Flight, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+    fn collect(&mut self, side: usize, flight: &StepInFlight, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
         if flight.fault == Some(Fault::Nothing) {
             return Err(RunError("planted".into()));
         }

@@ -30,7 +30,7 @@ pub struct NodeSpec {
 }
 
 /// A step that was launched.
-pub struct Flight {
+pub struct StepInFlight {
     pub step: Step,
     pub fault: Option<Fault>,
     /// Copies of eager transfers, made when it is done: client, epoch, byte offsets from and to, length.
@@ -45,7 +45,7 @@ pub struct Node {
     pub faults: Vec<(u64, Fault)>,
     pub clients: BTreeMap<SeqId, usize>,
     pub ahead: bool,
-    pub flights: VecDeque<Flight>,
+    pub flights: VecDeque<StepInFlight>,
 }
 
 impl Node {

@@ -11,7 +11,7 @@ use baton_types::{BlockId, Epoch, PoolGeometry};
 use super::table::{Blocks, Holder, SessionId, Stepped, Table};
 use super::{FenceState, ReceiverEvent, ReceiverStats};
 use crate::error::TransferError;
-use crate::limits::{Limits, TransportKind};
+use crate::limits::{TransferLimits, TransportKind};
 use crate::state::{Action, Input, State};
 
 /// Reservations and what is to be told of them.
@@ -26,7 +26,7 @@ pub struct Ledger {
 
 impl Ledger {
     /// No reservations, for a pool of this shape.
-    pub fn new(geometry: &PoolGeometry, limits: Limits) -> Ledger {
+    pub fn new(geometry: &PoolGeometry, limits: TransferLimits) -> Ledger {
         Ledger {
             silence: limits.silence,
             table: Table::new(geometry, limits),
@@ -191,9 +191,9 @@ mod tests {
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
         let (geometry, now) = (PoolGeometry::uniform(layout, 4), Instant::now());
-        let mut ledger = Ledger::new(&geometry, Limits::default());
+        let mut ledger = Ledger::new(&geometry, TransferLimits::default());
         let peer = WorkerId(7);
-        let mut inbound = Inbound::new(1, peer, TransportKind::Tcp, geometry, &Limits::default());
+        let mut inbound = Inbound::new(1, peer, TransportKind::Tcp, geometry, &TransferLimits::default());
         for number in 1..=3 {
             let (epoch, blocks) = (Epoch(number), [vec![BlockId(number as u32)]]);
             ledger.reserve(epoch, 5, &blocks, now + Duration::from_secs(9)).unwrap();

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use baton_types::WorkerId;
 
 use super::table::SessionId;
-use crate::wire::Ticket;
+use crate::wire::JoinTicket;
 
 struct Member<M> {
     mail: M,
@@ -27,7 +27,7 @@ pub struct Members<M> {
 }
 
 impl<M> Members<M> {
-    /// Nobody has come. `limit`: [`crate::Limits::connections`].
+    /// Nobody has come. `limit`: [`crate::TransferLimits::connections`].
     pub fn new(limit: usize) -> Members<M> {
         Members { members: BTreeMap::new(), limit }
     }
@@ -74,7 +74,7 @@ impl<M> Members<M> {
     }
 
     /// Counts a further connection in to its session; answers how to reach that, or why it may not come in.
-    pub fn join(&mut self, ticket: Ticket, stream: u8) -> Result<&M, &'static str> {
+    pub fn join(&mut self, ticket: JoinTicket, stream: u8) -> Result<&M, &'static str> {
         let others: usize = self.members.values().map(|member| member.streams.len()).sum();
         let member = self.members.get_mut(&ticket.session).filter(|member| member.token == Some(ticket.token));
         let member = member.ok_or("there is no such session, or not by this token")?;
@@ -101,7 +101,7 @@ mod tests {
     fn only_who_has_its_ticket_joins_a_session_under_a_number_of_its_own_and_as_long_as_there_is_room() {
         let mut members = Members::new(2);
         assert!(members.admit(1, "a") && members.admit(2, "b") && !members.admit(3, "c"));
-        let ticket = |session, token| Ticket { session, token };
+        let ticket = |session, token| JoinTicket { session, token };
         assert!(members.join(ticket(1, 0), 1).is_err(), "nobody has been told a token");
         members.introduce(1, WorkerId(7), Some(5));
         members.introduce(2, WorkerId(8), Some(6));

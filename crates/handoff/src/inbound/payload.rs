@@ -7,7 +7,7 @@ use crate::batch::Range;
 
 /// Where the next bytes go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Target<'a> {
+pub enum PayloadTarget<'a> {
     /// To these ranges of the pool (offset, bytes), in order.
     Pool(&'a [Range]),
     /// So many are dropped.
@@ -44,10 +44,10 @@ impl Payload {
     }
 
     /// Where the next bytes go.
-    pub fn target(&mut self) -> Target<'_> {
+    pub fn target(&mut self) -> PayloadTarget<'_> {
         match self.ranges.is_empty() {
-            true => Target::Nowhere(self.discard),
-            false => Target::Pool(self.ranges.make_contiguous()),
+            true => PayloadTarget::Nowhere(self.discard),
+            false => PayloadTarget::Pool(self.ranges.make_contiguous()),
         }
     }
 
@@ -75,9 +75,9 @@ mod tests {
     fn bytes_go_on_where_the_last_ones_ended_and_nowhere_once_it_is_turned() {
         let mut payload = Payload::apply([(100, 10), (50, 4), (0, 6)].into());
         payload.advance(12);
-        assert_eq!(payload.target(), Target::Pool(&[(52, 2), (0, 6)]));
+        assert_eq!(payload.target(), PayloadTarget::Pool(&[(52, 2), (0, 6)]));
         payload.turn_to_discard();
-        assert_eq!(payload.target(), Target::Nowhere(8));
+        assert_eq!(payload.target(), PayloadTarget::Nowhere(8));
         payload.advance(5);
         assert!(!payload.is_done());
         payload.advance(3);

@@ -18,7 +18,7 @@ use super::table::{Holder, SessionId};
 use crate::batch::Range;
 use crate::codec::Malformed;
 use crate::error::TransferError;
-use crate::limits::{Limits, TransportKind};
+use crate::limits::{TransferLimits, TransportKind};
 use crate::memory::PoolMemory;
 use crate::pulse::Pulse;
 use crate::state::Input;
@@ -60,7 +60,13 @@ pub struct Inbound {
 impl Inbound {
     /// A session with nothing under way. `kind` says who writes to the pool of this `geometry`: this end (TCP) or the
     /// peer itself (all others).
-    pub fn new(id: SessionId, peer: WorkerId, kind: TransportKind, geometry: PoolGeometry, limits: &Limits) -> Inbound {
+    pub fn new(
+        id: SessionId,
+        peer: WorkerId,
+        kind: TransportKind,
+        geometry: PoolGeometry,
+        limits: &TransferLimits,
+    ) -> Inbound {
         Inbound {
             id,
             peer,

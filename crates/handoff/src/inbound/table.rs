@@ -7,7 +7,7 @@ use std::time::Instant;
 use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
 
 use crate::error::TransferError;
-use crate::limits::{Limits, TransportKind};
+use crate::limits::{TransferLimits, TransportKind};
 use crate::state::{self, Action, Input, State};
 
 /// Number of a session at this receiver.
@@ -46,7 +46,7 @@ pub(crate) struct Stepped {
 
 /// All reservations that are not over.
 pub(crate) struct Table {
-    limits: Limits,
+    limits: TransferLimits,
     entries: BTreeMap<Epoch, Reservation>,
     /// Per group and block: the epoch it is lent under.
     loans: Vec<Vec<Option<Epoch>>>,
@@ -55,7 +55,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(geometry: &PoolGeometry, limits: Limits) -> Table {
+    pub(crate) fn new(geometry: &PoolGeometry, limits: TransferLimits) -> Table {
         let loans = geometry.blocks.iter().map(|blocks| vec![None; *blocks as usize]).collect();
         Table { limits, entries: BTreeMap::new(), loans, leases: BTreeSet::new() }
     }
@@ -222,7 +222,7 @@ mod tests {
     fn table() -> Table {
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 4, head_dim: 8, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
-        let limits = Limits { handoffs: 2, blocks_per_handoff: 4, ..Limits::default() };
+        let limits = TransferLimits { handoffs: 2, blocks_per_handoff: 4, ..TransferLimits::default() };
         Table::new(&PoolGeometry::uniform(layout, 8), limits)
     }
 

@@ -7,8 +7,8 @@ use baton_types::{BlockId, Epoch};
 
 use super::done::{Done, TransferStats};
 use super::line::Core;
-use super::session::{Patience, Pools};
-use crate::batch::{Batch, BlockWrite};
+use super::terms::{Patience, Pools};
+use crate::batch::{BlockWrite, WriteBatch};
 use crate::error::TransferError;
 use crate::limits::TransportKind;
 use crate::state::{self, Action, Input, State};
@@ -131,7 +131,7 @@ impl Writing {
     }
 
     /// The next blocks, about as many bytes as a batch has between these pools.
-    pub(crate) fn next_batch(&mut self, pools: &Pools, to: &Active) -> Option<Batch> {
+    pub(crate) fn next_batch(&mut self, pools: &Pools, to: &Active) -> Option<WriteBatch> {
         let Pools { local, remote, batch_bytes, .. } = pools;
         let (group, layer) = (self.group, self.layer);
         let (source_len, len) = (local.layout.block_bytes(group), remote.layout.block_bytes(group));
@@ -147,6 +147,6 @@ impl Writing {
         self.next = end;
         let lane = remote.layout.first_lane(group, layer);
         let (epoch, after) = (self.epoch, self.after);
-        Some(Batch { epoch, group, layer, source_len, len, lane, writes, after, digest: true })
+        Some(WriteBatch { epoch, group, layer, source_len, len, lane, writes, after, digest: true })
     }
 }

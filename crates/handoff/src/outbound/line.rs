@@ -6,13 +6,14 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use baton_types::{BlockId, Epoch, WorkerId};
+use baton_types::{Epoch, WorkerId};
 
 use super::done::{Done, Quiet};
+use super::op::Op;
 use super::turns::Turns;
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::limits::{Limits, TransportKind};
+use crate::limits::{TransferLimits, TransportKind};
 
 /// What a handoff and its session both know.
 #[derive(Debug)]
@@ -60,46 +61,6 @@ impl Core {
     }
 }
 
-/// One request of a handoff, in its order.
-pub enum Op {
-    /// One layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the group).
-    Write {
-        /// The handoff.
-        epoch: Epoch,
-        /// Layer group.
-        group: usize,
-        /// Layer in the group.
-        layer: usize,
-        /// What goes where.
-        pairs: Vec<(BlockId, u32)>,
-        /// The local pool's mark: all of it is stored after that. 0 in host memory.
-        after: u64,
-    },
-    /// To be verified, once all writes are applied.
-    Complete {
-        /// The handoff.
-        epoch: Epoch,
-        /// What travels along.
-        tail: Vec<u8>,
-        /// To be told the outcome.
-        done: Done,
-    },
-}
-
-impl Op {
-    /// Whose it is.
-    pub fn epoch(&self) -> Epoch {
-        match self {
-            Op::Write { epoch, .. } | Op::Complete { epoch, .. } => *epoch,
-        }
-    }
-
-    /// Block writes it asks for.
-    pub fn blocks(&self) -> usize {
-        if let Op::Write { pairs, .. } = self { pairs.len() } else { 0 }
-    }
-}
-
 /// One session's ops.
 pub struct Line {
     /// Handoffs to ask access for: before all else, so that none waits for another's and each one's time is watched.
@@ -116,12 +77,12 @@ pub struct Line {
     closed: Option<TransferError>,
     /// A write has waited in vain and nothing has left since: no other waits too.
     pub stalled: bool,
-    limits: Limits,
+    limits: TransferLimits,
 }
 
 impl Line {
     /// Nothing is asked for.
-    pub fn new(limits: Limits) -> Line {
+    pub fn new(limits: TransferLimits) -> Line {
         Line {
             begins: VecDeque::new(),
             ops: Turns::default(),

@@ -5,17 +5,19 @@
 //! likes. After every call, [`Outbound::take_effects`] says what is to be done, in order.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
+use baton_types::{BlockId, Epoch};
 
 use super::active::{Active, Writing};
 use super::done::{Done, Quiet, TransferStats};
-use super::line::{Line, Op};
-use crate::batch::{BATCH_BYTES, Batch};
+use super::line::Line;
+use super::op::Op;
+use super::terms::{Parties, Patience, Pools};
+use crate::batch::WriteBatch;
 use crate::codec::Malformed;
 use crate::error::TransferError;
-use crate::limits::{Limits, TransportKind};
+use crate::limits::{TransferLimits, TransportKind};
 use crate::memory::PoolMemory;
 use crate::pulse::Pulse;
 use crate::state::{Action, Input, State};
@@ -34,44 +36,6 @@ pub enum Effect {
     Report(Done, Result<TransferStats, TransferError>),
     /// Say that nothing reads a handoff's local blocks any more.
     Hush(Quiet),
-}
-
-/// Who is who.
-#[derive(Clone, Copy, Debug)]
-pub struct Parties {
-    /// The prefill worker.
-    pub me: WorkerId,
-    /// The decode worker.
-    pub peer: WorkerId,
-}
-
-/// How long to wait for what.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
-    /// For access to be granted.
-    pub grant: Duration,
-    /// For anything at all to be heard while a handoff is under way.
-    pub silence: Duration,
-}
-
-/// Between which pools blocks move.
-#[derive(Clone, Debug)]
-pub struct Pools {
-    /// This worker's.
-    pub local: PoolGeometry,
-    /// The peer's. Its layout differs in its KV type at most.
-    pub remote: PoolGeometry,
-    /// Bytes of a batch.
-    pub batch_bytes: usize,
-    /// Whether what leaves is digested (I2). Only a benchmark may say no.
-    pub verify: bool,
-}
-
-impl Pools {
-    /// Two of the same shape.
-    pub fn alike(geometry: PoolGeometry) -> Pools {
-        Pools { local: geometry.clone(), remote: geometry, batch_bytes: BATCH_BYTES, verify: true }
-    }
 }
 
 /// The session's handoffs and the write under way.
@@ -94,8 +58,8 @@ pub struct Outbound {
 
 impl Outbound {
     /// A session with nothing under way.
-    pub fn new(parties: Parties, pools: Pools, limits: &Limits) -> Outbound {
-        let Limits { handshake: grant, silence, heartbeat, .. } = *limits;
+    pub fn new(parties: Parties, pools: Pools, limits: &TransferLimits) -> Outbound {
+        let TransferLimits { handshake: grant, silence, heartbeat, .. } = *limits;
         Outbound {
             parties,
             patience: Patience { grant, silence },
@@ -260,7 +224,7 @@ impl Outbound {
         &mut self,
         memory: Option<&mut dyn PoolMemory>,
         now: Instant,
-    ) -> Result<Option<Batch>, TransferError> {
+    ) -> Result<Option<WriteBatch>, TransferError> {
         let Some(mut writing) = self.writing.take_if(|w| !w.is_done()) else {
             self.writing = None;
             return Ok(None);

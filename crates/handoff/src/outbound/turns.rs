@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use baton_types::Epoch;
 
-use super::line::Op;
+use super::op::Op;
 
 /// Requests, of 256 blocks of a layer at most, by which younger handoffs may overtake one.
 const OVERTAKES: u32 = 256;

@@ -7,10 +7,11 @@ use std::time::Instant;
 
 use baton_types::{BlockId, PoolGeometry, WorkerId};
 
-use super::line::{Core, Line, Op};
+use super::line::{Core, Line};
+use super::op::Op;
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::limits::Limits;
+use crate::limits::TransferLimits;
 
 /// Blocks of one queued write at most: many small ones, so that room comes free steadily, however long a prefix goes at once.
 const WRITE_BLOCKS: usize = 256;
@@ -45,7 +46,7 @@ impl Writes {
         target: &Descriptor,
         me: WorkerId,
         local: &PoolGeometry,
-        limits: &Limits,
+        limits: &TransferLimits,
         deadline: Instant,
     ) -> Result<Writes, TransferError> {
         let asked: u64 = target.counts.iter().map(|n| u64::from(*n)).sum();
@@ -160,10 +161,10 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::outbound::testing;
+    use crate::testing;
 
     fn writes() -> (Writes, Line) {
-        let (target, local, limits) = (testing::target(2), testing::geometry(), Limits::default());
+        let (target, local, limits) = (testing::target(2), testing::geometry(), TransferLimits::default());
         let deadline = Instant::now() + Duration::from_secs(60);
         (Writes::new(&target, WorkerId(2), &local, &limits, deadline).unwrap(), Line::new(limits))
     }
@@ -179,7 +180,7 @@ mod tests {
             ops.iter().for_each(|op| writes.queued(op.blocks()));
         }
         assert_eq!(writes.completable(&line, &[]), Ok(()));
-        let long = vec![0; Limits::default().tail_bytes + 1];
+        let long = vec![0; TransferLimits::default().tail_bytes + 1];
         assert!(matches!(writes.completable(&line, &long), Err(TransferError::Limit { .. })));
         assert!(writes.write(0, 0, &pairs[..1], 0).err().unwrap().to_string().contains("written twice"));
     }
@@ -198,7 +199,7 @@ mod tests {
     fn a_long_write_is_queued_in_parts_and_what_was_not_queued_is_missing() {
         let (mut target, mut local) = (testing::target(1), testing::geometry());
         (target.counts, local.blocks) = (vec![600], vec![600]);
-        let (limits, deadline) = (Limits::default(), Instant::now());
+        let (limits, deadline) = (TransferLimits::default(), Instant::now());
         let mut writes = Writes::new(&target, WorkerId(2), &local, &limits, deadline).unwrap();
         let pairs: Vec<_> = (0..600).map(|i| (BlockId(i), i)).collect();
         let ops = writes.write(0, 0, &pairs, 0).unwrap();
@@ -206,7 +207,7 @@ mod tests {
         writes.queued(256);
         let error = writes.completable(&Line::new(limits.clone()), &[]).unwrap_err();
         assert!(matches!(error, TransferError::Incomplete { written: 256, .. }), "{error}");
-        let small = Limits { blocks_per_handoff: 599, ..limits };
+        let small = TransferLimits { blocks_per_handoff: 599, ..limits };
         assert!(Writes::new(&target, WorkerId(2), &local, &small, deadline).is_err());
     }
 }

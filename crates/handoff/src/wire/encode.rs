@@ -109,7 +109,7 @@ fn only_epoch(out: &mut Vec<u8>, epoch: Epoch, kind: u8) -> u8 {
     kind
 }
 
-fn put_ticket(out: &mut Vec<u8>, ticket: &Ticket) {
+fn put_ticket(out: &mut Vec<u8>, ticket: &JoinTicket) {
     out.put_u64(ticket.session);
     out.put_u64(ticket.token);
 }

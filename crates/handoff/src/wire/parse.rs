@@ -16,6 +16,7 @@ pub struct FrameHead {
 
 impl FrameHead {
     /// That of a frame with this body, whatever it is; for tests of what is made of bodies.
+    #[cfg(feature = "testing")]
     pub fn matching(kind: u8, body: &[u8]) -> FrameHead {
         FrameHead { len: body.len(), kind, check: check_of(kind, body) }
     }
@@ -96,11 +97,11 @@ fn parse_over(f: &mut Fields) -> Result<Over, Malformed> {
     }
 }
 
-fn parse_ticket(f: &mut Fields) -> Result<Ticket, Malformed> {
-    Ok(Ticket { session: f.u64("session")?, token: f.u64("token")? })
+fn parse_ticket(f: &mut Fields) -> Result<JoinTicket, Malformed> {
+    Ok(JoinTicket { session: f.u64("session")?, token: f.u64("token")? })
 }
 
-fn parse_offer(f: &mut Fields) -> Result<Option<Ticket>, Malformed> {
+fn parse_offer(f: &mut Fields) -> Result<Option<JoinTicket>, Malformed> {
     match f.u8("ticket")? {
         0 => Ok(None),
         1 => parse_ticket(f).map(Some),

@@ -1,7 +1,10 @@
 //! Every frame survives the wire; no other byte string is one, and none makes the parser panic.
 
+use baton_types::testing::{Random, with_seeds};
+
 use super::encode::seal;
 use super::*;
+use crate::limits::TransferLimits;
 
 fn samples() -> Vec<Frame> {
     let epoch = Epoch(0x1122_3344_5566_7788);
@@ -16,8 +19,8 @@ fn samples() -> Vec<Frame> {
         Frame::Identify { me: WorkerId(1), you: WorkerId(2), over: Over::CudaIpc },
         Frame::Handle { bytes: 96, handle: vec![9; 64] },
         Frame::Welcome { blocks: vec![10, 20], ticket: None },
-        Frame::Welcome { blocks: vec![], ticket: Some(Ticket { session: 3, token: 1 << 63 }) },
-        Frame::Join { ticket: Ticket { session: 3, token: 9 }, stream: 15 },
+        Frame::Welcome { blocks: vec![], ticket: Some(JoinTicket { session: 3, token: 1 << 63 }) },
+        Frame::Join { ticket: JoinTicket { session: 3, token: 9 }, stream: 15 },
         Frame::Joined,
         Frame::Reject { reason: "full".into() },
         Frame::Begin { epoch, key: 9 },
@@ -42,7 +45,7 @@ fn samples() -> Vec<Frame> {
 }
 
 fn parse(bytes: &[u8]) -> Result<Frame, Malformed> {
-    let limits = FrameLimits::new(&Limits::default(), 2);
+    let limits = FrameLimits::new(&TransferLimits::default(), 2);
     let prefix = Fields::new(bytes).array::<PREFIX>("prefix")?;
     let head = parse_prefix(prefix, &limits)?;
     let body = &bytes[PREFIX..];
@@ -55,15 +58,6 @@ fn parse(bytes: &[u8]) -> Result<Frame, Malformed> {
 /// Makes length and checks those of kind and body, as a peer gone mad can.
 fn reseal(bytes: &mut [u8]) {
     seal(bytes[4], bytes);
-}
-
-/// Numbers without a dependency: SplitMix64.
-fn numbers(mut seed: u64) -> impl FnMut() -> u64 {
-    move || {
-        seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z ^ (z >> 27)
-    }
 }
 
 #[test]
@@ -96,25 +90,27 @@ fn truncated_and_padded_frames_are_refused() {
 
 #[test]
 fn random_and_mutated_bytes_never_panic_and_what_parses_encodes_back() {
-    let mut next = numbers(1);
-    for _ in 0..20_000 {
-        let body: Vec<u8> = (0..next() % 64).map(|_| next() as u8).collect();
-        if let Ok(frame) = parse_body(&FrameHead::matching(next() as u8 % 32, &body), &body) {
-            assert_eq!(&frame.encode()[PREFIX..], &body);
-        }
-    }
-    for frame in samples() {
-        let bytes = frame.encode();
-        for _ in 0..500 {
-            let mut mutated = bytes.clone();
-            let at = next() as usize % mutated.len();
-            mutated[at] = next() as u8;
-            reseal(&mut mutated);
-            if let Ok(frame) = parse(&mutated) {
-                assert_eq!(frame.encode(), mutated);
+    with_seeds([1], |seed| {
+        let mut random = Random(seed);
+        for _ in 0..20_000 {
+            let (len, kind) = (random.index(64), random.below(32) as u8);
+            let body = random.bytes(len);
+            if let Ok(frame) = parse_body(&FrameHead::matching(kind, &body), &body) {
+                assert_eq!(&frame.encode()[PREFIX..], &body);
             }
         }
-    }
+        for frame in samples() {
+            let bytes = frame.encode();
+            for _ in 0..500 {
+                let mut mutated = bytes.clone();
+                mutated[random.index(bytes.len())] = random.bits() as u8;
+                reseal(&mut mutated);
+                if let Ok(frame) = parse(&mutated) {
+                    assert_eq!(frame.encode(), mutated);
+                }
+            }
+        }
+    });
 }
 
 #[test]
@@ -133,7 +129,7 @@ fn a_frame_with_any_bit_flipped_is_refused() {
 
 #[test]
 fn lengths_are_bounded_before_anything_is_allocated() {
-    let limits = FrameLimits::new(&Limits::default(), 2);
+    let limits = FrameLimits::new(&TransferLimits::default(), 2);
     let prefix = |len: u32, kind: u8| {
         let (len, [a, b, c]) = (len.to_le_bytes(), head_check_of(kind, len.to_le_bytes()));
         let head = [len[0], len[1], len[2], len[3], kind, a, b, c];
@@ -155,7 +151,7 @@ fn lengths_are_bounded_before_anything_is_allocated() {
 
 #[test]
 fn the_largest_frames_within_limits_fit() {
-    let limits = Limits { blocks_per_handoff: 100, tail_bytes: 50, ..Limits::default() };
+    let limits = TransferLimits { blocks_per_handoff: 100, tail_bytes: 50, ..TransferLimits::default() };
     let frame_limits = FrameLimits::new(&limits, 2);
     let fits = |frame: &Frame| {
         let bytes = frame.encode();

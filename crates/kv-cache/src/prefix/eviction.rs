@@ -18,12 +18,14 @@ pub enum Eviction {
     Priority,
 }
 
+baton_types::words!(Eviction { Lru = "lru", Lfu = "lfu", Priority = "priority" });
+
 /// The order of eviction: lowest first.
-pub(crate) type Rank = (u64, u64);
+pub(crate) type EvictionRank = (u64, u64);
 
 /// What is known of a block's use.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Usage {
+pub(crate) struct BlockUsage {
     /// When it was last used, in uses of the whole index.
     last: u64,
     /// Uses, and the age of the cache at the last of them.
@@ -42,7 +44,7 @@ pub(crate) struct Pin {
     pub until: u64,
 }
 
-impl Usage {
+impl BlockUsage {
     /// Kept as asked for as well. What others have asked for is neither weakened nor ended early by that; of three levels the
     /// middle one may end with the strongest.
     pub fn pinned(&mut self, asked: Pin) {
@@ -72,19 +74,19 @@ impl Ranking {
     }
 
     /// Its sequence matched or made it.
-    pub fn used(&mut self, usage: &mut Usage) {
+    pub fn used(&mut self, usage: &mut BlockUsage) {
         self.rested(usage);
         usage.uses += 1;
         usage.score = self.age + usage.uses;
     }
 
     /// Nobody uses it any more from now on.
-    pub fn rested(&mut self, usage: &mut Usage) {
+    pub fn rested(&mut self, usage: &mut BlockUsage) {
         self.tick += 1;
         usage.last = self.tick;
     }
 
-    pub fn rank(&self, usage: &Usage) -> Rank {
+    pub fn rank(&self, usage: &BlockUsage) -> EvictionRank {
         match self.policy {
             Eviction::Lru => (usage.last, 0),
             Eviction::Lfu => (usage.score, usage.last),
@@ -92,7 +94,7 @@ impl Ranking {
         }
     }
 
-    pub fn evicted(&mut self, usage: &Usage) {
+    pub fn evicted(&mut self, usage: &BlockUsage) {
         self.age = self.age.max(usage.score);
     }
 }
@@ -105,7 +107,7 @@ mod tests {
     fn a_pin_is_never_weakened_nor_ended_early() {
         let pin = |keep, until| Pin { keep, until };
         let after = |asked: &[Pin]| {
-            let mut usage = Usage::default();
+            let mut usage = BlockUsage::default();
             asked.iter().for_each(|asked| usage.pinned(*asked));
             (usage.pin, usage.later)
         };
@@ -116,7 +118,7 @@ mod tests {
         assert_eq!(after(&[short, long, pin(1, 20)]), (short, long), "shorter than what follows");
         assert_eq!(after(&[short, long, pin(2, 3600)]), (short, pin(2, 3600)));
         assert_eq!(after(&[short, long, pin(9, u64::MAX)]), (pin(9, u64::MAX), none));
-        let mut usage = Usage::default();
+        let mut usage = BlockUsage::default();
         [long, short].into_iter().for_each(|asked| usage.pinned(asked));
         usage.unpinned();
         assert_eq!((usage.pin, usage.later), (long, none));

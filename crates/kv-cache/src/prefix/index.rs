@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 use std::sync::Arc;
 
-use baton_types::BlockId;
+use baton_types::{BlockId, Time};
 
-use super::eviction::{Pin, Rank, Ranking, Usage};
+use super::eviction::{BlockUsage, EvictionRank, Pin, Ranking};
 use super::{CacheConfig, Prefix};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -40,7 +40,7 @@ pub(super) struct Node {
     pub(super) children: Children,
     /// Owners of its blocks, over all of them.
     pub(super) held: u32,
-    pub(super) usage: Usage,
+    pub(super) usage: BlockUsage,
 }
 
 /// See the module.
@@ -56,9 +56,9 @@ pub(crate) struct PrefixIndex {
     /// The node of each block, by group.
     pub(super) by_block: Vec<Vec<Option<NodeId>>>,
     /// Leaves nobody holds.
-    pub(super) leaves: BTreeSet<(Rank, NodeId)>,
+    pub(super) leaves: BTreeSet<(EvictionRank, NodeId)>,
     /// For groups with a window: nodes whose block of this group nobody holds.
-    pub(super) windowed: Vec<Option<BTreeSet<(Rank, NodeId)>>>,
+    pub(super) windowed: Vec<Option<BTreeSet<(EvictionRank, NodeId)>>>,
     /// What is kept for a time.
     expiring: BTreeSet<(u64, NodeId)>,
     pub(super) ranking: Ranking,
@@ -157,7 +157,7 @@ impl PrefixIndex {
         for (group, block) in blocks.iter().enumerate() {
             self.map(group, *block, Some(id));
         }
-        let node = Node { parent, tokens, blocks, children: Children::new(), held, usage: Usage::default() };
+        let node = Node { parent, tokens, blocks, children: Children::new(), held, usage: BlockUsage::default() };
         self.nodes[id.0 as usize] = Some(node);
         Some(id)
     }
@@ -237,7 +237,7 @@ impl PrefixIndex {
         let (now, room) = (self.now, self.kept < self.max_kept);
         self.change(id, |ranking, usage| {
             ranking.used(usage);
-            let asked = Pin { keep: prefix.keep, until: prefix.keep_until.unwrap_or(u64::MAX) };
+            let asked = Pin { keep: prefix.keep, until: prefix.keep_until.map_or(u64::MAX, |time| time.0) };
             if asked.keep > 0 && asked.until > now && (room || usage.pin.keep > 0) {
                 usage.pinned(asked); // I5
             }
@@ -245,7 +245,7 @@ impl PrefixIndex {
     }
 
     /// Time passes: what was kept until `now` counts as any other.
-    pub fn advance(&mut self, now: u64) {
+    pub fn advance(&mut self, Time(now): Time) {
         self.now = self.now.max(now);
         while let Some(&(until, id)) = self.expiring.first()
             && until <= now
@@ -311,7 +311,7 @@ impl PrefixIndex {
     }
 
     /// Changes what is known of a node's use, wherever it stands in an order.
-    fn change(&mut self, id: NodeId, how: impl FnOnce(&mut Ranking, &mut Usage)) {
+    fn change(&mut self, id: NodeId, how: impl FnOnce(&mut Ranking, &mut BlockUsage)) {
         let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::as_mut) else { return };
         let (old, before) = (self.ranking.rank(&node.usage), node.usage);
         how(&mut self.ranking, &mut node.usage);
@@ -328,7 +328,7 @@ impl PrefixIndex {
         }
     }
 
-    fn key(&self, id: NodeId) -> Option<(Rank, NodeId)> {
+    fn key(&self, id: NodeId) -> Option<(EvictionRank, NodeId)> {
         self.node(id).map(|node| (self.ranking.rank(&node.usage), id))
     }
 

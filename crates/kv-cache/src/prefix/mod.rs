@@ -12,7 +12,7 @@ mod check;
 mod eviction;
 mod index;
 
-use baton_types::hash_bytes;
+use baton_types::{Time, hash_bytes};
 
 pub use eviction::Eviction;
 pub(crate) use index::{NodeId, Parent, PrefixIndex};
@@ -43,8 +43,8 @@ pub struct Prefix {
     /// For [`Eviction::Priority`]: blocks of lower ones go first, those of 0 (not kept at all) before all. A block has the
     /// highest of those that use it.
     pub keep: u8,
-    /// When `keep` ends, on the clock of [`crate::KvPools::advance`].
-    pub keep_until: Option<u64>,
+    /// When `keep` ends; `None`: never.
+    pub keep_until: Option<Time>,
 }
 
 /// The name of a prefix: `chain_hash(chain_hash(seed, block 0), block 1)` and so on, over full blocks of token ids.

@@ -1,12 +1,11 @@
 //! [`ModelConfig`] from the metadata of a GGUF file.
 
-use super::{Activation, Architecture, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, Keys, ModelConfig, RopeConfig, RopeScaling};
-use crate::ModelFileError;
+use baton_model_text::{Architecture, Family, Keys, ModelFileError};
+
+use super::{Activation, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, ModelConfig, RopeConfig, RopeScaling};
 
 /// What the configuration needs to know about the file's tensors.
 pub(crate) struct TensorFacts {
-    /// Rows of the embedding.
-    pub vocab_size: u32,
     /// The file has an output head of its own.
     pub has_output: bool,
     /// Layer 0 has a bias on Q.
@@ -18,42 +17,27 @@ pub(crate) struct TensorFacts {
 /// The one Gemma 3 size (27B) whose attention is scaled by its width per head instead of by the head's own size.
 const GEMMA3_WIDE_LAYERS: u32 = 62;
 
-pub(crate) fn architecture(all: &Keys) -> Result<(Architecture, Keys), ModelFileError> {
-    let name: String = all.need("general.architecture")?;
-    let architecture = match name.as_str() {
-        "llama" => Architecture::Llama,
-        "mistral" => Architecture::Mistral,
-        "qwen2" => Architecture::Qwen2,
-        "qwen3" => Architecture::Qwen3,
-        "gemma3" => Architecture::Gemma3,
-        _ => {
-            return Err(ModelFileError::UnsupportedArchitecture { path: all.path().to_owned(), architecture: name });
-        }
-    };
-    Ok((architecture, all.family(&name)))
-}
-
-pub(crate) fn read(all: &Keys, facts: TensorFacts) -> Result<ModelConfig, ModelFileError> {
-    let (architecture, keys) = architecture(all)?;
+pub(crate) fn read(family: &Family, facts: TensorFacts) -> Result<ModelConfig, ModelFileError> {
+    let Family { architecture, ref keys, vocab_size, context_length } = *family;
     keys.must_be_off("expert_count", "a mixture of experts")?;
     let gemma = architecture == Architecture::Gemma3;
-    let layers = super::layer_count(&keys, "block_count", None)?;
+    let layers = super::layer_count(keys, "block_count", None)?;
     let hidden_size: u32 = keys.need("embedding_length")?;
     let heads: u32 = keys.need("attention.head_count")?;
-    let head_dim = head_dim(&keys, hidden_size, heads)?;
+    let head_dim = head_dim(keys, hidden_size, heads)?;
     let attention_dim = if gemma && layers == GEMMA3_WIDE_LAYERS { hidden_size / heads } else { head_dim };
     let (layer_windows, local_rope) =
-        if gemma { gemma3_windows(&keys, layers)? } else { (vec![None; layers as usize], None) };
+        if gemma { gemma3_windows(keys, layers)? } else { (vec![None; layers as usize], None) };
     let config = ModelConfig {
         architecture,
-        vocab_size: facts.vocab_size,
+        vocab_size,
         hidden_size,
         intermediate_size: keys.need("feed_forward_length")?,
         layers,
         heads,
         kv_heads: keys.or("attention.head_count_kv", heads)?,
         head_dim,
-        context_length: keys.need("context_length")?,
+        context_length,
         norm_eps: keys.need("attention.layer_norm_rms_epsilon")?,
         // Converters store Gemma's norms as 1 + w already.
         norm_weight_offset: 0.0,
@@ -63,14 +47,14 @@ pub(crate) fn read(all: &Keys, facts: TensorFacts) -> Result<ModelConfig, ModelF
         activation: if gemma { Activation::GeluTanh } else { Activation::Silu },
         embedding_scale: if gemma { (hidden_size as f32).sqrt() } else { 1.0 },
         attention_scale: 1.0 / (attention_dim as f32).sqrt(),
-        rope: rope(&keys, head_dim, facts.rope_freqs)?,
+        rope: rope(keys, head_dim, facts.rope_freqs)?,
         local_rope,
         layer_windows,
         tied_embeddings: !facts.has_output,
         // Converters permute Q and K of these two families for interleaved rope.
         interleaved_qk: matches!(architecture, Architecture::Llama | Architecture::Mistral),
     };
-    config.checked(all.path())
+    config.checked(keys.path())
 }
 
 fn head_dim(keys: &Keys, hidden_size: u32, heads: u32) -> Result<u32, ModelFileError> {

@@ -1,7 +1,8 @@
 //! [`ModelConfig`] from a Hugging Face `config.json`, in its older and its current spelling of rope and layer types.
 
-use super::{Activation, Architecture, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, Keys, ModelConfig, RopeConfig, RopeScaling};
-use crate::ModelFileError;
+use baton_model_text::{Architecture, Family, Keys, ModelFileError};
+
+use super::{Activation, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, ModelConfig, RopeConfig, RopeScaling};
 
 /// Values that a family's `config.json` may leave out.
 struct Defaults {
@@ -10,66 +11,47 @@ struct Defaults {
     tied: bool,
 }
 
-pub(crate) fn read(root: Keys) -> Result<ModelConfig, ModelFileError> {
-    let (architecture, keys) = architecture(root)?;
+pub(crate) fn read(family: &Family) -> Result<ModelConfig, ModelFileError> {
+    let Family { architecture, ref keys, vocab_size, context_length } = *family;
     let gemma = architecture == Architecture::Gemma3;
     let defaults = match architecture {
         Architecture::Gemma3 => Defaults { head_dim: Some(256), theta: 1_000_000.0, tied: true },
         Architecture::Qwen3 => Defaults { head_dim: Some(128), theta: 10_000.0, tied: false },
         _ => Defaults { head_dim: None, theta: 10_000.0, tied: false },
     };
-    reject_what_is_not_implemented(&keys, architecture)?;
+    reject_what_is_not_implemented(keys, architecture)?;
     // The 4B and larger Gemma 3 files leave out what equals the family's defaults.
     let size = |key: &str, gemma_default: u32| if gemma { keys.or(key, gemma_default) } else { keys.need(key) };
-    let layers = super::layer_count(&keys, "num_hidden_layers", gemma.then_some(26))?;
+    let layers = super::layer_count(keys, "num_hidden_layers", gemma.then_some(26))?;
     let (hidden_size, heads) = (size("hidden_size", 2304)?, size("num_attention_heads", 8)?);
-    let head_dim = head_dim(&keys, &defaults, hidden_size, heads)?;
+    let head_dim = head_dim(keys, &defaults, hidden_size, heads)?;
     let attention_dim = if gemma { keys.or("query_pre_attn_scalar", 256.0)? } else { head_dim as f32 };
-    let (rope, local_rope) = ropes(&keys, gemma, defaults.theta)?;
+    let (rope, local_rope) = ropes(keys, gemma, defaults.theta)?;
     let config = ModelConfig {
         architecture,
-        vocab_size: size("vocab_size", 262_208)?,
+        vocab_size,
         hidden_size,
         intermediate_size: size("intermediate_size", 9216)?,
         layers,
         heads,
         kv_heads: keys.or("num_key_value_heads", if gemma { 4 } else { heads })?,
         head_dim,
-        context_length: size("max_position_embeddings", 131_072)?,
+        context_length,
         norm_eps: keys.or("rms_norm_eps", 1e-6)?,
         norm_weight_offset: if gemma { 1.0 } else { 0.0 },
         qkv_bias: architecture == Architecture::Qwen2,
         qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Gemma3),
         post_norms: gemma,
-        activation: activation(&keys, gemma)?,
+        activation: activation(keys, gemma)?,
         embedding_scale: if gemma { (hidden_size as f32).sqrt() } else { 1.0 },
         attention_scale: 1.0 / attention_dim.sqrt(),
         rope,
         local_rope,
-        layer_windows: layer_windows(&keys, architecture, layers)?,
+        layer_windows: layer_windows(keys, architecture, layers)?,
         tied_embeddings: keys.or("tie_word_embeddings", defaults.tied)?,
         interleaved_qk: false,
     };
     config.checked(keys.path())
-}
-
-/// The family, and the section with the text model's keys.
-fn architecture(root: Keys) -> Result<(Architecture, Keys), ModelFileError> {
-    let name: String = root.need("model_type")?;
-    let architecture = match name.as_str() {
-        "llama" => Architecture::Llama,
-        "mistral" => Architecture::Mistral,
-        "qwen2" => Architecture::Qwen2,
-        "qwen3" => Architecture::Qwen3,
-        "gemma3_text" | "gemma3" => Architecture::Gemma3,
-        _ => {
-            return Err(ModelFileError::UnsupportedArchitecture { path: root.path().to_owned(), architecture: name });
-        }
-    };
-    match root.section("text_config")? {
-        Some(text) => Ok((architecture, text)),
-        None => Ok((architecture, root)),
-    }
 }
 
 fn reject_what_is_not_implemented(keys: &Keys, architecture: Architecture) -> Result<(), ModelFileError> {

@@ -4,31 +4,12 @@
 
 pub(crate) mod gguf;
 pub(crate) mod hf;
-mod keys;
 
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use keys::Keys;
-
-use crate::ModelFileError;
-
-/// Families of models the decoder implements.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Architecture {
-    /// Llama and everything shaped like it (SmolLM2, TinyLlama, Llama 3.x).
-    Llama,
-    /// Qwen2 and Qwen2.5: biases on Q, K and V.
-    Qwen2,
-    /// Qwen3: RMS norm on each head of Q and K.
-    Qwen3,
-    /// Mistral: Llama, optionally with a sliding window in every layer.
-    Mistral,
-    /// Gemma 3, text part: sandwich norms, local and global layers with two rope bases, scaled embeddings.
-    Gemma3,
-}
+use baton_model_text::{Architecture, Keys, MAX_VOCABULARY, ModelFileError, check_size};
 
 /// The gate's activation in the feed-forward block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -148,7 +129,7 @@ impl ModelConfig {
     pub(crate) fn checked(self, path: &Path) -> Result<ModelConfig, ModelFileError> {
         let fail = |key: &str, problem: String| Err(ModelFileError::config(path, key, problem));
         let sizes = [
-            ("vocab_size", self.vocab_size, MAX_SIZE),
+            ("vocab_size", self.vocab_size, MAX_VOCABULARY),
             ("hidden_size", self.hidden_size, MAX_SIZE),
             ("intermediate_size", self.intermediate_size, MAX_SIZE),
             ("heads", self.heads, MAX_HEADS),
@@ -156,9 +137,7 @@ impl ModelConfig {
             ("head_dim", self.head_dim, MAX_HEAD_DIM),
             ("context_length", self.context_length, u32::MAX),
         ];
-        if let Some((key, value, most)) = sizes.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
-            return fail(key, format!("is {value}; it must be between 1 and {most}"));
-        }
+        sizes.into_iter().try_for_each(|(key, value, most)| check_size(path, key, value, most))?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             return fail("kv_heads", format!("{} does not divide the {} query heads", self.kv_heads, self.heads));
         }

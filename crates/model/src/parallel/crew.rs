@@ -49,6 +49,7 @@ impl Shared {
 }
 
 /// Ranks on threads of their own, each with its decoder.
+#[derive(Default)]
 pub(super) struct Crew {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -61,13 +62,18 @@ pub(super) struct Running<'a> {
 
 impl Crew {
     pub fn start<B: Backend + 'static>(ranks: Vec<Decoder<B>>) -> std::io::Result<Crew> {
-        let mut crew = Crew { shared: Arc::default(), threads: Vec::new() };
+        let mut crew = Crew::default();
         for (rank, mut decoder) in (1..).zip(ranks) {
             let shared = Arc::clone(&crew.shared);
             let thread = std::thread::Builder::new().name(format!("rank-{rank}"));
             crew.threads.push(thread.spawn(move || work(&shared, &mut decoder))?);
         }
         Ok(crew)
+    }
+
+    /// Whether the first rank is alone.
+    pub fn is_empty(&self) -> bool {
+        self.threads.is_empty()
     }
 
     /// Sets all to work on a batch.

@@ -5,7 +5,7 @@
 //! sums a layer. The output head is split by vocabulary, and rank 0 gathers the logits and samples. Norms and the embedding every rank
 //! has whole: looking rows up costs nothing, splitting the table would save a percent of a large model and cost an exchange a step.
 //!
-//! [`Sharding`] says which rank has what, [`Collective`] is what ranks exchange by ([`SharedMemory`] for
+//! [`Sharding`] says which rank has what, [`Collective`] is what ranks exchange by ([`ThreadRanks`] for
 //! threads, [`GpuRanks`] for GPUs), and
 //! [`TensorParallel`] runs the ranks in lockstep. Each has a KV pool with its own heads, and all pools the same block tables. At a fixed
 //! degree sums have one order, so nothing depends on the route (I1); between degrees logits differ by rounding.
@@ -21,4 +21,4 @@ pub use collective::{Collective, Rank};
 pub use gpus::GpuRanks;
 pub use runner::TensorParallel;
 pub use sharding::{Part, Sharding, Stored};
-pub use shared::SharedMemory;
+pub use shared::ThreadRanks;

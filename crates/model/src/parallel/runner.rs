@@ -1,7 +1,7 @@
 //! [`TensorParallel`]: a [`ModelRunner`] made of one decoder a rank.
 //!
-//! The caller's thread is rank 0 and samples; the others follow on threads of their own. Every rank is given the same batch and does the
-//! same operations on its part, so none has to be told anything but when to begin.
+//! The caller's thread is rank 0, often the only one, and samples; the others follow on threads of their own. Every rank is given the same
+//! batch and does the same operations on its part, so none has to be told anything but when to begin.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use baton_model_files::{Model, ModelConfig};
 use baton_types::{KvLayout, TokenOut};
 
 use super::crew::{Crew, guarded};
-use super::{Collective, GpuRanks, Rank, Sharding, SharedMemory};
-use crate::{Decoder, Limits, ModelError, Sampler};
+use super::{Collective, GpuRanks, Rank, Sharding, ThreadRanks};
+use crate::{Decoder, DecoderLimits, ModelError, Sampler};
 
 /// A model on several ranks, ready to run steps.
 pub struct TensorParallel<B: Backend> {
@@ -31,7 +31,7 @@ impl<B: Backend + 'static> TensorParallel<B> {
     pub fn load(
         model: &Model,
         layout: &KvLayout,
-        limits: Limits,
+        limits: DecoderLimits,
         backends: Vec<(B, Box<dyn Collective<B>>)>,
     ) -> Result<Self, ModelError> {
         let ranks = backends.len() as u32;
@@ -49,12 +49,23 @@ impl<B: Backend + 'static> TensorParallel<B> {
         let others = Crew::start(backends.map(load).collect::<Result<_, _>>()?)?;
         Ok(TensorParallel { first, others })
     }
+
+    /// Loads a whole model onto one backend: a rank that exchanges with nobody. `layout` is that of its pool.
+    ///
+    /// # Errors
+    /// When the model cannot be loaded.
+    pub fn alone(model: &Model, layout: &KvLayout, limits: DecoderLimits, backend: B) -> Result<Self, ModelError> {
+        Ok(TensorParallel { first: Decoder::load(model, layout, backend, limits)?, others: Crew::default() })
+    }
 }
 
 impl<B: Backend> TensorParallel<B> {
     /// What it runs on, for logs.
     pub fn backend_name(&self) -> String {
-        format!("{} ranks of {}", self.first.ranks(), self.first.backend_name())
+        match (self.first.ranks(), self.first.backend_name()) {
+            (1, name) => name,
+            (ranks, name) => format!("{ranks} ranks of {name}"),
+        }
     }
 
     /// Compiles constraints for its sampler, on any thread.
@@ -73,12 +84,15 @@ impl<B: Backend> TensorParallel<B> {
         self.together(batch, |first| first.run_logits(batch, on_layer, each))
     }
 
-    /// Runs a batch on all ranks, on the first as `step` does it.
+    /// Runs a batch on all ranks, on the first as `step` does it. One that is alone has nobody to wait for or to tell.
     fn together(
         &mut self,
         batch: &Batch<'_>,
         step: impl FnOnce(&mut Decoder<B>) -> Result<(), RunError>,
     ) -> Result<(), RunError> {
+        if self.others.is_empty() {
+            return step(&mut self.first);
+        }
         self.first.reset()?;
         let others = self.others.begin(batch);
         let outcome = guarded(&mut self.first, step);
@@ -91,10 +105,14 @@ impl TensorParallel<CpuBackend> {
     pub fn on_cpu(
         model: &Model,
         layout: &KvLayout,
-        limits: Limits,
+        limits: DecoderLimits,
         backends: Vec<CpuBackend>,
     ) -> Result<Self, ModelError> {
-        let exchange = SharedMemory::ranks(backends.len(), exchanged(model.config(), limits, backends.len()));
+        let backends = match <[CpuBackend; 1]>::try_from(backends) {
+            Ok([backend]) => return TensorParallel::alone(model, layout, limits, backend),
+            Err(backends) => backends,
+        };
+        let exchange = ThreadRanks::ranks(backends.len(), exchanged(model.config(), limits, backends.len()));
         let exchange = exchange.into_iter().map(|rank| Box::new(rank) as Box<dyn Collective<CpuBackend>>);
         TensorParallel::load(model, layout, limits, backends.into_iter().zip(exchange).collect())
     }
@@ -105,7 +123,7 @@ impl<D: Device + 'static> TensorParallel<CudaBackend<D>> {
     pub fn on_devices(
         model: &Model,
         layout: &KvLayout,
-        limits: Limits,
+        limits: DecoderLimits,
         backends: Vec<CudaBackend<D>>,
         exchange: Arc<dyn Exchange<D>>,
     ) -> Result<Self, ModelError> {
@@ -116,12 +134,12 @@ impl<D: Device + 'static> TensorParallel<CudaBackend<D>> {
 }
 
 /// The most elements of one sum: the residual stream of a step.
-fn summed(config: &ModelConfig, limits: Limits) -> usize {
+fn summed(config: &ModelConfig, limits: DecoderLimits) -> usize {
     limits.tokens * config.hidden_size as usize
 }
 
 /// The most elements of one exchange of a rank: the residual stream of a step, or its part of the logits.
-fn exchanged(config: &ModelConfig, limits: Limits, ranks: usize) -> usize {
+fn exchanged(config: &ModelConfig, limits: DecoderLimits, ranks: usize) -> usize {
     let logits = (config.vocab_size as usize).div_ceil(ranks.max(1)).next_multiple_of(8) + 8;
     summed(config, limits).max(limits.samples * logits)
 }
@@ -129,7 +147,7 @@ fn exchanged(config: &ModelConfig, limits: Limits, ranks: usize) -> usize {
 impl<B: Backend> ModelRunner for TensorParallel<B> {
     fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
         let launched = self.together(batch, |first| first.launch(batch, on_layer));
-        if launched.is_err() {
+        if launched.is_err() && !self.others.is_empty() {
             // Another rank's part of it is missing.
             self.first.abandon();
         }
@@ -138,6 +156,10 @@ impl<B: Backend> ModelRunner for TensorParallel<B> {
 
     fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
         self.first.collect(batch, out)
+    }
+
+    fn overlaps(&self) -> bool {
+        self.first.overlaps()
     }
 
     fn device(&self) -> Option<String> {

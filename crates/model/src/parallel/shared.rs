@@ -1,4 +1,4 @@
-//! [`SharedMemory`]: ranks that are threads of one process.
+//! [`ThreadRanks`]: ranks that are threads of one process.
 //!
 //! Each rank has two slots that the others read. An exchange is: write the own slot, meet, read all slots. The next exchange uses the other
 //! slots, and whoever writes the first ones again has met everyone once more by then, so nobody still reads them: one meeting an
@@ -15,23 +15,23 @@ use super::Collective;
 const PIECE: usize = 4096;
 
 /// One rank's side of an exchange.
-pub struct SharedMemory {
-    exchange: Arc<Exchange>,
+pub struct ThreadRanks {
+    exchange: Arc<SharedSlots>,
     rank: usize,
 }
 
-struct Exchange {
+struct SharedSlots {
     meeting: Meeting<RunError>,
     /// Per rank; in use by turns.
     slots: Vec<[RwLock<Vec<f32>>; 2]>,
 }
 
-impl SharedMemory {
+impl ThreadRanks {
     /// A way between so many ranks, for exchanges of up to `elements` elements each.
-    pub fn ranks(ranks: usize, elements: usize) -> Vec<SharedMemory> {
+    pub fn ranks(ranks: usize, elements: usize) -> Vec<ThreadRanks> {
         let slots = (0..ranks).map(|_| [0; 2].map(|_| RwLock::new(vec![0.0; elements]))).collect();
-        let exchange = Arc::new(Exchange { meeting: Meeting::new(ranks), slots });
-        (0..ranks).map(|rank| SharedMemory { exchange: Arc::clone(&exchange), rank }).collect()
+        let exchange = Arc::new(SharedSlots { meeting: Meeting::new(ranks), slots });
+        (0..ranks).map(|rank| ThreadRanks { exchange: Arc::clone(&exchange), rank }).collect()
     }
 
     /// Shows the others `x`, and waits until all have shown theirs.
@@ -50,13 +50,13 @@ impl SharedMemory {
     }
 }
 
-impl Exchange {
+impl SharedSlots {
     fn slot(&self, rank: usize, side: usize) -> RwLockReadGuard<'_, Vec<f32>> {
         self.slots[rank][side].read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Collective<CpuBackend> for SharedMemory {
+impl Collective<CpuBackend> for ThreadRanks {
     fn all_reduce(&mut self, _: &mut CpuBackend, x: &mut Vec<f32>, elements: usize) -> Result<(), RunError> {
         let side = self.show(&x[..elements])?;
         for first in (0..elements).step_by(PIECE) {

@@ -8,7 +8,7 @@ use baton_model_files::RandomModel;
 use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
 
 use super::*;
-use crate::{Limits, kv_layout};
+use crate::{DecoderLimits, kv_layout};
 
 /// An engine over a model on a device that computes nothing and records all that it is asked for.
 struct Scene {
@@ -30,15 +30,16 @@ impl Scene {
             max_running: 4,
             max_waiting: 4,
             context_tokens: 64,
-            local_tokens: 0,
+            local_prefill_tokens: 0,
             order: Order::default(),
+            overtakes: 0,
             cache: CacheConfig::default(),
             swap: SwapConfig::default(),
         };
         let engine = Engine::new(limits, &geometry).unwrap();
         let device = Arc::new(Recorder::new(Nowhere::default()));
         let backend = CudaBackend::new(Arc::clone(&device), geometry.clone(), CudaOptions::default()).unwrap();
-        let limits = Limits { tokens: 32, samples: 4, context: 64, table_entries: 8 };
+        let limits = DecoderLimits { tokens: 32, samples: 4, context: 64, table_entries: 8 };
         let runner = Decoder::load(&model, &geometry.layout, backend, limits).unwrap();
         Scene { engine, runner, device, events: Vec::new() }
     }
@@ -54,7 +55,7 @@ impl Scene {
     /// The same of a new sequence alone.
     fn launch_new(&mut self, max_tokens: u32) -> (Step, Result<(), RunError>) {
         let new = NewSequence {
-            request: RequestId("r".to_owned()),
+            request_id: RequestId("r".to_owned()),
             tokens: (0..20).collect(),
             prompt_tokens: 20,
             params: SamplingParams { max_tokens, temperature: 0.0, ..SamplingParams::default() },

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
-use super::{Action, Failure, Input, Leg, Limits, State};
+use super::{Action, Failure, Input, Leg, RequestLimits, State};
 use crate::placement::Placed;
 
 /// Decode tokens kept while the prefill stream still owes the one before them. The two streams are two connections, so
@@ -18,7 +18,7 @@ const FIRST_WAIT: Duration = Duration::from_millis(50);
 /// One request. Feed it every input through [`RequestMachine::step`] and do what comes out.
 #[derive(Clone, Debug)]
 pub struct RequestMachine {
-    pub(super) limits: Limits,
+    pub(super) limits: RequestLimits,
     pub(super) state: State,
     /// Ids given to the client; the next index is its length (I4).
     pub(super) emitted: Vec<u32>,
@@ -29,8 +29,8 @@ pub struct RequestMachine {
     pub(super) waits: u32,
     pub(super) verify_failures: u32,
     pub(super) avoid: Vec<WorkerId>,
-    /// Those of them that hang or are gone.
-    pub(super) silent: Vec<WorkerId>,
+    /// Those of them that are not asked again at all: they hang, drain or are gone.
+    pub(super) gone: Vec<WorkerId>,
     pub(super) last_failure: Option<Failure>,
     pub(super) decode_open: bool,
     pub(super) prefill_open: bool,
@@ -42,7 +42,7 @@ pub struct RequestMachine {
 
 impl RequestMachine {
     /// A new request, and the first thing to do for it.
-    pub fn start(limits: Limits) -> (RequestMachine, Action) {
+    pub fn start(limits: RequestLimits) -> (RequestMachine, Action) {
         let machine = RequestMachine {
             limits,
             state: State::Placing,
@@ -52,7 +52,7 @@ impl RequestMachine {
             waits: 0,
             verify_failures: 0,
             avoid: Vec::new(),
-            silent: Vec::new(),
+            gone: Vec::new(),
             last_failure: None,
             decode_open: false,
             prefill_open: false,
@@ -135,8 +135,8 @@ impl RequestMachine {
     /// Nobody can take it. A new request is refused now, before any work is spent; one that was running waits a little
     /// for a worker to come back, unless all there are said they are full.
     ///
-    /// Workers that failed may be well again after a wait, and to ask costs nothing. One that hangs or is gone is not asked
-    /// again: each try would cost as long as its silence took to notice (I5), or an attempt for nothing.
+    /// Workers that failed may be well again after a wait, and to ask costs nothing. One that hangs, drains or is gone is not asked
+    /// again ([`Condition`](super::Condition)).
     fn wait_for_a_worker(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let Some(last) = self.last_failure.clone() else { return self.fail(failure, out) };
         let full = last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty();
@@ -145,7 +145,7 @@ impl RequestMachine {
         }
         out.push(Action::Backoff(FIRST_WAIT * 2u32.pow(self.waits)));
         self.waits += 1;
-        self.avoid.retain(|worker| self.silent.contains(worker));
+        self.avoid.retain(|worker| self.gone.contains(worker));
         self.state = State::BackingOff;
     }
 

@@ -30,7 +30,7 @@ pub use machine::RequestMachine;
 
 /// Bounds of one request.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Limits {
+pub struct RequestLimits {
     /// Most tokens of the answer.
     pub max_tokens: u32,
     /// Tokens that end the answer.
@@ -46,19 +46,35 @@ pub struct Failure {
     pub kind: ErrorKind,
     /// For people.
     pub message: String,
-    /// The worker was given up because nothing came from it, not because of something that did: it hangs, or is gone.
-    pub silent: bool,
+    /// What it says of the worker.
+    pub worker: Condition,
+}
+
+/// What a failure says of its worker, and so whether this request asks it again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Condition {
+    /// It may be well again after a while.
+    Usable,
+    /// Nothing came from it: it hangs, or is gone. Each further try would cost as long as its silence took to notice (I5).
+    Silent,
+    /// It took nothing on: it drains, or has left. No work was started, so the failure costs no attempt.
+    Leaving,
 }
 
 impl Failure {
     /// A failure of this kind.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), silent: false }
+        Failure { kind, message: message.into(), worker: Condition::Usable }
     }
 
     /// A worker that says nothing, not even that it is gone.
     pub fn silent(message: impl Into<String>) -> Failure {
-        Failure { silent: true, ..Failure::new(ErrorKind::Unavailable, message) }
+        Failure { worker: Condition::Silent, ..Failure::new(ErrorKind::Unavailable, message) }
+    }
+
+    /// A worker that takes nothing new.
+    pub fn leaving(message: impl Into<String>) -> Failure {
+        Failure { worker: Condition::Leaving, ..Failure::new(ErrorKind::Unavailable, message) }
     }
 }
 

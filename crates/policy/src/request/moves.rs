@@ -3,7 +3,7 @@
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::machine::RequestMachine;
-use super::{Action, Failure, Leg, State};
+use super::{Action, Condition, Failure, Leg, State};
 
 /// Verification may fail this often before the prompt is computed where it is needed.
 const MAX_VERIFY_FAILURES: u32 = 2;
@@ -127,7 +127,8 @@ impl RequestMachine {
         self.spend_attempt(Leg::Transfer, failure, None, out)
     }
 
-    /// Counts a failure. False when it was one too many, or of a kind no other worker can help with.
+    /// Counts a failure. False when it was one too many, or of a kind no other worker can help with. A worker that took nothing on
+    /// costs no attempt; since it is not asked again, there are at most as many such failures as workers (I5).
     pub(super) fn spend_attempt(
         &mut self,
         leg: Leg,
@@ -136,15 +137,17 @@ impl RequestMachine {
         out: &mut Vec<Action>,
     ) -> bool {
         use ErrorKind::*;
-        self.attempt += 1;
+        if failure.worker != Condition::Leaving {
+            self.attempt += 1;
+        }
         let final_kind = matches!(failure.kind, InvalidArgument | NotFound | TooLarge | DeadlineExceeded);
         if final_kind || self.attempt >= self.limits.max_attempts {
             self.fail(failure, out);
             return false;
         }
         self.avoid.extend(culprit);
-        if failure.silent {
-            self.silent.extend(culprit);
+        if failure.worker != Condition::Usable {
+            self.gone.extend(culprit);
         }
         self.last_failure = Some(failure.clone());
         out.push(Action::Recovering { leg, cause: failure });

@@ -21,7 +21,7 @@ use super::fleet::Ask;
 use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
 use crate::placement::Placed;
 use crate::prefixes::Prefixes;
-use crate::request::{Action, Failure, Input, Leg, Limits, RequestMachine, State};
+use crate::request::{Action, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 
 /// That its connection to the prefill worker broke is all a decode worker sees when that one dies. Whether it lives is what
 /// the prefill stream says, and so long that is waited for.
@@ -29,7 +29,7 @@ pub const SECOND_WORD: Duration = Duration::from_millis(100);
 
 /// What is to be answered.
 #[derive(Clone, Debug)]
-pub struct Order {
+pub struct NewRequest {
     /// Token ids.
     pub prompt: Arc<[u32]>,
     /// Names of what it begins with ([`Prefixes::names`]).
@@ -37,7 +37,7 @@ pub struct Order {
     /// Whose prefixes it may share.
     pub cache_salt: String,
     /// Bounds of the answer.
-    pub limits: Limits,
+    pub limits: RequestLimits,
     /// When it must be done.
     pub deadline: Instant,
 }
@@ -144,7 +144,7 @@ pub enum Effect {
 /// One answer.
 #[derive(Clone, Debug)]
 pub struct Choice {
-    order: Order,
+    request: NewRequest,
     machine: RequestMachine,
     placed: Option<Placed>,
     /// Of the newest decode stream: its tokens, and where its KV may be written.
@@ -165,11 +165,11 @@ pub struct Choice {
 
 impl Choice {
     /// A new answer, and the first thing to do for it.
-    pub fn start(order: Order, now: Instant, out: &mut Vec<Effect>) -> Choice {
-        let (machine, first) = RequestMachine::start(order.limits.clone());
+    pub fn start(request: NewRequest, now: Instant, out: &mut Vec<Effect>) -> Choice {
+        let (machine, first) = RequestMachine::start(request.limits.clone());
         let mut choice = Choice {
-            tokens: Arc::clone(&order.prompt),
-            order,
+            tokens: Arc::clone(&request.prompt),
+            request,
             machine,
             placed: None,
             target: Vec::new(),
@@ -201,13 +201,13 @@ impl Choice {
 
     /// When it must be done, whatever happens. Also bounds how long the shell waits for a client that does not read.
     pub fn deadline(&self) -> Instant {
-        self.order.deadline
+        self.request.deadline
     }
 
     /// When to say [`ChoiceInput::Wake`] at the latest; None once the answer has ended.
     pub fn next_wake(&self) -> Option<Instant> {
         let held = self.held.as_ref().map(|(until, _)| *until);
-        let next = [Some(self.order.deadline), self.backoff, held].into_iter().flatten().min();
+        let next = [Some(self.request.deadline), self.backoff, held].into_iter().flatten().min();
         next.filter(|_| !self.ended())
     }
 
@@ -219,7 +219,7 @@ impl Choice {
             return;
         }
         let of_workers = matches!(input, DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Wake);
-        if of_workers && now >= self.order.deadline {
+        if of_workers && now >= self.request.deadline {
             return self.tell(Input::Deadline, now, out);
         }
         match input {
@@ -292,7 +292,7 @@ impl Choice {
     fn perform(&mut self, action: Action, now: Instant, out: &mut Vec<Effect>) {
         match action {
             Action::Place { decode, split } => {
-                let (avoid, names) = (self.machine.avoid().to_vec(), Arc::clone(&self.order.names));
+                let (avoid, names) = (self.machine.avoid().to_vec(), Arc::clone(&self.request.names));
                 out.push(Effect::Place(Ask { split, decode, avoid, names }));
             }
             Action::OpenDecode { worker, local } => {
@@ -318,7 +318,7 @@ impl Choice {
             Action::Recovering { leg, cause } => out.push(Effect::Recovering { leg, cause }),
             Action::Finish { reason, cached_tokens } => {
                 out.extend(self.placed.map(|placed| {
-                    let names = Prefixes::names(&self.order.cache_salt, &self.sequence_so_far());
+                    let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());
                     Effect::Note { placed, names }
                 }));
                 out.push(Effect::Finish { reason, cached_tokens });
@@ -328,16 +328,16 @@ impl Choice {
     }
 
     fn sequence(&self, now: Instant) -> Sequence {
-        let prompt_tokens = self.order.prompt.len() as u32;
-        let time_left = self.order.deadline.saturating_duration_since(now);
+        let prompt_tokens = self.request.prompt.len() as u32;
+        let time_left = self.request.deadline.saturating_duration_since(now);
         Sequence { tokens: Arc::clone(&self.tokens), prompt_tokens, time_left }
     }
 
     /// The prompt, and what the client has.
     fn sequence_so_far(&self) -> Arc<[u32]> {
         match self.machine.emitted() {
-            [] => Arc::clone(&self.order.prompt),
-            emitted => [&self.order.prompt, emitted].concat().into(),
+            [] => Arc::clone(&self.request.prompt),
+            emitted => [&self.request.prompt, emitted].concat().into(),
         }
     }
 }

@@ -3,12 +3,12 @@
 //! Fed with views by whoever watches the registry; asked by choices through their shell. Knows nothing about requests, and
 //! no connection: whoever drives it connects and probes as it says.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_membership::{Member, Role, View};
-use baton_types::{BatonError, WorkerId};
+use baton_types::{BatonError, WorkerId, hash_bytes};
 
 use super::capacity::Capacity;
 use super::legs::LegEnd;
@@ -39,6 +39,8 @@ struct Worker {
     in_flight: u32,
     /// From a failure of its connection until it answers again.
     lost: bool,
+    /// It said so itself. Its registration may say so later, or never (I7).
+    draining: bool,
 }
 
 /// What is to be placed.
@@ -129,7 +131,8 @@ impl Fleet {
         for member in view.members.iter().filter(|m| works(m)) {
             if !self.workers.contains_key(&member.id) {
                 self.joined += 1;
-                self.workers.insert(member.id, Worker { joined: self.joined, in_flight: 0, lost: false });
+                self.workers
+                    .insert(member.id, Worker { joined: self.joined, in_flight: 0, lost: false, draining: false });
                 changes.joined.push(member.clone());
             }
         }
@@ -142,7 +145,8 @@ impl Fleet {
         self.workers.remove(&worker);
     }
 
-    /// Chooses workers for a request of the model. A worker that is lost is asked only when there is no other.
+    /// Chooses workers for a request of the model. A worker that is lost is asked only when there is no other; a decode worker that the
+    /// request has already is kept either way.
     ///
     /// # Errors
     /// Nobody can take it, and why.
@@ -150,8 +154,9 @@ impl Fleet {
         let Fleet { model, view, workers, placement, prefixes, .. } = self;
         let near = prefixes.find(&ask.names);
         let input = PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near };
-        let well = placement.place(&candidates(view, workers, |worker| !worker.lost), &input);
-        let placed = well.or_else(|_| placement.place(&candidates(view, workers, |_| true), &input));
+        let usable = |id, worker: &Worker| !worker.lost || ask.decode == Some(id);
+        let well = placement.place(&candidates(view, workers, usable), &input);
+        let placed = well.or_else(|_| placement.place(&candidates(view, workers, |_, _| true), &input));
         let placed = placed.map_err(|e| Failure::new(e.kind(), e.to_string()))?;
         prefixes.note(&ask.names, placed);
         Ok(placed)
@@ -179,14 +184,16 @@ impl Fleet {
         }
     }
 
-    /// Takes note of how a call to a worker ended. When the connection itself failed, other requests need not find out for
+    /// Takes note of how a call to a worker ended. One that drains is not chosen again.
+    ///
+    /// When the connection itself failed, other requests need not find out for
     /// themselves: the view may go on naming a dead worker for as long as its registration lasts, or longer (I7). The answer
     /// says when to ask such a worker whether it is back; once for all requests that lost it.
     pub fn ended(&mut self, lease: &WorkerLease, end: &LegEnd, now: Instant) -> Option<Probe> {
-        let LegEnd::Lost { .. } = end else { return None };
         let (worker, joined) = (lease.worker, lease.joined);
-        let lost = self.of(worker, joined)?;
-        if std::mem::replace(&mut lost.lost, true) {
+        let used = self.of(worker, joined)?;
+        used.draining |= matches!(end, LegEnd::Draining { .. });
+        if !matches!(end, LegEnd::Lost { .. }) || std::mem::replace(&mut used.lost, true) {
             return None;
         }
         Some(Probe { worker, joined, at: now + PROBE_EVERY })
@@ -202,7 +209,7 @@ impl Fleet {
 
     /// Why no request can be served now; None when one can.
     pub fn not_ready(&self) -> Option<String> {
-        let mut all = candidates(&self.view, &self.workers, |_| true).into_iter();
+        let mut all = candidates(&self.view, &self.workers, |_, _| true).into_iter();
         let usable = all.any(|c| c.role == Role::Decode && c.model == self.model && !c.draining);
         (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
     }
@@ -210,6 +217,14 @@ impl Fleet {
     /// What the workers in the view take. A worker may be set to a shorter context than its model has.
     pub fn capacity(&self) -> Capacity {
         Capacity::together(self.view.members.iter().filter(|m| works(m) && m.model == self.model))
+    }
+
+    /// What the workers compute: equal as long as the decode workers that take requests have the weights and the KV layout they had.
+    /// Workers of several layouts (while they are replaced) make one of all.
+    pub fn fingerprint(&self) -> u64 {
+        let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining;
+        let layouts: BTreeSet<u64> = self.view.members.iter().filter(serves).map(|m| m.layout).collect();
+        layouts.into_iter().reduce(|all, layout| hash_bytes(all, &layout.to_le_bytes())).unwrap_or(0)
     }
 
     /// The model whose requests are placed.
@@ -252,11 +267,11 @@ fn works(member: &Member) -> bool {
 fn candidates<'a>(
     view: &'a View,
     workers: &BTreeMap<WorkerId, Worker>,
-    which: impl Fn(&Worker) -> bool,
+    which: impl Fn(WorkerId, &Worker) -> bool,
 ) -> Vec<Candidate<'a>> {
     let candidate = |m: &'a Member| {
-        let worker = workers.get(&m.id).filter(|worker| which(worker))?;
-        let (draining, in_flight) = (m.draining, worker.in_flight);
+        let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
+        let (draining, in_flight) = (m.draining || worker.draining, worker.in_flight);
         Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight })
     };
     view.members.iter().filter(|m| works(m)).filter_map(candidate).collect()

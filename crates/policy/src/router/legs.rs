@@ -54,6 +54,11 @@ pub enum LegEnd {
         /// Its words.
         message: String,
     },
+    /// The worker drains and did not take the request.
+    Draining {
+        /// Its words.
+        message: String,
+    },
     /// The connection failed, and the worker said nothing.
     Lost {
         /// Why.
@@ -102,12 +107,13 @@ impl LegEnd {
                 unavailable(format!("the {role} worker cancelled the request"))
             }
             LegEnd::Answered { kind, message } => Failure::new(kind, format!("the {role} worker answered: {message}")),
+            LegEnd::Draining { message } => Failure::leaving(format!("the {role} worker answered: {message}")),
             LegEnd::Lost { message, silent } => {
                 let lost = format!("the {role} worker is lost: {message}");
                 if silent { Failure::silent(lost) } else { unavailable(lost) }
             }
             LegEnd::Unclear { message } => Failure::new(ErrorKind::Internal, message),
-            LegEnd::Left { worker } => unavailable(format!("worker {worker} has left")),
+            LegEnd::Left { worker } => Failure::leaving(format!("worker {worker} has left")),
         }
     }
 }

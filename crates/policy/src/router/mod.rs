@@ -17,6 +17,6 @@ mod legs;
 mod tests;
 
 pub use capacity::Capacity;
-pub use choice::{Choice, ChoiceInput, Effect, Order, SECOND_WORD, Sequence, Taken};
+pub use choice::{Choice, ChoiceInput, Effect, NewRequest, SECOND_WORD, Sequence, Taken};
 pub use fleet::{Ask, Changes, Fleet, PROBE_EVERY, Probe, WorkerLease, WorkerState};
 pub use legs::{DecodeWord, LegEnd, PrefillWord};

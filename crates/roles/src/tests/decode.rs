@@ -7,7 +7,7 @@ use baton_engine::Start;
 use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransportKind};
 use baton_types::{BlockId, Epoch, SeqId, TokenOut, WorkerId};
 
-use super::bench::{Bench, SEQ, VOCAB, compare, request, rewrite};
+use super::rig::{Rig, SEQ, VOCAB, compare, request, rewrite};
 use crate::decode::{Answer, Command, Effect};
 use crate::{Decode, Input, Ticket, write_first_token};
 
@@ -16,8 +16,8 @@ const EPOCH: Epoch = Epoch(1);
 
 type In = Input<Command>;
 
-fn bench() -> Bench<Decode> {
-    Bench::new(|_| Decode::new(Duration::from_secs(30), VOCAB))
+fn rig() -> Rig<Decode> {
+    Rig::new(|_| Decode::new(Duration::from_secs(30), VOCAB))
 }
 
 fn generate(start: Start) -> In {
@@ -134,26 +134,26 @@ fn effect(effect: &Effect) -> String {
     }
 }
 
-fn state(bench: &Bench<Decode>) -> String {
-    let role = bench.core.role();
+fn state(rig: &Rig<Decode>) -> String {
+    let role = rig.core.role();
     let stage = role.stage(SEQ).map_or("–".to_owned(), |stage| format!("{stage:?}"));
     let (lent, fencing) = role.epochs();
-    format!("{stage}, {lent} lent {fencing} fencing, {}", bench.blocks())
+    format!("{stage}, {lent} lent {fencing} fencing, {}", rig.blocks())
 }
 
 fn table() -> String {
     let mut text = String::new();
     for (name, path) in stages() {
-        let mut bench = bench();
-        path.iter().for_each(|input| bench.input(input()));
-        writeln!(text, "## {name}: {}", state(&bench)).unwrap();
+        let mut rig = rig();
+        path.iter().for_each(|input| rig.input(input()));
+        writeln!(text, "## {name}: {}", state(&rig)).unwrap();
         for (label, input) in inputs() {
-            let mut bench = self::bench();
-            path.iter().for_each(|input| bench.input(input()));
-            bench.said.clear();
-            bench.input(input());
-            let effects: Vec<String> = bench.said.iter().map(effect).collect();
-            writeln!(text, "{label:<22} {} -> {}", state(&bench), effects.join("; ")).unwrap();
+            let mut rig = self::rig();
+            path.iter().for_each(|input| rig.input(input()));
+            rig.said.clear();
+            rig.input(input());
+            let effects: Vec<String> = rig.said.iter().map(effect).collect();
+            writeln!(text, "{label:<22} {} -> {}", state(&rig), effects.join("; ")).unwrap();
         }
         text.push('\n');
     }
@@ -174,15 +174,15 @@ fn rewrite_the_decode_table() {
 /// I3: lent blocks are free only after the peer's word, and I6: they are, then.
 #[test]
 fn blocks_are_aside_until_the_fence() {
-    let mut bench = bench();
+    let mut rig = rig();
     for input in [generate(Start::Receive), Input::Turn, lent(Ok(vec![1])), command(Command::Cancel(SEQ))] {
-        bench.input(input);
+        rig.input(input);
     }
-    assert_eq!(bench.said.last(), Some(&Effect::Fence(EPOCH)));
-    bench.input(fence(FenceState::Pending));
-    let blocks = bench.core.engine().counts();
+    assert_eq!(rig.said.last(), Some(&Effect::Fence(EPOCH)));
+    rig.input(fence(FenceState::Pending));
+    let blocks = rig.core.engine().counts();
     assert!(blocks.quarantined > 0 && blocks.free + blocks.quarantined == blocks.total);
-    bench.input(command(Command::Received(ReceiverEvent::Fenced { epoch: EPOCH })));
-    assert!(bench.core.engine().idle());
-    assert_eq!(bench.core.role().epochs(), (0, 0));
+    rig.input(command(Command::Received(ReceiverEvent::Fenced { epoch: EPOCH })));
+    assert!(rig.core.engine().idle());
+    assert_eq!(rig.core.role().epochs(), (0, 0));
 }

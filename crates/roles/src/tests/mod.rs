@@ -2,7 +2,7 @@
 //!
 //! After an intended change, rewrite the tables with `cargo test -p baton-roles rewrite -- --ignored` and read the difference.
 
-mod bench;
 mod decode;
 mod draining;
 mod prefill;
+mod rig;

@@ -6,7 +6,7 @@ use baton_engine::Start;
 use baton_handoff::{TransferError, TransferStats, TransportKind};
 use baton_types::{SeqId, WorkerId};
 
-use super::bench::{Bench, SEQ, compare, request, rewrite};
+use super::rig::{Rig, SEQ, compare, request, rewrite};
 use crate::prefill::{Answer, Command, Effect, Target};
 use crate::{Input, Prefill, Ticket};
 
@@ -14,8 +14,8 @@ const FILE: &str = "prefill.txt";
 
 type In = Input<Command>;
 
-fn bench() -> Bench<Prefill> {
-    Bench::new(Prefill::new)
+fn rig() -> Rig<Prefill> {
+    Rig::new(Prefill::new)
 }
 
 fn run() -> In {
@@ -94,20 +94,20 @@ fn effect(effect: &Effect) -> String {
     }
 }
 
-fn state(bench: &Bench<Prefill>) -> String {
-    let handoff = match bench.core.role().writes(SEQ) {
+fn state(rig: &Rig<Prefill>) -> String {
+    let handoff = match rig.core.role().writes(SEQ) {
         None => "–",
         Some(true) => "writes",
         Some(false) => "completed",
     };
-    format!("{handoff}, {}", bench.blocks())
+    format!("{handoff}, {}", rig.blocks())
 }
 
-fn at(refuses: bool, path: &Path) -> Bench<Prefill> {
-    let mut bench = bench();
-    bench.refuse = refuses.then_some(TransferError::Closed);
-    path.iter().for_each(|input| bench.input(input()));
-    bench
+fn at(refuses: bool, path: &Path) -> Rig<Prefill> {
+    let mut rig = rig();
+    rig.refuse = refuses.then_some(TransferError::Closed);
+    path.iter().for_each(|input| rig.input(input()));
+    rig
 }
 
 fn table() -> String {
@@ -116,11 +116,11 @@ fn table() -> String {
         let before = at(refuses, &path);
         writeln!(text, "## {name}: {}, {} writes", state(&before), before.writes).unwrap();
         for (label, input) in inputs() {
-            let mut bench = at(refuses, &path);
-            bench.said.clear();
-            bench.input(input());
-            let effects: Vec<String> = bench.said.iter().map(effect).collect();
-            writeln!(text, "{label:<18} {} -> {}", state(&bench), effects.join("; ")).unwrap();
+            let mut rig = at(refuses, &path);
+            rig.said.clear();
+            rig.input(input());
+            let effects: Vec<String> = rig.said.iter().map(effect).collect();
+            writeln!(text, "{label:<18} {} -> {}", state(&rig), effects.join("; ")).unwrap();
         }
         text.push('\n');
     }
@@ -141,13 +141,13 @@ fn rewrite_the_prefill_table() {
 /// I3: a refused handoff's blocks go to nobody before it is quiet.
 #[test]
 fn blocks_are_aside_until_the_handoff_is_quiet() {
-    let mut bench = bench();
-    bench.refuse = Some(TransferError::Closed);
-    bench.input(run());
-    bench.input(turn());
-    assert_eq!(bench.said.last(), Some(&Effect::Abort { seq: SEQ, quarantined: true }));
-    assert_eq!(bench.writes, 2, "a handoff that refused is given no more");
-    assert!(bench.core.engine().counts().quarantined > 0);
-    bench.input(quiet());
-    assert!(bench.core.engine().idle());
+    let mut rig = rig();
+    rig.refuse = Some(TransferError::Closed);
+    rig.input(run());
+    rig.input(turn());
+    assert_eq!(rig.said.last(), Some(&Effect::Abort { seq: SEQ, quarantined: true }));
+    assert_eq!(rig.writes, 2, "a handoff that refused is given no more");
+    assert!(rig.core.engine().counts().quarantined > 0);
+    rig.input(quiet());
+    assert!(rig.core.engine().idle());
 }

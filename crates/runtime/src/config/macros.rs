@@ -122,41 +122,12 @@ macro_rules! config_enum {
             $($(#[doc = $help])+ $variant,)+
         }
 
-        impl $name {
-            /// Every variant.
-            pub const ALL: &'static [$name] = &[$($name::$variant),+];
-
-            /// Its word.
-            pub fn as_str(self) -> &'static str {
-                match self {
-                    $($name::$variant => $word,)+
-                }
-            }
-        }
-
-        impl ::core::fmt::Display for $name {
-            fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
-                f.write_str(self.as_str())
-            }
-        }
-
-        impl ::core::str::FromStr for $name {
-            type Err = String;
-            fn from_str(word: &str) -> Result<Self, String> {
-                match word {
-                    $($word => Ok($name::$variant),)+
-                    _ => Err(format!("{word:?} is not {}", <$name as $crate::config::Value>::EXPECTS)),
-                }
-            }
-        }
+        $crate::config::words!($name { $($variant = $word),+ });
 
         impl $crate::config::Value for $name {
-            const EXPECTS: &'static str = {
-                let all = concat!("one of:" $(, " ", $word, ",")+);
-                all.split_at(all.len() - 1).0
-            };
+            const EXPECTS: &'static str = <$name as $crate::config::Expects>::EXPECTS;
             fn from_plain(value: &$crate::config::Plain) -> Result<Self, String> {
-                value.text(Self::EXPECTS)?.parse()
+                value.text(<Self as $crate::config::Value>::EXPECTS)?.parse()
             }
             fn to_plain(&self) -> Option<$crate::config::Plain> {
                 Some($crate::config::Plain::Text(self.as_str().to_owned()))

@@ -9,11 +9,13 @@ mod serial;
 mod units;
 mod value;
 
-pub use baton_types::{nearest, nearest_within};
+pub use baton_types::{Expects, nearest, nearest_within};
 pub use serial::{deserialize, serialize, to_toml};
 pub use units::{Bytes, format_duration, parse_duration};
 pub use value::{Parsed, Plain, Value};
 
+#[doc(hidden)]
+pub use baton_types::words;
 #[doc(hidden)]
 pub use serde;
 

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use baton_types::Expects;
 use serde::{Deserialize, Serialize};
 
 use super::units::{BYTES_EXPECTED, Bytes, DURATION_EXPECTED, format_duration, parse_duration};
@@ -207,12 +208,12 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
-/// A field of a type from elsewhere that reads and prints itself. Its error should name the choices.
+/// A field of a type from elsewhere that reads and prints itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Parsed<T>(pub T);
 
-impl<T: FromStr<Err: Display> + Display> Value for Parsed<T> {
-    const EXPECTS: &'static str = "a text";
+impl<T: FromStr<Err: Display> + Display + Expects> Value for Parsed<T> {
+    const EXPECTS: &'static str = T::EXPECTS;
     fn from_plain(value: &Plain) -> Result<Self, String> {
         value.text(Self::EXPECTS)?.parse().map(Parsed).map_err(|e: T::Err| e.to_string())
     }
@@ -224,6 +225,13 @@ impl<T: FromStr<Err: Display> + Display> Value for Parsed<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    enum Direction {
+        Up,
+        Down,
+    }
+    baton_types::words!(Direction { Up = "up", Down = "down" });
 
     fn back<T: Value + PartialEq + std::fmt::Debug>(text: &str, want: T) {
         let value = T::from_plain(&Plain::Text(text.to_owned())).unwrap();
@@ -247,7 +255,7 @@ mod tests {
         back("3GiB", Bytes::gib(3));
         back("a, b,", vec!["a".to_owned(), "b".to_owned()]);
         back("5s", Some(Duration::from_secs(5)));
-        back("127.0.0.1", Parsed(std::net::Ipv4Addr::LOCALHOST));
+        back("up", Parsed(Direction::Up));
         assert_eq!(None::<u32>.to_plain(), None);
     }
 
@@ -260,6 +268,9 @@ mod tests {
             "\"x\" is not a whole number between 0 and 65535"
         );
         assert!(Duration::from_plain(&Plain::Int(30)).unwrap_err().starts_with("30 is not a duration with its unit"));
+        let direction = |plain| Parsed::<Direction>::from_plain(&plain).unwrap_err();
+        assert_eq!(direction(Plain::Text("left".into())), "\"left\" is not one of: up, down");
+        assert_eq!(direction(Plain::Int(1)), "1 is not one of: up, down");
         assert!(String::from_plain(&Plain::Bool(true)).is_err());
         assert!(f32::from_plain(&Plain::Text("NaN".into())).is_err());
         assert!(bool::from_plain(&Plain::Int(1)).is_err());

@@ -9,12 +9,13 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
+use baton_types::{MemoryKind, Registrable};
 use cudarc::driver::result::{self, device};
 use cudarc::driver::sys;
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
-use super::super::sharing::{Registrable, SharingDevice};
+use super::super::sharing::SharingDevice;
 use super::{Driver, failed, no_memory};
 use crate::KernelError;
 
@@ -169,7 +170,7 @@ impl SharingDevice for Driver {
 
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
         self.current()?;
-        Ok(Registrable { address: at.0, cuda: true })
+        Ok(Registrable { address: at.0, kind: MemoryKind::Cuda })
     }
 
     fn see_foreign_writes(&self) -> Result<(), KernelError> {

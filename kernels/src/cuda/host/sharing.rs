@@ -5,12 +5,13 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
+use baton_types::{MemoryKind, Registrable};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::super::device::{Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
-use super::super::sharing::{Registrable, SharingDevice};
+use super::super::sharing::SharingDevice;
 use super::HostDevice;
 use crate::KernelError;
 
@@ -138,7 +139,7 @@ impl SharingDevice for HostDevice {
     }
 
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
-        Ok(Registrable { address: at.0, cuda: false })
+        Ok(Registrable { address: at.0, kind: MemoryKind::Host })
     }
 
     /// There is one memory.

@@ -1,45 +1,39 @@
 //! Blocks that are moved, and weights that are made dense.
 
+use baton_types::Moving;
+
 use super::super::device::{Address, Launch};
 use super::{Element, OCTET, Params, parts};
 
 #[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct BlockSide {
+pub(crate) struct CopyBlocks {
     pub base: Address,
     pub layer_stride: u64,
-    pub block_stride: u64,
-    pub plane_stride: u64,
-}
-
-#[repr(C)]
-pub(crate) struct CopyBlocks {
-    pub source: BlockSide,
-    pub target: BlockSide,
     pub pairs: Address,
     pub bytes: u64,
     pub count: u32,
     pub layers: u32,
-    pub planes: u32,
 }
 
 // SAFETY: as in copy_blocks.cu.
 unsafe impl Params for CopyBlocks {
     fn launch(&self) -> Launch {
-        Launch::new([self.count, self.layers * self.planes, parts(self.bytes / 16, 1024)], [256, 1, 1])
+        Launch::new([self.count, self.layers, parts(self.bytes / 16, 1024)], [256, 1, 1])
     }
 }
 
-/// A run: offsets into source and target, and the number of its first lane in its block.
+/// A run ([`Moving`]) as the device reads it.
 #[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Moved {
-    /// Offset into the source.
+pub(crate) struct Moved {
     pub source: u64,
-    /// Offset into the target.
     pub target: u64,
-    /// Number of its first 8-byte lane in its block, for the digest.
     pub lane: u64,
+}
+
+impl From<&Moving> for Moved {
+    fn from(run: &Moving) -> Moved {
+        Moved { source: run.source as u64, target: run.target as u64, lane: run.lane }
+    }
 }
 
 #[repr(C)]

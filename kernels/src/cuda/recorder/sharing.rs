@@ -4,9 +4,11 @@
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
+use baton_types::Registrable;
+
 use super::super::device::{Access, Address, Device, Event, Piece, Stream};
 use super::super::pinned::HostCopies;
-use super::super::sharing::{Registrable, SharingDevice};
+use super::super::sharing::SharingDevice;
 use super::state::{State, join};
 use super::{Recorded, Recorder};
 use crate::KernelError;

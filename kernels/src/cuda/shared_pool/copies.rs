@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use baton_types::{DEVICE_JOBS, DeviceError, DeviceQueue, JobDone, Moving, Staged};
 use rustix::event::EventfdFlags;
 
 use super::super::device::{Access, Address, Device, Event, Piece};
@@ -16,14 +17,12 @@ use super::super::sharing::{Imported, SharingDevice};
 use super::SharedPool;
 use crate::KernelError;
 
-/// Jobs that may be under way in a queue.
-const DEPTH: usize = 4;
 /// Runs of one job.
 const MAX_RUNS: usize = 1024;
 const RUN_BYTES: usize = size_of::<Moved>();
 const SUM_BYTES: usize = size_of::<u64>();
 /// Staging memory that is kept for later.
-const KEPT_STAGING: usize = DEPTH + 2;
+const KEPT_STAGING: usize = DEVICE_JOBS + 2;
 /// Queues that are kept for later, streams and all: a device's streams live as long as it does.
 const KEPT_QUEUES: usize = 64;
 
@@ -60,7 +59,7 @@ impl<D: SharingDevice> Kit<D> {
             let host = Pinned::new(device, MAX_RUNS * (RUN_BYTES + SUM_BYTES))?;
             Ok(Slot { done: device.event()?, runs, sums, host })
         };
-        let slots = (0..DEPTH).map(slot).collect::<Result<_, KernelError>>()?;
+        let slots = (0..DEVICE_JOBS).map(slot).collect::<Result<_, KernelError>>()?;
         let landings = [(None, device.event()?, false), (None, device.event()?, false)];
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake = rustix::event::eventfd(0, flags).map_err(|error| refused(format!("no eventfd: {error}")))?;
@@ -85,7 +84,7 @@ impl<D: SharingDevice> Kit<D> {
 }
 
 /// What was read, in pinned host memory that goes back to its queue.
-pub struct Staging<D: SharingDevice> {
+struct Staging<D: SharingDevice> {
     pinned: Option<Pinned<D>>,
     bytes: usize,
     home: Arc<Mutex<Vec<Pinned<D>>>>,
@@ -107,22 +106,14 @@ impl<D: SharingDevice> Drop for Staging<D> {
     }
 }
 
-/// A job that is done.
-pub enum Finished<D: SharingDevice> {
-    /// What was read.
-    Read(Staging<D>),
-    /// The digest of each run that was copied, or only read.
-    Digests(Vec<u64>),
-}
-
 enum Job<D: SharingDevice> {
     Read(Pinned<D>, usize),
     Digest(usize),
 }
 
 /// One thread's copies out of a pool, which finish in their order. Dropping it waits for those under way.
-pub struct CopyQueue<D: SharingDevice> {
-    pool: Arc<SharedPool<D>>,
+pub(super) struct CopyQueue<D: SharingDevice> {
+    pool: SharedPool<D>,
     peer: Option<Imported<D>>,
     /// Under way, each with the slot of its number.
     jobs: VecDeque<Job<D>>,
@@ -133,10 +124,7 @@ pub struct CopyQueue<D: SharingDevice> {
 }
 
 impl<D: SharingDevice> CopyQueue<D> {
-    /// Jobs that may be under way.
-    pub const DEPTH: usize = DEPTH;
-
-    pub(super) fn over(pool: Arc<SharedPool<D>>, kit: Kit<D>) -> Self {
+    pub fn over(pool: SharedPool<D>, kit: Kit<D>) -> Self {
         CopyQueue { pool, peer: None, jobs: VecDeque::new(), given: 0, kit: Some(kit) }
     }
 
@@ -144,68 +132,10 @@ impl<D: SharingDevice> CopyQueue<D> {
         self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))
     }
 
-    /// Opens another process's pool of at least `bytes` bytes for [`CopyQueue::copy`].
-    pub fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), KernelError> {
-        self.peer = Some(Imported::open(&self.pool.device, handle, bytes)?);
-        Ok(())
-    }
-
-    /// Readable when a job may be done.
-    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.kit.as_ref().map(|kit| kit.wake.as_fd())
-    }
-
-    /// Starts copying ranges (offset, bytes) of the pool to the host, one behind another.
-    pub fn read(
-        &mut self,
-        after: u64,
-        ranges: impl Iterator<Item = (usize, usize)> + Clone,
-    ) -> Result<(), KernelError> {
-        let total: usize = ranges.clone().map(|(_, bytes)| bytes).sum();
-        let (place, memory) = (self.begin()?, Arc::clone(&self.pool.memory));
-        let kit = self.kit()?;
-        let pinned = kit.staging(total.max(1))?;
-        memory.wait(&kit.queue, after)?;
-        let mut filled = 0;
-        // All of them, before the first is begun.
-        let pieces = joined(ranges).into_iter().map(|(offset, bytes)| inside(&memory.memory, offset, bytes));
-        for from in pieces.collect::<Result<Vec<_>, _>>()? {
-            let to = pinned.at(filled, from.bytes());
-            // SAFETY: pinned memory that nobody has before the job is done, or the stream was waited for.
-            let begun = unsafe { kit.queue.device.read_later(kit.queue.stream(), from, to) };
-            filled += from.bytes();
-            if begun.is_err() {
-                // That this fails too means that the device does nothing any more.
-                let _ = kit.settle();
-                return begun;
-            }
-        }
-        self.finish(place, Job::Read(pinned, total))
-    }
-
-    /// Starts copying runs of `bytes` bytes each to the peer's pool, and digesting them.
-    ///
-    /// # Errors
-    /// When no peer's pool is open, or a run lies outside a pool.
-    pub fn copy(&mut self, after: u64, runs: &[Moved], bytes: usize) -> Result<(), KernelError> {
-        let peer = self.peer.take().ok_or_else(|| refused("no peer's pool is open"))?;
-        let begun = self.move_runs(after, runs, bytes, Some(&peer));
-        self.peer = Some(peer);
-        begun
-    }
-
-    /// Starts digesting runs of `bytes` bytes each, as (offset, number of the first lane).
-    ///
-    /// # Errors
-    /// When a run lies outside the pool.
-    pub fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), KernelError> {
-        self.move_runs(after, &runs.iter().map(in_place).collect::<Vec<_>>(), bytes, None)
-    }
-
     fn move_runs(
         &mut self,
         after: u64,
-        runs: &[Moved],
+        runs: &[Moving],
         bytes: usize,
         peer: Option<&Imported<D>>,
     ) -> Result<(), KernelError> {
@@ -213,8 +143,8 @@ impl<D: SharingDevice> CopyQueue<D> {
         let Kit { queue, slots, .. } = self.kit()?;
         let mut touches = sources(&memory.memory, runs, bytes)?;
         if let Some(peer) = peer {
-            let target = |run: &Moved| {
-                let piece = usize::try_from(run.target).ok().and_then(|from| peer.piece(from, bytes));
+            let target = |run: &Moving| {
+                let piece = peer.piece(run.target, bytes);
                 piece.ok_or_else(|| refused(format!("{bytes} bytes at {} lie outside the peer's pool", run.target)))
             };
             for run in runs {
@@ -233,10 +163,10 @@ impl<D: SharingDevice> CopyQueue<D> {
 
     /// The slot of the next job.
     fn begin(&mut self) -> Result<usize, KernelError> {
-        if self.jobs.len() == DEPTH {
-            return Err(refused(format!("more than {DEPTH} jobs at once")));
+        if self.jobs.len() == DEVICE_JOBS {
+            return Err(refused(format!("more than {DEVICE_JOBS} jobs at once")));
         }
-        Ok(self.given % DEPTH)
+        Ok(self.given % DEVICE_JOBS)
     }
 
     fn finish(&mut self, place: usize, job: Job<D>) -> Result<(), KernelError> {
@@ -248,35 +178,74 @@ impl<D: SharingDevice> CopyQueue<D> {
         // SAFETY: the descriptor is closed with the kit, after its stream was waited for.
         unsafe { device.notify(kit.queue.stream(), kit.wake.as_fd()) }
     }
+}
 
-    /// The oldest job, if it is done. Never waits.
-    pub fn poll(&mut self) -> Result<Option<Finished<D>>, KernelError> {
+impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
+    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError> {
+        self.peer = Some(Imported::open(&self.pool.device, handle, bytes)?);
+        Ok(())
+    }
+
+    fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
+        let total: usize = ranges.iter().map(|(_, bytes)| bytes).sum();
+        let (place, memory) = (self.begin()?, Arc::clone(&self.pool.memory));
+        let kit = self.kit()?;
+        let pinned = kit.staging(total.max(1))?;
+        memory.wait(&kit.queue, after)?;
+        let mut filled = 0;
+        // All of them, before the first is begun.
+        let pieces = joined(ranges).into_iter().map(|(offset, bytes)| inside(&memory.memory, offset, bytes));
+        for from in pieces.collect::<Result<Vec<_>, _>>()? {
+            let to = pinned.at(filled, from.bytes());
+            // SAFETY: pinned memory that nobody has before the job is done, or the stream was waited for.
+            let begun = unsafe { kit.queue.device.read_later(kit.queue.stream(), from, to) };
+            filled += from.bytes();
+            if let Err(error) = begun {
+                // That this fails too means that the device does nothing any more.
+                let _ = kit.settle();
+                return Err(error.into());
+            }
+        }
+        Ok(self.finish(place, Job::Read(pinned, total))?)
+    }
+
+    fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError> {
+        let peer = self.peer.take().ok_or_else(|| refused("no peer's pool is open"))?;
+        let begun = self.move_runs(after, runs, bytes, Some(&peer));
+        self.peer = Some(peer);
+        Ok(begun?)
+    }
+
+    fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError> {
+        Ok(self.move_runs(after, &runs.iter().map(in_place).collect::<Vec<_>>(), bytes, None)?)
+    }
+
+    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
         let Some(place) = self.given.checked_sub(self.jobs.len()).filter(|_| !self.jobs.is_empty()) else {
             return Ok(None);
         };
         let kit = self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))?;
         // Before the look at the event: what is done after it rings again.
         let _ = rustix::io::read(&kit.wake, &mut [0; 8]);
-        let slot = &kit.slots[place % DEPTH];
+        let slot = &kit.slots[place % DEVICE_JOBS];
         if !kit.queue.device.is_done(slot.done)? {
             return Ok(None);
         }
         Ok(self.jobs.pop_front().map(|job| match job {
             Job::Read(pinned, bytes) => {
-                Finished::Read(Staging { pinned: Some(pinned), bytes, home: Arc::clone(&kit.staging) })
+                let staging = Staging { pinned: Some(pinned), bytes, home: Arc::clone(&kit.staging) };
+                JobDone::Read(Staged::new(staging))
             }
             // SAFETY: the job's copy into it is done.
-            Job::Digest(count) => Finished::Digests(unsafe { slot.sums_of(count) }),
+            Job::Digest(count) => JobDone::Digests(unsafe { slot.sums_of(count) }),
         }))
     }
 
-    /// Jobs under way.
-    pub fn pending(&self) -> usize {
-        self.jobs.len()
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.kit.as_ref().map(|kit| kit.wake.as_fd())
     }
 
-    /// Host memory of at least so many bytes for the next [`CopyQueue::write`].
-    pub fn stage(&mut self, bytes: usize) -> Result<&mut [u8], KernelError> {
+    fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError> {
         let kit = self.kit()?;
         let turn = kit.turn;
         if kit.landings[turn].2 && !kit.queue.device.is_done(kit.landings[turn].1)? {
@@ -287,17 +256,17 @@ impl<D: SharingDevice> CopyQueue<D> {
         if pinned.as_ref().is_none_or(|pinned| pinned.bytes() < bytes) {
             *pinned = Some(Pinned::new(&kit.queue.device, bytes.next_power_of_two())?);
         }
+        let Some(pinned) = pinned else { return Err(refused("no staging memory").into()) };
         // SAFETY: the last copy out of it is done.
-        pinned.as_mut().map(|pinned| unsafe { pinned.get_mut() }).ok_or_else(|| refused("no staging memory"))
+        Ok(unsafe { pinned.get_mut() })
     }
 
-    /// Starts copying what [`CopyQueue::stage`] gave to ranges (offset, bytes) of the pool, one behind another.
-    pub fn write(&mut self, ranges: impl Iterator<Item = (usize, usize)> + Clone) -> Result<(), KernelError> {
+    fn write(&mut self, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
         let memory = Arc::clone(&self.pool.memory);
         let kit = self.kit()?;
         let stream = kit.queue.stream();
         let (pinned, event, busy) = &mut kit.landings[kit.turn];
-        let Some(pinned) = pinned else { return Err(refused("nothing is staged")) };
+        let Some(pinned) = pinned else { return Err(refused("nothing is staged").into()) };
         let mut taken = 0;
         *busy = true;
         for (offset, bytes) in joined(ranges) {
@@ -311,26 +280,20 @@ impl<D: SharingDevice> CopyQueue<D> {
         Ok(())
     }
 
-    /// Waits until all that was written is there for everybody.
-    pub fn settle(&mut self) -> Result<(), KernelError> {
-        self.kit()?.settle()
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        Ok(self.kit()?.settle()?)
     }
 
-    /// Digests of runs of `bytes` bytes each, as (offset, number of the first lane), of what is in the pool once all writes so far are
-    /// there, and what others wrote to it before this call. Waits for them.
-    ///
-    /// # Errors
-    /// When a run lies outside the pool, or jobs are under way.
-    pub fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, KernelError> {
+    fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
         if !self.jobs.is_empty() {
-            return Err(refused("digests while jobs are under way"));
+            return Err(refused("digests while jobs are under way").into());
         }
         let memory = Arc::clone(&self.pool.memory);
         let kit = self.kit()?;
         kit.queue.device.see_foreign_writes()?;
         let mut sums = Vec::with_capacity(runs.len());
         for part in runs.chunks(MAX_RUNS) {
-            let part: Vec<Moved> = part.iter().map(in_place).collect();
+            let part: Vec<Moving> = part.iter().map(in_place).collect();
             let Kit { queue, slots, .. } = &mut *kit;
             let slot = &mut slots[0];
             let touches = sources(&memory.memory, &part, bytes)?;
@@ -346,19 +309,19 @@ impl<D: SharingDevice> CopyQueue<D> {
 
 impl<D: SharingDevice> Slot<D> {
     /// Brings the runs to the device.
-    fn list(&mut self, queue: &Queue<D>, runs: &[Moved]) -> Result<(), KernelError> {
+    fn list(&mut self, queue: &Queue<D>, runs: &[Moving]) -> Result<(), KernelError> {
         if runs.len() > MAX_RUNS {
             return Err(refused(format!("{} runs at once, at most {MAX_RUNS}", runs.len())));
         }
         // SAFETY: the slot's last job is done.
         let host = unsafe { self.host.get_mut() };
         for (run, bytes) in runs.iter().zip(host.as_chunks_mut::<RUN_BYTES>().0) {
-            let words = [run.source, run.target, run.lane].map(u64::to_ne_bytes);
-            bytes.copy_from_slice(words.as_flattened());
+            let Moved { source, target, lane } = run.into();
+            bytes.copy_from_slice([source, target, lane].map(u64::to_ne_bytes).as_flattened());
         }
-        let to = self.runs.piece(0, size_of_val(runs));
+        let to = self.runs.piece(0, runs.len() * RUN_BYTES);
         // SAFETY: pinned, and not written before the job is done.
-        unsafe { queue.device.write_later(queue.stream(), to, self.host.at(0, size_of_val(runs))) }
+        unsafe { queue.device.write_later(queue.stream(), to, self.host.at(0, runs.len() * RUN_BYTES)) }
     }
 
     /// Digests runs of a source, and copies them to a target if there is one; all that they touch was checked.
@@ -367,11 +330,11 @@ impl<D: SharingDevice> Slot<D> {
         queue: &Queue<D>,
         (source, target): (Address, Address),
         touches: Vec<Access<'_>>,
-        runs: &[Moved],
+        runs: &[Moving],
         bytes: usize,
     ) -> Result<(), KernelError> {
         self.list(queue, runs)?;
-        let (list, sums) = (self.runs.piece(0, size_of_val(runs)), self.sums.piece(0, runs.len() * SUM_BYTES));
+        let (list, sums) = (self.runs.piece(0, runs.len() * RUN_BYTES), self.sums.piece(0, runs.len() * SUM_BYTES));
         let own = [Access::Read(list), Access::Write(sums)];
         let touches: Vec<Access<'_>> = touches.into_iter().chain(own).collect();
         queue.fill(sums, 0)?;
@@ -391,17 +354,17 @@ impl<D: SharingDevice> Slot<D> {
 }
 
 /// A run, as (offset, number of the first lane), that goes nowhere.
-fn in_place(&(offset, lane): &(usize, u64)) -> Moved {
-    Moved { source: offset as u64, target: 0, lane }
+fn in_place(&(source, lane): &(usize, u64)) -> Moving {
+    Moving { source, target: 0, lane }
 }
 
 /// The runs in the pool that they come from.
-fn sources<'a, D: Device>(pool: &'a Memory<D>, runs: &[Moved], bytes: usize) -> Result<Vec<Access<'a>>, KernelError> {
-    let source = |run: &Moved| {
-        if !(run.source | run.target | bytes as u64).is_multiple_of(8) {
+fn sources<'a, D: Device>(pool: &'a Memory<D>, runs: &[Moving], bytes: usize) -> Result<Vec<Access<'a>>, KernelError> {
+    let source = |run: &Moving| {
+        if !(run.source | run.target | bytes).is_multiple_of(8) {
             return Err(refused(format!("{bytes} bytes at {} to {}; they move 8 at a time", run.source, run.target)));
         }
-        Ok(Access::Read(inside(pool, usize::try_from(run.source).unwrap_or(usize::MAX), bytes)?))
+        Ok(Access::Read(inside(pool, run.source, bytes)?))
     };
     runs.iter().map(source).collect()
 }
@@ -414,9 +377,9 @@ fn inside<D: Device>(memory: &Memory<D>, offset: usize, bytes: usize) -> Result<
 }
 
 /// Ranges of which those that follow one another are one.
-fn joined(ranges: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
+fn joined(ranges: &[(usize, usize)]) -> Vec<(usize, usize)> {
     let mut all: Vec<(usize, usize)> = Vec::new();
-    for (offset, bytes) in ranges.filter(|(_, bytes)| *bytes > 0) {
+    for &(offset, bytes) in ranges.iter().filter(|(_, bytes)| *bytes > 0) {
         match all.last_mut() {
             Some((start, so_far)) if *start + *so_far == offset => *so_far += bytes,
             _ => all.push((offset, bytes)),

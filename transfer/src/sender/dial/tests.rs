@@ -1,11 +1,11 @@
 use std::time::Duration;
 
-use baton_handoff::{Done, Limits, Quiet};
+use baton_handoff::testing::core;
+use baton_handoff::{Done, Quiet, TransferLimits};
 use baton_types::Epoch;
 
 use super::super::session::outbound;
 use super::super::session::tests::plan;
-use super::super::testing::core;
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -21,7 +21,7 @@ fn is_late(error: &TransferError) -> bool {
 
 #[test]
 fn who_waits_for_the_last_session_to_end_is_late_and_given_up_in_time() {
-    let (plan, queue) = (plan(), Arc::new(Queue::new(Limits::default()).unwrap()));
+    let (plan, queue) = (plan(), Arc::new(Queue::new(TransferLimits::default()).unwrap()));
     let (release, held) = mpsc::channel::<()>();
     let before = std::thread::spawn(move || held.recv().unwrap_or_default());
     let (soon, far) = (Instant::now() + Duration::from_millis(50), Instant::now() + 10 * PATIENCE);
@@ -57,7 +57,7 @@ fn a_sender_that_ends_does_not_wait_for_who_does_not_answer() {
     let mut target = plan().target.clone();
     target.port = silent.local_addr().unwrap().port();
     let plan = Arc::new(Plan { config: plan().config.clone(), target });
-    let queue = Arc::new(Queue::new(Limits::default()).unwrap());
+    let queue = Arc::new(Queue::new(TransferLimits::default()).unwrap());
     let begun = Instant::now();
     let dialling = {
         let (plan, queue) = (plan.clone(), queue.clone());

@@ -5,11 +5,11 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use baton_handoff::{FrameLimits, Host, Limits, Op, Quiet};
+use baton_handoff::testing::{self, core};
+use baton_handoff::{FrameLimits, Host, Op, Quiet, TransferLimits};
 use baton_types::{BlockId, Epoch, WorkerId};
 
-use super::super::connect::Config;
-use super::super::testing::{self, core};
+use super::super::connect::SenderConfig;
 use super::*;
 use crate::cpus::Cpus;
 use crate::link::{Link, Socket};
@@ -29,14 +29,15 @@ pub(crate) fn plan() -> Arc<Plan> {
         tls: None,
         tcp_connections: 1,
         cpus: Cpus::default(),
-        limits: Limits::default(),
+        limits: TransferLimits::default(),
         convert: None,
         verify: true,
         on_trouble: |_, _| {},
     };
     let target = testing::target(1);
     let ucx = Err("it is not set up".to_owned());
-    let config = Config { options, host: Host { boot: [2; 16], netns: 1 }, ucx, paths: Mutex::default(), wrap: None };
+    let config =
+        SenderConfig { options, host: Host { boot: [2; 16], netns: 1 }, ucx, paths: Mutex::default(), wrap: None };
     Arc::new(Plan { config: Arc::new(config), target })
 }
 

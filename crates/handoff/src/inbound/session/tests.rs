@@ -1,10 +1,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use baton_types::testing::{Random, seed, with_seeds};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, digest_block};
 
 use super::*;
-use crate::inbound::{FenceState, Target};
+use crate::inbound::{FenceState, PayloadTarget};
 
 const EPOCH: Epoch = Epoch(1);
 
@@ -14,7 +15,7 @@ fn written(now: Instant) -> (Inbound, Ledger, Frame) {
     let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
     let geometry = PoolGeometry::uniform(layout.clone(), 4);
     let mut pool = vec![0; geometry.bytes()];
-    let limits = Limits::default();
+    let limits = TransferLimits::default();
     let mut ledger = Ledger::new(&geometry, limits.clone());
     let blocks = [vec![BlockId(1), BlockId(2)]];
     ledger.reserve(EPOCH, 7, &blocks, now + Duration::from_secs(60)).unwrap();
@@ -56,17 +57,6 @@ fn a_handoff_that_was_taken_back_is_not_announced() {
     assert_eq!(ledger.next_event(), Some(ReceiverEvent::Fenced { epoch: EPOCH }));
 }
 
-/// Numbers without a dependency: SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        ((z ^ (z >> 27)) >> 16) as usize % bound
-    }
-}
-
 const STREAMS: usize = 3;
 const HANDOFFS: u64 = 4;
 
@@ -95,7 +85,7 @@ impl Crossing {
         let group = KvGroup { layers: vec![0, 1], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
         let (geometry, now) = (PoolGeometry::uniform(layout, 2 * HANDOFFS as u32), Instant::now());
-        let (limits, pool) = (Limits::default(), vec![0; geometry.bytes()]);
+        let (limits, pool) = (TransferLimits::default(), vec![0; geometry.bytes()]);
         let mut ledger = Ledger::new(&geometry, limits.clone());
         let mut session = Inbound::new(1, WorkerId(5), TransportKind::Tcp, geometry.clone(), &limits);
         for epoch in 1..=HANDOFFS {
@@ -123,7 +113,7 @@ impl Crossing {
                 let (layer, indexes) = (part / 2, vec![u32::from(part % 2)]);
                 let payload = self.geometry.layout.block_bytes(0) as u32;
                 let head = WriteHead { epoch: Epoch(epoch), group: 0, layer, payload, indexes };
-                let (stream, fate) = (self.random.below(STREAMS), self.random.below(40));
+                let (stream, fate) = (self.random.index(STREAMS), self.random.index(40));
                 // Lost, sent twice, changed, or as it should be.
                 let (times, fill) =
                     ([0, 2, 1].get(fate).copied().unwrap_or(1), if fate == 2 { 99 } else { epoch as u8 });
@@ -137,7 +127,7 @@ impl Crossing {
             let digests = vec![vec![self.digest(epoch.0); 2]];
             let after = counts[1..].to_vec();
             let complete = Frame::Complete { epoch, after, writes: 4, digests, tail: vec![] };
-            if self.random.below(8) > 0 {
+            if self.random.index(8) > 0 {
                 self.queues[0].push_back((complete, 0));
             } else {
                 self.queues[0].push_back((Frame::Abort { epoch }, 0));
@@ -157,8 +147,8 @@ impl Crossing {
         }
         let payload = self.session.payload(stream).unwrap();
         let (count, target) = match payload.target() {
-            Target::Nowhere(bytes) => (bytes.min(1 + self.random.below(16)), None),
-            Target::Pool(ranges) => (ranges[0].1.min(1 + self.random.below(16)), Some(ranges[0].0)),
+            PayloadTarget::Nowhere(bytes) => (bytes.min(1 + self.random.index(16)), None),
+            PayloadTarget::Pool(ranges) => (ranges[0].1.min(1 + self.random.index(16)), Some(ranges[0].0)),
         };
         payload.advance(count);
         if let Some(at) = target {
@@ -212,15 +202,15 @@ fn blocks(epoch: u64) -> Vec<BlockId> {
 #[test]
 fn whatever_order_connections_deliver_in_only_what_is_whole_is_verified_and_what_is_given_back_stays_untouched() {
     let mut ends = [0; 2];
-    for seed in 0..3000 {
+    with_seeds(0..3000, |seed| {
         let mut crossing = Crossing::new(seed);
         let mut whole = crossing.say();
-        let fenced = crossing.random.below(3 * HANDOFFS as usize) as u64;
-        let mut left = 200 + crossing.random.below(400);
+        let fenced = crossing.random.index(3 * HANDOFFS as usize) as u64;
+        let mut left = 200 + crossing.random.index(400);
         while crossing.queues.iter().any(|queue| !queue.is_empty())
             || (0..STREAMS).any(|stream| crossing.session.payload(stream).is_some())
         {
-            let stream = crossing.random.below(STREAMS);
+            let stream = crossing.random.index(STREAMS);
             crossing.arrive(stream);
             crossing.look();
             left = left.saturating_sub(1);
@@ -231,9 +221,10 @@ fn whatever_order_connections_deliver_in_only_what_is_whole_is_verified_and_what
             }
         }
         crossing.verified.sort_unstable();
-        assert_eq!(crossing.verified, whole, "seed {seed}");
+        assert_eq!(crossing.verified, whole);
         ends[0] += whole.len();
         ends[1] += HANDOFFS as usize - whole.len();
-    }
-    assert!(ends.iter().all(|count| *count > 1000), "{ends:?} verified and not");
+    });
+    let enough = |count: &usize| *count > 1000;
+    assert!(seed().is_some() || ends.iter().all(enough), "{ends:?} verified and not");
 }

@@ -1,8 +1,11 @@
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use baton_types::WorkerId;
 
 use super::super::line::Core;
-use super::super::testing;
 use super::*;
+use crate::testing;
 
 fn core(epoch: u64, now: Instant) -> Arc<Core> {
     testing::core(Epoch(epoch), now + Duration::from_secs(60))
@@ -10,7 +13,7 @@ fn core(epoch: u64, now: Instant) -> Arc<Core> {
 
 /// A session that nothing was asked of.
 fn session() -> (Outbound, Line) {
-    let (geometry, limits) = (testing::geometry(), Limits::default());
+    let (geometry, limits) = (testing::geometry(), TransferLimits::default());
     let parties = Parties { me: WorkerId(2), peer: WorkerId(1) };
     (Outbound::new(parties, Pools::alike(geometry), &limits), Line::new(limits))
 }

@@ -6,7 +6,7 @@ mod table;
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
-use super::{Action, Failure, Input, Leg, Limits, RequestMachine};
+use super::{Action, Failure, Input, Leg, RequestLimits, RequestMachine};
 use crate::placement::Placed;
 
 const D1: WorkerId = WorkerId(0xd1);
@@ -15,8 +15,8 @@ const P1: WorkerId = WorkerId(0xf1);
 const P2: WorkerId = WorkerId(0xf2);
 const STOP: u32 = 99;
 
-fn limits() -> Limits {
-    Limits { max_tokens: 8, stop_token_ids: vec![STOP], max_attempts: 3 }
+fn limits() -> RequestLimits {
+    RequestLimits { max_tokens: 8, stop_token_ids: vec![STOP], max_attempts: 3 }
 }
 
 /// The token every worker would sample at an index.

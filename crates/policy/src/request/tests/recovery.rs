@@ -1,6 +1,7 @@
 //! The recoveries that are promised, told as stories.
 
 use super::*;
+use crate::request::State;
 
 fn ids(actions: &[Action]) -> Vec<(WorkerId, bool)> {
     let open = |a: &Action| if let Action::OpenDecode { worker, local } = a { Some((*worker, *local)) } else { None };
@@ -231,7 +232,21 @@ fn a_worker_that_hangs_is_not_asked_again() {
         }
     };
     assert_eq!(asked_again(Failure::silent("gone")), vec![vec![D1]; 5]);
+    assert_eq!(asked_again(Failure::leaving("drains")), vec![vec![D1]; 5]);
     assert_eq!(asked_again(lost(ErrorKind::Unavailable)), vec![vec![]; 5]);
+}
+
+#[test]
+fn workers_that_take_nothing_on_cost_no_attempt() {
+    // I7: with the registry away a router learns of a rolling restart by refusals alone.
+    let many = (0..20).flat_map(|n| [local(WorkerId(n)), Input::DecodeLost(Failure::leaving("drains"))]);
+    let (machine, actions) =
+        after(many.chain([split(D1, P1), reserved(), Input::PrefillLost(Failure::leaving("left"))]));
+    assert_eq!(machine.state(), State::PlacingPrefill { decode: D1 });
+    assert_eq!(machine.avoid().len(), 21, "none of them is asked again");
+    assert!(!actions.iter().any(|action| matches!(action, Action::Fail(_))));
+    let (machine, _) = after((0..3).flat_map(|n| [local(WorkerId(n)), Input::DecodeLost(lost(ErrorKind::Internal))]));
+    assert!(machine.ended(), "failures of work that was begun are counted");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The rules that are the choice's own: the second word, what a stream's end means, the clocks, what is asked for.
 
 use super::*;
-use crate::request::{Leg, State};
+use crate::request::{Condition, Leg, State};
 
 fn recovering(effects: &[Effect]) -> Option<(Leg, &Failure)> {
     effects.iter().find_map(|e| if let Effect::Recovering { leg, cause } = e { Some((*leg, cause)) } else { None })
@@ -20,7 +20,7 @@ fn the_prefill_stream_has_the_second_word_on_a_path_that_broke() {
     let mut scene = path_lost();
     let effects = scene.step(ChoiceInput::PrefillEnded(lost(true)));
     let (leg, cause) = recovering(&effects).unwrap();
-    assert_eq!((leg, cause.silent), (Leg::Prefill, true), "the worker is gone, not only the path");
+    assert_eq!((leg, cause.worker), (Leg::Prefill, Condition::Silent), "the worker is gone, not only the path");
     assert!(effects.contains(&Effect::DropDecode));
     assert_eq!(scene.wakes_in(), Some(DEADLINE), "the decode worker's word is forgotten with its stream");
 }
@@ -67,20 +67,22 @@ fn only_right_after_its_reservation_a_decode_worker_speaks_of_kv() {
 
 #[test]
 fn what_a_streams_end_means() {
+    use Condition::{Leaving, Silent, Usable};
     let cases = [
-        (LegEnd::Early, ErrorKind::Unavailable, "the decode worker ended the stream too early", false),
-        (answered(ErrorKind::Internal), ErrorKind::Internal, "the decode worker answered: no", false),
-        (answered(ErrorKind::Cancelled), ErrorKind::Unavailable, "the decode worker cancelled the request", false),
-        (lost(false), ErrorKind::Unavailable, "the decode worker is lost: broken pipe", false),
-        (lost(true), ErrorKind::Unavailable, "the decode worker is lost: broken pipe", true),
-        (LegEnd::Unclear { message: "what?".into() }, ErrorKind::Internal, "what?", false),
-        (LegEnd::Left { worker: D1 }, ErrorKind::Unavailable, "worker wd1 has left", false),
-        (answered(ErrorKind::DataLoss), ErrorKind::DataLoss, "the decode worker answered: no", false),
+        (LegEnd::Early, ErrorKind::Unavailable, "the decode worker ended the stream too early", Usable),
+        (answered(ErrorKind::Internal), ErrorKind::Internal, "the decode worker answered: no", Usable),
+        (answered(ErrorKind::Cancelled), ErrorKind::Unavailable, "the decode worker cancelled the request", Usable),
+        (lost(false), ErrorKind::Unavailable, "the decode worker is lost: broken pipe", Usable),
+        (lost(true), ErrorKind::Unavailable, "the decode worker is lost: broken pipe", Silent),
+        (LegEnd::Unclear { message: "what?".into() }, ErrorKind::Internal, "what?", Usable),
+        (LegEnd::Draining { message: "no".into() }, ErrorKind::Unavailable, "the decode worker answered: no", Leaving),
+        (LegEnd::Left { worker: D1 }, ErrorKind::Unavailable, "worker wd1 has left", Leaving),
+        (answered(ErrorKind::DataLoss), ErrorKind::DataLoss, "the decode worker answered: no", Usable),
     ];
-    for (end, kind, message, silent) in cases {
+    for (end, kind, message, worker) in cases {
         let effects = Scene::after([local(D1)]).step(ChoiceInput::DecodeEnded(end));
         let (leg, cause) = recovering(&effects).unwrap();
-        assert_eq!((leg, cause), (Leg::Decode, &Failure { kind, message: message.into(), silent }));
+        assert_eq!((leg, cause), (Leg::Decode, &Failure { kind, message: message.into(), worker }));
     }
     let prefill = Scene::after([split(D1, P1), reserved()]).step(ChoiceInput::PrefillEnded(LegEnd::Early));
     assert_eq!(recovering(&prefill).unwrap().1.message, "the prefill worker ended the stream too early");

@@ -52,6 +52,22 @@ fn flags(fleet: &Fleet, id: WorkerId) -> (bool, u32) {
 }
 
 #[test]
+fn the_fingerprint_is_that_of_the_decode_workers_that_take_requests() {
+    let of = |change: fn(&mut Vec<Member>)| {
+        let mut members = two_and_two();
+        change(&mut members);
+        fleet(members).fingerprint()
+    };
+    assert_eq!(of(|_| {}), 1, "all have one layout");
+    assert_eq!(of(|members| members[2].layout = 2), 1, "a prefill worker's does not count");
+    let both = of(|members| members[1].layout = 2);
+    assert!(both > 2, "of both, whoever has which");
+    assert_eq!(of(|members| members[0].layout = 2), both);
+    assert_eq!(of(|members| (members[0].layout, members[0].draining) = (2, true)), 1);
+    assert_eq!(of(|members| members.iter_mut().for_each(|m| m.model = "other".into())), 0);
+}
+
+#[test]
 fn requests_go_where_the_fewest_are() {
     let mut fleet = fleet(two_and_two());
     let leases = [D1, P2].map(|id| fleet.lease(id).unwrap());
@@ -85,6 +101,38 @@ fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
     assert!(!flags(&fleet, D1).0);
     let placed: Vec<_> = (0..2).map(|_| fleet.place(&ask()).unwrap().decode).collect();
     assert!(placed.contains(&D1) && placed.contains(&D2), "in turn again");
+}
+
+#[test]
+fn a_worker_that_says_that_it_drains_is_not_chosen_whatever_the_view_says() {
+    // I7: no registry may be there to say so.
+    let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
+    let lease = fleet.lease(D1).unwrap();
+    assert_eq!(fleet.ended(&lease, &LegEnd::Draining { message: "no".into() }, now), None, "it lives");
+    fleet.update(view(two_and_two()));
+    for _ in 0..3 {
+        assert_eq!(fleet.place(&ask()).unwrap().decode, D2);
+    }
+    let nobody_else = fleet.place(&Ask { avoid: vec![D2], ..ask() });
+    assert!(nobody_else.is_err());
+    fleet.update(view(two_and_two().split_off(1)));
+    fleet.update(view(two_and_two()));
+    assert_eq!(fleet.place(&Ask { avoid: vec![D2], ..ask() }).unwrap().decode, D1, "another process");
+    assert_eq!(fleet.ended(&lease, &LegEnd::Draining { message: "no".into() }, now), None, "of the one before");
+    assert_eq!(fleet.place(&Ask { avoid: vec![D2], ..ask() }).unwrap().decode, D1);
+}
+
+#[test]
+fn a_request_keeps_its_lost_decode_worker_and_is_not_given_a_lost_prefill_worker() {
+    let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
+    for id in [D1, P1] {
+        let lease = fleet.lease(id).unwrap();
+        fleet.ended(&lease, &lost(false), now);
+        fleet.release(lease);
+    }
+    for _ in 0..3 {
+        assert_eq!(fleet.place(&Ask { decode: Some(D1), ..ask() }), Ok(on(D1, P2)));
+    }
 }
 
 #[test]

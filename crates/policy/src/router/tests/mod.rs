@@ -11,7 +11,7 @@ use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::*;
 use crate::placement::Placed;
-use crate::request::{Failure, Limits};
+use crate::request::{Failure, RequestLimits};
 
 const D1: WorkerId = WorkerId(0xd1);
 const D2: WorkerId = WorkerId(0xd2);
@@ -74,15 +74,15 @@ struct Scene {
 impl Scene {
     fn new() -> Scene {
         let now = Instant::now();
-        let order = Order {
+        let new = NewRequest {
             prompt: vec![1, 2].into(),
             names: Vec::new().into(),
             cache_salt: String::new(),
-            limits: Limits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
+            limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
             deadline: now + DEADLINE,
         };
         let mut effects = Vec::new();
-        let choice = Choice::start(order, now, &mut effects);
+        let choice = Choice::start(new, now, &mut effects);
         Scene { choice, begun: now, now, effects }
     }
 

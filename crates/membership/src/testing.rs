@@ -1,0 +1,22 @@
+//! A member, for tests.
+
+use baton_types::WorkerId;
+
+use crate::{Member, Role};
+
+/// A decode worker.
+pub fn member(id: u64) -> Member {
+    Member {
+        id: WorkerId(id),
+        role: Role::Decode,
+        grpc: "http://127.0.0.1:9001".to_owned(),
+        admin: "http://127.0.0.1:9002".to_owned(),
+        model: "smollm2".to_owned(),
+        layout: u64::MAX,
+        blocks: 512,
+        block_size: 16,
+        window_tokens: 0,
+        context_tokens: 8192,
+        draining: false,
+    }
+}

@@ -1,0 +1,58 @@
+//! From what a user typed to a whole model: a path, a name of the catalogue, a repository of the hub, or nowhere.
+
+use std::path::{Path, PathBuf};
+
+use baton_model_text::fetch::{self, Parts};
+
+pub use baton_model_text::fetch::{
+    CachedModel, HubOptions, NoProgress, Progress, ProgressBar, Recipe, Source, catalogue, default_cache, list,
+};
+
+use crate::safetensors::shard_names;
+use crate::{Model, ModelFileError, RandomModel};
+
+/// Weights and all.
+const WHOLE: Parts = Parts::Whole(shard_names);
+
+/// Where a model is: made of its name, or as [`resolve`] finds it, from this source.
+pub fn find(source: &Source, spec: &str, progress: &dyn Progress) -> Result<ModelSource, ModelFileError> {
+    match RandomModel::parse(spec)? {
+        Some(random) => Ok(ModelSource::Random(Box::new(random))),
+        None => source.locate(spec, WHOLE, progress).map(ModelSource::Files),
+    }
+}
+
+/// Where a model comes from.
+#[derive(Clone, Debug)]
+pub enum ModelSource {
+    /// A file or a directory.
+    Files(PathBuf),
+    /// Nowhere: it is made.
+    Random(Box<RandomModel>),
+}
+
+impl ModelSource {
+    /// The model, open.
+    pub fn open(&self) -> Result<Model, ModelFileError> {
+        match self {
+            ModelSource::Files(path) => Model::open(path),
+            ModelSource::Random(random) => random.open(),
+        }
+    }
+}
+
+/// The path of a model, fetched if need be: `PATH`, a name of the [`catalogue`], or `org/name` of the public hub, where
+/// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files.
+pub fn resolve(spec: &str, cache: &Path, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
+    resolve_with(spec, cache, &HubOptions::default(), progress)
+}
+
+/// As [`resolve`], with a hub of your choice.
+pub fn resolve_with(
+    spec: &str,
+    cache: &Path,
+    hub: &HubOptions,
+    progress: &dyn Progress,
+) -> Result<PathBuf, ModelFileError> {
+    fetch::locate(spec, cache, hub, WHOLE, progress)
+}

@@ -1,0 +1,322 @@
+//! Fetches a model from a hub that speaks the Hugging Face protocol. hf-hub asks, downloads and keeps its usual cache tree.
+//!
+//! What hf-hub leaves out is here: a bound on silence, going on after a cut with the bytes already there, checking what
+//! arrived, and a marker that says a model is complete.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
+use hf_hub::{Cache, Repo, RepoType};
+
+use super::Parts;
+use super::pick::{Choice, INDEX, choose};
+use super::progress::Progress;
+use super::registry::sha256_of;
+use super::spec::{RepositorySpec, is_file_name};
+use super::store::{self, Extent};
+use crate::ModelFileError;
+
+/// Where the hub is, who asks, and how patient to be.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HubOptions {
+    /// Base URL, `http` or `https`, without a slash at the end; None: the public hub.
+    pub endpoint: Option<String>,
+    /// Access token for repositories that need one.
+    pub token: Option<String>,
+    /// Longest silence before giving up.
+    pub silence: Duration,
+    /// Attempts for each file; each goes on where the last one broke off.
+    pub attempts: u32,
+}
+
+impl Default for HubOptions {
+    fn default() -> Self {
+        HubOptions { endpoint: None, token: None, silence: Duration::from_secs(60), attempts: 5 }
+    }
+}
+
+impl fmt::Debug for HubOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The token is a secret; logs learn only whether there is one.
+        let HubOptions { endpoint, token, silence, attempts } = self;
+        let token = token.as_ref().map(|_| "…");
+        write!(
+            f,
+            "HubOptions {{ endpoint: {endpoint:?}, token: {token:?}, silence: {silence:?}, attempts: {attempts} }}"
+        )
+    }
+}
+
+/// The model's path: a GGUF file, or a directory, with safetensors weights if they are wanted. What was fetched before is not asked for
+/// again.
+pub(super) fn fetch(
+    spec: &RepositorySpec,
+    cache: &Path,
+    options: &HubOptions,
+    parts: Parts,
+    progress: &dyn Progress,
+) -> Result<PathBuf, ModelFileError> {
+    let name = spec.text();
+    let wanted = parts.extent();
+    if let Some(path) = store::find_ready(cache, &name, wanted) {
+        return Ok(path);
+    }
+    let _lock = store::lock(cache, &spec.id)?;
+    if let Some(path) = store::find_ready(cache, &name, wanted) {
+        return Ok(path);
+    }
+    let fetch = Fetch::start(spec, cache, options, progress)?;
+    let files = fetch.files()?;
+    let (path, fetched) = match choose(&files, spec.wanted.as_deref()) {
+        // One file has everything.
+        Ok(Choice::Gguf(file)) => (fetch.file(&file)?, Extent::Whole),
+        Ok(Choice::Directory { text, weights }) => (fetch.directory(&text, weights, parts)?, wanted),
+        Err(hint) => return Err(ModelFileError::UnknownModel { spec: name, hint }),
+    };
+    store::mark_ready(cache, &name, fetched, &path)?;
+    Ok(path)
+}
+
+struct Fetch<'a> {
+    spec: &'a RepositorySpec,
+    options: &'a HubOptions,
+    progress: &'a dyn Progress,
+    api: Api,
+    cache: Cache,
+    /// The commit that all files are taken from.
+    commit: String,
+    siblings: Vec<String>,
+}
+
+impl<'a> Fetch<'a> {
+    /// Asks the hub what the repository has.
+    fn start(
+        spec: &'a RepositorySpec,
+        cache: &Path,
+        options: &'a HubOptions,
+        progress: &'a dyn Progress,
+    ) -> Result<Fetch<'a>, ModelFileError> {
+        let cache = Cache::new(store::hub_dir(cache));
+        let mut builder = ApiBuilder::from_cache(cache.clone()).with_progress(false).with_retries(0);
+        builder = builder.with_token(options.token.clone());
+        if let Some(endpoint) = &options.endpoint {
+            builder = builder.with_endpoint(endpoint.trim_end_matches('/').to_owned());
+        }
+        let api = builder.build().map_err(|e| ModelFileError::fetch(&spec.id, e))?;
+        let mut fetch = Fetch { spec, options, progress, api, cache, commit: String::new(), siblings: Vec::new() };
+        let repository = fetch.api.model(spec.id.clone());
+        let info = fetch.supervise(&spec.id, move |_| repository.info())?.map_err(|e| fetch.error(&spec.id, &e))?;
+        if info.sha.is_empty() || !info.sha.chars().all(|c| c.is_ascii_alphanumeric()) {
+            return Err(ModelFileError::fetch(&spec.id, format!("the hub names no commit but {:?}", info.sha)));
+        }
+        fetch.commit = info.sha;
+        fetch.siblings = info.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
+        Ok(fetch)
+    }
+
+    fn files(&self) -> Result<Vec<String>, ModelFileError> {
+        match self.siblings.iter().find(|name| !is_file_name(name)) {
+            Some(bad) => Err(ModelFileError::fetch(&self.spec.id, format!("the hub names a file {bad:?}"))),
+            None => Ok(self.siblings.clone()),
+        }
+    }
+
+    fn repo(&self) -> Repo {
+        Repo::with_revision(self.spec.id.clone(), RepoType::Model, self.commit.clone())
+    }
+
+    fn directory(&self, text: &[String], weights: &str, parts: Parts) -> Result<PathBuf, ModelFileError> {
+        for file in text {
+            self.file(file)?;
+        }
+        if let Parts::Whole(shard_names) = parts {
+            let first = self.file(weights)?;
+            let shards = if weights == INDEX { shard_names(&first)? } else { BTreeSet::new() };
+            for shard in shards {
+                self.file(&shard)?;
+            }
+        }
+        Ok(self.cache.repo(self.repo()).pointer_path(&self.commit))
+    }
+
+    /// Fetches one file, going on after cuts, and checks it.
+    fn file(&self, file: &str) -> Result<PathBuf, ModelFileError> {
+        if let Some(path) = self.cache.repo(self.repo()).get(file) {
+            return Ok(path);
+        }
+        let mut attempt = 1;
+        loop {
+            let result = self.download(file);
+            match result {
+                Err(Failure { retry: true, error }) if attempt < self.options.attempts => {
+                    tracing::info!("{file}: {error}; going on (attempt {attempt} of {})", self.options.attempts);
+                    attempt += 1;
+                }
+                other => return other.map_err(|failure| failure.error),
+            }
+        }
+    }
+
+    fn download(&self, file: &str) -> Result<PathBuf, Failure> {
+        let what = format!("{}/{file}", self.spec.id);
+        let repository = self.api.repo(self.repo());
+        let name = file.to_owned();
+        let result = self
+            .supervise(&what, move |events| {
+                let relay = Relay { events, size: 0, done: 0 };
+                download_sized(&repository, &name, relay)
+            })
+            .map_err(Failure::last)?;
+        match result {
+            Ok((path, size)) => {
+                self.check(&what, &path, size)?;
+                self.progress.finish(&what);
+                Ok(path)
+            }
+            Err(e) => {
+                if leftover_is_useless(&e) {
+                    self.discard_partial();
+                }
+                Err(Failure { retry: worth_retrying(&e), error: self.error(&what, &e) })
+            }
+        }
+    }
+
+    /// Compares length, and for large files the digest that names the blob; hf-hub compares neither.
+    fn check(&self, what: &str, path: &Path, size: Option<u64>) -> Result<(), Failure> {
+        let blob = path.canonicalize().map_err(ModelFileError::io(path)).map_err(Failure::last)?;
+        let length = blob.metadata().map_err(ModelFileError::io(&blob)).map_err(Failure::last)?.len();
+        let mut wrong =
+            size.filter(|size| *size != length).map(|size| ("its length", size.to_string(), length.to_string()));
+        let etag = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let is_sha256 = etag.len() == 64 && etag.chars().all(|c| c.is_ascii_hexdigit());
+        if wrong.is_none() && is_sha256 {
+            let actual = sha256_of(&blob).map_err(Failure::last)?;
+            wrong = (actual != etag).then(|| ("the SHA-256", etag.to_owned(), actual));
+        }
+        let Some((property, expected, actual)) = wrong else { return Ok(()) };
+        // The link goes first: a reader sees the file or nothing.
+        let removed = std::fs::remove_file(path).and_then(|()| std::fs::remove_file(&blob));
+        removed.map_err(ModelFileError::io(path)).map_err(Failure::last)?;
+        let error = ModelFileError::Digest { what: what.to_owned(), property, expected, actual };
+        Err(Failure { retry: true, error })
+    }
+
+    /// Removes what a download left that cannot be gone on with. Nobody else writes here: the repository is locked.
+    fn discard_partial(&self) {
+        let blobs = self.cache.repo(self.repo()).blob_path("");
+        for entry in std::fs::read_dir(blobs).into_iter().flatten().flatten() {
+            if entry.path().extension().is_some_and(|extension| extension == "part") {
+                // If it stays, the next attempt fails in the same way and says so.
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    /// Runs a request on a thread of its own, because hf-hub sets no timeouts: after too long a silence it is left behind.
+    fn supervise<T: Send + 'static>(
+        &self,
+        what: &str,
+        request: impl FnOnce(SyncSender<Event>) -> T + Send + 'static,
+    ) -> Result<T, ModelFileError> {
+        let (sender, receiver) = sync_channel(64);
+        let thread = std::thread::spawn(move || request(sender));
+        loop {
+            match receiver.recv_timeout(self.options.silence) {
+                Ok(Event { done, size }) => self.progress.update(what, done, size),
+                Err(RecvTimeoutError::Timeout) => {
+                    let silence = self.options.silence;
+                    return Err(ModelFileError::fetch(what, format!("the hub was silent for {silence:?}; try again")));
+                }
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        thread.join().map_err(|_| ModelFileError::fetch(what, "the hub's answer could not be understood"))
+    }
+
+    fn error(&self, what: &str, error: &ApiError) -> ModelFileError {
+        match status(error) {
+            Some(404) if what == self.spec.id => ModelFileError::UnknownModel {
+                spec: what.to_owned(),
+                hint: "the hub has no such repository".to_owned(),
+            },
+            Some(401 | 403) => ModelFileError::fetch(
+                what,
+                "the hub refuses access; the repository may need an access token (--hub-token-file), or not exist",
+            ),
+            _ => ModelFileError::fetch(what, error),
+        }
+    }
+}
+
+/// A failed attempt.
+struct Failure {
+    retry: bool,
+    error: ModelFileError,
+}
+
+impl Failure {
+    fn last(error: ModelFileError) -> Failure {
+        Failure { retry: false, error }
+    }
+}
+
+fn status(error: &ApiError) -> Option<u16> {
+    match error {
+        ApiError::RequestError(e) => match **e {
+            ureq::Error::StatusCode(code) => Some(code),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// A part that is longer than the file, or complete without having got its name: there is nothing to go on with.
+fn leftover_is_useless(error: &ApiError) -> bool {
+    matches!(error, ApiError::InvalidResume) || status(error) == Some(416)
+}
+
+fn worth_retrying(error: &ApiError) -> bool {
+    match error {
+        ApiError::IoError(_) | ApiError::InvalidResume => true,
+        ApiError::RequestError(_) => status(error).is_none_or(|code| code >= 500 || matches!(code, 408 | 416 | 429)),
+        _ => false,
+    }
+}
+
+/// How far a download is.
+struct Event {
+    done: u64,
+    size: Option<u64>,
+}
+
+/// Passes hf-hub's progress on. Events that nobody waits for any more are dropped.
+struct Relay {
+    events: SyncSender<Event>,
+    size: u64,
+    done: u64,
+}
+
+impl hf_hub::api::Progress for &mut Relay {
+    fn init(&mut self, size: usize, _filename: &str) {
+        self.size = size as u64;
+        self.done = 0;
+    }
+
+    fn update(&mut self, size: usize) {
+        self.done += size as u64;
+        // A listener that has given up is no reason to stop: what arrives is kept for the next attempt.
+        let _ = self.events.send(Event { done: self.done, size: Some(self.size) });
+    }
+
+    fn finish(&mut self) {}
+}
+
+fn download_sized(repository: &ApiRepo, file: &str, mut relay: Relay) -> Result<(PathBuf, Option<u64>), ApiError> {
+    let path = repository.download_with_progress(file, &mut relay)?;
+    Ok((path, Some(relay.size)))
+}

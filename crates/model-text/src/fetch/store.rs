@@ -1,0 +1,221 @@
+//! The cache directory: where things lie in it, locks between processes, writing so that nothing half-done is ever seen.
+//!
+//! `catalogue/NAME/FILE` are models with short names, `hub/` is the hub client's own tree, `hub-ready/` says which of its
+//! models are complete, `hub-text-ready/` which are but for their weights, `staging/` and `locks/` belong to fetches under way.
+
+use std::fs::{File, TryLockError};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Recipe, catalogue};
+use crate::ModelFileError;
+
+/// The user's cache directory for models, as the XDG base directories say: `$XDG_CACHE_HOME/baton/models`, else under
+/// `$HOME/.cache`.
+pub fn default_cache() -> Result<PathBuf, ModelFileError> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+    base.map(|base| base.join("baton").join("models")).ok_or_else(|| {
+        ModelFileError::fetch("a model", "neither XDG_CACHE_HOME nor HOME is an absolute path; name a cache directory")
+    })
+}
+
+/// A complete model in the cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CachedModel {
+    /// What to pass as `--model`.
+    pub spec: String,
+    /// File or directory.
+    pub path: PathBuf,
+    /// Bytes of the file, or of all files of the directory.
+    pub bytes: u64,
+}
+
+/// The complete models in the cache, sorted by name. An empty or absent cache has none.
+pub fn list(cache: &Path) -> Result<Vec<CachedModel>, ModelFileError> {
+    let mut models: Vec<CachedModel> = Vec::new();
+    for recipe in catalogue() {
+        let path = recipe_path(cache, recipe);
+        if is_complete(&path, recipe.bytes) {
+            models.push(CachedModel { spec: recipe.name.to_owned(), path, bytes: recipe.bytes });
+        }
+    }
+    let ready = cache.join(READY);
+    if ready.exists() {
+        for entry in std::fs::read_dir(&ready).map_err(ModelFileError::io(&ready))? {
+            let entry = entry.map_err(ModelFileError::io(&ready))?;
+            models.extend(read_ready(cache, &entry.path()).and_then(|model| model.sized()));
+        }
+    }
+    models.sort_by(|a, b| a.spec.cmp(&b.spec));
+    Ok(models)
+}
+
+impl CachedModel {
+    fn sized(mut self) -> Option<CachedModel> {
+        let metadata = std::fs::metadata(&self.path).ok()?;
+        self.bytes = if metadata.is_dir() { bytes_below(&self.path) } else { metadata.len() };
+        Some(self)
+    }
+}
+
+pub(super) fn recipe_path(cache: &Path, recipe: &Recipe) -> PathBuf {
+    cache.join("catalogue").join(recipe.name).join(recipe.file)
+}
+
+pub(super) fn hub_dir(cache: &Path) -> PathBuf {
+    cache.join("hub")
+}
+
+pub(super) fn staging_dir(cache: &Path, name: &str) -> PathBuf {
+    cache.join("staging").join(name)
+}
+
+/// The file is there with its whole length; its digest was checked before it got its name.
+pub(super) fn is_complete(path: &Path, bytes: u64) -> bool {
+    std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.len() == bytes)
+}
+
+const READY: &str = "hub-ready";
+const TEXT_READY: &str = "hub-text-ready";
+
+/// How much of a hub's model is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Extent {
+    /// All but the weights.
+    Text,
+    /// All.
+    Whole,
+}
+
+/// What a marker says: the spec, and the path relative to the cache, so that the cache can be moved.
+#[derive(Serialize, Deserialize)]
+struct Ready {
+    spec: String,
+    path: PathBuf,
+}
+
+fn ready_path(cache: &Path, spec: &str, extent: Extent) -> PathBuf {
+    let folder = match extent {
+        Extent::Text => TEXT_READY,
+        Extent::Whole => READY,
+    };
+    cache.join(folder).join(format!("{}.json", file_safe(spec)))
+}
+
+/// The path of a hub model of which at least as much was fetched before.
+pub(super) fn find_ready(cache: &Path, spec: &str, extent: Extent) -> Option<PathBuf> {
+    let marked = |extent| read_ready(cache, &ready_path(cache, spec, extent)).filter(|model| model.spec == spec);
+    let found = marked(Extent::Whole).or_else(|| (extent == Extent::Text).then(|| marked(Extent::Text)).flatten());
+    found.map(|model| model.path)
+}
+
+fn read_ready(cache: &Path, marker: &Path) -> Option<CachedModel> {
+    let ready: Ready = serde_json::from_slice(&std::fs::read(marker).ok()?).ok()?;
+    let path = cache.join(ready.path);
+    path.exists().then_some(CachedModel { spec: ready.spec, path, bytes: 0 })
+}
+
+/// Marks a hub model as fetched to that extent.
+pub(super) fn mark_ready(cache: &Path, spec: &str, extent: Extent, path: &Path) -> Result<(), ModelFileError> {
+    let marker = ready_path(cache, spec, extent);
+    let relative = path.strip_prefix(cache).unwrap_or(path).to_owned();
+    let ready = Ready { spec: spec.to_owned(), path: relative };
+    let json = serde_json::to_vec(&ready).map_err(|e| ModelFileError::malformed(&marker, "JSON", e))?;
+    let temporary = marker.with_extension("tmp");
+    create_dir(parent(&marker))?;
+    let mut file = File::create(&temporary).map_err(ModelFileError::io(&temporary))?;
+    file.write_all(&json).map_err(ModelFileError::io(&temporary))?;
+    publish(&file, &temporary, &marker)
+}
+
+/// Gives a finished file its name, on disk before the name is.
+pub(super) fn publish(file: &File, temporary: &Path, path: &Path) -> Result<(), ModelFileError> {
+    file.sync_all().map_err(ModelFileError::io(temporary))?;
+    create_dir(parent(path))?;
+    std::fs::rename(temporary, path).map_err(ModelFileError::io(path))
+}
+
+pub(super) fn create_dir(path: &Path) -> Result<(), ModelFileError> {
+    std::fs::create_dir_all(path).map_err(ModelFileError::io(path))
+}
+
+/// Removes a directory; one that is not there is fine.
+pub(super) fn remove_dir(path: &Path) -> Result<(), ModelFileError> {
+    match std::fs::remove_dir_all(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(ModelFileError::io(path)(e)),
+        _ => Ok(()),
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().unwrap_or(path)
+}
+
+/// Held while a model is being fetched; the system lets go of it when the process ends, however it ends.
+pub(super) struct FetchLock {
+    _file: File,
+}
+
+/// Waits until no other process fetches `name`.
+pub(super) fn lock(cache: &Path, name: &str) -> Result<FetchLock, ModelFileError> {
+    let dir = cache.join("locks");
+    create_dir(&dir)?;
+    let path = dir.join(file_safe(name));
+    let file = File::create(&path).map_err(ModelFileError::io(&path))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            tracing::info!("another process is fetching {name}; waiting for it");
+            file.lock().map_err(ModelFileError::io(&path))?;
+        }
+        Err(TryLockError::Error(e)) => return Err(ModelFileError::io(&path)(e)),
+    }
+    Ok(FetchLock { _file: file })
+}
+
+/// A spec as one file name.
+fn file_safe(name: &str) -> String {
+    name.replace(':', "@").replace('/', "--")
+}
+
+/// Bytes of all files below a directory, links followed; what vanishes meanwhile counts nothing.
+pub(super) fn bytes_below(dir: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
+    let size = |path: PathBuf| match std::fs::metadata(&path) {
+        Ok(metadata) if metadata.is_dir() => bytes_below(&path),
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    };
+    entries.flatten().map(|entry| size(entry.path())).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_shows_complete_models_only() {
+        let cache = tempfile::tempdir().unwrap();
+        assert_eq!(list(&cache.path().join("absent")).unwrap(), []);
+        let half = recipe_path(cache.path(), &catalogue()[0]);
+        create_dir(parent(&half)).unwrap();
+        std::fs::write(&half, b"half").unwrap();
+        let model = hub_dir(cache.path()).join("m.gguf");
+        create_dir(parent(&model)).unwrap();
+        std::fs::write(&model, b"12345").unwrap();
+        mark_ready(cache.path(), "org/name:q", Extent::Whole, &model).unwrap();
+        mark_ready(cache.path(), "org/gone", Extent::Whole, &cache.path().join("gone")).unwrap();
+        mark_ready(cache.path(), "org/text", Extent::Text, cache.path()).unwrap();
+        let all = list(cache.path()).unwrap();
+        assert_eq!(all, [CachedModel { spec: "org/name:q".to_owned(), path: model.clone(), bytes: 5 }]);
+        let find = |spec: &str, extent| find_ready(cache.path(), spec, extent);
+        assert_eq!(find("org/name:q", Extent::Whole), Some(model.clone()));
+        assert_eq!(find("org/name:q", Extent::Text), Some(model), "the whole has the text");
+        assert_eq!(find("org/gone", Extent::Whole), None);
+        assert_eq!(find("org/text", Extent::Text), Some(cache.path().to_owned()));
+        assert_eq!(find("org/text", Extent::Whole), None);
+    }
+}

@@ -1,0 +1,25 @@
+//! The text part of a model, for those who never read weights: tokenizer, chat template, and the little of the configuration that
+//! text depends on. Finds and fetches models too.
+//!
+//! [`fetch::Source`] turns what a user typed into a path, [`TextModel::open`] reads what lies there: a directory's text files, or the
+//! header of a GGUF file. `baton-model-files` builds tensors upon both. Knows the names of files of weights, and nothing that is in them.
+
+#![forbid(unsafe_code)]
+
+mod chat;
+mod error;
+mod family;
+pub mod fetch;
+pub mod gguf;
+mod keys;
+mod random;
+mod text;
+mod tokenizer;
+
+pub use chat::{ChatMessage, ChatTemplate, FunctionCall, ToolCall, ToolSyntax};
+pub use error::ModelFileError;
+pub use family::{Architecture, Family, MAX_VOCABULARY, check_size};
+pub use keys::Keys;
+pub use random::{PREFIX as RANDOM_PREFIX, RandomShape};
+pub use text::TextModel;
+pub use tokenizer::{TextStream, Tokenizer};

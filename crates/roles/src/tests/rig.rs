@@ -1,0 +1,121 @@
+//! A core over the fake model that tells, in words, what it wants done.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use baton_engine::fake::{FakeModel, tiny_layout};
+use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
+use baton_handoff::TransferError;
+use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
+
+use crate::{Effect, Input, RoleCore, WorkerCore};
+
+pub(super) const VOCAB: u32 = 50;
+pub(super) const BLOCK: u32 = 4;
+
+/// The first request of each table.
+pub(super) const SEQ: SeqId = SeqId(0);
+
+/// A core, its model, and what the role wanted since it was last asked.
+pub(super) struct Rig<R: RoleCore> {
+    pub core: WorkerCore<R>,
+    model: FakeModel,
+    pub said: Vec<R::Effect>,
+    /// Layers of blocks that were handed to handoffs.
+    pub writes: u32,
+    /// What handoffs answer to a write.
+    pub refuse: Option<TransferError>,
+}
+
+impl<R: RoleCore> Rig<R> {
+    pub fn new(make: impl FnOnce(Arc<KvLayout>) -> R) -> Rig<R> {
+        let geometry = PoolGeometry::uniform(tiny_layout(BLOCK), 12);
+        let config = EngineConfig {
+            token_budget: 16,
+            chunk: 16,
+            pack_tokens: u32::MAX,
+            max_running: 2,
+            max_waiting: 2,
+            context_tokens: 40,
+            local_prefill_tokens: 0,
+            order: Order::default(),
+            overtakes: 0,
+            cache: CacheConfig { max_blocks: 0, ..CacheConfig::default() },
+            swap: SwapConfig::default(),
+        };
+        let engine = Engine::new(config, &geometry).unwrap();
+        let layout = Arc::new(geometry.layout.clone());
+        let core = WorkerCore::new(engine, make(layout.clone()), layout, false);
+        Rig { core, model: FakeModel::new(geometry, VOCAB), said: Vec::new(), writes: 0, refuse: None }
+    }
+
+    /// Gives an input, and has the model compute what follows from it. Effects of the role are not answered.
+    pub fn input(&mut self, input: Input<R::Command>) {
+        let mut inputs = vec![input];
+        while let Some(input) = inputs.pop() {
+            let mut effects = Vec::new();
+            self.core.step(input, Time(0), &mut effects);
+            for effect in effects {
+                match effect {
+                    Effect::Role(effect) => self.said.push(effect),
+                    Effect::Launch(mut launch) => {
+                        let Rig { core, model, writes, refuse, .. } = self;
+                        let mut on_layer = |layer| {
+                            launch.stored(layer, |write| {
+                                *writes += write.pairs.len() as u32;
+                                refuse.clone().map_or(Ok(()), Err)
+                            })
+                        };
+                        let step = core.engine().steps();
+                        let outcome = core.with_batch(step, |batch| model.launch(batch, &mut on_layer)).unwrap();
+                        inputs.push(Input::Launched { launch, outcome });
+                    }
+                    Effect::Collect { step, .. } => {
+                        let (mut out, model) = (Vec::new(), &mut self.model);
+                        let outcome = self.core.with_batch(step, |batch| model.collect(batch, &mut out)).unwrap();
+                        inputs.push(Input::Collected { outcome: outcome.map(|()| out), lost: None });
+                    }
+                    Effect::Stepped(_) => {}
+                    Effect::Ended(error) => panic!("{error}"),
+                }
+            }
+        }
+        // I6
+        self.core.engine().check().unwrap();
+    }
+
+    /// Free, used, lent, quarantined.
+    pub fn blocks(&self) -> String {
+        let b = self.core.engine().counts();
+        format!("{} used {} lent {} aside", b.used, b.lent, b.quarantined)
+    }
+}
+
+pub(super) fn request(start: Start, tokens: u32) -> Box<NewSequence> {
+    Box::new(NewSequence {
+        request_id: RequestId("r".into()),
+        tokens: (0..tokens).collect(),
+        prompt_tokens: tokens,
+        params: SamplingParams { max_tokens: 3, ..SamplingParams::default() },
+        start,
+        deadline: None,
+        prefix: None,
+        priority: 0,
+    })
+}
+
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src/tests").join(name)
+}
+
+pub(super) fn compare(table: &str, name: &str) {
+    let committed = std::fs::read_to_string(file(name)).unwrap_or_default();
+    for (got, want) in table.lines().zip(committed.lines()) {
+        assert_eq!(got, want, "{name} changed");
+    }
+    assert_eq!(table.len(), committed.len(), "{name} changed its size");
+}
+
+pub(super) fn rewrite(table: &str, name: &str) {
+    std::fs::write(file(name), table).unwrap();
+}

@@ -1,0 +1,53 @@
+//! The sizes and settings of a run's engines.
+
+use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapRates};
+use baton_types::mix;
+use baton_types::testing::Random;
+
+/// What most runs' engines are set to.
+pub(crate) fn engine(random: &mut Random) -> EngineConfig {
+    EngineConfig {
+        token_budget: random.within(8, 40) as u32,
+        chunk: random.within(2, 24) as u32,
+        pack_tokens: random.within(4, 40) as u32,
+        max_running: random.within(1, 8) as u32,
+        max_waiting: 64,
+        context_tokens: 64,
+        local_prefill_tokens: random.below(6) as u32,
+        order: Order::ALL[random.below(3) as usize],
+        overtakes: 3,
+        cache: CacheConfig { max_blocks: if random.chance(700) { u32::MAX } else { 0 }, ..CacheConfig::default() },
+        swap: SwapConfig {
+            bytes: if random.chance(300) { 4096 } else { 0 },
+            rates: SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 },
+        },
+    }
+}
+
+/// What is seldom set, beside the seed's main sequence: a cache of few blocks, every eviction, host memory that is too small or not worth
+/// it, tight batches.
+pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
+    let random = &mut Random(mix(seed ^ 0x656e_6769_6e65));
+    if random.chance(400) {
+        return config;
+    }
+    let few = |random: &mut Random| if random.chance(600) { u32::MAX } else { random.below(8) as u32 };
+    let cache = CacheConfig {
+        max_blocks: few(random),
+        max_kept: few(random),
+        eviction: Eviction::ALL[random.below(3) as usize],
+    };
+    let bytes = [0, random.below(4_000), 1 << 20][random.below(3) as usize];
+    let (copy_bytes_per_second, prefill_tokens_per_second) =
+        [(u64::MAX, 1), (200, 1), (0, 1)][random.below(3) as usize];
+    let swap = SwapConfig { bytes, rates: SwapRates { copy_bytes_per_second, prefill_tokens_per_second } };
+    let max_running = random.within(1, 6) as u32;
+    let token_budget = max_running + random.below(30) as u32;
+    let (chunk, overtakes) = (random.within(1, 20) as u32, random.below(20) as u32);
+    EngineConfig { cache, swap, max_running, token_budget, chunk, overtakes, ..config }
+}
+
+/// Room for the longest request of a run whose engines are pressed for it, 20 tokens of prompt and 24 of answer, and a few blocks more.
+pub(crate) fn few_blocks(block_size: u32, seed: u64) -> u32 {
+    48u32.div_ceil(block_size) + (mix(seed ^ 3) % 4) as u32
+}

@@ -1,0 +1,137 @@
+//! Randomness of tests, of the simulator and of the fuzzers: one generator, and one way to choose its seed.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use crate::mix;
+use crate::seeded::STEP;
+
+/// SplitMix64 (Steele et al., OOPSLA 2014). Holds the seed at first, then what has become of it.
+#[derive(Clone, Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(STEP);
+        mix(self.0)
+    }
+
+    /// Below `n`, which is not 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.bits() % n
+    }
+
+    /// An index below `len`, which is not 0.
+    pub fn index(&mut self, len: usize) -> usize {
+        self.below(len as u64) as usize
+    }
+
+    /// From `low` to `high`, both included.
+    pub fn within(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high - low + 1)
+    }
+
+    /// True in `per_mille` of 1000 cases.
+    pub fn chance(&mut self, per_mille: u32) -> bool {
+        self.below(1000) < u64::from(per_mille)
+    }
+
+    /// Uniform in [-1, 1), 24 bits of it.
+    pub fn unit(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// A vector of [`Random::unit`].
+    pub fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.unit()).collect()
+    }
+
+    /// Bytes, eight of each number.
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        for chunk in bytes.chunks_mut(8) {
+            chunk.copy_from_slice(&self.bits().to_le_bytes()[..chunk.len()]);
+        }
+        bytes
+    }
+
+    /// Flips a bit of bytes that are not none.
+    pub fn flip(&mut self, bytes: &mut [u8]) {
+        let byte = self.index(bytes.len());
+        bytes[byte] ^= 1 << self.below(8);
+    }
+}
+
+/// The variable that says which seed a randomised test takes.
+pub const SEED: &str = "BATON_TEST_SEED";
+
+/// The seed that `BATON_TEST_SEED` says; None without it.
+///
+/// # Panics
+/// When it is no number.
+pub fn seed() -> Option<u64> {
+    let text = std::env::var(SEED).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{SEED} is {text:?}; it must be a whole number, 0 or above")))
+}
+
+/// Runs a randomised test with each of these seeds, or with that of `BATON_TEST_SEED` alone. When it panics, says with which.
+pub fn with_seeds(seeds: impl IntoIterator<Item = u64>, test: impl FnMut(u64)) {
+    match seed() {
+        Some(seed) => each([seed], test),
+        None => each(seeds, test),
+    }
+}
+
+fn each(seeds: impl IntoIterator<Item = u64>, mut test: impl FnMut(u64)) {
+    for seed in seeds {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(seed))) {
+            eprintln!("the seed was {seed}; {SEED}={seed} runs it alone");
+            resume_unwind(panic);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Seeds in scenarios, corpora and models of tests stand for these numbers.
+    #[test]
+    fn the_numbers_are_those_they_have_always_been() {
+        let mut random = Random(0);
+        let first = [random.bits(), random.bits(), random.bits()];
+        assert_eq!(first, [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f]);
+        let mut random = Random(7);
+        let whole = random.clone().bytes(16);
+        assert_eq!(random.bytes(11), whole[..11]);
+        assert_eq!(u64::from_le_bytes(*whole.first_chunk().unwrap()), Random(7).bits());
+    }
+
+    #[test]
+    fn numbers_keep_to_their_bounds() {
+        let mut random = Random(1);
+        let mut seen = [0; 4];
+        for _ in 0..1000 {
+            seen[random.within(2, 5) as usize - 2] += 1;
+            assert!((-1.0..1.0).contains(&random.unit()));
+        }
+        assert!(seen.iter().all(|&count| count > 200), "{seen:?}");
+        let mut bytes = [0; 9];
+        random.flip(&mut bytes);
+        assert_eq!(bytes.iter().map(|byte| byte.count_ones()).sum::<u32>(), 1);
+        assert!(!random.chance(0) && random.chance(1000));
+    }
+
+    #[test]
+    fn a_failure_ends_the_seeds() {
+        let mut tried = Vec::new();
+        let failed = catch_unwind(AssertUnwindSafe(|| {
+            each(0..9, |seed| {
+                tried.push(seed);
+                assert!(seed < 3);
+            })
+        }));
+        assert!(failed.is_err());
+        assert_eq!(tried, [0, 1, 2, 3]);
+    }
+}
