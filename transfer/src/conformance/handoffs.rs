@@ -200,6 +200,8 @@ fn a_receiver_that_restarted_is_another(choice: TransportChoice) {
     assert_eq!(block(&new.pool, &new.geometry, 0, BlockId(3)), before);
     prefill.send(&fresh, 5).wait().unwrap();
     new.expect_verified(7);
+    // Before the pool that it has open.
+    drop(prefill);
 }
 
 fn leases_expire(choice: TransportChoice) {
