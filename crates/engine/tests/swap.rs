@@ -164,6 +164,38 @@ fn a_failed_step_leaves_nothing_to_rely_on() {
     assert!(rig.engine.idle(), "it was alone in its step");
 }
 
+/// What a failed step was to bring back may not be in its blocks: nobody finds it as a prefix (I2).
+#[test]
+fn what_did_not_come_back_is_not_found() {
+    let mut rig = Rig::new(config(10, RATES), 6);
+    rig.submit(Start::Compute, 8, 12);
+    let shared = |tokens: Vec<u32>| NewSequence {
+        prompt_tokens: tokens.len() as u32,
+        prefix: Some(Prefix::default()),
+        tokens,
+        ..request(Start::Compute, 1, 3)
+    };
+    let mut swapped = shared((100..107).collect());
+    swapped.params.max_tokens = 12;
+    let swapped = rig.engine.submit(swapped).unwrap();
+    let step = loop {
+        let step = rig.plan().unwrap();
+        if rig.engine.swaps() == 1 && step.rows().iter().any(|row| row.seq == swapped) {
+            break step;
+        }
+        let mut out = rig.compute(&step);
+        rig.engine.apply(step, &mut out, &mut rig.events);
+    };
+    let tokens = (100..107).chain(rig.tokens_of(swapped)).collect::<Vec<_>>();
+    rig.engine.fail(step, RunError("no".into()), &mut rig.events);
+    assert!(rig.engine.tables(swapped).is_none());
+    let next = shared(tokens);
+    let alone = fake::answer(&layout(), VOCAB, &next.tokens, &next.params).unwrap();
+    let next = rig.engine.submit(next).unwrap();
+    rig.steps(5);
+    assert_eq!(rig.tokens_of(next), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
+}
+
 /// What others share is not copied, and what is cached again by then does not come back from host memory.
 #[test]
 fn only_what_nobody_else_has_is_swapped() {
