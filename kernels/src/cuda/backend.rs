@@ -12,7 +12,7 @@ use super::memory::Memory;
 use super::params::{Element, Embed, RmsNorm};
 use super::pool::{self, Pool};
 use super::queue::{Queue, bytes_of_mut};
-use super::sampling::Sampling;
+use super::sampling::Draws;
 use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
 use super::step::Steps;
@@ -66,7 +66,7 @@ pub struct CudaBackend<D: Device> {
     pub(super) staging: Option<Memory<D>>,
     /// Of splits of decode rows.
     pub(super) sums: Option<Memory<D>>,
-    pub(super) sampling: Sampling<D>,
+    pub(super) sampling: Draws<D>,
     pub(super) steps: Steps<D>,
     /// The first thing that went wrong since [`Backend::finish`]; what follows it is not tried.
     pub(super) failed: Option<KernelError>,
@@ -116,7 +116,7 @@ impl<D: Device> CudaBackend<D> {
         }
         let steps = Steps::new(pool.geometry().layout.groups.len());
         let (operand, indices, staging, sums) = (None, None, None, None);
-        let sampling = Sampling::default();
+        let sampling = Draws::default();
         Ok(CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, steps, failed: None })
     }
 

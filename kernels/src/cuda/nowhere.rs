@@ -9,8 +9,9 @@ use std::sync::{Mutex, PoisonError};
 
 use baton_types::{MemoryKind, Registrable};
 
-use super::device::{Address, Call, Device, Event, Gemm, Graph, Piece, Properties, Rows, Stream, TensorMap};
-use super::pinned::HostCopies;
+use super::device::{
+    Address, Call, Device, Event, Gemm, Graph, HostCopies, Piece, Properties, Rows, Stream, TensorMap,
+};
 use super::sharing::SharingDevice;
 use crate::KernelError;
 

@@ -15,7 +15,7 @@ pub(crate) use blocks::*;
 pub(crate) use rows::*;
 pub(crate) use sampling::*;
 
-use super::device::Launch;
+use super::handles::Launch;
 use crate::backend::Gate;
 
 /// Threads of a warp.

@@ -1,34 +1,11 @@
-//! Copies between a device and its host that nobody waits for, and the pinned host memory that they need.
-//!
-//! The trait [`HostCopies`] is a part of [`Device`] by itself, since a pool's transfers use it too. [`Uploads`] and [`Landings`] are what
-//! steps send and get back by it.
+//! Pinned host memory for copies that nobody waits for. [`Uploads`] and [`Landings`] are what steps send and get back by it.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::device::{Device, Event, Piece, Stream};
+use super::device::{Device, Event, Piece};
 use super::queue::Queue;
 use crate::KernelError;
-
-/// Copies that the host does not wait for.
-pub trait HostCopies: Send + Sync + 'static {
-    /// Host memory that copies reach without a copy of the driver's in between; [`HostCopies::unpin`] ends it.
-    fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError>;
-    /// Gives pinned memory back. Comes when all that uses it is done.
-    fn unpin(&self, at: NonNull<u8>);
-    /// As [`super::Device::read`] without waiting.
-    ///
-    /// # Safety
-    /// `to` has as many bytes as `from`, is pinned, and is touched by nobody before the stream has done this.
-    unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError>;
-    /// As [`super::Device::write`] of as many bytes as `to` has, without waiting.
-    ///
-    /// # Safety
-    /// `from` has as many, is pinned, and is not written before the stream has done this.
-    unsafe fn write_later(&self, stream: Stream, to: Piece<'_>, from: NonNull<u8>) -> Result<(), KernelError>;
-    /// Waits, on the host, for all that was put into the stream before the event's last record.
-    fn settle(&self, event: Event) -> Result<(), KernelError>;
-}
 
 /// Pinned host memory, given back when it is dropped, which comes after all that uses it.
 pub(super) struct Pinned<D: Device> {

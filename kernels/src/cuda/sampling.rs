@@ -4,7 +4,6 @@
 
 use baton_types::TokenOut;
 
-use super::backend::CudaBackend;
 use super::device::{Access, Address, Device, Piece};
 use super::memory::Memory;
 use super::params::{
@@ -25,7 +24,7 @@ pub(super) fn takes(vocab: usize) -> bool {
 }
 
 /// What draws need on the device, allocated once.
-pub(super) struct Sampling<D: Device> {
+pub(super) struct Draws<D: Device> {
     /// What is copied there next.
     bytes: Vec<u8>,
     uploads: Uploads<D>,
@@ -39,14 +38,14 @@ pub(super) struct Sampling<D: Device> {
     sent: Option<Packed>,
     landings: Landings<D>,
     /// What the step collected last drew.
-    chosen: Vec<Sampled>,
+    pub chosen: Vec<Sampled>,
 }
 
-impl<D: Device> Default for Sampling<D> {
+impl<D: Device> Default for Draws<D> {
     fn default() -> Self {
         let (inputs, raw, out) = (None, None, None);
         let (uploads, landings) = (Uploads::default(), Landings::default());
-        Sampling { bytes: Vec::new(), uploads, inputs, raw, out, count: 0, sent: None, landings, chosen: Vec::new() }
+        Draws { bytes: Vec::new(), uploads, inputs, raw, out, count: 0, sent: None, landings, chosen: Vec::new() }
     }
 }
 
@@ -115,14 +114,14 @@ fn pack(draws: &[Draw<'_>], padded: usize, out: &mut Vec<u8>) -> Packed {
 }
 
 /// What was chosen, as the rest of the program knows it.
-fn token(index: u32, top: Option<u32>, chosen: &Sampled) -> TokenOut {
+pub(super) fn token(index: u32, top: Option<u32>, chosen: &Sampled) -> TokenOut {
     let plain = TokenOut { index, id: chosen.id, ..TokenOut::default() };
     let Some(top) = top else { return plain };
     let top = chosen.top_ids.iter().copied().zip(chosen.top_logprobs).take(top as usize);
     TokenOut { logprob: Some(chosen.logprob), top: top.collect(), logits_digest: Some(chosen.digest), ..plain }
 }
 
-impl<D: Device> Sampling<D> {
+impl<D: Device> Draws<D> {
     /// Room for all that draws from these rows may bring.
     pub fn reserve(&mut self, queue: &Queue<D>, room: &Room) -> Result<(), KernelError> {
         if room.samples == 0 || !takes(room.vocab) {
@@ -244,7 +243,7 @@ impl<D: Device> Sampling<D> {
     }
 
     /// The step ends: what it drew goes to the host.
-    fn submit(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
+    pub fn submit(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         let bytes = self.count * size_of::<Sampled>();
         self.begin();
         let drawn = self.out.as_ref().filter(|_| bytes > 0).map(|out| out.piece(0, bytes));
@@ -252,34 +251,12 @@ impl<D: Device> Sampling<D> {
     }
 
     /// Waits for the step submitted first of those not collected.
-    fn collect(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
+    pub fn collect(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         self.chosen.clear();
         let bytes = self.landings.take(queue)?;
         self.chosen.resize(bytes.len() / size_of::<Sampled>(), Sampled::default());
         bytes_of_mut(&mut self.chosen).copy_from_slice(bytes);
         Ok(())
-    }
-}
-
-impl<D: Device> CudaBackend<D> {
-    pub(super) fn end_step(&mut self) -> Result<(), KernelError> {
-        if let Some(error) = self.failed.take() {
-            self.sampling.begin();
-            return Err(error);
-        }
-        self.sampling.submit(&self.queue)
-    }
-
-    pub(super) fn collect_step(&mut self) -> Result<(), KernelError> {
-        self.sampling.collect(&self.queue)
-    }
-
-    pub(super) fn token(&self, number: u32, index: u32, top: Option<u32>) -> TokenOut {
-        let none = "no such draw: the step was not collected";
-        match self.sampling.chosen.get(number as usize) {
-            Some(chosen) => token(index, top, chosen),
-            None => TokenOut { index, failed: Some(none.to_owned()), ..TokenOut::default() },
-        }
     }
 }
 

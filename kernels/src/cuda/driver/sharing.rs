@@ -13,8 +13,7 @@ use baton_types::{MemoryKind, Registrable};
 use cudarc::driver::result::{self, device};
 use cudarc::driver::sys;
 
-use super::super::device::{Address, Device, Event, Piece, Stream};
-use super::super::pinned::HostCopies;
+use super::super::device::{Address, Device, Event, HostCopies, Piece, Stream};
 use super::super::sharing::SharingDevice;
 use super::{Driver, failed, no_memory};
 use crate::KernelError;

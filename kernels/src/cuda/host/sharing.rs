@@ -9,8 +9,7 @@ use baton_types::{MemoryKind, Registrable};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::super::device::{Address, Device, Event, Piece, Stream};
-use super::super::pinned::HostCopies;
+use super::super::device::{Address, Device, Event, HostCopies, Piece, Stream};
 use super::super::sharing::SharingDevice;
 use super::HostDevice;
 use crate::KernelError;

@@ -1,20 +1,9 @@
 //! Captures and graphs under the recorder: what a stream that is captured must not be asked for, and a graph that is launched when memory
 //! it touches has gone.
 
-use super::super::device::{Access, Address, Graph, Piece, Stream};
-use super::state::State;
+use super::super::device::{Access, Graph, Piece, Stream};
+use super::state::{Captured, State};
 use crate::KernelError;
-
-/// What captured work touches.
-#[derive(Clone, Copy)]
-pub(super) struct Captured {
-    what: &'static str,
-    at: Address,
-    bytes: usize,
-    writes: bool,
-    /// Of the allocation.
-    number: u64,
-}
 
 impl State {
     /// Keeps what captured work touches.

@@ -6,8 +6,7 @@ use std::ptr::NonNull;
 
 use baton_types::Registrable;
 
-use super::super::device::{Access, Address, Device, Event, Piece, Stream};
-use super::super::pinned::HostCopies;
+use super::super::device::{Access, Address, Device, Event, HostCopies, Piece, Stream};
 use super::super::sharing::SharingDevice;
 use super::state::{State, join};
 use super::{Recorded, Recorder};

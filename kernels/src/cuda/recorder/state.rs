@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use super::Recorded;
-use super::graphs::Captured;
 use crate::KernelError;
 use crate::cuda::device::{Access, Address, Event, Graph, Piece, Stream};
 
@@ -24,6 +23,17 @@ pub(super) struct Allocation {
     pub bytes: u64,
     pub touches: Vec<Touch>,
     /// Which of all allocations it is: another at its place is not the same.
+    pub number: u64,
+}
+
+/// What captured work touches.
+#[derive(Clone, Copy)]
+pub(super) struct Captured {
+    pub what: &'static str,
+    pub at: Address,
+    pub bytes: usize,
+    pub writes: bool,
+    /// Of the allocation.
     pub number: u64,
 }
 
