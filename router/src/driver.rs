@@ -22,7 +22,7 @@ use crate::worker::{Leg, Workers, open_decode, open_prefill};
 /// What is to be done.
 pub(crate) struct Job {
     /// The same in every log on its way.
-    pub id: RequestId,
+    pub request_id: RequestId,
     /// Token ids.
     pub prompt: Arc<[u32]>,
     /// Names of what it begins with.
@@ -136,9 +136,9 @@ impl Driver {
 
     fn sequence(&self, sequence: Sequence) -> v1::Sequence {
         let Sequence { tokens, prompt_tokens, time_left } = sequence;
-        let Job { id, sampling, standing, .. } = &self.job;
+        let Job { request_id, sampling, standing, .. } = &self.job;
         v1::Sequence {
-            request_id: id.0.clone(),
+            request_id: request_id.0.clone(),
             tokens: tokens.to_vec(),
             prompt_tokens,
             sampling: Some(sampling.clone().into()),

@@ -116,7 +116,7 @@ impl Front {
 
     /// Starts a request, or says why not.
     pub async fn generate(&self, input: GenerateInput) -> Result<Generation, RequestError> {
-        let record = Arc::new(Record::new(input.id.clone(), input.received));
+        let record = Arc::new(Record::new(input.request_id.clone(), input.received));
         let started = self.start(input, &record).await;
         if let Err(error) = &started {
             record.failed(error);
@@ -151,11 +151,11 @@ impl Front {
                     failure: Arc::clone(&failure),
                     record: Arc::clone(record),
                 });
-                let id = record.id().clone();
+                let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
                 let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
-                let job = Job { id, prompt, names, sampling, standing, deadline, max_attempts };
+                let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts };
                 let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
                 let permit = Arc::clone(&permit);
                 tokio::spawn(async move {

@@ -126,7 +126,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
             priority: request.priority,
             cache_keep_seconds: request.cache_keep_seconds,
         },
-        id: RequestId(id),
+        request_id: RequestId(id),
         deadline,
         received,
     })

@@ -69,7 +69,7 @@ async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
     let received = Instant::now();
     let id = request_id(request.headers(), shape);
     let deadline = front.deadline(received, None);
-    let envelope = Envelope { id: RequestId(id.clone()), received, deadline };
+    let envelope = Envelope { request_id: RequestId(id.clone()), received, deadline };
     let mut response = match answer(front, request.into_body(), shape, envelope).await {
         Ok(response) => response,
         Err(error) => refusal(&error),
@@ -81,7 +81,7 @@ async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
 }
 
 async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope) -> Result<Response, RequestError> {
-    let id = envelope.id.0.clone();
+    let id = envelope.request_id.0.clone();
     let read = async {
         let body = read_body(body, front.body_limit).await?;
         openai::read(shape, &body, envelope)

@@ -58,7 +58,7 @@ pub(crate) struct GenerateInput {
     /// Its place beside others.
     pub standing: Standing,
     /// The client's id, or one made up.
-    pub id: RequestId,
+    pub request_id: RequestId,
     /// When the client must have its answer.
     pub deadline: Instant,
     /// When it came in.

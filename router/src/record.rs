@@ -13,7 +13,7 @@ use crate::error::RequestError;
 /// Shared by the choices of a request; dropped with the last of them, which writes the line.
 #[derive(Debug)]
 pub(crate) struct Record {
-    id: RequestId,
+    request_id: RequestId,
     received: Instant,
     state: Mutex<State>,
 }
@@ -44,9 +44,9 @@ impl TokenClock {
 
 impl Record {
     /// A request that came in at `received`.
-    pub fn new(id: RequestId, received: Instant) -> Record {
+    pub fn new(request_id: RequestId, received: Instant) -> Record {
         gauge!(names::QUEUE_DEPTH).increment(1);
-        Record { id, received, state: Mutex::default() }
+        Record { request_id, received, state: Mutex::default() }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -54,8 +54,8 @@ impl Record {
     }
 
     /// Its id.
-    pub fn id(&self) -> &RequestId {
-        &self.id
+    pub fn request_id(&self) -> &RequestId {
+        &self.request_id
     }
 
     /// A token left for the client.
@@ -81,7 +81,7 @@ impl Record {
     pub fn recovering(&self, leg: Leg, cause: &Failure) {
         self.state().recoveries += 1;
         counter!(names::RECOVERIES, "leg" => leg.as_str(), "cause" => cause.kind.as_str()).increment(1);
-        tracing::warn!(request = %self.id, leg = leg.as_str(), cause = cause.message, "recovering");
+        tracing::warn!(request = %self.request_id, leg = leg.as_str(), cause = cause.message, "recovering");
     }
 
     /// A choice ended well, or its client left.
@@ -114,7 +114,7 @@ impl Drop for Record {
         let ttft = state.first_token.map(|at| (at - self.received).as_secs_f64());
         let Usage { prompt_tokens, completion_tokens, cached_tokens } = state.usage;
         tracing::info!(
-            request = %self.id,
+            request = %self.request_id,
             outcome,
             prompt_tokens,
             completion_tokens,
@@ -127,12 +127,12 @@ impl Drop for Record {
         );
         match &state.failed {
             Some(error) if error.kind == ErrorKind::Internal => {
-                tracing::error!(request = %self.id, %error, "request failed")
+                tracing::error!(request = %self.request_id, %error, "request failed")
             }
             Some(error) if error.kind.fault() != Fault::Client => {
-                tracing::warn!(request = %self.id, %error, "request failed")
+                tracing::warn!(request = %self.request_id, %error, "request failed")
             }
-            Some(error) => tracing::debug!(request = %self.id, %error, "request refused"),
+            Some(error) => tracing::debug!(request = %self.request_id, %error, "request refused"),
             None => {}
         }
     }

@@ -17,7 +17,7 @@ use crate::tls::wants_tls;
 use crate::wake::{Interest, Wake, wait};
 
 /// How long a handshake may take, and what ends it early.
-pub(crate) struct Patience<'a> {
+pub(crate) struct HandshakeEnd<'a> {
     pub wake: &'a Wake,
     pub until: Instant,
     pub stopped: &'a dyn Fn() -> bool,
@@ -45,14 +45,14 @@ pub(crate) struct Caller<'a> {
 
 impl Caller<'_> {
     /// Prefill side.
-    pub(crate) fn greet(&self, link: &mut Link, patience: &Patience) -> Result<Welcome, TransferError> {
+    pub(crate) fn greet(&self, link: &mut Link, end: &HandshakeEnd) -> Result<Welcome, TransferError> {
         link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
-        compare(self.until(link, patience, take_hello)?, self.fingerprint)?;
+        compare(self.until(link, end, take_hello)?, self.fingerprint)?;
         if link.is_unix() {
             link.push_fd(own_process()?);
         }
         link.push(&Frame::Identify { me: self.me, you: self.you, over: self.over });
-        match self.until(link, patience, Link::next_frame)? {
+        match self.until(link, end, Link::next_frame)? {
             Frame::Welcome { blocks, ticket } => Ok(Welcome { blocks, ticket }),
             Frame::Reject { reason } => Err(self.cannot(reason)),
             other => Err(self.cannot(format!("it answered {other:?} to a handshake"))),
@@ -67,17 +67,17 @@ impl Caller<'_> {
     }
 
     /// The answer to that.
-    pub(crate) fn joined(&self, link: &mut Link, patience: &Patience) -> Result<(), TransferError> {
-        compare(self.until(link, patience, take_hello)?, self.fingerprint)?;
-        match self.until(link, patience, Link::next_frame)? {
+    pub(crate) fn joined(&self, link: &mut Link, end: &HandshakeEnd) -> Result<(), TransferError> {
+        compare(self.until(link, end, take_hello)?, self.fingerprint)?;
+        match self.until(link, end, Link::next_frame)? {
             Frame::Joined => Ok(()),
             Frame::Reject { reason } => Err(self.cannot(reason)),
             other => Err(self.cannot(format!("it answered {other:?} to another connection"))),
         }
     }
 
-    fn until<T>(&self, link: &mut Link, patience: &Patience, next: Next<T>) -> Result<T, TransferError> {
-        until(link, patience, next).map_err(|error| match error {
+    fn until<T>(&self, link: &mut Link, end: &HandshakeEnd, next: Next<T>) -> Result<T, TransferError> {
+        until(link, end, next).map_err(|error| match error {
             Ends::Closed => TransferError::Closed,
             Ends::Cause(cause) => self.cannot(cause),
         })
@@ -110,15 +110,15 @@ pub(crate) fn receive(
     link: &mut Link,
     me: WorkerId,
     fingerprint: u64,
-    patience: &Patience,
+    end: &HandshakeEnd,
 ) -> Result<Arrival, TransferError> {
     let ended = |error| match error {
         Ends::Closed => TransferError::Closed,
         Ends::Cause(cause) => TransferError::os("shake hands with a prefill worker", cause),
     };
     link.push_bytes(Hello { fingerprint }.encode());
-    compare(until(link, patience, take_hello).map_err(ended)?, fingerprint)?;
-    let first = until(link, patience, Link::next_frame).map_err(ended)?;
+    compare(until(link, end, take_hello).map_err(ended)?, fingerprint)?;
+    let first = until(link, end, Link::next_frame).map_err(ended)?;
     if let Frame::Join { ticket, stream } = first {
         return Ok(Arrival::Stream { ticket, stream });
     }
@@ -168,14 +168,14 @@ enum Ends {
 type Next<T> = fn(&mut Link) -> Result<Option<T>, Malformed>;
 
 /// Sends what is queued and reads until `next` has what it wants.
-fn until<T>(link: &mut Link, patience: &Patience, next: Next<T>) -> Result<T, Ends> {
+fn until<T>(link: &mut Link, end: &HandshakeEnd, next: Next<T>) -> Result<T, Ends> {
     let cause = |e: &dyn ToString| Ends::Cause(e.to_string());
     loop {
         link.flush().map_err(|e| cause(&e))?;
         if let Some(value) = next(link).map_err(|m| Ends::Cause(format!("{}: {}", m.field, m.problem)))? {
             return Ok(value);
         }
-        if (patience.stopped)() {
+        if (end.stopped)() {
             return Err(Ends::Closed);
         }
         // What is here counts, however late it is looked at: others may have been waited for before.
@@ -184,12 +184,12 @@ fn until<T>(link: &mut Link, patience: &Patience, next: Next<T>) -> Result<T, En
             Got::Ended => return Err(cause(&"it closed the connection during the handshake")),
             Got::Blocked => {}
         }
-        let left = patience.until.saturating_duration_since(Instant::now());
+        let left = end.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(cause(&"no answer to the handshake in time"));
         }
         let interest = if link.has_output() { Interest::ReadWrite } else { Interest::Read };
-        wait(patience.wake, &[(link.as_fd(), interest)], Some(left)).map_err(|e| cause(&e))?;
+        wait(end.wake, &[(link.as_fd(), interest)], Some(left)).map_err(|e| cause(&e))?;
     }
 }
 
@@ -225,7 +225,7 @@ mod tests {
             let mut link = link(b);
             let wake = Wake::new().unwrap();
             let until = Instant::now() + Duration::from_secs(60);
-            let guest = receive(&mut link, WorkerId(2), 5, &Patience { wake: &wake, until, stopped: &|| false });
+            let guest = receive(&mut link, WorkerId(2), 5, &HandshakeEnd { wake: &wake, until, stopped: &|| false });
             if guest.is_ok() {
                 link.push(&Frame::Welcome { blocks: vec![7], ticket: None });
                 link.flush().unwrap();
@@ -235,7 +235,7 @@ mod tests {
         let wake = Wake::new().unwrap();
         let until = Instant::now() + Duration::from_secs(60);
         let caller = Caller { me: WorkerId(me), you: WorkerId(you), fingerprint, over: Over::Stream, address: "here" };
-        let welcome = caller.greet(&mut link(a), &Patience { wake: &wake, until, stopped: &|| false });
+        let welcome = caller.greet(&mut link(a), &HandshakeEnd { wake: &wake, until, stopped: &|| false });
         (welcome.map(|welcome| welcome.blocks), decode.join().unwrap())
     }
 
@@ -265,13 +265,13 @@ mod tests {
     fn a_silent_peer_and_a_stranger_end_the_handshake() {
         let (a, b) = UnixStream::pair().unwrap();
         let wake = Wake::new().unwrap();
-        let now = Patience { wake: &wake, until: Instant::now(), stopped: &|| false };
+        let now = HandshakeEnd { wake: &wake, until: Instant::now(), stopped: &|| false };
         assert!(receive(&mut link(a), WorkerId(2), 5, &now).is_err());
         drop(b);
         let (a, b) = UnixStream::pair().unwrap();
         std::io::Write::write_all(&mut (&b), b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        let patience = Patience { until: Instant::now() + Duration::from_secs(60), ..now };
-        let error = receive(&mut link(a), WorkerId(2), 5, &patience).map(|a| guest(a).worker).unwrap_err().to_string();
+        let end = HandshakeEnd { until: Instant::now() + Duration::from_secs(60), ..now };
+        let error = receive(&mut link(a), WorkerId(2), 5, &end).map(|a| guest(a).worker).unwrap_err().to_string();
         assert!(error.contains("not a transfer session"), "{error}");
     }
 }

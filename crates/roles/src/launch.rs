@@ -29,7 +29,7 @@ pub struct Write<'a> {
 
 /// A step that is to be launched. The batch is [`crate::WorkerCore::with_batch`]'s.
 #[derive(Debug)]
-pub struct Launch {
+pub struct StepLaunch {
     pub(crate) step: u64,
     pub(crate) tokens: u32,
     pub(crate) layout: Arc<KvLayout>,
@@ -37,7 +37,7 @@ pub struct Launch {
     pub(crate) refused: Vec<(SeqId, TransferError)>,
 }
 
-impl Launch {
+impl StepLaunch {
     /// Number of the step.
     pub fn step(&self) -> u64 {
         self.step
@@ -83,7 +83,7 @@ mod tests {
         let other = vec![vec![(BlockId(4), 0)], vec![(BlockId(7), 1)]];
         let outgoing = vec![Outgoing { seq: SeqId(1), pairs }, Outgoing { seq: SeqId(2), pairs: other }];
         let layout = Arc::new(tiny_layout(4));
-        let mut launch = Launch { step: 1, tokens: 4, layout, outgoing, refused: Vec::new() };
+        let mut launch = StepLaunch { step: 1, tokens: 4, layout, outgoing, refused: Vec::new() };
         let mut seen = Vec::new();
         for layer in 0..4 {
             launch.stored(layer, |write| {

@@ -27,10 +27,10 @@ mod worker;
 
 pub use decode::Decode;
 pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
-pub use launch::{Launch, Outgoing, Write};
+pub use launch::{Outgoing, StepLaunch, Write};
 pub use prefill::Prefill;
 pub use submit::{Desk, Refused, Ticket};
-pub use worker::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, Stepped, WorkerCore};
+pub use worker::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepDone, WorkerCore};
 
 /// A decode worker.
 pub type DecodeCore = WorkerCore<Decode>;

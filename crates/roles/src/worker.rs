@@ -11,7 +11,7 @@ use baton_engine::{Batch, BlockCounts, Engine, Event, RunError, Step, SwapRates,
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, SeqId, TokenOut};
 
-use crate::launch::{Launch, Outgoing};
+use crate::launch::{Outgoing, StepLaunch};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
 
@@ -48,7 +48,7 @@ pub enum Input<C> {
     /// Answer to [`Effect::Launch`].
     Launched {
         /// The effect's.
-        launch: Launch,
+        launch: StepLaunch,
         /// What the model said.
         outcome: Result<(), RunError>,
     },
@@ -67,7 +67,7 @@ pub enum Effect<E> {
     /// Of its role.
     Role(E),
     /// Launch this step.
-    Launch(Launch),
+    Launch(StepLaunch),
     /// Wait for the step that was launched first of those not collected.
     Collect {
         /// Its number.
@@ -78,14 +78,14 @@ pub enum Effect<E> {
         failed: Option<RunError>,
     },
     /// For metrics: a step is over.
-    Stepped(Stepped),
+    Stepped(StepDone),
     /// Nothing can be computed any more; the last effect.
     Ended(RunError),
 }
 
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Stepped {
+pub struct StepDone {
     /// From its launch, or the end of the step before it, to its end.
     pub took: Duration,
     /// Prompt tokens it computed; 0 of a step that failed.
@@ -242,7 +242,7 @@ impl<R: RoleCore> WorkerCore<R> {
     fn launch(&mut self, step: Step, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         let outgoing = self.role.outgoing(&self.engine, &step);
         let (layout, refused) = (Arc::clone(&self.layout), Vec::new());
-        out.push(Effect::Launch(Launch { step: step.number(), tokens: step.tokens(), layout, outgoing, refused }));
+        out.push(Effect::Launch(StepLaunch { step: step.number(), tokens: step.tokens(), layout, outgoing, refused }));
         self.in_flight.push_back(StepInFlight { step, started: now, failed: None });
     }
 
@@ -271,7 +271,7 @@ impl<R: RoleCore> WorkerCore<R> {
             }
         }
         self.learn(prefilled, decoded, took);
-        out.push(Effect::Stepped(Stepped { took, prefilled: if failed { 0 } else { prefilled } }));
+        out.push(Effect::Stepped(StepDone { took, prefilled: if failed { 0 } else { prefilled } }));
         self.deliver(out);
         if let Some(error) = self.lost.clone().filter(|_| self.in_flight.is_empty()) {
             out.push(Effect::Ended(error));

@@ -6,7 +6,7 @@ use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
 use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
-use baton_roles::{Decode as Role, Input, Launch, Refused, Ticket, WorkerCore};
+use baton_roles::{Decode as Role, Input, Refused, StepLaunch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
@@ -197,7 +197,7 @@ impl Host for DecodeHost {
         world.decode_effect(place, effect)
     }
 
-    fn stored(_: &mut World, _: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+    fn stored(_: &mut World, _: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation> {
         launch.stored(layer, |_| Err(TransferError::Closed));
         Ok(true)
     }

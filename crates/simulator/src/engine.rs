@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use baton_engine::fake::FakeModel;
 
 use baton_engine::{Engine, ModelRunner, RunError};
-use baton_roles::{Effect, IDLE_TICK, Input, Launch, RoleCore, WorkerCore};
+use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, StepLaunch, WorkerCore};
 use baton_types::TokenOut;
 
 use crate::Violation;
@@ -19,7 +19,7 @@ use crate::world::World;
 /// What the thread waits for.
 enum Busy {
     /// The layers of a step are stored, one after the other.
-    Launching { launch: Launch, layer: u32 },
+    Launching { launch: StepLaunch, layer: u32 },
     /// A step is computed.
     Computing { step: u64, failed: Option<RunError> },
 }
@@ -51,7 +51,7 @@ pub(crate) trait Host {
         effect: <Self::Role as RoleCore>::Effect,
     ) -> Result<Option<<Self::Role as RoleCore>::Command>, Violation>;
     /// A layer is stored. False while a write waits for room: asked again later.
-    fn stored(world: &mut World, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation>;
+    fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation>;
     /// Looks at a step before it is launched.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Self::Role>, step: u64) -> Result<(), Violation>;
 }
@@ -146,7 +146,7 @@ impl World {
         &mut self,
         place: Place,
         thread: &mut Thread<H::Role>,
-        launch: Launch,
+        launch: StepLaunch,
     ) -> Result<Option<Input<<H::Role as RoleCore>::Command>>, Violation> {
         let step = launch.step();
         self.look_at("I3");

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 
 use baton_handoff::{Done, Quiet, TransferError};
 use baton_roles::prefill::Command;
-use baton_roles::{Input, Launch};
+use baton_roles::{Input, StepLaunch};
 use baton_types::SeqId;
 
 use crate::Violation;
@@ -13,7 +13,12 @@ use crate::prefill::{Told, Waiting};
 use crate::world::World;
 
 impl World {
-    pub(crate) fn layer_stored(&mut self, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+    pub(crate) fn layer_stored(
+        &mut self,
+        place: Place,
+        launch: &mut StepLaunch,
+        layer: u32,
+    ) -> Result<bool, Violation> {
         if self.prefills[place].waiting.is_empty() {
             let patience = self.clock_now(Process::Prefill(place)) + self.limits.room;
             let mut writes = Vec::new();

@@ -8,7 +8,7 @@ use baton_engine::{Engine, Start};
 use baton_handoff::{Core, Descriptor, Op, TransferError, TransferStats, TransportKind, Writes};
 use baton_policy::PrefillWord;
 use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
-use baton_roles::{Input, Launch, Prefill as Role, Ticket, WorkerCore};
+use baton_roles::{Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 
 use crate::control::{Ask, Down, Link, Up};
@@ -167,7 +167,7 @@ impl Host for PrefillHost {
         world.prefill_effect(place, effect)
     }
 
-    fn stored(world: &mut World, place: Place, launch: &mut Launch, layer: u32) -> Result<bool, Violation> {
+    fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation> {
         world.layer_stored(place, launch, layer)
     }
 

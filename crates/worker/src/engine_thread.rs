@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use baton_engine::{ModelRunner, RunError};
-use baton_roles::{Effect, IDLE_TICK, Input, Launch, RoleCore, Snapshot, WorkerCore, Write};
+use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, WorkerCore, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::TransferError;
 use metrics::{counter, histogram};
@@ -210,7 +210,7 @@ impl<S: Shell> Thread<S> {
         None
     }
 
-    fn launch(&mut self, mut launch: Launch) -> In<S> {
+    fn launch(&mut self, mut launch: StepLaunch) -> In<S> {
         let Thread { core, runner, shell, watchdog, .. } = self;
         let (step, call) = (launch.step(), Call::Launch(launch.step(), launch.tokens()));
         // A write may wait for a peer, which has bounds of its own.

@@ -1,7 +1,7 @@
 //! Whether what computes still does: a GPU that stands still never answers, and neither does the driver's call that waits for it.
 //!
 //! The engine thread says before each call of its model what it will wait for, and after it that this is over. A thread beside it, which
-//! asks the GPU nothing, looks at that now and then. [`Patience`] is the pure part of it: how long the same call is borne. Who is told, and
+//! asks the GPU nothing, looks at that now and then. [`WaitLimit`] is the pure part of it: how long the same call is borne. Who is told, and
 //! what becomes of the worker, is not known here: see [`Stall`]'s users, the requests' streams and the node.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -95,15 +95,15 @@ struct Waits {
 /// How long one wait is borne. Counts time in which it looked: of one for which the whole process stood still, or the machine slept, the
 /// GPU knows nothing.
 #[derive(Debug)]
-struct Patience {
+struct WaitLimit {
     limit: Duration,
     number: u64,
     borne: Duration,
 }
 
-impl Patience {
+impl WaitLimit {
     fn new(limit: Duration) -> Self {
-        Patience { limit, number: 0, borne: Duration::ZERO }
+        WaitLimit { limit, number: 0, borne: Duration::ZERO }
     }
 
     /// How long it sleeps between two looks.
@@ -137,7 +137,7 @@ impl Watchdog {
         let (there, gone) = channel();
         let looked_at = Arc::clone(&waits);
         let look = move || {
-            watch(&looked_at, &gone, Patience::new(limit), |waited_for| Stalled { device, waited_for, limit }, &stall)
+            watch(&looked_at, &gone, WaitLimit::new(limit), |waited_for| Stalled { device, waited_for, limit }, &stall)
         };
         std::thread::Builder::new().name("watchdog".to_owned()).spawn(look)?;
         Ok(Watchdog { waits, _there: Some(there) })
@@ -174,20 +174,20 @@ fn lock(waits: &Mutex<Waits>) -> MutexGuard<'_, Waits> {
 fn watch(
     waits: &Mutex<Waits>,
     gone: &Receiver<()>,
-    mut patience: Patience,
+    mut limit: WaitLimit,
     stalled: impl FnOnce(String) -> Stalled,
     stall: &Stall,
 ) {
     let sleep = |time| gone.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
     let mut looked = Instant::now();
-    while sleep(patience.tick()) {
+    while sleep(limit.tick()) {
         let passed = looked.elapsed();
         looked += passed;
         let (number, call) = {
             let waits = lock(waits);
             (waits.number, waits.call)
         };
-        let exceeded = patience.exceeded(call.map(|_| number), passed);
+        let exceeded = limit.exceeded(call.map(|_| number), passed);
         let Some(call) = call.filter(|_| exceeded) else { continue };
         let stalled = stalled(call.to_string());
         tracing::error!(error = %stalled, "the worker ends");
@@ -208,8 +208,8 @@ mod tests {
 
     /// Looks at these waits in turn, a second after each other; at which it was too long.
     fn exceeded(waits: &[Option<u64>]) -> Vec<usize> {
-        let mut patience = Patience::new(4 * SECOND);
-        let at = |(at, waiting): (usize, &Option<u64>)| patience.exceeded(*waiting, SECOND).then_some(at);
+        let mut limit = WaitLimit::new(4 * SECOND);
+        let at = |(at, waiting): (usize, &Option<u64>)| limit.exceeded(*waiting, SECOND).then_some(at);
         waits.iter().enumerate().filter_map(at).collect()
     }
 
@@ -222,8 +222,8 @@ mod tests {
 
     #[test]
     fn time_in_which_nobody_looked_is_not_the_devices() {
-        let mut patience = Patience::new(4 * SECOND);
-        assert!(!patience.exceeded(Some(1), SECOND));
-        assert!(!patience.exceeded(Some(1), 3600 * SECOND), "the machine slept");
+        let mut limit = WaitLimit::new(4 * SECOND);
+        assert!(!limit.exceeded(Some(1), SECOND));
+        assert!(!limit.exceeded(Some(1), 3600 * SECOND), "the machine slept");
     }
 }

@@ -34,7 +34,7 @@ pub(crate) struct Asked {
 /// When a request came in, until when it is wanted, and its name.
 #[derive(Clone, Debug)]
 pub(crate) struct Envelope {
-    pub id: RequestId,
+    pub request_id: RequestId,
     pub received: Instant,
     pub deadline: Instant,
 }
@@ -125,7 +125,7 @@ fn assemble(
         Some(StopField::Many(stops)) => stops,
     };
     let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
-    let Envelope { id, received, deadline } = envelope;
+    let Envelope { request_id, received, deadline } = envelope;
     let standing = Standing {
         cache_salt: common.cache_salt.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
@@ -143,7 +143,7 @@ fn assemble(
         wanted,
         tools: None,
         standing,
-        id,
+        request_id,
         deadline,
         received,
     };
@@ -223,7 +223,7 @@ mod tests {
 
     fn envelope() -> Envelope {
         let now = Instant::now();
-        Envelope { id: RequestId("r".into()), received: now, deadline: now }
+        Envelope { request_id: RequestId("r".into()), received: now, deadline: now }
     }
 
     fn read_chat(body: &Value) -> Result<(GenerateInput, Asked), RequestError> {

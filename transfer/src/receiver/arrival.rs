@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::hub::{Hub, Mail};
 use super::session::{Session, Welcomed};
 use crate::device::Pool;
-use crate::handshake::{self, Arrival, Guest, Patience};
+use crate::handshake::{self, Arrival, Guest, HandshakeEnd};
 use crate::link::{Link, Socket};
 use crate::threads;
 use crate::ucx::Worker;
@@ -45,9 +45,9 @@ impl Drop for There {
 
 fn receive(hub: &Hub, mail: &Mail, link: &mut Link) -> Result<Arrival, TransferError> {
     let until = Instant::now() + hub.options.limits.handshake;
-    let patience = Patience { wake: &mail.wake, until, stopped: &|| hub.stopped() };
+    let end = HandshakeEnd { wake: &mail.wake, until, stopped: &|| hub.stopped() };
     let fingerprint = hub.options.geometry.layout.fingerprint();
-    handshake::receive(link, hub.options.worker, fingerprint, &patience)
+    handshake::receive(link, hub.options.worker, fingerprint, &end)
 }
 
 /// To the session whose ticket it has; others learn nothing of it, and it nothing of them.

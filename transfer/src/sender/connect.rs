@@ -9,7 +9,7 @@ use baton_handoff::{Descriptor, FrameLimits, Host, JoinTicket, Over, Paths, Tran
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
 
 use crate::device::Pool;
-use crate::handshake::{Caller, Patience, Welcome};
+use crate::handshake::{Caller, HandshakeEnd, Welcome};
 use crate::link::{Link, Socket};
 use crate::links::Links;
 use crate::options::{SenderOptions, TransportChoice};
@@ -244,8 +244,8 @@ impl Plan {
     ) -> Result<Connected, TransferError> {
         let layout = &self.target.layout;
         let mut link = self.link(socket);
-        let patience = Patience { wake: interrupt.wake, until, stopped: interrupt.stopped };
-        let Welcome { blocks, ticket } = caller.greet(&mut link, &patience)?;
+        let end = HandshakeEnd { wake: interrupt.wake, until, stopped: interrupt.stopped };
+        let Welcome { blocks, ticket } = caller.greet(&mut link, &end)?;
         if blocks.len() != layout.groups.len() {
             return Err(caller.cannot(format!("its pool has {} groups of blocks", blocks.len())));
         }
@@ -255,7 +255,7 @@ impl Plan {
         }
         let kind = TransportKind::of(link.is_unix(), caller.over);
         let more = ticket.filter(|_| kind == TransportKind::Tcp);
-        let joined = more.map(|ticket| self.join(caller, &link, ticket, &patience)).unwrap_or_default();
+        let joined = more.map(|ticket| self.join(caller, &link, ticket, &end)).unwrap_or_default();
         let links = Links::new(link, joined);
         let connections = links.count();
         tracing::debug!(peer = %caller.you, transport = kind.as_str(), connections, "transfer session begun");
@@ -269,14 +269,14 @@ impl Plan {
 
     /// Opens the other connections of a session, all at once, so that they take two round trips together. It goes on with those
     /// that are there within half the time that is left; they only make it faster.
-    fn join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, patience: &Patience) -> Vec<(u8, Link)> {
+    fn join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, end: &HandshakeEnd) -> Vec<(u8, Link)> {
         let numbers = 1..self.config.options.tcp_connections as u8;
         let asked: Vec<_> = numbers.map(|number| (number, self.ask_to_join(caller, own, ticket, number))).collect();
-        let until = Instant::now() + patience.until.saturating_duration_since(Instant::now()) / 2;
-        let patience = Patience { until, ..*patience };
+        let until = Instant::now() + end.until.saturating_duration_since(Instant::now()) / 2;
+        let end = HandshakeEnd { until, ..*end };
         let mut joined = Vec::new();
         for (number, link) in asked {
-            let link = link.and_then(|mut link| caller.joined(&mut link, &patience).map(|()| link));
+            let link = link.and_then(|mut link| caller.joined(&mut link, &end).map(|()| link));
             match link {
                 Ok(link) => joined.push((number, link)),
                 Err(error) => tracing::info!(peer = %caller.you, number, %error, "a session has a connection less"),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use baton_types::{BlockId, Epoch, PoolGeometry};
 
-use super::table::{Blocks, Holder, SessionId, Stepped, Table};
+use super::table::{Blocks, Holder, SessionId, Table, Transition};
 use super::{FenceState, ReceiverEvent, ReceiverStats};
 use crate::error::TransferError;
 use crate::limits::{TransferLimits, TransportKind};
@@ -147,15 +147,15 @@ impl Ledger {
         ReceiverStats { reservations: self.table.len(), ..self.stats }
     }
 
-    fn step(&mut self, epoch: Epoch, input: Input, error: impl FnOnce() -> TransferError) -> Option<Stepped> {
+    fn step(&mut self, epoch: Epoch, input: Input, error: impl FnOnce() -> TransferError) -> Option<Transition> {
         let stepped = self.table.step(epoch, input)?;
         self.book(epoch, stepped, error);
         Some(stepped)
     }
 
     /// Notes what a step asks for.
-    fn book(&mut self, epoch: Epoch, stepped: Stepped, error: impl FnOnce() -> TransferError) {
-        let Stepped { before, action, holder, .. } = stepped;
+    fn book(&mut self, epoch: Epoch, stepped: Transition, error: impl FnOnce() -> TransferError) {
+        let Transition { before, action, holder, .. } = stepped;
         if matches!(action, Action::FailAndFree | Action::FailAndFence) {
             let error = error();
             self.stats.failed += 1;

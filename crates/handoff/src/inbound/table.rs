@@ -37,7 +37,7 @@ pub(crate) struct Holder {
 
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Stepped {
+pub(crate) struct Transition {
     pub before: State,
     pub after: State,
     pub action: Action,
@@ -161,12 +161,12 @@ impl Table {
     }
 
     /// Steps a reservation for its owner. None when there is none.
-    pub(crate) fn step(&mut self, epoch: Epoch, input: Input) -> Option<Stepped> {
+    pub(crate) fn step(&mut self, epoch: Epoch, input: Input) -> Option<Transition> {
         let entry = self.entries.get_mut(&epoch)?;
         let before = entry.state;
         let (after, action) = state::step(before, input);
         entry.state = after;
-        let stepped = Stepped { before, after, action, holder: entry.holder };
+        let stepped = Transition { before, after, action, holder: entry.holder };
         if after != before && !matches!(after, State::Reserved | State::Transferring) {
             self.leases.remove(&(entry.expires, epoch));
         }
@@ -179,7 +179,7 @@ impl Table {
     }
 
     /// Steps a reservation for a peer's session. None when that session was not let in under this epoch.
-    pub(crate) fn step_as(&mut self, session: SessionId, epoch: Epoch, input: Input) -> Option<Stepped> {
+    pub(crate) fn step_as(&mut self, session: SessionId, epoch: Epoch, input: Input) -> Option<Transition> {
         let holder = self.entries.get(&epoch)?.holder;
         if holder.is_some_and(|h| h.session == session) { self.step(epoch, input) } else { None }
     }

@@ -7,7 +7,7 @@ use baton_types::{BlockId, Epoch};
 
 use super::done::{Done, TransferStats};
 use super::line::Core;
-use super::terms::{Patience, Pools};
+use super::terms::{Pools, SessionTimeouts};
 use crate::batch::{BlockWrite, WriteBatch};
 use crate::error::TransferError;
 use crate::limits::TransportKind;
@@ -83,21 +83,21 @@ impl Active {
 
     /// When it is given up: at its deadline; when access was not granted in time; when the peer, last `heard` of then, has
     /// been silent for too long.
-    pub(crate) fn due(&self, patience: &Patience, heard: Option<Instant>) -> Instant {
-        let silent = heard.map_or(self.asked, |heard| heard.max(self.asked)) + patience.silence;
+    pub(crate) fn due(&self, timeouts: &SessionTimeouts, heard: Option<Instant>) -> Instant {
+        let silent = heard.map_or(self.asked, |heard| heard.max(self.asked)) + timeouts.silence;
         let due = self.core.deadline.min(silent);
         match self.state {
-            State::Reserved => due.min(self.asked + patience.grant),
+            State::Reserved => due.min(self.asked + timeouts.grant),
             _ => due,
         }
     }
 
     /// Why it is given up once it is due.
-    pub(crate) fn late(&self, now: Instant, patience: &Patience) -> TransferError {
+    pub(crate) fn late(&self, now: Instant, timeouts: &SessionTimeouts) -> TransferError {
         let (epoch, peer, doing) = (self.core.epoch, self.core.peer, self.doing());
         let waited = match self.state {
-            State::Reserved => patience.grant.min(patience.silence),
-            _ => patience.silence,
+            State::Reserved => timeouts.grant.min(timeouts.silence),
+            _ => timeouts.silence,
         };
         match self.core.deadline <= now {
             true => TransferError::Deadline { epoch, peer, doing },

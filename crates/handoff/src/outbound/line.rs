@@ -138,12 +138,12 @@ impl Line {
     }
 
     /// Until when a write of so many blocks waits for room that there is not, as long as it is asked again when some came free: at
-    /// most until `patience`, and while the peer does not move only once for all handoffs (I5). `None`: it goes now.
+    /// most until `until`, and while the peer does not move only once for all handoffs (I5). `None`: it goes now.
     pub fn room(
         &mut self,
         core: &Core,
         blocks: usize,
-        patience: Instant,
+        until: Instant,
         now: Instant,
     ) -> Result<Option<Instant>, TransferError> {
         if self.has_room(core, blocks)? {
@@ -153,11 +153,11 @@ impl Line {
         if core.deadline <= now {
             return Err(TransferError::Deadline { epoch, peer, doing });
         }
-        self.stalled |= patience <= now;
+        self.stalled |= until <= now;
         if self.stalled {
             return Err(TransferError::Stalled { epoch, peer, doing, waited: self.limits.room });
         }
-        Ok(Some(patience.min(core.deadline)))
+        Ok(Some(until.min(core.deadline)))
     }
 
     /// A write for which there is room.

@@ -13,7 +13,7 @@ use super::active::{Active, Writing};
 use super::done::{Done, Quiet, TransferStats};
 use super::line::Line;
 use super::op::Op;
-use super::terms::{Parties, Patience, Pools};
+use super::terms::{Parties, Pools, SessionTimeouts};
 use crate::batch::WriteBatch;
 use crate::codec::Malformed;
 use crate::error::TransferError;
@@ -41,7 +41,7 @@ pub enum Effect {
 /// The session's handoffs and the write under way.
 pub struct Outbound {
     parties: Parties,
-    patience: Patience,
+    timeouts: SessionTimeouts,
     pools: Pools,
     active: BTreeMap<Epoch, Active>,
     /// The write being copied.
@@ -62,7 +62,7 @@ impl Outbound {
         let TransferLimits { handshake: grant, silence, heartbeat, .. } = *limits;
         Outbound {
             parties,
-            patience: Patience { grant, silence },
+            timeouts: SessionTimeouts { grant, silence },
             pools,
             active: BTreeMap::new(),
             writing: None,
@@ -209,12 +209,12 @@ impl Outbound {
     /// Takes up handoffs that begin; ends those whose time is over; answers when the next one's is.
     pub fn expire(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
         self.take_up(now, line);
-        let (patience, heard) = (self.patience, self.heard);
-        let late = self.active.values().filter(|a| a.is_running() && a.due(&patience, heard) <= now);
-        for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, &patience))).collect::<Vec<_>>() {
+        let (timeouts, heard) = (self.timeouts, self.heard);
+        let late = self.active.values().filter(|a| a.is_running() && a.due(&timeouts, heard) <= now);
+        for (epoch, error) in late.map(|a| (a.core.epoch, a.late(now, &timeouts))).collect::<Vec<_>>() {
             self.end(epoch, Input::Expire, error, now, line);
         }
-        self.active.values().filter(|a| a.is_running()).map(|a| a.due(&patience, heard)).min()
+        self.active.values().filter(|a| a.is_running()).map(|a| a.due(&timeouts, heard)).min()
     }
 
     /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `memory` is the

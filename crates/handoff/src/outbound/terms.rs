@@ -17,7 +17,7 @@ pub struct Parties {
 
 /// How long to wait for what.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
+pub(crate) struct SessionTimeouts {
     /// For access to be granted.
     pub grant: Duration,
     /// For anything at all to be heard while a handoff is under way.
