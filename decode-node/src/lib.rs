@@ -1,7 +1,7 @@
-//! The decode worker: reserves blocks, takes the KV a prefill worker writes, verifies it, streams tokens.
+//! The decode worker: reserves blocks, receives the KV that a prefill worker writes, verifies it, and streams tokens.
 //!
-//! `service` is the gRPC side, `role` the part on the engine thread, where the handoff's receiving end meets the engine.
-//! It also prefills locally when the router asks for that. Knows nothing of placement or text.
+//! `service` is the gRPC side. `role` runs on the engine thread and connects the receiving end of handoffs with the engine.
+//! The worker also prefills locally when the router asks for that. It knows nothing of placement or text.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ pub async fn run(config: WorkerConfig) -> Result<(), WorkerError> {
     Node::run::<service::DecodeNode>(config).await
 }
 
-/// The same with what `load` loads, instead of what the settings say that it computes on; for tests that bring their own device.
+/// Like [`run`], but computes on what `load` returns, not on what the settings name. For tests that bring their own device.
 pub async fn run_loaded(
     config: WorkerConfig,
     load: impl FnOnce(&WorkerConfig) -> Result<Ready, WorkerError> + Send + 'static,

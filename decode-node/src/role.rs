@@ -1,6 +1,6 @@
-//! What surrounds the decode role's core on the engine thread: the requests' streams and the receiving end of handoffs.
+//! The shell around the decode role's core, on the engine thread: the requests' streams and the receiving end of handoffs.
 //!
-//! Decides nothing: `baton_roles::decode` says what is to be done.
+//! `baton_roles::decode` decides; this file does what it says.
 
 use baton_engine::NewSequence;
 use baton_roles::decode::{Answer, Command, Effect};
@@ -12,17 +12,17 @@ use baton_worker::{Accepted, Shell, Streams, count_failure};
 use metrics::{counter, gauge};
 use tokio::sync::mpsc;
 
-/// One request's way back. Bounded by the request itself: at most `max_tokens` items and an end.
+/// The answers to one request. Bounded by the request itself: at most `max_tokens` tokens and a few other items.
 pub(crate) type Stream = mpsc::UnboundedSender<Answer>;
 
-/// What the service and the receiver say.
+/// Messages from the service and the receiver.
 pub(crate) enum Message {
     Generate {
         new: Box<NewSequence>,
         stream: Stream,
         accepted: Accepted<Message>,
     },
-    /// The stream was dropped.
+    /// The request's stream was dropped.
     Cancel(SeqId),
     Received(ReceiverEvent),
 }
@@ -30,7 +30,7 @@ pub(crate) enum Message {
 pub(crate) struct DecodeShell {
     receiver: Receiver,
     streams: Streams<Answer, Message>,
-    /// Verification failures that are counted.
+    /// Verification failures that the metric has counted already.
     verify_failures: u64,
 }
 
@@ -39,7 +39,7 @@ impl DecodeShell {
         DecodeShell { receiver, streams: Streams::default(), verify_failures: 0 }
     }
 
-    /// Tells what the receiver counts by itself.
+    /// Updates the metrics of what the receiver counts by itself.
     fn count(&mut self) {
         let ReceiverStats { verify_failures, sessions, .. } = self.receiver.stats();
         counter!(names::VERIFY_FAILURES).increment(verify_failures - self.verify_failures);
@@ -89,7 +89,7 @@ impl Shell for DecodeShell {
         None
     }
 
-    /// A decode worker writes to nobody.
+    /// A decode worker writes to no peer, so this always fails.
     fn write(&mut self, _: Write<'_>) -> Result<(), TransferError> {
         Err(TransferError::Closed)
     }

@@ -1,4 +1,4 @@
-//! `Decode.Generate` over gRPC.
+//! The gRPC service `Decode.Generate`.
 
 use baton_cluster::Role;
 use baton_engine::Start;
@@ -39,7 +39,7 @@ impl NodeRole for DecodeNode {
             verify: true,
         };
         let on_event = Box::new(move |event| {
-            // The engine thread outlives the receiver, except at the very end, when nobody waits for events.
+            // The engine thread outlives the receiver, except at the very end, when nobody needs the events.
             let _ = commands.send(Message::Received(event));
         });
         let receiver = Receiver::bind(options, on_event)?;

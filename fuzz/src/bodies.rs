@@ -1,8 +1,9 @@
-//! What a client sends over HTTP: read, checked against the model, rendered, tokenised, its constraint compiled; up to the first worker.
+//! Handles what a client sends over HTTP, up to the first worker: reads it, checks it against the model, renders and tokenises it, and
+//! compiles its constraint.
 //!
-//! An input's first byte says to which endpoint of a router with which model the rest is sent: as it is, or, with [`EDITED`], as edits of
-//! a body that is taken, since few mutations of JSON are JSON. What is refused is the client's fault by the error's own word: an internal
-//! one is a finding, and so is a panic on a thread that compiles or tokenises, which becomes one.
+//! An input's first byte picks the endpoint and the router's model. The rest is a body or, with [`EDITED`], edits of an accepted body,
+//! since few mutations of JSON are JSON. A refusal must be a client error. An internal error is a finding. So is a panic on a thread
+//! that compiles or tokenises, because it becomes an internal error.
 
 mod edits;
 
@@ -17,10 +18,10 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::signature;
 
-/// Of an input's first byte: the rest are edits of a body.
+/// Bit of an input's first byte: the rest is edits of a body.
 const EDITED: u8 = 0x80;
 
-/// Models that know no tools, and tools of two kinds.
+/// Chat templates: one without tools, and two with different tool syntaxes.
 const TEMPLATES: [&str; 3] = [
     model::TEMPLATE,
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}{% for m in messages %}[{{ m.role }}]\
@@ -28,7 +29,7 @@ const TEMPLATES: [&str; 3] = [
     "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{# [TOOL_CALLS] #}",
 ];
 
-/// Choices of a request at most.
+/// Most choices of a request.
 const CHOICES: usize = 128;
 
 struct Routers {
@@ -43,7 +44,7 @@ thread_local! {
 fn routers() -> Routers {
     let serve = |template: &&str| {
         let folder = tempfile::tempdir().expect("a folder");
-        // All of it is read by the time the folder goes.
+        // All of it has been read by the time the folder is removed.
         Arc::new(ServedModel::new(model::write_and_open(folder.path(), template), model::MODEL))
     };
     let runtime = Builder::new_current_thread().max_blocking_threads(1).build().expect("a runtime");
@@ -69,7 +70,7 @@ pub(crate) fn body(input: &[u8]) -> u64 {
     signature(&outcome.map(outline).map_err(|error| (error.kind, error.code, field(error))))
 }
 
-/// Nothing is left that a worker would have to refuse.
+/// Asserts that no worker would have to refuse the request.
 fn works(checked: &Checked) {
     let choices = checked.prompts.iter().map(|(_, choices)| choices.len()).sum::<usize>();
     assert!((1..=CHOICES).contains(&choices), "{choices} choices");
@@ -85,7 +86,7 @@ fn works(checked: &Checked) {
 fn refused(error: &RequestError, body: &[u8]) {
     let status = error.kind.http_status();
     assert!((400..500).contains(&status), "{status}: {error}");
-    // What a client sent may be told back to it, escaped; nothing is multiplied (I5).
+    // An error may repeat what the client sent, escaped, but must not multiply it (I5).
     assert!(!error.message.is_empty() && error.message.len() <= 1000 + 8 * body.len(), "{error}");
 }
 
@@ -97,7 +98,7 @@ fn outline(checked: Checked) -> impl std::fmt::Debug {
     (checked.stream, checked.tools, few > 1, asked)
 }
 
-/// The field of an error, without the names that the client has chosen.
+/// The field of an error, without the names chosen by the client.
 fn field(error: RequestError) -> Option<String> {
     let field = error.param.filter(|_| error.code != Some("unknown_parameter"))?;
     let own = if field.starts_with("logit_bias") { "logit_bias" } else { field.split('[').next().unwrap_or_default() };
@@ -110,7 +111,7 @@ pub(crate) fn body_seeds() -> Vec<Vec<u8>> {
     plain.chain(edited).collect()
 }
 
-/// Bodies, each with what sends it where it is taken.
+/// Bodies, each with the first byte that sends it to an endpoint that accepts it.
 fn bodies() -> impl Iterator<Item = (u8, Value)> {
     let user = |content: Value| json!({"role": "user", "content": content});
     let spec = json!({"type": "function", "function": {"name": "look", "description": "Looks.",
@@ -163,11 +164,11 @@ mod tests {
 
     use super::*;
 
-    /// Mutations begin with bodies that are taken, else they would only find their way through the first checks.
+    /// Seeds must be accepted bodies; otherwise mutations would only exercise the first checks.
     #[test]
     fn seeds_are_taken() {
         let refused = bodies().filter(|(which, body)| !taken(*which, &body.to_string())).count();
-        // Tools where the model knows none, a word misspelt, no prompt at all.
+        // The three: tools for a model that knows none, a misspelt word, no prompt at all.
         assert_eq!(refused, 3);
     }
 

@@ -1,11 +1,14 @@
-//! Fuzz targets: everything a worker makes of bytes that come from a peer, what a router makes of a client's body, and what is made of a
-//! model's files. A target takes any byte string and must neither panic nor loop; what it asserts holds for all of them.
+//! Fuzz targets: how a worker handles bytes from a peer, how a router handles a client's body, and how model files are read. A target
+//! takes any byte string. It must neither panic nor loop, and its assertions hold for every input.
 //!
 //! `cargo run --profile fuzz -p baton-fuzz -- TARGET SECONDS` mutates the corpus under `fuzz/corpus` for a while; tests replay
-//! it. A target answers a signature of what became of its input, by which the runner tells inputs that are worth
-//! keeping. That is its outcome and no more: nothing measures which code ran, so of two ways to one outcome the second is
-//! not kept, and what lies behind a check that mutations do not get past must be among the seeds, or sealed by the target.
-//! `fuzz/libfuzzer` runs the same targets with coverage as its guide.
+//! it. A target returns a signature of its input's outcome. The runner keeps inputs with new signatures. Nothing measures which code
+//! ran, which has two consequences:
+//!
+//! - Of two ways to the same outcome, the second is not kept.
+//! - Mutations do not get past some checks, such as checksums. Code behind them needs a seed, or the target must satisfy the check.
+//!
+//! `fuzz/libfuzzer` runs the same targets guided by coverage.
 
 #![forbid(unsafe_code)]
 
@@ -30,18 +33,18 @@ use prost::Message;
 
 pub use mutate::Mutator;
 
-/// One thing that parses what a peer says.
+/// A fuzz target.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// Its name, and its corpus' folder.
+    /// Its name, which is also the name of its corpus folder.
     pub name: &'static str,
-    /// Tries an input; answers a signature of what became of it.
+    /// Tries an input; returns a signature of its outcome.
     pub run: fn(&[u8]) -> u64,
-    /// Inputs to begin with.
+    /// The inputs to begin with.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// Bytes of an input at most.
+/// Most bytes of an input.
 pub const MOST: usize = 4096;
 
 /// Every target.
@@ -69,7 +72,7 @@ pub(crate) fn geometry() -> PoolGeometry {
     PoolGeometry { layout, blocks: vec![8, 12] }
 }
 
-/// A signature: the outcome without its numbers, so that only new kinds of it count.
+/// The signature of an outcome: a hash of its text without digits, so that only new kinds of outcome count.
 pub(crate) fn signature(outcome: &impl std::fmt::Debug) -> u64 {
     let mut hasher = DefaultHasher::new();
     format!("{outcome:?}").chars().filter(|c| !c.is_ascii_digit()).collect::<String>().hash(&mut hasher);
@@ -120,7 +123,7 @@ fn frame(input: &[u8]) -> u64 {
     signature(&parsed.map(|frame| outline(&frame)))
 }
 
-/// A frame without its lists, and without the texts that its sender has chosen.
+/// A frame without its lists and without texts chosen by its sender.
 fn outline(frame: &Frame) -> String {
     format!("{frame:?}").split(['[', '"']).next().unwrap_or_default().to_owned()
 }
@@ -135,12 +138,12 @@ fn frame_seeds() -> Vec<Vec<u8>> {
     frames.map(unsealed).chain([whole]).collect()
 }
 
-/// As it is, and with the fingerprint of its layout: a peer gone mad can hash.
+/// Parses the input as it is, and with the correct fingerprint of its layout, since a malicious peer can compute it.
 fn descriptor(input: &[u8]) -> u64 {
     signature(&(parsed(input), Descriptor::matching(input).map(|matching| parsed(&matching))))
 }
 
-/// What becomes of it where types can be converted and where they cannot.
+/// Outcomes of parsing a descriptor: without conversion of element types, and with it.
 fn parsed(input: &[u8]) -> [Result<(), String>; 2] {
     let ours = geometry().layout;
     let [as_is, converted] = [false, true].map(|converts| {
@@ -161,13 +164,13 @@ fn parsed(input: &[u8]) -> [Result<(), String>; 2] {
     })
 }
 
-/// Its layout, less what the prefill side adapts to: the type.
+/// The descriptor's layout, with what the prefill side can adapt to, the element type, replaced by ours.
 fn adapted(descriptor: &Descriptor, converts: bool) -> KvLayout {
     let theirs = descriptor.layout.clone();
     if converts { KvLayout { dtype: geometry().layout.dtype, ..theirs } } else { theirs }
 }
 
-/// What the receiving end of a transfer benchmark is asked for.
+/// Parses a request to the receiving end of a transfer benchmark.
 fn benchmark(input: &[u8]) -> u64 {
     let Ok(line) = std::str::from_utf8(input) else { return 0 };
     let parsed = Request::parse(line);
@@ -226,7 +229,7 @@ fn descriptor_seeds() -> Vec<Vec<u8>> {
     targets.map(|target| target.encode()).to_vec()
 }
 
-/// Requests and answers between router and workers: decoded, and converted with checks.
+/// Decodes requests and answers between router and workers, and converts them with checks.
 fn request(input: &[u8]) -> u64 {
     let Some((which, bytes)) = input.split_first() else { return 0 };
     match which % 5 {
@@ -267,7 +270,7 @@ fn sampled(sequence: Option<v1::Sequence>) -> Option<Result<bool, ConvertError>>
     sequence.map(|sequence| sequence.checked_sampling().map(|params| valid(&params)))
 }
 
-/// What was accepted survives the way back.
+/// Accepted parameters must survive conversion to protobuf and back. Returns whether they have a constraint.
 fn valid(params: &SamplingParams) -> bool {
     let again = SamplingParams::try_from(v1::WorkerSampling::from(params.clone()));
     assert_eq!(again.as_ref(), Ok(params));

@@ -1,9 +1,11 @@
 //! Runs a target on mutations of its corpus: `cargo run --profile fuzz -p baton-fuzz -- TARGET|all SECONDS [SEED]`.
 //!
-//! A panic, or an input that takes longer than 20 s, leaves its input in `fuzz/findings/TARGET` for the test to replay, and ends the run. `keep` in place of the
-//! seconds writes the smallest input of each kind of outcome found in 10 seconds to the corpus. Inputs are told apart by
-//! outcome, not by the code that they reach. With `BATON_FUZZ_TRACE=FILE` each input is in FILE before it is tried: that of a process that
-//! just ended, of a stack too deep, is left there.
+//! - A panic, or an input that takes longer than 20 s, ends the run. The input is left in `fuzz/findings/TARGET` for the test to
+//!   replay.
+//! - `keep` in place of the seconds runs for 10 seconds, and writes the smallest input of each kind of outcome to the corpus.
+//! - Inputs are told apart by outcome, not by the code they reach.
+//! - With `BATON_FUZZ_TRACE=FILE` each input is written to FILE before it is tried. An input that ends the process, for example by a
+//!   stack overflow, is left there.
 
 use std::collections::BTreeMap;
 use std::panic::catch_unwind;
@@ -13,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use baton_fuzz::{MOST, Mutator, TARGETS, Target};
 
-/// How long an input may take.
+/// Longest time that an input may take.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Inputs kept in memory at most.
+/// Most inputs kept in memory.
 const KEPT: usize = 20_000;
-/// Inputs of a target in the corpus at most.
+/// Most inputs of a target in the corpus.
 const CORPUS: usize = 32;
 
 fn folder(kind: &str, target: &Target) -> PathBuf {
@@ -53,7 +55,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The input that is being tried, and since when.
+/// The input being tried, and since when.
 type Tried = Arc<Mutex<(Instant, Vec<u8>)>>;
 
 fn note(tried: &Tried, input: &[u8]) {
@@ -63,7 +65,7 @@ fn note(tried: &Tried, input: &[u8]) {
     now.1.extend_from_slice(input);
 }
 
-/// Ends the process when an input takes too long. The thread goes when nobody tries any more.
+/// Starts a thread that ends the process when an input takes too long. The thread ends when the run is over.
 fn watch(target: &Target, tried: Weak<Mutex<(Instant, Vec<u8>)>>) {
     let folder = folder("findings", target);
     std::thread::spawn(move || {

@@ -1,7 +1,9 @@
-//! What is made of a model's files: GGUF, safetensors, chat templates. A file somebody has published is as foreign as a peer (I8).
+//! Reads a model's files: GGUF, safetensors, chat templates. A published file is as untrusted as a peer (I8).
 //!
-//! A file's first byte says how the rest becomes one: an even one gives it the tensor data that its header speaks of, zeros, so that
-//! mutations get past the check of the file's length; an odd one leaves it as it is.
+//! The first byte of an input says how the rest becomes a file:
+//!
+//! - even: zeros follow it as the tensor data that its header describes, so that mutations get past the check of the file's length;
+//! - odd: the rest is the file.
 
 mod seeds;
 
@@ -20,15 +22,15 @@ pub(crate) use seeds::{chat_seeds, gguf_seeds, safetensors_seeds};
 
 use crate::signature;
 
-/// Bytes of zeros after a header at most; seeds need less.
+/// Most zero bytes after a header; seeds need fewer.
 const ROOM: u64 = 1 << 16;
 
 thread_local! {
-    /// Where files are opened from; it goes with its thread.
+    /// The folder that files are opened from; it is removed with its thread.
     static FOLDER: OnceCell<TempDir> = const { OnceCell::new() };
 }
 
-/// Does something in a folder with all of a model but its weights; None where there can be none.
+/// Runs `work` in a folder that has all of a model except its weights. None if that fails.
 fn in_folder<T>(work: impl FnOnce(&Path) -> std::io::Result<T>) -> Option<T> {
     FOLDER.with(|cell| {
         if cell.get().is_none() {
@@ -42,14 +44,14 @@ fn in_folder<T>(work: impl FnOnce(&Path) -> std::io::Result<T>) -> Option<T> {
     })
 }
 
-/// The file of these parts, and room after it.
+/// Writes a file of these parts, followed by `room` zero bytes.
 fn write(path: &Path, parts: &[&[u8]], room: u64) -> std::io::Result<()> {
     let mut file = File::create(path)?;
     parts.iter().try_for_each(|part| file.write_all(part))?;
     file.set_len(parts.iter().map(|part| part.len() as u64).sum::<u64>() + room)
 }
 
-/// An open model reads all its tensors, each as long as it says. Its text part opens without them, and says the same.
+/// Opens a model. If that works, all its tensors can be read and have the stated length, and its text part opens alone and agrees.
 fn opened(path: &Path) -> u64 {
     let (model, text) = (Model::open(path), TextModel::open(path));
     if let Ok(model) = &model {
@@ -62,13 +64,13 @@ fn opened(path: &Path) -> u64 {
             assert_eq!(tensor, Some((facts.bytes(), facts.shape.clone())), "{facts:?}");
         }
         assert!(model.tokenizer().vocab_size() <= model.config().vocab_size as usize);
-        // What there is to read of the tokenizer, whatever it says.
+        // Tokenise and detokenise a text, whatever the result.
         let _ = model.tokenizer().encode("ab <s> \u{e9}", true).map(|ids| model.tokenizer().decode(&ids, true));
     }
     signature(&model.map(|model| (model.config().architecture, model.chat_template().is_some())).map_err(kind))
 }
 
-/// An error without the names that the file has chosen.
+/// An error without the names chosen by the file.
 fn kind(error: ModelFileError) -> String {
     let brief =
         |text: &str| text.split(['"', '`', '[', ':']).next().unwrap_or_default().chars().take(40).collect::<String>();
@@ -92,7 +94,7 @@ pub(crate) fn gguf(input: &[u8]) -> u64 {
     tried.unwrap_or(0)
 }
 
-/// Even: a header, whose length is put before it and its data behind.
+/// Opens a safetensors file. After an even byte the input is a header; its length is put before it, and zeros after it.
 pub(crate) fn safetensors(input: &[u8]) -> u64 {
     let Some((how, header)) = input.split_first() else { return 0 };
     let tried = in_folder(|folder| {
@@ -114,8 +116,8 @@ fn data_end(header: &[u8]) -> u64 {
     ends.max().unwrap_or(0)
 }
 
-/// Whether a template speaks of the namespace of the seeds otherwise than to make it or to reach into it. It may then hold itself, and
-/// minijinja prints such a one until the stack ends, which no caller can stop.
+/// Whether a template uses `ns`, the seeds' namespace, other than to create it or to access its fields. Such a namespace may contain
+/// itself. minijinja prints it until the stack overflows, which no caller can prevent.
 fn may_hold_itself(source: &str) -> bool {
     let word = |c: char| c.is_alphanumeric() || c == '_';
     source.match_indices("ns").any(|(at, _)| {
@@ -125,7 +127,7 @@ fn may_hold_itself(source: &str) -> bool {
     })
 }
 
-/// Compiles the input, and renders a conversation with it; what a template may cost is bounded (I5).
+/// Compiles the input as a template and renders a conversation with it. The cost of a template is bounded (I5).
 pub(crate) fn chat(input: &[u8]) -> u64 {
     let Ok(source) = std::str::from_utf8(input) else { return 0 };
     if may_hold_itself(source) {
@@ -161,7 +163,7 @@ mod tests {
 
     use super::*;
 
-    /// What mutations begin with is a whole model, else they would only find their way through the first checks.
+    /// Seeds must be whole models; otherwise mutations would only exercise the first checks.
     #[test]
     fn seeds_open() {
         let whole = |architecture, chat| signature(&Ok::<_, String>((architecture, chat)));

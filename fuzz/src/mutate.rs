@@ -1,4 +1,4 @@
-//! Mutations of byte strings, by a seed.
+//! Seeded mutations of byte strings.
 
 use baton_types::testing::Random;
 
@@ -10,7 +10,7 @@ pub struct Mutator(Random);
 const EDGES: [u64; 8] = [0, 1, 0x7f, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, u64::MAX];
 
 impl Mutator {
-    /// A function of the seed.
+    /// A mutator whose output depends only on the seed and the inputs.
     pub fn new(seed: u64) -> Mutator {
         Mutator(Random(seed))
     }
@@ -20,7 +20,7 @@ impl Mutator {
         self.0.bits()
     }
 
-    /// Below `n`; 0 when `n` is.
+    /// A random number below `n`; 0 when `n` is 0.
     pub fn below(&mut self, n: usize) -> usize {
         if n == 0 { 0 } else { (self.random() % n as u64) as usize }
     }

@@ -1,4 +1,4 @@
-//! What members say of themselves, over gRPC to a router's registry or as JSON in etcd: decoded, and checked.
+//! Decodes and checks the records of members, which arrive over gRPC at a router's registry or as JSON from etcd.
 
 use baton_cluster::{Member, Role, member_from_proto, member_to_proto};
 use baton_proto::v1;
@@ -29,7 +29,7 @@ pub(crate) fn registry(input: &[u8]) -> u64 {
     }
 }
 
-/// What was accepted is valid, and survives the way back.
+/// An accepted member must be valid, and must survive conversion to protobuf and back.
 fn checked(member: v1::Member) -> Result<Role, String> {
     let member = member_from_proto(member).map_err(|error| error.to_string())?;
     assert_eq!(member.validate(), Ok(()));

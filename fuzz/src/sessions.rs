@@ -1,6 +1,6 @@
-//! Whole sessions: a script of frames, as a peer gone mad would send them, to either end.
+//! Whole sessions: a script of frames from a malicious peer, sent to either end.
 //!
-//! A script is a list of (kind u8, body length u16, body); its frames are sealed here, since a peer gone mad can hash.
+//! A script is a list of (kind u8, body length u16, body). Frames get valid checksums here, since a malicious peer can compute them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, digest_block};
 
 use crate::{blocks, geometry, signature, target};
 
-/// Frames of a script at most.
+/// Most frames of a script.
 const MOST_FRAMES: usize = 64;
 
 fn script(input: &[u8]) -> impl Iterator<Item = Frame> {
@@ -42,7 +42,7 @@ fn scripted(frames: impl IntoIterator<Item = Frame>) -> Vec<u8> {
     frames.into_iter().flat_map(one).collect()
 }
 
-/// One of every kind that a decode worker gets, in an order that makes sense.
+/// One frame of every kind that a decode worker receives, in an order that makes sense.
 pub(crate) fn frames_to_decode() -> Vec<Frame> {
     let epoch = Epoch(1);
     let write = |group, layer, payload, indexes| Frame::Write(WriteHead { epoch, group, layer, payload, indexes });
@@ -69,10 +69,10 @@ pub(crate) fn frames_to_decode() -> Vec<Frame> {
     ]
 }
 
-/// What every payload is made of.
+/// The byte that every payload consists of.
 const FILL: u8 = 0x5a;
 
-/// Of a block of a group, all of whose layers were filled.
+/// Digest of a block of a group, all of whose layers hold `FILL`.
 fn digest(group: usize) -> u64 {
     let layout = geometry().layout;
     let bytes = vec![FILL; layout.block_bytes(group)];
@@ -80,7 +80,7 @@ fn digest(group: usize) -> u64 {
     layers.fold(0, |sum, layer| sum.wrapping_add(digest_block(&bytes, layout.first_lane(group, layer))))
 }
 
-/// One of every kind that a prefill worker gets.
+/// One frame of every kind that a prefill worker receives.
 pub(crate) fn frames_to_prefill() -> Vec<Frame> {
     let epoch = Epoch(1);
     let failed = |refusal| Frame::Failed { epoch: Epoch(2), refusal };
@@ -112,7 +112,7 @@ pub(crate) fn decode_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// As over shared memory.
+/// A frame as sent over shared memory: a write without payload.
 fn without_payload(frame: Frame) -> Frame {
     match frame {
         Frame::Write(head) => Frame::Write(WriteHead { payload: 0, ..head }),
@@ -121,14 +121,14 @@ fn without_payload(frame: Frame) -> Frame {
 }
 
 pub(crate) fn prefill_seeds() -> Vec<Vec<u8>> {
-    // The first two are the connection's business.
+    // The first two, Welcome and Access, belong to opening the connection.
     let frames = frames_to_prefill().split_off(2);
     let honest = [frames[0].clone(), frames[1].clone(), frames[7].clone()];
     vec![scripted(frames.clone()), scripted(honest), scripted(frames.into_iter().rev())]
 }
 
-/// A decode worker with two reservations, (1, key 7) and (2, key 8). Whatever the peer says, each ends once, no byte goes
-/// elsewhere, and what is verified over TCP has arrived whole.
+/// Runs a decode worker with two reservations: epoch 1 with key 7, and epoch 2 with key 8. Whatever the peer sends, each ends at
+/// most once, no byte goes elsewhere, and a handoff verified over TCP has arrived whole.
 pub(crate) fn decode(input: &[u8]) -> u64 {
     let Some((&first, input)) = input.split_first() else { return 0 };
     let kind = if first % 2 == 0 { TransportKind::Tcp } else { TransportKind::Shm };
@@ -171,19 +171,19 @@ pub(crate) fn decode(input: &[u8]) -> u64 {
     signature(&outcome)
 }
 
-/// A session's connections of which some input makes use.
+/// Most connections of a session that an input uses.
 const STREAMS: usize = 3;
 
-/// A session with the payload that it reads.
+/// A session, and the pool that its payload goes to.
 struct Arriving {
     session: Inbound,
     pool: Vec<u8>,
-    /// What each connection's last frame was, if a write.
+    /// The last write of each connection, if its last frame was one.
     heads: [Option<WriteHead>; STREAMS],
 }
 
 impl Arriving {
-    /// All that has yet to come of a connection's last write.
+    /// Delivers the rest of a connection's last write.
     fn payload(&mut self, stream: usize) {
         while let Some(payload) = self.session.payload(stream) {
             let count = match payload.target() {
@@ -203,7 +203,7 @@ impl Arriving {
         }
     }
 
-    /// Completions that what has come was waited for by.
+    /// Handles the completions that waited for writes which have now arrived.
     fn due(&mut self, now: Instant, ledger: &mut Ledger) -> Result<(), TransferError> {
         while let Some(frame) = self.session.next_due() {
             self.session.frame(0, frame, now, ledger)?;
@@ -212,7 +212,7 @@ impl Arriving {
     }
 }
 
-/// The connection and the peer are gone: every reservation has ended at most once, and none is held any more.
+/// Ends a session whose connection and peer are gone. Every reservation has ended at most once, and none is held any more.
 fn end(session: &mut Inbound, ledger: &mut Ledger, pool: &[u8], kind: TransportKind, outcome: &mut Vec<String>) {
     let error = TransferError::Closed;
     session.lost(ledger, &error);
@@ -245,13 +245,13 @@ fn is_filled(pool: &[u8], blocks: &[Vec<BlockId>]) -> bool {
     })
 }
 
-/// What is lent under epochs 1 and 2: two blocks of group 0 each and one of group 1.
+/// Blocks lent under epoch 1 or 2: two of group 0 and one of group 1.
 fn lent(epoch: u64) -> Vec<Vec<BlockId>> {
     let first = (epoch as u32 - 1) * 2;
     blocks(first..first + 2)
 }
 
-/// Whether every byte is of a block that is lent under this write's epoch, in its layer, and named by it.
+/// Whether all these bytes lie, in the write's layer, in blocks that the write names and that are lent under its epoch.
 fn is_lent(geometry: &PoolGeometry, head: &WriteHead, mut bytes: std::ops::Range<usize>) -> bool {
     let (group, lent) = (usize::from(head.group), lent(head.epoch.0));
     let named: Vec<_> = head.indexes.iter().filter_map(|index| lent.get(group)?.get(*index as usize)).collect();
@@ -263,8 +263,8 @@ fn is_lent(geometry: &PoolGeometry, head: &WriteHead, mut bytes: std::ops::Range
     true
 }
 
-/// A prefill worker with two handoffs under way. Whatever the peer says, each is reported once, and no batch goes outside
-/// what was granted.
+/// Runs a prefill worker with two handoffs in flight. Whatever the peer sends, each is reported once, and no batch writes outside
+/// the granted blocks.
 pub(crate) fn prefill(input: &[u8]) -> u64 {
     let (geometry, limits, start) = (geometry(), TransferLimits::default(), Instant::now());
     let mut pool = vec![0; geometry.bytes()];
@@ -324,7 +324,7 @@ pub(crate) fn prefill(input: &[u8]) -> u64 {
     signature(&(outcome, told))
 }
 
-/// Whether each of its blocks goes to the one that the first grant of its epoch names, from the one it was queued with.
+/// Whether each block of a batch goes from the block it was queued with to the block that the first grant of its epoch names.
 fn is_granted(batch: &WriteBatch, granted: Option<&Vec<Vec<BlockId>>>) -> bool {
     let geometry = geometry();
     let start = |block| geometry.block_range(batch.group, batch.layer, block).start;

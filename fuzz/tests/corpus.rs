@@ -1,4 +1,4 @@
-//! The corpus of every target, and what was ever found, replayed.
+//! Replays the corpus of every target and all findings.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;

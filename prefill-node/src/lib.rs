@@ -1,7 +1,7 @@
 //! The prefill worker: computes prompts and writes their KV, layer by layer, into a decode worker's reservation.
 //!
-//! `service` is the gRPC side, `role` the part on the engine thread, where a step's layers become transfers. Knows nothing
-//! of placement or text.
+//! `service` is the gRPC side. `role` runs on the engine thread and turns the layers of a step into transfers. The worker
+//! knows nothing of placement or text.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ pub async fn run(config: WorkerConfig) -> Result<(), WorkerError> {
     Node::run::<service::PrefillNode>(config).await
 }
 
-/// The same with what `load` loads, instead of what the settings say that it computes on; for tests that bring their own device.
+/// Like [`run`], but computes on what `load` returns, not on what the settings name. For tests that bring their own device.
 pub async fn run_loaded(
     config: WorkerConfig,
     load: impl FnOnce(&WorkerConfig) -> Result<Ready, WorkerError> + Send + 'static,

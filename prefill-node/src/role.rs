@@ -1,6 +1,6 @@
-//! What surrounds the prefill role's core on the engine thread: the requests' streams and their handoffs.
+//! The shell around the prefill role's core, on the engine thread: the requests' streams and their handoffs.
 //!
-//! Decides nothing: `baton_roles::prefill` says what is to be done.
+//! `baton_roles::prefill` decides; this file does what it says.
 
 use std::collections::HashMap;
 
@@ -14,10 +14,10 @@ use baton_worker::{Accepted, Commands, Shell, Streams, count_failure};
 use metrics::{counter, histogram};
 use tokio::sync::mpsc;
 
-/// One request's way back; at most two items.
+/// The answers to one request; at most two items.
 pub(crate) type Stream = mpsc::UnboundedSender<Answer>;
 
-/// What the service and the transfer threads say.
+/// Messages from the service and the transfer threads.
 pub(crate) enum Message {
     Run {
         new: Box<NewSequence>,
@@ -25,20 +25,20 @@ pub(crate) enum Message {
         stream: Stream,
         accepted: Accepted<Message>,
     },
-    /// The stream was dropped.
+    /// The request's stream was dropped.
     Cancel(SeqId),
-    /// A completed handoff has ended, well or not; and what carried it, as far as it came.
+    /// A completed handoff has ended, successfully or not. The last part is its transport, if it got one.
     Ended(SeqId, Result<TransferStats, TransferError>, Option<TransportKind>),
-    /// An aborted handoff reads no block any more.
+    /// An aborted handoff no longer reads any block.
     Quiet(SeqId),
 }
 
 pub(crate) struct PrefillShell {
     commands: Commands<Message>,
     streams: Streams<Answer, Message>,
-    /// Of requests that are not taken yet.
+    /// Handoffs of requests that are not accepted yet.
     opened: HashMap<Ticket, Handoff>,
-    /// Neither completed nor aborted.
+    /// Handoffs of accepted requests, neither completed nor aborted.
     handoffs: HashMap<SeqId, Handoff>,
 }
 
@@ -52,7 +52,7 @@ impl PrefillShell {
         let Some(handoff) = self.handoffs.remove(&seq) else { return };
         let (commands, carrier) = (self.commands.clone(), handoff.carrier());
         let ended = move |outcome| {
-            // Without an engine there are no blocks to free.
+            // If the engine is gone, there are no blocks to free.
             let _ = commands.send(Message::Ended(seq, outcome, carrier.transport()));
         };
         handoff.complete(tail, Box::new(ended));
@@ -63,7 +63,7 @@ impl PrefillShell {
         let commands = self.commands.clone();
         handoff.abort(Box::new(move || {
             if quarantined {
-                // Without an engine there are no blocks to free.
+                // If the engine is gone, there are no blocks to free.
                 let _ = commands.send(Message::Quiet(seq));
             }
         }));
@@ -94,7 +94,7 @@ impl Shell for PrefillShell {
     fn perform(&mut self, effect: Effect) -> Option<Command> {
         match effect {
             Effect::Accepted { ticket, outcome } => {
-                // A handoff without a sequence is aborted by being dropped.
+                // If the request was refused, dropping its handoff aborts it.
                 if let (Some(handoff), Ok(seq)) = (self.opened.remove(&ticket), &outcome) {
                     self.handoffs.insert(*seq, handoff);
                 }

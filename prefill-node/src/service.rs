@@ -1,4 +1,4 @@
-//! `Prefill.Run` over gRPC.
+//! The gRPC service `Prefill.Run`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -65,7 +65,7 @@ impl NodeRole for PrefillNode {
     }
 }
 
-/// Of bytes that changed, this end finds those of frames; those of blocks the decode worker finds, and counts.
+/// Counts changed frames and failed paths. It does not count changed blocks: the decode worker finds and counts those.
 fn on_trouble(transport: TransportKind, error: &TransferError) {
     match error {
         TransferError::Corrupt { .. } => counter!(names::VERIFY_FAILURES).increment(1),

@@ -21,7 +21,7 @@ async fn main() -> anyhow::Result<()> {
         // An error says which field is wrong.
         anyhow::bail!("{}: {}", answer.status(), answer.text().await?);
     }
-    // Server-sent events: lines that begin with `data: `, of which a chunk may have several, or a part of one.
+    // Server-sent events: lines that begin with `data: `. A chunk may hold several lines, or part of one.
     let mut rest = Vec::new();
     let mut ended = false;
     while let Some(chunk) = answer.chunk().await? {

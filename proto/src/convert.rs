@@ -26,9 +26,9 @@ pub enum ConvertError {
     /// `prompt_tokens` does not fit `tokens`.
     #[error("sequence.prompt_tokens is {prompt}; it must be between 1 and the {tokens} tokens given")]
     PromptTokens {
-        /// What was said.
+        /// The value of `prompt_tokens`.
         prompt: u32,
-        /// Tokens sent.
+        /// Number of tokens in `tokens`.
         tokens: usize,
     },
 }
@@ -39,10 +39,10 @@ impl BatonError for ConvertError {
     }
 }
 
-/// Metadata of a status by which a worker says that it drains and did not take the request.
+/// Metadata key in a status by which a worker says that it drains and did not accept the request.
 const DRAINING: &str = "baton-draining";
 
-/// The status of a worker that drains. Routers that do not know the mark read "unavailable".
+/// The status of a worker that drains. A router that does not know the metadata key reads it as "unavailable".
 pub fn draining_status(message: impl Into<String>) -> tonic::Status {
     let mut status = tonic::Status::unavailable(message);
     status.metadata_mut().insert(DRAINING, tonic::metadata::MetadataValue::from_static("1"));
@@ -164,7 +164,7 @@ impl TryFrom<v1::WorkerSampling> for SamplingParams {
 }
 
 impl v1::Sequence {
-    /// Checks the shape every worker relies on and returns the sampling parameters.
+    /// Checks the properties that every worker relies on and returns the sampling parameters.
     pub fn checked_sampling(&self) -> Result<SamplingParams, ConvertError> {
         let (prompt, tokens) = (self.prompt_tokens, self.tokens.len());
         if prompt == 0 || prompt as usize > tokens {

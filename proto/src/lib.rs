@@ -1,6 +1,6 @@
-//! The wire contract: generated gRPC code and checked conversion between it and `baton-types`.
+//! The wire contract: generated gRPC code, and checked conversion between it and `baton-types`.
 //!
-//! Nothing here decides anything; a value that cannot be represented is an error that names its field.
+//! This crate makes no decisions. A value that cannot be represented is an error that names its field.
 
 #![forbid(unsafe_code)]
 

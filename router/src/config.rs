@@ -12,13 +12,13 @@ baton_runtime::config_enum! {
     pub enum PlacementKind {
         /// In turn.
         RoundRobin = "round-robin",
-        /// The one with the fewest requests of this router, in turn among equals.
+        /// The worker with the fewest requests of this router; equals take turns.
         LeastLoaded = "least-loaded",
     }
 }
 
 baton_runtime::config! {
-    /// The front door: OpenAI-compatible HTTP and gRPC for clients, and the one coordinator of each request.
+    /// The router: serves clients over OpenAI-compatible HTTP and gRPC, and coordinates each request.
     pub struct RouterConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
@@ -26,33 +26,35 @@ baton_runtime::config! {
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
         /// Address of the gRPC API; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
-        /// The model served: a path, a name, org/name on the hub, or random:NAME. The router reads its tokenizer and chat template only.
+        /// The model to serve: a path, a name, org/name on the hub, or random:NAME.
+        /// The router reads only its tokenizer and chat template.
         model: String = "smollm2".to_owned(),
-        /// Name by which clients ask for the model; default: the value of model, or, when that is a path, the name of the file without its ending.
+        /// Name by which clients ask for the model.
+        /// Default: the value of model or, if that is a path, the file's name without its ending.
         served_name: Option<String> = None,
-        /// Where workers are found: embedded (this router holds their leases), or etcd://HOST:PORT,…
+        /// The registry of the workers: embedded (this router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
         /// Longest time a request may take.
         request_timeout: Duration = Duration::from_secs(600),
-        /// Most answers in the making at a time (a request with n=4 counts as 4); more are refused with 429.
+        /// Maximum answers in progress at a time (a request with n=4 counts as 4); more are refused with 429.
         max_inflight: usize = 1024,
-        /// Most connections open at a time, of HTTP and of gRPC each; more wait until one ends.
+        /// Maximum open connections, for HTTP and for gRPC each; more wait until one ends.
         max_connections: usize = 4096,
-        /// Largest body of a request.
+        /// Maximum size of a request's body.
         body_limit: Bytes = Bytes(8 << 20),
         /// How workers are chosen: round-robin or least-loaded.
         placement: PlacementKind = PlacementKind::RoundRobin,
-        /// How often work is started for one request before it fails.
+        /// How many times work is started for one answer before it fails.
         max_attempts: u32 = 3,
-        /// A worker that answers nothing for this long, not even a ping, is given up.
+        /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
         worker_timeout: Duration = Duration::from_secs(2),
-        /// A stream without news is kept alive with a comment this often.
+        /// Interval of the comments that keep a stream alive while it has nothing else to send.
         keep_alive: Duration = Duration::from_secs(5),
     }
 }
 
 impl RouterConfig {
-    /// Refuses values that the types allow and the router cannot work with.
+    /// Refuses values that their types allow but the router cannot work with.
     pub(crate) fn check(&self) -> Result<(), RouterError> {
         let zero = [
             ("request_timeout", self.request_timeout.is_zero()),
@@ -73,7 +75,7 @@ impl RouterConfig {
     }
 }
 
-/// True when only one of the two can be listened on.
+/// True when only one of the two addresses can be listened on.
 fn clash(a: SocketAddr, b: SocketAddr) -> bool {
     let same_host = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
     a.port() == b.port() && a.port() != 0 && same_host

@@ -1,7 +1,7 @@
-//! Runs one choice: does what its [`Choice`] says, and tells it what happened.
+//! Runs one choice: performs the effects that its [`Choice`] asks for, and reports back what happened.
 //!
-//! The choice (in `baton-policy`) decides; this file owns the streams, the client's sink and the real clock, and keeps the
-//! order in which things that happen at once are told.
+//! The [`Choice`] (in `baton-policy`) makes the decisions. This file owns the streams, the client's sink and the real clock.
+//! It also fixes the order in which simultaneous events are reported.
 
 use std::collections::VecDeque;
 use std::future::pending;
@@ -19,25 +19,25 @@ use crate::input::Standing;
 use crate::sink::Sink;
 use crate::worker::{Leg, Workers, open_decode, open_prefill};
 
-/// What is to be done.
+/// One choice to run.
 pub(crate) struct Job {
-    /// The same in every log on its way.
+    /// The request's id, the same in the logs of the router and the workers.
     pub request_id: RequestId,
-    /// Token ids.
+    /// Token ids of the prompt.
     pub prompt: Arc<[u32]>,
-    /// Names of what it begins with.
+    /// Names (hashes) of the prompt's prefixes, the shortest first.
     pub names: Arc<[u64]>,
-    /// How to answer.
+    /// How to sample the answer.
     pub sampling: SamplingParams,
-    /// Its place beside others.
+    /// How the request is cached and ranked.
     pub standing: Standing,
-    /// When it must be done.
+    /// When the answer must be complete.
     pub deadline: Instant,
-    /// How often work may be started.
+    /// How many times work may be started before the choice fails.
     pub max_attempts: u32,
 }
 
-/// One choice on its way.
+/// A running choice.
 pub(crate) struct Driver {
     job: Job,
     workers: Arc<Workers>,
@@ -48,12 +48,12 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Ready to run.
+    /// A driver that is ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
         Driver { job, workers, shutdown, sink, decode: None, prefill: None }
     }
 
-    /// Runs the choice to its end. Ends early, with the legs cancelled, when the client goes away.
+    /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
     pub async fn run(mut self) {
         let mut effects = Vec::new();
         let mut choice = Choice::start(self.new_request(), now(), &mut effects);
@@ -87,7 +87,7 @@ impl Driver {
         NewRequest { prompt, names, cache_salt, limits, deadline: deadline.into_std() }
     }
 
-    /// Does one thing; some have their answer at once.
+    /// Performs one effect. Returns its result, for effects that have one at once.
     async fn perform(&mut self, effect: Effect) -> Option<ChoiceInput> {
         match effect {
             Effect::Place(ask) => return Some(ChoiceInput::Placed(self.workers.place(&ask))),
@@ -107,7 +107,7 @@ impl Driver {
             Effect::DropPrefill => self.prefill = None,
             Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
             Effect::Note { placed, names } => self.workers.note(placed, &names),
-            // The last ones, which `run` does.
+            // The last effects. `run` performs them.
             Effect::Finish { .. } | Effect::Fail(_) => {}
         }
         None
@@ -121,13 +121,13 @@ impl Driver {
         }
     }
 
-    /// The next thing that happens by itself, in the order that the choice asks for.
+    /// Waits for the next outside event. Of events that are ready together, the first in this order is taken.
     async fn happens(&mut self, wake: Option<std::time::Instant>) -> ChoiceInput {
         tokio::select! {
             biased;
             () = self.sink.client_gone() => ChoiceInput::ClientGone,
             () = self.shutdown.forced() => ChoiceInput::Stopping,
-            // Before the decode stream, which may be ahead of it by as much as the sockets hold.
+            // Prefill before decode: the decode stream may be ahead by as much as the sockets hold.
             said = next(&mut self.prefill) => said,
             () = at(wake) => ChoiceInput::Wake,
             said = next(&mut self.decode) => said,
@@ -142,7 +142,7 @@ impl Driver {
             tokens: tokens.to_vec(),
             prompt_tokens,
             sampling: Some(sampling.clone().into()),
-            // 0 would say that there is no deadline.
+            // At least 1, because 0 means no deadline.
             deadline_ms: u64::try_from(time_left.as_millis()).unwrap_or(u64::MAX).max(1),
             cache_salt: standing.cache_salt.clone(),
             priority: standing.priority,
@@ -151,7 +151,7 @@ impl Driver {
     }
 }
 
-/// The time, as the runtime has it.
+/// The current time of the runtime's clock.
 fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
@@ -163,7 +163,7 @@ async fn at(wake: Option<std::time::Instant>) {
     }
 }
 
-/// What a leg says next. A leg that has said its last word, or is not there, says nothing.
+/// The next message of a leg. Never completes when the leg has ended or is absent.
 async fn next(leg: &mut Option<Leg>) -> ChoiceInput {
     if let Some(running) = leg {
         if let Some(said) = running.next().await {

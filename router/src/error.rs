@@ -1,4 +1,4 @@
-//! What can go wrong: when the router starts ([`RouterError`]), and with one request ([`RequestError`]).
+//! Errors of the router itself ([`RouterError`]), and of one request ([`RequestError`]).
 
 use std::time::Duration;
 
@@ -8,31 +8,31 @@ use baton_types::{BatonError, ErrorKind};
 /// The router cannot start, or cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
-    /// Configuration, telemetry, an address that is taken.
+    /// Configuration, telemetry, or an address that is taken.
     #[error(transparent)]
     Runtime(#[from] baton_runtime::RuntimeError),
-    /// A setting that cannot be 0.
+    /// A setting is 0 but must not be.
     #[error("{field} is 0; it must be above 0")]
     Zero {
-        /// Which.
+        /// The setting.
         field: &'static str,
     },
-    /// Both servers are to listen at one address.
+    /// Both servers are set to the same address.
     #[error("--http and --grpc are both at {addr}; they must differ")]
     SameAddress {
-        /// Where.
+        /// The address.
         addr: std::net::SocketAddr,
     },
-    /// The model's files.
+    /// The model's files cannot be fetched or opened.
     #[error(transparent)]
     Model(#[from] baton_model_text::ModelFileError),
-    /// The registry.
+    /// The registry cannot be opened.
     #[error(transparent)]
     Cluster(#[from] baton_cluster::ClusterError),
-    /// Descriptors compiled into this binary cannot be served.
+    /// gRPC reflection cannot serve the descriptors compiled into this binary.
     #[error("gRPC reflection cannot be set up: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
-    /// A background thread ended before its work.
+    /// The background thread that opens the model ended early.
     #[error("opening the model was interrupted: {0}")]
     Interrupted(String),
 }
@@ -49,19 +49,19 @@ impl BatonError for RouterError {
     }
 }
 
-/// Why a request is refused or broken off, as its client is told.
+/// Why a request is refused or broken off, as told to its client.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct RequestError {
     /// Decides HTTP status, gRPC code and the `type` of the OpenAI error object.
     pub kind: ErrorKind,
-    /// What was wrong, and the fix where there is one.
+    /// What is wrong, and the fix if there is one.
     pub message: String,
-    /// The field it is about.
+    /// The request field at fault.
     pub param: Option<String>,
-    /// A stable word for programs.
+    /// A stable code for programs.
     pub code: Option<&'static str>,
-    /// When it makes sense to come back.
+    /// How long to wait before a retry.
     pub retry_after: Option<Duration>,
 }
 
@@ -72,19 +72,19 @@ impl BatonError for RequestError {
 }
 
 impl RequestError {
-    /// An error of this kind. Those that another moment may cure tell the client when to come back.
+    /// An error of this kind. Kinds that may pass (`ResourceExhausted`, `Unavailable`) tell the client to retry after 1 s.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> RequestError {
         let later = matches!(kind, ErrorKind::ResourceExhausted | ErrorKind::Unavailable);
         let retry_after = later.then_some(Duration::from_secs(1));
         RequestError { kind, message: message.into(), param: None, code: None, retry_after }
     }
 
-    /// A field with a value that can never work.
+    /// An error for a field whose value can never work.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> RequestError {
         RequestError { param: Some(param.into()), ..RequestError::new(ErrorKind::InvalidArgument, message) }
     }
 
-    /// With a word for programs.
+    /// Adds a code for programs.
     pub fn code(self, code: &'static str) -> RequestError {
         RequestError { code: Some(code), ..self }
     }

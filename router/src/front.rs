@@ -1,4 +1,4 @@
-//! The one path behind both front doors: admission, plan, one driver a choice, one stream of events back.
+//! The path behind both front doors: admission, planning, one driver per choice, one stream of events back.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,13 +21,13 @@ use crate::worker::Workers;
 
 /// Events that may wait for a client; a full channel holds back the workers' streams (I5).
 const EVENTS: usize = 64;
-/// More than this is no deadline any more.
+/// Longest timeout of a request, even if more is configured.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// What a semaphore can count, on every platform.
+/// Most permits of a semaphore; every platform can count this many.
 const MAX_SLOTS: usize = 1 << 24;
 
-/// What both front doors share.
+/// The state that both front doors share.
 pub(crate) struct Front {
     pub model: Arc<ServedModel>,
     pub workers: Arc<Workers>,
@@ -36,13 +36,13 @@ pub(crate) struct Front {
     pub max_attempts: u32,
     pub body_limit: usize,
     pub keep_alive: Duration,
-    /// Seconds since 1970.
+    /// When the router started, seconds since 1970.
     pub started: u64,
     max_inflight: usize,
     slots: Arc<Semaphore>,
 }
 
-/// Limits of a front door.
+/// Settings of the front doors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FrontLimits {
     pub request_timeout: Duration,
@@ -52,21 +52,21 @@ pub(crate) struct FrontLimits {
     pub keep_alive: Duration,
 }
 
-/// A request under way. Dropping it cancels every choice at once.
+/// A running request. Dropping it cancels every choice at once.
 pub(crate) struct Generation {
-    /// The prompts' token ids.
+    /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
-    /// Answers a prompt; choice `c` answers prompt `c / n`.
+    /// Answers per prompt; choice `c` answers prompt `c / n`.
     pub n: u32,
     events: mpsc::Receiver<Event>,
     open: Vec<bool>,
     failure: Arc<OnceLock<RequestError>>,
-    /// Kept until the client has everything, and by each driver until its worker has let go.
+    /// The admission permit. It is released when the client has everything and every driver has ended.
     _place: Arc<OwnedSemaphorePermit>,
 }
 
 impl Front {
-    /// Everything a request needs.
+    /// A front with no requests yet.
     pub fn new(model: Arc<ServedModel>, workers: Arc<Workers>, shutdown: Shutdown, limits: FrontLimits) -> Front {
         let FrontLimits { request_timeout, max_attempts, max_inflight, body_limit, keep_alive } = limits;
         let max_inflight = max_inflight.clamp(1, MAX_SLOTS);
@@ -85,36 +85,37 @@ impl Front {
         }
     }
 
-    /// Why requests are refused now; None when they are not.
+    /// Why requests are refused now; None when they are accepted.
     pub fn not_ready(&self) -> Option<String> {
         let draining = self.shutdown.is_draining().then(|| "draining".to_owned());
         draining.or_else(|| self.workers.not_ready())
     }
 
-    /// Longest sequence that can be asked for now, tokens: the model's, or what its workers are set to if that is less.
+    /// Longest sequence that clients can ask for now, tokens: the shortest of the workers' settings, or the model's own context
+    /// while no worker is known.
     pub fn context_tokens(&self) -> u32 {
         self.workers.capacity().context().unwrap_or(self.model.context_tokens())
     }
 
-    /// Counts a request that was refused before any work.
+    /// Counts a request that was refused before any work was done.
     pub fn refused(&self, error: &RequestError) {
         counter!(names::REJECTED, "reason" => error.code.unwrap_or(error.kind.as_str())).increment(1);
     }
 
-    /// When a request that came in at `received` must be done: the configured limit, or what its client allows if less.
+    /// Deadline of a request that arrived at `received`: the configured timeout, or the client's if that is shorter.
     pub fn deadline(&self, received: Instant, client: Option<Duration>) -> Instant {
         let timeout = client.unwrap_or(Duration::MAX).min(self.request_timeout).min(LONGEST);
         received + timeout
     }
 
-    /// Completes when no request is under way, its last event given out.
+    /// Completes when no request is running and every event has been delivered.
     pub async fn idle(&self) {
         let all = u32::try_from(self.max_inflight).unwrap_or(u32::MAX);
         // The semaphore is never closed.
         let _ = self.slots.acquire_many(all).await;
     }
 
-    /// Starts a request, or says why not.
+    /// Starts a request, or says why it is refused.
     pub async fn generate(&self, input: GenerateInput) -> Result<Generation, RequestError> {
         let record = Arc::new(Record::new(input.request_id.clone(), input.received));
         let started = self.start(input, &record).await;
@@ -169,7 +170,7 @@ impl Front {
         Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, _place: permit })
     }
 
-    /// A place for every choice, or a refusal before anything is spent.
+    /// Reserves a slot for every choice, or refuses the request before any work is done.
     fn admit(&self, choices: u32) -> Result<OwnedSemaphorePermit, RequestError> {
         Arc::clone(&self.slots).try_acquire_many_owned(choices).map_err(|_| {
             let full = format!("{} answers are in the making already; retry later", self.max_inflight);
@@ -179,12 +180,12 @@ impl Front {
 }
 
 impl Generation {
-    /// True after the last choice's end, or after the first failure.
+    /// True after the end of the last choice, or after the first failure.
     pub fn ended(&self) -> bool {
         !self.open.contains(&true)
     }
 
-    /// The next event; None after the last choice's end, or after the first failure.
+    /// The next event; None after the end of the last choice, or after the first failure.
     pub async fn next(&mut self) -> Option<Event> {
         if self.ended() {
             return None;
@@ -203,7 +204,7 @@ impl Generation {
     }
 }
 
-/// Now, in seconds since 1970.
+/// The current time, seconds since 1970.
 pub(crate) fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }

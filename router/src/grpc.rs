@@ -1,4 +1,4 @@
-//! The gRPC front door: `baton.v1.Inference`. The same path as HTTP behind another wire.
+//! The gRPC front door: `baton.v1.Inference`. Requests take the same path as over HTTP.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
 use crate::sink::EventKind;
 
-/// Bytes of a client's own request id that are kept.
+/// Longest request id of a client, bytes. Longer ones are refused.
 const MAX_ID: usize = 128;
 
-/// The service.
+/// The service `baton.v1.Inference`.
 pub(crate) struct Inference {
     front: Arc<Front>,
 }
 
 impl Inference {
-    /// Serves what `front` does.
+    /// A service that passes requests to `front`.
     pub fn new(front: Arc<Front>) -> Inference {
         Inference { front }
     }
@@ -132,7 +132,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
     })
 }
 
-/// Sampling with defaults for absent fields.
+/// Sampling parameters with defaults for absent fields.
 fn sampling(asked: v1::Sampling) -> SamplingParams {
     let defaults = SamplingParams::default();
     let mut logit_bias: Vec<(u32, f32)> = asked.logit_bias.into_iter().collect();
@@ -152,7 +152,7 @@ fn sampling(asked: v1::Sampling) -> SamplingParams {
     }
 }
 
-/// The status for an error, with the field it is about and when to come back in its metadata.
+/// The status for an error. Its metadata has the field at fault (`param`) and the retry delay (`retry-after`, seconds).
 fn status(error: &RequestError) -> Status {
     let mut status = baton_proto::status_of(error);
     if let Some(after) = error.retry_after {
@@ -164,7 +164,7 @@ fn status(error: &RequestError) -> Status {
     status
 }
 
-/// The client's own timeout, as gRPC says it: digits and a unit.
+/// The client's timeout from the header `grpc-timeout`: digits and a unit.
 fn client_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;

@@ -1,6 +1,6 @@
-//! Connections of the gRPC front door: as many as there are places for (I5); each keeps its place until it is closed.
+//! Connections of the gRPC front door, limited in number (I5). Each occupies a place until it is closed.
 //!
-//! Knows connections only; how they are accepted is in `listener.rs`, what is asked over them in `grpc.rs`.
+//! Knows connections only. `listener.rs` accepts them, and `grpc.rs` handles their requests.
 
 use std::io;
 use std::pin::Pin;
@@ -14,13 +14,13 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::listener::{Bounds, accept};
 
-/// A connection with its place.
+/// A connection and the place it occupies.
 pub(crate) struct Held {
     stream: TcpStream,
     _place: Option<OwnedSemaphorePermit>,
 }
 
-/// The connections that come in, each once there is a place for it.
+/// A stream of accepted connections. Each is accepted once there is a place for it.
 pub(crate) fn incoming(listener: TcpListener, bounds: Bounds) -> impl Stream<Item = io::Result<Held>> {
     async_stream::stream! {
         let places = bounds.places();

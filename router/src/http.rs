@@ -1,4 +1,4 @@
-//! The HTTP front door: routes, bodies, errors. What an answer is made of is in `openai`, how it streams in `sse.rs`.
+//! The HTTP front door: routes, bodies, errors. `openai` builds the answer, and `sse.rs` streams it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,9 +23,9 @@ use crate::random::random_u64;
 use crate::sink::EventKind;
 use crate::sse;
 
-/// Longest a body may take to arrive.
+/// Longest time a body may take to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes of a client's own request id that are kept.
+/// Longest request id of a client, bytes. Longer ones are replaced.
 const MAX_ID: usize = 128;
 const REQUEST_ID: &str = "x-request-id";
 
@@ -64,7 +64,7 @@ async fn completions(State(door): State<Door>, request: Request) -> Response {
     serve(door.front, request, Shape::Text).await
 }
 
-/// The whole way of one request.
+/// Handles one request from start to end.
 async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
     let received = Instant::now();
     let id = request_id(request.headers(), shape);
@@ -135,7 +135,7 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
     Ok(([(header::CONTENT_TYPE, "application/json")], answer.whole(parts, &usage)).into_response())
 }
 
-/// The body, unless it is too large or too slow.
+/// Reads the whole body. Fails if it is larger than `limit` bytes or arrives too slowly.
 async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, RequestError> {
     let until = Instant::now() + BODY_TIMEOUT;
     let mut chunks = body.into_data_stream();
@@ -156,7 +156,7 @@ async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, RequestError> {
     }
 }
 
-/// The client's id for a request if it gave a usable one, otherwise a new one.
+/// The client's id for the request if it is usable, otherwise a new one.
 fn request_id(headers: &HeaderMap, shape: Shape) -> String {
     let given = headers.get(REQUEST_ID).and_then(|v| v.to_str().ok());
     match given.filter(|id| (1..=MAX_ID).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_graphic())) {

@@ -1,6 +1,6 @@
-//! What a client wants, in the one form both front doors (HTTP and gRPC) turn it into, and the checks on it.
+//! The form of a request that both front doors (HTTP and gRPC) produce, and the checks on it.
 //!
-//! Comes before anything is spent on a worker: after [`GenerateInput::plan`] every field has a value that can work.
+//! All of this happens before any worker is involved. After [`GenerateInput::plan`] every field has a usable value.
 
 use std::sync::Arc;
 
@@ -14,68 +14,68 @@ use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
 use crate::tools::Tools;
 
-/// Most choices of one request.
+/// Maximum choices (answers) of one request, all prompts together.
 pub(crate) const MAX_CHOICES: u32 = 128;
 const MAX_STOPS: usize = 4;
 const MAX_STOP_BYTES: usize = 1024;
 const MAX_STOP_IDS: usize = 256;
 const MAX_BIASES: usize = 1024;
 
-/// What a request says about its place beside others; its answer does not depend on it (I1).
+/// How a request is cached and ranked among others. Its answer does not depend on this (I1).
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Standing {
     /// Only requests with the same salt share cached prefixes.
     pub cache_salt: String,
-    /// Lower goes first.
+    /// Requests with a lower value are served first.
     pub priority: i32,
-    /// How long its KV is kept before that of those that do not ask.
+    /// Seconds for which its KV is kept in preference to KV of requests that do not ask for this; 0 does not ask.
     pub cache_keep_seconds: u32,
 }
 
-/// One request.
+/// One request, with one or more prompts.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerateInput {
-    /// The model asked for; empty: the one served.
+    /// Name of the requested model; empty: the one served.
     pub model: String,
-    /// At least one; each is answered `n` times.
+    /// At least one prompt. Each is answered `n` times.
     pub prompts: Vec<Prompt>,
-    /// Answers a prompt.
+    /// Answers per prompt.
     pub n: u32,
-    /// How to sample, with defaults for absent fields; the plan fills in what follows.
+    /// Sampling parameters with defaults for absent fields. The plan adds `max_tokens`, `seed`, `constraint` and end tokens.
     pub sampling: SamplingParams,
-    /// Most tokens of an answer; None: as many as fit.
+    /// Maximum tokens per answer; None: as many as fit.
     pub max_tokens: Option<u32>,
-    /// None: one is made up.
+    /// None: a random seed is used.
     pub seed: Option<u64>,
     /// The model's end tokens do not end an answer.
     pub ignore_eos: bool,
     /// Strings that end an answer.
     pub stop: Vec<String>,
-    /// What the answers must look like.
+    /// Constraint on the form of every answer.
     pub wanted: Option<Wanted>,
-    /// Functions the model may call; with a chat only, and not together with `wanted`.
+    /// Functions the model may call. Only for chats, and not together with `wanted`.
     pub tools: Option<Tools>,
-    /// Its place beside others.
+    /// How it is cached and ranked.
     pub standing: Standing,
-    /// The client's id, or one made up.
+    /// The client's id, or a generated one.
     pub request_id: RequestId,
-    /// When the client must have its answer.
+    /// When the answer must be complete.
     pub deadline: Instant,
-    /// When it came in.
+    /// When the request arrived.
     pub received: Instant,
 }
 
-/// One prompt, checked and tokenised.
+/// One prompt after checking and tokenising.
 #[derive(Clone, Debug)]
 pub(crate) struct Planned {
     /// Token ids, at least one.
     pub prompt: Arc<[u32]>,
-    /// One for each choice; they differ in the seed.
+    /// Sampling parameters of each choice. They differ only in the seed.
     pub choices: Vec<SamplingParams>,
 }
 
 impl GenerateInput {
-    /// Checks what needs no tokenising.
+    /// Checks everything that needs no tokenising.
     pub fn check(&self, model: &ServedModel) -> Result<(), RequestError> {
         model.check_name(&self.model)?;
         self.check_counts()?;
@@ -83,12 +83,12 @@ impl GenerateInput {
         self.tools.as_ref().map_or(Ok(()), |tools| model.check_tools(tools))
     }
 
-    /// Answers to be made, all prompts together. At least 1 and at most [`MAX_CHOICES`] once checked.
+    /// Number of answers, all prompts together: 1 to [`MAX_CHOICES`] in a checked request.
     pub fn choices(&self) -> u32 {
         self.n * self.prompts.len() as u32
     }
 
-    /// Tokenises a checked request, sees whether it fits, and fills in every default.
+    /// Tokenises a checked request, checks that it fits the context and the KV pool, and fills in every default.
     pub async fn plan(self, model: &Arc<ServedModel>, capacity: Capacity) -> Result<Vec<Planned>, RequestError> {
         let seed = self.seed.unwrap_or_else(random_u64);
         let wanted = self.wanted.or_else(|| model.forced_calls(self.tools.as_ref()?));
@@ -110,7 +110,7 @@ impl GenerateInput {
             let constraint = wanted.as_ref().map(|wanted| wanted.constraint.clone());
             let params = SamplingParams { max_tokens, seed, constraint, ..with_end_tokens(&self.sampling, eos) };
             params.validate()?;
-            // The same seed and prompt give the same n answers, whatever the route (I1).
+            // The same seed and prompt give the same n answers, whichever workers compute them (I1).
             let choices = (0..self.n).map(|i| SamplingParams { seed: seed.wrapping_add(i.into()), ..params.clone() });
             planned.push(Planned { prompt: ids.into(), choices: choices.collect() });
         }
@@ -176,7 +176,7 @@ impl GenerateInput {
     }
 }
 
-/// What a prompt and its answers have to fit into, all in tokens.
+/// The sizes that a prompt and its answer must fit into, in tokens.
 struct Room {
     field: &'static str,
     prompt: u32,
@@ -185,7 +185,7 @@ struct Room {
 }
 
 impl Room {
-    /// Most tokens of each answer. What the client asked for must fit; where it asked for nothing, as many as do.
+    /// Maximum tokens of each answer. A number that the client asked for must fit. Without one, it is as many as fit.
     fn max_tokens(&self, asked: Option<u32>) -> Result<u32, RequestError> {
         let (prompt, context) = (self.prompt, self.context);
         if prompt == 0 {
@@ -219,7 +219,7 @@ impl Room {
     }
 }
 
-/// The same, where these tokens end the answer too.
+/// The same parameters with the tokens `eos` added to the stop tokens, sorted and without duplicates.
 fn with_end_tokens(sampling: &SamplingParams, eos: &[u32]) -> SamplingParams {
     let mut stop_token_ids = [&sampling.stop_token_ids[..], eos].concat();
     stop_token_ids.sort_unstable();

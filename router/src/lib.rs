@@ -1,15 +1,17 @@
-//! The front door: OpenAI-compatible HTTP and gRPC for clients, and the one coordinator of every request.
+//! The router: serves clients over OpenAI-compatible HTTP and gRPC, and coordinates every request.
 //!
-//! `client → router → prefill-node → transfer → decode-node → router → client's stream`. Both front doors turn a request
-//! into one `GenerateInput` and read one stream of events back; in between each choice has a driver, which does what the
-//! core in `baton-policy` (`Choice` and `Fleet`) says. The router sees token ids and text; never weights, KV or a GPU.
+//! Data flow: `client → router → prefill-node → transfer → decode-node → router → client's stream`.
 //!
-//! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the other one.
-//! - `listener`, `held`: connections, bounded in number and time.
-//! - `front`: admission, plan, events. `input`, `model`: what a request must be to work.
-//! - `tools`: functions a model may call, told to it and read out of its answers.
-//! - `driver`, `worker`: one choice on its workers. `sink`, `stop`: from tokens to text.
-//! - `server`: puts it all together.
+//! Both front doors turn a request into one `GenerateInput` and read one stream of events back. In between, each choice
+//! (one answer) has a driver, which carries out what the core in `baton-policy` (`Choice` and `Fleet`) decides. The router
+//! handles token ids and text, never weights, KV or a GPU.
+//!
+//! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the gRPC front door.
+//! - `listener`, `held`: client connections, limited in number and idle time.
+//! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request.
+//! - `tools`: functions a model may call, described in its prompt and parsed out of its answers.
+//! - `driver`, `worker`: run one choice on its workers. `sink`, `stop`: turn tokens into text.
+//! - `server`: puts the router together and starts it.
 
 #![forbid(unsafe_code)]
 

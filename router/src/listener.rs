@@ -1,7 +1,6 @@
-//! Connections of the front doors: how many there may be; of the HTTP one also how long each may say nothing, and how they
-//! end.
+//! Client connections. Limits their number for both front doors. For HTTP also limits their idle time and ends them.
 //!
-//! Knows bytes and connections; what is asked over them is in `http.rs`.
+//! Knows bytes and connections only; `http.rs` handles the requests.
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -17,35 +16,36 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
-/// Longest a connection may take to send the head of a request, and may stay without one (I5).
+/// Longest time until the head of a connection's next request is complete, idle time included (I5).
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pause after a connection could not be accepted for want of something, such as file descriptors.
+/// Pause after accepting failed, for example because there were no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// What a semaphore can count, on every platform.
+/// Most permits of a semaphore; every platform can count this many.
 const MOST: usize = 1 << 24;
 
-/// Bounds of a listener.
+/// Limits of a listener.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// Connections open at a time; more wait in the system's queue.
+    /// Maximum open connections; more wait in the system's queue.
     pub connections: usize,
-    /// How long a request's head may take.
+    /// Longest time until the head of a request is complete.
     pub head: Duration,
 }
 
 impl Bounds {
-    /// This many connections.
+    /// Limits with this many connections and the default head timeout.
     pub fn new(connections: usize) -> Bounds {
         Bounds { connections, head: HEAD_TIMEOUT }
     }
 
-    /// A place for each connection.
+    /// A semaphore with one permit per connection.
     pub fn places(&self) -> Arc<Semaphore> {
         Arc::new(Semaphore::new(self.connections.clamp(1, MOST)))
     }
 }
 
-/// Serves `app` until the drain starts and every connection has ended, or `last` has completed. What is open then is cut.
+/// Serves `app` until the drain has started and then every connection has ended or `last` has completed. Connections still
+/// open then are cut.
 pub(crate) async fn serve(
     listener: TcpListener,
     app: Router,
@@ -61,7 +61,7 @@ pub(crate) async fn serve(
             (stream, place) = accept(&listener, &places) => {
                 connections.spawn(connection(stream, place, app.clone(), bounds.head, shutdown.clone()));
             }
-            // Ended ones are let go of as they end.
+            // Frees the tasks of ended connections.
             Some(_) = connections.join_next() => {}
         }
     }
@@ -73,8 +73,8 @@ pub(crate) async fn serve(
     }
 }
 
-/// The next connection that there is a place for; its packets leave at once, because tokens are small and waiting to fill a
-/// packet would delay each.
+/// Waits for a free place and accepts the next connection. Its packets leave at once (TCP_NODELAY): tokens are small, and
+/// waiting to fill a packet would delay each.
 pub(crate) async fn accept(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
@@ -87,7 +87,7 @@ pub(crate) async fn accept(
                 let _ = stream.set_nodelay(true);
                 return (stream, place);
             }
-            // That client left before its turn.
+            // The client left before it was accepted.
             Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) => {}
             Err(error) => {
                 tracing::warn!(%error, "cannot accept connections");
@@ -126,7 +126,7 @@ mod tests {
     use axum::routing::get;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    /// A listener of its own, its address, and what ends it.
+    /// Starts a listener. Returns its address, its shutdown handle and its task.
     async fn start(bounds: Bounds) -> (std::net::SocketAddr, Shutdown, tokio::task::JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -154,7 +154,7 @@ mod tests {
             stream.write_all(sent).await.unwrap();
             assert!(!everything(stream).await.contains("200"));
         }
-        // Also one that has had its answer and asks for nothing more.
+        // A connection that has its answer and asks for nothing more is closed too.
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.write_all(ASK).await.unwrap();
         assert!(everything(stream).await.ends_with("fine"));

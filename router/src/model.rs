@@ -1,4 +1,4 @@
-//! The model as the router knows it: a name, a tokenizer, a chat template, and two sizes. Never its weights.
+//! The model as the router knows it: name, tokenizer, chat template, context length and vocabulary size. Never its weights.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::error::RequestError;
 use crate::prompt::{Prompt, Wanted};
 use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
 
-/// Text longer than this is tokenised on a thread of its own, so that it delays nobody else's stream.
+/// Longest text, in bytes, that is tokenised inline. Longer text goes to a blocking thread, so that it delays no stream.
 const INLINE_BYTES: usize = 8 << 10;
 
 /// The one model a router serves.
@@ -19,12 +19,12 @@ pub struct ServedModel {
     model: TextModel,
     id: String,
     grammars: Arc<Grammars>,
-    /// The special token that announces calls, where the model has one.
+    /// Id of the special token that announces calls, if the model has one.
     call_marker: Option<u32>,
 }
 
 impl ServedModel {
-    /// Serves an open model; clients ask for it by `id`, or by the name in its files.
+    /// Serves an opened model. Clients ask for it by `id`, or by the name in its files.
     pub fn new(model: TextModel, id: impl Into<String>) -> ServedModel {
         let grammars = Arc::new(Grammars::new(model.tokenizer(), model.vocab_size()));
         let syntax = model.chat_template().and_then(ChatTemplate::tools);
@@ -32,17 +32,17 @@ impl ServedModel {
         ServedModel { model, id: id.into(), grammars, call_marker }
     }
 
-    /// The name in the model's files, by which workers register.
+    /// The name in the model's files. Workers register with it.
     pub fn name(&self) -> &str {
         self.model.name()
     }
 
-    /// The name clients ask for.
+    /// The name by which clients ask for the model.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// Longest sequence by the model's files, tokens; workers may be set to another.
+    /// Longest sequence according to the model's files, tokens. Workers may be set to another length.
     pub fn context_tokens(&self) -> u32 {
         self.model.context_length()
     }
@@ -60,12 +60,12 @@ impl ServedModel {
         self.tokenizer().eos_ids()
     }
 
-    /// A detokeniser for one answer; special tokens have no text, but for the one that announces calls where it may have some.
+    /// A detokeniser for one answer. Special tokens have no text, except the call marker when `calls` is true.
     pub(crate) fn text_stream(&self, calls: bool) -> TextStream {
         self.tokenizer().stream(true).keeping(self.call_marker.filter(|_| calls))
     }
 
-    /// Ok when the model can be told of these tools, or made to call them.
+    /// Ok when the chat template can describe these tools, or when a call is forced.
     pub(crate) fn check_tools(&self, tools: &Tools) -> Result<(), RequestError> {
         if tools.choice != Choice::Auto || self.template()?.tools().is_some() {
             return Ok(());
@@ -78,24 +78,24 @@ impl ServedModel {
         Err(RequestError::invalid("tools", wrong).code("unsupported_parameter"))
     }
 
-    /// Reads calls out of an answer.
+    /// A parser that reads calls out of an answer.
     pub(crate) fn tool_parser(&self, tools: &Tools) -> ToolParser {
         tools.parser(self.tool_syntax())
     }
 
-    /// A model whose template knows none is told one in words.
+    /// How the model writes calls. A model whose template knows no tools is told to use the Hermes syntax.
     fn tool_syntax(&self) -> ToolSyntax {
         self.model.chat_template().and_then(ChatTemplate::tools).unwrap_or(ToolSyntax::Hermes)
     }
 
-    /// The constraint of answers that must call.
+    /// The constraint for answers that must call a tool; None when a call is optional.
     pub(crate) fn forced_calls(&self, tools: &Tools) -> Option<Wanted> {
         let forced = tools.choice != Choice::Auto;
         forced
             .then(|| Wanted { field: "tools", constraint: grammar(tools, self.tool_syntax(), self.call_marker).into() })
     }
 
-    /// Ok when the constraint means something. Compiles it, on a thread of its own.
+    /// Ok when the constraint is valid. Compiles it on a blocking thread.
     pub(crate) async fn check_constraint(&self, wanted: &Wanted) -> Result<(), RequestError> {
         let Wanted { field, constraint } = wanted.clone();
         let (bytes, most) = (constraint.text().len(), Constraint::MAX_BYTES);
@@ -113,14 +113,14 @@ impl ServedModel {
         })
     }
 
-    /// A token as text and as the bytes it stands for. Unknown ids have neither.
+    /// A token's text and bytes. Both are empty for unknown ids.
     pub(crate) fn token(&self, id: u32) -> (String, Vec<u8>) {
         let tokenizer = self.tokenizer();
         let bytes = tokenizer.token_bytes(id).map(Vec::from).unwrap_or_default();
         (tokenizer.token_text(id).unwrap_or_default(), bytes)
     }
 
-    /// Ok when this is the model asked for; an empty name asks for the one there is.
+    /// Ok when `name` means the served model. An empty name does.
     pub(crate) fn check_name(&self, name: &str) -> Result<(), RequestError> {
         if name.is_empty() || name == self.id || name == self.name() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! What a request gives the model to read, and what it wants of every answer.
+//! The input of a request, and its constraint on every answer.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use baton_types::Constraint;
 pub(crate) enum Prompt {
     /// Tokenised as is.
     Text(String),
-    /// Used as they are.
+    /// Token ids, used as they are.
     Ids(Vec<u32>),
     /// Rendered with the model's chat template.
     Chat(Vec<ChatMessage>),
 }
 
 impl Prompt {
-    /// The field of a request it comes from.
+    /// The request field that the prompt comes from.
     pub fn field(&self) -> &'static str {
         match self {
             Prompt::Text(_) | Prompt::Ids(_) => "prompt",
@@ -26,11 +26,11 @@ impl Prompt {
     }
 }
 
-/// What every answer must look like.
+/// A constraint on the form of every answer.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Wanted {
-    /// The field that asks for it.
+    /// The request field that asks for it.
     pub field: &'static str,
-    /// What it asks for.
+    /// The constraint.
     pub constraint: Arc<Constraint>,
 }

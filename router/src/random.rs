@@ -1,8 +1,8 @@
-//! Numbers for names and seeds.
+//! Random numbers for ids and seeds.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-/// 64 bits nobody can foresee: the standard library seeds each hasher from the system.
+/// 64 unpredictable bits: the standard library seeds its hashers from the system's random numbers.
 pub(crate) fn random_u64() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,4 +1,4 @@
-//! What is measured and logged about one request: its metrics, and one line when its last choice has ended.
+//! The metrics of one request, and the line that is logged when its last choice has ended.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use crate::error::RequestError;
 
-/// Shared by the choices of a request; dropped with the last of them, which writes the line.
+/// Shared by the choices of a request. It is dropped with the last of them; the drop writes the log line.
 #[derive(Debug)]
 pub(crate) struct Record {
     request_id: RequestId,
@@ -28,12 +28,12 @@ struct State {
     cancelled: bool,
 }
 
-/// Times one choice's tokens.
+/// Measures the time between one choice's tokens.
 #[derive(Debug, Default)]
 pub(crate) struct TokenClock(Option<Instant>);
 
 impl TokenClock {
-    /// Measures from the token before this one.
+    /// Records the time since the previous token.
     pub fn tick(&mut self) {
         let now = Instant::now();
         if let Some(last) = self.0.replace(now) {
@@ -43,7 +43,7 @@ impl TokenClock {
 }
 
 impl Record {
-    /// A request that came in at `received`.
+    /// The record of a request that arrived at `received`.
     pub fn new(request_id: RequestId, received: Instant) -> Record {
         gauge!(names::QUEUE_DEPTH).increment(1);
         Record { request_id, received, state: Mutex::default() }
@@ -53,12 +53,12 @@ impl Record {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its id.
+    /// The request's id.
     pub fn request_id(&self) -> &RequestId {
         &self.request_id
     }
 
-    /// A token left for the client.
+    /// Counts a token that was sent to the client. The first one is recorded as the TTFT.
     pub fn token(&self) {
         let mut state = self.state();
         if state.first_token.is_none() {
@@ -69,7 +69,7 @@ impl Record {
         state.usage.completion_tokens += 1;
     }
 
-    /// Work was started on a worker.
+    /// Notes that work was started on a worker.
     pub fn worker(&self, worker: WorkerId) {
         let mut state = self.state();
         if !state.workers.contains(&worker) {
@@ -77,14 +77,14 @@ impl Record {
         }
     }
 
-    /// A failure is being recovered from.
+    /// Counts and logs the recovery from a failure.
     pub fn recovering(&self, leg: Leg, cause: &Failure) {
         self.state().recoveries += 1;
         counter!(names::RECOVERIES, "leg" => leg.as_str(), "cause" => cause.kind.as_str()).increment(1);
         tracing::warn!(request = %self.request_id, leg = leg.as_str(), cause = cause.message, "recovering");
     }
 
-    /// A choice ended well, or its client left.
+    /// Notes that a choice ended without an error, or that its client left.
     pub fn finished(&self, reason: FinishReason, usage: Usage) {
         let mut state = self.state();
         state.usage.prompt_tokens = state.usage.prompt_tokens.max(usage.prompt_tokens);
@@ -92,7 +92,7 @@ impl Record {
         state.cancelled |= reason == FinishReason::Cancelled;
     }
 
-    /// A choice ended with an error.
+    /// Notes that a choice ended with an error. The request keeps its first error.
     pub fn failed(&self, error: &RequestError) {
         self.state().failed.get_or_insert_with(|| error.clone());
     }

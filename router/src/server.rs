@@ -1,4 +1,4 @@
-//! Puts the router together, starts it and lets it end.
+//! Puts the router together, starts it and shuts it down.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
@@ -28,25 +28,25 @@ use crate::model::ServedModel;
 use crate::worker::Workers;
 
 const EMBEDDED: &str = "embedded";
-/// The service clients ask the health of.
+/// Name of the service whose health clients ask for.
 const INFERENCE: &str = "baton.v1.Inference";
-/// How long what does not end by itself (health watches, idle connections) may outlive the last request.
+/// How long streams that do not end by themselves (health watches, idle connections) may outlive the last request.
 const STREAM_GRACE: Duration = Duration::from_millis(250);
 
-/// Where the router sees its workers.
+/// The registry from which the router learns of its workers.
 #[derive(Clone)]
 pub enum RegistryChoice {
-    /// In this process; workers reach it at the router's gRPC address.
+    /// In this process. Workers reach it at the router's gRPC address.
     Embedded(EmbeddedRegistry),
-    /// Somewhere else.
+    /// In another process.
     Other(Arc<dyn Registry>),
 }
 
 impl RegistryChoice {
-    /// The one a configuration names.
+    /// Opens the registry that a configuration names.
     ///
     /// # Errors
-    /// A specification that names no registry.
+    /// `spec` names no registry.
     pub async fn open(spec: &str) -> Result<RegistryChoice, RouterError> {
         Ok(match spec {
             EMBEDDED => RegistryChoice::Embedded(EmbeddedRegistry::new()),
@@ -62,7 +62,7 @@ impl RegistryChoice {
     }
 }
 
-/// A router that takes requests.
+/// A router that accepts requests.
 #[derive(Debug)]
 pub struct RunningRouter {
     /// Where HTTP listens.
@@ -73,7 +73,7 @@ pub struct RunningRouter {
 }
 
 impl RunningRouter {
-    /// The workers' state as JSON, as GET /cluster gives it.
+    /// The workers' state as JSON, as served by GET /cluster.
     pub fn cluster(&self) -> serde_json::Value {
         self.workers.describe()
     }
@@ -118,7 +118,7 @@ pub async fn start(
     Bound::listen(config).await?.start(config, model, registry, shutdown, tasks, readiness)
 }
 
-/// Finds the model, fetching what is not here yet, and opens all of it but the weights.
+/// Finds the model, fetches the files that are missing, and opens everything but the weights.
 fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
@@ -127,7 +127,7 @@ fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
     Ok(ServedModel::new(model, id))
 }
 
-/// A fetch in the log. Workers of the same host fetch into the same cache, so only its end is worth a line.
+/// Logs a fetch. Workers on the same host fetch into the same cache, so only the end is logged above debug level.
 struct Logged;
 
 impl fetch::Progress for Logged {
@@ -140,7 +140,7 @@ impl fetch::Progress for Logged {
     }
 }
 
-/// GET /cluster at the admin endpoint, which is there before the router is.
+/// GET /cluster at the admin endpoint, which starts before the router does.
 fn cluster_page(workers: Arc<OnceLock<Arc<Workers>>>) -> axum::Router {
     let page = move || async move {
         match workers.get() {
@@ -151,7 +151,7 @@ fn cluster_page(workers: Arc<OnceLock<Arc<Workers>>>) -> axum::Router {
     axum::Router::new().route("/cluster", axum::routing::get(page))
 }
 
-/// Both addresses, taken before anything slow happens.
+/// Both listeners, opened before anything slow happens.
 struct Bound {
     http: TcpListener,
     http_addr: SocketAddr,
@@ -196,7 +196,7 @@ impl Bound {
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
                 .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         };
-        // Clients speak one version or the other.
+        // Reflection clients speak v1 or v1alpha.
         routes.add_service(reflection().build_v1()?).add_service(reflection().build_v1alpha()?);
         let inference = InferenceServer::new(Inference::new(Arc::clone(&front)));
         routes.add_service(inference.max_decoding_message_size(limits.body_limit));
@@ -213,7 +213,7 @@ impl Bound {
     }
 }
 
-/// Hands every new view to the workers' table, and says whether requests can be served.
+/// Passes every new view to the workers' table, and publishes whether requests can be served.
 struct Watcher {
     workers: Arc<Workers>,
     readiness: Readiness,
@@ -281,7 +281,8 @@ async fn serve_grpc(
     registry: RegistryChoice,
     shutdown: Shutdown,
 ) {
-    // Until the last request has ended workers renew their leases here, and new requests are told that the router stops.
+    // Serves until the last request has ended. Until then workers renew their leases here, and new requests are told that
+    // the router is stopping.
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .add_routes(routes)
@@ -302,7 +303,7 @@ async fn serve_grpc(
     }
 }
 
-/// Completes when the router drains and no request is under way.
+/// Completes when the router is draining and no request is in progress.
 async fn last_request(front: &Front, shutdown: &Shutdown) {
     shutdown.draining().await;
     front.idle().await;

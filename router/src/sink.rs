@@ -1,7 +1,7 @@
-//! From tokens to what a client gets: detokenised, stop strings matched, measured.
+//! Turns tokens into what the client gets: detokenises, matches stop strings, measures.
 //!
-//! One sink for each choice, between the request driver and the front doors. UTF-8 is never split: text may lag behind
-//! its tokens, and everything held back comes with the end.
+//! Each choice has one sink, between the request driver and the front doors. UTF-8 characters are never split: text may lag
+//! behind its tokens, and text held back is delivered at the end.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -16,38 +16,38 @@ use crate::error::RequestError;
 use crate::record::{Record, TokenClock};
 use crate::stop::StopMatcher;
 
-/// How long a failure waits for a place among the events.
+/// How long a failure waits for room in the event channel.
 const FAIL_GRACE: Duration = Duration::from_secs(1);
 
-/// What happened to one choice.
+/// Something that happened to one choice.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Event {
-    /// Which choice.
+    /// Index of the choice.
     pub choice: u32,
-    /// What.
+    /// What happened.
     pub kind: EventKind,
 }
 
-/// Parts of a choice, in order; exactly one `Finished` or `Failed`, last.
+/// The events of a choice, in order. Exactly one is `Finished` or `Failed`, and it is the last.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum EventKind {
-    /// One token, and the text that became certain with it.
+    /// One token, and the text that is certain now.
     Token {
-        /// The token and where it stands.
+        /// The token and its place in the text.
         piece: Piece,
-        /// New text, often behind the token, often empty.
+        /// New text. It may be empty, and may belong to earlier tokens.
         text: String,
     },
-    /// The end.
+    /// The answer is complete.
     Finished {
-        /// Why.
+        /// Why it ended.
         reason: FinishReason,
-        /// Text that was held back.
+        /// Text that was held back until now.
         text: String,
-        /// What this choice cost.
+        /// Tokens that this choice used.
         usage: Usage,
     },
-    /// An end without an answer.
+    /// The choice failed.
     Failed(RequestError),
 }
 
@@ -56,13 +56,13 @@ pub(crate) enum EventKind {
 pub(crate) struct Piece {
     /// The token.
     pub token: TokenOut,
-    /// Characters of the answer before it.
+    /// Characters of the answer before this token.
     pub offset: u32,
 }
 
-/// What a sink is made of.
+/// The parts that a sink is made of.
 pub(crate) struct Way {
-    /// Which choice.
+    /// Index of the choice.
     pub choice: u32,
     /// Tokens that end the answer without being part of its text.
     pub stop_ids: Vec<u32>,
@@ -70,17 +70,17 @@ pub(crate) struct Way {
     pub text: TextStream,
     /// The stop strings.
     pub stop: StopMatcher,
-    /// Tokens of the prompt, for the usage.
+    /// Number of prompt tokens, for the usage.
     pub prompt_tokens: u32,
     /// Where events go.
     pub out: mpsc::Sender<Event>,
-    /// Why the request failed, for a client too far behind to be told by an event.
+    /// Why the request failed, for a client that is too far behind to get an event.
     pub failure: Arc<OnceLock<RequestError>>,
     /// The request's record.
     pub record: Arc<Record>,
 }
 
-/// One choice's way out.
+/// The output of one choice.
 pub(crate) struct Sink {
     way: Way,
     clock: TokenClock,
@@ -91,7 +91,7 @@ pub(crate) struct Sink {
 }
 
 impl Sink {
-    /// A sink nothing has gone through yet.
+    /// A sink that has had no token yet.
     pub fn new(way: Way) -> Sink {
         Sink { way, clock: TokenClock::default(), tokens: 0, chars: 0, stopped: false, ended: false }
     }
@@ -101,19 +101,19 @@ impl Sink {
         &self.way.record
     }
 
-    /// Completes when nobody reads any more.
+    /// Completes when nobody reads the events any more.
     pub async fn client_gone(&self) {
         self.way.out.closed().await;
     }
 
-    /// Sends a token on. After a stop string has matched, tokens are dropped.
+    /// Sends a token to the client. Tokens after a matched stop string are dropped.
     pub async fn token(&mut self, token: TokenOut) -> Taken {
         if self.stopped {
             return Taken::Sent;
         }
         self.tokens += 1;
         let piece = Piece { offset: self.chars, token };
-        // A token that ends the answer is no part of its text.
+        // A token that ends the answer is not part of its text.
         let ends = self.way.stop_ids.contains(&piece.token.id);
         let text = if ends { String::new() } else { self.way.text.push(piece.token.id) };
         self.chars += text.chars().count() as u32;
@@ -127,8 +127,8 @@ impl Sink {
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
     }
 
-    /// Ends the choice well. A stop string that matched is the reason, whatever the worker says. A client that reads
-    /// nothing any more is waited for until `deadline`.
+    /// Ends the choice without an error. If a stop string matched, the reason is `Stop`, whatever the worker says. Waits until
+    /// `deadline` for a client that does not read.
     pub async fn finish(mut self, reason: FinishReason, cached_tokens: u32, deadline: Instant) {
         let (mut reason, mut text) = (reason, String::new());
         if self.stopped {
@@ -154,7 +154,7 @@ impl Sink {
     pub async fn fail(mut self, error: RequestError) {
         self.ended = true;
         self.way.record.failed(&error);
-        // A client that is behind finds it where the events end.
+        // A client that is too far behind for the event gets this failure when the channel ends.
         let _ = self.way.failure.set(error.clone());
         let _ = timeout(FAIL_GRACE, self.send(EventKind::Failed(error))).await;
     }
@@ -167,14 +167,14 @@ impl Sink {
 impl Drop for Sink {
     fn drop(&mut self) {
         if !self.ended {
-            // Only a defect, or the end of the process, drops a driver without a word; the client still gets one.
+            // Only a defect, or the end of the process, drops a driver before its end. The client still gets an error.
             let _ = self.way.failure.set(broken_off());
             let _ = self.way.out.try_send(Event { choice: self.way.choice, kind: EventKind::Failed(broken_off()) });
         }
     }
 }
 
-/// The error when nobody knows a better one.
+/// The error for a request that ended without a known cause.
 pub(crate) fn broken_off() -> RequestError {
     RequestError::new(ErrorKind::Internal, "the request was broken off inside the router")
 }

@@ -1,4 +1,4 @@
-//! An answer as server-sent events: chunks as they come, comments while nothing does, an error as the last event.
+//! An answer as server-sent events: chunks as they arrive, comments while nothing arrives, an error as the last event.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -14,8 +14,8 @@ use crate::front::Generation;
 use crate::openai::{Answer, ErrorBody, Part, Reader, Shape, UsageSum};
 use crate::sink::{Event, EventKind};
 
-/// Starts the stream with the first event, so that a request that fails at once has a proper status. A prefill that
-/// takes longer than `keep_alive` starts it with a comment.
+/// Waits for the first event before it starts the stream, so that a request that fails at once gets a proper HTTP status.
+/// When prefill takes longer than `keep_alive`, the stream starts with a comment.
 pub(crate) async fn respond(
     mut generation: Generation,
     answer: Answer,
@@ -71,7 +71,7 @@ fn events(
 
 const KEEP_ALIVE: &str = ": keep-alive\n\n";
 
-/// Events of one answer as text.
+/// Writes the events of one answer as text.
 struct Writer {
     answer: Answer,
     begun: Vec<bool>,
@@ -89,7 +89,7 @@ impl Writer {
         Writer { begun: vec![false; readers.len()], readers, usage: UsageSum::default(), answer }
     }
 
-    /// Zero or more server-sent events.
+    /// The server-sent events for one event of a choice; there may be none.
     fn event(&mut self, event: Event) -> String {
         let choice = event.choice;
         let mut part = Part { choice, ..Part::default() };
@@ -120,7 +120,7 @@ impl Writer {
         }
     }
 
-    /// A chat's choice begins with its role.
+    /// The first chunk of a choice in a chat, which carries the role. Empty after that, and for completions.
     fn begin(&mut self, choice: u32) -> String {
         match (self.answer.shape, self.begun[choice as usize]) {
             (Shape::Chat, false) => self.part(Part { choice, ..Part::default() }),

@@ -1,26 +1,26 @@
-//! Finds stop strings in text that arrives in pieces. Pure; between the detokeniser and the client.
+//! Finds stop strings in text that arrives in pieces, between the detokeniser and the client. Pure.
 //!
-//! Text that may be the beginning of a stop string is held back until it is one or cannot become one, so a client never
-//! sees a part of a stop string, and the result does not depend on how the text was cut into pieces.
+//! Text that may begin a stop string is held back until it is one or cannot become one. So a client never sees part of a
+//! stop string, and the result does not depend on how the text was cut into pieces.
 
-/// Stop strings of one choice and the text held back because of them.
+/// The stop strings of one choice, and the text held back because of them.
 #[derive(Clone, Debug)]
 pub(crate) struct StopMatcher {
     stops: Vec<String>,
     held: String,
 }
 
-/// What a piece of text made certain.
+/// The result of a piece of text.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Released {
     /// Text for the client.
     pub text: String,
-    /// A stop string was complete; `text` is the last there is.
+    /// A stop string is complete, and `text` is the last text of the answer.
     pub stopped: bool,
 }
 
 impl StopMatcher {
-    /// Empty strings are no stop strings.
+    /// A matcher for these stop strings; empty ones are ignored.
     pub fn new(stops: Vec<String>) -> StopMatcher {
         StopMatcher { stops: stops.into_iter().filter(|s| !s.is_empty()).collect(), held: String::new() }
     }
@@ -40,12 +40,12 @@ impl StopMatcher {
         Released { text: std::mem::replace(&mut self.held, rest), stopped: false }
     }
 
-    /// The answer ended otherwise: what was held back.
+    /// Returns the text that was held back, when the answer ended for another reason.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Where the stop string that is complete first begins; the longest of those that end together.
+    /// Byte offset of the first stop string to be complete; of several that end together, the longest.
     fn first_match(&self) -> Option<usize> {
         let found = self.stops.iter().filter_map(|s| self.held.find(s.as_str()).map(|at| (at + s.len(), at)));
         found.min().map(|(_, at)| at)

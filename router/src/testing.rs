@@ -1,4 +1,4 @@
-//! For tests and the fuzzers: a model of bytes, and what becomes of a body, without a socket and without workers.
+//! For tests and fuzzers: a model whose tokens are bytes, and the processing of a body without a socket or workers.
 
 pub mod model;
 
@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use crate::openai::{self, Asked, Envelope, Shape};
 use crate::{RequestError, ServedModel};
 
-/// Where a body was sent.
+/// The endpoint that a body was sent to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Endpoint {
     /// POST /v1/chat/completions
@@ -20,21 +20,21 @@ pub enum Endpoint {
     Completions,
 }
 
-/// A request that could be given to workers.
+/// A request that passed every check and could be sent to workers.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Checked {
     /// Whether the client wants a stream.
     pub stream: bool,
     /// Whether the model may call functions.
     pub tools: bool,
-    /// Token ids of each prompt, and what its choices are sampled by.
+    /// Token ids of each prompt, and the sampling parameters of its choices.
     pub prompts: Vec<(Arc<[u32]>, Vec<SamplingParams>)>,
 }
 
-/// The way of a body up to the first worker, which it would begin now.
+/// Processes a body up to the point where the router would send work to the first worker.
 ///
 /// # Errors
-/// What the client would be told.
+/// The error that the client would get.
 pub async fn read(endpoint: Endpoint, body: &[u8], model: &Arc<ServedModel>) -> Result<Checked, RequestError> {
     let now = Instant::now();
     let envelope = Envelope { request_id: RequestId("test".to_owned()), received: now, deadline: now };

@@ -33,7 +33,7 @@ async fn a_whole_chat() {
     let want = json!([{"index": 0, "message": {"role": "assistant", "content": "Hello!", "refusal": null},
         "logprobs": null, "finish_reason": "stop"}]);
     assert_eq!(body["choices"], want);
-    // The template of the test model around "hi", with its three special tokens.
+    // The test model's template around "hi", and its three special tokens.
     let prompt = "user\nhi\nassistant\n".len() + 3;
     let want = json!({"prompt_tokens": prompt, "completion_tokens": 7, "total_tokens": prompt + 7,
         "prompt_tokens_details": {"cached_tokens": 1}});
@@ -120,7 +120,8 @@ async fn several_prompts_and_several_choices() {
     cluster.stop().await;
 }
 
-/// Choices of one prompt and a conversation's next turn go where the prompt's KV is; other prompts have their turn.
+/// Choices of one prompt, and a conversation's next turn, go to the workers with the prompt's KV. Other prompts go to workers
+/// in turn.
 #[tokio::test]
 async fn what_begins_alike_goes_to_the_same_workers() {
     let cluster = Cluster::start(2, 2, "an answer of its own").await;
@@ -156,7 +157,7 @@ async fn characters_are_never_split() {
     let pieces: Vec<_> =
         chunks.iter().map(|c| c["choices"][0]["text"].as_str().unwrap()).filter(|t| !t.is_empty()).collect();
     assert_eq!(pieces, ["a", "🙂", "n", "é", " ", "中", "文"], "a token is one byte here");
-    // The limit falls into the emoji: what is there of it comes at the end, marked.
+    // The limit falls inside the emoji. Its incomplete bytes come at the end, as a replacement character.
     let cut = cluster.complete(json!({"max_tokens": 3})).await;
     assert_eq!(text(&cut), "a\u{fffd}");
     cluster.stop().await;
@@ -174,7 +175,7 @@ async fn stop_strings_over_tokens_are_cut_off_and_cancel_the_worker() {
     cluster.worker(1).was_dropped(1).await;
     let chunks = cluster.stream(TEXT, support::merged(json!({"prompt": "hi", "max_tokens": 50}), fields)).await;
     assert_eq!(streamed(&chunks, 0), "one two");
-    // What only looks like the beginning of one is delivered, also at the very end.
+    // Text that only looks like the beginning of a stop string is delivered, also at the very end.
     let body = cluster.complete(json!({"stop": ["threes", "two\n\n\n"]})).await;
     assert_eq!(text(&body), "one two\n\nUser: three");
     cluster.stop().await;

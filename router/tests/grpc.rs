@@ -1,4 +1,4 @@
-//! The gRPC front door: the same path behind another wire.
+//! The gRPC front door over a real socket.
 #![allow(clippy::unwrap_used)] // Also outside the test functions.
 
 mod support;
@@ -31,7 +31,7 @@ fn ask(input: Input) -> v1::GenerateRequest {
     v1::GenerateRequest { input: Some(input), sampling: Some(sampling), ..Default::default() }
 }
 
-/// All tokens, all text, the end. Checks the numbering (I4).
+/// Reads a whole answer: token ids, text and end. Checks the numbering of tokens (I4).
 async fn whole(client: &mut Client, request: v1::GenerateRequest) -> (Vec<u32>, String, v1::Finish) {
     let mut stream = client.generate(request).await.unwrap().into_inner();
     let (mut ids, mut text) = (Vec::new(), String::new());
@@ -93,7 +93,7 @@ async fn logits_digests_come_with_logprobs_and_only_then() {
         while let Some(response) = stream.message().await.unwrap() {
             tokens.extend(response.tokens);
         }
-        // Token 0 is the prefill worker's, the others the decode worker's.
+        // Token 0 comes from the prefill worker, the others from the decode worker.
         assert!(tokens.len() > 2);
         for (index, token) in tokens.iter().enumerate() {
             assert_eq!(token.logits_digest, top_logprobs.map(|_| digest_at(index)), "token {index}");
@@ -238,6 +238,6 @@ async fn workers_register_at_the_routers_own_address() {
     cluster.seen(2).await;
     lease.revoke().await;
     cluster.seen(1).await;
-    // Watches of workers do not keep a router from stopping.
+    // Open watches of workers do not keep the router from stopping.
     cluster.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Workers fail in every way there is; clients get each token once, in order, or a typed error (I4, I5).
+//! Workers fail in many ways. Clients get each token once and in order, or a typed error (I4, I5).
 #![allow(clippy::unwrap_used)] // Also outside the test functions.
 
 mod support;
@@ -16,12 +16,12 @@ use tonic::Status;
 
 const ANSWER: &str = "the quick brown fox";
 
-/// The ids a whole answer has, its end token included.
+/// The token ids of a whole answer, including its end token.
 fn ids(answer: &str) -> serde_json::Value {
     answer.bytes().map(u32::from).chain([support::END]).collect::<Vec<_>>().into()
 }
 
-/// Asks for the answer; it must be whole, each token once.
+/// Asks for the answer, and checks that it is whole, with each token once.
 async fn whole(cluster: &Cluster) {
     let body = cluster.complete(json!({"return_token_ids": true})).await;
     assert_eq!(text(&body), ANSWER);
@@ -42,7 +42,7 @@ async fn the_plain_route_over_two_workers_and_over_one() {
     aggregated.stop().await;
 }
 
-/// Who has next to all of a prompt is sent no KV for it, also when it fails later.
+/// A decode worker that has almost all of a prompt in its cache is sent no KV for it.
 #[tokio::test]
 async fn a_decode_worker_that_has_the_prompt_needs_no_prefill_worker() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
@@ -80,7 +80,7 @@ async fn the_answer_goes_on_at_the_next_index() {
 
 #[tokio::test]
 async fn a_stopped_process_is_noticed_by_its_silence() {
-    // I5: its socket is open, its kernel acknowledges, and nobody answers pings.
+    // I5: the socket is open and the kernel acknowledges data, but nobody answers pings.
     let settings = baton_router::RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
     let cluster = Cluster::with(settings, 0, 2, &[ANSWER]).await;
     cluster.worker(0).decode_will([Decode::Freeze(2)]);
@@ -90,7 +90,7 @@ async fn a_stopped_process_is_noticed_by_its_silence() {
 
 #[tokio::test]
 async fn the_only_worker_hangs_and_is_not_asked_again() {
-    // I5: another try at it would cost the same time again.
+    // I5: another attempt on this worker would cost the same time again.
     let settings = baton_router::RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
     let cluster = Cluster::with(settings, 0, 1, &[ANSWER]).await;
     cluster.worker(0).decode_will([Decode::Freeze(2)]);
@@ -113,7 +113,7 @@ async fn a_decode_worker_that_is_gone_already() {
 async fn a_lost_worker_is_left_alone_until_it_answers_again() {
     let cluster = Cluster::start(1, 2, ANSWER).await;
     let lost = || cluster.router.cluster()["members"].as_array().unwrap().iter().filter(|m| m["lost"] == true).count();
-    // Both kinds: without the prefill worker, decode workers prefill themselves.
+    // One worker of each role. Without the prefill worker, decode workers prefill themselves.
     for cut in [0, 1] {
         cluster.worker(cut).cut();
     }
@@ -147,7 +147,7 @@ async fn prefill_dies_and_another_takes_over_under_a_new_reservation() {
         cluster.worker(0).prefill_will([plan]);
         whole(&cluster).await;
         assert_eq!(cluster.worker(1).asked().len(), 1, "the other prefill worker");
-        // The first reservation was let go, which fences its epoch (I3).
+        // The first reservation was dropped, which fences its epoch (I3).
         assert_eq!(cluster.worker(2).asked().len(), 2);
         cluster.worker(2).was_dropped(1).await;
         cluster.stop().await;
@@ -225,7 +225,7 @@ async fn a_failure_that_follows_everywhere_ends_in_a_typed_error() {
     cluster.stop().await;
 }
 
-/// The view does not say that they drain: no registry may be there to say it (I7).
+/// The view does not say that these workers drain: the registry may be away (I7).
 #[tokio::test]
 async fn workers_that_drain_cost_no_attempt_and_are_asked_once() {
     let drains = || baton_proto::draining_status("draining");
@@ -311,7 +311,7 @@ async fn a_deadline_ends_a_request_everywhere() {
 
 #[tokio::test]
 async fn a_worker_that_leaves_the_view_keeps_its_requests() {
-    // I7: what the registry says does not break a stream that works.
+    // I7: a change in the registry does not break a stream that works.
     let mut cluster = Cluster::start(0, 2, ANSWER).await;
     cluster.worker(0).decode_will([Decode::Stall(3)]);
     let url = cluster.url("/v1/completions");
@@ -320,7 +320,7 @@ async fn a_worker_that_leaves_the_view_keeps_its_requests() {
     cluster.forget(0).revoke().await;
     cluster.seen(1).await;
     whole(&cluster).await;
-    // Only now does it die; the request goes on elsewhere.
+    // Only now does the worker die; its request goes on elsewhere.
     cluster.worker(0).cut();
     let mut rest = String::new();
     while let Some(chunk) = response.chunk().await.unwrap() {
@@ -350,7 +350,7 @@ async fn a_drain_does_not_wait_for_connections_that_ask_nothing() {
     half.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le").await.unwrap();
     let mut bodiless = TcpStream::connect(cluster.router.http_addr).await.unwrap();
     bodiless.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{").await.unwrap();
-    // They were accepted before this one.
+    // Both connections were accepted before the one of this request.
     whole(&cluster).await;
     cluster.stop().await;
 }
@@ -380,7 +380,7 @@ async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
     let mut response = cluster.http.post(&url).json(&json!({"prompt": "hi", "stream": true})).send().await.unwrap();
     assert!(response.chunk().await.unwrap().is_some());
     cluster.shutdown.start("test");
-    // No new connection is taken.
+    // No new connection is accepted.
     assert!(reqwest::Client::new().post(&url).json(&json!({"prompt": "hi"})).send().await.is_err());
     cluster.worker(0).cut();
     cluster.shutdown.force("test");

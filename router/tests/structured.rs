@@ -20,12 +20,12 @@ fn tools(fields: Value) -> Value {
     hello(merged(json!({"tools": [look], "tool_choice": "required"}), fields))
 }
 
-/// The constraint that the last request brought to a worker.
+/// The constraint in the last request that a worker got.
 fn constraint(cluster: &Cluster, worker: usize) -> Option<Kind> {
     cluster.worker(worker).asked().last().unwrap().sampling.clone().unwrap().constraint.and_then(|c| c.kind)
 }
 
-/// The prompt that the last request brought to a worker; its special tokens are left out.
+/// The prompt in the last request that a worker got, without special tokens.
 fn prompt(cluster: &Cluster, worker: usize) -> String {
     let tokens = cluster.worker(worker).asked().last().unwrap().tokens.clone();
     String::from_utf8(tokens.iter().filter_map(|&t| u8::try_from(t).ok()).collect()).unwrap()
@@ -157,7 +157,7 @@ async fn calls_and_results_are_part_of_the_conversation() {
     cluster.stop().await;
 }
 
-/// Tells of tools as Qwen's templates do, and shows calls and results.
+/// A template that lists tools as Qwen's templates do, and shows calls and results.
 const HERMES: &str = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}\
     {% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\
     {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}{% endfor %}";

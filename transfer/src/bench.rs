@@ -1,9 +1,13 @@
-//! How fast handoffs are, next to what the machines can do at all: one process drives, another receives, on this host or another.
+//! Measures how fast handoffs are, compared with what the machines can do at all. One process drives, another receives, on this host or
+//! another.
 //!
-//! In each round the same blocks go through memcpy, a plain TCP stream and a handoff over each transport, one after the
-//! other, so that all see the same machines; all rounds are reported. A handoff is timed from opening to its verified answer,
-//! so digests on both sides are included; memcpy and the plain stream check nothing. Latency is the time of a handoff of one
-//! block, which is two round trips: access, then data and its verification. Measures only; tables are the caller's.
+//! - In each round the same blocks go through memcpy, a plain TCP stream and a handoff over each transport, one after the other, so that
+//!   all see the same machines. All rounds are reported.
+//! - A handoff is timed from opening to its verified answer, so digests on both sides are included. Memcpy and the plain stream check
+//!   nothing.
+//! - Latency is the time of a handoff of one block. That takes two round trips: access, then data and its verification.
+//!
+//! This module only measures; the caller prints tables.
 
 mod control;
 pub(crate) mod hex;
@@ -27,10 +31,10 @@ use peer::Plain;
 pub use request::Request;
 pub use serve::{ServeOptions, Served, serve};
 
-/// Stands before what a child says, whose output may hold other lines.
+/// Prefix of the line in which a child says its address, since its output may hold other lines.
 pub const MARK: &str = "@ ";
 
-/// Handoffs of one block that go before those that count.
+/// Handoffs of one block that are not counted, before those that are.
 const WARM_UP: u32 = 5;
 
 /// What to measure.
@@ -38,40 +42,40 @@ const WARM_UP: u32 = 5;
 pub struct BenchOptions {
     /// Shape of both pools.
     pub geometry: PoolGeometry,
-    /// Blocks of a handoff, each number in turn; none beyond the pool's.
+    /// Numbers of blocks in a handoff, measured in turn. None may exceed the pool's.
     pub blocks: Vec<u32>,
     /// Rounds, at least 1.
     pub rounds: u32,
-    /// Handoffs of one block whose time is taken, by each way; 0: none.
+    /// Transfers of one block timed for latency, for each way; 0: none.
     pub round_trips: u32,
-    /// Handoffs over these.
+    /// Transports to measure handoffs over.
     pub transports: Vec<TransportKind>,
-    /// Those over TCP with so many connections, each number in turn.
+    /// Numbers of connections for handoffs over TCP, measured in turn.
     pub connections: Vec<usize>,
-    /// Also handoffs whose bytes nobody checks, to see what checking costs. Workers always check.
+    /// Whether to measure handoffs without verification, too, to see what it costs. Workers always verify.
     pub unverified: bool,
-    /// Blocks lie in both pools in an order of this seed's, as in a busy pool; None: one after the other.
+    /// Seed of the order of blocks in the pools, scattered as in a busy pool. None: one after the other.
     pub scattered: Option<u64>,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
-    /// Where this end runs.
+    /// CPUs this end runs on.
     pub cpus: Cpus,
 }
 
 /// A way for bytes to move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Way {
-    /// Copying block by block inside the driving process.
+    /// Copying block by block, inside the driving process.
     Memcpy,
     /// One TCP stream, nothing checked.
     PlainTcp,
     /// A handoff.
     Handoff {
-        /// Over this.
+        /// Its transport.
         transport: TransportKind,
-        /// With so many connections.
+        /// Connections that carry its blocks.
         connections: usize,
-        /// Whether what arrives is compared with its digests.
+        /// Whether arriving blocks are compared with their digests.
         verified: bool,
     },
 }
@@ -86,32 +90,32 @@ impl Samples {
         Samples(values)
     }
 
-    /// The value that this share, 0 to 1, of all are at or below; NaN when there are none.
+    /// The smallest value such that at least `share` (0 to 1) of all values are at or below it; NaN when there are none.
     pub fn quantile(&self, share: f64) -> f64 {
         let rank = (share * self.0.len() as f64).ceil() as usize;
         self.0.get(rank.clamp(1, self.0.len().max(1)) - 1).copied().unwrap_or(f64::NAN)
     }
 
-    /// How many there are.
+    /// Number of values.
     pub fn count(&self) -> usize {
         self.0.len()
     }
 }
 
-/// One way with one number of blocks.
+/// Bandwidth of one way with one number of blocks.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Bandwidth {
     /// The way.
     pub way: Way,
-    /// Blocks moved at once.
+    /// Blocks moved at once, of each group.
     pub blocks: u32,
     /// Their bytes, over all layers.
     pub bytes: u64,
-    /// Bytes a second, a value for each round.
+    /// Bytes a second, one value for each round.
     pub rates: Samples,
 }
 
-/// One way with one block.
+/// Latency of one way with one block.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Latency {
     /// The way.
@@ -127,7 +131,7 @@ pub struct Latency {
 pub struct BenchReport {
     /// Processor and system of the driving end.
     pub here: String,
-    /// The same of the receiving end.
+    /// Processor and system of the receiving end.
     pub there: String,
     /// By number of blocks, then by way.
     pub bandwidth: Vec<Bandwidth>,
@@ -139,7 +143,7 @@ pub struct BenchReport {
 pub fn run(options: &BenchOptions, peer: Peer) -> Result<BenchReport, TransferError> {
     check(options)?;
     options.cpus.check()?;
-    // Also what copies and sends plainly, so that all ways have the same CPUs.
+    // Pins memcpy and the plain stream, too, so that all ways have the same CPUs.
     options.cpus.pin();
     let mut bench = Bench::new(options, peer)?;
     let (here, there) = (machine(), bench.peer.machine().to_owned());
@@ -186,7 +190,7 @@ struct Bench<'a> {
     peer: Peer,
     pool: Arc<Segment>,
     scratch: Segment,
-    /// Per group.
+    /// Per group: blocks in the order in which they are used.
     order: Vec<Vec<BlockId>>,
     /// Each with a session of its own.
     senders: Vec<(Way, Sender)>,
@@ -200,7 +204,7 @@ impl Bench<'_> {
         let ways = (1..).zip(handoffs(options));
         let senders = ways.map(|(number, way)| Ok((way, sender(number, way, options, &pool)?)));
         let senders = senders.collect::<Result<_, TransferError>>()?;
-        // Another order than the peer's: two busy pools have nothing in common.
+        // The peer gets another order: two busy pools have nothing in common.
         peer.begin(geometry, options.scattered.map(|seed| seed.wrapping_add(1)))?;
         let order = order(geometry, options.scattered);
         Ok(Bench { options, peer, pool, scratch, order, senders })
@@ -213,7 +217,7 @@ impl Bench<'_> {
     fn bandwidth(&mut self, blocks: u32) -> Result<Vec<Bandwidth>, TransferError> {
         let (ways, bytes) = (self.ways(), self.bytes(blocks));
         let mut rates = vec![Vec::new(); ways.len()];
-        // The first round only touches every page and fills every cache.
+        // Round 0 does not count: it touches every page and fills every cache.
         for round in 0..=self.options.rounds {
             for (way, rates) in ways.iter().zip(&mut rates) {
                 let seconds = self.once(*way, blocks)?;
@@ -237,7 +241,7 @@ impl Bench<'_> {
         Ok(Latency { way, bytes: self.bytes(1), seconds: Samples::new(seconds) })
     }
 
-    /// Moves the first `blocks` blocks of each group; answers seconds.
+    /// Moves the first `blocks` blocks of each group; returns the seconds it took.
     fn once(&mut self, way: Way, blocks: u32) -> Result<f64, TransferError> {
         let of_way = self.senders.iter().find(|(of, _)| *of == way);
         match (way, of_way) {
@@ -254,7 +258,7 @@ impl Bench<'_> {
         self.ranges(blocks).map(|range| range.len() as u64).sum()
     }
 
-    /// Every layer's part of each of the first `blocks` blocks.
+    /// Ranges in the pool: every layer's part of each of the first `blocks` blocks.
     fn ranges(&self, blocks: u32) -> impl Iterator<Item = std::ops::Range<usize>> {
         let geometry = &self.options.geometry;
         let of = move |(g, list): (usize, &'_ Vec<BlockId>)| {
@@ -279,7 +283,7 @@ impl Bench<'_> {
     }
 }
 
-/// A pool with no two equal blocks.
+/// A pool in which no two blocks are equal.
 fn filled(geometry: &PoolGeometry) -> Result<Arc<Segment>, TransferError> {
     let segment = Segment::create("bench-pool", geometry.bytes())?;
     let words = geometry.bytes().div_ceil(8) as u64;
@@ -289,7 +293,7 @@ fn filled(geometry: &PoolGeometry) -> Result<Arc<Segment>, TransferError> {
     Ok(Arc::new(segment))
 }
 
-/// Every way of handing over that is asked for.
+/// Every kind of handoff that is asked for.
 fn handoffs(options: &BenchOptions) -> Vec<Way> {
     let checks: &[bool] = if options.unverified { &[true, false] } else { &[true] };
     let mut ways = Vec::new();
@@ -308,7 +312,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, segment: &Arc<Segment>)
         TransportKind::Shm => TransportChoice::Shm,
         TransportKind::Tcp => TransportChoice::Tcp,
         TransportKind::Ucx => TransportChoice::Ucx,
-        // Over a pool in host memory it says why it cannot be.
+        // Fails with the reason, since this pool is in host memory.
         TransportKind::CudaIpc => TransportChoice::CudaIpc,
     };
     Sender::new(SenderOptions {
@@ -327,7 +331,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, segment: &Arc<Segment>)
     })
 }
 
-/// Hands the first blocks of `order` over, as many as the target wants; answers seconds.
+/// Hands over the first blocks of `order`, as many as the target wants; returns the seconds it took.
 fn hand_over(
     sender: &Sender,
     transport: TransportKind,

@@ -1,10 +1,10 @@
-//! What every transport must do, one suite run against each. Real sockets, real shared memory, and real processes where
-//! one has to be stopped or killed.
+//! The suite that every transport must pass. It uses real sockets, real shared memory, and real processes where one has to be stopped
+//! or killed.
 //!
-//! This crate's tests run it over host memory and a device that is none. With the feature `testing`, who has a device runs over its
-//! memory what goes between devices: [`cases`] after [`set_up`].
+//! This crate's tests run it over host memory and a fake device. With the feature `testing`, a caller that has a device runs the cases
+//! between devices over its memory: [`cases`] after [`set_up`].
 
-// Some of it only this crate's own tests use.
+// Only this crate's own tests use some of it.
 #![cfg_attr(not(test), allow(dead_code, unused_imports))]
 #![allow(clippy::unwrap_used)]
 
@@ -66,13 +66,13 @@ use crate::{
     TransferLimits, TransferStats, TransportChoice, TransportKind, UcxOptions, UcxSettings, Wanted,
 };
 
-/// A device whose memory the suite's pools are to lie in.
+/// A device in whose memory the suite's pools lie.
 pub struct Setup {
-    /// Makes a pool of so many bytes on it, a multiple of 8.
+    /// Makes a pool of this many bytes on it, a multiple of 8.
     pub memory: Box<dyn Fn(usize) -> Arc<dyn DeviceMemory>>,
-    /// UCX's own transports that reach it, as its variable UCX_TLS names them.
+    /// UCX transports that reach it, as the variable UCX_TLS names them.
     pub ucx: String,
-    /// Arguments with which this program, started again as a process that is to be stopped or killed, calls [`child`] with the same.
+    /// Arguments that make this program, started again as a process to be stopped or killed, call [`child`] with the same device.
     pub child: Vec<String>,
 }
 
@@ -80,7 +80,7 @@ thread_local! {
     static SETUP: RefCell<Option<Rc<Setup>>> = const { RefCell::new(None) };
 }
 
-/// Pools that are not in host memory are this device's from now on, in cases that this thread runs.
+/// From now on, cases run by this thread use this device for pools that are not in host memory.
 pub fn set_up(setup: Setup) {
     SETUP.set(Some(Rc::new(setup)));
 }
@@ -92,7 +92,7 @@ fn setup() -> Option<Rc<Setup>> {
 /// Long enough for any machine; only a hang gets there.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Limits of tests that hold up an end without meaning it to be taken for dead.
+/// Limits of tests that hold up an end, which must not be taken for dead.
 fn patient() -> TransferLimits {
     TransferLimits { silence: PATIENCE, ..TransferLimits::default() }
 }
@@ -115,7 +115,7 @@ fn far() -> Instant {
     Instant::now() + PATIENCE
 }
 
-/// Two groups of different shapes; block bytes that are not whole digest lanes, but on devices, which move nothing less.
+/// Two groups of different shapes. Block bytes are not whole digest lanes, except on devices, which move only whole lanes.
 fn small() -> PoolGeometry {
     let head_dim = if setup().is_some() { 8 } else { 5 };
     let group =
@@ -159,7 +159,7 @@ fn kind(choice: TransportChoice) -> TransportKind {
     }
 }
 
-/// The directory of the UCX that `tools/fetch-ucx` finds or fetches, once per process; or why there is none.
+/// The directory of the UCX that `tools/fetch-ucx` finds or fetches, once per process. The error says why there is none.
 fn ucx_directory() -> &'static Result<PathBuf, String> {
     static PATH: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -172,7 +172,7 @@ fn ucx_directory() -> &'static Result<PathBuf, String> {
     })
 }
 
-/// Says so where it is not.
+/// Whether UCX is here; prints a note if not.
 pub(crate) fn ucx_is_here() -> bool {
     if let Err(reason) = ucx_directory() {
         println!("skipped, no UCX here: {reason}");
@@ -180,14 +180,14 @@ pub(crate) fn ucx_is_here() -> bool {
     ucx_directory().is_ok()
 }
 
-/// UCX over TCP, or by what reaches the device, unless its own variable says what else; without UCX, settings that find none.
+/// UCX over TCP, or over the transports that reach the device, unless UCX_TLS is set. Without UCX, settings that find none.
 pub(crate) fn ucx() -> UcxSettings {
     let by = setup().map_or("tcp".to_owned(), |setup| setup.ucx.clone());
     let tls = std::env::var_os("UCX_TLS").is_none().then(|| ("TLS".to_owned(), by));
     UcxSettings { directory: ucx_directory().clone().ok(), options: UcxOptions(tls.into_iter().collect()) }
 }
 
-/// The decode end with its pool and what it was told.
+/// The decode end, with its pool and the events it reported.
 struct Decode {
     receiver: Receiver,
     events: mpsc::Receiver<ReceiverEvent>,
@@ -209,7 +209,7 @@ impl Decode {
         Decode::over(geometry, worker, tcp, limits, (pool.clone(), pool))
     }
 
-    /// With a pool that has these bytes, and as it is reached.
+    /// `pool` holds the bytes, for the test to look at. `reached` is the same pool as the receiver gets it.
     fn over(
         geometry: PoolGeometry,
         worker: u64,
@@ -239,7 +239,7 @@ impl Decode {
     }
 
     fn try_reserve(&self, epoch: u64, blocks: &[Vec<BlockId>], lease: Duration) -> Result<Vec<u8>, TransferError> {
-        // Opaque to the transfer: in this suite group 0 travels from its block 0 on, group 1 from its block 1 on.
+        // The transfer does not interpret these. In this suite group 0 travels from its block 0 on, group 1 from its block 1 on.
         let first: Vec<u32> = (0..blocks.len() as u32).collect();
         self.receiver.reserve(Epoch(epoch), &Wanted { tokens: 100, first: &first, blocks }, lease)
     }
@@ -270,7 +270,7 @@ impl Decode {
     }
 }
 
-/// The prefill end with its pool.
+/// The prefill end, with its pool.
 struct Prefill {
     sender: Sender,
     pool: Pool,
@@ -297,7 +297,7 @@ impl Prefill {
         Prefill::over(geometry, worker, transport, wrap, limits, (pool.clone(), pool))
     }
 
-    /// With a pool that has these bytes, and as it is reached.
+    /// `pool` holds the bytes, for the test to look at. `reached` is the same pool as the sender gets it.
     fn over(
         geometry: PoolGeometry,
         worker: u64,
@@ -349,7 +349,7 @@ impl Prefill {
     }
 }
 
-/// A completion that is waited for; panics when it is reported twice or never.
+/// A completion to wait for. Panics when it is reported twice or never.
 struct Outcome(mpsc::Receiver<Result<TransferStats, TransferError>>);
 
 impl Outcome {

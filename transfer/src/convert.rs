@@ -1,9 +1,9 @@
-//! KV that changes its type on the way: the prefill pool may hold f16 and the decode pool q8.
+//! KV that changes its type on the way: for example, the prefill pool holds f16 and the decode pool q8.
 //!
-//! The prefill side converts a batch into memory of its own, in the decode pool's type, and sends that, digests and all: the
-//! decode side sees nothing but its own type. How types round is the kernels' business, so the node hands in a function.
-//! Out of host memory a batch is converted by [`Converting`], a transport around another one; out of a device's by `staging`, once it is
-//! read.
+//! The prefill side converts a batch into memory of its own, in the decode pool's type. It sends and digests that, so the decode side
+//! sees only its own type. How types round is up to the kernels, so the node passes in the function that converts.
+//! - In host memory, [`Converting`] converts a batch; it wraps another transport.
+//! - In a device's memory, `staging` converts a batch once it is read.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,30 +18,30 @@ use crate::links::Links;
 use crate::load::Load;
 use crate::transport::{Digests, Progress, Transport};
 
-/// One layer of one block, all planes and heads of it, to be written in another type.
+/// One layer of one block, with all its planes and heads, to be written in another type.
 #[derive(Debug)]
 pub struct Conversion<'a> {
     /// Type of `source`.
     pub from: KvDtype,
     /// Type of `target`.
     pub to: KvDtype,
-    /// Slots of a slice.
+    /// Token slots in a slice.
     pub block_size: usize,
     /// Elements of a row.
     pub head_dim: usize,
-    /// Slices as they lie in a pool of type `from`, [`KvLayout::head_bytes`] each. Slots without a token hold anything.
+    /// Slices as they lie in a pool of type `from`, [`KvLayout::head_bytes`] bytes each. Slots without a token hold arbitrary bytes.
     pub source: &'a [u8],
-    /// As many slices of type `to`; all of it is to be written.
+    /// As many slices of type `to`. All of it must be written.
     pub target: &'a mut [u8],
 }
 
-/// Converts between any two types. What it writes must be what storing the same values, as `source` holds them, would give
-/// in a pool of the target's type (I1).
+/// Converts between any two types. Its output must equal what a pool of the target type would hold if the values of `source` were
+/// stored in it (I1).
 #[derive(Clone)]
 pub struct Converter(Arc<dyn Fn(Conversion<'_>) + Send + Sync>);
 
 impl Converter {
-    /// By this function. Called on a session's thread; must not block.
+    /// Converts by the function `convert`, which is called on a session's thread and must not block.
     pub fn new(convert: impl Fn(Conversion<'_>) + Send + Sync + 'static) -> Converter {
         Converter(Arc::new(convert))
     }
@@ -53,7 +53,7 @@ impl fmt::Debug for Converter {
     }
 }
 
-/// What rows of one type become in another.
+/// How to convert KV from one layout's type to another's.
 pub(crate) struct Conversions {
     pub converter: Converter,
     pub from: KvLayout,
@@ -61,16 +61,16 @@ pub(crate) struct Conversions {
 }
 
 impl Conversions {
-    /// Turns a batch of the pool, or one that is staged as the pool has it, into one that is staged in the other type. None when it lies
-    /// outside.
+    /// Turns a batch, in the pool or staged in the pool's type, into one that is staged in the other type. None when it lies outside its
+    /// memory.
     pub(crate) fn stage(&self, mut load: Load, pool: &Pool) -> Option<Load> {
         let Conversions { converter, from, to } = self;
-        // I5: as many batches are staged as are under way; this is a batch's bytes, or one block's.
+        // I5: only batches under way are staged. Each takes a batch's bytes, or those of one block if that is larger.
         let mut staged = vec![0; load.batch.bytes()];
         let (source_len, len) = (load.batch.source_len, load.batch.len);
         for (write, out) in load.batch.writes.iter().zip(staged.chunks_exact_mut(len.max(1))) {
             let start = load.at(pool, write.source, source_len)?;
-            // SAFETY: inside the memory it is sent from; a local block stays unchanged until the handoff's end is reported.
+            // SAFETY: inside the memory the batch is sent from; a local block stays unchanged until the handoff's end is reported.
             let bytes = unsafe { std::slice::from_raw_parts(start, source_len) };
             (converter.0)(Conversion {
                 from: from.dtype,
@@ -86,18 +86,18 @@ impl Conversions {
     }
 }
 
-/// Converts batches of a pool in host memory and passes them on.
+/// Converts batches of a pool in host memory and passes them to the inner transport.
 pub(crate) struct Converting {
     inner: Box<dyn Transport>,
     pool: Pool,
     conversions: Conversions,
-    /// Passed on: whose, and the digests if the inner transport makes none.
+    /// Batches at the inner transport: the handoff's epoch, and the digests if the inner transport makes none.
     sent: VecDeque<(Epoch, Option<Digests>)>,
     digests: Digests,
 }
 
 impl Converting {
-    /// Around a transport that sends host memory.
+    /// Around an inner transport that sends host memory.
     pub(crate) fn new(pool: Pool, inner: Box<dyn Transport>, conversions: Conversions) -> Converting {
         Converting { inner, pool, conversions, sent: VecDeque::new(), digests: Vec::new() }
     }

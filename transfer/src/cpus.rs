@@ -9,31 +9,30 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use baton_handoff::TransferError;
 use baton_types::Expects;
 
-/// CPUs by their numbers in the system; none: wherever the system lets the process run. As text: numbers and ranges, such as
-/// `0-3,8`.
+/// CPUs by their numbers in the system. Empty: wherever the system lets the process run. As text: numbers and ranges, such as `0-3,8`.
 ///
-/// Blocks are copied and digested by these threads, so they do best on the CPUs beside the memory of the pool and the network card.
+/// Transfer threads copy and digest blocks. They are fastest on CPUs close to the memory of the pool and to the network card.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Cpus(BTreeSet<usize>);
 
 impl Cpus {
-    /// Those that this thread may run on, which are the process' where nobody has moved it.
+    /// The CPUs this thread may run on: those of the process, unless the thread was pinned.
     pub fn allowed() -> std::io::Result<Cpus> {
         let set = sched_getaffinity(None)?;
         Ok(Cpus((0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()))
     }
 
-    /// Whether all of them are among these.
+    /// Whether `all` holds all of them.
     pub fn are_among(&self, all: &Cpus) -> bool {
         self.0.is_subset(&all.0)
     }
 
-    /// The so many of them with the lowest numbers.
+    /// The `count` CPUs with the lowest numbers.
     pub fn first(&self, count: usize) -> Cpus {
         Cpus(self.0.iter().copied().take(count).collect())
     }
 
-    /// Whether none of them is among these.
+    /// Whether `others` holds none of them.
     pub fn are_apart(&self, others: &Cpus) -> bool {
         self.0.is_disjoint(&others.0)
     }
@@ -50,7 +49,7 @@ impl Cpus {
         }
     }
 
-    /// Keeps this thread on them. Should they have been taken from the process since they were checked, it runs where it may.
+    /// Pins this thread to them. If the process has lost them since they were checked, the thread runs where it may.
     pub(crate) fn pin(&self) {
         if !self.0.is_empty() {
             let mut set = CpuSet::new();

@@ -1,8 +1,9 @@
-//! Blocks from a device's memory into another process's, on one host: the peer's pool is opened here, and a write is a copy that no host
-//! memory is part of. Both ends' digests are made by their devices.
+//! Blocks from a device's memory into another process's device memory, on one host. The peer's pool is opened here, and a write is a
+//! copy between devices, without host memory. Each end's device makes its digests.
 //!
-//! A copy waits for what computes, by the mark that its write was queued with, and the Write frame that names its blocks is sent when it has
-//! been applied. The peer cannot cut it off, so it needs the unix socket by which it learns of this process's end (I3).
+//! A copy waits for the computation that stores its blocks, by the mark that its write was queued with. The Write frame that names the
+//! blocks is sent once the copy has been applied. The peer cannot cut a copy off. So the session needs the unix socket, by which the
+//! peer learns that this process has ended (I3).
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -26,7 +27,7 @@ pub(crate) struct CudaIpc {
 }
 
 impl CudaIpc {
-    /// Opens the pool of `peer`, whose shape is `geometry`, by what it has sent. Copies that are given up may take `grace` to be done.
+    /// Opens the pool of `peer`, whose shape is `geometry`, by the `handle` it has sent. Cancelled copies may take `grace` to finish.
     pub(crate) fn open(
         peer: WorkerId,
         local: &dyn DeviceMemory,

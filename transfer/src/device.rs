@@ -1,8 +1,10 @@
-//! A pool that is host memory or a device's, as sessions reach it.
+//! A pool in host memory or in a device's, as sessions reach it.
 //!
-//! A pool is one of the two kinds of [`Pool`]; a session reaches it by a [`Reach`] of its own. What a device's memory can do is
-//! [`DeviceMemory`]. KV leaves it through host memory, see `staging`, or straight into another process's, see `cuda_ipc`, or straight to a
-//! network's card, see `ucx`.
+//! [`Pool`] is one of the two. Each session reaches it by a [`Reach`] of its own. [`DeviceMemory`] says what a device's memory can do.
+//! KV leaves a device's memory in one of three ways:
+//! - through host memory, see `staging`
+//! - straight into another process's device memory, see `cuda_ipc`
+//! - straight to a network card, see `ucx`
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +17,7 @@ pub use baton_types::{
 
 use crate::segment::Segment;
 
-/// A device's failure as the transfer's.
+/// Turns a device's error into a transfer error.
 pub(crate) fn while_doing(what: &'static str) -> impl Fn(DeviceError) -> TransferError {
     move |DeviceError(cause)| TransferError::Device { what, cause }
 }
@@ -23,14 +25,14 @@ pub(crate) fn while_doing(what: &'static str) -> impl Fn(DeviceError) -> Transfe
 /// A worker's KV pool.
 #[derive(Clone)]
 pub enum Pool {
-    /// Host memory that can be mapped by others.
+    /// Host memory that other processes can map.
     Host(Arc<Segment>),
     /// A device's memory.
     Device(Arc<dyn DeviceMemory>),
 }
 
 impl Pool {
-    /// How many bytes.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         match self {
             Pool::Host(segment) => segment.len(),
@@ -43,12 +45,12 @@ impl Pool {
         matches!(self, Pool::Device(_))
     }
 
-    /// Whether it lies in several devices' memories.
+    /// Whether it is spread over several devices.
     pub(crate) fn is_spread(&self) -> bool {
         matches!(self, Pool::Device(memory) if !memory.is_one())
     }
 
-    /// What was stored so far, for [`baton_handoff::Op::Write`]; in host memory it is there already.
+    /// Mark of what was stored so far, for [`baton_handoff::Op::Write`]. Always 0 in host memory, where stored KV is there at once.
     pub(crate) fn mark(&self) -> u64 {
         match self {
             Pool::Host(_) => 0,
@@ -56,7 +58,7 @@ impl Pool {
         }
     }
 
-    /// The pool if it is host memory.
+    /// The segment of a pool in host memory, else the device's memory.
     pub(crate) fn host(&self) -> Result<&Arc<Segment>, &Arc<dyn DeviceMemory>> {
         match self {
             Pool::Host(segment) => Ok(segment),
@@ -69,7 +71,7 @@ impl Pool {
         self.host().ok().and_then(|segment| segment.at(offset, len))
     }
 
-    /// Where it lies for a network library.
+    /// Address and kind of its memory, for a network library to register.
     pub(crate) fn registrable(&self) -> Result<Registrable, TransferError> {
         match self {
             Pool::Host(segment) => {
@@ -79,7 +81,7 @@ impl Pool {
         }
     }
 
-    /// A session's way to it.
+    /// Opens a session's access to the pool.
     pub(crate) fn reach(&self) -> Result<Reach, TransferError> {
         Ok(match self {
             Pool::Host(segment) => Reach::Host(segment.clone()),
@@ -101,16 +103,16 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// A session's way to its pool.
+/// A session's access to its pool.
 pub(crate) enum Reach {
-    /// By its address.
+    /// By its address in host memory.
     Host(Arc<Segment>),
-    /// By its device.
+    /// By a queue of its device.
     Device(Box<dyn DeviceQueue>),
 }
 
 impl Reach {
-    /// Waits for what was written through it.
+    /// Waits until everything written through it is in the pool.
     pub(crate) fn settle(&mut self) -> Result<(), TransferError> {
         match self {
             Reach::Host(_) => Ok(()),
@@ -118,10 +120,10 @@ impl Reach {
         }
     }
 
-    /// The pool as the session's state machine reaches it.
+    /// The pool as the session's state machine reads it.
     ///
     /// # Safety
-    /// Nobody writes to what it is asked for meanwhile.
+    /// Nobody may write to the ranges it is asked for, as long as it exists.
     pub(crate) unsafe fn still(&mut self) -> Still<'_> {
         match self {
             // SAFETY: passed on to the caller.
@@ -131,7 +133,7 @@ impl Reach {
     }
 }
 
-/// A pool of which nobody writes to what is asked for: who makes one vouches for that.
+/// A pool whose requested ranges nobody writes to. Whoever makes one vouches for that.
 pub(crate) struct Still<'a>(Memory<'a>);
 
 enum Memory<'a> {
@@ -140,10 +142,10 @@ enum Memory<'a> {
 }
 
 impl Segment {
-    /// The segment as a session's state machine reaches it.
+    /// The segment as a session's state machine reads it.
     ///
     /// # Safety
-    /// Nobody writes to what it is asked for meanwhile.
+    /// Nobody may write to the ranges it is asked for, as long as it exists.
     pub(crate) unsafe fn still(&self) -> Still<'_> {
         Still(Memory::Host(self))
     }

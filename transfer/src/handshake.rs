@@ -1,9 +1,9 @@
-//! How a session starts: one [`Hello`] each way, compared before anything else is read; then who is who.
+//! How a session starts: each end sends a [`Hello`], which is compared before anything else is read. Then each says who it is.
 //!
-//! Over a unix socket the caller also hands in a descriptor of its own process, so that the decode side can tell when
-//! nobody is left to write into its pool (I3). The pool itself is handed out later, to whoever shows a reservation's key.
+//! Over a unix socket the caller also sends a descriptor of its own process. By that the decode side can tell when nobody is left to
+//! write into its pool (I3). The pool itself is handed out later, to a caller that shows a reservation's key.
 //!
-//! A further connection of a session over TCP starts in the same way, but shows the session's ticket instead of saying who calls.
+//! A further TCP connection of a session starts in the same way, but shows the session's ticket instead of saying who calls.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
@@ -23,12 +23,12 @@ pub(crate) struct HandshakeEnd<'a> {
     pub stopped: &'a dyn Fn() -> bool,
 }
 
-/// What a session was welcomed with.
+/// The decode side's answer to a caller that opens a session.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Welcome {
     /// The peer pool's blocks per group.
     pub blocks: Vec<u32>,
-    /// For further connections.
+    /// Lets further connections join the session.
     pub ticket: Option<JoinTicket>,
 }
 
@@ -37,14 +37,14 @@ pub(crate) struct Caller<'a> {
     pub me: WorkerId,
     pub you: WorkerId,
     pub fingerprint: u64,
-    /// What blocks go over.
+    /// What blocks travel over.
     pub over: Over,
-    /// Where `you` was looked for.
+    /// Address of `you`, for error messages.
     pub address: &'a str,
 }
 
 impl Caller<'_> {
-    /// Prefill side.
+    /// Shakes hands on a session's own connection, at the prefill side.
     pub(crate) fn greet(&self, link: &mut Link, end: &HandshakeEnd) -> Result<Welcome, TransferError> {
         link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
         compare(self.until(link, end, take_hello)?, self.fingerprint)?;
@@ -59,14 +59,14 @@ impl Caller<'_> {
         }
     }
 
-    /// Prefill side of a further connection: all that it has to say, at once, since the session's own connection has shown that
-    /// layouts agree.
+    /// Asks for a further connection to join a session, at the prefill side. Everything is queued at once, since the session's own
+    /// connection has shown that the layouts agree.
     pub(crate) fn ask_to_join(&self, link: &mut Link, ticket: JoinTicket, stream: u8) {
         link.push_bytes(Hello { fingerprint: self.fingerprint }.encode());
         link.push(&Frame::Join { ticket, stream });
     }
 
-    /// The answer to that.
+    /// Waits for the answer to [`Caller::ask_to_join`].
     pub(crate) fn joined(&self, link: &mut Link, end: &HandshakeEnd) -> Result<(), TransferError> {
         compare(self.until(link, end, take_hello)?, self.fingerprint)?;
         match self.until(link, end, Link::next_frame)? {
@@ -88,24 +88,24 @@ impl Caller<'_> {
     }
 }
 
-/// Who came in.
+/// What a new connection is for.
 pub(crate) enum Arrival {
-    /// A peer, with a session.
+    /// A peer opens a session.
     Guest(Guest),
-    /// Another connection of some session, if the ticket is that session's.
+    /// A further connection asks to join the session that issued the ticket.
     Stream { ticket: JoinTicket, stream: u8 },
 }
 
-/// A peer that came in.
+/// A peer that opens a session.
 pub(crate) struct Guest {
     pub worker: WorkerId,
-    /// What its blocks go over.
+    /// What its blocks travel over.
     pub over: Over,
-    /// Its process, over a unix socket.
+    /// Descriptor of its process, over a unix socket.
     pub process: Option<OwnedFd>,
 }
 
-/// Decode side, up to but without Welcome or Joined. A peer that may not come in is told why.
+/// Shakes hands at the decode side, up to but without Welcome or Joined. A refused peer is told why.
 pub(crate) fn receive(
     link: &mut Link,
     me: WorkerId,
@@ -130,7 +130,7 @@ pub(crate) fn receive(
     Ok(Arrival::Guest(Guest { worker, over, process }))
 }
 
-/// Says why the peer may not come in; as good as the socket takes at once, since nobody waits for it.
+/// Tells the peer why it is refused. Sends only what the socket takes at once, since nobody waits for it.
 pub(crate) fn turn_away(link: &mut Link, reason: &str) -> TransferError {
     link.push(&Frame::Reject { reason: reason.to_owned() });
     let _ = link.flush();
@@ -153,7 +153,7 @@ fn own_process() -> Result<OwnedFd, TransferError> {
         .map_err(|e| TransferError::os("open a descriptor of this process", e))
 }
 
-/// Only a process descriptor's readiness means death.
+/// Whether `fd` is a process descriptor: only then does readiness mean that the process has died.
 fn is_process(fd: &OwnedFd) -> bool {
     use std::os::fd::AsRawFd;
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()));
@@ -167,7 +167,7 @@ enum Ends {
 
 type Next<T> = fn(&mut Link) -> Result<Option<T>, Malformed>;
 
-/// Sends what is queued and reads until `next` has what it wants.
+/// Sends what is queued and reads until `next` returns a value.
 fn until<T>(link: &mut Link, end: &HandshakeEnd, next: Next<T>) -> Result<T, Ends> {
     let cause = |e: &dyn ToString| Ends::Cause(e.to_string());
     loop {
@@ -178,7 +178,7 @@ fn until<T>(link: &mut Link, end: &HandshakeEnd, next: Next<T>) -> Result<T, End
         if (end.stopped)() {
             return Err(Ends::Closed);
         }
-        // What is here counts, however late it is looked at: others may have been waited for before.
+        // Bytes that are here count even after the deadline: other connections may have been waited for first.
         match link.fill().map_err(|e| cause(&e))? {
             Got::Bytes(_) => continue,
             Got::Ended => return Err(cause(&"it closed the connection during the handshake")),

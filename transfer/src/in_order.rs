@@ -1,4 +1,4 @@
-//! Batches that a device works on, in their order, with what came of those that are done.
+//! Batches that a device works on, in order, and the results of those that are done.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -10,12 +10,12 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::device::{DeviceError, DeviceQueue, JobDone, while_doing};
 
-/// A queue with the batches that its jobs are of.
+/// A device's queue, with the batch of each of its jobs.
 pub(crate) struct InOrder {
     queue: Box<dyn DeviceQueue>,
     under_way: VecDeque<WriteBatch>,
     done: VecDeque<(WriteBatch, JobDone)>,
-    /// How long what was given up may take to be done ([`crate::TransferLimits::grace`]).
+    /// How long cancelled batches may take to finish ([`crate::TransferLimits::grace`]).
     grace: Duration,
 }
 
@@ -48,12 +48,12 @@ impl InOrder {
         Ok(())
     }
 
-    /// What to wait for, while nothing is done and something under way.
+    /// Descriptor to wait for. None unless batches are under way and none is done.
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.fd().filter(|_| self.done.is_empty() && !self.under_way.is_empty())
     }
 
-    /// Forgets the batches of a handoff, after those under way are done (I3).
+    /// Waits until the handoff's batches under way are done, and drops their results (I3).
     pub(crate) fn cancel(&mut self, epoch: Epoch) -> Result<(), TransferError> {
         let until = Instant::now() + self.grace;
         loop {
@@ -70,7 +70,7 @@ impl InOrder {
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
             let mut fds: Vec<PollFd<'_>> =
                 self.queue.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).into_iter().collect();
-            // Interrupted or not, the loop looks again.
+            // Whether or not this was interrupted, the loop looks again.
             let _ = rustix::event::poll(&mut fds, Some(&timeout));
         }
     }
@@ -84,7 +84,7 @@ mod tests {
     use crate::conformance::large;
     use crate::device::Moving;
 
-    /// A device whose job is done when it is asked for the so manieth time.
+    /// A device whose job is done at the given poll, counted from 1.
     struct Slow(u32);
 
     impl DeviceQueue for Slow {
@@ -122,7 +122,7 @@ mod tests {
         }
     }
 
-    /// What was copied for a handoff that is given up, on a device that is done when it is asked so often.
+    /// Cancels a handoff's batch, on a device whose job is done at poll number `asked`.
     fn given_up(asked: u32) -> Result<(), TransferError> {
         let mut copies = InOrder::new(Box::new(Slow(asked)), Duration::from_millis(20));
         let len = large().layout.block_bytes(0);
@@ -142,7 +142,7 @@ mod tests {
         copies.cancel(Epoch(7))
     }
 
-    /// I3, I5: what is given up is waited for, and no longer than the peer bears to hear nothing.
+    /// I3, I5: cancelled copies are waited for, but no longer than the peer tolerates silence.
     #[test]
     fn what_is_given_up_is_waited_for_as_long_as_it_may_take() {
         assert_eq!(given_up(3), Ok(()));

@@ -1,10 +1,11 @@
 //! The handoff's data plane: moves KV blocks from a prefill worker's pool into a decode worker's, verified and fenced.
 //!
-//! [`Receiver`] is the decode end: it lends blocks under an epoch and a lease, and says when they are verified or safe
-//! to reuse. [`Sender`] is the prefill end: it opens a [`Handoff`] to a reservation and writes layers as they are
-//! computed. Between them a session per pair of workers, over shared memory, TCP or UCX. What its frames mean and what each end
-//! may do is `baton-handoff`'s; here are its sockets, threads, transports and devices. Knows nothing of models, requests
-//! and the router; no async runtime, only its own threads and callbacks.
+//! - [`Receiver`] is the decode end. It lends blocks under an epoch and a lease, and reports when they are verified or safe to reuse.
+//! - [`Sender`] is the prefill end. It opens a [`Handoff`] to a reservation and writes layers as they are computed.
+//! - Each pair of workers has one session, over shared memory, TCP, UCX or CUDA IPC.
+//!
+//! The crate `baton-handoff` defines what frames mean and what each end may do. This crate has the sockets, threads, transports and
+//! devices. It knows nothing of models, requests or the router. It has no async runtime, only its own threads and callbacks.
 
 pub mod bench;
 #[cfg(feature = "testing")]

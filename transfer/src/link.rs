@@ -1,7 +1,7 @@
-//! One session's stream, unix, TCP or TLS over TCP: frames in, frames and pool memory out, without ever blocking.
+//! One stream of a session (unix, TCP, or TLS over TCP): receives frames, sends frames and pool memory, and never blocks.
 //!
-//! Payload goes straight between socket and pool; only a few bytes around frame borders are buffered. Knows frames,
-//! but not what they mean.
+//! Payload goes straight between socket and pool; only a few bytes around frame borders are buffered. Knows frames, but not what they
+//! mean.
 
 use std::collections::VecDeque;
 use std::io::{Error, ErrorKind, IoSlice, IoSliceMut};
@@ -21,11 +21,11 @@ use rustix::net::{
 use crate::device::{Pool, Staged};
 use crate::tls::TlsStream;
 
-/// Bytes read beyond what is needed now, so that the next frame's head comes along.
+/// Bytes read beyond what is needed now, so that the next frame's head comes with the same read.
 const LOOKAHEAD: usize = 2048;
-/// Frames queued for a peer that does not read them; beyond it nothing more is read from it (I5).
+/// Most frames queued for a peer that does not read them. Beyond that nothing more is read from the peer (I5).
 pub(crate) const MAX_QUEUED: usize = 256;
-/// Pieces of one system call.
+/// Most pieces in one system call.
 const VECTOR: usize = 64;
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
@@ -47,14 +47,14 @@ impl AsFd for Socket {
     }
 }
 
-/// What a non-blocking read came to.
+/// Result of a non-blocking read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Got {
-    /// So many bytes.
+    /// This many bytes were read.
     Bytes(usize),
-    /// None now.
+    /// There is nothing to read now.
     Blocked,
-    /// None ever again.
+    /// The stream has ended.
     Ended,
 }
 
@@ -63,7 +63,7 @@ enum Piece {
         bytes: Vec<u8>,
         sent: usize,
     },
-    /// In the pool's stead, for this handoff.
+    /// Staged bytes that stand for pool memory of the handoff `of`.
     Staged {
         bytes: Staged,
         sent: usize,
@@ -84,7 +84,7 @@ pub(crate) struct Link {
     outbox: VecDeque<Piece>,
     /// Frames, or parts of them, in `outbox`.
     frames: usize,
-    /// Bytes that were ever queued, and those of them that have left.
+    /// Total bytes ever queued; `left` counts those that were sent.
     bytes_queued: u64,
     left: u64,
     fd_to_send: Option<OwnedFd>,
@@ -122,17 +122,17 @@ impl Link {
         }
     }
 
-    /// Whether a handshake below the frames has yet to end before any leaves.
+    /// Whether the TLS handshake is still going on. Frames wait for its end.
     pub(crate) fn is_opening(&self) -> bool {
         matches!(&self.socket, Socket::Tls(socket) if socket.is_opening())
     }
 
-    /// The descriptor that came last, if not yet taken.
+    /// The last descriptor received, if not yet taken.
     pub(crate) fn take_fd(&mut self) -> Option<OwnedFd> {
         self.fd_received.take()
     }
 
-    /// What was read and not consumed.
+    /// Bytes that were read and not yet consumed.
     pub(crate) fn buffered(&self) -> &[u8] {
         &self.inbox[self.consumed..]
     }
@@ -145,13 +145,13 @@ impl Link {
         }
     }
 
-    /// Appends what the socket has, at least what the next frame lacks.
+    /// Reads from the socket into the inbox. Asks for at least what the next frame lacks.
     pub(crate) fn fill(&mut self) -> Result<Got, Error> {
         let lacks = self.lacks();
         self.read_into(&[], lacks.max(LOOKAHEAD))
     }
 
-    /// Bytes the frame at the front lacks, as far as known.
+    /// Bytes still missing from the first frame, as far as known.
     fn lacks(&self) -> usize {
         let Some(prefix) = self.buffered().first_chunk::<PREFIX>() else { return PREFIX - self.buffered().len() };
         let body = parse_prefix(*prefix, &self.limits).map_or(0, |head| head.len);
@@ -191,7 +191,7 @@ impl Link {
         Ok(Got::Bytes(self.take_into(target)))
     }
 
-    /// Reads payload into memory that stands for the pool's.
+    /// Reads payload into memory that stands for pool memory.
     pub(crate) fn read_staged(&mut self, target: &mut [u8]) -> Result<Got, Error> {
         match self.buffered().is_empty() {
             true => self.read_slices(vec![IoSliceMut::new(target)], LOOKAHEAD),
@@ -199,7 +199,7 @@ impl Link {
         }
     }
 
-    /// Takes what is buffered, as much as there is room for.
+    /// Copies buffered bytes into `target`, as many as there is room for. Returns how many.
     fn take_into(&mut self, target: &mut [u8]) -> usize {
         let count = target.len().min(self.buffered().len());
         target[..count].copy_from_slice(&self.buffered()[..count]);
@@ -207,7 +207,7 @@ impl Link {
         count
     }
 
-    /// Reads and forgets at most `count` bytes of payload.
+    /// Reads and drops at most `count` bytes of payload.
     pub(crate) fn discard_payload(&mut self, count: usize) -> Result<Got, Error> {
         if self.buffered().is_empty() {
             match self.read_into(&[], count.clamp(1, 64 << 10))? {
@@ -220,8 +220,8 @@ impl Link {
         Ok(Got::Bytes(count))
     }
 
-    /// One read: into `ranges`, and up to `extra` bytes behind them into the inbox. Answers bytes of the ranges, or
-    /// without ranges, bytes of the inbox.
+    /// One read: into `ranges`, then up to `extra` further bytes into the inbox. Returns the bytes read into the ranges; without ranges,
+    /// those read into the inbox.
     fn read_into(&mut self, ranges: &[Range], extra: usize) -> Result<Got, Error> {
         let ranges = &ranges[..ranges.len().min(VECTOR)];
         let mut slices: Vec<IoSliceMut> = Vec::with_capacity(ranges.len() + 1);
@@ -233,10 +233,10 @@ impl Link {
         self.read_slices(slices, extra)
     }
 
-    /// The same into these.
+    /// As `read_into`, but into `slices`.
     fn read_slices(&mut self, slices: Vec<IoSliceMut<'_>>, extra: usize) -> Result<Got, Error> {
         let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
-        // I5: what is consumed goes, also when the last read ended inside a frame.
+        // I5: consumed bytes are dropped even when the last read ended inside a frame.
         self.inbox.drain(..std::mem::take(&mut self.consumed));
         let before = self.inbox.len();
         self.inbox.resize(before + extra, 0);
@@ -283,12 +283,12 @@ impl Link {
         self.frames += 1;
     }
 
-    /// Hands a descriptor to the peer with the next bytes that leave.
+    /// Sends a descriptor to the peer with the next bytes that leave.
     pub(crate) fn push_fd(&mut self, fd: OwnedFd) {
         self.fd_to_send = Some(fd);
     }
 
-    /// Queues pool memory of a handoff, read when it leaves.
+    /// Queues pool memory of the handoff `of`. It is read when it is sent.
     pub(crate) fn push_pool(&mut self, (offset, len): Range, of: Epoch) {
         self.bytes_queued += len as u64;
         if let Some(Piece::Pool((start, so_far), before)) = self.outbox.back_mut()
@@ -301,24 +301,24 @@ impl Link {
         self.outbox.push_back(Piece::Pool((offset, len), of));
     }
 
-    /// Queues bytes that stand for pool memory of a handoff.
+    /// Queues bytes that stand for pool memory of the handoff `of`.
     pub(crate) fn push_staged(&mut self, bytes: Staged, of: Epoch) {
         self.bytes_queued += bytes.bytes().len() as u64;
         self.outbox.push_back(Piece::Staged { bytes, sent: 0, of });
     }
 
-    /// How many bytes were ever queued: what is queued now has left once so many [have](Link::left).
+    /// Total bytes ever queued. Everything queued by now has been sent once [`Link::left`] reaches this number.
     pub(crate) fn end(&self) -> u64 {
         self.bytes_queued
     }
 
-    /// How many bytes have ever left.
+    /// Total bytes ever sent.
     pub(crate) fn left(&self) -> u64 {
         self.left
     }
 
-    /// Replaces a handoff's queued pool memory, and what stands for it, by zeros: framing stays whole, the pool is not read for it
-    /// any more, and nothing is kept (I5).
+    /// Replaces a handoff's queued pool memory, and bytes that stand for it, by zeros. The framing stays intact, the pool is no longer
+    /// read for the handoff, and its staged bytes are freed (I5).
     pub(crate) fn forget_pool(&mut self, epoch: Epoch) {
         for piece in &mut self.outbox {
             match piece {
@@ -331,17 +331,17 @@ impl Link {
         }
     }
 
-    /// Whether bytes wait to leave.
+    /// Whether bytes wait to be sent.
     pub(crate) fn has_output(&self) -> bool {
         !self.outbox.is_empty() || matches!(&self.socket, Socket::Tls(socket) if socket.has_output())
     }
 
-    /// Frames that wait to leave, payload aside.
+    /// Frames that wait to be sent, not counting payload.
     pub(crate) fn frames_queued(&self) -> usize {
         self.frames
     }
 
-    /// Says that nothing more will be sent.
+    /// Tells the peer that nothing more will be sent.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
         if let Socket::Tls(socket) = &mut self.socket {
             socket.finish()?;
@@ -420,7 +420,7 @@ impl Link {
     }
 }
 
-/// Whether a system call that failed so may be made again.
+/// Whether a system call that failed with this error may be retried.
 fn is_passing(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted)
 }

@@ -1,8 +1,8 @@
-//! A session's connections at the prefill end: its own, which every frame can go over, and those beside it over TCP, which carry
-//! Write frames with their payload and nothing else.
+//! The connections of one session at the prefill end. The session's own connection can carry every frame. Over TCP there may be further
+//! connections, which carry Write frames with their payload and nothing else.
 //!
-//! Each keeps its order; between them there is none. So a completion says how many writes on the others it comes after. What a
-//! batch is, and when it goes where, is [`crate::tcp`]'s business.
+//! Each connection keeps its order; between connections there is none. So a completion says how many writes on the others it comes
+//! after. [`crate::tcp`] decides which batch goes over which connection.
 
 use std::io::Error;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,44 +13,44 @@ use baton_types::Epoch;
 use crate::link::{Got, Link};
 use crate::wake::Interest;
 
-/// One that carries blocks only.
+/// A further connection, which carries blocks only.
 struct More {
-    /// What the peer knows it by.
+    /// Its number in the session, as the peer knows it.
     number: usize,
     link: Link,
 }
 
-/// All of a session's.
+/// All connections of one session.
 pub(crate) struct Links {
-    /// The session's own.
+    /// The session's own connection.
     pub own: Link,
     more: Vec<More>,
     written: Written,
 }
 
 impl Links {
-    /// The session's own, and those that joined it, each with its number.
+    /// From the session's own connection and those that joined it, each with its number.
     pub(crate) fn new(own: Link, joined: Vec<(u8, Link)>) -> Links {
         let more = joined.into_iter().map(|(number, link)| More { number: number.into(), link });
         Links { own, more: more.collect(), written: Written::default() }
     }
 
-    /// How many there are.
+    /// Number of connections.
     pub(crate) fn count(&self) -> usize {
         1 + self.more.len()
     }
 
-    /// One of them; the session's own is the first.
+    /// The connection at position `at`; position 0 is the session's own.
     pub(crate) fn stream(&self, at: usize) -> &Link {
         at.checked_sub(1).and_then(|at| self.more.get(at)).map_or(&self.own, |more| &more.link)
     }
 
-    /// The one with the least to send.
+    /// Position of the connection with the fewest bytes left to send.
     pub(crate) fn lightest(&self) -> usize {
         (0..self.count()).min_by_key(|at| self.stream(*at).end() - self.stream(*at).left()).unwrap_or(0)
     }
 
-    /// Queues a Write frame on one of them, whose payload is to follow.
+    /// Queues a Write frame on the connection at position `at`. The caller queues its payload next.
     pub(crate) fn write(&mut self, at: usize, head: WriteHead) -> &mut Link {
         let link = match at.checked_sub(1).and_then(|at| self.more.get_mut(at)) {
             Some(more) => {
@@ -63,30 +63,30 @@ impl Links {
         link
     }
 
-    /// Queues a frame on the session's own; a completion waits at the peer for every write that was queued before it.
+    /// Queues a frame on the session's own connection. A completion waits at the peer for every write queued before it.
     pub(crate) fn send(&mut self, mut frame: Frame) {
         self.written.stamp(&mut frame);
         self.own.push(&frame);
     }
 
-    /// As [`Link::forget_pool`], of each.
+    /// As [`Link::forget_pool`], on every connection.
     pub(crate) fn forget_pool(&mut self, epoch: Epoch) {
         self.own.forget_pool(epoch);
         self.more.iter_mut().for_each(|more| more.link.forget_pool(epoch));
     }
 
-    /// Whether bytes wait to leave over any.
+    /// Whether any connection has bytes to send.
     pub(crate) fn has_output(&self) -> bool {
         self.own.has_output() || self.more.iter().any(|more| more.link.has_output())
     }
 
-    /// Sends as much as they take.
+    /// Sends as much as the sockets take.
     pub(crate) fn flush(&mut self) -> Result<(), Error> {
         self.own.flush()?;
         self.more.iter_mut().filter(|more| more.link.has_output()).try_for_each(|more| more.link.flush())
     }
 
-    /// What to wait for, the session's own first. `reads`: it is listened to.
+    /// What to wait for on each connection, the session's own first. `reads`: whether the session's own is to be read.
     pub(crate) fn interests(&self, reads: bool) -> Vec<(BorrowedFd<'_>, Interest)> {
         let own = match (reads, self.own.has_output()) {
             (false, _) => Interest::Write,
@@ -98,8 +98,8 @@ impl Links {
         std::iter::once((self.own.as_fd(), own)).chain(more).collect()
     }
 
-    /// Looks at those that are `ready` (bit i: the one after the i-th). The peer says nothing there, but may close them, and over
-    /// TLS what is below the frames may have something to say.
+    /// Reads further connections that are `ready` (bit i: further connection i, from 0). The peer sends no frames on them. But it may
+    /// close them, and TLS may have records of its own to read.
     pub(crate) fn listen(&mut self, ready: u32) -> Result<(), String> {
         for (at, more) in self.more.iter_mut().enumerate().filter(|(at, _)| ready & 1 << at != 0) {
             match more.link.fill() {
@@ -158,7 +158,7 @@ mod tests {
             assert!(matches!(theirs.next_frame(), Ok(Some(Frame::Write(_)))));
             theirs.discard_payload(512).unwrap();
         }
-        // The connection between them never came to be.
+        // Connection 2 does not exist.
         let Ok(Some(Frame::Complete { after, .. })) = theirs.next_frame() else { panic!("a completion") };
         assert_eq!(after, [1, 0, 1]);
     }

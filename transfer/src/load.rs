@@ -9,17 +9,17 @@ use crate::device::{Pool, Staged};
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Load {
     pub batch: WriteBatch,
-    /// Memory of its own that it is sent from instead of the pool, in the order of its runs and without gaps.
+    /// Staging memory that it is sent from instead of the pool, in the order of its runs and without gaps.
     staged: Option<Staged>,
 }
 
 impl Load {
-    /// Sent from the pool.
+    /// A batch that is sent from the pool.
     pub(crate) fn new(batch: WriteBatch) -> Load {
         Load { batch, staged: None }
     }
 
-    /// From now on it is sent from memory of its own, which has `each` bytes of every block, block by block and without gaps.
+    /// Sends it from `staged` from now on, which has `each` bytes of every block, block by block and without gaps.
     pub(crate) fn stand_in(&mut self, staged: Staged, each: usize) {
         for (i, write) in self.batch.writes.iter_mut().enumerate() {
             write.source = i * each;
@@ -28,12 +28,12 @@ impl Load {
         self.staged = Some(staged);
     }
 
-    /// Whether it is sent from memory of its own.
+    /// Whether it is sent from staging memory.
     pub(crate) fn is_staged(&self) -> bool {
         self.staged.is_some()
     }
 
-    /// That memory.
+    /// Takes the staging memory.
     pub(crate) fn take_staged(&mut self) -> Option<Staged> {
         self.staged.take()
     }
@@ -51,7 +51,7 @@ impl Load {
         }
     }
 
-    /// Its pieces in order, each with the address of the next one's first byte, or of the byte behind it: what is read next, as a hint.
+    /// Its runs in order. Each comes with a prefetch hint: the address of the next run's first byte, or of the byte behind the last run.
     pub(crate) fn runs_and_next(&self, pool: &Pool) -> impl Iterator<Item = (BlockRun, *const u8)> {
         let nexts = self.batch.runs().skip(1).map(|next| (next.source, next.len));
         let last = self.batch.runs().last().map(|last| (last.source.saturating_add(last.len), 0));
@@ -59,7 +59,7 @@ impl Load {
         self.batch.runs().zip(nexts)
     }
 
-    /// For each run its block's position and its digest.
+    /// For each run: its block's index in the reservation, and its digest.
     pub(crate) fn digests(&self, pool: &Pool) -> impl Iterator<Item = (u32, u64)> {
         self.runs_and_next(pool).filter_map(|(run, next)| {
             let start = self.source(pool, &run)?;

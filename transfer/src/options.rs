@@ -1,4 +1,4 @@
-//! What the two ends are told when they start. Values come from the nodes' configuration; nothing is read from outside.
+//! Options of both ends. Values come from the nodes' configuration; nothing is read from outside.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -16,17 +16,20 @@ use crate::tls::Tls;
 /// How to reach a decode worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TransportChoice {
-    /// On one host from GPU to GPU or through shared memory, wherever the pools are; else UCX, where it is set up, or TCP, whichever is
-    /// measured to be faster; while one of them fails, the next.
+    /// The best path that works:
+    /// - on one host, GPU to GPU or shared memory, depending on where the pools are
+    /// - else UCX, if it is set up, or TCP, whichever is measured to be faster
+    ///
+    /// While a path fails, the next one is used.
     #[default]
     Auto,
-    /// Shared memory or nothing.
+    /// Shared memory only.
     Shm,
     /// TCP.
     Tcp,
-    /// UCX; to a worker that cannot be reached by it, TCP.
+    /// UCX, or TCP to a worker that UCX cannot reach.
     Ucx,
-    /// From GPU to GPU on one host, or nothing.
+    /// From GPU to GPU on one host only.
     CudaIpc,
 }
 
@@ -35,14 +38,14 @@ baton_types::words!(TransportChoice { Auto = "auto", Shm = "shm", Tcp = "tcp", U
 /// How UCX is found and set up, where it is used.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct UcxSettings {
-    /// Where libucp.so.0 is; default: where the dynamic linker looks.
+    /// Directory of libucp.so.0. None: where the dynamic linker looks.
     pub directory: Option<PathBuf>,
-    /// They go before those in the environment, which UCX reads by itself.
+    /// Settings that override those in the environment, which UCX reads by itself.
     pub options: UcxOptions,
 }
 
-/// Settings of UCX by its own names, with or without the prefix UCX_, and their values. As text: NAME=VALUE, separated
-/// by spaces.
+/// UCX settings, as pairs of name and value. Names are UCX's own, with or without the prefix UCX_. As text: NAME=VALUE, separated by
+/// spaces.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct UcxOptions(pub Vec<(String, String)>);
 
@@ -69,12 +72,12 @@ impl fmt::Display for UcxOptions {
     }
 }
 
-/// The decode end.
+/// Options of the decode end.
 #[derive(Clone, Debug)]
 pub struct ReceiverOptions {
-    /// This worker.
+    /// Id of this worker.
     pub worker: WorkerId,
-    /// Where to listen; port 0 takes any free one.
+    /// TCP address to listen on; port 0 takes any free one.
     pub tcp: SocketAddr,
     /// Host name or address peers should connect to; needed when `tcp` is unspecified (0.0.0.0), else its address.
     pub advertise: Option<String>,
@@ -82,25 +85,25 @@ pub struct ReceiverOptions {
     pub geometry: PoolGeometry,
     /// The pool.
     pub pool: Pool,
-    /// For peers that come over UCX.
+    /// UCX settings, for peers that use UCX.
     pub ucx: UcxSettings,
-    /// For peers that come over TCP; None: no TLS.
+    /// TLS for peers that use TCP. None: no TLS.
     pub tls: Option<Tls>,
-    /// Where its threads run.
+    /// CPUs that its threads run on.
     pub cpus: Cpus,
-    /// Bounds.
+    /// Bounds on memory and time (I5).
     pub limits: TransferLimits,
-    /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
+    /// Whether arriving blocks are compared with their digests (I2). Only a benchmark may set false.
     pub verify: bool,
 }
 
-/// The most connections that blocks go over to one worker.
+/// Most connections that carry blocks to one worker.
 pub const MAX_TCP_CONNECTIONS: usize = MAX_STREAMS;
 
-/// The prefill end.
+/// Options of the prefill end.
 #[derive(Clone, Debug)]
 pub struct SenderOptions {
-    /// This worker.
+    /// Id of this worker.
     pub worker: WorkerId,
     /// Shape of the pool.
     pub geometry: PoolGeometry,
@@ -108,30 +111,31 @@ pub struct SenderOptions {
     pub pool: Pool,
     /// How to reach decode workers.
     pub transport: TransportChoice,
-    /// For [`TransportChoice::Ucx`].
+    /// UCX settings, for [`TransportChoice::Ucx`] and, unless they are the default, for [`TransportChoice::Auto`].
     pub ucx: UcxSettings,
-    /// For TCP; None: no TLS. With it [`TransportChoice::Auto`] leaves out UCX, which encrypts nothing.
+    /// TLS for TCP. None: no TLS. With TLS, [`TransportChoice::Auto`] leaves out UCX, which encrypts nothing.
     pub tls: Option<Tls>,
-    /// Connections that blocks go over to a worker that is reached over TCP: 1 to [`MAX_TCP_CONNECTIONS`]. One is fastest where nothing
-    /// limits a single one; several help where loss on a long way, or the network's own bound for each, does.
+    /// Connections that carry blocks to a worker over TCP: 1 to [`MAX_TCP_CONNECTIONS`]. One is fastest unless something limits a single
+    /// connection. Several help where packet loss on a long path does, or the network's own limit for each connection.
     pub tcp_connections: usize,
-    /// Where its threads run.
+    /// CPUs that its threads run on.
     pub cpus: Cpus,
-    /// Bounds.
+    /// Bounds on memory and time (I5).
     pub limits: TransferLimits,
-    /// Writes KV in the type of decode pools that have another; None: both sides must have the same.
+    /// Converts KV for decode pools of another type. None: both pools must have the same type.
     pub convert: Option<Converter>,
-    /// Whether what leaves is digested (I2). Only a benchmark may say no; see [`ReceiverOptions::verify`].
+    /// Whether sent blocks are digested (I2). Only a benchmark may set false; see [`ReceiverOptions::verify`].
     pub verify: bool,
-    /// Called, on a transfer thread, when a path to a decode worker could not be set up or broke with handoffs under way, so
-    /// that another is tried, and when it changed bytes of a handoff or a frame. Must not block.
+    /// Called on a transfer thread when a path to a decode worker fails. Must not block. The path failed in one of these ways:
+    /// - It could not be set up, or broke with handoffs under way. Another path is tried then.
+    /// - It changed bytes of a handoff or a frame.
     pub on_trouble: OnTrouble,
 }
 
-/// See [`SenderOptions::on_trouble`]. For counting: what it is told says nothing of a handoff.
+/// See [`SenderOptions::on_trouble`]. Meant for counting: a call says nothing about the outcome of a handoff.
 pub type OnTrouble = fn(TransportKind, &TransferError);
 
-/// A pool's geometry must fit its memory before any of its offsets is used.
+/// Checks that a pool's geometry fits its memory. Must pass before any of the pool's offsets is used.
 pub(crate) fn check_pool(geometry: &PoolGeometry, pool: &Pool) -> Result<(), TransferError> {
     if geometry.blocks.len() != geometry.layout.groups.len() || geometry.blocks.is_empty() {
         let problem =

@@ -1,8 +1,8 @@
-//! The decode end: lends blocks under an epoch and a lease, has them filled by a prefill worker, verifies them, and
-//! knows when nobody can write to them any more.
+//! The decode end: lends blocks under an epoch and a lease, has a prefill worker fill them, verifies them, and knows when nobody can
+//! write to them any more.
 //!
-//! Threads: one that accepts and watches leases, one per connected prefill worker. Knows nothing of sequences; which
-//! blocks are lent is the caller's choice, and the caller's pool keeps them aside until an event gives them back.
+//! Threads: one that accepts connections and watches leases, and one per connected prefill worker. Knows nothing of sequences: the
+//! caller chooses which blocks are lent, and its pool keeps them aside until an event gives them back.
 
 mod arrival;
 mod hub;
@@ -25,22 +25,22 @@ use crate::{tcp, threads};
 use hub::Hub;
 use reception::Doors;
 
-/// What a reservation is to hold: of a sequence's KV, the blocks from `first` on that the next token sees. Those before it are
-/// here already.
+/// What a reservation holds: a sequence's KV blocks from `first` on, as far as the next token sees them. Earlier blocks are here
+/// already.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// Tokens of the sequence.
     pub tokens: u32,
     /// Per group: index, in the sequence, of the first block that travels.
     pub first: &'a [u32],
-    /// Per group, in token order: the blocks that are lent.
+    /// Per group: the blocks that are lent, in token order.
     pub blocks: &'a [Vec<BlockId>],
 }
 
 /// Called with every event, on transfer threads, in order, one at a time. Must not block; may call the receiver.
 pub type OnEvent = Box<dyn Fn(ReceiverEvent) + Send + Sync>;
 
-/// Where KV arrives. Dropping it closes all connections; what was reserved then is never verified.
+/// The decode end. Dropping it closes all connections; reservations still open are never verified.
 pub struct Receiver {
     hub: Arc<Hub>,
     address: SocketAddr,
@@ -72,8 +72,8 @@ impl Receiver {
         self.address
     }
 
-    /// Lends the blocks of `wanted` to whoever presents the descriptor returned here, for `lease`. Blocks of an epoch
-    /// that is not over are refused (I3).
+    /// Lends the blocks of `wanted`, for `lease`, to whoever presents the descriptor returned here. Blocks that belong to an epoch that
+    /// has not ended are refused (I3).
     pub fn reserve(&self, epoch: Epoch, wanted: &Wanted<'_>, lease: Duration) -> Result<Vec<u8>, TransferError> {
         let Wanted { tokens, first, blocks } = *wanted;
         if first.len() != blocks.len() {
@@ -106,13 +106,13 @@ impl Receiver {
         self.hub.with(|ledger| ledger.release(epoch));
     }
 
-    /// Takes the reservation back, whatever its state: no new peer is let in, a peer that was is stopped.
+    /// Takes the reservation back, whatever its state. No new peer is let in, and a peer that was let in is stopped.
     pub fn fence(&self, epoch: Epoch) -> FenceState {
         self.hub.with(|ledger| ledger.fence(epoch))
     }
 
-    /// Opens UCX and registers the pool now, rather than when the first peer comes over it: where the library is missing
-    /// the error comes early, and a network card that pins a large pool keeps no peer waiting.
+    /// Opens UCX and registers the pool now, instead of at the first peer that uses UCX. So a missing library shows early, and no peer
+    /// waits while a network card pins a large pool.
     pub fn prepare_ucx(&self) -> Result<(), TransferError> {
         self.hub.ucx().map(drop)
     }
@@ -139,7 +139,7 @@ fn listen_abstract(name: &[u8]) -> Result<UnixListener, TransferError> {
     bound.map_err(|e| TransferError::os("listen on a unix socket", e))
 }
 
-/// The host part of what peers connect to.
+/// The host part of the address that peers connect to.
 fn advertised(options: &ReceiverOptions, bound: SocketAddr) -> Result<String, TransferError> {
     match &options.advertise {
         Some(host) if host.is_empty() || host.len() > 255 => {

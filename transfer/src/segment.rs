@@ -1,15 +1,18 @@
 //! A KV pool's memory: an anonymous file (memfd) mapped shared, so that its descriptor can be handed to another process.
 //!
-//! It has no name in any filesystem: whoever dies, the kernel frees it with the last descriptor and mapping. It is
-//! sealed against resizing, so that a mapping can never turn into a bus error. Knows nothing of layers and blocks.
+//! It has no name in any filesystem: the kernel frees it with the last descriptor and mapping, whichever process dies. It is sealed
+//! against resizing, so that access to a mapping can never cause a bus error. Knows nothing of layers and blocks.
 //!
 //! # Aliasing
 //! A segment is shared as `Arc<Segment>` between the thread that computes and the threads that move KV, and its pages
-//! also with other processes. No reference into it is ever handed out: everybody goes through [`Segment::as_ptr`].
-//! What makes their accesses disjoint is the state of each block. A free, used or cached block belongs to the compute
-//! thread; a used or cached block may be read by a sender until its handoff reports completion, and is not written
-//! meanwhile; a lent or quarantined block is touched by the peer and the receiver only (I3), until `Verified` or
-//! `Fenced` gives it back. These events pass through a mutex or channel, which orders the accesses around them.
+//! also with other processes. No reference into it is ever handed out: all access goes through [`Segment::as_ptr`].
+//!
+//! The state of each block keeps accesses apart:
+//! - A free, used or cached block belongs to the compute thread.
+//! - A sender may read a used or cached block until its handoff reports completion; nobody writes to the block meanwhile.
+//! - Only the peer and the receiver touch a lent or quarantined block (I3), until `Verified` or `Fenced` gives it back.
+//!
+//! These events pass through a mutex or channel, which orders the accesses around them.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
@@ -87,7 +90,7 @@ impl Segment {
         self.base.as_ptr()
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -1,7 +1,7 @@
 //! The prefill end: opens handoffs to reservations and writes layers of blocks as they are computed.
 //!
-//! Threads: one per decode worker that is being written to. Knows nothing of sequences; which local block holds which
-//! part of the reservation is the caller's to say.
+//! Threads: one per decode worker that is being written to, and one more while it connects. Knows nothing of sequences: the caller
+//! says which local block holds which part of the reservation.
 
 mod clock;
 mod connect;
@@ -27,7 +27,7 @@ use queue::Queue;
 #[cfg(feature = "testing")]
 pub(crate) use connect::Wrap;
 
-/// Tells what carries a handoff, also when that has ended.
+/// Tells which transport carries a handoff, even after the handoff has ended.
 #[derive(Clone, Debug)]
 pub struct Carrier(Arc<Core>);
 
@@ -39,19 +39,19 @@ impl Carrier {
 }
 
 struct Peer {
-    /// Of its pool.
+    /// Fingerprint of its pool's layout.
     layout: u64,
     queue: Arc<Queue>,
     thread: JoinHandle<()>,
-    /// Of the session before, which this one's thread waits for.
+    /// Queue of the previous session. This session's thread waits for that session to end.
     before: Option<Arc<Queue>>,
 }
 
 impl Peer {
-    /// Whether its session takes handoffs. One that would take another path now, as `changes` says, does not as soon as what it
-    /// carries is completed.
+    /// Whether its session takes new handoffs. `changes`: a new session would take another path. Then this session takes no more and is
+    /// replaced, as soon as every handoff it carries is completed.
     fn goes_on(&self, changes: bool) -> bool {
-        // One at a time: a session that waits for another is not replaced.
+        // One at a time: a session that still waits for its predecessor is not replaced.
         let waits = self.before.as_ref().is_some_and(|before| !before.is_closed());
         self.queue.is_open() && !(changes && !waits && self.queue.retire())
     }
@@ -62,14 +62,14 @@ impl Peer {
     }
 }
 
-/// Where KV leaves. Dropping it aborts every handoff and closes all connections.
+/// The prefill end. Dropping it aborts every handoff and closes all connections.
 pub struct Sender {
     config: Arc<SenderConfig>,
     peers: Mutex<HashMap<WorkerId, Peer>>,
 }
 
 impl Sender {
-    /// Connects to nobody yet. With [`TransportChoice::Ucx`] the library must be there.
+    /// Connects to nobody yet. With [`TransportChoice::Ucx`], fails if the UCX library is missing.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
         options.cpus.check()?;
@@ -99,7 +99,7 @@ impl Sender {
         Ok(sender)
     }
 
-    /// As if many handoffs had been carried over a path at so many bytes a second.
+    /// Records many handoffs over a path, at `rate` bytes a second.
     #[cfg(test)]
     pub(crate) fn measured(&self, worker: WorkerId, transport: TransportKind, rate: u64) {
         let mut all = lock(&self.config.paths);
@@ -107,7 +107,7 @@ impl Sender {
         (0..100).for_each(|_| paths.carried(transport, rate, std::time::Duration::from_secs(1)));
     }
 
-    /// What is known of the ways to each decode worker that was written to, the most there may be connections to.
+    /// What is known of the paths to each decode worker written to so far; [`crate::TransferLimits::connections`] workers at most.
     pub fn paths(&self) -> Vec<(WorkerId, Vec<PathReport>)> {
         let (all, now) = (lock(&self.config.paths), Instant::now());
         let mut reports: Vec<_> = all.iter().map(|(worker, paths)| (*worker, paths.report(now))).collect();
@@ -115,8 +115,7 @@ impl Sender {
         reports
     }
 
-    /// Starts a handoff to the reservation that `target` describes, to be over by `deadline`. Does not wait for the
-    /// network.
+    /// Starts a handoff to the reservation that `target` describes. It must end by `deadline`. Does not wait for the network.
     pub fn open(&self, target: &[u8], deadline: Instant) -> Result<Handoff, TransferError> {
         let options = &self.config.options;
         let layout = &options.geometry.layout;
@@ -127,15 +126,15 @@ impl Sender {
             if queue.is_open() {
                 return Err(error);
             }
-            // The session ended between the two lines; a new one may do.
+            // The session ended between the two calls; a new one may work.
             queue = self.queue_to(&target)?;
             queue.begin(writes.core().clone())?;
         }
         Ok(Handoff { config: self.config.clone(), queue, writes, ended: false })
     }
 
-    /// The queue of the session to a worker; a session that has ended is replaced. Its thread may still be telling the worker
-    /// so, and counts as a connection until it has.
+    /// The queue of the session to a worker. A session that has ended is replaced. Its thread may still be telling the worker so, and
+    /// counts as a connection until it is done.
     fn queue_to(&self, target: &Descriptor) -> Result<Arc<Queue>, TransferError> {
         let mut peers = lock(&self.peers);
         peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.is_finished());
@@ -156,7 +155,7 @@ impl Sender {
             return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
         }
         if let Some(peer) = peers.get(&target.worker).filter(|peer| peer.queue.is_closed()) {
-            // It may still be busy with its end.
+            // Its thread may still be busy ending it.
             peer.queue.stop();
         }
         let (before, waits_for) = peers.remove(&target.worker).map(|peer| (peer.queue, peer.thread)).unzip();
@@ -172,7 +171,7 @@ impl Sender {
     }
 }
 
-/// UCX where it is asked for, or was set up for the choice to be made; or why there is none.
+/// Opens UCX if it is asked for, or if it is set up and the transport is chosen automatically. The inner error says why there is none.
 fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<UcxEngine>, String>, TransferError> {
     let open = || UcxEngine::open(&options.ucx, options.pool.clone()).map(Arc::new);
     match options.transport {
@@ -225,21 +224,23 @@ impl Handoff {
         &self.writes.core().counts
     }
 
-    /// What carries it, or will.
+    /// Tells which transport carries it, or will.
     pub fn carrier(&self) -> Carrier {
         Carrier(self.writes.core().clone())
     }
 
-    /// Why it has failed, once it has: good to know before computing more for it.
+    /// Why it has failed, if it has. Worth asking before computing more for it.
     pub fn failure(&self) -> Option<TransferError> {
         self.queue.with(|line| self.writes.failure(line))
     }
 
-    /// Queues one layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the
-    /// group). Every layer of every block must be written once, so a block that two chunks fill is written after the
-    /// second. It must be stored by now, or on a device published. The local blocks must stay
-    /// unchanged until the handoff's end is reported. Waits while the queue is full, for [`crate::TransferLimits::room`] at most. After an
-    /// error the handoff is good for nothing but [`Handoff::complete`] or [`Handoff::abort`].
+    /// Queues one layer of some blocks, as pairs of (block of the local pool, index in the reservation's list of the group).
+    ///
+    /// - Every layer of every block must be written exactly once. So a block that two chunks fill is written after the second.
+    /// - The KV must be stored by now. On a device it is enough that [`crate::DeviceMemory::mark`] covers it.
+    /// - The local blocks must stay unchanged until the handoff's end is reported.
+    /// - While the queue is full this waits, for [`crate::TransferLimits::room`] at most.
+    /// - After an error, only [`Handoff::complete`] or [`Handoff::abort`] may follow.
     pub fn write(
         &mut self,
         group: usize,
@@ -255,8 +256,8 @@ impl Handoff {
         Ok(())
     }
 
-    /// Everything is written: `on_done` is called exactly once, when the decode side has verified or refused, or at
-    /// loss of the peer or deadline. From then on nothing reads the local blocks. `tail` travels along to
+    /// Ends the handoff once everything is written. `on_done` is called exactly once: when the decode side has verified or refused, when
+    /// the peer is lost, or at the deadline. From then on nothing reads the local blocks. `tail` travels along to
     /// [`crate::ReceiverEvent::Verified`].
     pub fn complete(mut self, tail: Vec<u8>, on_done: OnDone) {
         let done = Done::new(on_done);
@@ -273,8 +274,7 @@ impl Handoff {
         }
     }
 
-    /// Gives up. `on_quiet` is called once nothing reads the local blocks any more; with no need to know, drop the
-    /// handoff instead.
+    /// Gives up. `on_quiet` is called once nothing reads the local blocks any more. A caller that need not know drops the handoff instead.
     pub fn abort(mut self, on_quiet: Box<dyn FnOnce() + Send>) {
         self.ended = true;
         self.queue.abort(self.writes.core().epoch, Quiet(Some(on_quiet)));

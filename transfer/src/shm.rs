@@ -1,5 +1,5 @@
-//! Blocks over shared memory: the peer's pool is mapped here, and a write is a memory copy. A Write frame without payload
-//! follows it, so that the peer digests and counts it while later layers are still being computed.
+//! Blocks over shared memory: the peer's pool is mapped here, and a write is a memory copy. A Write frame without payload follows each
+//! copy, so that the peer digests and counts the blocks while later layers are still being computed.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -30,7 +30,7 @@ impl Shm {
         Ok(Shm { peer, local, remote, load: None, digests: Vec::new() })
     }
 
-    /// Copies one run; answers its digest if that is wanted.
+    /// Copies one run. Returns its digest if one is wanted, else 0.
     fn copy(&self, load: &Load, run: &BlockRun, next: *const u8) -> Result<u64, TransferError> {
         let (Some(from), Some(to)) = (load.source(&self.local, run), self.remote.at(run.target, run.len)) else {
             let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);

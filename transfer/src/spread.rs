@@ -1,8 +1,8 @@
-//! [`SpreadMemory`]: the pool of tensor-parallel ranks on a device each, as one pool.
+//! [`SpreadMemory`]: the pools of tensor-parallel ranks, each on a device of its own, as one pool.
 //!
-//! To sessions it is the pool of a worker without ranks: every offset means what it means there, and [`Stripes`] says in whose memory it
-//! lies. KV leaves it through host memory, where what the devices have read is put together, and enters it so. Other processes cannot open
-//! it, and a network's card cannot be let in: workers reach each other over the other transports then. Knows nothing of what a device is.
+//! To sessions it is like the pool of a worker without ranks: every offset means the same, and [`Stripes`] says in which rank's memory
+//! it lies. KV leaves and enters it through host memory, where the ranks' pieces are put together or taken apart. Other processes
+//! cannot open it, and no network card can register it: workers use the other transports then. Knows nothing of what a device is.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::MaybeUninit;
@@ -15,19 +15,19 @@ use rustix::event::epoll;
 
 use crate::device::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Registrable, Staged};
 
-/// What of a device's pool other processes reach is not there.
+/// The error of every operation that would let others reach the pool's memory directly.
 fn apart<T>() -> Result<T, DeviceError> {
     Err(DeviceError("the pool is spread over several GPUs, which is reached through host memory alone".to_owned()))
 }
 
-/// Pools with a rank's heads each, in the order of ranks, as the pool of all of them.
+/// The ranks' pools, in the order of ranks, as one pool. Each holds its rank's heads.
 pub struct SpreadMemory {
     stripes: Arc<Stripes>,
     ranks: Vec<Arc<dyn DeviceMemory>>,
 }
 
 impl SpreadMemory {
-    /// Of the pool of this shape with all heads.
+    /// Joins the pools of `ranks` to one of shape `whole`, which has all heads.
     ///
     /// # Errors
     /// When the ranks cannot share its heads, or a rank's pool is smaller than its part.
@@ -53,8 +53,8 @@ impl DeviceMemory for SpreadMemory {
         false
     }
 
-    /// The latest of the ranks'. One that has set fewer, since it once left a step early, is waited for as far as it has come by then, which
-    /// is no less than it had when this was asked.
+    /// The latest of the ranks' marks. A rank may have set fewer, if it once left a step early. Its queue then waits for the last mark the
+    /// rank has set by the time of the job, which is no earlier than the one it had set at this call.
     fn mark(&self) -> u64 {
         self.ranks.iter().map(|rank| rank.mark()).max().unwrap_or(0)
     }
@@ -72,7 +72,7 @@ impl DeviceMemory for SpreadMemory {
         let queues = self.ranks.iter().map(|rank| rank.queue()).collect::<Result<Vec<_>, _>>()?;
         let wake = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         for fd in queues.iter().filter_map(|queue| queue.fd()) {
-            // A ring is told of once, so that a late one of a rank that has nothing to do does not keep a session awake.
+            // Edge-triggered: a late ring from a rank that has nothing to do must not keep a session awake.
             epoll::add(&wake, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN | epoll::EventFlags::ET)
                 .map_err(failed)?;
         }
@@ -90,24 +90,24 @@ impl DeviceMemory for SpreadMemory {
 /// One rank's side of a queue.
 struct Rank {
     queue: Box<dyn DeviceQueue>,
-    /// Jobs under way.
+    /// Reads under way.
     reading: usize,
-    /// What they have read, oldest first.
+    /// What finished reads have read, oldest first.
     read: VecDeque<Staged>,
 }
 
 struct SpreadQueue {
     stripes: Arc<Stripes>,
     ranks: Vec<Rank>,
-    /// Readable when one of the ranks' is.
+    /// Readable when one of the ranks' descriptors is.
     wake: OwnedFd,
-    /// Reads under way, each as its pieces.
+    /// Reads under way, oldest first, each as its pieces.
     jobs: VecDeque<Vec<RankPiece>>,
     staged: Vec<u8>,
 }
 
 impl SpreadQueue {
-    /// The pieces of ranges of the pool, one behind another.
+    /// Splits ranges of the pool into the ranks' pieces, in order.
     fn pieces(&self, ranges: &[Range]) -> Result<Vec<RankPiece>, DeviceError> {
         let bytes = self.stripes.bytes();
         let inside = |&(offset, len): &Range| offset.checked_add(len).is_some_and(|end| end <= bytes);
@@ -117,9 +117,9 @@ impl SpreadQueue {
         }
     }
 
-    /// Takes what ranks have read by now.
+    /// Takes what the ranks have read by now.
     fn gather(&mut self) -> Result<(), DeviceError> {
-        // Before the ranks are asked: what is done after that rings again. Nothing is lost when it fails.
+        // Clear the ring before asking the ranks: a read that is done later rings again. If this fails, nothing is lost.
         let mut rung = [MaybeUninit::uninit(); 8];
         let _ = epoll::wait(&self.wake, &mut rung[..], Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }));
         for rank in &mut self.ranks {
@@ -136,12 +136,12 @@ impl SpreadQueue {
     }
 }
 
-/// Whether a job has something of this rank.
+/// Whether a job has a piece of this rank.
 fn is_of(job: &[RankPiece], rank: usize) -> bool {
     job.iter().any(|piece| piece.rank == rank)
 }
 
-/// A rank's pieces as ranges of its pool.
+/// This rank's pieces, as ranges of its pool.
 fn ranges_of(pieces: &[RankPiece], rank: usize) -> Vec<Range> {
     pieces.iter().filter(|piece| piece.rank == rank).map(|piece| (piece.offset, piece.len)).collect()
 }
@@ -221,12 +221,12 @@ impl DeviceQueue for SpreadQueue {
     }
 
     fn settle(&mut self) -> Result<(), DeviceError> {
-        // All of them, also behind one that fails.
+        // Settle all of them, even after one has failed.
         let settled: Vec<_> = self.ranks.iter_mut().map(|rank| rank.queue.settle()).collect();
         settled.into_iter().collect()
     }
 
-    /// Digests are sums over lanes, so those of a run's pieces add up to the run's.
+    /// Digests are sums over lanes, so the digests of a run's pieces add up to the run's digest.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
         let mut parts: BTreeMap<(usize, usize), Parts> = BTreeMap::new();
         for (number, &(offset, first)) in runs.iter().enumerate() {
@@ -250,16 +250,16 @@ impl DeviceQueue for SpreadQueue {
     }
 }
 
-/// Parts of runs, of one length in one rank's pool.
+/// Pieces of runs, all of one length and in one rank's pool.
 #[derive(Default)]
 struct Parts {
-    /// Which runs they are of.
+    /// Number of the run each is of.
     of: Vec<usize>,
     /// Offset and first lane of each.
     asked: Vec<(usize, u64)>,
 }
 
-/// Puts together what ranks have read of a job.
+/// Puts together what the ranks have read for a job.
 fn joined(job: &[RankPiece], read: &[Option<Staged>]) -> Result<Vec<u8>, DeviceError> {
     let mut rest: Vec<&[u8]> = read.iter().map(|read| read.as_ref().map_or(&[][..], Staged::bytes)).collect();
     let mut bytes = Vec::with_capacity(job.iter().map(|piece| piece.len).sum());

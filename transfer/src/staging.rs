@@ -1,8 +1,9 @@
-//! Blocks out of a device's memory over a transport that knows nothing of devices' work. One that sends host memory gets each batch in
-//! staging memory, the next ones being read while earlier ones are sent. One that reaches the device's memory by itself gets each batch
-//! once it is stored and digested there.
+//! Blocks out of a device's memory, over an inner transport that knows nothing of the device's jobs.
 //!
-//! A transport around another one. KV that changes its type on the way does so between the two, in host memory.
+//! - An inner transport that sends host memory gets each batch in staging memory. The next batches are read while earlier ones are sent.
+//! - An inner transport that reaches the device's memory by itself gets each batch once it is stored and digested there.
+//!
+//! KV that changes its type is converted in host memory, after it is read and before it is passed on.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -17,35 +18,35 @@ use crate::links::Links;
 use crate::load::Load;
 use crate::transport::{Digests, Progress, Transport};
 
-/// Prepares batches on the device and passes them on.
+/// Prepares batches on the device and passes them to the inner transport.
 pub(crate) struct Staging {
-    /// Goes before the queue, so that nothing is sent of what is read no more.
+    /// Declared before `reads`, and so dropped before it: sending ends before reading does.
     inner: Box<dyn Transport>,
     pool: Pool,
     reads: InOrder,
     /// Whether the inner transport takes batches out of the device's memory.
     direct: bool,
-    /// Ready to be passed on, with the digests if the device has made them.
+    /// Batches ready for the inner transport, with their digests if the device made them.
     ready: VecDeque<(Load, Option<Digests>)>,
-    /// Passed on: whose, and the digests if the inner transport makes none.
+    /// Batches at the inner transport: the handoff's epoch, and the digests if the inner transport makes none.
     sent: VecDeque<(Epoch, Option<Digests>)>,
     convert: Option<Conversions>,
     digests: Digests,
 }
 
 impl Staging {
-    /// Around a transport that sends host memory.
+    /// Around an inner transport that sends host memory.
     pub(crate) fn new(pool: Pool, reads: InOrder, inner: Box<dyn Transport>, convert: Option<Conversions>) -> Staging {
         let (ready, sent) = (VecDeque::new(), VecDeque::new());
         Staging { pool, reads, direct: false, ready, sent, inner, convert, digests: Vec::new() }
     }
 
-    /// Around one that sends the device's.
+    /// Around an inner transport that sends the device's memory.
     pub(crate) fn direct(pool: Pool, reads: InOrder, inner: Box<dyn Transport>) -> Staging {
         Staging { direct: true, ..Staging::new(pool, reads, inner, None) }
     }
 
-    /// Takes in what was read.
+    /// Takes in the results of finished jobs.
     fn take_reads(&mut self) -> Result<(), TransferError> {
         while let Some((batch, done)) = self.reads.next()? {
             let staged = match done {
@@ -80,7 +81,7 @@ impl Staging {
     }
 }
 
-/// What of a pool a batch is made of.
+/// Ranges of the pool that a batch is read from.
 fn ranges(batch: &WriteBatch) -> Vec<Range> {
     batch.writes.iter().map(|write| (write.source, batch.source_len)).collect()
 }
@@ -127,7 +128,7 @@ impl Transport for Staging {
         std::mem::take(&mut self.digests)
     }
 
-    /// While batches are with the inner transport, it, or the links, move them.
+    /// While the inner transport has batches, or is about to get some, it or the links move them.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         match self.sent.is_empty() && self.ready.is_empty() {
             true => self.reads.fd(),

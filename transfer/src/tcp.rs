@@ -1,4 +1,4 @@
-//! Blocks over TCP: the sender's Write frames, each over one of the session's connections, and the sockets' settings.
+//! Blocks over TCP: each Write frame goes over one of the session's connections. Also sets up the sockets of both ends.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -17,21 +17,21 @@ use crate::load::Load;
 use crate::threads;
 use crate::transport::{Progress, Transport};
 
-/// A batch on its way: whose, and by which byte of which connection it has left.
+/// A batch on its way. It has left once connection `stream` has sent `end` bytes in total.
 struct Sending {
     epoch: Epoch,
     stream: usize,
     end: u64,
 }
 
-/// The sending half: a frame, then the blocks straight from the pool, over whichever connection has the least to send.
+/// The sending half. Each batch is a frame, then the blocks straight from the pool, over the connection with the least to send.
 pub(crate) struct Tcp {
     depth: usize,
     under_way: VecDeque<Sending>,
 }
 
 impl Tcp {
-    /// Over so many connections.
+    /// Over this many connections.
     pub(crate) fn new(connections: usize) -> Tcp {
         Tcp { depth: TCP_BATCHES * connections, under_way: VecDeque::new() }
     }
@@ -71,7 +71,7 @@ impl Transport for Tcp {
     }
 
     fn cancel(&mut self, epoch: Epoch, links: &mut Links) -> Result<(), TransferError> {
-        // The announced length must still be met; the peer applies zeros to blocks it will not verify, or drops them.
+        // The announced length must still be sent. The peer writes the zeros to blocks it will not verify, or drops them.
         links.forget_pool(epoch);
         self.under_way.retain(|sending| sending.epoch != epoch);
         Ok(())
@@ -86,9 +86,9 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener, TransferError> 
     Ok(listener)
 }
 
-/// Addresses that a name stands for, if whoever knows them says so by `until`. The system's own look-up takes as long as it likes.
+/// Resolves a host name, or fails at `until`. The system's own look-up has no time limit, so it runs on a thread of its own.
 fn resolve(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, std::io::Error> {
-    // A receiver advertises IPv6 addresses in the brackets that a port is set apart by.
+    // A receiver advertises an IPv6 address in brackets, because a port follows.
     let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![(address, port).into()]);
@@ -101,7 +101,7 @@ fn resolve(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, std
     told.recv_timeout(until.saturating_duration_since(Instant::now())).map_err(late)?
 }
 
-/// Connects to the first address `host` stands for that answers by `until`.
+/// Connects to the first address of `host` that answers by `until`.
 pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream, std::io::Error> {
     let mut last = std::io::Error::other("the name stands for no address");
     for address in resolve(host, port, until)? {
@@ -114,7 +114,7 @@ pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream
     Err(last)
 }
 
-/// Begins to connect. It has when it can be written to; why it has not, its first use says.
+/// Starts to connect. The socket is connected once it is writable. If connecting fails, the first use of the socket says why.
 pub(crate) fn begin(address: SocketAddr) -> Result<TcpStream, std::io::Error> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -126,8 +126,8 @@ pub(crate) fn begin(address: SocketAddr) -> Result<TcpStream, std::io::Error> {
     }
 }
 
-/// Settings of both ends' sockets. Buffers are left to the kernel, which grows them as needed: 4 MiB ones measured no
-/// faster, and on most systems fixed ones are capped below that.
+/// Sets socket options, the same at both ends. Buffer sizes are left to the kernel, which grows them as needed: fixed ones of 4 MiB
+/// measured no faster, and most systems cap fixed ones below that.
 pub(crate) fn tune(stream: &TcpStream) -> Result<(), std::io::Error> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;

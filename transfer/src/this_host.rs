@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 
 use baton_handoff::Host;
 
-/// Of this process.
+/// The host of this process.
 pub(crate) fn this_host() -> Host {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok().and_then(|text| parse_uuid(&text));
     let netns = fs::metadata("/proc/self/ns/net").ok().map(|m| m.ino());

@@ -1,4 +1,4 @@
-//! The crate's own threads: named, counted in, and never joined by themselves.
+//! The crate's own threads. They are named, pinned to CPUs, and marked, so that none of them waits for itself.
 
 use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,14 +26,14 @@ pub(crate) fn spawn(
     std::thread::Builder::new().name(name).spawn(body).map_err(|e| TransferError::os("start a thread", e))
 }
 
-/// Waits for a thread to end. Does not wait when called from a callback, on a thread that may be the one meant.
+/// Waits for a thread to end, unless called on a thread of this crate, as from a callback: that may be the very thread to wait for.
 pub(crate) fn join(handle: JoinHandle<()>) {
     if !OURS.get() && handle.join().is_err() {
         tracing::error!("a transfer thread panicked");
     }
 }
 
-/// Locks, also after a panic elsewhere: every update under these locks is complete before anything can panic.
+/// Locks, even after a panic elsewhere: every update under these locks is complete before anything can panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,8 @@
-//! TLS below a session's frames, where it is set up: each end shows a certificate, and takes only peers whose certificate comes
-//! from the same authority.
+//! TLS below a session's frames, where it is set up. Each end shows a certificate, and accepts only peers whose certificate comes from
+//! the same authority.
 //!
-//! Sits between [`crate::link`] and a TCP stream, as non-blocking as both. Knows nothing of frames. Shared memory goes over a unix
-//! socket, where the kernel says who is there, and never comes here.
+//! Sits between [`crate::link`] and a TCP stream, and never blocks. Knows nothing of frames. Shared memory does not use it: that goes
+//! over a unix socket, where the kernel says who the peer is.
 
 use std::fmt;
 use std::io::{BufReader, Error, ErrorKind, IoSlice, IoSliceMut, Read, Write};
@@ -23,25 +23,25 @@ use baton_handoff::TransferError;
 
 /// Encrypted bytes read at once: a few records, of 16 KiB each.
 const READ: usize = 64 << 10;
-/// Bytes encrypted ahead of the socket (I5).
+/// Most bytes encrypted ahead of the socket (I5).
 const AHEAD: usize = 256 << 10;
-/// What a peer must have to come in.
+/// Advice in errors about two ends of which only one has TLS.
 const BOTH: &str = "set up TLS for transfers on both workers or on neither";
 
-/// Where the files are, in PEM.
+/// Paths of the PEM files.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TlsFiles {
-    /// This worker's certificate, and those between it and the authority.
+    /// This worker's certificate, and the intermediate ones between it and the authority.
     pub certificate: PathBuf,
     /// Its private key.
     pub key: PathBuf,
-    /// Certificates of the authorities whose workers are let in, and connected to.
+    /// Certificates of the trusted authorities, for peers that connect and for peers connected to.
     pub authority: PathBuf,
-    /// A name that the certificate of every decode worker has. None: it has the name or address that the worker is reached by.
+    /// Name that every decode worker's certificate holds. None: each holds the name or address by which the worker is reached.
     pub name: Option<String>,
 }
 
-/// Both ends' settings.
+/// TLS settings of both ends.
 #[derive(Clone, Debug)]
 pub struct Tls {
     client: Arc<ClientConfig>,
@@ -50,7 +50,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Reads the files, this once.
+    /// Reads the files. Later changes of them have no effect.
     ///
     /// # Errors
     /// [`TransferError::Argument`] names the file that cannot be used, and why.
@@ -69,7 +69,7 @@ impl Tls {
         let server = ServerConfig::builder_with_provider(provider.clone()).with_protocol_versions(&[&TLS13]);
         let server = server.map_err(bad("tls"))?.with_client_cert_verifier(verifier);
         let mut server = server.with_single_cert(chain.clone(), key.clone_key()).map_err(bad("tls.key"))?;
-        // Sessions last; nothing is resumed.
+        // Sessions last long, so TLS resumption is off.
         server.send_tls13_tickets = 0;
         let client = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
         let client = client.map_err(bad("tls"))?.with_root_certificates(roots);
@@ -80,21 +80,21 @@ impl Tls {
         Ok(Tls { client: Arc::new(client), server: Arc::new(server), name })
     }
 
-    /// The prefill end, to a worker reached at `host`.
+    /// Starts TLS at the prefill end, to a worker reached at `host`.
     pub(crate) fn connect(&self, stream: TcpStream, host: &str) -> Result<TlsStream, Error> {
         let name = self.name.clone().map_or_else(|| server_name(host), Ok)?;
         let connection = ClientConnection::new(self.client.clone(), name).map_err(Error::other)?;
         Ok(TlsStream::new(stream, connection.into()))
     }
 
-    /// The decode end.
+    /// Starts TLS at the decode end.
     pub(crate) fn accept(&self, stream: TcpStream) -> Result<TlsStream, Error> {
         let connection = ServerConnection::new(self.server.clone()).map_err(Error::other)?;
         Ok(TlsStream::new(stream, connection.into()))
     }
 }
 
-/// What bytes say that were to begin a session without TLS, when they are a TLS record: a greeting, or an alert.
+/// For a session without TLS: the error if its first bytes are a TLS record, a greeting or an alert.
 pub(crate) fn wants_tls(bytes: &[u8]) -> Option<String> {
     let is = matches!(bytes, [0x15 | 0x16, 0x03, ..]);
     is.then(|| format!("it wants TLS, which this worker is not set up for; {BOTH}"))
@@ -118,7 +118,7 @@ fn unreadable(field: &'static str, path: &Path, why: impl fmt::Display) -> Trans
     TransferError::argument(field, format!("{}: {why}; a file in PEM is needed", path.display()))
 }
 
-/// A stream that encrypts and decrypts. Shakes hands by itself as it is read and written.
+/// A stream that encrypts and decrypts. It shakes hands by itself while it is read and written.
 pub(crate) struct TlsStream {
     stream: BufReader<TcpStream>,
     connection: Connection,
@@ -130,7 +130,7 @@ impl TlsStream {
         TlsStream { stream: BufReader::with_capacity(READ, stream), connection }
     }
 
-    /// Where the peer is.
+    /// The peer's address.
     pub(crate) fn peer_address(&self) -> Option<SocketAddr> {
         self.stream.get_ref().peer_addr().ok()
     }
@@ -140,12 +140,12 @@ impl TlsStream {
         self.connection.wants_write()
     }
 
-    /// Whether the two ends have yet to agree; what is written meanwhile waits.
+    /// Whether the handshake is still going on, or its bytes still wait for the socket. What is written meanwhile waits.
     pub(crate) fn is_opening(&self) -> bool {
         self.connection.is_handshaking() || self.has_output()
     }
 
-    /// Decrypted bytes into `into`, in order; 0 when the peer has closed. [`ErrorKind::WouldBlock`] when there are none now.
+    /// Reads decrypted bytes into `into`, in order. Returns 0 when the peer has closed; [`ErrorKind::WouldBlock`] when none are there.
     pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         loop {
             match self.take(into) {
@@ -156,13 +156,13 @@ impl TlsStream {
                 return Ok(0);
             }
             let processed = self.connection.process_new_packets().map_err(|e| Error::other(self.explain(&e)));
-            // Its part of the handshake; when it failed, the alert that says why.
+            // Sends this end's part of the handshake, or the alert that says why it failed.
             let flushed = self.flush();
             processed.and(flushed)?;
         }
     }
 
-    /// What is decrypted already.
+    /// Takes bytes that are already decrypted.
     fn take(&mut self, into: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let mut reader = self.connection.reader();
         let mut taken = 0;
@@ -181,8 +181,8 @@ impl TlsStream {
         Ok(taken)
     }
 
-    /// Encrypts some of `from` and sends what the socket takes; how much of `from` needs not be kept.
-    /// [`ErrorKind::WouldBlock`] when it is none.
+    /// Encrypts some of `from` and sends what the socket takes. Returns how many bytes of `from` were taken over;
+    /// [`ErrorKind::WouldBlock`] when none were.
     pub(crate) fn write(&mut self, from: &[IoSlice<'_>]) -> Result<usize, Error> {
         self.flush()?;
         let count = self.connection.writer().write_vectored(from)?;
@@ -206,7 +206,7 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Says that nothing more will be sent, as far as the socket takes that now.
+    /// Tells the peer that nothing more will be sent, as far as the socket takes that now.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
         self.connection.send_close_notify();
         self.flush()

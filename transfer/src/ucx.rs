@@ -1,10 +1,11 @@
 //! Blocks over UCX: RDMA, RoCE, shared memory, CUDA IPC or TCP, whatever UCX finds between two workers.
 //!
-//! The session's frames travel over its stream as ever; blocks are put one-sidedly into the peer's registered pool. A
-//! batch is flushed, which in UCX means applied at the target, before the Write frame that names its blocks is sent. That
-//! is known only by the peer's word, so the next batches leave meanwhile. Either pool may be a GPU's memory, where UCX has CUDA.
-//! `engine` holds the registered pool, `worker` one thread's progress, `endpoint` a connection; each gives one kind
-//! of C handle an owner. Only this module calls UCX.
+//! The session's frames travel over its own stream, as over any transport. Blocks are put one-sidedly into the peer's registered pool.
+//! A batch is flushed before the Write frame that names its blocks is sent; flushed in UCX means applied at the target. Only the peer's
+//! acknowledgement shows that, so the next batches leave meanwhile. Either pool may be a GPU's memory, if UCX has CUDA support.
+//!
+//! `engine` holds the registered pool, `worker` one thread's progress, `endpoint` a connection. Each owns one kind of C handle. Only
+//! this module calls UCX.
 
 mod endpoint;
 mod engine;
@@ -28,25 +29,25 @@ use crate::load::Load;
 use crate::transport::{Progress, Transport};
 use endpoint::Request;
 
-/// Batches under way at once: what one of them waits for the peer's word, the others fill.
+/// Batches under way at once: while one waits for the peer's acknowledgement, the others are sent.
 const IN_FLIGHT: usize = 4;
 
-/// How long batches that are given up may take to be applied before their endpoint is closed by force. They are small;
-/// what takes longer is a peer that does not move.
+/// How long cancelled batches may take to be applied before their endpoint is closed by force. Batches are small: if one takes longer,
+/// the peer is stalled.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// Transports by which a process writes to another's memory without the other's, or its network card's, doing. The
-/// receiver cannot cut them off, so they need proof of the writer's end (I3), which only a unix stream gives.
+/// UCX transports by which a process writes to another's memory without that process or its network card taking part. The receiver
+/// cannot cut them off. So it needs proof that the writer has ended (I3), which only a unix socket gives.
 const DIRECT: [&str; 8] = ["sysv", "posix", "cma", "knem", "xpmem", "cuda_ipc", "rocm_ipc", "ze_ipc"];
 
 /// Puts from one pool into another.
 pub(crate) struct Ucx {
     peer: WorkerId,
     local: Pool,
-    /// Address and bytes of the peer's pool.
+    /// Address of the peer's pool, and its size in bytes.
     base: u64,
     bytes: u64,
-    /// Under way, in their order. Before `endpoint`, so that their requests are dropped first.
+    /// Batches under way, oldest first. Declared before `endpoint`, so that their requests are dropped first.
     in_flight: VecDeque<BatchInFlight>,
     endpoint: Endpoint,
 }
@@ -54,13 +55,13 @@ pub(crate) struct Ucx {
 /// A batch under way, with the memory it is sent from.
 struct BatchInFlight {
     load: Load,
-    /// Its puts that are not done, and the flush behind them.
+    /// Its unfinished puts, and the flush behind them.
     requests: Vec<Request>,
 }
 
 impl Ucx {
-    /// Connects to the pool of `peer`, whose shape is `geometry`. With `direct`, the peer can tell when this process has
-    /// ended, so transports may be used that it cannot cut off.
+    /// Connects to the pool of `peer`, whose shape is `geometry`. `direct`: the peer can tell when this process has ended, so transports
+    /// that the peer cannot cut off are allowed.
     pub(crate) fn connect(
         engine: &Arc<UcxEngine>,
         peer: WorkerId,
@@ -129,9 +130,9 @@ impl Transport for Ucx {
                 let problem = format!("{} bytes at {} lie outside its own pool", run.len, run.target);
                 return Err(TransferError::Protocol { peer: self.peer, field: "blocks", problem });
             };
-            // SAFETY: a checked range of the pool, unchanged until the handoff's end is reported, or of the batch's own
-            // memory, kept as long as the endpoint may read it. The remote one is lent to this handoff until this
-            // session says that it has stopped (I3).
+            // SAFETY: a checked range, either of the pool, unchanged until the handoff's end is reported, or of the batch's own
+            // memory, kept as long as the endpoint may read it. The remote range is lent to this handoff until this session
+            // says that it has stopped (I3).
             let put = unsafe { self.endpoint.put(from, run.len, self.base + run.target as u64, registered) };
             let lost = |cause| TransferError::PeerLost { peer: self.peer, cause };
             requests.extend(put.map_err(lost)?);
@@ -158,7 +159,7 @@ impl Transport for Ucx {
     }
 
     fn cancel(&mut self, epoch: Epoch, _: &mut Links) -> Result<(), TransferError> {
-        // Whatever went wrong: from the return on the local pool is not read.
+        // After an error, too, the local pool must no longer be read: close the endpoint by force.
         self.give_up(epoch).inspect_err(|_| {
             self.endpoint.close();
         })
@@ -186,15 +187,15 @@ impl Ucx {
 
 impl Drop for Ucx {
     fn drop(&mut self) {
-        // Before its requests are let go, so that none of them reads the local pool any more.
+        // Close it before its requests are dropped, so that none of them reads the local pool any more.
         if !self.endpoint.close() {
-            // Better lost than freed under a put.
+            // Better leaked than freed under a put.
             self.in_flight.drain(..).for_each(|sent| std::mem::forget(sent.load));
         }
     }
 }
 
-/// A batch's pieces, adjacent ones that go to adjacent places as one.
+/// A batch's runs, with runs merged that are adjacent in both pools.
 fn joined(batch: &WriteBatch) -> Vec<BlockRun> {
     let mut runs: Vec<BlockRun> = Vec::new();
     for run in batch.runs() {

@@ -46,7 +46,7 @@ pub(crate) fn wait(
     look(wake, fds, timeout).map(Option::unwrap_or_default)
 }
 
-/// As [`wait`]; None when the time is over.
+/// As [`wait`]; None after a timeout.
 fn look(
     wake: &Wake,
     fds: &[(BorrowedFd<'_>, Interest)],
@@ -75,11 +75,11 @@ fn look(
     Ok(Some(ready.fold(0, |bits, (i, _)| bits | 1 << i)))
 }
 
-/// How long [`wait_awake`] looks before it sleeps: about what waking a sleeping thread takes, so at worst as long again.
+/// How long [`wait_awake`] polls before it sleeps: about as long as waking a sleeping thread takes, so at worst that cost doubles.
 const AWAKE: Duration = Duration::from_micros(50);
 
-/// As [`wait`], for a thread that expects something any moment: it looks for a short while before it
-/// sleeps, because on the way to waking it others lose more time than a batch takes. Whoever wants the core gets it.
+/// As [`wait`], for a thread that expects something at any moment. It polls for a short while before it sleeps, because whoever wakes
+/// a sleeping thread loses more time than a batch takes. It yields the core between polls.
 pub(crate) fn wait_awake(
     wake: &Wake,
     fds: &[(BorrowedFd<'_>, Interest)],
@@ -95,7 +95,7 @@ pub(crate) fn wait_awake(
     wait(wake, fds, timeout)
 }
 
-/// Waits until `fd` is readable, at most for so long.
+/// Waits until `fd` is readable, or `at_most` has passed.
 pub(crate) fn readable(fd: BorrowedFd<'_>, at_most: Duration) -> Result<(), TransferError> {
     let timeout = timespec(at_most);
     match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timeout)) {

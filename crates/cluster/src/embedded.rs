@@ -1,6 +1,6 @@
 //! The registry inside the router: members in memory, served to workers over gRPC.
 //!
-//! The leases live and die with the router's process. After its restart workers register again by themselves.
+//! Leases are lost when the router's process ends. After its restart, workers register again by themselves.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -24,10 +24,10 @@ use crate::lease::{Hold, RegistryLease};
 use crate::wire::{member_from_proto, member_to_proto};
 use crate::{Registry, ViewReceiver};
 
-/// Bytes of one request to the registry at most: a member's texts and some numbers.
+/// Maximum size of one request to the registry, bytes: a member's texts and some numbers.
 const MAX_REQUEST: usize = 4096;
 
-/// The registry itself. Clones share it; it ends with the last one.
+/// The registry itself. Clones share it; it ends with the last clone.
 #[derive(Clone)]
 pub struct EmbeddedRegistry(Arc<Running>);
 
@@ -45,7 +45,7 @@ impl Drop for Running {
 struct Shared {
     store: Mutex<Store>,
     views: watch::Sender<Arc<View>>,
-    /// A lease was added, so the next expiry may be another.
+    /// Signals that a lease was added or renewed, so the next expiry may have changed.
     leased: Notify,
     closed: watch::Sender<bool>,
 }
@@ -104,7 +104,7 @@ impl Shared {
         }
     }
 
-    /// Under the store's lock, so that views come in the order of the changes.
+    /// Publishes the store's view. Call under the store's lock, so that views come in the order of the changes.
     fn publish(&self, store: &Store) {
         self.views.send_replace(Arc::new(store.view()));
     }
@@ -114,7 +114,7 @@ impl Shared {
     }
 }
 
-/// The time, as the runtime has it.
+/// The current time of the runtime's clock.
 fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
@@ -144,7 +144,7 @@ async fn expire(shared: Arc<Shared>) {
     }
 }
 
-/// A member of the process that holds the registry.
+/// The registration of a member in the registry's own process.
 struct LocalHold {
     shared: Arc<Shared>,
     ttl: Duration,
@@ -199,7 +199,7 @@ impl v1::registry_server::Registry for EmbeddedService {
             Ok(v1::View { revision: view.revision, members })
         });
         let end = async move {
-            // An error means that the registry is gone, which is an end as well.
+            // An error means that the registry is gone, which ends the watch as well.
             let _ = closed.wait_for(|closed| *closed).await;
         };
         Ok(Response::new(views.take_until(end.boxed()).boxed()))

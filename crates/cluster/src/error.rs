@@ -1,4 +1,4 @@
-//! Everything that can go wrong with membership.
+//! The errors of cluster membership.
 
 use baton_membership::MembershipError;
 use baton_types::{BatonError, ErrorKind};
@@ -6,12 +6,12 @@ use baton_types::{BatonError, ErrorKind};
 /// Errors of the registry and its clients.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// A registry specification that names none.
+    /// A registry specification that names no registry.
     #[error(
         "registry {spec:?}: {problem}; use http://host:port for the registry inside a router, or etcd://host:port,host:port/cluster"
     )]
     Spec {
-        /// As given.
+        /// The specification as given.
         spec: String,
         /// What is wrong with it.
         problem: &'static str,
@@ -22,17 +22,17 @@ pub enum ClusterError {
     /// The registry answered that it will not do this.
     #[error("the registry at {registry} refused: {problem}")]
     Refused {
-        /// Its address.
+        /// The registry's address.
         registry: String,
-        /// What kind of thing it refused.
+        /// The kind of error.
         kind: ErrorKind,
-        /// Its words.
+        /// The registry's message.
         problem: String,
     },
     /// The registry cannot be reached, or cannot answer now.
     #[error("the registry at {registry} is not available: {problem}")]
     Unavailable {
-        /// Its address.
+        /// The registry's address.
         registry: String,
         /// Why.
         problem: String,

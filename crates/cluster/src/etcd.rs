@@ -1,7 +1,7 @@
-//! Membership in etcd: one key a member, each under its own lease.
+//! Membership in etcd: one key per member, each under its own lease.
 //!
-//! Keys are `/baton/<cluster>/members/<id>` with the member as JSON. A watcher lists the prefix and follows it from that
-//! revision; when the connection breaks or the revision has been compacted away, it lists again.
+//! The key `/baton/<cluster>/members/<id>` (id: 16 hex digits) holds the member as JSON. A watcher lists the prefix and
+//! follows it from that revision. When the connection breaks or the revision has been compacted away, it lists again.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use crate::lease::{Hold, RegistryLease};
 use crate::{Registry, ViewReceiver};
 
 const CONNECT: Duration = Duration::from_secs(2);
-/// A server that vanished without closing is noticed after two of these.
+/// Interval and timeout of pings. A server that vanished without closing is noticed after two of these.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// A client of etcd.
@@ -35,9 +35,9 @@ pub struct EtcdRegistry {
 #[derive(Clone)]
 struct Etcd {
     client: Client,
-    /// For messages.
+    /// The registry's address, for messages.
     address: String,
-    /// With the final slash.
+    /// Prefix of the members' keys, with the final slash.
     prefix: String,
 }
 
@@ -48,7 +48,7 @@ impl EtcdRegistry {
             .with_connect_timeout(CONNECT)
             .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
             .with_keep_alive_while_idle(true)
-            // A server cut off from its quorum ends its watches instead of keeping quiet.
+            // A server cut off from its quorum ends its watches instead of staying silent.
             .with_require_leader(true);
         let address = format!("etcd://{}", endpoints.join(","));
         let client = Client::connect(endpoints, Some(options))
@@ -80,13 +80,13 @@ impl Etcd {
         u64::from_str_radix(digits, 16).ok().map(WorkerId)
     }
 
-    /// What an error means here: etcd will never do it, or cannot be reached.
+    /// Turns an error of the client into ours: etcd either will never do this, or cannot be reached.
     fn error(&self, error: &Error) -> ClusterError {
         let (registry, problem) = (self.address.clone(), error.to_string());
         match error {
             Error::GRpcStatus(status) => match status.code() {
                 Code::Unimplemented | Code::Unauthenticated | Code::PermissionDenied => {
-                    // The address is of something else, or the credentials are not good.
+                    // The address belongs to something else, or the credentials are wrong.
                     ClusterError::Refused { registry, kind: ErrorKind::InvalidArgument, problem }
                 }
                 _ => ClusterError::Unavailable { registry, problem },
@@ -95,7 +95,7 @@ impl Etcd {
         }
     }
 
-    /// The member in a key; whoever writes there may have written anything (I8).
+    /// The member in a key; `None`, with a warning, if it is invalid. Anything may have been written there (I8).
     fn member(&self, kv: &KeyValue) -> Option<Member> {
         let member = serde_json::from_slice::<Member>(kv.value());
         let problem = match member {
@@ -146,7 +146,7 @@ impl EtcdHold {
         if changed || fresh {
             self.etcd.client.put(key, json, Some(put)).await?;
         } else {
-            // Somebody may have deleted the key under a living lease.
+            // Writes the key again if somebody deleted it while the lease lived.
             let absent = Compare::version(key.clone(), CompareOp::Equal, 0);
             let txn = Txn::new().when([absent]).and_then([TxnOp::put(key, json, Some(put))]);
             self.etcd.client.txn(txn).await?;
@@ -154,7 +154,7 @@ impl EtcdHold {
         Ok(())
     }
 
-    /// The present lease, just renewed; `None` when there is none any more.
+    /// Renews the current lease and returns it; `None` if there is none any more.
     async fn living_lease(&mut self) -> Result<Option<i64>, Error> {
         let Some(id) = self.lease else { return Ok(None) };
         match self.etcd.client.lease_keep_alive(id).await {
@@ -181,7 +181,7 @@ impl EtcdHold {
 
 struct EtcdFeed(Etcd);
 
-/// Members as of the last event, and the events to come.
+/// The members as of the last event, and the stream of further events.
 struct Following {
     etcd: Etcd,
     members: BTreeMap<WorkerId, Member>,
@@ -222,7 +222,7 @@ impl EtcdFeed {
 }
 
 impl Following {
-    /// The members now, at first; then after each change.
+    /// The first call returns the listed members; later calls wait for a change and return the members after it.
     async fn next(&mut self) -> Result<Vec<Member>, ClusterError> {
         let broken = |problem: String| ClusterError::Unavailable { registry: self.etcd.address.clone(), problem };
         while self.listed {
@@ -231,7 +231,7 @@ impl Following {
                 Ok(None) => return Err(broken("the watch ended".to_owned())),
                 Err(error) => return Err(broken(error.to_string())),
             };
-            // Compacted away, or no leader: list again.
+            // The revision was compacted away, or there is no leader: the caller lists again.
             if response.canceled() {
                 return Err(broken(format!("the watch was cancelled: {}", response.cancel_reason())));
             }

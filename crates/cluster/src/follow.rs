@@ -1,6 +1,6 @@
-//! Turns a registry's lists into views, in one background task.
+//! Turns a registry's lists of members into views, in one background task.
 //!
-//! Opens feeds and waits as `baton-membership`'s [`Follow`] says; decides nothing.
+//! `baton-membership`'s [`Follow`] decides; this file opens feeds and waits as it says.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,22 +15,22 @@ use tracing::{info, warn};
 use crate::ViewReceiver;
 use crate::error::ClusterError;
 
-/// Whole lists of members, one on every change.
+/// A stream of complete member lists, one per change.
 pub(crate) type Lists = BoxStream<'static, Result<Vec<Member>, ClusterError>>;
 
-/// Where lists come from; the part that differs between registries.
+/// The source of the lists: the part that differs between registries.
 pub(crate) trait Feed: Send + 'static {
-    /// The registry, for messages.
+    /// The registry's address, for messages.
     fn address(&self) -> &str;
 
-    /// Connects and asks for lists. The first comes at once.
+    /// Connects and asks for lists. The first list comes at once.
     fn open(&mut self) -> impl Future<Output = Result<Lists, ClusterError>> + Send;
 }
 
-/// Starts listening when somebody first wants to see; goes on as long as it or any of its receivers lives.
+/// Follows a registry, from the first call of `watch` on, as long as it or any of its receivers lives.
 pub(crate) struct Follower {
     views: ViewReceiver,
-    /// Taken by the task.
+    /// Moved into the task when it starts.
     sender: Mutex<Option<watch::Sender<Arc<View>>>>,
 }
 
@@ -54,9 +54,9 @@ impl Follower {
     }
 }
 
-/// Does as [`Follow`] says.
+/// Performs the actions of [`Follow`].
 async fn follow<F: Feed>(mut feed: F, views: &watch::Sender<Arc<View>>) {
-    // Any number does: it only spreads the waits of processes that lost the same registry.
+    // Any seed will do: it only spreads the waits of processes that lost the same registry.
     let (mut follow, mut action) = Follow::start(u64::from(std::process::id()), now());
     let registry = feed.address().to_owned();
     let mut lists = None;
@@ -93,7 +93,7 @@ async fn follow<F: Feed>(mut feed: F, views: &watch::Sender<Arc<View>>) {
     }
 }
 
-/// Opens the feed, and waits for its first list.
+/// Opens the feed and waits for its first list.
 async fn opened<F: Feed>(feed: &mut F, registry: &str, lists: &mut Option<Lists>) -> Result<Vec<Member>, ClusterError> {
     *lists = None;
     *lists = Some(feed.open().await?);
@@ -126,12 +126,12 @@ async fn at(due: Option<std::time::Instant>) {
     }
 }
 
-/// The time, as the runtime has it.
+/// The current time of the runtime's clock.
 fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
 
-/// Wakes the watchers only when the revision moved.
+/// Publishes the view. Wakes the watchers only when its revision changed.
 fn publish(view: View, views: &watch::Sender<Arc<View>>) {
     views.send_if_modified(|seen| {
         let changed = seen.revision != view.revision;

@@ -1,6 +1,6 @@
 //! Keeps one member registered until its lease is dropped or revoked.
 //!
-//! Makes the calls and waits that `baton-membership`'s [`Renewal`] asks for; decides nothing.
+//! `baton-membership`'s [`Renewal`] decides; this file makes the calls and waits that it asks for.
 
 use std::future::Future;
 use std::time::Duration;
@@ -15,18 +15,18 @@ use crate::error::ClusterError;
 
 /// One member's registration at one registry; the part that differs between registries.
 pub(crate) trait Hold: Send + 'static {
-    /// The registry, for messages.
+    /// The registry's address, for messages.
     fn address(&self) -> &str;
 
-    /// Registers or renews. `changed`: the registry does not have this value of the member yet.
+    /// Registers or renews. `changed`: the registry does not have this version of the member yet.
     fn renew(&mut self, member: &Member, changed: bool) -> impl Future<Output = Result<(), ClusterError>> + Send;
 
     /// Removes the member.
     fn revoke(&mut self, member: &Member) -> impl Future<Output = Result<(), ClusterError>> + Send;
 }
 
-/// A registered member. Dropping it stops the renewals, and the member is gone when its ttl has passed, as if the process
-/// had died; [`RegistryLease::revoke`] removes it at once.
+/// A registered member. Dropping it stops the renewals, and the member disappears when its ttl has passed, as if the process
+/// had died. [`RegistryLease::revoke`] removes the member at once.
 #[derive(Debug)]
 pub struct RegistryLease {
     member: watch::Sender<Member>,
@@ -35,7 +35,7 @@ pub struct RegistryLease {
 }
 
 impl RegistryLease {
-    /// Registers `member`, trying until the registry answers, and starts the renewals.
+    /// Registers `member`, retrying until the registry answers, and starts the renewals.
     pub(crate) async fn start<H: Hold>(hold: H, member: Member, ttl: Duration) -> Result<RegistryLease, ClusterError> {
         let (renewal, action) = Renewal::start(member.clone(), ttl, now())?;
         let (member, members) = watch::channel(member);
@@ -63,19 +63,20 @@ impl RegistryLease {
     /// Changes what is registered; the registry learns of it as soon as it can be reached.
     ///
     /// # Errors
-    /// A member that no registry takes, or one with another id.
+    /// No registry takes this member, or it has another id.
     pub fn update(&self, member: Member) -> Result<(), ClusterError> {
         self.member.borrow().check_change(&member)?;
         self.member.send_replace(member);
         Ok(())
     }
 
-    /// Tells everybody to send no new requests here.
+    /// Marks the member as draining, so that it is sent no new requests.
     pub fn set_draining(&self) {
         self.member.send_modify(|member| member.draining = true);
     }
 
-    /// Removes the member. When the registry does not answer within a third of the ttl (or 1 s), the ttl does it.
+    /// Removes the member. If the registry does not answer within a third of the ttl (at least 1 s), the member disappears when
+    /// its ttl has passed.
     pub async fn revoke(mut self) {
         if let Some(revoke) = self.revoke.take() {
             let _ = revoke.send(());
@@ -90,7 +91,7 @@ impl Drop for RegistryLease {
     }
 }
 
-/// Does as the [`Renewal`] says.
+/// Performs the actions of its [`Renewal`].
 struct Keeper<H> {
     hold: H,
     renewal: Renewal,
@@ -100,7 +101,7 @@ struct Keeper<H> {
 }
 
 impl<H: Hold> Keeper<H> {
-    /// One action, to its outcome. What went wrong in it is logged, and returned.
+    /// Performs one action. Logs its error, if any, and returns it.
     async fn step(&mut self) -> Option<ClusterError> {
         let (input, error) = self.perform().await;
         if self.action_is_revoke() {
@@ -168,7 +169,7 @@ impl<H: Hold> Keeper<H> {
         let (id, role, registry) = (member.id, member.role.as_str(), self.hold.address());
         let error = error.map(ToString::to_string).unwrap_or_default();
         match news {
-            // Whoever starts first waits for the others; only a long wait is worth somebody's attention.
+            // A process that starts before the registry has to wait for it; only a long wait deserves a warning.
             RenewalNews::Waiting => info!(registry, "waiting for the registry"),
             RenewalNews::StillWaiting => warn!(error, "cannot register yet, trying again"),
             RenewalNews::Registered => info!(%id, role, "registered"),
@@ -181,13 +182,13 @@ impl<H: Hold> Keeper<H> {
     fn log_revoked(&self, error: Option<&ClusterError>) {
         match error {
             None => debug!(id = %self.renewal.member().id, "deregistered"),
-            // Expected where the registry stops with everything else.
+            // Expected when the registry stops together with everything else.
             Some(error) => info!(%error, "cannot deregister; the ttl will"),
         }
     }
 }
 
-/// The time, as the runtime has it.
+/// The current time of the runtime's clock.
 fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
@@ -200,7 +201,7 @@ mod tests {
 
     const TTL: Duration = Duration::from_secs(9);
 
-    /// Reports each call; fails while `down`.
+    /// Reports each call. Renewals fail while `down`.
     struct Fake {
         calls: mpsc::UnboundedSender<(&'static str, bool)>,
         down: watch::Receiver<bool>,

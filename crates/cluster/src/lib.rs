@@ -1,9 +1,11 @@
-//! Who is in the cluster: members register under a lease, everybody watches one view.
+//! Cluster membership: members register under a lease, and everybody watches one view.
 //!
-//! Stands beside the flow: workers register, the router places requests by the view. It knows nothing of requests, and
-//! decides nothing about members: that is `baton-membership`, which this crate drives. The trait [`Registry`] has two implementations: the embedded registry, which the router
-//! serves and workers reach over gRPC, and etcd. Losing either stops nobody: the view stays as it was, marked stale, and
-//! leases are taken again when the registry is back (I7).
+//! Workers register; the router places requests by the view. This crate knows nothing of requests. `baton-membership` decides
+//! everything about members, and this crate carries it out.
+//!
+//! The trait [`Registry`] has two implementations: the embedded registry, which the router serves and workers reach over
+//! gRPC, and etcd. Losing the registry stops nobody: the view stays as it was, marked stale, and members register again when
+//! the registry is back (I7).
 
 #![forbid(unsafe_code)]
 
@@ -31,25 +33,25 @@ pub use remote::EmbeddedClient;
 pub use spec::Spec;
 pub use wire::{member_from_proto, member_to_proto};
 
-/// Always holds the latest view; wait with `changed()`. Several changes may arrive as one.
+/// Holds the latest view; wait for the next with `changed()`. Several changes may arrive as one.
 pub type ViewReceiver = watch::Receiver<Arc<View>>;
 
-/// Where members register and are seen.
+/// Where members register, and where the view comes from.
 pub trait Registry: Send + Sync + 'static {
-    /// Registers a member and keeps it registered until the lease is dropped or revoked. A registry that cannot be reached
-    /// is tried again until it can be, so the caller bounds the wait.
+    /// Registers a member and keeps it registered until the lease is dropped or revoked. Retries while the registry cannot be
+    /// reached, so the caller must bound the wait.
     ///
-    /// `ttl`, between 1 s and 1 h: how long the member is seen after its process died.
+    /// `ttl`, between 1 s and 1 h: how long the member stays in the view after its process died.
     ///
     /// # Errors
-    /// A member or ttl that the registry will never take; a registry that is none.
+    /// The registry will never take this member or ttl, or the address is not that of a registry.
     fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>>;
 
-    /// The view, from the last known one on. It starts empty and stale. Call inside a tokio runtime.
+    /// The view, beginning with the last known one. The first view of all is empty and stale. Call inside a tokio runtime.
     fn watch(&self) -> ViewReceiver;
 }
 
-/// The registry a [`Spec`] names. It need not be up. Call inside a tokio runtime.
+/// The registry that a [`Spec`] names. It need not be up. Call inside a tokio runtime.
 ///
 /// # Errors
 /// A specification that is neither `http://host:port` (a router) nor `etcd://host:port,…[/cluster]`.

@@ -1,4 +1,4 @@
-//! The registry inside a router, seen from another process.
+//! A client of the registry inside a router, for other processes.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::wire::{member_from_proto, member_to_proto};
 use crate::{Registry, ViewReceiver};
 
 const CONNECT: Duration = Duration::from_secs(2);
-/// A peer that vanished without closing is noticed after two of these.
+/// Interval and timeout of pings. A router that vanished without closing is noticed after two of these.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// A client of the registry inside a router.
@@ -62,7 +62,7 @@ impl Registry for EmbeddedClient {
 }
 
 impl RouterClient {
-    /// What a status means here: the router will never do it, or cannot be reached.
+    /// Turns a status into an error: the router either will never do this, or cannot be reached.
     fn error(&self, status: &Status) -> ClusterError {
         let (registry, problem) = (self.address.clone(), status.message().to_owned());
         match status.code() {

@@ -6,7 +6,7 @@ use baton_membership::is_host_port;
 
 use crate::error::ClusterError;
 
-/// Cluster name when the specification gives none.
+/// Cluster name if the specification gives none.
 const DEFAULT_CLUSTER: &str = "default";
 
 /// A parsed registry specification.
@@ -14,14 +14,14 @@ const DEFAULT_CLUSTER: &str = "default";
 pub enum Spec {
     /// `http://host:port`: the registry inside the router with this gRPC address.
     Embedded {
-        /// The same text.
+        /// The address, as `http://host:port`.
         endpoint: String,
     },
     /// `etcd://host:port,host:port/cluster`: etcd, with all keys below `/baton/<cluster>/`.
     Etcd {
-        /// `host:port` each.
+        /// The servers, each as `host:port`.
         endpoints: Vec<String>,
-        /// Which of the clusters that share this etcd; "default" when absent.
+        /// Name of the cluster, among those that share this etcd; "default" if absent.
         cluster: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Members as messages of `proto/baton/v1/cluster.proto`, checked on the way in.
+//! Converts members to and from messages of `proto/baton/v1/cluster.proto`. Incoming members are checked.
 
 use baton_membership::{Member, MembershipError, Role};
 use baton_proto::v1;
@@ -29,7 +29,7 @@ pub fn member_to_proto(m: Member) -> v1::Member {
 /// The member in a message.
 ///
 /// # Errors
-/// A field that no registry takes (I8).
+/// A field has a value that no registry takes (I8).
 pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
     let role = match v1::Role::try_from(m.role) {
         Ok(v1::Role::Prefill) => Role::Prefill,

@@ -1,11 +1,11 @@
-//! Replays a trace of a chat service through the engine and prints what the prefix cache finds of it.
+//! Replays a trace of a chat service through the engine and prints how much of it the prefix cache finds.
 //!
 //! ```text
 //! cargo run -p baton-engine --release --example replay -- conversation_trace.jsonl [requests]
 //! ```
 //!
-//! One JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one per block of 512
-//! tokens). Lengths are divided by 32, so that a block is 16 tokens.
+//! Each line is one JSON object: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one per block
+//! of 512 tokens). Lengths are divided by 32, so that a block is 16 tokens.
 #![allow(clippy::unwrap_used, reason = "an example")]
 
 #[path = "../tests/replay/mod.rs"]

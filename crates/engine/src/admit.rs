@@ -1,15 +1,22 @@
-//! Who starts: prefix hits, room, and waiting for a prefix that another is computing right now.
+//! Admission: which waiting sequences start, given prefix hits, free blocks, and prefixes that are being computed right
+//! now.
 //!
-//! Sequences start in the order of their turns. The first that finds no room blocks those behind it, so that nobody
-//! starves. One that waits of its own accord does not: while a running sequence computes what it begins with, computing
-//! the same again would be waste. For one with an earlier turn it loses nothing by that: that one is served first anyway.
-//! For one with a later turn it waits only as long as that one has a row in every step, and for no more steps in all than
-//! it has tokens. So it cannot starve, nor wait in a circle: who is waited for runs.
+//! Sequences start in the order of their turns. The first one that finds no room blocks those behind it, so that nobody
+//! starves.
 //!
-//! One that is to receive its KV also waits for one with an earlier turn that receives most of what it lacks: the same KV is
-//! handed over once. Such a wait ends with the handoff it is for. When that fails it waits for no other, and otherwise it
-//! then lacks less than half of what it did. What is little is computed here, beside what runs: a handoff would only repeat
-//! what is here already on the prefill side.
+//! A sequence may also wait for a leader: a running sequence that computes a prefix they share, which would otherwise
+//! be computed twice. A sequence that waits for a leader does not block those behind it. It cannot starve:
+//!
+//! - It loses nothing to a leader with an earlier turn, which is served first anyway.
+//! - It waits for a leader with a later turn only while that leader has a row in every step, and for at most as many
+//!   steps in all as it has tokens.
+//!
+//! Sequences cannot wait in a circle either, because a leader is running or receiving its KV.
+//!
+//! A sequence that is to receive its KV also waits for a sequence with an earlier turn that receives most of what it
+//! lacks: the same KV is handed over once. The wait ends with that handoff. If the handoff fails, the sequence waits
+//! for no other one. If it succeeds, the sequence then lacks less than half of what it lacked before. A few missing
+//! tokens are computed here, beside what runs: for a handoff the prefill side would compute again what is already here.
 
 use std::ops::Bound;
 
@@ -20,13 +27,13 @@ use crate::config::AGED;
 use crate::sequence::{Leader, Phase, Sequence, Turn};
 use crate::{Engine, Event, Order, Start, StepRow};
 
-/// What became of a sequence that might start.
+/// What became of a waiting sequence that might start.
 enum Outcome {
-    /// Whether another's turn has come before those of others by that.
+    /// `aged`: this start has aged another sequence, whose turn now comes before those of others.
     Started { aged: bool },
-    /// Another computes its prefix.
+    /// Not now, usually because another sequence computes its prefix.
     Later,
-    /// No room.
+    /// No room, so nobody behind it starts either.
     Full,
 }
 
@@ -63,14 +70,14 @@ impl Engine {
             return self.defer(seq, leader);
         }
         if start == Start::Receive {
-            // I3: blocks of which copies are planned are lent after those are made.
+            // I3: a block with a planned copy to host memory may be lent only after that copy is made.
             if self.swaps_out() {
                 return Outcome::Full;
             }
-            // A peer writes whole blocks.
+            // A peer writes whole blocks, so a partial block is not shared by copying.
             hit = hit.without_copy();
         }
-        // A block beyond for each running sequence, so that it is not taken back at once.
+        // One spare block for each running sequence, so that the new one is not preempted at once.
         let need = if comes_back { Need::whole(sequence.len()) } else { self.need(start, sequence.len()) };
         let spare = self.running.len() as u32;
         if self.pools.fits(&hit, need, spare).is_err() {
@@ -85,9 +92,11 @@ impl Engine {
         }
     }
 
-    /// What it takes when it starts. Layer groups with a window need no more than window and chunk at a time, and take later
-    /// blocks as the window passes earlier ones. Blocks that a transfer reads cannot be taken back, so of those sequences only
-    /// one at a time may have blocks yet to take: two could wait for each other.
+    /// Blocks that a sequence takes when it starts.
+    ///
+    /// A layer group with a window needs only window and chunk at a time, and takes later blocks as the window passes
+    /// earlier ones. A sequence whose blocks a transfer reads cannot be preempted. So only one such sequence at a time
+    /// may still have blocks to take: two could wait for each other.
     fn need(&self, start: Start, tokens: u32) -> Need {
         let chunk = self.config.chunk;
         let growing = |turn: &Turn| {
@@ -101,7 +110,7 @@ impl Engine {
         }
     }
 
-    /// What of its tokens is in the prefix cache.
+    /// Looks up the sequence's tokens in the prefix cache.
     pub(crate) fn hit(&self, sequence: &Sequence) -> Hit {
         let Some(prefix) = sequence.prefix else { return Hit::default() };
         self.pools.lookup(&prefix, &sequence.tokens)
@@ -115,8 +124,10 @@ impl Engine {
         }
     }
 
-    /// Whether the tokens that a prompt lacks are few beside those that are here, and few enough to hold up nobody who decodes, with
-    /// those of other prompts beside them. A last token alone takes no more of a step than that of an answer.
+    /// Whether a sequence that is to receive its KV computes the `lacks` missing tokens here instead. They must be no
+    /// more than the `has` tokens that are here. Together with the tokens that running prompts lack, they must fit in
+    /// `local_prefill_tokens`, so that decodes are not held up. A single missing token needs only to fit alone: it
+    /// costs a step no more than a decode row.
     fn computes_here(&self, has: u32, lacks: u32) -> bool {
         let most = self.config.local_prefill_tokens;
         let beside = || {
@@ -154,7 +165,8 @@ impl Engine {
         if first && self.overtake(seq) { Outcome::Started { aged: true } } else { outcome }
     }
 
-    /// A swapped sequence goes on. It has a row at once, of one token: the step that computes that copies its KV first.
+    /// Starts a swapped sequence again. It gets a row of one token at once: the step that computes this row first
+    /// copies its KV back.
     fn bring_back(&mut self, seq: SeqId, hit: &Hit, rows: &mut Vec<StepRow>) -> Outcome {
         match self.seat_swapped(seq, hit) {
             Ok(Some(tables)) => {
@@ -183,8 +195,9 @@ impl Engine {
         Outcome::Started { aged: false }
     }
 
-    /// `seq` has started for the first time. Those that came before it, wait or compute their prompt still, and have a later
-    /// turn, have been overtaken; whether that is enough for one of them.
+    /// Called when `seq` has started for the first time. It has overtaken each sequence that was submitted earlier, has
+    /// a later turn, and still waits or computes its prompt. Sequences that have been overtaken often enough age.
+    /// Returns whether any did.
     fn overtake(&mut self, seq: SeqId) -> bool {
         let most = match self.config.order {
             Order::Fcfs => 0,
@@ -207,7 +220,7 @@ impl Engine {
         !aged.is_empty()
     }
 
-    /// Another turn for a sequence, wherever it stands.
+    /// Gives a sequence another turn, in whichever list it is.
     pub(crate) fn set_turn(&mut self, old: Turn, turn: u64) {
         let new = Turn { turn, ..old };
         if let Some(sequence) = self.sequences.get_mut(&old.seq) {
@@ -239,7 +252,8 @@ impl Engine {
         Outcome::Later
     }
 
-    /// The leader it waits for already, if that is still on the way.
+    /// The leader that the sequence waits for already, if that one has not yet computed enough and is still worth
+    /// waiting for.
     fn awaited(&self, sequence: &Sequence) -> Option<Leader> {
         let on_its_way = |leader: &Leader| {
             self.sequences.get(&leader.seq).is_some_and(|s| self.leads(s, sequence) && s.computed < leader.until)
@@ -247,7 +261,7 @@ impl Engine {
         sequence.leader.filter(on_its_way)
     }
 
-    /// Whether `other` computes or receives a prompt, leaves its blocks in the index, and is worth waiting for.
+    /// Whether `other` is worth waiting for: it computes or receives a prompt, and its blocks go into the prefix index.
     fn leads(&self, other: &Sequence, sequence: &Sequence) -> bool {
         let earlier = other.turn < sequence.turn;
         match &other.phase {
@@ -260,24 +274,25 @@ impl Engine {
         }
     }
 
-    /// The sequence that is on the way to most of what this one could reuse beyond its `hit`.
+    /// The best leader for `sequence`: the one that will provide the longest prefix beyond the `hit` tokens found
+    /// already.
     fn leader(&self, sequence: &Sequence, start: Start, hit: u32) -> Option<Leader> {
         let prefix = sequence.prefix?;
         let receives = sequence.start == Start::Receive;
         if receives && sequence.leader.is_some_and(|leader| hit < leader.shared) {
-            // It has been let down; not twice.
+            // The handoff it waited for has failed: it waits for no other.
             return None;
         }
         let size = self.pools.block_size();
         let mut best = (hit, None);
-        // What is computed here soon is not waited for.
+        // A sequence that computes its missing tokens here does not wait for a handoff.
         let received = self.receiving.iter().filter(|_| start == Start::Receive);
         for turn in self.running.iter().chain(received) {
             let Some(other) = self.sequences.get(&turn.seq) else { continue };
             if !self.leads(other, sequence) || other.prefix.is_none_or(|theirs| theirs.seed != prefix.seed) {
                 continue;
             }
-            // Names say all that comes before, so the first that differs is found by halving.
+            // A block's name covers all tokens before it too, so binary search finds the first that differs.
             let (ours, theirs) = (&sequence.names, &other.names);
             let blocks = partition(ours.len().min(theirs.len()), |at| ours[at] == theirs[at]) as u32;
             let next = (blocks * size) as usize;
@@ -287,11 +302,11 @@ impl Engine {
             let until = match &other.phase {
                 Phase::Receiving(lent) if !self.pools.will_hold(lent, shared) => continue,
                 Phase::Receiving(_) => other.len(),
-                // The block both begin with can be copied once it is full or its owner's prompt ends.
+                // The block in which they part can be copied once it is full or the leader's prompt ends.
                 _ if common > 0 => ((blocks + 1) * size).min(other.len()),
                 _ => blocks * size,
             };
-            // A prefill worker may begin at once with what is lacking; most of it is worth the wait.
+            // A prefill worker could begin at once with what is missing, so only most of it is worth the wait.
             let worth = !receives || shared.saturating_sub(hit) > sequence.len() - shared;
             if shared > best.0 && other.computed < until && worth {
                 best = (shared, Some(Leader { seq: turn.seq, until, shared }));
@@ -301,7 +316,8 @@ impl Engine {
     }
 }
 
-/// The first of `0..len` for which `holds` does not; it holds up to there and nowhere after.
+/// The first index in `0..len` for which `holds` is false. `holds` must be true before that index and false from there
+/// on.
 fn partition(len: usize, holds: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, len);
     while low < high {

@@ -1,4 +1,4 @@
-//! A step's batch, and what becomes of the sequences once it is computed or has failed.
+//! A step's batch, and what happens to its sequences once it is computed or has failed.
 
 use baton_types::{SeqId, TokenOut};
 
@@ -6,11 +6,12 @@ use crate::sequence::{Doom, Phase, Sequence};
 use crate::swap::swaps_in;
 use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
 
-/// In place of a token that is not known yet.
+/// Placeholder for a token that is not known yet.
 const UNKNOWN: [u32; 1] = [0];
 
 impl Engine {
-    /// Lends the step's batch, rows in the order of [`Step::rows`], to `f`: a call of the runner, to launch it, to collect it, or both.
+    /// Passes the step's batch, rows in the order of [`Step::rows`], to `f`: a call of the runner that launches it,
+    /// collects it, or both.
     pub fn with_batch<R>(&mut self, step: &Step, f: impl FnOnce(&Batch<'_>) -> R) -> R {
         let mut rows = recycle(std::mem::take(&mut self.spare_rows));
         let mut copies = std::mem::take(&mut self.spare_copies);
@@ -19,7 +20,7 @@ impl Engine {
         swap_in.clear();
         for row in &step.rows {
             let Some(sequence) = self.sequences.get(&row.seq) else { continue };
-            // A sequence's second row may be planned before the first has made them.
+            // The first row makes the sequence's copies. Its second row may be planned before they are made.
             if let (Phase::Running(tables), true) = (&sequence.phase, row.begins()) {
                 copies.extend(tables.copies());
                 swap_in.extend(swaps_in(sequence));
@@ -43,7 +44,8 @@ impl Engine {
         result
     }
 
-    /// The step, the first that was planned of those in flight, is computed. `out` has the runner's tokens, one per sampling row in row order; they are taken out of it.
+    /// Applies the oldest step in flight, which is computed. `out` has the runner's tokens, one per sampling row in row
+    /// order; they are taken out of it.
     ///
     /// When `out` is not what the step asked for, every sequence of the step fails.
     pub fn apply(&mut self, step: Step, out: &mut Vec<TokenOut>, events: &mut Vec<Event>) {
@@ -60,7 +62,7 @@ impl Engine {
         self.finish_step(step, true);
     }
 
-    /// The runner failed, on the step that was planned first of those in flight: every sequence of the step fails.
+    /// The runner failed on the oldest step in flight: every sequence of that step fails.
     pub fn fail(&mut self, step: Step, error: RunError, events: &mut Vec<Event>) {
         self.end_step(step, error.into(), events);
     }
@@ -115,7 +117,7 @@ impl Engine {
         }
     }
 
-    /// A row of a step is over; its sequence, unless that ended before.
+    /// Takes a row out of flight. Returns its sequence, unless that ended before.
     fn landed(&mut self, row: &StepRow) -> Option<&mut Sequence> {
         let sequence = self.sequences.get_mut(&row.seq)?;
         let flight = &mut sequence.flight;
@@ -124,7 +126,7 @@ impl Engine {
         flight.chosen -= u32::from(row.samples);
         let over = flight.rows == 0;
         match sequence.doomed {
-            // A row that was computed in vain: nobody hears of its token.
+            // The row was computed in vain: its token is not delivered.
             Some(doom) => {
                 if over {
                     self.remove(row.seq, doom);
@@ -135,7 +137,7 @@ impl Engine {
         }
     }
 
-    /// A sequence is over, and its blocks with it: now, or with the last step that writes to them (I3).
+    /// Ends a sequence and disposes of its blocks: now, or with the last step in flight that writes to them (I3).
     pub(crate) fn end(&mut self, seq: SeqId, doom: Doom) {
         match self.sequences.get_mut(&seq) {
             Some(sequence) if sequence.in_step() => sequence.doomed = Some(doom),
@@ -143,7 +145,7 @@ impl Engine {
         }
     }
 
-    /// What is left of a prompt decides its turn, where the shortest go first.
+    /// Under [`Order::ShortestFirst`], moves a sequence's turn forward as less of its prompt is left.
     fn advance_turn(&mut self, seq: SeqId) {
         let Order::ShortestFirst = self.config.order else { return };
         let turns = self.sequences.get(&seq).map(|s| (s.turn, self.config.turn(0, s.remaining())));
@@ -171,10 +173,10 @@ impl Engine {
     }
 }
 
-/// The same buffer, empty, for rows that borrow something else.
+/// Empties the buffer and makes it usable for rows with other lifetimes.
 fn recycle<'b>(mut rows: Vec<Row<'_>>) -> Vec<Row<'b>> {
     rows.clear();
-    // Collecting a vector's own iterator reuses its memory; of nothing, nothing is copied.
+    // Collecting a vector's own iterator reuses its memory, and no row is copied because there is none.
     rows.into_iter().map_while(|_| None).collect()
 }
 

@@ -1,4 +1,4 @@
-//! I6, from the sequences' side: what they own is exactly what the pools say is owned.
+//! I6 from the sequences' side: the blocks they own are exactly those that the pools say are owned.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ fn broken(what: String) -> Check {
 }
 
 impl Engine {
-    /// Checks everything that must hold between two calls. Linear in the number of blocks: every step in debug builds, on
-    /// demand otherwise.
+    /// Checks every invariant that must hold between two calls. Takes time linear in the number of blocks: runs at
+    /// every step in debug builds, on demand otherwise.
     pub fn check(&self) -> Check {
         if let Some(defect) = &self.defect {
             return Err(defect.clone().into());
@@ -51,14 +51,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Every owned block has its owner's state and as many owners as the pool says, and no block is owned by nobody.
+    /// Every owned block has its owner's state and as many owners as the pool says, and no block in use is without an
+    /// owner.
     fn check_owners(&self) -> Check {
         let mut owners: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         let lived = self.sequences.iter().map(|(seq, s)| match &s.phase {
             Phase::Receiving(lent) => (seq, lent.as_slice(), lent.shared() as usize, BlockState::Lent),
             _ => (seq, s.tables(), usize::MAX, BlockState::Used),
         });
-        // What others may read goes on being used.
+        // A quarantined block that others may read stays in use.
         let gone = self.quarantine.iter().map(|(seq, q)| (seq, q.as_slice(), 0, BlockState::Quarantined));
         for (seq, tables, shared, rest) in lived.chain(gone) {
             for (group, at, block) in blocks(tables) {
@@ -128,7 +129,7 @@ impl Engine {
     }
 }
 
-/// Group, index and id of each block that is here.
+/// Group, index and id of each block that is present.
 fn blocks(tables: &[BlockTable]) -> impl Iterator<Item = (usize, usize, baton_types::BlockId)> {
     let all = tables
         .iter()
@@ -185,7 +186,7 @@ mod tests {
         let mut events = Vec::new();
         let step = engine.plan(Time(0), &mut events).unwrap();
         engine.apply(step, &mut vec![Default::default()], &mut events);
-        // Ahead of its turn: the one before it does not fit.
+        // Lent ahead of its turn: the sequence before it does not fit.
         let lent = engine.pools.lend(&Hit::default(), None, 4).unwrap();
         engine.sequences.get_mut(&gone).unwrap().phase = Phase::Receiving(lent);
         engine.receiving.extend(engine.waiting.pop_last());
@@ -197,7 +198,7 @@ mod tests {
         engine.sequences.get_mut(&SeqId(id)).unwrap()
     }
 
-    /// Each way to break what must hold is seen.
+    /// Each way to break an invariant is detected.
     #[test]
     fn check_sees_each_corruption() {
         type Damage = fn(&mut Engine);

@@ -4,29 +4,32 @@ use baton_kv_cache::CacheConfig;
 
 use crate::{EngineError, SwapConfig};
 
-/// In which order sequences are served: who starts, who computes, and, from the other end, whose blocks are taken when
-/// there are none.
+/// Order of service: who starts and computes first, and, from the other end, who is preempted when blocks run out.
 ///
-/// Each sequence has a *turn*, which the policy gives it, and turns are served in order, equal ones first come, first served.
-/// They age: once [`EngineConfig::overtakes`] sequences that were submitted later have started before a sequence, or while it
-/// computes its prompt, its turn is before all that have not aged so. So **at most that many sequences submitted later start
-/// before a sequence**, besides those that start while it waits for another to compute the prefix both begin with (for one with
-/// a later turn at most as many steps as it has tokens). A turn ages once, and one order for everything means that no two
-/// sequences can take each other's blocks in turn.
+/// The policy gives each sequence a *turn*. Turns are served in ascending order; equal turns are served first come,
+/// first served.
+///
+/// Turns age. A sequence ages once [`EngineConfig::overtakes`] sequences that were submitted later have started while
+/// it waited or computed its prompt. From then on its turn is before all turns that have not aged. So **at most that
+/// many sequences submitted later start before a sequence**. More can start only while it waits for another sequence to
+/// compute a prefix they share; if that one has a later turn, the wait takes at most as many steps as the sequence has
+/// tokens.
+///
+/// A turn ages only once, and one order decides everything, so two sequences can never keep taking each other's blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Order {
     /// First come, first served.
     #[default]
     Fcfs,
-    /// The less is left to compute of the prompt, the earlier.
+    /// The fewer prompt tokens are left to compute, the earlier.
     ShortestFirst,
-    /// The lower [`crate::NewSequence::priority`] the earlier.
+    /// The lower [`crate::NewSequence::priority`], the earlier.
     Priority,
 }
 
 baton_types::words!(Order { Fcfs = "fcfs", ShortestFirst = "shortest-first", Priority = "priority" });
 
-/// The turn of those that were overtaken as often as may be.
+/// The turn of sequences that were overtaken as often as allowed; under [`Order::Fcfs`], of all.
 pub(crate) const AGED: u64 = 0;
 
 /// Limits of one engine.
@@ -36,27 +39,29 @@ pub struct EngineConfig {
     pub token_budget: u32,
     /// Most tokens of one sequence in one step.
     pub chunk: u32,
-    /// So many prompt tokens fill a step. Where they saturate the hardware ([`crate::Saturation`]), more would only make
-    /// prompts that end in it wait for each other: they are packed up to here, and one that is longer ends alone. `token_budget`
-    /// or more: no such limit.
+    /// Prompt tokens that fill a step: prompts are packed into a step up to this many tokens, and a longer prompt ends
+    /// alone. Meant to be the length that saturates the hardware ([`crate::Saturation`]): above it, prompts that end in
+    /// the same step only wait for each other. `token_budget` or more: no such limit.
     pub pack_tokens: u32,
-    /// Most sequences that run or wait for a peer's KV at once. Those that hold finished KV for a transfer are bounded by
-    /// their blocks.
+    /// Most sequences that run or wait for a peer's KV at once. Sequences that hold finished KV for a transfer do not
+    /// count; their blocks bound them.
     pub max_running: u32,
-    /// Most sequences that wait beyond those a free place in the batch is left for; more are refused.
+    /// Most waiting sequences, not counting those for which the batch has a free place; more are refused.
     pub max_waiting: u32,
     /// Most tokens of one sequence, prompt and answer together.
     pub context_tokens: u32,
-    /// A sequence that is to receive its KV, has at least half of it and lacks no more than so many tokens computes them here instead,
-    /// as long as all prompts that are being computed here lack no more than that together; 0: never.
+    /// A sequence that is to receive its KV computes the missing tokens here instead, if it has at least half of its
+    /// tokens and all prompts that are computed here, its own included, lack at most this many tokens together. A
+    /// single missing token is computed here in any case. 0: nothing is computed here instead.
     pub local_prefill_tokens: u32,
-    /// In which order sequences are served.
+    /// Order of service.
     pub order: Order,
-    /// Most sequences that may start before one that was submitted earlier, under another order than [`Order::Fcfs`].
+    /// Most sequences that may start before one that was submitted earlier, under an order other than [`Order::Fcfs`].
+    /// 0 makes every order first come, first served.
     pub overtakes: u32,
     /// How prefixes are kept.
     pub cache: CacheConfig,
-    /// What becomes of the KV of preempted sequences.
+    /// Whether and how the KV of preempted sequences is kept.
     pub swap: SwapConfig,
 }
 

@@ -1,8 +1,8 @@
-//! What every [`ModelRunner`] must do, as a suite that runs against any of them: [`check`].
+//! A suite for what every [`ModelRunner`] must do: [`check`].
 //!
-//! Each route through the same requests (alone, chunked, batched, staggered, in other blocks, computed again, swapped, a step launched behind
-//! another) must give the same tokens, bit by bit with their log probabilities (I1); every call must report its layers and its tokens as the
-//! trait says.
+//! The suite sends the same requests along several routes: alone, chunked, batched, staggered, in other blocks,
+//! computed again, swapped, and in steps launched behind another. Every route must give the same tokens and log
+//! probabilities, bit by bit (I1). Every call must report its layers and tokens as the trait says.
 
 mod route;
 
@@ -14,9 +14,9 @@ use route::{Restart, Route};
 /// What the suite runs against.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The pool each runner made by the factory has; at least [`Setup::blocks`] blocks a group.
+    /// The pool of each runner that the factory makes; at least [`Setup::blocks`] blocks per group.
     pub geometry: PoolGeometry,
-    /// Token ids lie below this, at least 2.
+    /// Token ids are below this; at least 2.
     pub vocab: u32,
     /// Tokens generated per request.
     pub answer_tokens: u32,
@@ -35,7 +35,7 @@ pub struct Violation {
 type Answers = Vec<Vec<TokenOut>>;
 
 impl Setup {
-    /// Blocks each group of the pool, and of host memory, needs.
+    /// Blocks that each group of the pool, and of host memory, needs.
     pub fn blocks(&self) -> u32 {
         let (size, answer) = (self.geometry.layout.block_size, self.answer_tokens);
         // Twice the blocks of all requests, so that there is always another place for each.
@@ -44,8 +44,8 @@ impl Setup {
     }
 }
 
-/// Runs the suite. `make` gives a fresh runner, its pool untouched, with [`Setup::blocks`] blocks of host memory, for each
-/// route.
+/// Runs the suite. For each route, `make` gives a fresh runner with an untouched pool and [`Setup::blocks`] blocks of
+/// host memory.
 pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Result<(), Violation> {
     let requests = requests(setup);
     let size = setup.geometry.layout.block_size;
@@ -119,7 +119,7 @@ struct Request {
     params: SamplingParams,
 }
 
-/// Prompts around block boundaries, each with other sampling parameters.
+/// Prompts with lengths around block boundaries, each with other sampling parameters.
 fn requests(setup: &Setup) -> Vec<Request> {
     let size = setup.geometry.layout.block_size;
     let off = SamplingParams { max_tokens: setup.answer_tokens, temperature: 0.0, ..SamplingParams::default() };

@@ -15,33 +15,34 @@ use crate::{BlockSwap, EngineConfig, EngineError, Event, NewSequence, Order, Row
 /// What [`Engine::abort`] left behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Aborted {
-    /// Nothing: the blocks are free, or are as soon as the steps in flight end.
+    /// Nothing: the blocks are free now, or when the steps in flight end.
     Freed,
-    /// Blocks in quarantine until [`Engine::clear_quarantine`].
+    /// Quarantined blocks, until [`Engine::clear_quarantine`].
     Quarantined,
 }
 
 /// Continuous batching over one KV pool. See the crate's documentation for the order of calls.
 ///
-/// Sequences are served in one order ([`crate::Order`]), first come first served by default: the queue has no bypass, those
-/// before take blocks from those after and never the other way round, so each of them ends.
+/// Sequences are served in one order ([`crate::Order`]), first come first served by default. Nobody bypasses a sequence
+/// that finds no room. Blocks are taken only from sequences with a later turn, never from those with an earlier one. So
+/// every sequence ends.
 #[derive(Debug)]
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) pools: KvPools,
     pub(crate) host: HostMemory,
     pub(crate) sequences: BTreeMap<SeqId, Sequence>,
-    /// Those in [`Phase::Waiting`].
+    /// Sequences in [`Phase::Waiting`].
     pub(crate) waiting: BTreeSet<Turn>,
-    /// Those in [`Phase::Running`], in order.
+    /// Sequences in [`Phase::Running`], in order of turns.
     pub(crate) running: Vec<Turn>,
-    /// Those in [`Phase::Receiving`].
+    /// Sequences in [`Phase::Receiving`].
     pub(crate) receiving: BTreeSet<Turn>,
-    /// Blocks of sequences that are gone.
+    /// Quarantined blocks of sequences that are gone.
     pub(crate) quarantine: BTreeMap<SeqId, Quarantine>,
-    /// No deadline lies before this, so most plans need not look at them.
+    /// No deadline is earlier than this, so most plans need not look at the deadlines.
     pub(crate) earliest_deadline: Option<Time>,
-    /// Since the last step only blocks in quarantine were left to wait for; until when that is borne.
+    /// Set while no step is possible and only quarantined blocks may come free: when the first in turn fails for that.
     pub(crate) starved: Option<Time>,
     pub(crate) next_seq: u64,
     pub(crate) steps: u64,
@@ -51,7 +52,7 @@ pub struct Engine {
     pub(crate) hit_tokens: u64,
     pub(crate) decoded: u64,
     pub(crate) decoded_in_vain: u64,
-    /// The first block operation that failed though it cannot; reported by [`Engine::check`].
+    /// First error of a block operation that should never fail; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
     pub(crate) spare_steps: Vec<Vec<StepRow>>,
@@ -90,9 +91,9 @@ impl Engine {
         })
     }
 
-    /// Queues a sequence; [`Engine::plan`] starts it, or lends its blocks and says [`Event::Reserved`].
+    /// Queues a sequence. [`Engine::plan`] starts it, or lends its blocks and emits [`Event::Reserved`].
     ///
-    /// Refuses at once what can never fit, and anything when the queue is full (I5).
+    /// Refuses at once a sequence that can never fit, and any sequence while the queue is full (I5).
     pub fn submit(&mut self, new: NewSequence) -> Result<SeqId, EngineError> {
         new.validate(self.config.context_tokens, self.pools.capacity_tokens(self.config.chunk))?;
         let (waiting, free) =
@@ -142,7 +143,7 @@ impl Engine {
                 });
             }
         }
-        // From here on it is like any other: when its blocks are taken from it, it is computed again here.
+        // From here on it is like any other sequence: if it is preempted, it is computed again here.
         sequence.start = Start::Compute;
         sequence.computed = sequence.len();
         let (turn, cached_tokens) = (sequence.turn, sequence.cached_tokens());
@@ -172,9 +173,9 @@ impl Engine {
 
     /// Ends a sequence in any state, without an event.
     ///
-    /// `quarantine`: a peer may still write to its lent blocks, or a transfer read its held ones (I3); they go to nobody
-    /// until [`Engine::clear_quarantine`]. Blocks only this engine touches are freed either way. A sequence that
-    /// steps in flight compute ends with the last of them, silently.
+    /// `quarantine`: a peer may still write to its lent blocks, or a transfer may still read its held ones (I3). Those
+    /// blocks go to nobody until [`Engine::clear_quarantine`]. Blocks that only this engine touches are freed either
+    /// way. A sequence with rows in steps in flight ends with the last of those steps.
     pub fn abort(&mut self, seq: SeqId, quarantine: bool) -> Result<Aborted, EngineError> {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
         if sequence.doomed.is_some() {
@@ -193,7 +194,8 @@ impl Engine {
         Ok(aborted)
     }
 
-    /// Nobody can reach the blocks any more that an abort or a failure of `seq` left in quarantine: frees them.
+    /// Frees the blocks that an abort or a failure of `seq` left in quarantine. Call this when no peer or transfer can
+    /// reach them any more.
     pub fn clear_quarantine(&mut self, seq: SeqId) -> Result<(), EngineError> {
         if let Some(quarantine) = self.quarantine.remove(&seq) {
             return Ok(self.pools.clear_quarantine(quarantine)?);
@@ -214,12 +216,12 @@ impl Engine {
         self.pools.counts()
     }
 
-    /// The limits it was made with.
+    /// The configuration the engine was made with.
     pub fn config(&self) -> &EngineConfig {
         &self.config
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     pub fn block_size(&self) -> u32 {
         self.pools.block_size()
     }
@@ -239,7 +241,7 @@ impl Engine {
         self.receiving.len() as u32
     }
 
-    /// Sequences that are computed and held for a transfer.
+    /// Sequences whose prompt is computed and whose blocks are held for a transfer.
     pub fn held(&self) -> u32 {
         self.sequences.len() as u32 - self.running() - self.waiting() - self.receiving()
     }
@@ -249,8 +251,8 @@ impl Engine {
         self.steps
     }
 
-    /// A [`Start::Receive`] sequence that waits for its KV: the index of the first block of each of its tables that is lent;
-    /// those before are shared and not to be written to. `None` for any other.
+    /// For a [`Start::Receive`] sequence that waits for its KV: index of the first lent block in each of its tables.
+    /// The blocks before it are shared and must not be written to. `None` for any other sequence.
     pub fn lent_from(&self, seq: SeqId) -> Option<u32> {
         match &self.sequences.get(&seq)?.phase {
             Phase::Receiving(lent) => Some(lent.shared()),
@@ -258,22 +260,23 @@ impl Engine {
         }
     }
 
-    /// Tokens of prompts that were found in the prefix cache when their computation started.
+    /// Prompt tokens found in the prefix cache when their sequence first started.
     pub fn prefix_hit_tokens(&self) -> u64 {
         self.hit_tokens
     }
 
-    /// Tokens told of that rows of one token gave: all but the first of a prompt longer than that.
+    /// Tokens delivered from decode rows, which are sampling rows of one token. The first token of an answer counts
+    /// only if one token of its prompt was left to compute.
     pub fn decoded_tokens(&self) -> u64 {
         self.decoded
     }
 
-    /// Such rows of which nobody heard: the answer had ended while they were computed.
+    /// Decode rows computed after their answer had ended.
     pub fn decoded_in_vain(&self) -> u64 {
         self.decoded_in_vain
     }
 
-    /// Blocks taken out of the prefix cache for others.
+    /// Blocks evicted from the prefix cache.
     pub fn evictions(&self) -> u64 {
         self.pools.evictions()
     }
@@ -283,27 +286,28 @@ impl Engine {
         self.pools.kept()
     }
 
-    /// Empties the prefix cache of what nobody uses.
+    /// Evicts from the prefix cache everything that no sequence uses.
     pub fn clear_cache(&mut self) -> Result<(), EngineError> {
         Ok(self.pools.clear_cache()?)
     }
 
-    /// Times a sequence's blocks were taken for one with an earlier turn.
+    /// Times a sequence lost its blocks to one with an earlier turn.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
     }
 
-    /// No sequence is here and no block is owned, here or in host memory: what a drained worker must reach (I6).
+    /// No sequence is here and no block is owned, in the pool or in host memory. A drained worker must reach this state
+    /// (I6).
     pub fn idle(&self) -> bool {
         self.sequences.is_empty() && self.counts().idle() && self.host_counts().idle()
     }
 
-    /// Takes a sequence out of whatever it is in and disposes of its blocks.
+    /// Removes a sequence from its list and frees or quarantines its blocks.
     pub(crate) fn remove(&mut self, seq: SeqId, doom: Doom) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&seq)?;
         let fence = doom == Doom::Quarantine && sequence.exposed();
         let swapped = sequence.swapped.take();
-        // What was to come back from host memory may not be there: not to be indexed.
+        // KV that was to come back from host memory may be missing, so its blocks are not indexed.
         let complete = swapped.is_none();
         swapped.into_iter().for_each(|swapped| self.free_swapped(swapped));
         let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {

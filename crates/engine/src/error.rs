@@ -3,10 +3,11 @@
 use baton_kv_cache::KvError;
 use baton_types::{BatonError, ErrorKind, SamplingError, SeqId};
 
-/// Errors of this crate's calls. The engine is unchanged after each of them.
+/// Errors of the engine's calls. A call that fails leaves the engine unchanged, unless block accounting itself is
+/// broken ([`EngineError::Kv`]).
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum EngineError {
-    /// A limit that cannot work.
+    /// A configured limit that cannot work.
     #[error("engine configuration: {field} is {value}; it must be {must}")]
     Config {
         /// Which field.
@@ -19,7 +20,7 @@ pub enum EngineError {
     /// `prompt_tokens` does not fit `tokens`.
     #[error("prompt_tokens is {prompt}; it must be between 1 and the {tokens} tokens given")]
     PromptTokens {
-        /// What was said.
+        /// The value of `prompt_tokens`.
         prompt: u32,
         /// Tokens given.
         tokens: usize,
@@ -27,7 +28,7 @@ pub enum EngineError {
     /// A sampling field out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// Longer than the model's context, now or at its end.
+    /// Prompt and answer together may exceed the model's context.
     #[error(
         "prompt of {prompt} tokens and max_tokens {max_tokens} need {}, more than the context of {context} tokens; \
          shorten the prompt or lower max_tokens", u64::from(*prompt) + u64::from(*max_tokens)
@@ -40,7 +41,7 @@ pub enum EngineError {
         /// The limit on both together.
         context: u32,
     },
-    /// Longer than the whole KV pool, now or at its end.
+    /// The sequence may need more KV than the whole pool holds.
     #[error(
         "the request needs KV for {needed} tokens, the worker's pool holds {capacity}; \
          shorten the prompt, lower max_tokens or give the worker more KV blocks"
@@ -48,10 +49,10 @@ pub enum EngineError {
     ExceedsPool {
         /// Tokens whose KV is needed at once.
         needed: u64,
-        /// What one sequence can have at most.
+        /// Most tokens whose KV one sequence can have.
         capacity: u64,
     },
-    /// A resumed answer that is over already.
+    /// The answer of a resumed request is complete already.
     #[error("the answer is complete: {generated} tokens were generated, {why}")]
     AlreadyComplete {
         /// Tokens of the answer given.
@@ -93,7 +94,7 @@ pub enum EngineError {
     /// Block accounting failed.
     #[error(transparent)]
     Kv(#[from] KvError),
-    /// I6 broken: what sequences own and what the pool says differ.
+    /// I6 is broken: the blocks that sequences own are not those that the pool says are owned.
     #[error("engine state is inconsistent: {0}")]
     Inconsistent(String),
 }
@@ -136,12 +137,13 @@ pub enum SequenceError {
         /// What it was doing.
         state: &'static str,
     },
-    /// The blocks it needs may still be written to by a peer that does not answer (I3), and nothing else can give it any.
+    /// The blocks it needs are in quarantine because a peer that does not answer may still write to them (I3), and no
+    /// other blocks can come free.
     #[error(
         "{blocks} KV blocks are kept aside for a peer that does not answer, and the others do not do; try again later"
     )]
     Quarantined {
-        /// How many are kept aside.
+        /// Blocks in quarantine.
         blocks: u32,
     },
     /// The model failed on a batch it was part of.
@@ -155,7 +157,7 @@ pub enum SequenceError {
     Output {
         /// Rows that sampled.
         rows: usize,
-        /// The breach.
+        /// What is wrong.
         what: String,
     },
 }
@@ -166,7 +168,7 @@ impl BatonError for SequenceError {
             SequenceError::Deadline { .. } => ErrorKind::DeadlineExceeded,
             SequenceError::Quarantined { .. } => ErrorKind::ResourceExhausted,
             SequenceError::Run(error) => error.kind(),
-            // The same on every worker.
+            // It would fail the same way on every worker.
             SequenceError::NoToken(_) => ErrorKind::InvalidArgument,
             SequenceError::Output { .. } => ErrorKind::Internal,
         }

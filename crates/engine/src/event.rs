@@ -4,20 +4,21 @@ use baton_types::{FinishReason, RequestId, SeqId, TokenOut};
 
 use crate::SequenceError;
 
-/// One thing that happened to one sequence, in the order it happened.
+/// One thing that happened to one sequence. Events come in the order in which they happened.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Event {
-    /// [`crate::Start::Receive`]: its blocks are lent; a peer may be told where to write. See [`crate::Engine::tables`].
+    /// [`crate::Start::Receive`]: its blocks are lent, and a peer may be told where to write. See
+    /// [`crate::Engine::tables`].
     Reserved {
         /// The sequence.
         seq: SeqId,
         /// Its request's id.
         request_id: RequestId,
-        /// Leading tokens whose KV is here already, a multiple of the block size and fewer than the sequence has: the blocks
-        /// after them ([`crate::Engine::lent_from`]) are lent, the others are not to be written to.
+        /// Leading tokens whose KV is here already: a multiple of the block size, and fewer than the sequence has. The
+        /// blocks after them ([`crate::Engine::lent_from`]) are lent; the others must not be written to.
         cached_tokens: u32,
     },
-    /// A token of the answer, the stop token id that ends one included.
+    /// A token of the answer, including the stop token that may end it.
     Token {
         /// The sequence.
         seq: SeqId,
@@ -25,7 +26,7 @@ pub enum Event {
         request_id: RequestId,
         /// The token, numbered without gaps (I4).
         token: TokenOut,
-        /// Tokens of the prompt that were not computed when its computation started here: they were in the prefix cache.
+        /// Prompt tokens that were in the prefix cache when its computation started here, and so were not computed.
         cached_tokens: u32,
     },
     /// [`crate::Start::ComputeAndHold`]: the KV of all its tokens is in its blocks, which stay until
@@ -37,12 +38,13 @@ pub enum Event {
         request_id: RequestId,
         /// The next token of the answer.
         token: TokenOut,
-        /// Set when that token ends the answer: nobody needs the KV.
+        /// Set when that token ends the answer; nobody needs the KV then.
         finish: Option<FinishReason>,
         /// As in [`Event::Token`].
         cached_tokens: u32,
     },
-    /// The answer is complete; the sequence is gone, and its blocks are free at once or with the last step in flight that has a row of it.
+    /// The answer is complete and the sequence is gone. Its blocks are free at once, or with the last step in flight
+    /// that has a row of it.
     Finished {
         /// The sequence.
         seq: SeqId,
@@ -61,8 +63,8 @@ pub enum Event {
         request_id: RequestId,
         /// Why.
         error: SequenceError,
-        /// True: a peer or a transfer may still reach its blocks (I3). Fence it, then call
-        /// [`crate::Engine::clear_quarantine`]; until then nobody gets them.
+        /// True: a peer or a transfer may still reach its blocks (I3), and nobody gets them. Fence it, then call
+        /// [`crate::Engine::clear_quarantine`].
         quarantined: bool,
     },
 }

@@ -1,10 +1,10 @@
-//! A model that costs nothing and notices everything: [`FakeModel`], for tests and the simulator.
+//! [`FakeModel`]: a cheap model that notices every mistake, for tests and the simulator.
 //!
-//! It stores the "KV" of a token as bytes in a real pool layout, through the block tables, each slot a function of the
-//! token, its position, the layer and the stored slot before it. The next token is a hash of everything attention
-//! would read back. So a wrong table, a stale, shared or half-transferred block, a lost token, a wrong index, a different
-//! seed each change the answer, while batching, chunking and the choice of blocks do not (I1). A broken contract that it can
-//! see directly is a [`RunError`].
+//! It stores the "KV" of a token as bytes in a real pool layout, through the block tables. Each slot is a function of
+//! the token, its position, the layer and the stored slot before it. The next token is a hash of everything attention
+//! would read back. So the answer changes with a wrong table, a stale, shared or half-transferred block, a lost token,
+//! a wrong index or a different seed. It does not change with batching, chunking or the choice of blocks (I1). A breach
+//! of the contract that the model can see directly is a [`RunError`].
 
 mod memory;
 mod validate;
@@ -38,7 +38,7 @@ pub fn tiny_layout(block_size: u32) -> KvLayout {
     }
 }
 
-/// The same with attention sinks: every group has a window, and those of full attention keep a block of sinks.
+/// [`tiny_layout`] with attention sinks: every group has a window, and those of full attention keep a block of sinks.
 pub fn sinks_layout(block_size: u32) -> KvLayout {
     tiny_layout(block_size).with_sinks(block_size, 7)
 }
@@ -78,21 +78,21 @@ pub fn answer(
     Ok(answer)
 }
 
-/// See the module.
+/// The fake model; see the module's documentation.
 #[derive(Debug)]
 pub struct FakeModel<M = Vec<u8>> {
     geometry: PoolGeometry,
     vocab: u32,
     memory: M,
-    /// By group and block, what was copied out of the pool and not yet back, layer by layer.
+    /// Host memory, by group and block: what was copied out of the pool and not yet back, layer by layer.
     host: BTreeMap<(usize, BlockId), Vec<u8>>,
     /// Group and index in the group of each layer.
     layers: Vec<(usize, usize)>,
     slot: Vec<u8>,
-    /// Steps are computed when they are collected.
+    /// Whether steps are computed when they are collected, not when they are launched.
     late: bool,
     pending: VecDeque<PendingStep>,
-    /// What the step computed last chose.
+    /// Tokens that the step computed last has sampled.
     latest: Vec<TokenOut>,
 }
 
@@ -103,11 +103,11 @@ struct PendingStep {
     copies: Vec<BlockCopy>,
     swap_out: Vec<BlockSwap>,
     swap_in: Vec<BlockSwap>,
-    /// What it chose; None before it is computed.
+    /// The tokens it sampled; `None` before it is computed.
     tokens: Option<Vec<TokenOut>>,
 }
 
-/// Where a row's sequence lies, as it was launched.
+/// A row with its sequence's blocks as they were at launch.
 #[derive(Debug)]
 struct RowPlace {
     seq: SeqId,
@@ -149,8 +149,8 @@ impl<M: KvMemory> FakeModel<M> {
         FakeModel { geometry, vocab: vocab.max(1), memory, host, layers, slot, late: false, pending, latest }
     }
 
-    /// The same as the slowest device there can be: a step is computed when it is collected, where its rows lay when it was launched. Its
-    /// layers are told of before.
+    /// The same model, as late as any device can be: a step is computed when it is collected, in the blocks its rows
+    /// had when it was launched. Its layers are reported at launch.
     pub fn late(self) -> Self {
         FakeModel { late: true, ..self }
     }
@@ -192,7 +192,7 @@ impl<M: KvMemory> FakeModel<M> {
         layout.dtype.row_bytes(layout.groups[self.layers[layer].0].head_dim as usize)
     }
 
-    /// Hash of what is stored for one position of one layer.
+    /// Hash of the bytes stored for one position of one layer.
     fn read(&mut self, layer: usize, row: &RowPlace, position: u32) -> Result<u64, RunError> {
         let mut slot = std::mem::take(&mut self.slot);
         slot.resize(self.piece_bytes(layer), 0);
@@ -223,7 +223,7 @@ impl<M: KvMemory> FakeModel<M> {
         self.geometry.layout.groups[self.layers[layer].0].window.unwrap_or(u32::MAX)
     }
 
-    /// The positions that the last of `end` tokens sees, in order.
+    /// The positions that the last of `end` tokens sees, in ascending order.
     fn visible(&self, layer: usize, end: u32) -> impl Iterator<Item = u32> + use<M> {
         let first = end.saturating_sub(self.window(layer));
         let sinks = self.geometry.layout.groups[self.layers[layer].0].sinks;
@@ -241,7 +241,7 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(())
     }
 
-    /// The token after the first `end`, the last of which is `last` where the sample lacks it.
+    /// Samples the token after the first `end`. `last` is the last of these where the sample lacks it.
     fn sample(
         &mut self,
         row: &RowPlace,
@@ -291,7 +291,7 @@ impl<M: KvMemory> FakeModel<M> {
         self.host.insert((swap.group, swap.host), bytes);
     }
 
-    /// What is brought back is forgotten: nobody may count on host memory after that.
+    /// Forgets what it brings back: nobody may rely on that host memory afterwards.
     fn swap_in(&mut self, swap: &BlockSwap) -> Result<(), RunError> {
         let bytes = self.host.remove(&(swap.group, swap.host));
         let bytes = bytes.ok_or_else(|| RunError(format!("nothing was copied to host memory for {swap:?}")))?;
@@ -301,8 +301,8 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(())
     }
 
-    /// Makes the copies of a step and computes its rows, whose tokens and samples are the batch's. What rows follow is taken from the
-    /// step before unless it is known by now.
+    /// Makes the copies of a step and computes its rows. Tokens and samples come from `batch`. A token that a row
+    /// follows is taken from the previous step unless it is known by now.
     fn compute(
         &mut self,
         pending: &mut PendingStep,

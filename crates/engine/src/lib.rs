@@ -1,18 +1,21 @@
-//! Continuous batching as a state machine: which tokens of which sequences are computed in the next step.
+//! Continuous batching as a state machine: decides which tokens of which sequences the next step computes.
 //!
-//! Stands between a worker's service, which submits sequences and delivers events, and a [`ModelRunner`], which computes
-//! a batch. One step is
+//! The engine stands between a worker's service, which submits sequences and delivers events, and a [`ModelRunner`],
+//! which computes batches. One step is
 //!
 //! ```text
 //!   plan(now) ──▶ Step ──▶ with_batch(step, |batch| runner.launch(batch, …)) ──▶ with_batch(step, |batch| runner.collect(batch, …))
 //!       ──▶ apply(step, out) or fail(step, error)
 //! ```
 //!
-//! One more step can be planned and launched before one is collected, as far as nothing in it depends on what that says: its token ids are
-//! then taken from that step where it is computed ([`Row::follows`]). Steps are collected and applied in the order of planning. Everything else ([`Engine::submit`], [`Engine::kv_arrived`], [`Engine::release`], [`Engine::abort`]) may come
-//! between any two of these calls. Deliberately knows no clock (time is an argument), no threads, no I/O, no transport and no
-//! model: the nodes drive it with real time, the simulator drives the very same code with virtual time. It orders work and
-//! never influences a value: what a sequence says is a function of its tokens and parameters only (I1).
+//! A second step can be planned and launched before the first is collected. A row of the second step may need a token
+//! that the first step samples: the runner then takes the token from the first step itself ([`Row::follows`]). Steps
+//! are collected and applied in the order in which they were planned. All other calls ([`Engine::submit`],
+//! [`Engine::kv_arrived`], [`Engine::release`], [`Engine::abort`]) may come between any two of these calls.
+//!
+//! The engine orders work and never influences a value: an answer depends only on its sequence's tokens and parameters
+//! (I1). The engine deliberately has no clock (time is an argument), no threads, no I/O, no transport and no model. The
+//! nodes drive it with real time; the simulator drives the same code with virtual time.
 
 #![forbid(unsafe_code)]
 

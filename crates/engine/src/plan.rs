@@ -1,20 +1,27 @@
 //! Planning a step: who expires, who keeps or loses its blocks, and which tokens are computed.
 //!
-//! Why this always ends. A sequence takes blocks for all its tokens when it starts, so it can always compute the next one;
-//! after that it takes a block at a time, from the prefix cache when no block is free. In layer groups with a window it takes
-//! only what window and next chunk need, and then as much again as the window passes; others may share what it gives back, so
-//! that may be none. When there is no block, the preemptible sequence with the last turn gives up its own and waits in its old
-//! place in the queue; what it had computed stays cached as long as nobody needs the room. So the first that can be preempted
-//! always advances, or is alone and waits for blocks that are lent, held or in quarantine: those need no further block to be
-//! given back, but for one of those that are held, and that one waits for no other of its kind. Lent and held ones come back
-//! within the bounds of a handoff. For those in quarantine there is no bound, as long as a peer that may write to them stands
-//! still, so nobody waits long for those alone.
+//! Why every sequence ends:
 //!
-//! Who decodes is never held up by a prompt: decode rows come first, prompts share the rest of the token budget.
+//! - A sequence takes blocks for all its tokens when it starts, so it can always compute the next one. After that it
+//!   takes one block at a time, from the prefix cache when no block is free.
+//! - In layer groups with a window it takes only what window and next chunk need. It takes more as the window passes
+//!   blocks and gives them back. Others may share a block that is given back, so possibly none comes free.
+//! - When there is no block, the preemptible sequence with the last turn gives up its own and waits in its old place in
+//!   the queue. What it had computed stays cached as long as nobody needs the room.
+//! - So the first preemptible sequence always advances, or it is alone and waits for blocks that are lent, held or in
+//!   quarantine.
+//! - A lent or held sequence gives its blocks back without taking further ones, except for one held sequence at a time,
+//!   and that one waits for no other held sequence. Lent and held blocks come back within the time limits of a handoff.
+//! - Blocks in quarantine have no time limit while a peer that may write to them stands still. So nobody waits long for
+//!   those alone.
 //!
-//! A step may be planned ahead, while another is in flight: as if that were over and no answer ended with it but by its length. Whose
-//! answer did end has a row in vain, which nobody hears of. Nothing is planned ahead that would take back blocks, copy to host memory, or
-//! need a token that is not known yet: that waits for the step in flight, and so do all, so that nobody advances at another's cost.
+//! A prompt never holds up decodes: decode rows come first, and prompts share the rest of the token budget.
+//!
+//! A step may be planned ahead, while another is in flight. The plan assumes that the step in flight succeeds and that
+//! no answer ends with it except by its length. If an answer ends in another way, its row in the planned step is
+//! computed in vain, and the token is not delivered. Planning ahead never takes blocks back, never copies to host
+//! memory, and never plans a row whose sampling must look at a token that is not known yet. If any sequence needs one
+//! of these, all wait for the step in flight, so that nobody advances at another's cost.
 
 use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
@@ -22,17 +29,18 @@ use baton_types::SeqId;
 use crate::sequence::{Doom, Phase, Sequence};
 use crate::{Engine, Event, SequenceError, Start, Step, StepRow, Time};
 
-/// Steps that may be planned and not applied: the one that is computed, and the one that is launched behind it.
+/// Most steps that are planned and not applied: the one being computed and the one launched behind it.
 const MOST_IN_FLIGHT: u32 = 2;
 
-/// How long a sequence waits for blocks in quarantine when nothing else can give it any (I5).
+/// How long a sequence waits for blocks in quarantine when nothing else can give it any, in milliseconds (I5).
 const QUARANTINE_WAIT_MS: u64 = 2_000;
 
 impl Engine {
-    /// The next step, or `None` when there is nothing to compute now. Also ends sequences whose deadline has passed and lends
-    /// blocks to those that wait for a peer; `events` says which.
+    /// Plans the next step; `None` when there is nothing to compute now. Also ends sequences whose deadline has passed,
+    /// and lends blocks to those that wait for a peer. `events` reports both.
     ///
-    /// While a step is in flight another one can be planned ahead, or nothing that need not wait for it; while two are, none.
+    /// While one step is in flight, another is planned ahead unless something must wait for the first. While two are in
+    /// flight, none is planned.
     pub fn plan(&mut self, now: Time, events: &mut Vec<Event>) -> Option<Step> {
         if self.in_flight >= MOST_IN_FLIGHT {
             return None;
@@ -48,7 +56,7 @@ impl Engine {
         self.admit(&mut rows, events);
         self.plan_chunks(&mut rows);
         if rows.is_empty() && self.swaps_out() {
-            // Without a step nothing is copied, and without copies everything may be lent.
+            // No step will make the planned copies. Once they are dropped, all blocks may be lent.
             self.swapped_out(false);
             self.admit(&mut rows, events);
             self.plan_chunks(&mut rows);
@@ -73,7 +81,7 @@ impl Engine {
         Some(Step { rows, number: self.steps })
     }
 
-    /// Whether the next step cannot be planned before the one in flight is over.
+    /// Whether the next step can only be planned when the one in flight is over.
     fn waits(&self) -> bool {
         let running = || self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
         self.in_flight > 0 && (self.swaps_out() || running().any(Sequence::waits_for_tokens))
@@ -94,8 +102,9 @@ impl Engine {
         self.earliest_deadline = self.sequences.values().filter(|s| lives(s)).filter_map(|s| s.deadline).min();
     }
 
-    /// Nothing can be computed. If that is so because the only blocks that may yet come free are in quarantine, and has been for
-    /// long, the first in turn fails: other workers may have room, and a shorter one behind it may find some here.
+    /// Called when nothing can be computed. The first in turn fails if the only blocks that may yet come free are in
+    /// quarantine, and have been for [`QUARANTINE_WAIT_MS`]. Other workers may have room for it, and a shorter sequence
+    /// behind it may find room here.
     fn give_up_starved(&mut self, now: Time, events: &mut Vec<Event>) {
         let first = self.running.first().or(self.waiting.first()).map(|turn| turn.seq);
         let comes_back = |s: &Sequence| matches!(s.phase, Phase::Receiving(_) | Phase::Held(_));
@@ -109,7 +118,8 @@ impl Engine {
         }
     }
 
-    /// Ends a sequence with an error. Blocks that others may reach are quarantined, since nobody has fenced them yet (I3).
+    /// Ends a sequence with an error. Blocks that others may reach are quarantined, since nobody has fenced them yet
+    /// (I3).
     pub(crate) fn end_failed(&mut self, seq: SeqId, error: SequenceError, events: &mut Vec<Event>) {
         let Some(sequence) = self.sequences.get(&seq) else { return };
         let (request_id, quarantined) = (sequence.request_id.clone(), sequence.exposed());
@@ -117,8 +127,8 @@ impl Engine {
         events.push(Event::Failed { seq, request_id, error, quarantined });
     }
 
-    /// Sees in turn that the running sequences have blocks for what they compute next. Some lose their own, but none while a step is
-    /// in flight: then it says whether all have them.
+    /// Gives the running sequences, in turn, blocks for what they compute next. This may preempt some of them. While a
+    /// step is in flight none is preempted: returns false if one lacks blocks then.
     fn cover(&mut self) -> bool {
         let mut next = self.running.first().copied();
         while let Some(turn) = next {
@@ -130,7 +140,7 @@ impl Engine {
         true
     }
 
-    /// One row for each running sequence that lacks one token, in turn.
+    /// One row for each running sequence that lacks one token, in the order of turns.
     fn plan_decodes(&mut self, rows: &mut Vec<StepRow>) {
         for at in 0..self.running.len() {
             let seq = self.running[at].seq;
@@ -140,15 +150,19 @@ impl Engine {
         }
     }
 
-    /// Chunks of running sequences that lack more: the first in turn goes on, so that one long prompt is computed at a time;
-    /// then those that can be finished in this step; then the others in turn.
+    /// Adds chunks of running sequences that lack more. They are chosen in this order:
     ///
-    /// All get no more than [`crate::EngineConfig::pack_tokens`] together, but the first its whole chunk. Where that does not
-    /// finish it, others may finish beside it as far as the token budget goes: they delay it by little, and it them by all it lacks.
+    /// 1. the first in turn, so that one long prompt is computed at a time;
+    /// 2. those that can be finished in this step;
+    /// 3. the others, in the order of turns.
+    ///
+    /// Together they get at most [`crate::EngineConfig::pack_tokens`], but the first always gets its whole chunk. If
+    /// that does not finish it, others may finish beside it up to the token budget: they delay it little, while waiting
+    /// for it would delay them by all it lacks.
     fn plan_chunks(&mut self, rows: &mut Vec<StepRow>) {
         let budget = self.config.token_budget.saturating_sub(rows.iter().map(|row| row.len).sum());
         let decodes = rows.len();
-        // Prompt tokens in the step, and whether the first goes on after it; `None` before there is a first.
+        // Prompt tokens in the step so far; whether the first prompt goes on after it (`None` before there is a first).
         let (mut packed, mut goes_on) = (0, None);
         for whole in [true, false] {
             for at in 0..self.running.len() {
@@ -161,7 +175,7 @@ impl Engine {
                 };
                 let remaining = sequence.lacks();
                 let len = remaining.min(self.config.chunk).min(most.saturating_sub(packed));
-                // One for which there is no block now waits.
+                // Skips a sequence that has a row already, or has no blocks now.
                 let seated = sequence.last_step > self.steps;
                 if len == 0 || seated || sequence.covered() < sequence.next_start() + len {
                     continue;
@@ -173,7 +187,7 @@ impl Engine {
                 goes_on.get_or_insert(len < remaining);
             }
         }
-        // The batch's order is the order of turns, however the budget was given out.
+        // Chunks stand in the order of turns, however the budget was given out.
         rows[decodes..].sort_unstable_by_key(|row| self.sequences.get(&row.seq).map(|s| s.turn));
     }
 
@@ -200,8 +214,9 @@ impl Engine {
         }
     }
 
-    /// Makes the sequence's tables cover what it computes next, taking blocks from the last in turn where there are none. When
-    /// there are none to take, it waits, or has itself been preempted. While a step is in flight none are taken: whether it has them.
+    /// Makes the sequence's tables cover what it computes next. Where blocks are missing, the last in turn is
+    /// preempted, possibly this sequence itself. When nobody can be preempted, the sequence waits. While a step is in
+    /// flight nobody is preempted: returns false if the sequence lacks blocks then.
     fn grow(&mut self, seq: SeqId) -> bool {
         loop {
             let Some(sequence) = self.sequences.get_mut(&seq) else { return true };
@@ -226,8 +241,8 @@ impl Engine {
         }
     }
 
-    /// Takes a sequence's blocks; it keeps its tokens and waits in its place in the queue. Then its KV comes back from host
-    /// memory, when that is cheaper, or is computed again (I1), as far as it is not in the prefix cache by then.
+    /// Takes a sequence's blocks. It keeps its tokens and waits in its place in the queue. Later its KV comes back from
+    /// host memory, if that is cheaper, or is computed again (I1) as far as it is not in the prefix cache by then.
     fn preempt(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
@@ -244,7 +259,8 @@ impl Engine {
         self.preemptions += 1;
     }
 
-    /// After a step: copies are made, what is full is indexed, and windows that have passed a block give it back.
+    /// After a step: releases the sources of its copies, indexes full blocks, and gives back blocks that windows have
+    /// passed.
     pub(crate) fn settle(&mut self, seq: SeqId, sampled: bool) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let readers = match (sequence.start == Start::ComputeAndHold, sequence.in_step()) {
@@ -260,7 +276,8 @@ impl Engine {
         let settle = |tables: &mut Tables, tokens: &[u32]| {
             pools.copied(tables)?;
             pools.index(tables, tokens, readers, seal)?;
-            // What no later token sees does not go to a peer either, and a step in flight begins with the first later one (I3).
+            // Blocks that no later token sees do not go to a peer either. A step in flight begins with the first later
+            // token (I3).
             pools.trim(tables, computed)
         };
         if let Err(error) = { settle }(tables, &sequence.tokens[..computed as usize]) {

@@ -1,46 +1,49 @@
-//! From which length on a step of prompt tokens saturates the hardware: which lengths to time, and what the times say.
+//! Finds the length, in prompt tokens, from which on a step saturates the hardware: which lengths to time, and what the
+//! times say.
 //!
-//! A step has a part that does not grow with its tokens (weights are read once, operations started once), so short steps
-//! waste the hardware; from some length on, twice the tokens take twice the time, and a longer step only makes the prompts
-//! in it wait for each other. That length is L_m of DistServe (Zhong et al., OSDI 2024, section 3.1), and what
-//! [`crate::EngineConfig::pack_tokens`] is for. Times come in from outside; who runs the steps is not known here.
+//! Part of a step's time does not grow with its tokens: weights are read once, operations are started once. So short
+//! steps waste the hardware. From some length on, twice the tokens take twice the time, and a longer step only makes
+//! the prompts in it wait for each other. That length is L_m of DistServe (Zhong et al., OSDI 2024, section 3.1) and
+//! the right value for [`crate::EngineConfig::pack_tokens`]. This module does not run the steps: their times come from
+//! outside.
 
 use std::time::Duration;
 
-/// The first length that is timed, tokens.
+/// First length to time, in tokens.
 const FIRST: u32 = 16;
-/// Growth of tokens a second that counts as none: 1 in so many.
+/// Throughput growth of at most one part in this many counts as none.
 const TOLERANCE: u32 = 10;
-/// Time the whole search may take, if the first step allows that much.
+/// Time for the whole search, unless the first step is too slow for that.
 const BUDGET: Duration = Duration::from_millis(300);
-/// Where it does not: so many times the first step, and never more than the second.
+/// A slow first step raises the time for the search to this many times its own, but never above [`MOST`].
 const BUDGET_STEPS: u32 = 16;
 const MOST: Duration = Duration::from_secs(4);
 
-/// The search. Ask for [`Self::next_length`], time a step of it, tell [`Self::timed`], until there is no next.
+/// The search. Time a step of [`Self::next_length`] tokens and pass the time to [`Self::timed`], until there is no next
+/// length.
 ///
-/// Lengths double while tokens a second grow and the time allows; then all are timed once more, since what else runs on
-/// the machine can only make a step slower.
+/// Lengths double while the throughput grows and time is left. Then each length is timed once more and its shorter time
+/// counts: other load on the machine can only make a step slower.
 #[derive(Clone, Debug)]
 pub struct Saturation {
     longest: u32,
-    /// The first step of all sets up what later ones find, and is not counted.
+    /// Whether the first step is over. It only warms up and does not count.
     warm: bool,
-    /// Lengths in ascending order and the least time of each.
+    /// Timed lengths in ascending order, each with its shortest time.
     points: Vec<(u32, Duration)>,
-    /// The point to be timed again next, in the second round.
+    /// Second round: index of the point to time next.
     again: Option<usize>,
     spent: Duration,
     budget: Duration,
 }
 
 impl Saturation {
-    /// No step has more than `longest` tokens.
+    /// A search over steps of at most `longest` tokens.
     pub fn new(longest: u32) -> Saturation {
         Saturation { longest, warm: false, points: Vec::new(), again: None, spent: Duration::ZERO, budget: BUDGET }
     }
 
-    /// Tokens of the next step to time; `None` when nothing more is to be learned in time.
+    /// Tokens of the next step to time; `None` when the search is over.
     pub fn next_length(&self) -> Option<u32> {
         if let Some(at) = self.again {
             return self.points.get(at).map(|point| point.0);
@@ -52,7 +55,7 @@ impl Saturation {
         (next <= self.longest).then_some(next)
     }
 
-    /// The step that [`Self::next_length`] asked for took so long.
+    /// Takes the time of the step that [`Self::next_length`] asked for.
     pub fn timed(&mut self, took: Duration) {
         let Some(length) = self.next_length() else { return };
         self.spent += took;
@@ -64,22 +67,22 @@ impl Saturation {
         if let Some(at) = self.again {
             self.points[at].1 = self.points[at].1.min(took);
             let next = at + 1;
-            // A step of which there is no time left to wait for is not begun.
+            // A step that would exceed the budget is not begun.
             let late = self.points.get(next).is_some_and(|point| self.spent + point.1 > self.budget);
             self.again = Some(if late { self.points.len() } else { next });
             return;
         }
         self.points.push((length, took));
         let over = self.spent + 2 * took > self.budget / 2 || length.saturating_mul(2) > self.longest;
-        // Twice as long, and twice again, and not faster: it will not be.
+        // Neither twice nor four times this length was faster, so no longer step will be.
         let sure = self.found().is_some_and(|found| found <= length / 4);
         if over || sure {
             self.again = Some(0);
         }
     }
 
-    /// The shortest of the lengths timed so far that no longer one beats by a tenth in tokens a second; `None` while that
-    /// is the longest of them.
+    /// The shortest length timed so far that no longer one beats by a tenth in tokens per second. `None` while only the
+    /// longest one qualifies.
     pub fn found(&self) -> Option<u32> {
         let beats = |(longer, slower): &(u32, Duration), (length, time): &(u32, Duration)| {
             // longer / slower > (1 + 1 / TOLERANCE) · length / time, in whole numbers.
@@ -96,7 +99,8 @@ impl Saturation {
 mod tests {
     use super::*;
 
-    /// Runs the search over steps of these microseconds; the result, the lengths timed and the time spent.
+    /// Runs the search over steps that take `micros(length)` microseconds. Returns the result, the lengths timed and
+    /// the time spent.
     fn search(longest: u32, mut micros: impl FnMut(u32) -> f64) -> (Option<u32>, Vec<u32>, Duration) {
         let (mut search, mut lengths, mut spent) = (Saturation::new(longest), Vec::new(), Duration::ZERO);
         while let Some(length) = search.next_length() {
@@ -109,21 +113,21 @@ mod tests {
         (search.found(), lengths, spent)
     }
 
-    /// The time of a step that costs `fixed` and then so much a token, but the more the better up to `width` tokens at once.
+    /// Time of a step: `fixed`, plus `token` for each token. Fewer than `width` tokens cost as much as `width`.
     fn step(fixed: f64, token: f64, width: f64) -> impl Fn(u32) -> f64 {
         move |length| fixed + token * f64::from(length).max(width)
     }
 
     #[test]
     fn it_is_where_the_fixed_part_no_longer_counts() {
-        // A fixed part of 100 tokens' time is less than a tenth of what is to come at 1024 and more.
+        // The fixed part is worth 100 tokens: less than a tenth of a step of 1024 tokens or more.
         let (found, lengths, _) = search(8192, step(1000.0, 10.0, 0.0));
         assert_eq!(found, Some(1024));
         assert_eq!(lengths[..3], [16, 16, 32], "the first step is not counted");
-        // Nothing but tokens counts: the shortest will do, and two doublings are proof enough.
+        // Without a fixed part the shortest length saturates, and two doublings are proof enough.
         let (found, lengths, _) = search(8192, step(0.0, 10.0, 0.0));
         assert_eq!((found, lengths.as_slice()), (Some(16), [16, 16, 32, 64, 16, 32, 64].as_slice()));
-        // Hardware that does 256 tokens at once as fast as one.
+        // Hardware that computes 256 tokens as fast as one.
         assert_eq!(search(8192, step(0.0, 1.0, 256.0)).0, Some(256));
     }
 

@@ -6,16 +6,16 @@ use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 use crate::swapped::Swapped;
 use crate::{EngineError, Time};
 
-/// How a sequence's KV comes to be here, and what happens then.
+/// Where a sequence's KV comes from, and what happens then.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Start {
     /// Compute all tokens here and go on generating.
     Compute,
     /// The prefill role: compute all tokens, sample one, keep the blocks until [`crate::Engine::release`].
     ComputeAndHold,
-    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`]. When all
-    /// but a little of it is here already ([`crate::EngineConfig::local_prefill_tokens`]), nothing is lent, and it goes on as
-    /// [`Start::Compute`].
+    /// The decode role: lend blocks for all tokens to a peer, generate after [`crate::Engine::kv_arrived`]. If only a
+    /// few tokens are missing here ([`crate::EngineConfig::local_prefill_tokens`]), nothing is lent and the sequence
+    /// goes on as [`Start::Compute`].
     Receive,
 }
 
@@ -24,8 +24,8 @@ pub enum Start {
 pub struct NewSequence {
     /// The id of the client's request, repeated in every event.
     pub request_id: RequestId,
-    /// The prompt, then the answer so far when the request is resumed. Ids the model knows: the engine does not look at
-    /// them, and a step that fails on one fails for all its sequences.
+    /// The prompt, then the answer so far when the request is resumed. The model must know all ids: the engine does not
+    /// check them, and a step that fails on one fails for all its sequences.
     pub tokens: Vec<u32>,
     /// How many of `tokens` are the prompt, at least 1.
     pub prompt_tokens: u32,
@@ -33,11 +33,11 @@ pub struct NewSequence {
     pub params: SamplingParams,
     /// Where its KV comes from.
     pub start: Start,
-    /// When it fails if it has not ended.
+    /// Time at which it fails if it has not ended.
     pub deadline: Option<Time>,
-    /// With whom it shares KV; `None`: with nobody, and its own is not kept.
+    /// Whom it shares KV with. `None`: with nobody, and its own KV is not kept.
     pub prefix: Option<Prefix>,
-    /// The lower the earlier, under [`crate::Order::Priority`].
+    /// Lower values are served earlier, under [`crate::Order::Priority`].
     pub priority: i32,
 }
 
@@ -48,13 +48,13 @@ pub(crate) struct Turn {
     pub seq: SeqId,
 }
 
-/// A sequence that computes or receives what another begins with.
+/// A sequence that computes or receives a prefix for which another sequence, its follower, waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Leader {
     pub seq: SeqId,
-    /// How many tokens it must have computed.
+    /// Tokens that the leader must have computed for the wait to end.
     pub until: u32,
-    /// How many the other can reuse then.
+    /// Tokens that the follower can reuse then.
     pub shared: u32,
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct Sequence {
     pub start: Start,
     pub deadline: Option<Time>,
     pub prefix: Option<Prefix>,
-    /// Names of its full blocks as it was submitted.
+    /// Chain hashes of the full blocks it was submitted with.
     pub names: Vec<u64>,
     pub turn: Turn,
     pub phase: Phase,
@@ -100,35 +100,36 @@ pub(crate) struct Sequence {
     pub swapped: Option<Swapped>,
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
-    /// Its rows in the steps in flight.
+    /// Its rows in steps in flight.
     pub flight: RowsInFlight,
-    /// It has ended while a step computes it: what is left of it goes with the last such step, and nobody hears of it again.
+    /// Set when it has ended while a step computes it: what becomes of its blocks after the last such step. No further
+    /// events are reported for it.
     pub doomed: Option<Doom>,
-    /// What its first computation found in the prefix cache, of the prompt.
+    /// Prompt tokens that its first computation found in the prefix cache; `None` before that.
     pub cached: Option<u32>,
-    /// No row since it started.
+    /// It has had no row since it started.
     pub fresh: bool,
-    /// All its tokens are indexed as they were when it sampled first since it started.
+    /// It has sampled since it started. Its tokens were indexed then, including a partly full last block.
     pub sealed: bool,
-    /// The last step it had a row in; when it started, the one before.
+    /// Number of the last step it had a row in. On starting, the number of the step before.
     pub last_step: u64,
-    /// For whose computation it waits, and for how many steps it has waited for later ones.
+    /// Whom it waits for. `waited` counts the steps it has waited for leaders with a later turn.
     pub leader: Option<Leader>,
     pub waited: u32,
-    /// How many that were submitted later have started first, or while it computed its prompt.
+    /// How many sequences submitted later, with an earlier turn, have started while it waited or computed its prompt.
     pub overtaken: u32,
 }
 
-/// What of a sequence the steps in flight compute.
+/// What the steps in flight compute of one sequence.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct RowsInFlight {
     /// Rows, at most one in each step.
     pub rows: u32,
     /// Tokens of these rows.
     pub tokens: u32,
-    /// Tokens that they choose, which nobody knows yet.
+    /// Tokens that these rows sample; not known yet.
     pub chosen: u32,
-    /// Which of its step's tokens the last of these is.
+    /// Index of its last sampling row among the sampling rows of that step.
     pub place: u32,
 }
 
@@ -187,12 +188,13 @@ impl Sequence {
         self.flight.rows > 0
     }
 
-    /// The first token that no step in flight computes.
+    /// Position of the first token that no step in flight computes.
     pub fn next_start(&self) -> u32 {
         self.computed + self.flight.tokens
     }
 
-    /// Tokens still to compute, beyond the steps in flight, before the next one can be sampled; 0 when it ends with them.
+    /// Tokens still to compute, after the steps in flight, before the next one can be sampled; 0 when it ends with
+    /// those steps.
     pub fn lacks(&self) -> u32 {
         let known = self.next_index() + self.flight.chosen;
         let last = self.start == Start::ComputeAndHold || known >= self.params.max_tokens;
@@ -202,7 +204,7 @@ impl Sequence {
         self.len() + self.flight.chosen - self.next_start()
     }
 
-    /// Whether its next token can be sampled before those that steps in flight choose are known.
+    /// Whether its next row must wait until the tokens that steps in flight sample are known.
     pub fn waits_for_tokens(&self) -> bool {
         self.flight.chosen > 0 && self.lacks() > 0 && self.params.looks_back()
     }
@@ -220,12 +222,12 @@ impl Sequence {
         }
     }
 
-    /// Tokens for which it has blocks, in every layer group.
+    /// Leading tokens for which it has blocks in every layer group.
     pub fn covered(&self) -> u32 {
         self.tables().iter().map(BlockTable::tokens).min().unwrap_or(0)
     }
 
-    /// Whether a peer or a transfer may be at its blocks, so that taking them back needs a fence (I3).
+    /// Whether a peer or a transfer may access its blocks, so that taking them back needs a fence (I3).
     pub fn exposed(&self) -> bool {
         match self.phase {
             Phase::Waiting => false,
@@ -250,7 +252,7 @@ impl Sequence {
 }
 
 impl NewSequence {
-    /// The most tokens whose KV it ever needs at once. The last token of an answer is never computed.
+    /// Most tokens whose KV it needs at once. The last token of an answer is never computed.
     fn kv_tokens(&self) -> u64 {
         match self.start {
             Start::ComputeAndHold => self.tokens.len() as u64,

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use baton_types::SeqId;
 
-/// What the next step computes. Ends in [`crate::Engine::apply`] or [`crate::Engine::fail`], in the order of planning; at most
-/// one other is planned before that.
+/// A planned step. It ends in [`crate::Engine::apply`] or [`crate::Engine::fail`], in the order of planning. At most
+/// one other step is planned before that.
 #[derive(Debug)]
 #[must_use = "a step that is neither applied nor failed stops the engine"]
 pub struct Step {
@@ -26,22 +26,24 @@ pub struct StepRow {
     pub samples: bool,
     /// The sequence is [`crate::Start::ComputeAndHold`]: its blocks go to a peer as they fill.
     pub held: bool,
-    /// `start`, or 0 in a sequence's first row: the blocks it found in the prefix cache are told of with those it computes.
+    /// `start`, or 0 in a sequence's first row: blocks that it found in the prefix cache are reported with those it
+    /// computes.
     pub since: u32,
-    /// Number in its answer of the token that it samples (I4).
+    /// Index in the answer of the token it samples, if it samples (I4).
     pub index: u32,
-    /// Its token is the one that the step before it chooses for its so manieth sampling row, and was not known when this was planned.
+    /// Index of the previous step's sampling row whose token this row consumes; that token was not known when this was
+    /// planned.
     pub follows: Option<u32>,
 }
 
 impl StepRow {
-    /// Whether it is its sequence's first since that started, so that what the sequence begins with is copied first.
+    /// Whether this is the sequence's first row since it started. The sequence's copies are made before this row.
     pub(crate) fn begins(&self) -> bool {
         self.since == 0
     }
 
-    /// Indices into the sequence's block tables of the blocks that are complete with this row and were not told of before;
-    /// see [`completed_blocks`].
+    /// Indices into the sequence's block tables of the blocks that this row completes and that were not reported
+    /// before; see [`completed_blocks`].
     pub fn completed_blocks(&self, block_size: u32) -> Range<usize> {
         completed_blocks(self.since, self.start + self.len - self.since, block_size, self.samples)
     }
@@ -53,7 +55,7 @@ impl Step {
         &self.rows
     }
 
-    /// Counts the engine's steps, from 1.
+    /// Number of the step; the engine counts its steps from 1.
     pub fn number(&self) -> u64 {
         self.number
     }
@@ -64,10 +66,10 @@ impl Step {
     }
 }
 
-/// Indices of the blocks that hold nothing but final KV once `len` tokens from position `start` are computed and did not
-/// before: those that became full, and with `last` (no further chunk follows) also the one that stays partial.
+/// Indices of the blocks that become final when `len` tokens from position `start` on are computed: those that become
+/// full and, with `last` (no further chunk follows), also the one that stays partial.
 ///
-/// Over the chunks of a sequence, cut in any way, each of its blocks is in exactly one of these ranges.
+/// However the tokens of a sequence are cut into chunks, each of its blocks is in exactly one of these ranges.
 pub fn completed_blocks(start: u32, len: u32, block_size: u32, last: bool) -> Range<usize> {
     let end = start + len;
     let full = if last { end.div_ceil(block_size) } else { end / block_size };

@@ -1,11 +1,14 @@
-//! KV of preempted sequences in host memory, outside the pool: when it goes there, where it lies, when it comes back.
+//! KV of preempted sequences in host memory, outside the pool: when it goes there, where it is kept, when it comes
+//! back.
 //!
-//! [`crate::plan`] preempts and asks here whether the blocks are worth keeping; [`crate::admit`] asks whether a sequence comes
-//! back from here. The copies themselves are part of a step's batch: those out of the pool are made first, so that the
-//! blocks may be given to others in the same plan, and a sequence that comes back has a row in the very step that brings it,
-//! so that its host blocks are free, or the sequence is gone, when the step ends.
+//! [`crate::plan`] preempts and asks here whether the blocks are worth keeping. [`crate::admit`] asks whether a
+//! sequence comes back from here. The copies themselves are part of a step's batch:
 //!
-//! Deliberately knows no bytes of KV and no memory: the runner keeps those, under the same block numbers.
+//! - Copies out of the pool are made first, so the same plan may give those blocks to others.
+//! - A sequence that comes back has a row in the step that copies its KV in. So when that step ends, either the KV is
+//!   back or the sequence has failed, and its host blocks are free.
+//!
+//! This module deliberately knows no bytes of KV and no memory. The runner keeps those, under the same block numbers.
 
 use baton_kv_cache::{BlockCounts, BlockPool, HOLE, Hit, KvError, KvPools, Need, Tables};
 use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId};
@@ -17,7 +20,7 @@ use crate::{Engine, EngineError};
 /// Whether and when preempted sequences are swapped to host memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SwapConfig {
-    /// Host memory for KV, at most (I5); 0: what is preempted is computed again.
+    /// Most host memory for KV, in bytes (I5). 0: preempted sequences are always computed again.
     pub bytes: u64,
     /// What copying and computing cost.
     pub rates: SwapRates,
@@ -26,33 +29,33 @@ pub struct SwapConfig {
 /// The cost model: a sequence is swapped when copying its blocks out and in takes less time than computing them again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SwapRates {
-    /// Bytes a second that are copied between pool and host memory; 0: not known, never swap.
+    /// Bytes per second that are copied between pool and host memory. 0: not known, never swap.
     pub copy_bytes_per_second: u64,
-    /// Tokens a second that a prefill computes; 0: not known, never swap.
+    /// Tokens per second that a prefill computes. 0: not known, never swap.
     pub prefill_tokens_per_second: u64,
 }
 
 impl SwapConfig {
-    /// Blocks of host memory for each layer group: as many in each, as in a pool.
+    /// Blocks of host memory for each layer group; the same number in every group.
     pub fn blocks(&self, layout: &KvLayout) -> u32 {
         u32::try_from(self.bytes / Self::block_bytes(layout).max(1)).unwrap_or(u32::MAX)
     }
 
-    /// Bytes of one block of each layer group.
+    /// Bytes of one block of each layer group together.
     pub fn block_bytes(layout: &KvLayout) -> u64 {
         (0..layout.groups.len()).map(|group| layout.block_bytes_all_layers(group) as u64).sum()
     }
 }
 
 impl SwapRates {
-    /// Whether `bytes` are copied out and in again sooner than `tokens` are computed.
+    /// Whether copying `bytes` out and in again takes less time than computing `tokens`.
     fn swap_is_cheaper(&self, bytes: u64, tokens: u32) -> bool {
         let (copy, prefill) = (u128::from(self.copy_bytes_per_second), u128::from(self.prefill_tokens_per_second));
         prefill > 0 && 2 * u128::from(bytes) * prefill < u128::from(tokens) * copy
     }
 }
 
-/// One block's KV to be copied between the pool and host memory, in all layers of its group.
+/// A copy of one block's KV between the pool and host memory, in all layers of its group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockSwap {
     /// Layer group.
@@ -71,10 +74,10 @@ pub(crate) struct HostMemory {
     /// Bytes of a block, by group.
     block_bytes: Vec<u64>,
     rates: SwapRates,
-    /// Copies the next step begins with, and whose blocks they are.
+    /// Copies out of the pool that the next step begins with. `leaving` has the sequences they belong to.
     pub out: Vec<BlockSwap>,
     leaving: Vec<SeqId>,
-    /// Sequences swapped out so far, and blocks swapped out and in.
+    /// Sequences swapped out so far. `moved` counts the blocks copied out and in.
     swaps: u64,
     moved: [u64; 2],
 }
@@ -98,8 +101,8 @@ impl HostMemory {
         self.pools.iter().fold(BlockCounts::default(), |sum, pool| sum + pool.counts())
     }
 
-    /// Room for the first `computed` of a sequence's `tokens` that is being preempted, with the copies planned; `None` when
-    /// computing them again is cheaper, or there is no room.
+    /// Takes host blocks for the first `computed` of the `tokens` tokens of a sequence that is being preempted, and
+    /// plans the copies. `None` when computing them again is cheaper, or there is no room.
     pub fn take(
         &mut self,
         kv: &KvPools,
@@ -107,8 +110,8 @@ impl HostMemory {
         tables: &Tables,
         (computed, tokens): (u32, u32),
     ) -> Option<Swapped> {
-        // What comes back takes blocks for all its tokens at once, also those that a window passes. And before its first
-        // step, what it was to copy is not in its blocks.
+        // A sequence that comes back takes blocks for all its tokens at once, including those that a window has passed.
+        // And before its first step, what it was to copy is not in its blocks yet.
         let comes_back = kv.capacity_tokens(u32::MAX) >= u64::from(tokens);
         if !comes_back || !tables.sources().is_empty() || self.counts().free == 0 {
             return None;
@@ -138,12 +141,12 @@ impl HostMemory {
         Some(Swapped { computed, from, blocks: taken })
     }
 
-    /// Frees what a sequence has here.
+    /// Frees a sequence's host blocks.
     fn free(&mut self, swapped: Swapped) -> Result<(), KvError> {
         swapped.blocks.iter().try_for_each(|block| self.pools[block.group].free(block.host))
     }
 
-    /// I6: every block is free or one sequence's.
+    /// I6: every host block is free or belongs to exactly one sequence.
     pub fn check<'a>(&self, owned: impl Iterator<Item = &'a Swapped>) -> Result<(), EngineError> {
         self.pools.iter().try_for_each(BlockPool::check)?;
         let mut owned: Vec<_> = owned.flat_map(|s| s.blocks.iter().map(|block| (block.group, block.host))).collect();
@@ -160,7 +163,7 @@ impl HostMemory {
 }
 
 impl Engine {
-    /// What copying and computing cost from now on.
+    /// Sets what copying and computing cost from now on.
     pub fn set_swap_rates(&mut self, rates: SwapRates) {
         self.host.rates = rates;
     }
@@ -170,23 +173,24 @@ impl Engine {
         self.host.counts()
     }
 
-    /// Preemptions that swapped; those of [`Engine::preemptions`] beyond are computed again.
+    /// Preemptions that swapped. The others of [`Engine::preemptions`] are computed again.
     pub fn swaps(&self) -> u64 {
         self.host.swaps
     }
 
-    /// Blocks copied to host memory, and back, so far.
+    /// Blocks copied so far: to host memory, and back.
     pub fn swapped_blocks(&self) -> [u64; 2] {
         self.host.moved
     }
 
-    /// Copies planned of blocks that others may have been given already, so that nobody else may write to them now.
+    /// Whether copies out of the pool are planned. Others may have been given those blocks already, so nobody outside
+    /// may write to them now.
     pub(crate) fn swaps_out(&self) -> bool {
         !self.host.out.is_empty()
     }
 
-    /// Gives a sequence that comes back its tables: what the hit has, and blocks for the rest. `None` when that is not all,
-    /// so that it must be computed.
+    /// Gives a sequence that comes back its tables: the hit's blocks, and new blocks for the rest. `None` when hit and
+    /// host memory together lack a block that it needs, so that it must be computed.
     pub(crate) fn seat_swapped(&mut self, seq: SeqId, hit: &Hit) -> Result<Option<Tables>, KvError> {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return Ok(None) };
         let Some(swapped) = sequence.swapped.as_mut() else { return Ok(None) };
@@ -195,7 +199,7 @@ impl Engine {
         let blocks = &swapped.blocks;
         let comes = |group: usize, at: u32| blocks.binary_search_by_key(&(group, at), |b| (b.group, b.at)).is_ok();
         let whole = (0..self.pools.groups()).all(|group| (from..end).all(|at| comes(group, at)));
-        // What a window had passed does not come back, and a gap cannot be indexed.
+        // Blocks that a window had passed do not come back, and tables with a gap cannot be indexed.
         let prefix = if whole { sequence.prefix } else { None };
         let mut tables = self.pools.seat(hit, prefix, Need::whole(sequence.tokens.len() as u32))?;
         self.pools.trim(&mut tables, swapped.computed)?;
@@ -212,7 +216,7 @@ impl Engine {
         Ok(Some(tables))
     }
 
-    /// What of a sequence is in host memory is not needed any more.
+    /// Frees a sequence's host blocks when they are not needed any more.
     pub(crate) fn forget_swapped(&mut self, seq: SeqId) {
         if let Some(swapped) = self.sequences.get_mut(&seq).and_then(|sequence| sequence.swapped.take()) {
             self.free_swapped(swapped);
@@ -225,15 +229,15 @@ impl Engine {
         }
     }
 
-    /// The step that brought a sequence back is computed.
+    /// A step with a row of the sequence is over: counts the blocks it brought back and frees their host blocks.
     pub(crate) fn swapped_in(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get(&seq) else { return };
         self.host.moved[1] += swaps_in(sequence).count() as u64;
         self.forget_swapped(seq);
     }
 
-    /// The step that made the copies is over. When it failed, or none was planned, nobody knows what was copied: those
-    /// sequences are computed again.
+    /// The step that was to make the planned copies is over. `copied` is false when it failed, or when no step was
+    /// planned. What was copied is then unknown, and those sequences are computed again.
     pub(crate) fn swapped_out(&mut self, copied: bool) {
         let mut leaving = std::mem::take(&mut self.host.leaving);
         if copied {
@@ -248,7 +252,7 @@ impl Engine {
     }
 }
 
-/// What a step that brings a sequence back copies first.
+/// The copies that a step makes first to bring this sequence back.
 pub(crate) fn swaps_in(sequence: &Sequence) -> impl Iterator<Item = BlockSwap> {
     let running = match (&sequence.phase, &sequence.swapped) {
         (Phase::Running(tables), Some(swapped)) => Some((tables.as_slice(), swapped)),
@@ -278,7 +282,7 @@ mod tests {
         assert!(!rates(1, u64::MAX).swap_is_cheaper(u64::MAX / 2, u32::MAX), "no overflow");
     }
 
-    /// I6: blocks of host memory that nobody owns, or two do, are seen.
+    /// I6: a host block without an owner, or with two, is detected.
     #[test]
     fn lost_and_doubled_host_blocks_are_seen() {
         let config = SwapConfig { bytes: 1 << 20, ..SwapConfig::default() };

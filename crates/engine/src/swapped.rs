@@ -3,18 +3,19 @@
 use baton_kv_cache::Hit;
 use baton_types::BlockId;
 
-/// What a sequence has in host memory.
+/// KV of one preempted sequence in host memory.
 #[derive(Debug)]
 pub(crate) struct Swapped {
     /// Leading tokens whose KV was computed when it was preempted.
     pub computed: u32,
-    /// The first block of its tables that comes from here. Those before had other owners, and were not copied.
+    /// Index of the first block of its tables that comes from host memory. The blocks before it had other owners too
+    /// and were not copied.
     pub from: u32,
-    /// By group, then in the order of its tables.
+    /// Ordered by group, then by index into the block table.
     pub blocks: Vec<HostBlock>,
 }
 
-/// One block of it.
+/// One block in host memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostBlock {
     /// Layer group.
@@ -26,7 +27,7 @@ pub(crate) struct HostBlock {
 }
 
 impl Swapped {
-    /// Whether this and a hit together are all its KV, and more than the hit alone.
+    /// Whether the hit and these blocks together are all the sequence's KV, and more than the hit alone.
     pub fn completes(&self, hit: &Hit) -> bool {
         hit.tokens() < self.computed && hit.blocks() >= self.from
     }

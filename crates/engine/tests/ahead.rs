@@ -1,4 +1,5 @@
-//! Steps planned behind one that is in flight: what goes into them, what waits, and what becomes of rows computed in vain.
+//! Steps planned behind one that is in flight: what goes into them, what waits, and what happens to rows computed in
+//! vain.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod rig;
@@ -10,7 +11,7 @@ use baton_engine::{
 use baton_types::{BlockId, FinishReason, PoolGeometry, SamplingParams, SeqId};
 use rig::{LIMITS, Rig, VOCAB, layout, request};
 
-/// (sequence, first token, tokens, index, follows) of each row.
+/// Of each row: sequence, start, tokens, index, follows.
 fn rows(step: &Step) -> Vec<(u64, u32, u32, u32, Option<u32>)> {
     step.rows().iter().map(|row| (row.seq.0, row.start, row.len, row.index, row.follows)).collect()
 }
@@ -41,7 +42,7 @@ fn answers_and_prompts_go_on_behind_the_step_in_flight() {
     let third = rig.launch().unwrap();
     assert_eq!(rows(&third), [(0, 4, 1, 2, Some(0)), (1, 10, 2, 0, None)]);
     rig.collect(second);
-    // The first answer is as long as it may be with the third step.
+    // The third step samples the first answer's last token.
     let fourth = rig.launch().unwrap();
     assert_eq!(rows(&fourth), [(1, 12, 1, 1, Some(1))]);
     rig.collect(third);
@@ -55,7 +56,7 @@ fn answers_and_prompts_go_on_behind_the_step_in_flight() {
     assert_eq!(rig.tokens_of(long), alone(&request(Start::Compute, 12, 2)));
 }
 
-/// I3, I6: the step behind still writes to its blocks, so they go to nobody.
+/// I3, I6: the step behind still writes to the ended answer's blocks, so nobody gets them yet.
 #[test]
 fn an_answer_that_ended_has_a_row_in_vain_and_keeps_its_blocks_for_it() {
     let mut new = request(Start::Compute, 4, 5);
@@ -89,7 +90,7 @@ fn what_looks_at_the_token_in_flight_waits_and_everybody_with_it() {
     rig.collect(first);
     let second = rig.launch().unwrap();
     assert_eq!(second.rows().len(), 2);
-    // Its answer is over with that one.
+    // The second answer ends with the second step.
     let third = rig.launch().unwrap();
     assert_eq!(rows(&third), [(0, 4, 1, 2, Some(0))]);
     rig.collect(second);
@@ -145,7 +146,7 @@ fn a_step_that_fails_takes_its_sequences_out_of_the_one_behind_it() {
     let failed = |event: &Event| matches!(event, Event::Failed { seq, .. } if *seq == fails);
     assert!(rig.events.iter().any(failed));
     let (model, mut out) = (&mut rig.model, Vec::new());
-    // The runner's first step is over, too.
+    // The runner must collect the failed step too.
     rig.engine.with_batch(&second, |batch| model.collect(batch, &mut Vec::new())).unwrap();
     rig.engine.with_batch(&second, |batch| model.collect(batch, &mut out)).unwrap();
     rig.engine.apply(second, &mut out, &mut rig.events);
@@ -153,14 +154,14 @@ fn a_step_that_fails_takes_its_sequences_out_of_the_one_behind_it() {
     assert!(rig.tokens_of(fails).is_empty() && rig.engine.idle());
 }
 
-/// I3: two sequences of the same tokens keep one block of them. The second gives its own back for that, but not while a step in flight reads
-/// it: a peer that it were lent to would write to it at once.
+/// I3: two sequences with the same tokens keep one block of them. The second gives its own back, but not while a step
+/// in flight reads it: a peer that got the block would write to it at once.
 #[test]
 fn a_block_that_is_kept_twice_is_not_given_back_under_a_step_that_reads_it() {
     let mut rig = Rig::new(LIMITS, 6);
-    // Computes a step where its rows lay when it was launched, no sooner than it is collected.
+    // Computes a step when it is collected, in the blocks its rows had when it was launched.
     rig.model = FakeModel::new(PoolGeometry::uniform(layout(), 6), VOCAB).late();
-    // The last token of a prompt is computed in any case, so none waits for the other.
+    // The last token of a prompt is always computed, so neither waits for the other.
     let twin = NewSequence { prefix: Some(Prefix::default()), ..request(Start::Compute, 1, 7) };
     let twins = [(); 2].map(|()| rig.engine.submit(twin.clone()).unwrap());
     let (mut full, mut behind) = (rig.launch().unwrap(), rig.launch().unwrap());
@@ -173,10 +174,10 @@ fn a_block_that_is_kept_twice_is_not_given_back_under_a_step_that_reads_it() {
         twins.iter().flat_map(|seq| rig.engine.tables(*seq).unwrap()).map(|table| table.blocks().to_vec()).collect()
     };
     let (read, used) = (tables(&rig), rig.blocks().0);
-    // Their first block is full now, and the first twin's is indexed.
+    // Their first block is full now, and the first twin's block is indexed.
     rig.collect(full);
     assert_eq!((tables(&rig), rig.blocks().0), (read, used), "as the step behind has them");
-    // With one more block there would be room for it, beside one to spare for each that runs.
+    // One more free block would make room for the peer, beside a spare one for each running sequence.
     let peer = rig.submit(Start::Receive, 4, 1);
     let last = rig.launch().unwrap();
     for (group, table) in rig.engine.tables(peer).unwrap().iter().enumerate() {
@@ -197,7 +198,7 @@ fn a_block_that_is_kept_twice_is_not_given_back_under_a_step_that_reads_it() {
     assert_eq!((used, lent), (0, 1), "what was kept twice is kept once, and nobody's");
 }
 
-/// What a sequence begins with is copied before its first row, and never again over what that has written.
+/// A sequence's copies are made before its first row, and never again over what that row has written.
 #[test]
 fn copies_are_made_once() {
     let mut rig = Rig::new(EngineConfig { chunk: 3, ..LIMITS }, 20);

@@ -69,7 +69,7 @@ fn a_prefill_is_held_until_released() {
     assert!(matches!(rig.events.last(), Some(Event::Prefilled { finish: Some(FinishReason::Length), .. })));
 }
 
-/// One sequence in each state an abort or a deadline can find it in, and whether it needs a fence there.
+/// One sequence in each state in which an abort or a deadline can find it, and whether it needs a fence in that state.
 fn in_each_state(deadline: Option<Time>) -> (Rig, [(SeqId, &'static str, bool); 5]) {
     let mut rig = Rig::new(EngineConfig { chunk: 4, ..LIMITS }, 15);
     let mut submit = |start, prompt| rig.engine.submit(NewSequence { deadline, ..request(start, prompt, 20) }).unwrap();
@@ -111,7 +111,7 @@ fn an_abort_in_any_state_leaks_nothing() {
     }
 }
 
-/// A step in progress still reads and writes its blocks: nobody gets them before it ends, well or not.
+/// A step in progress still reads and writes its blocks: nobody gets them before it ends, with success or not.
 #[test]
 fn an_abort_during_a_step_waits_for_the_step() {
     let cases = [(false, false), (true, false), (true, true)];
@@ -236,7 +236,7 @@ fn a_row_without_a_token_fails_alone() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Each block is told once, after its last slot is written, however the tokens are cut.
+    /// Each block is reported once, after its last slot is written, however the tokens are cut.
     #[test]
     fn each_block_completes_once(block_size in 1u32..20, cuts in prop::collection::vec(1u32..40, 1..12)) {
         let (mut start, mut told) = (0, Vec::new());

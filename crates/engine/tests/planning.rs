@@ -1,4 +1,4 @@
-//! What is refused, what runs in which order, who gives up blocks: one rule at a time. Random combinations of everything
+//! What is refused, what runs in which order, who is preempted: one rule at a time. Random combinations of everything
 //! are in `schedules.rs`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -81,7 +81,7 @@ fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
         rig.submit(Start::Compute, prompt, 5);
     }
     let rows = rig.steps(4);
-    // 0 is first, 3 can be finished as well, what is left goes to the first of the long ones.
+    // 0 is first, 3 can be finished too, and the rest of the budget goes to the first of the long ones.
     assert_eq!(rows[0], [(0, 3), (1, 5), (3, 2)]);
     assert_eq!(rows[1], [(0, 1), (3, 1), (1, 6), (2, 2)]);
     assert_eq!(rows[2], [(0, 1), (3, 1), (1, 6), (2, 2)]);
@@ -90,8 +90,8 @@ fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
     assert_eq!((rig.engine.running(), rig.engine.waiting()), (4, 1));
 }
 
-/// Prompts share a step up to the length that saturates the hardware. A longer one ends alone; while it goes on, others may
-/// end beside it.
+/// Prompts share a step up to the length that saturates the hardware. A longer prompt ends alone; until then, others
+/// may end beside it.
 #[test]
 fn prompts_are_packed_up_to_the_saturating_length() {
     let config = EngineConfig { token_budget: 64, chunk: 20, pack_tokens: 12, max_running: 8, ..LIMITS };
@@ -132,7 +132,7 @@ fn an_answer_may_fill_the_pool_to_the_last_slot() {
     assert!(rig.engine.idle());
 }
 
-/// I1: the youngest gives its blocks, waits in its old place, and goes on with the same tokens.
+/// I1: the youngest sequence is preempted, waits in its old place, and goes on with the same tokens.
 #[test]
 fn the_youngest_is_preempted_and_loses_nothing() {
     let mut rig = Rig::new(LIMITS, 10);
@@ -171,7 +171,7 @@ fn a_newcomer_leaves_each_running_sequence_its_next_block() {
     assert_eq!(rig.engine.preemptions(), 0);
 }
 
-/// Lent blocks cannot be taken; the sequence that needs one waits, keeps what it has, and goes on when there is one.
+/// Lent blocks cannot be taken. A sequence that needs one waits, keeps what it has, and goes on when a block is free.
 #[test]
 fn growth_waits_for_lent_blocks_without_losing_work() {
     let mut rig = Rig::new(LIMITS, 5);
@@ -210,7 +210,7 @@ fn blocks_in_quarantine_are_waited_for_only_so_long() {
     let request_id = RequestId("r".into());
     assert_eq!(rig.events.last(), Some(&Event::Failed { seq: long, request_id, error, quarantined: false }));
     assert_eq!(at(&mut rig, 2_101), [(short.0, 1)]);
-    // Time begins anew with the next that waits, and blocks that come back in time are enough.
+    // The wait starts anew for the next sequence, and it goes on if blocks come back in time.
     rig.steps(5);
     let patient = rig.submit(Start::Compute, 8, 1);
     assert_eq!((at(&mut rig, 3_000), at(&mut rig, 4_999)), (vec![], vec![]));
@@ -247,8 +247,9 @@ fn steps_are_applied_in_the_order_of_planning() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// First come, first served: whatever comes after, a sequence ends within the steps that it and those before it would
-    /// need one after the other, a token at a time. So nobody starves, and no two sequences preempt each other for ever.
+    /// First come, first served: a sequence ends within the steps that it and those before it would need one after the
+    /// other, a token at a time, whatever comes after. So nobody starves, and no two sequences preempt each other for
+    /// ever.
     #[test]
     fn nobody_waits_for_the_younger(
         shapes in prop::collection::vec((1u32..30, 1u32..12, 0u64..20), 2..20),

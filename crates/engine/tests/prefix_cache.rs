@@ -49,7 +49,7 @@ fn a_repeated_prompt_computes_its_last_token() {
     }
 }
 
-/// Nothing is shared with another tenant, or with one who asked for none.
+/// Nothing is shared with another tenant, or with a request that shares with nobody.
 #[test]
 fn other_tenants_share_nothing() {
     let mut rig = Rig::new(LIMITS, 40);
@@ -85,7 +85,7 @@ fn forks_submitted_together_compute_their_prompt_once() {
     }
 }
 
-/// Who waits for another's computation goes on when that one ends or stands still.
+/// A sequence that waits for another's computation goes on when that one ends or stands still.
 #[test]
 fn nobody_waits_for_a_leader_that_does_not_advance() {
     let mut rig = Rig::new(EngineConfig { chunk: 4, ..LIMITS }, 40);
@@ -98,8 +98,8 @@ fn nobody_waits_for_a_leader_that_does_not_advance() {
     assert_eq!(cached_of(&rig, follower), None);
     finish(&mut rig);
     assert_eq!(cached_of(&rig, follower), Some(8), "what the leader had computed is not lost");
-    // The first in turn takes the whole budget, so the second gets no row, and the third, whose turn is before it, does not
-    // wait for it.
+    // The first in turn takes the whole budget, so the second gets no row. The third has a turn before the second and
+    // does not wait for it.
     let (order, overtakes) = (Order::Priority, 10);
     let mut rig = Rig::new(EngineConfig { token_budget: 8, chunk: 8, order, overtakes, ..LIMITS }, 60);
     let mut long = sharing(2, Start::Compute, 60, 1);
@@ -138,7 +138,8 @@ fn a_reservation_lends_what_is_not_here() {
     finish(&mut rig);
 }
 
-/// n > 1 on the decode side: the same KV is lent for once, and who shares it computes the last token, for its logits.
+/// n > 1 on the decode side: blocks are lent once for the same KV. The others share it and compute the prompt's last
+/// token, for its logits.
 #[test]
 fn forks_that_receive_share_one_handoff() {
     for (prompt, used) in [(28, 8), (30, 11)] {
@@ -160,8 +161,8 @@ fn forks_that_receive_share_one_handoff() {
     }
 }
 
-/// The next turn of a conversation: a short suffix is computed beside those who decode, a long one is received, and so is a
-/// short one where there is enough to compute already.
+/// The next request of a conversation: a short suffix is computed here beside the decodes, a long one is received. A
+/// short one is received too when there is enough to compute here already.
 #[test]
 fn a_short_suffix_is_computed_here() {
     let mut rig = Rig::new(EngineConfig { local_prefill_tokens: 10, chunk: 4, ..LIMITS }, 60);
@@ -182,12 +183,12 @@ fn a_short_suffix_is_computed_here() {
     let alone = fake::answer(&layout(), VOCAB, &alone.tokens, &alone.params).unwrap();
     rig.steps(3);
     assert_eq!(rig.tokens_of(short), alone.iter().map(|token| token.id).collect::<Vec<_>>()); // I1
-    // What is short as a whole is read by those who read.
+    // A short prompt of which nothing is here goes to a prefill worker.
     let mut rig = Rig::new(EngineConfig { local_prefill_tokens: 10, ..LIMITS }, 60);
     let cold = rig.engine.submit(sharing(1, Start::Receive, 9, 4)).unwrap();
     rig.step();
     assert_eq!(rig.engine.lent_from(cold), Some(0));
-    // Never means never.
+    // With 0, not even a single missing token is computed here.
     let mut rig = Rig::new(EngineConfig { local_prefill_tokens: 0, ..LIMITS }, 60);
     rig.engine.submit(sharing(1, Start::Compute, 42, 1)).unwrap();
     finish(&mut rig);
@@ -196,7 +197,7 @@ fn a_short_suffix_is_computed_here() {
     assert_eq!(rig.engine.lent_from(received), Some(10));
 }
 
-/// Who waits for a handoff that fails goes on by itself, and waits for no other.
+/// A sequence that waited for a handoff that failed goes on by itself, and waits for no other.
 #[test]
 fn a_failed_handoff_holds_up_nobody() {
     let mut rig = Rig::new(LIMITS, 60);
@@ -205,7 +206,7 @@ fn a_failed_handoff_holds_up_nobody() {
     rig.engine.abort(seqs[0], true).unwrap();
     rig.step();
     assert_eq!((rig.engine.receiving(), rig.engine.waiting()), (3, 0));
-    // One that comes now waits for the first of them, though not for one with a later turn.
+    // A new sequence waits for a handoff with an earlier turn, but not for one with a later turn.
     let (order, overtakes) = (Order::Priority, 10);
     let mut rig = Rig::new(EngineConfig { order, overtakes, ..LIMITS }, 60);
     for (priority, receiving) in [(0, 1), (-128, 2), (127, 2)] {
@@ -215,7 +216,7 @@ fn a_failed_handoff_holds_up_nobody() {
     }
 }
 
-/// A handoff is waited for by those that lack more of it than of anything else, and who has next to all waits for nothing.
+/// A sequence waits for another's handoff only if that brings most of what it lacks.
 #[test]
 fn a_little_in_common_is_not_waited_for() {
     for (fork, receiving) in [(14, 2), (16, 1), (30, 1)] {
@@ -241,7 +242,7 @@ fn what_has_arrived_is_shared_to_the_token() {
     finish(&mut rig);
 }
 
-/// Blocks that a transfer still reads may be shared but not given to others.
+/// Blocks that a transfer still reads may be shared as a prefix, but not given to others to write.
 #[test]
 fn a_quarantined_prefill_is_still_a_prefix() {
     let mut rig = Rig::new(LIMITS, 40);
@@ -261,7 +262,7 @@ fn a_quarantined_prefill_is_still_a_prefix() {
     assert!(rig.engine.idle() && rig.engine.counts().cached > 0);
 }
 
-/// A preempted sequence finds what it had computed.
+/// A preempted sequence finds in the cache what it had computed.
 #[test]
 fn a_preempted_sequence_goes_on_from_what_is_cached() {
     let mut rig = Rig::new(LIMITS, 10);
@@ -282,7 +283,7 @@ fn a_preempted_sequence_goes_on_from_what_is_cached() {
     }
 }
 
-/// A window's blocks go as the sequence goes on, and a hit needs only those that the window still shows.
+/// A sequence gives back the blocks that its window has passed, and a hit needs only those that the window still sees.
 #[test]
 fn a_window_gives_its_blocks_back() {
     let geometry = PoolGeometry { layout: fake::tiny_layout(4), blocks: vec![30, 18] };
@@ -307,8 +308,8 @@ fn a_window_gives_its_blocks_back() {
     }
 }
 
-/// However long a sequence, a group with a window needs blocks for window and chunk: that is what admission asks for. Of those
-/// that are held for a transfer only one at a time may have blocks yet to take.
+/// However long a sequence is, a group with a window needs blocks only for window and chunk, and admission asks for no
+/// more. Of the sequences held for a transfer, only one at a time may have blocks yet to take.
 #[test]
 fn a_window_needs_no_more_than_itself_and_a_chunk() {
     let config = EngineConfig { chunk: 8, ..LIMITS };
@@ -345,7 +346,7 @@ fn a_window_needs_no_more_than_itself_and_a_chunk() {
     assert!(rig.engine.idle());
 }
 
-/// Pool at 100%: everything is in use all the time, everybody ends with the right tokens.
+/// The pool is full all the time, and still every sequence ends with the right tokens.
 #[test]
 fn a_full_pool_preempts_and_loses_nothing() {
     let mut rig = Rig::new(EngineConfig { max_waiting: 100, ..LIMITS }, 24);
@@ -373,7 +374,7 @@ fn a_full_pool_preempts_and_loses_nothing() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// The bound of [`Order`]: so many later ones start before a sequence, and no more.
+    /// The bound of [`Order`]: at most `overtakes` sequences submitted later start before a sequence.
     #[test]
     fn no_more_overtake_than_the_bound_says(
         shapes in prop::collection::vec((1u32..60, 1u32..8, -300i32..300, 0u64..30), 2..40),
@@ -408,7 +409,7 @@ proptest! {
     }
 }
 
-/// Conversations: each request goes on from an earlier one or begins anew, some at the same time.
+/// Conversations: each request goes on from an earlier one or begins a new one, some at the same time.
 fn conversations() -> Vec<Request> {
     let mut state = 7u32;
     let mut random = move |below: u32| {

@@ -1,5 +1,5 @@
-//! Preemption to host memory: when it is chosen, what comes back, what it may not overtake; one rule at a time. Random
-//! combinations with everything else are in `schedules.rs`.
+//! Preemption to host memory: when it is chosen, what comes back, what must wait for the copies; one rule at a time.
+//! Random combinations with everything else are in `schedules.rs`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod rig;
@@ -27,7 +27,7 @@ fn two(config: EngineConfig) -> (Rig, [SeqId; 2]) {
     (rig, seqs)
 }
 
-/// Steps until both have ended; how many tokens were computed, and that they are the right ones (I1).
+/// Runs until both have ended and checks their tokens (I1). Returns how many tokens were computed.
 fn finish(rig: &mut Rig, seqs: [SeqId; 2]) -> u32 {
     let mut computed = 0;
     while !rig.engine.idle() {
@@ -47,7 +47,7 @@ fn what_was_swapped_comes_back_and_is_not_computed_again() {
     let (used, moved) = (rig.engine.host_counts().used, rig.engine.swapped_blocks());
     assert_eq!((rig.engine.swaps(), u64::from(used), moved), (1, moved[0], [6, 0]), "three blocks of two groups");
     let left: u32 = seqs.map(|seq| 12 - rig.tokens_of(seq).len() as u32).iter().sum();
-    // A token at a time, none twice.
+    // One token a step, none of them twice.
     assert_eq!(finish(&mut rig, seqs), left);
     assert_eq!((rig.engine.swapped_blocks(), rig.engine.host_counts().used), ([6, 6], 0));
 }
@@ -74,7 +74,7 @@ fn rates_may_be_learnt_while_it_runs() {
     assert!(rig.engine.swaps() > 0);
 }
 
-/// I3: the preempted sequence's blocks are copied by the step that is planned; a peer may write to them only after it.
+/// I3: the step being planned copies the preempted sequence's blocks; a peer may write to them only after it.
 #[test]
 fn blocks_are_not_lent_before_their_copy_is_made() {
     let config = EngineConfig { order: Order::Priority, overtakes: 50, ..config(10, RATES) };
@@ -101,7 +101,7 @@ fn blocks_are_not_lent_before_their_copy_is_made() {
     assert_eq!(rig.engine.receiving(), 1);
 }
 
-/// An abort in any state of a swap gives all back, here and in host memory (I6).
+/// An abort in any state of a swap frees all blocks, in the pool and in host memory (I6).
 #[test]
 fn an_abort_frees_host_memory() {
     let (mut rig, [_, swapped]) = two(config(10, RATES));
@@ -132,7 +132,7 @@ fn an_abort_frees_host_memory() {
     }
 }
 
-/// Nobody knows what a failed step has copied: who was on the way out is computed again, who was on the way in fails.
+/// It is unknown what a failed step has copied: a sequence on its way out is computed again, one on its way in fails.
 #[test]
 fn a_failed_step_leaves_nothing_to_rely_on() {
     let mut rig = Rig::new(config(10, RATES), 6);
@@ -164,7 +164,7 @@ fn a_failed_step_leaves_nothing_to_rely_on() {
     assert!(rig.engine.idle(), "it was alone in its step");
 }
 
-/// What a failed step was to bring back may not be in its blocks: nobody finds it as a prefix (I2).
+/// KV that a failed step was to bring back may be missing from its blocks, so nobody finds it as a prefix (I2).
 #[test]
 fn what_did_not_come_back_is_not_found() {
     let mut rig = Rig::new(config(10, RATES), 6);
@@ -196,7 +196,7 @@ fn what_did_not_come_back_is_not_found() {
     assert_eq!(rig.tokens_of(next), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
 }
 
-/// What others share is not copied, and what is cached again by then does not come back from host memory.
+/// Blocks that others share are not copied, and KV that is cached again by then does not come back from host memory.
 #[test]
 fn only_what_nobody_else_has_is_swapped() {
     let mut rig = Rig::new(config(20, RATES), 8);

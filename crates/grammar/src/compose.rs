@@ -1,20 +1,20 @@
-//! Grammars put together from parts: schemas, literal texts, choices.
+//! Composes grammars from parts: schemas, literal texts, choices.
 
 use baton_types::Constraint;
 use serde_json::{Value, json};
 
 use crate::GrammarError;
 
-/// White space that JSON may have between its parts: one space, or a line break and an indent. A model that likes white
-/// space must not fill the answer with it (I5).
+/// White space allowed between the parts of JSON: one space, or a line break and an indent. It is bounded so that a model that likes white
+/// space cannot fill the answer with it (I5).
 const WHITE_SPACE: &str = " |\n {0,16}";
 
-/// JSON that a schema accepts. Keys that would change how it is compiled are not the client's to set.
+/// A constraint to JSON that a schema accepts. Clients cannot set schema keys that change how it is compiled.
 pub fn json_schema(schema: &Value) -> Constraint {
     Constraint::JsonSchema(schema.to_string())
 }
 
-/// One of several texts.
+/// A constraint to one of several texts.
 pub fn choice(texts: &[String]) -> Constraint {
     let all: Vec<String> = texts.iter().map(|text| literal(text)).collect();
     Constraint::Lark(format!("start: {}", all.join(" | ")))
@@ -22,7 +22,7 @@ pub fn choice(texts: &[String]) -> Constraint {
 
 /// A text, as part of a Lark rule.
 pub fn literal(text: &str) -> String {
-    // The dialect's strings are JSON's.
+    // The Lark dialect writes strings as JSON does.
     Value::from(text).to_string()
 }
 
@@ -38,7 +38,7 @@ fn with_options(mut schema: Value) -> Value {
     schema
 }
 
-/// The schema of a constraint, with the compiler's options set.
+/// Parses the schema of a constraint and sets the compiler's options in it.
 pub(crate) fn parse_schema(text: &str, constraint: &Constraint) -> Result<Value, GrammarError> {
     let schema: Value = serde_json::from_str(text).map_err(|e| GrammarError::refused(constraint, e))?;
     match schema {

@@ -1,29 +1,29 @@
-//! What can be wrong with a constraint, or with an answer under it.
+//! Errors of a constraint, or of an answer under it.
 
 use baton_types::{BatonError, Constraint, ErrorKind};
 
-/// Longest part of the compiler's own words that is passed on, characters.
+/// Most characters of the compiler's message that are passed on.
 const LONGEST_REASON: usize = 400;
 
 /// Any failure of this crate.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum GrammarError {
-    /// The constraint does not mean anything, or is larger than the limits allow.
+    /// The constraint is invalid, or larger than the limits allow.
     #[error("the {what} cannot be used: {reason}")]
     Refused {
-        /// Schema, expression or grammar.
+        /// Kind of constraint: schema, expression or grammar.
         what: &'static str,
-        /// The compiler's words.
+        /// The compiler's message.
         reason: String,
     },
-    /// At some place of the answer nothing can follow, or finding out what can takes more than the limits allow.
+    /// No token can follow the answer so far, or finding out takes more than the limits allow.
     #[error("the answer cannot go on under its {what} after {tokens} tokens: {reason}")]
     Stuck {
-        /// Schema, expression or grammar.
+        /// Kind of constraint: schema, expression or grammar.
         what: &'static str,
         /// Tokens of the answer so far.
         tokens: usize,
-        /// The matcher's words.
+        /// The matcher's message.
         reason: String,
     },
     /// The model's vocabulary cannot be indexed.
@@ -34,7 +34,7 @@ pub enum GrammarError {
 impl BatonError for GrammarError {
     fn kind(&self) -> ErrorKind {
         match self {
-            // Another worker would say the same.
+            // Another worker would give the same error.
             GrammarError::Refused { .. } | GrammarError::Stuck { .. } => ErrorKind::InvalidArgument,
             GrammarError::Vocabulary(_) => ErrorKind::Internal,
         }
@@ -59,10 +59,10 @@ fn what(constraint: &Constraint) -> &'static str {
     }
 }
 
-/// The message's first line, which backtraces, dumps and excerpts follow, and not longer than a person reads.
+/// The first line of a message, shortened. Backtraces, dumps and excerpts follow that line.
 fn brief(said: &str) -> String {
     let said = said.lines().next().unwrap_or_default().trim();
-    // Where an expression is in the grammar around it.
+    // The position of an expression in the grammar that wraps it means nothing to the client.
     let said = said.strip_prefix("at 1(8): ").unwrap_or(said);
     match said {
         "NoExtensionBias" => return "nothing can follow".to_owned(),

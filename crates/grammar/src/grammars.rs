@@ -1,4 +1,4 @@
-//! Compiles constraints, within limits, and keeps those used last.
+//! Compiles constraints within limits, and caches the most recently used ones.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -11,22 +11,22 @@ use llguidance::{Matcher, ParserFactory};
 use crate::compose::parse_schema;
 use crate::{GrammarError, vocabulary};
 
-/// Compiled constraints that are kept (I5) besides those of requests under way.
+/// Most compiled constraints kept (I5) in addition to those of requests under way.
 const KEPT: usize = 32;
 
-/// All constraints of one model. Cheap to make: the vocabulary is indexed when the first constraint comes.
+/// The compiled constraints of one model. Cheap to create: the vocabulary is indexed for the first constraint.
 pub struct Grammars {
     tokenizer: Tokenizer,
     rows: u32,
     factory: OnceLock<Result<ParserFactory, GrammarError>>,
-    /// Used last, last.
+    /// Most recently used last.
     compiled: Mutex<VecDeque<Compiled>>,
 }
 
 struct Compiled {
-    /// Others have it too as long as a request with it is under way.
+    /// Requests under way hold clones of this.
     constraint: Arc<Constraint>,
-    /// At the answer's begin.
+    /// The matcher at the beginning of an answer.
     start: Matcher,
 }
 
@@ -43,8 +43,8 @@ impl Grammars {
         Grammars { tokenizer: tokenizer.clone(), rows, factory, compiled }
     }
 
-    /// Compiles a constraint unless it is at hand. Takes up to some hundred milliseconds, the first time more: not for threads
-    /// that others wait for. As long as what it returns is held, [`crate::Matchers::mask`] finds it compiled.
+    /// Compiles a constraint unless it is cached. Takes up to some hundred milliseconds, longer the first time, so it must not run on a
+    /// thread that others wait for. While the returned value is held, [`crate::Matchers::mask`] finds the constraint compiled.
     pub fn prepare(&self, constraint: &Arc<Constraint>) -> Result<Arc<Constraint>, GrammarError> {
         let held = |compiled: &Compiled| Arc::clone(&compiled.constraint);
         if let Some(known) = self.known(constraint, held) {
@@ -54,7 +54,7 @@ impl Grammars {
         Ok(self.keep(Compiled { constraint: Arc::clone(constraint), start }))
     }
 
-    /// A matcher at the begin of an answer, independent of all others.
+    /// A matcher at the beginning of an answer, independent of all others.
     pub(crate) fn start(&self, constraint: &Arc<Constraint>) -> Result<Matcher, GrammarError> {
         if let Some(known) = self.known(constraint, |compiled| compiled.start.deep_clone()) {
             return Ok(known);
@@ -65,10 +65,10 @@ impl Grammars {
         Ok(copy)
     }
 
-    /// Keeps it, and of those that no request holds as many as are kept; the constraint to hold.
+    /// Adds a compiled constraint, and evicts the oldest that no request holds beyond [`KEPT`]. Returns the constraint to hold.
     fn keep(&self, new: Compiled) -> Arc<Constraint> {
         let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        // Two may have compiled the same.
+        // Two threads may have compiled the same constraint.
         if let Some(first) = compiled.iter().find(|c| c.constraint == new.constraint) {
             return Arc::clone(&first.constraint);
         }
@@ -103,7 +103,7 @@ impl Grammars {
         let factory = factory.as_ref().map_err(GrammarError::clone)?;
         let parser = factory.create_parser(grammar).map_err(|e| GrammarError::refused(constraint, format!("{e:#}")))?;
         let mut start = Matcher::new(Ok(parser));
-        // Sees at once when no answer can begin, and spares the first token of each answer some of its work.
+        // Detects at once that no answer can begin, and saves the first token of each answer some work.
         if !start.is_stopped() {
             start.compute_mask().map_err(|e| GrammarError::refused(constraint, e))?;
         }
@@ -120,8 +120,8 @@ fn factory(tokenizer: &Tokenizer, rows: u32) -> Result<ParserFactory, GrammarErr
     Ok(factory)
 }
 
-/// What one constraint may cost (I5): about 20 ms to compile a lexer, 15 ms a token, 20 MB of lexer states a sequence, and
-/// usually a hundredth of that.
+/// Limits on what one constraint may cost (I5): about 20 ms to compile a lexer, 15 ms per token and 20 MB of lexer states per sequence. The
+/// usual cost is a hundredth of that.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 20_000,

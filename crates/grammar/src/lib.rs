@@ -1,9 +1,8 @@
-//! Structured output: from a [`baton_types::Constraint`] to the tokens that may come next.
+//! Structured output: turns a [`baton_types::Constraint`] into the tokens that may come next.
 //!
-//! The router compiles a constraint to refuse a bad one before anything is spent ([`Grammars::prepare`]); the sampler
-//! masks logits with it ([`Matchers::mask`]). Grammars are matched by `llguidance`; this crate gives it the model's
-//! vocabulary, bounds it, and keeps its state a function of the constraint and the tokens generated (I1). Knows no
-//! requests, schedulers or sockets.
+//! The router compiles a constraint early, to refuse a bad one before any work is done ([`Grammars::prepare`]). The sampler masks logits
+//! with it ([`Matchers::mask`]). `llguidance` matches grammars. This crate gives it the model's vocabulary, sets its limits, and keeps
+//! its state a function of the constraint and the generated tokens (I1). It knows no requests, schedulers or sockets.
 
 #![forbid(unsafe_code)]
 

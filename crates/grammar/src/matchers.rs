@@ -1,7 +1,7 @@
-//! Where each answer stands in its grammar, on the thread that samples.
+//! Tracks each answer's state in its grammar, on the thread that samples.
 //!
-//! A matcher is found by its constraint and the tokens it has seen, never by a name, and made by replaying them when there is
-//! none: an answer that was split, resumed, preempted or recomputed goes on as if nothing had happened (I1).
+//! A matcher is looked up by its constraint and the tokens it has consumed, never by a name. If there is none, it is rebuilt by replaying
+//! the tokens. So an answer that was split, resumed, preempted or recomputed goes on as if nothing had happened (I1).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use llguidance::Matcher;
 
 use crate::{GrammarError, Grammars};
 
-/// Answers whose matchers are kept (I5); others are replayed at each token.
+/// Most answers whose matchers are kept (I5). Other answers are replayed at each token.
 const KEPT: usize = 256;
 
 /// The matchers of the answers under way.
 pub struct Matchers {
     grammars: Arc<Grammars>,
-    /// Used last, last.
+    /// Most recently used last.
     live: VecDeque<Live>,
 }
 
@@ -28,16 +28,16 @@ struct Live {
 }
 
 impl Matchers {
-    /// For answers of the model of `grammars`.
+    /// Matchers for answers of the model of `grammars`.
     pub fn new(grammars: Arc<Grammars>) -> Matchers {
         Matchers { grammars, live: VecDeque::new() }
     }
 
-    /// The tokens of a vocabulary of `vocab` that may follow `generated`, in place of what `allowed` holds: bit `i` of word `w` is token
-    /// `32 w + i`. `ends` are the tokens that end the answer: they may follow exactly where it is complete.
+    /// Writes to `allowed`, in place of its contents, which of `vocab` tokens may follow `generated`: bit `i` of word `w` is token `32 w
+    /// + i`. `ends` are the tokens that end the answer: they may follow exactly where the answer is complete.
     ///
     /// # Errors
-    /// When the constraint cannot be compiled, `generated` is no beginning of an answer under it, or nothing can follow.
+    /// When the constraint cannot be compiled, when `generated` is not the beginning of an answer under it, or when nothing can follow.
     pub fn mask(
         &mut self,
         constraint: &Arc<Constraint>,
@@ -57,7 +57,7 @@ impl Matchers {
         Ok(())
     }
 
-    /// The answer that was `generated` so far has ended.
+    /// Drops the matcher of an answer that ended after `generated`.
     pub fn ended(&mut self, constraint: &Arc<Constraint>, generated: &[u32]) {
         let is = |live: &Live| live.seen == generated && live.constraint == *constraint;
         if let Some(at) = self.live.iter().rposition(is) {
@@ -65,7 +65,7 @@ impl Matchers {
         }
     }
 
-    /// The matcher that has seen most of `generated` and nothing else.
+    /// Takes the matcher that has consumed the longest prefix of `generated`, or makes a new one.
     fn take(&mut self, constraint: &Arc<Constraint>, generated: &[u32]) -> Result<Live, GrammarError> {
         let fits = |live: &Live| generated.starts_with(&live.seen) && live.constraint == *constraint;
         let found = (0..self.live.len()).filter(|&at| fits(&self.live[at])).max_by_key(|&at| self.live[at].seen.len());
@@ -94,7 +94,7 @@ impl Live {
         let stuck = |e: &dyn std::fmt::Display| GrammarError::stuck(&self.constraint, self.seen.len(), e);
         let stopped = self.matcher.is_stopped();
         let complete = stopped || self.matcher.is_accepting().map_err(|e| stuck(&e))?;
-        // Nothing but an end can follow a complete answer that cannot be longer.
+        // Only an end token can follow a complete answer that cannot be extended.
         let allowed = if stopped { None } else { Some(self.matcher.compute_mask()) };
         let allowed = match allowed.transpose() {
             Err(e) if !complete => return Err(stuck(&e)),

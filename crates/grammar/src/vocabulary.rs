@@ -1,22 +1,22 @@
-//! The model's vocabulary as the matcher wants it: the bytes of each token, in a trie.
+//! The model's vocabulary in the form the matcher needs: a trie of the bytes of each token.
 
 use std::sync::Arc;
 
 use baton_model_text::Tokenizer;
 use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie};
 
-/// Longest token that can be chosen under a constraint, bytes; the trie's depth is limited.
+/// Most bytes of a token that can be chosen under a constraint. The trie's depth is limited.
 const LONGEST: usize = 512;
 
 /// A trie over the `rows` token ids of the model's output head.
 ///
-/// Special tokens stand behind a marker byte that no text has, so they never match text; a grammar may name one
-/// (`<|like_this|>`). Ids without a text, and those beyond the tokenizer's, match nothing. There is no end token: which tokens
-/// end an answer is the request's affair.
+/// Special tokens are prefixed with a marker byte that no text contains, so they never match text; a grammar can name one
+/// (`<|like_this|>`). Ids without text and ids beyond the tokenizer's match nothing. The trie has no end token: each request says which
+/// tokens end its answer.
 pub(crate) fn index(tokenizer: &Tokenizer, rows: u32) -> TokEnv {
     let words: Vec<Vec<u8>> = (0..rows).map(|id| word(tokenizer, id)).collect();
     let trie = TokTrie::from(&TokRxInfo::new(rows, INVALID_TOKEN), &words);
-    // Not canonical: forced text may be spelled by any tokens, so that the model chooses among all of them.
+    // Not canonical: any tokens may spell forced text, so that the model chooses among all of them.
     Arc::new(ApproximateTokEnv::new(trie))
 }
 

@@ -1,51 +1,50 @@
-//! What a session hands to a transport at a time: one layer of some blocks, each from its place in the local pool to its place in the
-//! peer's.
+//! The batch: the unit a session hands to a transport. A batch is one layer of some blocks, each with its offset in the local pool and in
+//! the peer's pool.
 //!
-//! Pure: offsets and lengths, no memory. Who reads the bytes, and how they travel, is the transport's business.
+//! Pure: offsets and lengths, no memory. The transport reads the bytes and carries them.
 
 use baton_types::Epoch;
 
 use crate::wire::WriteHead;
 
-/// A range of a pool: offset and bytes.
+/// A range of a pool: (offset, length), both in bytes.
 pub type Range = (usize, usize);
 
-/// Bytes of a batch, unless a single block is larger: small enough to fence quickly and to stay in a core's cache
-/// between digest and copy.
+/// Target size of a batch in bytes; exceeded only where one layer of one block is larger. Small enough to fence quickly, and to stay in a
+/// core's cache between digest and copy.
 pub const BATCH_BYTES: usize = 256 << 10;
 
-/// Batches over TCP for each connection: while one waits until its peer has read, the next is digested, which takes a sixth of the
-/// sender's time; and of several connections the others go on with as many. Not more: what is digested is to be sent while it is in the
-/// cache.
+/// Most batches under way per TCP connection. While one waits for the peer to read, the next is digested; digesting takes a sixth of the
+/// sender's time. Not more than two, so that a digested batch is sent while it is still in the cache.
 pub const TCP_BATCHES: usize = 2;
 
 /// One layer's part of one block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockWrite {
-    /// Its position in the reservation's list of the group.
+    /// Position of the block in the reservation's list of the group.
     pub index: u32,
-    /// Offset where it is read: in the local pool, or in what a transport has put in its place.
+    /// Offset in bytes where it is read: in the local pool, or in the staging memory that a transport reads instead.
     pub source: usize,
-    /// Offset in the peer's pool.
+    /// Offset in bytes in the peer's pool.
     pub target: usize,
 }
 
-/// One contiguous piece of a batch: a block's layer.
+/// One contiguous piece of a batch: one layer of one block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockRun {
-    /// Of the block with this position.
+    /// Position of the block in the reservation's list of the group.
     pub index: u32,
-    /// Offset where it is read.
+    /// Offset in bytes where it is read, as in [`BlockWrite`].
     pub source: usize,
-    /// Offset in the peer's pool.
+    /// Offset in bytes in the peer's pool.
     pub target: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// Number of its first digest lane in the block.
+    /// Number of the run's first 8-byte digest lane in the block.
     pub lane: u64,
 }
 
-/// One layer of some blocks; at most 256 of them.
+/// One layer of at most 256 blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WriteBatch {
     /// The handoff.
@@ -54,22 +53,22 @@ pub struct WriteBatch {
     pub group: usize,
     /// Layer in the group.
     pub layer: usize,
-    /// Bytes of each block's layer where they are read.
+    /// Bytes of each block's layer where it is read.
     pub source_len: usize,
-    /// Bytes of each block's layer in the peer's pool. The same unless values change their type on the way, which they have not yet.
+    /// Bytes of each block's layer in the peer's pool. Equals `source_len`, unless the values must still be converted to the peer's type.
     pub len: usize,
-    /// First digest lane of the layer in a block.
+    /// Number of the layer's first 8-byte digest lane in a block.
     pub lane: u64,
-    /// What goes where.
+    /// The blocks to write.
     pub writes: Vec<BlockWrite>,
-    /// The local pool's mark when it was queued: all of it is stored after that.
+    /// The local pool's mark when the write was queued. The blocks may be read once everything stored up to this mark is there.
     pub after: u64,
-    /// Whether the transport is to digest what it reads.
+    /// Whether the transport must digest the bytes it reads.
     pub digest: bool,
 }
 
 impl WriteBatch {
-    /// Its pieces, block by block: the order of bytes in a payload.
+    /// The batch's runs, block by block, in the order of the payload's bytes.
     pub fn runs(&self) -> impl Iterator<Item = BlockRun> + '_ {
         let &WriteBatch { len, lane, .. } = self;
         self.writes.iter().map(move |&BlockWrite { index, source, target }| BlockRun {
@@ -81,12 +80,12 @@ impl WriteBatch {
         })
     }
 
-    /// Bytes of all pieces.
+    /// Bytes of all runs in the peer's pool.
     pub fn bytes(&self) -> usize {
         self.writes.len() * self.len
     }
 
-    /// The Write frame that names these blocks.
+    /// The Write frame's body that names these blocks. `payload` is the number of payload bytes that follow the frame.
     pub fn head(&self, payload: u32) -> WriteHead {
         WriteHead {
             epoch: self.epoch,

@@ -1,5 +1,5 @@
-//! Little-endian fields in and out of byte strings, for frames and descriptors. Pure; no length is believed before it
-//! is compared with the bytes that are there.
+//! Reads and writes little-endian fields, for frames and descriptors. Pure. Every length is checked against the bytes present before it is
+//! used.
 
 /// What is wrong with a byte string.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -11,13 +11,13 @@ pub struct Malformed {
 }
 
 impl Malformed {
-    /// Of a field.
+    /// A problem with `field`.
     pub fn new(field: &'static str, problem: impl Into<String>) -> Malformed {
         Malformed { field, problem: problem.into() }
     }
 }
 
-/// Reads fields from the front.
+/// Reads fields from the front of a byte string.
 pub(crate) struct Fields<'a> {
     rest: &'a [u8],
 }

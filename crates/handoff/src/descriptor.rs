@@ -1,8 +1,8 @@
-//! The opaque target that travels from the decode worker over the router to the prefill worker: where to connect and
-//! which reservation to write to. Block addresses are not in it; the session hands them out with access.
+//! The opaque target that travels from the decode worker through the router to the prefill worker. It says where to connect and which
+//! reservation to write to. It holds no block numbers: the session hands those out when it grants access.
 //!
-//! Its first fields are magic and layout fingerprint. Where the fingerprint differs, only the layout is read further,
-//! to name what differs.
+//! Its first fields are magic and layout fingerprint. If the fingerprint differs, the layout is compared before anything else is read, so
+//! that an error can name the difference.
 
 use baton_types::{Epoch, KvDtype, KvGroup, KvLayout, LayoutMismatch, WorkerId};
 
@@ -11,33 +11,33 @@ use crate::error::TransferError;
 use crate::host::Host;
 
 const MAGIC: [u8; 4] = *b"bkt4";
-/// The same with a pool in a device's memory: who knows only of pools that can be mapped stops here.
+/// Magic for a pool in device memory. A reader that only knows pools that can be mapped stops here.
 const DEVICE_MAGIC: [u8; 4] = *b"bkd4";
-/// Bytes of a descriptor at most.
+/// Most bytes of a descriptor.
 const MAX_BYTES: usize = 64 << 10;
 
-/// A reservation as the prefill side needs to know it.
+/// What the prefill side needs to know of a reservation.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Descriptor {
     /// The decode worker.
     pub worker: WorkerId,
     /// The reservation.
     pub epoch: Epoch,
-    /// Random per reservation: who knows it may write.
+    /// Random per reservation. Whoever knows it may write.
     pub key: u64,
     /// Tokens of the sequence.
     pub tokens: u32,
-    /// Per group: which block of the sequence the reservation's first one is; those before it do not travel.
+    /// Per group: index, in the sequence, of the reservation's first block. Earlier blocks are not sent.
     pub first: Vec<u32>,
     /// Blocks per group.
     pub counts: Vec<u32>,
-    /// Of the pool that is written to. Differs from the prefill side's in its KV type at most.
+    /// Layout of the decode pool. Differs from the prefill side's at most in its KV type.
     pub layout: KvLayout,
-    /// Whether that pool is a device's memory, which nobody can map.
+    /// Whether the decode pool is in device memory, which nobody can map.
     pub device: bool,
     /// Where the decode worker runs.
     pub host: Host,
-    /// Abstract unix socket.
+    /// Name of the abstract unix socket.
     pub unix: Vec<u8>,
     /// TCP host name or address.
     pub address: String,
@@ -46,7 +46,7 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// The bytes that travel.
+    /// Encodes the descriptor.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = if self.device { DEVICE_MAGIC } else { MAGIC }.to_vec();
         out.put_u64(self.layout.fingerprint());
@@ -65,7 +65,8 @@ impl Descriptor {
         out
     }
 
-    /// These bytes with the fingerprint of the layout that is in them, if one is; for tests of what is made of layouts.
+    /// These bytes with the fingerprint set to that of the layout they hold, for tests of layout parsing. None if they hold no valid
+    /// layout.
     #[cfg(feature = "testing")]
     pub fn matching(bytes: &[u8]) -> Option<Vec<u8>> {
         let mut fields = Fields::new(bytes.get(MAGIC.len() + size_of::<u64>()..)?);
@@ -75,14 +76,14 @@ impl Descriptor {
         Some(matching)
     }
 
-    /// Layers of all blocks of the reservation.
+    /// Block layers in the reservation: blocks times layers, summed over groups.
     pub(crate) fn layers(&self) -> u64 {
         let groups = self.layout.groups.iter().zip(&self.counts);
         groups.map(|(group, count)| group.layers.len() as u64 * u64::from(*count)).sum()
     }
 
-    /// Reads a descriptor for a worker whose pool has the layout `ours`; `converts`: which can write another KV type
-    /// than its own.
+    /// Reads a descriptor for a worker whose pool has the layout `ours`. `converts`: whether that worker can write another KV type than its
+    /// own.
     pub fn parse(bytes: &[u8], ours: &KvLayout, converts: bool) -> Result<Descriptor, TransferError> {
         let bad = |m: Malformed| TransferError::Descriptor { field: m.field, problem: m.problem };
         if bytes.len() > MAX_BYTES {
@@ -103,8 +104,8 @@ impl Descriptor {
     }
 }
 
-/// A layout that differs from `ours` in nothing but the KV type, and in that only where it `converts`. The most telling difference is
-/// named: a field when the peer's layout can be read, else the fingerprints.
+/// The peer's layout, if it differs from `ours` in the KV type only and this worker `converts`. Otherwise the error names the first field
+/// that differs, or the fingerprints if the peer's layout cannot be read.
 fn other_layout(
     ours: &KvLayout,
     fingerprint: u64,
@@ -145,12 +146,12 @@ fn parse_reservation(mut f: Fields, layout: KvLayout, device: bool) -> Result<De
     Ok(descriptor)
 }
 
-/// Two fingerprints that differ.
+/// The error for two fingerprints that differ.
 pub fn fingerprint_mismatch(ours: u64, theirs: u64) -> LayoutMismatch {
     LayoutMismatch { field: "layout fingerprint", ours: format!("{ours:016x}"), theirs: format!("{theirs:016x}") }
 }
 
-/// A layout's fields, for error messages and for handing a layout to a child process.
+/// Encodes a layout's fields, for the descriptor and for handing a layout to another process.
 pub fn encode_layout(layout: &KvLayout) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u32(layout.version);
@@ -170,7 +171,7 @@ pub fn encode_layout(layout: &KvLayout) -> Vec<u8> {
     out
 }
 
-/// On the wire.
+/// The KV type's code on the wire.
 fn dtype_code(dtype: KvDtype) -> u8 {
     match dtype {
         KvDtype::F32 => 0,
@@ -182,7 +183,7 @@ fn dtype_code(dtype: KvDtype) -> u8 {
     }
 }
 
-/// The layout out of [`encode_layout`]'s bytes.
+/// Reads a layout from the bytes of [`encode_layout`].
 pub fn parse_layout(bytes: &[u8]) -> Result<KvLayout, Malformed> {
     let mut f = Fields::new(bytes);
     let version = f.u32("version")?;
@@ -286,7 +287,7 @@ mod tests {
         let mut bytes = Descriptor { layout: theirs.clone(), ..descriptor() }.encode();
         let error = parse(&bytes).unwrap_err().to_string();
         assert!(error.contains("block size: 16 here, 32 at the peer"), "{error}");
-        // What follows the fingerprint is of an unknown version: the fingerprints themselves are named.
+        // No readable layout follows the fingerprint, so the error names the fingerprints.
         bytes.truncate(12);
         let error = parse(&bytes).unwrap_err().to_string();
         assert!(error.contains(&format!("{:016x}", theirs.fingerprint())), "{error}");

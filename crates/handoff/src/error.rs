@@ -54,9 +54,9 @@ pub enum TransferError {
         index: u32,
         /// The decode pool's block.
         block: BlockId,
-        /// What the sender computed from its own pool.
+        /// Digest that the sender computed from its own pool.
         want: u64,
-        /// What lies in the decode pool.
+        /// Digest of the bytes in the decode pool.
         got: u64,
     },
     /// A frame arrived with other bytes than were sent, so nothing of the session can be relied on (I2).
@@ -72,9 +72,9 @@ pub enum TransferError {
         epoch: Epoch,
         /// The worker that sent it.
         peer: WorkerId,
-        /// Layers of blocks that were written.
+        /// Block layers that were written.
         written: u64,
-        /// Layers of blocks the reservation holds.
+        /// Block layers that the reservation holds.
         expected: u64,
     },
     /// The decode worker has no reservation to write to under this epoch: ended, fenced, or never made.
@@ -126,7 +126,7 @@ pub enum TransferError {
         peer: WorkerId,
         /// What was going on.
         doing: &'static str,
-        /// How long at most, by configuration.
+        /// The configured longest wait.
         waited: Duration,
     },
     /// The connection to a peer ended.
@@ -134,7 +134,7 @@ pub enum TransferError {
     PeerLost {
         /// The peer.
         peer: WorkerId,
-        /// What was seen.
+        /// What ended it.
         cause: String,
     },
     /// A peer could not be reached.
@@ -142,9 +142,9 @@ pub enum TransferError {
     Connect {
         /// The peer.
         peer: WorkerId,
-        /// Where it was looked for.
+        /// The address that was tried.
         address: String,
-        /// What was seen.
+        /// Why it failed.
         cause: String,
     },
     /// A configured bound was hit (I5).
@@ -175,15 +175,15 @@ pub enum TransferError {
     Ucx {
         /// What was tried.
         what: &'static str,
-        /// Its answer.
+        /// UCX's error.
         cause: String,
     },
-    /// The pool's device refused something, or went wrong.
+    /// The pool's device refused something, or failed.
     #[error("the KV pool's device cannot {what}: {cause}")]
     Device {
         /// What was tried.
         what: &'static str,
-        /// Its answer.
+        /// The device's error.
         cause: String,
     },
     /// The operating system refused something this worker needs.
@@ -191,18 +191,18 @@ pub enum TransferError {
     Os {
         /// What was tried.
         what: &'static str,
-        /// The system's answer.
+        /// The system's error.
         cause: String,
     },
 }
 
 impl TransferError {
-    /// Whether one side's owner asked for this end (a cancelled request, mostly), so that nothing is wrong.
+    /// Whether one side's owner ended the handoff on purpose, mostly for a cancelled request.
     pub fn is_withdrawal(&self) -> bool {
         matches!(self, TransferError::Fenced { .. } | TransferError::Aborted { .. })
     }
 
-    /// Whether bytes arrived that were not those sent (I2).
+    /// Whether other bytes arrived than were sent (I2).
     pub fn is_corruption(&self) -> bool {
         matches!(self, TransferError::Verify { .. } | TransferError::Corrupt { .. })
     }
@@ -237,7 +237,7 @@ impl TransferError {
         TransferError::Ucx { what, cause: cause.to_string() }
     }
 
-    /// A peer that said what is no frame, or no frame any more.
+    /// The error for malformed bytes from a peer: corruption if a frame's check failed, else a protocol error.
     pub fn broken(peer: WorkerId, Malformed { field, problem }: Malformed) -> Self {
         match field {
             CHECK => TransferError::Corrupt { peer },
@@ -262,7 +262,7 @@ impl BatonError for TransferError {
             PeerLost { .. } => ErrorKind::PathLost,
             Deadline { .. } => ErrorKind::DeadlineExceeded,
             Limit { .. } => ErrorKind::ResourceExhausted,
-            // The lease is the worker's; the request's own deadline may be far, so another try may do.
+            // A lease is the worker's own bound. The request's deadline may be far, so another try may succeed.
             Expired { .. }
             | Protocol { .. }
             | Refused { .. }

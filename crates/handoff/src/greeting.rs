@@ -1,11 +1,11 @@
-//! Who may open a session. Pure: what a handshake reads and sends is the shell's.
+//! Who may open a session. Pure: the caller reads and sends the handshake's frames.
 
 use baton_types::WorkerId;
 
 use crate::wire::{Frame, Over};
 
-/// Who calls and what for, by a session's first frame, or why they may not come in: they may mean whoever was at this address before
-/// `me`.
+/// Checks a session's first frame. Returns the prefill worker that calls and the transport it wants, or why it is refused. It may want an
+/// earlier worker at this address instead of `me`.
 pub fn visitor(first: &Frame, me: WorkerId) -> Result<(WorkerId, Over), String> {
     match first {
         Frame::Identify { me: worker, you, over } if *you == me => Ok((*worker, *over)),

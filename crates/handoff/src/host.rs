@@ -1,16 +1,16 @@
-//! Which machine, and which network on it, a worker runs on: what decides whether shared memory can be tried.
+//! The machine and network namespace a worker runs on. They decide whether shared memory can be tried.
 
-/// One running kernel and one network namespace in it. Abstract unix sockets are visible exactly within it.
+/// One running kernel and one network namespace in it. An abstract unix socket is visible exactly within one such pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Host {
-    /// Random per boot; zeros when unknown.
+    /// Boot id, random per boot; all zeros when unknown.
     pub boot: [u8; 16],
     /// Inode of the network namespace.
     pub netns: u64,
 }
 
 impl Host {
-    /// Nobody knows.
+    /// An unknown host. It is the same as no other.
     pub const UNKNOWN: Host = Host { boot: [0; 16], netns: 0 };
 
     /// Whether both are known and the same.

@@ -1,5 +1,5 @@
-//! The decode end: lends blocks under an epoch and a lease, takes in what peers write to them, and knows when nobody can write to them
-//! any more.
+//! The decode end: lends blocks under an epoch and a lease, takes in what peers write to them, and knows when nobody can write to them any
+//! more.
 
 mod events;
 mod incoming;

@@ -1,14 +1,15 @@
-//! The handoff's protocol: both ends as state machines, and the bytes between them.
+//! The handoff protocol: both ends as state machines, and the bytes between them.
 //!
-//! The decode end lends blocks ([`Ledger`]), knows its sessions ([`Members`]), and takes in what each session's peer says and writes
-//! ([`Inbound`]). The prefill end checks what a handoff's owner writes ([`Writes`]), keeps what is asked of a session in order ([`Line`]),
-//! and makes frames and batches of it ([`Outbound`]). Both step one table ([`state`]).
+//! - The decode end lends blocks ([`Ledger`]), tracks its sessions ([`Members`]), and handles the frames and payload of each ([`Inbound`]).
+//! - The prefill end checks what a handoff's owner writes ([`Writes`]), queues the requests to each session ([`Line`]), and turns them into
+//!   frames and batches ([`Outbound`]).
+//! - Both ends step the same transition table ([`state`]).
 //!
-//! Pure: no clock, no I/O, no threads; time is an argument. Pools are reached by one trait, [`PoolMemory`]. Knows nothing of sockets,
-//! transports and devices: `baton-transfer` drives this with real ones, simulations and fuzz targets as they like.
+//! Pure: no clock, no I/O, no threads; time is an argument. Pools are reached through one trait, [`PoolMemory`]. The crate knows nothing of
+//! sockets, transports or devices: `baton-transfer` drives it with real ones, simulations and fuzz targets with their own.
 
 #![forbid(unsafe_code)]
-// Tests have a clock.
+// Tests may read the clock.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 mod batch;

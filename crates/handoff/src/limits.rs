@@ -1,4 +1,4 @@
-//! Bounds of both ends, and what carries blocks between them.
+//! Bounds of both ends, and the transports between them.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::wire::{FrameLimits, MAX_STREAMS, Over};
 /// Bounds that hold on either end (I5).
 #[derive(Clone, Debug)]
 pub struct TransferLimits {
-    /// Open sessions with peers. On the decode side so many further connections of sessions over TCP, too.
+    /// Open sessions with peers. On the decode side also the further TCP connections of all sessions together.
     pub connections: usize,
     /// Handoffs alive at once: reservations on the decode side, open handoffs per peer on the prefill side.
     pub handoffs: usize,
@@ -15,17 +15,16 @@ pub struct TransferLimits {
     pub blocks_per_handoff: usize,
     /// Bytes of the tail that a completion carries.
     pub tail_bytes: usize,
-    /// Block writes waiting per connection on the prefill side; a write beyond it waits for room.
+    /// Block writes (one layer of one block each) queued per session on the prefill side. A write beyond that waits for room.
     pub queued_blocks: usize,
     /// Longest time a write waits for room. Short, because the caller computes for other peers too.
     pub room: Duration,
-    /// Longest time for connecting and shaking hands, over all transports tried; and again for each handoff to be
-    /// granted access.
+    /// Longest time to connect and shake hands, over all transports tried. Also the longest time for a handoff to be granted access.
     pub handshake: Duration,
-    /// While a handoff is under way, each end says at least so often that it is alive. The same on both ends.
+    /// While a handoff is under way, each end sends something at least this often. The same on both ends.
     pub heartbeat: Duration,
-    /// A peer that says nothing for so long while a handoff is under way is given up, and its handoffs with it. Several
-    /// times the heartbeat.
+    /// A peer that sends nothing for this long while a handoff is under way is given up, and its handoffs with it. Several times the
+    /// heartbeat.
     pub silence: Duration,
 }
 
@@ -46,8 +45,8 @@ impl Default for TransferLimits {
 }
 
 impl TransferLimits {
-    /// How long what a device was given may take to be done once it is given up. It waits for the steps that it was queued behind, and
-    /// while it is waited for the peer hears nothing.
+    /// How long a device may take to finish work that was given up. The work waits behind the engine steps queued before it, and the peer
+    /// hears nothing from this end meanwhile.
     pub fn grace(&self) -> Duration {
         self.silence / 2
     }
@@ -64,14 +63,14 @@ impl FrameLimits {
     }
 }
 
-/// What carried a handoff.
+/// The transport that carries a handoff's blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum TransportKind {
     /// The decode pool mapped into the prefill worker.
     Shm,
     /// A TCP connection.
     Tcp,
-    /// Whatever UCX has found.
+    /// UCX, over the network it has chosen.
     Ucx,
     /// The decode pool opened by the prefill worker's GPU.
     CudaIpc,
@@ -80,7 +79,7 @@ pub enum TransportKind {
 baton_types::words!(TransportKind { Shm = "shm", Tcp = "tcp", Ucx = "ucx", CudaIpc = "cuda-ipc" });
 
 impl TransportKind {
-    /// What a session's stream implies, and what its caller asks for.
+    /// The transport of a session whose caller asks for `over`. `unix` says whether its stream is a unix socket.
     pub fn of(unix: bool, over: Over) -> TransportKind {
         match (over, unix) {
             (Over::Ucx, _) => TransportKind::Ucx,

@@ -1,4 +1,4 @@
-//! The prefill end: what a handoff's owner writes, in which order it leaves, and how its end is told.
+//! The prefill end: what a handoff's owner writes, in which order the writes leave, and how the outcome is reported.
 
 mod active;
 mod done;

@@ -1,37 +1,37 @@
-//! When an end that has nothing to say says that it is alive.
+//! When an end that has nothing else to send must send a heartbeat.
 //!
-//! Pure, and the same at both ends. Knows neither frames nor handoffs: who asks has one under way.
+//! Pure, and the same at both ends. Knows neither frames nor handoffs: the caller asks only while a handoff is under way.
 
 use std::time::{Duration, Instant};
 
-/// What an end has said, and how often it must.
+/// When this end last sent something, and how often it must.
 #[derive(Debug)]
 pub(crate) struct Pulse {
     heartbeat: Duration,
-    /// When something was said last, as far as noticed.
+    /// When something was last sent, as far as [`Pulse::beat`] has noticed.
     said: Option<Instant>,
-    /// Something was said since.
+    /// Something was sent since the last [`Pulse::beat`].
     speaks: bool,
 }
 
 impl Pulse {
-    /// Nothing was said yet.
+    /// Nothing was sent yet.
     pub fn new(heartbeat: Duration) -> Pulse {
         Pulse { heartbeat, said: None, speaks: false }
     }
 
-    /// How often something must be said.
+    /// How often something must be sent.
     pub fn heartbeat(&self) -> Duration {
         self.heartbeat
     }
 
-    /// Something is being said, whatever it is.
+    /// Notes that something is being sent.
     pub fn speaks(&mut self) {
         self.speaks = true;
     }
 
-    /// Whether it must be said now that this end is alive, since nothing else was for a heartbeat, and when to ask again.
-    /// `may_say` is false while earlier words have yet to leave: they will do as well.
+    /// Whether to send a heartbeat now, since nothing else was sent for that long; and when to ask again. `may_say` is false while earlier
+    /// output has yet to leave, which serves as the heartbeat.
     pub fn beat(&mut self, now: Instant, may_say: bool) -> (bool, Instant) {
         if std::mem::take(&mut self.speaks) || !may_say {
             self.said = Some(now);
@@ -58,11 +58,11 @@ mod tests {
         assert_eq!(pulse.beat(at(99), true), (false, at(100)));
         assert_eq!(pulse.beat(at(100), true), (true, at(200)));
         assert_eq!(pulse.beat(at(150), true), (false, at(200)));
-        // What else is said counts from when it is noticed.
+        // Other output counts from the time it is noticed.
         pulse.speaks();
         assert_eq!(pulse.beat(at(190), true), (false, at(290)));
         assert_eq!(pulse.beat(at(289), true), (false, at(290)));
-        // Words that have not left yet are not followed by more.
+        // No heartbeat follows output that has not left yet.
         assert_eq!(pulse.beat(at(290), false), (false, at(390)));
         assert_eq!(pulse.beat(at(390), true), (true, at(490)));
     }

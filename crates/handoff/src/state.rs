@@ -1,32 +1,32 @@
-//! The handoff's life, one table for both ends.
+//! The handoff's state machine: one transition table for both ends.
 //!
-//! Pure: no I/O, no clock. The decode end steps it once per reservation, the prefill end once per handoff, the
-//! simulator under a virtual clock; each carries out the [`Action`] in its own terms. What the words mean on each side:
+//! Pure: no I/O, no clock. The decode end keeps one state per reservation, the prefill end one per handoff. Each end carries out the
+//! [`Action`] of a step in its own way. What each input means on each side:
 //!
 //! | input | decode | prefill |
 //! | --- | --- | --- |
 //! | Reserve | blocks set aside, descriptor made | descriptor read |
-//! | Grant | a peer asked to begin | the decode side lets it begin |
-//! | Write | a write arrived (TCP) | a write is about to leave |
-//! | Verify | every digest matches | told so |
-//! | Refute | a digest, write or completion is wrong | told so, or refused |
-//! | Abort | the owner takes the blocks back | the owner gives up |
-//! | Expire | the lease ran out | the deadline passed |
-//! | Fenced | the peer says it has stopped | it has stopped, and says so |
-//! | Lost | the connection ended, or the peer went astray | the connection ended |
-//! | Severed | the peer cannot write any more, provably | nothing reads the local blocks any more |
-//! | Release | the owner is done with the verified blocks | the outcome was reported |
+//! | Grant | a peer asked for access, with the right key | the decode side granted access |
+//! | Write | a Write frame arrived | a batch is about to leave |
+//! | Verify | every digest matches | the decode side said so |
+//! | Refute | a digest, write or completion is wrong | the decode side said so or refused; or access was never asked for |
+//! | Abort | the owner takes the blocks back | the owner gives up, or the session ended |
+//! | Expire | the lease ran out | the deadline passed, or the peer was silent or granted no access in time |
+//! | Fenced | the peer said that it has stopped, or only this end writes | this end has stopped, and says so |
+//! | Lost | the connection ended, or the peer broke the protocol | not used |
+//! | Severed | the peer provably cannot write any more | not used |
+//! | Release | the owner is done with the verified blocks | the outcome is being reported |
 
-/// Where a handoff stands.
+/// The state of a handoff.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum State {
-    /// Wanted; no blocks yet.
+    /// No blocks are set aside yet.
     Offered,
     /// Blocks are set aside under an epoch; nobody may write yet.
     Reserved,
     /// One peer may write.
     Transferring,
-    /// All blocks arrived and match; the peer has nothing in flight.
+    /// All blocks arrived and match their digests; the peer has nothing in flight.
     Verified,
     /// Over: nobody writes, the blocks may be reused.
     Released,
@@ -36,7 +36,7 @@ pub enum State {
     Expired,
 }
 
-/// What can happen to a handoff; the module's table says what each means on which side.
+/// What can happen to a handoff. The module's table says what each input means on each side.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[allow(missing_docs)]
 pub enum Input {
@@ -53,12 +53,12 @@ pub enum Input {
     Release,
 }
 
-/// What the end that stepped must do.
+/// What an end must do after a step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Action {
     /// Nothing.
     Nothing,
-    /// The input has no place here: answer the peer with an error, touch no block.
+    /// The input is not allowed in this state: answer the peer with an error, touch no block.
     Refuse,
     /// Let the peer begin (decode), or begin (prefill).
     Begin,
@@ -66,7 +66,7 @@ pub enum Action {
     Apply,
     /// Tell the owner that the KV is verified.
     Announce,
-    /// Stop the peer (decode) or the copying (prefill); the blocks stay as they are until Fenced or Severed.
+    /// Stop the peer (decode) or the copying (prefill). The blocks are not free until Fenced or Severed.
     Fence,
     /// Tell the owner of the failure, and fence.
     FailAndFence,
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn blocks_are_free_only_when_nobody_can_write() {
-        // I3: once a peer was let in, the way to Free leads over its word, its verified end or its death.
+        // I3: once a peer had access, blocks become free only by its word, the end of a verified or refuted handoff, or its proven death.
         let proof = [Input::Fenced, Input::Severed, Input::Refute, Input::Release];
         for input in Input::ALL {
             for state in [State::Transferring, State::Aborted, State::Expired] {
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_handoff_ends_once() {
-        // From Released nothing leads anywhere, and no state announces, fails or frees twice.
+        // No input leads out of Released, and no handoff is announced, failed or freed twice.
         for input in Input::ALL {
             let (next, action) = step(State::Released, input);
             assert_eq!(next, State::Released);

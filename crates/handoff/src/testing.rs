@@ -1,4 +1,4 @@
-//! A small pool and reservations of it, for tests of both ends and of what drives them.
+//! A small pool and reservations of it, for tests of both ends and of the code that drives them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,14 +7,14 @@ use baton_types::{Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 use crate::{Core, Descriptor, Host};
 
-/// Four blocks of one layer.
+/// A pool of four blocks with one layer.
 pub fn geometry() -> PoolGeometry {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
     PoolGeometry::uniform(layout, 4)
 }
 
-/// A reservation of so many blocks at worker 1.
+/// A reservation of `blocks` blocks at worker 1.
 pub fn target(blocks: u32) -> Descriptor {
     Descriptor {
         worker: WorkerId(1),

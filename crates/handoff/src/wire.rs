@@ -1,13 +1,18 @@
 //! The session protocol's bytes.
 //!
-//! A session starts with one [`Hello`] from each side, compared before anything else is read; all that follows are
-//! frames: a 16-byte prefix (body length u32, kind u8, head check u24, body check u64) and a body of little-endian fields.
-//! The checks are hashes, of length and kind and of kind and body, so that a frame that changed on its way is never acted
-//! upon (I2), nor waited for when its length changed. Over TCP a
-//! Write frame is followed by its payload, the blocks' bytes in the order of its indexes; over the others it says that
-//! they were copied. Over TCP a session may have further connections, which carry Write frames and nothing else: each begins
-//! with a Hello too, and joins by the ticket that the session's own was welcomed with. Pure functions without I/O: every
-//! byte string yields a frame or an error that names the field.
+//! A session starts with one [`Hello`] from each side, compared before anything else is read. After that come frames: a 16-byte prefix
+//! (body length u32, kind u8, head check u24, body check u64) and a body of little-endian fields.
+//!
+//! The head check is a hash of kind and length, the body check a hash of kind and body. So a frame that changed on its way is never acted
+//! upon (I2), and a changed length is never waited for.
+//!
+//! Over TCP a Write frame is followed by its payload: the blocks' bytes in the order of the frame's indexes. Over the other transports it
+//! says that the blocks were copied.
+//!
+//! Over TCP a session may have further connections, which carry Write frames only. Each begins with a Hello too, and joins with the ticket
+//! from the session's Welcome.
+//!
+//! Pure functions without I/O: every byte string yields a frame or an error that names the field.
 
 mod encode;
 mod parse;
@@ -19,15 +24,15 @@ pub use parse::{FrameHead, parse_body, parse_prefix};
 
 /// Bytes of a frame's prefix.
 pub const PREFIX: usize = 16;
-/// What a frame is said to be malformed in when it changed on its way.
+/// The field that errors name when a frame changed on its way.
 pub(crate) const CHECK: &str = "check";
-/// Connections of a session at most, its own among them.
+/// Most connections of a session, its own included.
 pub const MAX_STREAMS: usize = 16;
-/// Blocks of one Write frame at most.
+/// Most blocks of one Write frame.
 pub(crate) const MAX_WRITE_BLOCKS: usize = 256;
-/// Bytes of a text in a frame at most.
+/// Most bytes of a text in a frame.
 const MAX_TEXT: usize = 1024;
-/// Bytes of an address, a key or a handle at most; those of UCX with dozens of devices have a few thousand.
+/// Most bytes of an address, a key or a handle. UCX's have a few thousand on a machine with dozens of devices.
 const MAX_OPAQUE: usize = 64 << 10;
 const MAGIC: [u8; 8] = *b"baton-kv";
 
@@ -42,14 +47,14 @@ impl Hello {
     /// Bytes on the wire.
     pub const LEN: usize = 16;
 
-    /// The bytes.
+    /// Encodes it.
     pub fn encode(self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.put_u64(self.fingerprint);
         bytes
     }
 
-    /// A peer's, or what is wrong with it.
+    /// Reads a peer's Hello.
     pub fn parse(bytes: &[u8]) -> Result<Hello, Malformed> {
         let mut fields = Fields::new(bytes);
         if fields.array::<8>("magic")? != MAGIC {
@@ -61,19 +66,19 @@ impl Hello {
     }
 }
 
-/// By what further connections join a session over TCP: which one, and a number that only its peer was told.
+/// What a further TCP connection joins a session with: the session's number, and a token that only its peer was told.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct JoinTicket {
-    /// The decode worker's number of it.
+    /// The decode worker's number of the session.
     pub session: u64,
-    /// Cannot be guessed.
+    /// Random, so that it cannot be guessed.
     pub token: u64,
 }
 
-/// What a caller wants blocks to go over.
+/// The transport a caller wants for blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Over {
-    /// What the stream implies: shared memory on one host, else the stream itself.
+    /// The one the stream implies: shared memory for a unix socket, else TCP, the stream itself.
     Stream,
     /// UCX.
     Ucx,
@@ -87,45 +92,46 @@ pub enum Over {
 pub enum Refusal {
     /// There is no reservation to write to.
     NoReservation(String),
-    /// A write outside the reservation, or twice.
+    /// A write outside the reservation, a block layer written twice, or a malformed completion.
     BadWrite(String),
-    /// Holes at completion.
+    /// Completed before every block layer was written.
     Incomplete { written: u64, expected: u64 },
-    /// A digest differs.
+    /// A block's digest differs.
     Verify { group: u32, index: u32, block: BlockId, want: u64, got: u64 },
 }
 
-/// One message of a session after the handshake's first step.
+/// One message of a session, after the Hellos.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[allow(missing_docs)]
 pub enum Frame {
-    /// Prefill: who calls, whom it means to reach, and what blocks go over.
+    /// Prefill: who calls, which worker it wants to reach, and the transport it wants for blocks.
     Identify { me: WorkerId, you: WorkerId, over: Over },
-    /// Decode: come in; over TCP, with the ticket for further connections.
+    /// Decode: accepts the session. `blocks`: the pool's blocks per group. `ticket`: for further connections, over TCP only.
     Welcome { blocks: Vec<u32>, ticket: Option<JoinTicket> },
-    /// Decode: go away.
+    /// Decode: refuses the session or connection.
     Reject { reason: String },
-    /// Prefill, instead of Identify: this connection is a session's, and its number there, from 1 on.
+    /// Prefill, instead of Identify: this connection joins a session, as its connection number `stream`, from 1 on.
     Join { ticket: JoinTicket, stream: u8 },
-    /// Decode: so it is.
+    /// Decode: the connection has joined.
     Joined,
     /// Prefill: asks for access under an epoch.
     Begin { epoch: Epoch, key: u64 },
-    /// Decode, before the first Granted, over UCX: where the pool is written to.
+    /// Decode, over UCX, before the first Granted: how to write to the pool.
     Access(Access),
-    /// Decode, before the first Granted, from device to device: by what the pool of so many bytes is opened. Opaque.
+    /// Decode, from device to device, before the first Granted: the pool's size, and the opaque handle that opens it.
     Handle { bytes: u64, handle: Vec<u8> },
     /// Decode: access granted to these blocks.
     Granted { epoch: Epoch, blocks: Vec<Vec<BlockId>> },
     /// Prefill: one layer of some blocks follows (tcp) or was copied (shm, ucx, cuda-ipc).
     Write(WriteHead),
-    /// Prefill: all writes precede this frame, or are among the first `after[i]` Write frames of connection i + 1.
+    /// Prefill: everything is written. Each write precedes this frame on this connection, or is among the first `after[i]` Write frames of
+    /// connection i + 1. `writes`: block layers written. `digests`: one per group and index.
     Complete { epoch: Epoch, after: Vec<u64>, writes: u64, digests: Vec<Vec<u64>>, tail: Vec<u8> },
-    /// Either: nothing to say, but alive.
+    /// Either: a heartbeat.
     Beat,
-    /// Prefill: has stopped and gives up.
+    /// Prefill: has stopped writing and gives up.
     Abort { epoch: Epoch },
-    /// Prefill: has stopped because it was told to.
+    /// Prefill: has stopped writing because it was fenced.
     FenceAck { epoch: Epoch },
     /// Decode: every digest matches.
     Verified { epoch: Epoch },
@@ -135,20 +141,20 @@ pub enum Frame {
     Fence { epoch: Epoch },
 }
 
-/// Where a pool is written to over UCX. All but the sizes is opaque.
+/// How to write to a pool over UCX. `worker` and `key` are opaque.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Access {
     /// Address of the pool's first byte in the decode worker's process.
     pub base: u64,
     /// Bytes of the pool.
     pub bytes: u64,
-    /// Where its UCX worker is reached.
+    /// Address of the decode worker's UCX worker.
     pub worker: Vec<u8>,
-    /// The right to write to the pool.
+    /// Remote key: the right to write to the pool.
     pub key: Vec<u8>,
 }
 
-/// Which blocks a Write frame's payload holds.
+/// The blocks of a Write frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WriteHead {
     /// The handoff.
@@ -157,7 +163,7 @@ pub struct WriteHead {
     pub group: u16,
     /// Layer in the group.
     pub layer: u16,
-    /// Bytes that follow the frame; 0 but over TCP.
+    /// Payload bytes that follow the frame; 0 except over TCP.
     pub payload: u32,
     /// Positions in the reservation's list of the group.
     pub indexes: Vec<u32>,
@@ -205,12 +211,12 @@ impl FrameLimits {
     }
 }
 
-/// What a frame's prefix must hold, given its body.
+/// A frame's body check: a hash of kind and body.
 fn check_of(kind: u8, body: &[u8]) -> u64 {
     hash_bytes(u64::from(kind), body)
 }
 
-/// What a prefix must hold, given what it says: three bytes.
+/// A prefix's head check: three bytes of a hash of kind and length.
 fn head_check_of(kind: u8, len: [u8; 4]) -> [u8; 3] {
     let [a, b, c, ..] = hash_bytes(u64::from(kind), &len).to_le_bytes();
     [a, b, c]

@@ -1,21 +1,21 @@
-//! What a completion waits for. Between a session's connections there is no order, so a completion says how many writes on the others
-//! it comes after.
+//! Which writes a completion waits for. There is no order between a session's connections, so a completion says how many Write frames were
+//! sent before it on each further connection.
 
 use crate::wire::Frame;
 
-/// How many Write frames each connection beside a session's own was given.
+/// Write frames sent on each further connection of a session; connection 1 comes first.
 #[derive(Clone, Debug, Default)]
 pub struct Written(Vec<u64>);
 
 impl Written {
-    /// One more on the connection that the peer knows by this number; those on the session's own, 0, need no count.
+    /// Counts a Write frame on connection `number`. Those on the session's own connection, 0, need no count.
     pub fn count(&mut self, number: usize) {
         let Some(at) = number.checked_sub(1) else { return };
         self.0.resize(self.0.len().max(number), 0);
         self.0[at] += 1;
     }
 
-    /// A completion that leaves now waits at the peer for every write that was counted before it.
+    /// Makes a completion that leaves now wait at the peer for every write counted so far. Other frames stay as they are.
     pub fn stamp(&self, frame: &mut Frame) {
         if let Frame::Complete { after, .. } = frame {
             after.clone_from(&self.0);

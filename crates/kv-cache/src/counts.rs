@@ -1,4 +1,4 @@
-//! How many blocks are in which state; what workers report and what I6 is checked on.
+//! How many blocks are in each state. Workers report these counts, and I6 is checked on them.
 
 use std::ops::{Add, AddAssign};
 
@@ -7,26 +7,26 @@ use std::ops::{Add, AddAssign};
 pub struct BlockCounts {
     /// All blocks.
     pub total: u32,
-    /// Nobody's.
+    /// Free to allocate or lend.
     pub free: u32,
     /// Owned by a sequence.
     pub used: u32,
-    /// Kept for their prefix, owned by no sequence.
+    /// Owned by no sequence, kept for their prefix.
     pub cached: u32,
     /// Reserved for a peer to write to.
     pub lent: u32,
-    /// Taken back, not yet known to be out of a peer's reach.
+    /// Taken back, while a peer or a transfer may still reach them.
     pub quarantined: u32,
 }
 
 impl BlockCounts {
-    /// I6: every block is in exactly one state.
+    /// True when every block is in exactly one state (I6).
     pub fn conserved(&self) -> bool {
         let sum = [self.free, self.used, self.cached, self.lent, self.quarantined].map(u64::from).iter().sum::<u64>();
         sum == u64::from(self.total)
     }
 
-    /// Nothing is owned by anybody: what a drained worker must report.
+    /// True when no block has an owner. A drained worker must report this.
     pub fn idle(&self) -> bool {
         self.conserved() && self.free + self.cached == self.total
     }

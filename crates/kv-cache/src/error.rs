@@ -1,4 +1,4 @@
-//! What can go wrong with blocks.
+//! Errors of block accounting.
 
 use baton_types::{BatonError, BlockId, ErrorKind};
 
@@ -7,7 +7,7 @@ use crate::{BlockCounts, BlockState};
 /// Errors of this crate. All but [`KvError::OutOfBlocks`] and [`KvError::Geometry`] are defects of the caller.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum KvError {
-    /// Not enough blocks to give now; nothing was taken.
+    /// Not enough blocks are free or evictable now. Nothing was taken.
     #[error("layer group {group} has {free} KV blocks to give, {wanted} are needed")]
     OutOfBlocks {
         /// Layer group.
@@ -17,7 +17,7 @@ pub enum KvError {
         /// Blocks free or cached.
         free: usize,
     },
-    /// A pool that cannot exist.
+    /// An invalid pool geometry.
     #[error("pool geometry: {field} is {value}; it must be {must}")]
     Geometry {
         /// Which field.
@@ -27,14 +27,14 @@ pub enum KvError {
         /// What is allowed.
         must: &'static str,
     },
-    /// A transition that does not exist from the block's state.
+    /// An illegal transition from the block's state.
     #[error("cannot {operation} block {block} of layer group {group}: it is {state:?} with {refs} owners")]
     Illegal {
         /// Layer group.
         group: usize,
         /// Block.
         block: BlockId,
-        /// What was asked.
+        /// The transition asked for.
         operation: &'static str,
         /// The block's state, unchanged.
         state: BlockState,
@@ -51,7 +51,7 @@ pub enum KvError {
         /// Blocks of the pool.
         total: u32,
     },
-    /// A token of a pool with other groups.
+    /// Block tables of another pool, which has another number of layer groups.
     #[error("block tables of {theirs} layer groups given to a pool of {ours}")]
     ForeignTables {
         /// Groups of this pool.
@@ -66,7 +66,7 @@ pub enum KvError {
         group: usize,
         /// The counters.
         counted: BlockCounts,
-        /// What the states say.
+        /// The counts derived from the blocks' states.
         found: BlockCounts,
     },
     /// I6 broken: the prefix index and the blocks disagree.

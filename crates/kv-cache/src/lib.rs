@@ -1,9 +1,14 @@
-//! Who owns which block of the KV pool, and which prefixes it holds.
+//! Who owns which block of the KV pool, and which prefixes the pool holds.
 //!
-//! Stands between the engine, which decides what runs, and the memory, which others map: this crate only counts. Every
-//! block of every layer group is in exactly one [`BlockState`] at any time (I6), and what a sequence owns is a value that
-//! cannot be copied: [`Tables`] for blocks in use, [`LentTables`] for blocks a peer may write to (I3), a [`Quarantine`] for
-//! blocks whose fence is not confirmed yet. Each transition consumes one token and returns the next:
+//! The engine decides what runs, and other crates map the memory. This crate only keeps the accounts. Every block of every
+//! layer group is in exactly one [`BlockState`] at any time (I6). A sequence owns its blocks through an ownership token, a
+//! value that cannot be copied:
+//!
+//! - [`Tables`]: blocks in use.
+//! - [`LentTables`]: blocks that a peer may write to (I3).
+//! - [`Quarantine`]: blocks whose fence is not confirmed yet.
+//!
+//! Each transition consumes one ownership token and returns the next:
 //!
 //! ```text
 //!            allocate            free
@@ -17,11 +22,11 @@
 //!               └ reclaim ▶ Free
 //! ```
 //!
-//! Full blocks whose KV is computed or verified enter the prefix index ([`KvPools::index`]) and are shared by reference
-//! with later sequences that begin with the same tokens ([`KvPools::lookup`], [`KvPools::seat`]). A full block never
-//! changes; of a block that is only partly the same, the newcomer gets a copy.
+//! Full blocks whose KV is computed or verified enter the prefix index ([`KvPools::index`]). Later sequences that begin with
+//! the same tokens share them by reference ([`KvPools::lookup`], [`KvPools::seat`]). A full block never changes. If only the
+//! beginning of a block matches, the new sequence gets a copy of the block.
 //!
-//! Deliberately knows no bytes, no addresses, no requests, no clock.
+//! This crate deliberately knows no bytes, no addresses, no requests and no clock.
 
 #![forbid(unsafe_code)]
 

@@ -1,24 +1,24 @@
 //! One layer group's blocks: states, owners, counters.
 //!
-//! The state machine under the tokens of [`crate::KvPools`]. Works on plain ids, so every transition is checked here,
-//! and one that does not exist is an error that changes nothing.
+//! The state machine behind the ownership tokens of [`crate::KvPools`]. It works on plain ids, so it checks every
+//! transition. An illegal transition is an error and changes nothing.
 
 use baton_types::BlockId;
 
 use crate::{BlockCounts, KvError};
 
-/// What a block is right now.
+/// A block's current state.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum BlockState {
-    /// Nobody's.
+    /// Owned by nobody, holds nothing; can be allocated or lent.
     Free,
     /// Owned by one or more sequences of this worker.
     Used,
-    /// Kept for its prefix, owned by no sequence.
+    /// Owned by no sequence; kept because the prefix index names it.
     Cached,
     /// Reserved for a peer to write to.
     Lent,
-    /// Taken back while a peer could still reach it (I3).
+    /// Taken back while a peer or a transfer may still reach it (I3).
     Quarantined,
 }
 
@@ -28,18 +28,18 @@ struct Block {
     refs: u32,
 }
 
-/// The blocks of one layer group. Allocation order is a function of the calls made, nothing else.
+/// The blocks of one layer group. The order of allocation depends only on the calls made.
 #[derive(Debug)]
 pub struct BlockPool {
     group: usize,
     blocks: Vec<Block>,
-    /// Free ids; the last is handed out next.
+    /// Free ids; the last one is allocated next.
     free: Vec<BlockId>,
     counts: BlockCounts,
 }
 
 impl BlockPool {
-    /// `total` free blocks for layer group `group` (which only errors name).
+    /// A pool of `total` free blocks. `group` is the layer group's index; only error messages use it.
     pub fn new(group: usize, total: u32) -> Self {
         BlockPool {
             group,
@@ -54,7 +54,7 @@ impl BlockPool {
         self.counts
     }
 
-    /// A block's state and owners.
+    /// A block's state and its number of owners.
     pub fn state(&self, block: BlockId) -> Result<(BlockState, u32), KvError> {
         self.blocks.get(block.0 as usize).map(|b| (b.state, b.refs)).ok_or(self.outside(block))
     }
@@ -69,7 +69,7 @@ impl BlockPool {
         self.take(n, BlockState::Lent, into)
     }
 
-    /// Used → Used with one more owner, or Cached → Used with one.
+    /// Used → Used with one more owner, or Cached → Used with one owner.
     pub fn share(&mut self, block: BlockId) -> Result<(), KvError> {
         let at = self.expect(block, "share", |b| matches!(b.state, BlockState::Used | BlockState::Cached))?;
         if self.blocks[at].state == BlockState::Cached {
@@ -79,7 +79,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Used → Used with one owner less, or Cached when that was the last.
+    /// Used → Used with one owner less, or Cached when that was the last owner.
     pub fn cache(&mut self, block: BlockId) -> Result<(), KvError> {
         let at = self.expect(block, "cache", |b| b.state == BlockState::Used)?;
         self.blocks[at].refs -= 1;
@@ -96,7 +96,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Used → Used with one owner less, or Free when that was the last.
+    /// Used → Used with one owner less, or Free when that was the last owner.
     pub fn free(&mut self, block: BlockId) -> Result<(), KvError> {
         let at = self.expect(block, "free", |b| b.state == BlockState::Used)?;
         if self.blocks[at].refs > 1 {
@@ -114,14 +114,14 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Lent → Free: no peer can write to it any more, or none was ever told (I3).
+    /// Lent → Free: no peer can write to the block any more, or no peer was ever told of it (I3).
     pub fn reclaim(&mut self, block: BlockId) -> Result<(), KvError> {
         let at = self.expect(block, "reclaim", |b| b.state == BlockState::Lent)?;
         self.put_back(at);
         Ok(())
     }
 
-    /// Lent, or Used with one owner → Quarantined: a peer or a transfer may still reach it (I3).
+    /// Lent, or Used with one owner → Quarantined: a peer or a transfer may still reach the block (I3).
     pub fn quarantine(&mut self, block: BlockId) -> Result<(), KvError> {
         let at = self
             .expect(block, "quarantine", |b| matches!(b.state, BlockState::Lent | BlockState::Used) && b.refs == 1)?;
@@ -136,7 +136,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// I6, by counting: every block in one state, free list and counters agree with the states.
+    /// Checks I6 by counting: every block is in one state, and the free list and the counters agree with the states.
     pub fn check(&self) -> Result<(), KvError> {
         let mut found = BlockCounts { total: self.blocks.len() as u32, ..BlockCounts::default() };
         for (id, block) in self.blocks.iter().enumerate() {
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(got, [0, 1, 2, 3].map(BlockId), "given back in reverse, they come again in order");
     }
 
-    /// Each way to break I6 is seen.
+    /// [`BlockPool::check`] detects each way to break I6.
     #[test]
     fn check_sees_each_corruption() {
         let breaks: [fn(&mut BlockPool); 8] = [

@@ -1,8 +1,8 @@
-//! All layer groups of one worker, and what happens to the tokens that own blocks in them.
+//! The block pools of all layer groups of one worker, and the transitions of ownership tokens.
 //!
-//! A token is consumed by the transition that ends it, so a block can neither be given back twice nor be used after it
-//! was given back. What the types cannot exclude (a token of another pool) is an error, and a failed assertion in debug
-//! builds. The prefix cache's part is in [`crate::reuse`].
+//! The transition that ends an ownership token consumes it. So a block cannot be given back twice, nor used after it was
+//! given back. The types cannot exclude a token of another pool: that is an error, and a failed assertion in debug builds.
+//! The prefix cache's part is in [`crate::reuse`].
 
 use baton_types::{BlockId, KvGroup, LiveBlocks, PoolGeometry};
 
@@ -13,7 +13,7 @@ use crate::{
     Tables,
 };
 
-/// What blocks a sequence takes when it starts, of `tokens` tokens.
+/// Which blocks a sequence of `tokens` tokens takes when it starts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Need {
     pub(crate) tokens: u32,
@@ -22,18 +22,18 @@ pub struct Need {
 }
 
 impl Need {
-    /// Those of all its tokens.
+    /// The blocks of all its tokens.
     pub fn whole(tokens: u32) -> Need {
         Need { tokens, chunk: u32::MAX, received: false }
     }
 
-    /// It is computed in chunks of at most `chunk` tokens, so groups with a window need no more than window and chunk: later
-    /// blocks are taken ([`KvPools::grow`]) as earlier ones are given back ([`KvPools::trim`]).
+    /// The sequence is computed in chunks of at most `chunk` tokens. So groups with a window need only the blocks of the
+    /// window and one chunk: later blocks are taken ([`KvPools::grow`]) as earlier ones are given back ([`KvPools::trim`]).
     pub fn chunks(tokens: u32, chunk: u32) -> Need {
         Need { tokens, chunk, received: false }
     }
 
-    /// A peer computes it, and only what the token after the last one sees is here at any time.
+    /// A peer computes the KV. Only the blocks that the token after the last one sees are ever here.
     pub fn received(tokens: u32) -> Need {
         Need { tokens, chunk: u32::MAX, received: true }
     }
@@ -44,14 +44,14 @@ impl Need {
 pub struct KvPools {
     pub(crate) pools: Vec<BlockPool>,
     pub(crate) block_size: u32,
-    /// What a query sees, by group.
+    /// Shape of each layer group, with the window and sinks its queries see.
     pub(crate) shapes: Vec<KvGroup>,
     pub(crate) index: PrefixIndex,
     evictions: u64,
 }
 
 impl KvPools {
-    /// All blocks of `geometry`, free.
+    /// Pools with all blocks of `geometry` free.
     pub fn new(geometry: &PoolGeometry, cache: CacheConfig) -> Result<Self, KvError> {
         let error = |field, value, must| Err(KvError::Geometry { field, value, must });
         let (groups, blocks) = (&geometry.layout.groups, &geometry.blocks);
@@ -74,12 +74,12 @@ impl KvPools {
         Ok(KvPools { pools, block_size, shapes, index, evictions: 0 })
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     pub fn block_size(&self) -> u32 {
         self.block_size
     }
 
-    /// Layer groups.
+    /// Number of layer groups.
     pub fn groups(&self) -> usize {
         self.pools.len()
     }
@@ -89,8 +89,8 @@ impl KvPools {
         tokens.div_ceil(self.block_size)
     }
 
-    /// The most tokens one sequence can ever have when it is computed in chunks of at most `chunk` tokens: those the smallest
-    /// group holds. A group with a window that has room for window and chunk sets no limit.
+    /// Most tokens one sequence can ever have when it is computed in chunks of at most `chunk` tokens: as many as the smallest
+    /// group holds. A group with a window sets no limit if it has room for the window and one chunk.
     pub fn capacity_tokens(&self, chunk: u32) -> u64 {
         let limit = |(pool, shape): (&BlockPool, &KvGroup)| {
             let total = pool.counts().total;
@@ -100,12 +100,12 @@ impl KvPools {
         self.pools.iter().zip(&self.shapes).map(limit).min().unwrap_or(0)
     }
 
-    /// The blocks of a group that must be here before `position` is computed.
+    /// The blocks of a group that are needed to compute `position` and later positions.
     pub(crate) fn live(&self, group: usize, position: u32) -> LiveBlocks {
         self.shapes[group].live(position, self.block_size)
     }
 
-    /// Tokens that the table of a group covers when a sequence that begins with `hit` starts.
+    /// Tokens that a group's table covers at the start of a sequence that begins with `hit`.
     pub(crate) fn covers(&self, group: usize, hit: &Hit, need: Need) -> u32 {
         match self.shapes[group].most_live(need.chunk, self.block_size) {
             Some(most) if !need.received => {
@@ -127,24 +127,24 @@ impl KvPools {
         self.pools.get(group)
     }
 
-    /// Blocks taken from the prefix cache so far, because they were needed or the index was full.
+    /// Blocks evicted from the prefix cache so far, because they were needed or the index was full.
     pub fn evictions(&self) -> u64 {
         self.evictions
     }
 
-    /// I6 for every group and the index. Cheap enough for every step of a debug build, not for production steps.
+    /// Checks I6 for every group and the index. Cheap enough for every step of a debug build, but not for production steps.
     pub fn check(&self) -> Result<(), KvError> {
         self.pools.iter().try_for_each(BlockPool::check)?;
         self.check_index()
     }
 
-    /// Tables that cover `tokens` tokens and are never shared, or nothing taken.
+    /// Takes tables that cover `tokens` tokens and never enter the prefix index. Takes nothing on error.
     pub fn allocate(&mut self, tokens: u32) -> Result<Tables, KvError> {
         self.seat(&Hit::default(), None, Need::whole(tokens))
     }
 
-    /// Tables for what is needed that begin with what a lookup has just found, or nothing taken. With a prefix, what is
-    /// computed later can be indexed under it.
+    /// Takes tables for `need` that begin with the blocks a lookup has just found. Takes nothing on error. With a `prefix`,
+    /// blocks computed later can be indexed under it.
     pub fn seat(&mut self, hit: &Hit, prefix: Option<Prefix>, need: Need) -> Result<Tables, KvError> {
         self.fits(hit, need, 0)?;
         let (mut tables, chain) = self.shared(hit, prefix, hit.tokens)?;
@@ -155,7 +155,7 @@ impl KvPools {
         Ok(Tables { tables, chain, sources, copy_to: hit.blocks() })
     }
 
-    /// Makes `tables` cover `tokens` tokens, in every group or in none, evicting what is needed. Never shrinks.
+    /// Makes `tables` cover `tokens` tokens, in every group or in none. Evicts cached blocks as needed. Never shrinks.
     pub fn grow(&mut self, tables: &mut Tables, tokens: u32) -> Result<(), KvError> {
         self.own(&tables.tables)?;
         let need = self.blocks_for(tokens) as usize;
@@ -172,8 +172,8 @@ impl KvPools {
         Ok(())
     }
 
-    /// Blocks for `tokens` tokens: those a lookup has just found, the rest for a peer to write to; or nothing taken. What the
-    /// next token does not see is neither shared nor lent.
+    /// Reserves blocks for `tokens` tokens: it shares the blocks a lookup has just found, and lends the rest to a peer to write
+    /// to. Blocks that the next token does not see are neither shared nor lent. Takes nothing on error.
     pub fn lend(&mut self, hit: &Hit, prefix: Option<Prefix>, tokens: u32) -> Result<LentTables, KvError> {
         debug_assert!(hit.copy.is_none(), "a peer writes whole blocks");
         self.fits(hit, Need::received(tokens), 0)?;
@@ -181,13 +181,14 @@ impl KvPools {
         for (group, table) in tables.iter_mut().enumerate() {
             self.extend(group, table, tokens, tokens, BlockPool::lend)?;
         }
-        // What arrives stands in the index below what was found; somebody must hold a block of each on the way.
+        // Received blocks are indexed below the hit. To stay there, every node from the hit's last block on needs an owned
+        // block in some group: one group must have no hole there.
         let joined = |table: &BlockTable| table.holes == 0 || table.sinks + table.holes < hit.blocks();
         let chain = chain.filter(|_| tables.iter().any(joined));
         Ok(LentTables { tables, chain, shared: hit.blocks() })
     }
 
-    /// The peer's writes are complete and verified (I2), its access is over (I3): the blocks are ours.
+    /// Turns lent blocks into blocks in use. The peer's writes must be complete and verified (I2), and its access over (I3).
     pub fn accept(&mut self, lent: LentTables) -> Result<Tables, KvError> {
         let LentTables { tables, chain, shared } = lent;
         self.each(&tables, |pools, group, at, block| match at < shared {
@@ -197,7 +198,8 @@ impl KvPools {
         Ok(Tables { tables, chain, sources: Vec::new(), copy_to: 0 })
     }
 
-    /// Takes lent blocks back at once. Only when no peer can write to them (I3): none was told, or it acknowledged.
+    /// Takes lent blocks back at once. Only allowed when no peer can write to them (I3): either no peer was told of them, or
+    /// the peer has acknowledged that its access is over.
     pub fn reclaim(&mut self, lent: LentTables) -> Result<(), KvError> {
         self.each(&lent.tables, |pools, group, at, block| match at < lent.shared {
             true => pools.release(group, block),
@@ -205,21 +207,21 @@ impl KvPools {
         })
     }
 
-    /// Takes lent blocks back that a peer may still write to; nobody gets them before [`Self::clear_quarantine`]. The shared
-    /// ones it never could write to are given back at once.
+    /// Takes back lent blocks that a peer may still write to. Nobody gets them before [`Self::clear_quarantine`]. Shared
+    /// blocks, which the peer could never write to, are given back at once.
     pub fn quarantine(&mut self, lent: LentTables) -> Result<Quarantine, KvError> {
         let LentTables { mut tables, shared, .. } = lent;
         self.each(&tables, |pools, group, at, block| match at < shared {
             true => pools.release(group, block),
             false => pools.pools[group].quarantine(block),
         })?;
-        // Their places are not needed any more.
+        // The shared blocks were given back, so the quarantine must not hold them.
         tables.iter_mut().for_each(|table| table.blocks[..shared as usize].fill(HOLE));
         Ok(Quarantine(tables))
     }
 
-    /// The same for blocks of our own that a transfer may still read. Those that are indexed or have other owners never
-    /// change, so others may go on reading them: of these the quarantine keeps a reference, and the state stays Used.
+    /// Quarantines blocks in use that a transfer may still read. Blocks that are indexed or have other owners never change, so
+    /// others may go on reading them: they stay Used, and the quarantine keeps a reference to them.
     pub fn quarantine_used(&mut self, tables: Tables) -> Result<Quarantine, KvError> {
         self.release_sources(&tables.sources)?;
         self.each(&tables.tables, |pools, group, _, block| {
@@ -232,7 +234,7 @@ impl KvPools {
         Ok(Quarantine(tables.tables))
     }
 
-    /// The fence is confirmed: the blocks are free, or cached where they are indexed.
+    /// Ends a quarantine, once its fence is confirmed. Its blocks become free, or lose an owner where they stayed Used.
     pub fn clear_quarantine(&mut self, quarantine: Quarantine) -> Result<(), KvError> {
         self.each(&quarantine.0, |pools, group, _, block| match pools.pools[group].state(block)?.0 {
             BlockState::Used => pools.release(group, block),
@@ -240,13 +242,13 @@ impl KvPools {
         })
     }
 
-    /// Gives blocks back; what is indexed stays cached.
+    /// Gives blocks back. Indexed blocks stay cached.
     pub fn free(&mut self, tables: Tables) -> Result<(), KvError> {
         self.release_sources(&tables.sources)?;
         self.each(&tables.tables, |pools, group, _, block| pools.release(group, block))
     }
 
-    /// One owner less for a block in use.
+    /// Removes one owner from a block in use.
     pub(crate) fn release(&mut self, group: usize, block: BlockId) -> Result<(), KvError> {
         if self.index.node_of(group, block).is_none() {
             return self.pools[group].free(block);
@@ -257,7 +259,7 @@ impl KvPools {
         Ok(())
     }
 
-    /// One owner more for an indexed block.
+    /// Adds one owner to an indexed block.
     pub(crate) fn hold(&mut self, group: usize, block: BlockId) -> Result<(), KvError> {
         let first = self.pools[group].state(block)?.0 == BlockState::Cached;
         self.pools[group].share(block)?;
@@ -269,7 +271,7 @@ impl KvPools {
         sources.iter().enumerate().try_for_each(|(group, block)| self.release(group, *block))
     }
 
-    /// Frees a cached block of the group, if there is one.
+    /// Frees a cached block of the group. False when none can be evicted.
     fn evict(&mut self, group: usize) -> Result<bool, KvError> {
         if let Some((block, empty)) = self.index.evict_block(group) {
             self.evictions += 1;
@@ -282,7 +284,7 @@ impl KvPools {
         }
     }
 
-    /// Takes a leaf nobody holds out of the index, and what it leaves hollow above.
+    /// Evicts a leaf without owners from the index, then each ancestor that is left without blocks and children.
     pub(crate) fn drop_leaf(&mut self, id: NodeId) -> Result<(), KvError> {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -299,7 +301,7 @@ impl KvPools {
         Ok(())
     }
 
-    /// Tables that share what of a hit is needed before `position` is computed.
+    /// Tables that share those blocks of a hit that are needed to compute `position` and later positions.
     fn shared(
         &mut self,
         hit: &Hit,
@@ -331,7 +333,7 @@ impl KvPools {
         Ok((tables, chain))
     }
 
-    /// Makes a table cover `tokens` tokens, but for blocks that are not needed before `position` is computed.
+    /// Makes a table cover `tokens` tokens. Blocks that are not needed to compute `position` become holes.
     fn extend(
         &mut self,
         group: usize,
@@ -353,8 +355,8 @@ impl KvPools {
         Ok(())
     }
 
-    /// Last block first, so that the next sequence gets the same run of blocks in ascending order, and the end of a chain
-    /// is older than its beginning.
+    /// Applies `change` to every block but the holes, last block first. So the next sequence gets the same run of blocks in
+    /// ascending order, and the end of a chain counts as less recently used than its beginning.
     fn each(
         &mut self,
         tables: &[BlockTable],

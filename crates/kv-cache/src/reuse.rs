@@ -1,4 +1,4 @@
-//! The prefix cache over the pools: what a new sequence can reuse, and what a running one leaves for others.
+//! The prefix cache over the pools: which blocks a new sequence can reuse, and which blocks a running one leaves for others.
 
 use baton_types::{BlockId, Time};
 
@@ -6,11 +6,12 @@ use crate::prefix::{NodeId, Parent};
 use crate::tokens::Chain;
 use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, LentTables, Need, Prefix, Tables};
 
-/// What a lookup found; good until the pools change.
+/// The result of a lookup. Valid until the pools change.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Hit {
+    /// Nodes of the leading full blocks, in token order.
     pub(crate) path: Vec<NodeId>,
-    /// A block whose first so many tokens are the next ones.
+    /// A block to copy, and how many of its first tokens match the tokens after `path`.
     pub(crate) copy: Option<(NodeId, u32)>,
     pub(crate) tokens: u32,
 }
@@ -21,13 +22,13 @@ impl Hit {
         self.tokens
     }
 
-    /// Leading full blocks that are shared.
+    /// Number of leading full blocks that are shared.
     pub fn blocks(&self) -> u32 {
         self.path.len() as u32
     }
 
-    /// The same without a block to copy, which needs one more block than the sequence itself, and is nothing a peer can write
-    /// the rest of.
+    /// The same hit without its block to copy. Copying holds one block more than the sequence itself needs, and a peer writes
+    /// whole blocks only, so it cannot complete a copied one.
     pub fn without_copy(mut self) -> Hit {
         if let Some((_, tokens)) = self.copy.take() {
             self.tokens -= tokens;
@@ -36,7 +37,7 @@ impl Hit {
     }
 }
 
-/// Who may be reading a sequence's blocks by its tables as they are.
+/// Who may be reading a sequence's blocks through its current block tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Readers {
     /// Nobody.
@@ -48,7 +49,7 @@ pub enum Readers {
 }
 
 impl KvPools {
-    /// The longest beginning of `tokens` that is here, at most all but the last: that one is computed for its logits.
+    /// The longest cached prefix of `tokens`. It never includes the last token, which must be computed for its logits.
     pub fn lookup(&self, prefix: &Prefix, tokens: &[u32]) -> Hit {
         let size = self.block_size as usize;
         let most = &tokens[..tokens.len().saturating_sub(1)];
@@ -68,9 +69,10 @@ impl KvPools {
         Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common) }
     }
 
-    /// How many blocks of a path a sequence can go on from: the most such that each group has those its queries see.
+    /// How many leading blocks of a path a sequence can continue from: the most for which every group has the blocks that its
+    /// queries see.
     fn usable(&self, path: &[NodeId]) -> usize {
-        // By group, the sinks that are here, and the first block of the run without a gap that ends here.
+        // Per group: the leading sink blocks present, and the first block of the gap-free run that ends at this block.
         let mut runs = vec![(0, 0); self.groups()];
         let mut usable = 0;
         for (at, id) in (0..).zip(path) {
@@ -90,7 +92,7 @@ impl KvPools {
         usable
     }
 
-    /// Whether a sequence that begins with `hit` finds room for what it needs, and `spare` blocks beyond in each group.
+    /// Ok when there is room for a sequence that begins with `hit`, and for `spare` more blocks in each group.
     pub fn fits(&self, hit: &Hit, need: Need, spare: u32) -> Result<(), KvError> {
         let position = if need.received { need.tokens } else { hit.tokens };
         for (group, pool) in self.pools.iter().enumerate() {
@@ -109,7 +111,8 @@ impl KvPools {
         Ok(())
     }
 
-    /// Leading blocks that have other owners too, in every group: what these tables keep from being cached is what follows.
+    /// Number of leading blocks that have other owners too, in every group. These tables alone keep only the later blocks in
+    /// use.
     pub fn leading_shared(&self, tables: &Tables) -> u32 {
         let shared = |group: usize, block: &BlockId| {
             *block == HOLE || self.pools[group].state(*block).is_ok_and(|(_, owners)| owners > 1)
@@ -120,8 +123,8 @@ impl KvPools {
         tables.tables.iter().enumerate().map(leading).min().unwrap_or(0)
     }
 
-    /// Whether one that begins with `tokens` leading tokens of the sequence these blocks are lent for will find in them what it
-    /// needs: in groups with a window, not all are lent.
+    /// Whether another sequence that shares the first `tokens` tokens will find all blocks it needs among these lent ones. In
+    /// groups with a window, not all blocks are lent.
     pub fn will_hold(&self, lent: &LentTables, tokens: u32) -> bool {
         let blocks = self.blocks_for(tokens);
         lent.tables.iter().enumerate().all(|(group, table)| {
@@ -143,17 +146,22 @@ impl KvPools {
         Ok(sources)
     }
 
-    /// The copies of [`Tables::copies`] are made.
+    /// Releases the source blocks once the copies of [`Tables::copies`] are made.
     pub fn copied(&mut self, tables: &mut Tables) -> Result<(), KvError> {
         let sources = std::mem::take(&mut tables.sources);
         self.release_sources(&sources)
     }
 
-    /// Indexes what is full: `tokens` are those whose KV is in the tables. With `seal` also the block that is partly full.
+    /// Indexes the full blocks of a sequence, and with `seal` also its partly full last block. `tokens` are the tokens whose KV
+    /// is in the tables.
     ///
-    /// When another sequence has indexed the same tokens, its block takes the place of ours, which is freed: both hold the
-    /// same KV (I1). Not while ours has other `readers` (I3): behind a transfer nothing more of this sequence is indexed, behind
-    /// a step it is next time. Nor is anything before its copies are made: until then its last block is not there.
+    /// When another sequence has indexed the same tokens, its block replaces ours, which is freed: both hold the same KV (I1).
+    /// A block that may have other `readers` is not replaced (I3). Indexing then stops there:
+    ///
+    /// - [`Readers::Step`]: it continues at the next call.
+    /// - [`Readers::Transfer`]: nothing more of this sequence is indexed.
+    ///
+    /// Nothing is indexed before the sequence's copies are made, because until then its last block lacks its KV.
     pub fn index(&mut self, tables: &mut Tables, tokens: &[u32], readers: Readers, seal: bool) -> Result<(), KvError> {
         let Tables { tables, chain: place, sources, .. } = tables;
         let Some(mut chain) = place.take_if(|_| sources.is_empty()) else { return Ok(()) };
@@ -172,6 +180,7 @@ impl KvPools {
         Ok(())
     }
 
+    /// Indexes the next full block. False when it cannot be indexed now. `exposed`: somebody may be reading the tables.
     fn index_full(
         &mut self,
         tables: &mut [BlockTable],
@@ -214,7 +223,7 @@ impl KvPools {
         Ok(())
     }
 
-    /// A new node for the block at an index of the tables, in place of the next leaf when the index is full.
+    /// Adds a node for the blocks at index `at` of the tables. When the index is full, evicts a leaf for it.
     fn add(
         &mut self,
         tables: &[BlockTable],
@@ -236,7 +245,7 @@ impl KvPools {
         Ok(self.index.insert(parent, tokens, blocks, held))
     }
 
-    /// Our block gives way to the index's; where the index has none, ours becomes it.
+    /// Replaces our blocks with the index's blocks. In a group where the index has none, ours becomes the index's.
     fn merge(&mut self, tables: &mut [BlockTable], at: usize, id: NodeId) -> Result<(), KvError> {
         for (group, table) in tables.iter_mut().enumerate() {
             let Some(ours) = table.blocks.get_mut(at).filter(|block| **block != HOLE) else { continue };
@@ -254,7 +263,7 @@ impl KvPools {
         Ok(())
     }
 
-    /// Gives back, in groups with a window, the blocks that no query from `position` on sees.
+    /// In groups with a window, gives back the blocks that no query from `position` on sees.
     pub fn trim(&mut self, tables: &mut Tables, position: u32) -> Result<(), KvError> {
         let Tables { tables, chain, .. } = tables;
         let indexed = chain.map_or(u32::MAX, |chain| chain.blocks.saturating_sub(1));
@@ -268,12 +277,12 @@ impl KvPools {
         Ok(())
     }
 
-    /// Time passes for prefixes that are kept: those whose time is over count as any other.
+    /// Sets the current time. Prefixes whose [`Prefix::keep_until`] has come are kept no longer.
     pub fn advance(&mut self, now: Time) {
         self.index.advance(now);
     }
 
-    /// Empties the prefix cache of all that nobody uses.
+    /// Evicts every block that no sequence uses from the prefix cache.
     pub fn clear_cache(&mut self) -> Result<(), KvError> {
         while let Some(leaf) = self.index.next_leaf() {
             self.drop_leaf(leaf)?;
@@ -286,12 +295,12 @@ impl KvPools {
         Ok(())
     }
 
-    /// Indexed blocks of tokens.
+    /// Number of indexed blocks of tokens.
     pub fn indexed(&self) -> usize {
         self.index.len()
     }
 
-    /// Those of them that are kept ([`Prefix::keep`]).
+    /// Number of indexed blocks of tokens that are kept ([`Prefix::keep`]).
     pub fn kept(&self) -> u32 {
         self.index.kept()
     }

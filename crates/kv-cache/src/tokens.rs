@@ -1,44 +1,48 @@
-//! What owns blocks: values that cannot be copied, consumed by the transition that ends them.
+//! Ownership tokens: values that own blocks. They cannot be copied, and the transition that ends one consumes it.
 
 use baton_types::BlockId;
 
 use crate::prefix::{NodeId, Parent};
 use crate::{BlockTable, Prefix};
 
-/// One block table per layer group, all Used: what a sequence that runs here owns. Full blocks may have other owners too.
+/// The blocks of a sequence that runs here: one block table per layer group, all blocks Used. Full blocks may have other
+/// owners too.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "dropped tables leak their blocks; give them back with KvPools::free"]
 pub struct Tables {
     pub(crate) tables: Vec<BlockTable>,
     pub(crate) chain: Option<Chain>,
-    /// Blocks to copy before the first token is computed, one per layer group, to those at index [`Self::copy_to`].
+    /// Blocks to copy before the first token is computed, one per layer group; empty when there is nothing to copy.
     pub(crate) sources: Vec<BlockId>,
+    /// Index in each block table of the block that the copy is written to.
     pub(crate) copy_to: u32,
 }
 
-/// One block table per layer group: leading blocks shared with the prefix cache, the others Lent, what a peer may write to.
+/// Blocks reserved for a sequence whose KV a peer writes: one block table per layer group. Leading blocks are shared with
+/// the prefix cache; the peer may write to the others, which are Lent.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "dropped tables leak their blocks; accept, reclaim or quarantine them"]
 pub struct LentTables {
     pub(crate) tables: Vec<BlockTable>,
     pub(crate) chain: Option<Chain>,
+    /// Leading blocks of each table that are shared.
     pub(crate) shared: u32,
 }
 
-/// Blocks that are nobody's before [`crate::KvPools::clear_quarantine`].
+/// Blocks that nobody may reuse before [`crate::KvPools::clear_quarantine`].
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "a dropped quarantine leaks its blocks; clear it with KvPools::clear_quarantine"]
 pub struct Quarantine(pub(crate) Vec<BlockTable>);
 
-/// How far a sequence's blocks are in the prefix index.
+/// How many of a sequence's blocks are in the prefix index, and where the next one goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Chain {
     pub prefix: Prefix,
-    /// Leading full blocks that are indexed; the table's are the index's.
+    /// Leading full blocks that are indexed. The tables hold the same blocks as the index.
     pub blocks: u32,
-    /// The last of them. Its owner keeps a block of it, so that it stays.
+    /// The last indexed full block, or the root. The sequence keeps a block of it, so it stays indexed.
     pub tip: Parent,
-    /// The block after it, indexed with fewer tokens.
+    /// The node of the partly full block after `tip`, if it is indexed.
     pub partial: Option<NodeId>,
 }
 
@@ -48,14 +52,14 @@ impl Chain {
     }
 }
 
-/// One block's KV to be copied to another, in all layers of its group.
+/// A copy of one block's KV to another block, in all layers of a group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockCopy {
     /// Layer group.
     pub group: usize,
-    /// Read from here.
+    /// Source block.
     pub from: BlockId,
-    /// Written here.
+    /// Destination block.
     pub to: BlockId,
 }
 
@@ -65,7 +69,7 @@ impl Tables {
         &self.tables
     }
 
-    /// Tokens covered in every group; in those without a window there may be more.
+    /// Tokens covered in every layer group. A group without a window may cover more.
     pub fn tokens(&self) -> u32 {
         self.tables.iter().map(|table| table.tokens).min().unwrap_or(0)
     }
@@ -75,19 +79,19 @@ impl Tables {
         self.tables.iter().map(|table| table.blocks.len() - table.holes as usize).sum()
     }
 
-    /// What must be copied before the first token is computed; nothing after [`crate::KvPools::copied`].
+    /// Copies to make before the first token is computed. Empty after [`crate::KvPools::copied`].
     pub fn copies(&self) -> impl Iterator<Item = BlockCopy> {
         let to = self.tables.iter().map(|table| table.blocks.get(self.copy_to as usize));
         let pairs = self.sources.iter().zip(to).enumerate();
         pairs.filter_map(|(group, (from, to))| Some(BlockCopy { group, from: *from, to: *to? }))
     }
 
-    /// Blocks others own that these tables keep from changing until the copy is made.
+    /// Source blocks of those copies. These tables hold a reference to them until the copies are made.
     pub fn sources(&self) -> &[BlockId] {
         &self.sources
     }
 
-    /// Whether blocks that fill up become part of the prefix index.
+    /// Whether blocks of this sequence enter the prefix index as they fill up.
     pub fn indexed(&self) -> bool {
         self.chain.is_some()
     }
@@ -99,12 +103,12 @@ impl LentTables {
         &self.tables
     }
 
-    /// Leading blocks of each table that are here already; the others are lent.
+    /// Leading blocks of each table whose KV is here already. The others are lent.
     pub fn shared(&self) -> u32 {
         self.shared
     }
 
-    /// Whether what arrives becomes part of the prefix index.
+    /// Whether blocks that arrive from the peer enter the prefix index.
     pub fn indexed(&self) -> bool {
         self.chain.is_some()
     }

@@ -1,4 +1,4 @@
-//! The tokens of a pool that shares nothing: all or nothing, conserved, owned once.
+//! Ownership tokens of a pool without sharing: allocation is all or nothing, and every block is conserved and owned once.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ impl Token {
     }
 }
 
-/// One random operation; what it does to a token depends on the token's state.
+/// One random operation. Its effect on an ownership token depends on the token's state.
 fn operate(pools: &mut KvPools, tokens: &mut Vec<Token>, pick: usize, size: u32, choice: u8) {
     if choice < 2 || tokens.is_empty() {
         let room = room(pools, size, 0);
@@ -128,7 +128,7 @@ fn operate(pools: &mut KvPools, tokens: &mut Vec<Token>, pick: usize, size: u32,
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// I6 and I3 under any sequence of operations: nothing is lost, nothing owned twice.
+    /// I6 and I3 under any sequence of operations: no block is lost or owned twice.
     #[test]
     fn blocks_are_conserved_and_owned_once(
         blocks in prop::collection::vec(1u32..12, 1..4),

@@ -1,4 +1,4 @@
-//! The prefix cache against a naive oracle, and the bytes that stand behind it.
+//! The prefix cache against a naive oracle, and against a model of the memory behind its blocks.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use baton_kv_cache::{
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, Time};
 use proptest::prelude::*;
 
-/// Blocks and window of a group, and its sinks.
+/// A group's number of blocks, its window and its sinks (both in tokens).
 type Shape = (u32, Option<u32>, u32);
 
 fn pools(block_size: u32, groups: &[Shape], cache: CacheConfig) -> KvPools {
@@ -38,14 +38,14 @@ struct Live {
     computed: usize,
 }
 
-/// Pools with the memory they account for: the slot of a position holds the name of everything up to it.
+/// Pools and a model of their memory: the slot of a position holds the hash of all tokens up to it.
 struct World {
     pools: KvPools,
     /// Window and sinks by group.
     windows: Vec<(Option<u32>, u32)>,
     memory: BTreeMap<(usize, BlockId), Vec<u64>>,
     live: Vec<Live>,
-    /// What was indexed, if nothing was ever evicted: the oracle.
+    /// Everything ever indexed, as seed and tokens. Serves as the oracle while nothing is evicted.
     known: Vec<(u64, Vec<u32>)>,
 }
 
@@ -58,7 +58,7 @@ impl World {
         self.pools.block_size() as usize
     }
 
-    /// The most of `tokens` but the last that any indexed sequence of the seed begins with.
+    /// Length of the longest prefix of `tokens`, without the last token, that an indexed sequence of the seed begins with.
     fn oracle(&self, prefix: &Prefix, tokens: &[u32]) -> usize {
         let common = |known: &Vec<u32>| known.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let of_seed = self.known.iter().filter(|(seed, _)| *seed == prefix.seed);
@@ -85,13 +85,13 @@ impl World {
         self.live.push(live);
     }
 
-    /// A peer's blocks: only what is lent may be written, and nothing of it is found before it is accepted.
+    /// Receives KV from a peer: only lent blocks are written, and no lookup finds them before they are accepted.
     fn receive(&mut self, prefix: Prefix, tokens: Vec<u32>, arrives: bool) {
         let hit = self.pools.lookup(&prefix, &tokens).without_copy();
         assert_eq!(hit.tokens(), hit.blocks() * self.pools.block_size());
         let Ok(lent) = self.pools.lend(&hit, Some(prefix), tokens.len() as u32) else { return };
         self.write_lent(&lent, &prefix, &tokens);
-        // What was lent may have cost a block that an earlier beginning needs.
+        // Lending may have evicted blocks of the prefix found before, so `found` may be shorter than `hit`.
         let found = self.pools.lookup(&prefix, &tokens).without_copy();
         assert!(found.tokens() <= hit.tokens(), "I2: not before it is verified");
         if !arrives {
@@ -126,7 +126,7 @@ impl World {
         self.memory.entry((group, block)).or_insert_with(|| vec![0; size])[slot] = value;
     }
 
-    /// What attention reads next is what these tokens wrote.
+    /// Checks that attention reads next what these tokens wrote.
     fn verify(&self, live: &Live) {
         for (group, table) in live.tables.as_slice().iter().enumerate() {
             let (window, sinks) = self.windows[group];
@@ -229,7 +229,7 @@ fn shape() -> impl Strategy<Value = Shape> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// With room for all, a lookup finds exactly what a search of everything ever indexed finds.
+    /// When nothing is ever evicted, a lookup finds exactly what a search of everything indexed finds.
     #[test]
     fn an_unlimited_cache_finds_what_the_oracle_finds(
         block_size in 1u32..6,
@@ -250,7 +250,7 @@ proptest! {
         prop_assert_eq!(world.pools.evictions(), 0);
     }
 
-    /// However small the pool, whatever is evicted, with and without windows: nobody ever reads what is not its own.
+    /// No sequence ever reads another's KV, however small the pool, whatever is evicted, with and without windows.
     #[test]
     fn a_hit_is_always_the_right_kv(
         block_size in 1u32..6,
@@ -279,7 +279,7 @@ proptest! {
     }
 }
 
-/// Blocks of one token; sequences of one block each, cached one after the other.
+/// A pool of three one-token blocks, after sequences of one block each were cached one after the other.
 fn cached(eviction: Eviction, uses: &[(u32, Prefix)]) -> KvPools {
     cached_within(CacheConfig { eviction, ..CacheConfig::default() }, uses)
 }
@@ -295,7 +295,7 @@ fn cached_within(cache: CacheConfig, uses: &[(u32, Prefix)]) -> KvPools {
     pools
 }
 
-/// Which of the tokens are still there after one block more was needed.
+/// Which of the tokens are still cached after one more block was needed.
 fn left(pools: &mut KvPools, tokens: &[u32]) -> Vec<u32> {
     let tables = pools.seat(&Hit::default(), None, Need::whole(1)).unwrap();
     let there = |token: &&u32| pools.lookup(&Prefix::default(), &[**token, 0]).tokens() == 1;
@@ -323,20 +323,20 @@ fn each_policy_evicts_in_its_own_order() {
     assert_eq!(left(&mut pools, &[1, 2, 3]), [2, 3], "its time is over");
 }
 
-/// I5: who asks for all to be kept gets what may be kept, and that for a time; the rest is as any other's.
+/// I5: at most `max_kept` blocks are kept, each until its time ends. The rest are evicted like any other block.
 #[test]
 fn no_more_is_kept_than_may_be() {
     let kept = |keep_until| Prefix { keep: 1, keep_until, ..Prefix::default() };
     let cache = CacheConfig { max_kept: 2, eviction: Eviction::Priority, ..CacheConfig::default() };
-    // The third finds no room to be kept, so it goes first, though it was used last.
+    // The limit is reached, so the third is not kept. It is evicted first, though it was used last.
     let uses = [(1, kept(Some(Time(100)))), (2, kept(Some(Time(200)))), (3, kept(None))];
     let mut pools = cached_within(cache, &uses);
     assert_eq!((pools.kept(), left(&mut pools, &[1, 2, 3])), (2, vec![1, 2]));
-    // What is kept already may be kept for longer; an end makes room.
+    // A block that is kept already may be kept for longer. When a pin ends, another block may be kept.
     let mut pools = cached_within(cache, &[uses[0], uses[1], (1, kept(Some(Time(300)))), uses[2]]);
     pools.advance(Time(200));
     assert_eq!((pools.kept(), left(&mut pools, &[1, 2, 3])), (1, vec![1, 3]));
-    // So does an eviction.
+    // An eviction makes room for another kept block too.
     let mut pools = cached_within(cache, &uses[..2]);
     let tables = pools.allocate(2).unwrap();
     assert_eq!(pools.kept(), 1);
@@ -344,18 +344,18 @@ fn no_more_is_kept_than_may_be() {
     pools.check().unwrap();
 }
 
-/// What was popular once does not stay for ever.
+/// A block that was popular once does not stay for ever.
 #[test]
 fn the_least_frequently_used_age() {
     let plain = Prefix::default();
     let mut uses = vec![(1, plain); 4];
-    // A stream of newcomers, each used twice, goes through the other two blocks.
+    // A stream of new tokens, each used twice, passes through the other two blocks.
     uses.extend((10..40).flat_map(|token| [(token, plain), (token, plain)]));
     let pools = cached(Eviction::Lfu, &uses);
     assert_eq!(pools.lookup(&plain, &[1, 0]).tokens(), 0);
 }
 
-/// A leaf goes before its parent, however old the parent.
+/// A leaf is evicted before its parent, however long ago the parent was used.
 #[test]
 fn leaves_go_before_their_parents() {
     let mut pools = pools(1, &[(4, None, 0)], CacheConfig::default());
@@ -387,7 +387,7 @@ fn the_same_block_computed_twice_is_merged_unless_somebody_reads_it() {
         assert_eq!(two.as_slice()[0].blocks() == one.as_slice()[0].blocks(), !exposed);
         assert_eq!(two.as_slice()[0].blocks() == before, exposed);
         assert_eq!(pools.counts().used, if exposed { 4 } else { 2 });
-        // Later, what a step was reading is; behind a transfer nothing is any more.
+        // After a step, the next call merges the blocks. After a transfer, nothing more is indexed.
         pools.index(&mut two, &[1, 2, 3, 4], Readers::Nobody, false).unwrap();
         let merged = readers != Readers::Transfer;
         assert_eq!(two.as_slice()[0].blocks() == one.as_slice()[0].blocks(), merged);
@@ -398,8 +398,8 @@ fn the_same_block_computed_twice_is_merged_unless_somebody_reads_it() {
     }
 }
 
-/// Where every group has a window, the blocks it has passed may go from the middle of a chain; the last full one stays with
-/// its owner, so that what follows is found under it.
+/// When every group has a window, blocks that the window has passed may be evicted from the middle of a chain. The last full
+/// block stays with its owner, so that later blocks are found under it.
 #[test]
 fn the_last_full_block_keeps_its_chain() {
     let mut pools = pools(4, &[(3, Some(1), 0)], CacheConfig::default());
@@ -412,7 +412,7 @@ fn the_last_full_block_keeps_its_chain() {
     assert_eq!((pools.counts().cached, pools.evictions(), pools.indexed()), (0, 1, 2));
     pools.free(other).unwrap();
     pools.free(tables).unwrap();
-    // Everything but the last full block is evicted for the newcomer's own.
+    // Everything but the last full block is evicted to make room for the new sequence.
     let hit = pools.lookup(&prefix, &tokens[..13]);
     assert_eq!(hit.tokens(), 8);
     let mut tables = pools.seat(&hit, Some(prefix), Need::whole(13)).unwrap();

@@ -1,4 +1,4 @@
-//! How long to wait before trying again. Pure: the spread comes from a seed.
+//! How long to wait before trying again. Pure: a seed gives the random spread of the waits.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use baton_types::hash_bytes;
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(2);
 
-/// Waits that double from 100 ms to 2 s (or a lower limit), each spread over its upper half so that many clients of one
-/// registry do not come back at once.
+/// Waits that double from 100 ms to 2 s, or to a lower limit. Each wait is spread over its upper half, so that the clients of
+/// one registry do not all come back at once.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     seed: u64,
@@ -17,23 +17,23 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// `seed`: the client's own number. No wait is longer than `limit`.
+    /// A backoff of which no wait is longer than `limit`. `seed` should differ between clients.
     pub fn new(seed: u64, limit: Duration) -> Backoff {
         Backoff { seed, longest: limit.min(LONGEST), tries: 0 }
     }
 
-    /// It worked: start again from the shortest wait.
+    /// Records that a try worked: the next wait is the shortest again.
     pub fn reset(&mut self) {
         self.tries = 0;
     }
 
-    /// True when the last try worked, or there was none.
+    /// True when no try has failed since the last success.
     pub fn is_fresh(&self) -> bool {
         self.tries == 0
     }
 
-    /// How long to wait now; the next wait is longer.
-    #[allow(clippy::should_implement_trait)] // It never ends.
+    /// How long to wait now. Later waits are longer, up to the limit.
+    #[allow(clippy::should_implement_trait)] // Unlike an iterator, it never ends.
     pub fn next(&mut self) -> Duration {
         let full = FIRST.saturating_mul(1 << self.tries.min(16)).min(self.longest);
         let spread = hash_bytes(self.seed, &self.tries.to_le_bytes()) as u32;

@@ -1,7 +1,7 @@
-//! How a watcher follows its registry: when to ask for lists, when they are lost, when to ask again.
+//! How a watcher follows its registry: when to open a feed of member lists, when the feed is lost, when to try again.
 //!
-//! Whoever watches has at most one feed of lists open, does as [`FollowAction`] says, and publishes [`Follow::view`] after
-//! each step. This file knows no registry.
+//! The driver has at most one feed open, carries out each [`FollowAction`], and publishes [`Follow::view`] after each step.
+//! This file knows no registry's protocol.
 
 use std::time::{Duration, Instant};
 
@@ -12,45 +12,45 @@ use crate::member::{Member, View};
 /// How long opening a feed may take, its first list included.
 pub const OPEN: Duration = Duration::from_secs(5);
 
-/// What happened.
+/// An event that the watcher reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum FollowInput {
-    /// The feed gave the registry's whole list.
+    /// The feed gave the registry's whole list of members.
     Listed(Vec<Member>),
-    /// The feed cannot be opened, failed or ended.
+    /// The feed could not be opened, failed or ended.
     Lost,
-    /// The time given with the last action may have come.
+    /// The time given with the latest action may have come.
     Wake,
 }
 
 /// What to do until the next input.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FollowAction {
-    /// Open a feed and wait for its first list. At `until` give up and say [`FollowInput::Wake`].
+    /// Open a feed and wait for its first list. At `until`, give up and send [`FollowInput::Wake`].
     Open {
         /// The end of this try.
         until: Instant,
     },
-    /// Wait for the next list; at `until`, if it is set, say [`FollowInput::Wake`].
+    /// Wait for the next list. At `until`, if set, send [`FollowInput::Wake`].
     Listen {
-        /// When kept members are let go.
+        /// When the next kept members are dropped ([`Known::settle`]).
         until: Option<Instant>,
     },
-    /// Close the feed, and say [`FollowInput::Wake`] at `until`.
+    /// Close the feed. At `until`, send [`FollowInput::Wake`].
     Wait {
         /// When the next try is due.
         until: Instant,
     },
 }
 
-/// Worth a line in the log.
+/// An event worth a line in the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FollowNews {
     /// The registry is lost; the last known view stays (I7).
     Lost,
     /// The registry is back.
     Back {
-        /// Members on its list.
+        /// Number of members on its list.
         members: usize,
     },
 }
@@ -72,25 +72,25 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// A watcher that knows nobody yet, and what to do first. `seed` spreads its waits from those of others that lost the
-    /// same registry.
+    /// A watcher that knows no member yet, and its first action. `seed` makes its waits differ from those of other watchers
+    /// that lost the same registry.
     pub fn start(seed: u64, now: Instant) -> (Follow, FollowAction) {
         let until = now + OPEN;
         let (known, backoff) = (Known::new(), Backoff::new(seed, Duration::MAX));
         (Follow { known, backoff, phase: Phase::Opening { until }, news: None }, FollowAction::Open { until })
     }
 
-    /// The members as they are known now. Its revision grows with every change.
+    /// The members as they are known now. The view's revision grows with every change.
     pub fn view(&self) -> View {
         self.known.view()
     }
 
-    /// What the last step has to say, once.
+    /// The news of the latest step. Returns each only once.
     pub fn take_news(&mut self) -> Option<FollowNews> {
         self.news.take()
     }
 
-    /// Takes one input; the next action takes the place of the last. None: go on with the last one.
+    /// Takes one input and returns the action that replaces the previous one. None: continue with the previous action.
     pub fn step(&mut self, input: FollowInput, now: Instant) -> Option<FollowAction> {
         match (self.phase, input) {
             (Phase::Opening { .. } | Phase::Listening, FollowInput::Listed(members)) => Some(self.listed(members, now)),
@@ -123,7 +123,7 @@ impl Follow {
         FollowAction::Listen { until: self.known.settles_at() }
     }
 
-    /// I7: the members stay.
+    /// Handles the loss of the feed. The members stay (I7).
     fn lost(&mut self, now: Instant) -> FollowAction {
         self.known.lose();
         if self.backoff.is_fresh() {

@@ -1,8 +1,12 @@
-//! What a watcher knows of the cluster, through outages of the registry (I7). Time comes in with each call.
+//! The members a watcher knows, also through outages of the registry (I7). Time is an argument of each call.
 //!
-//! While the registry is away the members stay. Nor is its word enough that a worker is gone: its lease may have run out because
-//! the worker could not reach the registry, and a registry that comes back may have forgotten workers that live and are about to register
-//! again. So workers that vanish from its list without having drained are kept a little longer; whether they still work, their connections tell.
+//! While the registry is away, the members stay. A member that is missing from the registry's list may also still be alive:
+//!
+//! - Its lease may have run out because it could not reach the registry.
+//! - A registry that comes back may have forgotten it, and it is about to register again.
+//!
+//! So members that vanish from the list are kept for [`SETTLE`] longer. Draining members and supervisors are kept only if
+//! they vanished in an outage. Connections to kept workers tell whether these still work.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -11,14 +15,15 @@ use baton_types::WorkerId;
 
 use crate::member::{MAX_MEMBERS, Member, Role, View};
 
-/// How long workers survive that vanished from the registry. Longer than a living one needs to register again.
+/// How long members that vanished from the registry are kept. Longer than a living member needs to register again.
 pub const SETTLE: Duration = Duration::from_secs(10);
 
-/// One watcher's knowledge.
+/// The members that one watcher knows.
 #[derive(Clone, Debug)]
 pub struct Known {
+    /// Members on the registry's latest list.
     listed: BTreeMap<WorkerId, Member>,
-    /// Vanished from the registry, each until its time is over.
+    /// Members that vanished from the list, each with the time until which it is kept.
     kept: BTreeMap<WorkerId, (Member, Instant)>,
     stale: bool,
     revision: u64,
@@ -26,20 +31,20 @@ pub struct Known {
 }
 
 impl Known {
-    /// Nobody yet.
-    #[allow(clippy::new_without_default)] // Said at the call: nothing was heard yet.
+    /// A watcher that has not heard from its registry yet.
+    #[allow(clippy::new_without_default)] // `new` is clearer at the call than a default.
     pub fn new() -> Known {
         Known { listed: BTreeMap::new(), kept: BTreeMap::new(), stale: true, revision: 0, last_update: None }
     }
 
-    /// The registry's whole list has come.
+    /// Takes in the registry's whole list.
     pub fn list(&mut self, members: Vec<Member>, now: Instant) {
         let before = std::mem::take(&mut self.listed);
         self.listed = members.into_iter().map(|m| (m.id, m)).collect();
         let outage = std::mem::replace(&mut self.stale, false);
         let until = now + SETTLE;
         if outage {
-            // Nobody could register meanwhile.
+            // No member could register during the outage, so each gets the full time again.
             self.kept.values_mut().for_each(|(_, kept)| *kept = until);
         }
         let vanished = before.iter().filter(|(id, _)| !self.listed.contains_key(id));
@@ -53,7 +58,7 @@ impl Known {
         self.revision += u64::from(outage || before != self.listed);
     }
 
-    /// The registry cannot be heard any more.
+    /// Records that the registry no longer responds.
     pub fn lose(&mut self) {
         self.revision += u64::from(!self.stale);
         self.stale = true;
@@ -64,7 +69,7 @@ impl Known {
         self.kept.values().map(|(_, until)| *until).min()
     }
 
-    /// Lets go of kept members whose time is over; not during another outage.
+    /// Drops kept members whose time is over. Drops none during an outage.
     pub fn settle(&mut self, now: Instant) {
         if self.stale {
             return;
@@ -107,7 +112,7 @@ mod tests {
         assert_eq!(known.settles_at(), None);
     }
 
-    /// I7: a worker that cannot reach the registry loses its lease, and may serve all the same.
+    /// I7: a worker that cannot reach the registry loses its lease, but may still serve.
     #[test]
     fn a_worker_that_vanishes_without_draining_is_kept_a_little() {
         let (mut known, t0) = (Known::new(), Instant::now());
@@ -157,7 +162,7 @@ mod tests {
         known.lose();
         known.settle(t0 + SETTLE * 2);
         assert_eq!(ids(&known), [1]);
-        // Nor at its end: 1 has had no time to register.
+        // Member 1 is not dropped at the end of the outage either: it has had no time to register.
         known.list(vec![], t0 + SETTLE * 2);
         known.settle(t0 + SETTLE * 2);
         assert_eq!(ids(&known), [1]);

@@ -1,14 +1,14 @@
 //! Members, their leases and the last known view, as state machines.
 //!
-//! Stands beside the flow: workers register, the router places requests by the view. Driven by `baton-cluster`, which does
-//! the calls and waits, and by the cluster's simulator. Pure: no clock, no I/O, no threads, no tokio; time and randomness
-//! are arguments. It knows no registry's protocol and no request.
+//! Workers register here, and the router places requests by the view. No request passes through this crate.
+//! `baton-cluster`, which makes the calls and waits, drives it, and so does the cluster's simulator. The crate is pure: no
+//! clock, no I/O, no threads, no tokio. Time and randomness are arguments. It knows no registry's protocol.
 //!
-//! - [`Member`], [`View`]: one process, and all of them.
+//! - [`Member`], [`View`]: one process, and all processes.
 //! - [`Store`]: a registry's members and leases.
-//! - [`Known`]: what a watcher knows, also while the registry is away (I7).
+//! - [`Known`]: the members a watcher knows, also while the registry is away (I7).
 //! - [`Renewal`]: when one member is registered, renewed and removed.
-//! - [`Follow`]: how a watcher listens to its registry, and comes back to it after an outage.
+//! - [`Follow`]: how a watcher follows its registry, and returns to it after an outage.
 //! - [`Backoff`]: how long to wait before the next try.
 
 #![forbid(unsafe_code)]

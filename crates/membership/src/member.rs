@@ -7,27 +7,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::MembershipError;
 
-/// Members one registry holds at most (I5).
+/// Most members that one registry holds (I5).
 pub const MAX_MEMBERS: usize = 4096;
-/// Bytes of each text of a member at most (I5). With [`MAX_MEMBERS`] a whole view fits one gRPC message of 4 MiB.
+/// Most bytes of each text field of a member (I5). With [`MAX_MEMBERS`], a whole view fits one gRPC message of 4 MiB.
 pub const MAX_TEXT: usize = 256;
 
 const TTL: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
 
-/// What a member does.
+/// A member's role.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Reads prompts.
+    /// A prefill worker: computes prompts.
     Prefill,
-    /// Writes answers.
+    /// A decode worker: generates answers.
     Decode,
-    /// Owns processes (`baton up`).
+    /// A supervisor: owns processes (`baton up`).
     Supervisor,
 }
 
 impl Role {
-    /// Its word in logs and labels.
+    /// The role's name in logs and metric labels.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::Prefill => "prefill",
@@ -40,9 +40,9 @@ impl Role {
 /// One process of the cluster.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Member {
-    /// Random per process start: a worker that restarts on the same address is another worker.
+    /// Random for each process start. A worker that restarts on the same address is another worker.
     pub id: WorkerId,
-    /// What it does.
+    /// Its role.
     pub role: Role,
     /// `http://host:port` of its gRPC server.
     pub grpc: String,
@@ -50,17 +50,17 @@ pub struct Member {
     pub admin: String,
     /// Name of the model it serves; empty for a supervisor.
     pub model: String,
-    /// Fingerprint of the KV layout but its type; only equal ones may hand over.
+    /// Fingerprint of its KV layout without the data type. Handoffs are possible only between equal fingerprints.
     pub layout: u64,
-    /// Blocks of its KV pool.
+    /// Number of blocks of its KV pool.
     pub blocks: u32,
-    /// Tokens of one block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Tokens whose blocks one sequence has at once, at most; 0: those of all its tokens.
+    /// Most tokens that one sequence has in the pool at once; 0: all its tokens.
     pub window_tokens: u32,
-    /// Tokens of its longest sequence.
+    /// Tokens of the longest sequence it takes; 0: unknown.
     pub context_tokens: u32,
-    /// True once it takes no new requests.
+    /// True once the member takes no new requests.
     pub draining: bool,
 }
 
@@ -84,7 +84,7 @@ impl Member {
         Ok(())
     }
 
-    /// Ok when a lease on this member can go on with `next` as its new value.
+    /// Ok when a lease on this member can continue with `next` as the member's new value.
     pub fn check_change(&self, next: &Member) -> Result<(), MembershipError> {
         next.validate()?;
         if next.id != self.id {
@@ -95,7 +95,7 @@ impl Member {
     }
 }
 
-/// Ok when `ttl` is one that every registry can keep.
+/// Ok when `ttl` is within the range that every registry supports.
 pub fn check_ttl(ttl: Duration) -> Result<(), MembershipError> {
     if TTL.contains(&ttl) {
         return Ok(());
@@ -116,13 +116,13 @@ pub fn is_host_port(text: &str) -> bool {
 /// All members, as far as this process knows.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct View {
-    /// Grows by one with every change this process sees; comparable within one process only.
+    /// Grows by one with every change this process sees. Comparable only within one process.
     pub revision: u64,
     /// Sorted by id.
     pub members: Vec<Member>,
-    /// The registry cannot be heard: this is the last known view (I7).
+    /// True while the registry does not respond: this is the last known view (I7).
     pub stale: bool,
-    /// When the registry was last heard; `None`: never.
+    /// In a watcher's view, when the registry's last list came; `None`: never. In a registry's own view, when it last changed.
     pub last_update: Option<Instant>,
 }
 

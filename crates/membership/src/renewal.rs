@@ -1,7 +1,7 @@
 //! When one member is registered, renewed and removed.
 //!
-//! Whoever holds the lease makes one call at a time, as [`RenewalAction`] says, and tells how it went. This file knows no
-//! registry; it decides when to try, how long a try may take, and how long to wait after a failure.
+//! The holder of the lease makes one call at a time, as [`RenewalAction`] says, and reports the result. This file decides
+//! when to try, how long a try may take, and how long to wait after a failure. It knows no registry's protocol.
 
 use std::time::{Duration, Instant};
 
@@ -9,18 +9,18 @@ use crate::backoff::Backoff;
 use crate::error::MembershipError;
 use crate::member::{Member, check_ttl};
 
-/// What happened.
+/// An event that the renewal reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum RenewalInput {
-    /// The time given with the last action may have come.
+    /// The time given with the latest action may have come.
     Wake,
-    /// The member has another value now ([`Member::check_change`] allows it).
+    /// The member has a new value, which [`Member::check_change`] allows.
     Changed(Member),
-    /// The registry took the member.
+    /// The registry accepted the member.
     Renewed,
     /// The registry cannot be reached, or cannot answer now.
     Unavailable,
-    /// The registry will not do it.
+    /// The registry refused the call.
     Refused,
     /// The member is to be removed.
     Revoke,
@@ -31,39 +31,39 @@ pub enum RenewalInput {
 /// What to do until the next input.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RenewalAction {
-    /// Register or renew [`Renewal::member`]. At `until` give up and say [`RenewalInput::Wake`].
+    /// Register or renew [`Renewal::member`]. At `until`, give up and send [`RenewalInput::Wake`].
     Renew {
-        /// The registry may not have this value of the member yet.
+        /// True: the registry may not have this value of the member yet.
         changed: bool,
         /// The end of this try.
         until: Instant,
     },
-    /// Do nothing, and say [`RenewalInput::Wake`] at `until`.
+    /// Do nothing. At `until`, send [`RenewalInput::Wake`].
     Wait {
         /// When the next try is due.
         until: Instant,
     },
-    /// Remove the member. At `until` give up; the ttl removes it.
+    /// Remove the member. At `until`, give up and send [`RenewalInput::Wake`]; the end of its ttl then removes the member.
     Revoke {
         /// The end of this try.
         until: Instant,
     },
-    /// Nothing more is to be done.
+    /// Nothing more is to do.
     End,
 }
 
-/// Worth a line in the log.
+/// An event worth a line in the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RenewalNews {
-    /// The first try failed; more follow. Usual where processes start together.
+    /// The first try to register failed; more follow. Usual when processes start together.
     Waiting,
-    /// The registry did not answer for a whole ttl.
+    /// No try to register has succeeded for a whole ttl.
     StillWaiting,
     /// Registered for the first time.
     Registered,
     /// A renewal failed.
     Lost,
-    /// A renewal of a draining member failed. Usual where the registry stops first.
+    /// A renewal of a draining member failed. Usual when the registry stops first.
     LostInDrain,
     /// Registered again after failures.
     Again,
@@ -85,20 +85,20 @@ pub struct Renewal {
     phase: Phase,
     backoff: Backoff,
     registered: bool,
-    /// A failed try may have changed nothing at the registry.
+    /// The registry may lack the member's current value: nothing was registered yet, or the last try failed.
     doubtful: bool,
     /// The member changed since the last try began.
     updated: bool,
-    /// Spent between tries before the first registration, until that was told.
+    /// Time waited between tries before the first registration. None once [`RenewalNews::StillWaiting`] was reported.
     waited: Option<Duration>,
     news: Option<RenewalNews>,
 }
 
 impl Renewal {
-    /// A member that is not registered yet, and the first try.
+    /// The renewal of a member that is not registered yet, and its first action.
     ///
     /// # Errors
-    /// A member or ttl that no registry takes.
+    /// The member or the ttl is one that no registry accepts.
     pub fn start(member: Member, ttl: Duration, now: Instant) -> Result<(Renewal, RenewalAction), MembershipError> {
         member.validate()?;
         check_ttl(ttl)?;
@@ -117,12 +117,12 @@ impl Renewal {
         Ok((renewal, first))
     }
 
-    /// The member as last changed.
+    /// The member's current value.
     pub fn member(&self) -> &Member {
         &self.member
     }
 
-    /// True once the registry has taken the member.
+    /// True once the registry has accepted the member.
     pub fn registered(&self) -> bool {
         self.registered
     }
@@ -132,12 +132,12 @@ impl Renewal {
         (self.ttl / 3).max(Duration::from_secs(1))
     }
 
-    /// What the last step has to say, once.
+    /// The news of the latest step. Returns each only once.
     pub fn take_news(&mut self) -> Option<RenewalNews> {
         self.news.take()
     }
 
-    /// Takes one input; the next action takes the place of the last. None: go on with the last one.
+    /// Takes one input and returns the action that replaces the previous one. None: continue with the previous action.
     pub fn step(&mut self, input: RenewalInput, now: Instant) -> Option<RenewalAction> {
         if let RenewalInput::Changed(member) = &input {
             self.member = member.clone();
@@ -182,7 +182,7 @@ impl Renewal {
         self.wait(self.ttl / 3, now)
     }
 
-    /// I7: work goes on; this only waits and tries again.
+    /// Handles a failed try. The worker goes on working (I7); this only waits and tries again.
     fn failed(&mut self, now: Instant) -> RenewalAction {
         let first = self.backoff.is_fresh();
         let pause = self.backoff.next();
@@ -200,7 +200,7 @@ impl Renewal {
         self.wait(pause, now)
     }
 
-    /// A change that came during the last try is not waited with.
+    /// Waits for `pause`, unless the member changed during the last try. A change is sent at once.
     fn wait(&mut self, pause: Duration, now: Instant) -> RenewalAction {
         if self.updated {
             return self.attempt(now);

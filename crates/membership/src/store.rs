@@ -1,4 +1,4 @@
-//! A registry's members and their leases. Time comes in with each call.
+//! A registry's members and their leases. Time is an argument of each call.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use baton_types::WorkerId;
 use crate::error::MembershipError;
 use crate::member::{MAX_MEMBERS, Member, View, check_ttl};
 
-/// Members, each under a lease; at most [`MAX_MEMBERS`] (I5).
+/// Members, each under a lease. At most [`MAX_MEMBERS`] (I5).
 #[derive(Clone, Debug)]
 pub struct Store {
     entries: BTreeMap<WorkerId, Entry>,
@@ -23,12 +23,12 @@ struct Entry {
 }
 
 impl Store {
-    /// A registry that knows nobody.
+    /// A registry without members.
     pub fn new(now: Instant) -> Store {
         Store { entries: BTreeMap::new(), revision: 0, last_change: now }
     }
 
-    /// Adds, changes or renews a member. True when the members changed.
+    /// Adds, changes or renews a member. True when this is more than a renewal: the member is new or has a new value.
     pub fn put(&mut self, member: Member, ttl: Duration, now: Instant) -> Result<bool, MembershipError> {
         member.validate()?;
         check_ttl(ttl)?;
@@ -42,26 +42,26 @@ impl Store {
         Ok(changed)
     }
 
-    /// True when the member was there.
+    /// Removes a member. True when it was registered.
     pub fn remove(&mut self, id: WorkerId, now: Instant) -> bool {
         let removed = self.entries.remove(&id).is_some();
         self.note(removed, now);
         removed
     }
 
-    /// Removes members whose lease is over, and returns them.
+    /// Removes the members whose lease is over, and returns them.
     pub fn expire(&mut self, now: Instant) -> Vec<Member> {
         let over: Vec<WorkerId> = self.entries.iter().filter(|(_, e)| e.expires <= now).map(|(id, _)| *id).collect();
         self.note(!over.is_empty(), now);
         over.iter().filter_map(|id| self.entries.remove(id)).map(|e| e.member).collect()
     }
 
-    /// When the next lease is over, unless renewed.
+    /// When the next lease ends, unless it is renewed.
     pub fn next_expiry(&self) -> Option<Instant> {
         self.entries.values().map(|e| e.expires).min()
     }
 
-    /// All members, by id. The revision grows by one with every change.
+    /// All members, sorted by id. The revision grows by one with every call that changes members.
     pub fn view(&self) -> View {
         let members = self.entries.values().map(|e| e.member.clone()).collect();
         View { revision: self.revision, members, stale: false, last_update: Some(self.last_change) }

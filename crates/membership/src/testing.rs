@@ -1,10 +1,10 @@
-//! A member, for tests.
+//! A member for tests.
 
 use baton_types::WorkerId;
 
 use crate::{Member, Role};
 
-/// A decode worker.
+/// A valid decode worker with this id.
 pub fn member(id: u64) -> Member {
     Member {
         id: WorkerId(id),

@@ -1,4 +1,4 @@
-//! From what a user typed to a whole model: a path, a name of the catalogue, a repository of the hub, or nowhere.
+//! Turns what a user typed into a whole model: a path, a name of the catalogue, a repository of the hub, or a random model.
 
 use std::path::{Path, PathBuf};
 
@@ -11,10 +11,10 @@ pub use baton_model_text::fetch::{
 use crate::safetensors::shard_names;
 use crate::{Model, ModelFileError, RandomModel};
 
-/// Weights and all.
+/// Fetch everything, weights included.
 const WHOLE: Parts = Parts::Whole(shard_names);
 
-/// Where a model is: made of its name, or as [`resolve`] finds it, from this source.
+/// Finds a model: a random one by its name, any other from this source as [`resolve`] does.
 pub fn find(source: &Source, spec: &str, progress: &dyn Progress) -> Result<ModelSource, ModelFileError> {
     match RandomModel::parse(spec)? {
         Some(random) => Ok(ModelSource::Random(Box::new(random))),
@@ -27,7 +27,7 @@ pub fn find(source: &Source, spec: &str, progress: &dyn Progress) -> Result<Mode
 pub enum ModelSource {
     /// A file or a directory.
     Files(PathBuf),
-    /// Nowhere: it is made.
+    /// A random model, which is made, not read.
     Random(Box<RandomModel>),
 }
 
@@ -41,13 +41,13 @@ impl ModelSource {
     }
 }
 
-/// The path of a model, fetched if need be: `PATH`, a name of the [`catalogue`], or `org/name` of the public hub, where
+/// The path of a model; fetches it if needed. `spec` is `PATH`, a name of the [`catalogue`], or `org/name` of the public hub, where
 /// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files.
 pub fn resolve(spec: &str, cache: &Path, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
     resolve_with(spec, cache, &HubOptions::default(), progress)
 }
 
-/// As [`resolve`], with a hub of your choice.
+/// Like [`resolve`], with a hub of your choice.
 pub fn resolve_with(
     spec: &str,
     cache: &Path,

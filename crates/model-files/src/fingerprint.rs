@@ -1,6 +1,6 @@
-//! The model's fingerprint: what KV from one worker must match to be of use to another (I2).
+//! The model's fingerprint. KV from one worker is of use to another only if their fingerprints are equal (I2).
 //!
-//! Depends on the configuration and on names, types, shapes and sampled bytes of the tensors; not on paths, mapping or host.
+//! It depends on the configuration and on names, types, shapes and sampled bytes of the tensors, not on paths, mapping or host.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::names::Naming;
 use crate::store::{Entry, TensorStore};
 use crate::{ModelConfig, TensorName};
 
-/// Samples of a tensor: enough to tell fine-tunes apart, few enough not to read the file.
+/// Samples of each tensor: enough to tell fine-tunes apart, but few enough not to read the whole file.
 const SAMPLES: usize = 16;
 const SAMPLE_BYTES: usize = 64;
 
@@ -20,7 +20,7 @@ pub(crate) fn fingerprint(
     bound: &BTreeMap<TensorName, Entry>,
     naming: &Naming,
 ) -> u64 {
-    // Debug prints floats so that they read back the same, and every field.
+    // Debug prints every field, and prints floats so that they read back the same.
     let mut state = hash_bytes(0, format!("{config:?}").as_bytes());
     for (name, entry) in bound {
         let facts = format!("{} {:?} {:?}", naming.text(*name), entry.dtype, entry.shape);
@@ -32,7 +32,7 @@ pub(crate) fn fingerprint(
     state
 }
 
-/// Evenly spread stretches, the first and the last among them.
+/// Evenly spread samples of a tensor's bytes, including its beginning and its end.
 fn samples(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let last = bytes.len().saturating_sub(SAMPLE_BYTES);
     (0..SAMPLES).map(move |i| {

@@ -1,4 +1,4 @@
-//! The tensors of a GGUF file as a table, upon its header; bytes stay in the mapping.
+//! The table of a GGUF file's tensors, built from its header. Bytes stay in the mapping.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::names::Naming;
 use crate::store::{MappedFile, StoredDtype, TensorStore};
 use crate::{LayerTensor, ModelFileError, TensorName, TensorRef, WeightDtype};
 
-/// Maps a file: its header, and its tensors.
+/// Maps a file; returns its header and its tensors.
 pub(crate) fn open(path: &Path) -> Result<(Header, TensorStore), ModelFileError> {
     let mapped = MappedFile::open(path)?;
     let header = Header::read(path, &mut Cursor::new(mapped.bytes()), mapped.bytes().len() as u64)?;

@@ -13,7 +13,7 @@ pub struct Inspection {
     pub name: String,
     /// Family.
     pub architecture: Architecture,
-    /// Weights, not counting a tied output head twice.
+    /// Number of weights; a tied output head is not counted twice.
     pub parameters: u64,
     /// Bytes of the weights.
     pub bytes: u64,
@@ -44,7 +44,7 @@ pub struct Inspection {
 /// The tensors of one element type.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Share {
-    /// How many.
+    /// Number of tensors.
     pub tensors: u32,
     /// Their elements.
     pub parameters: u64,

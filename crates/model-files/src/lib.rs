@@ -1,7 +1,8 @@
-//! Whole models, from a name to tensors: configuration, GGUF, safetensors, weights that are made.
+//! Whole models, from a name to tensors: configuration, GGUF, safetensors, random weights.
 //!
-//! `fetch::Source` turns what a user typed into a path or a shape, [`Model::open`] maps what lies there. Tokenizer and chat template are
-//! `baton-model-text`'s, which the router has alone. Knows nothing about kernels, batching or the network between workers.
+//! `fetch::Source` turns what a user typed into a path or a shape, and [`Model::open`] maps what lies there. Tokenizer and chat template
+//! are in `baton-model-text`, which the router uses without this crate. This crate knows nothing about kernels, batching or the network
+//! between workers.
 
 mod config;
 pub mod fetch;

@@ -1,4 +1,5 @@
-//! An open model, its text part and its weights: the one thing others hold. Opening checks everything that can be checked without reading the weights.
+//! An open model: its text part, its configuration and its weights. Opening checks everything that can be checked without reading the
+//! weights.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,7 +15,7 @@ use crate::store::{Entry, StoredDtype, TensorStore};
 use crate::weights::RandomWeights;
 use crate::{ChatTemplate, ModelConfig, ModelFileError, TensorInfo, TensorName, TensorRef, TextModel, Tokenizer};
 
-/// A memory-mapped model, or one that is made: configuration, tokenizer, chat template and tensors. All shapes and extents are checked.
+/// A memory-mapped model, or a random one: configuration, tokenizer, chat template and tensors. All shapes and extents are checked.
 #[derive(Debug)]
 pub struct Model {
     text: TextModel,
@@ -38,22 +39,22 @@ impl Model {
         if metadata.is_dir() { open_directory(path) } else { open_gguf(path) }
     }
 
-    /// Of a configuration and a seed alone.
+    /// A random model.
     pub(crate) fn random(text: TextModel, config: ModelConfig, fingerprint: u64, weights: RandomWeights) -> Model {
         Model { text, config, fingerprint, weights: Weights::Random(weights) }
     }
 
-    /// What there is beside tensors and their configuration.
+    /// The text part: everything but the tensors and their configuration.
     pub fn text(&self) -> &TextModel {
         &self.text
     }
 
-    /// The file or directory it was opened from, or what it was made of.
+    /// The file or directory it was opened from, or the name of a random model.
     pub fn path(&self) -> &Path {
         self.text.path()
     }
 
-    /// A name for people: the file's own, else the file's or directory's.
+    /// A display name: the one stored in the file, else the name of the file or directory.
     pub fn name(&self) -> &str {
         self.text.name()
     }
@@ -73,12 +74,12 @@ impl Model {
         self.text.chat_template()
     }
 
-    /// Equal on every host for equal files, different for different weights or configurations.
+    /// The same on every host for the same files; different for different weights or configurations.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    /// A tensor that the configuration says is there; an error names it as the file would.
+    /// A tensor that the configuration requires. It is an error if the model has no tensor of this name.
     pub fn tensor(&self, name: TensorName) -> Result<TensorRef<'_>, ModelFileError> {
         self.find(name).ok_or_else(|| {
             let problem = "is not part of this model's configuration";
@@ -86,7 +87,7 @@ impl Model {
         })
     }
 
-    /// A tensor, where this model has it.
+    /// A tensor, if this model has it.
     pub fn find(&self, name: TensorName) -> Option<TensorRef<'_>> {
         match &self.weights {
             Weights::Files { store, tensors } => store.view(tensors.get(&name)?),
@@ -94,7 +95,7 @@ impl Model {
         }
     }
 
-    /// Every tensor the decoder uses, without its elements.
+    /// Every tensor that the decoder uses, without its elements.
     pub fn tensors(&self) -> Vec<TensorInfo> {
         match &self.weights {
             Weights::Files { tensors, .. } => {

@@ -1,5 +1,5 @@
-//! What each tensor is called in GGUF files and in Hugging Face directories, and which tensors with which shapes a
-//! configuration needs. The only place that knows.
+//! Names of tensors in GGUF files and in Hugging Face directories, and the tensors that a configuration needs, with their shapes. No
+//! other module knows these.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,11 +13,11 @@ use crate::{LayerTensor, ModelConfig, ModelFileError, TensorName};
 pub(crate) enum Naming {
     Gguf,
     HuggingFace {
-        /// What precedes `embed_tokens.weight`, with its dot.
+        /// Prefix of `embed_tokens.weight`, with its dot.
         base: String,
-        /// What precedes `lm_head.weight`.
+        /// Prefix of `lm_head.weight`.
         head: String,
-        /// With norms after attention and feed-forward, the second norm of a layer changes its name.
+        /// The model has norms after attention and feed-forward, which changes the name of a layer's second norm.
         post_norms: bool,
     },
 }
@@ -147,7 +147,7 @@ fn layer_shape(config: &ModelConfig, tensor: LayerTensor) -> Option<Vec<usize>> 
 }
 
 /// Finds every tensor that the configuration needs and checks it. A tensor inside a layer that the configuration does not
-/// account for is an error: to ignore it would be to compute another model.
+/// account for is an error, because ignoring it would compute another model.
 pub(crate) fn bind(
     config: &ModelConfig,
     store: &TensorStore,
@@ -166,7 +166,7 @@ pub(crate) fn bind(
         bound.insert(TensorName::RopeFreqs, entry.clone());
     }
     let layers = naming.layer_prefix();
-    // Derived from the configuration; files of old converters carry it all the same.
+    // Derived from the configuration; files of old converters have it nevertheless.
     let ignorable = |text: &str| text.ends_with("rotary_emb.inv_freq");
     match store.names().find(|text| text.starts_with(&layers) && !texts.contains(*text) && !ignorable(text)) {
         Some(text) => {

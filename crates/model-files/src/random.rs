@@ -1,7 +1,8 @@
 //! Models without a download: `random:NAME`, `random:NAME:SEED` or `random:PATH/config.json`, a shape with seeded weights.
 //!
-//! For speed, which depends on shapes and not on what weights say, and for tests: the same words make the same model on every host and
-//! backend. Everything else about it is as of a model from files: tensors by name, tokenizer, chat template, fingerprint.
+//! They serve to measure speed, which depends on shapes and not on the weights' values, and for tests. The same name makes the same
+//! model on every host and backend. In everything else it is like a model from files: tensors by name, tokenizer, chat template,
+//! fingerprint.
 
 use baton_model_text::{RANDOM_PREFIX, RandomShape};
 use baton_types::hash_bytes;
@@ -11,10 +12,10 @@ use crate::model::Model;
 use crate::weights::RandomWeights;
 use crate::{ModelConfig, ModelFileError};
 
-/// More than any model here has, few enough that their number times a few bytes fits in 64 bits.
+/// Most weights of a model: more than any model here has, but few enough that their number times a few bytes fits in 64 bits.
 const MAX_PARAMETERS: u64 = 1 << 42;
 
-/// A shape, its configuration and a seed: all there is to such a model.
+/// A shape with its seed, and its configuration, which together define a random model.
 #[derive(Clone, Debug)]
 pub struct RandomModel {
     shape: RandomShape,
@@ -22,17 +23,17 @@ pub struct RandomModel {
 }
 
 impl RandomModel {
-    /// What `spec` asks for; None if it is no random model.
+    /// Parses `spec`; None if it does not name a random model.
     ///
     /// # Errors
-    /// No such shape, or a configuration that does not work.
+    /// The shape or the seed is invalid, or the configuration does not work.
     pub fn parse(spec: &str) -> Result<Option<RandomModel>, ModelFileError> {
         RandomShape::parse(spec)?.map(RandomModel::of).transpose()
     }
 
     fn of(shape: RandomShape) -> Result<RandomModel, ModelFileError> {
         let config = config::hf::read(shape.family())?;
-        // A tensor has less than 2^48 elements, a model less than 2^15 tensors: sizes are bounded.
+        // Sizes are bounded: a tensor has fewer than 2^48 elements and a model fewer than 2^15 tensors, so the sum fits.
         let parameters: u64 = RandomWeights::new(&config, shape.seed()).facts().map(|tensor| tensor.elements()).sum();
         if parameters > MAX_PARAMETERS {
             let problem = format!("together they have {parameters} weights, more than {MAX_PARAMETERS}");
@@ -41,7 +42,7 @@ impl RandomModel {
         Ok(RandomModel { shape, config })
     }
 
-    /// The names of shapes that are known.
+    /// The names of the known shapes.
     pub fn shapes() -> impl Iterator<Item = &'static str> {
         RandomShape::names()
     }
@@ -50,7 +51,7 @@ impl RandomModel {
     pub fn open(&self) -> Result<Model, ModelFileError> {
         let (text, seed) = (self.shape.open()?, self.shape.seed());
         let weights = RandomWeights::new(&self.config, seed);
-        // Debug prints floats so that they read back the same, and every field.
+        // Debug prints every field, and prints floats so that they read back the same.
         let facts = format!("{RANDOM_PREFIX}{seed} {:?}", self.config);
         let fingerprint = hash_bytes(0, facts.as_bytes());
         Ok(Model::random(text, self.config.clone(), fingerprint, weights))
@@ -79,7 +80,7 @@ mod tests {
             ("gemma-3-270m", 268_098_176),
             ("smollm2-135m", 134_515_008),
         ] {
-            // Nothing of that size is made: a model with these weights would not fit here.
+            // No weights are made: those of the larger models would not fit in memory here.
             let facts = inspect(&open(&format!("random:{name}")));
             assert_eq!(facts.parameters, parameters, "{name}");
             assert_eq!(facts.bytes, 2 * parameters, "{name}");
@@ -104,7 +105,7 @@ mod tests {
         assert_eq!(embedding(&file), embedding(&named));
     }
 
-    /// Renaming what a tensor is called must not change its weights, which the fingerprint would not tell.
+    /// Weights depend on the name of their tensor. Renaming one must not change them, and the fingerprint would not show it.
     #[test]
     fn weights_are_those_they_have_always_been() {
         use crate::LayerTensor::{Down, FfnNorm, QBias};

@@ -29,7 +29,7 @@ fn weight_files(dir: &Path) -> Result<Vec<PathBuf>, ModelFileError> {
     shard_names(&index).map(|names| names.into_iter().map(|name| dir.join(name)).collect())
 }
 
-/// The files an index names, each a plain file name.
+/// The files that an index names, each a plain file name.
 pub(crate) fn shard_names(index: &Path) -> Result<BTreeSet<String>, ModelFileError> {
     let keys = Keys::read_json(index)?;
     let names: BTreeSet<String> = keys.need::<BTreeMap<String, String>>("weight_map")?.into_values().collect();
@@ -70,7 +70,7 @@ struct Extent {
     data_offsets: (u64, u64),
 }
 
-/// Tells a file that ends too early from one that is wrong inside; the parser's own error does not.
+/// Tells a truncated file from a malformed one, which the parser's own error does not.
 fn check_extent(mapped: &MappedFile) -> Result<(), ModelFileError> {
     let bytes = mapped.bytes();
     let Some(prefix) = bytes.first_chunk::<8>() else {
@@ -80,7 +80,7 @@ fn check_extent(mapped: &MappedFile) -> Result<(), ModelFileError> {
     let Some(header) = usize::try_from(header_end).ok().and_then(|end| bytes.get(8..end)) else {
         return Err(mapped.truncated(format!("the header ends at byte {header_end}")));
     };
-    // A header that is no JSON is left to the parser to reject.
+    // The parser rejects a header that is not JSON.
     let Ok(entries) = serde_json::from_slice::<BTreeMap<String, serde_json::Value>>(header) else { return Ok(()) };
     let ends = entries.values().filter_map(|entry| Extent::deserialize(entry).ok()).map(|entry| entry.data_offsets.1);
     let end = header_end.saturating_add(ends.max().unwrap_or(0));

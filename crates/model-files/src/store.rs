@@ -1,7 +1,7 @@
 //! Files mapped into memory, and a table of the tensors in them by the names the files use. One form for every format.
 //!
 //! Every range in the table lies inside its file: that is checked when the table is built, so reading a tensor cannot fault.
-//! Mapped files must not be shortened in place while a model is open (the cache replaces files by renaming, never so).
+//! Mapped files must not be shortened in place while a model is open (the cache never does that; it replaces files by renaming).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -65,7 +65,7 @@ pub(crate) struct TensorStore {
 }
 
 impl TensorStore {
-    /// Takes a file in and gives the number to insert its tensors under.
+    /// Adds a file; returns the number under which to insert its tensors.
     pub fn add_file(&mut self, file: MappedFile) -> usize {
         self.files.push(file);
         self.files.len() - 1
@@ -114,7 +114,7 @@ impl TensorStore {
         &self.files[entry.file].path
     }
 
-    /// The file complaints about a missing tensor are about.
+    /// The file that an error about a missing tensor names.
     pub fn main_path(&self) -> &Path {
         self.files.first().map_or(Path::new(""), |file| &file.path)
     }

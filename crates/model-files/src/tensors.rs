@@ -18,7 +18,7 @@ pub enum TensorName {
     Output,
     /// `[head_dim / 2]`, divisors of rope frequencies; only some GGUF files.
     RopeFreqs,
-    /// One of a layer's, counted from 0.
+    /// A tensor of a layer; layers are counted from 0.
     Layer(u32, LayerTensor),
 }
 
@@ -81,7 +81,7 @@ impl LayerTensor {
     ];
 }
 
-/// What there is to know of a tensor without its elements.
+/// A tensor's name, element type and shape.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TensorInfo {
     /// Which one.
@@ -98,13 +98,13 @@ impl TensorInfo {
         self.shape.iter().map(|&n| n as u64).product()
     }
 
-    /// Bytes as it is stored.
+    /// Bytes it takes as stored.
     pub fn bytes(&self) -> u64 {
         self.dtype.tensor_bytes(&self.shape).unwrap_or(0) as u64
     }
 }
 
-/// A tensor as the file holds it, or how it is made.
+/// A tensor as the file stores it, or the rule by which a random one is made.
 #[derive(Clone, Debug)]
 pub struct TensorRef<'a> {
     /// Element type.
@@ -116,7 +116,7 @@ pub struct TensorRef<'a> {
 }
 
 impl TensorRef<'_> {
-    /// All of it as stored; made, where it is not.
+    /// All bytes in stored form. The elements of a random tensor are made by this call.
     pub fn bytes(&self) -> Cow<'_, [u8]> {
         match &self.data {
             WeightData::Stored(bytes) => Cow::Borrowed(bytes),

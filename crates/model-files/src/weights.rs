@@ -1,6 +1,6 @@
-//! Weights that are a function of seed, tensor and place, made when they are loaded, where they are wanted.
+//! Random weights: a function of seed, tensor and position. They are made when they are loaded, in the memory that needs them.
 //!
-//! Uniform, with the variance that keeps a row's products as large as its inputs, so that values neither grow nor vanish over the
+//! Values are uniform. Their variance keeps a row's products as large as its inputs, so that values neither grow nor vanish over the
 //! layers and logits spread by about one.
 
 use std::collections::BTreeMap;
@@ -10,9 +10,9 @@ use baton_types::{Seeded, SeededRows, WeightData, hash_bytes};
 use crate::names::required;
 use crate::{LayerTensor, ModelConfig, TensorInfo, TensorName, TensorRef, WeightDtype};
 
-/// What weights are stored as.
+/// Element type of random weights.
 const DTYPE: WeightDtype = WeightDtype::Bf16;
-/// How far norm weights are from 1, and biases from 0, at most.
+/// Largest distance of norm weights from 1, and of biases from 0.
 const VECTOR_SPREAD: f32 = 0.125;
 
 /// The weights of a shape.
@@ -29,12 +29,12 @@ impl RandomWeights {
         RandomWeights { shapes, norm_middle: 1.0 - config.norm_weight_offset, seed }
     }
 
-    /// Every tensor, unmade.
+    /// Every tensor, without its elements.
     pub fn facts(&self) -> impl Iterator<Item = TensorInfo> {
         self.shapes.iter().map(|(name, shape)| TensorInfo { name: *name, dtype: DTYPE, shape: shape.clone() })
     }
 
-    /// A tensor, unmade; None if there is none of that name.
+    /// A tensor, whose elements are made later; None if there is none of that name.
     pub fn tensor(&self, name: TensorName) -> Option<TensorRef<'static>> {
         let shape = self.shapes.get(&name)?.clone();
         let key = hash_bytes(self.seed, format!("{name:?}").as_bytes());
@@ -44,7 +44,7 @@ impl RandomWeights {
         Some(TensorRef { dtype: DTYPE, shape, data })
     }
 
-    /// Where a tensor's values lie: their mean, and how far from it they are at most.
+    /// The range of a tensor's values: their mean, and their largest distance from it.
     fn range(&self, name: TensorName, shape: &[usize]) -> (f32, f32) {
         use LayerTensor::{KBias, QBias, VBias};
         match (shape, name) {

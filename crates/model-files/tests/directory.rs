@@ -207,7 +207,7 @@ fn weights_cut_anywhere_say_that_they_are_truncated() {
         let mut damaged = whole.clone();
         damaged[(state >> 33) as usize % 4000] ^= 1 << (state >> 29 & 7);
         std::fs::write(&path, &damaged).unwrap();
-        // Whatever comes of it, it is no panic.
+        // It may open or fail, but must not panic.
         let _ = Model::open(dir.path());
     }
 }

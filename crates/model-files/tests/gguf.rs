@@ -1,4 +1,4 @@
-//! GGUF files as users have them: whole, cut off, damaged, of another kind.
+//! GGUF files as users have them: whole, truncated, damaged, or of another kind.
 #![allow(clippy::unwrap_used)] // A panic is how a test fails.
 
 mod support;
@@ -88,7 +88,7 @@ fn text_takes_the_header_alone() {
     let case = Case::new();
     let (file, whole) = (llama(), llama().bytes());
     let data: usize = file.tensors.iter().map(|tensor| tensor.data.len().next_multiple_of(32)).sum();
-    // Not even the tensors need to be there.
+    // The text part opens even without tensor data.
     std::fs::write(case.path(), &whole[..whole.len() - data]).unwrap();
     let text = TextModel::open(&case.path()).unwrap();
     assert_eq!((text.name(), text.vocab_size(), text.context_length()), ("Tiny", VOCAB as u32, 128));

@@ -148,7 +148,7 @@ fn a_later_process_goes_on_with_what_an_earlier_one_left() {
 #[test]
 fn a_server_without_ranges_and_a_finished_part_are_recovered_from() {
     let (case, bytes) = Case::with_file(100_000);
-    // The second answer starts over although a range was asked for: the joined file is too long, so it begins anew.
+    // The second answer starts over although a range was requested. The joined file is too long, so the download begins anew.
     case.hub.faults("m.gguf", &[Fault::CutAfter(60_000), Fault::IgnoreRange]);
     assert_eq!(case.content(), bytes);
     assert_eq!(case.hub.take_log(), ["m.gguf 0", "m.gguf 60000", "m.gguf 0"]);

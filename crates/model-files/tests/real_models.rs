@@ -1,4 +1,4 @@
-//! Real models, fetched by name into the user's cache: what their files say, and that text survives them.
+//! Real models, fetched by name into the user's cache: what their files say, and that text survives tokenising.
 
 use anyhow::{Context, Result, ensure};
 use baton_model_files::{Architecture, LayerTensor, Model, TensorName, WeightDtype, fetch, inspect};
@@ -22,7 +22,7 @@ const TEXTS: [&str; 9] = [
     "\n",
 ];
 
-/// Text comes back from its tokens whole, and piece by piece as a stream.
+/// Text must come back from its tokens, both as a whole and as a stream.
 fn round_trips(model: &Model) -> Result<()> {
     let tokenizer = model.tokenizer();
     for text in TEXTS {

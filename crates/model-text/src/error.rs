@@ -1,4 +1,4 @@
-//! What can go wrong between a model's name and its tensors. Every message names the file, the key or tensor, and the way out.
+//! Errors on the way from a model's name to its tensors. Every message names the file, the key or tensor, and what to do about it.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ pub enum ModelFileError {
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// Its reason.
+        /// The operating system's reason.
         source: std::io::Error,
     },
     /// The file ends before its content does.
@@ -30,7 +30,7 @@ pub enum ModelFileError {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What it was taken for.
+        /// The expected format.
         format: &'static str,
         /// The first thing wrong with it.
         reason: String,
@@ -60,7 +60,7 @@ pub enum ModelFileError {
     UnsupportedArchitecture {
         /// The file.
         path: PathBuf,
-        /// What it calls itself.
+        /// The architecture that the file names.
         architecture: String,
     },
     /// The tokenizer could not turn a text into tokens.
@@ -101,7 +101,7 @@ pub enum ModelFileError {
         /// What happened.
         problem: String,
     },
-    /// Delivered bytes are not the pinned ones.
+    /// The delivered bytes do not have the expected digest or size.
     #[error(
         "{what} was delivered damaged: {property} is {actual}, expected {expected}; nothing was kept, fetch it again"
     )]
@@ -110,9 +110,9 @@ pub enum ModelFileError {
         what: String,
         /// What was compared: the SHA-256 or the size.
         property: &'static str,
-        /// What it should be.
+        /// The expected value.
         expected: String,
-        /// What it is.
+        /// The actual value.
         actual: String,
     },
 }
@@ -144,17 +144,17 @@ impl ModelFileError {
         move |source| ModelFileError::Io { path: path.to_owned(), source }
     }
 
-    /// A file that is not what its name or its beginning says.
+    /// An error about a file that is not what its name or its beginning says.
     pub fn malformed(path: &Path, format: &'static str, reason: impl ToString) -> ModelFileError {
         ModelFileError::Malformed { path: path.to_owned(), format, reason: reason.to_string() }
     }
 
-    /// About a tensor, by the name that the file has for it.
+    /// An error about a tensor, with its name in the file.
     pub fn tensor(path: &Path, tensor: &str, problem: impl Into<String>) -> ModelFileError {
         ModelFileError::Tensor { path: path.to_owned(), tensor: tensor.to_owned(), problem: problem.into() }
     }
 
-    /// About a key, as the file spells it.
+    /// An error about a key, as the file spells it.
     pub fn config(path: &Path, key: &str, problem: impl Into<String>) -> ModelFileError {
         ModelFileError::Config { path: path.to_owned(), key: key.to_owned(), problem: problem.into() }
     }

@@ -1,5 +1,5 @@
-//! What a configuration begins with: the family, and the two sizes that need no tensors and no decoder. From `config.json` or from the
-//! metadata of a GGUF file.
+//! The beginning of a configuration: the family, and the two sizes that need neither tensors nor a decoder. Read from `config.json`
+//! or from the metadata of a GGUF file.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::ModelFileError;
 use crate::gguf::Header;
 use crate::keys::Keys;
 
-/// The largest vocabulary: far above any model's, low enough that something small may be allocated for each token.
+/// Largest vocabulary: far above any model's, but low enough to allocate something small for each token.
 pub const MAX_VOCABULARY: u32 = 1 << 24;
 
 /// Families of models the decoder implements.
@@ -42,12 +42,12 @@ pub struct Family {
 }
 
 impl Family {
-    /// Of a directory's `config.json`.
+    /// Reads a directory's `config.json`.
     pub fn of_directory(dir: &Path) -> Result<Family, ModelFileError> {
         Family::of_config(Keys::read_json(&dir.join("config.json"))?)
     }
 
-    /// Of a `config.json`. The text model of a larger one has a section of its own.
+    /// Reads the keys of a `config.json`. In a larger (multimodal) model the text model has a section of its own.
     pub fn of_config(root: Keys) -> Result<Family, ModelFileError> {
         let name: String = root.need("model_type")?;
         let architecture = match name.as_str() {
@@ -59,14 +59,14 @@ impl Family {
             _ => return Err(unsupported(root.path(), name)),
         };
         let keys = root.section("text_config")?.unwrap_or(root);
-        // The 4B and larger Gemma 3 files leave out what equals the family's defaults.
+        // The 4B and larger Gemma 3 files leave out values that equal the family's defaults.
         let gemma = architecture == Architecture::Gemma3;
         let size = |key: &str, gemma_default: u32| if gemma { keys.or(key, gemma_default) } else { keys.need(key) };
         let (vocab_size, context_length) = (size("vocab_size", 262_208)?, size("max_position_embeddings", 131_072)?);
         Family { architecture, keys, vocab_size, context_length }.checked()
     }
 
-    /// Of a GGUF file.
+    /// Reads the header of a GGUF file.
     pub fn of_gguf(header: &Header) -> Result<Family, ModelFileError> {
         let name: String = header.keys.need("general.architecture")?;
         let architecture = match name.as_str() {
@@ -93,7 +93,7 @@ fn unsupported(path: &Path, architecture: String) -> ModelFileError {
     ModelFileError::UnsupportedArchitecture { path: path.to_owned(), architecture }
 }
 
-/// An error unless a size is between 1 and `most`. `path` is the file complaints are about.
+/// An error unless a size is between 1 and `most`. `path` is the file that errors name.
 pub fn check_size(path: &Path, key: &str, value: u32, most: u32) -> Result<(), ModelFileError> {
     match value == 0 || value > most {
         true => Err(ModelFileError::config(path, key, format!("is {value}; it must be between 1 and {most}"))),

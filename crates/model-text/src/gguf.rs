@@ -12,22 +12,22 @@ use serde_json::{Map, Number};
 use crate::ModelFileError;
 use crate::keys::Keys;
 
-/// What the embedding is called.
+/// Name of the embedding tensor.
 pub const EMBEDDING: &str = "token_embd.weight";
 /// Arrays up to this long become keys; longer ones belong to the tokenizer.
 const KEY_ARRAY: usize = 4096;
-/// What every file begins with.
+/// The first four bytes of every file.
 const LETTERS: &[u8; 4] = b"GGUF";
 
-/// All of a GGUF file that stands before its tensors.
+/// Everything in a GGUF file that precedes its tensors.
 pub struct Header {
     /// Scalars and short arrays.
     pub keys: Keys,
-    /// By name, as the parser has them; their extents are not checked.
+    /// Tensors by name, as the parser gives them; their extents are not checked.
     pub tensors: HashMap<String, TensorInfo>,
     /// Where in the file tensor data begins.
     pub data_start: u64,
-    /// Everything, the tokenizer's arrays included.
+    /// All metadata, including the tokenizer's arrays.
     pub(crate) metadata: HashMap<String, Value>,
 }
 
@@ -39,7 +39,7 @@ impl Header {
         Header::read(path, &mut BufReader::new(file), size)
     }
 
-    /// Reads the header of a file of `size` bytes. `path` is what complaints are about.
+    /// Reads the header of a file of `size` bytes. `path` is the file that errors name.
     pub fn read(path: &Path, file: &mut (impl Read + Seek), size: u64) -> Result<Header, ModelFileError> {
         let Content { metadata, tensor_infos, tensor_data_offset, .. } = parse(path, file, size)?;
         let keys = Keys::new(path, scalar_keys(&metadata));
@@ -71,7 +71,7 @@ fn parse(path: &Path, file: &mut (impl Read + Seek), size: u64) -> Result<Conten
         Err(e) if e.kind() != ErrorKind::UnexpectedEof => return Err(ModelFileError::io(path)(e)),
         _ => return Err(malformed("it does not begin with the letters GGUF")),
     }
-    // The parser checks lengths but divides by the file's own alignment: a hostile file must be an error here (I8).
+    // The parser checks lengths but divides by the file's own alignment, which may be 0. A hostile file must be an error here (I8).
     let parsed = catch_unwind(AssertUnwindSafe(|| Content::read(file)));
     match parsed {
         Ok(Ok(content)) => Ok(content),
@@ -88,7 +88,7 @@ fn parse(path: &Path, file: &mut (impl Read + Seek), size: u64) -> Result<Conten
     }
 }
 
-/// Without the backtrace that candle's errors may carry.
+/// The first line of an error: without the backtrace that candle's errors may carry.
 fn first_line(reason: &str) -> &str {
     reason.lines().next().unwrap_or(reason)
 }

@@ -1,4 +1,4 @@
-//! Typed access to a file's keys, so that every complaint names the file and the key. GGUF metadata and JSON alike.
+//! Typed access to the keys of GGUF metadata or of a JSON file. Every error names the file and the key.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::ModelFileError;
 #[derive(Clone, Debug)]
 pub struct Keys {
     path: PathBuf,
-    /// What precedes a key in messages.
+    /// Prefix of a key in messages.
     prefix: String,
     values: Map<String, Value>,
 }
@@ -27,7 +27,7 @@ impl Keys {
         Keys::parse_json(path, &std::fs::read(path).map_err(ModelFileError::io(path))?)
     }
 
-    /// The keys of a JSON text; `path` is what complaints are about.
+    /// The keys of a JSON text; `path` is the file that errors name.
     pub fn parse_json(path: &Path, text: &[u8]) -> Result<Keys, ModelFileError> {
         match serde_json::from_slice(text) {
             Ok(Value::Object(values)) => Ok(Keys::new(path, values)),
@@ -36,7 +36,7 @@ impl Keys {
         }
     }
 
-    /// The nested object under `key`; a key that is null counts as absent, here as everywhere.
+    /// The nested object under `key`. A null value counts as absent, in this and all other methods.
     pub fn section(&self, key: &str) -> Result<Option<Keys>, ModelFileError> {
         let values = self.opt::<Map<String, Value>>(key)?;
         Ok(values.map(|values| Keys { path: self.path.clone(), prefix: format!("{}{key}.", self.prefix), values }))
@@ -76,12 +76,12 @@ impl Keys {
         }
     }
 
-    /// A complaint about `key`.
+    /// An error about `key`.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> ModelFileError {
         ModelFileError::config(&self.path, &format!("{}{key}", self.prefix), problem)
     }
 
-    /// The file they are of.
+    /// The file that the keys are from.
     pub fn path(&self) -> &Path {
         &self.path
     }

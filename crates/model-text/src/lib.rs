@@ -1,8 +1,8 @@
-//! The text part of a model, for those who never read weights: tokenizer, chat template, and the little of the configuration that
-//! text depends on. Finds and fetches models too.
+//! The text part of a model, for programs that never read weights: tokenizer, chat template, and the few configuration values that
+//! text depends on. This crate also finds and fetches models.
 //!
 //! [`fetch::Source`] turns what a user typed into a path, [`TextModel::open`] reads what lies there: a directory's text files, or the
-//! header of a GGUF file. `baton-model-files` builds tensors upon both. Knows the names of files of weights, and nothing that is in them.
+//! header of a GGUF file. `baton-model-files` adds the tensors. This crate knows the names of weight files, but not their content.
 
 #![forbid(unsafe_code)]
 

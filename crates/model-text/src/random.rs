@@ -1,5 +1,5 @@
-//! Models without a download: `random:NAME`, `random:NAME:SEED` or `random:PATH/config.json`. Here is what there is of them but the
-//! weights: shapes by the names they are known by, a tokenizer of bytes, and a chat template.
+//! Models without a download: `random:NAME`, `random:NAME:SEED` or `random:PATH/config.json`. This module has everything but the
+//! weights: named shapes, a byte tokenizer, and a chat template.
 
 use std::path::Path;
 
@@ -10,9 +10,9 @@ use crate::keys::Keys;
 use crate::tokenizer::bytes;
 use crate::{ChatTemplate, ModelFileError, TextModel};
 
-/// What a model's name begins with when the model is to be made.
+/// Prefix of the name of a random model.
 pub const PREFIX: &str = "random:";
-/// The least that lets a conversation be told apart.
+/// The smallest chat template that tells the messages of a conversation apart.
 const CHAT: &str = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}\
                     {% if add_generation_prompt %}assistant: {% endif %}";
 
@@ -29,7 +29,7 @@ const ALL: [(&str, &str); 9] = [
     ("llama-3.1-70b", include_str!("shapes/llama-3.1-70b.json")),
 ];
 
-/// A shape and a seed: all there is to such a model.
+/// A shape and a seed, which together define a random model.
 #[derive(Clone, Debug)]
 pub struct RandomShape {
     name: String,
@@ -39,10 +39,10 @@ pub struct RandomShape {
 }
 
 impl RandomShape {
-    /// What `spec` asks for; None if it is no random model.
+    /// Parses `spec`; None if it does not name a random model.
     ///
     /// # Errors
-    /// No such shape, or one that no text can be made for.
+    /// The shape or the seed is invalid, or the vocabulary is too small for a tokenizer of bytes.
     pub fn parse(spec: &str) -> Result<Option<RandomShape>, ModelFileError> {
         let Some(asked) = spec.strip_prefix(PREFIX) else { return Ok(None) };
         let (shape, seed) = match asked.rsplit_once(':') {
@@ -63,12 +63,12 @@ impl RandomShape {
         Ok(Some(RandomShape { name: spec.to_owned(), seed, family }))
     }
 
-    /// The names of shapes that are known.
+    /// The names of the known shapes.
     pub fn names() -> impl Iterator<Item = &'static str> {
         ALL.iter().map(|(name, _)| *name)
     }
 
-    /// What the weights are made of, besides the shape.
+    /// The seed of the weights.
     pub fn seed(&self) -> u64 {
         self.seed
     }
@@ -87,7 +87,7 @@ impl RandomShape {
     }
 }
 
-/// The configuration: a file's, or that of a shape with a name.
+/// The configuration of a named shape, or of a file.
 fn read_shape(spec: &str, shape: &str) -> Result<Keys, ModelFileError> {
     if let Some((name, json)) = ALL.iter().find(|(name, _)| *name == shape) {
         return Keys::parse_json(Path::new(name), json.as_bytes());

@@ -1,5 +1,5 @@
-//! The text part of a model: all that turns a conversation into tokens and tokens into text. Weights are not looked at, and need not be
-//! there where they have files of their own.
+//! The text part of a model: everything that turns a conversation into tokens and tokens into text. Weights are not read. Separate
+//! weight files need not even exist.
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +31,7 @@ impl TextModel {
         TextModel::of_gguf(path, &mut header, &family)
     }
 
-    /// Of a GGUF file; takes the tokenizer's arrays out of its header.
+    /// Reads the header of a GGUF file; takes the tokenizer's arrays out of it.
     pub fn of_gguf(path: &Path, header: &mut Header, family: &Family) -> Result<TextModel, ModelFileError> {
         let tokenizer = tokenizer::from_gguf(header)?;
         let chat = header.keys.opt::<String>("tokenizer.chat_template")?;
@@ -40,7 +40,7 @@ impl TextModel {
         TextModel::of(path, name, tokenizer, chat, family)
     }
 
-    /// Of a directory.
+    /// Reads the text files of a directory.
     pub fn of_directory(dir: &Path, family: &Family) -> Result<TextModel, ModelFileError> {
         let settings = dir.join("tokenizer_config.json");
         let settings = if settings.exists() { Some(Keys::read_json(&settings)?) } else { None };
@@ -51,7 +51,7 @@ impl TextModel {
         TextModel::of(dir, directory_name(dir), tokenizer, chat, family)
     }
 
-    /// Of its parts; `path` is the file complaints are about.
+    /// Builds it from its parts; `path` is the file that errors name.
     pub(crate) fn of(
         path: &Path,
         name: String,
@@ -67,18 +67,18 @@ impl TextModel {
         Ok(TextModel { path: path.to_owned(), name, tokenizer, chat, vocab_size, context_length })
     }
 
-    /// The file or directory it was opened from, or what it was made of.
+    /// The file or directory it was opened from, or the name of a random model.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A name for people: the file's own, else the file's or directory's.
+    /// A display name: the one stored in the file, else the name of the file or directory.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The name clients ask for: `name` if given, else what the user typed, else, when that was a path, the file's name
-    /// without its ending.
+    /// The name that clients ask for: `name` if given; else, if `spec` is a path, the file's name without its extension or the
+    /// directory's name; else `spec`.
     pub fn served_name(&self, spec: &str, name: Option<&str>) -> String {
         let path = Path::new(spec);
         let stem = if path.is_file() { path.file_stem() } else { path.file_name() };
@@ -115,7 +115,7 @@ fn compile_chat(path: &Path, source: &str, tokenizer: &Tokenizer) -> Result<Chat
     ChatTemplate::compile(path, source, text(tokenizer.bos_id().as_ref())?, text(tokenizer.eos_ids().first())?)
 }
 
-/// A directory's template and the file it is in: a file of its own, else a key of `tokenizer_config.json`.
+/// A directory's chat template and the file that holds it: a separate file, else `tokenizer_config.json`.
 fn directory_template(dir: &Path, settings: Option<&Keys>) -> Result<Option<(PathBuf, String)>, ModelFileError> {
     let own = dir.join("chat_template.jinja");
     if own.exists() {
@@ -159,7 +159,7 @@ fn file_name(path: &Path) -> String {
     path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
-/// The directory's name; inside a hub cache (`models--org--name/snapshots/commit`) the repository's.
+/// The directory's name; inside a hub cache (`models--org--name/snapshots/commit`) the repository's name.
 fn directory_name(dir: &Path) -> String {
     let repository = dir.ancestors().nth(2).and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     let in_hub =

@@ -1,11 +1,16 @@
-//! Penalties and logit bias as one list of changes, the same for whoever applies it. Pure.
+//! Computes penalties and logit bias as one list of changes, used by every sampler. Pure.
 
 use baton_engine::Sample;
 use baton_kernels::LogitChange;
 
-/// What becomes of single logits of a row before a token is chosen, in place of what `out` holds: by ascending id, each id once, below
-/// `vocab`. First the repetition penalty, of tokens in prompt or answer; then presence and frequency penalties, of those of the answer;
-/// then bias. `seen` is room to sort in.
+/// Writes to `out`, in place of its contents, the changes to a row's logits before a token is chosen: sorted by token id, each id once,
+/// all ids below `vocab`. Each change applies, in this order:
+///
+/// - the repetition penalty, for tokens of prompt and answer;
+/// - presence and frequency penalties, for tokens of the answer;
+/// - the bias.
+///
+/// `seen` is scratch memory for sorting.
 pub(crate) fn changes(sample: &Sample<'_>, vocab: usize, seen: &mut Vec<u32>, out: &mut Vec<LogitChange>) {
     let p = sample.params;
     out.clear();
@@ -23,7 +28,7 @@ pub(crate) fn changes(sample: &Sample<'_>, vocab: usize, seen: &mut Vec<u32>, ou
     }
     out.extend(p.logit_bias.iter().map(|&(id, add)| LogitChange { add, ..LogitChange::none(id) }));
     out.retain(|change| (change.id as usize) < vocab);
-    // What one kind leaves alone is 1 or 0, so a product and two sums bring them together.
+    // Each kind of change leaves the other kinds' factors at 1 and terms at 0, so a product and two sums merge changes of the same token.
     out.sort_unstable_by_key(|change| change.id);
     out.dedup_by(|more, first| {
         let same = more.id == first.id;

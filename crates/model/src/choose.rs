@@ -1,6 +1,6 @@
-//! Who chooses a step's tokens: the backend, where it can and may, or the sampler of this host.
+//! Decides whether the backend or the host's sampler chooses each of a step's tokens.
 //!
-//! Decided row by row, by the row's own sequence alone (I1): the two agree to rounding.
+//! The decision depends on the row's own sequence alone (I1): backend and host agree except for rounding.
 
 use baton_engine::Sample;
 use baton_kernels::{Backend, Draw, FOLLOWS, MAX_LOGIT_CHANGES};
@@ -9,25 +9,25 @@ use baton_types::TokenOut;
 use crate::Decoder;
 use crate::sampler::{Prepared, failed};
 
-/// Most likely tokens that a backend tells of.
+/// Most `top_logprobs` that a backend supports.
 const MAX_TOP: u32 = 20;
 
-/// Whether a backend that chooses tokens may choose this one, of a row that so many logits change of.
+/// Whether a backend can choose this token. `changes` is how many of its row's logits are changed first.
 fn by_backend(sample: &Sample<'_>, changes: usize) -> bool {
     changes <= MAX_LOGIT_CHANGES && sample.params.top_logprobs.is_none_or(|top| top <= MAX_TOP)
 }
 
-/// Whether this one is chosen by a backend that chooses tokens, from the logits as they are.
+/// Whether a backend can choose this token from the unchanged logits.
 pub(crate) fn plain(sample: &Sample<'_>) -> bool {
     !sample.params.looks_back() && sample.params.logit_bias.is_empty() && by_backend(sample, 0)
 }
 
-/// A plain draw.
+/// A draw without mask and changes.
 pub(crate) fn draw<'a>(row: usize, sample: &Sample<'a>) -> Draw<'a> {
     Draw { row, params: sample.params, index: sample.index, mask: None, changes: &[] }
 }
 
-/// The tokens of a step that is launched and not collected: one for each sampling row.
+/// The tokens of a step that is launched but not collected, one per sampling row.
 #[derive(Default)]
 pub(crate) struct PendingTokens {
     tokens: Vec<Chosen>,
@@ -35,11 +35,11 @@ pub(crate) struct PendingTokens {
     drawn: u32,
 }
 
-/// Who knows a token.
+/// Where a token is known.
 enum Chosen {
-    /// This host.
+    /// On the host.
     Here(TokenOut),
-    /// The backend, as a draw with this number.
+    /// On the backend, as its draw of this number.
     There(u32),
 }
 
@@ -53,7 +53,7 @@ impl PendingTokens {
         self.drawn = 0;
     }
 
-    /// The backend draws so many more.
+    /// Adds `count` tokens that the backend draws.
     pub fn drawn(&mut self, count: usize) {
         for _ in 0..count {
             self.tokens.push(Chosen::There(self.drawn));
@@ -61,7 +61,7 @@ impl PendingTokens {
         }
     }
 
-    /// What the next step embeds in place of a token of this one.
+    /// The id that the next step embeds for the token of sampling row `place`: its token id, or a reference to the backend's draw.
     pub fn id(&self, place: usize) -> Option<u32> {
         Some(match self.tokens.get(place)? {
             Chosen::Here(token) => token.id,
@@ -70,14 +70,14 @@ impl PendingTokens {
     }
 }
 
-/// Room for what tokens of a turn ask of their rows.
+/// Reused memory for the masks and changes of rows whose logits are computed together.
 #[derive(Default)]
 pub(crate) struct Choices {
     prepared: Vec<Prepared>,
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Chooses a token for each of these samples, whose logits lie in the logits buffer, in their order, or has the backend draw it.
+    /// Chooses a token for each of these samples, or lets the backend draw it. Row `i` of the logits buffer belongs to sample `i`.
     pub(crate) fn choose<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
@@ -110,7 +110,7 @@ impl<B: Backend> Decoder<B> {
             match self.sampler.prepare(sample, vocab, prepared) {
                 Err(error) => pending.tokens.push(Chosen::Here(failed(sample, &error))),
                 Ok(()) if by_backend(sample, prepared.changes.len()) => pending.drawn(1),
-                // Before anything is drawn, which may overwrite logits.
+                // Read before the draws, which may overwrite the logits.
                 Ok(()) => {
                     self.read_logits(row);
                     let token = self.sampler.sample(&mut self.inputs.logits, sample);
@@ -135,7 +135,7 @@ impl<B: Backend> Decoder<B> {
         self.choices = Choices { prepared };
     }
 
-    /// Pushes the tokens of a step that was collected, of these samples.
+    /// Pushes the tokens of these samples, from a step that was collected.
     pub(crate) fn tell<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a Sample<'a>>,
@@ -187,7 +187,7 @@ mod tests {
         Some(backend)
     }
 
-    /// A step of nothing but these draws.
+    /// Runs a step that has only these draws.
     fn drawn<B: Backend>(backend: &mut B, logits: &mut B::Buffer, draws: &[Draw<'_>]) -> Vec<TokenOut> {
         backend.draw(logits, VOCAB, draws);
         backend.submit().expect("all asked for");
@@ -196,7 +196,7 @@ mod tests {
         (0..).zip(draws).map(token).collect()
     }
 
-    /// Parameters of all kinds, alone and together.
+    /// Random parameters: each kind alone and together with others.
     fn kinds(random: &mut Random) -> SamplingParams {
         let mut some = |share: u64| random.bits().is_multiple_of(share);
         let (greedy, top_k, top_p, min_p) = (some(4), some(3), some(3), some(3));
@@ -217,7 +217,7 @@ mod tests {
         }
     }
 
-    /// Tokens that the host chooses when a bound moves by as much as rounding may.
+    /// The tokens that the host chooses when a bound moves by the largest rounding error.
     fn near(params: &SamplingParams, logits: &[f32], index: u32) -> Vec<u32> {
         const STEP: f32 = 2e-6;
         let moved = [1.0 - STEP, 1.0 + STEP].iter().flat_map(|by| {
@@ -238,7 +238,7 @@ mod tests {
         let (mut compared, mut moved) = (0, 0);
         for spread in [0.5, 4.0, 12.0] {
             let params: Vec<SamplingParams> = (0..64).map(|_| kinds(&mut random)).collect();
-            // Of a grid, so that many are equal.
+            // Multiples of 1/64 of the spread, so that many are equal.
             let logits: Vec<f32> =
                 (0..params.len() * VOCAB).map(|_| (random.unit() * 64.0).round() / 64.0 * spread).collect();
             let mut prepared: Vec<Prepared> = params.iter().map(|_| Prepared::default()).collect();
@@ -252,7 +252,7 @@ mod tests {
                 mask: None,
                 changes: &prepared[row].changes,
             };
-            // Not in the order of their rows.
+            // In reverse order of their rows.
             let draws: Vec<Draw<'_>> = params.iter().enumerate().rev().map(draw).collect();
             let mut buffer = backend.upload(&logits).expect("logits");
             let out = drawn(&mut backend, &mut buffer, &draws);

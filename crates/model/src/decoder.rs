@@ -16,12 +16,12 @@ use crate::parallel::{Rank, Sharding};
 use crate::weights::{Layer, Weights, load};
 use crate::{ModelError, Sampler, rope};
 
-/// What buffers are sized for.
+/// The sizes that buffers are allocated for.
 #[derive(Clone, Copy, Debug)]
 pub struct DecoderLimits {
     /// Most tokens of a step.
     pub tokens: usize,
-    /// Most rows whose logits are computed together; more are done in turns.
+    /// Most rows whose logits are computed together. More rows are computed in several portions.
     pub samples: usize,
     /// Longest sequence.
     pub context: usize,
@@ -31,16 +31,16 @@ pub struct DecoderLimits {
 
 /// A model on a backend, or one rank's part of it, ready to run steps.
 pub struct Decoder<B: Backend> {
-    /// With the numbers of heads and the feed-forward width that are here.
+    /// The model's configuration, with this rank's numbers of heads and feed-forward width.
     pub(crate) config: ModelConfig,
     pub(crate) limits: DecoderLimits,
     pub(crate) backend: B,
     pub(crate) sampler: Sampler,
     pub(crate) choices: Choices,
-    /// Steps that are launched and not collected, and room for more.
+    /// Steps that are launched but not collected. `spare` holds unused ones for reuse.
     pub(crate) pending: VecDeque<PendingTokens>,
     pub(crate) spare: Vec<PendingTokens>,
-    /// Why nobody knows what the backend still does.
+    /// Set when the backend could not be waited for, so that its work may still be under way.
     pub(crate) lost: Option<RunError>,
     grammars: Arc<Grammars>,
     weights: Weights<B>,
@@ -50,18 +50,18 @@ pub struct Decoder<B: Backend> {
     pub(crate) block_size: u32,
     pub(crate) buffers: Buffers<B>,
     pub(crate) inputs: Inputs,
-    /// When this is one of several ranks.
+    /// Set when this is one of several ranks.
     parallel: Option<Parallel<B>>,
 }
 
-/// What one of several ranks has beside its part of the model.
+/// What one of several ranks needs in addition to its part of the model.
 struct Parallel<B: Backend> {
     rank: Rank<B>,
-    /// `[samples, vocab]` of the whole vocabulary; used on rank 0.
+    /// Logits of the whole vocabulary, `[samples, vocab]`; used on rank 0 only.
     logits: B::Buffer,
 }
 
-/// Activations, `[rows, width]`.
+/// Activations, `[rows, width]` unless noted.
 pub(crate) struct Buffers<B: Backend> {
     /// The residual stream, `hidden`.
     x: B::Buffer,
@@ -73,7 +73,7 @@ pub(crate) struct Buffers<B: Backend> {
     attended: B::Buffer,
     gate: B::Buffer,
     up: B::Buffer,
-    /// `[samples, hidden]` and `[samples, vocab]`.
+    /// The residual stream of sampling rows, `[samples, hidden]`, and this rank's logits, `[samples, vocab]`.
     last: B::Buffer,
     pub(crate) logits: B::Buffer,
 }
@@ -86,7 +86,7 @@ pub(crate) struct Inputs {
     pub batches: Vec<Ragged>,
     /// Rows whose logits are wanted.
     pub sampled: Vec<u32>,
-    /// How many of them there were before rows were padded, if they were.
+    /// The number of sampling rows before padding, if the step is padded.
     pub padded: Option<usize>,
     /// One row of logits on the host.
     pub logits: Vec<f32>,
@@ -165,7 +165,7 @@ impl<B: Backend> Decoder<B> {
         let grammars = Arc::new(Grammars::new(model.tokenizer(), config.vocab_size));
         let sampler = Sampler::new(config.vocab_size as usize).with_constraints(Matchers::new(Arc::clone(&grammars)));
         let block_size = layout.block_size;
-        // One rank has nothing to ask of others.
+        // A single rank exchanges with nobody.
         let parallel = match rank.filter(|rank| rank.sharding.ranks() > 1) {
             Some(rank) => Some(Parallel { rank, logits: backend.buffer(limits.samples * config.vocab_size as usize)? }),
             None => None,
@@ -191,12 +191,12 @@ impl<B: Backend> Decoder<B> {
         })
     }
 
-    /// What it runs on, for logs.
+    /// Name of the backend, for logs.
     pub fn backend_name(&self) -> String {
         self.backend.name()
     }
 
-    /// Compiles constraints for its sampler, on any thread.
+    /// The constraints of its sampler. They can be compiled on any thread.
     pub fn grammars(&self) -> Arc<Grammars> {
         Arc::clone(&self.grammars)
     }
@@ -206,12 +206,12 @@ impl<B: Backend> Decoder<B> {
         &self.config
     }
 
-    /// Which of the ranks this is, from 0.
+    /// This rank's number, from 0.
     pub(crate) fn rank(&self) -> u32 {
         self.parallel.as_ref().map_or(0, |parallel| parallel.rank.sharding.rank())
     }
 
-    /// How many there are.
+    /// Number of ranks.
     pub(crate) fn ranks(&self) -> u32 {
         self.parallel.as_ref().map_or(1, |parallel| parallel.rank.sharding.ranks())
     }
@@ -221,13 +221,13 @@ impl<B: Backend> Decoder<B> {
         self.parallel.iter().for_each(|parallel| parallel.rank.collective.abort(why));
     }
 
-    /// Gets the ranks ready for a step, while none is in one.
+    /// Prepares the ranks for a step. Called while no rank is in a step.
     pub(crate) fn reset(&mut self) -> Result<(), RunError> {
         self.parallel.as_mut().map_or(Ok(()), |parallel| parallel.rank.collective.reset())
     }
 
-    /// Runs `inputs` through all layers; `on_layer` follows the store of each layer's K and V, on all ranks. A padded step goes on to the
-    /// logits of its rows and to these draws, and nobody is told of its layers: the backend may do it as a whole.
+    /// Runs `inputs` through all layers. `on_layer` is called after a layer's K and V are stored on all ranks. A padded step also
+    /// computes the logits of its rows and does these draws; it does not call `on_layer`, because the backend may run it as a whole.
     pub(crate) fn forward(&mut self, on_layer: &mut dyn FnMut(u32), draws: &[Draw<'_>]) -> Result<(), RunError> {
         let Decoder { config, backend, weights, buffers, inputs, shapes, rope, local_rope, parallel, .. } = self;
         let (padded, heads) = (inputs.padded.is_some(), config.heads as usize);
@@ -257,7 +257,7 @@ impl<B: Backend> Decoder<B> {
         outcome
     }
 
-    /// Logits of `count` of the sampled rows from `first` on, into the logits buffer.
+    /// Computes the logits of `count` sampling rows, beginning with `first`, into the logits buffer.
     pub(crate) fn logits(&mut self, first: usize, count: usize) -> Result<(), RunError> {
         let Decoder { config, backend, weights, buffers, inputs, parallel, .. } = self;
         logits(config, backend, weights, buffers, &inputs.sampled[first..first + count]);
@@ -265,21 +265,21 @@ impl<B: Backend> Decoder<B> {
         rank.collective.gather(backend, &buffers.logits, count, rank.sharding.vocab_splits(), logits)
     }
 
-    /// One row of the logits buffer, to the host.
+    /// Copies one row of the logits buffer to the host.
     pub(crate) fn read_logits(&mut self, row: usize) {
         let vocab = self.inputs.logits.len();
         let logits = self.parallel.as_ref().map_or(&self.buffers.logits, |parallel| &parallel.logits);
         self.backend.read(logits, row * vocab, &mut self.inputs.logits);
     }
 
-    /// The logits buffer, `[samples, vocab]`, and the backend it is on.
+    /// The logits buffer, `[samples, vocab]`, and its backend.
     pub(crate) fn logits_buffer(&mut self) -> (&mut B, &mut B::Buffer) {
         let own = &mut self.buffers.logits;
         (&mut self.backend, self.parallel.as_mut().map_or(own, |parallel| &mut parallel.logits))
     }
 }
 
-/// `x` becomes its sum over the ranks.
+/// Replaces `x` by its sum over the ranks.
 fn sum<B: Backend>(
     parallel: &mut Option<Parallel<B>>,
     backend: &mut B,
@@ -290,7 +290,7 @@ fn sum<B: Backend>(
     rank.collective.all_reduce(backend, x, elements)
 }
 
-/// Logits of these rows of the residual stream.
+/// Computes the logits of these rows of the residual stream into `b.logits`.
 fn logits<B: Backend>(config: &ModelConfig, backend: &mut B, weights: &Weights<B>, b: &mut Buffers<B>, rows: &[u32]) {
     backend.gather_rows(&b.x, config.hidden_size as usize, rows, &mut b.last);
     let head = weights.output.as_ref().unwrap_or(&weights.embedding);
@@ -304,14 +304,14 @@ struct Pass<'a, B: Backend> {
     shape: AttentionShape,
     batch: &'a Ragged,
     rope: &'a Rope<B::Buffer>,
-    /// Whether no layer is before it, of which the residual stream lacks something.
+    /// Whether this is the first layer, so that no earlier layer's output in `Buffers::out` is still to be added to the residual stream.
     first: bool,
-    /// Whether the store of its K and V is published and told of.
+    /// Whether the stored K and V are published and reported to the caller.
     told: bool,
 }
 
 impl<B: Backend> Pass<'_, B> {
-    /// Leaves in `b.out` what the residual stream lacks.
+    /// Computes attention. Leaves its output in `b.out`, not yet added to the residual stream.
     fn attention(
         &self,
         backend: &mut B,
@@ -342,7 +342,7 @@ impl<B: Backend> Pass<'_, B> {
         backend.matmul(input, [layer.attn_output.product(&mut b.out)]);
         sum(parallel, backend, &mut b.out, rows * width)?;
         if self.told && parallel.is_some() {
-            // Whoever adds to a sum has stored its heads before.
+            // A rank stores its heads before it takes part in the sum, so now all ranks have stored theirs.
             stored();
         }
         if let Some(norm) = &layer.post_attn_norm {
@@ -351,7 +351,7 @@ impl<B: Backend> Pass<'_, B> {
         Ok(())
     }
 
-    /// Adds to the residual stream what it lacks, and leaves its own share in `b.out`.
+    /// Computes the feed-forward block. Adds attention's output to the residual stream first, and leaves its own output in `b.out`.
     fn feed_forward(
         &self,
         backend: &mut B,
@@ -388,7 +388,7 @@ impl<B: Backend> Buffers<B> {
         let rows = |width: u32| backend.buffer(limits.tokens * width as usize);
         let samples = |width: u32| backend.buffer(limits.samples * width as usize);
         let [kv, ffn] = [config.kv_size(), config.intermediate_size].map(|width| width as usize);
-        // In groups with sinks each query is there twice.
+        // In groups with sinks each query is stored twice.
         let twice = layout.groups.iter().any(|group| group.sinks > 0);
         let queries = config.q_size() as usize * if twice { 2 } else { 1 };
         let [q, k, v] = backend.outputs(limits.tokens, [queries, kv, kv])?;

@@ -15,7 +15,7 @@ pub enum ModelError {
     /// A tensor or the pool does not suit the kernels.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// A tensor of another shape than the configuration says.
+    /// A tensor whose shape is not the one in the configuration.
     #[error("tensor {tensor} has shape {found:?}; the configuration says {wanted:?}")]
     Shape {
         /// Which tensor.
@@ -25,7 +25,7 @@ pub enum ModelError {
         /// The shape it should have.
         wanted: Vec<usize>,
     },
-    /// More query heads for one KV head than the kernels take.
+    /// More query heads per KV head than the kernels support.
     #[error("{0} query heads share one KV head; at most {MAX_HEADS_PER_KV_HEAD} are supported")]
     Group(u32),
     /// A size the kernels cannot work with.
@@ -48,10 +48,10 @@ pub enum ModelError {
         value: u32,
         /// How many ranks were asked for.
         ranks: u32,
-        /// How many there may be.
+        /// The numbers of ranks that fit this model.
         degrees: Vec<u32>,
     },
-    /// A quantised tensor whose rows would be split inside a block.
+    /// A quantised tensor whose rows would be cut inside a block.
     #[error(
         "tensor {tensor} would be split at inputs {at:?}, inside its {dtype} blocks of {}; \
          choose another tensor-parallel degree, or a file of another type",
@@ -60,7 +60,7 @@ pub enum ModelError {
     Split {
         /// Which tensor.
         tensor: String,
-        /// Its type.
+        /// Its element type.
         dtype: WeightDtype,
         /// The inputs of one rank.
         at: Range<usize>,
@@ -75,7 +75,7 @@ impl BatonError for ModelError {
         match self {
             ModelError::File(e) => e.kind(),
             ModelError::Kernel(e) => e.kind(),
-            // A file and a degree that whoever starts a worker chose.
+            // The model file and the number of ranks were chosen by whoever started the worker.
             ModelError::Shape { .. }
             | ModelError::Group(_)
             | ModelError::Width { .. }

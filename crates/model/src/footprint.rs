@@ -1,6 +1,6 @@
-//! How much of a GPU's memory a model takes, before any of it is taken: what is left can be KV.
+//! Computes how much of a GPU's memory a model takes, before any is allocated. The rest can be KV.
 //!
-//! Arithmetic over shapes. A test of the whole model on a recording device holds it against what is really allocated.
+//! Arithmetic over shapes. A test runs the whole model on a recording device and compares this with what is really allocated.
 
 use baton_kernels::cuda::product_weight_bytes;
 use baton_model_files::{Model, ModelConfig, TensorInfo, TensorName};
@@ -9,31 +9,32 @@ use baton_types::KvLayout;
 use crate::parallel::Sharding;
 use crate::{DecoderLimits, ModelError};
 
-/// What beside the tensors of a model grows with nothing here: copies of batches, sums of split attention, graphs, what the driver's own
-/// code takes. More than was ever seen, little beside any GPU's memory.
+/// Bytes for everything that does not grow with the sizes here: copies of batches, partial sums of split attention, graphs, the driver's
+/// own code. More than was ever measured, and little compared with any GPU's memory.
 const OTHERS: u64 = 512 << 20;
 
 /// Bytes on a GPU, by what they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Footprint {
-    /// Matrices as bf16, those of layers as E4M3 with scales if they are to be, vectors as f32, the tables of rotations.
+    /// Matrices as bf16 (those of layers as E4M3 with scales if `fp8`), vectors as f32, and the rotary tables.
     pub weights: u64,
     /// Activations, for the largest step.
     pub activations: u64,
-    /// Operands of products, and what else kernels need while they run.
+    /// Operands of products and other scratch memory of kernels.
     pub workspace: u64,
 }
 
 impl Footprint {
-    /// Of a model whose pool has this layout, within limits, with its products in bf16 or in fp8; table entries do not count.
+    /// The footprint of a model whose pool has this layout, within limits. `fp8` says whether layer weights are E4M3 instead of bf16.
+    /// `limits.table_entries` is ignored.
     pub fn of(model: &Model, layout: &KvLayout, limits: DecoderLimits, fp8: bool) -> Footprint {
         Footprint::with(model, &Sharding::whole(model.config()), layout, limits, fp8)
     }
 
-    /// The largest of the ranks', where so many share the model.
+    /// The largest footprint of one of `ranks` tensor-parallel ranks.
     ///
     /// # Errors
-    /// When they cannot.
+    /// When the model cannot be split over `ranks` ranks.
     pub fn of_rank(
         model: &Model,
         ranks: u32,
@@ -50,13 +51,13 @@ impl Footprint {
     fn with(model: &Model, sharding: &Sharding, layout: &KvLayout, limits: DecoderLimits, fp8: bool) -> Footprint {
         let config = sharding.config(model.config());
         let tensors: u64 = model.tensors().iter().map(|tensor| tensor_bytes(tensor, sharding, fp8)).sum();
-        // Ranks have rows of the output head beside the embedding, also where it is the same matrix.
+        // With several ranks, each holds its rows of the output head beside the embedding, even when both are the same matrix.
         let head = match config.tied_embeddings && sharding.ranks() > 1 {
             true => product_weight_bytes(sharding.vocab().len(), config.hidden_size as usize, false),
             false => 0,
         };
         let tables = if config.local_rope.is_some() { 2 } else { 1 };
-        // A cosine and a sine for each half of a head.
+        // One cosine and one sine, 4 bytes each, for each of `head_dim / 2` pairs.
         let rotations = tables * limits.context as u64 * u64::from(config.head_dim) * 4;
         Footprint {
             weights: tensors + head + rotations,
@@ -65,13 +66,13 @@ impl Footprint {
         }
     }
 
-    /// All of it.
+    /// The sum of all parts.
     pub fn total(&self) -> u64 {
         self.weights + self.activations + self.workspace
     }
 }
 
-/// Of what a rank holds of a tensor.
+/// Bytes of the part of a tensor that a rank holds.
 fn tensor_bytes(tensor: &TensorInfo, sharding: &Sharding, fp8: bool) -> u64 {
     let part = sharding.part(tensor.name);
     match (&tensor.shape[..], tensor.name) {
@@ -84,7 +85,7 @@ fn tensor_bytes(tensor: &TensorInfo, sharding: &Sharding, fp8: bool) -> u64 {
     }
 }
 
-/// f32 rows, as the decoder's buffers have them; those of attention may be fewer bytes.
+/// Bytes of the decoder's buffers, counted as f32 rows. Attention's rows may be smaller in reality.
 fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, limits: DecoderLimits) -> u64 {
     let queries = if layout.groups.iter().any(|group| group.sinks > 0) { 3 } else { 2 };
     let wide = |n: u32| u64::from(n);
@@ -92,9 +93,9 @@ fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, lim
         + queries * wide(config.q_size())
         + 2 * wide(config.kv_size())
         + 2 * wide(config.intermediate_size);
-    // Logits, and what they were before penalties.
+    // Logits, and a copy of them from before penalties.
     let sample = wide(config.hidden_size) + 2 * wide(config.vocab_size);
-    // Several ranks have every rank's part of a sum, and their own of the logits.
+    // With several ranks, each holds every rank's part of a sum, and its own part of the logits.
     let (exchanged, own) = match sharding.ranks() {
         1 => (0, 0),
         ranks => {
@@ -104,7 +105,7 @@ fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, lim
     4 * (limits.tokens as u64 * row + limits.samples as u64 * (sample + own) + exchanged)
 }
 
-/// A product's input as bf16; as E4M3 with scales it is less.
+/// Bytes of a product's input as bf16. As E4M3 with scales it takes less.
 fn operands(config: &ModelConfig, limits: DecoderLimits) -> u64 {
     let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size());
     limits.tokens as u64 * u64::from(widest) * 2
@@ -130,7 +131,7 @@ mod tests {
         assert_eq!(footprint.activations, 4 * (2048 * (4 * 4096 + 2 * 1024 + 2 * 14_336) + 16 * (4096 + 2 * 128_256)));
         assert_eq!(footprint.workspace, 2048 * 14_336 * 2 + OTHERS);
 
-        // A byte for each weight of a layer, and 4 for each of its outputs; embedding and head as before.
+        // One byte per weight of a layer, and 4 bytes per output for its scale; embedding and head as before.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);
         let layers = 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096;
         let fp8 = Footprint::of(&model, &layout, limits, true);

@@ -1,9 +1,9 @@
-//! The KV layout a model needs: layers with the same window share a group.
+//! The KV layout of a model. Layers with the same window share a group.
 
 use baton_model_files::ModelConfig;
 use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
 
-/// The layout of a model's KV. `fingerprint` identifies its weights.
+/// The layout of a model's KV. `fingerprint` identifies the model's weights and configuration.
 pub fn kv_layout(config: &ModelConfig, fingerprint: u64, dtype: KvDtype, block_size: u32) -> KvLayout {
     let mut groups: Vec<KvGroup> = Vec::new();
     for (layer, &window) in config.layer_windows.iter().enumerate() {

@@ -1,8 +1,7 @@
 //! The one decoder for all models, its weights, and the sampler.
 //!
-//! Between `engine`, whose trait [`baton_engine::ModelRunner`] it implements, and `kernels`, whose operations it composes.
-//! What differs between models is configuration ([`baton_model_files::ModelConfig`]); there is one forward pass. Knows no
-//! requests, sockets or schedulers.
+//! Implements [`baton_engine::ModelRunner`] with the operations of `kernels`. There is one forward pass for all models; what differs
+//! between them is configuration ([`baton_model_files::ModelConfig`]). This crate knows no requests, sockets or schedulers.
 
 mod changes;
 mod choose;

@@ -3,7 +3,7 @@
 use baton_kernels::{Backend, KernelError, Rope};
 use baton_model_files::{RopeConfig, RopeScaling};
 
-/// Rotation per token of dimension pair `i` of `head_dim / 2`.
+/// Rotation angle per token, in radians, of dimension pair `i` of `head_dim / 2`.
 fn frequency(config: &RopeConfig, i: usize, head_dim: usize) -> f64 {
     let base = (config.theta as f64).powf(-2.0 * i as f64 / head_dim as f64);
     if let Some(factors) = &config.rope_freq_factors {
@@ -15,14 +15,14 @@ fn frequency(config: &RopeConfig, i: usize, head_dim: usize) -> f64 {
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
             let (factor, low, high) = (factor as f64, low_freq_factor as f64, high_freq_factor as f64);
             let turns = original_context as f64 * base / (2.0 * std::f64::consts::PI);
-            // Pairs that turn often within the original context keep their speed, rare ones slow down, others blend.
+            // Pairs that turn often within the original context keep their speed. Pairs that turn rarely slow down. Others blend.
             let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
             base * (keep + (1.0 - keep) / factor)
         }
     }
 }
 
-/// Tables `[positions, head_dim / 2]`.
+/// Cosine and sine tables, each `[positions, head_dim / 2]`.
 pub(crate) fn tables<B: Backend>(
     backend: &B,
     config: &RopeConfig,

@@ -1,4 +1,4 @@
-//! [`ModelRunner`] for the decoder: a batch in, one sampled token per sampling row out.
+//! [`ModelRunner`] for the decoder: takes a batch, returns one token per sampling row.
 
 use baton_engine::{Batch, ModelRunner, Row, RunError};
 use baton_kernels::{Backend, Draw, KernelError};
@@ -37,7 +37,7 @@ impl<B: Backend> Decoder<B> {
         Ok(())
     }
 
-    /// In place of a row's token, what the step launched before this one chooses, for the backend or already known.
+    /// The id to embed for a row whose token comes from the previous step: a reference to the backend's draw, or the token if it is known.
     fn followed(&self, row: &Row<'_>) -> Result<Option<u32>, RunError> {
         let Some(place) = row.follows else { return Ok(None) };
         let id = self.pending.back().and_then(|pending| pending.id(place as usize));
@@ -45,8 +45,8 @@ impl<B: Backend> Decoder<B> {
         if row.tokens.len() == 1 { id.ok_or_else(none).map(Some) } else { Err(none()) }
     }
 
-    /// Rows that all are one token and sample are padded to what the backend says, as far as there is room for their logits. Several ranks
-    /// exchange within a step, so theirs are not.
+    /// Pads a step in which every row is one token and samples, to the size that the backend asks for, if the logits buffer has room. Steps
+    /// of several ranks are not padded, because ranks exchange within a step.
     fn pad(&mut self) {
         let alone = self.ranks() == 1;
         let Inputs { ids, batches, sampled, padded, .. } = &mut self.inputs;
@@ -61,7 +61,7 @@ impl<B: Backend> Decoder<B> {
         }
     }
 
-    /// Makes the batch's copies and runs its rows through all layers.
+    /// Does the batch's swaps and copies, then runs its rows through all layers.
     fn compute(
         &mut self,
         batch: &Batch<'_>,
@@ -74,9 +74,9 @@ impl<B: Backend> Decoder<B> {
         self.forward(on_layer, draws)
     }
 
-    /// Computes the logits of the sampling rows, as many together as there is room for, and hands each portion to `turn(decoder, first of
-    /// the sampling rows, how many)`, on the first of several ranks, which has them; then tells of the layers of a step that was done as a
-    /// whole.
+    /// Computes the logits of the sampling rows, in portions that fit the logits buffer, and calls `turn(decoder, first sampling row,
+    /// count)` for each portion. Of several ranks only rank 0 has the logits and calls `turn`. For a padded step, `on_layer` is called at
+    /// the end for all layers.
     fn in_turns(
         &mut self,
         on_layer: &mut dyn FnMut(u32),
@@ -101,8 +101,8 @@ impl<B: Backend> Decoder<B> {
         Ok(())
     }
 
-    /// For those who look at logits: runs a batch and hands each sampling row's (`[vocab]`) to `each(row index among the sampling
-    /// ones, logits)`, on the host.
+    /// Runs a batch for callers that look at logits: calls `each(sampler, index of the sampling row, logits)` with each row (`[vocab]`) on
+    /// the host.
     pub fn run_logits(
         &mut self,
         batch: &Batch<'_>,
@@ -120,10 +120,10 @@ impl<B: Backend> Decoder<B> {
         self.backend.finish().map_err(failed)
     }
 
-    /// Waits for what was launched, and nobody hears of it.
+    /// Waits for all launched steps and discards their results.
     pub(crate) fn abandon(&mut self) {
         while let Some(pending) = self.pending.pop_front() {
-            // Whatever it says: the step has failed.
+            // The result does not matter: the step has failed.
             if self.backend.collect().is_err() {
                 self.drain();
             }
@@ -131,15 +131,15 @@ impl<B: Backend> Decoder<B> {
         }
     }
 
-    /// Waits until nothing of a step that failed is under way, half of which the backend may have been given: its blocks go to others
-    /// next (I3).
+    /// Waits until nothing of a failed step is under way. The backend may have started part of it, and the step's blocks go to other
+    /// sequences next (I3).
     pub(crate) fn drain(&mut self) {
         if let Err(error) = self.backend.drain() {
             self.lost.get_or_insert(failed(error));
         }
     }
 
-    /// Asks for all of a step, and waits for none of it but the logits of rows whose tokens are chosen here.
+    /// Submits a whole step. Waits for nothing except the logits of rows whose tokens the host chooses.
     fn ask(
         &mut self,
         batch: &Batch<'_>,
@@ -148,7 +148,7 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<(), RunError> {
         self.take_batch(batch)?;
         let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
-        // Tokens of a padded step can be drawn within it.
+        // The tokens of a padded step can be drawn as part of the step.
         let there = self.backend.samples(self.config.vocab_size as usize);
         if self.inputs.padded.is_some() && there && samples.clone().all(plain) {
             let draws: Vec<Draw<'_>> = samples.enumerate().map(|(row, sample)| draw(row, sample)).collect();

@@ -1,7 +1,7 @@
 //! Chooses tokens. Randomness is a function of (seed, token index) only, so an answer does not depend on its route (I1).
 //!
-//! Order: the constraint's mask, penalties, logit bias, temperature, top-k, top-p, min-p, one draw. Log probabilities are
-//! those of the model's own logits, before any of that. Ties go to the lower id.
+//! Order: the constraint's mask, penalties, logit bias, temperature, top-k, top-p, min-p, one draw. Log probabilities are computed from
+//! the model's own logits, before all of these. Ties go to the lower id.
 
 use baton_engine::Sample;
 use baton_grammar::{GrammarError, Matchers};
@@ -11,7 +11,7 @@ use baton_types::{SamplingParams, TokenOut, digest_f32, mix, split_mix};
 use crate::changes::changes;
 use crate::softmax::{CHUNK, SoftmaxWeights};
 
-/// How far below the largest the candidates of a filter are looked for, one after the other until there are enough.
+/// A filter's candidates are the logits at most this far below the largest. The depths are tried in order until there are enough.
 const DEPTHS: [f32; 5] = [2.0, 4.0, 8.0, 16.0, f32::INFINITY];
 
 /// Reusable memory for sampling from one vocabulary.
@@ -21,22 +21,22 @@ pub struct Sampler {
     sums: Vec<f64>,
     seen: Vec<u32>,
     prepared: Prepared,
-    /// Logits as the model gave them, kept while penalties change them, when log probabilities are asked for.
+    /// The model's own logits, kept when log probabilities are asked for, because penalties change the row.
     raw: Vec<f32>,
     matchers: Option<Matchers>,
 }
 
-/// What becomes of a row's logits before a token is chosen.
+/// The mask and the changes for a row's logits before a token is chosen.
 #[derive(Default)]
 pub(crate) struct Prepared {
     mask: Vec<u32>,
     masked: bool,
-    /// After the mask.
+    /// Applied after the mask.
     pub changes: Vec<LogitChange>,
 }
 
 impl Prepared {
-    /// The tokens that may come next, as [`Matchers::mask`] gives them; None: any.
+    /// The tokens that may come next, as [`Matchers::mask`] returns them; `None`: any token.
     pub fn mask(&self) -> Option<&[u32]> {
         self.masked.then_some(&self.mask)
     }
@@ -53,32 +53,32 @@ impl Prepared {
     }
 }
 
-/// In place of a token, why there is none.
+/// A result that holds the error instead of a token.
 pub(crate) fn failed(sample: &Sample<'_>, error: &GrammarError) -> TokenOut {
     TokenOut { index: sample.index, failed: Some(error.to_string()), ..TokenOut::default() }
 }
 
 impl Sampler {
-    /// For logits of `vocab` tokens; without constraints.
+    /// A sampler for `vocab` logits, without support for constraints.
     pub fn new(vocab: usize) -> Self {
         let (candidates, raw) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
         let sums = Vec::with_capacity(vocab.div_ceil(CHUNK));
         Sampler { candidates, sums, seen: Vec::new(), prepared: Prepared::default(), raw, matchers: None }
     }
 
-    /// Answers under a constraint are matched by these.
+    /// Adds matchers for answers under a constraint.
     pub fn with_constraints(self, matchers: Matchers) -> Self {
         Sampler { matchers: Some(matchers), ..self }
     }
 
-    /// The next token, or in its place why there is none. Overwrites `logits` (`[vocab]`).
+    /// Returns the next token, or the reason why there is none. Overwrites `logits` (`[vocab]`).
     pub fn sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> TokenOut {
         let token = self.try_sample(logits, sample).unwrap_or_else(|error| failed(sample, &error));
         self.chosen(sample, &token);
         token
     }
 
-    /// What this token asks of its row, in place of what `out` holds.
+    /// Writes to `out`, in place of its contents, the mask and the changes that this token needs.
     pub(crate) fn prepare(
         &mut self,
         sample: &Sample<'_>,
@@ -98,7 +98,7 @@ impl Sampler {
         Ok(())
     }
 
-    /// What follows from a token: an answer that has ended needs no matcher.
+    /// Takes note of a chosen token. When it ends its answer, the answer's matcher is dropped.
     pub(crate) fn chosen(&mut self, sample: &Sample<'_>, token: &TokenOut) {
         let params = sample.params;
         if let (Some(matchers), Some(constraint)) = (&mut self.matchers, &params.constraint)
@@ -152,7 +152,7 @@ impl Sampler {
         pick(weighed, uniform * total).unwrap_or_else(|| argmax(logits))
     }
 
-    /// Draws from the whole vocabulary: finds the chunk, then the token in it.
+    /// Draws from the whole vocabulary: finds the chunk first, then the token in it.
     fn draw_any(&mut self, weights: SoftmaxWeights<'_>, uniform: f64) -> u32 {
         let mut left = uniform * weights.sum(&mut self.sums);
         let chunk = self.sums.iter().position(|sum| {
@@ -160,19 +160,19 @@ impl Sampler {
             left -= if here { 0.0 } else { *sum };
             here
         });
-        // Rounding left a crumb: the last chunk from which any can be drawn.
+        // Rounding left a remainder: take the last chunk that has any weight.
         let chunk = chunk.or_else(|| self.sums.iter().rposition(|sum| *sum > 0.0));
         let ids = chunk.map_or(0..0, |at| at * CHUNK..weights.logits.len().min((at + 1) * CHUNK));
         pick(ids.map(|id| (weights.at(id), id as u32)), left).unwrap_or_else(|| argmax(weights.logits))
     }
 
-    /// Candidates, most likely first: all that are no further below the largest than the first depth at which there are `enough`.
+    /// Collects candidates, most likely first: all logits within the first of [`DEPTHS`] that gives `enough`.
     fn gather(&mut self, weights: SoftmaxWeights<'_>, enough: impl Fn(&[(f32, u32)]) -> bool) {
         for depth in DEPTHS {
             let (least, temperature) = (weights.largest - depth, weights.temperature);
             self.candidates.clear();
             for (chunk, ids) in weights.logits.chunks(SIDE_BY_SIDE).zip((0u32..).step_by(SIDE_BY_SIDE)) {
-                // Few have any.
+                // Few chunks hold a candidate.
                 if chunk.iter().fold(false, |any, x| any | (x / temperature >= least)) {
                     let found = chunk.iter().zip(ids..).map(|(x, id)| (x / temperature, id));
                     self.candidates.extend(found.filter(|(x, _)| *x >= least));
@@ -185,11 +185,11 @@ impl Sampler {
         self.candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
     }
 
-    /// Leaves the candidates that pass top-k, top-p and min-p, most likely first.
+    /// Keeps the candidates that pass top-k, top-p and min-p, most likely first.
     fn filter(&mut self, weights: SoftmaxWeights<'_>, params: &SamplingParams) {
         let mass = |found: &[(f32, u32)]| -> f64 { found.iter().map(|c| weights.of(c.0)).sum() };
         let (top_p, min_p) = (f64::from(params.top_p), f64::from(params.min_p));
-        // After top-k, top-p is a share of what top-k kept.
+        // Top-p is a share of the mass that top-k kept.
         let mut whole = 0.0;
         if params.top_k > 0 {
             self.gather(weights, |found| found.len() >= params.top_k as usize);
@@ -214,13 +214,13 @@ impl Sampler {
     }
 }
 
-/// Logits divided by a temperature.
+/// Softmax weights of logits at a temperature.
 fn weights(logits: &[f32], temperature: f32) -> SoftmaxWeights<'_> {
     SoftmaxWeights { logits, temperature, largest: logits[argmax(logits) as usize] / temperature }
 }
 
-/// The token at which the weights before it add up to more than `left`; where rounding leaves a crumb, the last that can be
-/// drawn at all.
+/// The first token at which the running sum of weights exceeds `left`. If rounding leaves a remainder, the last token with a weight above
+/// 0.
 fn pick(weighed: impl Iterator<Item = (f64, u32)>, mut left: f64) -> Option<u32> {
     let mut last = None;
     for (weight, id) in weighed.filter(|(weight, _)| *weight > 0.0) {
@@ -233,10 +233,10 @@ fn pick(weighed: impl Iterator<Item = (f64, u32)>, mut left: f64) -> Option<u32>
     last
 }
 
-/// Maxima kept side by side, so that the search is bound by memory.
+/// Number of maxima kept side by side, so that memory bandwidth limits the search.
 const SIDE_BY_SIDE: usize = 32;
 
-/// The most likely token, the lowest id among equals.
+/// The most likely token; the lowest id among equals.
 fn argmax(logits: &[f32]) -> u32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let first = logits.first().copied().unwrap_or(0.0);
@@ -249,11 +249,11 @@ fn argmax(logits: &[f32]) -> u32 {
         }
     }
     let largest = largest.iter().chain(rest).fold(first, |a, &b| larger(a, b));
-    // No logit equals the largest only if the first is not a number, which nothing is larger than.
+    // `position` finds nothing only if the first logit is NaN: nothing compares larger than NaN, and NaN equals nothing.
     logits.iter().position(|&x| x == largest).unwrap_or(0) as u32
 }
 
-/// A number in [0, 1) from (seed, index): SplitMix64, its finaliser twice, 53 bits.
+/// A number in [0, 1) from (seed, index): SplitMix64, its finaliser applied twice, 53 bits.
 fn uniform(seed: u64, index: u32) -> f64 {
     (mix(split_mix(seed, index.into())) >> 11) as f64 / (1u64 << 53) as f64
 }
@@ -364,7 +364,7 @@ mod tests {
         assert!(largest > 512);
     }
 
-    /// Each filter by its definition, over the whole vocabulary sorted; the same draw falls on the same token.
+    /// Compares each filter with its definition over the whole sorted vocabulary: the same draw gives the same token.
     #[test]
     fn filters_are_their_definitions() {
         let plain = |logits: &[f32], p: &SamplingParams, index: u32| {

@@ -1,16 +1,15 @@
-//! Softmax weights of a vocabulary, e^(x / temperature - largest), and their sums: the part of sampling that touches every logit.
+//! Softmax weights of a vocabulary, e^(x / temperature - largest), and their sums. This is the part of sampling that touches every logit.
 //!
-//! Reads 4 bytes a logit, and computes about 25 operations in f64 for it, which bound it. Multiplications, additions and one
-//! division, each rounded by itself and in a fixed order, so that every host gets the same bits, however wide its registers
-//! are (I1).
+//! It reads 4 bytes per logit and does about 25 f64 operations for it, which limit its speed. It uses multiplications, additions and one
+//! division, each rounded by itself and in a fixed order, so that every host gets the same bits whatever the width of its registers (I1).
 
-/// Logits of a sum.
+/// Logits per partial sum.
 pub(crate) const CHUNK: usize = 256;
 
-/// Sums that run side by side in a chunk.
+/// Sums computed side by side within a chunk.
 const LANES: usize = 8;
 
-/// Logits as a draw sees them.
+/// A row's logits with a temperature.
 #[derive(Clone, Copy)]
 pub(crate) struct SoftmaxWeights<'a> {
     pub logits: &'a [f32],
@@ -20,19 +19,19 @@ pub(crate) struct SoftmaxWeights<'a> {
 }
 
 impl SoftmaxWeights<'_> {
-    /// Of a logit that is divided by the temperature already.
+    /// The weight of a logit that is already divided by the temperature.
     #[inline(always)]
     pub fn of(&self, x: f32) -> f64 {
         exp((x - self.largest) as f64)
     }
 
-    /// By token id.
+    /// The weight of a token.
     #[inline(always)]
     pub fn at(&self, id: usize) -> f64 {
         self.of(self.logits[id] / self.temperature)
     }
 
-    /// The sums of each [`CHUNK`] logits, in place of what `sums` holds; gives the sum of all.
+    /// Writes the sum of each [`CHUNK`] logits' weights to `sums`, in place of its contents. Returns the sum of all.
     pub fn sum(&self, sums: &mut Vec<f64>) -> f64 {
         sums.clear();
         self.chunks_as_wide_as_can_be(sums);
@@ -42,10 +41,10 @@ impl SoftmaxWeights<'_> {
     #[cfg(target_arch = "x86_64")]
     fn chunks_as_wide_as_can_be(&self, sums: &mut Vec<f64>) {
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq") {
-            // SAFETY: the CPU has them.
+            // SAFETY: the CPU has these features, as just checked.
             unsafe { self.chunks_avx512(sums) }
         } else if is_x86_feature_detected!("avx2") {
-            // SAFETY: the CPU has it.
+            // SAFETY: the CPU has this feature, as just checked.
             unsafe { self.chunks_avx2(sums) }
         } else {
             self.chunks(sums);
@@ -86,14 +85,14 @@ impl SoftmaxWeights<'_> {
     }
 }
 
-/// e^x for x ≤ 0; 0 below -700 and for what is no number. Relative error below 1e-9.
+/// e^x for x ≤ 0; 0 for x below -700 and for NaN. Relative error below 1e-9.
 #[inline(always)]
 fn exp(x: f64) -> f64 {
-    /// Added to a number of at most 51 bits, it leaves its nearest integer in the low bits.
+    /// Adding this to a number of at most 51 bits leaves its nearest integer in the low bits.
     const ROUND: f64 = 6_755_399_441_055_744.0;
-    /// ln 2 in two parts; the first times an exponent is exact.
+    /// ln 2 in two parts; the product of the first part and an exponent is exact.
     const LN_2: (f64, f64) = (0.693_147_180_369_123_8, 1.908_214_929_270_587_7e-10);
-    /// The Taylor series', from the highest on.
+    /// Coefficients of the Taylor series after 1 / 8!, from the highest degree down.
     const SERIES: [f64; 8] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
     let counts = x >= -700.0;
     let x = if counts { x } else { 0.0 };

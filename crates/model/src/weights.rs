@@ -1,4 +1,4 @@
-//! Loads a model's tensors, or one rank's parts of them, onto a backend, checking every shape against the configuration.
+//! Loads a model's tensors, or one rank's parts of them, onto a backend. Checks every shape against the configuration.
 
 use baton_kernels::{Backend, KernelError, Norm, Product, WeightSource, element};
 use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
@@ -41,26 +41,26 @@ pub(crate) struct Weights<B: Backend> {
     pub embedding: B::Weight,
     pub layers: Vec<Layer<B>>,
     pub output_norm: Norm<B::Buffer>,
-    /// Of one rank its rows. None: the embedding is the output head.
+    /// The output head, or this rank's rows of it. `None`: the embedding is the output head.
     pub output: Option<B::Weight>,
 }
 
 struct Loader<'a, B: Backend> {
     model: &'a Model,
-    /// Of the whole model, whose tensors the file has.
+    /// The configuration of the whole model, as the file has its tensors.
     config: &'a ModelConfig,
     sharding: &'a Sharding,
     backend: &'a mut B,
 }
 
-/// A matrix of the model, and what of it is wanted.
+/// A matrix of the model, and the part of it that is wanted.
 struct Matrix {
     name: TensorName,
     part: Part,
-    /// Of all of it.
+    /// Size of the whole matrix: `rows` outputs, `cols` inputs.
     rows: usize,
     cols: usize,
-    /// Whether its rows are the outputs of heads that rope rotates.
+    /// Whether its rows are outputs of heads that rope rotates.
     rotated: bool,
 }
 
@@ -126,14 +126,15 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(tensor)
     }
 
-    /// The rank's parts of matrices, which `make` brings to the backend.
+    /// Loads the rank's parts of matrices; `make` brings them to the backend.
     fn load<const N: usize>(
         &mut self,
         wanted: [Matrix; N],
         make: impl FnOnce(&mut B, [&WeightSource<'_>; N]) -> Result<[B::Weight; N], KernelError>,
     ) -> Result<[B::Weight; N], ModelError> {
         let head = self.config.head_dim as usize;
-        // Row of half-split rope order (pairs i, i + head/2) in a file that interleaves the pairs (2i, 2i + 1). A part has whole heads.
+        // Maps a row in half-split rope order (pairs i, i + head/2) to its row in a file that interleaves the pairs (2i, 2i + 1). A part
+        // has whole heads.
         let order = |row: usize| row / head * head + row % head % (head / 2) * 2 + row % head / (head / 2);
         let tensors: Vec<_> =
             wanted.iter().map(|of| self.checked(of.name, &[of.rows, of.cols])).collect::<Result<_, _>>()?;
@@ -149,7 +150,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(make(self.backend, std::array::from_fn(|i| &sources[i]))?)
     }
 
-    /// Embedding or head, which stay as exact as they are.
+    /// Loads the embedding or the output head. These are never quantised further.
     fn table(&mut self, name: TensorName, part: Part, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {
         let [table] = self.load([Matrix { name, part, rows, cols, rotated: false }], |backend, [source]| {
             Ok([backend.weight(source)?])
@@ -157,12 +158,12 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(table)
     }
 
-    /// A matrix that products alone read: `rows` outputs. `rotated`: they are those of heads that rope rotates.
+    /// Describes a matrix with `rows` outputs that only products read. `rotated`: its outputs are heads that rope rotates.
     fn matrix(&self, name: TensorName, rows: usize, cols: usize, rotated: bool) -> Matrix {
         Matrix { name, part: self.sharding.part(name), rows, cols, rotated }
     }
 
-    /// Those of the products of one input, without biases.
+    /// Loads the matrices of the products of one input, without biases.
     fn linears<const N: usize>(&mut self, matrices: [Matrix; N]) -> Result<[Linear<B>; N], ModelError> {
         let weights = self.load(matrices, |backend, sources| backend.linears(sources))?;
         Ok(weights.map(|weight| Linear { weight, bias: None }))

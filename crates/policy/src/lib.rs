@@ -1,12 +1,13 @@
 //! Decisions about requests: where one runs, and what happens to it when something fails.
 //!
-//! Driven by the router, and by a simulator that tries the same decisions under a virtual clock. Pure: no clock, no I/O, no
-//! randomness, no threads, no tokio. Time is an argument. It never sees a connection, a token's text or a KV block.
+//! The router drives this crate, and so does a simulator that tries the same decisions under a virtual clock. The crate is
+//! pure: no clock, no I/O, no randomness, no threads, no tokio. Time is an argument. It never sees a connection, a token's
+//! text or a KV block.
 //!
-//! - [`Fleet`], [`Choice`]: the router's core, all workers and one answer.
+//! - [`Fleet`], [`Choice`]: the router's core. A fleet is all workers; a choice is one answer.
 //! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
-//! - [`Placement`]: which decode worker and which prefill worker; [`RoundRobin`] and [`LeastLoaded`].
-//! - [`Prefixes`]: where a prompt's beginning was sent before, as a hint for it.
+//! - [`Placement`]: which decode worker and which prefill worker a request gets; [`RoundRobin`] and [`LeastLoaded`].
+//! - [`Prefixes`]: where a prompt's prefix was sent before, as a hint for placement.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // Tests begin at some time.

@@ -1,7 +1,7 @@
 //! Which workers a request runs on.
 //!
-//! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. Who may run a request at all
-//! is decided once, in [`Eligible`]; implementations only choose among those.
+//! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. [`Eligible`]
+//! alone decides which workers may run a request. Implementations only choose among those.
 
 use baton_membership::Role;
 use baton_types::{BatonError, ErrorKind, WorkerId};
@@ -11,11 +11,11 @@ use baton_types::{BatonError, ErrorKind, WorkerId};
 pub struct Candidate<'a> {
     /// Which worker.
     pub id: WorkerId,
-    /// What it does: [`Role::Prefill`] or [`Role::Decode`].
+    /// Its role: [`Role::Prefill`] or [`Role::Decode`].
     pub role: Role,
     /// The model it serves.
     pub model: &'a str,
-    /// Fingerprint of its KV layout but the type; only workers with equal ones hand over to each other.
+    /// Fingerprint of its KV layout without the data type. Handoffs are possible only between workers with equal fingerprints.
     pub layout: u64,
     /// It takes no new requests.
     pub draining: bool,
@@ -23,18 +23,18 @@ pub struct Candidate<'a> {
     pub in_flight: u32,
 }
 
-/// What is to be placed.
+/// The request to place.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementInput<'a> {
     /// The model asked for.
     pub model: &'a str,
-    /// False: the decode worker prefills, whoever else is alive.
+    /// False: the decode worker prefills, even if prefill workers are alive.
     pub split: bool,
     /// Keep this decode worker; only a prefill worker is wanted.
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: &'a [WorkerId],
-    /// Workers that have KV it begins with ([`crate::Prefixes`]); taken where they have room.
+    /// Workers that have KV of the request's prefix ([`crate::Prefixes`]). Preferred while they have room.
     pub near: Option<Placed>,
 }
 
@@ -58,12 +58,12 @@ pub enum PlacementError {
         /// Decode workers of the model that are draining.
         draining: usize,
     },
-    /// There are decode workers, but each has failed this request.
+    /// There are decode workers, but each of them has failed this request.
     #[error("all {failed} decode workers for model {model:?} failed this request")]
     AllFailed {
         /// The model asked for.
         model: String,
-        /// How many were left out.
+        /// Decode workers left out for that reason.
         failed: usize,
     },
 }
@@ -74,10 +74,11 @@ impl BatonError for PlacementError {
     }
 }
 
-/// A way to choose workers. Deterministic: the same calls in the same order give the same answers.
+/// A policy that chooses workers. Deterministic: the same calls in the same order give the same answers.
 pub trait Placement: Send {
-    /// Chooses a decode worker, and a prefill worker of the same layout when the request is to be split and one is
-    /// alive. Draining workers, those of another model and those in `request.avoid` are never chosen.
+    /// Chooses a decode worker. If the request is to be split and a prefill worker of the same layout is alive, chooses that
+    /// too. Never chooses workers that are draining, serve another model or are in `request.avoid`. A pinned decode worker
+    /// (`request.decode`) is kept even if it is draining or in `request.avoid`.
     fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError>;
 }
 
@@ -98,8 +99,8 @@ impl<'a> Eligible<'a> {
         self.serving(role).filter(move |c| !c.draining && !avoid.contains(&c.id))
     }
 
-    /// Decode workers to choose from, never empty. A pinned one is the only choice, even if it drains by now: it has
-    /// taken the request already.
+    /// Decode workers to choose from, never empty. A pinned worker is the only choice, even if it is draining by now, because
+    /// it has already taken the request.
     fn decode(&self) -> Result<Vec<&'a Candidate<'a>>, PlacementError> {
         let found: Vec<_> = match self.request.decode {
             Some(pinned) => self.serving(Role::Decode).filter(|c| c.id == pinned).collect(),
@@ -119,7 +120,7 @@ impl<'a> Eligible<'a> {
         })
     }
 
-    /// Prefill workers that may hand over to `decode`; empty when the request is to be computed locally.
+    /// Prefill workers that may hand KV over to `decode`. Empty when the request is not to be split.
     fn prefill(&self, decode: &Candidate<'_>) -> Vec<&'a Candidate<'a>> {
         let layout = decode.layout;
         if !self.request.split {
@@ -129,14 +130,14 @@ impl<'a> Eligible<'a> {
     }
 }
 
-/// Who had the last turn, each role by itself.
+/// The worker that had the last turn, for each role.
 #[derive(Clone, Debug, Default)]
 struct Turns {
     decode: Option<WorkerId>,
     prefill: Option<WorkerId>,
 }
 
-/// The worker after `last` in the order of ids, not of positions: a view that changes does not upset the turn.
+/// The worker with the next id after `last`. Ids, unlike positions, keep the turns intact when the view changes.
 fn in_turn<'a>(choices: &[&'a Candidate<'a>], last: &mut Option<WorkerId>) -> Option<&'a Candidate<'a>> {
     let after = |id: WorkerId| last.is_none_or(|l| id > l);
     let lowest = |choices: &mut dyn Iterator<Item = &'a Candidate<'a>>| choices.min_by_key(|c| c.id);
@@ -146,11 +147,12 @@ fn in_turn<'a>(choices: &[&'a Candidate<'a>], last: &mut Option<WorkerId>) -> Op
     Some(chosen)
 }
 
-/// So many more requests than the idlest of its role a worker may have and still be taken for the KV it has: going elsewhere
-/// costs a prefill and a handoff of what is there already, an answer in its batch only a share of its bandwidth.
+/// Extra requests, compared with the idlest worker of its role, that a worker may have and still be preferred for its KV.
+/// Another worker would have to prefill and hand over KV that this one already has. One more answer in this worker's batch
+/// costs only a share of its bandwidth.
 const ROOM: u32 = 8;
 
-/// The worker of this id, if it is one of `choices` and has room.
+/// The worker with this id, if it is one of `choices` and has room ([`ROOM`]).
 fn with_room<'a>(choices: &[&'a Candidate<'a>], id: Option<WorkerId>) -> Option<&'a Candidate<'a>> {
     let least = choices.iter().map(|c| c.in_flight).min()?;
     choices.iter().copied().find(|c| Some(c.id) == id && c.in_flight <= least.saturating_add(ROOM))
@@ -166,7 +168,7 @@ fn place_in_turn(
 ) -> Result<Placed, PlacementError> {
     let eligible = Eligible { view, request };
     let choices = eligible.decode()?;
-    // A worker that is taken for what it has takes no turn.
+    // A worker preferred for its KV does not use up a turn.
     let decode = match with_room(&choices, request.decode.or(request.near.map(|near| near.decode))) {
         Some(decode) => decode,
         None => {
@@ -180,7 +182,7 @@ fn place_in_turn(
     Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) })
 }
 
-/// Takes workers in turn, each role by itself.
+/// Takes workers in turn, separately for each role.
 #[derive(Clone, Debug, Default)]
 pub struct RoundRobin {
     turns: Turns,
@@ -192,7 +194,7 @@ impl Placement for RoundRobin {
     }
 }
 
-/// Takes the worker with the fewest requests in flight, and in turn among equals.
+/// Takes the worker with the fewest requests in flight. Equals take turns.
 #[derive(Clone, Debug, Default)]
 pub struct LeastLoaded {
     turns: Turns,
@@ -228,7 +230,7 @@ mod tests {
     const ASK: PlacementInput<'static> =
         PlacementInput { model: "m", split: true, decode: None, avoid: &[], near: None };
 
-    /// Every implementation, for what they must have in common.
+    /// Every implementation, for tests of their common behaviour.
     fn all() -> Vec<Box<dyn Placement>> {
         vec![Box::<RoundRobin>::default(), Box::<LeastLoaded>::default()]
     }
@@ -298,7 +300,7 @@ mod tests {
         }
     }
 
-    /// Choices of one request, and a conversation's next turn, go where their KV is.
+    /// The choices of one request, and the next turn of a conversation, go to the workers that have their KV.
     #[test]
     fn workers_that_have_the_prefix_are_taken_where_they_have_room() {
         for mut policy in all() {

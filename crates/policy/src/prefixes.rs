@@ -1,7 +1,8 @@
-//! Where prompts have run, so that those that begin like them go to the workers that have their KV.
+//! Where prompts have run, so that prompts with the same prefix go to the workers that have its KV.
 //!
-//! Filled by the router as it places requests and as their answers end; asked before the next is placed. It knows what was
-//! sent where, not what workers still hold: a hint for [`crate::Placement`], on which nothing relies.
+//! The router records each placement and each finished answer here, and asks before it places the next request. The records
+//! say which prefix was sent where, not what workers still hold. They are a hint for [`crate::Placement`]; nothing relies on
+//! them.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hasher};
@@ -10,38 +11,41 @@ use baton_kv_cache::chain_hashes;
 
 use crate::Placed;
 
-/// Tokens by which prefixes are named; need not be what workers have in a block.
+/// A prefix gets a name after every this many tokens. Need not equal the workers' block size.
 const NAMED: u32 = 16;
 
-/// Names of prefixes, and where each was sent last. Bounded (I5): those that were not sent again are forgotten first.
+/// Names of prefixes, and where each was sent last. Bounded (I5): prefixes that were not sent again are forgotten first.
 #[derive(Clone, Debug)]
 pub struct Prefixes {
-    /// Sent since the last turnover, and between that and the one before.
+    /// Names sent since the last turnover. A turnover moves them to `old`.
     young: HashMap<u64, Placed>,
+    /// Names sent between the last two turnovers.
     old: HashMap<u64, Placed>,
+    /// Most names in `young`.
     most: usize,
 }
 
 impl Prefixes {
-    /// Knows at least the `most` last names, and at most twice as many.
+    /// Remembers at least the `most` latest names, and at most twice as many.
     pub fn new(most: usize) -> Prefixes {
         Prefixes { young: HashMap::new(), old: HashMap::new(), most: most.max(1) }
     }
 
-    /// The names of what these tokens begin with, the shortest first; no two tenants (`salt`) have one in common.
+    /// The names of all prefixes of these tokens, the shortest first. `salt` keeps the names of different tenants apart.
     pub fn names(salt: &str, tokens: &[u32]) -> Vec<u64> {
         let mut seed = DefaultHasher::new();
         seed.write(salt.as_bytes());
         chain_hashes(seed.finish(), tokens, NAMED).collect()
     }
 
-    /// Where the longest known beginning was sent. What is half of it or less is not worth leaving the turn for.
+    /// Where the longest known prefix was sent. A prefix of half the tokens or less is not worth deviating from placement in
+    /// turn.
     pub fn find(&self, names: &[u64]) -> Option<Placed> {
         let known = |name: &u64| self.young.get(name).or_else(|| self.old.get(name));
         names[names.len() / 2..].iter().rev().find_map(known).copied()
     }
 
-    /// What has these names was sent there.
+    /// Records that the prefixes with these names were sent to `placed`.
     pub fn note(&mut self, names: &[u64], placed: Placed) {
         for name in names {
             if self.young.len() >= self.most && !self.young.contains_key(name) {
@@ -90,7 +94,7 @@ mod tests {
         assert_eq!(prefixes.find(&Prefixes::names("", &tokens(64))), Some(at(1)));
     }
 
-    /// I5: what is sent again stays, the rest goes, and there is never more than twice the bound.
+    /// I5: names that are sent again stay, others are forgotten, and the maps never hold more than twice the bound.
     #[test]
     fn it_forgets_what_is_not_sent_again() {
         let mut prefixes = Prefixes::new(10);

@@ -1,14 +1,15 @@
-//! The decode role: reserves blocks, takes the KV a prefill worker writes once it is verified, streams tokens.
+//! The decode role: reserves blocks, takes the KV that a prefill worker writes once it is verified, streams tokens.
 //!
-//! A reservation's blocks are lent under an epoch. They come back in one of two ways: verified (the sequence runs on them),
-//! or after a fence, when no peer can write to them any more; in between they are quarantined (I3).
+//! A reservation's blocks are lent under an epoch. They come back in one of two ways: the KV is verified and the
+//! sequence runs on it, or a fence confirms that no peer can write to them any more. Blocks that wait for a fence are
+//! quarantined (I3).
 //!
-//! | stage of an open request | has | leaves by |
+//! | stage of an open request | owns | leaves the stage when |
 //! | --- | --- | --- |
-//! | Queued | nothing of the pool, or runs here | the engine reserves; a token; its end |
-//! | Lending | an epoch whose target is being made | the target; the refusal to lend |
-//! | Reserved | an epoch a peer may write under | verified; failed; cancelled |
-//! | Running | KV that is its own | its end |
+//! | Queued | nothing of the pool, or its own blocks when it is computed here | the engine reserves; a token comes; it ends |
+//! | Lending | an epoch whose target is being made | the target comes; lending is refused |
+//! | Reserved | an epoch a peer may write under | KV is verified; the handoff fails; it is cancelled |
+//! | Running | KV of its own | it ends |
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,55 +22,55 @@ use crate::first_token::parse_first_token;
 use crate::submit::{Desk, Refused, Ticket, clear};
 use crate::worker::RoleCore;
 
-/// What a request's stream carries.
+/// An item of a request's stream.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Answer {
-    /// Opaque target for the prefill worker.
+    /// The opaque target for the prefill worker.
     Reserved(Vec<u8>),
-    /// Before the first token, when the prompt was computed here: how many of its tokens were not computed.
+    /// Prompt tokens that were in the prefix cache. Sent before the first token, when the prompt was computed here.
     Started(u32),
     /// The next token.
     Token(TokenOut),
     /// The answer is complete. The last item.
     Finished(FinishReason),
-    /// It will not be. The last item.
+    /// The request failed. The last item.
     Failed(ErrorKind, String),
 }
 
 impl Answer {
-    /// Whether nothing follows.
+    /// Whether no further item follows.
     pub fn is_last(&self) -> bool {
         matches!(self, Answer::Finished(_) | Answer::Failed(..))
     }
 }
 
-/// What happens to the role.
+/// A command to the role.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Command {
     /// A new request.
     Generate {
-        /// For the answer.
+        /// Repeated in [`Effect::Accepted`].
         ticket: Ticket,
         /// What to compute.
         new: Box<NewSequence>,
     },
-    /// Its stream was dropped.
+    /// The sequence's stream was dropped.
     Cancel(SeqId),
     /// Answer to [`Effect::Lend`].
     Lent {
-        /// The effect's.
+        /// The effect's epoch.
         epoch: Epoch,
         /// The target for the prefill worker.
         outcome: Result<Vec<u8>, TransferError>,
     },
     /// Answer to [`Effect::Fence`].
     FenceBegun {
-        /// The effect's.
+        /// The effect's epoch.
         epoch: Epoch,
         /// Whether a peer may still write.
         state: FenceState,
     },
-    /// What the handoff's receiving end says.
+    /// An event of the handoff's receiving end.
     Received(ReceiverEvent),
 }
 
@@ -78,49 +79,49 @@ pub enum Command {
 pub enum Effect {
     /// The request has a sequence now, or was refused.
     Accepted {
-        /// The command's.
+        /// The command's ticket.
         ticket: Ticket,
         /// Its sequence.
         outcome: Result<SeqId, Refused>,
     },
     /// Send this down the sequence's stream.
     Say(SeqId, Answer),
-    /// Lend blocks to whoever presents the target that is made of this. Answered by [`Command::Lent`].
+    /// Lend blocks to whoever presents the target that is made from this. Answered by [`Command::Lent`].
     Lend {
-        /// Whose blocks.
+        /// The sequence whose blocks these are.
         seq: SeqId,
-        /// Never used before.
+        /// A new epoch, never used before.
         epoch: Epoch,
         /// Tokens of the sequence.
         tokens: u32,
         /// Per group: index in the sequence of the first block that travels.
         first: Vec<u32>,
-        /// Per group, in token order: the blocks.
+        /// Per group: the blocks, in token order.
         blocks: Vec<Vec<BlockId>>,
-        /// For so long.
+        /// How long they are lent at most.
         lease: Duration,
     },
-    /// The blocks of a verified reservation are the engine's: its lease ends.
+    /// The blocks of a verified reservation belong to the engine again: end its lease.
     Release(Epoch),
     /// Take a reservation back. Answered by [`Command::FenceBegun`].
     Fence(Epoch),
-    /// For metrics: so many verified bytes came.
+    /// For metrics: verified KV has arrived.
     Arrived {
-        /// Over what.
+        /// The transport that carried it.
         transport: TransportKind,
         /// KV bytes.
         bytes: u64,
     },
     /// For metrics: a handoff failed at this end.
     HandoffFailed {
-        /// What carried it; None when nobody was let in.
+        /// The transport that carried it; `None` when no peer was let in.
         transport: Option<TransportKind>,
         /// Why.
         error: TransferError,
     },
 }
 
-/// How far an open request is; the module's table says more.
+/// Stage of an open request; see the module's table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stage {
     Queued,
@@ -132,7 +133,8 @@ pub(crate) enum Stage {
 #[derive(Debug)]
 struct Open {
     stage: Stage,
-    /// Somebody has told what of the prompt was reused: this worker, or the prefill worker its KV comes from.
+    /// Whether the number of reused prompt tokens has been reported, by this worker or by the prefill worker that sends
+    /// the KV.
     told: bool,
 }
 
@@ -145,7 +147,7 @@ pub struct Decode {
     open: BTreeMap<SeqId, Open>,
     /// Reservations that are neither verified nor given up.
     epochs: BTreeMap<Epoch, SeqId>,
-    /// Given up, not fenced yet.
+    /// Reservations that are given up and not fenced yet.
     fencing: BTreeMap<Epoch, SeqId>,
     next_epoch: u64,
 }
@@ -162,7 +164,7 @@ impl Decode {
         self.open.len()
     }
 
-    /// Epochs that a peer may write under, and those that are being fenced.
+    /// How many epochs a peer may write under, and how many are being fenced.
     pub fn epochs(&self) -> (usize, usize) {
         (self.epochs.len(), self.fencing.len())
     }
@@ -172,7 +174,7 @@ impl Decode {
         self.open.get(&seq).map(|open| open.stage)
     }
 
-    /// The engine has set blocks aside: they are lent under a new epoch.
+    /// The engine has set blocks aside: lends them under a new epoch.
     fn reserved(&mut self, engine: &mut Engine, seq: SeqId, out: &mut Vec<Effect>) {
         let Some(open) = self.open.get_mut(&seq) else {
             // Cancelled between submit and reservation: nobody is told where to write.
@@ -180,9 +182,9 @@ impl Decode {
             return;
         };
         let tables = engine.tables(seq).unwrap_or_default();
-        // I3: the blocks before are shared with others, and nobody is told to write to them.
+        // I3: the blocks before these are shared with others, and nobody is told to write to them.
         let from = engine.lent_from(seq).unwrap_or(0);
-        // What the next token does not see does not travel.
+        // Blocks that the next token does not see do not travel.
         let here =
             |blocks: &[BlockId]| -> Vec<BlockId> { blocks.iter().copied().filter(|block| *block != HOLE).collect() };
         let lent = |t: &BlockTable| here(t.blocks().get(from as usize..).unwrap_or_default());
@@ -202,7 +204,7 @@ impl Decode {
         outcome: Result<Vec<u8>, TransferError>,
         out: &mut Vec<Effect>,
     ) {
-        // Given up meanwhile: its fence was asked for after it was lent.
+        // Given up meanwhile. Its fence was asked for after this lending, so the fence covers it.
         let Some(&seq) = self.epochs.get(&epoch) else { return };
         match outcome {
             Ok(target) => {
@@ -250,7 +252,7 @@ impl Decode {
         let taken = parse_first_token(tail, self.vocab)
             .map_err(|e| (e.kind(), e.to_string()))
             .and_then(|first| engine.kv_arrived(seq, &first, events).map_err(|e| (e.kind(), e.to_string())));
-        // The first token ended the answer: its sender tells the router, which then drops this stream.
+        // If the first token ended the answer, the prefill worker tells the router, which then drops this stream.
         events.retain(|event| !matches!(event, Event::Finished { seq: ended, .. } if *ended == seq));
         if let Err((kind, message)) = taken {
             // Verified means that the peer's access is over, so the blocks need no fence.
@@ -271,7 +273,7 @@ impl Decode {
         self.finish(seq, failed(error), out);
     }
 
-    /// Takes a reservation back whose blocks are already quarantined (I3).
+    /// Fences a reservation whose blocks are already quarantined (I3).
     fn fence(&mut self, seq: SeqId, epoch: Epoch, out: &mut Vec<Effect>) {
         self.epochs.remove(&epoch);
         self.fencing.insert(epoch, seq);
@@ -295,7 +297,7 @@ impl Decode {
         }
     }
 
-    /// Sends a stream's last item and forgets it; answers the epoch it had.
+    /// Sends a stream's last item and forgets the request. Returns the epoch it had.
     fn finish(&mut self, seq: SeqId, item: Answer, out: &mut Vec<Effect>) -> Option<Epoch> {
         let open = self.open.remove(&seq)?;
         out.push(Effect::Say(seq, item));
@@ -313,7 +315,7 @@ impl Decode {
 }
 
 impl Stage {
-    /// Under which a peer may write.
+    /// The epoch under which a peer may write.
     fn epoch(self) -> Option<Epoch> {
         match self {
             Stage::Lending(epoch) | Stage::Reserved(epoch) => Some(epoch),
@@ -369,7 +371,7 @@ fn failed(error: &impl BatonError) -> Answer {
     Answer::Failed(error.kind(), error.to_string())
 }
 
-/// Ends a sequence in the engine; one that is gone already is fine.
+/// Ends a sequence in the engine. The sequence may be gone already.
 fn give_up(engine: &mut Engine, seq: SeqId, quarantine: bool) -> Option<Aborted> {
     engine.abort(seq, quarantine).ok()
 }

@@ -2,18 +2,18 @@
 
 use baton_types::{BatonError, ErrorKind, TokenOut};
 
-/// Index and id, little-endian. Its log probabilities and the digest of its logits go to the client directly.
+/// Encodes index and id, little-endian. The log probabilities and the digest of the logits go to the client directly.
 pub fn write_first_token(token: &TokenOut) -> Vec<u8> {
     [token.index.to_le_bytes(), token.id.to_le_bytes()].concat()
 }
 
-/// What came with the KV is not a first token.
+/// The tail that came with the KV is not a first token.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FirstTokenError {
-    /// It has another length.
+    /// The tail has the wrong length, in bytes.
     #[error("the handoff's tail has {0} bytes; a first token has 8")]
     Length(usize),
-    /// It is no token of the model: one such token would fail a whole batch (I8).
+    /// The model has no such token. One such token would fail a whole batch (I8).
     #[error("the handoff's first token is {id}; the model's vocabulary has {vocab} tokens")]
     Token {
         /// The token's id.

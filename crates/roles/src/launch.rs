@@ -1,4 +1,4 @@
-//! A step on its way to the model, and the blocks that travel as its layers are stored.
+//! A step on its way to the model, and the blocks that travel to peers as its layers are stored.
 
 use std::sync::Arc;
 
@@ -10,24 +10,24 @@ use baton_types::{BlockId, KvLayout, SeqId};
 pub struct Outgoing {
     /// The sequence.
     pub seq: SeqId,
-    /// Per layer group: (local block, index in the reservation).
+    /// Per layer group: pairs of local block and index in the reservation.
     pub pairs: Vec<Vec<(BlockId, u32)>>,
 }
 
-/// One layer of some blocks of a sequence, to be given to its handoff.
+/// One layer of some of a sequence's blocks, for its handoff to write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Write<'a> {
     /// The sequence.
     pub seq: SeqId,
     /// Layer group.
     pub group: usize,
-    /// Layer in the group.
+    /// Index of the layer in its group.
     pub layer: usize,
-    /// (local block, index in the reservation).
+    /// Pairs of local block and index in the reservation.
     pub pairs: &'a [(BlockId, u32)],
 }
 
-/// A step that is to be launched. The batch is [`crate::WorkerCore::with_batch`]'s.
+/// A step to be launched. Its batch comes from [`crate::WorkerCore::with_batch`].
 #[derive(Debug)]
 pub struct StepLaunch {
     pub(crate) step: u64,
@@ -48,8 +48,9 @@ impl StepLaunch {
         self.tokens
     }
 
-    /// K and V of a layer are in the pool, or will be before anything that is read from there from now on: hands `write` what is to
-    /// travel of it. A handoff that refuses a write is given no other one.
+    /// The K and V of `layer` are in the pool, or will be before any read of the pool that is requested from now on.
+    /// Calls `write` for each sequence whose blocks of this layer are to travel. A handoff that refuses a write gets no
+    /// further one.
     pub fn stored(&mut self, layer: u32, mut write: impl FnMut(Write<'_>) -> Result<(), TransferError>) {
         let Some((group, layer)) = self.layout.locate(layer) else { return };
         for outgoing in &self.outgoing {
@@ -63,7 +64,7 @@ impl StepLaunch {
         }
     }
 
-    /// A handoff refuses a write that it was given before.
+    /// Records that a sequence's handoff refuses a write it was given earlier.
     pub fn refuse(&mut self, seq: SeqId, error: TransferError) {
         if !self.refused.iter().any(|(refused, _)| *refused == seq) {
             self.refused.push((seq, error));

@@ -1,16 +1,17 @@
 //! What a prefill and a decode worker do, as pure state machines: `step(input, now)` appends effects.
 //!
-//! Stands between a worker's shell, which has the model, the transfer engine and the requests' streams, and the engine.
-//! [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], with a [`RoleCore`] each. The nodes drive them with real
-//! time, the simulator drives the very same code with virtual time. Deliberately knows no clock, no thread, no socket and no
-//! metrics.
+//! A core stands between the engine and a worker's shell, which has the model, the transfer engine and the requests'
+//! streams. [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], each with its own [`RoleCore`]. The
+//! nodes drive them with real time; the simulator drives the same code with virtual time. A core deliberately has no
+//! clock, no thread, no socket and no metrics.
 //!
 //! The shell's part of the contract:
 //!
-//! - It carries out effects in order. An effect that has an answer ([`decode::Effect::Lend`], [`decode::Effect::Fence`]) gets it, as a
-//!   command, before the next effect is carried out.
-//! - [`Effect::Launch`] and [`Effect::Collect`] are answered by [`Input::Launched`] and [`Input::Collected`]. Other inputs wait until then.
-//! - When nothing is left to carry out, it takes what commands there are and says [`Input::Turn`].
+//! - It carries out effects in order. Some effects have an answer ([`decode::Effect::Lend`],
+//!   [`decode::Effect::Fence`]): it is given as a command before the next effect is carried out.
+//! - It answers [`Effect::Launch`] and [`Effect::Collect`] with [`Input::Launched`] and [`Input::Collected`]. Other
+//!   inputs wait until then.
+//! - When no effect is left to carry out, it passes on the commands that have come, then [`Input::Turn`].
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))]

@@ -1,7 +1,7 @@
 //! The prefill role: which blocks travel when, and when they are free again.
 //!
-//! A sequence's blocks are read by the transfer engine until its handoff has ended. So they are released when the handoff
-//! reports its end, or quarantined by an abort until it has gone quiet (I3).
+//! The transfer engine reads a sequence's blocks until its handoff has ended. So the blocks are released when the
+//! handoff reports its end. After an abort they are quarantined until the handoff has gone quiet (I3).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,105 +16,107 @@ use crate::launch::Outgoing;
 use crate::submit::{Desk, Refused, Ticket, clear};
 use crate::worker::RoleCore;
 
-/// What a request's stream carries: a first token, then the transfer's outcome.
+/// An item of a request's stream: a first token, then the transfer's outcome.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Answer {
-    /// The first token of the answer. The last item when it ends the answer: no transfer is reported then.
+    /// The first token of the answer. The last item when it ends the answer: the transfer's outcome is not reported
+    /// then.
     FirstToken {
         /// The token.
         token: TokenOut,
-        /// What it ends.
+        /// Why the answer ends with it, if it does.
         finish: Option<FinishReason>,
-        /// Prompt tokens that were not computed.
+        /// Prompt tokens that were in the prefix cache.
         cached_tokens: u32,
     },
-    /// The KV is verified at the decode worker. The last item.
+    /// The decode worker has verified the KV. The last item.
     Transferred(TransferStats),
-    /// It will not be. The last item.
+    /// The request failed. The last item.
     Failed(ErrorKind, String),
 }
 
 impl Answer {
-    /// Whether nothing follows.
+    /// Whether no further item follows.
     pub fn is_last(&self) -> bool {
         !matches!(self, Answer::FirstToken { finish: None, .. })
     }
 }
 
-/// What a reservation wants, as its handoff knows it.
+/// What a reservation asks for, as its handoff knows it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Target {
     /// Tokens of the sequence.
     pub tokens: u32,
-    /// Per group: index, in the sequence, of the reservation's first block.
+    /// Per group: index in the sequence of the reservation's first block.
     pub first: Vec<u32>,
 }
 
-/// What happens to the role.
+/// A command to the role.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Command {
     /// A new request. The shell has opened its handoff.
     Run {
-        /// For the answer.
+        /// Repeated in [`Effect::Accepted`].
         ticket: Ticket,
         /// What to compute.
         new: Box<NewSequence>,
         /// Where its KV goes.
         target: Target,
     },
-    /// Its stream was dropped.
+    /// The sequence's stream was dropped.
     Cancel(SeqId),
-    /// A completed handoff has ended, well or not.
+    /// A completed handoff has ended, with success or not.
     Ended {
-        /// Whose it was.
+        /// The handoff's sequence.
         seq: SeqId,
         /// How it ended.
         outcome: Result<TransferStats, TransferError>,
-        /// What carried it, as far as it came.
+        /// The transport, if it got as far as having one.
         transport: Option<TransportKind>,
     },
-    /// An aborted handoff reads no block any more.
+    /// An aborted handoff no longer reads any block.
     Quiet(SeqId),
 }
 
 /// What the role wants done.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Effect {
-    /// The request has a sequence now; or was refused, and its handoff is to be aborted.
+    /// The request has a sequence now. If it was refused instead, abort its handoff.
     Accepted {
-        /// The command's.
+        /// The command's ticket.
         ticket: Ticket,
         /// Its sequence.
         outcome: Result<SeqId, Refused>,
     },
     /// Send this down the sequence's stream.
     Say(SeqId, Answer),
-    /// All of the sequence's blocks are written: complete its handoff, and say [`Command::Ended`] when that has ended.
+    /// All of the sequence's blocks are written: complete its handoff, and send [`Command::Ended`] when the handoff has
+    /// ended.
     Complete {
-        /// Whose.
+        /// The sequence.
         seq: SeqId,
-        /// What travels along.
+        /// Bytes that travel with the KV: the first token.
         tail: Vec<u8>,
     },
     /// Abort the sequence's handoff.
     Abort {
-        /// Whose.
+        /// The sequence.
         seq: SeqId,
-        /// Blocks wait for it: say [`Command::Quiet`] when it reads none any more.
+        /// Its blocks are quarantined: send [`Command::Quiet`] when the handoff no longer reads any of them.
         quarantined: bool,
     },
     /// For metrics: a handoff was verified.
     Moved(TransferStats),
     /// For metrics: a handoff failed at this end.
     HandoffFailed {
-        /// What carried it, as far as is known.
+        /// The transport, if it is known.
         transport: Option<TransportKind>,
         /// Why.
         error: TransferError,
     },
-    /// For metrics: a handoff that the shell still has refused a write.
+    /// For metrics: a handoff refused a write while the shell still had it.
     WriteRefused {
-        /// Whose.
+        /// The sequence.
         seq: SeqId,
         /// Why.
         error: TransferError,
@@ -135,7 +137,7 @@ pub struct Prefill {
 }
 
 impl Prefill {
-    /// For a pool of this layout.
+    /// The role's state for a pool of this layout.
     pub fn new(layout: Arc<KvLayout>) -> Prefill {
         Prefill { layout, open: BTreeMap::new() }
     }
@@ -145,7 +147,7 @@ impl Prefill {
         self.open.len()
     }
 
-    /// For tests: whether its handoff is neither completed nor aborted; None without a stream.
+    /// For tests: whether the sequence's handoff is neither completed nor aborted; `None` without a stream.
     #[cfg(test)]
     pub(crate) fn writes(&self, seq: SeqId) -> Option<bool> {
         self.open.get(&seq).map(|open| open.target.is_some())
@@ -173,7 +175,7 @@ impl Prefill {
         };
         let tail = write_first_token(&token);
         out.push(Effect::Say(seq, Answer::FirstToken { token, finish, cached_tokens }));
-        // Also when the token ends the answer: the KV is nearly there, and an abort would look like a failure to the decode
+        // Also when the token ends the answer: the KV is nearly there. An abort would look like a failure to the decode
         // worker, and through it to the router, before this token gets there.
         if open.target.take().is_some() {
             out.push(Effect::Complete { seq, tail });
@@ -206,21 +208,21 @@ impl Prefill {
                 }
                 out.push(Effect::Say(seq, item));
             }
-            // Cancelled meanwhile: its blocks waited for this.
+            // Cancelled meanwhile: its quarantined blocks waited for this.
             None => clear(engine, seq),
         }
     }
 }
 
-/// Ends a handoff that is neither completed nor aborted. One that is completed ends by itself.
+/// Aborts a handoff that is neither completed nor aborted. A completed one ends by itself.
 fn quieten(seq: SeqId, open: Open, quarantined: bool, out: &mut Vec<Effect>) {
     if open.target.is_some() {
         out.push(Effect::Abort { seq, quarantined });
     }
 }
 
-/// The blocks of a range of the sequence that go on living with it, each with its index in a reservation that begins with
-/// block `first`.
+/// The blocks of `range` that the sequence still needs after its last token, each with its index in a reservation that
+/// begins with block `first` of the sequence.
 fn pairs_of(table: &BlockTable, range: Range<usize>, live: LiveBlocks, first: u32) -> Vec<(BlockId, u32)> {
     range.filter_map(|at| Some((*table.blocks().get(at)?, live.place(first, at as u32)?))).collect()
 }
@@ -306,7 +308,8 @@ impl RoleCore for Prefill {
     }
 }
 
-/// What a target must be to be written to. A target is the decode worker's word, passed on by the router (I8).
+/// Checks that a target can be written to. The decode worker makes it and the router passes it on, so it is not trusted
+/// (I8).
 pub fn check_target(layout: &KvLayout, tokens: u32, first: &[u32], counts: &[u32]) -> Result<(), TargetError> {
     if counts.iter().all(|count| *count == 0) {
         return Err(TargetError::Empty);
@@ -323,25 +326,25 @@ pub fn check_target(layout: &KvLayout, tokens: u32, first: &[u32], counts: &[u32
     Ok(())
 }
 
-/// Why a reservation cannot be filled.
+/// Why a target cannot be written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TargetError {
-    /// One without blocks is none.
+    /// It asks for no block at all.
     #[error("target wants no block at all")]
     Empty,
-    /// Per layer group, it must be all the blocks from some block of the sequence on that the token after the last one sees, or the
-    /// handoff could never be complete.
+    /// In each layer group, the target must ask for all blocks, from some block of the sequence on, that the token
+    /// after the last one sees. Otherwise the handoff could never be complete.
     #[error(
         "target wants {wants} blocks of layer group {group} from block {first} on; the sequence has {has} of {blocks}"
     )]
     Reach {
         /// Blocks it wants.
         wants: u32,
-        /// Of this group.
+        /// The layer group.
         group: usize,
-        /// From this block of the sequence on.
+        /// The first block of the sequence it wants.
         first: u32,
-        /// Blocks there are.
+        /// Blocks the sequence has from there on.
         has: u32,
         /// Blocks of the whole sequence.
         blocks: u32,

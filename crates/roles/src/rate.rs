@@ -1,8 +1,8 @@
-//! How fast this worker computes prompts, measured while it does.
+//! How fast this worker computes prompts, measured as it computes them.
 
 use std::time::Duration;
 
-/// Tokens a second of steps that mostly prefill; the latest tokens count most.
+/// Tokens per second in steps that mostly prefill. The latest tokens count most.
 #[derive(Debug, Default)]
 pub(crate) struct PrefillRate {
     tokens: f64,
@@ -10,10 +10,10 @@ pub(crate) struct PrefillRate {
 }
 
 impl PrefillRate {
-    /// Tokens after which what was measured before counts for a third.
+    /// After this many further tokens, an earlier measurement counts for about a third (1/e).
     const MEMORY: f64 = 4096.0;
 
-    /// Takes a step's time; answers the rate.
+    /// Adds a step of `tokens` tokens that `took` this long. Returns the rate in tokens per second.
     pub(crate) fn add(&mut self, tokens: u64, took: Duration) -> u64 {
         let kept = (-(tokens as f64) / Self::MEMORY).exp();
         self.tokens = self.tokens * kept + tokens as f64;

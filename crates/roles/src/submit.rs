@@ -1,9 +1,9 @@
-//! How a request comes in: a ticket until the engine has taken it, a sequence from then on.
+//! How a request comes in: under a ticket until the engine has taken it, as a sequence from then on.
 
 use baton_engine::{Engine, EngineError, Event, NewSequence};
 use baton_types::{BatonError, ErrorKind, SeqId};
 
-/// The shell's name for a request that was not taken or refused yet.
+/// The shell's name for a request that is neither taken nor refused yet.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(pub u64);
 

@@ -1,7 +1,8 @@
-//! The step loop of a worker, the same for both roles: commands, plan, launch, collect, deliver.
+//! The step loop of a worker, the same for both roles: take commands, plan, launch, collect, deliver.
 //!
-//! A model that computes on a device of its own has the next step launched behind the one that it computes, so that it never waits
-//! for its driver: tokens are delivered, commands taken and the step after the next planned while it works.
+//! If the model computes on a device of its own, the next step is launched behind the one being computed, so that the
+//! device never waits for its driver. While the device works, tokens are delivered, commands are taken, and the step
+//! after the next is planned.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,20 +16,20 @@ use crate::launch::{Outgoing, StepLaunch};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
 
-/// How long a worker with nothing to compute may go without a turn: deadlines pass meanwhile.
+/// Longest time between two turns of a worker with nothing to compute: deadlines pass meanwhile.
 pub const IDLE_TICK: Duration = Duration::from_millis(50);
 
 /// What differs between a prefill and a decode worker.
 pub trait RoleCore {
-    /// What services and the transfer engine tell it.
+    /// Commands from services and the transfer engine.
     type Command;
-    /// What it wants done.
+    /// What the role wants done.
     type Effect;
     /// Handles a command.
     fn command(&mut self, desk: Desk<'_>, command: Self::Command, out: &mut Vec<Self::Effect>);
     /// Handles an event of the engine. May end sequences; adds no events.
     fn event(&mut self, engine: &mut Engine, event: Event, out: &mut Vec<Self::Effect>);
-    /// The blocks that travel with a step.
+    /// The blocks that travel to peers as the step stores them.
     fn outgoing(&self, _engine: &Engine, _step: &Step) -> Vec<Outgoing> {
         Vec::new()
     }
@@ -36,18 +37,18 @@ pub trait RoleCore {
     fn refused(&mut self, _engine: &mut Engine, _seq: SeqId, _error: TransferError, _out: &mut Vec<Self::Effect>) {}
 }
 
-/// What happens to a worker.
+/// Input to a worker.
 #[derive(Debug)]
 pub enum Input<C> {
-    /// Of its role.
+    /// A command to its role.
     Command(C),
     /// From now on it takes no new requests.
     Drain,
-    /// Nothing is left to carry out: it may begin the next step.
+    /// No effect is left to carry out: the worker may begin the next step.
     Turn,
     /// Answer to [`Effect::Launch`].
     Launched {
-        /// The effect's.
+        /// The launch that the effect carried.
         launch: StepLaunch,
         /// What the model said.
         outcome: Result<(), RunError>,
@@ -64,17 +65,18 @@ pub enum Input<C> {
 /// What a worker wants done.
 #[derive(Debug)]
 pub enum Effect<E> {
-    /// Of its role.
+    /// An effect of its role.
     Role(E),
     /// Launch this step.
     Launch(StepLaunch),
-    /// Wait for the step that was launched first of those not collected.
+    /// Wait for the oldest step that was launched and not collected.
     Collect {
         /// Its number.
         step: u64,
         /// Tokens it computes.
         tokens: u32,
-        /// It could not be launched, for this reason: there is nothing to wait for, and only the model is to be asked whether it is lost.
+        /// Why it could not be launched, if so. There is nothing to wait for then; only ask the model whether it is
+        /// lost.
         failed: Option<RunError>,
     },
     /// For metrics: a step is over.
@@ -83,12 +85,12 @@ pub enum Effect<E> {
     Ended(RunError),
 }
 
-/// What a step came to.
+/// Result of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StepDone {
-    /// From its launch, or the end of the step before it, to its end.
+    /// From its launch, or from the end of the previous step if that is later, to its end.
     pub took: Duration,
-    /// Prompt tokens it computed; 0 of a step that failed.
+    /// Prompt tokens it computed; 0 if it failed.
     pub prefilled: u64,
 }
 
@@ -105,13 +107,13 @@ pub struct Snapshot {
     pub kept: u32,
     /// Steps so far.
     pub steps: u64,
-    /// No sequence and no block in use.
+    /// No sequence is here and no block is in use.
     pub idle: bool,
     /// It takes no new requests.
     pub draining: bool,
 }
 
-/// A step that was launched, or could not be.
+/// A step that was launched, or whose launch failed.
 #[derive(Debug)]
 struct StepInFlight {
     step: Step,
@@ -129,7 +131,7 @@ pub struct WorkerCore<R: RoleCore> {
     depth: usize,
     /// The oldest first.
     in_flight: VecDeque<StepInFlight>,
-    /// When a step was collected last.
+    /// When the latest step was collected.
     last_end: Option<Time>,
     prefills: PrefillRate,
     /// Why the model can compute nothing any more.
@@ -159,7 +161,7 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// Takes one input; appends what is to be done.
+    /// Takes one input and appends the effects that follow from it.
     pub fn step(&mut self, input: Input<R::Command>, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         match input {
             Input::Command(command) => {
@@ -183,23 +185,24 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// What it computes on: the batch of a step in flight, by its number. `None` when there is no such step.
+    /// Passes to `compute` the batch of the step in flight with this number. `None` when there is no such step.
     pub fn with_batch<T>(&mut self, step: u64, compute: impl FnOnce(&Batch<'_>) -> T) -> Option<T> {
         let launched = self.in_flight.iter().find(|launched| launched.step.number() == step)?;
         Some(self.engine.with_batch(&launched.step, compute))
     }
 
-    /// The last turn found nothing to do: the next one is due after the next command, or after [`IDLE_TICK`].
+    /// Whether the last turn found nothing to do. The next one is then due after the next command, or after
+    /// [`IDLE_TICK`].
     pub fn waits(&self) -> bool {
         self.waits
     }
 
-    /// The engine, for those who look.
+    /// The engine, to look at.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// The role, for those who look.
+    /// The role, to look at.
     pub fn role(&self) -> &R {
         &self.role
     }
@@ -218,14 +221,15 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// Launches another step, where one more may be in flight and there is one; else waits for the first in flight.
+    /// Launches another step if one more may be in flight and one can be planned. Otherwise waits for the oldest in
+    /// flight.
     fn go_on(&mut self, now: Time, out: &mut Vec<Effect<R::Effect>>) {
-        // What follows a step that was not launched has nothing to follow.
+        // Nothing is launched behind a step whose launch failed: there would be nothing to follow.
         self.waits = false;
         let sound = self.lost.is_none() && self.in_flight.iter().all(|launched| launched.failed.is_none());
         if sound && self.in_flight.len() < self.depth {
             let planned = self.engine.plan(now, &mut self.events);
-            // What the plan said (reservations, expiries) comes before what the step will say.
+            // Events of the plan (reservations, expiries) are delivered before those of the step.
             self.deliver(out);
             if let Some(step) = planned {
                 return self.launch(step, now, out);
@@ -257,7 +261,7 @@ impl<R: RoleCore> WorkerCore<R> {
         // A row of one token that samples is a decode row, also when it is a prompt's last token.
         let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
         let prefilled = u64::from(step.tokens()) - decoded;
-        // It was computed behind the one before it.
+        // The step was computed behind the previous one, so its time begins no earlier than that one's end.
         let since = self.last_end.map_or(started, |last| last.max(started));
         let took = Duration::from_nanos(now.0.saturating_sub(since.0));
         self.last_end = Some(now);
@@ -278,7 +282,8 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// What computing again would cost: known once something was computed.
+    /// Measures the prefill rate, which says what computing a preempted sequence again would cost. Known once something
+    /// was computed.
     fn learn(&mut self, prefilled: u64, decoded: u64, took: Duration) {
         if prefilled > decoded {
             let prefill_tokens_per_second = self.prefills.add(prefilled + decoded, took);
@@ -287,7 +292,7 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// Has the role handle the engine's events, and passes on what it wants done.
+    /// Has the role handle the engine's events, and passes on the role's effects.
     fn deliver(&mut self, out: &mut Vec<Effect<R::Effect>>) {
         for event in self.events.drain(..) {
             self.role.event(&mut self.engine, event, &mut self.role_effects);

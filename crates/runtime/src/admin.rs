@@ -1,4 +1,4 @@
-//! The HTTP endpoint every process has beside its own service: alive, ready, metrics.
+//! The HTTP endpoint that every process has besides its own service: health, readiness, metrics.
 //!
 //! It stays up during a drain, so that orchestrators see "not ready: draining" instead of a refused connection.
 
@@ -47,17 +47,17 @@ impl Readiness {
 
     /// Completes when ready.
     pub async fn wait(&self) {
-        // This holds a sender, so the channel cannot close.
+        // `self` holds a sender, so the channel cannot close.
         let _ = self.0.subscribe().wait_for(Option::is_none).await;
     }
 }
 
-/// Listens on `addr`; `flag` (with its dashes) is what the error tells to change.
+/// Listens on `addr`. The error tells the user to change `flag` (with its dashes).
 pub async fn listen(addr: SocketAddr, flag: &str) -> Result<TcpListener, RuntimeError> {
     TcpListener::bind(addr).await.map_err(|source| RuntimeError::Listen { addr, flag: flag.to_owned(), source })
 }
 
-/// A running admin endpoint; it ends when this is dropped.
+/// A running admin endpoint. It ends when this is dropped.
 #[derive(Debug)]
 pub struct AdminServer {
     addr: SocketAddr,
@@ -72,8 +72,8 @@ struct AdminState {
 }
 
 impl AdminServer {
-    /// Serves `/health`, `/ready`, `/metrics` and the routes of `extra` (which must be others) on `addr`. Port 0 takes a
-    /// free one.
+    /// Serves `/health`, `/ready`, `/metrics` and the routes of `extra` on `addr`. `extra` must not have those three. Port 0
+    /// takes a free one.
     pub async fn start(
         addr: SocketAddr,
         readiness: Readiness,

@@ -1,6 +1,6 @@
-//! Reads a component's configuration: flag over environment over file over default.
+//! Reads a component's configuration. A flag wins over the environment, that over the file, that over the default.
 //!
-//! The only place that reads the environment, and only through a function that tests replace. Knows no field by name.
+//! The only place that reads the environment, through a function that tests can replace. Knows no field by name.
 
 mod file;
 
@@ -41,7 +41,7 @@ impl<T: Config> LoadedConfig<T> {
     }
 }
 
-/// Adds a flag for every field of `T`, and `--config FILE` and `--check-config`.
+/// Adds a flag for every field of `T`, plus `--config FILE` and `--check-config`.
 pub fn args<T: Config>(command: Command) -> Command {
     let file = Arg::new(FILE_FLAG)
         .long(FILE_FLAG)
@@ -71,12 +71,12 @@ pub fn args<T: Config>(command: Command) -> Command {
     command.arg(file).arg(check).args(fields)
 }
 
-/// Loads the configuration from parsed flags, this process's environment, and the file they name.
+/// Loads the configuration from parsed flags, this process's environment, and the configuration file that one of them names.
 pub fn load<T: Config>(matches: &ArgMatches) -> Result<T, RuntimeError> {
     load_from(matches, &environment).map(|loaded| loaded.config)
 }
 
-/// With `--check-config`: the text to print before exiting. Errors are those of [`load`].
+/// The text to print before exiting, if `--check-config` was given; otherwise `None`. Errors are those of [`load`].
 pub fn check_config<T: Config>(matches: &ArgMatches) -> Result<Option<String>, RuntimeError> {
     if !matches.try_get_one::<bool>(CHECK_FLAG).ok().flatten().copied().unwrap_or(false) {
         return Ok(None);
@@ -88,7 +88,7 @@ fn environment(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// [`load`] with the environment given by a function. An empty variable counts as unset.
+/// Like [`load`], with the environment given by a function. An empty variable counts as unset.
 pub fn load_from<T: Config>(
     matches: &ArgMatches,
     env: &dyn Fn(&str) -> Option<String>,

@@ -1,5 +1,4 @@
-//! Everything that can go wrong in this crate. Configuration errors name the field, where the bad value came from, and
-//! the fix.
+//! The errors of this crate. Configuration errors name the field, the origin of the bad value, and the fix.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -16,7 +15,7 @@ pub enum Origin {
     Env(String),
     /// A line of a file, counted from 1.
     File(PathBuf, usize),
-    /// Nobody set it.
+    /// The default: nobody set it.
     Default,
 }
 
@@ -41,17 +40,17 @@ pub enum RuntimeError {
         field: String,
         /// What was given and what is expected.
         problem: String,
-        /// Who set it.
+        /// Where it was set.
         origin: Origin,
     },
-    /// A key in a file that is no field.
+    /// A key in a file that is not a field.
     #[error("{origin}: unknown field {field:?}; {}", hint(.nearest))]
     Unknown {
         /// The key as written.
         field: String,
         /// The field it most likely means.
         nearest: Option<String>,
-        /// Where it is.
+        /// Where the key is.
         origin: Origin,
     },
     /// The configuration file cannot be read.
@@ -65,9 +64,9 @@ pub enum RuntimeError {
     /// The configuration file is not TOML.
     #[error("{origin}: not valid TOML: {problem}")]
     Syntax {
-        /// Where.
+        /// Where the syntax breaks.
         origin: Origin,
-        /// The parser's words.
+        /// The parser's message.
         problem: String,
     },
     /// An address cannot be listened on.
@@ -80,10 +79,10 @@ pub enum RuntimeError {
         /// Why.
         source: std::io::Error,
     },
-    /// Another metrics recorder was installed in this process before.
+    /// Another metrics recorder is already installed in this process.
     #[error("a metrics recorder is already installed in this process; install it only with baton_runtime::metrics")]
     Recorder,
-    /// Metric buckets that the recorder refuses.
+    /// The recorder refuses the metric buckets.
     #[error("the metrics recorder cannot be set up: {0}")]
     Buckets(String),
     /// Signal handlers cannot be set up.

@@ -1,8 +1,8 @@
-//! What every process of the cluster has around its own work: configuration, logs, metrics, the admin endpoint, drain.
+//! What every process of the cluster needs besides its own work: configuration, logs, metrics, the admin endpoint, drain.
 //!
-//! Stands beside the flow: router, workers and the supervisor build on it, and it knows none of them. Each component
-//! declares its settings with [`config!`], reads them with [`load`], and hands the part every process shares
-//! ([`ProcessConfig`]) to [`Process::start`].
+//! Router, workers and the supervisor build on this crate; it knows none of them. Each component declares its settings with
+//! [`config!`], reads them with [`load`], and passes the part that every process shares ([`ProcessConfig`]) to
+//! [`Process::start`].
 
 pub mod admin;
 mod command;

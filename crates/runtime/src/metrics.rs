@@ -1,7 +1,7 @@
 //! The names of all metrics that more than one crate writes or reads, and the recorder behind them.
 //!
-//! Base units are part of the name; labels are small enums, never request ids. A crate records with the macros of the
-//! `metrics` crate and these constants; a process renders them at its admin endpoint.
+//! Base units are part of the name. Labels are small enums, never request ids. Crates record with the macros of the
+//! `metrics` crate and these constants. A process renders its metrics at its admin endpoint.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,15 +10,15 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use crate::error::RuntimeError;
 
-/// Histogram, seconds: request received until its first token left.
+/// Histogram, seconds: TTFT, from receiving a request until its first token left.
 pub const TIME_TO_FIRST_TOKEN: &str = "baton_time_to_first_token_seconds";
-/// Histogram, seconds: between two tokens of one answer.
+/// Histogram, seconds: ITL, the time between two tokens of one answer.
 pub const INTER_TOKEN_LATENCY: &str = "baton_inter_token_latency_seconds";
-/// Histogram, seconds: request received until its answer ended.
+/// Histogram, seconds: from receiving a request until its answer ended.
 pub const REQUEST_SECONDS: &str = "baton_request_seconds";
 /// Counter by `outcome`: requests that ended.
 pub const REQUESTS: &str = "baton_requests_total";
-/// Gauge: requests waiting for their first step.
+/// Gauge: on a worker, requests waiting for their first step; on the router, requests that have not ended.
 pub const QUEUE_DEPTH: &str = "baton_queue_depth";
 /// Gauge: sequences in the running batch.
 pub const RUNNING: &str = "baton_running_sequences";
@@ -26,15 +26,15 @@ pub const RUNNING: &str = "baton_running_sequences";
 pub const KV_BLOCKS: &str = "baton_kv_blocks";
 /// Counter: prompt tokens whose KV was reused instead of computed.
 pub const PREFIX_HIT_TOKENS: &str = "baton_prefix_hit_tokens_total";
-/// Counter: cached blocks whose place was taken for others.
+/// Counter: cached blocks evicted to make room for others.
 pub const CACHE_EVICTIONS: &str = "baton_prefix_evictions_total";
-/// Gauge: blocks of tokens in the prefix cache that requests have asked to keep.
+/// Gauge: token blocks in the prefix cache that requests have asked to keep.
 pub const KEPT_BLOCKS: &str = "baton_prefix_kept_blocks";
-/// Gauge: prompt tokens that fill a step.
+/// Gauge: number of prompt tokens at which a step counts as full.
 pub const PACK_TOKENS: &str = "baton_pack_tokens";
-/// Counter: times a running sequence's blocks were taken for one that goes first.
+/// Counter: preemptions, where a running sequence lost its blocks to one that goes first.
 pub const PREEMPTIONS: &str = "baton_preemptions_total";
-/// Counter: preemptions after which the KV waits in host memory; after the others it is computed again.
+/// Counter: preemptions that moved the KV to host memory. After other preemptions the KV is computed again.
 pub const SWAPS: &str = "baton_swaps_total";
 /// Counter by `direction` (out, in): blocks copied between the pool and host memory.
 pub const SWAPPED_BLOCKS: &str = "baton_swapped_blocks_total";
@@ -42,39 +42,40 @@ pub const SWAPPED_BLOCKS: &str = "baton_swapped_blocks_total";
 pub const SWAP_BLOCKS: &str = "baton_swap_blocks";
 /// Counter: prompt tokens computed.
 pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
-/// Counter: tokens decoded and told of.
+/// Counter: tokens delivered from decode rows.
 pub const DECODE_TOKENS: &str = "baton_decode_tokens_total";
-/// Counter: tokens decoded of which nobody heard, since their answers had ended by then.
+/// Counter: decode rows computed after their answer had ended.
 pub const DECODED_IN_VAIN: &str = "baton_decode_tokens_in_vain_total";
 /// Histogram, seconds: one engine step.
 pub const STEP_SECONDS: &str = "baton_step_seconds";
-/// Counter by `transport`: KV bytes of verified handoffs that a prefill worker wrote.
+/// Counter by `transport`: KV bytes that a prefill worker wrote in verified handoffs.
 pub const TRANSFER_BYTES: &str = "baton_transfer_bytes_total";
-/// Counter by `transport`: pieces they were written in.
+/// Counter by `transport`: pieces in which these bytes were written.
 pub const TRANSFER_SLICES: &str = "baton_transfer_slices_total";
-/// Histogram by `transport`, seconds: first write of a handoff until its verification.
+/// Histogram by `transport`, seconds: from the first write of a handoff until its verification.
 pub const TRANSFER_SECONDS: &str = "baton_transfer_seconds";
-/// Counter by `transport`: KV bytes of verified handoffs that a decode worker received.
+/// Counter by `transport`: KV bytes that a decode worker received in verified handoffs.
 pub const TRANSFER_RECEIVED_BYTES: &str = "baton_transfer_received_bytes_total";
-/// Counter by `transport` (none: it had not begun) and `cause`: handoffs that failed at this end, those withdrawn aside.
+/// Counter by `transport` (`none`: no path was found yet) and `cause`: handoffs that failed at this end, without those that
+/// their owner withdrew.
 pub const TRANSFER_FAILURES: &str = "baton_transfer_failures_total";
-/// Counter by `transport` and `cause`: paths to a decode worker that could not be set up or broke; what follows is retried over
-/// the next one.
+/// Counter by `transport` and `cause`: paths to a decode worker that broke or could not be set up. Later writes are retried
+/// over the next path.
 pub const TRANSFER_PATH_FAILURES: &str = "baton_transfer_path_failures_total";
-/// Gauge: prefill workers connected to this decode worker, when a handoff last ended.
+/// Gauge: prefill workers connected to this decode worker, updated when a handoff ends.
 pub const TRANSFER_SESSIONS: &str = "baton_transfer_sessions";
-/// Counter: times other bytes came than were sent (I2): handoffs with such a block, and frames that changed on their way.
+/// Counter: arrivals of other bytes than were sent (I2): handoffs with such a block, and frames that changed on the way.
 pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
 /// Counter by `leg` and `cause`: requests resumed after a failure.
 pub const RECOVERIES: &str = "baton_recoveries_total";
 /// Counter by `reason`: requests refused before any work.
 pub const REJECTED: &str = "baton_rejected_total";
-/// Gauge by `role`: members of the cluster in the present view.
+/// Gauge by `role`: members of the cluster in the current view.
 pub const MEMBERS: &str = "baton_cluster_members";
-/// Gauge, 0 or 1: the view is the last known one because the registry is away (I7).
+/// Gauge: 1 while the registry is away and the last known view is used, otherwise 0 (I7).
 pub const VIEW_STALE: &str = "baton_cluster_view_stale";
 
-/// Upper bounds of histogram buckets in seconds: 100 µs to 2 minutes, about three a decade.
+/// Upper bounds of histogram buckets, seconds: 100 µs to 2 minutes, about three per decade.
 const SECONDS: [f64; 19] = [
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
     120.0,
@@ -96,8 +97,8 @@ impl MetricsHandle {
         self.0.render()
     }
 
-    /// Folds recorded samples into buckets. To be called every few seconds, so that memory is bounded (I5) when nobody
-    /// reads the metrics.
+    /// Folds recorded samples into buckets. Call it every few seconds, so that memory stays bounded (I5) when nobody reads
+    /// the metrics.
     pub fn upkeep(&self) {
         self.0.run_upkeep();
     }
@@ -105,10 +106,10 @@ impl MetricsHandle {
 
 static INSTALLED: Mutex<Option<MetricsHandle>> = Mutex::new(None);
 
-/// Installs the recorder, the first time; later calls return the same handle.
+/// Installs the recorder on the first call; later calls return the same handle.
 ///
 /// # Errors
-/// When something else in this process has installed a recorder of its own.
+/// Something else in this process has installed a recorder.
 pub fn install() -> Result<MetricsHandle, RuntimeError> {
     let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(handle) = &*installed {

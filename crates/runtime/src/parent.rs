@@ -1,4 +1,4 @@
-//! Processes that must not outlive the one that started them.
+//! Child processes that must not outlive their parent.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -7,11 +7,11 @@ use std::process::Command;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
-/// Makes the child get SIGTERM when its parent dies, however it dies (`kill -9` included), so that it drains, removes its
-/// files and ends. When the parent is gone before the child could ask for that, the child does not start.
+/// Makes the child get SIGTERM when its parent dies, however the parent dies (`kill -9` included). So the child drains,
+/// removes its files and ends. If the parent dies before the child could ask for the signal, the child does not start.
 ///
-/// The kernel ties this to the thread that starts the child: start it from one that lives as long as the process, such as
-/// the main thread or a worker of the multi-threaded runtime, not from `spawn_blocking`.
+/// The kernel ties this to the thread that starts the child. Use a thread that lives as long as the process, such as the
+/// main thread or a worker of the multi-threaded runtime, not `spawn_blocking`.
 pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     // SAFETY: the closure runs between fork and exec, where only async-signal-safe work is sound: it makes two system
@@ -21,7 +21,7 @@ pub fn die_with_parent(command: &mut Command) {
     }
 }
 
-/// In the child: asks for the signal, then makes sure that there still is somebody to die with.
+/// Runs in the child: asks for the signal, then checks that the parent still lives.
 fn ask(parent: Pid) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::TERM))?;
     match getppid() {

@@ -1,4 +1,4 @@
-//! The frame around a component's own work: logs, metrics, admin endpoint, signals, tasks, in the right order.
+//! Sets up what every component needs, in the right order: logs, metrics, admin endpoint, signals, tasks.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::tasks::Tasks;
 use crate::telemetry::{self, LogFilter, LogFormat};
 
 crate::config! {
-    /// What every process has.
+    /// Settings of every process.
     pub struct ProcessConfig {
         /// What is logged: a level (error, warn, info, debug, trace), or levels by module such as info,baton_router=debug.
         log: LogFilter = LogFilter::default(),
@@ -25,23 +25,23 @@ crate::config! {
 }
 
 crate::config! {
-    /// What every process that opens a model has.
+    /// Settings of every process that opens a model.
     pub struct FetchConfig {
-        /// Folder that fetched models are kept in; default: baton/models in the user's cache folder.
+        /// Folder for fetched models; default: baton/models in the user's cache folder.
         model_cache: Option<PathBuf> = None,
-        /// Base URL of the hub that org/name is fetched from, such as a mirror's; default: the public hub.
+        /// Base URL of the hub from which org/name is fetched, for example a mirror; default: the public hub.
         hub_endpoint: Option<String> = None,
         /// File that holds the hub's access token, for models that need one.
         hub_token_file: Option<PathBuf> = None,
     }
 }
 
-/// A running process's shared parts.
+/// The shared parts of a running process.
 #[derive(Debug)]
 pub struct Process {
     /// Ends the process.
     pub shutdown: Shutdown,
-    /// Its background tasks.
+    /// The process's background tasks.
     pub tasks: Tasks,
     /// Starts as "starting"; the component says when it is ready.
     pub readiness: Readiness,

@@ -1,6 +1,6 @@
-//! When a process ends: a drain that starts once, has a deadline, and can be forced.
+//! How a process ends: with a drain that starts once, has a deadline, and can be forced.
 //!
-//! Knows no task and no server; they watch it. [`crate::Tasks::join`] is what waits and enforces the deadline.
+//! Knows no task and no server; they watch it. [`crate::Tasks::join`] waits for the tasks and enforces the deadline.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub enum Outcome {
     Cut(Vec<String>),
 }
 
-/// The state of one process's end. Clones share it.
+/// The shutdown state of one process. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Shutdown(Arc<State>);
 
@@ -34,7 +34,7 @@ struct State {
 }
 
 impl Shutdown {
-    /// A process that is running; a drain may take `timeout`.
+    /// The state of a running process. Its drain may take `timeout`.
     pub fn new(timeout: Duration) -> Shutdown {
         Shutdown(Arc::new(State {
             drain: CancellationToken::new(),
@@ -46,7 +46,7 @@ impl Shutdown {
 
     /// From now on SIGINT and SIGTERM start the drain, and a SIGINT during the drain forces it. Call inside a tokio runtime.
     ///
-    /// A second SIGTERM means nothing: when a parent dies, the kernel hands its children from thread to thread and sends the
+    /// A second SIGTERM is ignored: when a parent dies, the kernel hands its children from thread to thread and sends the
     /// signal of [`crate::die_with_parent`] each time.
     pub fn listen_for_signals(&self) -> Result<(), RuntimeError> {
         let mut interrupt = signal(SignalKind::interrupt()).map_err(RuntimeError::Signals)?;

@@ -1,7 +1,7 @@
-//! Named background tasks that are waited for at the end of the process.
+//! Named background tasks. The process waits for them at its end.
 //!
-//! A task that panics is a defect nobody would notice otherwise, so it starts the drain (the panic itself is logged once,
-//! by the hook of `telemetry.rs`).
+//! A task that panics is a defect that nobody would notice otherwise, so it starts the drain. The hook of `telemetry.rs`
+//! logs the panic itself.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -13,7 +13,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::shutdown::{Outcome, Shutdown};
 
-/// How long stopped tasks have to get to their next await.
+/// How long aborted tasks have to reach their next await.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 
 /// The tasks of one process. Clones share them.
@@ -34,7 +34,7 @@ struct Running {
 }
 
 impl Tasks {
-    /// No tasks yet; they end with `shutdown`.
+    /// A set without tasks. Tasks end with `shutdown`.
     pub fn new(shutdown: Shutdown) -> Tasks {
         Tasks(Arc::new(State { shutdown, tracker: TaskTracker::new(), running: Mutex::default() }))
     }
@@ -58,7 +58,7 @@ impl Tasks {
         }
     }
 
-    /// Waits for the drain to start, then for every task, at most until the drain's deadline. What still runs then is
+    /// Waits for the drain to start, then for every task, at most until the drain's deadline. Tasks that still run then are
     /// stopped and named in the outcome.
     pub async fn join(&self) -> Outcome {
         let shutdown = &self.0.shutdown;
@@ -82,7 +82,7 @@ impl Tasks {
                 abort.abort();
             }
         }
-        // A task that blocks its thread cannot be stopped; the process's exit does that.
+        // A task that blocks its thread cannot be stopped; only the process's exit ends it.
         let _ = tokio::time::timeout(ABORT_GRACE, self.0.tracker.wait()).await;
         Outcome::Cut(cut)
     }
@@ -94,7 +94,7 @@ impl State {
     }
 }
 
-/// Lives as long as a task's future, and so sees how it ends.
+/// Owned by a task's future. Its drop sees how the task ends.
 struct Ended {
     tasks: Arc<State>,
     id: u64,

@@ -1,4 +1,4 @@
-//! Logs: one line an event on stderr, for a person or as JSON.
+//! Logs: one line per event on stderr, as text for people or as JSON.
 //!
 //! `2026-11-21T01:15:00.123456Z  INFO prefill ready blocks=512`
 
@@ -20,14 +20,14 @@ use crate::config::{Plain, Value};
 crate::config_enum! {
     /// How log lines look.
     pub enum LogFormat {
-        /// For a person.
+        /// Text for people.
         Text = "text",
-        /// One JSON object a line.
+        /// One JSON object per line.
         Json = "json",
     }
 }
 
-/// What is logged: a level, or a list of `target=level`. Checked when it is read.
+/// What is logged: a level, or a list of `target=level`. Checked when it is parsed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LogFilter(String);
 
@@ -63,8 +63,8 @@ impl Value for LogFilter {
     }
 }
 
-/// Starts logging as `role` to stderr, panics included. When this process logs already (several components in one test),
-/// nothing changes.
+/// Starts logging as `role` to stderr, panics included. Changes nothing when this process logs already (several components
+/// in one test).
 pub fn init(role: &'static str, filter: &LogFilter, format: LogFormat) {
     let ansi = std::io::stderr().is_terminal();
     if tracing::subscriber::set_global_default(subscriber(role, filter, format, ansi, std::io::stderr)).is_ok() {

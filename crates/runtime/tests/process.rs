@@ -1,7 +1,7 @@
 //! Whole processes: signals, drain, the admin endpoint, and children whose parent is killed.
 //!
-//! The children are this very test binary, told by `CHILD` what to be. They report on stdout; that pipe closes when the
-//! last of them is gone, which is how the end of a process nobody can wait for is seen.
+//! The children are this same test binary; the environment variable `CHILD` gives them their role. They report on stdout.
+//! That pipe closes when the last of them has ended, which shows the end of a grandchild that the test cannot wait for.
 #![allow(clippy::unwrap_used)] // Helpers of tests, not only the tests themselves.
 
 use std::io::{BufRead, BufReader, Read};
@@ -20,11 +20,11 @@ fn as_child() {
     match std::env::var(CHILD).as_deref() {
         Ok("parent") => parent(),
         Ok(role) => component(role == "stuck"),
-        Err(_) => {} // Run as an ordinary test: there is nothing to be.
+        Err(_) => {} // Run as an ordinary test: nothing to do.
     }
 }
 
-/// A component that drains at once, or never.
+/// A component that drains at once, or never if `stuck`.
 #[tokio::main]
 async fn component(stuck: bool) {
     let process = Process::start("toy", &ProcessConfig::default(), axum::Router::new()).await.unwrap();
@@ -43,7 +43,7 @@ async fn component(stuck: bool) {
     std::process::exit(0);
 }
 
-/// Starts a component that must die with it, and waits to be killed.
+/// Starts a component that must die with this process, and waits to be killed.
 fn parent() {
     let mut command = child_command("idle");
     die_with_parent(&mut command);
@@ -72,13 +72,13 @@ impl Running {
         Running { child, lines }
     }
 
-    /// The rest of the next line that has `word` after "child ".
+    /// Reads up to the next line that has `word` after "child ", and returns the rest of that line.
     fn expect(&mut self, word: &str) -> String {
         let mut line = String::new();
         loop {
             line.clear();
             assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "the child ended before it said {word:?}");
-            // The test harness of the child may have begun the line.
+            // The child's test harness may have written the beginning of the line.
             if let Some((_, rest)) = line.split_once(&format!("child {word}")) {
                 return rest.trim().to_owned();
             }
@@ -131,7 +131,7 @@ fn a_child_does_not_outlive_a_killed_parent() {
     middle.signal(Signal::KILL);
     middle.child.wait().unwrap();
     assert_eq!(middle.expect("ended"), "Clean", "the grandchild drained");
-    // End of file: nobody holds the pipe any more, so the grandchild is gone.
+    // End of file: nobody holds the pipe any more, so the grandchild has ended.
     middle.lines.read_to_end(&mut Vec::new()).unwrap();
 }
 

@@ -1,8 +1,14 @@
-//! The whole cluster, simulated: `cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N]
-//! [--calm] [--short]`.
+//! Simulates the whole cluster:
 //!
-//! Plays SEEDS (1,000) seeds from FIRST (0) on under random faults, on as many threads as there are cores; stops at the first that violates an
-//! invariant, makes the run smaller, and tells its story. `--calm` leaves the faults out, `--short` the story.
+//! ```text
+//! cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N] [--calm] [--short]
+//! ```
+//!
+//! Plays SEEDS seeds (1,000 by default), beginning with `--first` (0 by default), under random faults, with a thread per core. Stops
+//! at the first seed that violates an invariant, looks for a smaller run that does so too, and prints its trace.
+//!
+//! - `--calm` leaves out the faults.
+//! - `--short` leaves out the smaller run and its trace.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,7 +20,7 @@ struct Arguments {
     seeds: u64,
     first: u64,
     options: Options,
-    /// No smaller run is looked for.
+    /// Do not look for a smaller run.
     short: bool,
 }
 
@@ -37,7 +43,7 @@ fn arguments() -> Result<Arguments, String> {
     Ok(parsed)
 }
 
-/// Plays seeds until there are none left or one fails; what they came to, and the first that failed.
+/// Plays seeds until none are left or one fails. Returns the sum of their results, and the first seed that failed.
 fn play(arguments: &Arguments) -> (Summary, Option<(u64, Violation)>) {
     let (next, end) = (AtomicU64::new(arguments.first), arguments.first + arguments.seeds);
     let (sum, failed) = (Mutex::new(Summary::default()), Mutex::new(None::<(u64, Violation)>));

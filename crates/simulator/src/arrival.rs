@@ -1,4 +1,4 @@
-//! A connection at a decode worker until it is a session or belongs to one: the handshake's side that answers.
+//! The decode worker's side of the handshake: a new connection becomes a session or joins one.
 
 use baton_handoff::TransportKind;
 use baton_handoff::{Frame, FrameLimits, Hello, Inbound, JoinTicket, WriteHead, visitor};
@@ -11,18 +11,18 @@ use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// What becomes of a connection.
+/// State of a connection in the handshake.
 pub(crate) enum Greeted {
-    /// That has yet to show.
+    /// The handshake goes on.
     Waits,
-    /// It is a session.
+    /// It is a new session.
     Guest,
-    /// It is another connection of this one.
+    /// It joins the session of this line.
     Joins(Line),
 }
 
 impl World {
-    /// Goes on with the handshake.
+    /// Continues the handshake.
     pub(crate) fn greet(&mut self, place: Place, session: &mut DecodeSession) -> Result<Greeted, Stop> {
         let fingerprint = self.decodes[place].memory.geometry.layout.fingerprint();
         let until = *session.greeting_until.get_or_insert_with(|| {
@@ -95,7 +95,7 @@ impl World {
         Ok(Greeted::Joins(owner))
     }
 
-    /// Hands a connection over to its session.
+    /// Hands a connection over to the session it has joined.
     pub(crate) fn hand_over(&mut self, place: Place, session: &mut DecodeSession, owner: Line) {
         let decode = &mut self.decodes[place];
         decode.members.dismiss(session.line);
@@ -109,8 +109,7 @@ impl World {
         }
     }
 
-    /// Somebody who was told no ticket calls, and asks to join some session under a number of theirs; then writes to whatever is
-    /// lent there.
+    /// A stranger connects, asks to join some session with a made-up ticket, and then writes to blocks that are lent there.
     pub(crate) fn stranger(&mut self) {
         let place = self.random.below(self.decodes.len() as u64) as Place;
         let decode = &self.decodes[place];
@@ -142,7 +141,7 @@ impl World {
         self.events.plan(at, Event::DecodeTurn { line });
     }
 
-    /// I3: whose bytes these are.
+    /// I3: no byte of a stranger may reach the pool.
     pub(crate) fn check_writer(&self, line: Line) -> Result<(), Violation> {
         match self.lines.get(&line).is_some_and(|connection| connection.is_strangers) {
             true => Err(self.violation("I3", "what somebody without a ticket says reaches the pool")),

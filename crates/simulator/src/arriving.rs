@@ -1,5 +1,5 @@
-//! What a session at a decode worker reads over one of its connections: a frame, or some of a write's blocks, which go into the pool
-//! under the checker's eyes.
+//! How a session at a decode worker reads one of its connections: frames, and the payload of writes. The checker (I3) sees every
+//! byte that goes into the pool.
 
 use std::collections::VecDeque;
 
@@ -11,10 +11,10 @@ use crate::events::{Line, Place, Process};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// What the payload that comes over a connection belongs to.
+/// The payload that is arriving over a connection.
 pub(crate) struct Coming {
     epoch: Epoch,
-    /// Where it was to go when it began, less what has come; for a worker that is to go on.
+    /// Pool ranges still to fill, as they were when the payload began. Only `Sabotage::ApplyClosed` writes to them.
     rest: VecDeque<Range>,
 }
 
@@ -33,7 +33,7 @@ impl Coming {
 }
 
 impl World {
-    /// A frame, or some payload, of a connection. False when neither is there.
+    /// Reads a frame, or some payload, from a connection. False when neither is there.
     pub(crate) fn read_some(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
         let stream = session.ends[at].stream;
         if session.inbound.as_mut().is_some_and(|inbound| inbound.payload(stream).is_some()) {
@@ -98,7 +98,7 @@ impl World {
         Ok(true)
     }
 
-    /// I3: by the checker's books, not the ledger's.
+    /// Writes payload to the pool. Checks I3 by the checker's own record, not the ledger's.
     fn store(
         &mut self,
         place: Place,

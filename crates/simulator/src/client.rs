@@ -1,4 +1,4 @@
-//! Clients: what they ask for, what they got, and whether that is right (I1, I4).
+//! Clients: their requests, the answers they got, and the checks of these answers (I1, I4).
 
 use baton_engine::fake;
 use baton_types::testing::Random;
@@ -7,7 +7,7 @@ use baton_types::{ErrorKind, FinishReason, KvLayout, SamplingParams};
 use crate::events::Place;
 use crate::stream::Micros;
 
-/// Token ids are below this.
+/// Vocabulary size: token ids are below this.
 pub(crate) const VOCAB: u32 = 97;
 
 /// How a request ended for its client.
@@ -21,30 +21,30 @@ pub(crate) enum End {
     Broken,
 }
 
-/// One request.
+/// A client, its one request and the answer so far.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     pub prompt: Vec<u32>,
     pub params: SamplingParams,
     pub salt: u64,
     pub priority: i32,
-    /// From its arrival.
+    /// Time from its arrival to its deadline.
     pub deadline: Micros,
-    /// Leaves so long after its arrival.
+    /// Time from its arrival until the client leaves, if it leaves early.
     pub leaves: Option<Micros>,
-    /// Takes so long for each token.
+    /// Time the client takes for each token.
     pub reads: Micros,
-    /// A stop string ends with the token of this index.
+    /// Index of the token that completes a stop string.
     pub stops_at: Option<u32>,
     pub router: Place,
     pub began: Micros,
     pub tokens: Vec<u32>,
-    /// A stop string has ended: what comes now is dropped.
+    /// A stop string is complete: later tokens are dropped.
     pub stopped: bool,
     pub end: Option<End>,
 }
 
-/// Bounds of what clients ask for.
+/// Bounds of the random requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub prompt: u64,
@@ -57,7 +57,7 @@ impl Client {
     pub(crate) fn new(random: &mut Random, shape: Shape) -> Client {
         let family = random.below(shape.families) as u32;
         let len = random.within(1, shape.prompt) as u32;
-        // A conversation's turns, and prompts that only begin alike.
+        // Prompts of a family share their first `fork` tokens. If `fork` is past the end, one is a prefix of another, as in a conversation.
         let fork = random.within(0, shape.prompt) as u32;
         let own = random.below(1 << 16) as u32;
         let token = |at: u32| (at * 31 + at * at + family + if at < fork { 0 } else { own }) % VOCAB;
@@ -87,7 +87,7 @@ impl Client {
         }
     }
 
-    /// Takes a token; says what is wrong with it.
+    /// Takes a token; the error says what is wrong with it.
     pub(crate) fn take(&mut self, index: u32, id: u32) -> Result<(), String> {
         // I4
         if index as usize != self.tokens.len() {
@@ -100,7 +100,7 @@ impl Client {
         Ok(())
     }
 
-    /// Whether the answer is what the request gives alone (I1).
+    /// Checks that the answer is the one the request yields alone (I1).
     pub(crate) fn check(&self, layout: &KvLayout) -> Result<(), String> {
         let alone = fake::answer(layout, VOCAB, &self.prompt, &self.params).map_err(|error| error.to_string())?;
         let alone: Vec<u32> = alone.into_iter().map(|token| token.id).collect();

@@ -1,7 +1,7 @@
-//! Clocks of processes: each shows another time, and none runs quite as fast as another.
+//! Clocks of processes: each shows a different time and runs at a slightly different rate.
 //!
-//! Events have the world's time. What a process is told, and when it asks to be woken, is by its own clock; so an instant that
-//! went from one process to another would be far off, and a bound that two processes have to agree on must bear the difference.
+//! Events have the world's time. A process is told the time of its own clock, and asks to be woken by that clock. So an instant
+//! sent from one process to another would be far off, and a bound on which two processes must agree has to allow for the drift.
 
 use std::time::{Duration, Instant};
 
@@ -13,16 +13,16 @@ use crate::faults::Fault;
 use crate::stream::Micros;
 use crate::world::World;
 
-/// How much faster or slower a clock may run, in parts per million: far more than a bad quartz.
+/// Largest deviation of a clock's rate, parts per million: far more than that of a bad quartz.
 pub(crate) const DRIFT: u64 = 10_000;
-/// How far a clock may be ahead.
+/// How far a clock may be ahead of the world's time, microseconds.
 const AHEAD: Micros = 3_600_000_000;
 
 /// A process's clock. The default shows the world's time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Clock {
     ahead: Micros,
-    /// Parts per million by which it is too fast.
+    /// Parts per million by which the clock is too fast.
     drift: i64,
 }
 
@@ -36,7 +36,7 @@ impl Clock {
         self.ahead + drifted as Micros
     }
 
-    /// The first time at which it shows that.
+    /// The first world time at which the clock shows `shown`.
     fn when(self, shown: Micros) -> Micros {
         let shown = i128::from(shown.saturating_sub(self.ahead));
         let rate = i128::from(1_000_000 + self.drift);
@@ -45,8 +45,8 @@ impl Clock {
 }
 
 impl World {
-    /// Gives a process a clock that differs, where the run is about that. The seed's main sequence is not touched, so that runs
-    /// with and without differ in nothing else.
+    /// Gives a process a random clock if the run's clocks differ. Draws nothing from the seed's main sequence, so that runs with and
+    /// without such clocks differ in nothing else.
     pub(crate) fn give_clock(&mut self, process: Process) {
         if !self.faults.clocks {
             return;
@@ -71,18 +71,18 @@ impl World {
         self.base + Duration::from_micros(self.clock(process).shows(self.now))
     }
 
-    /// The same as its engine counts time.
+    /// The same as the engine's time, in nanoseconds.
     pub(crate) fn engine_now(&self, process: Process) -> Time {
         Time(self.clock(process).shows(self.now) * 1000)
     }
 
-    /// When a process's clock will show that.
+    /// The world time at which a process's clock will show `shown`.
     pub(crate) fn micros(&self, process: Process, shown: Instant) -> Micros {
         let shown = shown.saturating_duration_since(self.base).as_nanos().div_ceil(1000) as Micros;
         self.clock(process).when(shown)
     }
 
-    /// The longest that a process may take for this time by its own clock.
+    /// Upper bound of the world time that passes while some process's clock advances by `time`.
     pub(crate) fn by_any_clock(&self, time: Micros) -> Micros {
         if self.clocks.is_empty() { time } else { time + time * 2 * DRIFT / 1_000_000 + 1 }
     }

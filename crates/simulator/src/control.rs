@@ -1,8 +1,7 @@
-//! The control plane's network: streams between routers and workers, as messages that take their time, come in order, and may never
-//! come.
+//! The control plane's network: streams between routers and workers. Messages take time, arrive in order, and may be lost.
 //!
-//! A router has one connection to each worker it knows, made anew when it is used after it broke. It goes to the worker's address:
-//! who answers there may be another process than the one that was meant.
+//! A router has one connection to each worker it knows. After the connection has broken, its next use opens it again. It goes to the
+//! worker's address, where another process than the intended one may answer.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -15,15 +14,15 @@ use crate::events::{Event, Life, Place, Process};
 use crate::stream::Micros;
 use crate::world::World;
 
-/// How long nothing may come over a connection that is used: a ping a second, and the time it may take.
+/// Silence after which a used connection is given up, microseconds: a ping every second, and time for its answer.
 pub(crate) const SILENCE: Micros = 2_000_000;
 
-/// A connection's name.
+/// Names a connection: the router's place and the worker's id.
 pub(crate) type Link = (Place, WorkerId);
-/// One use of a connection: a stream.
+/// Number of a stream over a connection.
 pub(crate) type Call = u64;
 
-/// What a router asks of a worker.
+/// A request as a router sends it to a worker.
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub request: u64,
@@ -35,7 +34,7 @@ pub(crate) struct Ask {
     pub priority: i32,
 }
 
-/// From a router to a worker.
+/// A message from a router to a worker.
 #[derive(Clone, Debug)]
 pub(crate) enum Up {
     Decode { call: Call, ask: Box<Ask>, local: bool },
@@ -44,7 +43,7 @@ pub(crate) enum Up {
     Probe,
 }
 
-/// From a worker to a router.
+/// A message from a worker to a router.
 #[derive(Clone, Debug)]
 pub(crate) enum Down {
     DecodeSaid(Call, DecodeWord),
@@ -53,18 +52,18 @@ pub(crate) enum Down {
     Probed,
 }
 
-/// One connection.
+/// A connection of a router to a worker.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub to: Process,
-    /// The router's and the worker's, since it was made.
+    /// Incarnations of the router and the worker when the connection was opened; None while it is not open.
     lives: Option<(Life, Life)>,
-    /// Times it was made.
+    /// Number of the connection, counted up each time it breaks.
     pub made: u64,
-    /// Under way to the worker, and to the router: each in its order, with the time of its arrival.
+    /// Messages in flight to the worker (`up`) and to the router (`down`), in order, with their arrival times.
     up: VecDeque<(Micros, Up)>,
     down: VecDeque<(Micros, Down)>,
-    /// Streams that are open, as far as the router knows.
+    /// Streams that are open as far as the router knows.
     pub calls: BTreeSet<Call>,
 }
 
@@ -75,7 +74,7 @@ impl Connection {
 }
 
 impl World {
-    /// Sends over a connection, which is made if there is none. One to an address where nobody listens is refused.
+    /// Sends over a connection, opening it if needed. If nobody listens at the address, the connection is refused.
     pub(crate) fn send_up(&mut self, link: Link, message: Up) {
         let router_life = self.routers[link.0].life;
         let Some(connection) = self.links.get_mut(&link) else { return };
@@ -113,13 +112,13 @@ impl World {
         self.events.plan(at, Event::Down { link, made });
     }
 
-    /// Whether both ends of a connection are the processes it was made between.
+    /// Whether both ends of a connection are still the processes it was opened between.
     fn stands(&self, link: Link, made: u64) -> bool {
         let Some(connection) = self.links.get(&link).filter(|connection| connection.made == made) else { return false };
         connection.lives == Some((self.routers[link.0].life, self.life_of(connection.to)))
     }
 
-    /// What has arrived at a worker.
+    /// Delivers the messages that have arrived at a worker.
     pub(crate) fn up(&mut self, link: Link, made: u64) -> Result<(), Violation> {
         if !self.stands(link, made) {
             return Ok(());
@@ -143,7 +142,7 @@ impl World {
         Ok(())
     }
 
-    /// What has arrived at a router.
+    /// Delivers the messages that have arrived at a router.
     pub(crate) fn down(&mut self, link: Link, made: u64) -> Result<(), Violation> {
         if !self.stands(link, made) {
             return Ok(());
@@ -167,8 +166,8 @@ impl World {
         Ok(())
     }
 
-    /// A connection ends; each end learns of it in its time. `silent`: the router gives it up because nothing comes, or nobody
-    /// listens.
+    /// Ends a connection. The router learns of it now, the worker a little later. `silent`: the router gives it up because nothing
+    /// comes, or because nobody listens.
     pub(crate) fn break_link(&mut self, link: Link, made: u64, silent: bool) -> Result<(), Violation> {
         let Some(connection) = self.links.get_mut(&link).filter(|connection| connection.made == made) else {
             return Ok(());
@@ -191,7 +190,7 @@ impl World {
         Ok(())
     }
 
-    /// Every connection of a process ends, sooner or later.
+    /// Ends every connection of a process, each after a random delay.
     pub(crate) fn break_links_of(&mut self, process: Process) {
         let of = |(link, connection): (&Link, &Connection)| {
             let its = connection.to == process || Process::Router(link.0) == process;
@@ -204,7 +203,7 @@ impl World {
         }
     }
 
-    /// A router has died: the next one makes connections of its own, and workers learn of the end of these in their time.
+    /// Drops the connections of a router that has died. Its successor opens its own; workers learn of the end a little later.
     pub(crate) fn forget_links(&mut self, place: Place) {
         let mut gone = Vec::new();
         for (link, connection) in self.links.iter_mut().filter(|(link, _)| link.0 == place) {
@@ -222,7 +221,7 @@ impl World {
         }
     }
 
-    /// What keep-alives notice: connections in use over which nothing has come for too long.
+    /// Ends the open connections over which nothing has come for too long, as keep-alives do.
     pub(crate) fn keep_alive(&mut self) -> Result<(), Violation> {
         let silent = |(link, connection): (&Link, &Connection)| {
             let router = Process::Router(link.0);
@@ -236,7 +235,7 @@ impl World {
     }
 }
 
-/// The next message, if it has arrived.
+/// Takes the next message, if it has arrived.
 fn due<T>(queue: &mut VecDeque<(Micros, T)>, now: Micros) -> Option<T> {
     let (at, _) = queue.front()?;
     if *at > now {

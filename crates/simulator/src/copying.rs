@@ -1,4 +1,4 @@
-//! How a session at a prefill worker moves blocks: over shared memory run by run, over TCP batch by batch on any of its connections.
+//! How a session at a prefill worker moves blocks: run by run over shared memory, or batch by batch over any of its TCP connections.
 
 use baton_engine::fake::KvMemory;
 use baton_handoff::TransportKind;
@@ -11,10 +11,10 @@ use crate::prefill_session::{PrefillSession, Stop};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// Batches under way over shared memory, as many as any transport may take at once.
+/// Most batches in flight over shared memory, as many as any transport takes at once.
 const DEPTH: usize = 4;
 
-/// A block's layer on its way over shared memory.
+/// A run of a batch, to be copied over shared memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     from: usize,
@@ -23,20 +23,20 @@ pub(crate) struct Copy {
     epoch: Epoch,
 }
 
-/// One decode worker's pool, as mapped here.
+/// A decode worker's pool, mapped at a prefill worker.
 pub(crate) struct Mapped {
     bytes: Bytes,
     life: Life,
 }
 
-/// What a batch over shared memory comes to.
+/// The next thing to do for a batch over shared memory.
 pub(crate) enum Copying {
     Run(Copy),
-    /// All its runs are copied: the frame that says so, and whose it is.
+    /// All runs of the batch are copied: send this frame, which says so, for this epoch.
     Said(Epoch, Frame),
 }
 
-/// A batch over TCP that has yet to leave: whose, and what it is on which connection.
+/// A TCP batch that has not left yet: its epoch, its connection's index, and its item in that connection's outbox.
 pub(crate) struct Sending {
     epoch: Epoch,
     end: usize,
@@ -44,7 +44,7 @@ pub(crate) struct Sending {
 }
 
 impl World {
-    /// The peer's pool came with its first grant.
+    /// Maps the peer's pool, which came with the first grant.
     pub(crate) fn map(&self, session: &mut PrefillSession) -> Result<(), String> {
         let life = self.lines.get(&session.own().line).map_or(0, |connection| connection.decode_life);
         let decode = &self.decodes[session.decode];
@@ -55,7 +55,7 @@ impl World {
         Ok(())
     }
 
-    /// A copy, a batch, or an op. False when nothing can be done now.
+    /// Does one thing: copies a run, submits a batch, or carries out an op. False when nothing can be done now.
     pub(crate) fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
         let early = self.broken(Sabotage::CompleteEarly) && self.random.chance(900);
         let deeper = session.outbound.in_flight() < DEPTH && self.random.chance(300);
@@ -77,7 +77,7 @@ impl World {
         Ok(more || !session.copying.is_empty())
     }
 
-    /// Goes on with the batches under way over shared memory. False when there are none.
+    /// Continues the batches in flight over shared memory. False when there are none.
     fn copy_next(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Violation> {
         match session.copying.pop_front() {
             None => return Ok(false),
@@ -107,7 +107,7 @@ impl World {
         }
     }
 
-    /// Over any connection: most often the one with the least to send.
+    /// Sends a batch over any connection, most often the one with the least to send.
     fn send_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch) {
         let ends = session.ends.len();
         let at = match self.random.chance(300) {
@@ -128,7 +128,7 @@ impl World {
         }
     }
 
-    /// Looks whether the oldest batch over TCP has left. False when no other may follow it yet.
+    /// Checks whether the oldest TCP batch has left. False when no further batch may follow yet.
     fn send_next(&mut self, session: &mut PrefillSession) -> bool {
         let Some(oldest) = session.sending.front() else { return true };
         if session.ends[oldest.end].outbox.holds(oldest.item) {
@@ -139,7 +139,7 @@ impl World {
         true
     }
 
-    /// From now on the local pool is not read for this handoff.
+    /// Drops a handoff's batches: from now on the local pool is not read for it.
     pub(crate) fn cancel_batches(&mut self, session: &mut PrefillSession, epoch: Epoch) {
         let ignores = self.broken(Sabotage::IgnoreCancel);
         session.copying.retain(|copying| match copying {
@@ -155,7 +155,7 @@ impl World {
         session.ends[..ends].iter_mut().for_each(|end| end.outbox.forget_pool(epoch));
     }
 
-    /// One copy over shared memory, while the peer may be doing anything.
+    /// Copies one run over shared memory and checks I3. The peer may be doing anything meanwhile.
     fn copy(&mut self, place: Place, session: &PrefillSession, copy: Copy) -> Result<(), Violation> {
         let Some(mapped) = &session.mapped else { return Ok(()) };
         let prefill = &self.prefills[place];

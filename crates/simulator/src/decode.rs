@@ -1,4 +1,4 @@
-//! A decode worker: the real role over the real engine and ledger; here are its streams and its sessions.
+//! A decode worker: the real role, engine and ledger. This file adds the streams to routers and the sessions.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -26,20 +26,20 @@ pub(crate) struct Caller {
     pub link: Link,
     pub made: u64,
     pub call: Call,
-    /// Of the sequence.
+    /// The sequence's tokens.
     pub tokens: Vec<u32>,
-    /// The router dropped it before it was taken.
+    /// The router dropped the stream before the worker had accepted the request.
     pub cancelled: bool,
 }
 
-/// What was lent under an epoch: the checker's own books.
+/// The checker's own record of what is lent under an epoch.
 pub(crate) struct Lent {
     pub tokens: Vec<u32>,
     pub first: Vec<u32>,
     pub blocks: Blocks,
 }
 
-/// One incarnation.
+/// One incarnation of a decode worker.
 pub(crate) struct Decode {
     pub life: Life,
     pub id: WorkerId,
@@ -51,14 +51,14 @@ pub(crate) struct Decode {
     pub registration: Option<Registration>,
     tickets: BTreeMap<Ticket, Caller>,
     pub callers: BTreeMap<SeqId, Caller>,
-    /// Tokens of every sequence it has taken.
+    /// Tokens of every sequence it has accepted.
     sequences: BTreeMap<SeqId, Vec<u32>>,
     pub books: BTreeMap<Epoch, Lent>,
     pub verified: BTreeSet<Epoch>,
     next_ticket: u64,
     pub sessions: BTreeMap<Line, DecodeSession>,
     pub members: Members<Line>,
-    /// Whose the connections are that have joined a session.
+    /// The session of each connection that has joined one.
     pub streams: BTreeMap<Line, Line>,
     pub frozen: Option<(Micros, Micros)>,
     pub drains: bool,
@@ -99,23 +99,23 @@ impl Decode {
         })
     }
 
-    /// Epochs under which somebody may write.
+    /// Epochs under which a peer may write.
     pub(crate) fn lent(&self) -> Vec<Epoch> {
         self.books.keys().copied().collect()
     }
 
-    /// A session, or a connection that came to nothing, is over.
+    /// Removes a session, or a connection that never became one.
     pub(crate) fn forget(&mut self, line: Line) {
         self.members.dismiss(line);
         self.streams.retain(|_, owner| *owner != line);
     }
 
-    /// Whether a reservation was announced as verified, however it went on.
+    /// Whether a reservation was ever announced as verified.
     pub(crate) fn has_verified(&self, epoch: Epoch) -> bool {
         self.verified.contains(&epoch)
     }
 
-    /// Nothing is held, but for what waits for a peer's word.
+    /// Whether no request is left and every block is free, cached or in quarantine.
     pub(crate) fn is_quiet(&self) -> bool {
         let Some(thread) = &self.thread else { return !self.alive };
         let snapshot = thread.core.snapshot();
@@ -123,7 +123,7 @@ impl Decode {
         self.inbox.is_empty() && snapshot.running + snapshot.waiting == 0 && aside == snapshot.blocks.total
     }
 
-    /// I6 in the end: nothing is held.
+    /// I6 at the end of a run: nothing is held.
     pub(crate) fn check_free(&self) -> Result<(), String> {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, role) = (thread.core.snapshot(), thread.core.role());
@@ -139,7 +139,7 @@ impl Decode {
     }
 }
 
-/// How the engine sees a request.
+/// A router's request as a new sequence for the engine.
 pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
     let nanos = ask.time_left.as_nanos() as u64;
     Box::new(NewSequence {
@@ -154,7 +154,7 @@ pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
     })
 }
 
-/// Those with some priority ask for their prompts to be kept a while.
+/// Requests with a positive priority ask for their prompts to stay cached for a second.
 fn prefix(ask: &Ask, now: Time) -> Prefix {
     let seed = mix(ask.salt);
     match ask.priority > 0 {
@@ -163,12 +163,12 @@ fn prefix(ask: &Ask, now: Time) -> Prefix {
     }
 }
 
-/// A worker's error as the router reads it: by way of a status.
+/// A worker's error as the router receives it: its kind goes through a gRPC status code.
 pub(crate) fn answered(kind: ErrorKind, message: String) -> LegEnd {
     LegEnd::Answered { kind: ErrorKind::from_grpc_code(kind.grpc_code()), message }
 }
 
-/// A refusal as the router reads it.
+/// A refusal as the router receives it.
 pub(crate) fn refusal(refused: &Refused) -> LegEnd {
     match refused {
         Refused::Draining => LegEnd::Draining { message: refused.to_string() },
@@ -202,7 +202,7 @@ impl Host for DecodeHost {
         Ok(true)
     }
 
-    /// I3: no step touches a block that somebody may write to.
+    /// I3: no step touches a block that a peer may write to.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
         let memory = &world.decodes[place].memory;
         let lent = core.with_batch(step, |batch| {
@@ -223,7 +223,7 @@ impl Host for DecodeHost {
 }
 
 impl World {
-    /// A router's message.
+    /// Handles a router's message.
     pub(crate) fn decode_asked(
         &mut self,
         place: Place,
@@ -253,7 +253,7 @@ impl World {
         Ok(())
     }
 
-    /// Streams that their router has dropped, or that ended with their connection.
+    /// Cancels the streams for which `gone` holds: their router dropped them, or their connection ended.
     pub(crate) fn hang_up_decode(&mut self, place: Place, gone: impl Fn(&Caller) -> bool) {
         let decode = &mut self.decodes[place];
         decode.tickets.values_mut().filter(|caller| gone(caller)).for_each(|caller| caller.cancelled = true);
@@ -326,7 +326,7 @@ impl World {
             }
         };
         if is_last {
-            // The stream ends, and with it its guard.
+            // The stream has ended: the real service then drops a guard, which cancels the sequence.
             self.decodes[place].callers.remove(&seq);
             self.decodes[place].inbox.push_back(Input::Command(Command::Cancel(seq)));
         }

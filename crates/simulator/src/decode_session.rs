@@ -1,4 +1,4 @@
-//! A session at a decode worker: what its thread does with its sockets, on simulated ones.
+//! A session at a decode worker. It does with simulated sockets what the session's thread does with real ones.
 
 use std::collections::BTreeMap;
 
@@ -14,35 +14,35 @@ use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// One session, or a connection that is none yet.
+/// A session, or a connection that is still in the handshake.
 pub(crate) struct DecodeSession {
     pub line: Line,
     pub kind: TransportKind,
-    /// Since the peer has said who it is.
+    /// Set once the peer has identified itself.
     pub inbound: Option<Inbound>,
     pub worker: Option<WorkerId>,
     pub hello_seen: bool,
-    /// Since it was taken up.
+    /// When the handshake must be over; set at the first turn.
     pub greeting_until: Option<Micros>,
-    /// Its own connection, then those that have joined it. Only one that was handed over has none.
+    /// Its own connection, then those that have joined it. Empty only after the connection was handed over to another session.
     pub ends: Vec<End>,
-    /// Those that have come to join it since it looked last.
+    /// Connections that have joined since its last turn.
     pub joined: Vec<End>,
     pub coming: BTreeMap<usize, Coming>,
     /// Epochs that other threads want fenced.
     pub fences: Vec<Epoch>,
-    /// The same worker has another session, so it has ended this one.
+    /// The same worker has opened another session, which ends this one.
     pub superseded: bool,
-    /// The peer's process is gone.
+    /// The peer's process has died.
     dead: bool,
-    /// It has seen the pool, so a closed connection proves nothing.
+    /// The peer may have mapped the pool, so a closed connection does not prove that it cannot write.
     pool_given: bool,
     timer: Timer,
-    /// Why it has ended; it may wait for proof that the peer cannot write.
+    /// Why the session has ended. It may still wait for proof that the peer cannot write.
     ended: Option<TransferError>,
 }
 
-/// Why a step did not go well.
+/// Why a turn broke off: the session has ended, or an invariant is violated.
 pub(crate) enum Stop {
     Ended(TransferError),
     Broken(Violation),
@@ -85,7 +85,7 @@ impl World {
         self.events.plan(at, Event::DecodeTurn { line });
     }
 
-    /// Its process has died.
+    /// The session learns that its peer's process has died.
     pub(crate) fn died(&mut self, line: Line) -> Result<(), Violation> {
         let place = self.lines.get(&line).map(|connection| connection.decode);
         if let Some(session) = place.and_then(|place| self.decodes[place].sessions.get_mut(&line)) {
@@ -95,7 +95,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything that can be done now on whichever session has this connection, or a part of it.
+    /// Takes a turn of the session that has this connection: does all that can be done now, or a part of it.
     pub(crate) fn decode_turn(&mut self, line: Line) -> Result<(), Violation> {
         let Some((place, life)) = self.lines.get(&line).map(|c| (c.decode, c.decode_life)) else { return Ok(()) };
         let decode = &mut self.decodes[place];
@@ -120,7 +120,7 @@ impl World {
         self.after(place)
     }
 
-    /// What is under way fails; nothing more is read.
+    /// Ends a session: what is in flight fails, and nothing more is read.
     fn wind_up(&mut self, place: Place, session: &mut DecodeSession, error: TransferError) {
         if let Some(inbound) = &mut session.inbound {
             inbound.lost(&mut self.decodes[place].ledger, &error);
@@ -130,7 +130,7 @@ impl World {
         session.ends.iter().chain(&joined).for_each(|end| self.close_up(end.line));
     }
 
-    /// Closes a connection from here: what the peer sends from now on finds nobody.
+    /// Closes a connection from the decode worker's side. What the peer sends from now on is lost.
     pub(crate) fn close_up(&mut self, line: Line) {
         let delay = self.faults.delay(&mut self.random);
         let Some(connection) = self.lines.get_mut(&line) else { return };
@@ -153,7 +153,7 @@ impl World {
         proof || !inbound.holds_any(ledger)
     }
 
-    /// Answers to which session it belongs, once it turns out that it is none.
+    /// Serves a session. Returns the session it joins, if it turns out to be a further connection of that one.
     fn serve(&mut self, place: Place, session: &mut DecodeSession) -> Result<Option<Line>, Stop> {
         session.ends.append(&mut session.joined);
         self.listen(place, session);
@@ -175,7 +175,7 @@ impl World {
                 break;
             }
             if self.random.chance(200) {
-                // Other threads come in between.
+                // Other threads run in between.
                 self.wake_decode(session.line);
                 break;
             }
@@ -186,7 +186,7 @@ impl World {
         Ok(None)
     }
 
-    /// Takes in what has arrived.
+    /// Takes in the bytes that have arrived.
     fn listen(&mut self, place: Place, session: &mut DecodeSession) {
         let (mut heard, now) = (false, self.now);
         for end in &mut session.ends {
@@ -205,7 +205,7 @@ impl World {
         }
     }
 
-    /// The session ends with any of its connections, but for one that has carried nothing yet.
+    /// Ends the session if one of its connections has ended. A connection that has carried nothing yet is only dropped.
     fn look_for_ends(&mut self, session: &mut DecodeSession) -> Result<(), Stop> {
         for at in (0..session.ends.len()).rev() {
             let (line, stream) = (session.ends[at].line, session.ends[at].stream);
@@ -222,7 +222,7 @@ impl World {
         Ok(())
     }
 
-    /// Whether nothing more can be made of what has arrived over a connection.
+    /// Whether the bytes that have arrived over a connection allow no further step.
     fn starved(&self, session: &mut DecodeSession, at: usize) -> bool {
         let limits = FrameLimits::new(&self.limits, 2);
         let end = &session.ends[at];
@@ -240,7 +240,7 @@ impl World {
         }
     }
 
-    /// A step on each connection, unless something else comes before it. False when nothing is there.
+    /// Reads once from each connection; skips some at random, as other work may come first. False when there was nothing to read.
     fn read_round(&mut self, place: Place, session: &mut DecodeSession) -> Result<bool, Stop> {
         let mut moved = false;
         for at in 0..session.ends.len() {
@@ -249,7 +249,7 @@ impl World {
         Ok(moved)
     }
 
-    /// Queues answers.
+    /// Queues the session's answers.
     fn answer(&mut self, session: &mut DecodeSession) {
         while let Some(answer) = session.inbound.as_mut().and_then(Inbound::next_answer) {
             session.pool_given |= matches!(answer, Frame::Granted { .. }) && session.kind == TransportKind::Shm;
@@ -257,7 +257,7 @@ impl World {
         }
     }
 
-    /// Shows that it is alive, when it has said nothing else.
+    /// Sends a heartbeat when one is due and nothing else waits to leave.
     fn beat(&mut self, place: Place, session: &mut DecodeSession) {
         let now = self.clock_now(Process::Decode(place));
         let may_say = session.own().outbox.is_empty();

@@ -1,4 +1,4 @@
-//! One end of a connection: what has come and is not taken in, and what has yet to leave. The same at both workers.
+//! One end of a connection, the same at both workers: bytes received and not yet read, and items not yet sent.
 
 use baton_handoff::{Frame, FrameLimits, Hello, Malformed, PREFIX, parse_body, parse_prefix};
 
@@ -8,7 +8,7 @@ use crate::outbox::Outbox;
 #[derive(Debug)]
 pub(crate) struct End {
     pub line: Line,
-    /// Its number in its session; the session's own is 0.
+    /// The connection's number in its session; the session's own connection is 0.
     pub stream: usize,
     pub inbox: Vec<u8>,
     pub outbox: Outbox,
@@ -19,14 +19,14 @@ impl End {
         End { line, stream, inbox: Vec::new(), outbox: Outbox::default() }
     }
 
-    /// The next frame, once all of it is here.
+    /// Takes the next frame, once all of it has arrived.
     pub(crate) fn next_frame(&mut self, limits: &FrameLimits) -> Result<Option<Frame>, String> {
         let Some((frame, bytes)) = self.peek(limits)? else { return Ok(None) };
         self.inbox.drain(..bytes);
         Ok(Some(frame))
     }
 
-    /// Whether the next frame, or what is wrong with it, is here.
+    /// Whether the next frame has arrived, or is already known to be malformed.
     pub(crate) fn has_frame(&self, limits: &FrameLimits) -> bool {
         !matches!(self.peek(limits), Ok(None))
     }
@@ -40,7 +40,7 @@ impl End {
         Ok(Some((frame, PREFIX + head.len)))
     }
 
-    /// A Hello of this fingerprint, once it is here.
+    /// Takes a Hello with this fingerprint. False until it has arrived.
     pub(crate) fn take_hello(&mut self, fingerprint: u64) -> Result<bool, String> {
         if self.inbox.len() < Hello::LEN {
             return Ok(false);

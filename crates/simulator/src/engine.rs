@@ -1,6 +1,6 @@
 //! A worker's engine thread under virtual time: the core decides, the fake model computes, and time passes in between.
 //!
-//! While a step is launched or collected the thread is busy, as a real one is: what comes meanwhile waits in its inbox.
+//! Like a real one, the thread is busy while a step is launched or collected. Inputs that come meanwhile wait in its inbox.
 
 use std::collections::VecDeque;
 
@@ -18,9 +18,9 @@ use crate::world::World;
 
 /// What the thread waits for.
 enum Busy {
-    /// The layers of a step are stored, one after the other.
+    /// The layers of a step are being stored, one after the other.
     Launching { launch: StepLaunch, layer: u32 },
-    /// A step is computed.
+    /// A step is being computed.
     Computing { step: u64, failed: Option<RunError> },
 }
 
@@ -38,21 +38,21 @@ impl<R: RoleCore> Thread<R> {
     }
 }
 
-/// What the two kinds of worker do in their own way.
+/// What prefill and decode workers do differently.
 pub(crate) trait Host {
     type Role: RoleCore;
     fn process(place: Place) -> Process;
     fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Self::Role>>;
     fn inbox(world: &mut World, place: Place) -> &mut VecDeque<Input<<Self::Role as RoleCore>::Command>>;
-    /// Carries out an effect; its answer, if it has one.
+    /// Carries out an effect; returns its answer, if it has one.
     fn perform(
         world: &mut World,
         place: Place,
         effect: <Self::Role as RoleCore>::Effect,
     ) -> Result<Option<<Self::Role as RoleCore>::Command>, Violation>;
-    /// A layer is stored. False while a write waits for room: asked again later.
+    /// Handles a stored layer. False while a write waits for room; it is then called again later.
     fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation>;
-    /// Looks at a step before it is launched.
+    /// Checks a step (I3) before it is launched.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Self::Role>, step: u64) -> Result<(), Violation>;
 }
 
@@ -78,7 +78,7 @@ impl World {
         turned.and(checked)
     }
 
-    /// The process may have ended meanwhile, by its own model.
+    /// Puts the thread back. If the core has ended the process meanwhile, another takes its place.
     fn put_back<H: Host>(&mut self, place: Place, thread: Thread<H::Role>) {
         if std::mem::take(&mut self.ended) {
             self.kill(H::process(place), true);
@@ -102,7 +102,8 @@ impl World {
         }
     }
 
-    /// As a real worker's engine thread does: an effect's answer goes in before the next effect is looked at.
+    /// Feeds an input to the core and carries out its effects. As on a real engine thread, an effect's answer goes in before the next
+    /// effect is carried out.
     fn feed<H: Host>(
         &mut self,
         place: Place,
@@ -141,7 +142,7 @@ impl World {
         Ok(())
     }
 
-    /// The model computes at once; its layers are told of one after the other.
+    /// Launches a step. The model computes at once; its layers are reported one after the other.
     fn launch<H: Host>(
         &mut self,
         place: Place,
@@ -166,7 +167,7 @@ impl World {
                 let names = ["blocks copied", "blocks swapped out", "blocks swapped in", "rows of unknown tokens"];
                 names.into_iter().zip(counts).for_each(|(name, count)| self.count(name, count as u64));
             }
-            // The fake model notices tables, positions and copies that cannot be right.
+            // The fake model rejects tables, positions and copies that cannot be right.
             Some(Err(error)) => return Err(self.violation("I1", format!("{}: {error}", H::process(place)))),
             None => return Err(self.violation("I1", format!("step {step} is launched and not planned"))),
         }
@@ -182,7 +183,7 @@ impl World {
         self.events.plan(self.now + after.max(1), event);
     }
 
-    /// What the engine thread waited for has come.
+    /// Continues a busy engine thread: what it waited for has happened.
     pub(crate) fn engine_step<H: Host>(&mut self, place: Place) -> Result<(), Violation> {
         let Some(mut thread) = H::thread(self, place).take() else { return Ok(()) };
         let done = self.step_on::<H>(place, &mut thread);
@@ -217,7 +218,7 @@ impl World {
         *self.summary.engines.entry(what).or_default() += count;
     }
 
-    /// What the engines did that have lived until now.
+    /// Counts the work of the engines that are still alive.
     pub(crate) fn count_engines(&mut self) {
         let of = |engine: &Engine| {
             let hits = engine.prefix_hit_tokens();
@@ -251,7 +252,7 @@ impl World {
             None => return Err(self.violation("I1", format!("step {step} is collected and not planned"))),
         }
         if self.faults.strikes_step(&mut self.random) {
-            // A step that fails; or one that forgets a token, which is no better.
+            // The step fails, or a token is missing from it, which is as bad.
             if self.random.chance(300) && out.pop().is_some() {
                 return Ok(Input::Collected { outcome: Ok(out), lost: None });
             }

@@ -1,4 +1,4 @@
-//! What happens next: events in the order of their virtual times, and in the order they were planned where those are equal.
+//! Planned events, in the order of their virtual times. Events with equal times keep the order in which they were planned.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,14 +10,14 @@ use crate::control::Link;
 use crate::membership::Request;
 use crate::stream::Micros;
 
-/// Which of several processes of a kind.
+/// Index of a process among those of its kind.
 pub(crate) type Place = usize;
-/// A process's incarnation: events for one before it are void.
+/// A process's incarnation. Events for an earlier incarnation are void.
 pub(crate) type Life = u64;
-/// A connection between workers. That of a session's own is also the session's number at the decode worker.
+/// A connection between workers. The number of a session's own connection is also the session's number at the decode worker.
 pub(crate) type Line = u64;
 
-/// A process, by its address.
+/// A process, by its address; successive incarnations share it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Process {
     Router(Place),
@@ -27,7 +27,7 @@ pub(crate) enum Process {
 }
 
 impl Process {
-    /// Where it listens.
+    /// The address at which it listens.
     pub(crate) fn address(self) -> String {
         match self {
             Process::Prefill(place) => format!("http://127.0.0.1:{}", 10_000 + place),
@@ -37,7 +37,7 @@ impl Process {
         }
     }
 
-    /// The worker that listens there.
+    /// The worker that listens at an address.
     pub(crate) fn at(address: &str) -> Option<Process> {
         let port: Place = address.rsplit(':').next()?.parse().ok()?;
         match port {
@@ -59,7 +59,7 @@ impl fmt::Display for Process {
     }
 }
 
-/// Something that happens at a time.
+/// Something that happens at a given time.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     // Clients and routers.
@@ -75,7 +75,7 @@ pub(crate) enum Event {
         life: Life,
         request: u64,
     },
-    /// A choice's clock.
+    /// A choice asked to be woken now.
     Wake {
         router: Place,
         life: Life,
@@ -158,22 +158,22 @@ pub(crate) enum Event {
         process: Process,
         life: Life,
     },
-    /// What a busy engine thread waits for has come.
+    /// What a busy engine thread waits for has happened.
     EngineStep {
         process: Process,
         life: Life,
     },
-    /// A session at a decode worker looks what is new.
+    /// A session at a decode worker takes a turn.
     DecodeTurn {
         line: Line,
     },
-    /// A session at a prefill worker looks what is new.
+    /// A session at a prefill worker takes a turn.
     PrefillTurn {
         prefill: Place,
         life: Life,
         peer: u64,
     },
-    /// A decode worker looks for leases that have run out.
+    /// A decode worker looks for expired leases.
     Desk {
         decode: Place,
         life: Life,
@@ -192,7 +192,7 @@ pub(crate) enum Event {
     Cut {
         line: Line,
     },
-    /// A drain has lasted long enough.
+    /// A draining worker checks whether it is idle.
     DrainOver {
         process: Process,
         life: Life,
@@ -203,14 +203,14 @@ pub(crate) enum Event {
         number: usize,
         it: Option<Process>,
     },
-    /// Perhaps a fault strikes.
+    /// A random fault may strike.
     Strike,
-    /// From now on nothing goes wrong.
+    /// All faults end.
     Heal,
 }
 
 impl Event {
-    /// Whose turn it is, if it is a process's.
+    /// The process whose turn it is, if any, and the incarnation that the event is for.
     pub(crate) fn process(&self) -> Option<(Process, Option<Life>)> {
         Some(match self {
             Event::Taken { router, life, .. }

@@ -1,5 +1,5 @@
-//! Which faults a run has, how often, and how many there were. Chosen by the seed, so that most runs have several kinds and
-//! some have none.
+//! The faults of a run: which kinds, how often, and how many struck. The seed chooses them, so that most runs have several kinds
+//! and some have none.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ use baton_types::testing::Random;
 
 use crate::stream::Micros;
 
-/// What can happen to processes, to what lies between them, and to their clients.
+/// A kind of fault, of processes or of the network between them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Fault {
     /// A frame between workers, with its payload, never left.
@@ -17,15 +17,15 @@ pub enum Fault {
     Double,
     /// A frame overtook another.
     Swap,
-    /// A bit under way between workers was flipped.
+    /// A bit in flight between workers was flipped.
     Corrupt,
-    /// A bit was flipped in what one worker copies into another's pool.
+    /// A bit was flipped in the bytes that one worker copies into another's pool.
     Miscopy,
     /// Nothing arrived over a connection between workers for a while.
     Stall,
     /// A connection between workers ended.
     Cut,
-    /// Somebody who was told no ticket tried to join a session.
+    /// Somebody without a ticket tried to join a session.
     Stranger,
     /// A worker died; another took its place and address.
     Restart,
@@ -37,9 +37,9 @@ pub enum Fault {
     Break,
     /// A router died; another took its place.
     RouterRestart,
-    /// The registry was away for a while.
+    /// The registry was down for a while.
     RegistryDown,
-    /// The registry was away, and came back knowing nobody.
+    /// The registry was down, and came back without members.
     RegistryEmptied,
     /// The model failed on a step.
     StepFails,
@@ -52,7 +52,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Every one.
+    /// Every kind.
     pub const ALL: [Fault; 19] = [
         Fault::Drop,
         Fault::Double,
@@ -75,49 +75,49 @@ impl Fault {
         Fault::Clocks,
     ];
 
-    /// Those that strike at random times, and two that have rates.
+    /// The kinds from `Corrupt` to `Join`. They strike at random times, except `Miscopy` and `StepFails`, which have rates.
     const STRIKING: &[Fault] = Fault::ALL.split_at(3).1.split_at(15).0;
 
-    /// Whether no request may fail for it.
+    /// Whether no request may fail because of it.
     pub(crate) fn costs_nothing(self) -> bool {
         matches!(self, Fault::RegistryDown | Fault::RegistryEmptied | Fault::Drain | Fault::Join | Fault::Clocks)
     }
 
-    /// Whether nothing is lost by it between live peers.
+    /// Whether it loses nothing between live peers.
     pub(crate) fn is_harmless(self) -> bool {
         matches!(self, Fault::Stall | Fault::Freeze | Fault::Stranger | Fault::Drain | Fault::Join | Fault::Clocks)
     }
 }
 
-/// How often what goes wrong.
+/// The faults of a run and their rates.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Faults {
-    /// Frames per mille that are dropped, doubled, swapped, and copies with a flipped bit.
+    /// Frames between workers that are dropped, per mille.
     pub drop: u32,
-    /// See `drop`.
+    /// Frames between workers that are sent twice, per mille.
     pub double: u32,
-    /// See `drop`.
+    /// Frames between workers that are swapped with the next, per mille.
     pub swap: u32,
-    /// See `drop`.
+    /// Copies over shared memory in which a bit is flipped, per mille.
     pub miscopy: u32,
     /// Steps per mille that fail.
     pub step: u32,
-    /// What may strike at random times.
+    /// Kinds of faults that may strike at random times.
     pub strikes: Vec<Fault>,
-    /// Between two looks whether one strikes, at most; microseconds.
+    /// Longest time from one chance for a random fault to the next, microseconds.
     pub pause: u64,
-    /// Longest delay of a message or a piece of one, microseconds.
+    /// Longest delay of a message, or of a piece of one, microseconds.
     pub slowness: u64,
-    /// Sockets take pieces of any size.
+    /// Sockets may accept only a part of a write.
     pub short_writes: bool,
     /// Every process has a clock of its own.
     pub clocks: bool,
-    /// How many there were.
+    /// Faults that struck, by kind.
     pub counts: BTreeMap<Fault, u64>,
 }
 
 impl Faults {
-    /// None, and little delay.
+    /// No faults, and little delay.
     pub fn none() -> Faults {
         Faults {
             drop: 0,
@@ -134,7 +134,7 @@ impl Faults {
         }
     }
 
-    /// Nothing goes wrong, but slowly.
+    /// No faults, but perhaps longer delays.
     pub(crate) fn calm(random: &mut Random) -> Faults {
         let slowness = if random.chance(500) { 100 } else { 5_000 };
         Faults { slowness, ..Faults::none() }
@@ -153,7 +153,7 @@ impl Faults {
         });
         let mut strikes: Vec<Fault> = strikes.collect();
         if random.chance(150) {
-            // What must cost nothing, alone.
+            // Only faults by which no request may fail.
             let mild = |fault: &Fault| fault.costs_nothing() && !without.contains(fault);
             (strikes, drop, double, swap, miscopy, step) = (Vec::new(), 0, 0, 0, 0, 0);
             strikes.extend(Fault::STRIKING.iter().copied().filter(mild).filter(|_| random.chance(500)));
@@ -164,7 +164,7 @@ impl Faults {
         Faults { drop, double, swap, miscopy, step, strikes, pause, slowness, short_writes, ..Faults::none() }
     }
 
-    /// Chooses whether clocks differ, beside the seed's main sequence.
+    /// Chooses whether clocks differ, without drawing from the seed's main sequence.
     pub(crate) fn with_clocks(self, seed: u64, without: &BTreeSet<Fault>) -> Faults {
         let clocks = Random(mix(seed)).chance(300) && !without.contains(&Fault::Clocks);
         Faults { clocks, ..self }
@@ -174,7 +174,7 @@ impl Faults {
         random.within(1, self.slowness)
     }
 
-    /// Strikes now, if anything.
+    /// The fault that strikes now, if any.
     pub(crate) fn strike(&self, random: &mut Random) -> Option<Fault> {
         match self.strikes.is_empty() {
             true => None,
@@ -182,7 +182,7 @@ impl Faults {
         }
     }
 
-    /// Whether a connection breaks so early that what it was made for has hardly begun.
+    /// Whether a new connection breaks when its work has hardly begun.
     pub(crate) fn nips(&mut self, random: &mut Random) -> bool {
         let happens = self.strikes.contains(&Fault::Cut) && random.chance(100);
         if happens {

@@ -1,4 +1,4 @@
-//! A prefill worker's handoffs: writes that wait for room, completions, aborts, and what their owner is told of their end.
+//! A prefill worker's handoffs: writes that wait for room, completions, aborts, and the reports of their ends.
 
 use std::sync::PoisonError;
 
@@ -86,7 +86,7 @@ impl World {
                         done.report(Err(error));
                     }
                 }
-                // As a real handoff does that cannot be completed: its end is its abort's.
+                // Like a real handoff that cannot be completed, it is aborted. It has ended when the abort has.
                 Err(error) => {
                     let report = move || done.report(Err(error));
                     drop(session.line.abort(epoch, Quiet(Some(Box::new(report)))));
@@ -107,14 +107,14 @@ impl World {
         })));
         let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
         match prefill.sessions.get_mut(&peer) {
-            // The session that knew of it is over and another took its place: nothing reads for it any more.
+            // The handoff's session is over and another has taken its place: nothing reads its blocks any more.
             Some(session) if session.serial == serial => drop(session.line.abort(epoch, quiet)),
             _ => drop(quiet),
         }
         self.wake_prefill(place, peer);
     }
 
-    /// What callbacks were told since the last call: each handoff's end, once.
+    /// Handles the ends of handoffs that callbacks reported since the last call. Each handoff must end once.
     pub(crate) fn reported(&mut self, place: Place) -> Result<(), Violation> {
         let told = std::mem::take(&mut *self.prefills[place].reports.lock().unwrap_or_else(PoisonError::into_inner));
         let any = !told.is_empty();

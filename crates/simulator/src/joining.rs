@@ -1,4 +1,4 @@
-//! How a session at a prefill worker begins: the handshake's side that calls, and over TCP the other connections that join it.
+//! How a session at a prefill worker begins: the calling side of the handshake, and over TCP the further connections that join it.
 
 use baton_handoff::{Frame, FrameLimits, Hello, JoinTicket, Over};
 use baton_handoff::{TransferError, TransportKind};
@@ -10,7 +10,7 @@ use crate::prefill_session::{Phase, PrefillSession, Stop};
 use crate::stream::Micros;
 use crate::world::World;
 
-/// Connections of a session over TCP, at most.
+/// Most connections of a session over TCP.
 const CONNECTIONS: u64 = 4;
 
 /// A connection that has asked to join.
@@ -20,7 +20,7 @@ pub(crate) struct Asked {
 }
 
 impl World {
-    /// A handshake's first words.
+    /// Sends the first messages of a handshake.
     pub(crate) fn call(&mut self, place: Place, session: &mut PrefillSession) {
         let prefill = &self.prefills[place];
         let (me, life, peer) = (prefill.id, prefill.life, session.peer);
@@ -31,7 +31,7 @@ impl World {
         self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: peer.0 });
     }
 
-    /// Takes in what has arrived over a connection; whether anything has.
+    /// Takes in the bytes that have arrived over a connection. False if there were none.
     pub(crate) fn receive(&mut self, end: &mut End) -> bool {
         let mut heard = false;
         if let Some(connection) = self.lines.get_mut(&end.line) {
@@ -47,7 +47,7 @@ impl World {
         self.lines.get(&end.line).is_none_or(|connection| connection.down.has_ended(self.now))
     }
 
-    /// The handshake's side that calls.
+    /// Continues the calling side of the handshake.
     pub(crate) fn greeting(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
         self.receive(session.own());
         let (until, seen) = match &mut session.phase {
@@ -79,7 +79,7 @@ impl World {
         }
     }
 
-    /// Opens the other connections of a session, which have half of the time that is left. Some break in the middle of that.
+    /// Opens the further connections of a session. They have half of the handshake's remaining time to join. Some break meanwhile.
     fn ask_to_join(&mut self, place: Place, session: &mut PrefillSession, ticket: JoinTicket, last: Micros) {
         for stream in 1..self.random.within(1, CONNECTIONS) as u8 {
             let line = self.connect(place, session.decode, session.peer, session.kind);
@@ -99,7 +99,7 @@ impl World {
         }
     }
 
-    /// Goes on with those that are there in time.
+    /// Takes in the connections that join in time, and gives up the others.
     pub(crate) fn joining(&mut self, session: &mut PrefillSession, until: Micros) {
         for mut asked in std::mem::take(&mut session.asked) {
             self.receive(&mut asked.end);

@@ -1,4 +1,4 @@
-//! What a decode worker lends: the real ledger, and beside it the checker's own books (I2, I3).
+//! What a decode worker lends: the real ledger, and beside it the checker's own record (I2, I3).
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::world::World;
 use crate::{Sabotage, Violation};
 
 impl World {
-    /// As the receiving end of handoffs does: the ledger's books, and a descriptor.
+    /// Makes a reservation, as the receiving end of handoffs does: enters it in the ledger and returns its descriptor.
     pub(crate) fn lend(
         &mut self,
         place: Place,
@@ -29,7 +29,7 @@ impl World {
         if let Err(error) = decode.ledger.reserve(epoch, key, &blocks, at) {
             return Ok(Err(error));
         }
-        // I3, by the checker's books.
+        // I3, by the checker's own record.
         let taken = decode.memory.take_alone(&blocks, epoch);
         let target = Descriptor {
             worker: decode.id,
@@ -53,13 +53,13 @@ impl World {
         Ok(Ok(target.encode()))
     }
 
-    /// Nobody may write under this epoch any more.
+    /// Ends a loan: nobody may write under this epoch any more.
     pub(crate) fn unlend(&mut self, place: Place, epoch: Epoch) {
         self.decodes[place].memory.give_back(epoch);
         self.decodes[place].books.remove(&epoch);
     }
 
-    /// Passes on what the ledger has to say.
+    /// Passes on the ledger's events and fences, and plans the next look at leases.
     pub(crate) fn after(&mut self, place: Place) -> Result<(), Violation> {
         let mut news = false;
         while let Some(event) = self.decodes[place].ledger.next_event() {
@@ -96,7 +96,7 @@ impl World {
         }
     }
 
-    /// The front desk's turn: leases.
+    /// Ends reservations whose lease has expired.
     pub(crate) fn desk(&mut self, place: Place) -> Result<(), Violation> {
         if self.broken(Sabotage::IgnoreLeases) {
             return Ok(());
@@ -106,7 +106,7 @@ impl World {
         self.after(place)
     }
 
-    /// What the ledger says, by the checker's books.
+    /// Checks an event of the ledger against the checker's own record.
     fn received(&mut self, place: Place, event: &ReceiverEvent) -> Result<(), Violation> {
         match event {
             ReceiverEvent::Verified { epoch, .. } => {
@@ -116,7 +116,7 @@ impl World {
                 };
                 decode.verified.insert(*epoch);
                 *self.summary.looked.entry("I2").or_default() += 1;
-                // I2: the checker knows what these tokens' KV is; the code under test knows digests.
+                // I2: the checker computes the KV of these tokens; the code under test only compares digests.
                 let right = decode.memory.compare(&lent.tokens, &lent.first, &lent.blocks);
                 right.map_err(|what| self.violation("I2", format!("{epoch}: {what}")))?;
                 self.unlend(place, *epoch);

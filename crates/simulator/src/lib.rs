@@ -1,23 +1,27 @@
-//! The whole cluster under a virtual clock, a seed and a hostile world, on one thread.
+//! Simulates the whole cluster on one thread, with a virtual clock, a seed and random faults.
 //!
-//! Routers, workers and the registry here run the very code that real ones run: placement, the request's state machine and its
-//! streams ([`baton_policy::Fleet`], [`baton_policy::Choice`]), membership ([`baton_membership`]), the two roles and their step
-//! loop ([`baton_roles`]), the engine and its block pools over the fake model, and the handoff's protocol to the last byte
-//! ([`baton_handoff`]). Only sockets, threads, clocks and the model are replaced. Separate checkers look at what must always hold, and
-//! share nothing with that code:
+//! Routers, workers and the registry run the production code:
 //!
-//! - I1: each client's tokens are those that its request gives alone.
-//! - I2: what is announced as verified is, byte for byte, the KV of the sequence's tokens.
-//! - I3: a block is written to by a peer only while it is lent under that epoch, and no step touches it meanwhile; local blocks are read
-//!   only until the handoff's end was reported, and no step writes to them meanwhile.
-//! - I4: each token's index reaches the client once, in order, and nothing after the end.
-//! - I5: after the last fault every request ends, and the run does.
-//! - I6: blocks are conserved at every step; in the end all are free, on both sides, and nobody holds a stream or a reservation.
-//! - I7: while the registry is away, no router forgets who serves.
-//! - Each outcome is reported once, on each side, and the two never contradict each other.
-//! - Delivery: where nothing goes wrong nothing fails but by its owner, its time, or for want of room.
+//! - placement, the request's state machine and its streams ([`baton_policy::Fleet`], [`baton_policy::Choice`]);
+//! - membership ([`baton_membership`]);
+//! - the two roles and their step loop ([`baton_roles`]);
+//! - the engine and its block pools, over the fake model;
+//! - the handoff protocol, byte for byte ([`baton_handoff`]).
 //!
-//! A run is a function of its seed, so a failure is replayed by it; [`shrink`] finds a smaller one.
+//! Only sockets, threads, clocks and the model are replaced. Separate checkers, with records of their own, check these invariants:
+//!
+//! - I1: each client receives the tokens that its request yields when it runs alone.
+//! - I2: KV announced as verified equals, byte for byte, the KV of the sequence's tokens.
+//! - I3: a peer writes to a block only while the block is lent under that epoch, and no step touches the block meanwhile. Local blocks
+//!   are read only until the handoff's end has been reported, and no step writes to them meanwhile.
+//! - I4: each token index reaches the client once, in order, and none after the end.
+//! - I5: after the last fault every request ends, and so does the run.
+//! - I6: blocks are conserved at every step. At the end all are free on both sides, and no stream or reservation is left.
+//! - I7: while the registry is down, no router forgets a serving worker.
+//! - Reported once, agreement: each side reports each outcome once, and the two sides never contradict each other.
+//! - Delivery: without faults, something fails only because its owner withdrew it, its deadline passed, or there was no room.
+//!
+//! A run is a function of its seed, so the seed replays a failure. [`shrink`] looks for a smaller run that fails in the same way.
 
 #![forbid(unsafe_code)]
 
@@ -68,13 +72,13 @@ pub use summary::Summary;
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{invariant} at {at_micros} µs: {what}")]
 pub struct Violation {
-    /// Which one.
+    /// Name of the invariant, such as `I3`.
     pub invariant: &'static str,
     /// Virtual time since the start.
     pub at_micros: u64,
-    /// What was seen.
+    /// What was observed.
     pub what: String,
-    /// The run's story until then, with [`Options::trace`].
+    /// Trace of the run until then; empty unless [`Options::trace`] is set.
     pub trace: Vec<String>,
 }
 
@@ -84,7 +88,7 @@ impl BatonError for Violation {
     }
 }
 
-/// How many of what a cluster begins with; what is not said the seed chooses.
+/// Number of processes a cluster starts with. For None the seed chooses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Sizes {
     /// Routers.
@@ -98,25 +102,25 @@ pub struct Sizes {
 /// What to simulate.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Options {
-    /// Requests that come.
+    /// Number of requests.
     pub requests: u32,
-    /// From one to the next, at most, microseconds; None: the seed chooses.
+    /// Longest time between two arrivals, microseconds; None: the seed chooses.
     pub every: Option<u64>,
-    /// How long decode workers lend blocks, microseconds; None: the seed chooses.
+    /// Lease of the blocks that decode workers lend, microseconds; None: the seed chooses.
     pub lease: Option<u64>,
     /// The cluster's size.
     pub sizes: Sizes,
     /// No faults at all, only random timing.
     pub calm: bool,
-    /// These faults, in place of those that the seed chooses.
+    /// Faults to use instead of those the seed chooses.
     pub faults: Option<Faults>,
-    /// Faults that strike at a time of their own.
+    /// Faults that strike at a given time or after a given event.
     pub rules: Vec<Rule>,
-    /// Faults that are left out.
+    /// Faults to leave out.
     pub without: BTreeSet<Fault>,
-    /// Something broken on purpose.
+    /// A rule to break on purpose.
     pub sabotage: Option<Sabotage>,
-    /// Tell the run's story.
+    /// Record a trace of the run.
     pub trace: bool,
 }
 
@@ -148,7 +152,7 @@ pub fn run(seed: u64, options: &Options) -> Result<Summary, Violation> {
     })
 }
 
-/// Finds a smaller run that fails in the same way: fewer requests, fewer kinds of faults. Answers how, with its violation.
+/// Finds a smaller run that violates the same invariant: fewer requests, fewer kinds of faults. Returns its options and its violation.
 pub fn shrink(seed: u64, options: &Options, violation: Violation) -> (Options, Violation) {
     let (mut best, mut found) = (options.clone(), violation);
     let same = |options: &Options, invariant| run(seed, options).err().filter(|other| other.invariant == invariant);

@@ -9,7 +9,7 @@ use crate::faults::Fault;
 use crate::world::{Connection, World};
 
 impl World {
-    /// The process dies with everything in it. `again`: another takes its place and address.
+    /// Kills a process and all its state. `again`: another takes its place and address.
     pub(crate) fn kill(&mut self, process: Process, again: bool) {
         self.note(|| format!("{process} dies"));
         if !matches!(process, Process::Router(_)) {
@@ -49,7 +49,7 @@ impl World {
         self.begin_life(Process::Prefill(place), again)
     }
 
-    /// `died`: the peer's system tells that the process is gone.
+    /// Cuts the connections for which `of` holds. `died`: the operating system also tells the peer that the process is gone.
     fn cut_lines(&mut self, of: impl Fn(&Connection) -> bool, died: bool) {
         let lines: Vec<Line> = self.lines.iter().filter(|(_, c)| of(c)).map(|(line, _)| *line).collect();
         for line in lines {
@@ -73,7 +73,7 @@ impl World {
         Ok(())
     }
 
-    /// A worker takes nothing new, ends what it has, and leaves.
+    /// Drains a random worker: it takes no new requests, finishes those it has, and leaves.
     pub(crate) fn drain_some(&mut self) {
         let Some(process) = self.any_worker() else { return };
         // Somebody must be left to decode.
@@ -106,7 +106,7 @@ impl World {
         self.events.plan(at, Event::DrainOver { process, life });
     }
 
-    /// A draining worker looks whether it is idle; then it deregisters.
+    /// Deregisters a draining worker once it is idle.
     pub(crate) fn drain_over(&mut self, process: Process, life: Life) {
         let idle = match process {
             Process::Prefill(place) => {
@@ -123,7 +123,7 @@ impl World {
         }
     }
 
-    /// A worker that has drained and is deregistered ends.
+    /// Ends a worker that has drained and is deregistered.
     pub(crate) fn deregistered(&mut self, process: Process) {
         self.kill(process, false);
     }

@@ -1,5 +1,5 @@
-//! The registry, those who register with it and those who watch it: the real store, renewals and followers; here is what lies
-//! between them.
+//! The registry, the workers that register with it and the routers that watch it. The store, the renewals and the followers are the
+//! real ones; this file is the network between them.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -18,9 +18,9 @@ pub(crate) const TTL: Duration = Duration::from_secs(3);
 /// The registry, in a process of its own.
 pub(crate) struct Registry {
     pub store: Store,
-    /// Away until then.
+    /// When the registry comes back; None while it is up.
     pub down_until: Option<Micros>,
-    /// It has been away, and those who were registered may not all be back.
+    /// Until then, some workers may not have registered again after an outage.
     pub shaken_until: Micros,
     /// Open watches, by router.
     feeds: BTreeMap<Place, Feed>,
@@ -36,13 +36,13 @@ impl Registry {
         self.down_until.is_none()
     }
 
-    /// Away, or not long back.
+    /// Whether the registry is down, or was until recently.
     pub(crate) fn in_outage(&self) -> bool {
         self.down_until.is_some() || self.now < self.shaken_until
     }
 }
 
-/// A router's watch: its lists come in order.
+/// A router's open watch. Its lists arrive in order.
 #[derive(Clone, Copy)]
 struct Feed {
     life: Life,
@@ -53,7 +53,7 @@ struct Feed {
 /// A worker's registration.
 pub(crate) struct Registration {
     renewal: Renewal,
-    /// What it waits for now; older answers are void.
+    /// Number of the request it waits for; answers to older requests are void.
     attempt: u64,
 }
 
@@ -85,7 +85,7 @@ impl World {
         }
     }
 
-    /// A worker begins to register.
+    /// Starts a worker's registration.
     pub(crate) fn register(&mut self, process: Process) -> Result<(), Violation> {
         let (member, now) = (self.member(process), self.clock_now(process));
         let started = Renewal::start(member, TTL, now).map_err(|error| self.violation("I8", error.to_string()))?;
@@ -97,7 +97,7 @@ impl World {
         Ok(())
     }
 
-    /// What happens to a registration.
+    /// Feeds an input to a worker's renewal.
     pub(crate) fn renew(&mut self, process: Process, input: RenewalInput) {
         let now = self.clock_now(process);
         let Some(Some(registration)) = self.registration(process) else { return };
@@ -105,7 +105,7 @@ impl World {
         self.do_renewal(process, action);
     }
 
-    /// An answer of the registry, to the attempt of this number.
+    /// Handles the registry's answer to this attempt.
     pub(crate) fn answered(&mut self, process: Process, attempt: u64, input: RenewalInput) {
         if let Some(Some(registration)) = self.registration(process)
             && registration.attempt == attempt
@@ -137,7 +137,7 @@ impl World {
         }
     }
 
-    /// The registry is asked. One that is away refuses the connection; one that is cut off says nothing.
+    /// Handles a request to the registry. A registry that is down refuses the connection; one that is cut off does not answer.
     pub(crate) fn asked(&mut self, process: Process, life: Life, attempt: u64, request: Request) {
         if self.apart(process, Process::Registry).is_some() {
             return;
@@ -188,7 +188,7 @@ impl World {
         }
     }
 
-    /// Lists go to all who watch.
+    /// Sends the list of members to every router that watches.
     fn publish(&mut self) {
         for router in self.registry.feeds.keys().copied().collect::<Vec<_>>() {
             self.send_list(router);
@@ -205,7 +205,7 @@ impl World {
         self.events.plan(last, Event::Listed { router, life, feed: number, members });
     }
 
-    /// A router does as its follower says.
+    /// Carries out an action of a router's follower.
     pub(crate) fn follow(&mut self, router: Place, life: Life, action: FollowAction) {
         match action {
             FollowAction::Open { until } => {
@@ -232,7 +232,7 @@ impl World {
         }
     }
 
-    /// A router's wish to watch reaches the registry.
+    /// A router's request to watch reaches the registry.
     pub(crate) fn watch(&mut self, router: Place, life: Life, feed: u64) {
         if self.apart(Process::Router(router), Process::Registry).is_some() {
             return;
@@ -245,7 +245,7 @@ impl World {
         self.events.plan(at, Event::Listed { router, life, feed, members: None });
     }
 
-    /// A list, or word that the watch has ended.
+    /// A router receives a list, or learns that its watch has ended (None).
     pub(crate) fn listed(&mut self, router: Place, feed: u64, members: Option<Vec<Member>>) {
         if self.routers[router].feed == feed {
             self.follow_on(router, members.map_or(FollowInput::Lost, FollowInput::Listed));
@@ -256,7 +256,7 @@ impl World {
         let (now, life) = (self.clock_now(Process::Router(router)), self.routers[router].life);
         match self.routers[router].follow.step(input, now) {
             Some(action) => self.follow(router, life, action),
-            // Too early: what it waits for is still to come.
+            // Woken too early: what the follower waits for is still to come.
             None => self.wake_follower(router, life, self.routers[router].follow_until),
         }
         self.viewed(router);
@@ -267,12 +267,12 @@ impl World {
         });
     }
 
-    /// The registry goes away for a while. `emptied`: it comes back knowing nobody.
+    /// Takes the registry down for a while. `emptied`: it comes back without members.
     pub(crate) fn lose_registry(&mut self, until: Micros, emptied: bool) {
         self.note(|| format!("the registry is away until {until}{}", if emptied { ", and forgets all" } else { "" }));
         self.registry.now = self.now;
         self.registry.down_until = Some(self.registry.down_until.unwrap_or(0).max(until));
-        // Whoever lives registers again within this time.
+        // Every live worker registers again within this time.
         self.registry.shaken_until = until + 10_000_000;
         if emptied {
             self.registry.store = Store::new(self.clock_now(Process::Registry));
@@ -289,7 +289,7 @@ impl World {
             self.note(|| "the registry is back".into());
             self.registry.down_until = None;
             self.registry.now = self.now;
-            // Leases went on meanwhile.
+            // Registrations may have expired meanwhile.
             self.expiry();
         }
     }

@@ -1,5 +1,4 @@
-//! What one end of a connection has yet to send, item by item: frames, and payload that is read from its pool when it
-//! leaves.
+//! What one end of a connection still has to send, item by item: frames, and payload that is read from the pool only when it leaves.
 
 use std::collections::VecDeque;
 
@@ -13,7 +12,7 @@ use crate::stream::{Micros, Stream};
 #[derive(Debug)]
 enum Piece {
     Bytes(Vec<u8>),
-    /// For this handoff.
+    /// Bytes of the pool, for the handoff of this epoch.
     Pool(Range, Epoch),
     Zeros(usize),
 }
@@ -27,7 +26,7 @@ impl Piece {
     }
 }
 
-/// A frame with its payload: what is dropped, doubled or swapped as a whole.
+/// A frame with its payload. Faults drop, double or swap it as a whole.
 #[derive(Debug)]
 struct Item {
     number: u64,
@@ -42,7 +41,7 @@ struct Item {
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     items: VecDeque<Item>,
-    /// Items that were ever queued.
+    /// Number of items ever queued.
     queued: u64,
 }
 
@@ -56,7 +55,7 @@ impl Outbox {
         self.queue([Piece::Bytes(frame.encode())].into(), false);
     }
 
-    /// Queues a frame and a handoff's bytes of the pool behind it; answers by what number they go here.
+    /// Queues a frame, followed by bytes of the pool for a handoff. Returns the item's number.
     pub(crate) fn push_blocks(&mut self, frame: &Frame, of: Epoch, blocks: impl Iterator<Item = Range>) -> u64 {
         let mut pieces = VecDeque::from([Piece::Bytes(frame.encode())]);
         pieces.extend(blocks.map(|range| Piece::Pool(range, of)));
@@ -73,17 +72,17 @@ impl Outbox {
         self.items.is_empty()
     }
 
-    /// Bytes that have yet to leave.
+    /// Bytes that have not left yet.
     pub(crate) fn bytes(&self) -> usize {
         self.items.iter().flat_map(|item| &item.pieces).map(Piece::len).sum()
     }
 
-    /// Whether some of what was queued under this number has yet to leave.
+    /// Whether some of the item of this number has not left yet.
     pub(crate) fn holds(&self, number: u64) -> bool {
         self.items.iter().any(|item| item.number == number)
     }
 
-    /// From now on the pool is not read for this handoff: zeros go in its place.
+    /// Stops reading the pool for this handoff: zeros are sent instead.
     pub(crate) fn forget_pool(&mut self, epoch: Epoch) {
         for piece in self.items.iter_mut().flat_map(|item| &mut item.pieces) {
             if let Piece::Pool((_, len), of) = piece
@@ -94,7 +93,7 @@ impl Outbox {
         }
     }
 
-    /// Sends what the stream takes, in pieces of any size. `read` reads the pool. Answers when the last of it arrives.
+    /// Sends as much as the stream takes, in pieces of any size. `read` reads the pool. Returns when the last piece arrives.
     pub(crate) fn flush(
         &mut self,
         stream: &mut Stream,
@@ -139,7 +138,7 @@ impl Outbox {
         last
     }
 
-    /// Drops, doubles or swaps the first item, if so decided. True when it is another one now.
+    /// Drops, doubles or swaps the first item, at random. True when it was dropped.
     fn harm_front(
         &mut self,
         random: &mut Random,

@@ -1,4 +1,4 @@
-//! A worker's pool, and who may touch which block: the checker's own books, which share nothing with the code under test.
+//! A worker's pool, and the checker's own record of who may touch which block. The record shares nothing with the code under test.
 
 use baton_engine::fake::{FakeModel, KvMemory, SharedMemory};
 use baton_engine::{Batch, CacheConfig, ModelRunner, Row};
@@ -35,12 +35,12 @@ impl PoolMemory for Bytes {
     }
 }
 
-/// A pool's bytes, and on whose behalf which block is kept.
+/// A pool's bytes, and the owners of each block.
 #[derive(Debug)]
 pub(crate) struct Memory<Owner> {
     pub geometry: PoolGeometry,
     pub bytes: Bytes,
-    /// Per group and block.
+    /// Owners of each block, by group and block.
     owners: Vec<Vec<Vec<Owner>>>,
 }
 
@@ -50,19 +50,19 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
         Memory { bytes: Bytes(SharedMemory::new(geometry.bytes())), geometry, owners }
     }
 
-    /// Some bytes.
+    /// Reads `len` bytes at `offset`.
     pub(crate) fn read(&self, (offset, len): (usize, usize)) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.bytes.load(offset, &mut bytes);
         bytes
     }
 
-    /// Writes without asking.
+    /// Writes without checking owners.
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         self.bytes.clone().store(offset, bytes);
     }
 
-    /// Keeps blocks for `owner` alone, or says which of them is another's (I3).
+    /// Makes `owner` the only owner of some blocks. The error names a block that already has another (I3).
     pub(crate) fn take_alone(&mut self, blocks: &Blocks, owner: Owner) -> Result<(), String> {
         for (group, block) in each(blocks) {
             if let Some(other) = self.owner(group, block) {
@@ -73,24 +73,24 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
         Ok(())
     }
 
-    /// Keeps a block for `owner`, beside others.
+    /// Adds `owner` to a block's owners.
     pub(crate) fn keep(&mut self, group: usize, block: BlockId, owner: Owner) {
         if let Some(owners) = self.owners[group].get_mut(block.0 as usize) {
             owners.push(owner);
         }
     }
 
-    /// Keeps nothing for `owner` any more.
+    /// Removes `owner` from all blocks.
     pub(crate) fn give_back(&mut self, owner: Owner) {
         self.owners.iter_mut().flatten().for_each(|owners| owners.retain(|other| *other != owner));
     }
 
-    /// On whose behalf a block is kept, first of all.
+    /// A block's first owner.
     pub(crate) fn owner(&self, group: usize, block: BlockId) -> Option<Owner> {
         self.owners[group].get(block.0 as usize)?.first().copied()
     }
 
-    /// Whose block a byte of the pool is in.
+    /// First owner of the block that has the byte at `offset`.
     pub(crate) fn owner_at(&self, offset: usize) -> Option<Owner> {
         for (group, owners) in self.owners.iter().enumerate() {
             for layer in 0..self.geometry.layout.groups[group].layers.len() {
@@ -104,7 +104,7 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
         None
     }
 
-    /// Whether some blocks hold the KV of these tokens: per group from block `first` of the sequence on, those that live (I2).
+    /// Checks that blocks hold the KV of these tokens (I2). Per group, `blocks` are the live ones from block `first` of the sequence on.
     pub(crate) fn compare(&self, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String> {
         let layout = &self.geometry.layout;
         let (reference, tables) = reference(layout, tokens)?;
@@ -136,7 +136,7 @@ fn range(geometry: &PoolGeometry, group: usize, layer: usize, block: BlockId) ->
     (range.start, range.len())
 }
 
-/// The first slots of each plane and head of one layer's part of a block.
+/// The first `filled` slots of each plane and head, in one layer of a block.
 fn slots(layout: &KvLayout, group: usize, bytes: &[u8], filled: u32) -> Vec<Vec<u8>> {
     let shape = &layout.groups[group];
     let heads = (shape.planes * shape.kv_heads) as usize;
@@ -145,7 +145,7 @@ fn slots(layout: &KvLayout, group: usize, bytes: &[u8], filled: u32) -> Vec<Vec<
     (0..heads).map(|head| bytes[head * each..][..used].to_vec()).collect()
 }
 
-/// The KV of these tokens computed alone.
+/// Computes the KV of these tokens alone, in a pool of their own.
 fn reference(layout: &KvLayout, tokens: &[u32]) -> Result<(Memory<()>, Blocks), String> {
     let blocks = layout.blocks_for(tokens.len()) as u32;
     let memory = Memory::new(PoolGeometry::uniform(layout.clone(), blocks));

@@ -1,4 +1,4 @@
-//! A prefill worker: the real role over the real engine; here are its streams, its handoffs and their sessions.
+//! A prefill worker: the real role and engine. This file adds the streams to routers, the handoffs and their sessions.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -22,13 +22,13 @@ use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// How long a session that ends goes on trying to say so.
+/// How long a session that ends keeps trying to tell its peer, microseconds.
 pub(crate) const FAREWELL: Micros = 50_000;
 
-/// How much later than its bound something may end: a step may be under way whose layers wait for room at peers that hardly move.
+/// How much later than its bound a handoff may end: the layers of a running step may wait for room at very slow peers.
 const SLACK: Micros = 1_500_000;
 
-/// From a completion to its outcome where nothing goes wrong, at most: more than twice what it takes.
+/// Longest time from a completion to its outcome without faults: more than twice what it takes.
 const ANSWER: Micros = 600_000;
 
 /// What a handoff's owner is told.
@@ -38,7 +38,7 @@ pub(crate) enum Told {
     Quiet,
 }
 
-/// Where callbacks put what they are told: of which handoff.
+/// What callbacks were told, each with its handoff's number.
 type Reports = Arc<Mutex<Vec<(u64, Told)>>>;
 
 /// One handoff.
@@ -46,16 +46,16 @@ pub(crate) struct Handoff {
     pub writes: Writes,
     pub peer: WorkerId,
     pub decode: Place,
-    /// The session it was begun at.
+    /// Serial of the session it was begun at.
     pub serial: Line,
     pub seq: Option<SeqId>,
-    /// Since when it is asked for, so that its owner is told once.
+    /// Its completion or abort has been requested; so its owner is told of one end only.
     pub ended: bool,
-    /// Its blocks wait for its end.
+    /// Its blocks are in quarantine until it ends.
     pub quarantined: bool,
     /// When it was completed.
     pub completed: Option<Micros>,
-    /// The earliest time at which its deadline may pass, by any clock.
+    /// Earliest world time at which its deadline may pass, whatever the clocks show.
     pub due: Micros,
 }
 
@@ -64,7 +64,7 @@ impl Handoff {
         self.writes.core().epoch
     }
 
-    /// Why, once it has.
+    /// Why it failed, if it has.
     pub(crate) fn failed(&self) -> Option<TransferError> {
         self.writes.core().failure().cloned()
     }
@@ -77,7 +77,7 @@ pub(crate) struct Waiting {
     pub patience: Instant,
 }
 
-/// One incarnation.
+/// One incarnation of a prefill worker.
 pub(crate) struct Prefill {
     pub life: Life,
     pub id: WorkerId,
@@ -130,7 +130,7 @@ impl Prefill {
         self.inbox.is_empty() && thread.core.snapshot().idle
     }
 
-    /// I6 in the end: nothing is held.
+    /// I6 at the end of a run: nothing is held.
     pub(crate) fn check_free(&self) -> Result<(), String> {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, streams) = (thread.core.snapshot(), thread.core.role().streams());
@@ -195,7 +195,7 @@ impl Host for PrefillHost {
 }
 
 impl World {
-    /// A router's message.
+    /// Handles a router's message.
     pub(crate) fn prefill_asked(
         &mut self,
         place: Place,
@@ -220,7 +220,7 @@ impl World {
         Ok(())
     }
 
-    /// As the service does: opens the handoff, and hands it to the engine thread with the request.
+    /// Opens a handoff and passes it to the engine thread with the request, as the real service does.
     fn run(
         &mut self,
         place: Place,
@@ -279,12 +279,12 @@ impl World {
         Ok(Ok(()))
     }
 
-    /// When a handoff whose time is over has ended, whatever its session was doing: connecting, winding up and telling the peer so.
+    /// Longest time from a handoff's deadline to its end, whatever its session is doing: connecting, ending, or telling the peer so.
     fn bound(&self) -> Micros {
         self.handshake() + FAREWELL + SLACK
     }
 
-    /// I5: by now its end was reported. A worker that stood still has its time from then on.
+    /// I5: a handoff's end must have been reported by now. For a frozen worker the bound counts from the end of the freeze.
     pub(crate) fn must_have_ended(&mut self, place: Place, handoff: u64) -> Result<(), Violation> {
         let prefill = &self.prefills[place];
         let Some(late) = prefill.handoffs.get(&handoff) else { return Ok(()) };
@@ -297,7 +297,7 @@ impl World {
         Ok(())
     }
 
-    /// I5: what fails for its deadline has come to it.
+    /// I5: a handoff that fails because of its deadline must have reached it.
     pub(crate) fn check_due(&self, handoff: &Handoff, told: &Told) -> Result<(), Violation> {
         let early = matches!(told, Told::Done(Err(TransferError::Deadline { .. }))) && self.now < handoff.due;
         match early {
@@ -307,7 +307,7 @@ impl World {
         }
     }
 
-    /// Where nothing goes wrong, what is completed is soon verified.
+    /// Without faults, a completed handoff is soon verified.
     pub(crate) fn check_delivery(&self, handoff: &Handoff, told: &Told) -> Result<(), Violation> {
         let Some(completed) = handoff.completed.filter(|_| self.options.calm) else { return Ok(()) };
         let failed = match told {
@@ -322,7 +322,7 @@ impl World {
         Ok(())
     }
 
-    /// Begins at the session to a worker; one that has ended is replaced.
+    /// Begins a handoff at the session to a worker. Opens a new session if the last one has ended.
     fn begin(&mut self, place: Place, decode: Place, peer: WorkerId, core: &Arc<Core>) -> Result<Line, TransferError> {
         let open = self.prefills[place].sessions.get(&peer).is_some_and(|s| s.line.closed().is_none());
         if !open {
@@ -399,7 +399,7 @@ impl World {
             Answer::Failed(kind, message) => Err(answered(kind, message)),
         };
         if is_last {
-            // The stream ends, and with it its guard.
+            // The stream has ended: the real service then drops a guard, which cancels the sequence.
             self.prefills[place].callers.remove(&seq);
             self.prefills[place].inbox.push_back(Input::Command(Command::Cancel(seq)));
         }

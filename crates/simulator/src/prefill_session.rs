@@ -1,4 +1,4 @@
-//! A session at a prefill worker: what its thread does with its sockets and its transport, on simulated ones.
+//! A session at a prefill worker. It does with simulated sockets and transports what the session's thread does with real ones.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -16,32 +16,32 @@ use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
-/// How far the session is.
+/// Phase of a session.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Phase {
-    /// Until this time for the peer's welcome.
+    /// Waits for the peer's welcome, until this time at most.
     Greeting {
         until: Micros,
         hello_seen: bool,
     },
-    /// Until this time for other connections to join.
+    /// Waits for further connections to join, until this time at most.
     Joining {
         until: Micros,
     },
     Open,
-    /// Says goodbye, until then.
+    /// Sends its last frames, until this time at most.
     Closing {
         until: Micros,
         error: TransferError,
     },
-    /// Another connection tells the peer that its pool is not mapped here any more, for as long as that takes.
+    /// Tells the peer over a new connection that its pool is no longer mapped here, however long that takes.
     Excusing {
         hello_seen: bool,
     },
     Over,
 }
 
-/// One session's end at the prefill worker, and the transport over it.
+/// The prefill worker's end of a session, and its transport.
 pub(crate) struct PrefillSession {
     pub decode: Place,
     pub peer: WorkerId,
@@ -50,16 +50,18 @@ pub(crate) struct PrefillSession {
     pub serial: Line,
     /// The session's own connection, then those that have joined it.
     pub ends: Vec<End>,
-    /// Those that have not yet.
+    /// Connections that have asked to join.
     pub asked: Vec<Asked>,
     pub line: Ops,
     pub outbound: Outbound,
     pub phase: Phase,
-    /// Over TCP: what each connection beside its own was given, and the batches under way, in their order.
+    /// Over TCP: the number of writes on each connection except the session's own.
     pub written: Written,
+    /// Over TCP: the batches in flight, in order.
     pub sending: VecDeque<Sending>,
-    /// Over shared memory: the peer's pool, and what is left of the batches under way, in their order.
+    /// Over shared memory: the peer's pool.
     pub mapped: Option<Mapped>,
+    /// Over shared memory: what is left of the batches in flight, in order.
     pub copying: VecDeque<Copying>,
     timer: Timer,
 }
@@ -71,7 +73,7 @@ impl PrefillSession {
     }
 }
 
-/// Why a step did not go well.
+/// Why a turn broke off: the session has ended, or an invariant is violated.
 pub(crate) enum Stop {
     Ended(TransferError),
     Broken(Violation),
@@ -114,7 +116,7 @@ impl World {
         self.events.plan(at, Event::PrefillTurn { prefill, life, peer: peer.0 });
     }
 
-    /// Everything that can be done now, or a part of it.
+    /// Takes a turn of a session: does all that can be done now, or a part of it.
     pub(crate) fn prefill_turn(&mut self, place: Place, life: Life, peer: WorkerId) -> Result<(), Violation> {
         if self.prefills[place].life != life {
             return Ok(());
@@ -150,11 +152,11 @@ impl World {
         self.reported(place)
     }
 
-    /// An error in whatever phase.
+    /// Ends a session with an error, in any phase.
     fn over(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) -> Result<(), Violation> {
         match session.phase.clone() {
             Phase::Greeting { .. } | Phase::Joining { .. } => self.close(session, &error),
-            // However the excuse went.
+            // Over, whether the peer has been told or not.
             Phase::Excusing { .. } => self.leave_session(session),
             _ => {
                 let now = self.clock_now(Process::Prefill(place));
@@ -169,7 +171,7 @@ impl World {
         Ok(())
     }
 
-    /// Closes the connection, lets go of the peer's pool, and tells the peer so if it may not know.
+    /// Closes the session and unmaps the peer's pool. Over shared memory, then tells the peer so over a new connection.
     fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
         session.mapped = None;
         session.copying.clear();
@@ -190,7 +192,7 @@ impl World {
         }
     }
 
-    /// From now on another session may be opened.
+    /// Closes the session and fails what is still queued. From now on another session may be opened.
     fn close(&mut self, session: &mut PrefillSession, error: &TransferError) {
         let (ops, aborts) = session.line.close(error.clone());
         for op in ops {
@@ -202,7 +204,7 @@ impl World {
         self.leave_session(session);
     }
 
-    /// The last thing, also before another session to the same worker.
+    /// Ends all connections of a session: its last act, also when another session to the same worker replaces it.
     pub(crate) fn leave_session(&mut self, session: &mut PrefillSession) {
         session.ends.iter().for_each(|end| self.end_connection(end.line));
         session.asked.drain(..).for_each(|asked| self.end_connection(asked.end.line));
@@ -224,7 +226,7 @@ impl World {
         self.carry_out(session);
         self.flush_prefill(place, session).map_err(Stop::Broken)?;
         if !session.sending.is_empty() && session.ends.iter().all(|end| end.outbox.is_empty()) {
-            // What blocked the sending has just left.
+            // The batch that held back the next one has just left.
             self.wake_prefill(place, session.peer);
         }
         if let Some(at) = [due, beat].into_iter().flatten().min() {
@@ -233,8 +235,8 @@ impl World {
         self.read(place, session)
     }
 
-    /// At what was given up, begins, or is over; answers when the next handoff is. What its owners do on other threads may
-    /// come right after this look and before the next step.
+    /// Handles handoffs that were aborted, have begun, or have expired. Returns when the next one expires. Sometimes does nothing: owners
+    /// act on other threads, so what they do may also come right after this look and before the next step.
     fn look(&mut self, place: Place, session: &mut PrefillSession) -> Option<Instant> {
         if self.random.chance(100) {
             self.wake_prefill(place, session.peer);
@@ -293,7 +295,7 @@ impl World {
         }
     }
 
-    /// Sends what its connections take; one that says goodbye speaks over its own only.
+    /// Sends what the connections take. A closing session sends over its own connection only.
     fn flush_prefill(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Violation> {
         let ends = if matches!(session.phase, Phase::Closing { .. }) { 1 } else { session.ends.len() };
         let mut left = false;

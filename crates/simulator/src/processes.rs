@@ -1,4 +1,4 @@
-//! Who is there: lives, ids and addresses of processes, and who stands still or cannot reach whom.
+//! The processes: their incarnations, ids and addresses, which of them are frozen, and which cannot reach each other.
 
 use baton_types::WorkerId;
 
@@ -29,7 +29,7 @@ impl World {
         Process::at(address)
     }
 
-    /// Whether somebody listens there.
+    /// Whether somebody listens at the process's address.
     pub(crate) fn is_alive(&self, process: Process) -> bool {
         match process {
             Process::Prefill(place) => self.prefills[place].alive,
@@ -65,7 +65,7 @@ impl World {
         frozen.filter(|(_, until)| *until > self.now)
     }
 
-    /// Until when a process stands still.
+    /// Until when a process is frozen, if it is.
     pub(crate) fn frozen_until(&self, process: Process) -> Option<Micros> {
         self.frozen(process).map(|(_, until)| until)
     }
@@ -84,7 +84,7 @@ impl World {
         self.apart.get(&(a.min(b), a.max(b))).copied().filter(|(_, until)| *until > self.now)
     }
 
-    /// Until when two processes cannot reach each other.
+    /// Until when two processes cannot reach each other, if they cannot.
     pub(crate) fn apart(&self, a: Process, b: Process) -> Option<Micros> {
         self.parted(a, b).map(|(_, until)| until)
     }

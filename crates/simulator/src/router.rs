@@ -1,4 +1,4 @@
-//! A router: the real fleet and the real choices; here are its streams, its clients and its clock.
+//! A router: the real fleet and the real choices. This file adds its streams, its clients and its clock.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -18,23 +18,23 @@ use crate::events::{Event, Life, Place, Process};
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 
-/// Times a request is tried.
+/// Most attempts per request.
 const ATTEMPTS: u32 = 4;
 
-/// One incarnation.
+/// One incarnation of a router.
 pub(crate) struct Router {
     pub life: Life,
     pub fleet: Fleet,
     pub follow: Follow,
     pub follower: Timer,
     pub follow_until: Option<Instant>,
-    /// The watch that is open or being opened.
+    /// Number of the watch that is open or being opened.
     pub feed: u64,
     pub choices: BTreeMap<u64, InFlight>,
     calls: BTreeMap<Call, (u64, Leg)>,
     probes: BTreeMap<WorkerId, Probe>,
     pub frozen: Option<(Micros, Micros)>,
-    /// Members it ever knew.
+    /// Every worker it has ever known.
     pub knew: BTreeMap<WorkerId, Process>,
 }
 
@@ -44,23 +44,23 @@ enum Leg {
     Prefill,
 }
 
-/// A stream of a choice.
+/// A choice's stream to a worker.
 struct Stream {
     call: Call,
     link: Link,
     lease: WorkerLease,
 }
 
-/// One answer on its way.
+/// A request in progress.
 pub(crate) struct InFlight {
     choice: Choice,
     decode: Option<Stream>,
     prefill: Option<Stream>,
-    /// What came while the client was taking a token: of the prefill stream, and of the decode stream.
+    /// Inputs that came while the client was taking a token: from the prefill stream, then from the decode stream.
     early: [VecDeque<ChoiceInput>; 2],
     /// The client is taking a token until then.
     busy_until: Option<Micros>,
-    /// A leg has failed, and nothing has been begun in its place since then.
+    /// When a leg failed; None once a stream has been opened in its place.
     pub recovering: Option<Micros>,
 }
 
@@ -88,7 +88,7 @@ impl Router {
 }
 
 impl World {
-    /// A request comes in.
+    /// A request arrives.
     pub(crate) fn arrive(&mut self, request: u64) -> Result<(), Violation> {
         let place = self.random.below(self.routers.len() as u64) as Place;
         let (now, at) = (self.now, self.clock_now(Process::Router(place)));
@@ -120,7 +120,7 @@ impl World {
         Ok(())
     }
 
-    /// An input of a choice, unless its client is taking a token.
+    /// Feeds an input to a choice. While the client is taking a token, inputs from streams are queued.
     fn tell(&mut self, place: Place, request: u64, input: ChoiceInput) -> Result<(), Violation> {
         let (now, at) = (self.now, self.clock_now(Process::Router(place)));
         let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
@@ -150,7 +150,7 @@ impl World {
         self.tell(place, request, ChoiceInput::Wake)
     }
 
-    /// The client has taken a token: what came meanwhile goes in, the prefill stream's words first.
+    /// The client has taken a token: feeds the inputs that came meanwhile, the prefill stream's first.
     pub(crate) fn taken(&mut self, place: Place, request: u64) -> Result<(), Violation> {
         let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
         flight.busy_until = None;
@@ -185,7 +185,7 @@ impl World {
             let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
             let mut effects = Vec::new();
             flight.choice.step(input, at, &mut effects);
-            // As the router does: what is left of before comes first.
+            // As in the real router, earlier effects come first.
             todo.extend(effects);
         }
         Ok(())
@@ -284,7 +284,7 @@ impl World {
 
     fn take_stream(&mut self, place: Place, request: u64, leg: Leg) -> Option<Stream> {
         let flight = self.routers[place].choices.get_mut(&request)?;
-        // What it had said and was not looked at is forgotten with it.
+        // Its queued inputs are dropped with it.
         flight.early[usize::from(leg == Leg::Decode)].clear();
         let stream = match leg {
             Leg::Decode => flight.decode.take(),
@@ -302,7 +302,7 @@ impl World {
         }
     }
 
-    /// A message of a worker.
+    /// Handles a worker's message.
     pub(crate) fn router_heard(&mut self, link: Link, message: Down) -> Result<(), Violation> {
         let place = link.0;
         let (call, input) = match message {
@@ -325,7 +325,7 @@ impl World {
         self.tell(place, request, input)
     }
 
-    /// A stream has ended: its worker is counted without it, and watched when it is lost.
+    /// A stream has ended: releases its lease, and probes the worker if it is lost.
     fn leg_ended(&mut self, place: Place, request: u64, leg: Leg, end: &LegEnd) {
         let at = self.clock_now(Process::Router(place));
         let router = &mut self.routers[place];
@@ -347,7 +347,7 @@ impl World {
         self.events.plan(at.max(self.now + 1), Event::Probe { router: place, life, worker });
     }
 
-    /// A lost worker is asked whether it is back. A probe that is not answered before the next is not answered.
+    /// Asks a lost worker whether it is back. A probe that is not answered within a second has failed.
     pub(crate) fn probe(&mut self, place: Place, worker: WorkerId) -> Result<(), Violation> {
         if self.routers[place].probes.contains_key(&worker) {
             self.send_up((place, worker), Up::Probe);
@@ -416,7 +416,7 @@ impl World {
         Ok(None)
     }
 
-    /// A view that has changed.
+    /// Passes the router's view to its fleet, and adds a connection for each new worker.
     pub(crate) fn viewed(&mut self, place: Place) {
         let view = Arc::new(self.routers[place].follow.view());
         for member in &view.members {
@@ -432,7 +432,7 @@ impl World {
         }
     }
 
-    /// Requests of a router that has died.
+    /// Ends the requests of a router that has died.
     pub(crate) fn orphans(&mut self, place: Place) -> Result<(), Violation> {
         for request in self.routers[place].choices.keys().copied().collect::<Vec<_>>() {
             let client = &mut self.clients[request as usize];

@@ -1,45 +1,45 @@
-//! Ways to break the rules, to show that the checkers see it. Only the simulated shells misbehave; the code under test stays
-//! as it is, but for the benchmark's switch that turns verification off.
+//! Rules that can be broken on purpose, to show that the checkers notice. Only the simulation misbehaves. The code under test is
+//! unchanged, except for the benchmark's switch that turns verification off.
 
-/// One rule broken.
+/// A rule to break.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sabotage {
     /// The decode worker compares no digests.
     SkipVerify,
-    /// A closed connection is taken for the end of the peer's access to shared memory.
+    /// The decode worker takes a closed connection as proof that the peer cannot write to shared memory.
     FreeOnLost,
-    /// The prefill worker goes on copying after it was told to stop and said so.
+    /// The prefill worker goes on copying after it was told to stop and has said that it did.
     IgnoreCancel,
-    /// The prefill worker says that blocks are copied, and completes, before they are.
+    /// The prefill worker reports blocks as copied, and completes the handoff, before they are.
     CompleteEarly,
-    /// Nobody looks for leases that have run out.
+    /// Nobody looks for expired leases.
     IgnoreLeases,
     /// Nobody looks for deadlines that have passed.
     IgnoreDeadlines,
-    /// The decode worker does not pass on to its sessions what is to be fenced.
+    /// The decode worker does not tell its sessions which epochs to fence.
     LoseFences,
-    /// The decode worker says that a handoff is verified before it has looked.
+    /// The decode worker says that a handoff is verified before it has checked it.
     AckEarly,
-    /// The decode worker is told twice what is verified.
+    /// The decode worker is told twice that a handoff is verified.
     AnnounceTwice,
-    /// A completion does not wait for what it comes after on other connections.
+    /// A completion does not wait for earlier writes on other connections.
     HurryCompletions,
-    /// A completion waits for more on other connections than was sent.
+    /// A completion waits for more writes on other connections than were sent.
     CountTwice,
-    /// The decode worker goes on applying what was arriving of a handoff when that was closed.
+    /// The decode worker goes on writing the payload of a handoff that was closed while the payload arrived.
     ApplyClosed,
-    /// The decode worker lets connections join sessions whose ticket they do not have.
+    /// The decode worker lets connections join sessions without a valid ticket.
     IgnoreTickets,
-    /// The prefill worker gives up what waits to leave over a session's own connection only.
+    /// A cancel at the prefill worker stops only what waits to leave over the session's own connection.
     ForgetOnOne,
-    /// The prefill worker takes a batch for one that has left once it is queued.
+    /// The prefill worker counts a batch as sent once it is queued.
     FlushEarly,
-    /// The prefill worker is told a deadline by the router's clock, not how much time is left.
+    /// The prefill worker is given a deadline by the router's clock instead of the time left.
     ForeignDeadline,
 }
 
 impl Sabotage {
-    /// Every one.
+    /// Every rule.
     pub const ALL: [Sabotage; 16] = [
         Sabotage::SkipVerify,
         Sabotage::FreeOnLost,
@@ -59,7 +59,7 @@ impl Sabotage {
         Sabotage::ForeignDeadline,
     ];
 
-    /// What it breaks: the checker that must notice.
+    /// The invariant it breaks, and so the checker that must notice.
     pub fn breaks(self) -> &'static str {
         use Sabotage::*;
         match self {

@@ -1,6 +1,6 @@
-//! A run in words: sizes, faults at a time or after something has happened, and what is to come of it.
+//! A run in words: sizes, faults at a time or after an event, and the expected outcome.
 //!
-//! One line each, `#` begins a comment:
+//! One statement per line; `#` begins a comment:
 //!
 //! ```text
 //! seed 7
@@ -8,16 +8,17 @@
 //! prefill 1
 //! decode 2
 //! requests 1
-//! every 200ms                    # at most, from one to the next
+//! every 200ms                    # longest time between two arrivals
 //! lease 2s
 //! after verified kill it         # the worker at which it happened
 //! at 900ms partition prefill 0 decode 1 2s
 //! expect finished 1
 //! ```
 //!
-//! What may have happened: `lent` and `verified` at a decode worker, `first-token` at a prefill worker, `token` at a decode worker; with a
-//! number, the so manieth time. What may be done: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`,
-//! `registry-emptied TIME`. X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
+//! - Events: `lent`, `verified` and `token` at a decode worker, `first-token` at a prefill worker. A number after the event picks a
+//!   later occurrence: `after token 3`.
+//! - Actions: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`.
+//! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
 
 use std::str::{FromStr, SplitWhitespace};
 
@@ -26,10 +27,10 @@ use crate::stream::Micros;
 use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
-/// Something that a run comes by.
+/// Events that a rule may wait for.
 const MILESTONES: [&str; 4] = ["lent", "verified", "first-token", "token"];
 
-/// Whom a rule is about.
+/// The process that a rule acts on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Target {
     It,
@@ -59,7 +60,7 @@ pub struct Rule {
     deed: Deed,
 }
 
-/// A run, and what is to come of it.
+/// A run and its expected outcome.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Scenario {
     seed: u64,
@@ -68,7 +69,7 @@ pub struct Scenario {
     failed: Option<u64>,
 }
 
-/// A line that says nothing.
+/// A line that cannot be read.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("line {line}: {problem}")]
 pub struct ScenarioError {
@@ -77,10 +78,10 @@ pub struct ScenarioError {
 }
 
 impl Scenario {
-    /// Plays it.
+    /// Plays the run.
     ///
     /// # Errors
-    /// What did not hold, or did not come of it.
+    /// The invariant that was violated, or the expectation that was not met.
     pub fn play(&self) -> Result<Summary, Violation> {
         let summary = run(self.seed, &self.options)?;
         let rules = self.options.rules.len() as u64;
@@ -197,7 +198,7 @@ fn deed(words: &mut SplitWhitespace<'_>) -> Result<Deed, String> {
 }
 
 impl World {
-    /// When rules strike by the clock.
+    /// The rules that strike at a given time: their times and numbers.
     pub(crate) fn rule_times(&self) -> Vec<(Micros, usize)> {
         let at = |(number, rule): (usize, &Rule)| match rule.when {
             When::At(at) => Some((at, number)),
@@ -206,7 +207,7 @@ impl World {
         self.options.rules.iter().enumerate().filter_map(at).collect()
     }
 
-    /// Something has happened that a rule may wait for.
+    /// Counts an event, and plans the rules that wait for it.
     pub(crate) fn milestone(&mut self, name: &'static str, it: Process) {
         if self.options.rules.is_empty() {
             return;
@@ -216,13 +217,13 @@ impl World {
         let (now, passed) = (self.now, *passed);
         for (number, rule) in self.options.rules.iter().enumerate() {
             if rule.when == (When::After { milestone: name, times: passed }) {
-                // Not in the midst of what is happening.
+                // As an event of its own, not in the middle of the current one.
                 self.events.plan(now, crate::events::Event::Rule { number, it: Some(it) });
             }
         }
     }
 
-    /// Does what a rule says.
+    /// Carries out a rule.
     pub(crate) fn obey(&mut self, number: usize, it: Option<Process>) -> Result<(), Violation> {
         let Some(rule) = self.options.rules.get(number).copied() else { return Ok(()) };
         self.summary.rules += 1;

@@ -4,7 +4,7 @@ use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapR
 use baton_types::mix;
 use baton_types::testing::Random;
 
-/// What most runs' engines are set to.
+/// Engine settings, as most runs have them.
 pub(crate) fn engine(random: &mut Random) -> EngineConfig {
     EngineConfig {
         token_budget: random.within(8, 40) as u32,
@@ -24,8 +24,8 @@ pub(crate) fn engine(random: &mut Random) -> EngineConfig {
     }
 }
 
-/// What is seldom set, beside the seed's main sequence: a cache of few blocks, every eviction, host memory that is too small or not worth
-/// it, tight batches.
+/// Varies seldom-used settings: a cache of few blocks, every eviction policy, swap memory that is too small or not worth its copies,
+/// tight batches. Draws nothing from the seed's main sequence.
 pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
     let random = &mut Random(mix(seed ^ 0x656e_6769_6e65));
     if random.chance(400) {
@@ -47,7 +47,7 @@ pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
     EngineConfig { cache, swap, max_running, token_budget, chunk, overtakes, ..config }
 }
 
-/// Room for the longest request of a run whose engines are pressed for it, 20 tokens of prompt and 24 of answer, and a few blocks more.
+/// Blocks of a pool that is short of room: enough for the longest request (20 tokens of prompt and 24 of answer), and a few more.
 pub(crate) fn few_blocks(block_size: u32, seed: u64) -> u32 {
     48u32.div_ceil(block_size) + (mix(seed ^ 3) % 4) as u32
 }

@@ -1,4 +1,4 @@
-//! How a run goes on: faults, then calm, then rest; and what must hold at the end of each (I5, I6).
+//! The stages of a run: faults, then calm, then rest; and what must hold at the end of each (I5, I6).
 
 use crate::Violation;
 use crate::decode::Decode;
@@ -7,26 +7,26 @@ use crate::prefill::Prefill;
 use crate::stream::Micros;
 use crate::world::World;
 
-/// After the last fault every request ends within this time (I5).
+/// Longest time from the last fault to the end of every request (I5).
 const CALM: Micros = 40_000_000;
-/// And within this time after the last one all blocks are free (I6).
+/// Longest time from the beginning of a later stage until all blocks are free (I6).
 const REST: Micros = 40_000_000;
 
-/// How far a run is.
+/// Stage of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stage {
     /// Requests come, faults strike.
     Stormy,
-    /// Nothing goes wrong any more; requests end.
+    /// There are no more faults; requests end.
     Calm,
     /// All requests have ended; blocks come back.
     Resting,
-    /// Prefill workers have died, so that nothing waits for their word.
+    /// All prefill workers have died, so that nothing waits for their answer.
     Last,
 }
 
 impl World {
-    /// From now on nothing goes wrong.
+    /// Ends all faults.
     pub(crate) fn heal(&mut self) {
         self.healed = true;
         self.faults.heal();
@@ -52,7 +52,7 @@ impl World {
         self.note(|| format!("{stage:?}"));
     }
 
-    /// Goes on to the next stage, if it is time. True when the run is over.
+    /// Enters the next stage if it is time. True when the run is over.
     pub(crate) fn advance(&mut self) -> Result<bool, Violation> {
         match self.stage {
             Stage::Stormy => {}
@@ -66,7 +66,7 @@ impl World {
                 let what = format!("request {open:?} has not ended {CALM} µs after the last fault");
                 return Err(self.violation("I5", what));
             }
-            // Where nothing was lost between live peers, every block comes back without anybody's death.
+            // If nothing was lost between live peers, every block must come back before any process dies.
             Stage::Resting if if self.lost_nothing() { self.check_free().is_ok() } else { self.is_quiet() } => {
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;

@@ -1,7 +1,7 @@
-//! One direction of a simulated connection: bytes that take their time, come in pieces, and may be harmed.
+//! One direction of a simulated connection: bytes are delayed, arrive in pieces, and may be corrupted.
 //!
-//! Knows nothing of frames. A stream between sockets keeps order and loses nothing; that frames are dropped, doubled or
-//! swapped is the doing of the outbox that fills it.
+//! It knows nothing of frames. Like a socket, it keeps order and loses nothing while it is open. The outbox that fills it drops,
+//! doubles and swaps frames.
 
 use std::collections::VecDeque;
 
@@ -10,12 +10,12 @@ use baton_types::testing::Random;
 /// Virtual microseconds.
 pub(crate) type Micros = u64;
 
-/// The next time somebody wants to be woken without a cause; earlier ones replace later ones.
+/// The next planned wake-up; an earlier one replaces a later one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Timer(Option<Micros>);
 
 impl Timer {
-    /// True when an event is to be planned for `at`.
+    /// Asks for a wake-up at `at`. True when an event must be planned for it.
     pub(crate) fn set(&mut self, at: Micros, now: Micros) -> bool {
         let earlier = self.0.is_none_or(|planned| planned <= now || at < planned);
         if earlier {
@@ -31,16 +31,16 @@ struct Chunk {
     bytes: Vec<u8>,
 }
 
-/// Bytes under way, oldest first.
+/// Bytes in flight, oldest first.
 #[derive(Debug)]
 pub(crate) struct Stream {
     chunks: VecDeque<Chunk>,
     in_flight: usize,
-    /// Bytes in flight at most.
+    /// Most bytes in flight.
     room: usize,
-    /// Nothing arrives before.
+    /// Nothing arrives before this time.
     stalled_until: Micros,
-    /// The writer has closed it, or the connection is cut: when the reader learns of it.
+    /// When the reader learns that the writer has closed the stream or the connection was cut; None while it is open.
     ends_at: Option<Micros>,
 }
 
@@ -54,12 +54,12 @@ impl Stream {
         self.ends_at.is_none()
     }
 
-    /// Bytes it takes now.
+    /// Bytes it accepts now.
     pub(crate) fn room(&self) -> usize {
         if self.ends_at.is_some() { 0 } else { self.room - self.in_flight.min(self.room) }
     }
 
-    /// Sends, after everything sent before.
+    /// Sends bytes, after everything sent before. Returns when they arrive.
     pub(crate) fn send(&mut self, bytes: Vec<u8>, now: Micros, delay: Micros) -> Micros {
         let last = self.chunks.back().map_or(0, |chunk| chunk.at);
         let at = (now + delay).max(last).max(self.stalled_until);
@@ -68,14 +68,14 @@ impl Stream {
         at
     }
 
-    /// Holds back what is under way and what follows; answers when the last of it arrives.
+    /// Delays all bytes in flight, and all that follow, to `until` at least. Returns when the last bytes in flight arrive.
     pub(crate) fn stall(&mut self, until: Micros) -> Option<Micros> {
         self.stalled_until = self.stalled_until.max(until);
         self.chunks.iter_mut().for_each(|chunk| chunk.at = chunk.at.max(until));
         self.chunks.back().map(|chunk| chunk.at)
     }
 
-    /// Flips a bit of something under way.
+    /// Flips a bit in flight. False when nothing is in flight.
     pub(crate) fn corrupt(&mut self, random: &mut Random) -> bool {
         if self.chunks.is_empty() {
             return false;
@@ -85,20 +85,20 @@ impl Stream {
         true
     }
 
-    /// Loses what has not arrived, and ends.
+    /// Loses what has not arrived, and ends. The reader learns of it at `noticed`.
     pub(crate) fn cut(&mut self, now: Micros, noticed: Micros) {
         self.chunks.retain(|chunk| chunk.at <= now);
         self.in_flight = self.chunks.iter().map(|chunk| chunk.bytes.len()).sum();
         self.ends_at = Some(self.ends_at.unwrap_or(noticed).min(noticed));
     }
 
-    /// The writer sends nothing more.
+    /// The writer closes the stream. Returns when the reader learns of it.
     pub(crate) fn finish(&mut self, now: Micros, delay: Micros) -> Micros {
         let last = self.chunks.back().map_or(0, |chunk| chunk.at);
         *self.ends_at.get_or_insert((now + delay).max(last))
     }
 
-    /// The next bytes that are here, all of a chunk or none.
+    /// Takes the next chunk, if it has arrived.
     pub(crate) fn receive(&mut self, now: Micros) -> Option<Vec<u8>> {
         if self.chunks.front()?.at > now {
             return None;
@@ -108,7 +108,7 @@ impl Stream {
         Some(chunk.bytes)
     }
 
-    /// Whether nothing will ever come any more.
+    /// Whether everything has been received and the reader knows of the end.
     pub(crate) fn has_ended(&self, now: Micros) -> bool {
         self.chunks.is_empty() && self.ends_at.is_some_and(|at| at <= now)
     }

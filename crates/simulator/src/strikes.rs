@@ -1,4 +1,4 @@
-//! What happens to connections and processes from outside, at random times. What becomes of frames is the outbox's.
+//! Faults of connections and processes, at random times. Faults of single frames are in the outbox.
 
 use crate::Violation;
 use crate::events::{Event, Line, Place, Process};
@@ -85,7 +85,7 @@ impl World {
         self.wake_both(line, last);
     }
 
-    /// Ends a connection; either end learns of it in its time.
+    /// Cuts a connection. Each end learns of it after a delay of its own.
     pub(crate) fn cut(&mut self, line: Line) {
         let (a, b) = (self.random.within(1, 50_000), self.random.within(1, 50_000));
         let now = self.now;
@@ -120,7 +120,7 @@ impl World {
         *frozen = Some((since, until.max(frozen.map_or(0, |(_, until)| until))));
     }
 
-    /// Two processes that talk to each other.
+    /// Partitions two random processes that talk to each other.
     fn partition_some(&mut self) {
         let Some(worker) = self.any_worker() else { return };
         let other = match self.random.below(3) {

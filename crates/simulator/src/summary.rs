@@ -1,13 +1,13 @@
-//! What runs came to.
+//! Results of runs.
 
 use std::collections::BTreeMap;
 
 use crate::Fault;
 
-/// What a run came to, or several.
+/// Results of a run, or the sum of several.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Summary {
-    /// Requests whose answer is complete; each was compared with the answer its request gives alone.
+    /// Requests whose answer is complete; each answer was compared with the one that its request yields alone.
     pub finished: u64,
     /// Requests whose client left, or whose router died.
     pub left: u64,
@@ -23,17 +23,17 @@ pub struct Summary {
     pub verified: u64,
     /// Of these, failed: by cause.
     pub handoffs_failed: BTreeMap<&'static str, u64>,
-    /// Of these, taken back by their owner.
+    /// Of these, withdrawn by their owner.
     pub withdrawn: u64,
     /// Connections that joined a session over TCP beside its own.
     pub joined: u64,
-    /// Such that were left out: refused, broken or too late.
+    /// Connections that could not join: refused, broken or too late.
     pub left_out: u64,
-    /// Completions that had overtaken writes on other connections, and waited until those had come.
+    /// Completions that overtook writes on other connections and had to wait for them.
     pub overtook: u64,
-    /// How often each checker looked, by invariant.
+    /// Checks made, by invariant.
     pub looked: BTreeMap<&'static str, u64>,
-    /// What engines did, so far as they lived to the end of their run.
+    /// What engines did, by name. Some counts include only engines that lived to the end of their run.
     pub engines: BTreeMap<&'static str, u64>,
     /// Faults that struck.
     pub faults: BTreeMap<Fault, u64>,
@@ -41,12 +41,12 @@ pub struct Summary {
     pub rules: u64,
     /// Events that were played.
     pub events: u64,
-    /// Virtual time.
+    /// Virtual time, microseconds.
     pub micros: u64,
 }
 
 impl Summary {
-    /// Adds another run's.
+    /// Adds the results of other runs.
     pub fn add(&mut self, other: &Summary) {
         for (sum, more) in [
             (&mut self.finished, other.finished),

@@ -1,4 +1,4 @@
-//! What became of requests, and whether that is right (I1, I5, I7).
+//! How requests ended, and whether that is right (I1, I5, I7).
 
 use baton_types::ErrorKind;
 
@@ -8,11 +8,11 @@ use crate::events::{Place, Process};
 use crate::stream::Micros;
 use crate::world::World;
 
-/// From a failure to the next try, or to the error that its client gets (I5).
+/// Longest time from a failure to the next attempt, or to the error that the client gets (I5).
 const RECOVERY: Micros = 2_000_000;
 
 impl World {
-    /// I7: while the registry is away, whoever was known and still works is not forgotten.
+    /// I7: while the registry is down, a router must not forget a worker that it knew and that still serves.
     pub(crate) fn check_outage(&self, place: Place) -> Result<(), Violation> {
         if !self.registry.in_outage() || self.shaken {
             return Ok(());
@@ -25,7 +25,7 @@ impl World {
         }
     }
 
-    /// Nothing fails for want of the registry (I7), nor because workers come and go, while somebody serves.
+    /// While some worker serves, no request fails because the registry is down (I7), nor because workers come and go.
     fn check_cause(&self, request: u64, kind: ErrorKind, message: &str) -> Result<(), Violation> {
         let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing());
         if kind != ErrorKind::Unavailable || !mild {
@@ -39,7 +39,7 @@ impl World {
         }
     }
 
-    /// I5: whatever failed, a request goes on elsewhere or ends within this time, unless its router stands still.
+    /// I5: after a failure, a request goes on elsewhere or ends within `RECOVERY`, unless its router is frozen.
     pub(crate) fn check_recoveries(&mut self) -> Result<(), Violation> {
         let bound = self.by_any_clock(RECOVERY);
         let recovering = self.routers.iter().flat_map(|router| {
@@ -57,7 +57,7 @@ impl World {
         }
     }
 
-    /// What ended must have ended rightly.
+    /// Checks a request that has ended.
     pub(crate) fn check_end(&mut self, request: u64) -> Result<(), Violation> {
         self.look_at("I1");
         if self.registry.in_outage() {
@@ -83,7 +83,7 @@ impl World {
                     let what = format!("request {request} fails though nothing goes wrong: {message}");
                     return Err(self.violation("delivery", what));
                 }
-                // Every request is a good one.
+                // Every request is valid.
                 if matches!(kind, ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::TooLarge) {
                     return Err(
                         self.violation("delivery", format!("request {request} is refused as a bad one: {message}"))

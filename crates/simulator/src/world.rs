@@ -1,5 +1,5 @@
-//! The run: processes, what lies between them, and the events that move them. Who does what is in the processes' files; here is
-//! the clock, and what happens to everybody.
+//! The run: its processes, the network between them, and its events. Each kind of process has a file of its own. This one has the
+//! clock, the event loop, and what concerns all processes.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -26,16 +26,16 @@ use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
 use crate::{Options, Sabotage, Summary, Violation, settings};
 
-/// How late a thread may be with what it can do now.
+/// How late a thread may be with work that it can do now, microseconds.
 pub(crate) const LAZINESS: Micros = 300;
-/// Events after which a run does not end by itself.
+/// Events after which a run counts as endless.
 const MOST_EVENTS: u64 = 20_000_000;
-/// What waits is looked at again after this time.
+/// Time after which an event for a frozen process is looked at again.
 const PATIENCE: Micros = 20_000;
-/// How often keep-alives look.
+/// Time from one keep-alive check to the next.
 const LOOK: Micros = 250_000;
 
-/// Two sockets between workers.
+/// A connection between two workers.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub prefill: Place,
@@ -48,11 +48,11 @@ pub(crate) struct Connection {
     pub up: Stream,
     /// Decode to prefill.
     pub down: Stream,
-    /// Who calls is none of the prefill workers.
+    /// The caller is a stranger, not a prefill worker.
     pub is_strangers: bool,
 }
 
-/// How fast models are.
+/// How long models take.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
     base: Micros,
@@ -73,9 +73,9 @@ pub(crate) struct World {
     pub random: Random,
     pub now: Micros,
     pub seed: u64,
-    /// What a clock shows at the beginning.
+    /// The instant of virtual time 0.
     pub base: Instant,
-    /// Those that differ.
+    /// Clocks that differ from the world's time.
     pub clocks: BTreeMap<Process, Clock>,
     pub events: Events,
     pub faults: Faults,
@@ -84,7 +84,7 @@ pub(crate) struct World {
     pub engine: EngineConfig,
     pub geometry: PoolGeometry,
     pub overlaps: bool,
-    /// Pools have room for little more than the longest request, answers are long, and requests come together.
+    /// Pools have room for little more than the longest request, answers are long, and requests arrive close together.
     pressed: bool,
     pub lease: Duration,
     pub pace: Pace,
@@ -101,15 +101,15 @@ pub(crate) struct World {
     pub next_call: u64,
     pub summary: Summary,
     pub healed: bool,
-    /// Processes stood still or were cut off, so that registrations may have run out.
+    /// Processes were frozen or partitioned, so that registrations may have expired.
     pub shaken: bool,
-    /// The engine thread that has its turn has ended its process.
+    /// The engine thread whose turn it is has ended its process.
     pub ended: bool,
     pub broken_by: Option<Violation>,
     pub stage: Stage,
-    /// Since when.
+    /// When the stage began.
     pub since: Micros,
-    /// How often what a scenario may wait for has happened.
+    /// How often each event has happened that a rule may wait for.
     pub passed: BTreeMap<&'static str, u64>,
     trace: Vec<String>,
 }
@@ -143,7 +143,7 @@ impl World {
         let engine = settings::engine(&mut random);
         let engine = if plain { engine } else { settings::vary(engine, seed) };
         let pace = Pace { base: [20, 500, 5_000][random.below(3) as usize], token: random.below(200) };
-        // Only differences of instants matter, so the run does not depend on when it is made.
+        // Only differences of instants matter, so the run does not depend on when it is played.
         let base = Instant::now();
         let mut world = World {
             overlaps: random.chance(500),
@@ -207,7 +207,7 @@ impl World {
             families: self.random.within(1, 4),
             sampled: self.random.chance(500),
         };
-        // Members register first.
+        // Workers register first.
         let mut at = 500_000;
         let between = [1_000, 30_000, 300_000, 2_000_000][self.random.below(4) as usize];
         let between = if self.pressed { between / 100 } else { between };
@@ -237,7 +237,7 @@ impl World {
         FakeModel::with_memory(self.geometry.clone(), VOCAB, bytes.clone())
     }
 
-    /// Of a worker that hands nothing on: some of them compute a step only when it is collected, as a GPU may.
+    /// The model of a decode worker. In some runs it computes a step only when the step is collected, as a GPU may.
     pub(crate) fn last_model(&self, bytes: &Bytes) -> FakeModel<Bytes> {
         let late = self.overlaps && mix(self.seed ^ 1).is_multiple_of(2);
         if late { self.model(bytes).late() } else { self.model(bytes) }
@@ -251,12 +251,12 @@ impl World {
         self.options.sabotage == Some(sabotage)
     }
 
-    /// A checker looks.
+    /// Counts a check.
     pub(crate) fn look_at(&mut self, invariant: &'static str) {
         *self.summary.looked.entry(invariant).or_default() += 1;
     }
 
-    /// A line of the run's story, for those who read it.
+    /// Adds a line to the run's trace, if one is recorded.
     pub(crate) fn note(&mut self, line: impl FnOnce() -> String) {
         if self.options.trace {
             let line = format!("{:>12} µs  {}", self.now, line());
@@ -269,12 +269,12 @@ impl World {
         self.limits.handshake.as_micros() as Micros
     }
 
-    /// Soon, as threads go.
+    /// A random time soon after now, when a woken thread runs.
     pub(crate) fn soon(&mut self) -> Micros {
         self.now + self.random.within(1, LAZINESS)
     }
 
-    /// Plays until nothing is left to happen.
+    /// Plays until the run is over or an invariant is violated.
     pub(crate) fn play(mut self) -> Result<Summary, Violation> {
         while let Some((at, event)) = self.events.next() {
             self.now = self.now.max(at);
@@ -309,7 +309,7 @@ impl World {
         Ok(self.summary)
     }
 
-    /// When to look again at what waits until then; a run that heals ends every wait.
+    /// When to look again at an event that waits until `until`. It may be looked at earlier, because the end of faults ends every wait.
     pub(crate) fn later(&self, until: Micros) -> Micros {
         (until + 1).min(self.now + PATIENCE)
     }
@@ -368,7 +368,7 @@ impl World {
         Ok(())
     }
 
-    /// A worker learns that a connection has ended: its streams are dropped.
+    /// A worker learns that a connection has ended, and drops its streams.
     fn hangup(&mut self, process: Process, link: Link, made: u64) {
         match process {
             Process::Decode(place) => {
@@ -381,7 +381,7 @@ impl World {
         }
     }
 
-    /// Opens a connection between workers; whoever is at that place now answers.
+    /// Opens a connection between workers. Whichever process is at the decode worker's address now answers.
     pub(crate) fn connect(&mut self, prefill: Place, decode: Place, peer: WorkerId, kind: TransportKind) -> Line {
         self.next_line += 1;
         let line = self.next_line;
@@ -412,7 +412,7 @@ impl World {
         line
     }
 
-    /// Lets both ends of a connection look what is new.
+    /// Plans a turn at both ends of a connection.
     pub(crate) fn wake_both(&mut self, line: Line, at: Micros) {
         let Some(connection) = self.lines.get(&line) else { return };
         let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
@@ -421,7 +421,7 @@ impl World {
     }
 }
 
-/// How long decode workers lend blocks. Where nothing goes wrong, long enough for any queue.
+/// How long decode workers lend blocks. In runs without faults it is long enough for any queue.
 fn lease(options: &Options, random: &mut Random) -> Duration {
     let chosen = if options.calm { 10_000 } else { random.within(200, 5_000) };
     options.lease.map_or(Duration::from_millis(chosen), Duration::from_micros)

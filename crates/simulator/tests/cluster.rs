@@ -20,7 +20,7 @@ fn play(seeds: std::ops::Range<u64>, options: &Options) -> Summary {
 #[test]
 fn no_invariant_is_violated_under_faults() {
     let sum = play(0..300, &Options::default());
-    // Every kind of fault struck, and most requests went well all the same.
+    // Every kind of fault struck, and most requests finished nevertheless.
     for fault in Fault::ALL {
         assert!(sum.faults.contains_key(&fault), "{fault:?} did not strike: {sum:?}");
     }
@@ -31,7 +31,7 @@ fn no_invariant_is_violated_under_faults() {
     for cause in ["corruption", "incomplete", "peer_lost", "stalled", "deadline", "withdrawn"] {
         assert!(sum.handoffs_failed.contains_key(cause), "no handoff failed by {cause}: {sum:?}");
     }
-    // And engines were pressed for room: they preempted, swapped, evicted, copied shared blocks and ran ahead.
+    // Engines were short of room: they preempted, swapped, evicted, copied shared blocks and ran ahead.
     assert!(sum.engines.values().all(|count| *count > 30) && sum.engines.len() == 8, "{sum:?}");
     assert!(sum.joined > 300 && sum.left_out > 5 && sum.overtook > 30, "{sum:?}");
 }
@@ -54,10 +54,10 @@ fn a_run_is_a_function_of_its_seed() {
 #[test]
 fn every_broken_rule_is_noticed() {
     for sabotage in Sabotage::ALL {
-        // What only costs handoffs shows where nothing else does.
+        // A broken rule that only makes handoffs fail shows only in runs without faults.
         let calm = sabotage.breaks() == "delivery";
         let options = Options { sabotage: Some(sabotage), calm, ..Options::default() };
-        // One seed may show it in another way first: blocks that are never given back may also keep a run from its end.
+        // With some seeds another checker notices first: blocks that are never given back may also keep a run from ending.
         let by_its_checker = |seed| run(seed, &options).err().filter(|v| v.invariant == sabotage.breaks());
         let noticed = (0..2000).find_map(|seed| by_its_checker(seed).map(|violation| (seed, violation)));
         let (seed, violation) = noticed.unwrap_or_else(|| panic!("{sabotage:?} goes unnoticed"));
@@ -65,7 +65,7 @@ fn every_broken_rule_is_noticed() {
     }
 }
 
-/// Runs in words: what was found once, and what must never be.
+/// Scenarios: failures that were found once, and failures that must never happen.
 #[test]
 fn every_scenario_comes_out_as_it_says() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/scenarios");
@@ -81,7 +81,7 @@ fn every_scenario_comes_out_as_it_says() {
     assert!(played >= 6, "only {played} scenarios in {folder}");
 }
 
-/// A scenario whose fault never strikes says nothing of the code.
+/// A scenario whose fault never strikes proves nothing.
 #[test]
 fn a_rule_that_does_not_strike_is_no_success() {
     let scenario: Scenario = "routers 1\nprefill 1\ndecode 1\nrequests 1\nafter verified 9 kill it".parse().unwrap();

@@ -1,19 +1,19 @@
-//! What a whole answer must look like, as it travels from the router to the workers' samplers. Text only: what it means,
-//! and whether it can be compiled, is `crates/grammar`'s affair.
+//! The constraint on a whole answer, as it travels from the router to the workers' samplers. It is text only: `crates/grammar` interprets
+//! and compiles it.
 
-/// The language that every answer of a request belongs to.
+/// The language that an answer must belong to.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Constraint {
-    /// JSON that a JSON schema accepts; the schema as JSON text.
+    /// JSON that a JSON schema accepts. Holds the schema as JSON text.
     JsonSchema(String),
-    /// Text that a regular expression matches as a whole.
+    /// Text that a regular expression matches as a whole. Holds the expression.
     Regex(String),
-    /// Text of a context-free grammar, in the Lark dialect of `llguidance`; it begins at the rule `start`.
+    /// Text that a context-free grammar accepts, beginning at its rule `start`. Holds the grammar in the Lark dialect of `llguidance`.
     Lark(String),
 }
 
 impl Constraint {
-    /// Bytes of text a constraint may have (I5).
+    /// Most bytes of a constraint's text (I5).
     pub const MAX_BYTES: usize = 128 << 10;
 
     /// The schema, expression or grammar itself.

@@ -1,25 +1,25 @@
-//! A pool in a device's memory, as transfers reach it: the traits [`DeviceMemory`] and [`DeviceQueue`].
+//! Traits of a pool in a device's memory, as transfers reach it: [`DeviceMemory`] and [`DeviceQueue`].
 //!
-//! What implements them knows devices and nothing of handoffs; what uses them knows handoffs and nothing of devices. They stand here since
-//! neither depends on the other. A range of a pool is (offset, bytes).
+//! Implementations know devices but no handoffs; users know handoffs but no devices. The traits are in this crate because neither depends
+//! on the other. A range of a pool is (offset, bytes).
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// What a device said when something went wrong.
+/// A device's error message.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(pub String);
 
-/// A run of bytes on its way to a peer's pool.
+/// A run of bytes to copy to a peer's pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Moving {
     /// Offset in this pool.
     pub source: usize,
     /// Offset in the peer's pool.
     pub target: usize,
-    /// Number of its first digest lane in its block.
+    /// Number of its first digest lane within its block.
     pub lane: u64,
 }
 
@@ -28,82 +28,84 @@ pub struct Moving {
 pub enum MemoryKind {
     /// This process's memory.
     Host,
-    /// Of a GPU, as CUDA's unified addressing numbers it.
+    /// A GPU's memory, addressed by CUDA's unified addressing.
     Cuda,
 }
 
 /// A pool as a network library registers it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Registrable {
-    /// Of its first byte.
+    /// Address of its first byte.
     pub address: u64,
-    /// What that is an address of.
+    /// What kind of memory that address is in.
     pub kind: MemoryKind,
 }
 
 /// A pool in a device's memory.
 pub trait DeviceMemory: Send + Sync {
-    /// How many bytes.
+    /// Size of the pool in bytes.
     fn bytes(&self) -> usize;
-    /// Whether it is one device's, so that another process can open it; else KV enters and leaves it through host memory alone.
+    /// Whether the pool is on one device, so that another process can open it. Otherwise KV enters and leaves it only through host memory.
     fn is_one(&self) -> bool {
         true
     }
-    /// What was stored last by whoever computes: work after this mark sees it. Later marks are larger; 0 is there from the start.
+    /// A mark for everything that the compute side has stored so far: work queued after this mark sees it. Later marks are larger; the
+    /// mark 0 is always reached.
     fn mark(&self) -> u64;
-    /// Bytes by which another process of this host opens the pool, opaque to everybody but its device.
+    /// A handle with which another process on this host opens the pool. Only the device's implementation understands its bytes.
     fn export(&self) -> Result<Vec<u8>, DeviceError>;
-    /// Where the pool lies for a network library, which the calling thread may use for it from now on.
+    /// The pool's address for a network library. The calling thread may pass it to the library from now on.
     fn registrable(&self) -> Result<Registrable, DeviceError>;
-    /// A way to the pool for one thread.
+    /// A queue to the pool for one thread.
     fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError>;
 }
 
-/// One thread's way to a pool. Reads, copies and digests are jobs, done later and in their order; at most [`DEVICE_JOBS`] are under way. Dropping
-/// it waits for them, and closes the peer's pool.
+/// One thread's queue to a pool. Reads, copies and digests are jobs, done later and in order; at most [`DEVICE_JOBS`] are under way.
+/// Dropping the queue waits for its jobs and closes the peer's pool.
 pub trait DeviceQueue: Send {
-    /// Opens the pool that a peer has exported, of at least `bytes` bytes, for [`DeviceQueue::copy`].
+    /// Opens a pool of at least `bytes` bytes that a peer has exported, for [`DeviceQueue::copy`].
     fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError>;
-    /// Starts reading ranges of the pool, one behind another, once all that was stored before the mark is there.
+    /// Starts to read ranges of the pool into one contiguous buffer, once everything stored before the mark `after` is there.
     fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError>;
-    /// Starts copying runs of `bytes` bytes each to the peer's pool, once all that was stored before the mark is there.
+    /// Starts to copy runs of `bytes` bytes each to the peer's pool, once everything stored before the mark `after` is there.
     fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError>;
-    /// Starts digesting runs of `bytes` bytes each, as (offset, first lane), once all that was stored before the mark is there: when it is
-    /// done, so is what they digest.
+    /// Starts to digest runs of `bytes` bytes each, given as (offset, first lane), once everything stored before the mark `after` is
+    /// there. When the job is done, the digested bytes are there too.
     fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError>;
-    /// The oldest job's result, once it is done: applied, not only begun. Never waits.
+    /// Returns the oldest job's result if it is done, which means completed and not only started. Never waits.
     fn poll(&mut self) -> Result<Option<JobDone>, DeviceError>;
-    /// Readable when a job may be done and nobody has polled since.
+    /// A file descriptor that is readable when a job may be done and has not been polled since.
     fn fd(&self) -> Option<BorrowedFd<'_>>;
-    /// Host memory of at least so many bytes, to be filled for the next [`DeviceQueue::write`].
+    /// Returns at least `bytes` bytes of host memory, to be filled for the next [`DeviceQueue::write`].
     fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError>;
-    /// Starts to put what was staged into ranges of the pool, one behind another. It is there for the next [`DeviceQueue::digests`], and for
-    /// everybody after [`DeviceQueue::settle`].
+    /// Starts to write the staged bytes to ranges of the pool, one after another. The next [`DeviceQueue::digests`] sees them; everybody
+    /// else sees them after [`DeviceQueue::settle`].
     fn write(&mut self, ranges: &[(usize, usize)]) -> Result<(), DeviceError>;
-    /// Waits for all that was written by this queue.
+    /// Waits for all writes of this queue.
     fn settle(&mut self) -> Result<(), DeviceError>;
-    /// The values of [`crate::digest_block`] of runs of `bytes` bytes each, as (offset, first lane), of what really is in the pool (I2). Waits for
-    /// them, and first for what others have written there, a network's card among them; no job is under way.
+    /// The [`crate::digest_block`] of runs of `bytes` bytes each, given as (offset, first lane), computed from what is really in the pool
+    /// (I2). First waits for what others, such as a network card, have written there; then waits for the digests. Called while no job is
+    /// under way.
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError>;
 }
 
-/// Jobs that a [`DeviceQueue`] takes at once.
+/// Most jobs that a [`DeviceQueue`] has under way.
 pub const DEVICE_JOBS: usize = 4;
 
-/// A result of a [`DeviceQueue`]'s job.
+/// The result of a [`DeviceQueue`]'s job.
 pub enum JobDone {
-    /// What was read.
+    /// The bytes that were read.
     Read(Staged),
-    /// Of each run that was copied, or only read, the digest.
+    /// The digest of each run that was copied or digested.
     Digests(Vec<u64>),
 }
 
-/// Host memory that stands for some of a pool's.
+/// Host memory with a copy of some of a pool's bytes.
 #[derive(Clone)]
 pub struct Staged(Arc<dyn AsRef<[u8]> + Send + Sync>);
 
 impl Staged {
-    /// These bytes, kept until they have left.
+    /// Holds these bytes until the last clone is dropped.
     pub fn new(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Staged {
         Staged(Arc::new(bytes))
     }

@@ -1,17 +1,17 @@
 //! The block digest (I2) and the byte hash used for fingerprints.
 //!
-//! A block's digest is the wrapping sum over its 8-byte lanes of a mix of (lane value, lane index). A sum does not depend on
-//! the order in which lanes are visited, so it vectorises and parallelises freely, and digests of a block's layers add up. It
-//! guards against torn, stale, missing and misplaced data, not against an adversary.
+//! A block's digest is the wrapping sum of one share per 8-byte lane. A share is a mix of (lane value, lane index). The order of a sum does
+//! not matter, so the digest vectorises and parallelises freely, and the digests of a block's layers add up. It detects torn, stale,
+//! missing and misplaced data. It does not protect against an adversary.
 
 #[cfg(target_arch = "x86_64")]
 mod wide;
 
 const LANE_STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// One lane's share. With x = value ^ key: low half times high half, plus x with its halves swapped. One 32 x 32 bit
-/// multiplication, so that every vector unit and GPU does several at a time. Flipping any single bit of the value changes
-/// product and sum in the same direction, so it always changes the share.
+/// One lane's share. With x = value ^ key: the low half of x times its high half, plus x with its halves swapped. This takes one 32 x 32
+/// bit multiplication, which vector units and GPUs do several at a time. Flipping any single bit of the value moves the product and the
+/// sum in the same direction, so it always changes the share.
 #[inline(always)]
 fn share(value: u64, key: u64) -> u64 {
     let x = value ^ key;
@@ -25,33 +25,34 @@ pub fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Digest of `bytes`, one layer's part of one block. `first_lane` numbers its first 8-byte lane inside the whole block
-/// (all layers), so that swapped layers do not cancel out. A short last lane is padded with zeros.
+/// Digest of `bytes`, one layer's part of one block. `first_lane` is the number of its first 8-byte lane inside the whole block (all
+/// layers), so that swapped layers do not cancel out. A short last lane is padded with zeros.
 pub fn digest_block(bytes: &[u8], first_lane: u64) -> u64 {
     digest_run(bytes, first_lane, bytes.as_ptr_range().end)
 }
 
-/// [`digest_block`] of one of several runs. `next`, where the following one begins, is a hint that makes that one faster; it is not read.
-#[allow(clippy::not_unsafe_ptr_arg_deref)] // It is fetched, not read: any address will do.
+/// [`digest_block`] for one of several runs. `next` is the address where the next run begins. It is never read; it is a hint that makes the
+/// next run faster.
+#[allow(clippy::not_unsafe_ptr_arg_deref)] // Only prefetched, never read, so any address is allowed.
 pub fn digest_run(bytes: &[u8], first_lane: u64, next: *const u8) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if wide::available() {
-        // SAFETY: the CPU has what it needs.
+        // SAFETY: the CPU has AVX2, as `available` has checked.
         return unsafe { wide::digest(bytes, first_lane, next) };
     }
     let _ = next;
     digest_bytes(bytes, first_lane)
 }
 
-/// [`digest_run`] of `bytes`, which are copied to `target` on the way: memory is read once. The stores may go around the
-/// cache; before others are told of them, [`order_copies`].
+/// Computes [`digest_run`] of `bytes` and copies them to `target` in the same pass, so memory is read once. The stores may bypass the
+/// cache: call [`order_copies`] before others are told of them.
 ///
 /// # Safety
-/// `target` is valid for writes of as many bytes, which nobody else accesses and which do not overlap `bytes`.
+/// `target` is valid for writes of `bytes.len()` bytes. Nobody else accesses these bytes, and they do not overlap `bytes`.
 pub unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64, next: *const u8) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if wide::available() {
-        // SAFETY: the CPU has what it needs; the rest is the caller's promise.
+        // SAFETY: the CPU has AVX2, as `available` has checked; the rest is the caller's promise.
         return unsafe { wide::digest_copy(bytes, target, first_lane, next) };
     }
     let _ = next;
@@ -67,7 +68,7 @@ pub unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64, next: 
 pub unsafe fn stream_copy(bytes: &[u8], target: *mut u8, next: *const u8) {
     #[cfg(target_arch = "x86_64")]
     if wide::available() {
-        // SAFETY: the CPU has what it needs; the rest is the caller's promise.
+        // SAFETY: the CPU has AVX2, as `available` has checked; the rest is the caller's promise.
         return unsafe { wide::stream_copy(bytes, target, next) };
     }
     let _ = next;
@@ -75,7 +76,7 @@ pub unsafe fn stream_copy(bytes: &[u8], target: *mut u8, next: *const u8) {
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
 }
 
-/// Orders the stores of [`digest_copy`] and [`stream_copy`] before any store of this thread that follows.
+/// Orders the stores of [`digest_copy`] and [`stream_copy`] before all later stores of this thread.
 pub fn order_copies() {
     #[cfg(target_arch = "x86_64")]
     wide::fence();
@@ -90,7 +91,7 @@ fn digest_bytes(bytes: &[u8], first_lane: u64) -> u64 {
     digest_lanes(lanes.iter().copied().chain(last).map(u64::from_le_bytes), first_lane)
 }
 
-/// Digest of f32 values by their bits: that of their little-endian bytes from lane 0 on.
+/// Digest of f32 values by their bits: the digest of their little-endian bytes, beginning with lane 0.
 pub fn digest_f32(values: &[f32]) -> u64 {
     let (lanes, rest) = values.as_chunks::<2>();
     let lane = |low: f32, high: f32| u64::from(low.to_bits()) | u64::from(high.to_bits()) << 32;
@@ -100,7 +101,7 @@ pub fn digest_f32(values: &[f32]) -> u64 {
 #[inline(always)]
 fn digest_lanes(lanes: impl Iterator<Item = u64>, first_lane: u64) -> u64 {
     let mut key = first_lane.wrapping_add(1).wrapping_mul(LANE_STEP);
-    // `fold`, not `for`: a chain folds as two plain loops.
+    // `fold`, not `for`: folding a chain compiles to two plain loops.
     lanes.fold(0, |sum: u64, value| {
         let next = sum.wrapping_add(share(value, key));
         key = key.wrapping_add(LANE_STEP);
@@ -150,7 +151,7 @@ mod tests {
     #[test]
     fn copies_digest_to_the_same_and_copy_what_they_must() {
         let base: Vec<u8> = (0..40_000u32).map(|i| (i.wrapping_mul(i) % 253) as u8).collect();
-        // Every alignment of the target, with and without whole steps and lanes, shorter and longer than what is fetched ahead.
+        // Every alignment of the target, with and without whole steps and lanes, shorter and longer than the prefetch distance.
         let short = (0..40).flat_map(|at| [0, 1, 8, 63, 64, 65, 200, 513, 900].map(|len| (at, len)));
         let nowhere = [std::ptr::null(), base.as_ptr(), std::ptr::without_provenance(usize::MAX)];
         for ((at, len), next) in short.chain([(0, 16_384), (32, 39_000), (7, 39_999)]).zip(nowhere.into_iter().cycle())
@@ -187,7 +188,7 @@ mod tests {
 
     #[test]
     fn values_are_pinned() {
-        // The wire contract: other implementations (AVX2, CUDA) must give these.
+        // These values are part of the wire contract: other implementations (AVX2, CUDA) must give the same.
         assert_eq!(digest_block(&[], 0), 0);
         assert_eq!(digest_block(&[0; 8], 0), 0xcdf6_0a31_6e34_11e6);
         assert_eq!(digest_block(&[1, 2, 3, 4, 5, 6, 7, 8, 9], 7), 0xb46a_82c6_cd76_8fd5);

@@ -1,42 +1,42 @@
-//! What kind of thing went wrong, and whose fault it is.
+//! Kinds of errors, and whose fault each is.
 //!
-//! The only place that maps errors to gRPC codes and HTTP statuses. Every crate's error enum answers [`BatonError::kind`].
+//! This is the only place that maps errors to gRPC codes and HTTP statuses. Every crate's error enum implements [`BatonError::kind`].
 
 /// Whose fault an error is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
-    /// The caller sent something that can never work. While a worker starts, the caller is who chose its settings and model.
+    /// The caller sent something that can never work. While a worker starts, the caller is whoever chose its settings and model.
     Client,
     /// This process.
     Server,
-    /// Another worker, or the network between.
+    /// Another worker, or the network in between.
     Peer,
 }
 
-/// The few kinds an error can have, as clients and the router's recovery see them.
+/// The kinds of errors that clients and the router's recovery distinguish.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ErrorKind {
     /// A field has a value that can never work.
     InvalidArgument,
     /// The named thing does not exist.
     NotFound,
-    /// Body or prompt over a limit.
+    /// A body or a prompt is over a limit.
     TooLarge,
-    /// No room now; later may work.
+    /// There is no room now; a later attempt may work.
     ResourceExhausted,
     /// The request's deadline passed.
     DeadlineExceeded,
     /// The caller went away.
     Cancelled,
-    /// The worker is gone, draining or not reachable; another may do.
+    /// The worker is gone, draining or unreachable; another one may work.
     Unavailable,
-    /// The way between two workers broke in the middle of a handoff; both may be well, and have another way.
+    /// The path between two workers broke in the middle of a handoff. Both workers may be well and have another path.
     PathLost,
     /// KV failed verification.
     DataLoss,
     /// Two workers whose KV layouts differ. Nothing else: clients read it as `layout_mismatch_error`.
     FailedPrecondition,
-    /// A defect.
+    /// A defect in Baton.
     Internal,
 }
 
@@ -148,7 +148,7 @@ mod tests {
     fn codes_survive_the_wire() {
         for kind in ErrorKind::ALL {
             let back = ErrorKind::from_grpc_code(kind.grpc_code());
-            // Size is a matter of arguments once it has crossed gRPC.
+            // gRPC has no code for size, so it arrives as an invalid argument.
             let want = if kind == ErrorKind::TooLarge { ErrorKind::InvalidArgument } else { kind };
             assert_eq!(back, want);
         }

@@ -4,10 +4,10 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a cache salt at most, for clients at the router and for routers at the workers.
+/// Most bytes of a cache salt. The router checks clients' salts, and workers check routers' salts.
 pub const MAX_CACHE_SALT: usize = 256;
 
-/// Longest time, in seconds, that a request may ask for its KV to be kept: a day.
+/// Longest time, in seconds, for which a request may ask for its KV to be kept: one day.
 pub const MAX_CACHE_KEEP_SECONDS: u32 = 86_400;
 
 macro_rules! id {
@@ -24,12 +24,12 @@ macro_rules! id {
 }
 
 id!(
-    /// One process of one worker. Random per start: a restart on the same address is another worker.
+    /// One process of one worker. Random per start: a worker that restarts on the same address is another worker.
     WorkerId(u64),
     "w"
 );
 id!(
-    /// One reservation of decode blocks for one handoff. Never reused by a worker; a write under an old epoch is refused.
+    /// One reservation of decode blocks for one handoff. A worker never reuses an epoch, and a write under an old one is refused.
     Epoch(u64),
     "e"
 );
@@ -44,7 +44,7 @@ id!(
     "s"
 );
 
-/// A client's request, the same in every log line and trace on its way.
+/// A client's request. The same in every log line and trace of the request.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub struct RequestId(pub String);
 

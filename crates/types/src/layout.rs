@@ -1,11 +1,11 @@
-//! Where a token's K and V lie in a pool.
+//! The KV layout: where a token's K and V lie in a pool.
 //!
 //! A pool is one region of memory: for each group, for each of its layers, for each block, the block's planes
-//! `[K, V][kv_head][slot][head_dim]`. Heads outside slots, so that a worker with another tensor-parallel degree takes a
+//! `[K, V][kv_head][slot][head_dim]`. Heads come before slots, so that a worker with another tensor-parallel degree takes a
 //! contiguous slice of each plane. A quantised type keeps its parameters in the same slice, behind the elements:
-//! `[K, V][kv_head]{ [slot][head_dim] elements, [slot][parameters] f16 }`, so a block stays one run of bytes that is copied,
-//! moved and digested without knowing its type. Nobody outside this crate and the kernels assumes one group, two planes or
-//! where parameters lie.
+//! `[K, V][kv_head]{ [slot][head_dim] elements, [slot][parameters] f16 }`. So a block is always one run of bytes, which can be
+//! copied, moved and digested without knowing its type. Only this crate and the kernels may assume the number of groups or
+//! planes, or where parameters lie.
 
 use std::ops::Range;
 
@@ -15,10 +15,10 @@ use crate::digest::hash_bytes;
 use crate::error::{BatonError, ErrorKind};
 use crate::ids::BlockId;
 
-/// Version of everything two workers exchange; part of the layout fingerprint.
+/// Version of everything that two workers exchange; part of the layout fingerprint.
 pub const PROTOCOL_VERSION: u32 = 4;
 
-/// Element type of a KV pool. A row is the K, or the V, of one token and head; quantised types round each row by itself.
+/// Element type of a KV pool. A row is the K or the V of one token and head. Quantised types round each row by itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvDtype {
@@ -28,9 +28,9 @@ pub enum KvDtype {
     F16,
     /// bfloat16.
     Bf16,
-    /// Integers in -127..=127. One parameter a row, its scale: x = q · scale.
+    /// Integers in -127..=127. One parameter per row, its scale: x = q · scale.
     Q8,
-    /// OCP 8-bit float E4M3. One parameter a row, its scale: x = q · scale, with the row's largest magnitude at 448.
+    /// OCP 8-bit float E4M3. One parameter per row, its scale: x = q · scale, with the row's largest magnitude at 448.
     Fp8,
     /// Integers in 0..=15, eight to a little-endian u32, the first in the lowest bits. Two parameters for every
     /// [`KvDtype::INT4_GROUP`] elements of a row, scale and minimum: x = q · scale + minimum.
@@ -63,7 +63,7 @@ impl KvDtype {
     }
 }
 
-/// Layers that share a plane shape and a window, and so a block table.
+/// Layers that share a plane shape and a window, and therefore a block table.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct KvGroup {
     /// The model's layers in this group, ascending.
@@ -74,42 +74,41 @@ pub struct KvGroup {
     pub kv_heads: u32,
     /// Elements of a head.
     pub head_dim: u32,
-    /// A query sees this many latest tokens, itself included; None: all.
+    /// A query sees this many latest tokens, itself included; None: all tokens.
     pub window: Option<u32>,
-    /// Beside those, a query sees this many first tokens of its sequence (attention sinks), at positions within the cache:
-    /// to a query the sinks look as far away as if nothing lay between them and its window. 0 without a window.
+    /// In addition, a query sees this many first tokens of its sequence (attention sinks), at positions within the cache: the sinks'
+    /// distance from the query is as if they stood directly before its window. 0 without a window.
     pub sinks: u32,
 }
 
-/// Which blocks of a sequence a layer group needs to compute a position and those after it: the first few, and all from one
-/// on.
+/// The blocks of a sequence that a layer group needs to compute a position and all after it: the first `sinks`, and all from `first` on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LiveBlocks {
-    /// Leading blocks that are never given back.
+    /// Number of leading blocks that are never released.
     pub sinks: u32,
-    /// The first block the window shows. At most the last full one, which keeps its sequence's place in a prefix index.
+    /// Index of the first block in the window. At most the last full block, which keeps its sequence's place in a prefix index.
     pub first: u32,
 }
 
 impl LiveBlocks {
-    /// Whether the block at this index of the sequence is one of them.
+    /// Whether the block at index `at` of the sequence is needed.
     pub fn contains(self, at: u32) -> bool {
         at < self.sinks || at >= self.first
     }
 
-    /// Of the blocks from `from` on, how many of those before `at` are not needed.
+    /// How many of the blocks `from..at` are not needed.
     pub fn missing(self, from: u32, at: u32) -> u32 {
         at.min(self.first).saturating_sub(from.max(self.sinks))
     }
 
-    /// The place of block `at` in the list of the needed blocks from `from` on; `None` when it is not in it.
+    /// The place of block `at` in the list of needed blocks from `from` on; `None` when it is not in the list.
     pub fn place(self, from: u32, at: u32) -> Option<u32> {
         (at >= from && self.contains(at)).then(|| at - from - self.missing(from, at))
     }
 }
 
 impl KvGroup {
-    /// What of a sequence is needed to compute `position` and all after it.
+    /// The blocks of a sequence that are needed to compute `position` and all after it.
     pub fn live(&self, position: u32, block_size: u32) -> LiveBlocks {
         let sinks = self.sinks.div_ceil(block_size);
         let Some(window) = self.window else { return LiveBlocks { sinks, first: 0 } };
@@ -117,16 +116,17 @@ impl KvGroup {
         LiveBlocks { sinks, first: visible.min((position / block_size).saturating_sub(1)) }
     }
 
-    /// The most blocks a sequence needs at once when it is computed in chunks of `chunk` tokens and gives back what its window
-    /// has passed; `None` without a window.
+    /// The most blocks a sequence needs at once when it is computed in chunks of `chunk` tokens and releases blocks that its window has
+    /// passed; `None` without a window.
     pub fn most_live(&self, chunk: u32, block_size: u32) -> Option<u32> {
         let span = self.window?.saturating_add(chunk).div_ceil(block_size);
         Some(span.saturating_add(self.sinks.div_ceil(block_size)).saturating_add(2))
     }
 }
 
-/// The heads, out of `heads`, that a rank out of `ranks` holds when several share a model (tensor parallelism): a run of equal length
-/// each, or, with more ranks than heads, one head that several hold. One of the numbers divides the other.
+/// The heads, out of `heads`, that rank `rank` of `ranks` holds when several ranks share a model (tensor parallelism). Each rank holds a
+/// run of the same length. With more ranks than heads, each holds one head, and several hold the same one. One of the two numbers must
+/// divide the other.
 pub fn heads_of_rank(heads: u32, ranks: u32, rank: u32) -> Range<u32> {
     match ranks <= heads {
         true => rank * (heads / ranks)..(rank + 1) * (heads / ranks),
@@ -137,19 +137,19 @@ pub fn heads_of_rank(heads: u32, ranks: u32, rank: u32) -> Range<u32> {
 /// Everything two workers must agree on before KV moves between them.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct KvLayout {
-    /// [`PROTOCOL_VERSION`] of its maker.
+    /// [`PROTOCOL_VERSION`] of the worker that made it.
     pub version: u32,
     /// Fingerprint of the model's weights and configuration.
     pub model: u64,
     /// Element type.
     pub dtype: KvDtype,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: u32,
     /// Layer groups.
     pub groups: Vec<KvGroup>,
 }
 
-/// Two layouts that differ, with the first field that does.
+/// Two layouts differ; names the first field that does.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "KV layouts differ in {field}: {ours} here, {theirs} at the peer; start both workers with the same model and KV settings"
@@ -180,7 +180,7 @@ impl KvLayout {
         self.groups.iter().enumerate().find_map(|(g, group)| group.layers.binary_search(&layer).ok().map(|i| (g, i)))
     }
 
-    /// Where the parameters of a quantised type begin inside a KV head's slice of a plane: behind the elements of all slots.
+    /// Offset of a quantised type's parameters inside a KV head's slice of a plane: behind the elements of all slots.
     pub fn parameters_offset(&self, group: usize) -> usize {
         self.block_size as usize * self.dtype.row_bytes(self.groups[group].head_dim as usize)
     }
@@ -206,12 +206,12 @@ impl KvLayout {
         self.block_bytes(group) * self.groups[group].layers.len()
     }
 
-    /// Blocks that hold `tokens` tokens.
+    /// Blocks needed to hold `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.block_size as usize)
     }
 
-    /// The same, with layers of full attention seeing only the first `sinks` tokens, in whole blocks, and the last `window`.
+    /// The same layout, but layers of full attention see only the first `sinks` tokens, rounded up to whole blocks, and the last `window`.
     pub fn with_sinks(mut self, sinks: u32, window: u32) -> KvLayout {
         let sinks = sinks.next_multiple_of(self.block_size);
         for group in self.groups.iter_mut().filter(|group| group.window.is_none()) {
@@ -220,7 +220,7 @@ impl KvLayout {
         self
     }
 
-    /// The same for a pool of one of `ranks` ranks, with the heads of [`heads_of_rank`].
+    /// The layout of one rank's pool, with the heads of [`heads_of_rank`].
     pub fn of_ranks(mut self, ranks: u32) -> KvLayout {
         for group in &mut self.groups {
             group.kv_heads = heads_of_rank(group.kv_heads, ranks, 0).len() as u32;
@@ -228,19 +228,20 @@ impl KvLayout {
         self
     }
 
-    /// The most tokens whose blocks a sequence has at once when it is computed in chunks of `chunk` tokens, however long it gets;
-    /// `None` when some layers see all of it.
+    /// The most tokens whose blocks a sequence holds at once, however long it gets, when it is computed in chunks of `chunk` tokens;
+    /// `None` when some layers see all tokens.
     pub fn most_tokens(&self, chunk: u32) -> Option<u32> {
         let mut most = self.groups.iter().map(|group| group.most_live(chunk, self.block_size));
         most.try_fold(0, |most, blocks| Some(blocks?.saturating_mul(self.block_size).max(most)))
     }
 
-    /// First 8-byte lane of a layer's part of a block, for [`crate::digest_block`].
+    /// Number of the first 8-byte lane of a layer's part of a block, for [`crate::digest_block`].
     pub fn first_lane(&self, group: usize, layer_in_group: usize) -> u64 {
         (self.block_bytes(group).div_ceil(8) * layer_in_group) as u64
     }
 
-    /// 64 bits that differ when any field but the type differs. Where they agree KV can move, if need be converted.
+    /// 64 bits that differ when any field except the element type differs. Between workers of equal families KV can move, converted if
+    /// needed.
     pub fn family(&self) -> u64 {
         KvLayout { dtype: KvDtype::F32, ..self.clone() }.fingerprint()
     }
@@ -254,7 +255,7 @@ impl KvLayout {
         hash_bytes(0, text.as_bytes())
     }
 
-    /// Ok when KV can move between the two; otherwise the first difference, with both values.
+    /// Ok when KV can move unconverted between the two; otherwise the first difference, with both values.
     pub fn compatible(&self, peer: &KvLayout) -> Result<(), LayoutMismatch> {
         let check = |same: bool, field, ours: String, theirs: String| {
             if same { Ok(()) } else { Err(LayoutMismatch { field, ours, theirs }) }
@@ -293,7 +294,7 @@ impl PoolGeometry {
         PoolGeometry { layout, blocks }
     }
 
-    /// The pool of one of `ranks` ranks, see [`KvLayout::of_ranks`].
+    /// The pool of one of `ranks` ranks; see [`KvLayout::of_ranks`].
     pub fn of_ranks(&self, ranks: u32) -> PoolGeometry {
         PoolGeometry { layout: self.layout.clone().of_ranks(ranks), blocks: self.blocks.clone() }
     }
@@ -307,7 +308,7 @@ impl PoolGeometry {
         self.layout.block_bytes_all_layers(group) * self.blocks[group] as usize
     }
 
-    /// Offset of block 0 of a layer.
+    /// Byte offset of block 0 of a layer.
     pub fn layer_offset(&self, group: usize, layer_in_group: usize) -> usize {
         let before: usize = (0..group).map(|g| self.group_bytes(g)).sum();
         before + layer_in_group * self.blocks[group] as usize * self.layout.block_bytes(group)
@@ -362,7 +363,7 @@ mod tests {
 
     #[test]
     fn head_slices_are_whole_lanes_and_hold_elements_and_parameters() {
-        // (bits of a row of 64 elements, of a row of 24)
+        // (bits per row of 64 elements, bits per row of 24 elements)
         let bits = [(2048, 768), (1024, 384), (1024, 384), (528, 208), (528, 208), (320, 128)];
         for (dtype, (wide, narrow)) in KvDtype::ALL.into_iter().zip(bits) {
             for (head_dim, bits) in [(64, wide), (24, narrow)] {
@@ -395,8 +396,8 @@ mod tests {
         assert_eq!(base.compatible(&layout()), Ok(()));
     }
 
-    /// What is needed goes on being needed until it is passed for good, its places have no gap, and there is never more of it
-    /// than the bound says.
+    /// A block that is needed stays needed until the window has passed it for good. Needed blocks have places without gaps, and there are
+    /// never more than the bound says.
     #[test]
     fn live_blocks_only_move_on_and_are_bounded() {
         for (window, sinks, size) in [(5, 0, 4), (5, 4, 4), (1, 3, 1), (7, 8, 3), (40, 16, 16)] {

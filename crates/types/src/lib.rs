@@ -1,6 +1,6 @@
-//! Words every crate shares: ids, the KV layout, digests, sampling parameters, error kinds, a device's pool as transfers reach it.
+//! Types that every crate shares: ids, the KV layout, digests, sampling parameters, error kinds, and a device's pool as transfers reach it.
 //!
-//! Stands below everything. Knows no tokio, no candle, no I/O, no clock.
+//! Depends on no other crate of the project. Knows no tokio, no candle, no I/O, no clock.
 
 mod constraint;
 mod device;

@@ -1,17 +1,17 @@
-//! Which known name was meant by one that is not known. For errors.
+//! Guesses which known name an unknown one was meant to be. For error messages.
 
-/// The name in `names` most like `word`, if one is close enough to be what was meant.
+/// The name in `names` most similar to `word`, if one is close enough.
 pub fn nearest<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     nearest_within(word, names, usize::MAX)
 }
 
-/// The same, at most `most` edits away.
+/// The same as [`nearest`], with at most `most` edits.
 pub fn nearest_within<'a>(word: &str, names: impl IntoIterator<Item = &'a str>, most: usize) -> Option<&'a str> {
     let limit = (word.chars().count() / 3 + 1).min(most);
     names.into_iter().map(|name| (distance(word, name), name)).filter(|(d, _)| *d <= limit).min().map(|(_, name)| name)
 }
 
-/// Edits (insert, delete, replace) between two words.
+/// Number of edits (insert, delete, replace) between two words.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

@@ -1,4 +1,4 @@
-//! Sampling parameters with every default filled in, and what sampling yields.
+//! Sampling parameters with every default filled in, and the results of sampling.
 
 use std::sync::Arc;
 
@@ -7,41 +7,41 @@ use serde::{Deserialize, Serialize};
 use crate::constraint::Constraint;
 use crate::error::{BatonError, ErrorKind};
 
-/// How to choose tokens and when to stop. Text-level stopping is the router's affair.
+/// How to choose tokens and when to stop. The router handles stop strings.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SamplingParams {
-    /// Most tokens to generate, at least 1. Counts all tokens of the answer, also those of an earlier attempt.
+    /// Most tokens to generate, at least 1. Counts all tokens of the answer, including those of an earlier attempt.
     pub max_tokens: u32,
     /// 0 is greedy; otherwise logits are divided by it. Range [0, 100].
     pub temperature: f32,
     /// Keep the smallest set of tokens whose probability reaches this. Range (0, 1].
     pub top_p: f32,
-    /// Keep this many most likely tokens; 0 keeps all.
+    /// Keep this many of the most likely tokens; 0 keeps all.
     pub top_k: u32,
-    /// Drop tokens less likely than this times the most likely one. Range [0, 1].
+    /// Drop tokens whose probability is below this times that of the most likely token. Range [0, 1].
     pub min_p: f32,
-    /// Randomness is a function of (seed, token index) only (I1).
+    /// Seed. Randomness is a function of (seed, token index) only (I1).
     pub seed: u64,
     /// Subtracted once from logits of tokens already generated. Range [-2, 2].
     pub presence_penalty: f32,
     /// Subtracted per occurrence from logits of tokens already generated. Range [-2, 2].
     pub frequency_penalty: f32,
-    /// Divides positive and multiplies negative logits of tokens in prompt or answer. Positive; 1 is off.
+    /// Divides positive and multiplies negative logits of tokens in prompt or answer. Above 0; 1 turns it off.
     pub repetition_penalty: f32,
     /// Added to the logits of single tokens, sorted by token id.
     pub logit_bias: Vec<(u32, f32)>,
-    /// None: no logprobs. Some(n): of the chosen token and of the n most likely ones, n ≤ 20.
+    /// None: no log probabilities. Some(n): those of the chosen token and of the n most likely ones, n ≤ 20.
     pub top_logprobs: Option<u32>,
-    /// Tokens that end the sequence, the model's end tokens included unless the client ignores them.
+    /// Tokens that end the sequence. Includes the model's end tokens unless the client ignores them.
     pub stop_token_ids: Vec<u32>,
-    /// What the answer must look like. Tokens that lead elsewhere are never chosen, and stop tokens only where the answer is
-    /// complete; there must be one.
+    /// The constraint on the answer. Tokens that violate it are never chosen. Stop tokens are chosen only where the answer is complete;
+    /// there must be at least one stop token.
     pub constraint: Option<Arc<Constraint>>,
 }
 
 impl SamplingParams {
-    /// Whether what may come next depends on the tokens of the answer so far, beyond what they do to the model's logits: a constraint, or
-    /// a penalty.
+    /// Whether the choice of the next token depends on the answer's tokens in other ways than through the model's logits: by a constraint
+    /// or a penalty.
     pub fn looks_back(&self) -> bool {
         let penalties = [self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0];
         self.constraint.is_some() || penalties.iter().any(|penalty| *penalty != 0.0)
@@ -87,7 +87,7 @@ impl BatonError for SamplingError {
 }
 
 impl SamplingParams {
-    /// Checks every range; the first field outside its range is the error.
+    /// Checks every range. The error names the first field outside its range.
     pub fn validate(&self) -> Result<(), SamplingError> {
         let check = |ok: bool, field: &'static str, value: &dyn ToString, range: &'static str| {
             if ok { Ok(()) } else { Err(SamplingError { field, value: value.to_string(), range }) }
@@ -138,7 +138,7 @@ impl SamplingParams {
         check(top <= 20, "top_logprobs", &top, "at most 20")
     }
 
-    /// True when the most likely token is always taken.
+    /// Whether the most likely token is always chosen.
     pub fn greedy(&self) -> bool {
         self.temperature == 0.0
     }
@@ -155,10 +155,10 @@ pub struct TokenOut {
     pub logprob: Option<f32>,
     /// The most likely tokens and their log probabilities, most likely first, when asked for.
     pub top: Vec<(u32, f32)>,
-    /// [`crate::digest_f32`] of the whole row of logits it was chosen from, before penalties, with log probabilities:
-    /// two routes on one kind of backend that give equal digests computed the same logits, bit by bit (I1).
+    /// [`crate::digest_f32`] of the whole row of logits it was chosen from, before penalties; set when log probabilities were asked for.
+    /// Equal digests of two routes on the same kind of backend mean that both computed the same logits, bit by bit (I1).
     pub logits_digest: Option<u64>,
-    /// No token could be chosen, and why: the sequence fails, `id` means nothing. Stays on the worker.
+    /// Why no token could be chosen: the sequence fails and `id` has no meaning. Never leaves the worker.
     pub failed: Option<String>,
 }
 
@@ -168,13 +168,13 @@ pub struct TokenOut {
 pub enum FinishReason {
     /// A stop token or stop string.
     Stop,
-    /// max_tokens, or the end of the context.
+    /// `max_tokens` was reached, or the end of the context.
     Length,
     /// The client went away or the request was aborted.
     Cancelled,
 }
 
-/// What a request cost, in tokens.
+/// The size of a request, in tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Usage {
     /// Tokens of the prompt.

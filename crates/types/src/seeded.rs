@@ -1,47 +1,47 @@
-//! Weights that a seed makes, each a function of its tensor's key and of its place there: any part of a tensor can be made by itself,
-//! on a GPU, too, and is the same everywhere.
+//! Weights made by a seed. Each value is a function of its tensor's key and its index in the tensor. So any part of a tensor can be made by
+//! itself, also on a GPU, and has the same values everywhere.
 
 use crate::mix;
 
-/// From one state of SplitMix64 to the next.
+/// Difference between two successive states of SplitMix64.
 pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Elements that one number of the generator makes.
+/// Elements made from one 64-bit number of the generator.
 const LANES: u64 = 4;
 
 /// A tensor's values, uniform in `[middle - spread, middle + spread)`, as bf16.
 ///
-/// Element `i` is `middle + spread · n / 32768`, rounded to f32 after each operation and to bf16 at the end, to nearest, ties to even;
-/// `n` is the `i % 4`-th 16 bits from below, as a signed integer, of number `i / 4` of the sequence that SplitMix64 (Steele et al.,
-/// OOPSLA 2014) has from the state `key` on.
+/// Element `i` is `middle + spread · n / 32768`. Each operation rounds to f32, and the result rounds to bf16, to nearest, ties to even.
+/// Let `s` be number `i / 4` of the sequence that SplitMix64 (Steele et al., OOPSLA 2014) yields from the state `key`. Then `n` is bits
+/// `16 (i % 4)` to `16 (i % 4) + 15` of `s`, as a signed integer.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Seeded {
-    /// Where the sequence begins.
+    /// Initial state of the generator.
     pub key: u64,
     /// The values' mean.
     pub middle: f32,
-    /// How far from it they are, at most.
+    /// Largest distance of a value from the mean.
     pub spread: f32,
 }
 
-/// A matrix of such values, or a part of one.
+/// A matrix of [`Seeded`] values, or a part of one.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct SeededRows {
-    /// Of the whole tensor.
+    /// The values of the whole tensor.
     pub values: Seeded,
-    /// Place there of its first element.
+    /// Index in the whole tensor of this matrix's first element.
     pub first: u64,
-    /// From a row's first element to the next row's.
+    /// Elements from the first element of a row to the first of the next row.
     pub stride: usize,
 }
 
-/// SplitMix64 from the state `seed` on, at that place of its sequence.
+/// Number `at` (from 0) of the SplitMix64 sequence that begins at the state `seed`.
 pub fn split_mix(seed: u64, at: u64) -> u64 {
     mix(seed.wrapping_add((at + 1).wrapping_mul(STEP)))
 }
 
 impl Seeded {
-    /// Writes the elements from place `first` on, little-endian.
+    /// Writes the elements beginning with index `first` to `out`, two bytes each, little-endian.
     pub fn fill(&self, first: u64, out: &mut [u8]) {
         let (mut place, mut rest) = (first, out.as_chunks_mut::<2>().0);
         while !rest.is_empty() {
@@ -59,13 +59,13 @@ impl Seeded {
 }
 
 impl SeededRows {
-    /// Writes the first elements of its row `row`, as many as there is room for.
+    /// Writes the first elements of row `row` to `out`, as many as fit.
     pub fn fill_row(&self, row: usize, out: &mut [u8]) {
         self.values.fill(self.first + row as u64 * self.stride as u64, out);
     }
 }
 
-/// Rounded to nearest, ties to even; finite values only.
+/// The bits of `value` as bf16, rounded to nearest, ties to even. Finite values only.
 fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
@@ -94,7 +94,7 @@ mod tests {
         assert!(whole != other, "another key, other values");
     }
 
-    /// Whoever makes them elsewhere makes these.
+    /// Other implementations (on GPUs) must make the same values.
     #[test]
     fn the_values_are_those_they_have_always_been() {
         let mut bytes = [0; 12];

@@ -1,13 +1,14 @@
-//! Where the bytes of a pool lie when its heads are spread over the pools of tensor-parallel ranks.
+//! Maps the bytes of a pool to the pools of tensor-parallel ranks that share its heads.
 //!
-//! Heads come before slots, so a rank's part of a plane is one run of it, a stripe, and a rank's pool is every so-many-th stripe of the whole
-//! one, group by group. Pure arithmetic: who knows only the whole pool and who has only a part of it need not know each other.
+//! In a plane, heads come before slots. So a rank's part of a plane is one contiguous run, a stripe, and within each group a rank's pool
+//! is every `ranks`-th stripe of the whole pool. Pure arithmetic: code that knows only the whole pool and code that has only one rank's
+//! pool need not know each other.
 
 use std::ops::Range;
 
 use crate::layout::PoolGeometry;
 
-/// A pool as stripes of the pools of several ranks.
+/// The whole pool as stripes of the ranks' pools.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stripes {
     ranks: usize,
@@ -17,27 +18,28 @@ pub struct Stripes {
 /// A layer group's part of the pool.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Group {
-    /// In the whole pool.
+    /// Byte range in the whole pool.
     whole: Range<usize>,
-    /// Where it begins in each rank's.
+    /// Offset at which the group begins in each rank's pool.
     own: usize,
-    /// Bytes of a rank's part of a plane.
+    /// Bytes of one stripe, a rank's part of a plane.
     stripe: usize,
 }
 
 /// A run of bytes of one rank's pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RankPiece {
-    /// Whose.
+    /// The rank.
     pub rank: usize,
-    /// Where in that rank's pool.
+    /// Offset in that rank's pool.
     pub offset: usize,
-    /// Bytes.
+    /// Number of bytes.
     pub len: usize,
 }
 
 impl Stripes {
-    /// Of a pool whose heads so many ranks share, each with a pool of [`PoolGeometry::of_ranks`]; `None` when they cannot share them evenly.
+    /// The stripes of a pool shared by `ranks` ranks, each with a pool of [`PoolGeometry::of_ranks`]. `None` when the ranks cannot share
+    /// its heads evenly.
     pub fn new(whole: &PoolGeometry, ranks: u32) -> Option<Stripes> {
         let layout = &whole.layout;
         if ranks == 0 || layout.groups.iter().any(|group| !group.kv_heads.is_multiple_of(ranks)) {
@@ -62,7 +64,7 @@ impl Stripes {
         self.groups.last().map_or(0, |group| group.whole.end)
     }
 
-    /// The bytes of a range of the whole pool, in their order; what lies outside of it is left out.
+    /// The pieces that make up a byte range of the whole pool, in order. Bytes outside the pool are left out.
     pub fn pieces(&self, range: Range<usize>) -> impl Iterator<Item = RankPiece> {
         let mut at = range.start;
         std::iter::from_fn(move || {

@@ -1,52 +1,52 @@
-//! Randomness of tests, of the simulator and of the fuzzers: one generator, and one way to choose its seed.
+//! Randomness for tests, the simulator and the fuzzers: one generator, and one way to choose its seed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::mix;
 use crate::seeded::STEP;
 
-/// SplitMix64 (Steele et al., OOPSLA 2014). Holds the seed at first, then what has become of it.
+/// The generator SplitMix64 (Steele et al., OOPSLA 2014). Holds its state, which begins with the seed.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
 
 impl Random {
-    /// 64 bits.
+    /// A random 64-bit number.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(STEP);
         mix(self.0)
     }
 
-    /// Below `n`, which is not 0.
+    /// A number below `n`. `n` must not be 0.
     pub fn below(&mut self, n: u64) -> u64 {
         self.bits() % n
     }
 
-    /// An index below `len`, which is not 0.
+    /// An index below `len`. `len` must not be 0.
     pub fn index(&mut self, len: usize) -> usize {
         self.below(len as u64) as usize
     }
 
-    /// From `low` to `high`, both included.
+    /// A number from `low` to `high`, both included.
     pub fn within(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low + 1)
     }
 
-    /// True in `per_mille` of 1000 cases.
+    /// True with a probability of `per_mille` / 1000.
     pub fn chance(&mut self, per_mille: u32) -> bool {
         self.below(1000) < u64::from(per_mille)
     }
 
-    /// Uniform in [-1, 1), 24 bits of it.
+    /// A number uniform in `[-1, 1)`, with 24 random bits.
     pub fn unit(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    /// A vector of [`Random::unit`].
+    /// A vector of `len` numbers, each from [`Random::unit`].
     pub fn vector(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.unit()).collect()
     }
 
-    /// Bytes, eight of each number.
+    /// `len` random bytes, eight from each number.
     pub fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         for chunk in bytes.chunks_mut(8) {
@@ -55,26 +55,26 @@ impl Random {
         bytes
     }
 
-    /// Flips a bit of bytes that are not none.
+    /// Flips one random bit. `bytes` must not be empty.
     pub fn flip(&mut self, bytes: &mut [u8]) {
         let byte = self.index(bytes.len());
         bytes[byte] ^= 1 << self.below(8);
     }
 }
 
-/// The variable that says which seed a randomised test takes.
+/// The environment variable that sets the seed of randomised tests.
 pub const SEED: &str = "BATON_TEST_SEED";
 
-/// The seed that `BATON_TEST_SEED` says; None without it.
+/// The seed in `BATON_TEST_SEED`; None if it is not set.
 ///
 /// # Panics
-/// When it is no number.
+/// When it is not a number.
 pub fn seed() -> Option<u64> {
     let text = std::env::var(SEED).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{SEED} is {text:?}; it must be a whole number, 0 or above")))
 }
 
-/// Runs a randomised test with each of these seeds, or with that of `BATON_TEST_SEED` alone. When it panics, says with which.
+/// Runs a randomised test with each of these seeds, or only with the seed in `BATON_TEST_SEED` if it is set. Prints the seed of a panic.
 pub fn with_seeds(seeds: impl IntoIterator<Item = u64>, test: impl FnMut(u64)) {
     match seed() {
         Some(seed) => each([seed], test),
@@ -95,7 +95,7 @@ fn each(seeds: impl IntoIterator<Item = u64>, mut test: impl FnMut(u64)) {
 mod tests {
     use super::*;
 
-    /// Seeds in scenarios, corpora and models of tests stand for these numbers.
+    /// Scenarios, corpora and test models are recorded as seeds, so a seed must always give the same numbers.
     #[test]
     fn the_numbers_are_those_they_have_always_been() {
         let mut random = Random(0);

@@ -1,6 +1,6 @@
-//! Time as the pure crates know it: an argument, never asked for.
+//! Time as the pure crates use it: an argument, never read from a clock.
 
-/// Nanoseconds since an epoch the driver chooses: a process start, or the start of a simulation.
+/// Nanoseconds since a start chosen by the driver: that of a process or of a simulation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Time(pub u64);
 

@@ -1,4 +1,4 @@
-//! Weights: their elements, and the types of those that files store.
+//! Weights: their elements, and the element types that files store.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::SeededRows;
 
-/// A tensor's elements, or those of a part of it.
+/// The elements of a tensor or of a part of one.
 #[derive(Clone, PartialEq, Debug)]
 pub enum WeightData<'a> {
-    /// As a file has them: row-major, little-endian, of no promised alignment.
+    /// Bytes as in a file: row-major, little-endian, with no guaranteed alignment.
     Stored(Cow<'a, [u8]>),
-    /// Bf16 that are made where they are wanted.
+    /// Bf16 values that are made where they are needed.
     Seeded(SeededRows),
 }
 
@@ -84,7 +84,7 @@ impl WeightDtype {
         if elements.is_multiple_of(block) { (elements / block).checked_mul(self.block_bytes()) } else { None }
     }
 
-    /// Bytes of a tensor of this shape; None when a row is no whole number of blocks, or on overflow.
+    /// Bytes of a tensor of this shape; None when a row is not a whole number of blocks, or on overflow.
     pub fn tensor_bytes(self, shape: &[usize]) -> Option<usize> {
         let row = shape.last().copied().unwrap_or(1);
         self.row_bytes(row)?;

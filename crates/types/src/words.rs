@@ -1,8 +1,8 @@
-//! Enums whose values are words: one spelling in configuration, metrics and messages.
+//! Enums whose values are words, with one spelling in configuration, metrics and messages.
 
-/// A type that reads and prints itself, and says what it reads.
+/// A type that can be read from text and describes the texts it accepts.
 pub trait Expects {
-    /// What a value looks like. Completes "… is not …".
+    /// Describes the accepted values. Completes "… is not …".
     const EXPECTS: &'static str;
 }
 
@@ -23,10 +23,10 @@ pub trait Expects {
 macro_rules! words {
     ($name:ident { $($variant:ident = $word:literal),+ $(,)? }) => {
         impl $name {
-            /// All of them.
+            /// All variants.
             pub const ALL: [$name; [$($word),+].len()] = [$($name::$variant),+];
 
-            /// Its word.
+            /// The variant's word.
             pub fn as_str(self) -> &'static str {
                 match self {
                     $($name::$variant => $word,)+

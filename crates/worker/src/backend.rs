@@ -1,4 +1,4 @@
-//! What a worker computes on: the setting `backend`, and what the host has.
+//! Chooses what a worker computes on, by the setting `backend` and the host's GPUs.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use crate::WorkerConfig;
 use crate::choices::BackendKind;
 use crate::error::{WorkerError, check};
 
-/// The CPU, or GPUs that were opened, one a rank.
+/// The CPU, or opened GPUs, one per rank.
 pub(crate) enum Chosen<D> {
     Cpu,
     Gpus(Vec<Arc<D>>),
 }
 
-/// GPUs of this host, as many as there are ranks, if the setting wants any, and one line in the log of what was found. Before anything is
-/// fetched, so that what is missing is told at once.
+/// Opens one GPU of this host per rank if the setting asks for GPUs. Logs one line when `auto` falls back to the CPU. Runs before a model
+/// is fetched, so that a missing GPU is reported at once.
 pub(crate) fn choose(config: &WorkerConfig) -> Result<Chosen<Driver>, WorkerError> {
     decide(config, cuda::devices, Driver::open)
 }
@@ -49,7 +49,7 @@ fn decide<D>(
 }
 
 impl Chosen<Driver> {
-    /// The same for a pool of this shape: a GPU's kernels do not serve all of them.
+    /// Checks the choice against the pool's shape, since the GPU kernels do not support every shape. `auto` falls back to the CPU.
     pub fn for_pool(self, kind: BackendKind, geometry: &PoolGeometry) -> Result<Self, WorkerError> {
         match (self, CudaBackend::<Driver>::check(geometry)) {
             (Chosen::Gpus(_), Err(error)) if kind == BackendKind::Auto => {

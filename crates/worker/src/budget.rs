@@ -1,6 +1,6 @@
-//! How a GPU's memory is divided: a worker takes a fraction of it, the model its part of that, and what is left is KV.
+//! Divides a GPU's memory: a worker takes a fraction of it, the model takes its part of that fraction, and the rest is KV.
 //!
-//! Pure arithmetic, done before anything is allocated, so that what does not fit is told by the setting that would change it.
+//! Pure arithmetic, done before anything is allocated, so that the error for a model that does not fit names the setting to change.
 
 use std::sync::Arc;
 
@@ -12,17 +12,17 @@ use baton_types::KvLayout;
 
 use crate::WorkerError;
 
-/// A GPU's memory, bytes; of several the least that each has.
+/// A GPU's memory in bytes; for several GPUs the least of each value.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct GpuMemory {
-    /// All of it.
+    /// All memory.
     pub total: u64,
-    /// What nobody has yet.
+    /// Memory not allocated by anybody.
     pub free: u64,
 }
 
 impl GpuMemory {
-    /// What each of these devices has now.
+    /// What each of these devices has at least, now.
     pub fn of<D: Device>(devices: &[Arc<D>]) -> Result<Self, KernelError> {
         devices.iter().try_fold(GpuMemory { total: u64::MAX, free: u64::MAX }, |least, device| {
             let (total, free) = (device.properties().memory, device.free_memory()?);
@@ -31,26 +31,26 @@ impl GpuMemory {
     }
 }
 
-/// What a worker may do with it.
+/// How much of a GPU's memory a worker may use, and what its model needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Budget {
     pub gpu: GpuMemory,
-    /// Of all the memory, for this worker.
+    /// This worker's share of all the memory.
     pub fraction: f64,
-    /// What the model takes beside its KV.
+    /// What the model takes in addition to its KV.
     pub footprint: Footprint,
 }
 
 impl Budget {
-    /// Bytes this worker may take: its fraction, and no more than there are.
+    /// Bytes this worker may take: its fraction of all memory, and no more than is free.
     fn room(&self) -> u64 {
         ((self.gpu.total as f64 * self.fraction) as u64).min(self.gpu.free)
     }
 
-    /// Blocks of a pool beside the model: those asked for, or as many as there is room for; where the memory goes is logged.
+    /// Blocks of the pool: those that the `asked` bytes hold, or else as many as fit beside the model. Logs where the memory goes.
     ///
     /// # Errors
-    /// The model does not fit, or not with that pool, or leaves no room for a block.
+    /// The model does not fit, does not fit with the pool asked for, or leaves no room for one block.
     pub fn blocks(&self, layout: &KvLayout, asked: Option<Bytes>) -> Result<u32, WorkerError> {
         let block = block_bytes(layout);
         let (needed, room) = (self.footprint.total() + asked.map_or(block, |kv| kv.0), self.room());
@@ -96,17 +96,17 @@ impl Budget {
     }
 }
 
-/// Bytes of a block in every layer of every group.
+/// Bytes of one block in all layers of all groups.
 pub(crate) fn block_bytes(layout: &KvLayout) -> u64 {
     (0..layout.groups.len()).map(|group| layout.block_bytes_all_layers(group) as u64).sum()
 }
 
-/// Blocks that so many bytes hold; block numbers have a bit to spare.
+/// Blocks that fit into `bytes`. At most `u32::MAX / 2`, so that block numbers have one bit to spare.
 pub(crate) fn most_blocks(bytes: u64, block: u64) -> u32 {
     (bytes / block.max(1)).min(u64::from(u32::MAX / 2)) as u32
 }
 
-/// For people.
+/// Bytes as GiB, for people.
 fn gib(bytes: u64) -> String {
     format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
@@ -119,7 +119,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Llama 3.1 8B: 2 MiB a block of 16 tokens in 16 bits.
+    /// Llama 3.1 8B: a block of 16 tokens in 16 bits has 2 MiB.
     fn layout() -> KvLayout {
         let group =
             KvGroup { layers: (0..32).collect(), planes: 2, kv_heads: 8, head_dim: 128, window: None, sinks: 0 };

@@ -1,33 +1,33 @@
-//! What settings choose between: what computes, and as what weights are kept.
+//! Choices of settings: the backend, and the type of weights.
 
 baton_runtime::config_enum! {
     /// What computes.
     pub enum BackendKind {
-        /// A GPU where there is one that can, else the CPU.
+        /// A usable GPU, else the CPU.
         Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
-        /// A GPU, or the worker does not start.
+        /// A GPU; without one the worker does not start.
         Cuda = "cuda",
     }
 }
 
 baton_runtime::config_enum! {
-    /// As what the weights of layers are kept.
+    /// The type in which layer weights are kept.
     pub enum Quantization {
-        /// What the backend has for their type.
+        /// The backend's own choice for the stored type.
         None = "none",
-        /// On a GPU 8-bit floats (E4M3) with a scale for each output, and so the rows that they are multiplied with.
+        /// On a GPU: 8-bit floats (E4M3) with one scale per output. Their inputs are quantised to E4M3 too.
         Fp8 = "fp8",
     }
 }
 
 impl Quantization {
-    /// The fingerprint of a model with such weights: their KV is not that of others.
+    /// The fingerprint of a model with these weights. It differs by type, because KV computed with one type is not valid for another.
     pub(crate) fn of_model(self, fingerprint: u64) -> u64 {
         match self {
             Quantization::None => fingerprint,
-            // Any number that is not 0.
+            // Any constant except 0.
             Quantization::Fp8 => fingerprint ^ 0x6670_385f_6534_6d33,
         }
     }

@@ -1,4 +1,4 @@
-//! Settings of a worker; both roles have the same.
+//! Settings of a worker. Both roles have the same settings.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -12,12 +12,12 @@ use baton_types::KvDtype;
 
 use crate::{BackendKind, Quantization, WorkerError};
 
-/// How many prompt tokens fill a step.
+/// How many prompt tokens fill a step ([`baton_engine::EngineConfig::pack_tokens`]).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PackTokens {
-    /// As many as saturate the hardware, found by measuring.
+    /// As many as saturate the hardware, measured when the worker starts.
     Auto,
-    /// So many.
+    /// This many tokens.
     Tokens(u32),
 }
 
@@ -45,127 +45,132 @@ baton_runtime::config! {
     pub struct WorkerConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
-        /// The model: a path, a name, org/name on the hub, or random:NAME, made without a download. All workers and routers of a cluster need the same.
+        /// The model: a path, a name, org/name on the hub, or random:NAME (random weights, no download). All workers and routers of a
+        /// cluster need the same.
         model: String = "smollm2".to_owned(),
-        /// Address of the gRPC server the router calls; port 0 takes a free one.
+        /// Address of the gRPC server that the router calls; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
-        /// Address KV arrives at over TCP (decode workers); port 0 takes a free one.
+        /// Address where KV arrives over TCP (decode workers); port 0 takes a free one.
         transfer: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
-        /// Host name or address that others reach this worker by; needed when it listens on 0.0.0.0.
+        /// Host name or address by which others reach this worker; needed when it listens on 0.0.0.0.
         advertise: Option<String> = None,
         /// Where workers register: http://HOST:PORT of a router's gRPC, or etcd://HOST:PORT,…
         registry: String = "http://127.0.0.1:8001".to_owned(),
-        /// How long the cluster keeps this worker in its view when it is not heard.
+        /// How long the cluster keeps this worker in its view without a sign of life from it.
         registry_ttl: Duration = Duration::from_secs(5),
-        /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc; auto uses ucx too where one of the next two
-        /// settings is given. A decode worker takes all of them; with ucx it opens UCX when it starts, not for the first peer.
+        /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc. auto uses ucx too if ucx_library or
+        /// ucx_options is set. A decode worker accepts all of them; with ucx it opens UCX at its start instead of for the first peer.
         transport: Parsed<TransportChoice> = Parsed(TransportChoice::Auto),
         /// Directory of UCX's libucp.so.0; default: where the system looks for libraries.
         ucx_library: Option<PathBuf> = None,
-        /// Settings of UCX by its own names, separated by spaces, as TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. What is not
-        /// here, UCX takes from its own UCX_* variables and files.
+        /// Settings of UCX under its own names, separated by spaces, for example TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. UCX takes settings
+        /// that are absent here from its own UCX_* variables and files.
         ucx_options: Parsed<UcxOptions> = Parsed::default(),
-        /// Connections that KV goes over to each decode worker that is reached over TCP (prefill workers), at most 16. More than one
-        /// helps where what limits the way is a bound for each connection, or packets lost on a long way; elsewhere one is fastest.
+        /// TCP connections to each decode worker (prefill workers), at most 16. More than one helps if each connection has a limit, or if a
+        /// long path loses packets. Otherwise one is fastest.
         tcp_connections: usize = 1,
-        /// CPUs that the threads run on which send, receive and check KV, as 0-3,8; default: any. Best are those beside the network card
-        /// and the pool's memory. Compute threads keep off them if they are fewer (threads) and pinned (pin_threads takes the first CPUs).
+        /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: any. CPUs close to the network card and to the
+        /// pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
         transfer_cpus: Parsed<Cpus> = Parsed::default(),
-        /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. With the next two settings; all workers
-        /// of a cluster have them or none. Read once, at the start.
+        /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. Needs transfer_tls_key and transfer_tls_ca
+        /// too. All workers of a cluster use TLS or none does. The files are read once, at the start.
         transfer_tls_cert: Option<PathBuf> = None,
-        /// Its private key in PEM.
+        /// Private key of transfer_tls_cert, in PEM.
         transfer_tls_key: Option<PathBuf> = None,
-        /// Certificates in PEM of the authorities whose workers may send KV here and receive it from here.
+        /// Certificates in PEM of the authorities whose workers may exchange KV with this one.
         transfer_tls_ca: Option<PathBuf> = None,
-        /// A name that the certificates of all decode workers have; default: each has the name or address it is reached by.
+        /// A name that the certificates of all decode workers contain; default: the name or address by which each is reached.
         transfer_tls_name: Option<String> = None,
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
-        /// While KV travels, each end tells the other at least so often that it is alive. All workers of a cluster need the same.
+        /// While KV travels, each end sends a sign of life at least this often. All workers of a cluster need the same.
         transfer_heartbeat: Duration = TransferLimits::default().heartbeat,
-        /// While KV travels, a worker that is not heard for so long is given up; at least three heartbeats, and with GPUs more than four
-        /// of their longest steps: what they were to copy and is given up comes behind two, and is waited for half as long.
+        /// While KV travels, a worker that is silent for this long is given up. At least three heartbeats. With GPUs, more than four of
+        /// their longest steps: a GPU's copy can queue behind two steps, and after giving it up a worker waits only half of this time for
+        /// it.
         transfer_silence: Duration = TransferLimits::default().silence,
-        /// Longest time a prefill worker's step waits because a decode worker takes no more KV.
+        /// Longest time a prefill worker's step waits for a decode worker that accepts no more KV.
         transfer_room: Duration = TransferLimits::default().room,
-        /// Longest time for connecting to a decode worker, over all paths, and again for each request to be let in.
+        /// Longest time to connect to a decode worker, over all transports tried; also the longest time for each handoff to be admitted.
         transfer_handshake: Duration = TransferLimits::default().handshake,
-        /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All workers of a cluster need the same.
+        /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All decode workers of a cluster need the same. A prefill worker
+        /// with another type converts what it sends, and tokens may then differ by route (docs/kv-types.md).
         kv_type: Parsed<KvDtype> = Parsed(KvDtype::F16),
-        /// Memory of the KV pool; default: 512MiB, or what gpu_memory_fraction leaves where the pool is in a GPU's memory.
+        /// Memory of the KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves.
         kv_memory: Option<Bytes> = None,
-        /// Share of a GPU's memory that this worker takes for model and KV, above 0 and at most 1. Workers that share a GPU share it.
+        /// Share of a GPU's memory for this worker's model and KV, above 0 and at most 1. Workers on the same GPU must divide it among
+        /// them.
         gpu_memory_fraction: f64 = 0.9,
-        /// Most memory beside the pool for the KV of preempted sequences, used where copying is faster than
-        /// computing again; 0B: none.
+        /// Most host memory, outside the pool, for the KV of preempted sequences. Used where copying KV is faster than computing it again;
+        /// 0B: none.
         swap_bytes: Bytes = Bytes(0),
         /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
         block_size: u32 = 16,
-        /// Layers of full attention see only the first tokens and this many of the last, so that a stream may run past the
-        /// model's context; default: all. All workers of a cluster need the same.
+        /// Layers of full attention see only the first tokens and this many of the last, so that a stream can run past the model's context;
+        /// default: they see all. All workers of a cluster need the same.
         attention_window: Option<u32> = None,
-        /// With an attention window: first tokens that stay visible, rounded up to whole blocks; 0: none.
+        /// With an attention window: how many first tokens stay visible, rounded up to whole blocks; 0: none.
         attention_sinks: u32 = 4,
-        /// Longest sequence, prompt and answer; default: what the model was made for, as far as the pool can hold it. With an
-        /// attention window it may be longer than that.
+        /// Longest sequence in tokens, prompt and answer together; default: the model's context, or less if the pool cannot hold it. With
+        /// an attention window it may exceed the model's context.
         context: Option<u32> = None,
         /// Most tokens computed in one step, over all sequences.
         token_budget: u32 = 512,
         /// Most prompt tokens of one sequence computed in one step.
         chunk: u32 = 256,
-        /// Decode workers: most tokens of a prompt that one which holds the rest of it, the larger part, computes by itself, beside what
-        /// it decodes and others of the kind, instead of having KV sent; 0: none, so that each prompt is read by a prefill worker.
+        /// Decode workers: if at least half of a prompt's KV is cached here and at most this many tokens are missing, the worker computes
+        /// them itself beside its decode work. All prompts computed like this share the bound. 0: all prompts go to prefill workers.
         local_prefill: u32 = 64,
-        /// Prompt tokens that fill a step; more than saturates the hardware only makes prompts wait for each other. auto: as many
-        /// as a short measurement at the start finds to do so.
+        /// Prompt tokens that fill a step. More than saturate the hardware only make prompts wait for each other. auto: the number that
+        /// saturates it, measured at the start.
         pack_tokens: PackTokens = PackTokens::Auto,
         /// Most sequences in the running batch.
         max_running: u32 = 64,
-        /// Most sequences that wait for a place; more are refused.
+        /// Most sequences that wait for a place in the batch; more are refused.
         max_waiting: u32 = 1024,
-        /// In which order sequences are served: priority (the request's own, then first come first served), fcfs (whatever
-        /// the requests say) or shortest-first.
+        /// In which order sequences are served: priority (by each request's priority, equal ones first come, first served), fcfs (first
+        /// come, first served, whatever their priority) or shortest-first.
         order: Parsed<Order> = Parsed(Order::Priority),
-        /// Under another order than fcfs: how many later sequences may start before one, at most.
+        /// With an order other than fcfs: how many later sequences may start before an earlier one, at most.
         overtakes: u32 = 64,
-        /// Most blocks of tokens kept for prompts that begin alike; 0: none; default: all that nobody else needs.
+        /// Most blocks in the prefix cache; 0: no prefix cache; default: all blocks that no sequence uses.
         prefix_cache_blocks: Option<u32> = None,
-        /// Which cached blocks make room first: lru, lfu or priority (those that no request asked to keep).
+        /// Which cached blocks are evicted first: lru, lfu or priority (blocks that no request asked to keep go first).
         eviction: Parsed<Eviction> = Parsed(Eviction::Lru),
-        /// Under eviction = priority: longest time a request can have its blocks kept, whatever it asks for.
+        /// With eviction = priority: longest time for which a request can have its blocks kept.
         max_keep: Duration = Duration::from_secs(3600),
-        /// Under eviction = priority: most of the prefix cache that is kept at once, in percent; requests beyond are as any other.
+        /// With eviction = priority: most of the prefix cache that requests can have kept at once, in percent. Blocks beyond it count as
+        /// any other.
         max_kept_percent: u32 = 50,
-        /// What computes: cpu, cuda (a GPU by NVIDIA, or the worker does not start), or auto: a GPU where there is one that can.
+        /// What computes: cpu; cuda (an NVIDIA GPU, without which the worker does not start); or auto (a usable GPU, else the CPU).
         backend: BackendKind = BackendKind::Cpu,
-        /// On GPUs: the number of the first one to take, counted from 0; tensor-parallel ranks take it and those after it.
+        /// On GPUs: number of the first GPU to use, from 0. Tensor-parallel ranks use it and the ones after it.
         first_gpu: u32 = 0,
-        /// On a GPU: a request's tokens do not depend on what else runs, how its prompt was cut or by which way its KV came. Without it
-        /// steps are faster, decode steps of long sequences many times, and tokens may differ where two are almost as likely.
+        /// On a GPU: a request's tokens do not depend on other requests, on how its prompt is split into chunks, or on its route. Without
+        /// it, steps are faster (decode steps of long sequences many times), and tokens may differ where two are almost equally likely.
         invariant: bool = true,
-        /// On a GPU: decode steps of a size that was there before are launched as a whole. Not a token depends on it.
+        /// On a GPU: a decode step of a size seen before is launched as one CUDA graph. This changes no token.
         cuda_graphs: bool = true,
-        /// On a Hopper GPU: prompts are attended to by its own matrix units and copy engine, where their kernel takes the pool.
+        /// On a Hopper GPU: prefill attention uses Hopper's matrix units and copy engine, if that kernel supports the pool.
         hopper_attention: bool = true,
-        /// On a GPU: longest time that it may take for a step. One that takes longer is taken to stand still: the worker tells its requests,
-        /// which go on elsewhere, leaves the cluster and ends with an error, so that it is started anew.
+        /// On a GPU: longest time for one step. If a step takes longer, the worker fails its requests so that they resume elsewhere, leaves
+        /// the cluster and ends with an error, so that it is started again.
         gpu_timeout: Duration = Duration::from_secs(60),
-        /// Weights of layers: none (as they are, on a GPU bf16), or on a GPU fp8: 8-bit floats (E4M3) with a scale for each output, and so the
-        /// rows that they are multiplied with; about half the memory. All workers of a cluster need the same.
+        /// Type of layer weights: none (as they are, on a GPU bf16), or on a GPU fp8 (E4M3 with one scale per output, inputs quantised to
+        /// E4M3 too; about half the memory). All workers of a cluster need the same.
         quantization: Quantization = Quantization::None,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
-        /// Tensor-parallel ranks: the model is split over so many, which on the CPU share the threads and on GPUs have one each. A divisor of its
-        /// KV heads.
+        /// Tensor-parallel ranks: the number of parts into which the model is split, a divisor of its KV heads. On the CPU, ranks share the
+        /// compute threads. On GPUs, each rank has a GPU.
         tp: u32 = 1,
-        /// Keep each compute thread on a CPU of its own; for workers that share their CPUs with nobody.
+        /// Pin each compute thread to a CPU of its own. Only for workers that have their CPUs to themselves.
         pin_threads: bool = false,
     }
 }
 
 impl WorkerConfig {
-    /// Bounds of transfers, in the transfer engine's words.
+    /// The transfer settings as the transfer engine takes them.
     pub fn transfer_limits(&self) -> TransferLimits {
         TransferLimits {
             heartbeat: self.transfer_heartbeat,
@@ -176,7 +181,7 @@ impl WorkerConfig {
         }
     }
 
-    /// TLS between workers, if it is set up.
+    /// TLS between workers; `None` if it is not configured.
     ///
     /// # Errors
     /// When files are missing or cannot be used.
@@ -198,7 +203,7 @@ impl WorkerConfig {
         }
     }
 
-    /// How UCX is found and set up, in the transfer engine's words.
+    /// The UCX settings as the transfer engine takes them.
     pub fn ucx(&self) -> UcxSettings {
         UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }
     }

@@ -1,7 +1,7 @@
-//! The dedicated thread that owns a worker's core and its model; everything reaches it as messages.
+//! The thread that owns a worker's core and its model. Everything reaches it as messages.
 //!
-//! What is done when is decided by the core ([`baton_roles::WorkerCore`]); here are the clock, the model's calls, and whoever
-//! carries out what the role wants done ([`Shell`]).
+//! The core ([`baton_roles::WorkerCore`]) decides what is done and when. This module adds the clock, the calls of the model, and the
+//! [`Shell`], which carries out the role's effects.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -18,33 +18,33 @@ use crate::report::report;
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
-/// What surrounds a role's core: the requests' streams and the transfer engine. Called on the engine thread only; must not wait for
-/// the network.
+/// The part around a role's core: the requests' streams and the transfer engine. Its methods are called only on the engine thread and
+/// must not wait for the network.
 pub trait Shell: Send + 'static {
-    /// The role that it serves.
+    /// The role it serves.
     type Role: RoleCore<Command: Send, Effect: Send> + Send + 'static;
-    /// What services, streams and transfer threads say.
+    /// Messages from services, streams and transfer threads.
     type Command: Send + 'static;
-    /// Takes out what is the shell's own (streams, handoffs); what is left is for the core.
+    /// Keeps the parts of a command that belong to the shell (streams, handoffs) and returns the rest for the core.
     fn command(&mut self, command: Self::Command) -> <Self::Role as RoleCore>::Command;
-    /// Does what the core wants done; its answer, if it has one.
+    /// Carries out an effect of the core; returns its answer, if it has one.
     fn perform(&mut self, effect: <Self::Role as RoleCore>::Effect) -> Option<<Self::Role as RoleCore>::Command>;
-    /// Hands a layer of some blocks to a handoff.
+    /// Gives one layer of some blocks to a handoff.
     fn write(&mut self, write: Write<'_>) -> Result<(), TransferError>;
 }
 
-/// What reaches the thread.
+/// A message to the thread.
 #[derive(Debug)]
 enum Message<C> {
     Command(C),
-    /// No new requests are taken from here on.
+    /// Accept no new requests from now on.
     Drain,
 }
 
-/// A way to the engine thread. The thread ends when nobody watches its snapshot any more, so when the last handle is gone, and when the
-/// model can compute nothing any more.
+/// A handle of the engine thread. The thread ends when the last receiver of its snapshot is dropped (the last handle has one), or when
+/// the model can compute nothing any more.
 ///
-/// The command queue itself has no limit: every command belongs to an open stream or an open handoff, and those are limited.
+/// The command queue has no limit of its own: every command belongs to an open stream or an open handoff, and those are limited.
 #[derive(Debug)]
 pub struct EngineHandle<C> {
     commands: Commands<C>,
@@ -52,7 +52,7 @@ pub struct EngineHandle<C> {
     stall: Stall,
 }
 
-/// Sends commands without keeping the thread alive: what the shell itself and its callbacks hold.
+/// Sends commands without keeping the thread alive. The shell and its callbacks hold this.
 #[derive(Debug)]
 pub struct Commands<C>(Sender<Message<C>>);
 
@@ -87,30 +87,30 @@ impl<C> EngineHandle<C> {
         self.commands.send(command)
     }
 
-    /// From the snapshot on that says so, no new requests are taken.
+    /// Starts the drain. New requests are refused from the first snapshot with `draining` set.
     pub(crate) fn drain(&self) {
-        // A thread that is gone takes none.
+        // A thread that has ended accepts no requests anyway.
         let _ = self.commands.0.send(Message::Drain);
     }
 
-    /// What callbacks hold.
+    /// A sender for callbacks.
     pub fn commands(&self) -> Commands<C> {
         self.commands.clone()
     }
 
-    /// Follows what the engine holds; closed when the thread is gone.
+    /// Snapshots of what the engine holds; the channel closes when the thread ends.
     pub fn snapshot(&self) -> watch::Receiver<Snapshot> {
         self.snapshot.clone()
     }
 
-    /// Whether the thread waits for a device that stands still, and says nothing any more.
+    /// Tells whether the thread is blocked on a device that stands still.
     pub(crate) fn stall(&self) -> &Stall {
         &self.stall
     }
 }
 
-/// Starts the thread. `make` gets a way to send commands, for callbacks of the transfer engine. A device that the model computes
-/// on may take `timeout` for a step.
+/// Starts the thread. `make` gets a sender of commands, for callbacks of the transfer engine. `timeout` is the longest time that the
+/// model's device may take for a step.
 pub fn start<S: Shell>(
     name: &str,
     core: WorkerCore<S::Role>,
@@ -148,8 +148,8 @@ type Out<S> = Effect<<<S as Shell>::Role as RoleCore>::Effect>;
 impl<S: Shell> Thread<S> {
     fn run(mut self) {
         report(&self.core, &self.publish);
-        // Ends when nobody watches any more: the shell holds a sender of its own, so the inbox alone never closes.
-        // Nor does anybody listen to one whose device has stood still and goes on.
+        // The snapshot channel ends the loop: the shell holds a sender of its own, so the inbox alone never closes.
+        // After a stall the loop ends too: the streams were already told, so nobody would hear of further steps.
         while !self.publish.is_closed() && self.stall.get().is_none() && !self.ended {
             self.take_messages();
             self.feed(Input::Turn);
@@ -157,7 +157,7 @@ impl<S: Shell> Thread<S> {
         }
     }
 
-    /// Waits for the first message when there is nothing else to do.
+    /// Feeds all queued messages to the core. With nothing else to do, waits up to [`IDLE_TICK`] for the first.
     fn take_messages(&mut self) {
         let mut wait = self.core.waits();
         loop {
@@ -172,7 +172,7 @@ impl<S: Shell> Thread<S> {
         }
     }
 
-    /// Gives the core an input and carries out what follows from it. An effect's answer goes in before the next effect is looked at.
+    /// Gives the core an input and carries out its effects. An effect's answer is fed back before the next effect is carried out.
     fn feed(&mut self, input: In<S>) {
         let mut todo = VecDeque::new();
         self.step(input, &mut todo);
@@ -202,7 +202,7 @@ impl<S: Shell> Thread<S> {
                 histogram!(names::STEP_SECONDS).record(stepped.took.as_secs_f64());
             }
             Effect::Ended(error) => {
-                // Who serves requests must be one that can: whoever started this worker starts another.
+                // This worker can serve no more requests. Whoever started it starts another.
                 tracing::error!(%error, "nothing can be computed any more; the worker ends");
                 self.ended = true;
             }
@@ -213,7 +213,7 @@ impl<S: Shell> Thread<S> {
     fn launch(&mut self, mut launch: StepLaunch) -> In<S> {
         let Thread { core, runner, shell, watchdog, .. } = self;
         let (step, call) = (launch.step(), Call::Launch(launch.step(), launch.tokens()));
-        // A write may wait for a peer, which has bounds of its own.
+        // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it.
         let mut on_layer = |layer| watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
         let launched = core.with_batch(step, |batch| watchdog.during(call, || runner.launch(batch, &mut on_layer)));
         let outcome = launched.unwrap_or_else(|| Err(unplanned(step)));
@@ -235,7 +235,7 @@ impl<S: Shell> Thread<S> {
     }
 }
 
-/// A defect: the core asks only for steps that it has.
+/// The error for a step the core does not have: a defect, because the core asks only for steps in flight.
 fn unplanned(step: u64) -> RunError {
     RunError(format!("step {step} is not in flight"))
 }
@@ -249,7 +249,7 @@ mod tests {
 
     use super::*;
 
-    /// Fails every step, and after so many for good.
+    /// Fails every step; after this many failures it is lost for good.
     struct Failing(u32);
 
     impl ModelRunner for Failing {
@@ -267,7 +267,7 @@ mod tests {
         }
     }
 
-    /// Tells of every effect.
+    /// Sends every effect to the test.
     struct Telling(Sender<decode::Effect>);
 
     impl Shell for Telling {
@@ -327,7 +327,7 @@ mod tests {
             assert_eq!(*kind, ErrorKind::Internal, "whoever asked is told");
         }
         assert!(failed.recv().is_err(), "the role is gone, though the handle is there");
-        // Whoever watches is told; this ends.
+        // The snapshot channel closes, so this loop ends.
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut snapshot = handle.snapshot();
         runtime.block_on(async { while snapshot.changed().await.is_ok() {} });

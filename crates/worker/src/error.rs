@@ -19,20 +19,20 @@ pub enum WorkerError {
     /// The model cannot be found or read.
     #[error(transparent)]
     Files(#[from] ModelFileError),
-    /// The model does not suit the kernels.
+    /// The model cannot be loaded, or does not suit the kernels.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// The GPU that was asked for is not there.
     #[error("--backend cuda: {0}; --backend cpu needs none")]
     Backend(KernelError),
-    /// The model, or its KV, is more than the worker may take of the GPU.
+    /// The model, or its KV, needs more of the GPU's memory than the worker may take.
     #[error("the model does not fit: it needs {needs}; gpu_memory_fraction gives it {has}; {fix}")]
     GpuMemory {
-        /// What it needs, and for what.
+        /// How much it needs, and for what.
         needs: String,
-        /// What there is.
+        /// How much it has.
         has: String,
-        /// What to do about it.
+        /// How to fix it.
         fix: &'static str,
     },
     /// The engine's limits do not fit together.
@@ -71,7 +71,7 @@ pub enum WorkerError {
     /// A thread could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),
-    /// What it computes on stands still.
+    /// The device it computes on stands still.
     #[error(transparent)]
     Stalled(#[from] Stalled),
     /// The engine thread is gone: a defect, logged where it happened.
@@ -79,7 +79,7 @@ pub enum WorkerError {
     EngineStopped,
 }
 
-/// A setting with this value is fine, or it must be something else.
+/// Ok if `ok`; else the error that setting `field` has `value` but must be `must`.
 pub(crate) fn check(
     ok: bool,
     field: &'static str,

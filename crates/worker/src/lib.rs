@@ -1,18 +1,18 @@
-//! What a prefill and a decode worker have in common: settings, the loaded model over a shareable pool, the engine thread,
-//! the gRPC frame, registration and drain.
+//! Code that prefill and decode workers share: settings, the loaded model and its KV pool, the engine thread, the gRPC server,
+//! registration and drain.
 //!
-//! The thin shell around a worker's pure core (`baton-roles`). `prefill-node` and `decode-node` add the one piece that differs, a
-//! [`Shell`].
-//! Knows nothing of placement, HTTP or text.
+//! This crate is the thin shell around a worker's pure core (`baton-roles`). `prefill-node` and `decode-node` each add a [`Shell`].
+//! It knows nothing of placement, HTTP or text.
 //!
-//! A module uses those to its right, never the other way:
+//! A module uses only modules to its right:
+//!
 //!
 //! - `node` → `load`, `settings`, `engine_thread`, `service`, `wire`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`
 //!
-//! All may use `config` → `choices`, `error` → `watchdog`. `convert` and `telemetry` use none.
+//! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
 
 mod backend;
 mod budget;

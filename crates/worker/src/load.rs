@@ -1,4 +1,4 @@
-//! From settings to a model ready to run over a pool that transfers can reach.
+//! Loads a model by the settings, ready to run over a pool that transfers can reach.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,14 +23,14 @@ use crate::settings::check_on_cpu;
 use crate::swap::prepare_swap;
 use crate::{PackTokens, WorkerConfig, ranks};
 
-/// Finds the model, fetching it when it is a name or a hub id that is not in the cache yet, and opens it.
+/// Finds and opens the model. Fetches it first if it is a name or a hub id that is not in the cache yet.
 pub fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
     Ok(fetch::find(&source, &config.model, &Logged::default())?.open()?)
 }
 
-/// Progress of a fetch as log lines, one per tenth; a worker has no terminal.
+/// Logs the progress of a fetch, one line per tenth. A worker has no terminal.
 #[derive(Default)]
 struct Logged(AtomicU64);
 
@@ -47,10 +47,10 @@ impl fetch::Progress for Logged {
     }
 }
 
-/// What a worker keeps of a loaded model, whatever computes.
+/// What a worker keeps of a loaded model, on any backend.
 pub struct Ready {
     pub(crate) runner: Box<dyn ModelRunner>,
-    /// What it runs on, for logs.
+    /// Name of the backend, for logs.
     pub(crate) backend: String,
     pub(crate) vocab: u32,
     pub(crate) grammars: Arc<Grammars>,
@@ -60,7 +60,7 @@ pub struct Ready {
     pub(crate) name: String,
 }
 
-/// Finds what to compute on and the model, and loads it. Blocks for seconds.
+/// Finds the backend and the model, and loads the model onto the backend. Blocks for seconds.
 pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
     let chosen = choose(config)?;
     let model = open_model(config)?;
@@ -82,10 +82,10 @@ fn load_on_cpu(config: &WorkerConfig, model: &Model) -> Result<Ready, WorkerErro
     ready(config, model, runner, (geometry, pool), engine)
 }
 
-/// Loads an open model onto devices, one a rank, with its pool there. Blocks for seconds.
+/// Loads an open model and its pool onto devices, one per rank. Blocks for seconds.
 ///
 /// # Errors
-/// As of settings, when their number is not that of ranks, and when the ranks cannot exchange.
+/// When a setting does not fit the model, when the number of devices is not the number of ranks, or when the ranks cannot exchange.
 pub fn load_on_devices<D: ExchangingDevice>(
     config: &WorkerConfig,
     model: &Model,
@@ -95,7 +95,7 @@ pub fn load_on_devices<D: ExchangingDevice>(
     ranks::check_heads(config, model)?;
     let memory = GpuMemory::of(devices).map_err(ModelError::from)?;
     let Plan { geometry, limits, mut engine } = plan(config, model, Place::Gpu(memory))?;
-    // Before anything is loaded, so that what is missing is told at once.
+    // Before anything is loaded, so that a missing connection is reported at once.
     let exchange = (devices.len() > 1).then(|| D::connect(devices)).transpose().map_err(WorkerError::Backend)?;
     let (mut backends, pool) = ranks::on_devices(config, &geometry, devices)?;
     engine.swap = prepare_swap(config, &mut backends, &geometry)?;
@@ -106,7 +106,7 @@ pub fn load_on_devices<D: ExchangingDevice>(
     ready(config, model, runner, (geometry, pool), engine)
 }
 
-/// Finds by measuring what the settings leave open, and is ready for a worker.
+/// Measures `pack_tokens` if the settings ask for it, and completes the loaded model.
 fn ready<B: Backend + 'static>(
     config: &WorkerConfig,
     model: &Model,

@@ -1,4 +1,4 @@
-//! A model loaded to be measured: on one backend, without a worker around it.
+//! Loads a model for measurements: on one backend, without a worker around it.
 
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ pub struct Loaded<B: Backend> {
     pub engine: EngineConfig,
 }
 
-/// Loads an open model onto what `wrap` makes of the CPU backend, with that instruction set, and its pool's layout. Blocks for
-/// seconds.
+/// Loads an open model onto the CPU backend with the instruction set `isa`. `wrap` may wrap the backend; it also gets the pool's layout.
+/// Blocks for seconds.
 pub fn load_on<B: Backend>(
     config: &WorkerConfig,
     model: &Model,
@@ -43,7 +43,7 @@ pub fn load_on<B: Backend>(
     Ok(Loaded { decoder, geometry, engine: EngineConfig { swap, ..engine } })
 }
 
-/// Loads an open model with its pool onto a GPU; transfers cannot reach it. Blocks for seconds.
+/// Loads an open model and its pool onto a GPU. Transfers cannot reach this pool. Blocks for seconds.
 pub fn load_on_gpu<D: Device>(
     config: &WorkerConfig,
     model: &Model,

@@ -21,20 +21,20 @@ use crate::load::{Ready, load};
 use crate::settings::check_settings;
 use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
-/// HTTP/2 streams a worker keeps open at most, per connection (I5).
+/// Most open HTTP/2 streams per connection (I5).
 const MAX_STREAMS: u32 = 4096;
 
-/// What a role brings along.
+/// What differs between the two roles' nodes.
 pub trait NodeRole: Sized {
-    /// What surrounds its core on the engine thread.
+    /// The shell around its core on the engine thread.
     type Shell: Shell;
-    /// Its member role.
+    /// Its role in the cluster's membership.
     const ROLE: Role;
-    /// Makes its core's role.
+    /// Makes the role for the core.
     fn role(node: &Node) -> <Self::Shell as Shell>::Role;
     /// Makes the shell.
     fn shell(node: &Node, commands: Commands<<Self::Shell as Shell>::Command>) -> Result<Self::Shell, WorkerError>;
-    /// Adds its gRPC service.
+    /// Adds its gRPC service and returns the service's name.
     fn routes(
         node: Node,
         handle: EngineHandle<<Self::Shell as Shell>::Command>,
@@ -48,7 +48,7 @@ pub trait NodeRole: Sized {
 pub struct Node {
     /// Its settings.
     pub config: WorkerConfig,
-    /// This process.
+    /// The id of this worker process.
     pub id: WorkerId,
     /// Token ids are below this.
     pub vocab: u32,
@@ -56,13 +56,13 @@ pub struct Node {
     pub geometry: baton_types::PoolGeometry,
     /// The pool's memory.
     pub pool: baton_transfer::Pool,
-    /// Engine time.
+    /// Gives engine time.
     pub clock: crate::Clock,
-    /// Constraints of the model, compiled before the engine thread needs them.
+    /// Compiled constraints. They are compiled before the engine thread needs them.
     pub grammars: Arc<Grammars>,
 }
 
-/// A random id that is not 0. The standard library's hash keys come from the system's random source.
+/// A random id, never 0. The randomness is that of the standard library's hash keys, which come from the system's random source.
 pub fn random_worker_id() -> WorkerId {
     let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
     hasher.write_u32(std::process::id());
@@ -70,7 +70,7 @@ pub fn random_worker_id() -> WorkerId {
 }
 
 impl Node {
-    /// Checks a sequence from the router and compiles its constraint, on a thread of its own.
+    /// Checks a sequence from the router. Compiles its constraint, if it has one, on a blocking thread.
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
         let layout = self.geometry.layout.fingerprint();
         let fit = crate::wire::Fit { vocab: self.vocab, layout, max_keep: self.config.max_keep };
@@ -89,7 +89,7 @@ impl Node {
         Node::run_loaded::<N>(config, load).await
     }
 
-    /// The same with what `load` loads, instead of what the settings say that it computes on.
+    /// The same as [`Node::run`], but `load` loads the model instead of the backend that the settings choose.
     pub async fn run_loaded<N: NodeRole>(
         config: WorkerConfig,
         load: impl FnOnce(&WorkerConfig) -> Result<Ready, WorkerError> + Send + 'static,
@@ -102,7 +102,7 @@ impl Node {
         let loaded = tokio::task::spawn_blocking(move || load(&settings));
         let Ready { runner, backend, vocab, grammars, geometry, pool, engine: limits, name } = tokio::select! {
             loaded = loaded => loaded.map_err(|_| WorkerError::EngineStopped)??,
-            // Told to stop while loading: nothing to drain.
+            // The process was told to stop while loading: nothing to drain.
             _ = process.shutdown.draining() => return Ok(()),
         };
         tracing::info!(
@@ -175,7 +175,7 @@ impl Node {
             .map_err(|e| WorkerError::Grpc { addr, problem: e.to_string() })?;
         routes.add_service(reflection);
         let stop = tokio_util::sync::CancellationToken::new();
-        // The server's own nodelay does not reach sockets it did not accept itself, and tokens are small.
+        // Tokens are small, so Nagle's algorithm is off. The server's own nodelay setting only applies to sockets it accepted itself.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(Duration::from_secs(5)))
@@ -201,7 +201,7 @@ impl Node {
                 failed = Some(WorkerError::EngineStopped);
                 process.shutdown.force("the engine has stopped");
             }
-            // The engine thread may never say anything again.
+            // A stalled engine thread may never publish another snapshot.
             _ = stall.told() => {
                 failed = stall.get().cloned().map(WorkerError::Stalled);
                 process.shutdown.force("what computes stands still");
@@ -221,7 +221,7 @@ impl Node {
         }
         lease.revoke().await;
         stop.cancel();
-        // Streams that are still open belong to requests that were cut off.
+        // Streams still open belong to requests that were cut off.
         let _ = tokio::time::timeout(Duration::from_secs(1), server).await;
         let (Outcome::Clean | Outcome::Cut(_)) = process.join().await;
         failed.map_or(Ok(()), Err)

@@ -1,7 +1,7 @@
-//! How many prompt tokens fill a step, found by timing steps of the loaded model at the start of a worker.
+//! Finds how many prompt tokens fill a step, by timing steps of the loaded model when a worker starts.
 //!
-//! Which lengths are timed and what the times say is [`Saturation`]'s; here an engine of its own runs them over the worker's
-//! pool, before anybody else has a block of it.
+//! [`Saturation`] chooses the lengths to time and judges the times. This module runs them with an engine of its own over the worker's
+//! pool, before anything else uses a block of the pool.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use baton_types::{PoolGeometry, RequestId, SamplingParams};
 
 use crate::WorkerError;
 
-/// How many prompt tokens of a vocabulary of `vocab` saturate the hardware; all that `limits` allow when none do. Blocks for some tenths
-/// of a second with a small model, and for seconds with one whose shortest step takes that long.
+/// The number of prompt tokens that saturates the hardware, or all that `limits` allow when none does. `vocab` is the size of the
+/// vocabulary. Blocks for some tenths of a second with a small model, and for seconds when the model's shortest step takes that long.
 pub(crate) fn find_pack_tokens(
     runner: &mut dyn ModelRunner,
     vocab: u32,
@@ -33,7 +33,7 @@ pub(crate) fn find_pack_tokens(
     Ok(pack_tokens)
 }
 
-/// Steps of one whole prompt each.
+/// Runs steps that compute one whole prompt each.
 struct Steps {
     engine: Engine,
     longest: u32,
@@ -41,23 +41,23 @@ struct Steps {
 }
 
 impl Steps {
-    /// Within the limits of a worker's engine.
+    /// Steps within the limits of a worker's engine.
     fn new(limits: &EngineConfig, geometry: &PoolGeometry, vocab: u32) -> Result<Steps, EngineError> {
         let blocks = geometry.blocks.iter().copied().min().unwrap_or(0);
         let pool = blocks.saturating_mul(geometry.layout.block_size);
-        // One token of the context is for the answer.
+        // The answer needs one token of the context.
         let longest = limits.token_budget.min(limits.context_tokens.saturating_sub(1)).min(pool);
         let cache = CacheConfig { max_blocks: 0, ..limits.cache };
         let alone = EngineConfig { chunk: limits.token_budget, max_running: 1, max_waiting: 0, cache, ..*limits };
         Ok(Steps { engine: Engine::new(alone, geometry)?, longest, vocab })
     }
 
-    /// Tokens of the longest step there can be.
+    /// Tokens of the longest possible step.
     fn longest(&self) -> u32 {
         self.longest
     }
 
-    /// Computes a prompt of so many tokens; how long that took.
+    /// Computes a prompt of `tokens` tokens and returns the time of its step.
     fn time(&mut self, tokens: u32, runner: &mut dyn ModelRunner) -> Result<Duration, WorkerError> {
         self.engine.submit(NewSequence {
             request_id: RequestId(format!("{tokens} tokens to measure")),
@@ -94,7 +94,7 @@ mod tests {
 
     use super::*;
 
-    /// Notes what it is asked to compute.
+    /// Records the lengths of the rows it computes.
     struct Noting(FakeModel, Vec<usize>);
 
     impl ModelRunner for Noting {

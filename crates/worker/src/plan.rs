@@ -1,4 +1,4 @@
-//! From settings and a model to sizes: the pool's shape, the engine's limits and the decoder's. Allocates nothing.
+//! Computes sizes from settings and a model: the pool's shape, the engine's limits and the decoder's. Allocates nothing.
 
 use baton_engine::{CacheConfig, EngineConfig, Eviction, SwapConfig};
 use baton_model::{DecoderLimits, Footprint, kv_layout};
@@ -11,13 +11,13 @@ use crate::choices::Quantization;
 use crate::error::check;
 use crate::{PackTokens, WorkerConfig, WorkerError};
 
-/// Sequences whose logits are computed together.
+/// On the CPU: sequences whose logits are computed together.
 const SAMPLES: usize = 16;
-/// The same on a GPU, at most: it chooses all tokens of a step together.
+/// On a GPU: most sequences whose logits are computed together. A GPU chooses all tokens of a step together.
 const GPU_SAMPLES: usize = 256;
-/// Memory of a pool on the host, unless it is set.
+/// Default memory of a pool on the host.
 const KV_MEMORY: Bytes = Bytes::mib(512);
-/// Most tokens of a stream past the model's context: rotations are tabulated, `head_dim` · 4 bytes a position.
+/// Most tokens of a stream past the model's context. The rotary tables take `head_dim` · 4 bytes per position.
 const MAX_STREAM: u32 = 1 << 22;
 
 /// The layout of the pool.
@@ -27,23 +27,23 @@ pub(crate) fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, W
     windowed(config, layout, model.config().context_length)
 }
 
-/// What follows from settings, model and memory before anything is allocated.
+/// All sizes that follow from settings, model and memory. Computed before anything is allocated.
 pub(crate) struct Plan {
     pub geometry: PoolGeometry,
     pub limits: DecoderLimits,
     pub engine: EngineConfig,
 }
 
-/// Where the pool is to lie, and with which memory the model computes.
+/// Where the pool lies and the model computes.
 #[derive(Clone, Copy)]
 pub(crate) enum Place {
-    /// All on the host.
+    /// On the host.
     Host,
-    /// Both on a GPU, or on one a rank.
+    /// On a GPU, or on one GPU per rank.
     Gpu(GpuMemory),
 }
 
-/// Sequences whose logits are computed together, there.
+/// Sequences whose logits are computed together at `place`.
 fn samples(config: &WorkerConfig, place: Place) -> usize {
     match place {
         Place::Host => SAMPLES,
@@ -51,7 +51,7 @@ fn samples(config: &WorkerConfig, place: Place) -> usize {
     }
 }
 
-/// Blocks of the pool.
+/// Number of blocks of the pool.
 fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: Place) -> Result<u32, WorkerError> {
     let budget = |gpu| -> Result<Budget, WorkerError> {
         let context = config.context.unwrap_or(model.config().context_length) as usize;
@@ -65,7 +65,7 @@ fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: P
         let footprint = Footprint::of_rank(model, config.tp, layout, limits, fp8)?;
         Ok(Budget { gpu, fraction: config.gpu_memory_fraction, footprint })
     };
-    // Of what is asked for each rank's GPU has its heads.
+    // Each rank's GPU holds only its heads, so only its share of these bytes.
     let of_rank = |bytes: Bytes| Bytes(bytes.0 / u64::from(config.tp));
     let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
     let blocks = match place {
@@ -95,7 +95,7 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
         tokens: config.token_budget as usize,
         samples: samples(config, place),
         context: wanted as usize,
-        // Sequences may share all their blocks.
+        // Sequences can share all their blocks, so one block can be in many tables.
         table_entries: config.max_running as usize * wanted.div_ceil(config.block_size).min(blocks) as usize,
     };
     let engine = EngineConfig {
@@ -117,8 +117,8 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
     Ok(Plan { geometry: PoolGeometry::uniform(layout, blocks), limits, engine })
 }
 
-/// The layout with the attention sinks and the window that are set, of a model with a context of `most` tokens: no query may
-/// stand farther from a key than the model was made for.
+/// The layout with the configured attention sinks and window, for a model with a context of `most` tokens. Sinks and window together
+/// are at most `most` tokens, so that no query is farther from a key than the model was made for.
 fn windowed(config: &WorkerConfig, layout: KvLayout, most: u32) -> Result<KvLayout, WorkerError> {
     let Some(window) = config.attention_window else { return Ok(layout) };
     let sinks = config.attention_sinks.checked_next_multiple_of(config.block_size).filter(|sinks| *sinks < most);
@@ -131,7 +131,7 @@ fn windowed(config: &WorkerConfig, layout: KvLayout, most: u32) -> Result<KvLayo
     Ok(layout.with_sinks(sinks, window))
 }
 
-/// The longest sequence, where the model's context is `most` tokens and the pool can hold `held` of one sequence.
+/// The longest sequence in tokens. `most` is the model's context; `held` is how many tokens of one sequence the pool can hold.
 fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerError> {
     let wanted = config.context.unwrap_or(most.min(held));
     let (longest, must) = match config.attention_window {
@@ -142,7 +142,7 @@ fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerErro
     Ok(wanted)
 }
 
-/// How a pool of so many blocks keeps prefixes.
+/// The prefix cache's limits for a pool of `blocks` blocks.
 fn cache(config: &WorkerConfig, blocks: u32) -> CacheConfig {
     let max_blocks = config.prefix_cache_blocks.unwrap_or(u32::MAX);
     let share = |of: u32| (u64::from(of) * u64::from(config.max_kept_percent) / 100) as u32;

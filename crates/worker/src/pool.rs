@@ -1,4 +1,4 @@
-//! The KV pool of a worker, where its backend computes and its transfers reach: a shared-memory segment for a CPU, a GPU's own memory for a
+//! A worker's KV pool, in memory that both its backend and its transfers reach: a shared-memory segment for the CPU, device memory for a
 //! GPU. Joins the kernels, which know devices, and the transfer, which knows handoffs.
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(crate) fn on_host(geometry: &PoolGeometry) -> Result<(Pool, Arc<HostPool>), 
     Ok((Pool::Host(segment), Arc::new(pool.map_err(ModelError::from)?)))
 }
 
-/// A backend on a GPU with its pool in that GPU's memory, and that as transfers reach it.
+/// A backend on a GPU with its pool in that GPU's memory, and the same pool for transfers.
 pub(crate) fn on_device<D: SharingDevice>(
     device: &Arc<D>,
     geometry: &PoolGeometry,

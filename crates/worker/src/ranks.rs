@@ -1,7 +1,8 @@
-//! What a worker's ranks compute on: a backend each, over what is one pool to all others. Without tensor parallelism there is one rank.
+//! The backends of a worker's tensor-parallel ranks, one each, over a pool that looks like one to everything else. Without tensor
+//! parallelism there is one rank.
 //!
-//! On the CPU each rank has its heads of the one pool, on GPUs each has them in its own GPU's memory. Transfers, digests and the prefix
-//! cache know nothing of them, and workers of different degrees hand over to each other.
+//! On the CPU, each rank uses its heads of one shared pool. On GPUs, each rank has its heads in its own GPU's memory. Transfers, digests
+//! and the prefix cache do not see ranks, so workers of different degrees can hand over to each other.
 
 use std::sync::Arc;
 
@@ -17,14 +18,14 @@ use crate::choices::Quantization;
 use crate::error::{WorkerError, check};
 use crate::pool::{on_device, on_host};
 
-/// Each rank has whole KV heads, and nobody else the same.
+/// Checks that every rank gets whole KV heads of its own.
 pub(crate) fn check_heads(config: &WorkerConfig, model: &Model) -> Result<(), WorkerError> {
     let kv_heads = model.config().kv_heads;
     let must = format!("a divisor of the model's {kv_heads} KV heads");
     check(kv_heads.is_multiple_of(config.tp), "tp", config.tp, must)
 }
 
-/// Ranks that share the CPU's threads, and their pool.
+/// Backends for ranks that share the CPU's threads, and their pool.
 pub(crate) fn on_cpu(config: &WorkerConfig, geometry: &PoolGeometry) -> Result<(Vec<CpuBackend>, Pool), WorkerError> {
     let (pool, memory) = on_host(geometry)?;
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
@@ -35,7 +36,7 @@ pub(crate) fn on_cpu(config: &WorkerConfig, geometry: &PoolGeometry) -> Result<(
     Ok((backends, pool))
 }
 
-/// Ranks on a device each, and their pools as one.
+/// Backends for ranks with one device each, and their pools combined into one.
 pub(crate) fn on_devices<D: SharingDevice>(
     config: &WorkerConfig,
     geometry: &PoolGeometry,
@@ -45,7 +46,7 @@ pub(crate) fn on_devices<D: SharingDevice>(
     let ranks = devices.iter().map(|device| on_device(device, &own, cuda_options(config)));
     let ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(ModelError::from)?;
     let (backends, memories): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-    // What is on one device other processes can open.
+    // A pool on a single device stays as it is, so that other processes can open it.
     let memory = match &memories[..] {
         [memory] => Arc::clone(memory),
         _ => Arc::new(SpreadMemory::new(geometry, memories)?),
@@ -53,7 +54,7 @@ pub(crate) fn on_devices<D: SharingDevice>(
     Ok((backends, Pool::Device(memory)))
 }
 
-/// How to run on a GPU.
+/// The options of the CUDA backend.
 fn cuda_options(config: &WorkerConfig) -> CudaOptions {
     let WorkerConfig { invariant, cuda_graphs: graphs, hopper_attention: hopper, .. } = *config;
     CudaOptions { invariant, graphs, hopper, fp8: config.quantization == Quantization::Fp8 }

@@ -1,11 +1,11 @@
-//! What a worker's core holds, as metrics and for those who watch.
+//! Reports what a worker's core holds, as metrics and as snapshots.
 
 use baton_roles::{RoleCore, Snapshot, WorkerCore};
 use baton_runtime::metrics as names;
 use metrics::{counter, gauge};
 use tokio::sync::watch;
 
-/// Publishes what the core holds now, if that is news.
+/// Publishes what the core holds now, if it has changed.
 pub(crate) fn report<R: RoleCore>(core: &WorkerCore<R>, publish: &watch::Sender<Snapshot>) {
     let now = core.snapshot();
     if *publish.borrow() == now {
@@ -38,6 +38,6 @@ pub(crate) fn report<R: RoleCore>(core: &WorkerCore<R>, publish: &watch::Sender<
     ] {
         gauge!(names::KV_BLOCKS, "state" => state).set(count as f64);
     }
-    // Last, so that whoever has seen it finds metrics no older.
+    // Last, so that whoever sees the new snapshot reads metrics at least as new.
     publish.send_replace(now);
 }

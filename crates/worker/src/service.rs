@@ -1,5 +1,5 @@
-//! The `Worker` service every worker has, and its drain. A drain starts with a signal to the process, so that the registry, the
-//! router and the supervisor all learn of it.
+//! The gRPC service `Worker` of every worker, and the wait for its drain. A signal to the process starts a drain, so that the registry,
+//! the router and the supervisor all learn of it.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tonic::{Request, Response, Status};
 
 use baton_roles::Snapshot;
 
-/// Says over what KV goes to which peers.
+/// Lists a prefill worker's peers and the transports to each.
 type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
 
 /// Answers from the engine thread's snapshots.
@@ -18,7 +18,7 @@ type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
 pub struct WorkerService {
     pub(crate) role: &'static str,
     pub(crate) snapshot: watch::Receiver<Snapshot>,
-    /// None of a role that writes to nobody.
+    /// Unset for a role that writes to no peer.
     peers: Arc<OnceLock<Peers>>,
 }
 
@@ -27,13 +27,13 @@ impl WorkerService {
         WorkerService { role, snapshot, peers: Arc::default() }
     }
 
-    /// From now on the worker's status says what `peers` does.
+    /// Adds what `peers` returns to the worker's status from now on.
     pub fn report_peers(&self, peers: impl Fn() -> Vec<v1::Peer> + Send + Sync + 'static) {
-        // A worker has one role, which says it once.
+        // A worker has one role, and the role calls this once.
         let _ = self.peers.set(Box::new(peers));
     }
 
-    /// Waits until the engine, which was told to drain, is idle; Err: sequences left at the deadline.
+    /// Waits until the draining engine is idle. Err: the number of sequences left at the timeout.
     pub(crate) async fn drained(&self, timeout: Duration) -> Result<(), u32> {
         let mut snapshot = self.snapshot.clone();
         let idle = tokio::time::timeout(timeout, snapshot.wait_for(|s| s.draining && s.idle)).await;

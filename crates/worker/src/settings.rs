@@ -1,4 +1,4 @@
-//! What settings must be, as far as that can be told before the model is there: so that a wrong one is told at once, with its field.
+//! Checks of settings that are possible before the model is loaded. A wrong setting fails at once, with its field.
 
 use std::time::Duration;
 
@@ -9,14 +9,15 @@ use crate::WorkerConfig;
 use crate::choices::{BackendKind, Quantization};
 use crate::error::{WorkerError, check};
 
-/// What every registry can keep.
+/// Shortest TTL that every registry supports.
 const MIN_TTL: Duration = Duration::from_secs(1);
-/// Shortest time by which transfers are bounded; less than this a busy machine takes to wake a thread.
+/// Shortest allowed bound of transfers. A busy machine may need up to this long to wake a thread.
 const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
-/// A GPU may take as long for a large step.
+/// Shortest allowed `gpu_timeout`: a large step can take this long.
 const LEAST_GPU_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A pod or a service may have fewer CPUs than its host, and compute threads that keep a CPU each share it with nobody.
+/// Checks `transfer_cpus`: the process must be allowed to use them (a pod or a service may have fewer CPUs than its host), and no pinned
+/// compute thread may run on one of them.
 fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
     let cpus = &config.transfer_cpus.0;
     let Ok(allowed) = Cpus::allowed() else { return Ok(()) };
@@ -26,7 +27,7 @@ fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
     check(cpus.are_apart(&taken), "transfer_cpus", cpus, must)
 }
 
-/// I5: a bound of no time fails every handoff, and one missed heartbeat is no sign of anything.
+/// Checks the bounds of transfers (I5): a bound of zero would fail every handoff, and one missed heartbeat does not mean a lost peer.
 fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
     let bounds = [
         ("transfer_heartbeat", config.transfer_heartbeat, LEAST_HEARTBEAT),
@@ -44,7 +45,7 @@ fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
     Ok(())
 }
 
-/// What can be checked before the model is there: so that a wrong setting is told at once.
+/// Checks all that can be checked before the model is loaded.
 pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let positive = |field, value: u32| check(value >= 1, field, value, "at least 1");
     check(
@@ -85,7 +86,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     Ok(())
 }
 
-/// What the CPU does not do.
+/// Refuses settings that the CPU backend does not support.
 pub(crate) fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
     let must = "none where the CPU computes, which takes a model's weights as they are; fp8 needs a GPU (backend cuda)";
     check(config.quantization == Quantization::None, "quantization", config.quantization, must)

@@ -1,4 +1,4 @@
-//! One request's stream of events, from the engine thread to the router. Dropping it cancels the request.
+//! One request's stream of events, from the engine thread to the router. Dropping the stream cancels the request.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -14,7 +14,7 @@ use tonic::{Response, Status};
 use crate::EngineHandle;
 use crate::watchdog::Stall;
 
-/// Cancels its sequence when dropped. A sequence that has ended does not mind.
+/// Cancels its sequence when dropped. For a sequence that has ended this does nothing.
 struct Guard<C> {
     seq: SeqId,
     engine: EngineHandle<C>,
@@ -23,12 +23,12 @@ struct Guard<C> {
 
 impl<C> Drop for Guard<C> {
     fn drop(&mut self) {
-        // Without an engine there is nothing to cancel.
+        // If the engine is gone there is nothing to cancel.
         let _ = self.engine.send((self.cancel)(self.seq));
     }
 }
 
-/// Where a new sequence's stream waits for the engine's answer.
+/// The engine thread's way to answer a request for a new sequence.
 pub struct Accepted<C> {
     answer: oneshot::Sender<Result<Guard<C>, Refused>>,
     engine: EngineHandle<C>,
@@ -36,16 +36,16 @@ pub struct Accepted<C> {
 }
 
 impl<C> Accepted<C> {
-    /// From here on somebody always cancels the sequence: the answer carries the guard, so when the service has gone away, or goes
-    /// before it looks, the guard goes too (I6).
+    /// Answers the request. The answer carries the guard. If the service has gone away, or goes before it reads the answer, the guard is
+    /// dropped with it and cancels the sequence (I6).
     fn answer(self, outcome: Result<SeqId, Refused>) {
         let Accepted { answer, engine, cancel } = self;
-        // An answer that nobody takes is dropped, and that is all it has to be.
+        // If nobody receives the answer it is dropped, and its guard with it.
         let _ = answer.send(outcome.map(|seq| Guard { seq, engine, cancel }));
     }
 }
 
-/// The engine thread's ends of all streams. `I` is what they carry, `C` the shell's command.
+/// The engine thread's ends of all streams. `I` is the type of their items, `C` the shell's command.
 pub struct Streams<I, C> {
     next: u64,
     asked: HashMap<Ticket, (Accepted<C>, mpsc::UnboundedSender<I>)>,
@@ -59,7 +59,7 @@ impl<I, C> Default for Streams<I, C> {
 }
 
 impl<I, C> Streams<I, C> {
-    /// A new stream, whose request is not taken yet.
+    /// Registers a new stream whose request is not accepted yet.
     pub fn ask(&mut self, stream: mpsc::UnboundedSender<I>, accepted: Accepted<C>) -> Ticket {
         let ticket = Ticket(self.next);
         self.next += 1;
@@ -67,7 +67,7 @@ impl<I, C> Streams<I, C> {
         ticket
     }
 
-    /// Its request was taken or refused.
+    /// Records that the request was accepted or refused, and answers it.
     pub fn answer(&mut self, ticket: Ticket, outcome: Result<SeqId, Refused>) {
         let Some((accepted, stream)) = self.asked.remove(&ticket) else { return };
         if let Ok(seq) = outcome {
@@ -79,7 +79,7 @@ impl<I, C> Streams<I, C> {
     /// Sends an item, and closes the stream after the last one.
     pub fn say(&mut self, seq: SeqId, item: I, is_last: bool) {
         if let Some(stream) = self.open.get(&seq) {
-            // A closed stream is cancelled by its guard.
+            // If the stream was dropped, its guard cancels the sequence.
             let _ = stream.send(item);
         }
         if is_last {
@@ -87,23 +87,23 @@ impl<I, C> Streams<I, C> {
         }
     }
 
-    /// Its other end is gone.
+    /// Drops the stream of a sequence whose other end is gone.
     pub fn forget(&mut self, seq: SeqId) {
         self.open.remove(&seq);
     }
 }
 
-/// How a role's items travel.
+/// How a role's items become messages on the wire.
 pub trait Wire: 'static {
-    /// What the role says.
+    /// An item of the role.
     type Item: Send + 'static;
     /// The message on the wire.
     type Event: Send + 'static;
-    /// The message, and whether it is the last; a status is always the last.
+    /// Converts an item into a message, and tells whether it is the last. An error status is always the last.
     fn event(item: Self::Item) -> Result<(Self::Event, bool), Status>;
 }
 
-/// A request's events. The channel behind it is bounded by the request itself: its `max_tokens` and an end.
+/// A request's events. The request itself bounds the channel behind it: `max_tokens` tokens and an end.
 pub struct Events<W: Wire, C> {
     items: mpsc::UnboundedReceiver<W::Item>,
     stalled: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -112,7 +112,7 @@ pub struct Events<W: Wire, C> {
 }
 
 impl<W: Wire, C> Events<W, C> {
-    /// Sends the command that `submit` makes and waits until the engine has taken or refused the sequence, or never will.
+    /// Sends the command made by `submit` and waits until the engine accepts or refuses the sequence, or stands still.
     pub async fn open(
         engine: &EngineHandle<C>,
         cancel: fn(SeqId) -> C,
@@ -132,7 +132,7 @@ impl<W: Wire, C> Events<W, C> {
     }
 }
 
-/// The router asks another worker at once where this one drains.
+/// The status of a refusal. A draining worker says so, so that the router asks another worker at once.
 fn refusal(refused: &Refused) -> Status {
     match refused {
         Refused::Draining => baton_proto::draining_status(refused.to_string()),
@@ -144,7 +144,7 @@ fn stopped() -> Status {
     Status::unavailable("the engine has stopped")
 }
 
-/// Of an engine that waits for what stands still.
+/// The status of an engine whose device stands still.
 fn status_of(stall: &Stall) -> Status {
     stall.get().map_or_else(stopped, |stalled| baton_proto::status_of(stalled))
 }
@@ -199,7 +199,7 @@ mod tests {
     }
 
     enum Command {
-        /// Waits for the word before it submits.
+        /// Waits for a signal before it submits.
         Submit(Box<NewSequence>, mpsc::UnboundedSender<Nothing>, Accepted<Command>, std_mpsc::Receiver<()>),
         Cancel(SeqId),
     }
@@ -210,7 +210,7 @@ mod tests {
         Cancelled(SeqId),
     }
 
-    /// A decode role's shell that lends nothing to anybody; it tells of what it did, and says nothing on its streams.
+    /// A decode role's shell that lends no blocks. It reports what it did and sends nothing on its streams.
     struct Probe(std_mpsc::Sender<Did>, Streams<Nothing, Command>);
 
     impl Shell for Probe {
@@ -261,7 +261,7 @@ mod tests {
         }
     }
 
-    /// Computes on a device that stands still until the word.
+    /// Computes on a device that stands still until the test signals.
     struct Still(FakeModel, std_mpsc::Receiver<()>);
 
     impl ModelRunner for Still {
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// An engine thread and what its role did.
+    /// An engine thread, and the reports of what its role did.
     fn engine() -> (EngineHandle<Command>, std_mpsc::Receiver<Did>) {
         engine_on(PATIENCE, |model| Box::new(model))
     }
@@ -310,7 +310,7 @@ mod tests {
         (start("test", core, model, Clock::start(), timeout, |_| Ok(Probe(tell, Streams::default()))).unwrap(), told)
     }
 
-    /// It stays: it waits for a peer's KV.
+    /// A sequence that waits for a peer's KV, so it does not end by itself.
     fn sequence(tokens: usize) -> NewSequence {
         NewSequence {
             request_id: RequestId("r".into()),
@@ -326,7 +326,7 @@ mod tests {
 
     type Opening<'a> = Pin<Box<dyn Future<Output = Result<Response<Events<Nothing, Command>>, Status>> + 'a>>;
 
-    /// Polled once, before the engine looks.
+    /// Opens a stream and polls it once, before the engine handles the command.
     fn opening(engine: &EngineHandle<Command>, new: NewSequence) -> (Opening<'_>, std_mpsc::Sender<()>) {
         let (go, may_go) = std_mpsc::channel();
         let new = Box::new(new);
@@ -369,7 +369,7 @@ mod tests {
         assert_eq!(next(&told), Did::Cancelled(seq));
     }
 
-    /// I5: the engine thread waits for a step that never ends, so it tells nobody of anything.
+    /// I5: the engine thread is blocked in a step that never ends, so it cannot tell anybody.
     #[test]
     fn a_device_that_stands_still_ends_the_streams_that_are_open_and_those_that_open() {
         let (go_on, still) = std_mpsc::channel();
@@ -390,7 +390,7 @@ mod tests {
         let refused = runtime.block_on(Events::<Nothing, _>::open(&engine, Command::Cancel, another));
         let refused = refused.err().expect("nobody answers");
         assert_eq!(refused.message(), status.message());
-        // Should it go on after all, the thread ends.
+        // If the device goes on after all, the thread ends.
         drop((events, future));
         drop(go_on);
         while told.recv_timeout(PATIENCE).is_ok() {}

@@ -1,4 +1,4 @@
-//! Host memory for KV that is swapped out, and how fast it is copied there.
+//! Reserves host memory for KV that is swapped out, and measures how fast it is copied there.
 
 use std::time::Instant;
 
@@ -10,10 +10,10 @@ use baton_types::{BlockId, PoolGeometry};
 use crate::WorkerConfig;
 use crate::error::{WorkerError, check};
 
-/// Blocks copied to see how fast copies are: more than caches hold, few enough not to be noticed.
+/// Blocks copied for the measurement: more than CPU caches hold, few enough to take no noticeable time.
 const MEASURED_BLOCKS: u32 = 64;
 
-/// Host memory for what is swapped out, and how fast it is copied: by one of the ranks' backends, which is the least that all give.
+/// Reserves host memory on every rank and measures the copy rate of one rank, a lower bound for all ranks together.
 pub(crate) fn prepare_swap<B: Backend>(
     config: &WorkerConfig,
     backends: &mut [B],
@@ -35,7 +35,7 @@ pub(crate) fn prepare_swap<B: Backend>(
     Ok(swap)
 }
 
-/// Bytes a second out of the pool and in again, both still unused.
+/// Copy rate in bytes per second, out of the pool and back. Both pool and host memory are still unused.
 fn copy_rate<B: Backend>(backend: &mut B, geometry: &PoolGeometry, host_blocks: u32) -> u64 {
     let blocks = geometry.blocks.iter().copied().min().unwrap_or(0).min(host_blocks).min(MEASURED_BLOCKS);
     let mut copied = || {
@@ -48,7 +48,7 @@ fn copy_rate<B: Backend>(backend: &mut B, geometry: &PoolGeometry, host_blocks: 
         }
         started.elapsed()
     };
-    // The first time, the system has yet to find the memory.
+    // The first run includes the system's work of mapping the memory.
     copied();
     let seconds = copied().as_secs_f64().max(1e-9);
     let bytes = 2 * u64::from(blocks) * SwapConfig::block_bytes(&geometry.layout);

@@ -1,8 +1,8 @@
-//! Whether what computes still does: a GPU that stands still never answers, and neither does the driver's call that waits for it.
+//! Detects a GPU that stands still. Such a GPU never answers, and neither does the driver call that waits for it.
 //!
-//! The engine thread says before each call of its model what it will wait for, and after it that this is over. A thread beside it, which
-//! asks the GPU nothing, looks at that now and then. [`WaitLimit`] is the pure part of it: how long the same call is borne. Who is told, and
-//! what becomes of the worker, is not known here: see [`Stall`]'s users, the requests' streams and the node.
+//! The engine thread records each call of its model before and after. A watchdog thread looks at the record now and then; it never
+//! calls the GPU. [`WaitLimit`] is the pure part: it decides when one call has lasted too long. This module does not know who is told
+//! or what becomes of the worker: see the users of [`Stall`], the requests' streams and the node.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,24 +12,24 @@ use baton_runtime::config::format_duration;
 use baton_types::{BatonError, ErrorKind};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
-/// How long the process may take to end once its GPU stands still. Libraries clean up at a process's end, and may wait for the GPU, too.
+/// How long the process may take to end after its GPU stood still. Libraries clean up when a process ends and may wait for the GPU too.
 const END: Duration = Duration::from_secs(10);
 
-/// Looks in a limit, so that it is exceeded by little.
+/// Number of looks within one limit. More looks detect a stall closer to the limit.
 const LOOKS: u32 = 8;
 
-/// What computes did not answer in time.
+/// The device did not answer in time.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "{device} stands still: {waited_for} is not over after {}, the longest that gpu_timeout allows",
     format_duration(*limit)
 )]
 pub struct Stalled {
-    /// Its name.
+    /// Name of the device.
     pub device: String,
-    /// What was waited for.
+    /// The call that was waited for.
     pub waited_for: String,
-    /// How long.
+    /// The time limit it exceeded.
     pub limit: Duration,
 }
 
@@ -39,7 +39,7 @@ impl BatonError for Stalled {
     }
 }
 
-/// Whether what computes stands still, for all that wait for it. Clones share it.
+/// Tells all who wait whether the device stands still. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Stall {
     what: Arc<OnceLock<Stalled>>,
@@ -47,18 +47,18 @@ pub(crate) struct Stall {
 }
 
 impl Stall {
-    /// What stands still, if anything does.
+    /// The stall, if there was one.
     pub fn get(&self) -> Option<&Stalled> {
         self.what.get()
     }
 
-    /// Completes when something stands still.
+    /// Completes when the device stands still.
     pub fn told(&self) -> WaitForCancellationFutureOwned {
         self.told.clone().cancelled_owned()
     }
 
     fn tell(&self, stalled: Stalled) {
-        // The first is what the others follow from.
+        // The first stall is the cause of later ones.
         let _ = self.what.set(stalled);
         self.told.cancel();
     }
@@ -67,11 +67,11 @@ impl Stall {
 /// A call of the model.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Call {
-    /// A step of this number, of so many tokens, is queued.
+    /// The launch of a step: its number and its tokens.
     Launch(u64, u32),
-    /// It is waited for.
+    /// The wait for a step: its number and its tokens.
     Collect(u64, u32),
-    /// The model is asked whether it can go on.
+    /// The question to the model whether it can go on after a failure.
     Lost,
 }
 
@@ -85,15 +85,15 @@ impl std::fmt::Display for Call {
     }
 }
 
-/// What the engine thread waits for, and which of its waits it is.
+/// The engine thread's current call, if any, and the number of this wait.
 #[derive(Debug, Default)]
 struct Waits {
     number: u64,
     call: Option<Call>,
 }
 
-/// How long one wait is borne. Counts time in which it looked: of one for which the whole process stood still, or the machine slept, the
-/// GPU knows nothing.
+/// Measures how long one wait has lasted. Each look adds at most two ticks: if the whole process was stopped, or the machine slept, that
+/// time says nothing about the GPU.
 #[derive(Debug)]
 struct WaitLimit {
     limit: Duration,
@@ -106,12 +106,12 @@ impl WaitLimit {
         WaitLimit { limit, number: 0, borne: Duration::ZERO }
     }
 
-    /// How long it sleeps between two looks.
+    /// Time to sleep between two looks.
     fn tick(&self) -> Duration {
         self.limit / LOOKS
     }
 
-    /// Whether the wait of this number, if there is one, was borne for too long. `passed` since the last look.
+    /// Whether the current wait, given by its number, has lasted too long. `passed` is the time since the last look.
     fn exceeded(&mut self, waiting: Option<u64>, passed: Duration) -> bool {
         match waiting {
             Some(number) if number == self.number => self.borne += passed.min(2 * self.tick()),
@@ -122,7 +122,7 @@ impl WaitLimit {
     }
 }
 
-/// Held by the engine thread; the thread that looks ends with it.
+/// The engine thread's end of the watchdog. Dropping it ends the watchdog thread.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     waits: Arc<Mutex<Waits>>,
@@ -130,7 +130,7 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Watches what computes, a device of this name; nothing where the engine thread computes by itself and takes as long as it does.
+    /// Watches the device of this name. Without a name it watches nothing: the engine thread then computes by itself.
     pub fn start(device: Option<String>, limit: Duration, stall: Stall) -> std::io::Result<Watchdog> {
         let waits = Arc::<Mutex<Waits>>::default();
         let Some(device) = device else { return Ok(Watchdog { waits, _there: None }) };
@@ -143,7 +143,7 @@ impl Watchdog {
         Ok(Watchdog { waits, _there: Some(there) })
     }
 
-    /// A call that waits for what computes.
+    /// Runs a call that waits for the device.
     pub fn during<R>(&self, call: Call, run: impl FnOnce() -> R) -> R {
         self.wait(Some(call));
         let result = run();
@@ -151,7 +151,7 @@ impl Watchdog {
         result
     }
 
-    /// Something in the midst of a call that waits for others.
+    /// Runs something inside a call that waits for others than the device; this time does not count.
     pub fn aside<R>(&self, run: impl FnOnce() -> R) -> R {
         let call = self.wait(None);
         let result = run();
@@ -159,7 +159,7 @@ impl Watchdog {
         result
     }
 
-    /// Waits for something else from here on; for what it was.
+    /// Sets the current call and returns the previous one.
     fn wait(&self, call: Option<Call>) -> Option<Call> {
         let mut waits = lock(&self.waits);
         waits.number += 1;
@@ -206,7 +206,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Looks at these waits in turn, a second after each other; at which it was too long.
+    /// Looks at these waits, one second apart, and returns the looks that found a wait too long.
     fn exceeded(waits: &[Option<u64>]) -> Vec<usize> {
         let mut limit = WaitLimit::new(4 * SECOND);
         let at = |(at, waiting): (usize, &Option<u64>)| limit.exceeded(*waiting, SECOND).then_some(at);

@@ -1,4 +1,4 @@
-//! Small conversions both roles need between the wire and the engine.
+//! Conversions between the wire and the engine that both roles need.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
@@ -14,29 +14,29 @@ use tonic::{Code, Status};
 pub struct Clock(Instant);
 
 impl Clock {
-    /// Starts now.
+    /// A clock that starts now.
     pub fn start() -> Clock {
         Clock(Instant::now())
     }
 
-    /// Now.
+    /// The current engine time.
     pub fn now(&self) -> Time {
         Time(self.0.elapsed().as_nanos() as u64)
     }
 }
 
-/// What a worker's sequences have to fit.
+/// A worker's limits that a sequence is checked against.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fit {
     /// Token ids are below this.
     pub vocab: u32,
     /// The layout's fingerprint.
     pub layout: u64,
-    /// Longest time the prefix cache keeps what a request asks it to keep.
+    /// Longest time for which the prefix cache keeps a request's blocks.
     pub max_keep: Duration,
 }
 
-/// Checks a sequence from the router: shape, sampling, and that every token is in the vocabulary.
+/// Checks a sequence from the router: its shape, its sampling parameters, and that every token is in the vocabulary.
 pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: Time) -> Result<NewSequence, Status> {
     let vocab = fit.vocab;
     let params = sequence.checked_sampling().map_err(|e| baton_proto::status_of(&e))?;
@@ -61,10 +61,10 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
     Ok(NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority })
 }
 
-/// Where it stands in the prefix cache. Of those that ask to be kept, who is served first is kept longest.
+/// The sequence's place in the prefix cache. Among requests that ask to be kept, a request with a lower `priority` is kept longer.
 fn prefix(sequence: &v1::Sequence, fit: &Fit, now: Time) -> Prefix {
     let seed = prefix_seed(fit.layout, &sequence.cache_salt);
-    // I5: for no longer than the worker allows, whatever is asked for.
+    // I5: for no longer than the worker allows, whatever the request asks for.
     let wanted = Duration::from_secs(sequence.cache_keep_seconds.into()).min(fit.max_keep).as_millis() as u64;
     if wanted == 0 {
         return Prefix { seed, ..Prefix::default() };
@@ -73,8 +73,8 @@ fn prefix(sequence: &v1::Sequence, fit: &Fit, now: Time) -> Prefix {
     Prefix { seed, keep: u8::try_from(rank).unwrap_or(u8::MAX), keep_until: Some(now.after_ms(wanted)) }
 }
 
-/// What keeps tenants' prefixes apart, and those of models: with the layout's fingerprint comes the model's. The keys are this
-/// process's own and random, so that nobody can choose a salt that has another's seed.
+/// The seed that separates the prefixes of tenants (by salt) and of models (the layout's fingerprint includes the model's). The hash
+/// keys are random and known to this process only, so nobody can choose a salt with another tenant's seed.
 fn prefix_seed(layout: u64, salt: &str) -> u64 {
     static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     KEYS.hash_one((layout, salt))

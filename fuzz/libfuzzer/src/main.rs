@@ -1,5 +1,5 @@
-//! One target of `baton-fuzz`, which `BATON_FUZZ_TARGET` names, with inputs chosen by libFuzzer: those that reach new code are kept and
-//! mutated further. Knows nothing of what targets do.
+//! Runs the target of `baton-fuzz` that `BATON_FUZZ_TARGET` names, with inputs from libFuzzer, which keeps inputs that reach new code
+//! and mutates them further. This program knows nothing of what targets do.
 #![no_main]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ use baton_fuzz::{TARGETS, Target};
 fn target() -> &'static Target {
     static TARGET: OnceLock<Target> = OnceLock::new();
     TARGET.get_or_init(|| {
-        // libFuzzer's own hook ends the process at every panic, also at those that a reader expects of a library and catches.
+        // libFuzzer's own hook ends the process at every panic, even one that a reader expects of a library and catches.
         drop(std::panic::take_hook());
         let name = std::env::var("BATON_FUZZ_TARGET").unwrap_or_default();
         let found = TARGETS.into_iter().find(|target| target.name == name);
@@ -24,7 +24,7 @@ fn target() -> &'static Target {
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     let run = target().run;
     if catch_unwind(AssertUnwindSafe(|| run(input))).is_err() {
-        // Which makes libFuzzer write the input down.
+        // Makes libFuzzer save the input.
         std::process::abort();
     }
 });

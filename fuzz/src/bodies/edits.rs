@@ -1,16 +1,16 @@
-//! A body of [`super::bodies`], changed as an input says: always JSON, and near to what is taken.
+//! A body of [`super::bodies`], edited as an input says. The result is always JSON, and close to an accepted body.
 
 use std::sync::LazyLock;
 
 use serde_json::{Value, json};
 
-/// Edits of a body at most.
+/// Most edits of a body.
 const MOST: usize = 12;
 
-/// Values of a body at most, and bytes of its texts, for one more edit: edits can double it.
+/// Most values of a body, and most bytes of its texts, before one more edit. The limit exists because an edit can double a body.
 const LARGE: (usize, usize) = (2_000, 20_000);
 
-/// What edits begin with, and all names of fields in it.
+/// The bodies to edit, and the names of all their fields.
 static BODIES: LazyLock<(Vec<Value>, Vec<String>)> = LazyLock::new(|| {
     let all: Vec<Value> = super::bodies().map(|(_, body)| body).collect();
     let mut names = Vec::new();
@@ -18,7 +18,7 @@ static BODIES: LazyLock<(Vec<Value>, Vec<String>)> = LazyLock::new(|| {
     (all, names)
 });
 
-/// A first byte picks the body; then come edits of three bytes: which value, what to do with it, and with what.
+/// The first byte picks the body. Then come edits of three bytes each: which value, what to do with it, and with what.
 pub(super) fn edited(input: &[u8]) -> Value {
     let (all, names) = &*BODIES;
     let Some((which, edits)) = input.split_first() else { return Value::Null };

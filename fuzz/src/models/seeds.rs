@@ -1,8 +1,8 @@
-//! Model files to begin with: whole ones, as small as the readers take them, so that a few changed bytes lead somewhere else.
+//! Seeds: whole model files, as small as the readers accept, so that a few changed bytes make a difference.
 
 use serde_json::{Value, json};
 
-/// Width of the models, and of their one head: a block of the quantised types.
+/// Width of the models and of their one head: the block size of the quantised types.
 const WIDTH: usize = 32;
 const TOKENS: [&str; 6] = ["<unk>", "<s>", "</s>", "a", "b", "ab"];
 
@@ -63,7 +63,7 @@ fn meta(out: &mut Vec<u8>, value: &Meta<'_>) {
     }
 }
 
-/// A GGUF file's header: one layer with norms of F32 (0) and matrices of Q8_0 (8).
+/// The header of a GGUF file: one layer, with norms of type F32 (0) and matrices of type Q8_0 (8).
 fn gguf(architecture: &str, tokenizer: &[(&str, Meta<'_>)]) -> Vec<u8> {
     let width = WIDTH as u32;
     let key = |name: &str| format!("{architecture}.{name}");
@@ -144,7 +144,7 @@ pub(crate) fn safetensors_seeds() -> Vec<Vec<u8>> {
     sealed.chain([raw]).collect()
 }
 
-/// The files of a directory but its weights.
+/// The files of a directory except its weights.
 pub(super) fn beside_weights() -> [(&'static str, String); 2] {
     let config = json!({
         "model_type": "llama", "vocab_size": TOKENS.len(), "hidden_size": WIDTH, "intermediate_size": WIDTH,
@@ -166,7 +166,7 @@ pub(super) fn beside_weights() -> [(&'static str, String); 2] {
     [("config.json", config.to_string()), ("tokenizer.json", tokenizer.to_string())]
 }
 
-/// Templates in the manner of published ones: turns, namespaces, macros, tools, dates, errors.
+/// Templates like published ones: turns, namespaces, macros, tools, dates, errors.
 pub(crate) fn chat_seeds() -> Vec<Vec<u8>> {
     let templates = [
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",

@@ -1,4 +1,4 @@
-//! The answer's JSON: a stream of chunks, or one object.
+//! The answer's JSON: one object, or a stream of chunks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::model::ServedModel;
 use crate::sink::Piece;
 use crate::tools::{Call, Read, ToolParser};
 
-/// Which of the two APIs.
+/// The API that the answer belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Shape {
     /// /v1/chat/completions
@@ -22,22 +22,22 @@ pub(crate) enum Shape {
     Text,
 }
 
-/// Everything chunks and objects of one answer have in common.
+/// What all chunks of one answer have in common.
 #[derive(Clone)]
 pub(crate) struct Answer {
     pub shape: Shape,
     pub id: String,
-    /// Seconds since 1970.
+    /// When the answer began, seconds since 1970.
     pub created: u64,
     pub model: Arc<ServedModel>,
-    /// Of the workers when the answer began.
+    /// Fingerprint of the workers when the answer began.
     pub fingerprint: u64,
     pub asked: Asked,
     /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
-    /// Choices of each prompt.
+    /// Choices per prompt.
     pub n: u32,
-    /// Reads calls, where tools were offered.
+    /// Reads calls; None if no tools were offered.
     pub parser: Option<ToolParser>,
 }
 
@@ -45,17 +45,17 @@ pub(crate) struct Answer {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Part {
     pub choice: u32,
-    /// The first one of its choice.
+    /// True for the first part of its choice.
     pub first: bool,
     pub text: String,
     pub pieces: Vec<Piece>,
     pub calls: Vec<Call>,
-    /// In the API's words.
+    /// Why the choice ended, in the API's words.
     pub finish: Option<&'static str>,
 }
 
 impl Part {
-    /// Appends what was read.
+    /// Appends text and calls.
     pub fn add(&mut self, read: Read) {
         self.text += &read.text;
         self.calls.extend(read.calls);
@@ -70,7 +70,7 @@ struct Body<'a> {
     model: &'a str,
     system_fingerprint: String,
     choices: Vec<Choice>,
-    /// Absent, null or there: three different things in a stream.
+    /// Three cases that differ in a stream: absent (`None`), null (`Some(None)`), or a value.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageObject>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -110,7 +110,7 @@ struct Message {
 
 #[derive(Serialize)]
 struct CallObject {
-    /// In a stream only.
+    /// Only in a stream.
     #[serde(skip_serializing_if = "Option::is_none")]
     index: Option<u32>,
     id: String,
@@ -173,16 +173,16 @@ impl From<Usage> for UsageObject {
     }
 }
 
-/// Adds up what the choices of an answer cost. A prompt counts once, however often it is answered.
+/// Adds up the tokens used by an answer's choices. A prompt counts once, however many answers it has.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct UsageSum {
     sum: Usage,
-    /// By prompt: the least that was cached for one of its choices; the others may have found what that one computed.
+    /// Per prompt: the fewest cached tokens of any of its choices. The others may have reused what that choice computed.
     cached: BTreeMap<u32, u32>,
 }
 
 impl UsageSum {
-    /// A choice has ended.
+    /// Adds a choice that has ended. `n` is the number of choices per prompt.
     pub fn add(&mut self, choice: u32, n: u32, usage: Usage) {
         self.sum.completion_tokens += usage.completion_tokens;
         if choice.is_multiple_of(n) {
@@ -199,17 +199,17 @@ impl UsageSum {
 }
 
 impl Answer {
-    /// One part for each choice, nothing in them yet.
+    /// One empty part per choice.
     pub fn empty_parts(&self) -> Vec<Part> {
         (0..self.prompts.len() as u32 * self.n).map(|choice| Part { choice, ..Part::default() }).collect()
     }
 
-    /// One reader for each choice.
+    /// One reader per choice.
     pub fn readers(&self) -> Vec<Reader> {
         vec![Reader::new(self.parser.clone()); self.prompts.len() * self.n as usize]
     }
 
-    /// A stream's chunk for a part of one choice.
+    /// The stream chunk for a part of one choice.
     pub fn chunk(&self, mut part: Part) -> String {
         let usage = self.asked.include_usage.then_some(None);
         let calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, true)).collect();
@@ -226,7 +226,7 @@ impl Answer {
         self.json(self.object(true), vec![self.choice(part, content, show_prompt)], usage, show_prompt)
     }
 
-    /// A stream's last chunk, when the client asked for the usage.
+    /// The last chunk of a stream whose client asked for the usage.
     pub fn usage_chunk(&self, usage: &UsageSum) -> String {
         self.json(self.object(true), Vec::new(), Some(Some(usage.usage().into())), false)
     }
@@ -282,7 +282,7 @@ impl Answer {
         usage: Option<Option<UsageObject>>,
         show_prompt: bool,
     ) -> String {
-        // With several prompts, each choice has its own.
+        // With several prompts, each choice has its own prompt ids instead.
         let prompt_token_ids = match &self.prompts[..] {
             [only] if show_prompt && self.asked.token_ids => Some(&only[..]),
             _ => None,
@@ -297,7 +297,7 @@ impl Answer {
             usage,
             prompt_token_ids,
         };
-        // Strings, numbers and lists of them: there is nothing serde_json could refuse.
+        // Cannot fail: the body consists of strings, numbers and lists of them.
         serde_json::to_string(&body).unwrap_or_default()
     }
 }
@@ -310,7 +310,7 @@ mod tests {
     fn a_prompt_counts_once_and_what_its_own_choices_computed_is_not_reuse() {
         let mut sum = UsageSum::default();
         let usage = |prompt_tokens, cached_tokens| Usage { prompt_tokens, completion_tokens: 5, cached_tokens };
-        // Two prompts, two answers each: choice 1 computed the first prompt, and choice 0 found what it had left.
+        // Two prompts with two answers each. Choice 1 computed the first prompt; choice 0 reused its KV.
         for (choice, usage) in [(0, usage(10, 9)), (3, usage(20, 16)), (1, usage(10, 0)), (2, usage(20, 19))] {
             sum.add(choice, 2, usage);
         }

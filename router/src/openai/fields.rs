@@ -1,5 +1,7 @@
-//! Fields of a request that nobody reads. Those that would change the answer are refused by name instead of ignored, and
-//! so are those that look like a field misspelt; what is left is something new or of no effect here, and is skipped.
+//! Request fields that the API types do not read:
+//! - Fields that would change the answer are refused by name instead of ignored.
+//! - Fields that look like a misspelt field are refused too.
+//! - All others are new or have no effect here, and are skipped.
 
 use baton_runtime::config::nearest_within;
 use serde::de::value::Error as NamesError;
@@ -9,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::RequestError;
 
-/// A field and the values that mean "nothing special". `null` and an absent field always do.
+/// A field that is refused unless its value is harmless. `null` and an absent field are always harmless.
 struct Refused {
     name: &'static str,
     harmless: fn(&Value) -> bool,
@@ -77,7 +79,7 @@ const REFUSED: [Refused; 30] = {
     ]
 };
 
-/// Fields that clients send and that have no effect here: on who is billed, on speed, or on what this model does not do.
+/// Fields that clients send and that have no effect here: they concern billing, speed, or features this model lacks.
 const HARMLESS: [&str; 15] = [
     "guided_decoding_backend",
     "include_reasoning",
@@ -96,13 +98,14 @@ const HARMLESS: [&str; 15] = [
     "verbosity",
 ];
 
-/// Edits that make another word of a field's name.
+/// A name within this many edits of a known field counts as misspelt.
 const MISSPELT: usize = 2;
-/// Names that are looked at; comparing them costs time (I5).
+/// Maximum unlisted names that are compared with known ones; comparing costs time (I5).
 const MAX_UNKNOWN: usize = 64;
 const MAX_NAME: usize = 64;
 
-/// The refused fields of a request, and the names of those that are in no list here; values of others are not kept.
+/// The refused fields of a request with their values, and the names of fields that are in no list here. Other values are
+/// not kept.
 #[derive(Debug, Default)]
 pub(crate) struct OtherFields {
     refused: Map<String, Value>,
@@ -138,7 +141,8 @@ impl<'de> Deserialize<'de> for OtherFields {
 }
 
 impl OtherFields {
-    /// Ok when none of them asks for anything; otherwise the first that does. `read` are the fields that are read.
+    /// Ok when none of these fields asks for anything; otherwise an error for the first that does. `read` lists the fields that
+    /// the API types read.
     pub fn check(&self, read: &[&'static [&'static str]]) -> Result<(), RequestError> {
         let is_read = |name: &str| read.iter().any(|fields| fields.contains(&name));
         for field in REFUSED.iter().filter(|f| !is_read(f.name)) {
@@ -163,15 +167,15 @@ impl OtherFields {
     }
 }
 
-/// The fields of a struct that derives `Deserialize`, as JSON spells them; of anything else, none.
+/// The JSON names of the fields of a struct that derives `Deserialize`; empty for any other type.
 pub(crate) fn names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
     let mut names: &'static [&'static str] = &[];
-    // Fails always: there is no value, only the question which fields it would have.
+    // Always fails: there is no value, the call only reveals the fields.
     let _ = T::deserialize(Asked(&mut names));
     names
 }
 
-/// Notes which fields a struct asks for.
+/// A deserializer that only notes which fields a struct asks for.
 struct Asked<'a>(&'a mut &'static [&'static str]);
 
 impl<'de> Deserializer<'de> for Asked<'_> {

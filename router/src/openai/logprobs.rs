@@ -1,4 +1,4 @@
-//! Log probabilities in the two forms the API has. Every token generated has its entry, also one that only ends the answer.
+//! Log probabilities in the API's two forms. Every generated token has an entry, also one that only ends the answer.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use serde::Serialize;
 use crate::model::ServedModel;
 use crate::sink::Piece;
 
-/// What the API says instead of minus infinity, which JSON cannot.
+/// The API's value for minus infinity, which JSON cannot express.
 const LEAST: f32 = -9999.0;
 
-/// Chat: one entry a token.
+/// The form of chats: one entry per token.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ChatLogprobs {
     content: Vec<ChatToken>,
@@ -32,7 +32,7 @@ struct TopToken {
     bytes: Vec<u8>,
 }
 
-/// Completions: four lists of equal length.
+/// The form of completions: four lists of equal length.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct TextLogprobs {
     tokens: Vec<String>,
@@ -46,7 +46,7 @@ fn finite(logprob: f32) -> f32 {
 }
 
 impl ChatLogprobs {
-    /// For these tokens.
+    /// The log probabilities of these tokens.
     pub fn of(model: &ServedModel, pieces: &[Piece]) -> ChatLogprobs {
         let top = |(id, logprob): &(u32, f32)| {
             let (token, bytes) = model.token(*id);
@@ -62,14 +62,14 @@ impl ChatLogprobs {
 }
 
 impl TextLogprobs {
-    /// For these tokens. The chosen token is always among the most likely ones shown.
+    /// The log probabilities of these tokens. `top_logprobs` always includes the chosen token.
     pub fn of(model: &ServedModel, pieces: &[Piece]) -> TextLogprobs {
         let mut all = TextLogprobs::default();
         for piece in pieces {
             let (token, _) = model.token(piece.token.id);
             let logprob = finite(piece.token.logprob.unwrap_or(LEAST));
             let mut top = BTreeMap::new();
-            // Of tokens with equal texts the most likely.
+            // Of tokens with the same text, keeps the most likely.
             for (id, logprob) in &piece.token.top {
                 top.entry(model.token(*id).0).or_insert(finite(*logprob));
             }

@@ -1,4 +1,4 @@
-//! The OpenAI-compatible HTTP API: its JSON in and out. What happens in between is the same for every front door.
+//! The OpenAI-compatible HTTP API: its JSON, in and out. Everything in between is shared by both front doors.
 
 mod answer;
 mod fields;

@@ -1,4 +1,4 @@
-//! What the answer must look like: `response_format`, and the `guided_*` fields of other servers.
+//! The fields that constrain the answer: `response_format`, and the `guided_*` fields known from other servers.
 
 use baton_grammar::{choice, json_schema};
 use baton_types::Constraint;
@@ -8,10 +8,10 @@ use super::types::{CommonFields, NamedSchema, ResponseFormat};
 use crate::error::RequestError;
 use crate::prompt::Wanted;
 
-/// The longest name of a schema, bytes; letters, digits, `_` and `-`.
+/// Longest name of a schema, bytes. It may have letters, digits, `_` and `-`.
 const MAX_NAME: usize = 64;
 
-/// The one constraint these fields ask for.
+/// The constraint that these fields ask for. More than one is an error.
 pub(super) fn wanted(fields: &mut CommonFields) -> Result<Option<Wanted>, RequestError> {
     let format = fields.response_format.take().map(response_format).transpose()?.flatten();
     let guided = [
@@ -33,7 +33,7 @@ pub(super) fn wanted(fields: &mut CommonFields) -> Result<Option<Wanted>, Reques
     }
 }
 
-/// A schema, as JSON or as a text of it.
+/// A schema, given as JSON or as a string that contains JSON.
 fn guided_schema(schema: Value) -> Result<Constraint, RequestError> {
     let Value::String(text) = &schema else { return Ok(json_schema(&schema)) };
     let parsed = serde_json::from_str(text).map_err(|e| {

@@ -1,11 +1,11 @@
-//! From bytes to a typed request, or an error that says which field is wrong, or where the JSON breaks.
+//! Parses bytes into a typed request. An error says which field is wrong, or where the JSON breaks.
 
 use serde::de::DeserializeOwned;
 use serde_json::error::Category;
 
 use crate::error::RequestError;
 
-/// What serde calls a type, and what a person does.
+/// serde's phrases for types, and plain English for them.
 const WORDS: [(&str, &str); 8] = [
     ("expected f32", "expected a number"),
     ("expected u32", "expected a whole number, 0 or above"),
@@ -17,7 +17,7 @@ const WORDS: [(&str, &str); 8] = [
     ("expected struct ", "expected an object, a "),
 ];
 
-/// Reads `body` as a `T`. Fields that `T` does not know are skipped here.
+/// Reads `body` as a `T`. Skips fields that `T` does not have.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, RequestError> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|e| refused(&e))?;

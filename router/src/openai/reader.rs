@@ -1,15 +1,15 @@
-//! Between a choice's text and the answer's JSON: what is text and what is a call, whole or streamed.
+//! Splits a choice's text into text and calls, for whole and for streamed answers.
 
 use baton_types::FinishReason;
 
 use crate::tools::{Read, ToolParser};
 
-/// One choice's text on its way to text and calls.
+/// Splits one choice's text into text and calls.
 #[derive(Clone, Debug)]
 pub(crate) struct Reader(Option<ToolParser>);
 
 impl Reader {
-    /// Passes text through when there is no parser.
+    /// A reader. Without a parser it passes all text through.
     pub fn new(parser: Option<ToolParser>) -> Reader {
         Reader(parser)
     }
@@ -22,12 +22,12 @@ impl Reader {
         }
     }
 
-    /// The choice has ended.
+    /// Ends the choice, and returns what was held back.
     pub fn finish(&mut self) -> Read {
         self.0.as_mut().map(ToolParser::finish).unwrap_or_default()
     }
 
-    /// Why the choice ended, in the API's words: one that made calls stops for them.
+    /// Why the choice ended, in the API's words. A choice that stopped after calls reports `tool_calls`.
     pub fn finish_reason(&self, reason: FinishReason) -> &'static str {
         match reason {
             FinishReason::Stop if self.0.as_ref().is_some_and(ToolParser::called) => "tool_calls",

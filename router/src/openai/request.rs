@@ -1,4 +1,4 @@
-//! From the API's JSON to the one form of a request, and what the client wants to see of the answer.
+//! Turns the API's JSON into a `GenerateInput`, and into what the client wants to see of the answer (`Asked`).
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,23 +15,23 @@ use crate::error::RequestError;
 use crate::input::{GenerateInput, Standing};
 use crate::prompt::Prompt;
 
-/// Tokens of a completion when the client does not say; the API's own default.
+/// Maximum tokens of a completion when the client gives no number; the API's own default.
 const COMPLETION_TOKENS: u32 = 16;
 
 /// What the client wants to see of the answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Asked {
-    /// Server-sent events instead of one body.
+    /// Send server-sent events instead of one body.
     pub stream: bool,
-    /// With a stream: a last chunk with the usage.
+    /// In a stream, send a last chunk with the usage.
     pub include_usage: bool,
-    /// Log probabilities, of this many tokens beside the chosen one.
+    /// Send log probabilities of the chosen token and of this many of the most likely ones.
     pub logprobs: Option<u32>,
-    /// Token ids of prompt and answer.
+    /// Send the token ids of prompt and answer.
     pub token_ids: bool,
 }
 
-/// When a request came in, until when it is wanted, and its name.
+/// A request's id, arrival time and deadline.
 #[derive(Clone, Debug)]
 pub(crate) struct Envelope {
     pub request_id: RequestId,
@@ -152,7 +152,7 @@ fn assemble(
 
 fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
     let role = match message.role.as_str() {
-        // The newer name of the same role; templates know the older one.
+        // `developer` is the newer name of `system`; templates know the older one.
         "developer" => "system".to_owned(),
         "system" | "user" | "assistant" | "tool" => message.role,
         other => {
@@ -211,7 +211,7 @@ fn logit_bias(biases: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, RequestEr
             Err(RequestError::invalid("logit_bias", format!("logit_bias has the key {id:?}; keys must be token ids")))
         }
     };
-    // By token, each once.
+    // Sorted by token id, each id once.
     let biases: BTreeMap<u32, f32> = biases.into_iter().map(read).collect::<Result<_, _>>()?;
     Ok(biases.into_iter().collect())
 }

@@ -7,12 +7,12 @@ use super::types::{ChatFields, MessageCall};
 use crate::error::RequestError;
 use crate::tools::{Choice, Tools};
 
-/// Most tools of a request (I5).
+/// Maximum tools of a request (I5).
 const MAX_TOOLS: usize = 128;
-/// The longest name of a function, bytes.
+/// Longest name of a function, bytes.
 const MAX_NAME: usize = 64;
 
-/// The tools the model is told of; None without any, and when none may be called.
+/// The tools to offer to the model. None if there are none, or if none may be called.
 pub(super) fn tools(fields: &mut ChatFields) -> Result<Option<Tools>, RequestError> {
     let specs = fields.tools.take().unwrap_or_default();
     if specs.len() > MAX_TOOLS {
@@ -49,7 +49,7 @@ fn name(at: usize, spec: &Value) -> Result<String, RequestError> {
     }
 }
 
-/// None: no tool may be called.
+/// The meaning of `tool_choice`; None: no tool may be called.
 fn choice(choice: Value, names: &[String]) -> Result<Option<Choice>, RequestError> {
     let refuse = |wrong: String| Err(RequestError::invalid("tool_choice", wrong));
     let forced = match &choice {
@@ -77,7 +77,7 @@ fn choice(choice: Value, names: &[String]) -> Result<Option<Choice>, RequestErro
     Ok(Some(forced))
 }
 
-/// The calls of an assistant's message, arguments as objects, as templates want them.
+/// The calls of an assistant's message. Their arguments become JSON objects, as templates expect.
 pub(super) fn calls(message: usize, calls: Vec<MessageCall>) -> Result<Vec<ToolCall>, RequestError> {
     let read = |(at, call): (usize, MessageCall)| {
         let MessageCall { id, function } = call;

@@ -1,5 +1,5 @@
-//! The JSON of the API, field by field. Requests are read three times (prompt, sampling, other fields) so that every
-//! error names its field; what becomes of fields that are not here is in `fields.rs`.
+//! The JSON of the API, field by field. A request is read three times (the endpoint's own fields, common fields, other
+//! fields), so that every error names its field. `fields.rs` handles the fields that are not here.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::fmt;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// POST /v1/chat/completions, apart from what it shares with completions.
+/// The fields of POST /v1/chat/completions that completions lack.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChatFields {
     pub messages: Vec<Message>,
@@ -19,14 +19,14 @@ pub(crate) struct ChatFields {
     pub parallel_tool_calls: Option<bool>,
 }
 
-/// POST /v1/completions, apart from what it shares with chat.
+/// The fields of POST /v1/completions that chats lack or have in another form.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CompletionFields {
     pub prompt: PromptField,
     pub logprobs: Option<u32>,
 }
 
-/// What both share.
+/// The fields that both endpoints share.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CommonFields {
     pub model: Option<String>,
@@ -57,7 +57,7 @@ pub(crate) struct CommonFields {
     pub guided_grammar: Option<String>,
 }
 
-/// What an answer is to be.
+/// The required form of the answer.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ResponseFormat {
     #[serde(rename = "type")]
@@ -65,14 +65,14 @@ pub(crate) struct ResponseFormat {
     pub json_schema: Option<NamedSchema>,
 }
 
-/// A schema as OpenAI's clients send it. It always holds, `strict` or not.
+/// A schema as OpenAI's clients send it. It is always enforced, whatever `strict` says.
 #[derive(Debug, Deserialize)]
 pub(crate) struct NamedSchema {
     pub name: Option<String>,
     pub schema: Option<serde_json::Value>,
 }
 
-/// How a stream is to look.
+/// Options of a stream.
 #[derive(Debug, Deserialize)]
 pub(crate) struct StreamOptions {
     pub include_usage: Option<bool>,
@@ -88,14 +88,14 @@ pub(crate) struct Message {
     pub name: Option<String>,
 }
 
-/// A call that an assistant's message made.
+/// A call in an assistant's message.
 #[derive(Debug, Deserialize)]
 pub(crate) struct MessageCall {
     pub id: Option<String>,
     pub function: MessageFunction,
 }
 
-/// Its function.
+/// The function of a call.
 #[derive(Debug, Deserialize)]
 pub(crate) struct MessageFunction {
     pub name: String,
@@ -142,7 +142,7 @@ impl<'de> Deserialize<'de> for PromptField {
     }
 }
 
-/// Reads straight into the right kind of list: what the first element is, all must be.
+/// Reads straight into the right kind of list. All elements must be of the first element's kind.
 struct PromptVisitor;
 
 /// The first element of a prompt that is a list.
@@ -236,7 +236,7 @@ pub(crate) struct ErrorBody {
     pub error: ErrorObject,
 }
 
-/// What was wrong.
+/// What is wrong.
 #[derive(Debug, Serialize)]
 pub(crate) struct ErrorObject {
     pub message: String,

@@ -6,24 +6,24 @@ use std::path::Path;
 use baton_model_text::TextModel;
 use serde_json::{Map, Value, json};
 
-/// The id clients use.
+/// The id by which clients ask for the model.
 pub const MODEL: &str = "bytes";
-/// The name in its files.
+/// The name in the model's files.
 pub const NAME: &str = "byte-model";
-/// Tokens of its longest sequence.
+/// Longest sequence, tokens.
 pub const CONTEXT: u32 = 512;
-/// Ends an answer.
+/// The token that ends an answer.
 pub const END: u32 = 257;
-/// Announces calls in the answers of one family.
+/// The special token that announces calls in the Mistral syntax.
 pub const CALLS: u32 = 258;
 const VOCAB: u32 = 260;
 const WIDTH: usize = 4;
 
-/// One message after the other; knows no tools.
+/// A template that writes one message after the other and knows no tools.
 pub const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// The character byte-level tokenizers write for a byte.
+/// The character that byte-level tokenizers write for a byte.
 fn byte_char(byte: u8) -> char {
     let plain = |b: u8| (33..=126).contains(&b) || (161..=172).contains(&b) || b >= 174;
     match plain(byte) {
@@ -55,7 +55,7 @@ fn tokenizer() -> Value {
 /// Writes the model with this chat template below `dir` and opens it.
 ///
 /// # Panics
-/// When it cannot.
+/// When the model cannot be written or opened.
 pub fn write_and_open(dir: &Path, template: &str) -> TextModel {
     let dir = dir.join(NAME);
     std::fs::create_dir(&dir).unwrap();

@@ -1,4 +1,4 @@
-//! The grammar of an answer that must call: the model's own syntax around the tools' schemas.
+//! The grammar of an answer that must call: the model's own call syntax around the tools' schemas.
 
 use baton_grammar::{json_rule, literal};
 use baton_model_text::ToolSyntax;
@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{Choice, Tools};
 
-/// Calls, and nothing else. `marker` is the id of the syntax's marker where that is a special token.
+/// A grammar that allows calls and nothing else. `marker` is the token id of the call marker, if that is a special token.
 pub(crate) fn grammar(tools: &Tools, syntax: ToolSyntax, marker: Option<u32>) -> Constraint {
     let (arguments, after) = match syntax {
         ToolSyntax::Llama => ("parameters", "}"),
@@ -22,7 +22,7 @@ pub(crate) fn grammar(tools: &Tools, syntax: ToolSyntax, marker: Option<u32>) ->
         rules += &format!("call{at}: {} {schema} {}\n", literal(&before), literal(after));
         names.push(format!("call{at}"));
     }
-    // One call is what a named function means.
+    // A named function means exactly one call.
     let many = tools.parallel && !matches!(tools.choice, Choice::Named(_));
     let marker = marker.map_or_else(|| literal(syntax.marker()), |id| format!("<[{id}]>"));
     let start = match syntax {
@@ -30,7 +30,7 @@ pub(crate) fn grammar(tools: &Tools, syntax: ToolSyntax, marker: Option<u32>) ->
             let one = format!("{marker} {} call {}", literal("\n"), literal("\n</tool_call>"));
             if many { format!("start: one ({} one)*\none: {one}", literal("\n")) } else { format!("start: {one}") }
         }
-        // Its template asks for one.
+        // Llama's template asks for one call.
         ToolSyntax::Llama => "start: call".to_owned(),
         ToolSyntax::Mistral => {
             let more = if many { format!("({} call)*", literal(", ")) } else { String::new() };

@@ -1,7 +1,8 @@
-//! Functions a model may call: told to it in the prompt, read out of its answer, and forced by a grammar where the client asks.
+//! Functions a model may call. The prompt describes them, calls are read out of the answer, and a grammar forces a call where
+//! the client asks for one.
 //!
-//! How a model writes calls is its template's affair ([`ToolSyntax`]). One whose template knows no tools can still be made to
-//! call: it is told in words (`plain.rs`), and the grammar does the rest. Pure.
+//! The chat template defines how a model writes calls ([`ToolSyntax`]). A model whose template knows no tools can still be
+//! made to call: the prompt explains it in words (`plain.rs`), and the grammar does the rest. Pure.
 
 mod grammar;
 mod parser;
@@ -20,36 +21,36 @@ pub(crate) use plain::plain;
 /// The tools of one request, at least one.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Tools {
-    /// As the client sent them.
+    /// The tools as the client sent them.
     pub specs: Vec<Value>,
-    /// Their names, in the same order.
+    /// The functions' names, in the same order.
     pub names: Arc<[String]>,
-    /// Whether they must be called.
+    /// Whether a tool must be called.
     pub choice: Choice,
     /// Whether an answer may have more than one call.
     pub parallel: bool,
 }
 
-/// Whether a tool is to be called.
+/// Whether a tool must be called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Choice {
-    /// As the model likes.
+    /// The model decides.
     Auto,
-    /// At least one, whichever.
+    /// At least one call, of any tool.
     Required,
-    /// This one; its place in the list.
+    /// A call of this tool, by its index in the list.
     Named(usize),
 }
 
 impl Tools {
-    /// The tools an answer may call; with a forced choice nothing else is in it.
+    /// The tools that an answer may call, each with its parameters' schema. A named choice leaves only that tool.
     fn callable(&self) -> impl Iterator<Item = (&str, Option<&Value>)> {
         let wanted = move |at: usize| !matches!(self.choice, Choice::Named(only) if only != at);
         let all = self.names.iter().zip(&self.specs).enumerate().filter(move |(at, _)| wanted(*at));
         all.map(|(_, (name, spec))| (name.as_str(), spec.pointer("/function/parameters").filter(|p| !p.is_null())))
     }
 
-    /// Reads one answer.
+    /// A parser for one answer.
     pub fn parser(&self, syntax: ToolSyntax) -> ToolParser {
         ToolParser::new(syntax, Arc::clone(&self.names), self.parallel)
     }
@@ -58,9 +59,9 @@ impl Tools {
 /// A call the model made.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Call {
-    /// Its number in the answer.
+    /// Index of the call in the answer, from 0.
     pub index: u32,
-    /// What its result refers to. Letters and digits only, nine of them: some templates refuse anything else.
+    /// The id that the call's result refers to. Nine letters and digits: some templates refuse anything else.
     pub id: String,
     /// The function.
     pub name: String,

@@ -1,8 +1,8 @@
-//! Reads calls out of an answer's text as it comes in.
+//! Reads calls out of an answer's text as it arrives.
 //!
-//! A call is given out when it is complete, never in parts: only then is it certain that it is one. What looked like a call
-//! and is none (broken JSON, a function nobody offered) is text like any other: nothing is lost. What the client gets does
-//! not depend on how the text was cut into pieces.
+//! A call is delivered only when it is complete, because only then is it certain to be a call. Text that looked like a call
+//! but is none (broken JSON, a function that was not offered) is delivered as text: nothing is lost. What the client gets
+//! does not depend on how the text was cut into pieces.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use super::Call;
 
 const CLOSE: &str = "</tool_call>";
 
-/// One answer.
+/// The parser of one answer.
 #[derive(Clone, Debug)]
 pub(crate) struct ToolParser {
     syntax: ToolSyntax,
     names: Arc<[String]>,
     parallel: bool,
-    /// Text of which it is not known what it is.
+    /// Text not yet known to be text or a call.
     held: String,
     state: State,
     calls: u32,
@@ -28,20 +28,20 @@ pub(crate) struct ToolParser {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
-    /// Before anything but white space.
+    /// Only white space so far.
     Begin,
     /// After text or a call.
     Text,
-    /// `held` begins, after white space, with what may be a call.
+    /// `held`, after leading white space, begins with a possible call.
     Call,
-    /// No more calls.
+    /// No more calls: the rest is text.
     Plain,
 }
 
-/// What became certain.
+/// What became certain with a piece of text.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Read {
-    /// Text that is no call.
+    /// Text that is not a call.
     pub text: String,
     /// Complete calls.
     pub calls: Vec<Call>,
@@ -55,18 +55,18 @@ struct Written {
     arguments: Option<Box<RawValue>>,
 }
 
-/// What the beginning of the held text is.
+/// What the held text begins with.
 enum Verdict {
-    /// That cannot be said yet.
+    /// Not known yet.
     Open,
-    /// Calls, and bytes they take.
+    /// Calls, and their length in bytes.
     Calls(Vec<Written>, usize),
-    /// No call; these first bytes are text.
+    /// No call; this many leading bytes are text.
     Text(usize),
 }
 
 impl ToolParser {
-    /// Nothing read yet.
+    /// A parser that has read nothing yet.
     pub fn new(syntax: ToolSyntax, names: Arc<[String]>, parallel: bool) -> ToolParser {
         ToolParser { syntax, names, parallel, held: String::new(), state: State::Begin, calls: 0 }
     }
@@ -74,7 +74,7 @@ impl ToolParser {
     /// Takes the next piece.
     pub fn push(&mut self, piece: &str) -> Read {
         self.held.push_str(piece);
-        // JSON of a call ends with a bracket: no other piece can complete one.
+        // A call ends with one of these characters. A piece without them cannot complete it.
         let may_complete = self.state != State::Call || piece.contains(['}', ']', '>']);
         let mut read = Read::default();
         if may_complete || !self.plausible() {
@@ -83,24 +83,24 @@ impl ToolParser {
         read
     }
 
-    /// The answer has ended.
+    /// Ends the answer, and returns what the held text is.
     pub fn finish(&mut self) -> Read {
         let mut read = Read::default();
         while self.step(&mut read, true) {}
         let rest = std::mem::take(&mut self.held);
-        // White space around calls says nothing.
+        // White space around calls is dropped.
         if self.calls == 0 || !rest.trim().is_empty() {
             read.text += &rest;
         }
         read
     }
 
-    /// Whether there was a call.
+    /// Whether the answer had a call.
     pub fn called(&self) -> bool {
         self.calls > 0
     }
 
-    /// True when something became certain and there may be more.
+    /// Decides about the beginning of `held`. True when something became certain and there may be more.
     fn step(&mut self, read: &mut Read, ended: bool) -> bool {
         match self.state {
             State::Plain => {
@@ -130,7 +130,7 @@ impl ToolParser {
         }
     }
 
-    /// Looks for the beginning of a call; gives out the text before it. White space before a call stays with it.
+    /// Looks for the beginning of a call, and releases the text before it. White space before a possible call stays held.
     fn look(&mut self, read: &mut Read) -> bool {
         let marker = self.syntax.marker();
         if self.syntax == ToolSyntax::Llama {
@@ -146,7 +146,7 @@ impl ToolParser {
         found.is_some()
     }
 
-    /// Llama's calls have no marker, or one that may be left out: they are what the answer begins with.
+    /// For Llama, whose marker is optional: an answer with calls begins with one.
     fn look_at_once(&mut self) -> bool {
         let marker = self.syntax.marker();
         let rest = &self.held[self.lead()..];
@@ -161,7 +161,7 @@ impl ToolParser {
         true
     }
 
-    /// Bytes before a call: white space, and between two of Llama's calls a semicolon.
+    /// Bytes of `held` before a call: white space and, between two calls of Llama, a semicolon.
     fn lead(&self) -> usize {
         let rest = self.held.trim_start();
         let between = self.syntax == ToolSyntax::Llama && self.calls > 0;
@@ -178,14 +178,14 @@ impl ToolParser {
         }
     }
 
-    /// The JSON of the call in `held`, and where it begins.
+    /// The byte offset in `held` where the call's JSON begins, and that JSON.
     fn json(&self) -> (usize, &str) {
         let call = &self.held[self.lead()..];
         let json = call.strip_prefix(self.syntax.marker()).unwrap_or(call).trim_start();
         (self.held.len() - json.len(), json)
     }
 
-    /// Whether the JSON begins as a call's does, or is not there yet.
+    /// True when the JSON begins as a call's does, or has not begun yet.
     fn plausible(&self) -> bool {
         let first = if self.syntax == ToolSyntax::Mistral { '[' } else { '{' };
         let (_, json) = self.json();
@@ -196,7 +196,7 @@ impl ToolParser {
         let (at, json) = self.json();
         let text = Verdict::Text(match self.syntax {
             ToolSyntax::Hermes => self.lead() + self.syntax.marker().len(),
-            // White space at its end is looked at with what follows it.
+            // White space at the end stays held until the text after it is known.
             ToolSyntax::Llama | ToolSyntax::Mistral => self.held.trim_end().len(),
         });
         if !self.plausible() {
@@ -224,7 +224,7 @@ impl ToolParser {
         let rest = self.held[bytes..].trim_start();
         match rest.strip_prefix(CLOSE) {
             Some(rest) => Verdict::Calls(calls, self.held.len() - rest.len()),
-            // The end of the answer closes it as well.
+            // The end of the answer closes the call as well.
             None if ended && CLOSE.starts_with(rest) => Verdict::Calls(calls, self.held.len()),
             None if CLOSE.starts_with(rest) => Verdict::Open,
             None => text,
@@ -237,7 +237,7 @@ impl ToolParser {
     }
 }
 
-/// The first JSON value of a text and its bytes; None while it is incomplete.
+/// The first JSON value of a text, and its length in bytes. None while it is incomplete.
 fn first<T: for<'de> Deserialize<'de>>(json: &str) -> Result<Option<(T, usize)>, serde_json::Error> {
     let mut values = serde_json::Deserializer::from_str(json).into_iter::<T>();
     match values.next() {
@@ -247,7 +247,7 @@ fn first<T: for<'de> Deserialize<'de>>(json: &str) -> Result<Option<(T, usize)>,
     }
 }
 
-/// Bytes at the end of a text that may begin the marker.
+/// Number of bytes at the end of a text that may begin the marker.
 fn begun(text: &str, marker: &str) -> usize {
     let longest = marker.len().saturating_sub(1).min(text.len());
     let begins = |len: &usize| text.get(text.len() - len..).is_some_and(|tail| marker.starts_with(tail));
@@ -259,7 +259,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The text and the calls (name, arguments), fed in these pieces.
+    /// Feeds these pieces to a parser; returns the text and the calls (name, arguments).
     fn read(syntax: ToolSyntax, parallel: bool, pieces: &[&str]) -> (String, Vec<(String, String)>) {
         let mut parser = ToolParser::new(syntax, ["f".to_owned(), "g".to_owned()].into(), parallel);
         let mut all = Read::default();

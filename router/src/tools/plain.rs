@@ -1,11 +1,11 @@
-//! Conversations with tools for templates that know none: calls and results as text, in the words of the Hermes syntax.
+//! Conversations with tools, for templates that know none: calls and results become text in the Hermes syntax.
 
 use baton_model_text::ChatMessage;
 use serde_json::json;
 
 use super::{Choice, Tools};
 
-/// The same conversation without anything but text. The tools that must be called are told in the system message.
+/// The same conversation as text only. The system message describes `tools` and says that one must be called.
 pub(crate) fn plain(messages: Vec<ChatMessage>, tools: Option<&Tools>) -> Vec<ChatMessage> {
     let mut all: Vec<ChatMessage> = messages.into_iter().map(without_tools).collect();
     if let Some(tools) = tools {

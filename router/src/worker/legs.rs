@@ -1,7 +1,7 @@
-//! One request's streams to its workers, as inputs of its [`baton_policy::Choice`].
+//! Legs: one choice's streams from its workers, as inputs of its [`baton_policy::Choice`].
 //!
-//! A leg ends with its worker's last message, or with an input that says how it ended without one; dropping it cancels the
-//! request on that worker at once. Messages are checked here, and not understood.
+//! A leg ends with its worker's last message, or with an input that says why there is none. Dropping a leg cancels the
+//! request on that worker at once. Messages are validated here but not interpreted.
 
 use std::pin::Pin;
 
@@ -17,7 +17,7 @@ use tonic::Request;
 
 use super::link::WorkerLink;
 
-/// A running leg.
+/// A running leg: a stream of inputs for its choice.
 pub(crate) type Leg = Pin<Box<dyn Stream<Item = ChoiceInput> + Send>>;
 
 /// Opens the decode stream and keeps `link` until it ends.
@@ -40,7 +40,7 @@ pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeR
             };
             match word {
                 Ok(word) => {
-                    // Nothing follows; the end of the stream would say that the worker is lost.
+                    // Stop here. Reading on would report the end of the stream as a failure ([`LegEnd::Early`]).
                     let last = word.is_last();
                     yield ChoiceInput::DecodeSaid(word);
                     if last {

@@ -1,6 +1,6 @@
-//! The connection to one worker, as requests use it and as it is probed when it was lost.
+//! The connection to one worker: its use by requests, and its probing after it was lost.
 //!
-//! Says what a gRPC status means for the worker that did or did not send it. What follows from that, the fleet decides.
+//! Works out what a gRPC status says about the worker. The fleet decides what follows from that.
 
 use std::error::Error;
 use std::sync::{Arc, Weak};
@@ -17,10 +17,10 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::Workers;
 
-/// How often a silent connection is asked whether it still lives (I5).
+/// Interval of the pings that check whether a connection is alive (I5).
 const PING_EVERY: Duration = Duration::from_secs(1);
-/// Bytes a worker may be ahead of a client that reads slowly (I5). All streams to a worker share one connection, whose
-/// own window is large enough that slow clients do not hold up others.
+/// Bytes that a worker may be ahead of a client that reads slowly (I5). All streams to a worker share one connection.
+/// `CONNECTION_WINDOW` is large enough that slow clients do not hold up others.
 const STREAM_WINDOW: u32 = 64 << 10;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -29,11 +29,11 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) struct WorkerLink {
     workers: Arc<Workers>,
     channel: Channel,
-    /// Until it is dropped.
+    /// `None` only while the link is dropped.
     lease: Option<WorkerLease>,
 }
 
-/// Connects when it is first used.
+/// A channel to the worker. It connects when it is first used.
 pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<Channel, tonic::transport::Error> {
     let endpoint = Endpoint::from_shared(member.grpc.clone())?
         .connect_timeout(CONNECT_TIMEOUT)
@@ -51,12 +51,12 @@ impl WorkerLink {
         WorkerLink { workers, channel, lease: Some(lease) }
     }
 
-    /// What to call the worker over.
+    /// The channel for calls to the worker.
     pub fn channel(&self) -> Channel {
         self.channel.clone()
     }
 
-    /// What the end of a call says, also to the fleet.
+    /// Classifies the status that ended a call, and reports it to the fleet. Starts to probe the worker if the fleet says so.
     pub fn ended(&self, status: &Status) -> LegEnd {
         let end = leg_end(status);
         if let Some(lease) = &self.lease {
@@ -78,7 +78,7 @@ impl Drop for WorkerLink {
     }
 }
 
-/// Probes a lost worker for as long as the fleet wants it.
+/// Probes a lost worker until the fleet wants no further probe.
 async fn ask_until_back(workers: Weak<Workers>, channel: Channel, limit: Duration, mut probe: Probe) {
     loop {
         sleep_until(probe.at().into()).await;
@@ -93,8 +93,8 @@ async fn ask_until_back(workers: Weak<Workers>, channel: Channel, limit: Duratio
     }
 }
 
-/// A status without a source is the worker's own word. One with a source was made on this side of the connection: the
-/// worker said nothing, it is gone or silent.
+/// True when the worker itself sent the status: such a status has no source. A status with a source was made on this side
+/// of the connection, because the worker is gone or silent.
 fn answered(status: &Status) -> bool {
     status.source().is_none()
 }
@@ -110,8 +110,9 @@ fn leg_end(status: &Status) -> LegEnd {
     }
 }
 
-/// True when a connection was given up because nothing came over it (no answer to a ping, or to a connect), and when
-/// nobody listens at its end: whoever does so later is another process, and another worker.
+/// True in two cases:
+/// - The connection was given up because nothing came over it: no answer to a ping, or to a connect.
+/// - Nobody listens at its address. A later listener there is another process, and so another worker.
 fn hangs_or_is_gone(error: &(dyn Error + 'static)) -> bool {
     use std::io::ErrorKind::{ConnectionRefused, TimedOut};
     std::iter::successors(Some(error), |e| (*e).source()).any(|e| {

@@ -1,7 +1,7 @@
 //! The workers of this router: one [`Fleet`] for all requests, and a connection to each worker.
 //!
-//! Fed with views by whoever watches the registry; asked by the request driver. Decides nothing: it connects and probes as
-//! the fleet says.
+//! The task that watches the registry supplies the views; request drivers ask for workers. The fleet decides; this module
+//! only connects and probes as the fleet says.
 
 mod legs;
 mod link;
@@ -20,16 +20,16 @@ use link::WorkerLink;
 
 pub(crate) use legs::{Leg, open_decode, open_prefill};
 
-/// Every worker in the view.
+/// All workers in the current view.
 pub(crate) struct Workers {
     worker_timeout: Duration,
     state: Mutex<State>,
 }
 
-/// Locked for a moment at a time: never across an await, and not by what drops a [`WorkerLink`].
+/// Locked only briefly. Do not hold the lock across an await, nor while dropping a [`WorkerLink`]: its drop takes the lock.
 struct State {
     fleet: Fleet,
-    /// To the fleet's workers. One that is dropped lives on in the links of the requests that use it.
+    /// Connections to the fleet's workers. One removed here lives on in the links of the requests that use it.
     channels: HashMap<WorkerId, Channel>,
 }
 
@@ -40,7 +40,7 @@ impl std::fmt::Debug for Workers {
 }
 
 impl Workers {
-    /// Nobody yet.
+    /// A table without workers.
     pub fn new(model: &str, placement: PlacementKind, worker_timeout: Duration) -> Workers {
         let placement: Box<dyn Placement> = match placement {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
@@ -54,7 +54,7 @@ impl Workers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes over a new view.
+    /// Applies a new view: connects to workers that joined, and forgets those that left.
     pub fn update(&self, view: Arc<View>) {
         let State { fleet, channels } = &mut *self.state();
         let changes = fleet.update(view);
@@ -70,7 +70,7 @@ impl Workers {
         }
     }
 
-    /// The view for people and `baton status`.
+    /// The view as JSON, for people and `baton status`.
     pub fn describe(&self) -> serde_json::Value {
         let (model, view, states) = {
             let State { fleet, .. } = &*self.state();
@@ -101,17 +101,17 @@ impl Workers {
         })
     }
 
-    /// Why no request can be served now; None when one can.
+    /// Why no request can be served now; None when requests can be served.
     pub fn not_ready(&self) -> Option<String> {
         self.state().fleet.not_ready()
     }
 
-    /// What the workers in the view take.
+    /// The longest sequence and the KV tokens that the workers in the view can hold.
     pub fn capacity(&self) -> Capacity {
         self.state().fleet.capacity()
     }
 
-    /// What the workers compute: their weights and KV layout.
+    /// Identifies the workers' weights and KV layout.
     pub fn fingerprint(&self) -> u64 {
         self.state().fleet.fingerprint()
     }
@@ -121,15 +121,15 @@ impl Workers {
         self.state().fleet.place(ask)
     }
 
-    /// These workers have the KV of what has these names.
+    /// Records that these workers have the KV of the prefixes with these names.
     pub fn note(&self, placed: Placed, names: &[u64]) {
         self.state().fleet.note(placed, names);
     }
 
-    /// The connection to a worker, counted until it is dropped.
+    /// The connection to a worker. It counts as a request in flight until it is dropped.
     pub fn link(self: &Arc<Self>, worker: WorkerId) -> Result<WorkerLink, LegEnd> {
         let State { fleet, channels } = &mut *self.state();
-        // The fleet has no worker without a connection.
+        // Every worker of the fleet has a connection, so this worker has left.
         let channel = channels.get(&worker).cloned().ok_or(LegEnd::Left { worker })?;
         Ok(WorkerLink::new(Arc::clone(self), channel, fleet.lease(worker)?))
     }

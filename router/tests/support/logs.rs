@@ -1,4 +1,4 @@
-//! An ERROR in the log that no test asked for is a failure.
+//! Makes a test fail when an ERROR is logged that it did not expect.
 
 use std::fmt::{Debug, Write};
 use std::sync::{Mutex, Once};
@@ -12,7 +12,7 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 static ERRORS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static START: Once = Once::new();
 
-/// A request with this word in its id may fail with an ERROR.
+/// A request with this text in its id may log an ERROR.
 pub const EXPECTED: &str = "expected-error";
 
 struct Errors;

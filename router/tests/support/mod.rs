@@ -1,4 +1,4 @@
-//! A router over real sockets, with workers that do what a test tells them.
+//! A router over real sockets, with scripted workers.
 #![allow(dead_code, unused_imports, clippy::unwrap_used)] // Each test binary uses its part.
 
 mod logs;
@@ -42,17 +42,17 @@ pub fn config() -> RouterConfig {
 }
 
 impl Cluster {
-    /// `prefill` and `decode` workers that answer `answer`, and a router that is ready.
+    /// Starts a router with this many `prefill` and `decode` workers, which all answer `answer`. Waits until it is ready.
     pub async fn start(prefill: usize, decode: usize, answer: &str) -> Cluster {
         Cluster::with(config(), prefill, decode, &[answer]).await
     }
 
-    /// The same with other settings; the seed chooses among several answers.
+    /// Like `start`, with other settings. A request's seed chooses among the answers.
     pub async fn with(config: RouterConfig, prefill: usize, decode: usize, answers: &[&str]) -> Cluster {
         Cluster::of_model(model::TEMPLATE, config, prefill, decode, answers).await
     }
 
-    /// The same for a model with another chat template.
+    /// Like `with`, for a model with another chat template.
     pub async fn of_model(
         template: &str,
         config: RouterConfig,
@@ -91,13 +91,13 @@ impl Cluster {
         }
         if decode > 0 {
             cluster.readiness.wait().await;
-            // The watcher hands the whole view over at once; wait until it is the newest one.
+            // The router may be ready with an older view; wait for the one with all workers.
             cluster.seen(prefill + decode).await;
         }
         cluster
     }
 
-    /// Only tries to start a router.
+    /// Tries to start a router without workers.
     pub async fn try_start(config: RouterConfig) -> Result<RunningRouter, baton_router::RouterError> {
         let files = tempfile::tempdir().unwrap();
         let served = ServedModel::new(model::write_and_open(files.path(), model::TEMPLATE), MODEL);
@@ -107,7 +107,7 @@ impl Cluster {
         baton_router::start(&config, served, choice, shutdown, &tasks, readiness).await
     }
 
-    /// Starts and registers a worker; `change` edits how it presents itself.
+    /// Starts and registers a worker; `change` edits its registration.
     pub async fn add(&mut self, role: Role, change: impl FnOnce(&mut Member)) -> Arc<FakeWorker> {
         let worker = FakeWorker::start(role, Arc::clone(&self.world)).await;
         let mut member = Member {
@@ -129,17 +129,17 @@ impl Cluster {
         worker
     }
 
-    /// Workers in the order they were added: prefill workers first.
+    /// The worker at this index, in the order of addition: prefill workers first.
     pub fn worker(&self, at: usize) -> &FakeWorker {
         &self.workers[at]
     }
 
-    /// A worker as it is registered.
+    /// A worker's registration.
     pub fn member(&self, at: usize) -> Member {
         self.leases[at].member()
     }
 
-    /// Takes a worker out of the view.
+    /// Hands over a worker's lease; dropping or revoking it takes the worker out of the view.
     pub fn forget(&mut self, at: usize) -> RegistryLease {
         self.leases.remove(at)
     }
@@ -167,13 +167,13 @@ impl Cluster {
         self.http.post(self.url(path)).json(body).send().await.unwrap()
     }
 
-    /// POSTs JSON and gives status and body.
+    /// POSTs JSON and returns status and body.
     pub async fn ask(&self, path: &str, body: &Value) -> (u16, Value) {
         let response = self.post(path, body).await;
         (response.status().as_u16(), response.json().await.unwrap())
     }
 
-    /// A completion of "hi" with these fields besides; must be a success.
+    /// Completes "hi" with these additional fields. Must succeed.
     pub async fn complete(&self, fields: Value) -> Value {
         let (status, body) =
             self.ask("/v1/completions", &merged(json!({"prompt": "hi", "max_tokens": 50}), fields)).await;
@@ -181,7 +181,7 @@ impl Cluster {
         body
     }
 
-    /// The same as a stream: its data lines, parsed, without the last one, which must be [DONE].
+    /// POSTs a request for a stream. Returns its data lines, parsed, without the last one, which must be `[DONE]`.
     pub async fn stream(&self, path: &str, body: Value) -> Vec<Value> {
         let response = self.post(path, &merged(body, json!({"stream": true}))).await;
         assert_eq!(response.status(), 200);
@@ -191,7 +191,7 @@ impl Cluster {
         lines.iter().map(|l| serde_json::from_str(l).unwrap()).collect()
     }
 
-    /// Ends the router; everything must come to an end by itself.
+    /// Ends the router. Every task must end by itself.
     pub async fn stop(self) {
         self.shutdown.start("test");
         assert_eq!(self.tasks.join().await, Outcome::Clean);
@@ -206,7 +206,7 @@ impl Drop for Cluster {
     }
 }
 
-/// The payloads of a stream's data lines; comments are skipped, anything else is a failure.
+/// The payloads of a stream's data lines. Skips comments; anything else is a failure.
 pub fn data_lines(text: &str) -> Vec<String> {
     assert!(text.ends_with("\n\n"), "an event ends with an empty line");
     let events = text.split("\n\n").filter(|e| !e.is_empty() && !e.starts_with(':'));
@@ -218,12 +218,12 @@ pub fn merged(mut body: Value, fields: Value) -> Value {
     body
 }
 
-/// All text of a completion's first choice.
+/// The text of a completion's first choice.
 pub fn text(body: &Value) -> &str {
     body["choices"][0]["text"].as_str().unwrap()
 }
 
-/// All text of one choice over a stream's chunks.
+/// The text of one choice, joined from a stream's chunks.
 pub fn streamed(chunks: &[Value], choice: u64) -> String {
     let of = |c: &Value| c["text"].as_str().or(c["delta"]["content"].as_str()).unwrap_or_default().to_owned();
     let choices = chunks.iter().flat_map(|c| c["choices"].as_array().unwrap());

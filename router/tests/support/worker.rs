@@ -1,5 +1,5 @@
-//! Workers that speak the wire contract and do what they are told. Behind each is a connection that can be cut or frozen
-//! like that of a process that is killed or stopped.
+//! Scripted workers that speak the wire contract. Each is reached over a proxy that can cut or freeze its connections, as
+//! if its process had been killed or stopped.
 
 use std::collections::{HashSet, VecDeque};
 use std::pin::Pin;
@@ -22,61 +22,61 @@ use super::{CALLS, END};
 /// How a decode worker treats one request.
 #[derive(Clone, Debug, Default)]
 pub enum Decode {
-    /// As it should.
+    /// Works correctly.
     #[default]
     Work,
-    /// Refuses it.
+    /// Refuses the request.
     Refuse(Status),
-    /// Gives this many tokens, then an error.
+    /// Sends this many tokens, then an error.
     Fail(usize, Status),
-    /// Gives this many tokens, then loses its connection.
+    /// Sends this many tokens, then loses its connection.
     Cut(usize),
-    /// Gives this many tokens, then stops like a stopped process: its socket is open and silent.
+    /// Sends this many tokens, then behaves like a stopped process: its socket stays open and silent.
     Freeze(usize),
-    /// Gives this many tokens, then nothing more until the router lets go.
+    /// Sends this many tokens, then nothing more until the router drops the stream.
     Stall(usize),
-    /// Has so many tokens of the prompt that it wants no KV for the rest.
+    /// Has this many tokens of the prompt cached, and needs no KV for the rest.
     Has(u32),
-    /// Says that the KV that arrived does not verify.
+    /// Reports that the KV it received does not verify.
     BadKv,
-    /// Says that the KV will not come.
+    /// Reports that the KV will not arrive.
     NoKv,
-    /// Repeats and skips: token 0, 0, 1, 3.
+    /// Repeats and skips tokens: sends the indices 0, 0, 1, 3, counted from its first.
     Muddle,
-    /// Ends the stream without a word.
+    /// Ends the stream without a last message.
     Vanish,
 }
 
 /// How a prefill worker treats one request.
 #[derive(Clone, Debug, Default)]
 pub enum Prefill {
-    /// As it should.
+    /// Works correctly.
     #[default]
     Work,
-    /// Refuses it.
+    /// Refuses the request.
     Refuse(Status),
-    /// Gives its token, then an error.
+    /// Sends its token, then an error.
     FailAfterToken(Status),
-    /// Loses its connection before it said anything.
+    /// Loses its connection before it sends anything.
     Cut,
-    /// Hands the KV over, but its token comes only when decode has given all others.
+    /// Hands the KV over, but sends its token only after decode has sent all others.
     LateToken,
-    /// Nothing until the router lets go.
+    /// Sends nothing until the router drops the stream.
     Stall,
 }
 
-/// What all workers of a test share: the answers, and which handoffs are done.
+/// The state that all workers of a test share: the answers, and which handoffs are done.
 pub struct World {
     answers: Vec<Vec<u32>>,
     done: watch::Sender<HashSet<Vec<u8>>>,
-    /// Tokens decode workers have given for split requests.
+    /// Number of tokens that decode workers have sent for split requests.
     decoded: watch::Sender<usize>,
     next_target: Mutex<u64>,
 }
 
 impl World {
     pub fn new(answers: &[&str]) -> Arc<World> {
-        // A marker at the beginning is its special token.
+        // A leading marker becomes its special token.
         let ids = |text: &&str| {
             let rest = text.strip_prefix("[TOOL_CALLS]");
             let marker = rest.map(|_| CALLS);
@@ -90,7 +90,7 @@ impl World {
         })
     }
 
-    /// The token every worker samples at an index, and whether the answer ends with it.
+    /// The token that every worker samples at an index, and the finish reason if the answer ends with it.
     fn sample(&self, sequence: &v1::Sequence, index: usize) -> (v1::Token, Option<v1::FinishReason>) {
         let sampling = sequence.sampling.as_ref().unwrap();
         let answer = &self.answers[sampling.seed as usize % self.answers.len()];
@@ -114,12 +114,12 @@ impl World {
     }
 }
 
-/// The digest of logits every worker gives at an index.
+/// The logits digest that every worker reports at an index.
 pub fn digest_at(index: usize) -> u64 {
     u64::MAX - index as u64
 }
 
-/// One worker.
+/// One scripted worker.
 pub struct FakeWorker {
     door: watch::Sender<Door>,
     address: std::net::SocketAddr,
@@ -131,9 +131,9 @@ struct Shared {
     world: Arc<World>,
     decode: Mutex<VecDeque<Decode>>,
     prefill: Mutex<VecDeque<Prefill>>,
-    /// Every sequence it was asked for.
+    /// The sequences of all requests it got.
     asked: watch::Sender<Vec<v1::Sequence>>,
-    /// Requests that the router let go of.
+    /// Number of requests that the router dropped before their end.
     dropped: watch::Sender<usize>,
     door: watch::Sender<Door>,
 }
@@ -197,7 +197,7 @@ impl FakeWorker {
         format!("http://{}", self.address)
     }
 
-    /// How the next requests are treated, in order; those after them as they should be.
+    /// Scripts the next requests, in order. The worker treats later ones correctly.
     pub fn decode_will(&self, plan: impl IntoIterator<Item = Decode>) -> &Self {
         self.shared.decode.lock().unwrap().extend(plan);
         self
@@ -208,22 +208,22 @@ impl FakeWorker {
         self
     }
 
-    /// Every sequence it was asked for.
+    /// The sequences of all requests it got.
     pub fn asked(&self) -> Vec<v1::Sequence> {
         self.shared.asked.borrow().clone()
     }
 
-    /// Completes when it has been asked this often.
+    /// Completes when it has got this many requests.
     pub async fn was_asked(&self, times: usize) {
         self.shared.asked.subscribe().wait_for(|asked| asked.len() >= times).await.unwrap();
     }
 
-    /// Completes when the router has let go of this many requests before their end.
+    /// Completes when the router has dropped this many requests before their end.
     pub async fn was_dropped(&self, times: usize) {
         self.shared.dropped.subscribe().wait_for(|dropped| *dropped >= times).await.unwrap();
     }
 
-    /// Loses all connections and takes no new ones, like a process that was killed.
+    /// Cuts all connections, also new ones, like a process that was killed.
     pub fn cut(&self) {
         self.door.send_replace(Door::Cut);
     }
@@ -281,7 +281,7 @@ struct DecodeRun {
     out: mpsc::Sender<Result<v1::DecodeEvent, Status>>,
 }
 
-/// The router let go.
+/// The router dropped the stream.
 struct Dropped;
 
 impl DecodeRun {

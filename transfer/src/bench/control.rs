@@ -10,13 +10,13 @@ use baton_handoff::TransferError;
 
 /// Longest time for one handoff.
 pub(super) const HANDOFF_PATIENCE: Duration = Duration::from_secs(60);
-/// Longest silence between two lines, so that a peer that vanished keeps nobody (I5).
+/// Longest silence between two lines, so that a peer that vanished blocks nobody (I5).
 const SILENCE: Duration = Duration::from_secs(120);
-/// Bytes of a line: a layout of many layers, or a target with a block count for each of its groups.
+/// Most bytes of a line: enough for a layout of many layers, or a target with a block count for each of its groups.
 const LINE: u64 = 4 << 20;
 /// Bytes of one write of the plain stream.
 pub(super) const PLAIN_CHUNK: usize = 256 << 10;
-/// Begins a line that says why there is no other.
+/// Prefix of a line with an error instead of an answer.
 const ERROR: &str = "error ";
 
 /// One end of the connection.
@@ -43,7 +43,7 @@ impl Control {
         self.input.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(lost)
     }
 
-    /// Says why the other end gets no answer.
+    /// Tells the other end why it gets no answer.
     pub(super) fn refuse(&mut self, error: &TransferError) -> Result<(), TransferError> {
         self.say(&format!("{ERROR}{}", error.to_string().replace('\n', " ")))
     }
@@ -85,7 +85,7 @@ pub(super) fn machine() -> String {
     printable(&format!("{} × {cpus}, Linux {}", name.unwrap_or(std::env::consts::ARCH), system.trim()))
 }
 
-/// What may be shown of a peer's text.
+/// A peer's text made safe to show: without control characters, and short.
 pub(super) fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(200).collect()
 }

@@ -1,4 +1,4 @@
-//! The driving end's hold on the receiving one: a child of this process, or whoever listens on another host.
+//! The driving end's connection to the receiving end: a child of this process, or a process that listens on another host.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -16,11 +16,11 @@ use crate::tcp;
 /// Longest time for connecting.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Where the handoffs go.
+/// The receiving end.
 pub struct Peer {
     control: Control,
     machine: String,
-    /// Ends with this.
+    /// Killed when this is dropped.
     _child: Option<Killed>,
 }
 
@@ -33,7 +33,7 @@ impl Drop for Killed {
     }
 }
 
-/// What a plain stream carries.
+/// What a plain stream carries: the first `bytes` bytes of `pool`.
 pub(super) struct Plain<'a> {
     pub pool: &'a Segment,
     pub bytes: usize,
@@ -56,7 +56,7 @@ impl Peer {
             }
         };
         let mut peer = Peer::at(&address)?;
-        // What it says later is not read, but must not end it.
+        // Later output is not read. The pipe stays open, since writing to a closed one would end the child.
         child.0.stdout = Some(output.into_inner());
         peer._child = Some(child);
         Ok(peer)
@@ -79,7 +79,7 @@ impl Peer {
         Ok(())
     }
 
-    /// Processor and system there.
+    /// Processor and system of the receiving end.
     pub(super) fn machine(&self) -> &str {
         &self.machine
     }
@@ -95,7 +95,7 @@ impl Peer {
         hex::decode(&line).ok_or_else(|| lost("its target is no hexadecimal text"))
     }
 
-    /// Sends the first bytes of a pool in one stream; answers the seconds until the other end has them all.
+    /// Sends the first bytes of a pool in one stream; returns the seconds until the other end has them all.
     pub(super) fn send_plainly(&mut self, plain: &Plain) -> Result<f64, TransferError> {
         self.ask(&Request::Plain { bytes: plain.bytes })?;
         self.answer()?;

@@ -1,4 +1,4 @@
-//! What the driving end asks the other one for, a line each.
+//! What the driving end asks of the receiving end, one line for each request.
 
 use std::fmt;
 
@@ -7,33 +7,34 @@ use baton_types::{KvGroup, PoolGeometry};
 
 use super::hex;
 
-/// Bytes of a pool that a driving end may ask for (I5).
+/// Most bytes of a pool that a driving end may ask for (I5).
 const MOST: f64 = (64u64 << 30) as f64;
 
-/// One line.
+/// One request.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Request {
-    /// `pool LAYOUT COUNTS SEED`, the first one: blocks of such a pool are lent from here on, in the order of that seed; `-`: in theirs.
+    /// `pool LAYOUT COUNTS SEED`, the first request: make a pool of this shape and lend its blocks in the order of the seed. Seed `-`: in
+    /// ascending order.
     Pool(PoolGeometry, Option<u64>),
     /// `reserve BLOCKS verified|unverified`: a target for that many blocks of each group.
     Reserve {
-        /// How many.
+        /// Number of blocks.
         blocks: usize,
-        /// Whether what arrives is checked.
+        /// Whether arriving blocks are compared with their digests.
         verified: bool,
     },
-    /// `plain BYTES`: so many bytes come over the same connection.
+    /// `plain BYTES`: this many bytes follow over the same connection.
     Plain {
-        /// How many.
+        /// Number of bytes.
         bytes: usize,
     },
 }
 
 impl Request {
-    /// What a line says, without its end.
+    /// Parses a line, given without its line end.
     ///
     /// # Errors
-    /// It is none of these, or asks for a larger pool than anyone is given.
+    /// When it is not a request, or asks for a larger pool than is allowed.
     pub fn parse(line: &str) -> Result<Request, TransferError> {
         let number = |text: &str| text.parse::<usize>().map_err(|_| unknown(line));
         let reserve = |blocks, verified| Ok(Request::Reserve { blocks: number(blocks)?, verified });
@@ -63,13 +64,13 @@ impl fmt::Display for Request {
     }
 }
 
-/// The error of a line that means nothing here.
+/// The error for a line that is not understood.
 pub(super) fn unknown(line: &str) -> TransferError {
     let said: String = line.chars().take(40).collect();
     TransferError::argument("line", format!("{said:?} is none of this program's; both ends must be the same version"))
 }
 
-/// None when it is no pool at all.
+/// Parses a pool request. None when it does not describe a pool.
 fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, TransferError>> {
     let layout = parse_layout(&hex::decode(layout)?).ok()?;
     let blocks: Vec<u32> = counts.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
@@ -77,7 +78,8 @@ fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, Transf
     if blocks.len() != layout.groups.len() {
         return None;
     }
-    // I8: an upper bound that cannot overflow; what it admits, exact arithmetic can be done with, on the way to a product of 0, too.
+    // I8: an upper bound that cannot overflow. Exact integer arithmetic is safe for whatever it admits, even in the intermediate steps of
+    // a product of 0.
     let most = |(group, blocks): (&KvGroup, &u32)| {
         let row = 4.0 * f64::from(group.head_dim) + 64.0;
         let rows = [group.planes, group.kv_heads, layout.block_size, *blocks].into_iter().map(|n| f64::from(n.max(1)));

@@ -1,7 +1,7 @@
-//! The receiving end: lends blocks of a pool of the shape it is told, again and again, and swallows plain streams.
+//! The receiving end: lends blocks of a pool of the requested shape, again and again, and reads plain streams.
 //!
-//! Each line in is a [`Request`], answered by a line: a pool, with which it begins, by the machine, a reservation by a target, a plain stream
-//! before and after its bytes. One driving end at a time; nothing of one stays for the next.
+//! Each line in is a [`Request`], answered by lines: a pool, which comes first, by a description of the machine; a reservation by its
+//! target; a plain stream by a line before its bytes and one after. Serves one driving end at a time, and keeps nothing for the next.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, mpsc};
@@ -18,25 +18,25 @@ use crate::receiver::{Receiver, Wanted};
 use crate::segment::Segment;
 use crate::threads;
 
-/// The receiving end.
+/// Options of the receiving end.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// Where driving ends connect. With another port than 0, KV over TCP arrives at the two ports after it.
+    /// Address that driving ends connect to. Unless its port is 0, KV over TCP arrives at the two ports after it.
     pub listen: SocketAddr,
-    /// Whether it ends with the first of them.
+    /// Whether to end after the first driving end.
     pub once: bool,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
-    /// Where this end runs.
+    /// CPUs this end runs on.
     pub cpus: Cpus,
 }
 
-/// What happens at the receiving end.
+/// Events of the receiving end.
 #[derive(Clone, Debug)]
 pub enum Served {
     /// Driving ends can connect here.
     Listening(SocketAddr),
-    /// One of them is done, or failed.
+    /// A driving end is done, or has failed.
     Ended(SocketAddr, Result<(), TransferError>),
 }
 
@@ -80,15 +80,15 @@ fn begin(options: &ServeOptions, control: &mut Control) -> Result<Pool, Transfer
     Ok(pool)
 }
 
-/// Two receivers with the same pool, one after the other.
+/// Two receivers with the same pool, used one at a time.
 struct Pool {
     verified: Receiver,
     unverified: Receiver,
     told: mpsc::Receiver<ReceiverEvent>,
-    /// Per group, in the order in which they are lent.
+    /// Per group: blocks in the order in which they are lent.
     order: Vec<Vec<BlockId>>,
     bytes: usize,
-    /// Where plain streams go; empty until there is one.
+    /// Buffer for plain streams; empty until the first.
     plain: Vec<u8>,
     next: Epoch,
 }
@@ -112,7 +112,7 @@ impl Pool {
             };
             let options = ReceiverOptions {
                 worker: WorkerId(instance | u64::from(verify)),
-                // Where this driving end has reached this host.
+                // The address at which this driving end reached this host.
                 tcp: SocketAddr::new(here.ip(), port),
                 advertise: None,
                 geometry: geometry.clone(),

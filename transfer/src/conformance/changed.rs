@@ -1,4 +1,4 @@
-//! Bytes that change on their way, and writes that are lost or go astray: none is ever taken for what was sent (I2).
+//! Bytes that change on their way, and writes that are lost or go astray. None is ever taken for what was sent (I2).
 
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicU64;
@@ -16,7 +16,7 @@ for_each_transport![
     a_bit_flipped_in_the_target_is_caught,
 ];
 
-/// Whether digests are made inside of the transport, of what it sends.
+/// Whether the transport itself digests what it sends.
 fn digests_what_it_reads(choice: TransportChoice) -> bool {
     match kind(choice) {
         TransportKind::Shm | TransportKind::CudaIpc => true,
@@ -25,14 +25,14 @@ fn digests_what_it_reads(choice: TransportChoice) -> bool {
     }
 }
 
-/// A bit that is flipped on its way.
+/// Flips a bit on its way.
 struct Flip {
     choice: TransportChoice,
-    /// Whether it flips where it arrives.
+    /// Whether to flip it in the target pool, else in the source pool.
     there: bool,
     source: OnceLock<Pool>,
     target: Pool,
-    /// Batches that go well before.
+    /// Number of batches that pass unchanged first.
     after: AtomicU64,
     bit: AtomicU64,
 }
@@ -44,13 +44,13 @@ impl Flip {
         Arc::new(Flip { choice, there, source, target, after: AtomicU64::new(u64::MAX), bit: AtomicU64::new(0) })
     }
 
-    /// A sender whose batches are hit.
+    /// A sender whose batches it hits.
     fn prefill(self: &Arc<Flip>) -> Prefill {
         let flip = self.clone();
         let wrap = match self.there {
-            // So the bit flips in what it has written.
+            // The transport digests what it reads, so the bit flips in what it has written.
             true => after_each(move |_, batch| flip.at(batch)),
-            // The digest was taken before.
+            // The digest was made before, so the bit flips in what is to be sent.
             false => before_each(move || {
                 let flip = flip.clone();
                 move |_: usize, batch: &mut WriteBatch, _: &mut Link| flip.at(batch)
@@ -61,7 +61,7 @@ impl Flip {
         prefill
     }
 
-    /// After so many batches, this bit.
+    /// Flips the bit `bit` after `after` further batches.
     fn arm(&self, after: u64, bit: u64) {
         self.bit.store(bit, Relaxed);
         self.after.store(after, Relaxed);
@@ -76,13 +76,13 @@ impl Flip {
                 false => (self.source.get().unwrap(), run.source),
             };
             let byte = start + (bit / 64) % run.len;
-            // The block is lent to this session, or its own until the handoff has ended, and this is its thread.
+            // This is the session's thread. The block is lent to it, or is its own until the handoff has ended.
             write(pool, byte, &[read(pool, &[(byte, 1)])[0] ^ 1 << (bit % 8)]);
         }
     }
 }
 
-/// Out of a device over TCP nothing of a pool is on its way: what was read is what is digested and sent.
+/// Whether flipping the source has no effect: over TCP, a device's blocks are digested and sent from a copy.
 fn leaves_as_a_copy(choice: TransportChoice) -> bool {
     devices().prefill && choice == TransportChoice::Tcp
 }
@@ -91,7 +91,7 @@ fn a_changed_byte_is_caught(choice: TransportChoice) {
     if leaves_as_a_copy(choice) {
         return;
     }
-    // I2: in the 3rd batch, in its second block.
+    // I2: the bit is in the second block of the third batch.
     let decode = Decode::new(large(), 1);
     let flip = Flip::new(choice, &decode);
     let prefill = flip.prefill();
@@ -104,7 +104,7 @@ fn a_changed_byte_is_caught(choice: TransportChoice) {
     assert_eq!(seen, TransferError::Verify { epoch, peer, group, index, block: id, want, got });
     decode.expect_fenced(1);
     assert_eq!(decode.receiver.stats().verify_failures, 1);
-    // Transfer again, to the same blocks.
+    // The transfer is made again, to the same blocks.
     prefill.send(&decode.reserve(2, &first(4)), 8).wait().unwrap();
     decode.expect_verified(2);
 }
@@ -117,7 +117,7 @@ fn a_flipped_bit_is_caught_wherever_it_is(choice: TransportChoice) {
     let decode = Decode::new(large(), 1);
     let flip = Flip::new(choice, &decode);
     let prefill = flip.prefill();
-    // After three it would go over TCP, where nothing flips by this.
+    // After three failures handoffs would go over TCP, where this flips nothing.
     let rounds: u64 = if flip.there && choice == TransportChoice::Ucx { 3 } else { 24 };
     for round in 0..rounds {
         flip.arm(round % 8, round.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8);
@@ -127,7 +127,7 @@ fn a_flipped_bit_is_caught_wherever_it_is(choice: TransportChoice) {
         decode.expect_fenced(1 + round);
     }
     assert_eq!(decode.receiver.stats().verify_failures, rounds);
-    // Transferred again, the same blocks are what they are now.
+    // A further transfer carries the blocks as they are now.
     flip.arm(u64::MAX, 0);
     prefill.send(&decode.reserve(99, &first(4)), 0).wait().unwrap();
     decode.expect_verified(99);
@@ -172,7 +172,7 @@ fn a_write_under_a_wrong_index_is_refused(choice: TransportChoice) {
     let error = prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap_err();
     assert!(error.to_string().contains("written twice"), "{error}");
     assert!(decode.expect_failed(1).to_string().contains("written twice"));
-    // I3: where the sender writes by itself, only after its word; it may be copying the next layer.
+    // I3: a one-sided sender may still be copying the next layer, so the blocks come back only after its acknowledgement.
     decode.expect_fenced(1);
     assert_eq!(decode.receiver.stats().reservations, 0);
 }
@@ -197,10 +197,10 @@ fn a_copy_to_the_wrong_block_is_caught(choice: TransportChoice) {
     decode.expect_fenced(1);
 }
 
-/// What the sender digests is what it read, not what lies in the target.
+/// The sender digests what it has read, not what lies in the target.
 fn a_bit_flipped_in_the_target_is_caught(choice: TransportChoice) {
     if !kind(choice).is_one_sided() {
-        // What has left is not yet in the target.
+        // Bytes that have left are not yet in the target.
         return;
     }
     let decode = Decode::new(large(), 1);
@@ -208,7 +208,7 @@ fn a_bit_flipped_in_the_target_is_caught(choice: TransportChoice) {
     let flip = after_each(move |number, batch| {
         if number == 3 {
             let at = batch.runs().last().map_or(0, |run| run.target + run.len - 1);
-            // The block is lent to this session, whose thread this is.
+            // The block is lent to this session, and this is its thread.
             write(&target, at, &[read(&target, &[(at, 1)])[0] ^ 0x10]);
         }
     });

@@ -1,8 +1,8 @@
-//! A path that is left for another while handoffs overlap.
+//! A sender leaves a path for another while handoffs overlap.
 
 use super::*;
 
-/// The session that carries handoffs ends with the last of them; who begins meanwhile takes the new path, and waits for that.
+/// The session ends with the last handoff it carries. Handoffs begun meanwhile take the new path, and wait for that end.
 #[test]
 fn handoffs_that_overlap_change_their_path() {
     let decode = Decode::new(large(), 1);
@@ -14,12 +14,12 @@ fn handoffs_that_overlap_change_their_path() {
     is_reached.recv_timeout(PATIENCE).unwrap();
     prefill.sender.measured(WorkerId(1), TransportKind::Shm, 1);
     prefill.sender.measured(WorkerId(1), TransportKind::Tcp, 1 << 50);
-    // One is still being written: what comes next goes with it.
+    // One handoff is still being written, so the next one takes the same session.
     let second = prefill.send(&decode.reserve(2, &[vec![BlockId(2), BlockId(3)]]), 2);
     (4..8).for_each(|layer| first_one.write(0, layer, &pairs).unwrap());
     let (tell, told) = mpsc::channel();
     first_one.complete(vec![], Box::new(move |outcome| drop(tell.send(outcome))));
-    // Nothing has arrived yet, but all is completed.
+    // Nothing has arrived yet, but every handoff is completed.
     let third = prefill.send(&decode.reserve(3, &[vec![BlockId(4), BlockId(5)]]), 4);
     let fourth = prefill.send(&decode.reserve(4, &[vec![BlockId(6), BlockId(7)]]), 6);
     go.send(()).unwrap();
@@ -38,7 +38,7 @@ fn handoffs_that_overlap_change_their_path() {
     assert_eq!(verified, [1, 2, 3, 4]);
 }
 
-/// Takes batches, and none of them ever arrives.
+/// A transport that takes batches, of which none ever arrives.
 struct Swallowing(Box<dyn Transport>);
 
 impl Transport for Swallowing {
@@ -56,7 +56,7 @@ impl Transport for Swallowing {
     }
 }
 
-/// I5: both ends hear each other all the while, so neither is silent.
+/// I5: both ends hear each other all the while, so neither counts as silent.
 #[test]
 fn a_path_on_which_nothing_arrives_is_left() {
     let decode = Decode::limited(large(), 1, "127.0.0.1:0", alert());

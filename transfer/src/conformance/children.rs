@@ -1,5 +1,5 @@
-//! Processes that tests stop and kill: this test binary again, in one of the roles below, talking lines on its standard
-//! input and output.
+//! Processes that tests stop and kill: this test binary again, in one of the roles below. They exchange lines over standard input and
+//! output.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
@@ -10,11 +10,11 @@ use super::*;
 use crate::bench::{MARK, ServeOptions, Served, hex};
 
 const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
-/// Set to how many connections TCP has.
+/// Environment variable: the number of TCP connections.
 const CONNECTIONS: &str = "BATON_TRANSFER_TEST_CONNECTIONS";
 const TLS: &str = "BATON_TRANSFER_TEST_TLS";
 
-/// This binary in a role.
+/// The command that runs this binary in a role.
 pub(crate) fn command(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     match setup() {
@@ -29,7 +29,7 @@ pub(crate) fn command(role: &str) -> Command {
     command
 }
 
-/// A child and its lines. Killed when dropped.
+/// A child, and the lines exchanged with it. Killed when dropped.
 pub(super) struct Process {
     child: Child,
     input: ChildStdin,
@@ -62,7 +62,7 @@ impl Process {
         Pid::from_child(&self.child)
     }
 
-    /// Stops it and waits until it stands.
+    /// Stops it, and waits until it has stopped.
     pub(super) fn freeze(&self) {
         rustix::process::kill_process(self.pid(), Signal::STOP).unwrap();
         let (_, status) = rustix::process::waitpid(Some(self.pid()), WaitOptions::UNTRACED).unwrap().unwrap();
@@ -93,10 +93,10 @@ fn started() {
     child(|| None);
 }
 
-/// What this process was started for by a case of the suite, with the same device; nothing where it was not.
+/// Plays the role that a case of the suite started this process for, with the same device. Does nothing in any other process.
 ///
 /// # Panics
-/// When what it was started for fails.
+/// When the role fails.
 pub fn child(device: impl FnOnce() -> Option<Setup>) {
     let Ok(role) = std::env::var(ROLE) else { return };
     if let Some(setup) = device() {
@@ -140,13 +140,13 @@ fn bench() {
             tell(&address.to_string());
         }
     };
-    // Some ask for what is refused: their parent hears of it.
+    // Some tests ask for what is refused; the parent hears of it.
     if let Err(error) = crate::bench::serve(&options, listening) {
         eprintln!("the benchmark was refused: {error}");
     }
 }
 
-/// For each line, reserves its number of blocks and tells the target; tells what becomes of it.
+/// For each line, reserves the number of blocks it names, tells the target, and tells the outcome.
 fn decode(limits: TransferLimits) {
     let decode = Decode::limited(large(), std::process::id().into(), "127.0.0.1:0", limits);
     let mut free = 0;
@@ -165,7 +165,7 @@ fn decode(limits: TransferLimits) {
     }
 }
 
-/// Writes to the target it is given, tells so at the third batch, and waits for a line before it goes on.
+/// Writes to the given target. At the third batch it tells so, and waits for a line before it goes on.
 fn prefill(choice: TransportChoice) {
     let stop = watched(|batch| {
         if batch == 3 {
@@ -182,7 +182,7 @@ fn prefill(choice: TransportChoice) {
     std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
-/// Writes all layers but the last to the target it is given, tells so, or why it cannot, and waits for a line before it writes that.
+/// Writes all layers but the last to the given target, and tells so, or why it cannot. Waits for a line before it writes the last.
 fn idle(choice: TransportChoice) {
     let (reached, is_reached) = mpsc::channel();
     let written = watched(move |batch| {
@@ -205,12 +205,12 @@ fn idle(choice: TransportChoice) {
     tell(&format!("{:?}", reported.recv_timeout(PATIENCE).unwrap()));
 }
 
-/// Handoffs of every kind of end, then tells whether threads or descriptors are left.
+/// Ends handoffs in every way, then tells whether threads or descriptors are left.
 fn leaks() {
     let count = |what: &str| std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count();
     let mut choices = vec![TransportChoice::Shm, TransportChoice::Tcp];
     if ucx_is_here() {
-        // What UCX makes once for a process stays.
+        // UCX makes some things once per process, which stay.
         end_in_every_way(TransportChoice::Ucx);
         choices.push(TransportChoice::Ucx);
     }

@@ -1,4 +1,4 @@
-//! TCP over several connections: the suite runs over them once more, and here is what only they can do wrong.
+//! TCP over several connections: the suite runs over them, too. The tests here are about what can go wrong only with several.
 
 use std::cell::Cell;
 use std::io::{Read as _, Write as _};
@@ -17,7 +17,7 @@ thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(1) };
 }
 
-/// Runs a test in which blocks that go over TCP go over so many connections.
+/// Runs a test in which blocks over TCP use this many connections.
 pub(super) fn with_connections(count: usize, test: impl FnOnce()) {
     struct Back;
     impl Drop for Back {
@@ -30,12 +30,12 @@ pub(super) fn with_connections(count: usize, test: impl FnOnce()) {
     test();
 }
 
-/// What prefill ends of this thread's tests are given.
+/// The number of connections for prefill ends of this thread's tests.
 pub(super) fn connections() -> usize {
     COUNT.get()
 }
 
-/// A prefill worker that speaks frame by frame, as worker 5 to worker 1.
+/// A prefill worker that sends single frames, as worker 5 to worker 1.
 struct Peer<'a> {
     decode: &'a Decode,
     own: TcpStream,
@@ -50,14 +50,14 @@ impl Peer<'_> {
         Peer { decode, own, ticket }
     }
 
-    /// Another connection of its session.
+    /// Opens a further connection of its session.
     fn join(&self, stream: u8) -> TcpStream {
         let (joined, answer) = ask_to_join(self.decode, self.ticket, stream);
         assert_eq!(answer, Frame::Joined);
         joined
     }
 
-    /// Is let in to the first blocks from `from` on.
+    /// Reserves `count` blocks from `from` on, and is granted access to them.
     fn begin(&mut self, epoch: u64, from: u32, count: u32) {
         let blocks = [(from..from + count).map(BlockId).collect()];
         let target = self.decode.reserve(epoch, &blocks);
@@ -85,13 +85,13 @@ fn connect(decode: &Decode) -> TcpStream {
     stream
 }
 
-/// How many a prefill worker's only session has.
+/// Number of connections of a prefill worker's only session.
 fn connections_of(prefill: &Prefill) -> usize {
     let paths = prefill.sender.paths().remove(0).1;
     paths.into_iter().find(|path| path.transport == TransportKind::Tcp).unwrap().connections
 }
 
-/// What whoever asks is told.
+/// Asks to join a session; returns the connection and the answer.
 fn ask_to_join(decode: &Decode, ticket: JoinTicket, stream: u8) -> (TcpStream, Frame) {
     let mut joined = connect(decode);
     say(&mut joined, &Frame::Join { ticket, stream });
@@ -112,7 +112,7 @@ fn hear(stream: &mut TcpStream) -> Frame {
     parse_body(&head, &body).unwrap()
 }
 
-/// One layer of the only block of a reservation, without what it holds.
+/// The frame that writes one layer of a reservation's only block, without the payload.
 fn head(decode: &Decode, epoch: u64, layer: u16) -> Frame {
     let payload = decode.geometry.layout.block_bytes(0) as u32;
     Frame::Write(WriteHead { epoch: Epoch(epoch), group: 0, layer, payload, indexes: vec![0] })
@@ -122,7 +122,7 @@ fn layer_of(decode: &Decode, fill: u8) -> Vec<u8> {
     vec![fill; decode.geometry.layout.block_bytes(0)]
 }
 
-/// Every layer of the only block of a reservation.
+/// Writes layers of a reservation's only block.
 fn write_block(stream: &mut TcpStream, decode: &Decode, epoch: u64, layers: std::ops::Range<u16>, fill: u8) {
     for layer in layers {
         say(stream, &head(decode, epoch, layer));
@@ -130,10 +130,10 @@ fn write_block(stream: &mut TcpStream, decode: &Decode, epoch: u64, layers: std:
     }
 }
 
-/// Until the last byte of a range of the pool has this value.
+/// Waits until the byte at `at` of the pool has this value.
 fn await_byte(decode: &Decode, at: usize, value: u8) {
     let (byte, start) = (decode.pool.at(at, 1).unwrap(), Instant::now());
-    // SAFETY: inside the pool; whether the byte is there yet is just what is asked.
+    // SAFETY: inside the pool. The loop only asks whether the byte has arrived yet.
     while unsafe { byte.read_volatile() } != value {
         assert!(start.elapsed() < PATIENCE);
         std::thread::yield_now();
@@ -142,7 +142,7 @@ fn await_byte(decode: &Decode, at: usize, value: u8) {
 
 #[test]
 fn what_arrives_on_another_connection_after_a_fence_touches_nothing() {
-    // I3: on each of two connections half of a layer has landed when its epoch is fenced; the rest, and further writes, come later.
+    // I3: half of a layer has landed on each of two connections when its epoch is fenced. The rest, and further writes, come later.
     let decode = Decode::new(large(), 1);
     let mut peer = Peer::new(&decode);
     let mut others = [peer.join(1), peer.join(2)];
@@ -161,7 +161,7 @@ fn what_arrives_on_another_connection_after_a_fence_touches_nothing() {
         other.write_all(&vec![0xee; bytes - bytes / 2]).unwrap();
         write_block(other, &decode, 1, 2..4, 0xee);
     }
-    // What comes behind it on the same connections arrives, so that has been read.
+    // Later writes on the same connections arrive, so the fenced ones have been read.
     peer.begin(2, 1, 1);
     for (other, half) in others.iter_mut().zip([0..layers / 2, layers / 2..layers]) {
         write_block(other, &decode, 2, half, 0x22);
@@ -175,7 +175,7 @@ fn what_arrives_on_another_connection_after_a_fence_touches_nothing() {
 
 #[test]
 fn a_completion_waits_for_the_writes_it_comes_after() {
-    // I2: it overtakes a write on another connection.
+    // I2: the completion overtakes a write on another connection.
     let decode = Decode::new(large(), 1);
     let mut peer = Peer::new(&decode);
     let mut other = peer.join(2);
@@ -183,19 +183,19 @@ fn a_completion_waits_for_the_writes_it_comes_after() {
     peer.begin(1, 0, 1);
     write_block(&mut other, &decode, 1, 1..layers, 0x11);
     peer.complete(1, vec![0, u64::from(layers)], 0x11);
-    // It has been read by the time that what comes behind it is answered.
+    // The completion has been read once the frame behind it is answered.
     peer.begin(2, 1, 1);
     assert!(decode.events.try_recv().is_err());
     write_block(&mut other, &decode, 1, 0..1, 0x11);
     decode.expect_verified(1);
-    // One that was given up meanwhile does not come back.
+    // A completion whose handoff was aborted meanwhile does not come back.
     peer.complete(2, vec![0, u64::from(layers) + 1], 0x11);
     say(&mut peer.own, &Frame::Abort { epoch: Epoch(2) });
     assert_eq!(decode.expect_failed(2), TransferError::Aborted { epoch: Epoch(2) });
     decode.expect_fenced(2);
     write_block(&mut other, &decode, 2, 0..1, 0x11);
     peer.begin(3, 2, 1);
-    // Twice is once too often.
+    // Completing twice is refused.
     peer.complete(3, vec![9, 99], 0x11);
     peer.complete(3, vec![9, 99], 0x11);
     assert!(decode.expect_failed(3).to_string().contains("completed twice"));
@@ -218,7 +218,7 @@ fn a_strangers_connection_is_refused_and_disturbs_nothing() {
     ] {
         let (mut stranger, answer) = ask_to_join(&decode, ticket, stream);
         assert!(matches!(&answer, Frame::Reject { reason } if reason.contains(why)), "{answer:?}");
-        // Nor is it listened to: it is closed, so that writing to it may be an error too.
+        // The refused connection is closed, so writing to it may fail, too.
         let _ = stranger.write_all(&head(&decode, 1, 1).encode());
         assert!(matches!(stranger.read(&mut [0]), Ok(0) | Err(_)));
     }
@@ -270,7 +270,7 @@ fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
     assert_eq!(run(patient()), 1);
     with_connections(3, || assert_eq!(run(patient()), 3));
     with_connections(3, || with_tls(|| assert_eq!(run(patient()), 3)));
-    // I5: it goes on with fewer.
+    // I5: the session goes on with fewer.
     with_connections(16, || assert_eq!(run(TransferLimits { connections: 1, ..patient() }), 1));
     for tcp_connections in [0, 17] {
         let options = SenderOptions {
@@ -310,8 +310,8 @@ fn an_ipv6_address_is_reached_in_the_brackets_it_is_advertised_in() {
     }
 }
 
-/// Stands between a prefill worker and the decode worker at `to`: what goes over the session's own connection and most that join it
-/// it passes on, but not what the first of those has to say.
+/// A proxy between a prefill worker and the decode worker at `to`. It passes everything on, except what the prefill worker sends on
+/// further connection 1.
 fn pass_on(listener: &TcpListener, to: std::net::SocketAddr, connections: usize) {
     std::thread::scope(|scope| {
         for _ in 0..connections {
@@ -342,12 +342,12 @@ fn pass_on(listener: &TcpListener, to: std::net::SocketAddr, connections: usize)
 
 #[test]
 fn a_connection_that_does_not_join_in_time_keeps_no_other_out_and_leaves_time_for_the_handoff() {
-    // The decode end does not give up waiting for it.
+    // The decode end keeps waiting for that connection.
     let decode = Decode::limited(large(), 1, "127.0.0.1:0", TransferLimits { handshake: PATIENCE, ..patient() });
     let mut target = Descriptor::parse(&decode.reserve(1, &first(8)), &decode.geometry.layout, false).unwrap();
     let (listener, to) = (TcpListener::bind("127.0.0.1:0").unwrap(), decode.receiver.local_addr());
     target.port = listener.local_addr().unwrap().port();
-    // Whoever waited for it as long as a handshake may take would be too late.
+    // A sender that waited for that connection for a whole handshake time would be too late.
     let limits = TransferLimits { handshake: Duration::from_secs(4), ..patient() };
     std::thread::scope(|scope| {
         scope.spawn(|| pass_on(&listener, to, 3));

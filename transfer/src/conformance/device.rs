@@ -1,4 +1,4 @@
-//! Which ends of a test have their pools on a device, what makes those, and what lies in a pool, wherever that is.
+//! Which ends of a test have their pools on a device. Makes pools, and reads and changes what they hold, on a device or the host.
 
 use std::cell::Cell;
 
@@ -6,7 +6,7 @@ use super::fake::memory_over;
 use super::*;
 use crate::JobDone;
 
-/// Whose pools are a device's.
+/// Which ends have their pools on a device.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(super) struct Devices {
     pub prefill: bool,
@@ -17,12 +17,12 @@ thread_local! {
     static DEVICES: Cell<Devices> = const { Cell::new(Devices { prefill: false, decode: false }) };
 }
 
-/// The variable by which a child learns of them.
+/// The environment variable by which a child learns of them.
 pub(super) const VARIABLE: &str = "BATON_TRANSFER_TEST_DEVICES";
 
 pub(super) const BOTH: Devices = Devices { prefill: true, decode: true };
 
-/// From now on on this thread, and in processes it starts.
+/// Sets them from now on, for this thread and the processes it starts.
 pub(super) fn use_devices(devices: Devices) {
     DEVICES.set(devices);
 }
@@ -41,7 +41,7 @@ impl Devices {
     }
 }
 
-/// Staging memory that a test asks of a device.
+/// Bytes of staging memory that a test asks of a device.
 const PIECE: usize = 1 << 20;
 
 /// A pool with the bytes of [`pool`], on a device or the host.
@@ -60,8 +60,8 @@ pub(super) fn pool_on(device: bool, geometry: &PoolGeometry, seed: u64) -> Pool 
     there
 }
 
-/// What lies in ranges of a pool, one behind another. Tests look at what nobody writes to: verified, fenced or never lent; or flip a bit of
-/// what is on its way, on the thread that moves it.
+/// The bytes of ranges of a pool, one behind another. Tests read only what nobody writes to: blocks that are verified, fenced or never
+/// lent. Or they flip a bit on its way, on the thread that moves it.
 pub(super) fn read(pool: &Pool, ranges: &[(usize, usize)]) -> Vec<u8> {
     match pool {
         // SAFETY: as above.
@@ -79,7 +79,7 @@ pub(super) fn read(pool: &Pool, ranges: &[(usize, usize)]) -> Vec<u8> {
     }
 }
 
-/// Changes what lies in a pool, as one who may.
+/// Changes bytes of a pool that the caller may write to.
 pub(super) fn write(pool: &Pool, at: usize, bytes: &[u8]) {
     match pool {
         // SAFETY: nobody else looks at these bytes meanwhile.

@@ -1,4 +1,4 @@
-//! Handoffs and sessions that end before they are complete: given up, fenced, late, crashed, refused.
+//! Handoffs and sessions that end before they are complete: aborted, fenced, late, crashed, refused.
 
 use super::*;
 use crate::FenceState;
@@ -50,7 +50,7 @@ fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
     is_reached.recv_timeout(PATIENCE).unwrap();
     assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
     match choice {
-        // The receiver applies writes itself, so it does not need the peer's word.
+        // The receiver applies writes itself, so it does not need the peer's acknowledgement.
         TransportChoice::Tcp => decode.expect_fenced(1),
         _ => assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending, "asking again changes nothing"),
     }
@@ -67,7 +67,7 @@ fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
     handoff.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
     let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert!(matches!(error, TransferError::Fenced { epoch: Epoch(1), .. }), "{error}");
-    // Everything the peer still had to say has arrived once a later handoff of the same session is verified.
+    // Once a later handoff of the same session is verified, everything the peer still had to send has arrived.
     let later = vec![(48..56).map(BlockId).collect()];
     prefill.send(&decode.reserve(2, &later), 0).wait().unwrap();
     decode.expect_verified(2);
@@ -79,21 +79,21 @@ fn after_a_fence_not_a_byte_changes(choice: TransportChoice) {
 fn a_handoff_without_end_misses_its_deadline(choice: TransportChoice) {
     let decode = Decode::new(large(), 1);
     let prefill = Prefill::new(large(), 2, choice);
-    // Whose session is there: while it is being set up, nobody can tell the decode side.
+    // Makes sure that there is a session: while it is being set up, nobody can tell the decode side.
     prefill.send(&decode.reserve(1, &first(2)), 0).wait().unwrap();
     decode.expect_verified(1);
     decode.receiver.release(Epoch(1));
     let deadline = Instant::now() + Duration::from_millis(100);
     let mut handoff = prefill.sender.open(&decode.reserve(2, &first(2)), deadline).unwrap();
     let _ = handoff.write(0, 0, &[(BlockId(0), 0)]);
-    // Its owner does nothing more; the decode side is told when the time is over.
+    // The handoff's owner does nothing more. The decode side is told at the deadline.
     assert_eq!(decode.expect_failed(2), TransferError::Aborted { epoch: Epoch(2) });
     decode.expect_fenced(2);
     let error = handoff.write(0, 1, &[(BlockId(0), 0)]).unwrap_err();
     assert!(matches!(error, TransferError::Deadline { epoch: Epoch(2), .. }), "{error}");
 }
 
-/// Waits to be told before the rest of its owner is dropped.
+/// Delays, when dropped, the drop of what comes after it, until told to go on.
 struct Held(Arc<std::sync::Mutex<mpsc::Receiver<()>>>);
 
 impl Drop for Held {
@@ -121,13 +121,13 @@ fn a_crashed_session_is_over_once_it_has_unmapped(choice: TransportChoice) {
         assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
     }
     go.send(()).unwrap();
-    // Without another handoff, and while the process lives on.
+    // This needs no further handoff, and the process lives on.
     decode.expect_fenced(1);
     let error = outcome.wait().unwrap_err();
     assert!(matches!(error, TransferError::Closed | TransferError::Os { .. }), "{error}");
 }
 
-/// What the receiver makes of it when a sender says this at its third batch.
+/// The receiver's error when a sender sends these bytes at its third batch.
 fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
     let decode = Decode::new(large(), 1);
     let babble = before_each(move || {
@@ -141,7 +141,7 @@ fn babble(choice: TransportChoice, words: Vec<u8>) -> (TransferError, Decode) {
     let prefill = Prefill::faulty(large(), 2, choice, babble);
     let outcome = prefill.send(&decode.reserve(1, &first(8)), 0);
     let error = decode.expect_failed(1);
-    // The sender's process lives on and has nothing more to send; its blocks come back all the same.
+    // The sender's process lives on and has nothing more to send. Its blocks come back all the same.
     decode.expect_fenced(1);
     assert!(matches!(outcome.wait(), Err(TransferError::PeerLost { .. })));
     (error, decode)
@@ -154,7 +154,7 @@ fn a_session_the_receiver_ends_gives_back(choice: TransportChoice) {
 }
 
 fn a_frame_that_changed_on_its_way_ends_the_session(choice: TransportChoice) {
-    // I2: in the length, in the kind, in the check, in the body.
+    // I2: the changed byte is in the length, the kind, the check or the body.
     for at in [0, 2, 4, 8, PREFIX] {
         let mut words = Frame::Abort { epoch: Epoch(7) }.encode();
         words[at] ^= 1;

@@ -1,5 +1,5 @@
-//! A device whose memory is an anonymous file that its processes share, so that transports between devices are tested without one: its
-//! jobs are begun when they are asked for and done only when they are asked after again, and what is written lands when it must.
+//! A fake device, to test transports between devices without a real one. Its memory is an anonymous file that processes share. Its jobs
+//! are done only when asked after a second time. Written bytes land as late as is allowed.
 
 use std::collections::VecDeque;
 use std::fs::OpenOptions;
@@ -12,7 +12,7 @@ use rustix::event::EventfdFlags;
 use super::*;
 use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
 
-/// This memory as a device's.
+/// This memory as a device's memory.
 pub(crate) fn memory_over(segment: &Arc<Segment>) -> Arc<dyn DeviceMemory> {
     Arc::new(Fake { segment: segment.clone() })
 }
@@ -56,10 +56,10 @@ struct FakeQueue {
     segment: Arc<Segment>,
     peer: Option<Segment>,
     jobs: VecDeque<Job>,
-    /// Whether somebody has asked after the oldest one.
+    /// Whether somebody has asked after the oldest job.
     asked: bool,
     staged: Vec<u8>,
-    /// On its way into the pool, oldest first.
+    /// Writes on their way into the pool, oldest first.
     written: VecDeque<(Vec<Range>, Vec<u8>)>,
     wake: OwnedFd,
 }
@@ -73,7 +73,7 @@ impl FakeQueue {
         Ok(())
     }
 
-    /// What was written first.
+    /// Lands the oldest write in the pool.
     fn land(&mut self) {
         let Some((ranges, staged)) = self.written.pop_front() else { return };
         let mut from = 0;
@@ -93,7 +93,7 @@ impl FakeQueue {
     }
 
     fn bytes(&self, (offset, len): Range) -> Vec<u8> {
-        // SAFETY: blocks that are sent, or that have arrived, do not change.
+        // SAFETY: blocks that are being sent, or that have arrived, do not change.
         unsafe { self.segment.read(offset, len) }
     }
 }
@@ -182,9 +182,9 @@ impl Drop for FakeQueue {
     }
 }
 
-/// A device that does nothing any more.
+/// A device of which every operation fails.
 pub(crate) struct Broken {
-    /// Of its pool.
+    /// Size of its pool in bytes.
     pub bytes: usize,
 }
 

@@ -1,18 +1,18 @@
-//! Faults between a session and its transport. All else is the transport's own, its depth and its digests too, so that a fault
-//! meets what workers run.
+//! Injects faults between a session and its transport. All else is the transport's own, including its depth and digests, so that a
+//! fault meets what workers run.
 
 use std::collections::VecDeque;
 
 use super::*;
 
-/// A transport, with something done before a batch goes to it and after it has flushed one, given the batch's number from 1 on.
+/// A transport with hooks: `before` runs before a batch is submitted, `after` once one is flushed. Both get the batch's number, from 1 on.
 struct Faulty<B, A> {
-    /// Before `inner`: what these two hold up is not unmapped meanwhile.
+    /// Declared before `inner`, so that a hook that blocks in its drop delays the unmapping.
     before: B,
     after: A,
     inner: Box<dyn Transport>,
     submitted: usize,
-    /// What is not flushed, oldest first.
+    /// Batches not yet flushed, oldest first.
     in_flight: VecDeque<(usize, WriteBatch)>,
 }
 
@@ -65,7 +65,7 @@ where
     Box::new(Faulty { before, after, inner, submitted: 0, in_flight: VecDeque::new() })
 }
 
-/// Does what `make` makes, one for each transport, before each batch, on the session's thread, which it may hold up.
+/// Runs a hook before each batch, on the session's thread, which it may hold up. `make` makes one hook for each transport.
 pub(super) fn before_each<B>(make: impl Fn() -> B + Send + Sync + 'static) -> Wrap
 where
     B: FnMut(usize, &mut WriteBatch, &mut Link) + Send + 'static,
@@ -78,7 +78,7 @@ pub(super) fn altered(alter: impl Fn(&mut WriteBatch) + Send + Sync + Copy + 'st
     before_each(move || move |_: usize, batch: &mut WriteBatch, _: &mut Link| alter(batch))
 }
 
-/// Does something after each batch that was flushed, before the peer is told of it.
+/// Runs a hook after each batch that was flushed, before the peer is told of it.
 pub(super) fn after_each(after: impl Fn(usize, &WriteBatch) + Send + Sync + Clone + 'static) -> Wrap {
     Arc::new(move |inner| faulty(|_: usize, _: &mut WriteBatch, _: &mut Link| {}, after.clone(), inner))
 }
@@ -91,7 +91,7 @@ pub(super) fn watched(at: impl Fn(usize) + Send + Sync + Clone + 'static) -> Wra
     })
 }
 
-/// A sender that stops at its `at`th batch: tells, and waits to be told.
+/// A sender that stops at its `at`th batch: it tells so, and waits to be told to go on.
 pub(super) fn held(at: usize) -> (Wrap, mpsc::Receiver<()>, mpsc::Sender<()>) {
     let (reached, is_reached) = mpsc::channel();
     let (go, may_go) = mpsc::channel();

@@ -1,4 +1,4 @@
-//! Handoffs that go well, and what is refused before any byte moves.
+//! Handoffs that succeed, and handoffs that are refused before any byte moves.
 
 use super::*;
 use crate::FenceState;
@@ -77,7 +77,7 @@ fn epochs_and_keys_are_checked(choice: TransportChoice) {
 }
 
 fn a_write_of_many_blocks_arrives_whole(choice: TransportChoice) {
-    // Of more blocks than one queued write has.
+    // More blocks than one queued write holds.
     let geometry = PoolGeometry { blocks: vec![600, 12], ..small() };
     let (decode, prefill) = (Decode::new(geometry.clone(), 1), Prefill::new(geometry, 2, choice));
     let target = decode.reserve(1, &[(0..600).map(BlockId).collect(), vec![]]);
@@ -89,7 +89,7 @@ fn a_write_of_many_blocks_arrives_whole(choice: TransportChoice) {
     }
 }
 
-/// A long prefix that is all cached goes at once, whatever the queue holds (I5).
+/// A long cached prefix is written at once, however little the queue holds (I5).
 fn more_than_the_queue_holds_waits_and_arrives_whole(choice: TransportChoice) {
     let geometry = PoolGeometry { blocks: vec![1500, 12], ..small() };
     let decode = Decode::new(geometry.clone(), 1);
@@ -99,7 +99,7 @@ fn more_than_the_queue_holds_waits_and_arrives_whole(choice: TransportChoice) {
     };
     let reserve = |epoch| decode.reserve(epoch, &[(0..1500).map(BlockId).collect(), vec![]]);
     let pairs: Vec<_> = (0..1500).map(|i| (BlockId(i), i)).collect();
-    // Nothing leaves: the queue is full long before all of it is in there.
+    // Nothing leaves, so the queue is full long before it holds everything.
     let (wrap, reached, go) = held(1);
     let prefill = sender(2, wrap, Duration::from_millis(1));
     let mut handoff = prefill.sender.open(&reserve(1), far()).unwrap();
@@ -112,7 +112,7 @@ fn more_than_the_queue_holds_waits_and_arrives_whole(choice: TransportChoice) {
     decode.expect_failed(1);
     decode.expect_fenced(1);
     drop(prefill);
-    // With time to leave, all of it arrives.
+    // With time to leave, everything arrives.
     let prefill = sender(3, Arc::new(|transport| transport), PATIENCE);
     assert_eq!(prefill.send(&reserve(2), 0).wait().unwrap().writes, 1500 * 2);
     decode.expect_verified(2);
@@ -140,7 +140,7 @@ fn holes_and_repeats_are_refused_by_the_sender(choice: TransportChoice) {
     handoff.complete(vec![], Box::new(move |outcome| tell.send(outcome).unwrap()));
     let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert!(matches!(error, TransferError::Incomplete { written: 3, expected: 4, .. }), "{error}");
-    // Whether or not the decode side had let it in by then, it gets its blocks back.
+    // Whether or not the decode side had let the peer in by then, it gets its blocks back.
     match decode.receiver.fence(Epoch(1)) {
         FenceState::Clear => {}
         FenceState::Pending => decode.expect_fenced(1),
@@ -177,7 +177,7 @@ fn two_peers_at_once(choice: TransportChoice) {
 
 fn a_receiver_that_restarted_is_another(choice: TransportChoice) {
     let old = Decode::new(small(), 1);
-    // As long as the peer has it open: a device's memory may not go before.
+    // Kept as long as the peer has it open: a device's memory may not be freed before.
     let _kept = old.pool.clone();
     let address = old.receiver.local_addr().to_string();
     let prefill = Prefill::new(small(), 2, choice);
@@ -185,7 +185,7 @@ fn a_receiver_that_restarted_is_another(choice: TransportChoice) {
     prefill.send(&old.reserve(8, &[ids(&[4]), vec![]]), 0).wait().unwrap();
     drop(old);
     let new = Decode::listening(small(), 9, &address);
-    // The same epoch at the same address, but of another life.
+    // The same epoch at the same address, but from a restarted worker.
     let fresh = new.reserve(7, &[ids(&[3]), vec![]]);
     let before = block(&new.pool, &new.geometry, 0, BlockId(3));
     let error = prefill.send(&stale, 5).wait().unwrap_err();
@@ -200,7 +200,7 @@ fn a_receiver_that_restarted_is_another(choice: TransportChoice) {
     assert_eq!(block(&new.pool, &new.geometry, 0, BlockId(3)), before);
     prefill.send(&fresh, 5).wait().unwrap();
     new.expect_verified(7);
-    // Before the pool that it has open.
+    // Dropped before the pool that it has open.
     drop(prefill);
 }
 
@@ -214,7 +214,7 @@ fn leases_expire(choice: TransportChoice) {
     assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Clear);
     let error = prefill.send(&target, 0).wait().unwrap_err();
     assert!(matches!(error, TransferError::Refused { epoch: Epoch(1), .. }), "{error}");
-    // While a peer is writing: it is stopped.
+    // The lease expires while a peer is writing: the peer is stopped.
     let target = decode.try_reserve(2, &blocks, Duration::from_millis(50)).unwrap();
     let mut handoff = prefill.sender.open(&target, far()).unwrap();
     handoff.write(0, 0, &[(BlockId(0), 0)]).unwrap();
@@ -235,7 +235,7 @@ fn a_released_block_can_be_lent_again(choice: TransportChoice) {
     for epoch in 1..=20 {
         prefill.send(&decode.reserve(epoch, &blocks), 0).wait().unwrap();
         decode.expect_verified(epoch);
-        // I3: still lent.
+        // I3: the blocks are still lent.
         let again = decode.try_reserve(99, &blocks, PATIENCE);
         assert!(matches!(again, Err(TransferError::Lent { .. })));
         decode.receiver.release(Epoch(epoch));
@@ -252,7 +252,7 @@ fn a_connection_too_many_is_told_so(choice: TransportChoice) {
     let target = decode.reserve(2, &[ids(&[4]), vec![]]);
     let error = prefills[1].send(&target, 0).wait().unwrap_err();
     assert!(error.to_string().contains("as many connections as it may have"), "{error}");
-    // I8: nothing lost for others.
+    // I8: others have lost nothing.
     prefills[0].send(&target, 0).wait().unwrap();
 }
 
@@ -273,7 +273,7 @@ fn auto_takes_shared_memory_here_and_tcp_elsewhere() {
     let prefill = Prefill::new(small(), 2, TransportChoice::Auto);
     let target = decode.reserve(1, &[ids(&[3]), vec![]]);
     assert_eq!(prefill.send(&target, 0).wait().unwrap().transport, TransportKind::Shm);
-    // Another host by its identity; and a host without the unix socket.
+    // First another host, by its identity; then a host without the unix socket.
     let layout = &prefill.geometry.layout;
     let far_away = |target: &[u8]| {
         let mut descriptor = Descriptor::parse(target, layout, false).unwrap();
@@ -290,7 +290,7 @@ fn auto_takes_shared_memory_here_and_tcp_elsewhere() {
         let target = alter(&decode.reserve(epoch, &[ids(&[4]), vec![]]));
         assert_eq!(prefill.send(&target, 0).wait().unwrap().transport, TransportKind::Tcp);
         decode.receiver.release(Epoch(epoch));
-        // Shared memory or nothing is nothing.
+        // Shared memory only: there is no path.
         let prefill = Prefill::new(small(), 20 + epoch, TransportChoice::Shm);
         let target = alter(&decode.reserve(epoch + 10, &[ids(&[4]), vec![]]));
         let error = prefill.send(&target, 0).wait().unwrap_err();
@@ -355,7 +355,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         assert_eq!(prefill.send(&target, 0).wait().unwrap().transport, TransportKind::Tcp);
         assert!(matches!(events.recv_timeout(PATIENCE), Ok(ReceiverEvent::Verified { .. })));
     }
-    // Who is told to use it and has none does not start.
+    // A sender that must use UCX and has none does not start.
     let options = SenderOptions {
         worker: WorkerId(3),
         geometry: geometry.clone(),

@@ -1,4 +1,4 @@
-//! Writes that arrive out of order, twice or in part: what is whole is taken, and nothing else (I2).
+//! Writes that arrive out of order, twice or in part. Only complete handoffs are accepted (I2).
 
 use super::*;
 
@@ -10,7 +10,7 @@ for_each_transport![
 
 fn writes_arrive_in_any_order(choice: TransportChoice) {
     let turned = altered(|batch| {
-        // Every second batch, so that the blocks of a handoff come now in this order and now in that.
+        // Reverse every second batch, so that the order of blocks alternates.
         if batch.layer % 2 == 1 {
             batch.writes.reverse();
         }
@@ -31,7 +31,7 @@ struct Stutters {
     submitted: usize,
 }
 
-/// The number of that batch.
+/// Number of the batch that is carried twice.
 const TWICE: usize = 3;
 
 impl Transport for Stutters {
@@ -45,7 +45,7 @@ impl Transport for Stutters {
         self.submitted += 1;
         if self.submitted == TWICE {
             self.inner.submit(load.clone(), links)?;
-            // Not before the first one is through: some take one at a time.
+            // Not before the first copy is through: some transports take one batch at a time.
             while self.inner.poll(links)? != Progress::Flushed {
                 links.flush().map_err(|error| TransferError::os("send a batch twice", error))?;
             }
@@ -92,7 +92,7 @@ fn a_batch_of_which_only_a_part_arrives_is_caught(choice: TransportChoice) {
     let error = prefill.send(&decode.reserve(1, &first(4)), 8).wait().unwrap_err();
     let caught = match kind(choice).is_one_sided() {
         true => matches!(error, TransferError::Verify { .. }),
-        // Its head says how much is to come.
+        // The frame's head says how much is to come.
         false => matches!(error, TransferError::Refused { .. } | TransferError::Protocol { .. }),
     };
     assert!(caught, "{error}");

@@ -1,4 +1,4 @@
-//! A TCP peer that says what no sender of ours would, frame by frame.
+//! A TCP peer that sends frames no sender of ours would.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -36,7 +36,7 @@ fn a_fence_in_the_middle_of_a_block_stops_the_rest_of_it() {
     peer.write_all(&junk[..bytes / 2]).unwrap();
     let last = decode.pool.at(bytes / 2 - 1, 1).unwrap();
     let start = Instant::now();
-    // SAFETY: inside the pool; whether the byte is there yet is just what is asked.
+    // SAFETY: inside the pool. The loop only asks whether the byte has arrived yet.
     while unsafe { last.read_volatile() } != 0xee {
         assert!(start.elapsed() < PATIENCE);
         std::thread::yield_now();
@@ -45,7 +45,7 @@ fn a_fence_in_the_middle_of_a_block_stops_the_rest_of_it() {
     decode.expect_fenced(1);
     let fenced = block(&decode.pool, &decode.geometry, 0, BlockId(0));
     peer.write_all(&junk[bytes / 2..]).unwrap();
-    // What comes behind the rest on the same stream is answered, which shows that the rest was read.
+    // A frame behind the rest on the same stream is answered, which shows that the rest was read.
     let key_2 = key(&decode, &decode.reserve(2, &[vec![BlockId(1)]]));
     peer.write_all(&Frame::Begin { epoch: Epoch(2), key: key_2 }.encode()).unwrap();
     peer.write_all(&Frame::Abort { epoch: Epoch(2) }.encode()).unwrap();
@@ -53,7 +53,7 @@ fn a_fence_in_the_middle_of_a_block_stops_the_rest_of_it() {
     assert!(block(&decode.pool, &decode.geometry, 0, BlockId(0)) == fenced);
 }
 
-/// What no sender of ours would do.
+/// None of these is anything a sender of ours would do.
 #[test]
 fn a_peer_that_writes_nonsense_touches_nothing() {
     let decode = Decode::new(large(), 1);
@@ -65,7 +65,7 @@ fn a_peer_that_writes_nonsense_touches_nothing() {
     let block_bytes = decode.geometry.layout.block_bytes(0) as u32;
     let junk = vec![0xee; 2 * block_bytes as usize];
 
-    // Under an epoch it was not let in for, then twice the same block, on one connection that goes on working.
+    // A write under an epoch the peer was not let in for, then the same block twice. The connection goes on working.
     let mut peer = call();
     let key_1 = key(&decode.reserve(1, &first(2)));
     peer.write_all(&write(1, 0, block_bytes, vec![0])).unwrap();
@@ -76,7 +76,7 @@ fn a_peer_that_writes_nonsense_touches_nothing() {
     assert!(decode.expect_failed(1).to_string().contains("written twice"));
     decode.expect_fenced(1);
 
-    // A length that is not the blocks'.
+    // A payload length other than the blocks'.
     let key_2 = key(&decode.reserve(2, &first(2)));
     peer.write_all(&Frame::Begin { epoch: Epoch(2), key: key_2 }.encode()).unwrap();
     peer.write_all(&write(2, 0, 16, vec![0])).unwrap();
@@ -84,7 +84,7 @@ fn a_peer_that_writes_nonsense_touches_nothing() {
     assert!(decode.expect_failed(2).to_string().contains("16 bytes instead of"));
     decode.expect_fenced(2);
 
-    // A frame cut short by the end of the connection, and one that is none.
+    // A frame cut short by the end of the connection, and bytes that are no frame.
     for rest in [&junk[..100], &[]] {
         let mut peer = call();
         let key_3 = key(&decode.reserve(3, &first(2)));
@@ -104,7 +104,7 @@ fn a_peer_that_writes_nonsense_touches_nothing() {
         assert!(block(&decode.pool, &decode.geometry, 0, id) == block(&untouched, &decode.geometry, 0, id), "{id}");
     }
     assert_eq!(decode.receiver.stats().reservations, 0);
-    // Nothing lost for others.
+    // Others have lost nothing.
     let prefill = Prefill::new(large(), 2, TransportChoice::Tcp);
     prefill.send(&decode.reserve(4, &first(2)), 0).wait().unwrap();
 }

@@ -1,8 +1,8 @@
-//! Where transfer threads run.
+//! Which CPUs transfer threads run on.
 
 use super::*;
 
-/// The first CPU that this process may use, where there is another, so that being there says something.
+/// The first CPU that this process may use. None if it is the only one, since a test would show nothing then.
 fn first() -> Option<Cpus> {
     let all = Cpus::allowed().unwrap();
     let text = all.to_string();
@@ -50,7 +50,7 @@ fn sessions_run_on_the_cpus_that_are_named() {
     let (tell, sent) = mpsc::channel();
     let done = move |outcome: Result<_, _>| drop(tell.send((outcome.is_ok(), Cpus::allowed().unwrap())));
     handoff.complete(Vec::new(), Box::new(done));
-    // Both are told on their sessions' threads.
+    // Both callbacks run on their sessions' threads.
     assert_eq!(sent.recv_timeout(PATIENCE).unwrap(), (true, one.clone()));
     assert_eq!(received.recv_timeout(PATIENCE).unwrap(), one);
     assert_ne!(Cpus::allowed().unwrap(), one, "this thread is where it was");

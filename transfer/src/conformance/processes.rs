@@ -1,4 +1,4 @@
-//! Peers that stop or die: real processes, real signals.
+//! Peers that stop or die, as real processes with real signals.
 
 use super::children::Process;
 use super::*;
@@ -52,7 +52,7 @@ fn a_stopped_prefill_worker_is_fenced_only_with_proof(choice: TransportChoice) {
         decode.expect_fenced(1);
         return;
     }
-    // I3: it may go on copying at any moment, so other handoffs go by but these blocks stay aside.
+    // I3: it may go on copying at any moment. So other handoffs go by, but these blocks stay aside.
     let prefill = Prefill::new(large(), 2, choice);
     prefill.send(&decode.reserve(2, &[vec![BlockId(40)]]), 0).wait().unwrap();
     decode.expect_verified(2);
@@ -64,7 +64,7 @@ fn a_stopped_prefill_worker_is_fenced_only_with_proof(choice: TransportChoice) {
     assert!(child.hear().contains("Fenced"));
 }
 
-/// A child that has written a layer and is alive.
+/// A child that has written all layers but the last, and is alive.
 fn idle_child(decode: &Decode, choice: TransportChoice, epoch: u64) -> Process {
     let mut child = Process::start(&format!("idle {}", kind(choice).as_str()));
     child.say(&hex::encode(&decode.reserve(epoch, &blocks(4))));
@@ -73,14 +73,14 @@ fn idle_child(decode: &Decode, choice: TransportChoice, epoch: u64) -> Process {
 }
 
 fn a_silent_prefill_worker_is_noticed(choice: TransportChoice) {
-    // I5: long before its lease ends.
+    // I5: noticed long before its lease ends.
     let decode = Decode::limited(large(), 1, "127.0.0.1:0", alert());
     let child = idle_child(&decode, choice, 1);
     child.freeze();
     let error = decode.expect_failed(1);
     assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
     if choice != TransportChoice::Tcp {
-        // I3: it may wake up and go on copying, so its blocks stay aside until it has said that it stopped.
+        // I3: it may wake up and go on copying. So its blocks stay aside until it has said that it stopped.
         assert_eq!(decode.receiver.fence(Epoch(1)), FenceState::Pending);
         assert!(matches!(decode.try_reserve(2, &blocks(1), PATIENCE), Err(TransferError::Lent { .. })));
         child.thaw();
@@ -107,7 +107,7 @@ fn a_silent_decode_worker_is_noticed(choice: TransportChoice) {
     let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
     child.thaw();
-    // It hears that the handoff was given up, or has noticed the silence itself; its blocks are back either way.
+    // It hears that the handoff was aborted, or has noticed the silence itself. Either way its blocks are back.
     let told = child.hear();
     assert!(told.starts_with("failed"), "{told}");
     child.say("1");
@@ -144,7 +144,7 @@ fn a_stopped_decode_worker_completes_nothing(choice: TransportChoice) {
     let prefill = Prefill::faulty(large(), 2, choice, wrap);
     child.say("1");
     let target = hex::decode(&child.hear()).unwrap();
-    // It was let in; then the decode worker stops, and everything sent fits the socket's buffers.
+    // It is let in. Then the decode worker stops, and everything sent fits the socket's buffers.
     let outcome = prefill.send_until(&target, 0, Instant::now() + Duration::from_secs(2));
     is_reached.recv_timeout(PATIENCE).unwrap();
     child.freeze();
@@ -152,8 +152,8 @@ fn a_stopped_decode_worker_completes_nothing(choice: TransportChoice) {
     let error = outcome.wait().unwrap_err();
     assert!(matches!(error, TransferError::Deadline { .. }), "sent is not complete: {error}");
     child.thaw();
-    // Its completion had been sent before the deadline, or its abort arrived; either way it goes on serving.
-    // Over UCX what was put cannot be taken back, so the session ends and the receiver cuts it off.
+    // Either its completion was sent before the deadline, or its abort arrives. In both cases the worker goes on serving.
+    // Over UCX, puts cannot be taken back, so the session ends and the receiver cuts it off.
     let first = child.hear();
     let lost = choice == TransportChoice::Ucx && first.contains("lost w2");
     assert!(first == "verified" || first.contains("aborted") || lost, "{first}");
@@ -192,12 +192,12 @@ fn a_stopped_decode_worker_learns_late_that_it_is_let_go_of(choice: TransportCho
     assert!(matches!(outcome.wait(), Err(TransferError::Os { .. })));
     child.thaw();
     assert!(child.hear().starts_with("failed"));
-    // I6: it has its blocks back, though nobody has anything new for it.
+    // I6: it has its blocks back, although no new session has come.
     child.say("8");
     assert!(!child.hear().is_empty());
 }
 
-/// A queue of a few blocks, and little patience with it.
+/// A sender with a queue of a few blocks and a short wait for room.
 fn impatient(choice: TransportChoice, wrap: Wrap) -> Prefill {
     let limits = TransferLimits { queued_blocks: 8, room: Duration::from_millis(50), ..TransferLimits::default() };
     Prefill::limited(large(), 2, choice, wrap, limits)
@@ -221,7 +221,7 @@ fn give_up(handoff: crate::Handoff) {
     is_quiet.recv_timeout(PATIENCE).unwrap();
 }
 
-/// A decode worker that has served one handoff, stands still, and was asked for `count` blocks before.
+/// A stopped decode worker. Before, it has served one handoff and was asked for `count` blocks.
 fn stands_still(prefill: &Prefill, count: u32) -> (Process, Vec<u8>) {
     let mut child = Process::start("decode");
     child.say("1");
@@ -233,7 +233,7 @@ fn stands_still(prefill: &Prefill, count: u32) -> (Process, Vec<u8>) {
     (child, target)
 }
 
-/// It learns that it was given up, has its blocks back, and goes on serving.
+/// Lets it go on. It learns of the abort, has its blocks back, and goes on serving.
 fn moves_again(prefill: &Prefill, mut child: Process) {
     child.thaw();
     let told = child.hear();
@@ -244,7 +244,7 @@ fn moves_again(prefill: &Prefill, mut child: Process) {
 }
 
 fn a_decode_worker_that_never_grants_is_given_up(choice: TransportChoice) {
-    // I5: long before the handoff's deadline.
+    // I5: given up long before the handoff's deadline.
     let prefill = Prefill::new(large(), 2, choice);
     let (child, target) = stands_still(&prefill, 1);
     let error = prefill.send(&target, 0).wait().unwrap_err();
@@ -262,7 +262,7 @@ fn a_writer_does_not_wait_for_a_stopped_decode_worker(choice: TransportChoice) {
     moves_again(&prefill, child);
 }
 
-/// Over shared memory a decode worker holds nobody up once it has let them in.
+/// Only over TCP: over shared memory a decode worker holds nobody up once it has let them in.
 #[test]
 fn a_writer_does_not_wait_for_a_decode_worker_that_stops_reading() {
     let mut child = Process::start("decode");

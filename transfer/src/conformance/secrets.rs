@@ -1,4 +1,4 @@
-//! TCP with TLS: the suite runs over it once more, and here is what becomes of peers that are set up in another way.
+//! TCP with TLS: the suite runs over it, too. The tests here are about peers that are set up differently.
 
 use std::cell::Cell;
 
@@ -22,12 +22,12 @@ pub(super) fn with_tls(test: impl FnOnce()) {
     test();
 }
 
-/// What both ends of this thread's tests are given.
+/// The TLS settings of both ends in this thread's tests.
 pub(super) fn tls() -> Option<Tls> {
     ON.get().then(|| of("worker", "worker", None).unwrap())
 }
 
-/// With a certificate of one authority, for peers of another's.
+/// Settings with this certificate, which accept peers of this authority.
 fn of(certificate: &str, authority: &str, name: Option<&str>) -> Result<Tls, TransferError> {
     let file = |name: String| Path::new(env!("CARGO_MANIFEST_DIR")).join("src/conformance/certificates").join(name);
     Tls::load(&TlsFiles {
@@ -38,7 +38,7 @@ fn of(certificate: &str, authority: &str, name: Option<&str>) -> Result<Tls, Tra
     })
 }
 
-/// A decode worker set up like this, and a prefill worker like that: what becomes of a handoff. A friend is served all the same.
+/// The outcome of a handoff between a decode worker and a prefill worker with these settings. The handoff of `friend` must succeed.
 fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Result<TransferStats, TransferError> {
     let (geometry, (tell, events)) = (large(), mpsc::channel());
     let pools = [1, 2].map(|worker| Pool::from(pool(&geometry, worker)));
@@ -81,7 +81,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
     let outcome = sender(2, prefill).send(&target, 0).wait();
     let served = sender(3, friend).send(&reserve(2), 8).wait();
     assert_eq!(served.map(|stats| stats.transport), Ok(TransportKind::Tcp));
-    // I8: who was turned away has cost nobody anything: its reservation is as it was, for whoever comes with its key.
+    // I8: a refused peer has cost nobody anything. Its reservation is unchanged, for whoever comes with its key.
     let verified = |event| matches!(event, Ok(ReceiverEvent::Verified { .. }));
     assert!(verified(events.recv_timeout(PATIENCE)));
     assert_eq!(outcome.is_ok(), verified(events.try_recv().map_err(|_| mpsc::RecvTimeoutError::Timeout)));
@@ -93,7 +93,7 @@ fn workers_of_one_authority_exchange_kv() {
     let mine = || of("worker", "worker", None).ok();
     let bytes = 4 * large().layout.block_bytes_all_layers(0) as u64;
     assert_eq!(between(mine(), mine(), mine()).map(|stats| stats.bytes), Ok(bytes));
-    // By a name of the certificate's instead of the address.
+    // By a name in the certificate instead of the address.
     let named = of("worker", "worker", Some("worker.test")).ok();
     assert!(between(mine(), named, mine()).is_ok());
 }
@@ -101,7 +101,7 @@ fn workers_of_one_authority_exchange_kv() {
 #[test]
 fn whoever_is_set_up_in_another_way_is_refused_and_told_why() {
     let mine = || of("worker", "worker", None).ok();
-    // Whom a decode worker that takes only strangers lets in.
+    // Settings that a decode worker accepts that takes only strangers.
     let friend = || of("stranger", "worker", None).ok();
     for (decode, prefill, friend, want) in [
         (mine(), None, mine(), "it wants TLS, which this worker is not set up for"),

@@ -1,4 +1,4 @@
-//! Pools whose heads lie on several devices: to every peer they are pools of one, and what no device of theirs can do is not tried.
+//! Pools whose heads are spread over several devices. Peers see each as a single pool. Paths that such a pool cannot take are not tried.
 
 use baton_types::Stripes;
 
@@ -6,7 +6,7 @@ use super::fake::{Broken, memory_over};
 use super::*;
 use crate::SpreadMemory;
 
-/// A pool of [`large`] with bytes of its own: as one, and as so many ranks have it.
+/// A pool of [`large`] with bytes of its own, both as one pool and as the ranks' pools.
 struct Scattered {
     whole: Arc<Segment>,
     ranks: Vec<Arc<Segment>>,
@@ -35,7 +35,7 @@ impl Scattered {
         }
     }
 
-    /// What ranks have now, as one pool.
+    /// The ranks' current bytes, as one pool.
     fn gathered(&self) -> &Arc<Segment> {
         self.each_piece(|whole, at, rank, offset, len| {
             // SAFETY: handoffs are over, and nobody looks at the whole but this test.
@@ -48,7 +48,7 @@ impl Scattered {
         SpreadMemory::new(&large(), self.ranks.iter().map(memory_over).collect()).unwrap()
     }
 
-    /// One rank is a device's whole pool, none is the host's.
+    /// The pool as a session gets it. A single rank is a plain device pool.
     fn reached(&self) -> Pool {
         match self.ranks.len() {
             1 => Pool::Device(memory_over(&self.ranks[0])),
@@ -57,7 +57,7 @@ impl Scattered {
     }
 }
 
-/// Out of pools of so many ranks and into such, 0 of them: host memory.
+/// From pools of this many ranks into others. 0 ranks: host memory.
 #[test]
 fn pools_of_any_number_of_devices_hand_over_to_each_other() {
     use TransportChoice::{Auto, Shm, Tcp};
@@ -78,7 +78,7 @@ fn pools_of_any_number_of_devices_hand_over_to_each_other() {
         (0, 2, Tcp, TransportKind::Tcp),
         (2, 4, Auto, TransportKind::Tcp),
         (2, 1, Auto, TransportKind::Tcp),
-        // The sender learns only by asking that the peer's pool is not one device's.
+        // The sender learns only by trying that the peer's pool is spread.
         (1, 2, Auto, TransportKind::Tcp),
     ] {
         let (_sent, whole, reached) = pool_of(prefill, 2);
@@ -121,7 +121,7 @@ fn digests_are_those_of_the_whole_pool_and_of_what_is_in_it() {
     assert_eq!(wrong, [false, false, true, false, false, false]);
 }
 
-/// On every rank (I3).
+/// This holds for every rank (I3).
 #[test]
 fn what_was_written_is_there_once_it_is_settled() {
     let (scattered, bytes) = (Scattered::new(4, 5), large().bytes());
@@ -135,7 +135,7 @@ fn what_was_written_is_there_once_it_is_settled() {
     assert_eq!(there(), bytes);
 }
 
-/// A rank whose device fails holds up no other, and is told of.
+/// A rank whose device fails does not hold up the others, and is reported.
 #[test]
 fn a_rank_that_cannot_settle_is_an_error_once_the_others_have() {
     let whole = Scattered::new(2, 5);

@@ -1,5 +1,4 @@
-//! A decode worker that talks without end, frame by frame: whoever writes to it is not kept from its deadlines, and keeps nothing
-//! for it (I5).
+//! A decode worker that sends frames without end. It must not keep a sender from its deadlines, or make it buffer without bound (I5).
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -8,13 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::*;
 use baton_handoff::{Descriptor, Frame, Hello};
 
-/// How long the handoff has. Any time does: what is asked is whether it ends while the peer goes on talking.
+/// How long the handoff has. Any time will do: the question is whether it ends while the peer keeps talking.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// More than the sockets between two ends keep of what is not read.
+/// More bytes than the sockets between two ends hold unread.
 const BUFFERED: usize = 16 << 20;
 
-/// Lets a prefill worker in as worker 1, and says `frame` until told to stop. Answers how many bytes of it were taken.
+/// Lets a prefill worker in as worker 1, and sends `frame` again and again until told to stop. Returns how many bytes were taken.
 fn talk(listener: &TcpListener, geometry: &PoolGeometry, frame: &Frame, stop: &AtomicBool) -> usize {
     let (mut stream, _) = listener.accept().unwrap();
     let mut hello = [0; Hello::LEN];
@@ -43,7 +42,7 @@ fn said(stream: &mut TcpStream, words: &[u8]) -> Option<usize> {
     }
 }
 
-/// Bytes of what a peer says that are taken while a handoff to it runs out of time.
+/// Bytes that a sender takes from a talking peer while a handoff to it runs out of time.
 fn deadline_beside(frame: Frame) -> usize {
     let decode = Decode::new(large(), 1);
     let mut target = Descriptor::parse(&decode.reserve(1, &first(1)), &decode.geometry.layout, false).unwrap();
@@ -68,7 +67,7 @@ fn a_peer_that_only_beats_does_not_hold_up_a_deadline() {
     assert!(taken > BUFFERED, "nothing needs to be answered, yet only {taken} bytes were taken");
 }
 
-/// Each fence is to be answered; the peer reads no answer.
+/// Each fence must be answered, and the peer reads no answer.
 #[test]
 fn a_peer_that_only_asks_is_not_listened_to_for_ever() {
     let taken = deadline_beside(Frame::Fence { epoch: Epoch(77) });

@@ -1,4 +1,4 @@
-//! Workers whose pools have different KV types: the sender writes the receiver's.
+//! Workers whose pools have different KV types: the sender converts to the receiver's.
 
 use super::*;
 use crate::{Conversion, Converter};
@@ -9,7 +9,7 @@ for_each_transport![
     who_cannot_convert_refuses_another_type,
 ];
 
-/// f16 to f32 as nobody would: twice the bits. Every element tells where it came from.
+/// A made-up conversion from f16 to f32: twice the bits. So every element tells where it came from.
 fn doubled(rows: Vec<u8>) -> Vec<u8> {
     let (elements, _) = rows.as_chunks::<2>();
     elements.iter().flat_map(|bits| (u32::from(u16::from_le_bytes(*bits)) * 2).to_le_bytes()).collect()
@@ -49,12 +49,12 @@ fn converting(geometry: PoolGeometry, choice: TransportChoice, converter: Conver
     prefill
 }
 
-/// What goes from device to device goes as it is: another path is taken.
+/// CUDA IPC cannot convert, so another path is taken.
 fn over(choice: TransportChoice) -> TransportChoice {
     if choice == TransportChoice::CudaIpc { TransportChoice::Auto } else { choice }
 }
 
-/// Every block that was lent holds what was sent, converted, and no other has changed.
+/// Checks that every lent block holds what was sent, converted, and that no other block has changed.
 fn check(decode: &Decode, prefill: &Prefill, lent: &[Vec<BlockId>], first: u32) {
     let before = Pool::from(pool(&decode.geometry, 1));
     for (group, list) in lent.iter().enumerate() {
@@ -77,7 +77,7 @@ fn values_change_their_type_on_the_way(choice: TransportChoice) {
     };
     let decode = Decode::new(of_type(KvDtype::F32, mixed()), 1);
     let prefill = converting(mixed(), over(choice), Converter::new(convert));
-    // Not in order, not the prefill side's.
+    // Neither in order nor at the prefill side's indexes.
     let lent = [[5, 0, 1, 3].map(BlockId).to_vec(), [2, 4, 0].map(BlockId).to_vec()];
     prefill.send(&decode.reserve(1, &lent), 1).wait().unwrap();
     decode.expect_verified(1);

@@ -1,9 +1,9 @@
-//! The ways that KV goes in this suite, each with the devices that it needs, and every case of it over each.
+//! The ways KV travels in this suite, each with the devices it needs. Every case runs over every way.
 
 use super::device::{BOTH, Devices, use_devices};
 use super::*;
 
-/// A transport between ends of which some have their pools on a device.
+/// A transport, and which ends have their pools on a device.
 #[derive(Clone, Copy)]
 pub(super) struct Way {
     name: &'static str,
@@ -13,15 +13,15 @@ pub(super) struct Way {
 
 pub(super) const CUDA_IPC: Way = Way { name: "cuda_ipc", choice: TransportChoice::CudaIpc, devices: BOTH };
 
-/// Out of a device's memory and into one's, through staging memory on both sides.
+/// From device to device, through staging memory on both sides.
 pub(super) const TCP_BETWEEN_DEVICES: Way =
     Way { name: "tcp_between_devices", choice: TransportChoice::Tcp, devices: BOTH };
 
-/// Straight out of a device's memory and into one's.
+/// Straight from device to device.
 pub(super) const UCX_BETWEEN_DEVICES: Way =
     Way { name: "ucx_between_devices", choice: TransportChoice::Ucx, devices: BOTH };
 
-/// Out of a device's memory into a mapped pool.
+/// From a device's memory into a mapped pool.
 pub(super) const SHM_FROM_A_DEVICE: Way =
     Way { name: "shm_from_a_device", choice: TransportChoice::Shm, devices: Devices { prefill: true, decode: false } };
 
@@ -32,7 +32,7 @@ impl Way {
     }
 }
 
-/// Makes a test of each function for each transport, and `CASES` of all of them.
+/// Makes a test of each function over each transport, and `CASES` of all functions.
 macro_rules! for_each_transport {
     ($($name:ident),* $(,)?) => {
         pub(super) const CASES: crate::conformance::ways::Cases = &[$((stringify!($name), $name)),*];
@@ -85,7 +85,7 @@ macro_rules! for_each_transport {
 }
 pub(super) use for_each_transport;
 
-/// One thing that a transport must do, on one of the ways between devices.
+/// One thing that a transport must do, over one of the ways between devices.
 pub struct Case {
     way: Way,
     module: &'static str,
@@ -94,15 +94,15 @@ pub struct Case {
 }
 
 impl Case {
-    /// The way, the module and what must hold, as this crate's own tests have them.
+    /// Its way, module and function, as in the names of this crate's own tests.
     pub fn name(&self) -> String {
         format!("{}::{}::{}", self.way.name, self.module, self.name)
     }
 
-    /// Holds it to that.
+    /// Runs the case.
     ///
     /// # Panics
-    /// When it does not.
+    /// When it fails.
     pub fn run(&self) {
         self.way.run(self.test);
     }
@@ -110,7 +110,7 @@ impl Case {
 
 pub(super) type Cases = &'static [(&'static str, fn(TransportChoice))];
 
-/// Everything that goes between devices, and out of one into host memory: over UCX only where it is found.
+/// All cases between devices, and from a device into host memory. Those over UCX only where UCX is found.
 pub fn cases() -> Vec<Case> {
     let modules: [(&str, Cases); 6] = [
         ("changed", changed::CASES),

@@ -13,12 +13,12 @@ fn link(stream: UnixStream) -> Link {
     Link::new(Socket::Unix(stream), pool.into(), FrameLimits::new(&TransferLimits::default(), 1))
 }
 
-/// I5: a reader that lags behind keeps no more than what it has not read, wherever in a frame its reads end.
+/// I5: a slow reader keeps no more than the bytes it has not consumed, wherever in a frame its reads end.
 #[test]
 fn what_is_consumed_is_not_kept() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let mut link = link(ours);
-    // A frame of another length than that of those that follow, so that no read ends where they do.
+    // The first frame has another length than the rest, so that reads do not end where frames do.
     let odd = Frame::Abort { epoch: Epoch(1) }.encode();
     let beats = Frame::Beat.encode().repeat(LOOKAHEAD);
     let (mut frames, mut most) = (0, 0);

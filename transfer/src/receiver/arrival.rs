@@ -1,7 +1,7 @@
-//! A connection at the decode end from its first byte on: a prefill worker is welcomed to a session, which this thread then serves;
-//! another connection of a session is passed on to that.
+//! A new connection at the decode end, from its first byte on. If it opens a session, its thread shakes hands and serves the session.
+//! If it joins a session, it is passed on to that session's thread.
 //!
-//! Who may come in is decided here; what they then do is [`super::session`]'s.
+//! This module decides who may come in. What a session then does is up to [`super::session`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket)
     }
 }
 
-/// Ends a session's place among those that are connected, also in a panic.
+/// Removes the session from the hub when dropped, even in a panic.
 struct There {
     hub: Arc<Hub>,
     id: SessionId,
@@ -50,7 +50,7 @@ fn receive(hub: &Hub, mail: &Mail, link: &mut Link) -> Result<Arrival, TransferE
     handshake::receive(link, hub.options.worker, fingerprint, &end)
 }
 
-/// To the session whose ticket it has; others learn nothing of it, and it nothing of them.
+/// Passes the connection to the session whose ticket it shows. Other sessions learn nothing of it, and it learns nothing of them.
 fn join(hub: &Hub, mut link: Link, ticket: JoinTicket, stream: u8) -> Result<(), TransferError> {
     let session = hub.join(ticket, stream).map_err(|reason| handshake::turn_away(&mut link, reason))?;
     link.push(&Frame::Joined);
@@ -89,12 +89,12 @@ fn welcome(hub: &Hub, id: SessionId, guest: &Guest, link: &mut Link) -> Result<W
 
 const SPREAD: &str = "its pool is spread over several GPUs, which is reached through host memory alone";
 
-/// Whether a peer may come for this; but for a pool that is spread it should have known by the target descriptor.
+/// Whether this pool can be reached over `kind`. Unless the pool is spread, the target descriptor has told the peer already.
 fn serves(pool: &Pool, kind: TransportKind, unix: bool) -> Result<(), String> {
     let refused = match (kind, pool.is_device()) {
         (TransportKind::CudaIpc, false) => "its pool is not in a GPU's memory",
         (TransportKind::CudaIpc, true) if pool.is_spread() => SPREAD,
-        // I3: only there it learns when its peer's process has ended, whose copies it cannot cut off.
+        // I3: this end cannot cut the peer's copies off. Only a unix socket tells it when the peer's process has ended.
         (TransportKind::CudaIpc, true) if !unix => "copies from GPU to GPU need a unix socket",
         (TransportKind::Shm, true) => "its pool is in a GPU's memory",
         _ => return Ok(()),

@@ -1,5 +1,4 @@
-//! What the decode end's threads share: the ledger under its lock, the owner's callback, the sessions that can be told to
-//! fence.
+//! What the decode end's threads share: the ledger under its lock, the owner's callback, and how to reach each session.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +14,7 @@ use crate::threads::lock;
 use crate::ucx::UcxEngine;
 use crate::wake::Wake;
 
-/// How other threads reach a session's.
+/// How other threads reach a session's thread.
 pub(crate) struct Mail {
     pub wake: Wake,
     fences: Mutex<Vec<Epoch>>,
@@ -38,23 +37,23 @@ impl Mail {
         self.wake.ring();
     }
 
-    /// Epochs to fence, each once. At most one per reservation.
+    /// Takes the epochs to fence. Each is given once; at most one per reservation.
     pub(crate) fn take_fences(&self) -> Vec<Epoch> {
         std::mem::take(&mut *lock(&self.fences))
     }
 
-    /// Another connection of the session's has come.
+    /// Hands a further connection to the session.
     pub(crate) fn join(&self, stream: u8, link: Link) {
         lock(&self.joined).push((stream, link));
         self.wake.ring();
     }
 
-    /// Further connections that have come, with their numbers.
+    /// Takes the further connections that have joined, with their numbers.
     pub(crate) fn take_joined(&self) -> Vec<(u8, Link)> {
         std::mem::take(&mut *lock(&self.joined))
     }
 
-    /// Whether the same worker has started another session, so that it has ended this one.
+    /// Whether the same worker has started another session, which ends this one.
     pub(crate) fn superseded(&self) -> bool {
         self.superseded.load(Ordering::Acquire)
     }
@@ -62,7 +61,7 @@ impl Mail {
 
 struct Books {
     ledger: Ledger,
-    /// A thread is handing events to the owner.
+    /// Whether a thread is handing events to the owner.
     delivering: bool,
 }
 
@@ -73,7 +72,7 @@ pub(crate) struct Hub {
     books: Mutex<Books>,
     sessions: Mutex<Members<Arc<Mail>>>,
     stopped: AtomicBool,
-    /// The pool as UCX knows it, once a peer has come over UCX.
+    /// The pool registered with UCX, once that was needed.
     ucx: Mutex<Option<Arc<UcxEngine>>>,
     /// Wakes the thread that accepts peers and watches leases.
     pub wake: Wake,
@@ -93,7 +92,7 @@ impl Hub {
         })
     }
 
-    /// The pool, registered with UCX at the first call that succeeds: it may pin every page of it.
+    /// The pool registered with UCX. The first call that succeeds registers it, which may pin every page of it.
     pub(crate) fn ucx(&self) -> Result<Arc<UcxEngine>, TransferError> {
         let mut ucx = lock(&self.ucx);
         if let Some(engine) = &*ucx {
@@ -103,7 +102,7 @@ impl Hub {
         Ok(ucx.insert(engine).clone())
     }
 
-    /// Ends every thread soon.
+    /// Asks every thread to end.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.wake.ring();
@@ -114,7 +113,7 @@ impl Hub {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// Does something with the ledger, and passes on what it causes.
+    /// Runs `act` on the ledger, then passes on the fences and events it caused.
     pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Ledger) -> T) -> T {
         let answer = {
             let mut books = lock(&self.books);
@@ -137,8 +136,8 @@ impl Hub {
         answer
     }
 
-    /// Hands events to the owner, one at a time and in order, by whichever thread comes first. No lock is held
-    /// meanwhile, so the owner may call back.
+    /// Hands events to the owner, one at a time and in order, on whichever thread gets here first. No lock is held meanwhile, so the owner
+    /// may call back.
     fn deliver(&self) {
         loop {
             let event = {
@@ -157,12 +156,12 @@ impl Hub {
         }
     }
 
-    /// Counts a session in; false when there are too many.
+    /// Adds a session; false when there are too many.
     pub(crate) fn admit(&self, session: SessionId, mail: Arc<Mail>) -> bool {
         lock(&self.sessions).admit(session, mail)
     }
 
-    /// Names a session's peer, and ends what it has superseded by coming. `token`: further connections may join by it.
+    /// Names a session's peer, and ends the earlier sessions of the same worker. `token`: lets further connections join.
     pub(crate) fn introduce(&self, session: SessionId, worker: WorkerId, token: Option<u64>) {
         for mail in lock(&self.sessions).introduce(session, worker, token) {
             mail.superseded.store(true, Ordering::Release);
@@ -170,7 +169,7 @@ impl Hub {
         }
     }
 
-    /// Counts a further connection in to its session; answers how to reach that, or why it may not come in.
+    /// Adds a further connection to its session. Returns how to reach the session, or why the connection is refused.
     pub(crate) fn join(&self, ticket: JoinTicket, stream: u8) -> Result<Arc<Mail>, &'static str> {
         lock(&self.sessions).join(ticket, stream).cloned()
     }
@@ -187,7 +186,7 @@ impl Hub {
 
 #[cfg(test)]
 impl Hub {
-    /// Of a small pool, with room for so many sessions, and an owner who does not care.
+    /// A hub with a small pool, room for this many sessions, and an owner that ignores events.
     pub(crate) fn alone(connections: usize) -> Hub {
         use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry};
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };

@@ -1,4 +1,4 @@
-//! The decode end's front desk, one thread: accepts prefill workers over TCP and the unix socket, and lets leases expire.
+//! The decode end's accepting thread: accepts prefill workers over TCP and the unix socket, and lets leases expire.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -18,16 +18,16 @@ use crate::wake::{Interest, wait};
 use crate::{tcp, threads};
 use baton_handoff::{FrameLimits, Hello, SessionId, TransferError};
 
-/// How long nobody is accepted after the system had no descriptor or memory for a connection.
+/// Pause in accepting after the system had no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Connections accepted at a time; then leases have their turn, however many come (I5).
+/// Most connections accepted in a turn. Then leases have theirs, however many connections come (I5).
 const ACCEPTS: usize = 16;
 
-/// Refused connections kept open a while: one closed at once may take the reason along before the peer has read it.
+/// Most refused connections kept open for a while. One closed at once may lose the reason before the peer has read it.
 const KEPT_OPEN: usize = 16;
 
-/// The two doors.
+/// The two listening sockets.
 pub(crate) struct Doors {
     pub tcp: TcpListener,
     pub unix: UnixListener,
@@ -48,7 +48,7 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
             Crowd::Overwhelms => wait(&desk.hub.wake, &[], Some(next.map_or(PAUSE, |next| next.min(PAUSE)))).map(drop),
         };
         if let Err(error) = waited {
-            // I5: leases end all the same.
+            // I5: leases must expire all the same.
             tracing::warn!(%error, "cannot wait for prefill workers");
             std::thread::sleep(PAUSE);
         }
@@ -61,12 +61,12 @@ pub(crate) fn run(hub: Arc<Hub>, doors: Doors) {
     }
 }
 
-/// Who is at the doors after some were let in.
+/// Whether connections still wait after some were accepted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Crowd {
-    /// Nobody.
+    /// None wait.
     Gone,
-    /// More, perhaps.
+    /// More may wait.
     Waits,
     /// More than the system has descriptors or memory for.
     Overwhelms,
@@ -81,7 +81,7 @@ struct Desk {
 }
 
 impl Desk {
-    /// Lets in whoever waits, so many at most.
+    /// Accepts waiting connections, at most `ACCEPTS`.
     fn let_in(&mut self) -> Crowd {
         for round in 0..ACCEPTS {
             let Some(accepted) = accept(&self.doors, self.hub.options.tls.as_ref(), round) else { return Crowd::Gone };
@@ -102,7 +102,7 @@ impl Desk {
         Crowd::Waits
     }
 
-    /// Until somebody comes, or a refused peer goes on with what must come before it can be told why.
+    /// Waits for a connection, or for a refused peer to go on with the TLS handshake, which must end before it can be told why.
     fn wait(&self, timeout: Option<Duration>) -> Result<(), TransferError> {
         let opening = self.refused.iter().filter(|link| link.is_opening()).map(|link| (link.as_fd(), Interest::Read));
         let doors = [(self.doors.tcp.as_fd(), Interest::Read), (self.doors.unix.as_fd(), Interest::Read)];
@@ -111,12 +111,13 @@ impl Desk {
     }
 }
 
-/// Goes on with what must come before a refused peer can be told why. False when it comes to nothing.
+/// Goes on with a refused peer's TLS handshake, so that it can be told why. False when the connection fails.
 fn open(link: &mut Link) -> bool {
     matches!(link.discard_payload(usize::MAX), Ok(Got::Bytes(_) | Got::Blocked)) && link.flush().is_ok()
 }
 
-/// A connection that waits at either door, ready for use. The doors take turns, so that a crowd at one does not keep the other shut.
+/// Accepts a connection from either socket and readies it. The sockets take turns by `round`, so that a crowd at one does not block
+/// the other.
 fn accept(doors: &Doors, tls: Option<&Tls>, round: usize) -> Option<Result<Socket, TransferError>> {
     let tcp = || {
         let (stream, _) = doors.tcp.accept()?;
@@ -175,7 +176,7 @@ mod tests {
 
     #[test]
     fn however_many_come_only_so_many_are_let_in_before_leases_have_their_turn() {
-        // I5: a crowd at one door, all there before the first is let in.
+        // I5: a crowd at one socket, all waiting before the first is accepted.
         let hub = Arc::new(Hub::alone(1));
         let name = format!("baton-crowd-{}", std::process::id()).into_bytes();
         let address = SocketAddr::from_abstract_name(&name).unwrap();
@@ -189,9 +190,9 @@ mod tests {
             turns.push((desk.let_in(), desk.last_id));
         }
         let (most, all) = (ACCEPTS as u64, crowd.len() as u64);
-        // The doors take turns, but nobody is at the other.
+        // The sockets take turns, but nobody waits at the other.
         assert_eq!(turns, [(Crowd::Waits, most), (Crowd::Waits, 2 * most), (Crowd::Gone, all)]);
-        // Only one of them fits, and of the others only so many are kept open to be told so.
+        // Only one connection fits. Of the refused ones only so many are kept open.
         assert_eq!(desk.refused.len(), KEPT_OPEN);
         desk.hub.stop();
     }

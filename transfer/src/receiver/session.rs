@@ -1,8 +1,8 @@
-//! One prefill worker's session at the decode end, on its own thread: moves frames and payload between its sockets and
+//! The decode end's session with one prefill worker, on its own thread. It moves frames and payload between its sockets and
 //! [`Inbound`], which knows what they mean.
 //!
-//! All its connections are read by this one thread: what stops a handoff stops it on every one of them before anything is said
-//! of that (I3). With the first of them that breaks after it has carried something, the session ends.
+//! This one thread reads all connections of the session. So a handoff that is stopped is stopped on every connection before anyone is
+//! told (I3). The session ends when its own connection breaks, or a further one that has carried something.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -15,39 +15,39 @@ use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
 use baton_handoff::{Access, Frame, Inbound, Ledger, PayloadTarget, Range, TransferError, TransportKind};
 
-/// Bytes that go through staging memory at once.
+/// Most bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;
-/// Steps of UCX's progress before frames get their turn.
+/// Most steps of UCX's progress before frames get their turn.
 const PUTS_A_TURN: usize = 64;
 
-/// What a session was made for.
+/// What the handshake has made ready for a session.
 pub(crate) struct Welcomed {
     /// What blocks travel over.
     pub kind: TransportKind,
-    /// Applies what the peer puts, over UCX.
+    /// Over UCX: the worker that applies what the peer puts.
     pub ucx: Option<Worker>,
-    /// Its way to the pool.
+    /// Its access to the pool.
     pub reach: Reach,
 }
 
-/// A session, from its welcome on.
+/// A session, from its Welcome frame on.
 pub(crate) struct Session {
     hub: Arc<Hub>,
     mail: Arc<Mail>,
     /// Its own connection.
     link: Link,
-    /// Those that have joined it, with their numbers.
+    /// Further connections that have joined, with their numbers.
     more: Vec<(usize, Link)>,
     /// What blocks travel over.
     kind: TransportKind,
-    /// Applies what the peer puts, over UCX.
+    /// Over UCX: the worker that applies what the peer puts.
     ucx: Option<Worker>,
-    /// This session's way to the pool.
+    /// This session's access to the pool.
     reach: Reach,
-    /// Whether something may be on its way through staging memory into the pool.
+    /// Whether staged bytes may still be on their way into the pool.
     staged: bool,
     inbound: Inbound,
-    /// Whether the pool's descriptor, or its key, was handed out.
+    /// Whether the pool's descriptor, handle or key was handed out.
     pool_given: bool,
 }
 
@@ -57,7 +57,7 @@ impl Session {
         Session { hub, mail, link, more: Vec::new(), kind, ucx, reach, staged: false, inbound, pool_given: false }
     }
 
-    /// Serves until the session ends; answers why.
+    /// Serves until the session ends; returns why.
     pub(crate) fn serve(&mut self) -> TransferError {
         loop {
             if let Err(error) = self.turn() {
@@ -66,7 +66,7 @@ impl Session {
         }
     }
 
-    /// Everything that can be done now, then a wait.
+    /// Does everything that can be done now, then waits.
     fn turn(&mut self) -> Result<(), TransferError> {
         self.may_go_on()?;
         while !self.is_full() && self.read_round()? {}
@@ -92,7 +92,7 @@ impl Session {
             false => (link.as_fd(), Interest::Read),
         }));
         if let Some(worker) = &self.ucx {
-            // What arrives there moves by nobody else's doing.
+            // UCX applies what arrives only while this thread drives it.
             if (0..PUTS_A_TURN).all(|_| worker.progress()) || !worker.arm()? {
                 return Ok(());
             }
@@ -115,7 +115,7 @@ impl Session {
         }
     }
 
-    /// What those that have joined have yet to be told. One that cannot be is let go of if it has carried nothing.
+    /// Sends what waits on further connections. One that fails is dropped if it has carried nothing; else the session ends.
     fn open_more(&mut self) -> Result<(), TransferError> {
         let (inbound, mut failed) = (&self.inbound, None);
         self.more.retain_mut(|(number, link)| {
@@ -135,13 +135,13 @@ impl Session {
         while let Some(&(number, _)) = self.more.get(at) {
             let read = self.read_some(Some(at))?;
             moved |= read;
-            // It may have gone.
+            // `read_some` may have removed it.
             at += usize::from(self.more.get(at).is_some_and(|(of, _)| *of == number));
         }
         Ok(moved)
     }
 
-    /// One step of reading, on the session's own connection or one of those that have joined. False when nothing is there now.
+    /// One step of reading, on the session's own connection or the further one at `joined`. False when nothing is there now.
     fn read_some(&mut self, joined: Option<usize>) -> Result<bool, TransferError> {
         self.may_go_on()?;
         self.obey_fences()?;
@@ -162,7 +162,7 @@ impl Session {
                 Ok(true)
             }
             Ok(Got::Blocked) => Ok(false),
-            // The peer may have given up waiting for its welcome; nothing of it is missing.
+            // The peer may have stopped waiting to be told that it joined. No data is lost.
             Ok(Got::Ended) | Err(_) if self.inbound.is_unused(stream) => {
                 joined.into_iter().for_each(|at| drop(self.more.remove(at)));
                 Ok(true)
@@ -173,7 +173,7 @@ impl Session {
     }
 
     fn take_in(&mut self, stream: usize, frame: Frame) -> Result<(), TransferError> {
-        // Any may be the end of a handoff.
+        // Any frame may end a handoff.
         self.settle()?;
         let now = Instant::now();
         self.with(|inbound, ledger| inbound.frame(stream, frame, now, ledger))??;
@@ -189,8 +189,8 @@ impl Session {
             let got = match payload.target() {
                 PayloadTarget::Nowhere(bytes) => link.discard_payload(bytes),
                 PayloadTarget::Pool(ranges) => match &mut self.reach {
-                    // SAFETY: the ranges are those of an accepted write of a handoff this session alone was let in for. When
-                    // it is fenced, `obey_fences`, on this same thread, turns them away on every connection before saying so.
+                    // SAFETY: the ranges are those of an accepted write, of a handoff that only this session was let in for. When the
+                    // handoff is fenced, `obey_fences`, on this same thread, discards its payload on every connection before saying so.
                     Reach::Host(_) => unsafe { link.read_payload(ranges) },
                     Reach::Device(queue) => {
                         self.staged = true;
@@ -208,7 +208,7 @@ impl Session {
                 Err(error) => return Err(self.lost(error)),
             }
         }
-        // SAFETY: this thread has read what it counted; lent blocks are the peer's and this session's only.
+        // SAFETY: this thread has finished reading the payload it counted; only the peer and this session use lent blocks.
         let mut pool = unsafe { self.reach.still() };
         self.inbound.landed(stream, &mut pool)?;
         while let Some(complete) = self.inbound.next_due() {
@@ -217,7 +217,7 @@ impl Session {
         Ok(true)
     }
 
-    /// Whatever arrives shows that the peer is alive; now and then it is told the same, however much there is to read.
+    /// Notes that the peer is alive. Now and then renews its leases and sends it a beat, however much there is to read.
     fn heard(&mut self) -> Result<(), TransferError> {
         let now = Instant::now();
         if self.inbound.heard(now) {
@@ -229,7 +229,7 @@ impl Session {
         Ok(())
     }
 
-    /// Fences what other threads asked to be fenced.
+    /// Fences the epochs that other threads asked to fence.
     fn obey_fences(&mut self) -> Result<(), TransferError> {
         for epoch in self.mail.take_fences() {
             self.settle()?;
@@ -238,8 +238,9 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until what arrived is in the pool. Blocks that are given back may be another's at once, and those that are announced are read:
-    /// nothing may be on its way into them then (I2, I3). Not under the lock of the reservations, since a device may take its time.
+    /// Waits until what arrived is in the pool. Nothing may still be on its way into blocks that are given back, since another sequence
+    /// may get them at once, or into blocks that are announced, since they are read (I2, I3). Called without the ledger's lock, since a
+    /// device may take its time.
     fn settle(&mut self) -> Result<(), TransferError> {
         if self.staged {
             self.reach.settle()?;
@@ -248,7 +249,7 @@ impl Session {
         Ok(())
     }
 
-    /// Does something with the reservations, and queues what is to be answered.
+    /// Runs `act` on the reservations, then queues the answers.
     fn with<T>(&mut self, act: impl FnOnce(&mut Inbound, &mut Ledger) -> T) -> Result<T, TransferError> {
         let inbound = &mut self.inbound;
         let done = self.hub.with(|ledger| act(inbound, ledger));
@@ -258,7 +259,7 @@ impl Session {
 
     fn answer(&mut self) -> Result<(), TransferError> {
         while let Some(answer) = self.inbound.next_answer() {
-            // The pool goes to whoever was let in, once.
+            // The pool is handed out once, before the first grant.
             if matches!(answer, Frame::Granted { .. }) && self.kind.is_one_sided() && !self.pool_given {
                 self.give_pool()?;
                 self.pool_given = true;
@@ -288,19 +289,21 @@ impl Session {
         Ok(())
     }
 
-    /// Fails what is still under way. Its blocks are free once the peer provably cannot write: over TCP at once, on one
-    /// host when its process is gone or has come back with a new session. Over UCX this end's worker goes first, and
-    /// with it all that applies what the peer put; from another host nothing else can write.
+    /// Fails what is still under way. Its blocks are free once the peer provably cannot write:
+    /// - Over TCP, that is at once.
+    /// - On one host, it is when the peer's process is gone or has come back with a new session.
+    /// - Over UCX, this end's worker is dropped first, and with it all that applies the peer's puts. From another host nothing else can
+    ///   write.
     pub(crate) fn wind_up(self, process: Option<OwnedFd>, end: TransferError) {
         let Session { hub, mail, link, more, ucx, mut reach, mut inbound, pool_given, .. } = self;
         if hub.stopped() {
             return;
         }
-        // Before anyone hears of it, as in `settle`.
+        // Before anyone is told, as in `settle`.
         let settled = reach.settle();
         hub.with(|ledger| inbound.lost(ledger, &end));
         if let Err(error) = settled {
-            // I3: better lost to this process than reused while a copy may be under way.
+            // I3: these blocks are better lost to this process than reused while a copy may be under way.
             tracing::error!(%error, %end, "cannot tell when what has arrived is in the pool; its blocks stay aside");
             return;
         }
@@ -312,7 +315,7 @@ impl Session {
                     Ok(0) => {}
                     Ok(_) => break,
                     Err(error) => {
-                        // I3: better lost to this process than reused under a writer.
+                        // I3: these blocks are better lost to this process than reused while the peer may still write.
                         tracing::error!(%error, %end, "cannot tell when the peer is gone; its blocks stay aside");
                         return;
                     }
@@ -327,7 +330,7 @@ impl Session {
     }
 }
 
-/// Reads payload for a device's pool through host memory, as much as is there.
+/// Reads payload into a device's pool through host memory, as much as is there.
 fn stage(
     link: &mut Link,
     queue: &mut dyn DeviceQueue,

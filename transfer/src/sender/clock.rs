@@ -1,28 +1,28 @@
-//! How long a session has been carrying blocks: what a path's speed is judged by, and whether it still gets on. Pure; does not know
-//! what is copied, or where to.
+//! Measures how long a session has been carrying blocks, to judge a path's speed and to see whether it still makes progress. Pure; does
+//! not know what is copied, or where to.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use baton_types::Epoch;
 
-/// Bytes carried and the time that took: while batches are under way, or completed handoffs wait for their outcome. A transport
-/// that is done with a batch when its bytes are in a buffer is so judged by the same as one that waits for them to be applied.
+/// Bytes carried, and the time that took. Time counts while batches are under way or completed handoffs wait for their outcome. So a
+/// transport that is done once bytes are in a buffer is judged like one that waits until they are applied.
 #[derive(Default)]
 pub(super) struct Clock {
-    /// Whose, and how many bytes, in their order.
+    /// Epoch and bytes of each batch under way, oldest first.
     under_way: VecDeque<(Epoch, u64)>,
     awaits: bool,
-    /// Up to when the time is counted, while it is.
+    /// Until when time has been counted. None while time does not count.
     counted: Option<Instant>,
-    /// When a batch was flushed last, or the first of those under way submitted.
+    /// When a batch was last flushed or cancelled, or the first of those under way submitted.
     moved: Option<Instant>,
     bytes: u64,
     time: Duration,
 }
 
 impl Clock {
-    /// A batch begins.
+    /// A batch is submitted.
     pub(super) fn submitted(&mut self, epoch: Epoch, bytes: u64, now: Instant) {
         if self.under_way.is_empty() {
             self.moved = Some(now);
@@ -31,7 +31,7 @@ impl Clock {
         self.count(now);
     }
 
-    /// The oldest one is flushed.
+    /// The oldest batch is flushed.
     pub(super) fn flushed(&mut self, now: Instant) {
         if let Some((_, bytes)) = self.under_way.pop_front() {
             self.bytes += bytes;
@@ -40,7 +40,7 @@ impl Clock {
         self.count(now);
     }
 
-    /// Those of a handoff are given up.
+    /// A handoff's batches are cancelled.
     pub(super) fn cancelled(&mut self, epoch: Epoch, now: Instant) {
         self.under_way.retain(|(of, _)| *of != epoch);
         self.moved = Some(now);
@@ -52,13 +52,13 @@ impl Clock {
         self.awaits
     }
 
-    /// They do now, or do not.
+    /// Sets whether completed handoffs wait for their outcome.
     pub(super) fn set_awaits(&mut self, awaits: bool, now: Instant) {
         self.awaits = awaits;
         self.count(now);
     }
 
-    /// Since when none of the batches under way was flushed; None when there are none.
+    /// Since when no batch has been flushed; None when none is under way.
     pub(super) fn since(&self) -> Option<Instant> {
         self.moved.filter(|_| !self.under_way.is_empty())
     }
@@ -95,11 +95,11 @@ mod tests {
         clock.flushed(at(5));
         assert_eq!(clock.since(), Some(at(5)));
         assert_eq!(clock.take(at(6)), (30, seconds(5)));
-        // What is given up is not counted, and neither is the time after it.
+        // Cancelled bytes do not count, and neither does the time after them.
         clock.cancelled(Epoch(2), at(8));
         assert_eq!(clock.since(), None);
         assert_eq!(clock.take(at(20)), (0, seconds(2)));
-        // The outcome is waited for, and what was flushed meanwhile is counted once.
+        // Waiting for the outcome counts, and bytes flushed before it count once.
         clock.submitted(Epoch(3), 5, at(30));
         clock.flushed(at(31));
         clock.set_awaits(true, at(31));

@@ -1,4 +1,4 @@
-//! How the prefill end reaches a decode worker: over the first of its paths, best first, that leads there.
+//! Connects the prefill end to a decode worker: tries its paths, best first, until one works.
 
 use std::collections::HashMap;
 use std::net::TcpStream;
@@ -19,11 +19,11 @@ use crate::ucx::UcxEngine;
 use crate::wake::Wake;
 use crate::{shm, tcp};
 
-/// Puts itself between a session and its transport, to make faults.
+/// Wraps a session's transport, to inject faults.
 #[cfg(feature = "testing")]
 pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
-/// How long a worker that does not move is waited for, to tell it that its pool is let go of. Nothing else waits meanwhile.
+/// How long to keep trying to tell a stalled worker that its pool is no longer written to. Nothing else waits meanwhile.
 const EXCUSE: Duration = Duration::from_secs(3600);
 
 /// What all sessions of a sender share.
@@ -32,13 +32,13 @@ pub(crate) struct SenderConfig {
     pub host: Host,
     /// The pool as UCX knows it, or why there is no UCX.
     pub ucx: Result<Arc<UcxEngine>, String>,
-    /// What is known of the ways to decode workers.
+    /// What is known of the paths to each decode worker.
     pub paths: Mutex<HashMap<WorkerId, Paths>>,
     #[cfg(feature = "testing")]
     pub wrap: Option<Wrap>,
 }
 
-/// Whom to reach and where.
+/// Which worker to reach, and with which settings.
 pub(crate) struct Plan {
     pub config: Arc<SenderConfig>,
     pub target: Descriptor,
@@ -74,12 +74,12 @@ impl Plan {
         &self.config.options.pool
     }
 
-    /// Asks or tells what is known of the ways to the peer.
+    /// Reads or updates what is known of the paths to the peer.
     pub(crate) fn paths<T>(&self, act: impl FnOnce(&mut Paths) -> T) -> T {
         let mut all = lock(&self.config.paths);
         let limit = self.config.options.limits.connections;
         if all.len() >= limit && !all.contains_key(&self.peer()) {
-            // I5: workers come and go; most of those without a session are gone.
+            // I5: workers come and go. One without a session is most likely gone, so its entry makes room.
             let gone = all.iter().find(|(_, paths)| !paths.is_used()).map(|(worker, _)| *worker);
             gone.and_then(|worker| all.remove(&worker));
         }
@@ -106,7 +106,7 @@ impl Plan {
         let plain = || "it encrypts nothing, and TLS is set up; choose transport ucx to use it all the same".to_owned();
         let private = (Ucx, ucx.1.clone().or_else(|| self.config.options.tls.is_some().then(plain)));
         match self.config.options.transport {
-            // Between workers without a GPU it would only be noise.
+            // Between workers without a GPU, listing CUDA IPC would only be noise.
             TransportChoice::Auto if !here && !there => Paths::new([shm, private, (Tcp, None)], true),
             TransportChoice::Auto => Paths::new([cuda_ipc, shm, private, (Tcp, None)], true),
             TransportChoice::CudaIpc => Paths::new([cuda_ipc], false),
@@ -143,7 +143,7 @@ impl Plan {
         let mut failure = None;
         let order = self.paths(|paths| paths.order(Instant::now()));
         for (at, kind) in order.iter().copied().enumerate() {
-            // One on which nothing answers leaves time for the next.
+            // A path on which nothing answers must leave time for the next.
             let left = last.saturating_duration_since(Instant::now());
             let until = if at + 1 < order.len() { last - left / 4 } else { last };
             let connected = match kind {
@@ -169,8 +169,8 @@ impl Plan {
         Err(failure.unwrap_or_else(|| self.caller(&self.unix_address(), Over::Stream).cannot(barred())))
     }
 
-    /// A path could not be set up, broke with handoffs under way, or changed bytes of one: it is left alone for a while where
-    /// there is another, though not for a single change.
+    /// Notes that a path could not be set up, broke with handoffs under way, or changed bytes. If there is another path, this one is
+    /// avoided for a while, though not after a single change of bytes.
     pub(crate) fn failed(&self, kind: TransportKind, error: &TransferError) {
         let (why, now) = (error.to_string(), Instant::now());
         self.paths(|paths| match error.is_corruption() {
@@ -180,7 +180,7 @@ impl Plan {
         (self.config.options.on_trouble)(kind, error);
     }
 
-    /// Over the unix socket if there is one, so that the peer can tell when this process has ended.
+    /// Connects over the unix socket if there is one, so that the peer can tell when this process has ended.
     fn connect_ucx(&self, interrupt: Interrupt<'_>, until: Instant) -> Result<Connected, TransferError> {
         if self.near() {
             match self.connect_unix(interrupt, Over::Ucx, until) {
@@ -211,7 +211,7 @@ impl Plan {
         self.greet(interrupt, &caller, socket.map_err(|e| caller.cannot(e))?, until)
     }
 
-    /// With TLS where that is set up.
+    /// Adds TLS where that is set up.
     fn socket(&self, stream: TcpStream) -> Result<Socket, std::io::Error> {
         match &self.config.options.tls {
             Some(tls) => tls.connect(stream, &self.target.address).map(|stream| Socket::Tls(Box::new(stream))),
@@ -219,10 +219,11 @@ impl Plan {
         }
     }
 
-    /// After a session over a unix socket has ended without the peer's leave: tells the peer, by another session that ends
-    /// at once, that its pool is not written to from here any more. Otherwise it would keep the blocks aside until this process
-    /// ends or has something new for it (I3). A peer that stands still is told when it moves again; a new session to it
-    /// stops this one, and says as much.
+    /// Tells the peer, after a session over a unix socket has ended with an error, that this process no longer writes to its pool.
+    /// Otherwise the peer would keep the blocks in quarantine until this process ends or opens a new session (I3).
+    ///
+    /// It does so by another session that ends at once. A stalled peer is told when it moves again. A new session to the peer stops this
+    /// attempt, since it tells the peer the same.
     pub(crate) fn excuse(&self, interrupt: Interrupt<'_>) -> Result<(), TransferError> {
         let until = Instant::now() + EXCUSE;
         let over = if self.target.device { Over::CudaIpc } else { Over::Stream };
@@ -230,7 +231,7 @@ impl Plan {
     }
 
     fn caller<'a>(&self, address: &'a str, over: Over) -> Caller<'a> {
-        // Whatever this side's own pool looks like: what is written is of the target's layout.
+        // The target's layout, not this pool's: blocks are written in the target's layout.
         let fingerprint = self.target.layout.fingerprint();
         Caller { me: self.me(), you: self.peer(), fingerprint, over, address }
     }
@@ -267,8 +268,8 @@ impl Plan {
         Link::new(socket, self.pool().clone(), limits)
     }
 
-    /// Opens the other connections of a session, all at once, so that they take two round trips together. It goes on with those
-    /// that are there within half the time that is left; they only make it faster.
+    /// Opens the further connections of a session, all at once, so that together they take two round trips. Waits for half of the time
+    /// left. The session goes on with those that joined by then, since they only make it faster.
     fn join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, end: &HandshakeEnd) -> Vec<(u8, Link)> {
         let numbers = 1..self.config.options.tcp_connections as u8;
         let asked: Vec<_> = numbers.map(|number| (number, self.ask_to_join(caller, own, ticket, number))).collect();
@@ -286,7 +287,7 @@ impl Plan {
     }
 
     fn ask_to_join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, number: u8) -> Result<Link, TransferError> {
-        // Where the session's own has arrived: a name may stand for several hosts.
+        // The address that the session's own connection reached: a name may stand for several hosts.
         let address = own.peer_address().ok_or_else(|| caller.cannot("it is gone"))?;
         let socket = tcp::begin(address).and_then(|stream| self.socket(stream)).map_err(|e| caller.cannot(e))?;
         let mut link = self.link(socket);
@@ -303,7 +304,7 @@ fn is_addressable(pool: &PoolGeometry) -> bool {
     isize::try_from(pool.blocks.iter().enumerate().map(bytes).sum::<u128>()).is_ok()
 }
 
-/// Layouts differ over every transport, and who stops here does not want another.
+/// Whether another path may be tried. Layouts differ over every transport, and a session that was stopped wants no other path.
 fn may_fall_back(error: &TransferError) -> bool {
     !matches!(error, TransferError::Layout(_) | TransferError::Closed)
 }

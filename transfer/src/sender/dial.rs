@@ -1,5 +1,5 @@
-//! How a session begins: one thread waits for the session before it and connects, and the session's own meanwhile ends what is late or
-//! given up of what waits for it (I5).
+//! How a session begins. A second thread waits for the previous session to end, and connects. Meanwhile the session's own thread ends
+//! waiting handoffs that are late or aborted (I5).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ impl Attempt {
     }
 }
 
-/// Rings the session's thread when the other one is over, also in a panic.
+/// Wakes the session's thread when the connecting thread ends, even in a panic.
 struct Bell(Arc<Queue>);
 
 impl Drop for Bell {
@@ -35,7 +35,7 @@ impl Drop for Bell {
     }
 }
 
-/// Connects once the session `before` has ended. What `queue` has for `outbound` begins with the session.
+/// Connects once the session `before` has ended. Handoffs in `queue` begin after that; until then `outbound` ends late and aborted ones.
 pub(crate) fn dial(
     plan: &Arc<Plan>,
     before: Option<JoinHandle<()>>,
@@ -46,7 +46,7 @@ pub(crate) fn dial(
     let (tell, told) = mpsc::channel();
     let (caller, theirs, bell) = (plan.clone(), attempt.clone(), Bell(queue.clone()));
     let connect = move || {
-        // The other thread is rung when the answer is there.
+        // Dropped in reverse order: the session's thread is woken when the answer is there.
         let (_bell, tell) = (bell, tell);
         before.into_iter().for_each(|before| drop(before.join()));
         let stopped = || theirs.stopped.load(Ordering::Acquire);
@@ -69,19 +69,19 @@ pub(crate) fn dial(
             break Err(error);
         }
     };
-    // Whoever comes next waits for this thread, and so for that one.
+    // The next session waits for this thread, and so for the connecting one.
     drop(thread.join());
     connected
 }
 
-/// Ends what is late or given up; answers when the next one will be late.
+/// Ends handoffs that are late or aborted; returns the next deadline.
 fn tend(queue: &Queue, outbound: &mut Outbound) -> Option<Instant> {
     let next = queue.with(|line| outbound.wait_for_session(Instant::now(), line));
     for effect in outbound.take_effects() {
         match effect {
             Effect::Report(done, outcome) => done.report(outcome),
             Effect::Hush(quiet) => drop(quiet),
-            // Nobody is there to be told, and nothing is copied.
+            // There is no peer to tell, and nothing is being copied.
             Effect::Send(_) | Effect::Cancel(_) => {}
         }
     }

@@ -1,4 +1,4 @@
-//! How handoffs on any thread reach their session's: the [`Line`] under its lock, with room to wait for.
+//! A session's queue: how handoffs on any thread reach their session. It is the [`Line`] under a lock, with waiting for room.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -12,7 +12,7 @@ use crate::wake::Wake;
 struct Inner {
     line: Line,
     stopped: bool,
-    /// No handoff begins any more; the session ends with the last one.
+    /// No new handoff may begin; the session ends with its last one.
     retired: bool,
 }
 
@@ -30,8 +30,8 @@ impl Queue {
         Ok(Queue { inner: Mutex::new(inner), room: Condvar::new(), wake: Wake::new()? })
     }
 
-    /// Does something with what is asked for; whoever waits for room looks again. What has a callback must leave `act`
-    /// alive: the lock is held.
+    /// Runs `act` on the line, then wakes writers that wait for room. `act` must hand out, not drop, whatever holds a callback: the lock
+    /// is held.
     pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> T {
         let answer = act(&mut lock(&self.inner).line);
         self.room.notify_all();
@@ -50,8 +50,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Queues a write. Waits for room, at most until `patience` ends, and while the peer does not move only once for all
-    /// handoffs (I5): the caller has others to serve.
+    /// Queues a write. Waits for room, at most until `patience`. A stalled peer is waited for only once over all handoffs (I5), since the
+    /// caller has other peers to serve.
     pub(crate) fn write(&self, core: &Core, op: Op, patience: Instant) -> Result<(), TransferError> {
         let blocks = op.blocks();
         let mut inner = lock(&self.inner);
@@ -74,7 +74,7 @@ impl Queue {
         }
     }
 
-    /// Ends a handoff before its turn. What it queued is forgotten.
+    /// Ends a handoff ahead of everything queued. Its queued ops are dropped.
     pub(crate) fn abort(&self, epoch: Epoch, quiet: Quiet) {
         drop(self.with(|line| line.abort(epoch, quiet)));
         self.wake.ring();
@@ -86,8 +86,8 @@ impl Queue {
         self.wake.ring();
     }
 
-    /// Asks the session to end once no handoff is under way, and lets none begin from then on. False, and nothing changes, while
-    /// more is to be written of one: that may take long, and who comes next would wait for it.
+    /// Asks the session to end once no handoff is under way, and lets none begin from then on. Returns false, and changes nothing, while
+    /// a handoff is not completed yet: that may take long, and the next session would wait for it.
     pub(crate) fn retire(&self) -> bool {
         let mut inner = lock(&self.inner);
         inner.retired |= inner.line.drains();
@@ -196,7 +196,7 @@ mod tests {
         assert!(lock(&queue.inner).line.stalled);
         let error = queue.write(&cores[1], write(2, 1), soon()).unwrap_err();
         assert!(matches!(error, TransferError::Stalled { epoch: Epoch(2), .. }), "{error}");
-        // What was queued is as it was, and room made by an abort is room, though not yet a sign of life.
+        // The queue is unchanged. An abort makes room, but is no sign of life from the peer.
         drop(queue.with(|line| line.forget(Epoch(1))));
         queue.write(&cores[1], write(2, 4), soon()).unwrap();
         assert!(queue.write(&cores[1], write(2, 1), soon()).is_err());
@@ -205,7 +205,7 @@ mod tests {
         queue.write(&cores[1], write(2, 4), soon()).unwrap();
     }
 
-    /// A session that is to be replaced ends with its last handoff, and is not while one is being written.
+    /// A session that is to be replaced ends with its last handoff. It is not replaced while one is still being written.
     #[test]
     fn a_session_retires_when_all_it_carries_is_completed() {
         let queue = queue();

@@ -1,5 +1,5 @@
-//! The session to one decode worker at the prefill end, on its own thread: moves frames and batches between the socket, a
-//! transport and [`Outbound`], which knows what they mean.
+//! The prefill end's session with one decode worker, on its own thread. It moves frames and batches between the socket, a transport
+//! and [`Outbound`], which knows what they mean.
 
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,19 +31,19 @@ use crate::transport::{DEVICE_BATCH_BYTES, PUT_BATCH_BYTES, Progress, Transport}
 use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
 
-/// Batches between two looks at the socket: a look takes about a tenth of a batch's time.
+/// Batches copied between two looks at the socket. A look takes about a tenth of a batch's time.
 const BATCHES: usize = 4;
 
-/// Reads at a time; then deadlines, aborts and copying have their turn, however much the peer has to say (I5).
+/// Most reads in a turn. Then deadlines, aborts and copying have theirs, however much the peer sends (I5).
 const READS: usize = 16;
 
-/// Times [`crate::TransferLimits::silence`] that a batch may be under way without any being applied, though the peer is heard of.
+/// Multiple of [`crate::TransferLimits::silence`] after which a session ends if no batch was applied, though the peer is heard of.
 const STUCK: u32 = 2;
 
-/// How long a session that ends goes on trying to say so.
+/// How long an ending session keeps trying to tell the peer.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// Connects once the last session to the same worker, told to end, has; serves until the connection or the sender ends.
+/// Waits until the previous session to the same worker has ended, connects, and serves until the connection or the sender ends.
 pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>) {
     let panicked = TransferError::os("serve a decode worker", "its thread panicked");
     let mut end = End { queue: queue.clone(), error: panicked, idle: false };
@@ -56,7 +56,7 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
     let (near, kind) = (connected.links.own.is_unix(), connected.kind);
     let mut session = Session::new(plan.clone(), queue.clone(), connected, outbound);
     let idle = &mut end.idle;
-    // The session goes in there, so that it is dropped, and with it the mapping of the peer's pool, also in a panic.
+    // The closure owns the session. So the session is dropped, and the peer's pool unmapped, even in a panic.
     let served = catch_unwind(AssertUnwindSafe(move || {
         let error = session.serve();
         *idle = session.queue.with(|line| line.idle());
@@ -70,7 +70,7 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
         end.error = error;
     }
     plan.paths(Paths::over);
-    // Who comes next says as much by coming.
+    // After `retire` the next session tells the peer as much.
     let excused = near && end.error != TransferError::Closed && !queue.is_retired();
     drop(end);
     if excused && let Err(error) = plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.stopped() }) {
@@ -78,11 +78,11 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
     }
 }
 
-/// Closes the queue, also in a panic, at the latest when the connection is closed and the peer's pool unmapped.
+/// Closes the queue when dropped, even in a panic. By then the connection is closed and the peer's pool unmapped.
 struct End {
     queue: Arc<Queue>,
     error: TransferError,
-    /// Nothing was under way: a worker that leaves the cluster looks like this.
+    /// Nothing was under way, as when a worker leaves the cluster.
     idle: bool,
 }
 
@@ -105,20 +105,20 @@ struct Session {
     kind: TransportKind,
     /// Shape of the peer's pool.
     remote: PoolGeometry,
-    /// None but over TCP until the pool was handed out.
+    /// None until the peer has handed out its pool; over TCP set from the start.
     transport: Option<Box<dyn Transport>>,
     outbound: Outbound,
-    /// How much was copied, and how long that took, since a handoff was verified last.
+    /// Bytes carried since a handoff was last verified, and the time that took.
     clock: Clock,
-    /// More may be there to be read.
+    /// More may be there to read.
     unread: bool,
-    /// Why copying could not be stopped: the peer's pool may still change, so nothing more may be said to it (I3).
+    /// Why copying could not be stopped. The peer's pool may still change, so nothing more may be said to the peer (I3).
     stuck: Option<TransferError>,
-    /// What is told once the transport is gone, and with it what it could not stop reading.
+    /// Outcomes reported only once the transport is dropped, since it may read their local blocks until then.
     held: Vec<Effect>,
 }
 
-/// With nothing to copy to yet.
+/// The handoffs' state before the session is connected: there is no pool to copy to yet.
 pub(super) fn outbound(plan: &Plan) -> Outbound {
     let (parties, options) = (Parties { me: plan.me(), peer: plan.peer() }, &plan.config.options);
     Outbound::new(parties, Pools::alike(options.geometry.clone()), &options.limits)
@@ -143,7 +143,7 @@ impl Session {
         Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck, held }
     }
 
-    /// From now on blocks travel over this, in the peer's KV type, out of a device's memory as [`Staging`] says.
+    /// Sends blocks over `transport` from now on. Converts them to the peer's KV type, and takes them out of a device by [`Staging`].
     fn carry(&mut self, transport: Box<dyn Transport>) -> Result<(), TransferError> {
         let options = &self.plan.config.options;
         let (from, to) = (options.geometry.layout.clone(), self.remote.layout.clone());
@@ -164,7 +164,7 @@ impl Session {
         Ok(())
     }
 
-    /// Serves until the session ends; answers why.
+    /// Serves until the session ends; returns why.
     fn serve(&mut self) -> TransferError {
         if self.kind == TransportKind::Tcp
             && let Err(error) = self.carry(Box::new(Tcp::new(self.links.count())))
@@ -178,7 +178,7 @@ impl Session {
         }
     }
 
-    /// Everything that can be done now, then a wait.
+    /// Does everything that can be done now, then waits.
     fn turn(&mut self) -> Result<(), TransferError> {
         if self.queue.is_over() {
             return Err(TransferError::Closed);
@@ -192,7 +192,7 @@ impl Session {
             outbound.expire(now, line)
         });
         self.stuck.clone().map_or(Ok(()), Err)?;
-        // Whatever was taken up may have a deadline of its own: only a turn without progress waits.
+        // An op taken up below may have a deadline of its own, so only a turn without progress waits.
         let mut busy = false;
         for _ in 0..BATCHES {
             if !self.copy_some(now)? {
@@ -208,7 +208,7 @@ impl Session {
         }
         let also =
             self.transport.as_ref().filter(|_| self.outbound.in_flight() > 0).and_then(|transport| transport.fd());
-        // What blocked the copying may just have left.
+        // Output that blocked the copying may just have been sent.
         let busy = busy || self.outbound.in_flight() > 0 && also.is_none() && !self.links.has_output();
         let reads = !self.is_full();
         let busy = busy || self.unread && reads;
@@ -230,18 +230,18 @@ impl Session {
         self.stuck.clone().map_or(Ok(()), Err)
     }
 
-    /// When what is under way must have got on, of a transport whose batches the peer's end applies unseen by its frames.
+    /// When a batch under way must have been applied. Only for one-sided transports, where no frame shows that batches are applied.
     fn stuck_at(&self) -> Option<Instant> {
         let since = self.clock.since().filter(|_| self.kind.is_one_sided())?;
         Some(since + self.plan.config.options.limits.silence * STUCK)
     }
 
-    /// Whether the peer has so much to read that it is not listened to.
+    /// Whether so many frames wait for the peer that nothing is read from it.
     fn is_full(&self) -> bool {
         self.links.own.frames_queued() >= MAX_QUEUED
     }
 
-    /// Takes in some of what is there.
+    /// Reads and handles some of what the peer sent.
     fn read(&mut self) -> Result<(), TransferError> {
         self.unread = true;
         for _ in 0..READS {
@@ -278,7 +278,7 @@ impl Session {
         self.with(|outbound, line| outbound.frame(frame, kind, Instant::now(), line))
     }
 
-    /// The peer's pool came with its first grant.
+    /// Maps the peer's pool, whose descriptor came with the first grant.
     fn map_pool(&mut self) -> Result<(), TransferError> {
         let fd = self.links.own.take_fd().filter(|_| self.kind == TransportKind::Shm);
         let fd = fd.ok_or_else(|| self.broken(Malformed::new("pool", "its descriptor is missing")))?;
@@ -286,7 +286,7 @@ impl Session {
         self.carry(Box::new(shm))
     }
 
-    /// Between devices the pool's handle comes before the first grant.
+    /// Opens the peer's pool in device memory. Its handle comes before the first grant.
     fn open_pool(&mut self, bytes: u64, handle: &[u8]) -> Result<(), TransferError> {
         let wanted = self.kind == TransportKind::CudaIpc && self.transport.is_none();
         let Some(local) = self.plan.pool().host().err().filter(|_| wanted) else {
@@ -302,7 +302,7 @@ impl Session {
         Ok(())
     }
 
-    /// Over UCX the pool's key comes before the first grant.
+    /// Connects to the peer's pool over UCX. Its key comes before the first grant.
     fn reach_pool(&mut self, access: &Access) -> Result<(), TransferError> {
         let (plan, wanted) = (&self.plan, self.kind == TransportKind::Ucx && self.transport.is_none());
         let Some(engine) = plan.config.ucx.as_ref().ok().filter(|_| wanted) else {
@@ -312,14 +312,14 @@ impl Session {
         self.carry(Box::new(ucx))
     }
 
-    /// Does something with the handoffs, and then what follows from it.
+    /// Runs `act` on the handoffs, then carries out the effects.
     fn with<T>(&mut self, act: impl FnOnce(&mut Outbound, &mut Line) -> T) -> T {
         let outbound = &mut self.outbound;
         let answer = self.queue.with(|line| act(outbound, line));
         for effect in self.outbound.take_effects() {
             match effect {
                 Effect::Cancel(epoch) => {
-                    // What cannot be stopped is waited for once: meanwhile the peer hears nothing.
+                    // Copies that cannot be stopped are waited for only once: the peer hears nothing meanwhile.
                     let transport = self.transport.as_mut().filter(|_| self.stuck.is_none());
                     let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.links));
                     self.stuck = self.stuck.take().or(cancelled.err());
@@ -350,7 +350,7 @@ impl Session {
         answer
     }
 
-    /// Goes on copying, a batch at most. True when there is more to do without waiting.
+    /// Goes on copying, by one batch at most. True when more can be done without waiting.
     fn copy_some(&mut self, now: Instant) -> Result<bool, TransferError> {
         let mut busy = false;
         if let Some(transport) = self.transport.as_mut().filter(|_| self.outbound.in_flight() > 0) {
@@ -359,7 +359,7 @@ impl Session {
             if progress == Progress::Flushed {
                 self.outbound.flushed(transport.take_digests());
                 self.clock.flushed(Instant::now());
-                // The next one may be, too.
+                // The next batch may be flushed, too.
                 busy = self.outbound.in_flight() > 0;
             } else if self.outbound.in_flight() >= transport.depth() {
                 return Ok(busy);
@@ -378,7 +378,7 @@ impl Session {
         Ok(self.with(|outbound, line| outbound.next_op(now, line)) || busy)
     }
 
-    /// Ends every handoff, and tells of those whose copying could not be stopped when the transport has gone.
+    /// Ends every handoff. Those whose copying could not be stopped are reported after the transport is dropped.
     fn wind_up(mut self, error: &TransferError) {
         self.take_leave(error);
         let Session { transport, held, .. } = self;
@@ -390,17 +390,18 @@ impl Session {
         }
     }
 
-    /// Ends every handoff, telling the peer as far as it still listens. Waits a moment until it has read that: closed
-    /// before, a stream may lose the rest.
+    /// Ends every handoff and tells the peer, as far as it still reads. Waits a moment until the peer has read that: a stream closed
+    /// before may lose the rest.
     fn take_leave(&mut self, error: &TransferError) {
         self.with(|outbound, line| outbound.end_all(error, Instant::now(), line));
-        // Who makes a handoff again that has just failed gets another session, which begins when this one's thread has ended, so
-        // that the peer may take it as this one's end. A copy that could not be stopped reads local blocks until then.
+        // The queue closes first, so a failed handoff that is opened again gets a new session. That session begins only when this thread
+        // has ended, so the peer may take it as this session's end. If a copy could not be stopped, the queue closes later, since the copy
+        // may read local blocks until then.
         if self.stuck.is_none() {
             self.queue.close(error.clone());
         }
         let until = Instant::now() + FAREWELL;
-        // The other connections end with this session, behind the words on its own.
+        // The further connections close with this session, after the last frames on its own.
         while self.links.own.flush().is_ok() && self.links.own.has_output() && self.wait_until(until, Interest::Write) {
         }
         if self.links.own.has_output() || self.links.own.finish().is_err() {
@@ -408,7 +409,7 @@ impl Session {
         }
         loop {
             match self.links.own.discard_payload(usize::MAX) {
-                // I5: however much it has to say.
+                // I5: bounded in time, however much the peer sends.
                 Ok(Got::Bytes(_)) if Instant::now() < until => {}
                 Ok(Got::Blocked) if self.wait_until(until, Interest::Read) => {}
                 _ => return,
@@ -416,7 +417,7 @@ impl Session {
         }
     }
 
-    /// False when the time is over.
+    /// Waits until the socket is ready or the queue rings. False once `until` has passed.
     fn wait_until(&self, until: Instant, interest: Interest) -> bool {
         let left = until.saturating_duration_since(Instant::now());
         !left.is_zero() && wait(&self.queue.wake, &[(self.links.own.as_fd(), interest)], Some(left)).is_ok()

@@ -1,4 +1,4 @@
-//! A connection to a peer's pool: puts, flushes, and an end that leaves nothing under way here.
+//! A connection to a peer's pool: puts, flushes, and a close that leaves nothing under way on this side.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
@@ -17,17 +17,17 @@ use super::worker::Worker;
 
 /// How long a forced close may take before the worker is torn down under it.
 const CLOSING: Duration = Duration::from_secs(1);
-/// Transports of one endpoint that are looked at.
+/// Most transports of one endpoint that are listed.
 const MOST_TRANSPORTS: usize = 64;
 
-/// One connection with a worker of its own. Errors are UCX's words, for [`crate::TransferError::PeerLost`].
+/// One connection, with a worker of its own. Errors are UCX's words, for [`crate::TransferError::PeerLost`].
 pub(crate) struct Endpoint {
     /// None once closed.
     handle: Option<NonNull<sys::Endpoint>>,
-    /// Whether the end of it is known, once it has ended.
+    /// Once `handle` is None: whether the close was seen to finish.
     closed: bool,
     key: NonNull<sys::RemoteKey>,
-    /// Its end is the end of whatever could not be closed.
+    /// Dropping it ends whatever could not be closed.
     worker: Worker,
     /// Written by the error handler, during progress. Last, so that it outlives the worker.
     failure: Box<AtomicI8>,
@@ -72,7 +72,7 @@ impl Endpoint {
         self.worker.engine().api()
     }
 
-    /// Why it cannot be used any more, once it cannot.
+    /// Why it can no longer be used; None while it can.
     pub(crate) fn failure(&self) -> Option<String> {
         match (self.failure.load(Ordering::Relaxed), self.handle) {
             (0, Some(_)) => None,
@@ -81,12 +81,12 @@ impl Endpoint {
         }
     }
 
-    /// Starts to write `len` bytes to the peer's address `to`. None when the local memory may be changed already.
-    /// `registered`: they lie in the engine's pool.
+    /// Starts to write `len` bytes to the peer's address `to`. Returns None when the local memory may already be changed. `registered`: the
+    /// bytes lie in the engine's pool.
     ///
     /// # Safety
-    /// `from` may be read for `len` bytes, and nothing changes them, before the request is done or the endpoint closed;
-    /// nobody but the peer decides that `to` may be written to.
+    /// `from` must be readable for `len` bytes, and nothing may change them, until the request is done or the endpoint closed. Only the
+    /// peer decides that `to` may be written to; it must have done so.
     pub(crate) unsafe fn put(
         &self,
         from: *const u8,
@@ -105,7 +105,7 @@ impl Endpoint {
         self.request(answer)
     }
 
-    /// Starts to wait until everything put so far is applied at the peer. None when it is.
+    /// Starts a flush, which is done once everything put so far is applied at the peer. None when that is so already.
     pub(crate) fn flush(&self) -> Result<Option<Request>, String> {
         let handle = self.live()?;
         // SAFETY: a live endpoint, a structure as the header has it.
@@ -125,7 +125,7 @@ impl Endpoint {
         Ok(request.map(|handle| Request { api, handle }))
     }
 
-    /// Names of the transports it goes over, each once.
+    /// Names of the transports it uses, each once.
     pub(crate) fn transports(&self) -> Result<Vec<String>, String> {
         let mut entries =
             [const { TransportEntry { transport_name: ptr::null(), device_name: ptr::null() } }; MOST_TRANSPORTS];
@@ -152,9 +152,9 @@ impl Endpoint {
         Ok(names)
     }
 
-    /// Ends it by force, if it has not ended. Everything under way fails; from the return on nothing reads the local
-    /// pool. What left before may still be applied at the peer. False when UCX did not come to an end in time: memory of
-    /// puts under way must then stay until the worker is gone.
+    /// Closes it by force, unless it is closed. Everything under way fails. After true, nothing reads the local pool any more, but bytes
+    /// that have left may still be applied at the peer. False when UCX did not finish in time: the memory of puts under way must then stay
+    /// until the worker is gone.
     pub(crate) fn close(&mut self) -> bool {
         if let Some(handle) = self.handle.take() {
             self.closed = close(&self.worker, handle);
@@ -178,7 +178,7 @@ unsafe extern "C" fn failed(arg: *mut c_void, _: *mut sys::Endpoint, status: Sta
     unsafe { &*arg.cast::<AtomicI8>() }.store(status.0, Ordering::Relaxed);
 }
 
-/// False when it could not be seen to end.
+/// Closes an endpoint by force. False when the close was not seen to finish.
 fn close(worker: &Worker, handle: NonNull<sys::Endpoint>) -> bool {
     let api = worker.engine().api();
     let mut params = RequestParam::new();
@@ -200,7 +200,7 @@ fn close(worker: &Worker, handle: NonNull<sys::Endpoint>) -> bool {
     true
 }
 
-/// An operation under way. Dropped, it goes on without anybody asking; its worker ends it.
+/// An operation under way. If dropped, it continues unobserved until its worker ends it.
 pub(crate) struct Request {
     api: &'static Api,
     handle: NonNull<c_void>,

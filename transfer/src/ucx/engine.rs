@@ -13,10 +13,10 @@ use crate::device::{MemoryKind, Pool, Registrable};
 use crate::options::UcxSettings;
 use baton_handoff::TransferError;
 
-/// Context and registration.
+/// A UCX context, and the pool registered with it.
 pub(crate) struct UcxEngine {
     context: Context,
-    /// Unregistered before the context and the pool go.
+    /// The registration. Ends before the context and the pool are dropped.
     memory: NonNull<sys::Memory>,
     base: u64,
     pool: Pool,
@@ -63,12 +63,12 @@ impl UcxEngine {
         self.memory.as_ptr()
     }
 
-    /// What is registered.
+    /// The registered pool.
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Address of the pool's first byte, in whatever memory it is.
+    /// Address of the pool's first byte, in host or GPU memory.
     pub(crate) fn base(&self) -> u64 {
         self.base
     }
@@ -79,7 +79,7 @@ impl UcxEngine {
         inside.then(|| ptr::with_exposed_provenance(self.base as usize + offset))
     }
 
-    /// What a peer needs to write to the pool, opaque.
+    /// The opaque key by which a peer writes to the pool.
     pub(crate) fn pack_key(&self) -> Result<Vec<u8>, TransferError> {
         let (mut buffer, mut size) = (ptr::null_mut(), 0);
         // SAFETY: handles of this engine and places for the answer.
@@ -127,7 +127,7 @@ impl Context {
         Ok(Context { api, handle })
     }
 
-    /// Kinds of memory it moves, a bit for each.
+    /// Kinds of memory it moves, as a bit mask.
     fn memory_types(&self) -> Result<u64, TransferError> {
         let mut attr = ContextAttr::new();
         attr.field_mask = ATTR_FIELD_MEMORY_TYPES;
@@ -145,11 +145,11 @@ impl Drop for Context {
     }
 }
 
-/// Bytes of a message over UCX's TCP. Endpoints that report a peer's end put by messages there, which the target copies;
-/// with UCX's own 8 KiB that is a quarter as fast. A session has buffers for 8 of them in each direction.
+/// Bytes of a message of UCX's TCP transport. Endpoints that report a peer's failure put over TCP by messages, which the target copies.
+/// UCX's default of 8 KiB makes that a quarter as fast. A session has buffers for 8 messages in each direction.
 const TCP_SEGMENT: &str = "128k";
 
-/// Settings on their way to a context: UCX's own files and variables, then ours, then the operator's.
+/// Settings for a context. Later ones override earlier ones: UCX's own files and variables, then this crate's, then the operator's.
 struct UcpConfig {
     api: &'static Api,
     handle: NonNull<sys::Config>,
@@ -172,7 +172,7 @@ impl UcpConfig {
 
     fn set(&self, name: &str, value: &str) -> Result<(), TransferError> {
         let bad = |cause: &str| TransferError::argument("ucx options", format!("{name}={value}: {cause}"));
-        // Users know the names by those of UCX's variables.
+        // Users may write a name as UCX's environment variable, with the prefix UCX_.
         let bare = name.strip_prefix("UCX_").unwrap_or(name);
         let (Ok(bare), Ok(text)) = (CString::new(bare), CString::new(value)) else {
             return Err(bad("a zero byte"));
@@ -190,7 +190,7 @@ impl Drop for UcpConfig {
     }
 }
 
-/// A handle that UCX says it has made.
+/// Checks that UCX has made a handle, and returns it.
 pub(super) fn made<T>(
     api: &'static Api,
     what: &'static str,
@@ -201,9 +201,9 @@ pub(super) fn made<T>(
     NonNull::new(handle).ok_or_else(|| TransferError::ucx(what, "it answered nothing"))
 }
 
-/// A status in UCX's words.
+/// UCX's text for a status.
 pub(super) fn words(api: &'static Api, status: Status) -> &'static str {
-    // SAFETY: takes any status and answers a constant, or text of a thread's own that is the same for each status.
+    // SAFETY: takes any status and returns a constant, or text of a thread's own that is the same for each status.
     let text = unsafe { (api.status_string)(status) };
     if text.is_null() {
         return "an unknown status";

@@ -1,4 +1,4 @@
-//! Two workers of one process, real UCX between them; skipped where it is not.
+//! Two workers of one process with real UCX between them. Skipped where UCX is missing.
 
 use std::os::unix::net::UnixStream;
 
@@ -26,7 +26,7 @@ fn bytes(engine: &UcxEngine, offset: usize, len: usize) -> Vec<u8> {
     unsafe { engine.pool().host().ok().unwrap().read(offset, len) }
 }
 
-/// Progresses both sides until `requests` are done.
+/// Drives both sides until `requests` are done.
 fn finish(requests: Vec<Request>, sides: [&Worker; 2]) -> Result<(), String> {
     let start = Instant::now();
     for request in requests {
@@ -38,7 +38,7 @@ fn finish(requests: Vec<Request>, sides: [&Worker; 2]) -> Result<(), String> {
     Ok(())
 }
 
-/// A put over `tls` is applied once flushed; answers the transports' names.
+/// Checks that a put over `tls` is applied once flushed. Returns the transports' names.
 fn put_and_flush(tls: &str) -> Vec<String> {
     let (near, far) = (engine(tls, 1 << 20, 7), engine(tls, 1 << 20, 1));
     let target = Worker::new(&far).unwrap();
@@ -65,12 +65,12 @@ fn a_flushed_put_is_in_the_peers_memory() {
         return;
     }
     assert_eq!(put_and_flush("tcp"), ["tcp"]);
-    // Whatever it chooses where it may choose.
+    // Whatever transports UCX chooses by itself.
     let over = put_and_flush("all");
     assert!(!over.is_empty());
 }
 
-/// A batch of the first blocks of a layer, which go to the same place.
+/// A batch of the first blocks of a layer, each to the same offset in the other pool.
 fn batch(epoch: u64, layer: usize) -> WriteBatch {
     let geometry = large();
     let len = geometry.layout.block_bytes(0);
@@ -98,7 +98,7 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
     });
     for layer in 0..ucx.depth() {
         ucx.submit(Load::new(batch(1 + layer as u64 % 2, layer)), &mut link).unwrap();
-        // Sent is not applied: the peer does not move yet.
+        // Sent is not applied: the peer does not make progress yet.
         assert_ne!(ucx.poll(&mut link).unwrap(), Progress::Flushed);
     }
     let start = Instant::now();
@@ -107,7 +107,7 @@ fn batches_are_under_way_together_and_named_in_their_order_once_applied() {
         ucx.settle().unwrap();
         assert!(start.elapsed() < Duration::from_secs(30), "nothing moves");
     }
-    // The second handoff is given up, and so not named.
+    // The second handoff is cancelled, so no frame names its blocks.
     ucx.cancel(Epoch(2), &mut link).unwrap();
     while !ucx.in_flight.is_empty() {
         assert_eq!(ucx.poll(&mut link).unwrap(), Progress::Flushed);

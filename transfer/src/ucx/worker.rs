@@ -1,4 +1,4 @@
-//! One thread's progress in UCX. Whoever owns a worker drives it: nothing moves on either side while it is not.
+//! One thread's progress in UCX. The owner of a worker must drive it: otherwise nothing moves on either side.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
@@ -25,7 +25,7 @@ unsafe impl Send for Worker {}
 impl Worker {
     /// A worker without connections.
     pub(crate) fn new(engine: &Arc<UcxEngine>) -> Result<Worker, TransferError> {
-        // This thread may be another one than the pool was registered by.
+        // This thread may not be the one that registered the pool, and must be let in to it, too.
         engine.pool().registrable()?;
         let api = engine.api();
         let mut params = WorkerParams::new();
@@ -50,7 +50,7 @@ impl Worker {
         self.handle.as_ptr()
     }
 
-    /// Where others reach it, opaque.
+    /// The opaque address by which others reach it.
     pub(crate) fn address(&self) -> Result<Vec<u8>, TransferError> {
         let api = self.engine.api();
         let (mut address, mut size) = (ptr::null_mut(), 0);
@@ -64,19 +64,19 @@ impl Worker {
         Ok(bytes)
     }
 
-    /// Does a little of what can be done. False when there was nothing.
+    /// Makes a little progress. False when there was nothing to do.
     pub(crate) fn progress(&self) -> bool {
         // SAFETY: a live worker, on the one thread that has it.
         unsafe { (self.engine.api().worker_progress)(self.handle()) != 0 }
     }
 
-    /// Readable when there is something to do, once [`Worker::arm`] has said true.
+    /// Readable when there is something to do, once [`Worker::arm`] has returned true.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open until the worker is destroyed, which the borrow prevents.
         unsafe { BorrowedFd::borrow_raw(self.fd) }
     }
 
-    /// True: wait for the descriptor. False: there is something to do already.
+    /// Arms the descriptor. True: wait for the descriptor. False: there is something to do already.
     pub(crate) fn arm(&self) -> Result<bool, TransferError> {
         let api = self.engine.api();
         // SAFETY: a live worker, on the one thread that has it.
@@ -89,7 +89,7 @@ impl Worker {
         }
     }
 
-    /// Waits until there is something to do, at most for so long.
+    /// Waits until there is something to do, or `at_most` has passed.
     pub(super) fn wait(&self, at_most: Duration) -> Result<(), TransferError> {
         if self.arm()? { wake::readable(self.fd(), at_most) } else { Ok(()) }
     }

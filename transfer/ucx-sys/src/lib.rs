@@ -1,7 +1,7 @@
 //! UCX's communication library (libucp), opened at run time, so that nothing of it is needed to build.
 //!
-//! Declarations of the part of the public C API that moves KV, and the loader. Everything is as in C: raw pointers, no
-//! ownership; `baton-transfer` gives it safety. Names are C's without the `ucp_` prefix.
+//! Declares the part of the public C API that moves KV, and loads it. Everything is as in C: raw pointers and no ownership;
+//! `baton-transfer` makes it safe. Names are C's without the `ucp_` prefix.
 
 mod api;
 mod load;

@@ -8,11 +8,11 @@ use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
 use crate::api::Api;
 
-/// The oldest version this crate works with: its API is what the declarations say, and its puts over TCP are sound.
+/// The oldest version this crate works with. From it on, the API matches the declarations, and puts over TCP are sound.
 pub const LEAST: Version = Version { major: 1, minor: 15, release: 0 };
 
-/// File names, in the order in which they are opened: with a directory given, each finds the ones before it. The first
-/// calls the second, so symbols are bound when they are called.
+/// File names, in the order in which they are opened: with a directory given, each library finds those opened before it. The first
+/// library calls the second, so symbols are bound when they are called.
 const NAMES: [&str; 4] = ["libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0"];
 
 /// A version of UCX.
@@ -37,7 +37,7 @@ impl Version {
     }
 }
 
-/// Why there is no UCX to use.
+/// Why UCX cannot be used.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LoadError {
     /// The libraries are not where they were looked for, or cannot be opened.
@@ -47,10 +47,10 @@ pub enum LoadError {
     Open {
         /// The name or path.
         tried: String,
-        /// The dynamic linker's words.
+        /// The dynamic linker's message.
         cause: String,
     },
-    /// It is too old, or of a generation that does not exist yet.
+    /// It is too old, or of a later major version than is known.
     #[error("UCX {found} ({path}) cannot be used: {LEAST} up to the end of {major}.x is needed", major = LEAST.major)]
     Version {
         /// What was found.
@@ -66,7 +66,7 @@ pub enum LoadError {
         /// The function.
         symbol: &'static str,
     },
-    /// Another directory was asked for before.
+    /// UCX is loaded already, from another directory.
     #[error("UCX is loaded from {before} already and cannot be loaded again from {asked}")]
     Twice {
         /// What is loaded.
@@ -76,10 +76,10 @@ pub enum LoadError {
     },
 }
 
-/// What this process has loaded: from which directory, and what it found.
+/// What this process has loaded: the directory, the functions and the version.
 type Loaded = (Option<PathBuf>, &'static Api, Version);
 
-/// libucp out of `directory`, or from where the dynamic linker looks. Once it is loaded it stays.
+/// Loads libucp from `directory`, or from where the dynamic linker looks. Once loaded, it stays.
 pub fn load(directory: Option<&Path>) -> Result<(&'static Api, Version), LoadError> {
     static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -106,10 +106,10 @@ fn open(directory: Option<&Path>) -> Result<(Api, Version), LoadError> {
     });
     let [ucm, ucs, uct, ucp] = libraries;
     let (ucs, ucp) = (ucs?, ucp?);
-    // UCX's threads and hooks may run code of these until the process ends.
+    // UCX's threads and hooks may run code of these libraries until the process ends.
     std::mem::forget((ucm?, uct?));
     let path = path(NAMES[3]).display().to_string();
-    // SAFETY: they have UCX's names; the version is asked before any function whose signature could differ is called.
+    // SAFETY: the libraries have UCX's names; the version is asked before any function whose signature could differ is called.
     let api = unsafe { Api::resolve(&ucp, &ucs) };
     std::mem::forget((ucs, ucp));
     let api = api.map_err(|symbol| LoadError::Symbol { path: path.clone(), symbol })?;
@@ -120,7 +120,7 @@ fn open(directory: Option<&Path>) -> Result<(Api, Version), LoadError> {
     if found.is_known() { Ok((api, found)) } else { Err(LoadError::Version { found, path }) }
 }
 
-/// What the linker says, without the library's own framing of it.
+/// The linker's message, without what `libloading` puts around it.
 fn cause(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }

@@ -1,12 +1,12 @@
 //! Types, constants and structures of `ucp/api/ucp.h` as they are since [`crate::LEAST`]. The test `layout` compares
 //! sizes and offsets with the headers.
 //!
-//! Later versions only append fields, and read none whose bit is not in `field_mask`.
+//! Later versions only append fields, and read no field whose bit is not in `field_mask`.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::ptr::NonNull;
 
-/// Makes types that exist behind pointers only.
+/// Declares types that exist only behind pointers.
 macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         $($(#[$doc])* #[repr(C)] #[derive(Debug)] pub struct $name { _opaque: [u8; 0] })*
@@ -74,7 +74,7 @@ impl StatusPtr {
 macro_rules! zeroed {
     ($($name:ident),*) => {
         $(impl $name {
-            /// Nothing set.
+            /// Every field zero.
             pub fn new() -> Self {
                 // SAFETY: integers, raw pointers and optional functions, all of which may be zero.
                 unsafe { std::mem::zeroed() }
@@ -207,7 +207,7 @@ pub const MEM_MAP_PARAM_FIELD_LENGTH: u64 = 1 << 1;
 pub const MEM_MAP_PARAM_FIELD_MEMORY_TYPE: u64 = 1 << 4;
 /// `UCS_MEMORY_TYPE_HOST`.
 pub const MEMORY_TYPE_HOST: c_uint = 0;
-/// `UCS_MEMORY_TYPE_CUDA`: of [`ContextAttr::memory_types`], the bit of this number.
+/// `UCS_MEMORY_TYPE_CUDA`; also the number of its bit in [`ContextAttr::memory_types`].
 pub const MEMORY_TYPE_CUDA: c_uint = 1;
 
 /// `ucp_context_attr_t`, without what versions after [`crate::LEAST`] have appended.
@@ -261,7 +261,7 @@ pub struct TransportEntry {
     pub device_name: *const c_char,
 }
 
-/// `ucp_transports_t`: room for so many entries, and how many were written.
+/// `ucp_transports_t`: room for `num_entries` entries; UCX sets that to the number it wrote.
 #[repr(C)]
 #[derive(Debug)]
 #[allow(missing_docs)]

@@ -1,4 +1,4 @@
-//! Every structure, offset and constant against UCX's headers, by a C program made of the same list.
+//! Checks every structure, offset and constant against UCX's headers, by a C program made from the same list.
 
 use std::fmt::Write as _;
 use std::mem::{offset_of, size_of};
@@ -72,7 +72,7 @@ fn facts() -> Facts {
         EP_CLOSE_FLAG_FORCE,
         EP_ATTR_FIELD_TRANSPORTS,
     );
-    // Later versions append to it.
+    // Later versions append fields, so its size is not compared.
     for (field, offset) in [
         ("memory_types", offset_of!(ContextAttr, memory_types)),
         ("thread_mode", offset_of!(ContextAttr, thread_mode)),
@@ -95,7 +95,7 @@ fn facts() -> Facts {
     facts
 }
 
-/// The values the headers give, or why they cannot be had here.
+/// The values that the headers give, or why they are not available here.
 fn in_c(facts: &Facts) -> Result<Vec<u64>, String> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tools/fetch-ucx");
     let found = Command::new(script).output().map_err(|e| e.to_string())?;

@@ -1,4 +1,4 @@
-//! The registries under test, each of which can be killed without warning and started again at the same address.
+//! The registries under test. Each can be killed without warning and started again at the same address.
 
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
@@ -12,14 +12,14 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 
 pub trait Backing {
-    /// What to connect to.
+    /// The specification to connect to.
     fn spec(&self) -> String;
-    /// As by `kill -9`.
+    /// Ends the registry as `kill -9` would.
     fn kill(&mut self);
     fn restart(&mut self);
 }
 
-/// The embedded registry, in a runtime of its own so that killing it cuts its connections and forgets its members.
+/// The embedded registry, in its own runtime. Killing it cuts its connections and loses its members.
 pub struct Embedded {
     addr: SocketAddr,
     runtime: Option<Runtime>,
@@ -45,7 +45,7 @@ impl Backing for Embedded {
     }
 
     fn restart(&mut self) {
-        // The killed runtime closes its socket when its threads come round to it.
+        // The killed runtime's threads close its socket some time later.
         let listener = loop {
             match TcpListener::bind(self.addr) {
                 Ok(listener) => break listener,
@@ -87,7 +87,7 @@ impl Etcd {
             if this.try_start().is_ok() {
                 return this;
             }
-            // Somebody else took a port in between.
+            // Another process took a port in between.
         }
         panic!("etcd does not start; run it by hand: {}", etcd_path())
     }
@@ -96,7 +96,7 @@ impl Etcd {
         format!("127.0.0.1:{}", self.client_port)
     }
 
-    /// Returns when it serves; the error is its output.
+    /// Starts etcd, and returns when it serves. The error is etcd's output.
     fn try_start(&mut self) -> Result<(), String> {
         let client = format!("http://{}", self.endpoint());
         let peer = format!("http://127.0.0.1:{}", self.peer_port);
@@ -118,7 +118,7 @@ impl Etcd {
         for line in &mut lines {
             let line = line.map_err(|e| e.to_string())?;
             if line.contains("serving client traffic") {
-                // Nobody may stop reading, or etcd would block on its log.
+                // Keep reading etcd's log, or etcd would block on writing it.
                 std::thread::spawn(move || lines.for_each(drop));
                 return Ok(());
             }
@@ -159,7 +159,7 @@ fn free_ports() -> (u16, u16) {
     (a.local_addr().unwrap().port(), b.local_addr().unwrap().port())
 }
 
-/// The server that `tools/fetch-etcd` finds or fetches, once per test run.
+/// Path of the etcd that `tools/fetch-etcd` finds or fetches, once per test run.
 fn etcd_path() -> &'static str {
     static PATH: OnceLock<String> = OnceLock::new();
     PATH.get_or_init(|| {

@@ -1,6 +1,6 @@
-//! What every [`Registry`] must do, run against each of them: the embedded one over gRPC and a real etcd.
+//! Tests that every [`Registry`] must pass, run against the embedded one over gRPC and against a real etcd.
 //!
-//! All waiting is for events; [`within`] only keeps a defect from hanging the run.
+//! All waits are for events; [`within`] only keeps a defect from hanging the run.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests, not only the tests themselves.
 
@@ -135,7 +135,7 @@ async fn the_view_outlives_the_registry_and_leases_come_back(mut backing: impl B
     let _second = second.await.unwrap().unwrap();
     let view = until(&mut views, |v| v.members.len() == 2).await;
     assert!(!view.stale);
-    // Somebody who knows nothing from before sees both: the first has come back by itself.
+    // A new watcher sees both: the first member has registered again by itself.
     until(&mut registry(&backing).await.watch(), |v| v.members.len() == 2).await;
 }
 

@@ -1,4 +1,4 @@
-//! What only one of the registries can be asked.
+//! Tests that concern only one of the registries.
 
 use std::time::Duration;
 
@@ -103,8 +103,8 @@ async fn what_others_do_to_keys_in_etcd_hurts_nobody() {
         etcd.put(format!("{prefix}{:016x}", 5), good, Some(PutOptions::new())).await.unwrap();
         let view = until(&mut views, |v| v.members.len() > 1).await;
         assert_eq!(view.members, [member(1), member(5)]);
-        // A deleted key and a revoked lease come back with the next renewal. Seen in etcd's own events, none of which a
-        // quick renewal can hide.
+        // A deleted key and a revoked lease come back with the next renewal. The test reads etcd's own events, because a
+        // quick renewal could hide the gap from a view.
         let key = format!("{prefix}{:016x}", 1);
         let mut events = etcd.watch(key.clone(), None).await.unwrap();
         let lease = etcd.get(key.clone(), None).await.unwrap().kvs()[0].lease();
@@ -131,7 +131,7 @@ async fn clusters_that_share_an_etcd_do_not_see_each_other() {
     .await;
 }
 
-/// A delete, then a put.
+/// Waits for a delete followed by a put.
 async fn comes_back(events: &mut WatchStream) {
     let mut seen = Vec::new();
     while seen.len() < 2 {

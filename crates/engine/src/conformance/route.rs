@@ -1,4 +1,4 @@
-//! One way for the suite's requests to go through a runner: when they join, in which pieces, in which blocks.
+//! One way for the suite's requests to go through a runner: when they join, in which chunks, in which blocks.
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,7 @@ use baton_types::{BlockId, SeqId, TokenOut};
 use super::{Answers, Request, Setup, Violation};
 use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
 
-/// One way through the requests.
+/// One way for the requests to go through a runner.
 #[derive(Clone, Copy)]
 pub(super) struct Route {
     pub rule: &'static str,
@@ -20,31 +20,31 @@ pub(super) struct Route {
     pub reversed: bool,
     /// Blocks out of order, with gaps.
     pub scattered: bool,
-    /// After so many tokens of the answer, it goes on in other blocks.
+    /// After this many tokens of its answer, a sequence goes on in other blocks.
     pub restart_after: Option<usize>,
     pub restart: Restart,
-    /// Steps are launched before the one before them is collected, by a runner that can.
+    /// Steps are launched before the previous one is collected, if the runner overlaps steps.
     pub ahead: bool,
 }
 
-/// How KV comes into a sequence's other blocks.
+/// How KV gets into a sequence's other blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Restart {
     /// All of it is computed again.
     Compute,
-    /// Full blocks are shared with what was, the block after them is copied.
+    /// Full blocks are shared with the old tables, and the partial block after them is copied.
     Cached,
-    /// Through host memory: of every second sequence at once, of the others a step later.
+    /// Through host memory. Every second sequence comes back at once, the others a step later.
     Swapped,
 }
 
-/// A row that was launched, of a request.
+/// A launched row of one request.
 #[derive(Clone, Copy)]
 struct Planned {
     at: usize,
     start: usize,
     end: usize,
-    /// Of the token it samples.
+    /// Index in the answer of the token it samples.
     index: Option<u32>,
     follows: Option<u32>,
 }
@@ -53,7 +53,8 @@ struct Live<'a> {
     request: &'a Request,
     tokens: Vec<u32>,
     computed: usize,
-    /// Tokens in flight, how many there choose others, and which of its step's the last of those is.
+    /// Tokens in flight. `chosen`: how many of their rows sample. `place`: index of the last such row among its step's
+    /// sampling rows.
     flying: usize,
     chosen: usize,
     place: u32,
@@ -62,7 +63,7 @@ struct Live<'a> {
     restarted: bool,
     swap_out: Vec<BlockSwap>,
     swap_in: Vec<BlockSwap>,
-    /// Has no row in the next step.
+    /// It has no row in the next step.
     away: bool,
 }
 
@@ -71,7 +72,7 @@ impl Live<'_> {
         self.answer.len() == setup.answer_tokens as usize
     }
 
-    /// Its next row, if it need not wait for a token.
+    /// Its next row. `None` when it is away, done, or must wait for a token.
     fn plan(&mut self, at: usize, chunk: u32, setup: &Setup) -> Option<Planned> {
         let waits = self.chosen > 0 && self.request.params.looks_back();
         let index = self.answer.len() + self.chosen;
@@ -115,7 +116,7 @@ impl Route {
         }
     }
 
-    /// The answers it gives.
+    /// Runs the requests and returns their answers.
     pub(super) fn run<R: ModelRunner>(
         &self,
         setup: &Setup,
@@ -163,7 +164,7 @@ impl Route {
             live.iter_mut().try_for_each(|l| pools.copied(&mut l.tables)).map_err(failed)?;
             live.iter_mut().for_each(|l| l.away = false);
             let restarts = |l: &Live<'_>| Some(l.answer.len()) == self.restart_after && !l.restarted;
-            // The longest first: the shorter ones then write where those were.
+            // The longest first: shorter requests then write to blocks that longer ones had.
             for (at, l) in live.iter_mut().enumerate().rev().filter(|(_, l)| restarts(l)) {
                 (l.computed, l.restarted) = (self.restart(&mut pools, l, &mut hosts).map_err(failed)?, true);
                 l.away = self.restart == Restart::Swapped && at % 2 == 1;
@@ -172,7 +173,7 @@ impl Route {
         Ok(live.into_iter().map(|l| l.answer).collect())
     }
 
-    /// Other tables; how much of the sequence is in them.
+    /// Moves a sequence to other tables. Returns how many of its tokens these already hold.
     fn restart(
         &self,
         pools: &mut KvPools,
@@ -244,7 +245,7 @@ impl Route {
         let swap_out: Vec<_> = live.iter_mut().flat_map(|l| std::mem::take(&mut l.swap_out)).collect();
         let swap_in: Vec<_> = planned.iter().flat_map(|row| std::mem::take(&mut live[row.at].swap_in)).collect();
         let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
-        // What a sequence begins with is copied once, before its first row.
+        // A sequence's copies are made once, before its first row.
         let begins = planned.iter().filter(|row| live[row.at].computed == row.start);
         let copies: Vec<_> = begins.flat_map(|row| live[row.at].tables.copies()).collect();
         let batch = Batch { rows: &rows, copies: &copies, swap_out: &swap_out, swap_in: &swap_in };

@@ -56,7 +56,7 @@ fn each_planted_fault_is_found() {
         out.reverse();
         Ok(())
     });
-    // All indices of the first step are 0, so the tokens tell.
+    // All indices of the first step are 0, so only the tokens show it.
     assert_eq!(swapped, "batch invariance");
     let one_short = verdict(|m, b, on, out| {
         m.run(b, on, out)?;
@@ -71,7 +71,7 @@ fn each_planted_fault_is_found() {
         Ok(())
     });
     assert_eq!(batch_dependent, "batch invariance");
-    // Result depends on where in the pool the sequence lies.
+    // The result depends on where in the pool the sequence lies.
     let placed = verdict(|m, b, on, out| {
         m.run(b, on, out)?;
         let ordered = b.rows.iter().all(|row| row.tables[0].blocks().is_sorted_by(|a, b| b.0 == a.0 + 1));
@@ -92,7 +92,7 @@ fn each_planted_fault_is_found() {
     assert!(chunked.starts_with("chunking invariance"), "{chunked}");
     let uncopied = verdict(|m, b, on, out| m.run(&Batch { copies: &[], ..*b }, on, out));
     assert_eq!(uncopied, "computed again from its own prefix");
-    // What is left where it was.
+    // No block is swapped.
     let unswapped = verdict(|m, b, on, out| m.run(&Batch { swap_out: &[], swap_in: &[], ..*b }, on, out));
     assert_eq!(unswapped, "swapped out and in");
     // Written to host memory only after the pool's blocks have been given to others.

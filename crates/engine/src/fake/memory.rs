@@ -1,9 +1,9 @@
-//! Where the fake model's pool lies.
+//! The memory of the fake model's pool.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// The bytes of a pool, wherever they are: private, or mapped by a peer as well.
+/// The bytes of a pool: private, or mapped by a peer as well.
 pub trait KvMemory: Send {
     /// Copies the bytes at `offset`.
     fn load(&self, offset: usize, into: &mut [u8]);

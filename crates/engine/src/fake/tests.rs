@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 
 use super::*;
 
-/// What the fake is for: no byte that attention sees can be wrong without a consequence, and no other byte matters.
+/// What the fake is for: any wrong byte that attention sees changes the answer, and no other byte does.
 #[test]
 fn every_visible_byte_and_no_other_changes_the_answer() {
     let geometry = PoolGeometry::uniform(tiny_layout(4), 6);

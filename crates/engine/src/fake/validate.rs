@@ -1,4 +1,4 @@
-//! What the fake model finds wrong with a batch before it computes anything.
+//! Checks a batch before the fake model computes anything.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,8 @@ use super::{FakeModel, KvMemory};
 use crate::{Batch, Row, RunError, Sample};
 
 impl<M: KvMemory> FakeModel<M> {
-    /// What can be seen without computing: shapes, tables, tails, and that no block is written that another row reads.
+    /// Checks what can be seen without computing: shapes, tables, last tokens, and that no row writes a block that
+    /// another reads or writes.
     pub(super) fn validate(&self, batch: &Batch<'_>) -> Result<(), RunError> {
         let mut written: BTreeSet<(usize, BlockId)> = BTreeSet::new();
         let mut read: BTreeSet<(usize, BlockId)> = BTreeSet::new();

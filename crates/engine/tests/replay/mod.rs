@@ -1,7 +1,7 @@
-//! A chat service's requests through the engine, without a model: what the prefix cache finds of them.
+//! Replays a chat service's requests through the engine, without a model, and counts what the prefix cache finds.
 //!
-//! A request is a list of block names: equal names are equal blocks of tokens at the same place of equal beginnings. The
-//! [`oracle`] knows names only, the engine gets tokens made of them.
+//! A request is a list of block names. Equal names at the same place, after equal beginnings, mean equal blocks of
+//! tokens. The [`oracle`] knows only the names; the engine gets tokens made from them.
 
 #![allow(dead_code, reason = "the test and the example each use their part")]
 
@@ -12,11 +12,11 @@ use baton_engine::{
 };
 use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
 
-/// Tokens of a block.
+/// Tokens per block.
 pub const BLOCK: u32 = 16;
-/// How long a conversation that goes on is kept, under a policy that looks at it.
+/// How long a conversation that goes on is kept, in milliseconds, by an eviction policy that considers this.
 const KEEP_MS: u64 = 300_000;
-/// Sequences at once.
+/// Most sequences at once.
 const RUNNING: u32 = 16;
 
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub struct Request {
 
 impl Request {
     fn tokens(&self) -> Vec<u32> {
-        // Answers are made of zeros, which no name gives.
+        // Answers are made of zeros, which no block name yields.
         let token = |at: u32| self.blocks[(at / BLOCK) as usize] * BLOCK + at % BLOCK + 1;
         (0..self.input).map(token).collect()
     }
@@ -47,10 +47,10 @@ pub struct Outcome {
     pub preemptions: u64,
 }
 
-/// Tokens that a cache without limit finds: for each request the longest beginning that those before it have, less the
-/// last token when that is all.
+/// Prompt tokens that a cache without limit finds. For each request that is the longest prefix it shares with earlier
+/// ones, without the last token if the prefix is the whole prompt.
 pub fn oracle(requests: &[Request]) -> u64 {
-    // Tokens known of each block that is reached by a path of names.
+    // By path of names and next name: the path that both make, and how many tokens of its last block are known.
     let mut known: BTreeMap<(u32, u32), (u32, u32)> = BTreeMap::new();
     let (mut paths, mut hits) = (1, 0);
     for request in requests {
@@ -122,7 +122,7 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
     }
 }
 
-/// Conversations that go on are worth more than those that have only begun.
+/// Builds a request's sequence. Conversations that go on are worth more than those that have only begun.
 fn sequence(number: usize, request: &Request, going_on: &mut BTreeSet<u32>, now: Time) -> NewSequence {
     let again = request.blocks.iter().skip(1).take(1).any(|name| !going_on.insert(*name));
     NewSequence {

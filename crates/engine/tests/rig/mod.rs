@@ -31,7 +31,7 @@ pub fn layout() -> KvLayout {
     layout
 }
 
-/// An engine over a fake model with blocks of 4 tokens, and the events so far.
+/// An engine over a fake model with blocks of 4 tokens, and its events so far.
 pub struct Rig {
     pub engine: Engine,
     pub model: FakeModel,
@@ -75,7 +75,7 @@ impl Rig {
         self.engine.apply(step, &mut out, &mut self.events);
     }
 
-    /// One step; the sequences and lengths of its rows.
+    /// Runs one step. Returns the sequence and length of each row.
     pub fn step(&mut self) -> Vec<(u64, u32)> {
         let Some(step) = self.plan() else { return Vec::new() };
         let rows = step.rows().iter().map(|row| (row.seq.0, row.len)).collect();

@@ -1,4 +1,4 @@
-//! What the owner of reservations is told.
+//! The events and counts for the owner of reservations.
 
 use baton_types::Epoch;
 
@@ -7,21 +7,23 @@ use crate::limits::TransportKind;
 
 /// What happens to reservations, in order.
 ///
-/// A reservation ends in one of three ways: `Verified`; `Failed` and then `Fenced`; or, taken back by its owner,
-/// [`FenceState::Clear`] or [`FenceState::Pending`] and then `Fenced`.
+/// A reservation ends in one of these ways:
+/// - `Verified`;
+/// - `Failed`, then `Fenced`;
+/// - taken back by its owner: either [`FenceState::Clear`], or [`FenceState::Pending`] and then `Fenced`.
 #[derive(Clone, PartialEq, Debug)]
 pub enum ReceiverEvent {
     /// Every block arrived and matches its digest (I2). The blocks are the owner's; [`super::Ledger::release`] ends the lease.
     Verified {
         /// The reservation.
         epoch: Epoch,
-        /// What the sender passed along with the completion.
+        /// The tail of the sender's completion.
         tail: Vec<u8>,
         /// KV bytes.
         bytes: u64,
-        /// From granting access to verification.
+        /// Seconds from granting access to verification.
         seconds: f64,
-        /// What carried it.
+        /// The transport that carried it.
         transport: TransportKind,
     },
     /// The reservation will never be verified. Its blocks stay lent until `Fenced` (I3), which always follows.
@@ -30,7 +32,7 @@ pub enum ReceiverEvent {
         epoch: Epoch,
         /// Why.
         error: TransferError,
-        /// What carried it; None when nobody was let in.
+        /// The transport that carried it; None when nobody was granted access.
         transport: Option<TransportKind>,
     },
     /// Nobody can write to the reservation's blocks any more; they may be reused. At most once per epoch.
@@ -40,7 +42,7 @@ pub enum ReceiverEvent {
     },
 }
 
-/// What [`super::Ledger::fence`] found.
+/// The result of [`super::Ledger::fence`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FenceState {
     /// Nobody can write to the blocks: reuse them now.
@@ -56,14 +58,14 @@ pub struct ReceiverStats {
     pub verified: u64,
     /// Handoffs failed.
     pub failed: u64,
-    /// Times other bytes arrived than were sent: handoffs with a block whose digest did not match, and frames that changed on
-    /// their way, each of which ends its session with all its handoffs.
+    /// Times other bytes arrived than were sent: handoffs with a block whose digest did not match, and frames that changed on their way.
+    /// Each such frame ends its session with all its handoffs.
     pub verify_failures: u64,
     /// KV bytes verified that came over shared memory.
     pub shm_bytes: u64,
     /// KV bytes verified that came over TCP.
     pub tcp_bytes: u64,
-    /// KV bytes verified over UCX.
+    /// KV bytes verified that came over UCX.
     pub ucx_bytes: u64,
     /// KV bytes verified that came from GPU to GPU.
     pub cuda_ipc_bytes: u64,

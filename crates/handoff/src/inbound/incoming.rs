@@ -1,4 +1,4 @@
-//! One handoff as it arrives: which layers of which blocks are here, and whether they are what was sent (I2).
+//! One handoff as it arrives: which block layers have arrived, and whether they are what was sent (I2).
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -13,9 +13,9 @@ use crate::wire::{Refusal, WriteHead};
 
 /// Coverage and digests of one handoff.
 pub(crate) struct Incoming {
-    /// Lent to the peer.
+    /// The blocks lent to the peer.
     blocks: Blocks,
-    /// One bit per group, layer and index.
+    /// Per group, one bit per layer and index: whether a write of it was accepted.
     covered: Vec<Vec<bool>>,
     /// Per group and index: sum of the digests of the layers that arrived.
     sums: Vec<Vec<u64>>,
@@ -32,12 +32,12 @@ impl Incoming {
         Incoming { blocks, covered, sums, written: 0, digest, began }
     }
 
-    /// Layers of blocks the reservation holds.
+    /// Block layers the reservation holds.
     fn expected(&self) -> u64 {
         self.covered.iter().map(|bits| bits.len() as u64).sum()
     }
 
-    /// Layers of blocks that arrived, and that the reservation holds.
+    /// Block layers that have arrived, and block layers that the reservation holds.
     pub(crate) fn progress(&self) -> (u64, u64) {
         (self.written, self.expected())
     }
@@ -48,7 +48,8 @@ impl Incoming {
         self.blocks.iter().enumerate().map(|(group, list)| (list.len() * each(group)) as u64).sum()
     }
 
-    /// Where a write goes, or went. Checks every field but the payload's length before any memory is touched.
+    /// The pool's ranges that a write goes to, or went to over a one-sided transport. Checks every field but the payload's length before
+    /// any memory is touched.
     pub(crate) fn accept(&mut self, geometry: &PoolGeometry, head: &WriteHead) -> Result<VecDeque<Range>, String> {
         let (group, layer) = (head.group as usize, head.layer as usize);
         let groups = self.blocks.len();
@@ -75,7 +76,7 @@ impl Incoming {
         Ok(ranges)
     }
 
-    /// Adds the digests of an accepted write that is in the pool. Nobody writes to its blocks' layer any more.
+    /// Adds the digests of an accepted write that is in the pool. Nobody writes to its block layers any more.
     pub(crate) fn landed(
         &mut self,
         geometry: &PoolGeometry,
@@ -98,7 +99,7 @@ impl Incoming {
         Ok(())
     }
 
-    /// Whether there is a digest for each block.
+    /// Checks that there is one digest for each block.
     pub(crate) fn check_shape(&self, digests: &[Vec<u64>]) -> Result<(), Refusal> {
         let shape = |lists: &[Vec<u64>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
         match shape(digests) == shape(&self.sums) {

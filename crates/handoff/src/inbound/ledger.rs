@@ -1,7 +1,7 @@
-//! The decode end's books: its reservations, and what their steps cause: events for the owner, fences for sessions, counts.
+//! The decode end's reservations, and what their steps cause: events for the owner, fences for sessions, counts.
 //!
-//! Pure: no clock, no I/O, no threads. Every step of a reservation goes through here, so that its action, its event and
-//! the word to its session happen in one order for everybody. The hub keeps it under a lock; a simulation drives it bare.
+//! Pure: no clock, no I/O, no threads. Every step of a reservation goes through here, so that everybody sees its actions, its events and
+//! the fences to its session in the same order. The hub keeps it under a lock; a simulation calls it directly.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use crate::error::TransferError;
 use crate::limits::{TransferLimits, TransportKind};
 use crate::state::{Action, Input, State};
 
-/// Reservations and what is to be told of them.
+/// Reservations, with the events and fences not delivered yet.
 pub struct Ledger {
     table: Table,
     silence: Duration,
     events: VecDeque<ReceiverEvent>,
     fences: Vec<(SessionId, Epoch)>,
-    /// Without what is counted elsewhere.
+    /// Without `reservations` and `sessions`, which are counted elsewhere.
     stats: ReceiverStats,
 }
 
@@ -36,8 +36,8 @@ impl Ledger {
         }
     }
 
-    /// Lends blocks to whoever knows `key`: until `deadline`, or until the peer that
-    /// was let in falls silent. Blocks of an epoch that is not over are refused (I3).
+    /// Lends blocks to whoever knows `key`, until `deadline` or until the peer that was granted access falls silent. Refuses blocks of an
+    /// epoch that is not over (I3).
     pub fn reserve(
         &mut self,
         epoch: Epoch,
@@ -77,22 +77,22 @@ impl Ledger {
         }
     }
 
-    /// When to look for leases that have run out.
+    /// When the next lease runs out.
     pub fn next_expiry(&self) -> Option<Instant> {
         self.table.next_expiry()
     }
 
-    /// Lets a session write, or says why not.
+    /// Grants a session access to a reservation, or says why not.
     pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, now: Instant) -> Result<Blocks, String> {
         self.table.grant(epoch, key, holder, now + self.silence)
     }
 
-    /// A session's peer was heard of: its leases are renewed.
+    /// Renews a session's leases because its peer was heard from.
     pub(crate) fn renew(&mut self, session: SessionId, now: Instant) {
         self.table.renew(session, now + self.silence);
     }
 
-    /// Steps a reservation on behalf of a session. False when the session has no say in it or it has no place.
+    /// Steps a reservation on behalf of a session. False when the session was not granted access to it, or its state refuses the input.
     pub(crate) fn step_as(
         &mut self,
         session: SessionId,
@@ -104,7 +104,7 @@ impl Ledger {
         stepped.inspect(|stepped| self.book(epoch, *stepped, error)).is_some_and(|s| s.action != Action::Refuse)
     }
 
-    /// Every digest of a handoff matches: tells the owner, unless it has taken the blocks back meanwhile.
+    /// Tells the owner that every digest of a handoff matches. False when it is not told, because it has taken the blocks back meanwhile.
     pub(crate) fn verified(&mut self, session: SessionId, event: ReceiverEvent) -> bool {
         let ReceiverEvent::Verified { epoch, bytes, transport, .. } = event else { return false };
         let stepped = self.table.step_as(session, epoch, Input::Verify);
@@ -122,27 +122,27 @@ impl Ledger {
         announced
     }
 
-    /// A frame changed on its way (I2): one failure, however many handoffs its session had.
+    /// Counts a frame that changed on its way (I2): one failure, however many handoffs its session had.
     pub(crate) fn corrupted(&mut self) {
         self.stats.verify_failures += 1;
     }
 
-    /// Epochs under which a session may write.
+    /// Epochs that a session was granted access to and that are not over.
     pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
         self.table.held_by(session)
     }
 
-    /// What the owner has yet to be told, oldest first.
+    /// Takes the oldest event that the owner was not told yet.
     pub fn next_event(&mut self) -> Option<ReceiverEvent> {
         self.events.pop_front()
     }
 
-    /// Which sessions have yet to be told to stop, and under which epoch: each once.
+    /// Takes the fences that sessions were not told yet: (session, epoch), each once.
     pub fn take_fences(&mut self) -> Vec<(SessionId, Epoch)> {
         std::mem::take(&mut self.fences)
     }
 
-    /// Counts; sessions are the hub's to count.
+    /// Counts, without `sessions`, which the hub fills in.
     pub fn stats(&self) -> ReceiverStats {
         ReceiverStats { reservations: self.table.len(), ..self.stats }
     }
@@ -153,7 +153,7 @@ impl Ledger {
         Some(stepped)
     }
 
-    /// Notes what a step asks for.
+    /// Notes the counts, events and fences that a step causes.
     fn book(&mut self, epoch: Epoch, stepped: Transition, error: impl FnOnce() -> TransferError) {
         let Transition { before, action, holder, .. } = stepped;
         if matches!(action, Action::FailAndFree | Action::FailAndFence) {
@@ -167,7 +167,7 @@ impl Ledger {
             let transport = holder.map(|holder| holder.transport);
             self.events.push_back(ReceiverEvent::Failed { epoch, error, transport });
         }
-        // Whoever takes back blocks that nobody could write to has been told so by the call itself.
+        // An owner that takes back blocks to which nobody can write learns so from the call itself.
         let was_pending = matches!(before, State::Aborted | State::Expired);
         if action == Action::FailAndFree || action == Action::Free && was_pending {
             self.events.push_back(ReceiverEvent::Fenced { epoch });

@@ -1,7 +1,7 @@
-//! The decode end's sessions: whose each is, what it ended by coming, and who may join it with another connection.
+//! The decode end's sessions: each one's peer, the earlier sessions it ends, and the further connections that may join it.
 //!
-//! Pure: no clock, no I/O, no threads. How a session's thread is reached is the caller's; the hub keeps it under a lock, a
-//! simulation drives it bare.
+//! Pure: no clock, no I/O, no threads. `M` is the caller's handle to a session's thread, its mail. The hub keeps [`Members`] under a lock;
+//! a simulation calls it directly.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,46 +13,46 @@ use crate::wire::JoinTicket;
 struct Member<M> {
     mail: M,
     worker: Option<WorkerId>,
-    /// By what further connections join it.
+    /// Token by which further connections may join.
     token: Option<u64>,
-    /// Numbers that they have taken.
+    /// Numbers of the further connections that have joined.
     streams: BTreeSet<u8>,
 }
 
-/// Every session, and how each is reached.
+/// All sessions, each with its mail.
 pub struct Members<M> {
     members: BTreeMap<SessionId, Member<M>>,
-    /// Sessions at most, and so many further connections of all of them together (I5).
+    /// Most sessions; also the most further connections of all sessions together (I5).
     limit: usize,
 }
 
 impl<M> Members<M> {
-    /// Nobody has come. `limit`: [`crate::TransferLimits::connections`].
+    /// No sessions. `limit`: [`crate::TransferLimits::connections`].
     pub fn new(limit: usize) -> Members<M> {
         Members { members: BTreeMap::new(), limit }
     }
 
-    /// How many sessions there are.
+    /// Number of sessions.
     pub fn len(&self) -> usize {
         self.members.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no sessions.
     pub fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
-    /// How they are reached.
+    /// The mails of all sessions.
     pub fn mails(&self) -> impl Iterator<Item = &M> {
         self.members.values().map(|member| &member.mail)
     }
 
-    /// How a session is reached.
+    /// A session's mail.
     pub fn mail(&self, session: SessionId) -> Option<&M> {
         self.members.get(&session).map(|member| &member.mail)
     }
 
-    /// Counts a session in; false when there are too many.
+    /// Adds a session; false when there are too many.
     pub fn admit(&mut self, session: SessionId, mail: M) -> bool {
         let room = self.members.len() < self.limit;
         if room {
@@ -61,9 +61,9 @@ impl<M> Members<M> {
         room
     }
 
-    /// Names a session's peer; answers which sessions that ends. A worker opens a new session only after its last one has stopped
-    /// writing, so earlier ones of the same worker are over; not those that came later, should this one's thread be late.
-    /// `token`: further connections may join by it.
+    /// Records a session's peer and returns the mails of the sessions that this ends. A worker opens a new session only after its last one
+    /// has stopped writing, so its earlier sessions are over. Its later ones are not: this session's thread may be late. `token`: further
+    /// connections may join by it.
     pub fn introduce(&mut self, session: SessionId, worker: WorkerId, token: Option<u64>) -> Vec<&M> {
         if let Some(member) = self.members.get_mut(&session) {
             member.worker = Some(worker);
@@ -73,7 +73,7 @@ impl<M> Members<M> {
         earlier.map(|(_, member)| &member.mail).collect()
     }
 
-    /// Counts a further connection in to its session; answers how to reach that, or why it may not come in.
+    /// Adds a further connection to its session. Returns the session's mail, or why the connection is refused.
     pub fn join(&mut self, ticket: JoinTicket, stream: u8) -> Result<&M, &'static str> {
         let others: usize = self.members.values().map(|member| member.streams.len()).sum();
         let member = self.members.get_mut(&ticket.session).filter(|member| member.token == Some(ticket.token));
@@ -87,7 +87,7 @@ impl<M> Members<M> {
         Ok(&member.mail)
     }
 
-    /// A session is over.
+    /// Removes a session that is over.
     pub fn dismiss(&mut self, session: SessionId) {
         self.members.remove(&session);
     }
@@ -126,7 +126,7 @@ mod tests {
         }
         assert!(members.introduce(1, WorkerId(7), None).is_empty());
         assert!(members.introduce(2, WorkerId(8), None).is_empty());
-        // The fourth's thread comes first.
+        // The thread of session 4 runs before that of session 3.
         assert_eq!(members.introduce(4, WorkerId(7), None), [&1]);
         assert_eq!(members.introduce(3, WorkerId(7), None), [&1]);
     }

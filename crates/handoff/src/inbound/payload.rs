@@ -1,5 +1,4 @@
-//! Payload on its way into the pool, or to nowhere. Pure: whoever reads the bytes asks where they go and says how many
-//! came.
+//! A write's payload on its way into the pool, or dropped. Pure: the reader of the bytes asks where they go, and says how many came.
 
 use std::collections::VecDeque;
 
@@ -10,7 +9,7 @@ use crate::batch::Range;
 pub enum PayloadTarget<'a> {
     /// To these ranges of the pool (offset, bytes), in order.
     Pool(&'a [Range]),
-    /// So many are dropped.
+    /// Drop this many bytes.
     Nowhere(usize),
 }
 
@@ -18,27 +17,27 @@ pub enum PayloadTarget<'a> {
 #[derive(Debug)]
 pub struct Payload {
     ranges: VecDeque<Range>,
-    /// Bytes still to drop; only without ranges.
+    /// Bytes still to drop; 0 while there are ranges.
     discard: usize,
 }
 
 impl Payload {
-    /// To be written to these ranges of the pool.
+    /// A payload to be written to these ranges of the pool.
     pub(crate) fn apply(ranges: VecDeque<Range>) -> Payload {
         Payload { ranges, discard: 0 }
     }
 
-    /// To be dropped.
+    /// A payload of `bytes` bytes to be dropped.
     pub(crate) fn discard(bytes: usize) -> Payload {
         Payload { ranges: VecDeque::new(), discard: bytes }
     }
 
-    /// From now on nothing of it reaches the pool.
+    /// Drops the rest: from now on none of it reaches the pool.
     pub(crate) fn turn_to_discard(&mut self) {
         self.discard += self.ranges.drain(..).map(|r| r.1).sum::<usize>();
     }
 
-    /// Whether all of it is here.
+    /// Whether all of it has arrived.
     pub fn is_done(&self) -> bool {
         self.ranges.is_empty() && self.discard == 0
     }
@@ -51,7 +50,7 @@ impl Payload {
         }
     }
 
-    /// `count` bytes went where [`Payload::target`] said, or as many of them as it named.
+    /// Notes that `count` bytes went where [`Payload::target`] said. Bytes beyond those it named are ignored.
     pub fn advance(&mut self, mut count: usize) {
         if self.ranges.is_empty() {
             self.discard = self.discard.saturating_sub(count);

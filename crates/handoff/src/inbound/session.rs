@@ -1,9 +1,10 @@
-//! One prefill worker's session at the decode end without its socket: what each frame means, where payload goes, what a
-//! fence stops.
+//! One prefill worker's session at the decode end, without its sockets: what each frame means, where payload goes, what a fence stops.
 //!
-//! Pure: the session feeds it frames and payload from its sockets, a simulation from anywhere. What it has to say waits in
-//! [`Inbound::next_answer`]. Of several connections each keeps its order, and between them there is none: a completion that
-//! overtakes writes on others waits for them, and whatever ends a handoff ends what is under way of it on every one.
+//! Pure: the caller feeds it frames and payload, and sends the frames that [`Inbound::next_answer`] returns.
+//!
+//! A session may have several connections. Each keeps its own order, but there is no order between them:
+//! - A completion that overtakes writes on other connections waits for them.
+//! - The end of a handoff also ends its writes under way on every connection.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -24,7 +25,7 @@ use crate::pulse::Pulse;
 use crate::state::Input;
 use crate::wire::{Frame, MAX_STREAMS, MAX_WRITE_BLOCKS, Refusal, WriteHead};
 
-/// Payload under way, and the write it belongs to unless it is dropped.
+/// A payload under way, and the write it belongs to; None if the payload is dropped.
 struct Landing {
     payload: Payload,
     head: Option<WriteHead>,
@@ -34,26 +35,26 @@ struct Landing {
 #[derive(Default)]
 struct Stream {
     landing: Option<Landing>,
-    /// Writes that have arrived, whatever became of them.
+    /// Writes that have arrived in full, applied or dropped.
     writes: u64,
 }
 
-/// The session's handoffs, and the writes that are arriving. Connections go by their numbers; the session's own is 0.
+/// The session's handoffs, and the writes that are arriving. Connections are numbered; the session's own is 0.
 pub struct Inbound {
     id: SessionId,
     peer: WorkerId,
     kind: TransportKind,
     geometry: PoolGeometry,
-    /// Whether what arrives is compared with its digests (I2). Only a benchmark may say no.
+    /// Whether arriving blocks are compared with their digests (I2). Only a benchmark may turn this off.
     verify: bool,
-    /// Handoffs this session was let in for and that it has not ended.
+    /// Handoffs that were granted access and have not ended.
     incoming: BTreeMap<Epoch, Incoming>,
     streams: [Stream; MAX_STREAMS],
-    /// Completions that have overtaken writes.
+    /// Completions that have overtaken writes on other connections.
     early: BTreeMap<Epoch, Frame>,
     answers: VecDeque<Frame>,
     pulse: Pulse,
-    /// When leases were renewed last.
+    /// When leases were last renewed.
     renewed: Option<Instant>,
 }
 
@@ -82,23 +83,25 @@ impl Inbound {
         }
     }
 
-    /// The same with no digest compared, for a benchmark, and to show what that leads to.
+    /// The same session without comparing digests: for a benchmark, and to show in tests what that leads to.
     pub fn unverified(self) -> Inbound {
         Inbound { verify: false, ..self }
     }
 
-    /// Whether something of a handoff has arrived, so that more is to come any moment. Not before: who waits awake from the grant on may
-    /// stand in the queue of the very core on which the peer copies, while another is idle; who is woken is sent there.
+    /// Whether some block layers of a handoff have arrived, so that more come any moment and the session's thread should wait awake.
+    ///
+    /// The grant alone is too early. A thread that waits awake from then on may queue for the core on which the peer copies, even while
+    /// another core is idle. A thread that sleeps is woken on the idle core.
     pub fn is_arriving(&self) -> bool {
         self.incoming.values().any(|incoming| incoming.progress().0 > 0)
     }
 
-    /// Whom it serves.
+    /// The prefill worker it serves.
     pub fn peer(&self) -> WorkerId {
         self.peer
     }
 
-    /// The oldest answer that has yet to leave.
+    /// Takes the oldest answer that has yet to leave.
     pub fn next_answer(&mut self) -> Option<Frame> {
         let answer = self.answers.pop_front();
         if answer.is_some() {
@@ -107,7 +110,7 @@ impl Inbound {
         answer
     }
 
-    /// Something of the peer's has arrived, whatever it is. True when leases are to be renewed for that: not every time.
+    /// Notes that anything at all arrived from the peer. True when its leases must be renewed: at most four times per heartbeat.
     pub fn heard(&mut self, now: Instant) -> bool {
         let due = self.renewed.is_none_or(|at| now.saturating_duration_since(at) >= self.pulse.heartbeat() / 4);
         if due && !self.incoming.is_empty() {
@@ -117,13 +120,13 @@ impl Inbound {
         false
     }
 
-    /// Renews the leases of what the peer writes to.
+    /// Renews the leases of the reservations that the peer writes to.
     pub fn renew(&self, now: Instant, ledger: &mut Ledger) {
         ledger.renew(self.id, now);
     }
 
-    /// While a handoff is under way, says that this end is alive if it has said nothing else for a heartbeat; `may_say` is
-    /// false while earlier answers have yet to leave. Answers when to ask again.
+    /// While a handoff is under way, queues a heartbeat if nothing else was sent for that long. `may_say` is false while earlier answers
+    /// have yet to leave. Returns when to ask again; None when no handoff is under way.
     pub fn beat(&mut self, now: Instant, may_say: bool) -> Option<Instant> {
         if self.incoming.is_empty() {
             return None;
@@ -133,19 +136,22 @@ impl Inbound {
         Some(next)
     }
 
-    /// Payload that must be read before the connection's next frame.
+    /// The payload that must be read before the connection's next frame.
     pub fn payload(&mut self, stream: usize) -> Option<&mut Payload> {
         self.streams.get_mut(stream)?.landing.as_mut().map(|landing| &mut landing.payload)
     }
 
-    /// Whether a connection beside the session's own has carried nothing yet, so that nothing is missing without it.
+    /// Whether a further connection has carried nothing yet, so that nothing is lost with it.
     pub fn is_unused(&self, stream: usize) -> bool {
         stream > 0 && self.streams.get(stream).is_none_or(|stream| stream.landing.is_none() && stream.writes == 0)
     }
 
-    /// Takes in what was written, once [`Inbound::payload`] is done and all of it went where it was to go. What it asks of the pool
-    /// nobody writes to any more: over TCP only this end does; over the others the peer has said that it is done with this layer, and it
-    /// may not write it twice. An error is this end's device's, and ends the session.
+    /// Takes in a connection's write once its [`Inbound::payload`] is done and in place; does nothing before.
+    ///
+    /// It digests only block layers that nobody writes to any more. Over TCP only this end writes to the pool. Over the other transports
+    /// the peer has said that it is done with these block layers, and it may not write them twice.
+    ///
+    /// An error comes from this end's device, and ends the session.
     pub fn landed(&mut self, stream: usize, pool: &mut dyn PoolMemory) -> Result<(), TransferError> {
         let Some(stream) = self.streams.get_mut(stream) else { return Ok(()) };
         let Some(landing) = stream.landing.take_if(|l| l.payload.is_done()) else { return Ok(()) };
@@ -158,7 +164,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// A completion that every write it comes after has arrived for: to be taken as if it came now.
+    /// Takes a completion that waited and whose writes have all arrived. Handle it as if it came now.
     pub fn next_due(&mut self) -> Option<Frame> {
         let due = |frame: &Frame| matches!(frame, Frame::Complete { after, .. } if self.have_arrived(after));
         let epoch = self.early.iter().find(|(_, frame)| due(frame)).map(|(epoch, _)| *epoch)?;
@@ -169,7 +175,7 @@ impl Inbound {
         after.iter().zip(&self.streams[1..]).all(|(writes, stream)| stream.writes >= *writes)
     }
 
-    /// What a frame of the peer's on a connection asks for. An error ends the session.
+    /// Handles a frame from the peer on connection `stream`. An error ends the session.
     pub fn frame(
         &mut self,
         stream: usize,
@@ -199,8 +205,8 @@ impl Inbound {
         Ok(())
     }
 
-    /// Stops a handoff whose blocks are taken back. Over TCP this end alone writes, so its own word is enough; over
-    /// shared memory the peer's is needed (I3).
+    /// Stops a handoff whose blocks are taken back. Over TCP only this end writes, so it has stopped at once. Over the other transports the
+    /// peer must say that it has stopped (I3).
     pub fn fence(&mut self, epoch: Epoch, ledger: &mut Ledger) {
         self.forget(epoch);
         self.answers.push_back(Frame::Fence { epoch });
@@ -209,8 +215,8 @@ impl Inbound {
         }
     }
 
-    /// The connection has ended, or the peer went astray: fails what is under way. That the peer cannot write any more is
-    /// not known by that.
+    /// The connection has ended, or the peer broke the protocol: fails every handoff under way. This does not prove that the peer cannot
+    /// write any more.
     pub fn lost(&mut self, ledger: &mut Ledger, error: &TransferError) {
         std::mem::take(&mut self.incoming).iter().for_each(|(epoch, incoming)| self.note_cut(*epoch, incoming));
         self.streams.iter_mut().for_each(|stream| stream.landing = None);
@@ -226,7 +232,7 @@ impl Inbound {
         self.end_all(ledger, Input::Severed, error);
     }
 
-    /// Whether blocks are still kept for what this peer may write.
+    /// Whether any reservation that this session was granted access to is not over.
     pub fn holds_any(&self, ledger: &Ledger) -> bool {
         !ledger.held_by(self.id).is_empty()
     }
@@ -237,19 +243,19 @@ impl Inbound {
         }
     }
 
-    /// The peer has stopped, by its word or because only this end writes.
+    /// The peer has stopped: it said so, or only this end writes.
     fn stopped(&self, epoch: Epoch, ledger: &mut Ledger) {
         ledger.step_as(self.id, epoch, Input::Fenced, || TransferError::Aborted { epoch });
     }
 
-    /// Ends a handoff before it is completed.
+    /// Closes a handoff before its completion.
     fn forget(&mut self, epoch: Epoch) {
         if let Some(incoming) = self.close(epoch) {
             self.note_cut(epoch, &incoming);
         }
     }
 
-    /// From now on nothing that arrives under this epoch, over whichever connection, reaches the pool (I2, I3).
+    /// Closes a handoff: from now on nothing that arrives under its epoch, on any connection, reaches the pool (I2, I3).
     fn close(&mut self, epoch: Epoch) -> Option<Incoming> {
         for landing in self.streams.iter_mut().filter_map(|stream| stream.landing.as_mut()) {
             if landing.head.take_if(|head| head.epoch == epoch).is_some() {
@@ -260,7 +266,7 @@ impl Inbound {
         self.incoming.remove(&epoch)
     }
 
-    /// How far a handoff came that ends before it is completed.
+    /// Logs how far a handoff came that ends before its completion.
     fn note_cut(&self, epoch: Epoch, incoming: &Incoming) {
         let (arrived, of) = incoming.progress();
         tracing::debug!(peer = %self.peer, %epoch, arrived, of, "handoff cut short");
@@ -302,8 +308,8 @@ impl Inbound {
         Ok(())
     }
 
-    /// Where a write's payload goes; over shared memory there is none. Nowhere, and without an answer, when the owner
-    /// has taken the blocks back: the fence is on its way to the peer.
+    /// Where a write's payload goes; one-sided transports have none. `Err(None)` when the owner has taken the blocks back: the payload is
+    /// dropped without an answer, since the fence is on its way to the peer.
     fn accept(&mut self, head: &WriteHead, ledger: &mut Ledger) -> Result<VecDeque<Range>, Option<Refusal>> {
         let epoch = head.epoch;
         let Some(incoming) = self.incoming.get_mut(&epoch) else {
@@ -324,7 +330,8 @@ impl Inbound {
         Ok(if expected == 0 { VecDeque::new() } else { ranges })
     }
 
-    /// Keeps a completion until what it comes after has arrived. It holds no more than its handoff does (I5).
+    /// Keeps a completion until the writes before it have arrived. There is one per handoff, with as many digests as the handoff has blocks
+    /// (I5).
     fn wait(&mut self, epoch: Epoch, frame: Frame, ledger: &mut Ledger) {
         let checked = match (self.incoming.get(&epoch), &frame) {
             (Some(_), _) if self.early.contains_key(&epoch) => Err(Refusal::BadWrite("completed twice".into())),
@@ -365,7 +372,7 @@ impl Inbound {
         self.close(epoch);
         let error = self.error_of(epoch, &refusal);
         let input = match (&refusal, self.kind.is_one_sided()) {
-            // I3: a peer that went astray may go on copying until it says that it has stopped.
+            // I3: a peer that made a mistake may go on copying until it says that it has stopped.
             (Refusal::BadWrite(_) | Refusal::Incomplete { .. }, true) => Input::Lost,
             _ => Input::Refute,
         };
@@ -388,7 +395,7 @@ impl Inbound {
         }
     }
 
-    /// The peer does not keep to the protocol.
+    /// The error for a peer that does not keep to the protocol.
     pub fn broken(&self, malformed: Malformed) -> TransferError {
         TransferError::broken(self.peer, malformed)
     }

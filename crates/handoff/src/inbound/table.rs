@@ -19,15 +19,15 @@ struct Reservation {
     state: State,
     key: u64,
     blocks: Blocks,
-    /// When its time is over whatever the peer does.
+    /// When it ends, whatever the peer does.
     deadline: Instant,
-    /// When its lease runs out: at the deadline, or before when the peer that was let in falls silent.
+    /// When its lease runs out: at the deadline, or earlier if the peer that was granted access falls silent.
     expires: Instant,
-    /// Who was let in.
+    /// The peer that was granted access.
     holder: Option<Holder>,
 }
 
-/// A peer that was let in.
+/// A peer that was granted access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Holder {
     pub session: SessionId,
@@ -35,7 +35,7 @@ pub(crate) struct Holder {
     pub transport: TransportKind,
 }
 
-/// What a step came to.
+/// The result of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Transition {
     pub before: State,
@@ -50,7 +50,7 @@ pub(crate) struct Table {
     entries: BTreeMap<Epoch, Reservation>,
     /// Per group and block: the epoch it is lent under.
     loans: Vec<Vec<Option<Epoch>>>,
-    /// Leases that still run.
+    /// Leases that still run, by the time they run out.
     leases: BTreeSet<(Instant, Epoch)>,
 }
 
@@ -60,7 +60,7 @@ impl Table {
         Table { limits, entries: BTreeMap::new(), loans, leases: BTreeSet::new() }
     }
 
-    /// Sets blocks aside.
+    /// Sets blocks aside under an epoch.
     pub(crate) fn reserve(
         &mut self,
         epoch: Epoch,
@@ -112,7 +112,7 @@ impl Table {
             return Err(TransferError::argument("blocks", problem));
         };
         match *loan {
-            // I3: what some peer may still write to is never lent again.
+            // I3: a block that a peer may still write to is never lent again.
             Some(holder) => Err(TransferError::Lent { group: group as u32, block, epoch: holder }),
             None => {
                 *loan = Some(epoch);
@@ -131,8 +131,7 @@ impl Table {
         }
     }
 
-    /// Lets a session write to a reservation whose key it knows, for as long as it is heard of before `until`; or says why
-    /// not.
+    /// Grants a session access to a reservation whose key it knows, or says why not. The lease runs until `until` unless it is renewed.
     pub(crate) fn grant(&mut self, epoch: Epoch, key: u64, holder: Holder, until: Instant) -> Result<Blocks, String> {
         let entry = self.entries.get_mut(&epoch).ok_or("it ended or never was")?;
         if entry.key != key {
@@ -149,7 +148,7 @@ impl Table {
         Ok(blocks)
     }
 
-    /// A session was heard of: the leases of what it writes to run until `until`, or their deadlines.
+    /// Renews the leases of a session that was heard from: until `until`, but no later than their deadlines.
     pub(crate) fn renew(&mut self, session: SessionId, until: Instant) {
         for (epoch, entry) in &mut self.entries {
             if entry.state == State::Transferring && entry.holder.is_some_and(|h| h.session == session) {
@@ -160,7 +159,7 @@ impl Table {
         }
     }
 
-    /// Steps a reservation for its owner. None when there is none.
+    /// Steps a reservation for its owner. None when there is no such reservation.
     pub(crate) fn step(&mut self, epoch: Epoch, input: Input) -> Option<Transition> {
         let entry = self.entries.get_mut(&epoch)?;
         let before = entry.state;
@@ -178,13 +177,13 @@ impl Table {
         Some(stepped)
     }
 
-    /// Steps a reservation for a peer's session. None when that session was not let in under this epoch.
+    /// Steps a reservation for a peer's session. None when that session was not granted access under this epoch.
     pub(crate) fn step_as(&mut self, session: SessionId, epoch: Epoch, input: Input) -> Option<Transition> {
         let holder = self.entries.get(&epoch)?.holder;
         if holder.is_some_and(|h| h.session == session) { self.step(epoch, input) } else { None }
     }
 
-    /// Epochs a session was let in under and that are not over.
+    /// Epochs that a session was granted access to and that are not over.
     pub(crate) fn held_by(&self, session: SessionId) -> Vec<Epoch> {
         self.entries
             .iter()
@@ -198,7 +197,7 @@ impl Table {
         self.leases.first().map(|(at, _)| *at)
     }
 
-    /// Epochs whose lease has run out; with who fell silent, when that is why.
+    /// Epochs whose lease has run out, each with its peer if the peer's silence is the reason.
     pub(crate) fn expired(&self, now: Instant) -> Vec<(Epoch, Option<WorkerId>)> {
         let over = self.leases.iter().take_while(|(at, _)| *at <= now).map(|(_, epoch)| *epoch);
         let silent = |epoch| self.entries.get(&epoch).filter(|r| r.deadline > now).and_then(|r| r.holder);
@@ -242,7 +241,7 @@ mod tests {
         table.renew(1, at(5));
         assert_eq!(table.expired(at(4)), [(Epoch(2), Some(WorkerId(102)))]);
         table.step(Epoch(2), Input::Expire).unwrap();
-        // Its blocks are with the peer still: hearing of it again changes nothing.
+        // Epoch 2 has expired: its peer keeps the blocks, and hearing from that peer again changes nothing.
         table.renew(2, at(9));
         table.renew(1, at(20));
         assert_eq!(table.next_expiry(), Some(at(10)));

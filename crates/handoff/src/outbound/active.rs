@@ -14,24 +14,24 @@ use crate::limits::TransportKind;
 use crate::state::{self, Action, Input, State};
 use crate::wire::MAX_WRITE_BLOCKS;
 
-/// State, digests and counts.
+/// A handoff's state, digests and counts.
 pub(crate) struct Active {
     pub core: Arc<Core>,
     pub state: State,
-    /// Reserved blocks of the peer's pool; empty until access is granted.
+    /// Reserved blocks of the peer's pool per group; empty until access is granted.
     pub targets: Vec<Vec<BlockId>>,
     /// Per group and index: sum of the digests of the layers written.
     pub sums: Vec<Vec<u64>>,
     pub writes: u64,
     pub slices: u64,
     pub bytes: u64,
-    /// Set once the handoff is completed.
+    /// Callback for the outcome; set once the handoff is completed.
     pub done: Option<Done>,
-    /// Whether access was asked for, so that an answer comes.
+    /// Whether access was asked for, so that an answer will come.
     pub begun: bool,
     /// When access was asked for.
     asked: Instant,
-    /// The same; from the first write on, when that was.
+    /// When the first write left; before that, the same as `asked`.
     began: Instant,
 }
 
@@ -54,7 +54,7 @@ impl Active {
         }
     }
 
-    /// Takes a step; answers what to do.
+    /// Takes a step and returns what to do.
     pub(crate) fn step(&mut self, input: Input, now: Instant) -> Action {
         let (next, action) = state::step(self.state, input);
         self.state = next;
@@ -64,14 +64,14 @@ impl Active {
         action
     }
 
-    /// Counts a part of a block that leaves.
+    /// Adds the digest of a block layer that leaves.
     pub(crate) fn add_digest(&mut self, group: usize, index: u32, digest: u64) {
         if let Some(sum) = self.sums.get_mut(group).and_then(|sums| sums.get_mut(index as usize)) {
             *sum = sum.wrapping_add(digest);
         }
     }
 
-    /// Whether it can still end in more than one way.
+    /// Whether it has not ended yet.
     pub(crate) fn is_running(&self) -> bool {
         self.state != State::Released
     }
@@ -81,8 +81,10 @@ impl Active {
         TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes, slices: self.slices }
     }
 
-    /// When it is given up: at its deadline; when access was not granted in time; when the peer, last `heard` of then, has
-    /// been silent for too long.
+    /// When it is given up, whichever comes first:
+    /// - at its deadline;
+    /// - when access was not granted in time;
+    /// - when the peer, last heard from at `heard`, has been silent for too long.
     pub(crate) fn due(&self, timeouts: &SessionTimeouts, heard: Option<Instant>) -> Instant {
         let silent = heard.map_or(self.asked, |heard| heard.max(self.asked)) + timeouts.silence;
         let due = self.core.deadline.min(silent);
@@ -92,7 +94,7 @@ impl Active {
         }
     }
 
-    /// Why it is given up once it is due.
+    /// The error for giving it up once it is due.
     pub(crate) fn late(&self, now: Instant, timeouts: &SessionTimeouts) -> TransferError {
         let (epoch, peer, doing) = (self.core.epoch, self.core.peer, self.doing());
         let waited = match self.state {
@@ -105,7 +107,7 @@ impl Active {
         }
     }
 
-    /// For the message of a missed deadline.
+    /// What it is doing, for error messages.
     fn doing(&self) -> &'static str {
         match (self.state, &self.done) {
             (State::Reserved, _) => "waiting for access to its pool",
@@ -115,7 +117,7 @@ impl Active {
     }
 }
 
-/// A write as it was queued, and how far it is.
+/// A write as it was queued, and how far it has got: `pairs` before `next` are in batches.
 pub(crate) struct Writing {
     pub epoch: Epoch,
     pub group: usize,
@@ -130,7 +132,7 @@ impl Writing {
         self.next == self.pairs.len()
     }
 
-    /// The next blocks, about as many bytes as a batch has between these pools.
+    /// The next batch: as many blocks as fit into `batch_bytes` in the peer's pool, at least one. None when an index was not reserved.
     pub(crate) fn next_batch(&mut self, pools: &Pools, to: &Active) -> Option<WriteBatch> {
         let Pools { local, remote, batch_bytes, .. } = pools;
         let (group, layer) = (self.group, self.layer);

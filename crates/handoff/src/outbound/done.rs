@@ -1,36 +1,36 @@
-//! How a handoff's owner at the prefill end learns of its end.
+//! How a handoff's owner at the prefill end learns the outcome.
 
 use crate::error::TransferError;
 use crate::limits::TransportKind;
 
-/// What a verified handoff took.
+/// Measurements of a verified handoff.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct TransferStats {
     /// KV bytes.
     pub bytes: u64,
-    /// From the first write to the decode side's answer.
+    /// Seconds from the first write to the decode side's answer.
     pub seconds: f64,
-    /// What carried it.
+    /// The transport that carried it.
     pub transport: TransportKind,
-    /// Layers of blocks written.
+    /// Block layers written.
     pub writes: u64,
-    /// Pieces they were handed to the transport in, each of one layer.
+    /// Batches handed to the transport, each of one layer.
     pub slices: u64,
 }
 
-/// Called once with a handoff's outcome, on whatever thread learns of it. Must not block.
+/// Called once with a handoff's outcome, on whichever thread learns of it. Must not block.
 pub type OnDone = Box<dyn FnOnce(Result<TransferStats, TransferError>) + Send>;
 
-/// A completion's callback. Called exactly once, if need be by being dropped.
+/// A completion's callback. It is called exactly once: when dropped uncalled, with [`TransferError::Closed`].
 pub struct Done(Option<OnDone>);
 
 impl Done {
-    /// Calls `callback`.
+    /// Wraps `callback`.
     pub fn new(callback: OnDone) -> Done {
         Done(Some(callback))
     }
 
-    /// Calls it with this outcome.
+    /// Calls the callback with this outcome.
     pub fn report(mut self, outcome: Result<TransferStats, TransferError>) {
         if let Some(callback) = self.0.take() {
             callback(outcome);
@@ -46,7 +46,7 @@ impl Drop for Done {
     }
 }
 
-/// Called once nothing reads a handoff's local blocks any more, if need be by being dropped.
+/// A callback for when nothing reads a handoff's local blocks any more. Dropping this calls it.
 pub struct Quiet(pub Option<Box<dyn FnOnce() + Send>>);
 
 impl Drop for Quiet {

@@ -1,6 +1,6 @@
-//! What handoffs ask of their session, each in its order, and aborts that overtake it.
+//! The ops that handoffs queue for their session. Each handoff's ops keep their order; aborts overtake them.
 //!
-//! Pure: no clock, no I/O, no threads. The queue keeps it under a lock, a simulation drives it bare.
+//! Pure: no clock, no I/O, no threads. The sender keeps it under a lock; a simulation calls it directly.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -15,21 +15,21 @@ use crate::descriptor::Descriptor;
 use crate::error::TransferError;
 use crate::limits::{TransferLimits, TransportKind};
 
-/// What a handoff and its session both know.
+/// What a handoff's owner and its session both know.
 #[derive(Debug)]
 pub struct Core {
-    /// The reservation's.
+    /// The reservation's epoch.
     pub epoch: Epoch,
     pub(crate) key: u64,
     /// The decode worker.
     pub peer: WorkerId,
-    /// When it is over.
+    /// When the handoff must be over.
     pub deadline: Instant,
     /// Blocks of the reservation per group.
     pub counts: Vec<u32>,
-    /// Layers of those blocks.
+    /// Block layers of the reservation.
     pub(crate) layers: u64,
-    /// What carries it, once access is granted.
+    /// The transport that carries it, once access is granted.
     pub(crate) transport: OnceLock<TransportKind>,
     /// Why it failed, once it has.
     pub(crate) failure: OnceLock<TransferError>,
@@ -50,7 +50,7 @@ impl Core {
         }
     }
 
-    /// What carries it, once access is granted.
+    /// The transport that carries it, once access is granted.
     pub fn transport(&self) -> Option<TransportKind> {
         self.transport.get().copied()
     }
@@ -61,9 +61,9 @@ impl Core {
     }
 }
 
-/// One session's ops.
+/// The ops queued for one session.
 pub struct Line {
-    /// Handoffs to ask access for: before all else, so that none waits for another's and each one's time is watched.
+    /// Handoffs to ask access for. They go before all ops, so that none waits for another handoff and each one's deadline is watched.
     begins: VecDeque<Arc<Core>>,
     ops: Turns,
     aborts: Vec<(Epoch, Quiet)>,
@@ -71,17 +71,17 @@ pub struct Line {
     blocks: usize,
     /// Handoffs begun and not over.
     live: BTreeSet<Epoch>,
-    /// Those of them that nothing more will be asked for.
+    /// Live handoffs whose completion was queued: they will ask for nothing more.
     completed: BTreeSet<Epoch>,
-    /// No more ops, and why.
+    /// Why no more ops are taken; None while the session is not over.
     closed: Option<TransferError>,
-    /// A write has waited in vain and nothing has left since: no other waits too.
+    /// A write has waited for room in vain and no op has left since. Until one does, no other write waits.
     pub stalled: bool,
     limits: TransferLimits,
 }
 
 impl Line {
-    /// Nothing is asked for.
+    /// An empty line.
     pub fn new(limits: TransferLimits) -> Line {
         Line {
             begins: VecDeque::new(),
@@ -101,17 +101,17 @@ impl Line {
         self.live.is_empty()
     }
 
-    /// True when every handoff under way is completed, so that the last of them ends soon.
+    /// True when every handoff under way has queued its completion, so that the last of them ends soon.
     pub fn drains(&self) -> bool {
         self.live.len() == self.completed.len()
     }
 
-    /// Why nothing can be asked any more.
+    /// Why no more ops are taken; None while the session is not over.
     pub fn closed(&self) -> Option<&TransferError> {
         self.closed.as_ref()
     }
 
-    /// A handoff begins.
+    /// Adds a handoff that begins.
     pub fn begin(&mut self, core: Arc<Core>) -> Result<(), TransferError> {
         if let Some(error) = &self.closed {
             return Err(error.clone());
@@ -129,7 +129,7 @@ impl Line {
         Ok(())
     }
 
-    /// Whether a write of so many blocks has room (I5). A write larger than the whole queue goes alone.
+    /// Whether a write of `blocks` blocks has room (I5). A write larger than the whole queue goes alone.
     pub fn has_room(&self, core: &Core, blocks: usize) -> Result<bool, TransferError> {
         match core.failure.get().or(self.closed.as_ref()) {
             Some(error) => Err(error.clone()),
@@ -137,8 +137,9 @@ impl Line {
         }
     }
 
-    /// Until when a write of so many blocks waits for room that there is not, as long as it is asked again when some came free: at
-    /// most until `until`, and while the peer does not move only once for all handoffs (I5). `None`: it goes now.
+    /// Whether a write of `blocks` blocks has room now (None), or until when it waits for room. Ask again when room came free.
+    ///
+    /// It waits at most until `until` and its deadline. After a wait in vain, writes without room fail at once until an op leaves (I5).
     pub fn room(
         &mut self,
         core: &Core,
@@ -160,13 +161,13 @@ impl Line {
         Ok(Some(until.min(core.deadline)))
     }
 
-    /// A write for which there is room.
+    /// Queues a write for which there is room.
     pub fn write(&mut self, op: Op) {
         self.blocks += op.blocks();
         self.ops.push(op);
     }
 
-    /// A handoff's last op; it comes back with the reason when the session is over. The number of handoffs bounds these.
+    /// Queues a handoff's last op. `done` comes back with the reason when the session is over. The number of handoffs bounds these ops.
     pub fn complete(&mut self, epoch: Epoch, tail: Vec<u8>, done: Done) -> Result<(), (Done, TransferError)> {
         match self.closed.clone() {
             Some(error) => Err((done, error)),
@@ -180,8 +181,8 @@ impl Line {
         }
     }
 
-    /// Ends a handoff before its turn: what it queued is forgotten. Its completion's callback comes back, and when the
-    /// session is over, `quiet`: both to be dropped where no lock is held.
+    /// Ends a handoff before its turn and forgets what it queued. Returns its completion's callback, and `quiet` when the session is over.
+    /// Drop both where no lock is held.
     pub fn abort(&mut self, epoch: Epoch, quiet: Quiet) -> (Option<Done>, Option<Quiet>) {
         if self.closed.is_some() {
             return (None, Some(quiet));
@@ -190,7 +191,7 @@ impl Line {
         (self.forget(epoch), None)
     }
 
-    /// Removes what a handoff queued; answers its completion's callback.
+    /// Removes what a handoff queued; returns its completion's callback.
     pub fn forget(&mut self, epoch: Epoch) -> Option<Done> {
         let mut done = None;
         self.begins.retain(|core| core.epoch != epoch);
@@ -203,12 +204,12 @@ impl Line {
         done
     }
 
-    /// Handoffs to end, oldest first.
+    /// Takes the handoffs to end, oldest first.
     pub fn take_aborts(&mut self) -> Vec<(Epoch, Quiet)> {
         std::mem::take(&mut self.aborts)
     }
 
-    /// Handoffs whose time is over before access was asked for.
+    /// Takes the handoffs whose deadline passed before access was asked for.
     pub(crate) fn take_late(&mut self, now: Instant) -> Vec<Arc<Core>> {
         let (late, others): (VecDeque<_>, _) =
             std::mem::take(&mut self.begins).into_iter().partition(|core| core.deadline <= now);
@@ -216,17 +217,17 @@ impl Line {
         Vec::from(late)
     }
 
-    /// When the first of those to ask access for is late.
+    /// The earliest deadline of the handoffs to ask access for.
     pub(crate) fn first_deadline(&self) -> Option<Instant> {
         self.begins.iter().map(|core| core.deadline).min()
     }
 
-    /// The oldest handoff to ask access for.
+    /// Takes the oldest handoff to ask access for.
     pub fn next_begin(&mut self) -> Option<Arc<Core>> {
         self.begins.pop_front()
     }
 
-    /// The next op, if `ready` says of any that its time has come.
+    /// Takes the next op among those that `ready` accepts.
     pub fn next_if(&mut self, ready: impl Fn(&Op) -> bool) -> Option<Op> {
         let op = self.ops.next(ready)?;
         self.blocks -= op.blocks();
@@ -234,14 +235,13 @@ impl Line {
         Some(op)
     }
 
-    /// A handoff is over.
+    /// Removes a handoff that is over.
     pub fn retire(&mut self, epoch: Epoch) {
         self.live.remove(&epoch);
         self.completed.remove(&epoch);
     }
 
-    /// The session has ended: nothing can be asked from now on. Answers what was queued, to be ended where no lock is
-    /// held.
+    /// The session has ended: no more ops are taken. Returns what was queued, to be ended where no lock is held.
     pub fn close(&mut self, error: TransferError) -> (VecDeque<Op>, Vec<(Epoch, Quiet)>) {
         self.closed = Some(error);
         self.blocks = 0;

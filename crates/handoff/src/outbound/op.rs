@@ -1,12 +1,12 @@
-//! What a handoff asks of its session.
+//! The requests of a handoff to its session.
 
 use baton_types::{BlockId, Epoch};
 
 use super::done::Done;
 
-/// One request of a handoff, in its order.
+/// One request of a handoff.
 pub enum Op {
-    /// One layer of some blocks: pairs of (block of the local pool, index in the reservation's list of the group).
+    /// Write one layer of some blocks.
     Write {
         /// The handoff.
         epoch: Epoch,
@@ -14,31 +14,31 @@ pub enum Op {
         group: usize,
         /// Layer in the group.
         layer: usize,
-        /// What goes where.
+        /// Pairs of (block of the local pool, index in the reservation's list of the group).
         pairs: Vec<(BlockId, u32)>,
-        /// The local pool's mark: all of it is stored after that. 0 in host memory.
+        /// The local pool's mark: the blocks may be read once everything stored up to it is there. 0 in host memory.
         after: u64,
     },
-    /// To be verified, once all writes are applied.
+    /// Ask for verification, once all writes are applied.
     Complete {
         /// The handoff.
         epoch: Epoch,
-        /// What travels along.
+        /// Bytes that travel with the completion.
         tail: Vec<u8>,
-        /// To be told the outcome.
+        /// Callback for the outcome.
         done: Done,
     },
 }
 
 impl Op {
-    /// Whose it is.
+    /// The handoff's epoch.
     pub fn epoch(&self) -> Epoch {
         match self {
             Op::Write { epoch, .. } | Op::Complete { epoch, .. } => *epoch,
         }
     }
 
-    /// Block writes it asks for.
+    /// Block writes it asks for; 0 for a completion.
     pub fn blocks(&self) -> usize {
         if let Op::Write { pairs, .. } = self { pairs.len() } else { 0 }
     }

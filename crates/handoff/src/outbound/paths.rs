@@ -1,47 +1,49 @@
-//! Over what a decode worker is written to: which transports there are, how fast each was, and which to leave alone for a while.
+//! The paths to one decode worker: which transports there are, how fast each was, and which ones are paused.
 //!
-//! Pure: no clock, no I/O. The sender keeps one of these for each decode worker, asks it before each session, and tells it how
-//! sessions and handoffs ended.
+//! Pure: no clock, no I/O. The sender keeps one [`Paths`] per decode worker, asks it before each session, and tells it how sessions and
+//! handoffs ended.
 //!
-//! A path that fails is paused, twice as long each time in a row, and comes back after that. Of those that are ready the first in the
-//! order of [`TransportKind`] is taken unless another was measured to be clearly faster. Two paths over a network are compared only
-//! once both were measured, so where speed decides each of them gets some handoffs; shared memory and copies between GPUs
-//! need no such trial. Speed is a moving average of bytes over seconds of carrying them, and counts for nothing before it is one of several
-//! handoffs.
+//! How a path is chosen:
+//! - A path that fails is paused. Each further failure in a row doubles the pause. After the pause the path is ready again.
+//! - Of the ready paths the first in the order given to [`Paths::new`] is taken, unless another was measured to be clearly faster.
+//! - Two network paths are compared only once both were measured. So where speed decides, each of them gets some handoffs. Shared memory
+//!   and copies between GPUs are not left for such a trial.
+//! - Speed is a moving average: bytes over the seconds spent carrying them. It counts only once several handoffs were measured.
 
 use std::time::{Duration, Instant};
 
 use crate::limits::TransportKind;
 
-/// How long a path is paused that has failed once.
+/// Pause of a path that has failed once.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);
 /// The longest pause.
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// How many times as fast another path must be to be taken instead.
+/// Another path is preferred if its rate is more than this many times the rate of the first one.
 const FASTER: f64 = 1.25;
-/// What remains of the older measurements with each new one.
+/// Share of the older measurements that is kept with each new one.
 const KEPT: f64 = 0.8;
-/// Handoffs in a row with changed bytes that are a failure: one may be chance, and says nothing against the path.
+/// Handoffs in a row with changed bytes that count as one failure. A single one may be chance, and says nothing against the path.
 const CORRUPTED: u32 = 3;
-/// Handoffs that make a measurement.
+/// Handoffs after which a path counts as measured.
 const MEASURED: u64 = 8;
 
-/// What a sender has found out about the way to one decode worker, for people.
+/// What a sender knows of one path to a decode worker, for people to read.
 #[derive(Clone, PartialEq, Debug)]
 pub struct PathReport {
-    /// Which.
+    /// The path's transport.
     pub transport: TransportKind,
     /// Whether a session over it is open.
     pub in_use: bool,
-    /// Connections that blocks go over in that session; 0 when it is not in use.
+    /// Connections that carry blocks in that session; 0 when the path is not in use.
     pub connections: usize,
     /// Verified handoffs that it carried.
     pub handoffs: u64,
     /// How often it failed with handoffs under way, or could not be set up.
     pub failures: u64,
-    /// How fast blocks arrive over it: a moving average over handoffs, of the time in which some were on their way or being verified.
+    /// How fast blocks arrive over it: a moving average over handoffs. Counts only the time in which blocks were on their way or being
+    /// verified.
     pub bytes_per_second: Option<f64>,
-    /// Why it is not in use.
+    /// Why it is not in use; None when it is.
     pub unused: Option<String>,
 }
 
@@ -49,9 +51,9 @@ pub struct PathReport {
 #[derive(Clone, Debug)]
 struct Path {
     transport: TransportKind,
-    /// Why it can never be used.
+    /// Why it can never be used; None when it can.
     barred: Option<String>,
-    /// Moving sums over handoffs.
+    /// Moving sum over handoffs; `seconds` is the one of the time they took.
     bytes: f64,
     seconds: f64,
     handoffs: u64,
@@ -59,12 +61,12 @@ struct Path {
     /// Failures since it last carried a handoff.
     in_a_row: u32,
     last_failure: Option<(Instant, String)>,
-    /// Handoffs whose bytes were changed since it last carried one, or since that counted as a failure.
+    /// Handoffs with changed bytes since the path last carried a verified one, or since they last counted as a failure.
     corrupted: u32,
 }
 
 impl Path {
-    /// Until when it is left alone.
+    /// When its pause ends; None when it has carried a handoff since its last failure.
     fn paused_until(&self) -> Option<Instant> {
         let (at, _) = self.last_failure.as_ref().filter(|_| self.in_a_row > 0)?;
         let pause = FIRST_PAUSE * 2u32.saturating_pow(self.in_a_row - 1).min(1 << 16);
@@ -75,7 +77,7 @@ impl Path {
         (self.seconds > 0.0).then(|| self.bytes / self.seconds)
     }
 
-    /// Its rate, once that says something.
+    /// Its rate in bytes per second, once enough handoffs were measured.
     fn measured(&self) -> Option<f64> {
         self.rate().filter(|_| self.handoffs >= MEASURED)
     }
@@ -88,16 +90,17 @@ impl Path {
 /// The paths to one decode worker.
 #[derive(Clone, Debug)]
 pub struct Paths {
-    /// In the order they are tried in when nothing is known of them.
+    /// In the order in which they are tried when nothing is known of them.
     paths: Vec<Path>,
-    /// Whether a path may be taken for being faster.
+    /// Whether a path may be preferred for its speed.
     compares: bool,
-    /// With how many connections.
+    /// Transport of the open session, and its number of connections.
     in_use: Option<(TransportKind, usize)>,
 }
 
 impl Paths {
-    /// Those there are, each with why it can never be used, if so. `compares`: speed decides between them.
+    /// Paths over these transports, the one to try first in front. Each comes with the reason if it can never be used. `compares`: whether
+    /// speed may decide between them.
     pub fn new(paths: impl IntoIterator<Item = (TransportKind, Option<String>)>, compares: bool) -> Paths {
         let path = |(transport, barred)| Path {
             transport,
@@ -113,7 +116,7 @@ impl Paths {
         Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None }
     }
 
-    /// What to try, best first. Those that are paused come last, the first to come back before others: better than nothing.
+    /// The transports to try, best first. Paused ones come last, the one whose pause ends first before the others: better than nothing.
     pub fn order(&self, now: Instant) -> Vec<TransportKind> {
         let usable = self.paths.iter().filter(|path| path.barred.is_none());
         let (mut paused, mut ready): (Vec<&Path>, Vec<&Path>) = usable.partition(|path| path.is_paused(now));
@@ -135,7 +138,7 @@ impl Paths {
             }
     }
 
-    /// Why none is usable; None when one is.
+    /// Why no path is usable; None when one is.
     pub fn barred(&self) -> Option<&str> {
         let all = self.paths.iter().all(|path| path.barred.is_some());
         self.paths.first().filter(|_| all)?.barred.as_deref()
@@ -151,7 +154,7 @@ impl Paths {
         self.in_use = None;
     }
 
-    /// Whether a session is open over another path than would be taken now.
+    /// Whether the open session uses another path than would be taken now.
     pub fn would_change(&self, now: Instant) -> bool {
         self.in_use.is_some_and(|(transport, _)| self.order(now).first() != Some(&transport))
     }
@@ -165,7 +168,7 @@ impl Paths {
         self.in_use.is_some_and(|(of, _)| of == transport)
     }
 
-    /// It could not be set up, or broke with handoffs under way.
+    /// A path could not be set up, or broke with handoffs under way.
     pub fn failed(&mut self, transport: TransportKind, why: String, now: Instant) {
         if let Some(path) = self.find(transport) {
             path.failures += 1;
@@ -174,7 +177,7 @@ impl Paths {
         }
     }
 
-    /// Bytes of a handoff were changed on the way.
+    /// Bytes of a handoff were changed on this path.
     pub fn corrupted(&mut self, transport: TransportKind, why: String, now: Instant) {
         let Some(path) = self.find(transport) else { return };
         path.corrupted += 1;
@@ -184,7 +187,7 @@ impl Paths {
         }
     }
 
-    /// A handoff over it was verified. Since the last one so many bytes were carried in so long.
+    /// A handoff over this path was verified. Since the last one, `bytes` bytes were carried in `time`.
     pub fn carried(&mut self, transport: TransportKind, bytes: u64, time: Duration) {
         if let Some(path) = self.find(transport) {
             path.handoffs += 1;
@@ -201,7 +204,7 @@ impl Paths {
         self.paths.iter_mut().find(|path| path.transport == transport)
     }
 
-    /// All of it, for people.
+    /// A report on every path, for people to read.
     pub fn report(&self, now: Instant) -> Vec<PathReport> {
         let report = |path: &Path| PathReport {
             transport: path.transport,
@@ -248,7 +251,7 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
-    /// As many handoffs as make a measurement.
+    /// Carries as many handoffs as a measurement needs.
     fn measure(paths: &mut Paths, transport: TransportKind, bytes: u64) {
         (0..MEASURED).for_each(|_| paths.carried(transport, bytes, S));
     }
@@ -327,7 +330,7 @@ mod tests {
         assert_eq!(paths.order(t), [Ucx, Tcp], "not clearly faster");
         measure(&mut paths, Tcp, 3000);
         assert_eq!(paths.order(t), [Tcp, Ucx]);
-        // Who asks for a transport is not given another for its speed.
+        // A sender that asks for a transport is not given another one for its speed.
         let mut asked = Paths::new([(Ucx, None), (Tcp, None)], false);
         measure(&mut asked, Ucx, 1000);
         measure(&mut asked, Tcp, 9000);
@@ -348,7 +351,7 @@ mod tests {
         let mut paths = all();
         paths.carried(Shm, 1000, S);
         paths.carried(Shm, 2000, S);
-        // Nothing was copied since: the reservation wanted what was here.
+        // A handoff without bytes of its own leaves the average as it is.
         paths.carried(Shm, 0, Duration::ZERO);
         let report = &paths.report(Instant::now())[0];
         assert_eq!((report.bytes_per_second, report.handoffs), (Some(2800.0 / 1.8), 3));

@@ -1,8 +1,8 @@
-//! The session to one decode worker without its socket: asks for access, digests what is copied, completes, stops at once
-//! when fenced, and reports.
+//! The session to one decode worker, without its sockets: asks for access, digests what is copied, completes, stops at once when fenced,
+//! and reports.
 //!
-//! Pure: the session feeds it frames from a socket and hands its batches to a transport, a simulation does both as it
-//! likes. After every call, [`Outbound::take_effects`] says what is to be done, in order.
+//! Pure: the caller feeds it frames and hands its batches to a transport. After every call, [`Outbound::take_effects`] says what to do, in
+//! order.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Instant;
@@ -23,18 +23,18 @@ use crate::pulse::Pulse;
 use crate::state::{Action, Input, State};
 use crate::wire::{Frame, Refusal};
 
-/// Answers that a peer may owe for handoffs that were given up; beyond it no access is asked for (I5).
+/// Most answers that a peer may owe for handoffs that were given up. Once it owes so many, no access is asked for (I5).
 const MOST_OWED: usize = 1024;
 
-/// What a session must do for its handoffs.
+/// What the caller must do for a session's handoffs.
 pub enum Effect {
-    /// Give up this handoff's batches that the transport has: from then on the local pool is not read for it.
+    /// Cancel this handoff's batches that the transport has. From then on the local pool is not read for it.
     Cancel(Epoch),
-    /// Send this.
+    /// Send this frame.
     Send(Frame),
     /// Report a handoff's outcome.
     Report(Done, Result<TransferStats, TransferError>),
-    /// Say that nothing reads a handoff's local blocks any more.
+    /// Report that nothing reads a handoff's local blocks any more.
     Hush(Quiet),
 }
 
@@ -46,12 +46,13 @@ pub struct Outbound {
     active: BTreeMap<Epoch, Active>,
     /// The write being copied.
     writing: Option<Writing>,
-    /// Batches that the transport has not flushed, in their order: whose, and of which group.
+    /// Batches that the transport has not flushed, oldest first: (epoch, layer group).
     in_flight: VecDeque<(Epoch, usize)>,
     effects: Vec<Effect>,
-    /// Handoffs given up whose answer to [`Frame::Begin`] is still to come: it is not another's under the same epoch.
+    /// Handoffs given up whose answer to [`Frame::Begin`] is still to come. That answer must not be taken for one to a later handoff under
+    /// the same epoch.
     owed: BTreeSet<Epoch>,
-    /// When the peer was heard of last.
+    /// When the peer was last heard from.
     heard: Option<Instant>,
     pulse: Pulse,
 }
@@ -74,13 +75,13 @@ impl Outbound {
         }
     }
 
-    /// From now on handoffs go into the peer's pool. Before, they only [wait](Outbound::wait_for_session).
+    /// The session is open: from now on handoffs are written between these pools. Before, they only [wait](Outbound::wait_for_session).
     pub fn reaches(&mut self, pools: Pools) {
         self.pools = pools;
     }
 
-    /// While there is no session: ends what is late or given up of what is asked for; answers when the next one's time is over. The peer
-    /// knows of none.
+    /// To be called while there is no session. Ends the handoffs that are late or given up, of which the peer knows nothing. Returns the
+    /// next handoff's deadline.
     pub fn wait_for_session(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
         line.take_aborts().into_iter().for_each(|(epoch, quiet)| self.abort(epoch, quiet, now, line));
         for core in line.take_late(now) {
@@ -88,7 +89,7 @@ impl Outbound {
             self.active.insert(epoch, Active::new(core, now));
             self.end(epoch, Input::Refute, TransferError::Deadline { epoch, peer, doing }, now, line);
         }
-        // What else their owners ask for before they learn of it.
+        // Ops that their owners queue before they learn of the end.
         while let Some(op) = line.next_if(|op| self.active.contains_key(&op.epoch())) {
             if let Op::Complete { epoch, tail, done } = op {
                 self.complete(epoch, tail, done, line);
@@ -97,13 +98,13 @@ impl Outbound {
         line.first_deadline()
     }
 
-    /// Something of the peer's has arrived, whatever it is.
+    /// Notes that anything at all arrived from the peer.
     pub fn heard(&mut self, now: Instant) {
         self.heard = Some(now);
     }
 
-    /// While a handoff is under way, says that this end is alive if it has said nothing else for a heartbeat; `may_say` is
-    /// false while something has yet to leave. Answers when to ask again.
+    /// While a handoff is under way, sends a heartbeat if nothing else was sent for that long. `may_say` is false while something has yet
+    /// to leave. Returns when to ask again; None when no handoff is under way.
     pub fn beat(&mut self, now: Instant, may_say: bool) -> Option<Instant> {
         if !self.active.values().any(Active::is_running) {
             return None;
@@ -113,7 +114,7 @@ impl Outbound {
         Some(next)
     }
 
-    /// What is to be done since the last call, in order.
+    /// Takes what is to be done since the last call, in order.
     pub fn take_effects(&mut self) -> Vec<Effect> {
         let effects = std::mem::take(&mut self.effects);
         if effects.iter().any(|effect| matches!(effect, Effect::Send(_))) {
@@ -122,12 +123,12 @@ impl Outbound {
         effects
     }
 
-    /// Batches of the transport's that are neither flushed nor cancelled.
+    /// Batches handed to the transport that are neither flushed nor cancelled.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// The oldest batch is flushed; a transport that digests says what it read, per run the block's position and a digest.
+    /// The oldest batch is flushed. A transport that digests passes (block's position, digest) for each run; others pass nothing.
     pub fn flushed(&mut self, digests: Vec<(u32, u64)>) {
         if let Some((epoch, group)) = self.in_flight.pop_front()
             && let Some(active) = self.active.get_mut(&epoch)
@@ -136,17 +137,17 @@ impl Outbound {
         }
     }
 
-    /// Whether the peer owes an answer that comes at once when it is well: access, or an outcome.
+    /// Whether the peer owes an answer that a healthy peer gives at once: access or an outcome.
     pub fn awaits_answer(&self) -> bool {
         self.active.values().any(|active| active.state == State::Reserved || active.done.is_some())
     }
 
-    /// Whether an outcome is to come.
+    /// Whether the peer owes an outcome.
     pub fn awaits_outcome(&self) -> bool {
         self.active.values().any(|active| active.done.is_some())
     }
 
-    /// What a frame of the peer's asks for. `kind` is what carries blocks. An error ends the session.
+    /// Handles a frame from the peer. `kind` is the transport that carries blocks. An error ends the session.
     pub fn frame(
         &mut self,
         frame: Frame,
@@ -170,7 +171,7 @@ impl Outbound {
             Frame::Fence { epoch } => {
                 let peer = self.parties.peer;
                 self.end(epoch, Input::Fenced, TransferError::Fenced { epoch, peer }, now, line);
-                // I3: from here on nothing is copied under this epoch, known or not.
+                // I3: from here on nothing is copied under this epoch, whether this end knows it or not.
                 self.say(Frame::FenceAck { epoch });
                 Ok(())
             }
@@ -179,14 +180,14 @@ impl Outbound {
         }
     }
 
-    /// Ends what its owner has given up.
+    /// Ends a handoff that its owner has given up.
     pub fn abort(&mut self, epoch: Epoch, quiet: Quiet, now: Instant, line: &mut Line) {
         self.end(epoch, Input::Abort, TransferError::Aborted { epoch }, now, line);
         self.bury(epoch, line);
         self.effects.push(Effect::Hush(quiet));
     }
 
-    /// Asks access for handoffs that begin, whatever is being copied, so that the time of each is watched.
+    /// Asks for access for handoffs that begin, whatever is being copied, so that each one's deadline is watched.
     fn take_up(&mut self, now: Instant, line: &mut Line) {
         while let Some(core) = line.next_begin() {
             let (epoch, key) = (core.epoch, core.key);
@@ -196,7 +197,8 @@ impl Outbound {
             self.active.insert(epoch, active);
             match begun {
                 true => self.say(Frame::Begin { epoch, key }),
-                // I3: what is granted to the one that was given up is free again.
+                // I3: the answer owed to a handoff that was given up may grant blocks that are free again; it must not be taken for this
+                // one's.
                 false => {
                     let reason = "it has yet to answer what was asked for before and given up".to_owned();
                     let error = TransferError::Refused { epoch, peer: self.parties.peer, reason };
@@ -206,7 +208,7 @@ impl Outbound {
         }
     }
 
-    /// Takes up handoffs that begin; ends those whose time is over; answers when the next one's is.
+    /// Takes up handoffs that begin and ends those that are late. Returns when the next one will be late.
     pub fn expire(&mut self, now: Instant, line: &mut Line) -> Option<Instant> {
         self.take_up(now, line);
         let (timeouts, heard) = (self.timeouts, self.heard);
@@ -217,9 +219,10 @@ impl Outbound {
         self.active.values().filter(|a| a.is_running()).map(|a| a.due(&timeouts, heard)).min()
     }
 
-    /// The next batch of the write under way, to be handed to the transport. None when no write is under way. `memory` is the
-    /// local pool, to be digested here; None: the transport digests what it reads, and tells in [`Outbound::flushed`]. Blocks of
-    /// handoffs whose end is not reported do not change.
+    /// The next batch of the write under way, to be handed to the transport. None when no write is under way.
+    ///
+    /// `memory` is the local pool, to be digested here. Without it the transport digests what it reads and passes the digests to
+    /// [`Outbound::flushed`]. A handoff's blocks do not change before its outcome is reported.
     pub fn next_batch(
         &mut self,
         memory: Option<&mut dyn PoolMemory>,
@@ -252,10 +255,10 @@ impl Outbound {
         Ok(Some(batch))
     }
 
-    /// Takes up the next op: not one whose handoff waits for access, nor a completion before all that it completes is flushed.
-    /// False when there is none to take up now.
+    /// Takes up the next op. Skips ops of handoffs that wait for access, and completions of handoffs with batches not flushed yet. False
+    /// when there is none to take up now.
     pub fn next_op(&mut self, now: Instant, line: &mut Line) -> bool {
-        // Their first ops may be here already.
+        // Handoffs that begin may have ops in the line already.
         self.take_up(now, line);
         let ready = |op: &Op| match op {
             Op::Complete { epoch, .. } if self.is_in_flight(*epoch) => false,
@@ -274,7 +277,7 @@ impl Outbound {
         true
     }
 
-    /// Ends every handoff, telling the peer.
+    /// Ends every handoff and tells the peer.
     pub fn end_all(&mut self, error: &TransferError, now: Instant, line: &mut Line) {
         for epoch in self.active.keys().copied().collect::<Vec<_>>() {
             self.end(epoch, Input::Abort, error.clone(), now, line);
@@ -291,7 +294,7 @@ impl Outbound {
         }
         active.done = Some(done);
         let (writes, digests) = (active.writes, active.sums.clone());
-        // Whoever sends it knows after what.
+        // The sender fills in `after`.
         self.say(Frame::Complete { epoch, after: Vec::new(), writes, digests, tail });
     }
 
@@ -302,7 +305,7 @@ impl Outbound {
         kind: TransportKind,
         now: Instant,
     ) -> Result<(), TransferError> {
-        // A handoff given up meanwhile has said so; the peer knows by now or will.
+        // The handoff was given up meanwhile, and the peer was told.
         let Some(active) = self.active.get_mut(&epoch) else { return Ok(()) };
         if !blocks.iter().map(Vec::len).eq(active.core.counts.iter().map(|n| *n as usize)) {
             return Err(self.broken("blocks", "not as many as the target descriptor says".into()));
@@ -313,7 +316,7 @@ impl Outbound {
         }
         if active.step(Input::Grant, now) == Action::Begin {
             active.targets = blocks;
-            // Once for each handoff; a session has one transport.
+            // Set once for each handoff; a session has one transport.
             let _ = active.core.transport.set(kind);
         }
         Ok(())
@@ -330,7 +333,7 @@ impl Outbound {
         let Some(done) = active.done.take() else {
             return match active.state {
                 State::Transferring => Err(self.broken("epoch", "verified before it was completed".into())),
-                // Of one under the same epoch that this end gave up while its verification was on the way.
+                // It verifies an earlier handoff under the same epoch, which this end gave up meanwhile.
                 _ => Ok(()),
             };
         };
@@ -344,7 +347,7 @@ impl Outbound {
         Ok(())
     }
 
-    /// Ends a handoff that will not be verified: stops copying, tells the peer if it does not know, reports.
+    /// Ends a handoff that will not be verified: stops copying, tells the peer if it does not know, and reports.
     fn end(&mut self, epoch: Epoch, input: Input, error: TransferError, now: Instant, line: &mut Line) {
         let in_flight = self.is_in_flight(epoch);
         let Some(active) = self.active.get_mut(&epoch) else { return };
@@ -364,10 +367,10 @@ impl Outbound {
         if matches!(input, Input::Abort | Input::Expire) {
             self.effects.push(Effect::Send(Frame::Abort { epoch }));
         }
-        // Stopped, and said so.
+        // This end has stopped and says so.
         active.step(Input::Fenced, now);
         let queued = line.forget(epoch);
-        // The handoff's owner learns of it at its next call, or now when it has made its last.
+        // The owner learns of it at its next call, or now if the completion was its last call.
         let _ = active.core.failure.set(error.clone());
         if let Some(done) = active.done.take().or(queued) {
             self.bury(epoch, line);
@@ -403,7 +406,7 @@ impl Outbound {
         }
     }
 
-    /// The peer does not keep to the protocol.
+    /// The error for a peer that does not keep to the protocol.
     fn broken(&self, field: &'static str, problem: String) -> TransferError {
         TransferError::broken(self.parties.peer, Malformed { field, problem })
     }

@@ -1,4 +1,4 @@
-//! What a session is opened with: who talks to whom, between which pools blocks move, and how long what is waited for.
+//! A session's parameters: its two workers, its two pools, and its timeouts.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use baton_types::{PoolGeometry, WorkerId};
 
 use crate::batch::BATCH_BYTES;
 
-/// Who is who.
+/// The two workers of a session.
 #[derive(Clone, Copy, Debug)]
 pub struct Parties {
     /// The prefill worker.
@@ -15,30 +15,30 @@ pub struct Parties {
     pub peer: WorkerId,
 }
 
-/// How long to wait for what.
+/// How long a session waits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SessionTimeouts {
     /// For access to be granted.
     pub grant: Duration,
-    /// For anything at all to be heard while a handoff is under way.
+    /// For anything at all from the peer while a handoff is under way.
     pub silence: Duration,
 }
 
-/// Between which pools blocks move.
+/// The two pools between which blocks move.
 #[derive(Clone, Debug)]
 pub struct Pools {
-    /// This worker's.
+    /// This worker's pool.
     pub local: PoolGeometry,
-    /// The peer's. Its layout differs in its KV type at most.
+    /// The peer's pool. Its layout differs at most in its KV type.
     pub remote: PoolGeometry,
-    /// Bytes of a batch.
+    /// Target size of a batch in bytes.
     pub batch_bytes: usize,
-    /// Whether what leaves is digested (I2). Only a benchmark may say no.
+    /// Whether blocks that leave are digested (I2). Only a benchmark may turn this off.
     pub verify: bool,
 }
 
 impl Pools {
-    /// Two of the same shape.
+    /// Two pools of the same shape.
     pub fn alike(geometry: PoolGeometry) -> Pools {
         Pools { local: geometry.clone(), remote: geometry, batch_bytes: BATCH_BYTES, verify: true }
     }

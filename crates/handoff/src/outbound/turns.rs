@@ -1,8 +1,9 @@
-//! Whose write goes next: that of the handoff with the least left, so that a short one does not wait behind a long prefix, and its
-//! decode begins. Each handoff's own requests keep their order, and with it its layers: the one decode needs first goes first.
+//! Which handoff's op goes next: that of the handoff with the least left to write. So a short handoff does not wait behind a long prefix,
+//! and its decode begins sooner. Each handoff's own ops keep their order, and so do its layers: the layer that decode needs first goes
+//! first.
 //!
-//! Shortest remaining first has the least mean time to completion; a handoff that others have overtaken [`OVERTAKES`] times goes
-//! before all of those, so none starves (I5). Pure: no clock, no I/O.
+//! Shortest remaining first gives the least mean time to completion. A handoff that younger ones have overtaken [`OVERTAKES`] times goes
+//! before the others, so none starves (I5). Pure: no clock, no I/O.
 
 use std::collections::VecDeque;
 
@@ -10,13 +11,13 @@ use baton_types::Epoch;
 
 use super::op::Op;
 
-/// Requests, of 256 blocks of a layer at most, by which younger handoffs may overtake one.
+/// How often younger handoffs may overtake one, each time with one op: at most 256 blocks of a layer.
 const OVERTAKES: u32 = 256;
 
-/// A handoff and what it asks for.
+/// A handoff and its queued ops.
 struct Turn {
     epoch: Epoch,
-    /// Layers of blocks that it has yet to have taken up.
+    /// Block layers not taken up yet.
     left: u64,
     ops: VecDeque<Op>,
     overtaken: u32,
@@ -29,12 +30,12 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    /// A handoff of so many layers of blocks begins.
+    /// Adds a handoff with `left` block layers to write.
     pub(super) fn begin(&mut self, epoch: Epoch, left: u64) {
         self.turns.push(Turn { epoch, left, ops: VecDeque::new(), overtaken: 0 });
     }
 
-    /// It asks for something. One that is not known any more is told so soon.
+    /// Queues an op. A handoff that is not known any more has nothing left, so its op is taken up soon and it learns of its end.
     pub(super) fn push(&mut self, op: Op) {
         let epoch = op.epoch();
         let at = self.turns.iter().position(|turn| turn.epoch == epoch).unwrap_or_else(|| {
@@ -44,7 +45,7 @@ impl Turns {
         self.turns[at].ops.push_back(op);
     }
 
-    /// The next request, among those of which `ready` says that their time has come.
+    /// Takes the next op among those that `ready` accepts.
     pub(super) fn next(&mut self, ready: impl Fn(&Op) -> bool) -> Option<Op> {
         let is_ready = |turn: &&Turn| turn.ops.front().is_some_and(&ready);
         let by_turn = |&(at, turn): &(usize, &Turn)| match turn.overtaken >= OVERTAKES {
@@ -64,13 +65,13 @@ impl Turns {
         Some(op)
     }
 
-    /// A handoff asks for nothing any more; what it has asked for.
+    /// Removes a handoff; returns the ops it had queued.
     pub(super) fn forget(&mut self, epoch: Epoch) -> VecDeque<Op> {
         let at = self.turns.iter().position(|turn| turn.epoch == epoch);
         at.map(|at| self.turns.remove(at).ops).unwrap_or_default()
     }
 
-    /// Everything that was asked for.
+    /// Takes all queued ops.
     pub(super) fn take(&mut self) -> VecDeque<Op> {
         std::mem::take(&mut self.turns).into_iter().flat_map(|turn| turn.ops).collect()
     }
@@ -106,7 +107,7 @@ mod tests {
         turns.push(write(2, 10));
         turns.push(complete(2));
         assert_eq!(order(&mut turns), [2, 2, 2, 1, 1, 1]);
-        // Of 30 and 70 left.
+        // Epoch 3 has 30 block layers left, epoch 1 has 70.
         turns.begin(Epoch(3), 30);
         turns.push(write(3, 30));
         turns.push(write(1, 70));

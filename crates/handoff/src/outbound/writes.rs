@@ -1,6 +1,6 @@
-//! What the owner of a handoff has yet to write, and whether it may be completed.
+//! What a handoff's owner has yet to write, and whether the handoff may be completed.
 //!
-//! Pure: checks an owner's calls and turns them into ops for its session's [`Line`]. Who waits for room there is the shell's business.
+//! Pure: checks the owner's calls and turns them into ops for its session's [`Line`]. Waiting for room there is up to the caller.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,15 +13,15 @@ use crate::descriptor::Descriptor;
 use crate::error::TransferError;
 use crate::limits::TransferLimits;
 
-/// Blocks of one queued write at most: many small ones, so that room comes free steadily, however long a prefix goes at once.
+/// Most blocks of one queued write. Small, so that room comes free steadily even when a long prefix is written at once.
 const WRITE_BLOCKS: usize = 256;
 
 /// One layer group of a reservation.
 struct Group {
     layers: usize,
-    /// Of the local pool.
+    /// Blocks of the group in the local pool.
     blocks: u32,
-    /// Per layer and index: whether it has yet to be written.
+    /// Per layer and index: whether the block layer has yet to be written.
     unwritten: Vec<bool>,
 }
 
@@ -33,12 +33,13 @@ pub struct Writes {
     first: Vec<u32>,
     groups: Vec<Group>,
     tail_bytes: usize,
-    /// Layers of blocks that were queued.
+    /// Block layers that were queued.
     written: u64,
 }
 
 impl Writes {
-    /// Of the handoff to the reservation that `target` describes, from the pool of this shape at worker `me`, to be over by `deadline`.
+    /// The writes of a handoff to the reservation that `target` describes, from worker `me`, whose pool has the shape `local`. The handoff
+    /// must be over by `deadline`.
     ///
     /// # Errors
     /// [`TransferError::Limit`] when the reservation is larger than a handoff may be.
@@ -70,7 +71,7 @@ impl Writes {
         })
     }
 
-    /// What its session knows of it.
+    /// The part of the handoff that its session knows too.
     pub fn core(&self) -> &Arc<Core> {
         &self.core
     }
@@ -80,20 +81,20 @@ impl Writes {
         self.tokens
     }
 
-    /// Per group: index, in the sequence, of the block that index 0 of the reservation stands for. Blocks before it do
-    /// not travel.
+    /// Per group: index, in the sequence, of the reservation's first block. Earlier blocks are not sent.
     pub fn first_blocks(&self) -> &[u32] {
         &self.first
     }
 
-    /// Why it has failed, once it has.
+    /// Why the handoff has failed, once it has.
     pub fn failure(&self, line: &Line) -> Option<TransferError> {
         line.has_room(&self.core, 0).err()
     }
 
-    /// One layer of some blocks, pairs of (block of the local pool, index in the reservation's list of the group), as ops in their order.
-    /// Each is to be told of by [`Writes::queued`] once it is. `after`: the local pool's mark. After an error the handoff can only
-    /// end.
+    /// Checks a write of one layer of some blocks and returns it as ops, in order. Call [`Writes::queued`] for each op once it is in the
+    /// line. After an error the handoff can only end.
+    /// - `pairs`: (block of the local pool, index in the reservation's list of the group).
+    /// - `after`: the local pool's mark, as in [`Op::Write`].
     pub fn write(
         &mut self,
         group: usize,
@@ -107,7 +108,7 @@ impl Writes {
         Ok(pairs.chunks(WRITE_BLOCKS).map(op).collect())
     }
 
-    /// An op of so many blocks is in the line.
+    /// Notes that an op of `blocks` blocks is in the line.
     pub fn queued(&mut self, blocks: usize) {
         self.written += blocks as u64;
     }
@@ -138,7 +139,7 @@ impl Writes {
         Ok(())
     }
 
-    /// Whether everything is queued, and a completion with this tail may follow.
+    /// Checks that everything is queued and a completion with this tail may follow.
     pub fn completable(&self, line: &Line, tail: &[u8]) -> Result<(), TransferError> {
         if let Some(error) = self.failure(line) {
             return Err(error);

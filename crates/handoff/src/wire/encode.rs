@@ -3,7 +3,7 @@
 use super::*;
 use crate::codec::Put;
 
-/// Writes the prefix of the body behind it.
+/// Fills in the prefix of a frame whose body is in place.
 pub(super) fn seal(kind: u8, frame: &mut [u8]) {
     let len = ((frame.len() - PREFIX) as u32).to_le_bytes();
     let check = check_of(kind, &frame[PREFIX..]);
@@ -14,7 +14,7 @@ pub(super) fn seal(kind: u8, frame: &mut [u8]) {
 }
 
 impl Frame {
-    /// Prefix and body.
+    /// Encodes the frame: prefix and body.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; PREFIX];
         let kind = self.encode_body(&mut out);
@@ -140,7 +140,7 @@ fn encode_refusal(refusal: &Refusal, out: &mut Vec<u8>) {
     }
 }
 
-/// At most [`MAX_TEXT`] bytes of a text, cut between characters.
+/// The first [`MAX_TEXT`] bytes of a text or fewer, cut between characters.
 fn cut(text: &str) -> &str {
     let end = (0..=text.len().min(MAX_TEXT)).rev().find(|at| text.is_char_boundary(*at));
     &text[..end.unwrap_or(0)]

@@ -1,11 +1,11 @@
-//! Bytes to frames. Every byte string yields one, or an error that names the field.
+//! Bytes to frames. Every byte string yields a frame, or an error that names the field.
 
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use super::*;
 use crate::codec::{Fields, Malformed};
 
-/// What a prefix says of its frame.
+/// A frame's prefix, parsed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FrameHead {
     /// Bytes of the body.
@@ -15,14 +15,14 @@ pub struct FrameHead {
 }
 
 impl FrameHead {
-    /// That of a frame with this body, whatever it is; for tests of what is made of bodies.
+    /// The prefix that fits `body`, whatever its bytes, for tests of body parsing.
     #[cfg(feature = "testing")]
     pub fn matching(kind: u8, body: &[u8]) -> FrameHead {
         FrameHead { len: body.len(), kind, check: check_of(kind, body) }
     }
 }
 
-/// A prefix, before anything of its frame is read.
+/// Parses a prefix and bounds its length, before any of the body is read.
 pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<FrameHead, Malformed> {
     let [a, b, c, d, kind, e, f, g, check @ ..] = prefix;
     let (len, check) = (u32::from_le_bytes([a, b, c, d]) as usize, u64::from_le_bytes(check));
@@ -36,7 +36,7 @@ pub fn parse_prefix(prefix: [u8; PREFIX], limits: &FrameLimits) -> Result<FrameH
     Ok(FrameHead { len, kind, check })
 }
 
-/// The frame with this prefix and body.
+/// Parses the frame with this prefix and body.
 pub fn parse_body(head: &FrameHead, body: &[u8]) -> Result<Frame, Malformed> {
     if check_of(head.kind, body) != head.check {
         return Err(Malformed::new(CHECK, "the frame changed on its way"));

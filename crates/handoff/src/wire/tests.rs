@@ -1,4 +1,4 @@
-//! Every frame survives the wire; no other byte string is one, and none makes the parser panic.
+//! Every frame survives the wire, changed bytes are refused, and no byte string makes the parser panic.
 
 use baton_types::testing::{Random, with_seeds};
 
@@ -55,7 +55,7 @@ fn parse(bytes: &[u8]) -> Result<Frame, Malformed> {
     parse_body(&head, body)
 }
 
-/// Makes length and checks those of kind and body, as a peer gone mad can.
+/// Sets length and checks to those of the kind and body present, as a misbehaving peer can.
 fn reseal(bytes: &mut [u8]) {
     seal(bytes[4], bytes);
 }
@@ -75,7 +75,7 @@ fn truncated_and_padded_frames_are_refused() {
     for frame in samples() {
         let bytes = frame.encode();
         for end in PREFIX..bytes.len() {
-            // Also with a length that agrees with what is there.
+            // Refused as it is, and with length and checks that fit the bytes present.
             let mut cut = bytes[..end].to_vec();
             assert!(parse(&cut).is_err());
             reseal(&mut cut);
@@ -121,7 +121,7 @@ fn a_frame_with_any_bit_flipped_is_refused() {
         for bit in 0..8 * bytes.len() {
             let mut flipped = bytes.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            // A changed length is not waited for.
+            // A changed length is an error at once, not waited for.
             assert_eq!(parse(&flipped).unwrap_err().field, CHECK, "{frame:?} with bit {bit} flipped");
         }
     }

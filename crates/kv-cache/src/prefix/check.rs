@@ -1,4 +1,4 @@
-//! Everything that must hold between the index and the pools (I6).
+//! Checks that the index and the pools agree (I6).
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use super::index::{Node, NodeId, PrefixIndex};
 use crate::{BlockPool, BlockState, KvError};
 
 impl PrefixIndex {
-    /// Linear in nodes and blocks.
+    /// Checks the whole index against the pools. Takes time linear in nodes and blocks.
     pub fn check(&self, pools: &[BlockPool]) -> Result<(), KvError> {
         let broken = |what: String| Err(KvError::Index(what));
         let (mut leaves, mut windowed) = (BTreeSet::new(), vec![BTreeSet::new(); pools.len()]);

@@ -1,7 +1,7 @@
-//! Which cached block goes first: the one interface behind which the eviction policies stand.
+//! Eviction policies: which cached block is evicted first.
 //!
-//! A policy turns what is known of a block's use into a rank; the index keeps evictable blocks in the order of their
-//! ranks and takes the lowest. That leaves go before their parents is the index's business, not the policy's.
+//! A policy turns a block's usage into a rank. The index keeps evictable blocks in the order of their ranks and evicts the
+//! lowest. The index, not the policy, sees to it that leaves are evicted before their parents.
 
 /// An eviction policy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -10,34 +10,35 @@ pub enum Eviction {
     #[default]
     Lru,
     /// Least frequently used, with dynamic aging (LFU-DA: Arlitt et al., "Evaluating content management techniques for
-    /// Web proxy caches", 2000): a block's count starts at that of the last one evicted, so that what was popular once
-    /// does not stay for ever. Ties: least recently used.
+    /// Web proxy caches", 2000). A used block's score is its use count plus the highest score evicted so far, so a block
+    /// that was popular once does not stay for ever. Ties: least recently used.
     Lfu,
-    /// Lowest [`crate::Prefix::keep`] first, for as long as its time lasts; ties: least recently used. Keeping orders, it
-    /// does not reserve: when nothing else is left, what is kept goes too.
+    /// Lowest [`crate::Prefix::keep`] first, until its time ends. Ties: least recently used. A kept block is not reserved:
+    /// when nothing else is left, it is evicted too.
     Priority,
 }
 
 baton_types::words!(Eviction { Lru = "lru", Lfu = "lfu", Priority = "priority" });
 
-/// The order of eviction: lowest first.
+/// A block's place in the order of eviction: lowest first.
 pub(crate) type EvictionRank = (u64, u64);
 
-/// What is known of a block's use.
+/// How a block was used so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct BlockUsage {
-    /// When it was last used, in uses of the whole index.
+    /// When the block was last used or released, in ticks of the whole index.
     last: u64,
-    /// Uses, and the age of the cache at the last of them.
+    /// Number of uses.
     uses: u64,
+    /// LFU-DA score: `uses` plus the age of the cache at the last use.
     score: u64,
-    /// How it is kept now.
+    /// How the block is kept now.
     pub pin: Pin,
-    /// And once that has ended: less, but longer.
+    /// How the block is kept once `pin` has ended: more weakly, but for longer.
     pub later: Pin,
 }
 
-/// How strongly a block is kept, 0: not at all, and until when; `u64::MAX`: for ever.
+/// How strongly a block is kept (`keep` 0: not at all) and until when (`until` `u64::MAX`: for ever).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub(crate) struct Pin {
     pub keep: u8,
@@ -45,8 +46,8 @@ pub(crate) struct Pin {
 }
 
 impl BlockUsage {
-    /// Kept as asked for as well. What others have asked for is neither weakened nor ended early by that; of three levels the
-    /// middle one may end with the strongest.
+    /// Adds a pin. This neither weakens nor ends early the strongest pin and the pin that lasts longest. Only those two are
+    /// stored: a pin between them ends with the strongest.
     pub fn pinned(&mut self, asked: Pin) {
         let all = [self.pin, self.later, asked];
         self.pin = all.into_iter().max().unwrap_or_default();
@@ -54,7 +55,7 @@ impl BlockUsage {
         self.later = longer.max_by_key(|pin| (pin.until, pin.keep)).unwrap_or_default();
     }
 
-    /// The time of its pin is over.
+    /// Ends the current pin, whose time is over.
     pub fn unpinned(&mut self) {
         self.pin = std::mem::take(&mut self.later);
     }
@@ -64,7 +65,9 @@ impl BlockUsage {
 #[derive(Debug)]
 pub(crate) struct Ranking {
     policy: Eviction,
+    /// Uses and releases so far: the clock of [`BlockUsage`].
     tick: u64,
+    /// Highest score evicted so far (LFU-DA's cache age).
     age: u64,
 }
 
@@ -73,14 +76,14 @@ impl Ranking {
         Ranking { policy, tick: 0, age: 0 }
     }
 
-    /// Its sequence matched or made it.
+    /// Records a use: a sequence matched or computed the block.
     pub fn used(&mut self, usage: &mut BlockUsage) {
         self.rested(usage);
         usage.uses += 1;
         usage.score = self.age + usage.uses;
     }
 
-    /// Nobody uses it any more from now on.
+    /// Marks the block as most recently used, for example when its last owner releases it.
     pub fn rested(&mut self, usage: &mut BlockUsage) {
         self.tick += 1;
         usage.last = self.tick;

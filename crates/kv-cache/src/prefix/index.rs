@@ -1,8 +1,11 @@
-//! The tree itself: nodes, who holds their blocks, and which go next.
+//! The tree itself: nodes, the owners of their blocks, and the order of eviction.
 //!
-//! Knows block ids and how many owners hold a node's blocks, which [`crate::KvPools`] reports; never touches the pools. In
-//! the order of eviction stand the *leaves* nobody holds, and, for each layer group with a window, the blocks nobody holds:
-//! those may go from the middle of a chain, since a sequence further on does not see them.
+//! The index knows block ids and how many owners a node's blocks have; [`crate::KvPools`] reports changes of owners. It never
+//! touches the pools. It keeps two kinds of eviction order:
+//!
+//! - All *leaves* without owners.
+//! - For each layer group with a window, all blocks without owners. They may be evicted from the middle of a chain, since a
+//!   sequence further on does not see them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -16,16 +19,17 @@ use super::{CacheConfig, Prefix};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct NodeId(pub(super) u32);
 
-/// What comes before a block.
+/// What precedes a block.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Parent {
-    /// Nothing, under this seed.
+    /// Nothing: the block is the first under this seed.
     Root(u64),
     /// A full block.
     Node(NodeId),
 }
 
-/// Where every group has a window, nodes may be left without a block: at most so many nodes in all for each block (I5).
+/// Most nodes for each block of the pools (I5). When every group has a window, nodes may be left without a block, so the
+/// blocks alone do not bound the nodes.
 const NODES_PER_BLOCK: u32 = 4;
 
 type Children = BTreeMap<Arc<[u32]>, NodeId>;
@@ -33,19 +37,20 @@ type Children = BTreeMap<Arc<[u32]>, NodeId>;
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) parent: Parent,
-    /// A full block's tokens; fewer for the last block of a sequence, which has no children.
+    /// The block's tokens. Only the last block of a sequence may be partly full; it has no children.
     pub(super) tokens: Arc<[u32]>,
-    /// One per layer group; `None` where a window has passed it.
+    /// One per layer group. `None` only in a group with a window: the window has passed the block, or it was evicted.
     pub(super) blocks: Box<[Option<BlockId>]>,
     pub(super) children: Children,
-    /// Owners of its blocks, over all of them.
+    /// Owners of the node's blocks, summed over all groups.
     pub(super) held: u32,
     pub(super) usage: BlockUsage,
 }
 
-/// See the module.
+/// The tree of indexed prefixes.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
+    /// Most nodes.
     pub(super) limit: u32,
     pub(super) max_kept: u32,
     /// Nodes with a `keep` above 0.
@@ -55,18 +60,18 @@ pub(crate) struct PrefixIndex {
     roots: BTreeMap<u64, Children>,
     /// The node of each block, by group.
     pub(super) by_block: Vec<Vec<Option<NodeId>>>,
-    /// Leaves nobody holds.
+    /// Leaves whose blocks have no owner, in the order of eviction.
     pub(super) leaves: BTreeSet<(EvictionRank, NodeId)>,
-    /// For groups with a window: nodes whose block of this group nobody holds.
+    /// For each group with a window: nodes whose block of this group has no owner, in the order of eviction.
     pub(super) windowed: Vec<Option<BTreeSet<(EvictionRank, NodeId)>>>,
-    /// What is kept for a time.
+    /// Nodes kept for a limited time, by the time it ends.
     expiring: BTreeSet<(u64, NodeId)>,
     pub(super) ranking: Ranking,
     now: u64,
 }
 
 impl PrefixIndex {
-    /// An empty index of pools with these `(blocks, has a window)`.
+    /// An empty index. `groups` gives each layer group's number of blocks and whether it has a window.
     pub fn new(config: CacheConfig, groups: impl Iterator<Item = (u32, bool)>) -> PrefixIndex {
         let (blocks, windows): (Vec<u32>, Vec<bool>) = groups.unzip();
         let total = blocks.iter().fold(0u32, |sum, blocks| sum.saturating_add(*blocks));
@@ -91,12 +96,12 @@ impl PrefixIndex {
         self.limit > 0
     }
 
-    /// Nodes.
+    /// Number of nodes.
     pub fn len(&self) -> usize {
         self.nodes.len() - self.vacant.len()
     }
 
-    /// Nodes that are kept.
+    /// Number of nodes that are kept.
     pub fn kept(&self) -> u32 {
         self.kept
     }
@@ -111,15 +116,15 @@ impl PrefixIndex {
         self.node(id).and_then(|node| node.blocks[group])
     }
 
-    /// The block with exactly these tokens.
+    /// The child with exactly these tokens.
     pub fn child(&self, parent: Parent, tokens: &[u32]) -> Option<NodeId> {
         self.children(parent)?.get(tokens).copied()
     }
 
-    /// The block that begins with the most of `tokens`, and with how many.
+    /// The child with the longest common beginning with `tokens`, and the length of that beginning in tokens.
     pub fn nearest(&self, parent: Parent, tokens: &[u32]) -> Option<(NodeId, u32)> {
         let children = self.children(parent)?;
-        // In lexicographic order, what shares the longest beginning stands next to the place of `tokens`.
+        // In lexicographic order, the child with the longest common beginning is next to where `tokens` would be.
         let before = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back();
         let after = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
         let common = |(found, id): (&Arc<[u32]>, &NodeId)| {
@@ -128,7 +133,8 @@ impl PrefixIndex {
         before.into_iter().chain(after).map(common).max_by_key(|(id, common)| (*common, std::cmp::Reverse(*id)))
     }
 
-    /// Adds a block that is not there yet, whose blocks have `held` owners in all. `None`: over the limit; evict, then try again.
+    /// Adds a node that is not indexed yet. Its `blocks` have `held` owners in all. `None`: the index is full; evict, then
+    /// try again.
     pub fn insert(
         &mut self,
         parent: Parent,
@@ -162,7 +168,7 @@ impl PrefixIndex {
         Some(id)
     }
 
-    /// Gives a node a block in a group where it has none.
+    /// Gives a node a block, with `held` owners, in a group where it has none.
     pub fn donate(&mut self, id: NodeId, group: usize, block: BlockId, held: u32) {
         self.unlist(id);
         self.map(group, Some(block), Some(id));
@@ -172,7 +178,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Takes a node without children out; its blocks are the caller's to dispose of. Its parent may become a leaf.
+    /// Removes a node without children and returns its blocks, which the caller must dispose of. The parent may become a leaf.
     pub fn remove(&mut self, id: NodeId) -> Box<[Option<BlockId>]> {
         self.unlist(id);
         for group in 0..self.windowed.len() {
@@ -205,7 +211,7 @@ impl PrefixIndex {
         node.blocks
     }
 
-    /// A block got an owner; `first`: it had none.
+    /// A block gained an owner. `first`: it had none before.
     pub fn held(&mut self, group: usize, block: BlockId, first: bool) {
         let Some(id) = self.node_of(group, block) else { return };
         self.unlist(id);
@@ -217,13 +223,13 @@ impl PrefixIndex {
         }
     }
 
-    /// A block lost an owner; `last`: it has none any more.
+    /// A block lost an owner. `last`: it has none left.
     pub fn released(&mut self, group: usize, block: BlockId, last: bool) {
         let Some(id) = self.node_of(group, block) else { return };
         let Some(node) = self.node_mut(id) else { return };
         node.held -= 1;
         if node.held == 0 {
-            // Other groups' blocks of it may be in their orders already.
+            // The node's blocks of other groups may already be in eviction orders; `change` moves them there.
             self.change(id, Ranking::rested);
             self.list(id);
         }
@@ -232,7 +238,7 @@ impl PrefixIndex {
         }
     }
 
-    /// A sequence uses the block. It is kept as the sequence asks for, unless as many are kept as may be.
+    /// Records that a sequence uses the node. The node is kept as the sequence asks, unless it would exceed `max_kept`.
     pub fn touch(&mut self, id: NodeId, prefix: &Prefix) {
         let (now, room) = (self.now, self.kept < self.max_kept);
         self.change(id, |ranking, usage| {
@@ -244,7 +250,7 @@ impl PrefixIndex {
         });
     }
 
-    /// Time passes: what was kept until `now` counts as any other.
+    /// Sets the current time and ends the pins that expire by then.
     pub fn advance(&mut self, Time(now): Time) {
         self.now = self.now.max(now);
         while let Some(&(until, id)) = self.expiring.first()
@@ -259,15 +265,15 @@ impl PrefixIndex {
         self.leaves.first().map(|(_, id)| *id)
     }
 
-    /// A leaf is evicted: what the policy learns from that.
+    /// Tells the policy that a leaf is evicted.
     pub fn evicted(&mut self, id: NodeId) {
         if let Some(node) = self.nodes.get(id.0 as usize).and_then(Option::as_ref) {
             self.ranking.evicted(&node.usage);
         }
     }
 
-    /// Takes the next block of a group with a window out of its node; `None`: the group has no window, or nothing to give.
-    /// The second value is a leaf that has no block left.
+    /// Takes the next block to evict, of a group with a window, out of its node. `None`: the group has no window, or no block
+    /// without owners. The second value is the node, if it is now a leaf without any block.
     pub fn evict_block(&mut self, group: usize) -> Option<(BlockId, Option<NodeId>)> {
         let (_, id) = self.windowed.get_mut(group)?.as_mut()?.pop_first()?;
         let node = self.nodes[id.0 as usize].as_mut()?;
@@ -277,14 +283,14 @@ impl PrefixIndex {
         Some((block, empty.then_some(id)))
     }
 
-    /// A leaf that holds no block, above one that was removed.
+    /// The parent of a removed node, if it is now a leaf without any block.
     pub fn hollow_parent(&self, parent: Parent) -> Option<NodeId> {
         let Parent::Node(id) = parent else { return None };
         let node = self.node(id)?;
         (node.children.is_empty() && node.blocks.iter().all(Option::is_none)).then_some(id)
     }
 
-    /// What comes before a node.
+    /// What precedes a node.
     pub fn parent(&self, id: NodeId) -> Option<Parent> {
         self.node(id).map(|node| node.parent)
     }
@@ -310,7 +316,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Changes what is known of a node's use, wherever it stands in an order.
+    /// Changes a node's usage, and moves the node to its new place in every order it is in.
     fn change(&mut self, id: NodeId, how: impl FnOnce(&mut Ranking, &mut BlockUsage)) {
         let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::as_mut) else { return };
         let (old, before) = (self.ranking.rank(&node.usage), node.usage);
@@ -332,7 +338,7 @@ impl PrefixIndex {
         self.node(id).map(|node| (self.ranking.rank(&node.usage), id))
     }
 
-    /// Stands in the order of eviction from now on, if it may.
+    /// Puts a node into the order of eviction, if it is a leaf without owners.
     fn list(&mut self, id: NodeId) {
         let free = self.node(id).is_some_and(|node| node.held == 0 && node.children.is_empty());
         if let Some(key) = self.key(id).filter(|_| free) {

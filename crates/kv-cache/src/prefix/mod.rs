@@ -1,12 +1,17 @@
-//! Which prefixes are in the pool: a tree of blocks, and how a sequence asks for it.
+//! The prefix index, a tree of the prefixes in the pool, and how a sequence uses it.
 //!
-//! A node is one block of tokens after its parent's, with the block that holds its KV in each layer group. A node stays as
-//! long as it or one below it has a block in the pool, so the pool bounds the index, to four nodes a block where windows leave
-//! nodes without one (I5); [`CacheConfig::max_blocks`] bounds it further.
+//! A node is one block of tokens that follows its parent's tokens. It names the block that holds its KV in each layer group.
+//! A node stays as long as it or a descendant has a block in the pool, so the pool bounds the index (I5). Windows may leave
+//! nodes without a block; the index therefore has at most four nodes for each block of the pool. [`CacheConfig::max_blocks`]
+//! bounds it further.
 //!
-//! Nodes are found by comparing token ids under their parent, not by a hash: a lookup is a handful of comparisons, finds
-//! the longest common beginning of a block as well (for copy-on-write), and a crafted prompt can never be given another
-//! prompt's KV. The hash chain ([`chain_hash`]) only names a prefix to those who do not hold its tokens.
+//! A lookup compares token ids with those of a node's children, not hashes:
+//!
+//! - It takes a handful of comparisons.
+//! - It also finds the longest common beginning of a block (for copy-on-write).
+//! - A crafted prompt can never be given another prompt's KV.
+//!
+//! The hash chain ([`chain_hash`]) only names a prefix for those who do not hold its tokens.
 
 mod check;
 mod eviction;
@@ -20,36 +25,36 @@ pub(crate) use index::{NodeId, Parent, PrefixIndex};
 /// The prefix cache's limits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CacheConfig {
-    /// Most indexed blocks of tokens, whatever the pool has; 0 turns the cache off.
+    /// Most blocks of tokens in the index, whatever the size of the pool; 0 turns the cache off.
     pub max_blocks: u32,
-    /// Most blocks of tokens that are kept ([`Prefix::keep`]) at once; those beyond count as any other.
+    /// Most blocks of tokens kept ([`Prefix::keep`]) at once. Requests to keep more are ignored.
     pub max_kept: u32,
-    /// Which cached blocks go first.
+    /// Which cached blocks are evicted first.
     pub eviction: Eviction,
 }
 
 impl Default for CacheConfig {
-    /// As much as the pool holds, least recently used first.
+    /// As much as the pool holds, evicting the least recently used first.
     fn default() -> Self {
         CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru }
     }
 }
 
-/// Under which root a sequence's tokens are indexed, and how its blocks are kept.
+/// The root under which a sequence's tokens are indexed, and how long its blocks are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Prefix {
-    /// Sequences with equal seeds may share KV: made of the model's fingerprint and the tenant's salt.
+    /// Sequences with equal seeds may share KV. Derived from the model's fingerprint and the tenant's salt.
     pub seed: u64,
-    /// For [`Eviction::Priority`]: blocks of lower ones go first, those of 0 (not kept at all) before all. A block has the
-    /// highest of those that use it.
+    /// Priority for [`Eviction::Priority`]: lower is evicted first, and 0 means not kept. A block has the highest priority of
+    /// the sequences that used it.
     pub keep: u8,
-    /// When `keep` ends; `None`: never.
+    /// When `keep` ends. `None`: never.
     pub keep_until: Option<Time>,
 }
 
 /// The name of a prefix: `chain_hash(chain_hash(seed, block 0), block 1)` and so on, over full blocks of token ids.
 ///
-/// Not collision-free: good for placement and for guessing, not for handing out KV.
+/// Hashes can collide: use them for placement and for hints, never to hand out KV.
 pub fn chain_hash(before: u64, block: &[u32]) -> u64 {
     block.chunks(2).fold(hash_bytes(before, &(block.len() as u64).to_le_bytes()), |state, pair| {
         let word = u64::from(pair[0]) | pair.get(1).map_or(0, |&high| u64::from(high) << 32);

@@ -1,4 +1,4 @@
-//! [`ModelConfig`] from a Hugging Face `config.json`, in its older and its current spelling of rope and layer types.
+//! [`ModelConfig`] from a Hugging Face `config.json`, in the older and the current spelling of rope and layer types.
 
 use baton_model_text::{Architecture, Family, Keys, ModelFileError};
 
@@ -20,7 +20,7 @@ pub(crate) fn read(family: &Family) -> Result<ModelConfig, ModelFileError> {
         _ => Defaults { head_dim: None, theta: 10_000.0, tied: false },
     };
     reject_what_is_not_implemented(keys, architecture)?;
-    // The 4B and larger Gemma 3 files leave out what equals the family's defaults.
+    // The 4B and larger Gemma 3 files leave out values that equal the family's defaults.
     let size = |key: &str, gemma_default: u32| if gemma { keys.or(key, gemma_default) } else { keys.need(key) };
     let layers = super::layer_count(keys, "num_hidden_layers", gemma.then_some(26))?;
     let (hidden_size, heads) = (size("hidden_size", 2304)?, size("num_attention_heads", 8)?);
@@ -91,7 +91,7 @@ fn activation(keys: &Keys, gemma: bool) -> Result<Activation, ModelFileError> {
     }
 }
 
-/// The rope of full layers, and of windowed ones where the family has a second.
+/// The rope of full layers, and that of windowed layers where the family has a separate one.
 fn ropes(keys: &Keys, gemma: bool, theta: f32) -> Result<(RopeConfig, Option<RopeConfig>), ModelFileError> {
     let default_local = || gemma.then(|| plain_rope(GEMMA3_LOCAL_THETA));
     if let Some(parameters) = keys.section("rope_parameters")? {
@@ -134,7 +134,7 @@ fn rope(section: &Keys, theta: f32) -> Result<RopeConfig, ModelFileError> {
 
 fn layer_windows(keys: &Keys, architecture: Architecture, layers: u32) -> Result<Vec<Option<u32>>, ModelFileError> {
     let count = layers as usize;
-    // Qwen's sliding window has a switch of its own, off unless set.
+    // Qwen's sliding window has a switch of its own, which is off unless set.
     let qwen = matches!(architecture, Architecture::Qwen2 | Architecture::Qwen3);
     let switched_off = architecture == Architecture::Llama || (qwen && !keys.or("use_sliding_window", false)?);
     let window = match keys.opt::<u32>("sliding_window")? {

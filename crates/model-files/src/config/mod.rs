@@ -1,6 +1,7 @@
-//! What the one decoder is told about a model. Filled from GGUF metadata or from `config.json`, then checked once, here.
+//! A model's configuration, as the decoder needs it. It is filled from GGUF metadata or from `config.json`, and then checked once,
+//! here.
 //!
-//! Knows nothing about tensors' bytes: only sizes, switches and scalars.
+//! It knows nothing about the bytes of tensors: only sizes, switches and scalars.
 
 pub(crate) mod gguf;
 pub(crate) mod hf;
@@ -32,7 +33,7 @@ pub enum RopeScaling {
         /// Divisor, above 0.
         factor: f32,
     },
-    /// Llama 3: low frequencies are divided by `factor`, high ones kept, those between blended.
+    /// Llama 3: low frequencies are divided by `factor`, high ones are kept, and frequencies in between are blended.
     Llama3 {
         /// Divisor of low frequencies, above 0.
         factor: f32,
@@ -56,7 +57,7 @@ pub struct RopeConfig {
     pub rope_freq_factors: Option<Vec<f32>>,
 }
 
-/// Everything the decoder must know apart from the weights.
+/// Everything that the decoder must know except the weights.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     /// Family.
@@ -97,7 +98,7 @@ pub struct ModelConfig {
     pub rope: RopeConfig,
     /// Rope of layers with a window, where it differs.
     pub local_rope: Option<RopeConfig>,
-    /// For each layer how many latest tokens a query sees, itself included; None: all.
+    /// For each layer, the number of latest tokens that a query sees, itself included; None: all.
     pub layer_windows: Vec<Option<u32>>,
     /// The output head is the embedding.
     pub tied_embeddings: bool,
@@ -109,7 +110,7 @@ pub struct ModelConfig {
 const GEMMA3_LOCAL_THETA: f32 = 10_000.0;
 const GEMMA3_PATTERN: u32 = 6;
 
-// Far above any model, low enough that products of two fit in the types used for them.
+// Far above any model, but low enough that products of two fit in the types used for them.
 const MAX_SIZE: u32 = 1 << 24;
 const MAX_LAYERS: u32 = 1 << 10;
 const MAX_HEADS: u32 = 1 << 12;
@@ -125,7 +126,7 @@ impl ModelConfig {
     pub fn q_size(&self) -> u32 {
         self.heads * self.head_dim
     }
-    /// The configuration if its parts fit together. `path` is the file complaints are about.
+    /// The configuration, if its parts fit together. `path` is the file that errors name.
     pub(crate) fn checked(self, path: &Path) -> Result<ModelConfig, ModelFileError> {
         let fail = |key: &str, problem: String| Err(ModelFileError::config(path, key, problem));
         let sizes = [

@@ -1,4 +1,4 @@
-//! A hub on loopback: the repository information, redirects of large files, byte ranges, and the faults of real networks.
+//! A hub on loopback, with repository information, redirects of large files, byte ranges, and the faults of real networks.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -75,7 +75,7 @@ impl Hub {
         self.state.lock().unwrap().files.insert(name.to_owned(), blob);
     }
 
-    /// A name in the listing that no file stands behind.
+    /// Adds a name to the listing for which there is no file.
     pub fn add_name(&self, name: &str) {
         self.state.lock().unwrap().extra_names.push(name.to_owned());
     }
@@ -89,7 +89,7 @@ impl Hub {
         self.state.lock().unwrap().token = Some(token.to_owned());
     }
 
-    /// The content requests so far, as `file start`; asking for the first byte only (for the size) is not among them.
+    /// Takes the content requests so far, as `file start`. Requests of only the first byte (for the size) are not included.
     pub fn take_log(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().log)
     }
@@ -111,7 +111,7 @@ impl Hub {
                 headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
             }
         }
-        // A client that has gone away is its own affair.
+        // A client that has gone away is not this hub's concern.
         let _ = self.answer(stream, &path, &headers);
     }
 

@@ -9,7 +9,7 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 pub(super) fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Accepted and without effect: non-ASCII text is never escaped here.
+    // Accepted but without effect: non-ASCII text is never escaped here.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let text = match indent {
@@ -26,7 +26,7 @@ fn write<F: Formatter>(value: &Value, formatter: F) -> Result<String, Error> {
     String::from_utf8(out).map_err(|e| fail(&e))
 }
 
-/// `, ` and `: ` on one line.
+/// Writes on one line, with the separators `, ` and `: `.
 struct Spaced;
 
 impl Spaced {

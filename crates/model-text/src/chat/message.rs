@@ -1,4 +1,4 @@
-//! What a conversation is made of, in the form chat templates read.
+//! The messages of a conversation, in the form that chat templates read.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,10 +9,10 @@ pub struct ChatMessage {
     pub role: String,
     /// Its text.
     pub content: String,
-    /// The calls an assistant's message makes. Left out where there are none: templates ask whether they are defined.
+    /// The tool calls of an assistant's message. Left out if there are none, because templates test whether they are defined.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// Which call a tool's message answers.
+    /// The call that a tool's message answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
     /// The function that a tool's message comes from.
@@ -23,13 +23,13 @@ pub struct ChatMessage {
 /// A call of a function.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ToolCall {
-    /// What its answer refers to.
+    /// The id by which the answer refers to the call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// `function`.
+    /// The kind of call: `function`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Which, with what.
+    /// The function and its arguments.
     pub function: FunctionCall,
 }
 
@@ -38,7 +38,7 @@ pub struct ToolCall {
 pub struct FunctionCall {
     /// Its name.
     pub name: String,
-    /// An object. Clients send it as a string of JSON, templates write the object.
+    /// A JSON object. Clients send it as a JSON string; templates expect the object.
     pub arguments: serde_json::Value,
 }
 

@@ -30,9 +30,9 @@ pub struct ChatTemplate {
 
 /// The template's name in its environment; without a suffix, so that nothing is escaped.
 const NAME: &str = "chat";
-/// Steps of one rendering at most: some ten thousand messages, and well under a second. A message takes about a hundred.
+/// Most steps of one rendering: enough for some ten thousand messages of about a hundred steps each, and well under a second.
 const MAX_STEPS: u64 = 2_000_000;
-/// What templates call to refuse a conversation; its message is the client's error.
+/// The function that templates call to refuse a conversation. Its message becomes the client's error.
 const RAISE: &str = "raise_exception";
 
 impl ChatTemplate {
@@ -53,14 +53,13 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, bos, eos, tools: ToolSyntax::of(source) })
     }
 
-    /// How the model writes calls of the tools it is told of; None when its template cannot tell it, or it writes them in a way
-    /// that is not known here.
+    /// How the model writes tool calls; None when its template takes no tools, or writes calls in an unknown syntax.
     pub fn tools(&self) -> Option<ToolSyntax> {
         self.tools
     }
 
-    /// The prompt for these messages, with the functions the model may call (as clients describe them; none is not the same as an
-    /// empty list to some templates). With `add_generation_prompt` it ends where the assistant's answer begins.
+    /// Renders the prompt for these messages. `tools` are the functions that the model may call, as clients describe them; some templates
+    /// tell None from an empty list. With `add_generation_prompt` the prompt ends where the assistant's answer begins.
     pub fn render(
         &self,
         messages: &[ChatMessage],
@@ -89,7 +88,7 @@ impl ChatTemplate {
             strftime_now,
         };
         let template = self.environment.get_template(NAME);
-        // The library panics at a few expressions, such as an empty list read backwards: an error of this request here (I8).
+        // The library panics at a few expressions, such as an empty list read backwards. Here that is an error of this request (I8).
         let rendered = catch_unwind(AssertUnwindSafe(|| template.and_then(|template| template.render(values))));
         let rendered =
             rendered.map_err(|_| ModelFileError::ChatTemplate("it cannot be rendered with them".to_owned()))?;
@@ -97,7 +96,7 @@ impl ChatTemplate {
     }
 }
 
-/// What a template raised, in its own words; anything else with its place in the template.
+/// The message that a template raised; any other error with its place in the template.
 fn message(error: &Error) -> String {
     match error.detail() {
         _ if error.kind() == ErrorKind::OutOfFuel => {
@@ -108,8 +107,8 @@ fn message(error: &Error) -> String {
     }
 }
 
-/// Training tools mark the assistant's part with `{% generation %}` … `{% endgeneration %}`; rendering passes over it. The
-/// marks become an `if` that always holds, so that their whitespace control stays.
+/// Replaces `{% generation %}` … `{% endgeneration %}`, with which training tools mark the assistant's part, by an `if` that always
+/// holds. That keeps their whitespace control.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -237,7 +236,7 @@ mod tests {
             without_generation_marks("a{%- generation -%} b{% endgeneration %}c"),
             "a{%- if true -%} b{% endif %}c"
         );
-        // Found by fuzzing: an end that is in the midst of its beginning.
+        // Found by fuzzing: an end of a tag that overlaps its beginning.
         assert_eq!(without_generation_marks("{%} a {% generation %}{%}"), "{%} a {% generation %}{%}");
     }
 }

@@ -1,9 +1,9 @@
-//! How a model writes calls of functions, told from its chat template: the template shows past calls in the same form.
+//! How a model writes function calls. It is recognised from the chat template, which renders past calls in the same form.
 
 /// A family's way to write calls.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ToolSyntax {
-    /// `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, also after text: Hermes, Qwen.
+    /// `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of times, also after text: Hermes, Qwen.
     Hermes,
     /// The answer is `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`: Llama 3.
     Llama,
@@ -12,7 +12,7 @@ pub enum ToolSyntax {
 }
 
 impl ToolSyntax {
-    /// The syntax of a template; None when it knows no tools, or writes calls in another way.
+    /// The syntax of a template; None when it takes no tools, or writes calls in an unknown syntax.
     pub(super) fn of(template: &str) -> Option<ToolSyntax> {
         let has = |text: &str| template.contains(text);
         if !has("tools") {
@@ -28,7 +28,7 @@ impl ToolSyntax {
         }
     }
 
-    /// What announces a call; of Llama's, what may.
+    /// The text that announces a call. For Llama it is optional.
     pub fn marker(self) -> &'static str {
         match self {
             ToolSyntax::Hermes => "<tool_call>",

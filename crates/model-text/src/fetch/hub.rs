@@ -1,7 +1,7 @@
 //! Fetches a model from a hub that speaks the Hugging Face protocol. hf-hub asks, downloads and keeps its usual cache tree.
 //!
-//! What hf-hub leaves out is here: a bound on silence, going on after a cut with the bytes already there, checking what
-//! arrived, and a marker that says a model is complete.
+//! This module adds what hf-hub lacks: a bound on silence, resuming after a cut with the bytes already there, checks of what arrived,
+//! and a marker for complete models.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -29,7 +29,7 @@ pub struct HubOptions {
     pub token: Option<String>,
     /// Longest silence before giving up.
     pub silence: Duration,
-    /// Attempts for each file; each goes on where the last one broke off.
+    /// Attempts for each file; each resumes where the last one broke off.
     pub attempts: u32,
 }
 
@@ -51,8 +51,8 @@ impl fmt::Debug for HubOptions {
     }
 }
 
-/// The model's path: a GGUF file, or a directory, with safetensors weights if they are wanted. What was fetched before is not asked for
-/// again.
+/// Fetches a model and returns its path: a GGUF file, or a directory, with safetensors weights if they are wanted. Files that were
+/// fetched before are not requested again.
 pub(super) fn fetch(
     spec: &RepositorySpec,
     cache: &Path,
@@ -93,7 +93,7 @@ struct Fetch<'a> {
 }
 
 impl<'a> Fetch<'a> {
-    /// Asks the hub what the repository has.
+    /// Asks the hub for the repository's list of files.
     fn start(
         spec: &'a RepositorySpec,
         cache: &Path,
@@ -143,7 +143,7 @@ impl<'a> Fetch<'a> {
         Ok(self.cache.repo(self.repo()).pointer_path(&self.commit))
     }
 
-    /// Fetches one file, going on after cuts, and checks it.
+    /// Fetches one file, resuming after cuts, and checks it.
     fn file(&self, file: &str) -> Result<PathBuf, ModelFileError> {
         if let Some(path) = self.cache.repo(self.repo()).get(file) {
             return Ok(path);
@@ -186,7 +186,7 @@ impl<'a> Fetch<'a> {
         }
     }
 
-    /// Compares length, and for large files the digest that names the blob; hf-hub compares neither.
+    /// Checks the length and, for large files, the digest that names the blob; hf-hub checks neither.
     fn check(&self, what: &str, path: &Path, size: Option<u64>) -> Result<(), Failure> {
         let blob = path.canonicalize().map_err(ModelFileError::io(path)).map_err(Failure::last)?;
         let length = blob.metadata().map_err(ModelFileError::io(&blob)).map_err(Failure::last)?.len();
@@ -206,7 +206,7 @@ impl<'a> Fetch<'a> {
         Err(Failure { retry: true, error })
     }
 
-    /// Removes what a download left that cannot be gone on with. Nobody else writes here: the repository is locked.
+    /// Removes partial downloads that cannot be resumed. Nobody else writes here, because the repository is locked.
     fn discard_partial(&self) {
         let blobs = self.cache.repo(self.repo()).blob_path("");
         for entry in std::fs::read_dir(blobs).into_iter().flatten().flatten() {
@@ -217,7 +217,7 @@ impl<'a> Fetch<'a> {
         }
     }
 
-    /// Runs a request on a thread of its own, because hf-hub sets no timeouts: after too long a silence it is left behind.
+    /// Runs a request on a thread of its own, because hf-hub sets no timeouts. After too long a silence the thread is abandoned.
     fn supervise<T: Send + 'static>(
         &self,
         what: &str,
@@ -275,7 +275,7 @@ fn status(error: &ApiError) -> Option<u16> {
     }
 }
 
-/// A part that is longer than the file, or complete without having got its name: there is nothing to go on with.
+/// Whether the partial file cannot be resumed: it is longer than the file, or complete but not yet renamed.
 fn leftover_is_useless(error: &ApiError) -> bool {
     matches!(error, ApiError::InvalidResume) || status(error) == Some(416)
 }
@@ -288,7 +288,7 @@ fn worth_retrying(error: &ApiError) -> bool {
     }
 }
 
-/// How far a download is.
+/// Progress of a download, in bytes.
 struct Event {
     done: u64,
     size: Option<u64>,
@@ -309,7 +309,7 @@ impl hf_hub::api::Progress for &mut Relay {
 
     fn update(&mut self, size: usize) {
         self.done += size as u64;
-        // A listener that has given up is no reason to stop: what arrives is kept for the next attempt.
+        // The download goes on even if the listener has given up: what arrives is kept for the next attempt.
         let _ = self.events.send(Event { done: self.done, size: Some(self.size) });
     }
 

@@ -1,4 +1,4 @@
-//! From what a user typed to a model's place: a path, a name of the catalogue, a repository of the hub, or nowhere.
+//! Turns what a user typed into a model's place: a path, a name of the catalogue, a repository of the hub, or none (a random model).
 //!
 //! What is fetched stays in a cache directory. A model appears there only when it is complete and checked; several processes
 //! may ask for the same one at once, and one of them fetches it.
@@ -23,15 +23,15 @@ pub use progress::{NoProgress, Progress, ProgressBar};
 use store::Extent;
 pub use store::{CachedModel, default_cache, list};
 
-/// The names of the files of weights that an index names.
+/// Reads the names of the weight files from an index.
 pub type ShardNames = fn(&Path) -> Result<BTreeSet<String>, ModelFileError>;
 
 /// How much of a model to fetch.
 #[derive(Clone, Copy, Debug)]
 pub enum Parts {
-    /// Tokenizer, chat template and configuration. A GGUF file has them and the weights in one, and is fetched whole.
+    /// Tokenizer, chat template and configuration. A GGUF file also holds the weights, so it is fetched whole.
     Text,
-    /// The weights too, which takes who can read their index.
+    /// The weights too, with a function that reads their index.
     Whole(ShardNames),
 }
 
@@ -56,7 +56,7 @@ impl Source {
     /// and the file that holds an access token.
     ///
     /// # Errors
-    /// No cache folder can be found, the URL is none, or the token cannot be read; each names the setting.
+    /// No cache folder can be found, the URL is not valid, or the token cannot be read; each error names the setting.
     pub fn new(
         cache: Option<PathBuf>,
         hub_endpoint: Option<String>,
@@ -86,7 +86,7 @@ impl Source {
         &self.cache
     }
 
-    /// Opens the text part of a model. Where weights have files of their own, these are not fetched.
+    /// Opens the text part of a model. Separate weight files are not fetched.
     pub fn open_text(&self, spec: &str, progress: &dyn Progress) -> Result<TextModel, ModelFileError> {
         match RandomShape::parse(spec)? {
             Some(shape) => shape.open(),
@@ -94,13 +94,13 @@ impl Source {
         }
     }
 
-    /// The path of a model, those parts of it fetched if need be ([`locate`]).
+    /// The path of a model; fetches `parts` of it if needed ([`locate`]).
     pub fn locate(&self, spec: &str, parts: Parts, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
         locate(spec, &self.cache, &self.hub, parts, progress)
     }
 }
 
-/// The path of a model, those parts of it fetched if need be: `PATH`, a name of the [`catalogue`], or `org/name` of a hub, where
+/// The path of a model; fetches `parts` of it if needed. `spec` is `PATH`, a name of the [`catalogue`], or `org/name` of a hub, where
 /// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files.
 pub fn locate(
     spec: &str,

@@ -7,19 +7,19 @@ pub(super) enum Choice {
     Gguf(String),
     /// A directory.
     Directory {
-        /// Its files but the weights.
+        /// Its files except the weights.
         text: Vec<String>,
-        /// The one file of weights, or the index that names several ([`INDEX`]).
+        /// The single weight file, or the index that names several ([`INDEX`]).
         weights: &'static str,
     },
 }
 
-/// Names the files of weights, where there are several.
+/// The index that names the weight files, where there are several.
 pub const INDEX: &str = "model.safetensors.index.json";
-/// The weights, where they are one file.
+/// The weights, where they are in one file.
 pub const SINGLE: &str = "model.safetensors";
 
-/// Quantisations in the order they are preferred in when nobody asks for one: small, with little loss, first.
+/// Quantisations in order of preference when none is asked for: small ones with little loss first.
 const PREFERRED: [&str; 8] = ["Q4_K_M", "Q4_K_S", "Q5_K_M", "Q8_0", "Q4_0", "Q6_K", "F16", "BF16"];
 
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -55,12 +55,12 @@ pub(super) fn choose(files: &[String], wanted: Option<&str>) -> Result<Choice, S
     }
 }
 
-/// A GGUF file that holds a whole model: no projector of images, no part of a split file.
+/// Whether a file is a GGUF file that holds a whole model: no image projector, no part of a split file.
 fn is_model(file: &str) -> bool {
     file.ends_with(".gguf") && !file.contains("mmproj") && !file.contains("-of-")
 }
 
-/// The file of that name, else those whose name has the quantisation as a word of its own.
+/// The file with that name, else the files whose name has the quantisation as a separate word.
 fn matching<'f>(ggufs: &[&'f String], wanted: &str) -> Vec<&'f String> {
     if let Some(file) = ggufs.iter().find(|file| file.as_str() == wanted) {
         return vec![file];

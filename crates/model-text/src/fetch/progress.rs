@@ -1,4 +1,4 @@
-//! How far a download is, told to whoever wants to show it.
+//! Reports how far a download is, to whoever wants to show it.
 
 use std::sync::Mutex;
 

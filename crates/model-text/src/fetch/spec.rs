@@ -1,4 +1,4 @@
-//! How a model of a hub is named on the command line. Pure.
+//! Parses the name of a hub's model, as given on the command line. Pure.
 
 /// `org/name`, optionally with `:` and a file or quantisation.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -33,7 +33,7 @@ impl RepositorySpec {
     }
 }
 
-/// A relative path that stays below where it starts: the hub's word is not taken for it.
+/// Whether a name is a relative path that stays below its start. The hub is not trusted to send only such names.
 pub(super) fn is_file_name(name: &str) -> bool {
     let part = |part: &str| !part.is_empty() && part != "." && part != "..";
     name.split('/').all(part) && !name.contains(['\\', '\0'])

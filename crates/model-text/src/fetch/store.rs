@@ -1,7 +1,10 @@
-//! The cache directory: where things lie in it, locks between processes, writing so that nothing half-done is ever seen.
+//! The cache directory: its layout, locks between processes, and writes that never show a half-done file.
 //!
-//! `catalogue/NAME/FILE` are models with short names, `hub/` is the hub client's own tree, `hub-ready/` says which of its
-//! models are complete, `hub-text-ready/` which are but for their weights, `staging/` and `locks/` belong to fetches under way.
+//! - `catalogue/NAME/FILE`: the models with short names.
+//! - `hub/`: the hub client's own tree.
+//! - `hub-ready/`: markers of the hub's models that are complete.
+//! - `hub-text-ready/`: markers of those that are complete except for their weights.
+//! - `staging/` and `locks/`: files of fetches in progress.
 
 use std::fs::{File, TryLockError};
 use std::io::Write;
@@ -73,7 +76,7 @@ pub(super) fn staging_dir(cache: &Path, name: &str) -> PathBuf {
     cache.join("staging").join(name)
 }
 
-/// The file is there with its whole length; its digest was checked before it got its name.
+/// Whether the file exists with its full length. Its digest was checked before it got its name.
 pub(super) fn is_complete(path: &Path, bytes: u64) -> bool {
     std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.len() == bytes)
 }
@@ -81,7 +84,7 @@ pub(super) fn is_complete(path: &Path, bytes: u64) -> bool {
 const READY: &str = "hub-ready";
 const TEXT_READY: &str = "hub-text-ready";
 
-/// How much of a hub's model is there.
+/// How much of a hub's model has been fetched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Extent {
     /// All but the weights.
@@ -90,7 +93,7 @@ pub(super) enum Extent {
     Whole,
 }
 
-/// What a marker says: the spec, and the path relative to the cache, so that the cache can be moved.
+/// Content of a marker: the spec, and the path relative to the cache, so that the cache can be moved.
 #[derive(Serialize, Deserialize)]
 struct Ready {
     spec: String,
@@ -105,7 +108,7 @@ fn ready_path(cache: &Path, spec: &str, extent: Extent) -> PathBuf {
     cache.join(folder).join(format!("{}.json", file_safe(spec)))
 }
 
-/// The path of a hub model of which at least as much was fetched before.
+/// The path of a hub model that has been fetched at least to this extent.
 pub(super) fn find_ready(cache: &Path, spec: &str, extent: Extent) -> Option<PathBuf> {
     let marked = |extent| read_ready(cache, &ready_path(cache, spec, extent)).filter(|model| model.spec == spec);
     let found = marked(Extent::Whole).or_else(|| (extent == Extent::Text).then(|| marked(Extent::Text)).flatten());
@@ -131,7 +134,7 @@ pub(super) fn mark_ready(cache: &Path, spec: &str, extent: Extent, path: &Path) 
     publish(&file, &temporary, &marker)
 }
 
-/// Gives a finished file its name, on disk before the name is.
+/// Gives a finished file its name, after its content has reached the disk.
 pub(super) fn publish(file: &File, temporary: &Path, path: &Path) -> Result<(), ModelFileError> {
     file.sync_all().map_err(ModelFileError::io(temporary))?;
     create_dir(parent(path))?;
@@ -142,7 +145,7 @@ pub(super) fn create_dir(path: &Path) -> Result<(), ModelFileError> {
     std::fs::create_dir_all(path).map_err(ModelFileError::io(path))
 }
 
-/// Removes a directory; one that is not there is fine.
+/// Removes a directory; it need not exist.
 pub(super) fn remove_dir(path: &Path) -> Result<(), ModelFileError> {
     match std::fs::remove_dir_all(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(ModelFileError::io(path)(e)),
@@ -154,7 +157,7 @@ fn parent(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
 
-/// Held while a model is being fetched; the system lets go of it when the process ends, however it ends.
+/// Held while a model is being fetched. The system releases it when the process ends, however it ends.
 pub(super) struct FetchLock {
     _file: File,
 }
@@ -181,7 +184,7 @@ fn file_safe(name: &str) -> String {
     name.replace(':', "@").replace('/', "--")
 }
 
-/// Bytes of all files below a directory, links followed; what vanishes meanwhile counts nothing.
+/// Bytes of all files below a directory, following links. Files that vanish meanwhile count as 0.
 pub(super) fn bytes_below(dir: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
     let size = |path: PathBuf| match std::fs::metadata(&path) {

@@ -1,18 +1,18 @@
-//! A tokenizer without a file: a token for every byte, and words for the ids beyond them, so that whatever a model without a vocabulary
-//! of its own writes is text.
+//! A tokenizer without a file, for models without a vocabulary of their own: a token for every byte, and made-up words for the ids
+//! beyond. So whatever the model writes is text.
 
 use std::sync::Arc;
 
 use super::pieces::{Alphabet, PieceKind, Pieces};
 use super::{BosRule, Encoder, Inner, Tokenizer};
 
-/// Tokens that control, behind the 256 bytes: the begin of a text, and its end.
+/// Control tokens, after the 256 bytes: begin and end of a text.
 const SPECIAL: [&str; 2] = ["<|begin|>", "<|end|>"];
 const BYTES: u32 = 256;
-/// Ids it needs.
+/// Fewest ids that it needs.
 pub(crate) const LEAST_VOCABULARY: u32 = BYTES + SPECIAL.len() as u32;
 
-/// With as many ids as the model has rows.
+/// A tokenizer with as many ids as the model's embedding has rows.
 pub(crate) fn tokenizer(vocab_size: u32) -> Tokenizer {
     let mut pieces = Pieces::default();
     for byte in 0..BYTES {
@@ -35,7 +35,7 @@ pub(crate) fn tokenizer(vocab_size: u32) -> Tokenizer {
     }))
 }
 
-/// Special tokens where they are written, bytes elsewhere.
+/// Ids of a text: special tokens where they are written, bytes elsewhere.
 pub(super) fn encode(text: &str) -> Vec<u32> {
     let mut ids = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -48,7 +48,7 @@ pub(super) fn encode(text: &str) -> Vec<u32> {
     ids
 }
 
-/// A number as a word that can be spoken: its digits are syllables.
+/// A number as a pronounceable word, with a syllable for each digit.
 fn word(mut number: u32) -> String {
     const CONSONANTS: &[u8; 16] = b"bdfghjklmnprstvz";
     const VOWELS: &[u8; 4] = b"aiou";

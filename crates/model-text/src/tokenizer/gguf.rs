@@ -52,7 +52,7 @@ pub(crate) fn from_gguf(header: &mut Header) -> Result<Tokenizer, ModelFileError
     })))
 }
 
-/// What the file may leave unsaid.
+/// Values of keys that the file may leave out.
 struct Defaults {
     add_bos: bool,
     space_prefix: bool,
@@ -147,7 +147,7 @@ fn piece_kind(kind: i64) -> PieceKind {
     }
 }
 
-// Matched by hand: candle's own conversions build an error, with a backtrace, for every type they are not asked for.
+// Matched by hand: for a value of another type, candle's own conversions build an error with a backtrace.
 fn integer(value: &Value) -> Option<i64> {
     match value {
         Value::U8(v) => Some(i64::from(*v)),

@@ -1,4 +1,4 @@
-//! The tokenizer of a Hugging Face directory: `tokenizer.json`, with what the files beside it say about end and begin.
+//! The tokenizer of a Hugging Face directory: `tokenizer.json`, and the begin and end tokens that other files name.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::{BosRule, END_TOKENS, Encoder, Inner, Tokenizer, end_tokens};
 use crate::ModelFileError;
 use crate::keys::Keys;
 
-/// Most token ids a tokenizer may have; a stray huge id must not become an allocation.
+/// Most token ids a tokenizer may have, so that a stray huge id cannot cause a huge allocation.
 const MAX_VOCAB: usize = 1 << 24;
 
 /// One id or several.
@@ -38,7 +38,7 @@ impl SpecialToken {
     }
 }
 
-/// Builds the tokenizer of a directory. `settings` is its `tokenizer_config.json`, where it has one.
+/// Builds the tokenizer of a directory. `settings` is its `tokenizer_config.json`, if it has one.
 pub(crate) fn from_directory(dir: &Path, settings: Option<&Keys>) -> Result<Tokenizer, ModelFileError> {
     let path = dir.join("tokenizer.json");
     let json = std::fs::read(&path).map_err(ModelFileError::io(&path))?;

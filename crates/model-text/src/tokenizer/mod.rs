@@ -1,7 +1,8 @@
-//! Text to token ids and back. From `tokenizer.json`, from the metadata of a GGUF file, or from nothing; the same afterwards.
+//! Text to token ids and back. A tokenizer comes from `tokenizer.json`, from the metadata of a GGUF file, or from no file at all; its
+//! use is the same.
 //!
-//! Special tokens written in a text are recognised, so whoever renders a chat can name them. Detokenising never goes
-//! through the encoder: it is one table of bytes.
+//! Special tokens written in a text are recognised, so a chat template can write them. Detokenising does not use the encoder; it reads
+//! one table of bytes.
 
 pub(crate) mod bytes;
 mod gguf;
@@ -36,7 +37,7 @@ struct Inner {
     eos: Vec<u32>,
     bos_rule: BosRule,
     add_eos: bool,
-    /// The encoder puts a space before a text, which decoding takes away again.
+    /// The encoder puts a space before a text; decoding removes it.
     space_prefix: bool,
 }
 
@@ -71,8 +72,8 @@ impl Encoder {
     }
 }
 
-/// Tokens that end an answer in one family or another, whatever the file says its end token is: chat models end a turn
-/// with one of these and a document with another.
+/// Tokens that end an answer in some family, whatever end token the file names: chat models end a turn with one token and a document
+/// with another.
 const END_TOKENS: [&str; 8] =
     ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<EOT>"];
 
@@ -97,7 +98,7 @@ impl Tokenizer {
         self.encode(text, !written)
     }
 
-    /// The text of a whole sequence, the inverse of `encode`; bytes that are no UTF-8 become U+FFFD.
+    /// The text of a whole sequence, the inverse of `encode`; bytes that are not valid UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, ModelFileError> {
         let mut stream = self.stream(skip_special);
         let mut text = String::new();
@@ -118,12 +119,12 @@ impl Tokenizer {
         self.0.pieces.get(id).ok_or(ModelFileError::TokenId { id, vocab_size })
     }
 
-    /// Whether the token is one of control, which no text has.
+    /// Whether the token is a control token, not ordinary text.
     pub fn is_special(&self, id: u32) -> bool {
         self.0.pieces.is_special(id)
     }
 
-    /// The special token that is written so.
+    /// Id of the special token with this text.
     pub fn special_id(&self, text: &str) -> Option<u32> {
         let pieces = &self.0.pieces;
         (0..pieces.len() as u32).find(|&id| pieces.is_special(id) && pieces.get(id) == Some(text.as_bytes()))

@@ -70,7 +70,7 @@ fn push_byte_level(bytes: &mut Vec<u8>, text: &str) {
     for c in text.chars() {
         match byte_of(c) {
             Some(byte) => bytes.push(byte),
-            // Not of the alphabet: a token that somebody added by hand.
+            // Not in the alphabet: a token that somebody added by hand.
             None => bytes.extend(c.encode_utf8(&mut [0; 4]).bytes()),
         }
     }

@@ -1,8 +1,8 @@
 //! SentencePiece's BPE over a vocabulary with scores: of all neighbours whose concatenation is a token, the one with the
 //! highest score is joined first, the leftmost of equals. What is left outside the vocabulary is spelled in bytes.
 //!
-//! A model of the `tokenizers` crate, whose own BPE wants a list of merges. To derive that list would cost seconds for a
-//! vocabulary of 262,144 tokens and lose the rule for equal scores.
+//! It is a model of the `tokenizers` crate, whose own BPE needs a list of merges. Deriving that list would take seconds for a
+//! vocabulary of 262,144 tokens and would lose the rule for equal scores.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
@@ -22,7 +22,7 @@ pub(super) struct SentencePiece {
 }
 
 impl SentencePiece {
-    /// `tokens[id]` has `scores[id]`; `unknown` stands for what not even bytes can spell.
+    /// `tokens[id]` has `scores[id]`; `unknown` stands for text that not even byte tokens can spell.
     pub fn new(tokens: Vec<String>, scores: Vec<f32>, unknown: Option<u32>) -> SentencePiece {
         let ids: HashMap<String, u32> = (0u32..).zip(&tokens).map(|(id, token)| (token.clone(), id)).collect();
         let bytes = (0..=0xffu8).map(|byte| ids.get(&format!("<0x{byte:02X}>")).copied()).collect();
@@ -46,7 +46,7 @@ impl SentencePiece {
         symbols.list.iter().filter(|s| s.len > 0).map(|s| &text[s.start..s.start + s.len]).collect()
     }
 
-    /// Joining `left` with its right neighbour, if that makes a token.
+    /// The join of `left` with its right neighbour, if that makes a token.
     fn candidate(&self, symbols: &Symbols, left: usize) -> Option<Candidate> {
         let (start, len) = symbols.joined(left)?;
         let id = *self.ids.get(&symbols.text[start..start + len])?;
@@ -83,7 +83,7 @@ struct Symbols<'t> {
 }
 
 impl<'t> Symbols<'t> {
-    /// One symbol a character.
+    /// One symbol per character.
     fn new(text: &'t str) -> Symbols<'t> {
         let mut list: Vec<Symbol> = Vec::with_capacity(text.len());
         for (index, (start, c)) in text.char_indices().enumerate() {
@@ -102,7 +102,7 @@ impl<'t> Symbols<'t> {
         Some((symbol.start, symbol.len + right.len))
     }
 
-    /// Neither of the two has been joined to anything since the candidate was made.
+    /// Whether neither of the two symbols has been joined to anything since the candidate was made.
     fn is_current(&self, candidate: &Candidate) -> bool {
         self.list[candidate.left].len > 0 && self.joined(candidate.left).is_some_and(|(_, len)| len == candidate.len)
     }

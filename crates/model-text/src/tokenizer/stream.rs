@@ -1,4 +1,4 @@
-//! Tokens to text as they come. A token may hold part of a character: text is given out only where characters are whole.
+//! Turns tokens into text as they come. A token may hold part of a character, so only whole characters are given out.
 
 use super::Tokenizer;
 
@@ -10,7 +10,7 @@ const MAX_PENDING: usize = 3;
 pub struct TextStream {
     tokenizer: Tokenizer,
     skip_special: bool,
-    /// A special token that is written all the same.
+    /// A special token that is written even when others are skipped.
     kept: Option<u32>,
     /// Bytes of a character that is not complete yet, at most three.
     pending: Vec<u8>,
@@ -21,7 +21,7 @@ impl TextStream {
         TextStream { tokenizer, skip_special, kept: None, pending: Vec::with_capacity(MAX_PENDING) }
     }
 
-    /// Writes this special token although others are skipped.
+    /// Writes this special token even when others are skipped.
     pub fn keeping(self, id: Option<u32>) -> TextStream {
         TextStream { kept: id, ..self }
     }

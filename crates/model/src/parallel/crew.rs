@@ -1,7 +1,7 @@
-//! The threads of all ranks but the first: they run what the first is given, at the same time, and say how it ended.
+//! The threads of all ranks except rank 0. They run the batches that rank 0 runs, at the same time, and report errors.
 //!
-//! A step's batch is borrowed from the engine, so whoever hands it out waits for the crew before letting go of it. Knows nothing of what
-//! the ranks compute.
+//! A step's batch is borrowed from the engine, so rank 0 waits for the crew before it lets go of the batch. This module knows nothing of
+//! what the ranks compute.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,18 +19,18 @@ struct Job(*const Batch<'static>);
 // SAFETY: a batch is shared references to values that are Sync (see `shared`), and the pointer is followed only while `Running` lives.
 unsafe impl Send for Job {}
 
-/// What crosses threads behind a [`Job`].
+/// Compiles only if the type behind a [`Job`] may be shared between threads.
 const fn shared<T: Sync>() {}
 const _: () = shared::<Batch<'static>>();
 
 #[derive(Default)]
 struct Orders {
-    /// Counts steps, so that a thread takes each once.
+    /// Number of the current step, by which a thread takes each step once.
     step: u64,
     job: Option<Job>,
     /// Threads still in the step.
     busy: usize,
-    /// Of the first that failed in it.
+    /// The first error in the step.
     failed: Option<RunError>,
     stop: bool,
 }
@@ -48,14 +48,14 @@ impl Shared {
     }
 }
 
-/// Ranks on threads of their own, each with its decoder.
+/// Ranks on threads of their own, each with a decoder.
 #[derive(Default)]
 pub(super) struct Crew {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// A step under way. Dropping it waits for the crew, so the batch outlives their work also when the first rank panics.
+/// A step under way. Dropping it waits for the crew, so the batch outlives the crew's work even when rank 0 panics.
 pub(super) struct Running<'a> {
     shared: &'a Shared,
 }
@@ -71,12 +71,12 @@ impl Crew {
         Ok(crew)
     }
 
-    /// Whether the first rank is alone.
+    /// Whether rank 0 is the only rank.
     pub fn is_empty(&self) -> bool {
         self.threads.is_empty()
     }
 
-    /// Sets all to work on a batch.
+    /// Starts all threads on a batch.
     pub fn begin<'a>(&'a mut self, batch: &'a Batch<'_>) -> Running<'a> {
         let mut orders = self.shared.lock();
         orders.step += 1;
@@ -89,7 +89,7 @@ impl Crew {
 }
 
 impl Running<'_> {
-    /// Waits until all are done; the error of one that failed.
+    /// Waits until all threads are done; returns the first error.
     pub fn finish(self) -> Result<(), RunError> {
         self.wait().failed.take().map_or(Ok(()), Err)
     }
@@ -125,7 +125,7 @@ fn work<B: Backend>(shared: &Shared, decoder: &mut Decoder<B>) {
         let job = orders.job;
         drop(orders);
         let outcome = job.map_or(Ok(()), |Job(batch)| {
-            // SAFETY: `Running`, which borrows the batch, is not gone before `busy` is zero, and this thread still counts.
+            // SAFETY: `Running` borrows the batch and does not end before `busy` is zero; this thread is still counted in `busy`.
             let batch: &Batch<'_> = unsafe { &*batch };
             guarded(decoder, |decoder| decoder.run_logits(batch, &mut |_| (), &mut |_, _, _| ()))
         });
@@ -140,19 +140,19 @@ fn work<B: Backend>(shared: &Shared, decoder: &mut Decoder<B>) {
     }
 }
 
-/// Runs one rank's part of a step. When it fails, by an error or a panic, the other ranks are told, so that none waits for it (I5).
+/// Runs one rank's part of a step. When it fails, by an error or a panic, it tells the other ranks, so that none waits for it (I5).
 pub(super) fn guarded<B: Backend>(
     decoder: &mut Decoder<B>,
     step: impl FnOnce(&mut Decoder<B>) -> Result<(), RunError>,
 ) -> Result<(), RunError> {
-    // What a panic leaves behind is overwritten by the next step: buffers, and KV of sequences that end with this one.
+    // A panic leaves no bad state behind: the next step overwrites the buffers, and the sequences of this step's KV end with it.
     let outcome = catch_unwind(AssertUnwindSafe(|| step(decoder))).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         Err(RunError(format!("rank {} panicked: {}", decoder.rank(), text.unwrap_or("no message"))))
     });
     if let Err(error) = &outcome {
         decoder.abort(error);
-        // What the others wait for on their devices is over by that, too.
+        // The abort also ends the other ranks' waits on their devices, so this returns.
         decoder.drain();
     }
     outcome
@@ -163,7 +163,7 @@ impl Drop for Crew {
         self.shared.lock().stop = true;
         self.shared.begin.notify_all();
         for thread in self.threads.drain(..) {
-            // It can only end by returning: panics of a step are caught.
+            // The thread ends only by returning, because panics of a step are caught.
             let _ = thread.join();
         }
     }

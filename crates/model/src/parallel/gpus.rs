@@ -1,8 +1,8 @@
-//! [`GpuRanks`]: ranks on a GPU each, which exchange by what their devices have for it, GPUs by NCCL.
+//! [`GpuRanks`]: ranks with one GPU each. They exchange by what their devices provide; for GPUs that is NCCL.
 //!
-//! Every exchange begins with a meeting of the ranks' threads, so that none puts work into its stream that waits for a rank which has
-//! failed (I5). Parts are shared whole and each rank adds them up itself, in the order of ranks: NCCL's own sums have an order that depends
-//! on how much is summed (I1).
+//! Every exchange begins with a meeting of the ranks' threads, so that no rank queues work into its stream that waits for a failed rank
+//! (I5). Ranks send each other whole parts, and each rank sums them itself in the order of ranks, because the order of NCCL's own sums
+//! depends on the number of elements (I1).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ pub struct GpuRanks<D: Device> {
 struct Shared<D: Device> {
     exchange: Arc<dyn Exchange<D>>,
     meeting: Meeting<RunError>,
-    /// Whether something was exchanged in this step: devices may then wait for each other.
+    /// Whether this step has begun an exchange, so that devices may be waiting for each other.
     under_way: AtomicBool,
 }
 
@@ -33,10 +33,10 @@ fn failed(error: KernelError) -> RunError {
 }
 
 impl<D: Device> GpuRanks<D> {
-    /// Ranks on these backends, whose devices are connected by `exchange` in the same order, for sums of up to `elements` elements.
+    /// Ranks on these backends, for sums of up to `elements` elements. `exchange` connects their devices in the same order.
     ///
     /// # Errors
-    /// When a device has no room.
+    /// When a device has no memory left.
     pub fn new(
         exchange: Arc<dyn Exchange<D>>,
         backends: &[CudaBackend<D>],
@@ -51,7 +51,7 @@ impl<D: Device> GpuRanks<D> {
         backends.iter().enumerate().map(one).collect()
     }
 
-    /// Returns when all ranks are about to exchange.
+    /// Waits until all ranks are about to exchange.
     fn meet(&self) -> Result<(), RunError> {
         self.shared.meeting.meet()?;
         self.shared.under_way.store(true, Ordering::Relaxed);
@@ -78,7 +78,8 @@ impl<D: Device> Collective<CudaBackend<D>> for GpuRanks<D> {
         self.shared.exchange.collect(self.rank, backend, part, &Columns { rows, splits }, whole).map_err(failed)
     }
 
-    /// Also ends what waits on the devices, for good; where nothing can wait there yet, the next step goes on.
+    /// If the step has begun an exchange, this also ends the devices' waits, and no further step is possible. Otherwise the next step can
+    /// go on.
     fn abort(&self, why: &RunError) {
         self.shared.meeting.abort(why);
         if self.shared.under_way.load(Ordering::Relaxed) {

@@ -1,14 +1,17 @@
-//! Tensor parallelism: several ranks hold a part of every layer each and compute every step together.
+//! Tensor parallelism: several ranks each hold a part of every layer and compute every step together.
 //!
-//! As in Megatron-LM (Shoeybi et al. 2019): a rank has some heads of attention and some of the feed-forward block's width, so the
-//! projections into them are split by outputs and those out of them by inputs, and what the latter give is summed over the ranks: two
-//! sums a layer. The output head is split by vocabulary, and rank 0 gathers the logits and samples. Norms and the embedding every rank
-//! has whole: looking rows up costs nothing, splitting the table would save a percent of a large model and cost an exchange a step.
+//! The split is that of Megatron-LM (Shoeybi et al. 2019). A rank holds some attention heads and part of the feed-forward width.
+//! Projections into them are split by outputs, projections out of them by inputs. The results of the latter are summed over the ranks:
+//! two sums per layer. The output head is split by vocabulary; rank 0 gathers the logits and samples. Every rank holds the norms and the
+//! embedding whole: a lookup costs nothing, and splitting the table would save one percent of a large model but cost one exchange per
+//! step.
 //!
-//! [`Sharding`] says which rank has what, [`Collective`] is what ranks exchange by ([`ThreadRanks`] for
-//! threads, [`GpuRanks`] for GPUs), and
-//! [`TensorParallel`] runs the ranks in lockstep. Each has a KV pool with its own heads, and all pools the same block tables. At a fixed
-//! degree sums have one order, so nothing depends on the route (I1); between degrees logits differ by rounding.
+//! - [`Sharding`] says which rank holds what.
+//! - [`Collective`] is how ranks exchange: [`ThreadRanks`] for threads, [`GpuRanks`] for GPUs.
+//! - [`TensorParallel`] runs the ranks in lockstep.
+//!
+//! Each rank has a KV pool with its own heads; all pools use the same block tables. At a fixed degree sums have one order, so nothing
+//! depends on the route (I1). Between degrees, logits differ by rounding.
 
 mod collective;
 mod crew;

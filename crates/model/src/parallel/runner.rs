@@ -1,7 +1,7 @@
-//! [`TensorParallel`]: a [`ModelRunner`] made of one decoder a rank.
+//! [`TensorParallel`]: a [`ModelRunner`] with one decoder per rank.
 //!
-//! The caller's thread is rank 0, often the only one, and samples; the others follow on threads of their own. Every rank is given the same
-//! batch and does the same operations on its part, so none has to be told anything but when to begin.
+//! The caller's thread is rank 0, often the only rank, and samples. The other ranks run on threads of their own. Every rank gets the same
+//! batch and does the same operations on its part, so ranks only have to be told when to begin.
 
 use std::sync::Arc;
 
@@ -23,11 +23,11 @@ pub struct TensorParallel<B: Backend> {
 }
 
 impl<B: Backend + 'static> TensorParallel<B> {
-    /// Loads a model's parts onto one backend a rank, in order. `layout` is that of the whole model's KV; rank r's backend has a pool of
-    /// `layout.of_ranks(ranks)`, and reaches the others by its collective.
+    /// Loads a model's parts onto the backends, one per rank, in order. `layout` is that of the whole model's KV. The backend of each
+    /// rank has a pool with the layout `layout.of_ranks(ranks)`, and reaches the others by its collective.
     ///
     /// # Errors
-    /// When the model cannot be split so, cannot be loaded, or no thread can be started.
+    /// When the model cannot be split over this many ranks, cannot be loaded, or no thread can be started.
     pub fn load(
         model: &Model,
         layout: &KvLayout,
@@ -50,7 +50,7 @@ impl<B: Backend + 'static> TensorParallel<B> {
         Ok(TensorParallel { first, others })
     }
 
-    /// Loads a whole model onto one backend: a rank that exchanges with nobody. `layout` is that of its pool.
+    /// Loads a whole model onto one backend, as a single rank. `layout` is that of its pool.
     ///
     /// # Errors
     /// When the model cannot be loaded.
@@ -60,7 +60,7 @@ impl<B: Backend + 'static> TensorParallel<B> {
 }
 
 impl<B: Backend> TensorParallel<B> {
-    /// What it runs on, for logs.
+    /// Name of the backend, for logs.
     pub fn backend_name(&self) -> String {
         match (self.first.ranks(), self.first.backend_name()) {
             (1, name) => name,
@@ -68,13 +68,13 @@ impl<B: Backend> TensorParallel<B> {
         }
     }
 
-    /// Compiles constraints for its sampler, on any thread.
+    /// The constraints of its sampler. They can be compiled on any thread.
     pub fn grammars(&self) -> Arc<Grammars> {
         self.first.grammars()
     }
 
-    /// As [`Decoder::run_logits`]. When any rank fails or panics, all leave the step, and its error is the step's; the next step may
-    /// go on.
+    /// The same as [`Decoder::run_logits`]. When a rank fails or panics, all ranks leave the step and its error is the step's. The next
+    /// step may succeed.
     pub fn run_logits(
         &mut self,
         batch: &Batch<'_>,
@@ -84,7 +84,7 @@ impl<B: Backend> TensorParallel<B> {
         self.together(batch, |first| first.run_logits(batch, on_layer, each))
     }
 
-    /// Runs a batch on all ranks, on the first as `step` does it. One that is alone has nobody to wait for or to tell.
+    /// Runs a batch on all ranks; on rank 0 by `step`. A single rank just runs `step`.
     fn together(
         &mut self,
         batch: &Batch<'_>,
@@ -101,7 +101,7 @@ impl<B: Backend> TensorParallel<B> {
 }
 
 impl TensorParallel<CpuBackend> {
-    /// The same on the CPU, where ranks exchange through memory they share.
+    /// The same as [`TensorParallel::load`] on the CPU, where ranks exchange through shared memory.
     pub fn on_cpu(
         model: &Model,
         layout: &KvLayout,
@@ -119,7 +119,7 @@ impl TensorParallel<CpuBackend> {
 }
 
 impl<D: Device + 'static> TensorParallel<CudaBackend<D>> {
-    /// The same on a device a rank, connected by `exchange` in the same order.
+    /// The same as [`TensorParallel::load`] with one device per rank. `exchange` connects the devices in the same order.
     pub fn on_devices(
         model: &Model,
         layout: &KvLayout,
@@ -133,12 +133,12 @@ impl<D: Device + 'static> TensorParallel<CudaBackend<D>> {
     }
 }
 
-/// The most elements of one sum: the residual stream of a step.
+/// Most elements of one sum: the residual stream of a step.
 fn summed(config: &ModelConfig, limits: DecoderLimits) -> usize {
     limits.tokens * config.hidden_size as usize
 }
 
-/// The most elements of one exchange of a rank: the residual stream of a step, or its part of the logits.
+/// Most elements that a rank exchanges at once: the residual stream of a step, or its part of the logits.
 fn exchanged(config: &ModelConfig, limits: DecoderLimits, ranks: usize) -> usize {
     let logits = (config.vocab_size as usize).div_ceil(ranks.max(1)).next_multiple_of(8) + 8;
     summed(config, limits).max(limits.samples * logits)
@@ -148,7 +148,7 @@ impl<B: Backend> ModelRunner for TensorParallel<B> {
     fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
         let launched = self.together(batch, |first| first.launch(batch, on_layer));
         if launched.is_err() && !self.others.is_empty() {
-            // Another rank's part of it is missing.
+            // Another rank's part of the step is missing.
             self.first.abandon();
         }
         launched
@@ -166,7 +166,7 @@ impl<B: Backend> ModelRunner for TensorParallel<B> {
         self.first.device()
     }
 
-    /// What the first rank's backend says, or the ranks' exchange where it cannot go on.
+    /// Rank 0's reason why it is lost, or the exchange's reason why the ranks cannot go on.
     fn lost(&mut self) -> Option<RunError> {
         ModelRunner::lost(&mut self.first).or_else(|| self.first.reset().err())
     }

@@ -1,7 +1,7 @@
-//! Which part of every weight a rank holds, and those parts as a file's bytes or as they are made.
+//! Computes which part of every weight a rank holds, and cuts out that part: of stored bytes, or of values that a seed makes.
 //!
-//! Pure: from (configuration, ranks, rank) to ranges. Rows of a stored matrix can be cut anywhere, since each is stored by itself; a row
-//! of a quantised type only between its blocks. Knows nothing of backends and of how ranks talk.
+//! Pure: a function of (configuration, ranks, rank). A stored matrix can be cut between any rows, because each row is stored by itself. A
+//! row of a quantised type can be cut only between its blocks. This module knows nothing of backends or of how ranks exchange.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::ModelError;
 /// Widths on a backend are multiples of this.
 const LANES: u32 = 8;
 
-/// What of a model one rank of several holds.
+/// The part of a model that one rank holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Sharding {
     ranks: u32,
@@ -28,7 +28,7 @@ pub struct Sharding {
     vocab_splits: Vec<usize>,
 }
 
-/// What of one tensor a rank holds.
+/// The part of one tensor that a rank holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Part {
     /// All of it.
@@ -39,14 +39,14 @@ pub enum Part {
     Columns(Range<usize>),
 }
 
-/// A part of a matrix, again as a file would store it or as it is made.
+/// A part of a matrix: stored as in a file, or made by a seed.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Stored<'a> {
-    /// Outputs.
+    /// Number of outputs.
     pub rows: usize,
-    /// Inputs.
+    /// Number of inputs.
     pub cols: usize,
-    /// Row by row; borrowed where the file has them side by side.
+    /// Row by row; borrowed if the part is contiguous in the file.
     pub data: WeightData<'a>,
 }
 
@@ -65,13 +65,13 @@ impl Sharding {
         }
     }
 
-    /// What `rank` of `ranks` holds of a model whose feed-forward width can be cut at multiples of `ffn_unit`.
+    /// The part of rank `rank` of `ranks`, for a model whose feed-forward width can be cut at multiples of `ffn_unit`.
     ///
-    /// Query and KV heads are split evenly; with more ranks than KV heads each KV head is held by several. The feed-forward width
+    /// Query and KV heads are split evenly. With more ranks than KV heads, several ranks hold the same KV head. The feed-forward width
     /// and the vocabulary are split as evenly as their units allow.
     ///
     /// # Errors
-    /// [`ModelError::Ranks`] with the field that cannot be split so, and the degrees that fit.
+    /// [`ModelError::Ranks`] with the field that cannot be split and the degrees that fit.
     pub fn new(config: &ModelConfig, ffn_unit: u32, ranks: u32, rank: u32) -> Result<Sharding, ModelError> {
         let refused = |(field, value)| {
             let degrees = (1..=config.heads).filter(|&ranks| obstacle(config, ffn_unit, ranks).is_none()).collect();
@@ -100,11 +100,11 @@ impl Sharding {
         })
     }
 
-    /// The same for an open model, whose stored types say where its feed-forward width can be cut.
+    /// The same as [`Sharding::new`] for an open model. The stored types determine where its feed-forward width can be cut.
     pub fn of(model: &Model, ranks: u32, rank: u32) -> Result<Sharding, ModelError> {
         let down = |name| matches!(name, TensorName::Layer(_, LayerTensor::Down));
         let blocks = model.tensors().into_iter().filter(|tensor| down(tensor.name));
-        // All are powers of two.
+        // Block sizes are powers of two, so the largest is a multiple of all.
         let unit = blocks.map(|tensor| tensor.dtype.block_elements() as u32).fold(LANES, u32::max);
         Sharding::new(model.config(), unit, ranks, rank)
     }
@@ -114,7 +114,7 @@ impl Sharding {
         self.ranks
     }
 
-    /// Which one this is, from 0.
+    /// This rank's number, from 0.
     pub fn rank(&self) -> u32 {
         self.rank
     }
@@ -129,7 +129,7 @@ impl Sharding {
         self.vocab.clone()
     }
 
-    /// Where each rank's logits begin among those of the vocabulary, and the end.
+    /// Where each rank's logits begin in the vocabulary, and the end of the last.
     pub fn vocab_splits(&self) -> &[usize] {
         &self.vocab_splits
     }
@@ -140,7 +140,7 @@ impl Sharding {
         ModelConfig { heads, kv_heads, intermediate_size: self.ffn.len() as u32, ..whole.clone() }
     }
 
-    /// What of a tensor this rank holds.
+    /// The part of a tensor that this rank holds.
     pub fn part(&self, name: TensorName) -> Part {
         use LayerTensor as T;
         if self.ranks == 1 {
@@ -163,7 +163,7 @@ impl Sharding {
     }
 }
 
-/// What keeps a model from being split over so many ranks: the first field, and its value.
+/// Why a model cannot be split over `ranks` ranks: the first field that does not fit, and its value.
 fn obstacle(config: &ModelConfig, ffn_unit: u32, ranks: u32) -> Option<(&'static str, u32)> {
     let units = |size: u32, unit: u32| size.div_ceil(unit.max(1));
     let (heads, kv_heads) = (config.heads, config.kv_heads);
@@ -178,7 +178,7 @@ fn obstacle(config: &ModelConfig, ffn_unit: u32, ranks: u32) -> Option<(&'static
     .find_map(|(fits, field, value)| (!fits).then_some((field, value)))
 }
 
-/// A rank's share of `total` in whole units, the last of which may be shorter.
+/// A rank's share of `total` in whole units. The last unit may be shorter.
 fn spread(total: u32, unit: u32, ranks: u32, rank: u32) -> Range<u32> {
     let units = u64::from(total.div_ceil(unit));
     let begin = |rank: u32| (units * u64::from(rank) / u64::from(ranks) * u64::from(unit)).min(total.into()) as u32;
@@ -186,7 +186,7 @@ fn spread(total: u32, unit: u32, ranks: u32, rank: u32) -> Range<u32> {
 }
 
 impl Part {
-    /// Which elements of a vector of `len` outputs.
+    /// The range of outputs in this part, of a tensor with `len` outputs.
     pub fn outputs(&self, len: usize) -> Range<usize> {
         match self {
             Part::Rows(rows) => rows.clone(),
@@ -194,7 +194,7 @@ impl Part {
         }
     }
 
-    /// Which of the inputs of a matrix with so many.
+    /// The range of inputs in this part, of a matrix with `len` inputs.
     pub fn inputs(&self, len: usize) -> Range<usize> {
         match self {
             Part::Columns(columns) => columns.clone(),
@@ -222,7 +222,7 @@ impl Part {
         Ok(Stored { rows: outputs.len(), cols: inputs.len(), data })
     }
 
-    /// The same of stored rows of `cols` elements.
+    /// This part of stored rows with `cols` elements each.
     fn cut<'a>(
         &self,
         name: TensorName,
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// Every row, and every column of what is split by columns, is on one rank; only KV heads may be on several.
+    /// Every row, or every column of a tensor split by columns, is on one rank. Only KV heads may be on several.
     #[test]
     fn parts_tile_every_tensor() {
         use LayerTensor as T;
@@ -339,7 +339,7 @@ mod tests {
         assert!(Sharding::new(&odd, 32, 3, 3).unwrap_err().to_string().starts_with("rank is 3, which 3 ranks"));
     }
 
-    /// A matrix whose blocks are numbered, so that a part shows where it came from.
+    /// Numbers the blocks of a matrix, so that a part shows where it came from.
     #[test]
     fn rows_are_cut_anywhere_and_columns_between_blocks() {
         let dtype = WeightDtype::Q4_1;
@@ -364,7 +364,7 @@ mod tests {
         );
     }
 
-    /// Rows as they are stored, made where they are not.
+    /// The bytes of rows; seeded rows are made first.
     fn rows_of(Stored { rows, cols, data }: Stored<'_>) -> (usize, usize, Vec<u8>) {
         let made = |all: SeededRows| {
             let mut bytes = vec![0; 2 * rows * cols];

@@ -1,8 +1,8 @@
 //! [`ThreadRanks`]: ranks that are threads of one process.
 //!
-//! Each rank has two slots that the others read. An exchange is: write the own slot, meet, read all slots. The next exchange uses the other
-//! slots, and whoever writes the first ones again has met everyone once more by then, so nobody still reads them: one meeting an
-//! exchange is enough. The locks around the slots are never contended; they are there so that this needs no `unsafe`.
+//! Each rank has two slots that the others read. In an exchange a rank writes its own slot, meets the others, and reads all slots. The next
+//! exchange uses the other slots. Before a rank writes its first slot again, it has met all others once more, so nobody still reads it. One
+//! meeting per exchange is therefore enough. The locks around the slots are never contended; they only avoid `unsafe`.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
@@ -11,7 +11,7 @@ use baton_kernels::{CpuBackend, Meeting};
 
 use super::Collective;
 
-/// Elements summed at a time, so that the sum stays in the cache while the ranks are added.
+/// Elements summed at a time, so that the sum stays in the cache while the ranks' parts are added.
 const PIECE: usize = 4096;
 
 /// One rank's side of an exchange.
@@ -22,21 +22,21 @@ pub struct ThreadRanks {
 
 struct SharedSlots {
     meeting: Meeting<RunError>,
-    /// Per rank; in use by turns.
+    /// Two slots per rank, used in turn.
     slots: Vec<[RwLock<Vec<f32>>; 2]>,
 }
 
 impl ThreadRanks {
-    /// A way between so many ranks, for exchanges of up to `elements` elements each.
+    /// All sides of an exchange between `ranks` ranks, for up to `elements` elements at a time.
     pub fn ranks(ranks: usize, elements: usize) -> Vec<ThreadRanks> {
         let slots = (0..ranks).map(|_| [0; 2].map(|_| RwLock::new(vec![0.0; elements]))).collect();
         let exchange = Arc::new(SharedSlots { meeting: Meeting::new(ranks), slots });
         (0..ranks).map(|rank| ThreadRanks { exchange: Arc::clone(&exchange), rank }).collect()
     }
 
-    /// Shows the others `x`, and waits until all have shown theirs.
+    /// Writes `x` to this rank's slot and waits until all ranks have written theirs. Returns which of the two slots to read.
     fn show(&self, x: &[f32]) -> Result<usize, RunError> {
-        // The same on every rank: it changes only when this one too arrives.
+        // The count is the same on every rank: it changes only when this rank arrives too.
         let side = (self.exchange.meeting.count() % 2) as usize;
         let mut slot = self.exchange.slots[self.rank][side].write().unwrap_or_else(PoisonError::into_inner);
         let room = slot.len();

@@ -1,4 +1,4 @@
-//! Launches and collections over a device that records what it is asked for.
+//! Launches and collections on a device that records all calls.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
 use super::*;
 use crate::{DecoderLimits, kv_layout};
 
-/// An engine over a model on a device that computes nothing and records all that it is asked for.
+/// An engine, and a model on a device that computes nothing and records all calls.
 struct Scene {
     engine: Engine,
     runner: Decoder<CudaBackend<Recorder<Nowhere>>>,
@@ -52,7 +52,7 @@ impl Scene {
         (step, launched)
     }
 
-    /// The same of a new sequence alone.
+    /// Submits a new sequence, plans a step and launches it.
     fn launch_new(&mut self, max_tokens: u32) -> (Step, Result<(), RunError>) {
         let new = NewSequence {
             request_id: RequestId("r".to_owned()),
@@ -73,13 +73,13 @@ impl Scene {
         self.engine.with_batch(step, |batch| runner.collect(batch, &mut Vec::new()))
     }
 
-    /// The step failed: its blocks are free from here on.
+    /// Fails the step: its blocks are free from now on.
     fn fail(&mut self, step: Step, error: RunError) {
         self.engine.fail(step, error, &mut self.events);
     }
 }
 
-/// q, k and v are one product, gate and up another, and nothing lies between but what only a kernel of its own can do.
+/// q, k and v are one product, gate and up are another. Other kernels run only where no product can do their work.
 #[test]
 fn a_layer_of_a_decode_step_is_nine_launches() {
     let mut scene = Scene::new();
@@ -120,14 +120,14 @@ fn a_layer_of_a_decode_step_is_nine_launches() {
     assert_eq!(scene.device.problems(), [""; 0]);
 }
 
-/// I3, I6: what a launch had queued before it failed reads and writes blocks that are free as soon as that is told.
+/// I3, I6: work that a launch queued before it failed uses blocks that are free as soon as the failure is known.
 #[test]
 fn nothing_of_a_step_is_under_way_when_its_launch_has_failed() {
     let mut scene = Scene::new();
     let (step, launched) = scene.launch_new(4);
     launched.unwrap();
     assert!(!scene.device.under_way().is_empty());
-    // Behind one that is not collected, in the midst of a layer.
+    // This launch fails in the middle of a layer, behind a step that is not collected.
     scene.device.refuse("baton_gate_mul");
     let (second, launched) = scene.launch();
     assert!(launched.as_ref().unwrap_err().0.contains("baton_gate_mul"));

@@ -1,4 +1,4 @@
-//! The transitions, one function for each input. What several have in common is in `moves.rs`.
+//! The transitions, one function for each input. Code that several of them share is in `moves.rs`.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 use super::{Action, Failure, Input, Leg, RequestLimits, State};
 use crate::placement::Placed;
 
-/// Decode tokens kept while the prefill stream still owes the one before them. The two streams are two connections, so
-/// the decode worker can be ahead by what one of them delays; more than this is a prefill stream that hangs.
+/// Most decode tokens kept while the prefill stream has not sent the first token. The two streams are two connections, so
+/// decode tokens can overtake the first token. More of them than this means that the prefill stream hangs.
 const MAX_EARLY: usize = 1024;
-/// Waits for a worker to appear during a recovery: 50 ms doubling, 1.55 s in all, within the 2 s of I5.
+/// Most waits for a worker to appear during a recovery. They double from [`FIRST_WAIT`]: 1.55 s in all, within the 2 s of I5.
 const MAX_WAITS: u32 = 5;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
 
@@ -20,28 +20,29 @@ const FIRST_WAIT: Duration = Duration::from_millis(50);
 pub struct RequestMachine {
     pub(super) limits: RequestLimits,
     pub(super) state: State,
-    /// Ids given to the client; the next index is its length (I4).
+    /// Ids of the tokens given to the client. The next index is its length (I4).
     pub(super) emitted: Vec<u32>,
-    /// How many of them the open decode stream was told of.
+    /// How many of the emitted tokens the newest decode stream was opened with.
     pub(super) base: usize,
     /// Failures that cost an attempt.
     pub(super) attempt: u32,
     pub(super) waits: u32,
     pub(super) verify_failures: u32,
     pub(super) avoid: Vec<WorkerId>,
-    /// Those of them that are not asked again at all: they hang, drain or are gone.
+    /// Workers in `avoid` that are never asked again: they hang, drain or are gone.
     pub(super) gone: Vec<WorkerId>,
     pub(super) last_failure: Option<Failure>,
     pub(super) decode_open: bool,
     pub(super) prefill_open: bool,
-    /// Decode tokens ahead of the prefill stream's token, and the end if that came too.
+    /// Decode tokens that came before the prefill stream's first token.
     pub(super) early: VecDeque<TokenOut>,
+    /// The end of the answer, if it came before the first token too.
     pub(super) early_finish: Option<FinishReason>,
     pub(super) cached_tokens: u32,
 }
 
 impl RequestMachine {
-    /// A new request, and the first thing to do for it.
+    /// A new request, and the first action for it.
     pub fn start(limits: RequestLimits) -> (RequestMachine, Action) {
         let machine = RequestMachine {
             limits,
@@ -68,7 +69,7 @@ impl RequestMachine {
         self.state
     }
 
-    /// Ids emitted so far.
+    /// Ids of the tokens emitted so far.
     pub fn emitted(&self) -> &[u32] {
         &self.emitted
     }
@@ -83,8 +84,8 @@ impl RequestMachine {
         matches!(self.state, State::Finished | State::Failed)
     }
 
-    /// Takes one input; appends what is to be done. Inputs that come too late or from a stream that was dropped have
-    /// no effect.
+    /// Takes one input and appends the actions it leads to. Inputs that come too late, or from a stream that was dropped,
+    /// have no effect.
     pub fn step(&mut self, input: Input, out: &mut Vec<Action>) {
         if self.ended() {
             return;
@@ -132,11 +133,14 @@ impl RequestMachine {
         }
     }
 
-    /// Nobody can take it. A new request is refused now, before any work is spent; one that was running waits a little
-    /// for a worker to come back, unless all there are said they are full.
+    /// Handles that no worker can take the request:
     ///
-    /// Workers that failed may be well again after a wait, and to ask costs nothing. One that hangs, drains or is gone is not asked
-    /// again ([`Condition`](super::Condition)).
+    /// - A new request fails at once, before any work is spent.
+    /// - A request that failed before waits for a worker to come back, unless its last failure was a full worker and nothing
+    ///   is emitted yet.
+    ///
+    /// After the wait, workers that failed are asked again: they may have recovered, and asking costs nothing. Workers that
+    /// hang, drain or are gone are not ([`Condition`](super::Condition)).
     fn wait_for_a_worker(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let Some(last) = self.last_failure.clone() else { return self.fail(failure, out) };
         let full = last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty();
@@ -169,7 +173,7 @@ impl RequestMachine {
 
     fn on_started(&mut self, cached_tokens: u32) {
         if let State::Reserving { decode, .. } = self.state {
-            // It has next to all of the prompt: no KV is to come.
+            // The decode worker's cache has nearly all of the prompt, so no handoff follows.
             self.state = State::Decoding { decode, prefill: None };
         }
         self.note_cached(cached_tokens);
@@ -220,7 +224,7 @@ impl RequestMachine {
                 self.early.push_back(token);
             }
             State::Prefilling { decode, prefill } | State::Transferring { decode, prefill } => {
-                // A decode worker that has a token has all the KV.
+                // A decode worker that sends a token has received all the KV.
                 self.state = State::Decoding { decode, prefill: Some(prefill) };
                 self.accept(token, out);
                 self.flush_early(out);
@@ -250,7 +254,7 @@ impl RequestMachine {
 
     fn on_decode_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
         if !self.decode_open || self.early_finish.is_some() {
-            // A stream that has said its last word may go.
+            // The stream was dropped or has sent its last message, so its end is no failure.
             return;
         }
         self.decode_open = false;
@@ -272,13 +276,14 @@ impl RequestMachine {
         self.prefill_failed(failure, out);
     }
 
-    /// The KV that was on its way may be incomplete, and its sender may still be writing: the reservation is given back,
-    /// which fences its epoch (I3), and a prefill worker, another or over another path, writes into a new one.
+    /// Recovers from a failed prefill or handoff. The KV may be incomplete, and its sender may still be writing. So the
+    /// reservation is given back, which fences its epoch (I3). A prefill worker then writes into a new reservation: another
+    /// worker, or the same one over another path.
     fn prefill_failed(&mut self, failure: Failure, out: &mut Vec<Action>) {
         let (State::Prefilling { decode, prefill } | State::Transferring { decode, prefill }) = self.state else {
             return;
         };
-        // Where only the way between the two broke, they may have another.
+        // If only the path between the two workers broke, they may have another path, so neither is avoided.
         let (leg, culprit) = match failure.kind {
             ErrorKind::PathLost => (Leg::Transfer, None),
             _ => (Leg::Prefill, Some(prefill)),

@@ -1,8 +1,8 @@
 //! One request from placement to its end, with every recovery on the way, as an explicit state machine.
 //!
-//! The driver (the router) owns at most one decode stream and one prefill stream, turns what happens on them into
-//! [`Input`]s and does what the [`Action`]s say. The machine knows no stream, no clock and no text. It owns what must
-//! not go wrong: every index reaches the client once and in order (I4), and every request ends (I5).
+//! The driver (the router) owns at most one decode stream and one prefill stream. It turns events on them into [`Input`]s
+//! and carries out the [`Action`]s. The machine knows no stream, no clock and no text. It guarantees that every index
+//! reaches the client once and in order (I4), and that every request ends (I5).
 //!
 //! ```text
 //!              Placed(split)          Reserved          FirstToken           Transferred
@@ -35,44 +35,44 @@ pub struct RequestLimits {
     pub max_tokens: u32,
     /// Tokens that end the answer.
     pub stop_token_ids: Vec<u32>,
-    /// How often work may be started for this request, at least 1.
+    /// Most attempts at this request, at least 1. A failure costs one, unless its worker took nothing on.
     pub max_attempts: u32,
 }
 
-/// Why a leg ended, or why a request does.
+/// Why a leg or a request failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
-    /// What kind; decides whether another worker may help.
+    /// Kind of error. It decides whether another worker may help.
     pub kind: ErrorKind,
-    /// For people.
+    /// Explanation for people.
     pub message: String,
-    /// What it says of the worker.
+    /// What the failure says about the worker.
     pub worker: Condition,
 }
 
-/// What a failure says of its worker, and so whether this request asks it again.
+/// What a failure says about its worker. It decides whether this request asks that worker again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Condition {
-    /// It may be well again after a while.
+    /// The worker may recover after a while.
     Usable,
-    /// Nothing came from it: it hangs, or is gone. Each further try would cost as long as its silence took to notice (I5).
+    /// The worker does not respond: it hangs or is gone. Each further try would take as long as noticing this took (I5).
     Silent,
-    /// It took nothing on: it drains, or has left. No work was started, so the failure costs no attempt.
+    /// The worker drains or has left, and did not take the request. No work was started, so the failure costs no attempt.
     Leaving,
 }
 
 impl Failure {
-    /// A failure of this kind.
+    /// A failure of this kind, of a worker that may recover.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Failure {
         Failure { kind, message: message.into(), worker: Condition::Usable }
     }
 
-    /// A worker that says nothing, not even that it is gone.
+    /// The failure of a worker that does not respond ([`Condition::Silent`]).
     pub fn silent(message: impl Into<String>) -> Failure {
         Failure { worker: Condition::Silent, ..Failure::new(ErrorKind::Unavailable, message) }
     }
 
-    /// A worker that takes nothing new.
+    /// The failure of a worker that takes no new requests ([`Condition::Leaving`]).
     pub fn leaving(message: impl Into<String>) -> Failure {
         Failure { worker: Condition::Leaving, ..Failure::new(ErrorKind::Unavailable, message) }
     }
@@ -83,70 +83,71 @@ impl Failure {
 pub enum State {
     /// Waiting for workers to be chosen.
     Placing,
-    /// Nobody could take it; waiting before asking again.
+    /// No worker could take the request; waiting before asking again.
     BackingOff,
-    /// The decode stream is open; waiting for its reservation, or for word that it needs none.
+    /// The decode stream is open; waiting for its reservation, or for the message that it needs none.
     Reserving {
-        /// Will decode.
+        /// The worker that will decode.
         decode: WorkerId,
-        /// Will prefill.
+        /// The worker that will prefill.
         prefill: WorkerId,
     },
-    /// The prefill worker is lost and the reservation given back; waiting for another prefill worker.
+    /// Prefill or handoff failed and the reservation was given back; waiting for another placement of the prefill.
     PlacingPrefill {
-        /// Will be asked for a new reservation.
+        /// The worker that will be asked for a new reservation.
         decode: WorkerId,
     },
-    /// The prompt is being computed; its KV is on its way layer by layer.
+    /// The prompt is being computed; its KV is being transferred layer by layer.
     Prefilling {
-        /// Holds the reservation.
+        /// The worker that holds the reservation.
         decode: WorkerId,
-        /// Computes.
+        /// The worker that computes the prompt.
         prefill: WorkerId,
     },
-    /// The first token is out; the tail of the KV is still on its way.
+    /// The first token is emitted; the tail of the KV is still being transferred.
     Transferring {
-        /// Holds the reservation.
+        /// The worker that holds the reservation.
         decode: WorkerId,
-        /// Sends.
+        /// The worker that sends the KV.
         prefill: WorkerId,
     },
-    /// The decode worker has all it needs.
+    /// The decode worker needs nothing more from a prefill worker.
     Decoding {
-        /// Decodes.
+        /// The worker that decodes.
         decode: WorkerId,
-        /// Sent the KV; None: the decode worker computes the prompt itself.
+        /// The worker that sent the KV. None: the decode worker computes the prompt itself.
         prefill: Option<WorkerId>,
     },
-    /// The answer is complete, or its client has left.
+    /// The answer is complete, or the client has left.
     Finished,
     /// Answered with an error.
     Failed,
 }
 
-/// What happened.
+/// An event that the machine reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Input {
     /// Answer to [`Action::Place`].
     Placed(Placed),
-    /// Answer to [`Action::Place`]: nobody.
+    /// Answer to [`Action::Place`]: no worker can take the request.
     NotPlaced(Failure),
     /// The decode worker reserved blocks.
     Reserved,
     /// The prefill worker sampled its token.
     FirstToken {
-        /// Numbered by how many tokens the sequence had been given.
+        /// The token. Its index is the number of answer tokens that the stream was opened with.
         token: TokenOut,
-        /// Set when it ends the answer.
+        /// Set when this token ends the answer.
         finish: Option<FinishReason>,
         /// Prompt tokens the prefill worker did not have to compute.
         cached_tokens: u32,
     },
-    /// The prefill worker's part is done and applied at the decode worker.
+    /// The prefill worker is done, and all its KV is applied at the decode worker.
     Transferred,
     /// A token from the decode worker.
     Token(TokenOut),
-    /// The decode worker has computed the prompt itself: it was asked to, or has next to all of it and needs no handoff.
+    /// The decode worker computes the prompt itself. Either it was asked to, or its cache has nearly all of the prompt and it
+    /// needs no handoff.
     Started {
         /// Prompt tokens it did not have to compute.
         cached_tokens: u32,
@@ -155,11 +156,11 @@ pub enum Input {
     Finished(FinishReason),
     /// The decode stream ended before the answer did.
     DecodeLost(Failure),
-    /// The prefill stream ended before its part was done.
+    /// The prefill stream ended before the prefill worker was done.
     PrefillLost(Failure),
-    /// The decode worker is well, but says that the KV it reserved blocks for will not come. Its stream has ended.
+    /// The decode worker is healthy, but reports that the KV it reserved blocks for will not come. The decode stream has ended.
     HandoffFailed(Failure),
-    /// KV arrived that does not verify (I2). Whichever stream said so has ended.
+    /// KV arrived that fails verification (I2). The stream that reported it has ended.
     VerifyFailed(Failure),
     /// The time asked for by [`Action::Backoff`] has passed.
     BackoffOver,
@@ -167,7 +168,7 @@ pub enum Input {
     StopMatched,
     /// The request's deadline has passed.
     Deadline,
-    /// The driver gives the request up, for example because its process stops.
+    /// The driver gives up the request, for example because its process stops.
     Abort(Failure),
     /// The client went away.
     ClientGone,
@@ -195,48 +196,48 @@ impl Leg {
     }
 }
 
-/// What the driver does, in the order given.
+/// What the driver must do. It carries out actions in the order given.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Action {
     /// Choose workers, leaving out [`RequestMachine::avoid`]; answer with `Placed` or `NotPlaced`.
     Place {
-        /// Keeps this decode worker, which may hold some of the prefix; only a prefill worker is wanted.
+        /// Keep this decode worker, which may hold some of the prefix; only a prefill worker is wanted.
         decode: Option<WorkerId>,
-        /// False: decode prefills locally.
+        /// False: the decode worker is to prefill locally.
         split: bool,
     },
-    /// Open a decode stream for prompt + the tokens emitted until now.
+    /// Open a decode stream for the prompt and the tokens emitted so far.
     OpenDecode {
-        /// Where.
+        /// The decode worker.
         worker: WorkerId,
-        /// The decode worker computes the prompt itself.
+        /// True: the decode worker computes the prompt itself.
         local: bool,
     },
     /// Run prefill for the sequence of the open decode stream, into its reservation.
     RunPrefill {
-        /// Where.
+        /// The prefill worker.
         worker: WorkerId,
     },
-    /// Give this token to the client.
+    /// Send this token to the client.
     Emit(TokenOut),
     /// Drop the decode stream; the worker frees everything.
     CancelDecode,
     /// Drop the prefill stream; the worker frees everything.
     CancelPrefill,
-    /// Wait, then say `BackoffOver`.
+    /// Wait this long, then send [`Input::BackoffOver`].
     Backoff(Duration),
     /// For logs and metrics: a failure is being recovered from.
     Recovering {
-        /// What failed.
+        /// The leg that failed.
         leg: Leg,
-        /// How.
+        /// The failure.
         cause: Failure,
     },
     /// The answer is complete. The last action.
     Finish {
         /// Why it ended.
         reason: FinishReason,
-        /// Prompt tokens whose KV was reused on the first attempt.
+        /// Prompt tokens whose KV was reused, on the attempt that gave the first token.
         cached_tokens: u32,
     },
     /// Answer with an error. The last action.

@@ -1,26 +1,26 @@
-//! What several transitions have in common: emitting in order, opening and closing legs, and spending attempts.
+//! Code that several transitions share: emitting in order, opening and closing legs, and spending attempts.
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::machine::RequestMachine;
 use super::{Action, Condition, Failure, Leg, State};
 
-/// Verification may fail this often before the prompt is computed where it is needed.
+/// After this many verification failures, the decode worker computes the prompt itself.
 const MAX_VERIFY_FAILURES: u32 = 2;
 
 impl RequestMachine {
-    /// True for a decode token that follows the one the prefill stream still owes.
+    /// True for a decode token that comes in order, but before the first token, which the prefill stream still has to send.
     pub(super) fn is_early(&self, token: &TokenOut) -> bool {
         self.emitted.len() == self.base && token.index as usize == self.base + 1 + self.early.len()
     }
 
-    /// Gives the token to the client if it is the next one, drops it if it is a duplicate. False when it was neither
-    /// and a recovery began (or the request ended).
+    /// Emits the token if it is the next one, and drops it if it is a duplicate. False when it is neither, or exceeds the
+    /// limit of tokens: then a recovery has begun or the request has ended.
     pub(super) fn accept(&mut self, token: TokenOut, out: &mut Vec<Action>) -> bool {
         let (index, next) = (token.index as usize, self.emitted.len());
         if index < next {
             if self.emitted[index] != token.id {
-                // The worker continues another answer than the client has (I1 broken): resume from the client's.
+                // The worker continues an answer that differs from the client's (I1 broken). Resume from the client's answer.
                 let differs = format!("token {index} is {}, but the client has {}", token.id, self.emitted[index]);
                 self.restart(Failure::new(ErrorKind::DataLoss, differs), out);
                 return false;
@@ -49,7 +49,7 @@ impl RequestMachine {
         }
     }
 
-    /// The answer's end, if the tokens emitted say so by themselves.
+    /// Why the answer ends, if the emitted tokens alone end it: a stop token, or the limit of tokens.
     pub(super) fn natural_end(&self) -> Option<FinishReason> {
         let last = self.emitted.last()?;
         if self.limits.stop_token_ids.contains(last) {
@@ -58,7 +58,8 @@ impl RequestMachine {
         (self.emitted.len() >= self.limits.max_tokens as usize).then_some(FinishReason::Length)
     }
 
-    /// Of the attempt that gave the first token; those after it compute the prompt once more, with the answer so far.
+    /// Records the cached tokens of the attempt that gives the first token. Later attempts are not counted: they compute the
+    /// prompt again, together with the answer so far.
     pub(super) fn note_cached(&mut self, tokens: u32) {
         if self.base == 0 {
             self.cached_tokens = tokens;
@@ -70,7 +71,7 @@ impl RequestMachine {
         out.push(Action::Place { decode: None, split: !self.recompute() });
     }
 
-    /// True when KV from elsewhere is not to be tried again.
+    /// True when the decode worker is to compute the prompt itself, and no handoff is to be tried again.
     pub(super) fn recompute(&self) -> bool {
         self.verify_failures >= MAX_VERIFY_FAILURES || (self.attempt > 0 && self.last_attempt())
     }
@@ -91,7 +92,7 @@ impl RequestMachine {
         self.state = State::Decoding { decode, prefill: None };
     }
 
-    /// Asks for a reservation that `prefill` is to write into.
+    /// Asks `decode` for a reservation that `prefill` is to write into.
     pub(super) fn reserve(&mut self, decode: WorkerId, prefill: WorkerId, out: &mut Vec<Action>) {
         self.open_decode(decode, false, out);
         self.state = State::Reserving { decode, prefill };
@@ -101,11 +102,11 @@ impl RequestMachine {
         self.restart(Failure::new(ErrorKind::Internal, format!("the decode worker sent {what}")), out);
     }
 
-    /// The decode stream is lost, or cannot be trusted any further: starts over at the next index, on another worker if
-    /// there is one.
+    /// Starts over at the next index, on another worker if there is one. Called when the decode stream is lost or can no longer
+    /// be trusted.
     pub(super) fn restart(&mut self, failure: Failure, out: &mut Vec<Action>) {
         if let Some(reason) = self.natural_end() {
-            // Everything the client can get, it has.
+            // The client already has the whole answer.
             return self.finish(reason, out);
         }
         let decode = match self.state {
@@ -123,12 +124,14 @@ impl RequestMachine {
 
     pub(super) fn spend_verification(&mut self, failure: Failure, out: &mut Vec<Action>) -> bool {
         self.verify_failures += 1;
-        // Nobody is avoided: either side may be at fault, and the same pair is tried again first.
+        // No worker is avoided: either one may be at fault, and the same pair is tried again first.
         self.spend_attempt(Leg::Transfer, failure, None, out)
     }
 
-    /// Counts a failure. False when it was one too many, or of a kind no other worker can help with. A worker that took nothing on
-    /// costs no attempt; since it is not asked again, there are at most as many such failures as workers (I5).
+    /// Counts a failure. False when the request fails: no attempt is left, or no other worker can help with this kind.
+    ///
+    /// A worker that did not take the request ([`Condition::Leaving`]) costs no attempt. Such a worker is not asked again, so
+    /// there are at most as many of these failures as workers (I5).
     pub(super) fn spend_attempt(
         &mut self,
         leg: Leg,
@@ -154,7 +157,7 @@ impl RequestMachine {
         true
     }
 
-    /// Drops whatever is open.
+    /// Drops the open streams and the early tokens.
     pub(super) fn close(&mut self, out: &mut Vec<Action>) {
         if std::mem::take(&mut self.decode_open) {
             out.push(Action::CancelDecode);

@@ -1,31 +1,34 @@
-//! What the workers of a model take: asked before a request is admitted, and told to clients as the context's length.
+//! How long a sequence the workers of a model can take. Checked before a request is admitted, and reported to clients as the
+//! context length.
 
 use baton_membership::{Member, Role};
 
-/// KV tokens that a decode worker can hold, and the longest sequence.
+/// How many KV tokens a decode worker can hold, and the longest sequence it takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Capacity {
+    /// Tokens that the largest KV pool of a decode worker holds.
     largest: u64,
+    /// Tokens of the longest sequence every worker takes, if known.
     context: Option<u32>,
-    /// What a sequence needs at once, however long it is.
+    /// Most tokens one sequence has in the pool at once, however long it is; `u64::MAX`: all its tokens.
     window: u64,
 }
 
 impl Capacity {
-    /// Nothing is known; placement will say more.
+    /// Nothing is known, so nothing is limited here. Placement decides.
     pub const UNKNOWN: Capacity = Capacity { largest: u64::MAX, context: None, window: u64::MAX };
 
-    /// Of workers whose largest pool holds this many tokens.
+    /// The capacity of workers whose largest pool holds this many tokens.
     pub fn of(largest: u64) -> Capacity {
         Capacity { largest, ..Capacity::UNKNOWN }
     }
 
-    /// The same for sequences that need this many tokens at once.
+    /// The same capacity, for sequences that have at most this many tokens in the pool at once.
     pub fn with_window(self, window: u64) -> Capacity {
         Capacity { window, ..self }
     }
 
-    /// What `members` take together: the workers of one model.
+    /// The capacity of `members`, the workers of one model, together.
     pub(super) fn together<'a>(members: impl Iterator<Item = &'a Member> + Clone) -> Capacity {
         let context = members.clone().map(|m| m.context_tokens).filter(|tokens| *tokens > 0).min();
         let tokens = |m: &Member| u64::from(m.blocks) * u64::from(m.block_size);
@@ -38,14 +41,14 @@ impl Capacity {
         }
     }
 
-    /// Tokens that one answer may have in the pool of a decode worker, prompt included. Several answers of a request share
-    /// what they have in common, and those for which there is no room wait for it.
+    /// Most tokens of one answer that fit the pool of a decode worker, prompt included. Several answers of a request share
+    /// their common prefix; an answer for which there is no room waits.
     pub fn pool(&self) -> u32 {
         if self.window <= self.largest { u32::MAX } else { self.largest.try_into().unwrap_or(u32::MAX) }
     }
 
-    /// Longest sequence that every worker takes, tokens; a request may be placed on any of them. Shorter than the model's
-    /// context when a worker is set so, longer when they keep sinks and a window.
+    /// Tokens of the longest sequence that every worker takes; a request may be placed on any of them. Shorter than the
+    /// model's context when a worker is configured so, longer when the workers keep sinks and a window.
     pub fn context(&self) -> Option<u32> {
         self.context
     }

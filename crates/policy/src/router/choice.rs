@@ -1,16 +1,16 @@
-//! One answer on its way: its request's state machine, its two streams, its clocks.
+//! One answer in progress: its request's state machine, its two streams and its timers.
 //!
-//! The shell owns the streams and the client's sink. It tells what happens on them as [`ChoiceInput`]s, and does the
-//! [`Effect`]s in the order given. It knows no transport and no text.
+//! The shell owns the streams and the client's sink. It reports events on them as [`ChoiceInput`]s, and carries out the
+//! [`Effect`]s in the order given. A choice knows no connection and no text.
 //!
-//! Two rules for the shell. When several things have happened, it tells them in this order:
+//! The shell follows two rules. When several events have happened, it reports them in this order:
 //!
-//! 1. the client is gone; the process stops;
-//! 2. what the prefill stream said. The decode stream may be ahead of it by as much as the sockets hold;
-//! 3. the clock ([`Choice::next_wake`]);
-//! 4. what the decode stream said.
+//! 1. The client is gone, or the process stops.
+//! 2. Messages of the prefill stream. The decode stream may be ahead of it by as much as the sockets hold.
+//! 3. The clock ([`Choice::next_wake`]).
+//! 4. Messages of the decode stream.
 //!
-//! And it tells nothing of a stream that was dropped, or replaced by another.
+//! And it reports nothing of a stream that was dropped or replaced.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,89 +23,90 @@ use crate::placement::Placed;
 use crate::prefixes::Prefixes;
 use crate::request::{Action, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 
-/// That its connection to the prefill worker broke is all a decode worker sees when that one dies. Whether it lives is what
-/// the prefill stream says, and so long that is waited for.
+/// How long to wait for the prefill stream after the decode worker reports that its path to the prefill worker broke. When a
+/// prefill worker dies, the decode worker sees only a broken connection. The prefill stream tells whether the prefill worker
+/// is alive.
 pub const SECOND_WORD: Duration = Duration::from_millis(100);
 
-/// What is to be answered.
+/// A request for one answer.
 #[derive(Clone, Debug)]
 pub struct NewRequest {
     /// Token ids.
     pub prompt: Arc<[u32]>,
-    /// Names of what it begins with ([`Prefixes::names`]).
+    /// Names of the prompt's prefixes ([`Prefixes::names`]).
     pub names: Arc<[u64]>,
-    /// Whose prefixes it may share.
+    /// The tenant's salt. Requests share prefixes only with requests of the same salt.
     pub cache_salt: String,
     /// Bounds of the answer.
     pub limits: RequestLimits,
-    /// When it must be done.
+    /// When the answer must be complete.
     pub deadline: Instant,
 }
 
-/// What happened.
+/// An event that the choice reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum ChoiceInput {
     /// Answer to [`Effect::Place`].
     Placed(Result<Placed, Failure>),
-    /// The decode stream said something.
+    /// A message of the decode stream.
     DecodeSaid(DecodeWord),
-    /// The decode stream ended, without a last message.
+    /// The decode stream ended without a last message.
     DecodeEnded(LegEnd),
-    /// The prefill stream said something.
+    /// A message of the prefill stream.
     PrefillSaid(PrefillWord),
-    /// The prefill stream ended, without a last message.
+    /// The prefill stream ended without a last message.
     PrefillEnded(LegEnd),
-    /// What became of an [`Effect::Emit`].
+    /// The result of an [`Effect::Emit`].
     Taken(Taken),
     /// The client went away.
     ClientGone,
-    /// The router's process stops, and waits no longer.
+    /// The router's process stops and waits no longer.
     Stopping,
     /// The time of [`Choice::next_wake`] may have come.
     Wake,
 }
 
-/// What became of a token.
+/// The result of giving a token to the client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Taken {
-    /// The client has it, or will.
+    /// The client has the token, or will have it.
     Sent,
-    /// It completed a stop string; nothing after it is wanted.
+    /// The token completed a stop string. No token after it is wanted.
     StopMatched,
     /// The client is gone.
     ClientGone,
 }
 
-/// What a stream is opened for.
+/// The sequence for which a stream is opened.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Sequence {
-    /// The prompt, and the answer as far as the client has it.
+    /// Token ids of the prompt, then of the answer as far as the client has it.
     pub tokens: Arc<[u32]>,
-    /// How many of them are the prompt.
+    /// How many of `tokens` are the prompt.
     pub prompt_tokens: u32,
-    /// Until the deadline.
+    /// Time left until the deadline.
     pub time_left: Duration,
 }
 
-/// What the shell does, in the order given.
+/// What the shell must do. It carries out effects in the order given.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Effect {
-    /// Ask [`crate::Fleet::place`]; answer with [`ChoiceInput::Placed`].
+    /// Call [`crate::Fleet::place`]; answer with [`ChoiceInput::Placed`].
     Place(Ask),
     /// Open a decode stream, in place of any other.
     OpenDecode {
-        /// Where.
+        /// The decode worker.
         worker: WorkerId,
-        /// The decode worker computes the prompt itself.
+        /// True: the decode worker computes the prompt itself.
         local: bool,
-        /// What for.
+        /// The sequence to continue.
         sequence: Sequence,
     },
     /// Open a prefill stream, in place of any other.
     OpenPrefill {
-        /// Where.
+        /// The prefill worker.
         worker: WorkerId,
-        /// Where its KV goes: the decode worker's own words.
+        /// Where the KV goes, as given in the decode worker's reservation.
         target: Vec<u8>,
         /// The same tokens as the decode stream's.
         sequence: Sequence,
@@ -118,53 +119,56 @@ pub enum Effect {
     Emit(TokenOut),
     /// For logs and metrics: a failure is being recovered from.
     Recovering {
-        /// What failed.
+        /// The leg that failed.
         leg: Leg,
-        /// How.
+        /// The failure.
         cause: Failure,
     },
-    /// Tell [`crate::Fleet::note`]: what is asked next may begin with this answer.
+    /// Call [`crate::Fleet::note`], because a later prompt may begin with this prompt and answer.
     Note {
-        /// Where it ran.
+        /// Where the request ran.
         placed: Placed,
-        /// Names of prompt and answer.
+        /// Names of the prefixes of prompt and answer.
         names: Vec<u64>,
     },
     /// The answer is complete. The last effect.
     Finish {
         /// Why it ended.
         reason: FinishReason,
-        /// Prompt tokens whose KV was reused on the first attempt.
+        /// Prompt tokens whose KV was reused, on the attempt that gave the first token.
         cached_tokens: u32,
     },
     /// Answer with an error. The last effect.
     Fail(Failure),
 }
 
-/// One answer.
+/// One answer in progress.
 #[derive(Clone, Debug)]
 pub struct Choice {
     request: NewRequest,
     machine: RequestMachine,
     placed: Option<Placed>,
-    /// Of the newest decode stream: its tokens, and where its KV may be written.
+    /// Tokens that the newest decode stream was opened with.
     tokens: Arc<[u32]>,
+    /// Where its KV may be written, from its reservation.
     target: Vec<u8>,
-    /// The streams that are open and have not said their last word.
+    /// The decode stream is open and has not sent its last message.
     decode: bool,
+    /// The prefill stream is open and has not sent its last message.
     prefill: bool,
     /// The decode stream's last message was a reservation.
     awaiting_kv: bool,
-    /// When a worker is looked for again.
+    /// When to look for a worker again.
     backoff: Option<Instant>,
-    /// What the decode stream said last, and until when the prefill stream may say something first.
+    /// A broken path reported by the decode worker, held back until this time so that the prefill stream can report first
+    /// ([`SECOND_WORD`]).
     held: Option<(Instant, Failure)>,
-    /// The machine's words, kept for their room.
+    /// Buffer for the machine's actions, kept to reuse its memory.
     said: Vec<Action>,
 }
 
 impl Choice {
-    /// A new answer, and the first thing to do for it.
+    /// Starts a new answer and appends its first effects.
     pub fn start(request: NewRequest, now: Instant, out: &mut Vec<Effect>) -> Choice {
         let (machine, first) = RequestMachine::start(request.limits.clone());
         let mut choice = Choice {
@@ -189,7 +193,7 @@ impl Choice {
         self.machine.state()
     }
 
-    /// Ids emitted so far.
+    /// Ids of the tokens emitted so far.
     pub fn emitted(&self) -> &[u32] {
         self.machine.emitted()
     }
@@ -199,20 +203,20 @@ impl Choice {
         self.machine.ended()
     }
 
-    /// When it must be done, whatever happens. Also bounds how long the shell waits for a client that does not read.
+    /// When the answer must be complete, whatever happens. Also bounds how long the shell waits for a client that does not read.
     pub fn deadline(&self) -> Instant {
         self.request.deadline
     }
 
-    /// When to say [`ChoiceInput::Wake`] at the latest; None once the answer has ended.
+    /// When to send [`ChoiceInput::Wake`] at the latest. None once the answer has ended.
     pub fn next_wake(&self) -> Option<Instant> {
         let held = self.held.as_ref().map(|(until, _)| *until);
         let next = [Some(self.request.deadline), self.backoff, held].into_iter().flatten().min();
         next.filter(|_| !self.ended())
     }
 
-    /// Takes one input; appends what is to be done. Inputs that come too late, or from a stream that has said its last word,
-    /// have no effect.
+    /// Takes one input and appends the effects it leads to. Inputs that come too late, or from a stream that has sent its last
+    /// message, have no effect.
     pub fn step(&mut self, input: ChoiceInput, now: Instant, out: &mut Vec<Effect>) {
         use ChoiceInput::*;
         if self.ended() {
@@ -269,7 +273,7 @@ impl Choice {
         }
     }
 
-    /// Does what is due.
+    /// Handles the timers that are due.
     fn wake(&mut self, now: Instant, out: &mut Vec<Effect>) {
         if self.backoff.take_if(|at| *at <= now).is_some() {
             self.tell(Input::BackoffOver, now, out);
@@ -288,7 +292,7 @@ impl Choice {
         self.said = said;
     }
 
-    /// One word of the machine, as effects.
+    /// Turns one action of the machine into effects.
     fn perform(&mut self, action: Action, now: Instant, out: &mut Vec<Effect>) {
         match action {
             Action::Place { decode, split } => {
@@ -333,7 +337,7 @@ impl Choice {
         Sequence { tokens: Arc::clone(&self.tokens), prompt_tokens, time_left }
     }
 
-    /// The prompt, and what the client has.
+    /// The prompt, and the answer as far as the client has it.
     fn sequence_so_far(&self) -> Arc<[u32]> {
         match self.machine.emitted() {
             [] => Arc::clone(&self.request.prompt),

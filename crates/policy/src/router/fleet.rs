@@ -1,7 +1,7 @@
-//! The workers as one router sees them: the view, what runs where, who is lost, and who is next.
+//! The workers as one router sees them: the view, what runs where, which workers are lost, and which one is next.
 //!
-//! Fed with views by whoever watches the registry; asked by choices through their shell. Knows nothing about requests, and
-//! no connection: whoever drives it connects and probes as it says.
+//! The shell that drives the fleet gives it each new view of the registry, passes on what choices ask, and connects and
+//! probes as the fleet says. The fleet knows no connection and nothing about requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::request::Failure;
 
 /// How often a lost worker is asked whether it is back.
 pub const PROBE_EVERY: Duration = Duration::from_millis(250);
-/// Names of prefixes whose place is known at least (I5): those of a million tokens.
+/// Least number of prefix names whose place is remembered, and half the most (I5). This covers a million tokens.
 const PREFIXES: usize = 1 << 16;
 
 /// Every worker in the view.
@@ -28,52 +28,52 @@ pub struct Fleet {
     workers: BTreeMap<WorkerId, Worker>,
     placement: Box<dyn Placement>,
     prefixes: Prefixes,
-    /// Workers that ever joined.
+    /// Number of joins so far.
     joined: u64,
 }
 
 #[derive(Debug)]
 struct Worker {
-    /// Tells a worker that came back from what it was before.
+    /// Number of this join. It distinguishes a worker that left and came back from its earlier join.
     joined: u64,
     in_flight: u32,
-    /// From a failure of its connection until it answers again.
+    /// Set from a failure of its connection until it answers again.
     lost: bool,
-    /// It said so itself. Its registration may say so later, or never (I7).
+    /// The worker itself said that it drains. Its registration may say so later, or never (I7).
     draining: bool,
 }
 
-/// What is to be placed.
+/// The request to place.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Ask {
-    /// False: the decode worker prefills, whoever else is alive.
+    /// False: the decode worker prefills, even if prefill workers are alive.
     pub split: bool,
     /// Keep this decode worker; only a prefill worker is wanted.
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: Vec<WorkerId>,
-    /// Names of what the prompt begins with ([`Prefixes::names`]).
+    /// Names of the prompt's prefixes ([`Prefixes::names`]).
     pub names: Arc<[u64]>,
 }
 
-/// Who came and went with a view.
+/// The workers that joined and left with a view.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Changes {
-    /// Connect to these; say [`Fleet::unusable`] where that cannot work.
+    /// Connect to these workers. Call [`Fleet::unusable`] for a worker to which no connection is possible.
     pub joined: Vec<Member>,
-    /// Let go of the connections to these. Requests that run on them keep theirs: only the connection itself says that a
-    /// worker is lost (I7).
+    /// Let go of the connections to these workers. Requests that run on them keep their connections: only the connection itself
+    /// tells that a worker is lost (I7).
     pub left: Vec<WorkerId>,
 }
 
-/// One request's use of one worker. Given back with [`Fleet::release`].
+/// One request's use of one worker. Give it back with [`Fleet::release`].
 #[derive(PartialEq, Eq, Debug)]
 pub struct WorkerLease {
     worker: WorkerId,
     joined: u64,
 }
 
-/// A lost worker is to be asked whether it is back.
+/// An order to ask a lost worker whether it is back.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Probe {
     worker: WorkerId,
@@ -81,10 +81,10 @@ pub struct Probe {
     at: Instant,
 }
 
-/// A member of the view, for people.
+/// A member of the view, for display.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WorkerState<'a> {
-    /// Who.
+    /// The member.
     pub member: &'a Member,
     /// Its connection failed, and it has not answered since.
     pub lost: bool,
@@ -100,7 +100,7 @@ impl WorkerLease {
 }
 
 impl Probe {
-    /// Whom to ask.
+    /// The worker to ask.
     pub fn worker(&self) -> WorkerId {
         self.worker
     }
@@ -112,13 +112,13 @@ impl Probe {
 }
 
 impl Fleet {
-    /// Nobody yet. Requests are for this model only.
+    /// A fleet without workers. All requests are for this model.
     pub fn new(model: &str, placement: Box<dyn Placement>) -> Fleet {
         let (view, workers) = (Arc::default(), BTreeMap::new());
         Fleet { model: model.to_owned(), view, workers, placement, prefixes: Prefixes::new(PREFIXES), joined: 0 }
     }
 
-    /// Takes over a new view.
+    /// Takes over a new view and returns what changed.
     pub fn update(&mut self, view: Arc<View>) -> Changes {
         let mut changes = Changes::default();
         self.workers.retain(|id, _| {
@@ -140,16 +140,16 @@ impl Fleet {
         changes
     }
 
-    /// Nobody can connect to this worker: it is not chosen, and joins again with the next view.
+    /// Removes a worker to which no connection is possible. It is not chosen, and joins again with the next view.
     pub fn unusable(&mut self, worker: WorkerId) {
         self.workers.remove(&worker);
     }
 
-    /// Chooses workers for a request of the model. A worker that is lost is asked only when there is no other; a decode worker that the
-    /// request has already is kept either way.
+    /// Chooses workers for a request of the model. Lost workers are chosen only when placement fails without them. A decode
+    /// worker that the request already has is kept even if it is lost.
     ///
     /// # Errors
-    /// Nobody can take it, and why.
+    /// Why no worker can take the request.
     pub fn place(&mut self, ask: &Ask) -> Result<Placed, Failure> {
         let Fleet { model, view, workers, placement, prefixes, .. } = self;
         let near = prefixes.find(&ask.names);
@@ -162,7 +162,7 @@ impl Fleet {
         Ok(placed)
     }
 
-    /// These workers have the KV of what has these names.
+    /// Records that these workers have the KV of the prefixes with these names.
     pub fn note(&mut self, placed: Placed, names: &[u64]) {
         self.prefixes.note(names, placed);
     }
@@ -170,25 +170,25 @@ impl Fleet {
     /// Counts a request on this worker until its lease is released.
     ///
     /// # Errors
-    /// [`LegEnd::Left`]: the worker is not in the view any more.
+    /// [`LegEnd::Left`]: the worker is no longer in the view.
     pub fn lease(&mut self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
         let used = self.workers.get_mut(&worker).ok_or(LegEnd::Left { worker })?;
         used.in_flight += 1;
         Ok(WorkerLease { worker, joined: used.joined })
     }
 
-    /// The request uses this worker no more.
+    /// Ends a request's use of a worker.
     pub fn release(&mut self, lease: WorkerLease) {
         if let Some(worker) = self.of(lease.worker, lease.joined) {
             worker.in_flight = worker.in_flight.saturating_sub(1);
         }
     }
 
-    /// Takes note of how a call to a worker ended. One that drains is not chosen again.
+    /// Records how a call to a worker ended. A worker that drains is not chosen again.
     ///
-    /// When the connection itself failed, other requests need not find out for
-    /// themselves: the view may go on naming a dead worker for as long as its registration lasts, or longer (I7). The answer
-    /// says when to ask such a worker whether it is back; once for all requests that lost it.
+    /// When the connection itself failed, the worker is marked as lost, so other requests need not find out for themselves. The
+    /// view may go on naming a dead worker for as long as its registration lasts, or longer (I7). The returned probe says when
+    /// to ask the worker whether it is back. There is one probe for all requests that lost it.
     pub fn ended(&mut self, lease: &WorkerLease, end: &LegEnd, now: Instant) -> Option<Probe> {
         let (worker, joined) = (lease.worker, lease.joined);
         let used = self.of(worker, joined)?;
@@ -199,8 +199,8 @@ impl Fleet {
         Some(Probe { worker, joined, at: now + PROBE_EVERY })
     }
 
-    /// What came of a probe. `answered`: the worker said anything at all. The answer is the next probe of a worker that is
-    /// still lost.
+    /// Records the result of a probe. `answered`: the worker responded in any way. Returns the next probe if the worker is still
+    /// lost.
     pub fn probed(&mut self, probe: Probe, answered: bool, now: Instant) -> Option<Probe> {
         let worker = self.of(probe.worker, probe.joined)?;
         worker.lost = !answered;
@@ -214,13 +214,13 @@ impl Fleet {
         (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
     }
 
-    /// What the workers in the view take. A worker may be set to a shorter context than its model has.
+    /// The capacity of the workers in the view. A worker may be configured with a shorter context than its model has.
     pub fn capacity(&self) -> Capacity {
         Capacity::together(self.view.members.iter().filter(|m| works(m) && m.model == self.model))
     }
 
-    /// What the workers compute: equal as long as the decode workers that take requests have the weights and the KV layout they had.
-    /// Workers of several layouts (while they are replaced) make one of all.
+    /// Fingerprint of the weights and KV layouts of the decode workers that take requests. It stays equal as long as these do.
+    /// While workers are replaced there may be several layouts; the fingerprint then covers all of them.
     pub fn fingerprint(&self) -> u64 {
         let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining;
         let layouts: BTreeSet<u64> = self.view.members.iter().filter(serves).map(|m| m.layout).collect();
@@ -232,12 +232,12 @@ impl Fleet {
         &self.model
     }
 
-    /// The view as last taken over.
+    /// The latest view.
     pub fn view(&self) -> &Arc<View> {
         &self.view
     }
 
-    /// All members of the view, those that are no workers too.
+    /// All members of the view, including those that are not workers.
     pub fn members(&self) -> impl Iterator<Item = WorkerState<'_>> {
         self.view.members.iter().map(|member| {
             let worker = self.workers.get(&member.id);
@@ -246,7 +246,7 @@ impl Fleet {
         })
     }
 
-    /// The worker, unless it has left since.
+    /// The worker, unless it has left since this join.
     fn of(&mut self, worker: WorkerId, joined: u64) -> Option<&mut Worker> {
         self.workers.get_mut(&worker).filter(|worker| worker.joined == joined)
     }
@@ -259,7 +259,7 @@ impl std::fmt::Debug for Fleet {
     }
 }
 
-/// True for members that requests run on.
+/// True for members that run requests.
 fn works(member: &Member) -> bool {
     matches!(member.role, Role::Prefill | Role::Decode)
 }

@@ -1,23 +1,23 @@
-//! What the two streams of a choice say, and what their ends mean.
+//! The messages of a choice's two streams, and what it means when a stream ends.
 //!
-//! The shell turns messages and errors of its transport into these; this file turns them into inputs of the request's
-//! state machine. It knows no transport.
+//! The shell turns messages and errors of its connections into these types. This file turns them into inputs of the
+//! request's state machine. It knows no connection.
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use crate::request::{Failure, Input};
 
-/// A decode worker's message.
+/// A message of a decode worker.
 #[derive(Clone, PartialEq, Debug)]
 pub enum DecodeWord {
     /// Blocks are reserved.
     Reserved {
-        /// Where a prefill worker may write. Opaque.
+        /// Where a prefill worker may write. Opaque bytes.
         target: Vec<u8>,
     },
     /// A token.
     Token(TokenOut),
-    /// It computes the prompt itself.
+    /// The decode worker computes the prompt itself.
     Started {
         /// Prompt tokens it did not have to compute.
         cached_tokens: u32,
@@ -26,14 +26,14 @@ pub enum DecodeWord {
     Finished(FinishReason),
 }
 
-/// A prefill worker's message.
+/// A message of a prefill worker.
 #[derive(Clone, PartialEq, Debug)]
 pub enum PrefillWord {
     /// The token it sampled.
     FirstToken {
-        /// Numbered by how many tokens the sequence had been given.
+        /// The token. Its index is the number of answer tokens that the stream was opened with.
         token: TokenOut,
-        /// Set when it ends the answer.
+        /// Set when this token ends the answer.
         finish: Option<FinishReason>,
         /// Prompt tokens it did not have to compute.
         cached_tokens: u32,
@@ -45,35 +45,35 @@ pub enum PrefillWord {
 /// How a stream ended before its last message.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LegEnd {
-    /// It was closed without a word.
+    /// The stream was closed without an error.
     Early,
     /// The worker itself ended it with an error.
     Answered {
-        /// Which.
+        /// Kind of error.
         kind: ErrorKind,
-        /// Its words.
+        /// The worker's error message.
         message: String,
     },
     /// The worker drains and did not take the request.
     Draining {
-        /// Its words.
+        /// The worker's error message.
         message: String,
     },
-    /// The connection failed, and the worker said nothing.
+    /// The connection failed without a message from the worker.
     Lost {
-        /// Why.
+        /// Why the connection failed.
         message: String,
-        /// Nothing came over the connection, or nobody listens at its end: the worker hangs, or is gone.
+        /// The worker hangs or is gone: nothing came over the connection, or nobody listens at its other end.
         silent: bool,
     },
-    /// The worker said what this version does not understand.
+    /// The worker sent something that this version does not understand.
     Unclear {
-        /// What.
+        /// What it sent.
         message: String,
     },
     /// The worker has left the view, so the stream was never opened.
     Left {
-        /// Who.
+        /// The worker that left.
         worker: WorkerId,
     },
 }
@@ -93,7 +93,7 @@ impl PrefillWord {
 }
 
 impl LegEnd {
-    /// The decode worker's own word that the KV it waits for will not come.
+    /// True when a decode worker that waits for KV reports with this end that the KV will not come.
     fn is_about_kv(&self) -> bool {
         matches!(self, LegEnd::Answered { kind: ErrorKind::Unavailable | ErrorKind::PathLost, .. })
     }
@@ -102,7 +102,7 @@ impl LegEnd {
         let unavailable = |message: String| Failure::new(ErrorKind::Unavailable, message);
         match self {
             LegEnd::Early => unavailable(format!("the {role} worker ended the stream too early")),
-            // Nobody on this side cancelled, or the stream would be gone.
+            // The worker cancelled. Had the router cancelled, the stream would be gone.
             LegEnd::Answered { kind: ErrorKind::Cancelled, .. } => {
                 unavailable(format!("the {role} worker cancelled the request"))
             }
@@ -118,7 +118,7 @@ impl LegEnd {
     }
 }
 
-/// The message as the machine takes it.
+/// The message as an input of the machine.
 pub(super) fn decode_said(word: DecodeWord) -> Input {
     match word {
         DecodeWord::Reserved { .. } => Input::Reserved,
@@ -135,7 +135,7 @@ pub(super) fn prefill_said(word: PrefillWord) -> Input {
     }
 }
 
-/// `awaiting_kv`: the last message was a reservation.
+/// The end of a decode stream as an input of the machine. `awaiting_kv`: the last message was a reservation.
 pub(super) fn decode_ended(end: LegEnd, awaiting_kv: bool) -> Input {
     let about_kv = awaiting_kv && end.is_about_kv();
     match end.failure("decode") {

@@ -1,13 +1,16 @@
-//! The router's core: everything the router decides, without the router.
+//! The router's core: all of the router's decisions, without its I/O.
 //!
-//! Stands between the two front doors and the workers. [`Fleet`] is all workers of one router: who is there, who is lost,
-//! what runs where, and where the next request goes. [`Choice`] is one answer on its way: it asks for workers, opens and
-//! drops their streams, and says what its client gets. One fleet serves all choices.
+//! It stands between the two front doors and the workers:
 //!
-//! Two shells drive the same code. `baton-router` turns gRPC events into inputs and effects into calls; a simulator does the
+//! - [`Fleet`]: all workers of one router. It knows which are present, which are lost and what runs where, and it places the
+//!   next request.
+//! - [`Choice`]: one answer in progress. It asks for workers, opens and drops their streams, and decides what its client
+//!   gets. One fleet serves all choices.
+//!
+//! Two shells drive this code. `baton-router` turns gRPC events into inputs, and effects into calls. A simulator does the
 //! same under a virtual clock. Neither decides anything. The core knows no connection, no text and no metric.
 //!
-//! - `fleet`, `capacity`: the workers. `choice`, `legs`: one answer.
+//! Files: `fleet` and `capacity` are about the workers, `choice` and `legs` about one answer.
 
 mod capacity;
 mod choice;

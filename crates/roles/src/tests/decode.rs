@@ -1,4 +1,4 @@
-//! The decode role's table.
+//! The decode role's table: what every input does in every stage.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -171,7 +171,7 @@ fn rewrite_the_decode_table() {
     rewrite(&table(), FILE);
 }
 
-/// I3: lent blocks are free only after the peer's word, and I6: they are, then.
+/// I3: lent blocks are free only after the fence is confirmed. I6: after that, they are free.
 #[test]
 fn blocks_are_aside_until_the_fence() {
     let mut rig = rig();

@@ -1,4 +1,4 @@
-//! The prefill role's table.
+//! The prefill role's table: what every input does in every stage.
 
 use std::fmt::Write;
 
@@ -138,7 +138,7 @@ fn rewrite_the_prefill_table() {
     rewrite(&table(), FILE);
 }
 
-/// I3: a refused handoff's blocks go to nobody before it is quiet.
+/// I3: the blocks of a handoff that refused a write go to nobody before it is quiet.
 #[test]
 fn blocks_are_aside_until_the_handoff_is_quiet() {
     let mut rig = rig();

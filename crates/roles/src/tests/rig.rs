@@ -1,4 +1,4 @@
-//! A core over the fake model that tells, in words, what it wants done.
+//! A core over the fake model that records what it wants done.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,14 +16,14 @@ pub(super) const BLOCK: u32 = 4;
 /// The first request of each table.
 pub(super) const SEQ: SeqId = SeqId(0);
 
-/// A core, its model, and what the role wanted since it was last asked.
+/// A core, its model, and the role's effects so far.
 pub(super) struct Rig<R: RoleCore> {
     pub core: WorkerCore<R>,
     model: FakeModel,
     pub said: Vec<R::Effect>,
-    /// Layers of blocks that were handed to handoffs.
+    /// Blocks given to handoffs to write, counted once for each layer.
     pub writes: u32,
-    /// What handoffs answer to a write.
+    /// The error with which handoffs refuse every write; `None`: they accept.
     pub refuse: Option<TransferError>,
 }
 
@@ -49,7 +49,8 @@ impl<R: RoleCore> Rig<R> {
         Rig { core, model: FakeModel::new(geometry, VOCAB), said: Vec::new(), writes: 0, refuse: None }
     }
 
-    /// Gives an input, and has the model compute what follows from it. Effects of the role are not answered.
+    /// Gives an input, and has the model compute what follows from it. Effects of the role are recorded and not
+    /// answered.
     pub fn input(&mut self, input: Input<R::Command>) {
         let mut inputs = vec![input];
         while let Some(input) = inputs.pop() {
@@ -84,7 +85,7 @@ impl<R: RoleCore> Rig<R> {
         self.core.engine().check().unwrap();
     }
 
-    /// Free, used, lent, quarantined.
+    /// Used, lent and quarantined blocks, as text.
     pub fn blocks(&self) -> String {
         let b = self.core.engine().counts();
         format!("{} used {} lent {} aside", b.used, b.lent, b.quarantined)

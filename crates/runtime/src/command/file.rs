@@ -14,7 +14,7 @@ pub(super) struct Entry {
     pub origin: Origin,
 }
 
-/// All entries, in the order of their keys' names.
+/// All entries, sorted by key.
 pub(super) fn entries(path: &Path, text: &str) -> Result<Vec<Entry>, RuntimeError> {
     let at = |offset: usize| {
         let before = text.as_bytes().get(..offset).unwrap_or_default();
@@ -40,7 +40,7 @@ fn plain(value: &DeValue<'_>) -> Result<Plain, &'static str> {
     match value {
         DeValue::String(text) => Ok(Plain::Text(text.to_string())),
         DeValue::Boolean(flag) => Ok(Plain::Bool(*flag)),
-        // Beyond 64 bits signed: as text, which the wider types still read.
+        // A number too large for an i64 stays text, which wider types can still read.
         DeValue::Integer(number) => Ok(i64::from_str_radix(number.as_str(), number.radix())
             .map_or_else(|_| Plain::Text(number.as_str().to_owned()), Plain::Int)),
         DeValue::Float(number) => number.as_str().parse().map(Plain::Float).map_err(|_| "is not a number"),

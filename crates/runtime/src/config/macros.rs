@@ -1,4 +1,4 @@
-//! The one place a setting is defined: the macros [`crate::config!`] and [`crate::config_enum!`].
+//! The macros that define settings: [`crate::config!`] and [`crate::config_enum!`].
 
 /// Defines a component's configuration: a struct, its defaults, and everything [`crate::load`] needs.
 ///
@@ -19,8 +19,8 @@
 /// assert_eq!(DoorConfig::default().stay, Duration::from_secs(60));
 /// ```
 ///
-/// `use name: Struct = default;` includes another configuration struct: its fields become fields of this one, with the
-/// defaults given here. A field's type is one that implements [`crate::config::Value`].
+/// `use name: Struct = default;` includes another configuration struct. Its fields become fields of this one, with the
+/// defaults given here. A field's type must implement [`crate::config::Value`].
 #[macro_export]
 macro_rules! config {
     (
@@ -94,7 +94,7 @@ macro_rules! config {
     };
 }
 
-/// Defines an enum that can be a field of a [`crate::config!`] struct: each variant with its word.
+/// Defines an enum that can be a field of a [`crate::config!`] struct, and the word for each variant.
 ///
 /// ```
 /// baton_runtime::config_enum! {

@@ -1,8 +1,8 @@
-//! What a component's configuration is: a struct whose every field is defined once, with [`crate::config!`].
+//! A component's configuration: a struct whose every field is defined once, with [`crate::config!`].
 //!
-//! From that one definition follow the key in a file (`drain_timeout`), the flag (`--drain-timeout`), the environment
-//! variable (`BATON_DRAIN_TIMEOUT`), the default, the help text and the errors. How the sources are read and merged is
-//! `command.rs`; this folder knows neither clap nor files.
+//! That one definition gives the key in a file (`drain_timeout`), the flag (`--drain-timeout`), the environment variable
+//! (`BATON_DRAIN_TIMEOUT`), the default, the help text and the errors. `command.rs` reads and merges the sources; this folder
+//! knows neither clap nor files.
 
 mod macros;
 mod serial;
@@ -19,7 +19,7 @@ pub use baton_types::words;
 #[doc(hidden)]
 pub use serde;
 
-/// One field, as help texts and loaders see it.
+/// The description of one field, for help texts and loaders.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Field {
     /// Key in a file, snake_case.
@@ -33,12 +33,12 @@ pub struct Field {
 }
 
 impl Field {
-    /// Its flag, without the dashes.
+    /// The field's flag, without the dashes.
     pub fn flag(&self) -> String {
         self.key.replace('_', "-")
     }
 
-    /// Its environment variable.
+    /// The field's environment variable.
     pub fn env(&self) -> String {
         format!("BATON_{}", self.key.to_uppercase())
     }
@@ -55,6 +55,6 @@ pub trait Config: Clone + std::fmt::Debug + Default + Send + Sync + 'static {
     /// Sets one field. `None`: there is no such field. The error says what was given and what is expected.
     fn set(&mut self, key: &str, value: &Plain) -> Option<Result<(), String>>;
 
-    /// The value of one field; `None` when it is unset, or is no field.
+    /// The value of one field; `None` when it is unset or there is no such field.
     fn get(&self, key: &str) -> Option<Plain>;
 }

@@ -1,4 +1,4 @@
-//! A whole configuration as serde sees it, and as commented TOML.
+//! A whole configuration in serde's form, and as commented TOML.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +19,7 @@ pub fn serialize<T: Config, S: Serializer>(config: &T, to: S) -> Result<S::Ok, S
     map.end()
 }
 
-/// Deserialises a flat map over the defaults; unknown fields are errors that name the nearest known one.
+/// Deserialises a flat map over the defaults. An unknown field is an error that names the nearest known one.
 pub fn deserialize<'de, T: Config, D: Deserializer<'de>>(from: D) -> Result<T, D::Error> {
     let entries = BTreeMap::<String, Plain>::deserialize(from)?;
     let mut config = T::default();
@@ -37,8 +37,8 @@ pub fn deserialize<'de, T: Config, D: Deserializer<'de>>(from: D) -> Result<T, D
     Ok(config)
 }
 
-/// The configuration as a TOML file that reads back to the same values: each field under its help text, with
-/// `note(key)` (where the value came from) behind it. Unset fields are comments.
+/// The configuration as a TOML file that reads back to the same values. Each field stands under its help text and is
+/// followed by the comment `note(key)`: where the value came from. Unset fields become comments.
 pub fn to_toml<T: Config>(config: &T, note: impl Fn(&str) -> String) -> String {
     let mut out = String::new();
     for field in T::fields() {

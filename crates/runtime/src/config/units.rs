@@ -1,29 +1,29 @@
-//! Numbers with their unit in the text: durations ("250ms") and sizes ("512MiB"). What is printed reads back exactly.
+//! Quantities written with their unit: durations ("250ms") and sizes ("512MiB"). Printed values read back exactly.
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// An amount of memory.
+/// An amount of memory, bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// So many KiB.
+    /// `n` KiB.
     pub const fn kib(n: u64) -> Bytes {
         Bytes(n << 10)
     }
-    /// So many MiB.
+    /// `n` MiB.
     pub const fn mib(n: u64) -> Bytes {
         Bytes(n << 20)
     }
-    /// So many GiB.
+    /// `n` GiB.
     pub const fn gib(n: u64) -> Bytes {
         Bytes(n << 30)
     }
 }
 
-/// Largest first. Decimal units are read but never printed.
+/// Units of size and their bytes, the largest binary one first. Decimal units are read but never printed.
 const BYTE_UNITS: [(&str, u128); 8] = [
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
@@ -34,7 +34,7 @@ const BYTE_UNITS: [(&str, u128); 8] = [
     ("KB", 1_000),
     ("B", 1),
 ];
-/// In nanoseconds, largest first.
+/// Units of time and their nanoseconds, the largest first.
 const TIME_UNITS: [(&str, u128); 6] = [
     ("h", 3_600_000_000_000),
     ("m", 60_000_000_000),
@@ -72,7 +72,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| format!("{text:?} is not {DURATION_EXPECTED}"))
 }
 
-/// The text [`parse_duration`] reads back, in the largest unit that is exact.
+/// Prints a duration in the largest unit that is exact. [`parse_duration`] reads it back.
 pub fn format_duration(duration: Duration) -> String {
     print(duration.as_nanos(), TIME_UNITS.iter(), "s")
 }
@@ -84,7 +84,7 @@ fn print<'a>(amount: u128, mut units: impl Iterator<Item = &'a (&'static str, u1
     }
 }
 
-/// A decimal number and a unit, as a whole number of the smallest unit; `None` when it is anything else.
+/// Reads a decimal number with a unit, as a whole number of the smallest unit. `None` for anything else.
 fn read(text: &str, units: &[(&str, u128)]) -> Option<u128> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

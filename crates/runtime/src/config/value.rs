@@ -1,7 +1,7 @@
-//! Types a configuration field can have, each with its conversion from and to a plain value.
+//! The types a configuration field can have, each with its conversion from and to a plain value.
 //!
 //! A flag or an environment variable always gives text; a file gives text, numbers, booleans and lists. Both go through
-//! the same conversion, so that a field accepts and rejects the same things wherever it is set.
+//! the same conversion, so that a field accepts and rejects the same values wherever it is set.
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::units::{BYTES_EXPECTED, Bytes, DURATION_EXPECTED, format_duration, parse_duration};
 
-/// A value without its field's type.
+/// A configured value before it is converted to its field's type.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Plain {
@@ -31,7 +31,7 @@ pub enum Plain {
 }
 
 impl Plain {
-    /// Its text, or an error that says what is expected instead.
+    /// The value's text, or an error that says what is expected instead.
     pub fn text(&self, expects: &str) -> Result<&str, String> {
         match self {
             Plain::Text(text) => Ok(text),
@@ -55,7 +55,7 @@ impl Plain {
 pub trait Value: Sized {
     /// What a value looks like: "a port between 0 and 65535". Completes "… is not …".
     const EXPECTS: &'static str;
-    /// True when the flag alone means yes.
+    /// True when the flag without a value means true.
     const SWITCH: bool = false;
 
     /// Converts, or says what was given and what is expected.
@@ -116,7 +116,7 @@ macro_rules! whole_number {
                 number.ok_or_else(|| value.refused(Self::EXPECTS))
             }
             fn to_plain(&self) -> Option<Plain> {
-                // A number TOML cannot hold is written as text, which reads back.
+                // A number too large for TOML is written as text, which reads back.
                 Some(i64::try_from(*self).map_or_else(|_| Plain::Text(self.to_string()), Plain::Int))
             }
         }
@@ -208,7 +208,7 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
-/// A field of a type from elsewhere that reads and prints itself.
+/// A field whose type comes from elsewhere and parses and prints itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Parsed<T>(pub T);
 

@@ -1,44 +1,44 @@
-//! One pass over a block with AVX2: its digest, a copy of it, or both. Same digests as the portable loop, which the tests compare.
+//! One pass over a block with AVX2 that digests it, copies it, or both. The digests equal those of the portable loop; tests compare them.
 //!
-//! A processor fetches ahead by itself only up to the end of a page of 4 KiB, which pools consist of. So every pass also asks for what
-//! it will read [`AHEAD`] bytes later, and at the end for the beginning of what is read `next`.
+//! A processor prefetches by itself only up to the end of a 4 KiB page, and pools consist of such pages. So each pass also prefetches what
+//! it reads [`AHEAD`] bytes later, and at its end the beginning of the `next` run.
 
 use std::arch::x86_64::*;
 
 use super::{LANE_STEP, digest_bytes};
 
-/// Bytes of one step of the loops.
+/// Bytes per step of the loops.
 const STEP: usize = 64;
 
-/// How far ahead memory is asked for: some pages, and well within the first cache.
+/// Prefetch distance in bytes: some pages, and well within the first-level cache.
 const AHEAD: usize = 16 << 10;
 
-/// Copies nothing.
+/// Do not copy.
 const NOWHERE: u8 = 0;
-/// Copies through the cache.
+/// Copy through the cache.
 const CACHED: u8 = 1;
-/// Copies around the cache.
+/// Copy with stores that bypass the cache.
 const STREAMED: u8 = 2;
 
-/// Whether this CPU runs what is here.
+/// Whether this CPU can run this module.
 pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx2")
 }
 
-/// The digest alone.
+/// Digests without copying.
 #[target_feature(enable = "avx2")]
 pub(super) fn digest(bytes: &[u8], first_lane: u64, next: *const u8) -> u64 {
     let (steps, rest) = bytes.as_chunks::<STEP>();
-    // SAFETY: nothing is written.
+    // SAFETY: the CPU has AVX2, by this function's target feature; with `NOWHERE` nothing is written.
     let digest = unsafe { pass::<NOWHERE, true>(steps, std::ptr::null_mut(), first_lane, next) };
     digest.wrapping_add(digest_bytes(rest, first_lane.wrapping_add((steps.len() * STEP / 8) as u64)))
 }
 
-/// Copies and digests in one pass, around the cache where `target` is aligned for it: blocks that were not in the cache need
-/// not be read before they are overwritten, which costs more than it saves whoever verifies the copy.
+/// Copies and digests in one pass. The stores bypass the cache if `target` is aligned for it. Then target lines that are not cached need
+/// not be read before they are overwritten; that read would cost more than a cached copy saves whoever verifies it.
 ///
 /// # Safety
-/// The CPU has AVX2; `target` is valid for as many writes as `bytes` has bytes and does not overlap them.
+/// The CPU has AVX2. `target` is valid for writes of `bytes.len()` bytes and does not overlap `bytes`.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64, next: *const u8) -> u64 {
     let (steps, rest) = bytes.as_chunks::<STEP>();
@@ -54,7 +54,7 @@ pub(super) unsafe fn digest_copy(bytes: &[u8], target: *mut u8, first_lane: u64,
     }
 }
 
-/// Copies around the cache, as far as `target` is aligned for it.
+/// Copies with stores that bypass the cache, if `target` is aligned for it.
 ///
 /// # Safety
 /// As [`digest_copy`].
@@ -70,10 +70,11 @@ pub(super) unsafe fn stream_copy(bytes: &[u8], target: *mut u8, next: *const u8)
     }
 }
 
-/// Whole steps; answers their digest if that is wanted, else 0. `next` is never read.
+/// Processes whole steps. Returns their digest if `DIGEST`, else 0. `next` is never read.
 ///
 /// # Safety
-/// The CPU has AVX2; `target` is valid for as many writes unless it is [`NOWHERE`], and aligned to 32 bytes if [`STREAMED`].
+/// The CPU has AVX2. Unless `TO` is [`NOWHERE`], `target` is valid for writes of as many bytes as `source` has. If `TO` is [`STREAMED`],
+/// it is aligned to 32 bytes.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn pass<const TO: u8, const DIGEST: bool>(
@@ -87,7 +88,7 @@ unsafe fn pass<const TO: u8, const DIGEST: bool>(
         [_mm256_set_epi64x(key(3), key(2), key(1), key(0)), _mm256_set_epi64x(key(7), key(6), key(5), key(4))];
     let advance = _mm256_set1_epi64x(LANE_STEP.wrapping_mul(8) as i64);
     let mut sums = [_mm256_setzero_si256(); 2];
-    // Short runs would otherwise ask for what lies behind the next.
+    // A short run would otherwise prefetch past the beginning of the next run.
     let ahead = (AHEAD / STEP).min(source.len());
     for (i, step) in source.iter().enumerate() {
         let wanted = match source.get(i + ahead) {

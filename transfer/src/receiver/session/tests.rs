@@ -19,7 +19,7 @@ fn link(hub: &Hub) -> (Link, UnixStream) {
     (Link::new(Socket::Unix(ours), hub.options.pool.clone(), limits), theirs)
 }
 
-/// A further connection that cannot be told that it has joined, though it has not closed.
+/// A further connection that cannot be told that it has joined, though it is not closed.
 fn deaf(hub: &Hub) -> (Link, UnixStream) {
     let (mut link, theirs) = link(hub);
     theirs.shutdown(Shutdown::Read).unwrap();
@@ -55,14 +55,14 @@ struct Around {
     hub: Arc<Hub>,
     /// The other ends of the session's own connection and of the one that blocks come over.
     peers: [UnixStream; 2],
-    /// The memory of its pool, a device's, and a place there.
+    /// Memory of the session's pool, which stands for a device's, and an offset in it.
     segment: Arc<Segment>,
     at: usize,
-    /// What the owner was told, and what was at that place then.
+    /// Events the owner was told, each with the byte at that offset at the time.
     told: Arc<Mutex<Vec<(ReceiverEvent, u8)>>>,
 }
 
-/// A session of which half of a block is here, staged.
+/// A session that has received half of a block, which is staged.
 fn midway(verify: bool) -> (Session, Around) {
     let mut options = Hub::alone(9).options;
     let bytes = options.geometry.layout.block_bytes(0);
@@ -93,7 +93,7 @@ fn midway(verify: bool) -> (Session, Around) {
 }
 
 impl Around {
-    /// So many bytes more, which do not land by that.
+    /// Lets `bytes` more bytes arrive. They stay staged and do not reach the pool yet.
     fn arrive(&mut self, session: &mut Session, bytes: usize) {
         self.peers[1].write_all(&vec![0xee; bytes]).unwrap();
         assert!(session.read_some(Some(0)).unwrap());
@@ -101,7 +101,7 @@ impl Around {
         assert_eq!(unsafe { self.segment.read(self.at, 1) }, [0], "what is staged has not landed");
     }
 
-    /// What the owner was told, all of it once what had arrived was in the pool.
+    /// Takes the events. Each must have come after what had arrived was in the pool.
     #[track_caller]
     fn told(&self) -> Vec<ReceiverEvent> {
         let told = std::mem::take(&mut *self.told.lock().unwrap());
@@ -110,7 +110,7 @@ impl Around {
     }
 }
 
-/// I3: whoever has the block next would find the rest of this in it.
+/// I3: otherwise the rest of this handoff would land in the next owner's block.
 #[test]
 fn blocks_are_given_back_once_nothing_is_on_its_way_into_a_device() {
     use ReceiverEvent::{Failed, Fenced};
@@ -143,7 +143,7 @@ fn blocks_stay_aside_when_a_device_fails_in_the_midst_of_them() {
     assert_eq!(around.hub.with(|ledger| ledger.fence(EPOCH)), crate::FenceState::Pending);
 }
 
-/// I2: digests wait for what they are of; where none are made, something else must.
+/// I2: digests wait for the blocks they are made of. Where no digests are made, something else must wait.
 #[test]
 fn what_is_not_verified_is_announced_once_it_is_there() {
     let (mut session, mut around) = midway(false);

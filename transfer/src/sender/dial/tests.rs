@@ -52,7 +52,7 @@ fn who_waits_for_the_last_session_to_end_is_late_and_given_up_in_time() {
 
 #[test]
 fn a_sender_that_ends_does_not_wait_for_who_does_not_answer() {
-    // Connected by the system, and never served.
+    // The system accepts the connection, but nobody serves it.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let mut target = plan().target.clone();
     target.port = silent.local_addr().unwrap().port();

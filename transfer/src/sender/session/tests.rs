@@ -1,4 +1,4 @@
-//! A session's turn, by itself: its peer is a socket that a test writes to.
+//! Tests of a single session's turns. Its peer is a socket that the test writes to.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -16,7 +16,7 @@ use crate::link::{Link, Socket};
 use crate::options::{SenderOptions, TransportChoice, UcxSettings};
 use crate::segment::Segment;
 
-/// To worker 1 over TCP, at a port where nobody is.
+/// A plan to reach worker 1 over TCP, at a port where nobody listens.
 pub(crate) fn plan() -> Arc<Plan> {
     let geometry = testing::geometry();
     let pool = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
@@ -41,7 +41,7 @@ pub(crate) fn plan() -> Arc<Plan> {
     Arc::new(Plan { config: Arc::new(config), target })
 }
 
-/// A session over TCP's frames with worker 1, and the peer's end of it.
+/// A session with worker 1 as over TCP, and the peer's end of its socket.
 fn session() -> (Session, UnixStream) {
     let plan = plan();
     let options = &plan.config.options;
@@ -65,12 +65,12 @@ fn however_much_a_peer_says_only_so_much_of_it_is_read_in_a_turn() {
         session.read().unwrap();
         turns += 1;
     }
-    // A read takes in a few kilobytes.
+    // One read takes a few kilobytes.
     let least = said.len() / (READS * (4 << 10));
     assert!(turns > least.max(1), "all of it in {turns} turns");
 }
 
-/// Carries nothing, and cannot be stopped.
+/// A transport that carries nothing and cannot be stopped.
 struct Unstoppable {
     cancelled: Arc<AtomicUsize>,
     gone: Arc<AtomicBool>,
@@ -103,7 +103,7 @@ fn what_may_still_be_read_is_not_said_to_be_quiet() {
     let (mut session, _peer) = session();
     let (cancelled, gone) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
     session.transport = Some(Box::new(Unstoppable { cancelled: cancelled.clone(), gone: gone.clone() }));
-    // Two handoffs, a batch of each on its way.
+    // Two handoffs, with a batch of each under way.
     let cores = [1, 2].map(|epoch| core(Epoch(epoch), Instant::now() + Duration::from_secs(60)));
     for core in &cores {
         let epoch = core.epoch;

@@ -9,7 +9,7 @@ use crate::inbound::{FenceState, PayloadTarget};
 
 const EPOCH: Epoch = Epoch(1);
 
-/// A session over shared memory whose peer has written all of a handoff, and the frame by which it says so.
+/// A session over shared memory whose peer has written all of a handoff, and the handoff's Complete frame.
 fn written(now: Instant) -> (Inbound, Ledger, Frame) {
     let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 4, window: None, sinks: 0 };
     let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F16, block_size: 2, groups: vec![group] };
@@ -45,7 +45,7 @@ fn a_handoff_that_is_whole_is_announced_on_both_sides() {
 
 #[test]
 fn a_handoff_that_was_taken_back_is_not_announced() {
-    // I3: its completion is read before the session hears of the fence.
+    // I3: the completion is read before the session hears of the fence.
     let now = Instant::now();
     let (mut session, mut ledger, complete) = written(now);
     assert_eq!(ledger.fence(EPOCH), FenceState::Pending);
@@ -60,11 +60,11 @@ fn a_handoff_that_was_taken_back_is_not_announced() {
 const STREAMS: usize = 3;
 const HANDOFFS: u64 = 4;
 
-/// What has yet to arrive: frames, each with the byte that its payload is made of.
+/// Frames that have yet to arrive, each with the byte that fills its payload.
 type Queues = [VecDeque<(Frame, u8)>; STREAMS];
 
-/// A session over TCP with several connections, whose frames and payload arrive in any order but that of each connection. Says
-/// by itself, without the ledger, which blocks may be written to.
+/// A session over TCP with several connections. Each connection keeps its order; between them, frames and payload arrive in any order.
+/// Tracks by itself, without the ledger, which blocks may be written to.
 struct Crossing {
     random: Random,
     session: Inbound,
@@ -72,7 +72,7 @@ struct Crossing {
     pool: Vec<u8>,
     geometry: PoolGeometry,
     queues: Queues,
-    /// What the payload under way is made of.
+    /// The byte that fills each connection's payload under way.
     fills: [u8; STREAMS],
     /// Epochs whose blocks their owner has not got back.
     lent: Vec<u64>,
@@ -98,14 +98,14 @@ impl Crossing {
         Crossing { random, session, ledger, pool, geometry, queues, fills, lent, verified: vec![], now }
     }
 
-    /// A block's part is its epoch over and over, unless it was changed on its way.
+    /// Digest of a block as it was sent: all its bytes are the number of its epoch.
     fn digest(&self, epoch: u64) -> u64 {
         let layout = &self.geometry.layout;
         let of = |layer| digest_block(&vec![epoch as u8; layout.block_bytes(0)], layout.first_lane(0, layer));
         of(0).wrapping_add(of(1))
     }
 
-    /// Queues everything that the peer says of its handoffs, in one order. Answers those that are to be verified.
+    /// Queues every frame of the peer's handoffs on random connections. Returns the epochs that must be verified.
     fn say(&mut self) -> Vec<u64> {
         let (mut whole, mut counts) = ((1..=HANDOFFS).collect::<Vec<_>>(), [0; STREAMS]);
         for epoch in 1..=HANDOFFS {
@@ -114,7 +114,7 @@ impl Crossing {
                 let payload = self.geometry.layout.block_bytes(0) as u32;
                 let head = WriteHead { epoch: Epoch(epoch), group: 0, layer, payload, indexes };
                 let (stream, fate) = (self.random.index(STREAMS), self.random.index(40));
-                // Lost, sent twice, changed, or as it should be.
+                // Lost, sent twice, changed, or intact.
                 let (times, fill) =
                     ([0, 2, 1].get(fate).copied().unwrap_or(1), if fate == 2 { 99 } else { epoch as u8 });
                 counts[stream] += times;
@@ -137,7 +137,7 @@ impl Crossing {
         whole
     }
 
-    /// A frame, or some payload, of a connection.
+    /// Delivers a frame, or some payload, on a connection.
     fn arrive(&mut self, stream: usize) {
         if self.session.payload(stream).is_none() {
             let Some((frame, fill)) = self.queues[stream].pop_front() else { return };
@@ -154,7 +154,7 @@ impl Crossing {
         if let Some(at) = target {
             let each = self.geometry.layout.block_bytes(0);
             let block = (at / each) as u64 % (2 * HANDOFFS);
-            // I3, and I2 once it is verified.
+            // I3: its blocks are lent. I2: it is not verified yet.
             let epoch = block / 2 + 1;
             assert!(self.lent.contains(&epoch) && !self.verified.contains(&epoch), "{at} of {epoch} is written to");
             self.pool[at..][..count].fill(self.fills[stream]);
@@ -165,7 +165,7 @@ impl Crossing {
         }
     }
 
-    /// What the owner of the blocks is told.
+    /// Takes in the events for the blocks' owner.
     fn look(&mut self) {
         while let Some(event) = self.ledger.next_event() {
             match event {
@@ -184,7 +184,7 @@ impl Crossing {
         }
     }
 
-    /// The owner wants its blocks back.
+    /// The owner takes its blocks back.
     fn fence(&mut self, epoch: u64) {
         if self.ledger.fence(Epoch(epoch)) == FenceState::Clear {
             self.lent.retain(|of| *of != epoch);

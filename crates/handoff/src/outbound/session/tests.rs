@@ -11,14 +11,14 @@ fn core(epoch: u64, now: Instant) -> Arc<Core> {
     testing::core(Epoch(epoch), now + Duration::from_secs(60))
 }
 
-/// A session that nothing was asked of.
+/// A session with nothing under way.
 fn session() -> (Outbound, Line) {
     let (geometry, limits) = (testing::geometry(), TransferLimits::default());
     let parties = Parties { me: WorkerId(2), peer: WorkerId(1) };
     (Outbound::new(parties, Pools::alike(geometry), &limits), Line::new(limits))
 }
 
-/// Takes up what begins; answers how often access is asked for.
+/// Takes up handoffs that begin; returns how often access was asked for.
 fn begins(outbound: &mut Outbound, line: &mut Line, now: Instant) -> usize {
     outbound.expire(now, line);
     let begin = |effect: &Effect| matches!(effect, Effect::Send(Frame::Begin { .. }));
@@ -29,7 +29,7 @@ fn granted(epoch: u64) -> Frame {
     Frame::Granted { epoch: Epoch(epoch), blocks: vec![vec![BlockId(0)]] }
 }
 
-/// Reports as the session does.
+/// Reports outcomes as the real session does.
 fn report(outbound: &mut Outbound) {
     for effect in outbound.take_effects() {
         if let Effect::Report(done, outcome) = effect {
@@ -38,7 +38,7 @@ fn report(outbound: &mut Outbound) {
     }
 }
 
-/// Completes a handoff that has access; answers where its outcome is told.
+/// Completes handoff 7, which has access; returns the channel that receives its outcome.
 fn complete(outbound: &mut Outbound, line: &mut Line, now: Instant) -> mpsc::Receiver<Result<(), TransferError>> {
     let (tell, told) = mpsc::channel();
     let done = Done::new(Box::new(move |outcome| drop(tell.send(outcome.map(drop)))));
@@ -54,7 +54,7 @@ fn what_is_granted_to_a_handoff_that_was_given_up_is_not_anothers() {
     assert_eq!(begins(&mut outbound, &mut line, now), 1);
     outbound.abort(Epoch(7), Quiet(None), now, &mut line);
 
-    // The peer may have freed the blocks by the time at which the word of its grant arrives (I3).
+    // The peer may have freed the blocks by the time its grant arrives (I3).
     let second = core(7, now);
     line.begin(second.clone()).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 0);
@@ -63,7 +63,7 @@ fn what_is_granted_to_a_handoff_that_was_given_up_is_not_anothers() {
     assert_eq!(second.transport(), None);
     outbound.abort(Epoch(7), Quiet(None), now, &mut line);
 
-    // All that was asked is answered.
+    // Every request for access is answered now.
     let third = core(7, now);
     line.begin(third.clone()).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 1);
@@ -73,7 +73,7 @@ fn what_is_granted_to_a_handoff_that_was_given_up_is_not_anothers() {
 
 #[test]
 fn a_peer_owes_only_so_many_answers_before_no_more_is_asked() {
-    // I5: a peer that grants nothing, to handoffs that are given up as fast as they begin.
+    // I5: the peer grants nothing, and handoffs are given up as fast as they begin.
     let (now, (mut outbound, mut line)) = (Instant::now(), session());
     let most = MOST_OWED as u64;
     for epoch in 0..most {
@@ -104,7 +104,7 @@ fn the_verification_of_a_handoff_that_was_given_up_says_nothing_of_the_next_unde
     report(&mut outbound);
     assert!(told.recv().unwrap().is_err(), "its time is over");
 
-    // The session and what else it carries go on, whether the next one is over already
+    // The late verification does not end the session when the next handoff is over already,
     let late = core(7, now - Duration::from_secs(61));
     line.begin(late.clone()).unwrap();
     outbound.expire(now, &mut line);
@@ -121,14 +121,14 @@ fn the_verification_of_a_handoff_that_was_given_up_says_nothing_of_the_next_unde
         .unwrap();
     outbound.take_effects();
 
-    // or waits for its own answers.
+    // nor when the next one still waits for its own answers.
     let second = core(7, now);
     line.begin(second.clone()).unwrap();
     assert_eq!(begins(&mut outbound, &mut line, now), 1);
     outbound.frame(verified(), TransportKind::Shm, now, &mut line).unwrap();
     assert_eq!((second.failure(), second.transport()), (None, None));
     outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
-    // Before it is completed it cannot be verified by a peer that keeps to the protocol.
+    // A peer that keeps to the protocol does not verify a handoff before it is completed.
     assert!(outbound.frame(verified(), TransportKind::Shm, now, &mut line).is_err());
     let told = complete(&mut outbound, &mut line, now);
     outbound.frame(verified(), TransportKind::Shm, now, &mut line).unwrap();

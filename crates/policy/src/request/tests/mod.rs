@@ -1,4 +1,4 @@
-//! The whole table, pinned; and properties under every order and loss of inputs.
+//! The whole transition table is pinned. Properties hold under every order and loss of inputs.
 
 mod properties;
 mod recovery;
@@ -60,7 +60,7 @@ fn verify() -> Input {
     Input::VerifyFailed(Failure::new(ErrorKind::DataLoss, "block 3"))
 }
 
-/// A machine after these inputs, and everything it said.
+/// A machine after these inputs, and all its actions.
 fn after(inputs: impl IntoIterator<Item = Input>) -> (RequestMachine, Vec<Action>) {
     let (mut machine, start) = RequestMachine::start(limits());
     let mut actions = vec![start];

@@ -1,4 +1,4 @@
-//! Whatever comes, in whatever order: indices once and in order (I4), and an end (I5).
+//! Whatever inputs come, in whatever order: each index is emitted once and in order (I4), and the request ends (I5).
 
 use proptest::prelude::*;
 
@@ -36,7 +36,7 @@ fn any_input() -> impl Strategy<Value = Input> {
     ]
 }
 
-/// What must hold of everything a machine ever said.
+/// Checks what must hold of all actions of a machine.
 fn check(actions: &[Action], ended: bool) {
     for (at, index) in emitted(actions).into_iter().enumerate() {
         assert_eq!(index as usize, at, "I4: each index once, in order");
@@ -47,7 +47,7 @@ fn check(actions: &[Action], ended: bool) {
     assert!(!ended || actions.last().is_some_and(is_end), "nothing follows the end");
 }
 
-/// One step of a cluster that does its work, or loses it where `luck` says so.
+/// The inputs with which a cluster answers one action. `luck` decides whether the work succeeds or is lost.
 fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
     let base = machine.emitted().len() as u32;
     let kind = [ErrorKind::Unavailable, ErrorKind::ResourceExhausted, ErrorKind::Internal][luck as usize % 3];
@@ -68,7 +68,7 @@ fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
         Action::RunPrefill { .. } if luck < 60 => vec![first(base), Input::HandoffFailed(lost(kind))],
         Action::RunPrefill { .. } if luck < 70 => vec![first(base), verify()],
         Action::RunPrefill { .. } => {
-            // The two streams interleave as `luck` says: the prefill stream's messages fall somewhere among the tokens.
+            // `luck` decides how the two streams interleave: the prefill stream's token comes somewhere among the decode tokens.
             let mut inputs: Vec<Input> = (base + 1..8).map(token).chain([finished(FinishReason::Length)]).collect();
             let at = luck as usize % (inputs.len() + 1);
             inputs.insert(at, first(base));
@@ -105,7 +105,7 @@ proptest! {
                     Action::Place { .. } | Action::OpenDecode { .. } | Action::RunPrefill { .. } | Action::Backoff(_));
                 let next = said.iter().rfind(|a| asks(a)).cloned();
                 all.extend(said);
-                // A stream that is dropped says nothing more.
+                // A dropped stream sends nothing more.
                 let go_on = next.is_none() || before == State::Placing;
                 todo.extend(next);
                 if !go_on { break }

@@ -1,4 +1,4 @@
-//! The recoveries that are promised, told as stories.
+//! The promised recoveries, each as a scenario.
 
 use super::*;
 use crate::request::State;
@@ -109,7 +109,7 @@ fn a_path_that_breaks_is_nobodys_fault() {
         assert_eq!(machine.avoid(), []);
         let recovering = actions.iter().filter(|a| matches!(a, Action::Recovering { leg: Leg::Transfer, .. }));
         assert_eq!(recovering.count(), 1);
-        // Once more, and the prompt is computed where it is needed.
+        // After a second failure, the decode worker computes the prompt itself.
         let (_, actions) = after([split(D1, P1), reserved(), broken(), split(D1, P1), reserved(), broken()]);
         assert_eq!(ids(&actions).last(), Some(&(D1, true)));
     }
@@ -218,7 +218,7 @@ fn waiting_for_a_worker_is_bounded() {
 
 #[test]
 fn a_worker_that_hangs_is_not_asked_again() {
-    // I5: each try at it costs what it takes to notice.
+    // I5: each try at such a worker takes as long as noticing that it hangs.
     let asked_again = |failure: Failure| {
         let (mut machine, _) = after([local(D1), token(0), Input::DecodeLost(failure)]);
         let mut avoided = Vec::new();
@@ -238,7 +238,7 @@ fn a_worker_that_hangs_is_not_asked_again() {
 
 #[test]
 fn workers_that_take_nothing_on_cost_no_attempt() {
-    // I7: with the registry away a router learns of a rolling restart by refusals alone.
+    // I7: while the registry is away, a router learns of a rolling restart only from refusals.
     let many = (0..20).flat_map(|n| [local(WorkerId(n)), Input::DecodeLost(Failure::leaving("drains"))]);
     let (machine, actions) =
         after(many.chain([split(D1, P1), reserved(), Input::PrefillLost(Failure::leaving("left"))]));
@@ -251,7 +251,7 @@ fn workers_that_take_nothing_on_cost_no_attempt() {
 
 #[test]
 fn a_worker_that_answers_something_else_is_left() {
-    // I1, I4: the client has token 0; a continuation of another token 0 is not an answer to it.
+    // I1, I4: the client already has token 0, so an answer with another token 0 cannot be continued.
     let stray = Input::Token(TokenOut { index: 0, id: 5, ..TokenOut::default() });
     let (machine, actions) = after([local(D1), token(0), stray, local(D2), token(1)]);
     assert_eq!(emitted(&actions), [0, 1]);

@@ -1,4 +1,4 @@
-//! Every (state, input) pair against `table.txt`. After an intended change, rewrite it with
+//! Checks every (state, input) pair against `table.txt`. After an intended change, rewrite the file with
 //! `cargo test -p baton-policy rewrite_the_table -- --ignored` and read the difference.
 
 use std::fmt::Write;

@@ -1,4 +1,5 @@
-//! The rules that are the choice's own: the second word, what a stream's end means, the clocks, what is asked for.
+//! The rules of the choice itself: waiting for the prefill stream's report, the meaning of a stream's end, the timers, and
+//! what the choice asks for.
 
 use super::*;
 use crate::request::{Condition, Leg, State};
@@ -60,7 +61,7 @@ fn only_right_after_its_reservation_a_decode_worker_speaks_of_kv() {
     assert_eq!(recovering(&decode).unwrap().0, Leg::Decode);
     let connection = Scene::after([split(D1, P1), reserved()]).step(ChoiceInput::DecodeEnded(lost(false)));
     assert_eq!(recovering(&connection).unwrap().0, Leg::Decode, "not its own word");
-    // A reservation of an earlier stream is not this one's.
+    // The reservation of an earlier stream does not count for a new stream.
     let mut again = Scene::after([split(D1, P1), reserved(), end(), split(D1, P2)]);
     assert_eq!(recovering(&again.step(end())).unwrap().0, Leg::Decode);
 }
@@ -100,7 +101,7 @@ fn kv_that_does_not_verify_is_nobodys_fault_whichever_stream_says_so() {
 
 #[test]
 fn a_stream_that_has_said_its_last_word_is_not_heard_any_more() {
-    // Decode is ahead and done; only the first token is missing (I4).
+    // The decode stream is ahead and done. Only the first token is missing (I4).
     let mut scene = Scene::after([split(D1, P1), reserved(), token(1), finished()]);
     assert_eq!(scene.step(ChoiceInput::DecodeEnded(LegEnd::Early)), []);
     assert_eq!(scene.step(token(2)), []);

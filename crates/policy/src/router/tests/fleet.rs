@@ -1,4 +1,4 @@
-//! The fleet: who is chosen, who is lost, and what is in flight.
+//! The fleet: which workers are chosen, which are lost, and what is in flight.
 
 use std::sync::Arc;
 
@@ -105,7 +105,7 @@ fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
 
 #[test]
 fn a_worker_that_says_that_it_drains_is_not_chosen_whatever_the_view_says() {
-    // I7: no registry may be there to say so.
+    // I7: the registry may be away and unable to say so.
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
     let lease = fleet.lease(D1).unwrap();
     assert_eq!(fleet.ended(&lease, &LegEnd::Draining { message: "no".into() }, now), None, "it lives");

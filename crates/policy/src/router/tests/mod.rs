@@ -1,4 +1,4 @@
-//! A choice's transitions, pinned; the rules that are its own; and the fleet.
+//! Tests of a choice's pinned transitions, of a choice's own rules, and of the fleet.
 
 mod choice;
 mod fleet;
@@ -63,7 +63,7 @@ fn lost(silent: bool) -> LegEnd {
     LegEnd::Lost { message: "broken pipe".into(), silent }
 }
 
-/// A choice on which time stands still, unless a test moves it.
+/// A choice with a clock that only tests move.
 struct Scene {
     choice: Choice,
     begun: Instant,
@@ -92,7 +92,7 @@ impl Scene {
         scene
     }
 
-    /// What this one input brings about.
+    /// The effects of one input.
     fn step(&mut self, input: ChoiceInput) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.choice.step(input, self.now, &mut effects);
@@ -100,7 +100,7 @@ impl Scene {
         effects
     }
 
-    /// Time goes on to the next wake.
+    /// Moves the clock to the next wake, and wakes the choice.
     fn wake(&mut self) -> Vec<Effect> {
         self.now = self.choice.next_wake().expect("something is waited for");
         self.step(ChoiceInput::Wake)

@@ -1,4 +1,5 @@
-//! Whatever comes, in whatever order and at whatever time: indices once and in order (I4), and an end (I5).
+//! Whatever inputs come, in whatever order and at whatever time: each index is emitted once and in order (I4), and the
+//! answer ends (I5).
 
 use proptest::prelude::*;
 
@@ -31,7 +32,7 @@ fn any_input() -> impl Strategy<Value = ChoiceInput> {
     ]
 }
 
-/// What must hold of everything a choice ever asked for.
+/// Checks what must hold of all effects of a choice.
 fn check(scene: &Scene) {
     for (at, index) in scene.emitted().into_iter().enumerate() {
         assert_eq!(index as usize, at, "I4: each index once, in order");
@@ -52,7 +53,7 @@ proptest! {
             scene.step(input);
             check(&scene);
         }
-        // Nobody says anything any more: the clock alone ends it, in few steps.
+        // No more inputs come: the clock alone ends the answer, in a few steps.
         for _ in 0..4 {
             if !scene.choice.ended() {
                 scene.now = scene.now.max(scene.choice.next_wake().unwrap());

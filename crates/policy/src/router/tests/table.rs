@@ -1,4 +1,4 @@
-//! Every (state, input) pair of a choice against `table.txt`. After an intended change, rewrite it with
+//! Checks every (state, input) pair of a choice against `table.txt`. After an intended change, rewrite the file with
 //! `cargo test -p baton-policy rewrite_the_choices_table -- --ignored` and read the difference.
 
 use std::fmt::Write;
@@ -114,7 +114,7 @@ fn effect(effect: &Effect) -> String {
     }
 }
 
-/// One step: the state after it and its effects; the wake too, where it changed and is not the deadline.
+/// One line of the table: the state after a step, and the step's effects. A wake is added when it changed and is near.
 fn row(label: &str, mut scene: Scene, step: impl FnOnce(&mut Scene) -> Vec<Effect>) -> String {
     let (from, wake) = (scene.choice.state(), scene.choice.next_wake());
     let effects = step(&mut scene);
