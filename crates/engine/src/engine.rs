@@ -131,7 +131,10 @@ impl Engine {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
         let (index, expected) = (first.index, sequence.next_index());
         match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
-            Phase::Receiving(lent) if index == expected => sequence.phase = Phase::Running(self.pools.accept(lent)?),
+            Phase::Receiving(lent) if index == expected => match self.pools.accept(lent) {
+                Ok(tables) => sequence.phase = Phase::Running(tables),
+                Err(error) => return Err(self.defect.get_or_insert(error).clone().into()),
+            },
             other => {
                 let lent = matches!(other, Phase::Receiving(_));
                 let state = other.name();
@@ -198,7 +201,8 @@ impl Engine {
     /// reach them any more.
     pub fn clear_quarantine(&mut self, seq: SeqId) -> Result<(), EngineError> {
         if let Some(quarantine) = self.quarantine.remove(&seq) {
-            return Ok(self.pools.clear_quarantine(quarantine)?);
+            let cleared = self.pools.clear_quarantine(quarantine);
+            return cleared.map_err(|error| self.defect.get_or_insert(error).clone().into());
         }
         match self.sequences.get_mut(&seq) {
             Some(Sequence { doomed: Some(doom), .. }) => *doom = Doom::Free,
