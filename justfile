@@ -15,10 +15,9 @@ quick:
 test:
     cargo test --workspace
 
-# All tests, and the 20 that took longest, as a table; needs cargo-nextest
+# All tests, and the 20 that took longest, as a table
 slowest:
-    -cargo nextest run --workspace
-    tools/slowest target/nextest/default/junit.xml
+    tools/slowest
 
 # Whole clusters simulated under random faults, one a seed; a release is held to 10,000
 simulate seeds="10000":
