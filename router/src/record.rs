@@ -45,7 +45,7 @@ impl TokenClock {
 impl Record {
     /// The record of a request that arrived at `received`.
     pub fn new(request_id: RequestId, received: Instant) -> Record {
-        gauge!(names::QUEUE_DEPTH).increment(1);
+        gauge!(names::REQUESTS_IN_FLIGHT).increment(1);
         Record { request_id, received, state: Mutex::default() }
     }
 
@@ -100,7 +100,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        gauge!(names::QUEUE_DEPTH).decrement(1);
+        gauge!(names::REQUESTS_IN_FLIGHT).decrement(1);
         let seconds = self.received.elapsed().as_secs_f64();
         histogram!(names::REQUEST_SECONDS).record(seconds);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);

@@ -450,7 +450,7 @@ async fn metrics_are_served() {
     for want in [
         "baton_time_to_first_token_seconds_count",
         "baton_inter_token_latency_seconds_count",
-        "baton_queue_depth",
+        "baton_requests_in_flight",
         "baton_rejected_total{reason=\"model_not_found\"}",
         "baton_recoveries_total{leg=\"transfer\",cause=\"kv_verification_error\"}",
         "baton_requests_total{outcome=\"ok\"}",

@@ -18,7 +18,9 @@ pub const INTER_TOKEN_LATENCY: &str = "baton_inter_token_latency_seconds";
 pub const REQUEST_SECONDS: &str = "baton_request_seconds";
 /// Counter by `outcome`: requests that ended.
 pub const REQUESTS: &str = "baton_requests_total";
-/// Gauge: on a worker, requests waiting for their first step; on the router, requests that have not ended.
+/// Gauge: requests that the router has received and that have not ended.
+pub const REQUESTS_IN_FLIGHT: &str = "baton_requests_in_flight";
+/// Gauge: requests waiting on a worker for their first step.
 pub const QUEUE_DEPTH: &str = "baton_queue_depth";
 /// Gauge: sequences in the running batch.
 pub const RUNNING: &str = "baton_running_sequences";
@@ -131,6 +133,7 @@ fn describe() {
     describe_histogram!(INTER_TOKEN_LATENCY, Unit::Seconds, "Time between two tokens of one answer.");
     describe_histogram!(REQUEST_SECONDS, Unit::Seconds, "Request received until its answer ended.");
     describe_counter!(REQUESTS, Unit::Count, "Requests that ended, by outcome.");
+    describe_gauge!(REQUESTS_IN_FLIGHT, Unit::Count, "Requests that were received and have not ended.");
     describe_gauge!(QUEUE_DEPTH, Unit::Count, "Requests waiting for their first step.");
     describe_gauge!(RUNNING, Unit::Count, "Sequences in the running batch.");
     describe_gauge!(KV_BLOCKS, Unit::Count, "Blocks of the KV pool, by state.");
