@@ -1,4 +1,4 @@
-//! `baton bench`: figures of this machine. See `bench/` for comparisons with others.
+//! `baton bench`: measures this machine. `bench/` has comparisons with other programs.
 
 mod engine;
 mod profile;
@@ -16,7 +16,7 @@ pub fn command() -> Command {
         .subcommand(transfer::command())
 }
 
-/// Measures.
+/// Runs the chosen benchmark.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     match matches.subcommand() {
         Some(("engine", m)) => engine::run(m),

@@ -7,7 +7,7 @@ use anyhow::{anyhow, bail};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
 use clap::{Arg, ArgMatches, Command, value_parser};
 
-/// Tokens after which an answer is cut off when its length was left open.
+/// Tokens after which an answer is cut off when the user gave no --max-tokens.
 const ENOUGH: usize = 512;
 
 /// `baton chat`.
@@ -40,14 +40,14 @@ pub fn command() -> Command {
         )
 }
 
-/// Asks and prints.
+/// Sends the question and prints the answer.
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let text = |name: &str| matches.get_one::<String>(name).cloned();
     let message = |role: &str, content| v1::ChatMessage { role: role.to_owned(), content };
     let messages = text("system").map(|s| message("system", s)).into_iter();
     let messages = messages.chain(text("message").map(|m| message("user", m))).collect();
     let limit = matches.get_one::<u32>("max-tokens").copied();
-    // Without a limit of the user's, none is asked for: the context may be shorter than ours.
+    // Without --max-tokens the request has no limit: the model's context may be shorter than `ENOUGH`.
     let sampling =
         v1::Sampling { max_tokens: limit, temperature: matches.get_one("temperature").copied(), ..Default::default() };
     let request = v1::GenerateRequest {
@@ -64,7 +64,7 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     })?;
     let failed = |status: tonic::Status| match status.source() {
         None => anyhow!("{}", status.message()),
-        // Not the router's own words.
+        // The error comes from the connection, not from the router.
         Some(_) => anyhow!("{router} went away, or does not speak gRPC; name a router's gRPC address with --router"),
     };
     let mut stream = client.generate(request).await.map_err(failed)?.into_inner();

@@ -1,11 +1,11 @@
-//! The flags of subcommands that open a model and have no configuration file: those of [`FetchConfig`], under the same names.
+//! The flags of [`FetchConfig`], under the same names, for subcommands that open a model but read no configuration file.
 
 use anyhow::bail;
 use baton_runtime::FetchConfig;
 use baton_runtime::config::{Config, Plain};
 use clap::{Arg, ArgMatches};
 
-/// One flag for each field.
+/// One flag for each field of [`FetchConfig`].
 pub fn args() -> impl Iterator<Item = Arg> {
     FetchConfig::fields().into_iter().map(|field| {
         let help = field.help.lines().map(str::trim).collect::<Vec<_>>().join(" ");
@@ -13,7 +13,7 @@ pub fn args() -> impl Iterator<Item = Arg> {
     })
 }
 
-/// What they say.
+/// The settings that the given flags make.
 pub fn settings(matches: &ArgMatches) -> anyhow::Result<FetchConfig> {
     let mut config = FetchConfig::default();
     for field in FetchConfig::fields() {

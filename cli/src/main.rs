@@ -1,4 +1,5 @@
-//! The binary `baton`. Each subcommand starts one component or asks a running one; `up` supervises what a cluster runs anyway.
+//! The binary `baton`. Each subcommand starts one component or asks a running one; `up` starts and supervises the processes of a
+//! whole cluster.
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +28,7 @@ fn component<T: Config>(matches: &ArgMatches, run: impl AsyncFnOnce(T) -> anyhow
     let config = baton_runtime::load::<T>(matches)?;
     let runtime = runtime()?;
     let outcome = runtime.block_on(run(config));
-    // Does not wait for a download or a model that is still being read when the process was told to stop.
+    // Does not wait for a download or the loading of a model that is still running when the process is told to stop.
     runtime.shutdown_background();
     outcome
 }

@@ -24,7 +24,7 @@ pub fn command() -> Command {
         )
 }
 
-/// Does what the subcommand says.
+/// Runs the subcommand.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = crate::fetch::settings(matches)?;
@@ -68,7 +68,7 @@ fn list(cache: &std::path::Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One line a field; nested values as compact JSON.
+/// Prints one line per field; nested values as compact JSON.
 fn print_facts(facts: &serde_json::Value) {
     for (key, value) in facts.as_object().into_iter().flatten() {
         match value {

@@ -1,4 +1,4 @@
-//! `baton status` and `baton scale`: what runs, and how much of it.
+//! `baton status` and `baton scale`: shows a running cluster's workers and changes their number.
 
 mod report;
 
@@ -12,7 +12,7 @@ use baton_proto::v1::{self, supervisor_client::SupervisorClient, worker_client::
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// Longest wait for a view or a worker's answer.
+/// Longest wait for a view of the cluster or for a worker's answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Longest wait for new workers to load their model.
 const LOADING: Duration = Duration::from_secs(300);
@@ -50,7 +50,7 @@ fn url(matches: &ArgMatches) -> &str {
     matches.get_one::<String>("registry").map_or("", String::as_str)
 }
 
-/// The registry's views, once the first fresh one is there.
+/// Watches the registry; returns once the first fresh view is there.
 async fn views(registry: &str) -> anyhow::Result<ViewReceiver> {
     let mut views = baton_cluster::connect(registry).await?.watch();
     let fresh = tokio::time::timeout(PATIENCE, views.wait_for(|view| !view.stale)).await.is_ok_and(|view| view.is_ok());
@@ -68,7 +68,7 @@ async fn worker_status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
     tokio::time::timeout(PATIENCE, ask).await.context("no answer")?
 }
 
-/// Prints the members, and over what KV goes between them.
+/// Prints the workers and the transport that KV takes between each pair of them.
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let view = views(url(matches)).await?.borrow().clone();
     let members = view.members.iter().filter(|m| m.role != Role::Supervisor).cloned();
@@ -84,7 +84,7 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Asks the supervisor for other counts and waits until they are reached.
+/// Asks the supervisor for new worker counts and waits until that many serve.
 pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
     let (prefill, decode) = (matches.get_one::<u32>("prefill").copied(), matches.get_one::<u32>("decode").copied());
     if prefill.is_none() && decode.is_none() {
@@ -102,7 +102,7 @@ pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
     let now =
         client.scale(v1::ScaleRequest { prefill, decode }).await.map_err(|s| anyhow::anyhow!("{}", s.message()))?;
     let now = now.into_inner();
-    // The processes are there; they serve once they have loaded the model.
+    // The processes run already. They serve once they have loaded the model.
     let serving = |view: &Arc<View>| {
         let count = |role| view.serving(role).count() as u32;
         count(Role::Prefill) == now.prefill && count(Role::Decode) == now.decode
@@ -114,7 +114,7 @@ pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A GET of an HTTP/1.0 resource on this machine: status and body.
+/// Sends an HTTP/1.0 GET to a server on this machine; returns status and body.
 pub async fn get(address: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
     let mut stream = tokio::net::TcpStream::connect(address).await?;
     stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes()).await?;

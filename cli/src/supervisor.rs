@@ -1,4 +1,4 @@
-//! The processes of `baton up`: starts them, restarts what dies, scales, and takes them down in order.
+//! The processes of `baton up`: starts them, restarts those that die, scales their number and stops them in order.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -18,15 +18,16 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-/// A process that lives shorter than this counts as failing; as many in a row end the cluster.
+/// A process that ends sooner than this counts as a short life. Before the cluster has been ready, [`MAX_SHORT_LIVES`] of
+/// one kind in a row end it.
 const SHORT_LIFE: Duration = Duration::from_secs(5);
 const MAX_SHORT_LIVES: u32 = 3;
-/// Half the wait before a process is started again that ended shortly after its start; doubled each time.
+/// Half the wait before a restart after the first short life. Each further short life doubles the wait.
 const MIN_BACKOFF: Duration = Duration::from_millis(250);
 /// Most workers of one role on one machine.
 const MAX_WORKERS: u32 = 64;
 
-/// What a process is.
+/// The role of a process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Kind {
     Router,
@@ -35,7 +36,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The subcommand.
+    /// The subcommand that starts it.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Router => "router",
@@ -50,11 +51,11 @@ struct Process {
     child: Child,
     pid: u32,
     started: Instant,
-    /// Told to stop; its end is expected.
+    /// It was told to stop, so its end is expected.
     stopping: bool,
 }
 
-/// A wish from `baton scale`, answered when it is met.
+/// A request from `baton scale`, answered when the wanted number of processes runs.
 struct Scale {
     wanted: BTreeMap<Kind, usize>,
     done: oneshot::Sender<v1::ScaleResponse>,
@@ -66,15 +67,15 @@ pub struct Supervisor {
     args: BTreeMap<Kind, Vec<String>>,
     wanted: BTreeMap<Kind, usize>,
     processes: Vec<Process>,
-    /// How often in a row a kind's processes ended shortly after their start, and when the next may start.
+    /// Per kind: short lives in a row, and the earliest time of the next start.
     short_lives: BTreeMap<Kind, (u32, tokio::time::Instant)>,
-    /// The cluster has been ready: from now on a worker that keeps dying is started again, later each time.
+    /// The cluster has been ready. From then on a worker that keeps dying is restarted again and again, after growing waits.
     settled: bool,
     pending: Vec<Scale>,
 }
 
 impl Supervisor {
-    /// Nothing runs yet.
+    /// A supervisor that runs no processes yet.
     pub fn new(program: PathBuf) -> Supervisor {
         Supervisor {
             program,
@@ -87,17 +88,17 @@ impl Supervisor {
         }
     }
 
-    /// Flags of every process of a kind.
+    /// Sets the flags of every process of a kind.
     pub fn define(&mut self, kind: Kind, args: Vec<String>) {
         self.args.insert(kind, args);
     }
 
-    /// How many of a kind there should be.
+    /// Sets how many processes of a kind should run.
     pub fn scale(&mut self, kind: Kind, count: usize) {
         self.wanted.insert(kind, count);
     }
 
-    /// What runs, in the order of [`Kind`].
+    /// The running processes with their pids, in the order of [`Kind`].
     pub fn processes(&self) -> Vec<(Kind, u32)> {
         let mut all: Vec<_> = self.processes.iter().map(|p| (p.kind, p.pid)).collect();
         all.sort_unstable();
@@ -111,9 +112,9 @@ impl Supervisor {
     fn start(&mut self, kind: Kind) -> anyhow::Result<()> {
         let mut command = std::process::Command::new(&self.program);
         command.arg(kind.name()).args(self.args.get(&kind).into_iter().flatten());
-        // This process's settings file is not the child's; its other settings arrive as flags.
+        // The child must not read this process's settings file: it gets all settings from it as flags.
         command.env_remove("BATON_CONFIG").stdin(std::process::Stdio::null());
-        // Ctrl-C is for this process, which stops the others in order.
+        // Its own process group keeps Ctrl-C away from the child: this process stops the children in order.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         die_with_parent(&mut command);
         let child = Command::from(command).spawn().with_context(|| format!("starting {}", kind.name()))?;
@@ -123,7 +124,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Starts what is missing and tells what is too much to drain.
+    /// Starts missing processes and drains surplus ones.
     fn reconcile(&mut self) -> anyhow::Result<()> {
         let wanted: Vec<(Kind, usize)> = self.wanted.iter().map(|(k, n)| (*k, *n)).collect();
         for (kind, count) in wanted {
@@ -131,7 +132,7 @@ impl Supervisor {
                 self.start(kind)?;
             }
             for _ in count..self.count(kind) {
-                // The youngest goes first.
+                // The youngest is drained first.
                 if let Some(process) = self.processes.iter_mut().rev().find(|p| p.kind == kind && !p.stopping) {
                     tracing::info!(process = kind.name(), pid = process.pid, "draining");
                     terminate(process);
@@ -145,14 +146,14 @@ impl Supervisor {
         self.short_lives.get(&kind).is_none_or(|(_, when)| *when <= tokio::time::Instant::now())
     }
 
-    /// When a kind that lacks processes may start one; far away when none does.
+    /// The earliest time at which a kind that lacks processes may start one; far in the future when no kind lacks any.
     fn next_start(&self) -> tokio::time::Instant {
         let lacking = self.wanted.iter().filter(|(kind, count)| self.count(**kind) < **count);
         let times = lacking.filter_map(|(kind, _)| self.short_lives.get(kind).map(|(_, when)| *when));
         times.min().unwrap_or_else(|| tokio::time::Instant::now() + Duration::from_secs(3600))
     }
 
-    /// Waits until some process has ended and forgets it.
+    /// Waits until some process has ended and removes it from the list.
     async fn reap(&mut self) -> anyhow::Result<()> {
         if self.processes.is_empty() {
             return std::future::pending().await;
@@ -172,10 +173,10 @@ impl Supervisor {
         let (name, pid) = (process.kind.name(), process.pid);
         let lives = self.short_lives.get(&process.kind).map_or(0, |(lives, _)| *lives);
         let lives = if process.started.elapsed() >= SHORT_LIFE { 0 } else { lives + 1 };
-        // The first time at once, then twice as late each time.
+        // After a normal life it restarts at once. Each short life in a row doubles the wait.
         let wait = if lives == 0 { Duration::ZERO } else { MIN_BACKOFF * (1 << lives.min(7)) };
         self.short_lives.insert(process.kind, (lives, tokio::time::Instant::now() + wait));
-        // A router that cannot even start will not the next time either; one that was killed will.
+        // A router that exits by itself shortly after its start would do so again. One that a signal killed may start next time.
         let hopeless = process.kind == Kind::Router && lives > 0 && status.code().is_some();
         if hopeless || (!self.settled && lives >= MAX_SHORT_LIVES) {
             bail!("{name} (pid {pid}) ended with {status} shortly after its start; its message is above");
@@ -184,7 +185,10 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Keeps the processes as wanted until `until` completes; an error when they cannot be kept.
+    /// Keeps the wanted processes running until `until` completes.
+    ///
+    /// # Errors
+    /// When the processes cannot be kept running.
     pub async fn run_until<T>(&mut self, until: impl Future<Output = T>) -> anyhow::Result<T> {
         tokio::pin!(until);
         loop {
@@ -199,7 +203,7 @@ impl Supervisor {
         }
     }
 
-    /// Keeps the processes and takes wishes of `baton scale` until the drain starts.
+    /// Keeps the processes running and serves requests of `baton scale` until the drain starts.
     pub async fn serve(&mut self, registry: &str, shutdown: &Shutdown) -> anyhow::Result<()> {
         let (wishes, mut inbox) = mpsc::channel(16);
         let listener = tokio::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
@@ -230,7 +234,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Answers wishes that are met: the right number runs and none is still draining.
+    /// Answers the requests that are met: the wanted number runs and no process is still draining.
     fn answer_scales(&mut self) {
         let met = |scale: &Scale| {
             scale.wanted.iter().all(|(kind, n)| self.processes.iter().filter(|p| p.kind == *kind).count() == *n)
@@ -240,13 +244,13 @@ impl Supervisor {
         self.pending = pending;
         let done: Vec<Scale> = done;
         for scale in done {
-            // Whoever asked may have gone.
+            // The caller may have disconnected.
             let _ = scale.done.send(v1::ScaleResponse { prefill, decode });
         }
     }
 
-    /// Stops everything: the router first, so that no request is placed on a worker that is going; then the workers. What
-    /// is left when the drain is forced or over is killed.
+    /// Stops all processes: first the router, so that no request is placed on a stopping worker, then the workers. Kills the
+    /// processes that are left when the drain is forced or its time is over.
     pub async fn stop(&mut self, shutdown: &Shutdown) {
         shutdown.start("stopping");
         for routers in [true, false] {
@@ -262,7 +266,7 @@ impl Supervisor {
             };
             if late {
                 for process in self.processes.iter_mut().filter(|p| (p.kind == Kind::Router) == routers) {
-                    // Already gone is as good.
+                    // An error means that it has ended already.
                     let _ = process.child.kill().await;
                 }
             }
@@ -272,7 +276,7 @@ impl Supervisor {
 
     async fn wait_for(&mut self, routers: bool) {
         for process in self.processes.iter_mut().filter(|p| (p.kind == Kind::Router) == routers) {
-            // An error means that there is nothing to wait for.
+            // An error means that there is no process to wait for.
             let _ = process.child.wait().await;
         }
     }
@@ -281,7 +285,7 @@ impl Supervisor {
 fn terminate(process: &mut Process) {
     process.stopping = true;
     if let (Ok(None), Some(pid)) = (process.child.try_wait(), Pid::from_raw(process.pid as i32)) {
-        // Not reaped yet, so the pid is still this child's.
+        // The child was not reaped yet, so the pid is still its own.
         let _ = kill_process(pid, Signal::TERM);
     }
 }

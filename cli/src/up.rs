@@ -1,7 +1,7 @@
 //! `baton up`: a cluster of separate processes on this machine, for one terminal.
 //!
-//! Only a supervisor: it starts `baton router`, `baton prefill` and `baton decode` as anyone would, restarts what dies, and
-//! takes all of them down again.
+//! It is only a supervisor: it starts `baton router`, `baton prefill` and `baton decode` as a user would, restarts those that
+//! die, and stops all of them at the end.
 
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
@@ -22,17 +22,17 @@ baton_runtime::config! {
     pub struct UpConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig { log: "warn".parse().unwrap_or_default(), ..Default::default() };
-        /// The model: a name (see `baton model list`), a path, org/name on the hub, or random:NAME, made without a download.
+        /// The model: a name (see `baton model list`), a path, org/name on the hub, or random:NAME, which needs no download.
         model: String = "smollm2".to_owned(),
-        /// Prefill workers.
+        /// Number of prefill workers.
         prefill: u32 = 1,
-        /// Decode workers.
+        /// Number of decode workers.
         decode: u32 = 1,
-        /// No split: decode workers read prompts too, and there are no prefill workers.
+        /// No split: decode workers compute prompts too, and there are no prefill workers.
         aggregated: bool = false,
-        /// Address of the OpenAI-compatible HTTP API; port 0 takes a free one.
+        /// Address of the OpenAI-compatible HTTP API; port 0 picks a free port.
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
-        /// Address of the gRPC API; port 0 takes a free one.
+        /// Address of the gRPC API; port 0 picks a free port.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
         /// Where workers are found: embedded (the router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
@@ -40,37 +40,37 @@ baton_runtime::config! {
         transport: Parsed<TransportChoice> = Parsed(TransportChoice::Auto),
         /// Element type of the KV pools: f32, f16, bf16, q8, fp8 or int4.
         kv_type: Parsed<KvDtype> = Parsed(KvDtype::F16),
-        /// Element type of the prefill workers' pools, if another; they convert on the way (docs/kv-types.md).
+        /// Element type of the prefill workers' pools, if different; they convert KV as they send it (docs/kv-types.md).
         prefill_kv_type: Option<Parsed<KvDtype>> = None,
-        /// Memory of each worker's KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves.
+        /// Memory of each worker's KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves for it.
         kv_memory: Option<Bytes> = None,
-        /// Share of a GPU's memory that all workers together take, above 0 and at most 1.
+        /// Share of a GPU's memory that all workers together may use, above 0 and at most 1.
         gpu_memory_fraction: f64 = 0.9,
-        /// Longest sequence; default: what the model was made for, as far as the pool can hold it.
+        /// Longest sequence in tokens; default: the model's context, or less if the pool cannot hold it.
         context: Option<u32> = None,
         /// Layers of full attention see only the first tokens and this many of the last, so that a stream may run past the
-        /// model's context; default: all.
+        /// model's context; default: they see all tokens.
         attention_window: Option<u32> = None,
-        /// With an attention window: first tokens that stay visible, rounded up to whole blocks; 0: none.
+        /// With an attention window: number of first tokens that stay visible, rounded up to whole blocks; 0: none.
         attention_sinks: u32 = 4,
-        /// Host memory of each worker for the KV of sequences that make room for others; 0B: they are computed again.
+        /// Host memory of each worker for the KV of preempted sequences; 0B: their KV is computed again.
         swap_bytes: Bytes = Bytes(0),
-        /// What workers compute on: auto, cpu or cuda (see baton decode --help).
+        /// Device that workers compute on: auto, cpu or cuda (see baton decode --help).
         backend: BackendKind = BackendKind::Cpu,
-        /// Weights of layers on a GPU: none (bf16) or fp8 (see baton decode --help).
+        /// Quantization of the layers' weights on a GPU: none (bf16) or fp8 (see baton decode --help).
         quantization: Quantization = Quantization::None,
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
-        /// Tensor-parallel ranks of each worker (docs/tensor-parallel.md).
+        /// Number of tensor-parallel ranks of each worker (docs/tensor-parallel.md).
         tp: u32 = 1,
-        /// Ranks of the prefill workers, if others.
+        /// Number of ranks of each prefill worker, if different.
         prefill_tp: Option<u32> = None,
-        /// How long the cluster may take to get ready.
+        /// Longest time until the cluster is ready.
         start_timeout: Duration = Duration::from_secs(120),
     }
 }
 
-/// Runs until told to stop.
+/// Runs the cluster until it is told to stop.
 pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     if config.aggregated {
         config.prefill = 0;
@@ -101,7 +101,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type.0, prefill_tp));
     let mut decode = worker_args(&config, &registry, config.kv_type.0, config.tp);
     if (prefill_kv_type, prefill_tp) != (config.kv_type, config.tp) {
-        // I1: what a prompt is computed over must not depend on how much of it is here already.
+        // (I1) The KV that a prompt is computed over must not depend on how much of its prefix a decode worker has cached.
         decode.extend(flag("local-prefill", 0));
     }
     supervisor.define(Kind::Decode, decode);
@@ -112,12 +112,12 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     if outcome.is_ok() {
         eprintln!("stopping: running requests may finish (Ctrl-C again cuts them off)");
     }
-    // Also after an error: nothing may be left behind.
+    // Also after an error, so that no process is left behind.
     supervisor.stop(&shutdown).await;
     outcome
 }
 
-/// From the start of the processes until the drain starts.
+/// Runs the processes from their start until the drain starts.
 async fn supervise(
     config: &UpConfig,
     registry: &str,
@@ -133,13 +133,13 @@ async fn supervise(
         bail!("the cluster was not ready within {timeout}; start with --log info to see why");
     }
     let text = announcement(config, &supervisor.processes(), &served_model(config.http).await?);
-    // Nobody may be reading; that is no reason to stop.
+    // A closed standard output is no reason to stop.
     let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
     supervisor.serve(registry, &process.shutdown).await
 }
 
-/// Fetches here, once and with a progress bar, so that the workers find the model in the cache.
+/// Fetches the model once, with a progress bar, so that the workers find it in the cache.
 async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
     let (spec, from) = (config.model.clone(), config.fetch.clone());
     let fetched = tokio::task::spawn_blocking(move || {
@@ -150,8 +150,10 @@ async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// An address, with a port of its own when any will do, and what keeps it: bound, so that nobody is given the port by chance, and not
-/// listening, so that the router can, and again when it is started anew.
+/// Reserves an address: returns it with its actual port (port 0 picks a free one), and the socket that keeps it.
+///
+/// The socket is bound, so that the system gives the port to no other process. It does not listen, so that the router can
+/// listen there, also after a restart.
 fn keep(address: SocketAddr, flag: &str) -> anyhow::Result<(SocketAddr, TcpSocket)> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
@@ -178,7 +180,7 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvDtype, tp: u32) -> 
     args.extend(flag("transport", config.transport.0));
     args.extend(flag("kv-type", kv_type));
     args.extend(config.kv_memory.into_iter().flat_map(|bytes| flag("kv-memory", bytes)));
-    // All of them run on this host's one GPU.
+    // All workers share this host's one GPU.
     let workers = f64::from(config.prefill + config.decode);
     args.extend(flag("gpu-memory-fraction", config.gpu_memory_fraction / workers));
     args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
@@ -208,7 +210,7 @@ fn flag(name: &str, value: impl ToString) -> [String; 2] {
     [format!("--{name}"), value.to_string()]
 }
 
-/// True when the router can serve and sees all workers, false when the time for that has passed.
+/// Waits until the router can serve and sees all workers; false when `start_timeout` passes first.
 async fn wait_ready(config: &UpConfig) -> bool {
     let ready = async {
         let mut tick = tokio::time::interval(Duration::from_millis(100));
@@ -223,7 +225,7 @@ async fn wait_ready(config: &UpConfig) -> bool {
     tokio::time::timeout(config.start_timeout, ready).await.is_ok()
 }
 
-/// Whether the router sees as many workers of each role as were started.
+/// Whether the router sees at least as many workers of each role as were started; None when it does not answer.
 async fn all_workers(config: &UpConfig) -> Option<bool> {
     let (_, body) = crate::status::get(config.http, "/cluster").await.ok()?;
     let cluster: serde_json::Value = serde_json::from_str(&body).ok()?;
@@ -232,14 +234,14 @@ async fn all_workers(config: &UpConfig) -> Option<bool> {
     Some(count("prefill") >= config.prefill as usize && count("decode") >= config.decode as usize)
 }
 
-/// The name clients ask for.
+/// The model's name as clients send it.
 async fn served_model(http: SocketAddr) -> anyhow::Result<String> {
     let (_, body) = crate::status::get(http, "/v1/models").await?;
     let models: serde_json::Value = serde_json::from_str(&body).context("reading /v1/models")?;
     Ok(models["data"][0]["id"].as_str().context("the router serves no model")?.to_owned())
 }
 
-/// What the terminal shows once everything runs.
+/// The text that the terminal shows once everything runs.
 fn announcement(config: &UpConfig, processes: &[(Kind, u32)], model: &str) -> String {
     let (bold, plain) = if std::io::stdout().is_terminal() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
     let UpConfig { http, grpc, .. } = config;
@@ -277,7 +279,7 @@ mod tests {
     async fn a_port_is_kept_for_who_listens_there() {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let (address, kept) = keep(any, "--http").unwrap();
-        // As whoever takes a port by chance.
+        // A process that binds the port without `SO_REUSEADDR`.
         let chance = TcpSocket::new_v4().unwrap();
         assert_eq!(chance.bind(address).unwrap_err().kind(), AddrInUse);
         for _ in 0..2 {

@@ -1,5 +1,5 @@
-//! `baton bench engine`: tokens a second of the model and engine in this process, without workers or sockets, and where the
-//! time goes ([`super::profile`]).
+//! `baton bench engine`: tokens per second of model and engine in one process, without workers or sockets, and where the time
+//! goes ([`super::profile`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -107,19 +107,19 @@ pub fn command() -> Command {
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("One JSON object a line"))
 }
 
-/// Last tokens of its prompt that a sequence has for itself when the rest is shared.
+/// Tokens at the end of a prompt that differ between sequences when the rest is shared.
 const OWN: u32 = 16;
 
-/// What is measured.
+/// A metric. The number is above 0.
 #[derive(Clone, Copy)]
 enum Metric {
-    /// One prompt of so many tokens.
+    /// The prefill of one prompt of so many tokens.
     Prefill(u32),
-    /// So many sequences together, with prompts of their own.
+    /// Greedy decode of so many sequences together, with prompts of their own.
     Decode(u32),
-    /// The same, each token drawn from the whole vocabulary.
+    /// The same at temperature 1.
     Sampled(u32),
-    /// So many that share all but the last [`OWN`] tokens of their prompts.
+    /// Greedy decode of so many sequences that share all but the last [`OWN`] tokens of their prompts.
     Shared(u32),
 }
 
@@ -137,7 +137,7 @@ impl Metric {
     }
 }
 
-/// The most sequences that run at once, at least as many as a worker takes by itself.
+/// The most sequences that run at once; at least a worker's default.
 fn together(metrics: &[(&String, Metric)]) -> u32 {
     let sequences = metrics.iter().map(|(_, metric)| match metric {
         Metric::Prefill(_) => 1,
@@ -151,24 +151,25 @@ struct Bench {
     runner: Box<dyn ModelRunner>,
     profiler: Option<Profiler>,
     vocab: u32,
-    /// Of the sequences to come.
+    /// Temperature of the sequences submitted from now on.
     temperature: f32,
     chunk: u32,
-    /// Steps of a kind that go before those that count, and how often a prompt is computed.
+    /// Decode steps before the measured ones; if above 0, a prompt is also computed once before the measured rounds.
     warm_up: u32,
+    /// How often a prompt's prefill is measured; the median counts.
     rounds: usize,
     events: Vec<Event>,
     out: Vec<TokenOut>,
-    /// Steps that are launched.
+    /// Steps launched and not yet collected, oldest first.
     flights: VecDeque<Step>,
 }
 
-/// A GPU's first steps of a size load kernels, choose how products are done, and are captured as a graph.
+/// Warm-up steps on a GPU: the first steps of a size load kernels, choose algorithms for products, and are captured as a graph.
 const GPU_WARM_UP: u32 = 4;
-/// A prompt is a few long steps there, of which the median counts.
+/// Rounds of prefill on a GPU, of which the median counts.
 const GPU_ROUNDS: usize = 5;
 
-/// Measures and prints.
+/// Runs the benchmark and prints the results.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let number = |name| matches.get_one(name).copied().with_context(|| format!("--{name}"));
     let (steps, context, chunk) = (number("decode-steps")?, number("context")?, number("chunk")?);
@@ -266,7 +267,7 @@ impl Bench {
         Ok(Bench { engine, runner, profiler, vocab, temperature, chunk, warm_up, rounds, events, out, flights })
     }
 
-    /// Measuring begins.
+    /// Starts the clock with an empty profile.
     fn start(&self) -> Instant {
         if let Some(profiler) = &self.profiler {
             profiler.take();
@@ -274,8 +275,8 @@ impl Bench {
         Instant::now()
     }
 
-    /// A prompt of `prompt` tokens, of which the first `common` are those of every other sequence with as many, and in the
-    /// prefix cache if there are any.
+    /// Submits a sequence with a prompt of `prompt` tokens and an answer of `answer` tokens. The first `common` tokens are the same
+    /// for every `salt`; if `common` is above 0, the sequence uses the prefix cache.
     fn submit(&mut self, prompt: u32, common: u32, answer: u32, salt: u32) -> anyhow::Result<SeqId> {
         let vocab = self.vocab;
         let id = |i: u32, salt: u32| i.wrapping_mul(2_654_435_761).wrapping_add(salt.wrapping_mul(97)) % vocab;
@@ -291,7 +292,8 @@ impl Bench {
         })?)
     }
 
-    /// One step, and the next one launched behind it where that gains something; tokens sampled.
+    /// Collects one step and returns the number of tokens it sampled. Where the runner overlaps steps, the next one is launched
+    /// before that.
     fn step(&mut self) -> anyhow::Result<usize> {
         let Bench { engine, runner, events, flights, .. } = self;
         let most = if runner.overlaps() { 2 } else { 1 };
@@ -304,7 +306,7 @@ impl Bench {
         self.collect()
     }
 
-    /// What of the latest steps is under way is waited for.
+    /// Collects all launched steps.
     fn settle(&mut self) -> anyhow::Result<()> {
         while !self.flights.is_empty() {
             self.collect()?;
@@ -323,7 +325,7 @@ impl Bench {
         Ok(sampled)
     }
 
-    /// Seconds for one prompt of `tokens`: the median round's.
+    /// Seconds for the prefill of one prompt of `tokens` tokens: the median of all rounds.
     fn prefill(&mut self, tokens: u32) -> anyhow::Result<f64> {
         if self.warm_up > 0 {
             self.prompt(tokens)?;
@@ -340,10 +342,10 @@ impl Bench {
         Ok(started.elapsed().as_secs_f64())
     }
 
-    /// Seconds for `steps` steps of `batch` sequences, after all have their prompt computed, of which the first `common` tokens
-    /// are the same.
+    /// Seconds for `steps` decode steps of `batch` sequences, measured after all prompts of `context` tokens are computed. The first
+    /// `common` tokens of the prompts are the same.
     fn decode(&mut self, batch: u32, steps: u32, context: u32, common: u32) -> anyhow::Result<f64> {
-        // The first go on while the last are computed, an eighth of a chunk at a time at least.
+        // Early sequences decode while later prompts are computed, each step at least an eighth of a chunk; answers must last that long.
         let most = self.warm_up + steps + 1 + batch * context.div_ceil((self.chunk / 8).max(1));
         let submit = |salt| self.submit(context, common, most, salt);
         let sequences = (0..batch).map(submit).collect::<Result<Vec<_>, _>>()?;

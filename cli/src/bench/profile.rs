@@ -1,7 +1,7 @@
-//! Where the time of a measurement went, beside what this machine could do: the tables and JSON lines of `baton bench engine`.
+//! The profile of `baton bench engine`, as a table and as JSON lines: the time of each operation beside this machine's ceilings.
 //!
-//! Kernels are timed by [`baton_kernels::Profiled`], the sampler here. What is left of the measured time is the engine's planning
-//! and this bench.
+//! [`baton_kernels::Profiled`] times the kernels, this module the sampler. The rest of the measured time is the engine's planning
+//! and the benchmark itself.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ pub struct Profiler {
     json: bool,
 }
 
-/// Runs a decoder and times its sampler.
+/// A [`ModelRunner`] that runs a decoder and times its sampler.
 struct TimedSampler<B: Backend> {
     decoder: Decoder<B>,
     profile: SharedProfile,
@@ -30,15 +30,15 @@ struct Row {
     operation: String,
     share: f64,
     calls: u64,
-    /// Bytes a second.
+    /// Bytes moved per second.
     moved: f64,
-    /// Multiplications and additions a second; 0 when they are not counted.
+    /// Multiplications and additions per second; 0 when they are not counted.
     computed: f64,
-    /// Of the nearer ceiling, and which it is.
+    /// Fraction of the ceiling that bounds the operation, and the ceiling's name.
     reached: Option<(f64, &'static str)>,
 }
 
-/// Prints what this machine can do at most.
+/// Prints this machine's ceilings.
 pub fn print_ceilings(ceilings: &Ceilings, json: bool) {
     let each = [
         ("ceiling_read", ceilings.read, "GB/s"),
@@ -56,32 +56,32 @@ pub fn print_ceilings(ceilings: &Ceilings, json: bool) {
 }
 
 impl Profiler {
-    /// For runs on this machine.
+    /// A profiler for runs on this machine, whose ceilings are given.
     pub fn new(ceilings: Ceilings, json: bool) -> Profiler {
         Profiler { profile: SharedProfile::default(), ceilings, json }
     }
 
-    /// What the backend adds to.
+    /// The profile that the backend adds its timings to.
     pub fn shared(&self) -> SharedProfile {
         self.profile.clone()
     }
 
-    /// A runner that adds the sampler's time.
+    /// A runner that adds the sampler's time to the profile.
     pub fn runner<B: Backend>(&self, decoder: Decoder<B>) -> impl ModelRunner + use<B> {
         TimedSampler { decoder, profile: self.shared(), chosen: Vec::new() }
     }
 
-    /// What was counted since the last time.
+    /// Returns the profile since the last call and resets it.
     pub fn take(&self) -> Profile {
         self.profile.take()
     }
 
-    /// The time in which this machine could do at best what was counted, one operation after the other.
+    /// The least seconds that this machine needs for the counted operations, one after the other.
     pub fn least_seconds(&self, profile: &Profile) -> f64 {
         profile.tallies().map(|(operation, tally)| least(operation, tally, &self.ceilings).0).sum()
     }
 
-    /// Prints what was counted in `seconds`.
+    /// Prints the profile of a measurement that took `seconds`.
     pub fn print(&self, metric: &str, profile: &Profile, seconds: f64) {
         let rows = rows(profile, &self.ceilings, seconds);
         if !self.json {
@@ -110,7 +110,7 @@ impl Profiler {
     }
 }
 
-/// Rows of the table, those that take longest first.
+/// Rows of the table, longest time first, and the rest of the time as the last one.
 fn rows(profile: &Profile, ceilings: &Ceilings, seconds: f64) -> Vec<Row> {
     let mut rows: Vec<Row> = profile.tallies().map(|(o, tally)| row(o, tally, ceilings, seconds)).collect();
     rows.sort_by(|a, b| b.share.total_cmp(&a.share));
@@ -128,10 +128,10 @@ fn row(operation: Operation, tally: Tally, ceilings: &Ceilings, seconds: f64) ->
     Row { operation: operation.to_string(), share, calls: tally.calls, moved, computed, reached }
 }
 
-/// The least seconds an operation's calls can take, and which ceiling says so.
+/// The least seconds that an operation's calls can take, and the ceiling that bounds them.
 fn least(operation: Operation, tally: Tally, ceilings: &Ceilings) -> (f64, &'static str) {
     let quantised = match operation {
-        // A layer's matrices are all quantised or none is.
+        // The matrices of one product are either all quantised or all not.
         Operation::Matmul { parts, .. } => parts.iter().flatten().all(|(dtype, _)| dtype.block_elements() > 1),
         _ => false,
     };

@@ -1,4 +1,4 @@
-//! `baton bench transfer`: how fast KV moves between two processes, of this host or of two, beside memcpy and a plain TCP stream.
+//! `baton bench transfer`: speed of handoffs between two processes on one host or two, beside memcpy and a plain TCP stream.
 
 mod table;
 
@@ -14,16 +14,16 @@ use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use table::Table;
 
-/// Shapes by name: layers, KV heads, head dimension.
+/// Named KV shapes: layers, KV heads, head dimension.
 const SHAPES: [(&str, [u32; 3]); 3] =
     [("smollm2", [30, 3, 64]), ("qwen2.5-1.5b", [28, 2, 128]), ("llama-3.1-8b", [32, 8, 128])];
-/// Their parts, each of which can be set by itself.
+/// The parts of a shape with their help texts. Each can be set by a flag of its own.
 const PARTS: [(&str, &str); 3] = [
     ("layers", "Layers, instead of the shape's"),
     ("kv-heads", "KV heads, instead of the shape's"),
     ("head-dim", "Elements of a head, instead of the shape's"),
 ];
-/// Where blocks lie when they are scattered.
+/// Default seed of the random order of scattered blocks.
 const SEED: &str = "1";
 
 /// `baton bench transfer`.
@@ -135,7 +135,7 @@ fn ways() -> [Arg; 7] {
     ]
 }
 
-/// Measures and prints, or receives.
+/// Runs the benchmark and prints its report, or, with --listen, receives.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let ucx = UcxSettings {
         directory: matches.get_one::<PathBuf>("ucx-library").cloned(),
@@ -200,7 +200,7 @@ fn layout(matches: &ArgMatches) -> anyhow::Result<KvLayout> {
     Ok(KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size, groups: vec![group] })
 }
 
-/// This program, receiving until its parent is done.
+/// A command that runs this program as the receiver of one measurement; it dies with this process.
 fn child(ucx: &UcxSettings, cpus: &Cpus) -> anyhow::Result<process::Command> {
     let mut command = process::Command::new(std::env::current_exe()?);
     command.args(["bench", "transfer", "--listen", "127.0.0.1:0", "--once"]);

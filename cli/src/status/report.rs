@@ -1,14 +1,14 @@
-//! What `baton status` shows, as a table and as JSON. Asks nobody.
+//! The output of `baton status`, as a table and as JSON. Pure: it sends no requests.
 
 use baton_cluster::Member;
 use baton_proto::v1;
 use baton_types::WorkerId;
 use serde_json::{Value, json};
 
-/// A worker, and what it answered.
+/// A worker and its answer.
 pub type Answered = (Member, anyhow::Result<v1::StatusResponse>);
 
-/// The workers, and below them over what KV goes from whom to whom.
+/// A table of the workers, and below it the transport that KV takes between each pair.
 pub fn table(workers: &[Answered]) -> String {
     let mut text = format!(
         "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  STATE\n",
@@ -49,7 +49,7 @@ fn state(status: &v1::StatusResponse) -> &'static str {
     if status.draining { "draining" } else { "serving" }
 }
 
-/// Who has written to whom, of those that are members.
+/// The pairs (sender, receiver) of KV. Receivers that are no longer members are left out.
 fn pairs(workers: &[Answered]) -> Vec<(WorkerId, &v1::Peer)> {
     let is_member = |peer: &&v1::Peer| workers.iter().any(|(member, _)| member.id.0 == peer.id);
     let answered = workers.iter().filter_map(|(member, answer)| Some((member.id, answer.as_ref().ok()?)));
@@ -77,7 +77,7 @@ fn speed(bytes_per_second: f64) -> String {
     }
 }
 
-/// The same for programs, with every path's figures.
+/// The same as JSON, with the figures of every path.
 pub fn json(workers: &[Answered]) -> Value {
     let pairs = pairs(workers).into_iter().map(|(from, peer)| {
         let used = peer.paths.iter().find(|path| path.in_use).map(|path| &path.transport);
@@ -166,7 +166,7 @@ mod tests {
 
     fn workers() -> Vec<Answered> {
         let paths = vec![path("shm", Some(8.14e9), ""), path("tcp", Some(2.5e8), "in reserve behind shm")];
-        // One of the peers has left.
+        // The peer with id 9 has left the cluster.
         let peers = vec![v1::Peer { id: 2, paths: paths.clone() }, v1::Peer { id: 9, paths }];
         let status = v1::StatusResponse { peers, ..Default::default() };
         let gone = anyhow::anyhow!("no answer");

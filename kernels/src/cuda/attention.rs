@@ -1,4 +1,4 @@
-//! Which attention kernels a batch is given to, and with what.
+//! Attention of a batch: the choice of kernels, and their launches.
 
 use baton_types::{KvDtype, KvLayout};
 
@@ -12,31 +12,31 @@ use super::queue::Queue;
 use crate::KernelError;
 use crate::backend::AttentionShape;
 
-/// A layer group's batch on the device.
+/// A layer's batch on the device, with all that attention needs.
 pub(super) struct Placed<'a, D: Device> {
     pub queue: &'a Queue<D>,
     pub pool: &'a Pool<D>,
     pub chunks: Chunks,
     pub shape: AttentionShape,
     pub inputs: &'a Inputs,
-    /// All of `inputs`.
+    /// Device memory of all of `inputs`.
     pub words: Piece<'a>,
 }
 
-/// Compute capability of the devices that have Hopper's units, and no others do.
+/// Hopper's compute capability. Only devices of exactly this one have its units.
 pub(super) const HOPPER: (u32, u32) = (9, 0);
 
-/// Which kernel chunks take. It depends on device and pool only, so that a row takes the same one in any batch (I1).
+/// The attention kernel for chunks. It depends on device and pool only, so a row takes the same kernel in any batch (I1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Chunks {
-    /// `attention_prefill.cu`, by the warps' own products.
+    /// `attention_prefill.cu`, which multiplies by warp-level matrix instructions.
     Warps,
-    /// `attention_hopper.cu`, by name.
+    /// `attention_hopper.cu`, with the kernel's name.
     Hopper(&'static str),
 }
 
 impl Chunks {
-    /// For a layer group, on a device with or without Hopper's units.
+    /// The kernel for a layer group, on a device with or without Hopper's units.
     pub fn of(layout: &KvLayout, group: usize, hopper: bool) -> Self {
         match (hopper, layout.dtype, layout.groups[group].head_dim) {
             (true, KvDtype::F16, 64) => Chunks::Hopper("baton_attention_hopper_f16_64"),
@@ -47,7 +47,7 @@ impl Chunks {
         }
     }
 
-    /// (row, head) pairs of a KV head that a thread block takes.
+    /// (row, query head) pairs of one KV head that a thread block processes.
     pub fn pairs(self) -> usize {
         match self {
             Chunks::Warps => Attention::PAIRS as usize,
@@ -56,10 +56,10 @@ impl Chunks {
     }
 }
 
-/// Rows, and how many elements it is from one to the next.
+/// Rows, and the number of elements from the start of one to the next.
 pub(super) type Strided<'a> = (Piece<'a>, usize);
 
-/// Tables and activations of a store.
+/// Activations and rotation tables for storing K and V.
 pub(super) struct Rotated<'a> {
     pub q: Strided<'a>,
     pub k: Strided<'a>,
@@ -68,7 +68,7 @@ pub(super) struct Rotated<'a> {
     pub sin: Piece<'a>,
 }
 
-/// Kernels by pool type and the smallest of 64, 128 and 256 that holds a head: (decode, prefill).
+/// Names of the (decode, prefill) kernels for a pool type and the smallest of 64, 128 and 256 that holds a head.
 fn kernels(dtype: KvDtype, head_dim: u32) -> Result<(&'static str, &'static str), KernelError> {
     macro_rules! of {
         ($name:literal) => {
@@ -97,7 +97,7 @@ fn kernels(dtype: KvDtype, head_dim: u32) -> Result<(&'static str, &'static str)
     }
 }
 
-/// Bytes that a split of a row leaves, of all heads: for each, sums of head_dim, and a maximum and a sum of weights.
+/// Bytes of partial results of one split of a row, over all heads. Each head has head_dim sums, a maximum and a sum of weights, in f32.
 pub(super) fn split_bytes(heads: usize, head_dim: u32) -> usize {
     heads * (head_dim as usize + 2) * size_of::<f32>()
 }
@@ -111,13 +111,13 @@ impl<D: Device> Placed<'_, D> {
         self.inputs.group(self.shape.group)
     }
 
-    /// (tiles from `first` on, block tables)
+    /// Device addresses of (the group's tiles from `first` on, the block tables).
     fn places(&self, first: usize) -> (Address, Address) {
         let at = self.words.at();
         (at.plus(self.inputs.tile_at(self.shape.group, first)), at.plus(self.inputs.tables_at()))
     }
 
-    /// Rotates q in place, and k on its way into the pool.
+    /// Rotates q in place, and stores rotated k, and v, in the pool.
     pub fn store(&self, with: &Rotated<'_>) -> Result<(), KernelError> {
         let (group, layer) = (self.shape.group, self.shape.layer);
         let touches = [
@@ -158,7 +158,7 @@ impl<D: Device> Placed<'_, D> {
         Ok(())
     }
 
-    /// Attention of all rows; `sums` keeps room for what splits leave.
+    /// Computes attention of all rows. `sums` is memory for the partial results of splits, which grows if needed.
     pub fn attend(
         &self,
         (q, q_stride): Strided<'_>,
@@ -190,7 +190,7 @@ impl<D: Device> Placed<'_, D> {
         let attend_chunks = attention(self.tiles().decode(), chunks, largest);
         match self.chunks {
             Chunks::Warps => self.queue.launch(prefill, &attend_chunks, &touches)?,
-            // Nothing is encoded for a batch of decode rows.
+            // A batch of decode rows only needs no tensor map.
             Chunks::Hopper(_) if chunks == 0 => {}
             Chunks::Hopper(kernel) => {
                 let box_shape = [AttentionHopper::BOX_WIDTH, AttentionHopper::box_slots(layout.block_size)];
@@ -199,7 +199,7 @@ impl<D: Device> Placed<'_, D> {
                 self.queue.launch(kernel, &AttentionHopper { a: attend_chunks, pool }, &touches)?;
             }
         }
-        // Sums of all splits and heads, and behind them their maxima and sums of weights.
+        // The memory holds the sums of all splits and heads, then their maxima and sums of weights.
         let (sum, stats) = (group.head_dim as usize * size_of::<f32>(), 2 * size_of::<f32>());
         for launch in self.tiles().launches(split_bytes(self.shape.heads, group.head_dim)) {
             let count = launch.count * self.shape.heads * launch.splits as usize;

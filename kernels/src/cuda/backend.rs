@@ -1,4 +1,4 @@
-//! [`CudaBackend`] and what its operations are put together from.
+//! [`CudaBackend`]: its state, its construction, and the helpers of its operations.
 
 use std::sync::Arc;
 
@@ -19,21 +19,25 @@ use super::step::Steps;
 use crate::backend::{AttentionShape, Norm, Room};
 use crate::{HostPool, KernelError};
 
-/// How to run on a GPU.
+/// Options for running on a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CudaOptions {
-    /// Whether a row has the same bits in any step: as a decode row and within a chunk, and whatever else is in the batch (I1). Decode
-    /// rows then take the kernel of chunks, which walks their KV alone and leaves most of the device idle, and products of any number of
-    /// rows are done as those of few. Without it rows agree to rounding; steps of as many rows, up to bounds of 16, 64 and 256, still agree
-    /// bit by bit.
+    /// Whether a row has the same bits in any step: as a decode row or within a chunk, and whatever else is in the batch (I1).
+    ///
+    /// Decode rows then take the chunks' kernel. It walks a row's KV without splitting it and leaves most of the device idle. Products of
+    /// any number of rows use one algorithm, chosen for few rows.
+    ///
+    /// Without this option rows agree to rounding only. A product still gives a row the same bits in all steps whose number of rows is in
+    /// the same range: up to 16, up to 64, up to 256, or more.
     pub invariant: bool,
-    /// Whether decode steps are captured and launched as a whole, which takes most of the host's part out of them. They are padded then,
-    /// with and without a graph; not a bit depends on it.
+    /// Whether decode steps are captured and launched as a graph, which saves most of the host's work. Such steps are padded, with and
+    /// without a graph. No result depends on this option, to the bit.
     pub graphs: bool,
-    /// Whether chunks take the kernel for Hopper where the device and the pool are such that they can. It sums in another order.
+    /// Whether chunks take the attention kernel for Hopper if device and pool allow it. It adds up in another order than the general
+    /// kernel.
     pub hopper: bool,
-    /// Whether matrices that only products read are E4M3, with a scale for each row, and so are the rows that they are multiplied with. A
-    /// row's scale is its own, so that nothing beside it changes a bit (I1).
+    /// Whether matrices that only products read, and the rows they are multiplied with, are E4M3 with a scale for each row. A row's scale
+    /// depends on that row alone, so no other row changes its bits (I1).
     pub fp8: bool,
 }
 
@@ -43,13 +47,13 @@ impl Default for CudaOptions {
     }
 }
 
-/// What a norm of rows becomes.
+/// Where a norm of rows is stored, and as what type.
 pub(super) enum Normed<'a> {
-    /// The rows themselves, where they lie.
+    /// In place of the rows themselves, as f32.
     InPlace,
-    /// One behind the other.
+    /// Elsewhere, one row behind the other, as this element type.
     Dense(Piece<'a>, Element),
-    /// Codes, and a scale for each row.
+    /// Elsewhere as E4M3: the codes, and a scale for each row.
     E4m3(Piece<'a>, Piece<'a>),
 }
 
@@ -58,17 +62,17 @@ pub struct CudaBackend<D: Device> {
     pub(super) queue: Queue<D>,
     pub(super) options: CudaOptions,
     pub(super) pool: Pool<D>,
-    /// A product's input, as its weight wants it.
+    /// A product's input, converted to the type of its weight.
     pub(super) operand: Option<Memory<D>>,
-    /// Numbers of rows, or of two blocks.
+    /// Row numbers of a gather, or the two block numbers of a copy.
     pub(super) indices: Option<Memory<D>>,
     /// Stored rows of a weight while it is loaded.
     pub(super) staging: Option<Memory<D>>,
-    /// Of splits of decode rows.
+    /// Partial results of the splits of decode rows.
     pub(super) sums: Option<Memory<D>>,
     pub(super) sampling: Draws<D>,
     pub(super) steps: Steps<D>,
-    /// The first thing that went wrong since [`Backend::finish`]; what follows it is not tried.
+    /// The first failure since the last [`Backend::finish`]. Operations after it are skipped.
     pub(super) failed: Option<KernelError>,
 }
 
@@ -76,16 +80,16 @@ impl<D: Device> CudaBackend<D> {
     /// A backend with a pool of its own.
     ///
     /// # Errors
-    /// When the pool is of a kind that no kernel serves (f32, int4, attention sinks, heads wider than 256), or the device has no
-    /// room for it, or no products of E4M3 where they are asked for.
+    /// When no kernel serves the pool (f32, int4, attention sinks, heads wider than 256), when the device has no room for it, or when
+    /// the options ask for E4M3 and the device has no such products.
     pub fn new(device: Arc<D>, geometry: PoolGeometry, options: CudaOptions) -> Result<Self, KernelError> {
         let queue = Queue::new(device)?;
         let pool = Pool::new(&queue, geometry)?;
         CudaBackend::with(queue, pool, options)
     }
 
-    /// A backend over a pool in host memory that others read and write too. The device reaches it over its bus, so attention is as fast as
-    /// that.
+    /// A backend over a pool in host memory that others read and write too. The device reaches it over its bus, which limits the speed of
+    /// attention.
     ///
     /// # Errors
     /// As for [`CudaBackend::new`].
@@ -95,10 +99,10 @@ impl<D: Device> CudaBackend<D> {
         CudaBackend::with(queue, pool, options)
     }
 
-    /// A backend over a pool in device memory that transfers reach too.
+    /// A backend over a pool in device memory that transfers use too.
     ///
     /// # Errors
-    /// As for [`CudaBackend::new`], and when the pool is too small for its shape.
+    /// As for [`CudaBackend::new`], and when the pool's memory is too small for its geometry.
     pub fn sharing(pool: &SharedPool<D>, geometry: PoolGeometry, options: CudaOptions) -> Result<Self, KernelError>
     where
         D: SharingDevice,
@@ -120,24 +124,27 @@ impl<D: Device> CudaBackend<D> {
         Ok(CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, steps, failed: None })
     }
 
-    /// Whether a pool of this shape can be served.
+    /// Checks whether a pool of this geometry can be served.
+    ///
+    /// # Errors
+    /// When no kernel serves it.
     pub fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
         pool::check(geometry)
     }
 
-    /// What it runs on.
+    /// The device that it runs on.
     pub fn device(&self) -> &Arc<D> {
         &self.queue.device
     }
 
-    /// Bytes of one layer's part of a block.
+    /// Reads the bytes of one layer's part of a block.
     pub fn block_bytes(&self, group: usize, layer: usize, block: BlockId) -> Result<Vec<u8>, KernelError> {
         self.pool.block_bytes(&self.queue, group, layer, block)
     }
 
-    /// Allocates all that steps within these bounds use.
+    /// Allocates all memory that steps within these bounds use.
     pub(super) fn make_room(&mut self, room: &Room) -> Result<(), KernelError> {
-        // Weights are loaded by now.
+        // All weights are loaded by now.
         self.staging = None;
         self.queue.at_least(&mut self.indices, room.rows.max(2) * size_of::<u32>())?;
         self.queue.at_least(&mut self.operand, (room.rows * room.cols).max(1) * Element::Bf16.bytes())?;
@@ -156,8 +163,8 @@ impl<D: Device> CudaBackend<D> {
         }
     }
 
-    /// `out[i] = table[rows[i]] · scale`, for tables and rows of any kind. Rows are brought to the device, unless they are there among the
-    /// step's inputs, from this word on.
+    /// Computes `out[i] = table[rows[i]] · scale`. `rows` is the row numbers and, if they are among the step's inputs on the device, the
+    /// index of their first word there. Otherwise they are copied to the device.
     pub(super) fn gather(
         &mut self,
         table: (Piece<'_>, Element),
@@ -182,7 +189,7 @@ impl<D: Device> CudaBackend<D> {
         };
         let (table, table_type) = table;
         let drawn = self.sampling.drawn();
-        // Where nothing was ever drawn, no row follows a draw.
+        // If nothing was ever sampled, no row refers to a sampled token.
         let touches =
             [Access::Read(table), Access::Read(indices), Access::Write(out), Access::Read(drawn.unwrap_or(indices))];
         let (count, width, out_type) = (rows.len() as u32, width as u32, Element::F32);
@@ -192,7 +199,7 @@ impl<D: Device> CudaBackend<D> {
         self.queue.launch("baton_embed", &params, &touches)
     }
 
-    /// Elements of 16 bits, to the host.
+    /// Reads 16-bit elements and widens them to f32.
     pub(super) fn read_halves(&self, from: Piece<'_>, element: Element, out: &mut [f32]) -> Result<(), KernelError> {
         let mut bits = vec![0u16; out.len()];
         self.queue.read(from, bytes_of_mut(&mut bits))?;
@@ -203,7 +210,7 @@ impl<D: Device> CudaBackend<D> {
         Ok(())
     }
 
-    /// RMS norm of rows of `x`, which lie as [`Memory::heads`] says, into `out`. Others are added to them first if there are any.
+    /// RMS norm of rows of `x` into `out`. `x` is what [`Memory::heads`] returns. If `add` is given, it is added to the rows first.
     pub(super) fn normed(
         &self,
         norm: &Norm<Memory<D>>,
@@ -248,7 +255,7 @@ impl<D: Device> CudaBackend<D> {
         self.queue.launch("baton_rms_norm", &params, &touches)
     }
 
-    /// Elements of a row of q and of k.
+    /// Elements in a row of q, and in a row of k or v.
     pub(super) fn widths(&self, shape: AttentionShape) -> (usize, usize) {
         let group = &self.pool.geometry().layout.groups[shape.group];
         let dim = group.head_dim as usize;
@@ -257,7 +264,7 @@ impl<D: Device> CudaBackend<D> {
 }
 
 impl<D: Device> Drop for CudaBackend<D> {
-    /// Nothing may be under way when memory goes that the device only sees.
+    /// Waits for all work: unmapping host memory, unlike freeing device memory, does not wait.
     fn drop(&mut self) {
         let _ = self.queue.synchronise();
         self.forget_graphs();

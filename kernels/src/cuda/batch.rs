@@ -1,29 +1,30 @@
-//! A ragged batch as the kernels take it: decode rows and chunks apart, as tiles, and how attention over them is split. Pure.
+//! Turns a ragged batch into what the kernels take: tiles of decode rows, then tiles of chunks, and block tables. Also decides how
+//! attention of decode rows is split over their KV. Pure.
 
 use super::graphs;
 use super::params::Tile;
 use crate::backend::{Ragged, Span};
 
-/// Positions of a split of a decode row's KV, counted from position 0, so that it depends on the row alone (I1): few enough that
-/// a long sequence alone fills a device, enough that bringing splits together costs little.
+/// Positions of one split of a decode row's KV. Splits are counted from position 0, so they depend on the row alone (I1). The number
+/// is small enough that a single long sequence fills a device, and large enough that combining the splits costs little.
 pub(super) const SPLIT: u32 = 256;
-/// Bytes of sums that decode rows with several splits leave in memory at once, as far as one row needs no more.
+/// Most bytes of partial sums that the splits of decode rows leave in memory at once, unless a single row needs more.
 const PARTIAL: usize = 64 << 20;
-/// Words that [`Tile`] has.
+/// Words of a [`Tile`].
 pub(super) const TILE_WORDS: usize = 4;
 
-/// How a batch becomes tiles.
+/// How a batch is cut into tiles.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Cut {
     /// Query heads for each KV head.
     pub group: usize,
     /// Tokens of a block.
     pub block_size: usize,
-    /// Spans of one row are decode rows; otherwise there are chunks only.
+    /// Whether spans of one row are decode rows. If not, all spans are chunks.
     pub decode: bool,
-    /// (row, head) pairs of a KV head that a thread block of the chunks' kernel takes.
+    /// (row, query head) pairs of one KV head that a thread block of the chunks' kernel takes.
     pub pairs: usize,
-    /// With how many splits all decode rows are launched; None: as many as they have.
+    /// Splits that all decode rows are launched with; None: as many as the rows need.
     pub splits: Option<u32>,
 }
 
@@ -32,26 +33,26 @@ pub(super) struct Cut {
 pub(super) struct Tiles {
     tiles: Vec<[u32; TILE_WORDS]>,
     tables: Vec<u32>,
-    /// Rows of the batch, those that it was padded with too.
+    /// Rows of the batch, padding included.
     rows: usize,
-    /// What was cut last, and how.
+    /// The spans that were cut last, and how (`cut`).
     spans: Vec<Span>,
     cut: Option<Cut>,
     decode: usize,
     /// Rows of the largest chunk tile.
     largest: u32,
-    /// Positions of decode rows, in the order of their tiles; the last of their splits where those are given.
+    /// Positions of decode rows, in the order of their tiles. If [`Cut::splits`] is given: the last position of that many splits.
     positions: Vec<u32>,
 }
 
-/// Bytes of sums that decode rows of up to `context` positions leave at once, at most, where a split of a row has `row` of them.
+/// Most bytes of partial sums that `rows` decode rows of up to `context` positions leave at once. A split of a row has `row` bytes.
 pub(super) fn sums(rows: usize, context: usize, row: usize) -> usize {
     let longest = graphs::splits(context.div_ceil(SPLIT as usize) as u32) as usize * row;
     (rows * longest).min(PARTIAL.max(longest))
 }
 
 impl Tiles {
-    /// Makes room for batches of that many rows and table entries.
+    /// Reserves room for batches of up to `rows` rows and `table_entries` table entries.
     pub fn reserve(&mut self, rows: usize, table_entries: usize) {
         self.tiles.reserve(rows);
         self.tables.reserve(table_entries);
@@ -59,7 +60,8 @@ impl Tiles {
         self.positions.reserve(rows);
     }
 
-    /// Cuts a batch, unless it is the one that was cut last; whether it is another. Rows that it was padded with are places without rows.
+    /// Cuts a batch, unless the same batch was cut the same way last time. Returns whether it cut anew. Padding rows become tiles of
+    /// zero rows.
     pub fn renew(&mut self, batch: &Ragged, cut: Cut) -> bool {
         let blocks = batch.blocks().iter().map(|block| block.0);
         let same = self.cut == Some(cut) && self.rows == batch.rows() && self.spans == batch.spans();
@@ -97,7 +99,7 @@ impl Tiles {
         self.decode += 1;
     }
 
-    /// Empties it, keeping its memory.
+    /// Removes all tiles and tables but keeps their memory.
     fn clear(&mut self) {
         self.tiles.clear();
         self.tables.clear();
@@ -116,23 +118,24 @@ impl Tiles {
         &self.tables
     }
 
-    /// Tiles of decode rows: the first ones.
+    /// Number of tiles of decode rows. They come first.
     pub fn decode(&self) -> usize {
         self.decode
     }
 
-    /// Tiles of chunks, and rows of the largest.
+    /// Number of tiles of chunks, and rows of the largest of them.
     pub fn chunks(&self) -> (usize, u32) {
         (self.tiles.len() - self.decode, self.largest)
     }
 
-    /// How decode rows are launched, with sums of `row` bytes for each split of a row.
+    /// The launches of attention over decode rows. Each split of a row needs `row` bytes of partial sums.
     pub fn launches(&self, row: usize) -> impl Iterator<Item = DecodeLaunch> + '_ {
         launches(&self.positions, row)
     }
 }
 
-/// The entry of a span's first position in the tables.
+/// Index in the block tables that position 0 of a span's sequence would have. Negative, as two's complement, if a window hides more
+/// blocks than there are entries before the span's.
 fn table(span: &Span, cut: Cut) -> u32 {
     ((span.table as i64 - (span.hidden / cut.block_size) as i64) as i32).cast_unsigned()
 }
@@ -140,15 +143,15 @@ fn table(span: &Span, cut: Cut) -> u32 {
 /// A launch of attention for some decode rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct DecodeLaunch {
-    /// The first tile.
+    /// Index of the first tile.
     pub first: usize,
-    /// How many.
+    /// Number of tiles.
     pub count: usize,
-    /// Splits of the longest.
+    /// Splits of the longest row.
     pub splits: u32,
 }
 
-/// As many rows together as there is room for the sums of, at least one.
+/// Groups decode rows into launches. A launch takes as many rows as there is room for their partial sums, but at least one.
 fn launches(positions: &[u32], row: usize) -> impl Iterator<Item = DecodeLaunch> + '_ {
     let mut first = 0;
     std::iter::from_fn(move || {
@@ -179,7 +182,7 @@ mod tests {
         let mut batch = Ragged::default();
         batch.push(0, 40, &[BlockId(7), BlockId(8), BlockId(9)]);
         batch.push(16, 1, &[BlockId(3), BlockId(4)]);
-        // What a window has passed is not in the table.
+        // The table lacks the blocks that the window has passed.
         batch.push_around(100, 1, (&[], &[BlockId(5)]), 96);
         batch
     }

@@ -1,7 +1,7 @@
 //! [`Driver`]: a GPU through NVIDIA's driver API, whose library is opened at run time.
 //!
-//! Nothing is linked: a host without the library is a [`KernelError::NoDevice`], told before anything else of it is called. The kernels
-//! are the image embedded by the build script.
+//! Nothing is linked. On a host without the library, [`KernelError::NoDevice`] is returned before any function of it is called. The
+//! kernels are an image that the build script embeds.
 
 mod blas;
 mod graphs;
@@ -23,16 +23,16 @@ use super::device::{
 };
 use crate::KernelError;
 
-/// All kernels for all architectures; empty in a build without them.
+/// The kernels for all architectures; empty in a build without kernels.
 static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton.fatbin"));
 
-/// Dynamic shared memory that any kernel may have.
+/// Bytes of dynamic shared memory that every kernel may have without asking for more.
 const SHARED: u32 = 48 << 10;
 
-/// CUDA's version that they are compiled with, as drivers count.
+/// The CUDA version that the kernels are compiled with, as 1000 · major + 10 · minor.
 const COMPILED_WITH: i32 = 13_000;
 
-/// A GPU.
+/// A GPU, through the driver.
 pub struct Driver {
     properties: Properties,
     ordinal: u32,
@@ -40,23 +40,24 @@ pub struct Driver {
     context: sys::CUcontext,
     module: sys::CUmodule,
     blas: Blas,
-    /// Whether it reaches any memory of the host by the host's own page tables (Grace): then it need not take a copy of what it reads.
+    /// Whether the GPU reaches any host memory through the host's page tables (Grace). The driver then need not copy the source of a
+    /// [`Device::write`] before it returns.
     walks_host_tables: bool,
     made: Mutex<Made>,
     imports: Mutex<Imports>,
 }
 
-/// What was asked for so far.
+/// Kernels, streams, events and graphs that were asked for so far.
 #[derive(Default)]
 struct Made {
-    /// Each with the dynamic shared memory it may have.
+    /// By name, with the bytes of dynamic shared memory that each may have.
     kernels: HashMap<&'static str, (sys::CUfunction, u32)>,
     streams: Vec<sys::CUstream>,
     events: Vec<sys::CUevent>,
     captures: Captures,
 }
 
-/// What is imported, and the base of the allocation it lies in.
+/// Address of each import, and the base of the allocation it lies in.
 type Imports = Vec<(Address, sys::CUdeviceptr)>;
 
 // SAFETY: the driver's objects may be used from any thread that has made the context current, as every call here does first.
@@ -68,7 +69,8 @@ fn failed(operation: &str) -> impl Fn(DriverError) -> KernelError + '_ {
     move |error| KernelError::Device { operation: operation.to_owned(), why: describe(error) }
 }
 
-/// That there is no room for so many bytes, or what else is wrong: an earlier failure of work comes with any call.
+/// Turns an allocation's failure into an error. Only a lack of memory becomes [`KernelError::Memory`]: any call may also return an
+/// earlier failure of work.
 fn no_memory(bytes: usize) -> impl Fn(DriverError) -> KernelError {
     move |error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => KernelError::Memory { bytes },
@@ -85,12 +87,13 @@ fn none(why: impl Display) -> KernelError {
     KernelError::NoDevice(why.to_string())
 }
 
-/// How many GPUs there are, at least one.
+/// Number of GPUs, at least one.
 ///
 /// # Errors
 /// [`KernelError::NoDevice`] with the reason why there is none.
 pub fn devices() -> Result<u32, KernelError> {
-    // SAFETY: the library's initialisers only set up its own state. Nothing else of it may be called before, since a missing one panics.
+    // SAFETY: the library's initialisers only set up its own state. No other function of it may be called before this check, since a
+    // call to a missing library panics.
     if !unsafe { sys::is_culib_present() } {
         return Err(none("this host has no NVIDIA driver (libcuda.so.1)"));
     }
@@ -99,14 +102,14 @@ pub fn devices() -> Result<u32, KernelError> {
     if count < 1 { Err(none("the NVIDIA driver sees none")) } else { Ok(count as u32) }
 }
 
-/// CUDA's version that the driver serves, as 1000 · major + 10 · minor.
+/// The newest CUDA version that the driver supports, as 1000 · major + 10 · minor.
 fn version() -> Result<i32, KernelError> {
     let mut version = 0;
-    // SAFETY: a place for the answer; the library is there.
+    // SAFETY: the pointer is valid for the answer, and the library is loaded.
     unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(failed("version")).map(|()| version)
 }
 
-/// An older driver does not load the kernels, and would only say that their image is invalid.
+/// Refuses a driver that is too old for the kernels. It would only report that their image is invalid.
 fn check_version(version: i32) -> Result<(), KernelError> {
     if version >= COMPILED_WITH {
         return Ok(());
@@ -159,12 +162,12 @@ impl Driver {
         }
     }
 
-    /// Its number on this host.
+    /// The GPU's number on this host.
     pub(super) fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// Every thread has a context of its own; this makes it ours.
+    /// Makes this device's context current on the calling thread, which has a current context of its own.
     fn current(&self) -> Result<(), KernelError> {
         // SAFETY: the context is retained as long as `self` is there.
         unsafe { ctx::set_current(self.context) }.map_err(failed("context"))
@@ -178,7 +181,7 @@ impl Driver {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The driver's own stream, its context current on this thread.
+    /// The driver's handle of a stream. The context is current on this thread afterwards.
     pub(super) fn raw(&self, stream: Stream) -> Result<sys::CUstream, KernelError> {
         self.current()?;
         self.made().streams.get(stream.0).copied().ok_or_else(|| unknown("stream"))
@@ -188,7 +191,7 @@ impl Driver {
         self.made().events.get(event.0).copied().ok_or_else(|| unknown("event"))
     }
 
-    /// The kernel of this name, allowed as much shared memory as it is launched with.
+    /// The kernel of this name. It is allowed as much shared memory as `launch` asks for.
     fn kernel(&self, name: &'static str, launch: Launch) -> Result<sys::CUfunction, KernelError> {
         let mut made = self.made();
         let known = made.kernels.get(name).copied();
@@ -226,22 +229,22 @@ fn properties(device: sys::CUdevice) -> Result<Properties, KernelError> {
         // SAFETY: as above.
         memory: unsafe { device::total_mem(device) }.map_err(failed("device"))? as u64,
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-        // The products' library knows these.
+        // `Driver::open` fills these in from cuBLASLt.
         fp8: Fp8::None,
         products: String::new(),
     })
 }
 
-/// The embedded kernels, for this device.
+/// Loads the embedded kernels for the current device.
 fn load() -> Result<sys::CUmodule, KernelError> {
-    // The image has a header of words.
+    // The image begins with a header of 64-bit words, so it is copied to an aligned place.
     let mut words = vec![0u64; IMAGE.len().div_ceil(8)];
     for (word, bytes) in words.iter_mut().zip(IMAGE.chunks(8)) {
         let mut padded = [0; 8];
         padded[..bytes.len()].copy_from_slice(bytes);
         *word = u64::from_ne_bytes(padded);
     }
-    // SAFETY: a fatbin says itself how long it is, and the driver copies it.
+    // SAFETY: a fatbin's header says how long it is, and the driver copies it.
     unsafe { module::load_data(words.as_ptr().cast()) }.map_err(failed("loading the kernels"))
 }
 
@@ -257,12 +260,12 @@ impl Device for Driver {
 
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
         self.current()?;
-        // SAFETY: new memory is nobody's.
+        // SAFETY: nobody else has the new memory.
         unsafe { result::malloc_sync(bytes) }.map(Address).map_err(no_memory(bytes))
     }
 
     fn free(&self, at: Address) {
-        // The call waits for all work of the device. That it fails means that the context is broken, and told elsewhere.
+        // The call waits for all work of the device. It fails only when the context is broken, which other calls report.
         if self.current().is_ok() {
             // SAFETY: `Memory` frees what it allocated, once.
             let _ = unsafe { result::free_sync(at.0) };
@@ -286,7 +289,7 @@ impl Device for Driver {
     }
 
     fn unmap(&self, base: *mut u8, _at: Address) {
-        // It waits for nobody; a backend has waited before. As for `free`, a failure is told elsewhere.
+        // The call does not wait; the backend has waited before. As for `free`, other calls report a failure.
         if self.current().is_ok() {
             // SAFETY: registered by `map`, and unmapped once.
             let _ = unsafe { sys::cuMemHostUnregister(base.cast()) };
@@ -303,7 +306,7 @@ impl Device for Driver {
 
     fn event(&self) -> Result<Event, KernelError> {
         self.current()?;
-        // Without a time, which would cost who waits for it.
+        // Without timing, which would slow down waiting for the event.
         let event = event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("event"))?;
         let mut made = self.made();
         made.events.push(event);
@@ -325,7 +328,7 @@ impl Device for Driver {
 
     fn fill(&self, stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
         let stream = self.raw(stream)?;
-        // SAFETY: a piece lies inside memory that is still there; freeing it waits for this.
+        // SAFETY: a piece lies inside memory that is still allocated; freeing that memory waits for this work.
         unsafe { result::memset_d8_async(to.at().0, byte, to.bytes(), stream) }.map_err(failed("fill"))
     }
 
@@ -333,7 +336,7 @@ impl Device for Driver {
         assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
         self.refuse_captured("copy to the device", stream)?;
         let stream = self.raw(stream)?;
-        // SAFETY: as in `fill`; of memory that is not pinned the driver has taken a copy when this returns, or it was waited for.
+        // SAFETY: as in `fill`. `from` is not pinned: the driver has copied it when the call returns, or the stream is waited for below.
         unsafe { result::memcpy_htod_async(to.at().0, from, stream) }.map_err(failed("copy to the device"))?;
         if !self.walks_host_tables {
             return Ok(());
@@ -346,7 +349,7 @@ impl Device for Driver {
         assert!(to.len() <= from.bytes(), "{} bytes out of {}", to.len(), from.bytes());
         self.refuse_captured("copy from the device", stream)?;
         let raw = self.raw(stream)?;
-        // SAFETY: as in `fill`; `to` stays borrowed until the stream has done it.
+        // SAFETY: as in `fill`; `to` stays borrowed until the stream is waited for below.
         unsafe { result::memcpy_dtoh_async(to, from.at().0, raw) }.map_err(failed("copy from the device"))?;
         self.synchronise(stream)
     }
@@ -360,7 +363,7 @@ impl Device for Driver {
         let (stream, function) = (self.raw(stream)?, self.kernel(call.kernel, call.launch)?);
         let ([gx, gy, gz], [bx, by, bz]) = (call.launch.grid, call.launch.block);
         let mut params = [call.params.cast::<c_void>().cast_mut()];
-        // SAFETY: the caller's promise for the parameters, of which the driver takes a copy.
+        // SAFETY: the caller vouches for the parameters, and the driver copies them.
         unsafe { result::launch_kernel(function, (gx, gy, gz), (bx, by, bz), call.launch.shared, stream, &mut params) }
             .map_err(failed(call.kernel))
     }
@@ -376,7 +379,7 @@ impl Device for Driver {
         unsafe { stream::synchronize(stream) }.map_err(failed("the work so far"))
     }
 
-    /// An error of work stays with the context: every call that waits says it again, and only the process's end clears it.
+    /// An error of work stays with the context: every call that waits returns it again until the process ends.
     fn lost(&self) -> Option<KernelError> {
         self.current().and_then(|()| ctx::synchronize().map_err(failed("all work so far"))).err()
     }
@@ -390,7 +393,7 @@ impl Device for Driver {
     }
 
     unsafe fn replay(&self, stream: Stream, graph: Graph) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         unsafe { self.launch_graph(stream, graph) }
     }
 
@@ -405,9 +408,9 @@ impl Drop for Driver {
         if self.current().is_err() {
             return;
         }
-        // Nothing can be done about what fails now.
+        // Errors are ignored: nothing can be done about them here.
         self.blas.close();
-        // SAFETY: all of them were made by this driver, and `self` is used by nobody any more.
+        // SAFETY: all of them were made by this driver, and nobody uses `self` any more.
         unsafe {
             made.captures.destroy_all();
             for event in made.events {
@@ -426,7 +429,7 @@ impl Drop for Driver {
 mod tests {
     use super::*;
 
-    /// True on any host: with a GPU it opens or says what it lacks, without one the error says so. Never a panic.
+    /// Holds on any host, with or without a GPU: the error says what is missing, and nothing panics.
     #[test]
     fn a_host_without_a_gpu_is_an_error_that_says_what_is_missing() {
         match Driver::open(u32::MAX) {

@@ -1,7 +1,7 @@
-//! What the tensor-parallel ranks of one process, on a device each, need to exchange: the trait [`Exchange`].
+//! The trait [`Exchange`]: moves data between the tensor-parallel ranks of one process, which have a device each.
 //!
-//! Only moves data: sums are the backend's own kernels ([`CudaBackend::sum_of`]), in the order of ranks (I1). GPUs exchange by NCCL, see
-//! `nccl`; the host's devices copy out of each other's memory, see `host`. What is exchanged when is the ranks' business.
+//! It only moves data: the backend's own kernels add it up in the order of ranks ([`CudaBackend::sum_of`], I1). GPUs exchange by NCCL
+//! (`nccl`); host devices copy out of each other's memory (`host`). The ranks decide when they exchange what.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::{Backend, KernelError};
 /// How ranks share the columns of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
-    /// Rows of it.
+    /// Rows of the matrix.
     pub rows: usize,
-    /// Where each rank's columns begin, and the end.
+    /// The first column of each rank, and at the end the number of columns.
     pub splits: &'a [usize],
 }
 
 impl Columns<'_> {
-    /// How many ranks there are.
+    /// Number of ranks.
     pub fn ranks(&self) -> usize {
         self.splits.len().saturating_sub(1)
     }
@@ -32,16 +32,16 @@ impl Columns<'_> {
         self.splits[rank]..self.splits[rank + 1]
     }
 
-    /// All columns.
+    /// Number of columns of the matrix.
     pub fn width(&self) -> usize {
         self.splits.last().copied().unwrap_or(0)
     }
 }
 
-/// Devices that can exchange, one a rank. All ranks call the same methods in the same order, each from its own thread and with its own
-/// backend, into whose stream the exchange is put behind what it was given before.
+/// Devices that can exchange, one per rank. All ranks call the same methods in the same order, each from its own thread and with its own
+/// backend. The exchange goes into that backend's stream, after the work put there before.
 pub trait Exchange<D: Device>: Send + Sync {
-    /// Every rank gets every rank's first `elements` of `own`: rank r's into `all[r]`.
+    /// Gives every rank the first `elements` f32 of every rank's `own`: those of rank r go into `all[r]`.
     ///
     /// # Errors
     /// When the devices cannot exchange any more, or a rank has left.
@@ -54,10 +54,10 @@ pub trait Exchange<D: Device>: Send + Sync {
         all: &[Memory<D>],
     ) -> Result<(), KernelError>;
 
-    /// Rank r's `part` `[rows, columns of r]` becomes those columns of rank 0's `whole`.
+    /// Copies rank r's `part`, `[rows, columns of r]`, into those columns of rank 0's `whole`.
     ///
     /// # Errors
-    /// As of [`Exchange::share`].
+    /// As for [`Exchange::share`].
     fn collect(
         &self,
         rank: usize,
@@ -67,24 +67,24 @@ pub trait Exchange<D: Device>: Send + Sync {
         whole: &Memory<D>,
     ) -> Result<(), KernelError>;
 
-    /// Ends all that is under way between them, on all, for good.
+    /// Ends all exchanges under way, on all ranks, for good.
     fn abort(&self);
 
-    /// Whether they can exchange no more.
+    /// Whether exchanges were ended for good.
     fn aborted(&self) -> bool;
 }
 
 /// A device that can exchange with others of its kind.
 pub trait ExchangingDevice: SharingDevice + Sized {
-    /// Connects devices of this process, of which none is there twice: rank r is the r-th. Blocks for seconds.
+    /// Connects different devices of this process; rank r is the r-th of them. Blocks for seconds.
     ///
     /// # Errors
-    /// [`KernelError::NoDevice`] when the host lacks what they exchange by; when they cannot be connected.
+    /// [`KernelError::NoDevice`] when the host lacks the library that they exchange by; also when they cannot be connected.
     fn connect(devices: &[Arc<Self>]) -> Result<Arc<dyn Exchange<Self>>, KernelError>;
 }
 
 impl<D: Device> CudaBackend<D> {
-    /// The first `elements` of `x` become the sum of those of `all`, added in their order.
+    /// Sets the first `elements` f32 of `x` to the sum of those of `all`, added in the order of `all`.
     pub fn sum_of(&mut self, x: &mut Memory<D>, all: &[Memory<D>], elements: usize) -> Result<(), KernelError> {
         self.queue.fill(x.floats(elements), 0)?;
         all.iter().for_each(|other| self.add(x, other, elements));

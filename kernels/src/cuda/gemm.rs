@@ -1,4 +1,4 @@
-//! A matrix product as a device is asked for it.
+//! [`Gemm`]: the description of a matrix product that a device is asked for.
 
 use super::handles::Piece;
 
@@ -8,34 +8,34 @@ pub enum Fp8 {
     /// Not at all.
     #[default]
     None,
-    /// As they are; scales are a kernel's work afterwards.
+    /// Without scales; a kernel of ours applies the scales afterwards.
     Plain,
-    /// With the scales of their rows.
+    /// With scales for the rows of both operands.
     Scaled,
 }
 
-/// Products with one weight, of all that lies together in a call, whose rows have the same bits: all those of the same value.
+/// Which products give equal bits for equal rows: all products with the same weight and the same value of this type.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Alike {
-    /// Whatever the number of their rows (I1).
+    /// Products of any number of rows (I1).
     Always,
-    /// Those of few rows: up to so many.
+    /// Products of few rows: more than the next smaller bound, up to this many.
     UpTo(u32),
-    /// Those of more.
+    /// Products of more rows than the largest bound.
     Many,
 }
 
-/// Bounds of few rows: a weight's bytes, tiles of outputs or the work itself are what takes time.
+/// Bounds of few rows. In these ranges the time goes to different things: a weight's bytes, tiles of outputs, the arithmetic itself.
 const FEW: [u32; 3] = [16, 64, 256];
 
 impl Alike {
-    /// The value of a product of so many rows that need not have the bits of one of any number.
+    /// The value for a product of `rows` rows that need not agree with products of other numbers of rows.
     pub fn by_rows(rows: usize) -> Self {
         let few = FEW.into_iter().find(|&few| rows <= few as usize);
         few.map_or(Alike::Many, Alike::UpTo)
     }
 
-    /// Rows for which they are done best.
+    /// Number of rows that the algorithm is optimised for.
     pub fn typical(self) -> u64 {
         match self {
             Alike::Always => 64,
@@ -44,7 +44,8 @@ impl Alike {
         }
     }
 
-    /// Rows by which an algorithm shows that it takes them all: small and odd ones, the bounds, and large ones; ascending.
+    /// Numbers of rows that an algorithm is tried with: if it takes these, it is assumed to take all. They are small and odd ones, the
+    /// bounds, and large ones; ascending.
     pub fn samples(self) -> &'static [u64] {
         match self {
             Alike::Always => &[1, 7, 16, 64, 255, 2048, 8192, 16_384],
@@ -56,17 +57,17 @@ impl Alike {
     }
 }
 
-/// Of what type both operands of a product are.
+/// Type of both operands of a product.
 #[derive(Clone, Copy, Debug)]
 pub enum Operands<'a> {
     /// bf16.
     Bf16,
-    /// E4M3, on a device that can ([`Fp8`]), with scales if it is one that applies them. Outputs and inputs are multiples of
-    /// 16, and there is no bias.
+    /// E4M3, on a device that supports it ([`Fp8`]), with scales if the device applies them. The numbers of outputs and inputs are
+    /// multiples of 16, and there is no bias.
     E4m3(Option<RowScales<'a>>),
 }
 
-/// What an output is multiplied with: its weight row's scale and its input row's.
+/// Scales of the operands' rows. An output is multiplied with its weight row's scale and its input row's scale.
 #[derive(Clone, Copy, Debug)]
 pub struct RowScales<'a> {
     /// `[outs]` f32.
@@ -75,31 +76,31 @@ pub struct RowScales<'a> {
     pub x: Piece<'a>,
 }
 
-/// Outputs and inputs of a product of E4M3 are multiples of this.
+/// The numbers of outputs and inputs of a product of E4M3 are multiples of this.
 pub const FP8_MULTIPLE: usize = 16;
 
 /// `out[r] = weight · x[r] (+ bias)`, summed in f32.
 #[derive(Clone, Copy)]
 pub struct Gemm<'a> {
-    /// What the operands are.
+    /// Type of the operands, and their scales.
     pub operands: Operands<'a>,
-    /// `[outs, cols]`.
+    /// The weight, `[outs, cols]`.
     pub weight: Piece<'a>,
-    /// `[rows, cols]`.
+    /// The input rows, `[rows, cols]`.
     pub x: Piece<'a>,
-    /// `[outs]` f32.
+    /// The bias, `[outs]` f32.
     pub bias: Option<Piece<'a>>,
-    /// `[rows, outs]` f32, of which each row begins `stride` behind the one before.
+    /// The results, `[rows, outs]` f32. Each row begins `stride` f32 after the one before.
     pub out: Piece<'a>,
-    /// f32 from one row of `out` to the next, at least `outs`.
+    /// f32 from the start of one row of `out` to the next, at least `outs`.
     pub stride: usize,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Outputs.
+    /// Number of outputs.
     pub outs: usize,
-    /// Inputs.
+    /// Number of inputs.
     pub cols: usize,
-    /// Whose bits its rows have.
+    /// Which other products give the same bits for the same row.
     pub alike: Alike,
 }
 

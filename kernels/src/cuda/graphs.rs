@@ -1,26 +1,26 @@
-//! Which decode steps are launched as a graph, by size. Pure: it knows graphs by their names.
+//! Decides which decode steps are launched as a graph, by size. Pure: it only names graphs.
 //!
-//! A step's rows are padded to a size of few, so that a step of every size is soon one that was there before. The first step of a size runs
-//! as it is, which loads its kernels; the second is captured; those that follow are one launch.
+//! A step's rows are padded to one of a few sizes, so that most steps have a size that was seen before. The first step of a size runs
+//! launch by launch, which loads its kernels. The second is captured. Later ones are a single launch.
 
 use super::device::Graph;
 
-/// Most graphs that are kept; the one used longest ago goes first (I5).
+/// Most graphs that are kept; the least recently used one is freed first (I5).
 const KEPT: usize = 64;
 
-/// What tells graphs apart: all that launches depend on but the contents of memory.
+/// Key of a graph: all that launches depend on, except the contents of memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Size {
-    /// Rows, padded.
+    /// Rows, padding included.
     pub rows: usize,
-    /// Splits of a row's KV that there is room for.
+    /// Splits of a row's KV that the launch has room for.
     pub splits: u32,
-    /// Whether its tokens are drawn in it.
+    /// Whether the step also samples its tokens.
     pub draws: bool,
 }
 
-/// Rows that a step of `rows` single rows is padded to: a power of two up to 8, then multiples of 8, and of 32 beyond 64, where eight rows
-/// more cost little.
+/// Rows that a step of `rows` decode rows is padded to: powers of two up to 8, multiples of 8 up to 64, then multiples of 32, since a few
+/// more rows cost little there.
 pub(super) fn bucket(rows: usize) -> usize {
     match rows {
         ..=8 => rows.next_power_of_two(),
@@ -29,12 +29,13 @@ pub(super) fn bucket(rows: usize) -> usize {
     }
 }
 
-/// Splits that a step is launched with whose longest row needs so many: blocks of splits that a row does not have return at once.
+/// Splits that a step is launched with if its longest row needs `needed`. Thread blocks of splits that a row does not have return at
+/// once.
 pub(super) fn splits(needed: u32) -> u32 {
     needed.max(1).next_power_of_two()
 }
 
-/// How a step is to be done.
+/// How to run a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Next {
     Run,
@@ -42,7 +43,7 @@ pub(super) enum Next {
     Replay(Graph),
 }
 
-/// A size that was seen, with its graph.
+/// A size that was seen, with its graph if it was captured.
 struct Known {
     size: Size,
     graph: Option<Graph>,
@@ -51,7 +52,7 @@ struct Known {
 /// The graphs of a backend.
 #[derive(Default)]
 pub(super) struct Graphs {
-    /// Used last, last.
+    /// Least recently used first.
     known: Vec<Known>,
 }
 
@@ -68,7 +69,7 @@ impl Graphs {
         }
     }
 
-    /// A step of this size was done, and this is its graph, if it was captured; the graph that must go for it.
+    /// Notes that a step of this size was done, with its graph if it was captured. Returns a graph that must be freed in exchange.
     #[must_use]
     pub fn done(&mut self, size: Size, graph: Option<Graph>) -> Option<Graph> {
         if let Some(known) = self.known.iter_mut().find(|known| known.size == size) {
@@ -78,7 +79,7 @@ impl Graphs {
         if self.known.len() > KEPT { self.known.remove(0).graph } else { None }
     }
 
-    /// Forgets all sizes; their graphs.
+    /// Forgets all sizes and returns their graphs.
     pub fn clear(&mut self) -> impl Iterator<Item = Graph> + '_ {
         self.known.drain(..).filter_map(|known| known.graph)
     }

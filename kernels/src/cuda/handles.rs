@@ -1,8 +1,8 @@
-//! What a device is asked with: addresses, streams, events, pieces of memory and launches.
+//! The arguments of a device's calls: addresses, streams, events, pieces of memory and launches.
 
 use std::marker::PhantomData;
 
-/// An address in device memory; 0 is none.
+/// An address in device memory; 0 means none.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 #[repr(transparent)]
 pub struct Address(pub u64);
@@ -13,42 +13,42 @@ impl Address {
     }
 }
 
-/// A queue of work; what is put into one runs in order.
+/// A queue of work. Work in one stream runs in order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Stream(pub(super) usize);
 
-/// A place in a stream that another stream can wait for.
+/// A point in a stream that another stream or the host can wait for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Event(pub(super) usize);
 
-/// Work that was captured, to be launched as a whole: the same kernels with the same sizes and addresses.
+/// Captured work that is launched as a whole: the same kernels with the same sizes and addresses each time.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Graph(pub(super) usize);
 
-/// Grid, block and bytes of dynamic shared memory of a launch.
+/// Shape of a launch: grid, thread block and dynamic shared memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Launch {
-    /// Blocks of the grid.
+    /// Thread blocks of the grid.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads of a thread block.
     pub block: [u32; 3],
-    /// Bytes.
+    /// Bytes of dynamic shared memory.
     pub shared: u32,
 }
 
 impl Launch {
-    /// With no more shared memory than the kernel declares.
+    /// A launch without dynamic shared memory.
     pub fn new(grid: [u32; 3], block: [u32; 3]) -> Self {
         Launch { grid, block, shared: 0 }
     }
 
-    /// A grid without blocks is not launched.
+    /// Whether the grid has no thread blocks. Such a launch is left out.
     pub fn is_empty(&self) -> bool {
         self.grid.contains(&0)
     }
 }
 
-/// A range of device memory that is there as long as it is borrowed.
+/// A borrowed range of device memory. The memory stays allocated while it is borrowed.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
     at: Address,
@@ -57,42 +57,42 @@ pub struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// Of memory that the caller knows to be there.
+    /// A piece of memory that the caller knows to be allocated.
     pub(super) fn new(at: Address, bytes: usize) -> Self {
         Piece { at, bytes, memory: PhantomData }
     }
 
-    /// Where it begins.
+    /// Its first address.
     pub fn at(&self) -> Address {
         self.at
     }
 
-    /// How long it is.
+    /// Its length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 }
 
-/// An array of 16-bit elements in device memory, as rows, and the boxes of it that kernels copy.
+/// An array of rows of 16-bit elements in device memory, and the shape of the boxes that kernels copy from it.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
     /// The rows, one behind the other.
     pub memory: Piece<'a>,
-    /// Elements of a row.
+    /// Elements in a row.
     pub width: u32,
-    /// Elements of a row of a box, at most 64, and rows of a box.
+    /// Elements in a row of a box (at most 64), and rows of a box.
     pub box_shape: [u32; 2],
 }
 
-/// What a device's copy units know of [`Rows`], with a swizzle of 128 bytes: a part of a kernel's parameters.
+/// [`Rows`] encoded for a device's copy units, with a swizzle of 128 bytes. It is part of a kernel's parameters.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TensorMap {
-    /// As the device encodes it.
+    /// The device's encoding.
     pub words: [u64; 16],
 }
 
-/// What a launch does to a range.
+/// How a launch uses a piece of memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Access<'a> {
     /// Reads it.
@@ -106,12 +106,12 @@ pub enum Access<'a> {
 pub struct Call<'a> {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// Its shape, not empty.
+    /// Its shape, which is not empty.
     pub launch: Launch,
-    /// Its one parameter: a struct, and how many bytes it has.
+    /// Its one parameter: a struct of `bytes` bytes.
     pub params: *const u8,
-    /// See `params`.
+    /// Bytes at `params`.
     pub bytes: usize,
-    /// All memory it touches.
+    /// All memory that it touches.
     pub touches: &'a [Access<'a>],
 }

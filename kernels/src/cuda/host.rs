@@ -1,7 +1,7 @@
 //! [`HostDevice`]: the kernels compiled for this processor, launched on this process's own memory.
 //!
-//! For tests without a GPU: the very same sources run, a fiber a CUDA thread, with real barriers and shuffles
-//! (`kernels/cuda/shim`). Every call is done when it returns, so streams and events are names only.
+//! For tests without a GPU: the same sources run with one fiber for each CUDA thread, and with real barriers and shuffles
+//! (`kernels/cuda/shim`). All work of a call is done when it returns, so streams and events are mere names.
 
 mod exchange;
 mod sharing;
@@ -23,32 +23,32 @@ use super::work::{Captures, Kept, Work};
 use crate::KernelError;
 
 type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, *const u32, u32) -> u32;
-/// Map, base; width, rows, bytes of a row; width and rows of a box.
+/// Arguments: map, base; width, rows, bytes of a row; width and rows of a box.
 type TensorMapFn = unsafe extern "C" fn(*mut TensorMap, *mut u8, u64, u64, u64, u32, u32) -> u32;
 type LayoutFn = unsafe extern "C" fn(*const c_char, *mut u64, u64) -> u64;
-/// Weight, x, bias, out; rows, outs, cols, f32 from row to row of out.
+/// Arguments: weight, x, bias, out; rows, outs, cols, f32 from one row of out to the next.
 type ProductFn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64, u64);
-/// Weight, x, the weight's scales, those of x, out; rows, outs, cols, f32 from row to row of out.
+/// Arguments: weight, x, the weight's scales, x's scales, out; rows, outs, cols, f32 from one row of out to the next.
 type ProductE4m3Fn = unsafe extern "C" fn(*mut u8, *mut u8, *mut u8, *mut u8, *mut u8, u64, u64, u64, u64);
 
-/// What it says that it has.
+/// Bytes of memory that the device claims to have.
 const MEMORY: u64 = 1 << 30;
-/// That of Hopper, whose units the shim has.
+/// Hopper's compute capability, since the shim emulates Hopper's units.
 const CAPABILITY: (u32, u32) = (9, 0);
-/// Alignment that every allocation of a driver has.
+/// Alignment of every allocation in bytes, as a driver has it.
 const ALIGN: usize = 256;
 
 /// The library runs one launch at a time.
 static RUNNING: Mutex<()> = Mutex::new(());
 
-/// Kernels on the host.
+/// A device that runs the kernels on the host.
 pub struct HostDevice {
     launch: LaunchFn,
     layout: LayoutFn,
     product: ProductFn,
     tensor_map: TensorMapFn,
     product_e4m3: ProductE4m3Fn,
-    /// The functions' code.
+    /// Keeps the functions' code loaded.
     _library: Library,
     properties: Properties,
     memory: Mutex<HashMap<Address, Layout>>,
@@ -63,7 +63,7 @@ impl HostDevice {
         let failed = |error: libloading::Error| KernelError::NoDevice(format!("{}: {error}", path.display()));
         // SAFETY: the library's initialisers only fill its own variables.
         let library = unsafe { Library::new(path) }.map_err(failed)?;
-        // SAFETY: the four functions of kernels/cuda/shim/library.cpp have these types.
+        // SAFETY: the five functions of kernels/cuda/shim/library.cpp have these types.
         let (launch, layout, product, tensor_map, product_e4m3) = unsafe {
             (
                 *library.get::<LaunchFn>(c"baton_host_launch").map_err(failed)?,
@@ -94,17 +94,16 @@ impl HostDevice {
         })
     }
 
-    /// The same, multiplying matrices of E4M3 so.
+    /// The same device, but with this way of multiplying matrices of E4M3.
     pub fn with_fp8(mut self, fp8: Fp8) -> Self {
         self.properties.fp8 = fp8;
         self
     }
 
-    /// One over the library built from the sources as they are; None, and the reason on standard error, where the CUDA headers are
-    /// not installed.
+    /// A device with the library built from the present sources. Without the CUDA headers: None, with the reason on standard error.
     ///
     /// # Panics
-    /// When the library cannot be built or opened; without the headers too where `BATON_REQUIRE_ALL` is set, as `.ci/run` sets it.
+    /// When the library cannot be built or opened. Also without the headers if `BATON_REQUIRE_ALL` is set, as `.ci/run` does.
     #[allow(clippy::expect_used)]
     pub fn for_tests() -> Option<HostDevice> {
         static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
@@ -129,11 +128,11 @@ impl HostDevice {
         Some(HostDevice::open(path.as_deref()?).expect("the library of kernels opens"))
     }
 
-    /// Size and offsets of a struct of the kernels; empty when they have none of that name.
+    /// Size of a struct of the kernels and offsets of its fields; empty if there is no struct of that name.
     pub fn layout(&self, name: &str) -> Vec<usize> {
         let Ok(name) = CString::new(name) else { return Vec::new() };
         let mut out = [0u64; 32];
-        // SAFETY: a terminated string, and room for as many numbers as is said.
+        // SAFETY: the string is terminated, and `out` has room for as many numbers as is passed.
         let count = unsafe { (self.layout)(name.as_ptr(), out.as_mut_ptr(), out.len() as u64) };
         out[..(count as usize).min(out.len())].iter().map(|&x| x as usize).collect()
     }
@@ -150,13 +149,13 @@ impl HostDevice {
         self.captures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does work, or keeps it where its stream is captured.
+    /// Does work now, or records it if its stream is being captured.
     ///
     /// # Safety
-    /// Its addresses are memory that is there when it is done, as large as it says.
+    /// Its addresses are valid memory of the sizes given in it, at the time when it is done.
     unsafe fn put(&self, stream: Stream, work: Work) -> Result<(), KernelError> {
         let now = self.captures().put(stream, work);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         now.map_or(Ok(()), |work| unsafe { self.run(&work) })
     }
 
@@ -165,22 +164,22 @@ impl HostDevice {
     unsafe fn run(&self, work: &Work) -> Result<(), KernelError> {
         match work {
             Work::Fill { at, bytes, byte } => {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller vouches for it.
                 unsafe { host(*at).write_bytes(*byte, *bytes) };
             }
             Work::Launch(call) => {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller vouches for it.
                 unsafe { self.call(call)? };
             }
             Work::Product { weight, x, bias, out, rows, outs, cols, stride } => {
                 let bias = bias.map_or(std::ptr::null_mut(), host);
-                // SAFETY: the caller's promise; null is no bias.
+                // SAFETY: the caller vouches for the addresses; null means no bias.
                 unsafe { (self.product)(host(*weight), host(*x), bias, host(*out), *rows, *outs, *cols, *stride) };
             }
             Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols, stride } => {
                 let [of_weight, of_x] = scales.map_or([std::ptr::null_mut(); 2], |scales| scales.map(host));
                 let (weight, x, out) = (host(*weight), host(*x), host(*out));
-                // SAFETY: the caller's promise; null is no scales.
+                // SAFETY: the caller vouches for the addresses; null means no scales.
                 unsafe { (self.product_e4m3)(weight, x, of_weight, of_x, out, *rows, *outs, *cols, *stride) };
             }
         }
@@ -194,7 +193,7 @@ impl HostDevice {
         let name = CString::new(call.kernel).map_err(|_| device("no name"))?;
         let _one = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         let (grid, block) = (call.launch.grid.as_ptr(), call.launch.block.as_ptr());
-        // SAFETY: the caller's promise for the parameters; grid and block have three numbers each.
+        // SAFETY: the caller vouches for the parameters; grid and block have three numbers each.
         let code =
             unsafe { (self.launch)(name.as_ptr(), call.params(), call.bytes as u64, grid, block, call.launch.shared) };
         match code {
@@ -215,7 +214,7 @@ impl Device for HostDevice {
         Ok(MEMORY)
     }
 
-    /// Filled with ones: what is read before it was written is not a number.
+    /// Fills the memory with ones, which are NaNs as floats, so that reading before writing shows.
     fn allocate(&self, bytes: usize) -> Result<Address, KernelError> {
         self.captures().refuse("allocation", None)?;
         let none = || KernelError::Memory { bytes };
@@ -237,7 +236,7 @@ impl Device for HostDevice {
             return;
         }
         if let Some(layout) = self.memory.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
-            // SAFETY: allocated above with this layout, and forgotten by now.
+            // SAFETY: `allocate` allocated it with this layout, and it was removed from the list.
             unsafe { dealloc(host(at), layout) };
         }
     }
@@ -265,14 +264,14 @@ impl Device for HostDevice {
     }
 
     fn fill(&self, stream: Stream, to: Piece<'_>, byte: u8) -> Result<(), KernelError> {
-        // SAFETY: a piece lies inside memory that is still there, and who replays promises that it is then.
+        // SAFETY: a piece lies inside memory that is still allocated. For a graph, the caller of `replay` vouches that it still is then.
         unsafe { self.put(stream, Work::Fill { at: to.at(), bytes: to.bytes(), byte }) }
     }
 
     fn write(&self, stream: Stream, to: Piece<'_>, from: &[u8]) -> Result<(), KernelError> {
         self.captures().refuse("write", Some(stream))?;
         assert!(from.len() <= to.bytes(), "{} bytes into {}", from.len(), to.bytes());
-        // SAFETY: a piece lies inside memory that is still there, and no slice of Rust's is device memory.
+        // SAFETY: a piece lies inside memory that is still allocated, and no Rust slice overlaps device memory.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), host(to.at()), from.len()) };
         Ok(())
     }
@@ -288,7 +287,7 @@ impl Device for HostDevice {
     fn tensor_map(&self, rows: &Rows<'_>) -> Result<TensorMap, KernelError> {
         let (mut map, stride) = (TensorMap::default(), u64::from(rows.width) * 2);
         let (count, [width, height]) = (rows.memory.bytes() as u64 / stride.max(1), rows.box_shape);
-        // SAFETY: there is room for a map; of the memory only the address is looked at.
+        // SAFETY: there is room for a map, and the call uses only the memory's address.
         let code = unsafe {
             (self.tensor_map)(&raw mut map, host(rows.memory.at()), rows.width.into(), count, stride, width, height)
         };
@@ -297,7 +296,7 @@ impl Device for HostDevice {
     }
 
     unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise for the parameters, and for memory as in `fill`.
+        // SAFETY: the caller vouches for the parameters; the memory is valid as in `fill`.
         unsafe { self.put(stream, Work::Launch(Kept::of(call))) }
     }
 
@@ -312,7 +311,7 @@ impl Device for HostDevice {
                 Work::ProductE4m3 { weight, x, scales, out, rows, outs, cols, stride }
             }
         };
-        // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; later as in `fill`.
+        // SAFETY: pieces lie inside memory that is still allocated and have the sizes that a `Gemm` has; for a graph as in `fill`.
         unsafe { self.put(stream, work) }
     }
 
@@ -331,7 +330,7 @@ impl Device for HostDevice {
 
     unsafe fn replay(&self, _stream: Stream, graph: Graph) -> Result<(), KernelError> {
         let work = self.captures().work(graph)?;
-        // SAFETY: the caller's promise for all of it.
+        // SAFETY: the caller vouches for all of the graph's memory.
         work.iter().try_for_each(|work| unsafe { self.run(work) })
     }
 
@@ -340,7 +339,7 @@ impl Device for HostDevice {
     }
 }
 
-/// Device memory as what it is here.
+/// The host pointer of a device address: on this device they are the same.
 fn host(at: Address) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at.0 as usize)
 }

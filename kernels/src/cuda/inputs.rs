@@ -1,14 +1,13 @@
-//! What a step's kernels look up: token ids, rows to sample, and each layer group's tiles and block tables, as one run of words that
-//! goes to the device in one copy. Pure.
+//! A step's inputs for the kernels, packed as one run of words that goes to the device in one copy. Pure.
 //!
-//! In this order: ids, rows, the tiles of all groups, the tables of all groups. So a part begins where it does whatever the tables' lengths
-//! are, and launches that were captured find the next step's in its place.
+//! They are, in this order: token ids, rows to sample, the tiles of all layer groups, the block tables of all layer groups. The tables
+//! come last, so no part's offset depends on their lengths, and captured launches find the next step's inputs at the same offsets.
 
 use super::batch::{Cut, TILE_WORDS, Tiles};
 use super::params::Tile;
 use crate::backend::{Ragged, Room};
 
-/// Inputs as they were packed last.
+/// The inputs of the latest step.
 pub(super) struct Inputs {
     ids: Vec<u32>,
     sampled: Vec<u32>,
@@ -17,13 +16,13 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    /// For so many layer groups.
+    /// Empty inputs for `groups` layer groups.
     pub fn new(groups: usize) -> Self {
         let groups = (0..groups).map(|_| Tiles::default()).collect();
         Inputs { ids: Vec::new(), sampled: Vec::new(), groups, words: Vec::new() }
     }
 
-    /// Makes room for all steps within these bounds; words of the largest.
+    /// Reserves room for all steps within these bounds and returns the words of the largest.
     pub fn reserve(&mut self, room: &Room) -> usize {
         self.ids.reserve(room.rows);
         self.sampled.reserve(room.rows);
@@ -33,7 +32,7 @@ impl Inputs {
         words
     }
 
-    /// Takes ids and rows.
+    /// Sets the token ids and the rows to sample.
     pub fn set(&mut self, ids: &[u32], sampled: &[u32]) {
         self.ids.clear();
         self.ids.extend_from_slice(ids);
@@ -41,12 +40,12 @@ impl Inputs {
         self.sampled.extend_from_slice(sampled);
     }
 
-    /// Cuts a group's batch, unless it is the one that was cut last; whether it is another.
+    /// Cuts a group's batch, unless the same batch was cut the same way last time. Returns whether it cut anew.
     pub fn renew(&mut self, group: usize, batch: &Ragged, cut: Cut) -> bool {
         self.groups[group].renew(batch, cut)
     }
 
-    /// All words.
+    /// Packs all inputs and returns the words.
     pub fn pack(&mut self) -> &[u32] {
         self.words.clear();
         self.words.extend_from_slice(&self.ids);
@@ -54,7 +53,7 @@ impl Inputs {
         let mut tables = 0;
         for group in &self.groups {
             for &[row, rows, position, table] in group.tiles() {
-                // Tables of a group lie behind those of the groups before it.
+                // A group's tables follow those of the groups before it.
                 self.words.extend([row, rows, position, table.wrapping_add(tables)]);
             }
             tables += group.tables().len() as u32;
@@ -63,32 +62,32 @@ impl Inputs {
         &self.words
     }
 
-    /// Words that were packed.
+    /// Number of packed words.
     pub fn len(&self) -> usize {
         self.words.len()
     }
 
-    /// The word at which ids begin, if they are these.
+    /// Index of the first word of the token ids, if they equal `ids`.
     pub fn ids(&self, ids: &[u32]) -> Option<usize> {
         (self.ids == ids).then_some(0)
     }
 
-    /// The word at which rows to sample begin, if they begin with these.
+    /// Index of the first word of the rows to sample, if they begin with `rows`.
     pub fn sampled(&self, rows: &[u32]) -> Option<usize> {
         self.sampled.starts_with(rows).then_some(self.ids.len())
     }
 
-    /// A group's tiles.
+    /// A group's tiles and tables.
     pub fn group(&self, group: usize) -> &Tiles {
         &self.groups[group]
     }
 
-    /// Byte at which a tile of a group lies.
+    /// Byte offset of a group's tile.
     pub fn tile_at(&self, group: usize, tile: usize) -> usize {
         self.tiles_at() * size_of::<u32>() + (self.tiles_before(group) + tile) * size_of::<Tile>()
     }
 
-    /// Byte at which the tables begin.
+    /// Byte offset of the first block table.
     pub fn tables_at(&self) -> usize {
         self.tile_at(self.groups.len(), 0)
     }
@@ -137,7 +136,7 @@ mod tests {
         assert_eq!(places(&one), [32, 96, 128, 160]);
         assert_eq!(words[..12], [7, 8, 0, 0, 0, 1, 2, 3, 0, 1, 3, 0]);
         assert_eq!(words[12..24], [1, 1, 40, 1, 0, 0, 0, 0, 0, 0, 0, 0], "two places without rows");
-        // The second group's tables lie behind the first's.
+        // The second group's tables follow the first's.
         assert_eq!(words[24..32], [0, 1, 3, 4, 1, 1, 40, 5]);
         assert_eq!(words[40..], [100, 100, 101, 102, 100, 100, 101, 102]);
         let (longer, _) = packed(&[200, 90, 17]);

@@ -1,4 +1,4 @@
-//! [`Memory`] of a device, and what may lie in a part of it.
+//! [`Memory`]: device memory with an owner, its parts, and rows of activations in it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,16 +8,16 @@ use super::params::Element;
 use super::sharing::SharingDevice;
 use crate::{HostPool, KernelError};
 
-/// What a device was asked for at once; given back when the last part of it is dropped.
+/// One allocation of a device. It is freed when the last [`Memory`] in it is dropped.
 struct Allocation<D: Device> {
     device: Arc<D>,
     at: Address,
-    /// A pool's memory on the host, which the device sees until then.
+    /// A pool in host memory that is mapped into the device, if it is that.
     host: Option<Arc<HostPool>>,
     freed: Freed,
 }
 
-/// How many allocations of one owner are gone: while it stays as it is, all that were there are there.
+/// Number of freed allocations of one owner. While it does not change, all earlier allocations are still valid.
 pub(super) type Freed = Arc<AtomicU64>;
 
 impl<D: Device> Drop for Allocation<D> {
@@ -30,27 +30,27 @@ impl<D: Device> Drop for Allocation<D> {
     }
 }
 
-/// How the rows of one lie between those of others.
+/// Layout of rows that are columns of wider rows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Columns {
-    /// f32 of a row.
+    /// f32 elements of a row.
     width: usize,
-    /// f32 from one row to the next.
+    /// f32 elements from the start of one row to the start of the next.
     stride: usize,
 }
 
-/// Device memory, all of an allocation or a part of it, or a pool's memory on the host.
+/// Device memory: a whole allocation or a part of one, or a pool in host memory that is mapped into the device.
 pub struct Memory<D: Device> {
     allocation: Arc<Allocation<D>>,
     at: Address,
     bytes: usize,
-    /// Where its rows are not one behind the other.
+    /// Set if its rows are columns of wider rows; None if they lie one behind the other.
     columns: Option<Columns>,
-    /// Of rows of a model's activations.
+    /// Element type of the rows of activations in it.
     element: Element,
 }
 
-/// The same memory, which is there until both are gone.
+/// A clone is the same memory. It is freed when all clones are dropped.
 impl<D: Device> Clone for Memory<D> {
     fn clone(&self) -> Self {
         Memory { allocation: Arc::clone(&self.allocation), ..*self }
@@ -58,18 +58,18 @@ impl<D: Device> Clone for Memory<D> {
 }
 
 impl<D: Device> Memory<D> {
-    /// Of so many bytes, with anything in them.
+    /// Allocates `bytes` bytes with undefined contents.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
         Memory::counted(device, bytes, Freed::default())
     }
 
-    /// The same, and its end is counted.
+    /// The same; freeing it counts up `freed`.
     pub(super) fn counted(device: &Arc<D>, bytes: usize, freed: Freed) -> Result<Self, KernelError> {
         let at = device.allocate(bytes.max(1))?;
         Ok(Memory::of(device, at, bytes, None, freed))
     }
 
-    /// Of so many bytes, which other processes can be let into.
+    /// Allocates `bytes` bytes that other processes can import.
     pub(super) fn of_shared(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError>
     where
         D: SharingDevice,
@@ -78,10 +78,10 @@ impl<D: Device> Memory<D> {
         Ok(Memory::of(device, at, bytes, None, Freed::default()))
     }
 
-    /// A pool in host memory.
+    /// Maps a pool in host memory into the device.
     pub(super) fn of_host(device: &Arc<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let bytes = pool.geometry().bytes();
-        // SAFETY: the pool lives in the allocation made here, which unmaps it first.
+        // SAFETY: the allocation made here owns the pool and unmaps it before it drops it.
         let at = unsafe { device.map(pool.base(), bytes) }?;
         Ok(Memory::of(device, at, bytes, Some(pool), Freed::default()))
     }
@@ -91,17 +91,17 @@ impl<D: Device> Memory<D> {
         Memory { allocation, at, bytes, columns: None, element: Element::F32 }
     }
 
-    /// The same memory, for rows of this type.
+    /// The same memory, for rows of this element type.
     pub(super) fn holding(self, element: Element) -> Self {
         Memory { element, ..self }
     }
 
-    /// `bytes` bytes of it from `from` on, which keep all of it.
+    /// The part of `bytes` bytes from byte `from` on. It keeps the whole allocation alive.
     pub(super) fn part(&self, from: usize, bytes: usize) -> Self {
         Memory { at: self.piece(from, bytes).at(), bytes, ..self.clone() }
     }
 
-    /// Of rows of `stride` f32 the `width` from `first` on.
+    /// The columns `first..first + width` of rows of `stride` f32.
     pub(super) fn columns(&self, first: usize, width: usize, stride: usize) -> Self {
         assert!(first + width <= stride, "{width} f32 from {first} on, of rows of {stride}");
         let float = size_of::<f32>();
@@ -110,7 +110,8 @@ impl<D: Device> Memory<D> {
         Memory { at, bytes: rows * width * float, columns, ..self.clone() }
     }
 
-    /// Both as one, where `next` begins where this ends in the same allocation; of columns, in every row.
+    /// This memory and `next` as one, if `next` begins where this one ends in the same allocation; for columns, if it does so in every
+    /// row.
     pub(super) fn joined(&self, next: &Memory<D>) -> Option<Self> {
         let float = size_of::<f32>();
         let (across, columns) = match (self.columns, next.columns) {
@@ -125,25 +126,25 @@ impl<D: Device> Memory<D> {
         follows.then(|| Memory { bytes: self.bytes + next.bytes, columns, ..self.clone() })
     }
 
-    /// Whether it is host memory.
+    /// Whether this is a pool in host memory.
     pub(super) fn is_host(&self) -> bool {
         self.allocation.host.is_some()
     }
 
-    /// What its rows are made of.
+    /// Element type of its rows.
     pub(super) fn element(&self) -> Element {
         self.element
     }
 
-    /// How many bytes, without those of others in between.
+    /// Number of bytes, without the columns of others in between.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// `bytes` bytes from `from` on.
+    /// The piece of `bytes` bytes from byte `from` on.
     ///
     /// # Panics
-    /// When they are not all inside, or not one behind the other.
+    /// When it reaches beyond the end, or this memory is columns of wider rows.
     pub fn piece(&self, from: usize, bytes: usize) -> Piece<'_> {
         let inside = from.checked_add(bytes).is_some_and(|end| end <= self.bytes);
         assert!(inside, "{bytes} bytes from {from} on, of device memory of {}", self.bytes);
@@ -154,16 +155,16 @@ impl<D: Device> Memory<D> {
     /// The first `count` f32.
     ///
     /// # Panics
-    /// When there are fewer, or other elements.
+    /// When there are fewer, or the elements are of another type.
     pub fn floats(&self, count: usize) -> Piece<'_> {
         assert!(self.element == Element::F32, "rows of other elements");
         self.piece(0, count * size_of::<f32>())
     }
 
-    /// Elements `from..to`, counted without what lies between rows, in pieces that have nothing in between.
+    /// Elements `from..to` as contiguous pieces, one for each row they touch. The columns of others are not counted.
     ///
     /// # Panics
-    /// When they are not all inside.
+    /// When `to` is beyond the end.
     pub(super) fn runs(&self, from: usize, to: usize) -> impl Iterator<Item = Piece<'_>> {
         let size = self.element.bytes();
         assert!(from <= to && to * size <= self.bytes, "elements {from} to {to} of {} bytes", self.bytes);
@@ -174,8 +175,10 @@ impl<D: Device> Memory<D> {
         })
     }
 
-    /// Rows of a norm's width, as heads are where their dimensions are normed: the first `count` with what lies between them, how many lie
-    /// one behind the other, and how many f32 it is from such to the next.
+    /// The first `count` rows of a norm of `width` f32, such as heads whose dimensions are normed.
+    ///
+    /// Returns the piece from the first to the last of them, the number of rows that lie one behind the other, and the number of f32
+    /// from the start of one such group to the next.
     pub(super) fn heads(&self, count: usize, width: usize) -> (Piece<'_>, usize, usize) {
         let Some(columns) = self.columns else { return (self.floats(count * width), 1, width) };
         let heads = columns.width / width.max(1);
@@ -184,10 +187,10 @@ impl<D: Device> Memory<D> {
         (piece, heads, stride)
     }
 
-    /// The first `count` rows of `width` f32, with what lies between them, and how many f32 it is from one to the next.
+    /// The piece from the first to the last of the first `count` rows of `width` f32, and the number of f32 from one row to the next.
     ///
     /// # Panics
-    /// When there are fewer, or of another width or other elements.
+    /// When there are fewer rows, or rows of another width or element type.
     pub(super) fn rows(&self, count: usize, width: usize) -> (Piece<'_>, usize) {
         let Some(columns) = self.columns else { return (self.floats(count * width), width) };
         assert_eq!((columns.width, self.element), (width, Element::F32), "rows of another width or other elements");

@@ -1,8 +1,11 @@
 //! The GPU backend: [`CudaBackend`], the operations of [`crate::Backend`] as launches of the kernels in `kernels/cuda`.
 //!
-//! One stream takes a step's launches in order, and the host waits for it only when it reads tokens or logits. Decode steps are launched as a
-//! graph (`run_step`, `graphs`), and their tokens are chosen where their logits lie (`sampling`). Activations are f32 in device
-//! memory, weights and operands of products bf16, or E4M3 with a scale for each row, sums f32. What runs the launches is a [`Device`]. Knows nothing of models or requests.
+//! A step's launches go into one stream and run in order. The host waits for the stream only when it reads tokens or logits. Decode
+//! steps are launched as a graph (`run_step`, `graphs`). Tokens are sampled on the device (`sampling`).
+//!
+//! Types in device memory: activations and sums are f32; weights and operands of products are bf16, or E4M3 with a scale for each row.
+//!
+//! A [`Device`] runs the launches. This module knows nothing of models or requests.
 
 mod attention;
 mod backend;

@@ -1,8 +1,8 @@
-//! NCCL: exchanges between the GPUs of one process, by NVIDIA's library, opened at run time.
+//! [`Exchange`] between the GPUs of one process by NCCL, NVIDIA's library, which is opened at run time.
 //!
-//! Below the tensor-parallel ranks, which say what is exchanged when, as the [`Exchange`] of GPUs. An exchange is put into a backend's stream behind what it was given
-//! before. Only moves data: sums are the backend's own kernels, since NCCL's order of adding depends on how much is added together (I1).
-//! A host without the library is a [`KernelError::NoDevice`], told before anything else of it is called.
+//! The tensor-parallel ranks above decide when they exchange what. An exchange goes into a backend's stream, after the work put there
+//! before. NCCL only moves data. The backend's own kernels add it up, since NCCL's order of adding depends on the number of elements
+//! (I1). On a host without the library, [`KernelError::NoDevice`] is returned before any function of it is called.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +16,7 @@ use super::exchange::{Columns, Exchange, ExchangingDevice};
 use super::memory::Memory;
 use crate::KernelError;
 
-/// The library, or what to do without.
+/// The library, or an error that says what to install or set.
 fn nccl() -> Result<&'static Api, KernelError> {
     load().map_err(|error| {
         KernelError::NoDevice(match error {
@@ -29,33 +29,33 @@ fn nccl() -> Result<&'static Api, KernelError> {
     })
 }
 
-/// What a call has answered, as an error that says which.
+/// Turns a call's status into an error that names the call.
 fn check(nccl: &Api, operation: &str, status: Status) -> Result<(), KernelError> {
     if status == Status::OK {
         return Ok(());
     }
-    // SAFETY: returns a string that is never freed, for any status.
+    // SAFETY: the call returns a string that is never freed, for any status.
     let text = unsafe { CStr::from_ptr((nccl.error_string)(status)) };
     Err(KernelError::Device { operation: format!("NCCL {operation}"), why: text.to_string_lossy().into_owned() })
 }
 
-/// GPUs that can exchange, one a rank.
+/// GPUs that can exchange, one per rank.
 struct Gpus {
     nccl: &'static Api,
-    /// A rank's own, until it is aborted. Locked while it is used, so that none is used after that.
+    /// Each rank's communicator; None once it is aborted. It is locked while it is used, so that nobody uses it after the abort.
     communicators: Vec<Mutex<Option<*mut Communicator>>>,
 }
 
-// SAFETY: a communicator may be used from any thread, one at a time, which its lock sees to.
+// SAFETY: a communicator may be used from any thread, by one thread at a time; its lock ensures that.
 unsafe impl Send for Gpus {}
 // SAFETY: as above.
 unsafe impl Sync for Gpus {}
 
 impl Gpus {
-    /// Connects devices, whose numbers are `ordinals`: rank r is the r-th. Blocks for seconds.
+    /// Connects the devices with these numbers; rank r is the r-th of them. Blocks for seconds.
     ///
     /// # Errors
-    /// [`KernelError::NoDevice`] without NCCL; when it cannot connect them, or a device is there twice.
+    /// [`KernelError::NoDevice`] without NCCL; also when NCCL cannot connect them, or a device is named twice.
     fn connect(ordinals: &[u32]) -> Result<Gpus, KernelError> {
         let nccl = nccl()?;
         let devices: Vec<c_int> = ordinals.iter().map(|&ordinal| ordinal as c_int).collect();
@@ -67,7 +67,7 @@ impl Gpus {
         Ok(Gpus { nccl, communicators })
     }
 
-    /// What `calls` asks for with a rank's communicator becomes one exchange, also when a call of it failed.
+    /// Groups the calls that `calls` makes with a rank's communicator into one exchange. The group is closed also when a call failed.
     fn grouped(
         &self,
         rank: usize,
@@ -77,10 +77,10 @@ impl Gpus {
         let communicator = self.communicators.get(rank).ok_or_else(gone)?;
         let communicator = communicator.lock().unwrap_or_else(PoisonError::into_inner);
         let (nccl, communicator) = (self.nccl, (*communicator).ok_or_else(gone)?);
-        // SAFETY: takes nothing, and has its end below.
+        // SAFETY: the call takes no arguments, and the group is ended below.
         check(nccl, "group", unsafe { (nccl.group_start)() })?;
         let outcome = calls(nccl, communicator);
-        // SAFETY: takes nothing.
+        // SAFETY: the call takes no arguments.
         check(nccl, "group", unsafe { (nccl.group_end)() }).and(outcome)
     }
 }
@@ -95,7 +95,7 @@ fn pointer(piece: Piece<'_>) -> *mut c_void {
     piece.at().0 as *mut c_void
 }
 
-/// Elements of a piece of f32.
+/// Number of f32 in a piece.
 fn floats(piece: Piece<'_>) -> usize {
     piece.bytes() / size_of::<f32>()
 }
@@ -114,8 +114,8 @@ impl Exchange<Driver> for Gpus {
         self.grouped(rank, |nccl, communicator| {
             for (root, to) in (0..).zip(all) {
                 let to = to.floats(elements);
-                // SAFETY: both have `elements` f32 on this rank's device and outlive the stream's work, as all of a backend's buffers do;
-                // `own` is read on its own rank only.
+                // SAFETY: both have `elements` f32 on this rank's device and outlive the stream's work, as all of a backend's buffers do.
+                // `own` is read only where `root` is this rank.
                 let status = unsafe {
                     (nccl.broadcast)(pointer(own), pointer(to), elements, DataType::FLOAT32, root, communicator, stream)
                 };
@@ -142,7 +142,7 @@ impl Exchange<Driver> for Gpus {
             for row in 0..columns.rows {
                 let mine = columns.of(rank).len();
                 let (from, count) = piece(part, row * mine, mine);
-                // SAFETY: as many f32 on this rank's device, which outlive the stream's work.
+                // SAFETY: the piece has `count` f32 on this rank's device and outlives the stream's work.
                 let status = unsafe { (nccl.send)(from, count, DataType::FLOAT32, 0, communicator, stream) };
                 check(nccl, "send", status)?;
                 for peer in (0..columns.ranks()).filter(|_| rank == 0) {
@@ -162,7 +162,7 @@ impl Exchange<Driver> for Gpus {
         for communicator in &self.communicators {
             let taken = communicator.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(communicator) = taken {
-                // SAFETY: made by `connect`, and taken out: used by nobody any more, and aborted once.
+                // SAFETY: `connect` made it. It was taken out of its lock, so nobody uses it any more and it is aborted once.
                 let _ = unsafe { (self.nccl.comm_abort)(communicator) };
             }
         }
@@ -184,7 +184,7 @@ impl ExchangingDevice for Driver {
 mod tests {
     use super::*;
 
-    /// Where there is no NCCL, that is told, and nothing panics.
+    /// Without NCCL the error says so, and nothing panics.
     #[test]
     fn a_host_without_the_library_says_so() {
         match nccl() {

@@ -1,4 +1,4 @@
-//! [`Nowhere`]: a device without memory, for tests of what is asked of one.
+//! [`Nowhere`]: a device without memory, for tests of the calls that a device gets.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
@@ -15,16 +15,16 @@ use super::device::{
 use super::sharing::SharingDevice;
 use crate::KernelError;
 
-/// A device that has addresses and does nothing; what is read from it is 0.
+/// A device that hands out addresses and does nothing. Reads from it give 0.
 #[derive(Default)]
 pub struct Nowhere {
     properties: Properties,
     next: AtomicU64,
-    /// The host's memory is there.
+    /// Pinned host memory, which is really allocated.
     pinned: Mutex<HashMap<NonNull<u8>, Layout>>,
 }
 
-// SAFETY: what is pinned is only allocated and freed here.
+// SAFETY: pinned memory is only allocated and freed here, never read or written.
 unsafe impl Send for Nowhere {}
 // SAFETY: as above.
 unsafe impl Sync for Nowhere {}
@@ -108,7 +108,7 @@ impl HostCopies for Nowhere {
 
     fn unpin(&self, at: NonNull<u8>) {
         if let Some(layout) = self.pinned.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {
-            // SAFETY: allocated above with this layout, and forgotten by now.
+            // SAFETY: `pin` allocated it with this layout, and it was removed from the list.
             unsafe { dealloc(at.as_ptr(), layout) };
         }
     }

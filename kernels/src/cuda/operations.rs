@@ -1,4 +1,4 @@
-//! The operations of [`Backend`] as launches.
+//! [`Backend`] for [`CudaBackend`]: the operations as launches.
 
 use baton_types::{BlockId, TokenOut};
 
@@ -30,7 +30,7 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn operand(&self, elements: usize) -> Result<Memory<D>, KernelError> {
-        // A row of E4M3 is rounded as a whole.
+        // For E4M3 the row stays f32 until a kernel quantises it as a whole: its scale depends on all its elements.
         let element = if self.options.fp8 { Element::F32 } else { Element::Bf16 };
         let memory = self.queue.memory(elements * element.bytes())?;
         self.queue.fill(memory.piece(0, memory.bytes()), 0)?;
@@ -107,7 +107,7 @@ impl<D: Device> Backend for CudaBackend<D> {
     }
 
     fn finish(&mut self) -> Result<(), KernelError> {
-        // Behind a failure too: what was put into the stream before it is under way.
+        // Waits also after a failure: work that was put into the stream before it is under way.
         let waited = self.queue.synchronise();
         self.failed.take().map_or(waited, Err)
     }

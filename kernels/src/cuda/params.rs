@@ -1,7 +1,7 @@
-//! The kernels' parameters: structs as `kernels/cuda/src` declares them, and the grid each is launched with.
+//! The kernels' parameters: structs laid out as `kernels/cuda/src` declares them, and the launch shape of each. Pure.
 //!
-//! Pure. A test compares sizes and offsets with the compiler's, and a [`super::HostDevice`] refuses a grid that is not what `launch_of`
-//! beside the kernel says. What the fields mean is said there.
+//! The CUDA sources document the fields. A test compares sizes and offsets with those of the CUDA compiler, and a
+//! [`super::HostDevice`] refuses a launch shape that differs from the one of `launch_of` beside the kernel.
 
 use baton_types::{KvDtype, WeightDtype};
 
@@ -20,7 +20,7 @@ use crate::backend::Gate;
 
 /// Threads of a warp.
 const WARP: u32 = 32;
-/// Elements that a thread takes together.
+/// Elements that a thread processes at once.
 const OCTET: u32 = 8;
 
 /// A struct that a kernel takes by value.
@@ -28,7 +28,7 @@ const OCTET: u32 = 8;
 /// # Safety
 /// It is laid out as the kernel's.
 pub(crate) unsafe trait Params {
-    /// How the kernel is launched with it.
+    /// The launch shape of the kernel for these parameters.
     fn launch(&self) -> Launch;
 }
 
@@ -47,7 +47,7 @@ impl Element {
     }
 }
 
-/// The number of a KV type in the kernels.
+/// The kernels' number for a KV type.
 pub(crate) fn kv_type(dtype: KvDtype) -> u32 {
     match dtype {
         KvDtype::F32 => 0,
@@ -59,11 +59,11 @@ pub(crate) fn kv_type(dtype: KvDtype) -> u32 {
     }
 }
 
-/// How a weight type is made bf16.
+/// How a weight type is stored, which decides how it is converted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stored {
     Dense(Element),
-    /// The number of the type in `dequantise.cu`.
+    /// A quantised type, by its number in `dequantise.cu`.
     Quantised(u32),
 }
 
@@ -90,17 +90,17 @@ pub(crate) fn gate(act: Gate) -> u32 {
     }
 }
 
-/// Blocks of a grid that hold `count` at `size` each.
+/// Number of thread blocks for `count` items at `size` items each.
 fn parts(count: u64, size: u32) -> u32 {
     u32::try_from(count.div_ceil(u64::from(size))).unwrap_or(u32::MAX)
 }
 
-/// A thread an octet.
+/// One thread per octet.
 fn by_octets(octets: u64) -> Launch {
     Launch::new([parts(octets, 256), 1, 1], [256, 1, 1])
 }
 
-/// A warp a row, or a block where it is wide.
+/// One warp per row, or one thread block per row if rows are wider than 1024.
 fn by_rows(rows: u32, width: u32) -> Launch {
     match width {
         ..=1024 => Launch::new([parts(u64::from(rows), 4), 1, 1], [WARP, 4, 1]),
@@ -108,7 +108,6 @@ fn by_rows(rows: u32, width: u32) -> Launch {
     }
 }
 
-#[cfg(test)]
 #[cfg(test)]
 mod tests {
     use std::mem::offset_of;

@@ -1,4 +1,5 @@
-//! Pinned host memory for copies that nobody waits for. [`Uploads`] and [`Landings`] are what steps send and get back by it.
+//! Pinned host memory for copies that the host does not wait for. Steps send their inputs by [`Uploads`] and get their results by
+//! [`Landings`].
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,24 +8,25 @@ use super::device::{Device, Event, Piece};
 use super::queue::Queue;
 use crate::KernelError;
 
-/// Pinned host memory, given back when it is dropped, which comes after all that uses it.
+/// Pinned host memory, freed when dropped. Its owner drops it only after all copies that use it are done.
 pub(super) struct Pinned<D: Device> {
     device: Arc<D>,
     at: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: memory that this value alone owns; who may touch it while copies are under way is told by `&` and `&mut` of its owner.
+// SAFETY: this value alone owns the memory. `&` and `&mut` of its owner, and the promises of `get` and `get_mut`, rule who touches it
+// while copies are under way.
 unsafe impl<D: Device> Send for Pinned<D> {}
 // SAFETY: as above.
 unsafe impl<D: Device> Sync for Pinned<D> {}
 
 impl<D: Device> Pinned<D> {
-    /// Zeroed.
+    /// Allocates zeroed pinned memory of at least 1 byte.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
         let bytes = bytes.max(1);
         let at = device.pin(bytes)?;
-        // SAFETY: as many bytes as were asked for, and nobody else's.
+        // SAFETY: the memory has as many bytes, and nobody else uses it.
         unsafe { at.write_bytes(0, bytes) };
         Ok(Pinned { device: Arc::clone(device), at, bytes })
     }
@@ -33,32 +35,32 @@ impl<D: Device> Pinned<D> {
         self.bytes
     }
 
-    /// `bytes` bytes from `from` on, to copy into or out of.
+    /// Pointer to `bytes` bytes from byte `from` on, to copy into or out of.
     ///
     /// # Panics
-    /// When they are not all inside.
+    /// When they reach beyond the end.
     pub fn at(&self, from: usize, bytes: usize) -> NonNull<u8> {
         let inside = from.checked_add(bytes).is_some_and(|end| end <= self.bytes);
         assert!(inside, "{bytes} bytes from {from} on, of pinned memory of {}", self.bytes);
-        // SAFETY: inside, as was just seen.
+        // SAFETY: the check above shows that it is inside.
         unsafe { self.at.add(from) }
     }
 
-    /// What is in it.
+    /// The contents.
     ///
     /// # Safety
     /// No copy into it is under way.
     pub unsafe fn get(&self) -> &[u8] {
-        // SAFETY: initialised when it was made, and the caller's promise.
+        // SAFETY: `new` initialised it, and the caller vouches that no copy into it is under way.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.bytes) }
     }
 
-    /// The same, to be changed.
+    /// The contents, mutable.
     ///
     /// # Safety
     /// No copy into it or out of it is under way.
     pub unsafe fn get_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `get`, and nobody else has it.
+        // SAFETY: as in `get`, and `&mut self` excludes other users.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.bytes) }
     }
 }
@@ -69,17 +71,17 @@ impl<D: Device> Drop for Pinned<D> {
     }
 }
 
-/// Pinned memory with a copy out of it or into it that may be under way.
+/// Pinned memory with a copy from or to it that may be under way.
 struct Slot<D: Device> {
     memory: Option<Pinned<D>>,
-    /// Behind the copy.
+    /// Recorded after the copy.
     copied: Option<Event>,
 }
 
 impl<D: Device> Slot<D> {
     const EMPTY: Slot<D> = Slot { memory: None, copied: None };
 
-    /// At least so much memory. Waits where there was less, which a copy may use.
+    /// Makes the memory at least `bytes` bytes large. If it must be replaced, waits first for the copy that may use it.
     fn at_least(&mut self, queue: &Queue<D>, bytes: usize) -> Result<&mut Pinned<D>, KernelError> {
         if self.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
             self.settle(queue)?;
@@ -89,7 +91,7 @@ impl<D: Device> Slot<D> {
         self.memory.as_mut().ok_or(KernelError::Memory { bytes })
     }
 
-    /// A copy is under way from here on.
+    /// Records the event after a copy that was just queued.
     fn record(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         let event = match self.copied {
             Some(event) => event,
@@ -104,7 +106,7 @@ impl<D: Device> Slot<D> {
     }
 }
 
-/// What goes to the device while it computes what went before: two places in turn, so that the host writes one while the other is read.
+/// Copies to the device while it computes earlier work. Two buffers take turns, so that the host writes one while the other is copied.
 pub(super) struct Uploads<D: Device>([Slot<D>; 2]);
 
 impl<D: Device> Default for Uploads<D> {
@@ -114,12 +116,12 @@ impl<D: Device> Default for Uploads<D> {
 }
 
 impl<D: Device> Uploads<D> {
-    /// Room for so many bytes at once.
+    /// Reserves room for copies of up to `bytes` bytes.
     pub fn reserve(&mut self, queue: &Queue<D>, bytes: usize) -> Result<(), KernelError> {
         self.0.iter_mut().try_for_each(|slot| slot.at_least(queue, bytes).map(drop))
     }
 
-    /// Queues a copy of what `bytes` are now. Waits only for the copy before the last one.
+    /// Queues a copy of the present `bytes` to the device. Waits only for the copy before the last one.
     pub fn send(&mut self, queue: &Queue<D>, to: Piece<'_>, bytes: &[u8]) -> Result<(), KernelError> {
         if bytes.is_empty() {
             return Ok(());
@@ -128,22 +130,22 @@ impl<D: Device> Uploads<D> {
         let slot = &mut self.0[0];
         slot.settle(queue)?;
         let memory = slot.at_least(queue, bytes.len())?;
-        // SAFETY: the copy out of it, if there was one, is done.
+        // SAFETY: the last copy out of this buffer, if there was one, is done.
         let pinned = unsafe { memory.get_mut() };
         pinned[..bytes.len()].copy_from_slice(bytes);
         let (to, from) = (Piece::new(to.at(), bytes.len()), memory.at(0, bytes.len()));
-        // SAFETY: pinned, as many bytes, and written next after the event that is recorded behind this.
+        // SAFETY: the buffer is pinned and has as many bytes. It is written next only after the event recorded below.
         unsafe { queue.device.write_later(queue.stream(), to, from) }?;
         slot.record(queue)
     }
 }
 
-/// What comes back from the device, a copy for each step: the host takes one while the next is under way.
+/// Copies from the device, one for each step. The host takes one while the next is under way.
 pub(super) struct Landings<D: Device> {
     slots: [Slot<D>; 2],
-    /// Bytes of those that are not taken, the first one first.
+    /// Bytes of the copies that are not taken yet, oldest first.
     open: [Option<usize>; 2],
-    /// The slot of the first, or of the next.
+    /// Slot of the oldest copy that is not taken, or of the next copy if there is none.
     first: usize,
 }
 
@@ -154,15 +156,15 @@ impl<D: Device> Default for Landings<D> {
 }
 
 impl<D: Device> Landings<D> {
-    /// Room for so many bytes at once. Only while nothing is under way.
+    /// Reserves room for copies of up to `bytes` bytes. To be called only while no copy is under way.
     pub fn reserve(&mut self, queue: &Queue<D>, bytes: usize) -> Result<(), KernelError> {
         self.slots.iter_mut().try_for_each(|slot| slot.at_least(queue, bytes).map(drop))
     }
 
-    /// Queues a copy of a piece, or of nothing.
+    /// Queues a copy of a piece. With None it only marks the end of a step without results.
     ///
     /// # Errors
-    /// When two are not taken yet.
+    /// When two copies are not taken yet.
     pub fn fetch(&mut self, queue: &Queue<D>, from: Option<Piece<'_>>) -> Result<(), KernelError> {
         let Some(at) = self.open.iter().position(Option::is_none) else {
             let why = "two steps are not collected yet".to_owned();
@@ -171,7 +173,7 @@ impl<D: Device> Landings<D> {
         let slot = &mut self.slots[(self.first + at) % 2];
         if let Some(from) = from {
             let to = slot.at_least(queue, from.bytes())?.at(0, from.bytes());
-            // SAFETY: pinned, as many bytes, and looked at after the event that is recorded behind this.
+            // SAFETY: the buffer is pinned and has as many bytes. It is read only after the event recorded below.
             unsafe { queue.device.read_later(queue.stream(), from, to) }?;
         }
         slot.record(queue)?;
@@ -179,10 +181,10 @@ impl<D: Device> Landings<D> {
         Ok(())
     }
 
-    /// Waits for the first that is not taken, and for all that was put into the stream before it.
+    /// Waits for the oldest copy that is not taken, and so for all work put into the stream before it, and returns its bytes.
     ///
     /// # Errors
-    /// When what was waited for failed, or there is none. It is taken all the same.
+    /// When that work failed; the copy counts as taken all the same. Also when there is no copy to take.
     pub fn take(&mut self, queue: &Queue<D>) -> Result<&[u8], KernelError> {
         let Some(bytes) = self.open[0].take() else {
             let why = "no step was submitted".to_owned();
@@ -192,7 +194,7 @@ impl<D: Device> Landings<D> {
         let slot = &self.slots[self.first];
         self.first = 1 - self.first;
         slot.settle(queue)?;
-        // SAFETY: the copy into it is done.
+        // SAFETY: the copy into the buffer is done.
         Ok(slot.memory.as_ref().map_or(&[], |memory| &unsafe { memory.get() }[..bytes]))
     }
 }

@@ -1,4 +1,4 @@
-//! The KV pool in device memory, in the layout it has on the host, and what of it is swapped out.
+//! The KV pool in device memory, in the same layout as on the host, and the blocks of it that are swapped out to host memory.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::{HostPool, KernelError};
 /// Widest heads that the attention kernels take.
 const MAX_HEAD_DIM: u32 = 256;
 
-/// What kernels load together must not straddle it.
+/// Alignment in bytes of host pools: kernels load that many bytes at once.
 const ALIGN: usize = 16;
 
 /// Blocks on the device, and copies of some in host memory.
@@ -29,7 +29,7 @@ pub(super) struct Pool<D: Device> {
 /// Where the blocks are.
 enum Store<D: Device> {
     Own(Memory<D>),
-    /// Transfers reach it too.
+    /// Transfers use this memory too.
     Shared(Arc<MarkedMemory<D>>),
 }
 
@@ -44,7 +44,7 @@ impl<D: Device> Deref for Store<D> {
     }
 }
 
-/// What no kernel serves yet, by the setting that asks for it.
+/// Refuses pools that no kernel serves. The error names the setting that asks for them.
 pub(super) fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
     let layout = &geometry.layout;
     let refused = |why: String| Err(KernelError::Pool(why));
@@ -70,7 +70,7 @@ pub(super) fn check(geometry: &PoolGeometry) -> Result<(), KernelError> {
 }
 
 impl<D: Device> Pool<D> {
-    /// Filled with what is no number, so that a slot that is read before it was stored shows.
+    /// A pool in memory of its own. It is filled with NaNs, so that reading a slot before it was stored shows.
     pub fn new(queue: &Queue<D>, geometry: PoolGeometry) -> Result<Self, KernelError> {
         check(&geometry)?;
         let memory = Store::Own(queue.memory(geometry.bytes())?);
@@ -79,7 +79,7 @@ impl<D: Device> Pool<D> {
         Ok(pool)
     }
 
-    /// The same in memory that transfers reach.
+    /// A pool in memory that transfers use too, also filled with NaNs.
     pub fn shared(queue: &Queue<D>, geometry: PoolGeometry, memory: Arc<MarkedMemory<D>>) -> Result<Self, KernelError> {
         check(&geometry)?;
         let (bytes, wanted) = (memory.memory().bytes(), geometry.bytes());
@@ -88,7 +88,7 @@ impl<D: Device> Pool<D> {
         }
         let pool = Pool::with(Store::Shared(memory), geometry);
         pool.fill(queue, 0xff)?;
-        // Before anybody else writes there.
+        // The fill must be done before anybody else writes there.
         queue.synchronise()?;
         Ok(pool)
     }
@@ -98,12 +98,12 @@ impl<D: Device> Pool<D> {
         Pool { memory, geometry, swapped: Vec::new(), swapped_geometry }
     }
 
-    /// Sets every byte.
+    /// Sets every byte of the pool.
     pub fn fill(&self, queue: &Queue<D>, byte: u8) -> Result<(), KernelError> {
         queue.fill(self.memory.piece(0, self.memory.bytes()), byte)
     }
 
-    /// In host memory, which the device reads and writes where it is.
+    /// A pool in host memory, which the device reads and writes in place.
     pub fn of_host(queue: &Queue<D>, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let geometry = pool.geometry().clone();
         check(&geometry)?;
@@ -116,8 +116,8 @@ impl<D: Device> Pool<D> {
         Ok(Pool::with(Store::Own(Memory::of_host(&queue.device, pool)?), geometry))
     }
 
-    /// What the queue has stored so far is there for others: those who see host memory as it is find it, those who copy from device memory
-    /// can wait for it.
+    /// Makes what the queue has stored so far visible to others. A pool in host memory is waited for, so that others can read it. A shared
+    /// pool in device memory gets a mark that copies out of it can wait for.
     pub fn publish(&self, queue: &Queue<D>) -> Result<(), KernelError> {
         match &self.memory {
             Store::Shared(shared) => shared.publish(queue),
@@ -126,7 +126,7 @@ impl<D: Device> Pool<D> {
         }
     }
 
-    /// Whether it is host memory.
+    /// Whether the pool is in host memory.
     pub fn is_host(&self) -> bool {
         self.memory.is_host()
     }
@@ -141,7 +141,7 @@ impl<D: Device> Pool<D> {
         self.memory.piece(self.geometry.layer_offset(group, layer), bytes)
     }
 
-    /// How its kernels see a layer.
+    /// A layer's blocks as the kernels' parameters describe them.
     pub fn planes(&self, group: usize, layer: usize) -> KvPlanes {
         let layout = &self.geometry.layout;
         KvPlanes {
@@ -164,7 +164,7 @@ impl<D: Device> Pool<D> {
         self.memory.piece(range.start, range.len())
     }
 
-    /// Bytes of one layer's part of a block.
+    /// Reads the bytes of one layer's part of a block.
     pub fn block_bytes(
         &self,
         queue: &Queue<D>,
@@ -178,7 +178,7 @@ impl<D: Device> Pool<D> {
         Ok(out)
     }
 
-    /// Host memory for so many blocks of each group.
+    /// Reserves host memory for `blocks` swapped-out blocks of each group.
     pub fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
         let geometry = PoolGeometry::uniform(self.geometry.layout.clone(), blocks);
         let bytes = geometry.bytes();
@@ -212,7 +212,7 @@ impl<D: Device> Pool<D> {
         Ok(())
     }
 
-    /// Copies a block to another, in all layers of its group; `pair` has room for their numbers.
+    /// Copies a block to another, in all layers of its group. `pair` is device memory for the two block numbers.
     pub fn copy_block(
         &self,
         queue: &Queue<D>,

@@ -1,8 +1,9 @@
-//! Products: the rows that go in, after what comes first, made what the weights are, bf16 or E4M3, and what a product of E4M3 leaves to be done.
+//! Matrix products in three parts: an operation on the input rows ([`First`]), converted to the type of the weights (bf16 or E4M3);
+//! the product itself; for E4M3 also scales and bias.
 //!
-//! A row of E4M3 has a scale of its own, its largest magnitude / 448, and so has each output of a weight. cuBLASLt multiplies sums with both
-//! where it can ([`Fp8::Scaled`]); elsewhere a kernel does, with the same values. A bias is that kernel's, too: for f32 outputs of such
-//! products the library takes none of f32.
+//! Each input row of E4M3 has its own scale, its largest magnitude / 448. So has each output of a weight. cuBLASLt multiplies the sums
+//! with both scales where it can ([`Fp8::Scaled`]). Elsewhere a kernel does so, with the same values. That kernel also adds the bias:
+//! for f32 outputs of such products the library takes no f32 bias.
 
 use super::attention::Strided;
 use super::backend::{CudaBackend, Normed};
@@ -13,15 +14,15 @@ use super::weight::{CudaWeight, Form, quantise};
 use crate::KernelError;
 use crate::backend::{First, Gate, Input, Product};
 
-/// Where rows of E4M3 and their scales lie in the memory of operands: together fewer bytes than the same rows of bf16.
+/// Places of E4M3 rows and of their scales in the memory of operands. Together they need fewer bytes than the same rows in bf16.
 fn codes_and_scales<D: Device>(operand: &Memory<D>, rows: usize, cols: usize) -> (Piece<'_>, Piece<'_>) {
-    // Columns are multiples of 16 and more than none, so scales are aligned and have room.
+    // The number of columns is a multiple of 16 and above 0, so the scales are aligned and have room.
     (operand.piece(0, rows * cols), operand.piece(rows * cols, rows * size_of::<f32>()))
 }
 
 impl<D: Device> CudaBackend<D> {
-    /// A product's input, after what comes first, as weights of this form take it: in the memory of operands, unless it is there already.
-    /// What is left to be done for weights of another form.
+    /// Applies the input's [`First`] and converts its rows for weights of this form, into the memory of operands. Rows that are bf16
+    /// already stay where they are. Returns the operation that is left to do before products with weights of another form.
     fn operand<'a>(
         &mut self,
         input: &Input<'a, Memory<D>>,
@@ -65,7 +66,7 @@ impl<D: Device> CudaBackend<D> {
         }
     }
 
-    /// `act(gate) · up`, f32 rows of a width, as rows of this type.
+    /// Computes `act(gate) · up` of f32 rows of `width` elements, and stores it as rows of `out_type`.
     fn gated(
         &self,
         act: Gate,
@@ -90,7 +91,7 @@ impl<D: Device> CudaBackend<D> {
         self.queue.launch("baton_gate_mul", &params, &touches)
     }
 
-    /// f32 rows as bf16.
+    /// Rounds f32 rows to bf16.
     fn rounded(&self, x: Piece<'_>, out: Piece<'_>, rows: usize, cols: usize) -> Result<(), KernelError> {
         let params = Embed {
             table: x.at(),
@@ -140,7 +141,7 @@ impl<D: Device> CudaBackend<D> {
         Ok(())
     }
 
-    /// One product, of an operand as [`CudaBackend::operand`] has left it.
+    /// Computes one product, with the operand that [`CudaBackend::operand`] has prepared.
     fn product(
         &self,
         of: &CudaWeight<D>,
@@ -175,7 +176,7 @@ impl<D: Device> CudaBackend<D> {
         self.finish_product((out, stride), (!applied).then_some(scales), bias, rows, outs)
     }
 
-    /// Scales that a product has not applied, and its bias.
+    /// Applies the scales, if the product has not, and the bias, if there is one.
     fn finish_product(
         &self,
         (out, stride): Strided<'_>,

@@ -1,4 +1,4 @@
-//! A device's stream with what a backend puts into it.
+//! [`Queue`]: one stream of a device, and the calls that put a backend's work into it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +16,7 @@ pub(super) struct Queue<D: Device> {
     freed: Freed,
 }
 
-/// Numbers that are no more than their bytes, and structs of such without a gap between them.
+/// Numbers, and structs of numbers without padding. Any bytes are a valid value.
 pub(super) trait Plain: Copy {}
 impl Plain for u16 {}
 impl Plain for u32 {}
@@ -26,12 +26,12 @@ impl Plain for LogitEntry {}
 impl Plain for Sampled {}
 
 pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
-    // SAFETY: what is plain has no padding, and any byte is a u8.
+    // SAFETY: a `Plain` type has no padding, and any byte is a valid u8.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
 pub(super) fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
-    // SAFETY: as above, and any bytes are such numbers.
+    // SAFETY: as above, and any bytes are a valid value of a `Plain` type.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
@@ -49,16 +49,16 @@ impl<D: Device> Queue<D> {
         Memory::counted(&self.device, bytes, Arc::clone(&self.freed))
     }
 
-    /// How many allocations that were made here are gone.
+    /// Number of freed allocations among those that this queue made.
     pub fn freed(&self) -> u64 {
         self.freed.load(Ordering::Relaxed)
     }
 
-    /// At least so many bytes, and what was there before only if it is as large. A backend that has reserved what it is asked for
-    /// allocates nothing here.
+    /// Makes `memory` at least `bytes` bytes large. Memory that is too small is replaced, and its contents are lost. A backend that has
+    /// reserved enough allocates nothing here.
     pub fn at_least(&self, memory: &mut Option<Memory<D>>, bytes: usize) -> Result<(), KernelError> {
         if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
-            // The old first, so that both need not be there at once; a driver waits for its users.
+            // The old memory is freed first, so that both need not fit at once. Freeing waits for the work that uses it.
             *memory = None;
             *memory = Some(self.memory(bytes)?);
         }
@@ -77,12 +77,12 @@ impl<D: Device> Queue<D> {
         if from.is_empty() { Ok(()) } else { self.device.write(self.stream, to, from) }
     }
 
-    /// Waits for what was put in before.
+    /// Waits for all work put in before.
     pub fn read(&self, from: Piece<'_>, to: &mut [u8]) -> Result<(), KernelError> {
         if to.is_empty() { Ok(()) } else { self.device.read(self.stream, from, to) }
     }
 
-    /// Launches a kernel whose parameters have the addresses of `touches` and no others.
+    /// Launches a kernel. Its parameters contain only addresses of `touches`. An empty grid is not launched.
     pub fn launch<P: Params>(
         &self,
         kernel: &'static str,
@@ -94,7 +94,7 @@ impl<D: Device> Queue<D> {
             return Ok(());
         }
         let call = Call { kernel, launch, params: (&raw const *params).cast(), bytes: size_of::<P>(), touches };
-        // SAFETY: `Params` are laid out as their kernel's; callers take every address and size in them from the pieces they name.
+        // SAFETY: `Params` are laid out as the kernel's struct; callers take every address and size in them from the pieces in `touches`.
         unsafe { self.device.launch(self.stream, &call) }
     }
 
@@ -119,19 +119,19 @@ impl<D: Device> Queue<D> {
         self.device.end_capture(self.stream)
     }
 
-    /// Does what was captured, unless memory has gone since `freed` was what [`Queue::freed`] says.
+    /// Launches a graph. Returns an error if [`Queue::freed`] is no longer `freed`, its value at the capture: memory was freed since.
     pub fn replay(&self, graph: Graph, freed: u64) -> Result<(), KernelError> {
         if freed != self.freed() {
             let (operation, why) = ("graph".to_owned(), "memory has gone since it was captured".to_owned());
             return Err(KernelError::Device { operation, why });
         }
-        // SAFETY: launches touch pieces of memory that this queue has made, or of a pool beside it, which its backend keeps; none has gone.
+        // SAFETY: captured launches touch memory that this queue has made, none of which was freed, or a pool, which the backend keeps.
         unsafe { self.device.replay(self.stream, graph) }
     }
 }
 
 impl Queue<Driver> {
-    /// The stream as the driver's own, made current on this thread, for its libraries.
+    /// The driver's handle of the stream, for NVIDIA's libraries. The device's context is current on this thread afterwards.
     pub fn raw(&self) -> Result<*mut std::ffi::c_void, KernelError> {
         Ok(self.device.raw(self.stream)?.cast())
     }

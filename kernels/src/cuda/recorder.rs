@@ -1,9 +1,16 @@
-//! [`Recorder`]: a device around another one that logs what is asked of it and finds what a real one would do wrong silently.
+//! [`Recorder`]: a device around another one that logs every call and finds mistakes that a real device would not report. For tests.
 //!
-//! Memory used after it was freed or beyond its end, by a graph too, memory never given back, what a stream that is captured must not be asked
-//! for, and work in two streams on the same bytes that no event puts in order. Order is told by vector clocks (Fidge 1988; Mattern 1989):
-//! each stream counts its work, an event takes a copy of what its stream knows, who waits for it knows that too, and the host knows all of a
-//! stream that it has waited for. For tests; with [`super::Nowhere`] inside nothing is computed.
+//! It finds:
+//!
+//! - memory used after it was freed or beyond its end, also by a graph;
+//! - memory that is never freed;
+//! - calls that are forbidden while a stream is being captured;
+//! - work in two streams on the same bytes that no event puts in order.
+//!
+//! Order is tracked by vector clocks (Fidge 1988; Mattern 1989): each stream counts its work; an event copies its stream's clock; a
+//! stream that waits for the event merges that clock into its own; the host merges the clock of a stream that it waits for.
+//!
+//! With [`super::Nowhere`] inside, nothing is computed.
 
 mod device;
 mod graphs;
@@ -16,30 +23,30 @@ use super::device::{Device, Event, Graph, Stream};
 use crate::KernelError;
 use state::{State, Waits};
 
-/// One call, as it is logged.
+/// One logged call.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Recorded {
-    /// Memory of so many bytes.
+    /// So many bytes were allocated.
     Allocate(usize),
-    /// Memory given back.
+    /// Memory was freed.
     Free,
-    /// So many bytes of host memory mapped.
+    /// So many bytes of host memory were mapped.
     Map(usize),
-    /// Host memory seen no longer.
+    /// Host memory was unmapped.
     Unmap,
-    /// So many bytes set.
+    /// So many bytes were filled.
     Fill(usize),
-    /// So many bytes from the host.
+    /// So many bytes were copied from the host.
     Write(usize),
-    /// So many bytes to the host.
+    /// So many bytes were copied to the host.
     Read(usize),
-    /// A kernel.
+    /// A kernel was launched.
     Launch(&'static str),
-    /// A product: rows, outputs, inputs.
+    /// A product was launched: rows, outputs, inputs.
     Product(usize, usize, usize),
-    /// An event was set in a stream.
+    /// An event was recorded in a stream.
     Record(Event, Stream),
-    /// A stream waits for an event.
+    /// A stream was made to wait for an event.
     Wait(Stream, Event),
     /// The host waited for a stream.
     Synchronise(Stream),
@@ -47,34 +54,34 @@ pub enum Recorded {
     Settle(Event),
     /// Memory was exported.
     Export,
-    /// So many bytes of another process's memory opened.
+    /// So many bytes of another process's memory were imported.
     Import(usize),
-    /// What others wrote was waited for.
+    /// Writes from outside the process's streams were made visible.
     SeeForeignWrites,
-    /// Another process's memory closed.
+    /// An import was closed.
     Close,
-    /// So many bytes of host memory pinned.
+    /// So many bytes of host memory were pinned.
     Pin(usize),
-    /// Pinned memory given back.
+    /// Pinned memory was freed.
     Unpin,
-    /// A stream is captured from here on.
+    /// The capture of a stream began.
     BeginCapture(Stream),
-    /// A capture became a graph.
+    /// A capture ended and became a graph.
     EndCapture(Graph),
     /// A graph was launched.
     Replay(Graph),
-    /// A graph was given back.
+    /// A graph was freed.
     Forget(Graph),
 }
 
-/// Checks every call and passes it on.
+/// A device that checks every call and passes it on to another device.
 pub struct Recorder<D: Device> {
     inner: D,
     state: Mutex<State>,
 }
 
 impl<D: Device> Recorder<D> {
-    /// Around a device that nobody has used.
+    /// A recorder around a device that was not used before.
     pub fn new(inner: D) -> Self {
         Recorder { inner, state: Mutex::default() }
     }
@@ -83,22 +90,22 @@ impl<D: Device> Recorder<D> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on launches of this kernel fail.
+    /// Makes launches of this kernel fail from now on.
     pub fn refuse(&self, kernel: &'static str) {
         self.state().refused = Some(kernel);
     }
 
-    /// From now on waiting for a stream or an event fails, or no longer.
+    /// Makes waiting for a stream or an event fail from now on, or succeed again.
     pub fn refuse_waits(&self, refused: bool) {
         self.state().waits = if refused { Waits::Fail } else { Waits::End };
     }
 
-    /// Only so many waits for streams and events end from now on, as when a device stands still: no other ever returns.
+    /// Lets only so many more waits for streams and events return, as when a device stands still: later ones block for ever.
     pub fn stand_still_after(&self, waits: u64) {
         self.state().waits = Waits::Left(waits);
     }
 
-    /// Comes before each wait on the host.
+    /// Called before each wait of the host: lets it pass, fail or block for ever.
     fn may_wait(&self) -> Result<(), KernelError> {
         let mut state = self.state();
         match &mut state.waits {
@@ -118,7 +125,7 @@ impl<D: Device> Recorder<D> {
         }
     }
 
-    /// Work that the host has not waited for, by what it last was for each piece of memory.
+    /// Names of the work that touches memory and that the host has not waited for.
     pub fn under_way(&self) -> Vec<&'static str> {
         let state = self.state();
         let known = |stream| state.host.get(stream).copied().unwrap_or(0);
@@ -126,27 +133,27 @@ impl<D: Device> Recorder<D> {
         touches.filter(|touch| known(&touch.stream) < touch.work).map(|touch| touch.what).collect()
     }
 
-    /// From now on this kernel cannot be captured.
+    /// Makes captured launches of this kernel fail from now on.
     pub fn refuse_captured(&self, kernel: &'static str) {
         self.state().refused_captured = Some(kernel);
     }
 
-    /// What was called since the last time.
+    /// Returns the calls since the last time and clears the log.
     pub fn take_log(&self) -> Vec<Recorded> {
         std::mem::take(&mut self.state().log)
     }
 
-    /// What was wrong so far.
+    /// The mistakes found so far.
     pub fn problems(&self) -> Vec<String> {
         self.state().problems.clone()
     }
 
-    /// Graphs that nobody has given back.
+    /// Number of graphs that were not freed.
     pub fn live_graphs(&self) -> usize {
         self.state().graphs.len()
     }
 
-    /// Bytes that nobody has given back.
+    /// Number of allocated bytes that were not freed.
     pub fn live_bytes(&self) -> u64 {
         self.state().allocations.values().map(|allocation| allocation.bytes).sum()
     }

@@ -1,4 +1,4 @@
-//! The backend's step from its inputs to what it drew: done one by one or, for decode rows, as a graph.
+//! A step of the backend, from its inputs to its sampled tokens. It runs launch by launch or, for padded decode steps, as a graph.
 
 use baton_types::TokenOut;
 
@@ -15,7 +15,7 @@ use crate::{Draw, KernelError};
 fn size(inputs: &StepInputs<'_>, invariant: bool) -> Size {
     let spans = inputs.batches.iter().flat_map(Ragged::spans);
     let longest = spans.map(|span| span.start as u32 / SPLIT + 1).max().unwrap_or(1);
-    // Without kernels of decode rows there are no splits.
+    // In invariant mode decode rows take the chunks' kernel, which has no splits.
     let splits = if invariant { 1 } else { graphs::splits(longest) };
     Size { rows: inputs.ids.len(), splits, draws: !inputs.draws.is_empty() }
 }
@@ -52,7 +52,7 @@ impl<D: Device> CudaBackend<D> {
                     let freed = self.steps.freed;
                     self.attempt(|b| b.queue.replay(graph, freed));
                 }
-                // Nothing of it was done. What cannot be captured can still be done.
+                // A failed capture has done nothing, so the step can still run launch by launch.
                 Err(error) => {
                     tracing::warn!(%error, "decode steps are done one launch at a time: they cannot be captured as graphs");
                     self.steps.refused = Some(error);
@@ -70,7 +70,7 @@ impl<D: Device> CudaBackend<D> {
     fn capture(&mut self, run: &mut dyn FnMut(&mut Self)) -> Result<Graph, KernelError> {
         self.queue.begin_capture()?;
         run(self);
-        // Whatever happened: the stream must not stay as it is.
+        // The capture must end also after a failure, or the stream would stay in capture.
         let ended = self.queue.end_capture();
         match self.failed.take() {
             None => ended,
@@ -91,7 +91,7 @@ impl<D: Device> CudaBackend<D> {
         self.steps.graphs.clear().for_each(|graph| self.queue.device.forget(graph));
     }
 
-    /// Why decode steps are not launched as graphs, where a capture failed.
+    /// The error of the failed capture, if decode steps are not launched as graphs because of one.
     pub fn graphs_refused(&self) -> Option<&KernelError> {
         self.steps.refused.as_ref()
     }
@@ -121,22 +121,23 @@ impl<D: Device> CudaBackend<D> {
         Cut { group, block_size, decode: !self.options.invariant, pairs, splits: self.steps.splits }
     }
 
-    /// The kernel of a group's chunks.
+    /// The attention kernel for a group's chunks.
     fn chunks(&self, group: usize) -> Chunks {
-        // Whether copy units take memory of the host is not known of all hosts, and its bus is slower than either kernel.
+        // Not for pools in host memory: the copy units may not reach it on all hosts, and the bus is slower than either kernel.
         let hopper = self.options.hopper && !self.pool.is_host();
         let hopper = hopper && self.queue.device.properties().capability == attention::HOPPER;
         Chunks::of(&self.pool.geometry().layout, group, hopper)
     }
 
-    /// The batch of a layer on the device: a step brings it there; else it is brought now, unless it is the last one.
+    /// Makes sure that a layer's batch is on the device. Within a step it is there already; otherwise it is cut and sent now, unless it is
+    /// the batch that was sent last.
     pub(super) fn place(&mut self, shape: AttentionShape, batch: &Ragged) -> Result<(), KernelError> {
         let cut = self.cut(shape.group, shape.heads);
         self.steps.sent &= !self.steps.inputs.renew(shape.group, batch, cut);
         self.steps.send(&self.queue)
     }
 
-    /// The batch of a layer where it was placed.
+    /// The layer's batch on the device; None if none was placed.
     pub(super) fn placed(&self, shape: AttentionShape) -> Option<Placed<'_, D>> {
         let inputs = &self.steps.inputs;
         let words = self.steps.words.as_ref()?.piece(0, inputs.len() * size_of::<u32>());

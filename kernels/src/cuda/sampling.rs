@@ -1,6 +1,7 @@
-//! Choosing tokens on the device: one copy there, one kernel for each thing to do, and one small copy back when the step is submitted.
+//! Sampling on the device: one copy of the parameters to it, a kernel each for masks, changes of logits and sampling, and one small copy
+//! back when the step is submitted.
 //!
-//! What was drawn stays where it is until the next step draws, so that step's embedding can look it up before the host knows it.
+//! Sampled tokens stay on the device until the next step samples. So that step's embedding can look them up before the host knows them.
 
 use baton_types::TokenOut;
 
@@ -15,29 +16,29 @@ use super::queue::{Queue, bytes_of, bytes_of_mut};
 use crate::backend::Room;
 use crate::{Draw, KernelError, MAX_LOGIT_CHANGES};
 
-/// Largest vocabulary that the kernel takes; a row's length is a multiple of 8, too.
+/// Largest vocabulary that the kernels take. It must also be a multiple of 8.
 const MAX_VOCAB: usize = 1 << 22;
 
-/// Whether the kernels take rows of this length.
+/// Whether the kernels take a vocabulary of this size.
 pub(super) fn takes(vocab: usize) -> bool {
     vocab > 0 && vocab.is_multiple_of(8) && vocab <= MAX_VOCAB
 }
 
-/// What draws need on the device, allocated once.
+/// The state and memory of sampling, allocated once.
 pub(super) struct Draws<D: Device> {
-    /// What is copied there next.
+    /// The bytes that are copied to the device next.
     bytes: Vec<u8>,
     uploads: Uploads<D>,
     inputs: Option<Memory<D>>,
-    /// Logits as the model gave them, where others are chosen from than log probabilities are of.
+    /// The model's own logits, for log probabilities, if the logits to sample from are changed.
     raw: Option<Memory<D>>,
     out: Option<Memory<D>>,
-    /// Tokens that the step under way draws, so far.
+    /// Tokens that the present step samples, so far.
     count: usize,
-    /// Draws that are on the device already: all that the step asks for.
+    /// The step's draws, if all of them were sent at its start.
     sent: Option<Packed>,
     landings: Landings<D>,
-    /// What the step collected last drew.
+    /// The tokens of the step that was collected last.
     pub chosen: Vec<Sampled>,
 }
 
@@ -49,26 +50,28 @@ impl<D: Device> Default for Draws<D> {
     }
 }
 
-/// Where the parts of what is copied begin, and how many of each there are.
+/// The parts of the packed draws. A pair is (byte offset, number of items).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Packed {
     entries: (usize, usize),
     mask_rows: (usize, usize),
+    /// Byte offset.
     masks: usize,
-    /// Rows of logits up to the last that is drawn from.
+    /// Rows of logits up to and including the last one sampled from.
     rows: usize,
-    /// Draws, those of no row too.
+    /// Number of draws, padding included.
     draws: usize,
-    /// Whether log probabilities are wanted of logits that change.
+    /// Whether log probabilities are wanted for a row whose logits are changed.
     raw: bool,
 }
 
-/// Words of a mask.
+/// u32 words of a mask: a bit per token.
 fn mask_words(vocab: usize) -> usize {
     vocab.div_ceil(32)
 }
 
-/// Parameters, those of places without a row up to `padded` too; changes, rows with masks, masks.
+/// Packs draws into `out`: their parameters, then parameters without a row up to `padded` draws, then changes of logits, row numbers of
+/// masks, and masks.
 fn pack(draws: &[Draw<'_>], padded: usize, out: &mut Vec<u8>) -> Packed {
     out.clear();
     for draw in draws {
@@ -113,7 +116,7 @@ fn pack(draws: &[Draw<'_>], padded: usize, out: &mut Vec<u8>) -> Packed {
     }
 }
 
-/// What was chosen, as the rest of the program knows it.
+/// A sampled token as [`TokenOut`].
 pub(super) fn token(index: u32, top: Option<u32>, chosen: &Sampled) -> TokenOut {
     let plain = TokenOut { index, id: chosen.id, ..TokenOut::default() };
     let Some(top) = top else { return plain };
@@ -122,7 +125,7 @@ pub(super) fn token(index: u32, top: Option<u32>, chosen: &Sampled) -> TokenOut 
 }
 
 impl<D: Device> Draws<D> {
-    /// Room for all that draws from these rows may bring.
+    /// Reserves room for all draws of steps within these bounds.
     pub fn reserve(&mut self, queue: &Queue<D>, room: &Room) -> Result<(), KernelError> {
         if room.samples == 0 || !takes(room.vocab) {
             return Ok(());
@@ -131,7 +134,7 @@ impl<D: Device> Draws<D> {
         let draw = size_of::<SampleRow>() + MAX_LOGIT_CHANGES * size_of::<LogitEntry>() + mask;
         queue.at_least(&mut self.inputs, room.samples * draw)?;
         queue.at_least(&mut self.raw, room.samples * room.vocab * size_of::<f32>())?;
-        // A step may draw for all its rows, some at a time.
+        // A step may sample for all its rows, some at a time.
         let out = room.samples.max(room.rows) * size_of::<Sampled>();
         queue.at_least(&mut self.out, out)?;
         self.bytes.reserve(room.samples * draw);
@@ -140,18 +143,18 @@ impl<D: Device> Draws<D> {
         self.landings.reserve(queue, out)
     }
 
-    /// Where what was drawn is looked up.
+    /// Device memory of the sampled tokens, where embeddings look them up.
     pub fn drawn(&self) -> Option<Piece<'_>> {
         self.out.as_ref().map(|out| out.piece(0, out.bytes()))
     }
 
-    /// A step begins.
+    /// Begins a step.
     pub fn begin(&mut self) {
         (self.count, self.sent) = (0, None);
     }
 
-    /// Brings draws to the device that are asked for in a step of so many rows, all of them and without masks or changes, so that what
-    /// follows depends on their number alone.
+    /// Copies all draws of a step of `rows` rows to the device. They have no masks or changes, so the launches that follow depend on their
+    /// number alone.
     pub fn send(&mut self, queue: &Queue<D>, draws: &[Draw<'_>], rows: usize) -> Result<(), KernelError> {
         self.sent = Some(self.bring(queue, draws, rows)?);
         Ok(())
@@ -166,17 +169,17 @@ impl<D: Device> Draws<D> {
         Ok(packed)
     }
 
-    /// The draws that were sent are asked for once more: what was asked for was not done.
+    /// Lets the draws that were sent be run once more, since their first run was not done.
     pub fn again(&mut self) {
         self.count = 0;
     }
 
-    /// The step has drawn so many tokens, some other way if not by [`Self::run`].
+    /// Notes that the step has sampled `count` tokens, possibly by a graph instead of [`Self::run`].
     pub fn replayed(&mut self, count: usize) {
         (self.count, self.sent) = (count, None);
     }
 
-    /// Draws behind those of the step so far.
+    /// Samples tokens for `draws`. They follow those that the step has sampled so far.
     pub fn run(
         &mut self,
         queue: &Queue<D>,
@@ -242,7 +245,7 @@ impl<D: Device> Draws<D> {
         queue.launch("baton_sample", &params, &touches)
     }
 
-    /// The step ends: what it drew goes to the host.
+    /// Ends the step and queues the copy of its tokens to the host.
     pub fn submit(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         let bytes = self.count * size_of::<Sampled>();
         self.begin();
@@ -250,7 +253,7 @@ impl<D: Device> Draws<D> {
         self.landings.fetch(queue, drawn)
     }
 
-    /// Waits for the step submitted first of those not collected.
+    /// Waits for the oldest step that was submitted and not collected, and takes its tokens.
     pub fn collect(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         self.chosen.clear();
         let bytes = self.landings.take(queue)?;

@@ -1,8 +1,10 @@
-//! [`SharedPool`]: a KV pool in device memory that a backend computes on and transfers reach beside it, each session by a [`CopyQueue`].
+//! [`SharedPool`]: a KV pool in device memory that a backend computes on and transfers copy from and to, each session by a [`CopyQueue`].
 //!
-//! Copies run in streams of their own. What they read was written by what computes, so each waits for a mark: an event that
-//! [`crate::Backend::publish`] records after a layer's KV is stored, and that is passed along with the layer. A mark that is long past may
-//! have been recorded anew; who waits for it waits for something later, which is as good. Knows nothing of layouts, handoffs and peers.
+//! Copies run in streams of their own and read KV that the backend's stream wrote. So each copy waits for a mark: the number of an
+//! event that [`crate::Backend::publish`] records after a layer's KV is queued to be stored. The number is passed along with the layer.
+//! Events are reused after [`MARKS`] marks; a copy that waits for an old mark then waits for a later one, which is also correct.
+//!
+//! This module knows nothing of layouts, handoffs and peers.
 
 mod copies;
 
@@ -17,10 +19,10 @@ use super::sharing::SharingDevice;
 use crate::KernelError;
 use copies::{CopyQueue, Kit};
 
-/// Marks that are told apart.
+/// Number of events for marks. Older marks share the events of later ones.
 const MARKS: u64 = 256;
 
-/// A pool's memory with the marks in it.
+/// A pool's memory and the marks set in the stream that writes to it.
 pub(super) struct MarkedMemory<D: Device> {
     memory: Memory<D>,
     marks: Mutex<Marks>,
@@ -28,7 +30,7 @@ pub(super) struct MarkedMemory<D: Device> {
 
 struct Marks {
     events: Vec<Event>,
-    /// How many were set so far.
+    /// Number of marks set so far.
     set: u64,
 }
 
@@ -41,7 +43,7 @@ impl<D: Device> MarkedMemory<D> {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was put into the queue so far can be waited for by the mark that is the last from now on.
+    /// Sets a mark after all that was put into the queue so far. It is the latest mark from now on.
     pub fn publish(&self, queue: &Queue<D>) -> Result<(), KernelError> {
         let mut marks = self.marks();
         let place = (marks.set % MARKS) as usize;
@@ -53,7 +55,7 @@ impl<D: Device> MarkedMemory<D> {
         Ok(())
     }
 
-    /// What is put into the queue from now on comes after what was there at a mark; the mark 0 is there from the start.
+    /// Makes the queue wait for a mark: work put into it from now on runs after what was published by then. Mark 0 is always past.
     fn wait(&self, queue: &Queue<D>, mark: u64) -> Result<(), KernelError> {
         let marks = self.marks();
         let Some(place) = mark.min(marks.set).checked_sub(1) else { return Ok(()) };
@@ -61,7 +63,7 @@ impl<D: Device> MarkedMemory<D> {
     }
 }
 
-/// A pool that a backend and any number of queues share. Clones are the same pool.
+/// A pool that a backend and any number of copy queues share. Clones are the same pool.
 pub struct SharedPool<D: SharingDevice> {
     device: Arc<D>,
     memory: Arc<MarkedMemory<D>>,
@@ -76,7 +78,7 @@ impl<D: SharingDevice> Clone for SharedPool<D> {
 }
 
 impl<D: SharingDevice> SharedPool<D> {
-    /// Of so many bytes, with anything in them.
+    /// A pool of `bytes` bytes with undefined contents.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, KernelError> {
         let memory = Memory::of_shared(device, bytes)?;
         let marks = Mutex::new(Marks { events: Vec::new(), set: 0 });
@@ -88,7 +90,7 @@ impl<D: SharingDevice> SharedPool<D> {
         &self.memory
     }
 
-    /// Its device.
+    /// The device that the pool is on.
     pub fn device(&self) -> &Arc<D> {
         &self.device
     }

@@ -1,7 +1,6 @@
-//! What a pool needs of a device to be reached from outside: memory that other processes open, and a word when copies are done.
+//! [`SharingDevice`]: a device whose memory other processes can import, and that tells when copies are done.
 //!
-//! The trait [`SharingDevice`] has the calls, [`Imported`] their end. Beside [`Device`], which is all that computing needs. Who uses them
-//! is [`super::SharedPool`].
+//! [`super::SharedPool`] uses it for transfers; computing needs only [`Device`]. [`Imported`] closes imported memory when dropped.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -13,33 +12,34 @@ use crate::KernelError;
 
 /// A device whose memory can be handed to another process.
 pub trait SharingDevice: Device {
-    /// Memory as of [`Device::allocate`] that can be exported, and has nothing of anybody else's near it.
+    /// Allocates as [`Device::allocate`], but memory that can be exported. Importers see no other memory beside it.
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError>;
-    /// Bytes by which a process of this host imports memory of [`SharingDevice::allocate_shared`]. It may not be freed while others have it
-    /// imported.
+    /// A handle by which a process of this host imports memory of [`SharingDevice::allocate_shared`]. That memory must not be freed while
+    /// others have it imported.
     fn export(&self, at: Address) -> Result<Vec<u8>, KernelError>;
-    /// Another process's memory of at least `bytes` bytes, or this process's own, until [`SharingDevice::close`].
+    /// Opens memory of at least `bytes` bytes by its handle, of another process or of this one, until [`SharingDevice::close`].
     ///
     /// # Errors
-    /// When the handle is none, its process is gone, or its device cannot be reached from this one.
+    /// When the handle is invalid, its process has ended, or its device cannot be reached from this one.
     fn import(&self, handle: &[u8], bytes: usize) -> Result<Address, KernelError>;
-    /// Where this memory lies for a library that sends and receives over a network, which the calling thread may use for it from now on.
+    /// Address and kind of this memory, for a network library that sends from it and receives into it. Afterwards the calling thread may
+    /// use the memory with that library.
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError>;
-    /// What a network's card, or anybody else but this process's streams, has written to the device's memory before this call is seen by
-    /// what is put into streams after it.
+    /// Makes earlier writes to the device's memory from outside this process's streams, such as by a network card, visible to work that is
+    /// put into streams after this call.
     fn see_foreign_writes(&self) -> Result<(), KernelError>;
-    /// Ends an import. Comes when all that uses it is done.
+    /// Ends an import. To be called only once all work that uses it is done.
     fn close(&self, at: Address);
-    /// Whether all that was put into the stream before the event's last record is done. Never waits.
+    /// Whether the work that was in the stream at the event's last record is done. Never waits.
     fn is_done(&self, event: Event) -> Result<bool, KernelError>;
-    /// Adds 1 to an eventfd once all that was put into the stream so far is done. After a failure of the device it may stay silent.
+    /// Adds 1 to an eventfd once all work put into the stream so far is done. After a failure of the device it may never do so.
     ///
     /// # Safety
     /// The descriptor stays open until then.
     unsafe fn notify(&self, stream: Stream, fd: BorrowedFd<'_>) -> Result<(), KernelError>;
 }
 
-/// Another process's memory, closed when it is dropped, which comes after all that uses it.
+/// Imported memory, closed when dropped. Its owner drops it only after all work that uses it is done.
 pub(super) struct Imported<D: SharingDevice> {
     device: Arc<D>,
     at: Address,
@@ -52,13 +52,13 @@ impl<D: SharingDevice> Imported<D> {
         Ok(Imported { device: Arc::clone(device), at, bytes })
     }
 
-    /// `bytes` bytes from `from` on, if they are all inside.
+    /// The piece of `bytes` bytes from byte `from` on, or None if it reaches beyond the end.
     pub fn piece(&self, from: usize, bytes: usize) -> Option<Piece<'_>> {
         let end = from.checked_add(bytes)?;
         (end <= self.bytes).then(|| Piece::new(self.at.plus(from), bytes))
     }
 
-    /// All of it.
+    /// The whole imported memory.
     pub fn whole(&self) -> Piece<'_> {
         Piece::new(self.at, self.bytes)
     }

@@ -1,4 +1,4 @@
-//! A step's inputs, brought to the device in one copy, and the graphs of steps of its size.
+//! A step's inputs on the device, brought there in one copy, and the graphs of steps by size.
 
 use super::device::Device;
 use super::graphs::Graphs;
@@ -9,32 +9,32 @@ use super::queue::{Queue, bytes_of};
 use crate::KernelError;
 use crate::backend::Room;
 
-/// The latest step's inputs, and how steps of its size are done.
+/// The latest step's inputs, and the graphs that steps run as.
 pub(super) struct Steps<D: Device> {
     pub inputs: Inputs,
-    /// `inputs` on the device, at the same place as long as there is room.
+    /// Device memory of `inputs`. It stays at the same address as long as it is large enough.
     pub words: Option<Memory<D>>,
     uploads: Uploads<D>,
-    /// Whether `words` has them.
+    /// Whether `words` holds the present `inputs`.
     pub sent: bool,
-    /// Splits that decode rows of the step under way are launched with.
+    /// Splits that decode rows of the present step are launched with; None if the step is not padded.
     pub splits: Option<u32>,
     pub graphs: Graphs,
-    /// What [`Queue::freed`] said when the graphs were made.
+    /// The value of [`Queue::freed`] when the graphs were made.
     pub freed: u64,
-    /// Why none is captured any more.
+    /// Why no more graphs are captured: the error of the failed capture.
     pub refused: Option<KernelError>,
 }
 
 impl<D: Device> Steps<D> {
-    /// For so many layer groups.
+    /// An empty one for `groups` layer groups.
     pub fn new(groups: usize) -> Self {
         let (inputs, graphs) = (Inputs::new(groups), Graphs::default());
         let (words, uploads) = (None, Uploads::default());
         Steps { inputs, words, uploads, sent: false, splits: None, graphs, freed: 0, refused: None }
     }
 
-    /// Room for all inputs of steps within these bounds.
+    /// Reserves room for the inputs of all steps within these bounds.
     pub fn reserve(&mut self, queue: &Queue<D>, room: &Room) -> Result<(), KernelError> {
         self.sent = false;
         let words = self.inputs.reserve(room);
@@ -42,17 +42,17 @@ impl<D: Device> Steps<D> {
         self.uploads.reserve(queue, words.max(1) * size_of::<u32>())
     }
 
-    /// The word at which these ids are on the device, if they are the step's.
+    /// Index of the first word of these ids on the device, if they are the step's.
     pub fn ids(&self, ids: &[u32]) -> Option<usize> {
         self.inputs.ids(ids).filter(|_| self.sent)
     }
 
-    /// The word at which these rows are on the device, if those to sample begin with them.
+    /// Index of the first word of these rows on the device, if the step's rows to sample begin with them.
     pub fn sampled(&self, rows: &[u32]) -> Option<usize> {
         self.inputs.sampled(rows).filter(|_| self.sent)
     }
 
-    /// Brings the inputs to the device, unless they are there.
+    /// Copies the inputs to the device, unless they are there already.
     pub fn send(&mut self, queue: &Queue<D>) -> Result<(), KernelError> {
         if self.sent {
             return Ok(());

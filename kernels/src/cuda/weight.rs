@@ -1,4 +1,4 @@
-//! Weights of any stored type, made bf16 or E4M3 on the device when they are loaded; those of a seed begin there, too.
+//! Loads weights of any stored type and converts them to bf16 or E4M3 on the device. Seeded weights are made on the device too.
 
 use baton_types::{Seeded, WeightData};
 
@@ -9,12 +9,12 @@ use super::queue::Queue;
 use crate::backend::all;
 use crate::{KernelError, WeightSource};
 
-/// Bytes that a weight has on the device beside itself while it is loaded, as far as a row needs no more.
+/// Most bytes of device memory for staging while a weight is loaded, unless a single row needs more.
 const STAGED: usize = 64 << 20;
-/// What every allocation is aligned to; where one is divided, its parts are, too, but for scales: sixteen of them are.
+/// Alignment of every allocation, in bytes. Parts of a divided allocation have it too, except scales: those are aligned to sixteen f32.
 const ALIGN: usize = 256;
 
-/// What a weight's elements are, and the rows' that it is multiplied with.
+/// Element type of a weight and of the rows that it is multiplied with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Form {
     Bf16,
@@ -23,7 +23,7 @@ pub(super) enum Form {
 }
 
 impl Form {
-    /// Of a matrix that only products read; one whose sizes no product of E4M3 takes stays bf16.
+    /// The form of a matrix that only products read. It is E4M3 if `fp8` is set and products of E4M3 take its sizes.
     pub fn of(rows: usize, cols: usize, fp8: bool) -> Form {
         let fits = |n: usize| n > 0 && n.is_multiple_of(FP8_MULTIPLE);
         if fp8 && fits(rows) && fits(cols) { Form::E4m3 } else { Form::Bf16 }
@@ -37,7 +37,7 @@ impl Form {
     }
 }
 
-/// Bytes that a matrix of products takes on a device, with or without [`super::CudaOptions::fp8`].
+/// Bytes on the device of a matrix that only products read, with or without [`super::CudaOptions::fp8`].
 pub fn product_weight_bytes(rows: usize, cols: usize, fp8: bool) -> u64 {
     let form = Form::of(rows, cols, fp8);
     let scales = if form == Form::E4m3 { rows * size_of::<f32>() } else { 0 };
@@ -47,14 +47,14 @@ pub fn product_weight_bytes(rows: usize, cols: usize, fp8: bool) -> u64 {
 /// A weight matrix on a device, `[rows, cols]`.
 pub struct CudaWeight<D: Device> {
     pub(super) memory: Memory<D>,
-    /// `[rows]` f32, of E4M3.
+    /// `[rows]` f32: one scale per row, if the weight is E4M3.
     pub(super) scales: Option<Memory<D>>,
     pub(super) rows: usize,
     pub(super) cols: usize,
 }
 
 impl<D: Device> CudaWeight<D> {
-    /// Room for one.
+    /// Allocates an uninitialised weight.
     fn new(queue: &Queue<D>, rows: usize, cols: usize, form: Form) -> Result<Self, KernelError> {
         let scales = match form {
             Form::Bf16 => None,
@@ -63,14 +63,14 @@ impl<D: Device> CudaWeight<D> {
         Ok(CudaWeight { memory: queue.memory(rows * cols * form.element_bytes())?, scales, rows, cols })
     }
 
-    /// Some of its rows.
+    /// The weight of `rows` of its rows from row `first` on, in the same memory.
     fn part(&self, first: usize, rows: usize) -> Self {
         let (row, float) = (self.cols * self.form().element_bytes(), size_of::<f32>());
         let scales = self.scales.as_ref().map(|scales| scales.part(first * float, rows * float));
         CudaWeight { memory: self.memory.part(first * row, rows * row), scales, rows, cols: self.cols }
     }
 
-    /// Its rows and those of `next` as one weight, where they lie so.
+    /// Its rows and those of `next` as one weight, if they lie one behind the other in memory.
     pub(super) fn joined(&self, next: &CudaWeight<D>) -> Option<Self> {
         let scales = match (&self.scales, &next.scales) {
             (None, None) => None,
@@ -86,14 +86,14 @@ impl<D: Device> CudaWeight<D> {
     }
 }
 
-/// The same rows.
+/// A clone is the same memory.
 impl<D: Device> Clone for CudaWeight<D> {
     fn clone(&self) -> Self {
         CudaWeight { memory: self.memory.clone(), scales: self.scales.clone(), rows: self.rows, cols: self.cols }
     }
 }
 
-/// Weights of the products of one input, in one allocation where products can take them as one.
+/// Loads the weights of several products of one input. They share one allocation if one product can take them together.
 pub(super) fn load_together<D: Device, const N: usize>(
     queue: &Queue<D>,
     staging: &mut Option<Memory<D>>,
@@ -102,7 +102,7 @@ pub(super) fn load_together<D: Device, const N: usize>(
 ) -> Result<[CudaWeight<D>; N], KernelError> {
     let form = |source: &WeightSource<'_>| Form::of(source.rows, source.cols, fp8);
     let alike = |source: &WeightSource<'_>, first: &WeightSource<'_>| {
-        // Products find each of them aligned as a whole allocation.
+        // Each part must be aligned like an allocation of its own.
         let aligned = (source.rows * source.cols * form(source).element_bytes()).is_multiple_of(ALIGN);
         aligned && source.cols == first.cols && form(source) == form(first)
     };
@@ -119,7 +119,7 @@ pub(super) fn load_together<D: Device, const N: usize>(
     }))
 }
 
-/// A weight of its own.
+/// Loads a weight into an allocation of its own.
 pub(super) fn load<D: Device>(
     queue: &Queue<D>,
     staging: &mut Option<Memory<D>>,
@@ -131,7 +131,7 @@ pub(super) fn load<D: Device>(
     Ok(weight)
 }
 
-/// Sends or makes rows in portions of about `staged` bytes and turns each into what the weight is kept as, rounded to nearest.
+/// Copies or makes rows in portions of about `staged` bytes and converts each portion to the weight's form, rounding to nearest.
 fn fill<D: Device>(
     queue: &Queue<D>,
     staging: &mut Option<Memory<D>>,
@@ -155,7 +155,7 @@ fn fill<D: Device>(
     Ok(())
 }
 
-/// Bytes beside the weight itself for so many rows: as they are stored, and as f32 where that is on the way.
+/// Bytes of staging for `rows` rows: the rows as they are stored, and as f32 if they are converted by way of f32.
 fn staged_bytes(source: &WeightSource<'_>, form: Form, row_bytes: usize, rows: usize) -> usize {
     let wide = match (stored(source.dtype), form) {
         (Stored::Quantised(_), Form::E4m3) => rows * source.cols * size_of::<f32>(),
@@ -205,7 +205,7 @@ impl Rows {
         quantise(queue, (x, x_type, self.cols), (out, scales), self.count, self.cols)
     }
 
-    /// The rows as they are stored; what a seed makes is made on the device.
+    /// Brings the rows to the device as they are stored. Seeded rows are made on the device.
     fn bring<D: Device>(&self, queue: &Queue<D>, source: &WeightSource<'_>, to: Piece<'_>) -> Result<(), KernelError> {
         match (&source.data, source.row_order) {
             (WeightData::Seeded(all), None) => {
@@ -219,7 +219,7 @@ impl Rows {
         }
     }
 
-    /// Makes stored rows dense.
+    /// Converts stored rows to a dense type.
     fn dense<D: Device>(
         &self,
         queue: &Queue<D>,
@@ -244,7 +244,7 @@ impl Rows {
     }
 }
 
-/// Rows of `x`, so many elements apart, as E4M3, and a scale for each.
+/// Quantises rows of `x`, which begin `x_stride` elements apart, to E4M3 with a scale for each row.
 pub(super) fn quantise<D: Device>(
     queue: &Queue<D>,
     (x, x_type, x_stride): (Piece<'_>, Element, usize),
@@ -267,7 +267,7 @@ mod tests {
     use super::*;
     use crate::conformance::{Random, random_weight};
 
-    /// A weight in portions of so many bytes, with its scales, as the device has it.
+    /// The bytes on the device of a weight that was loaded in portions of `staged` bytes, scales included.
     fn loaded(queue: &Queue<HostDevice>, source: &WeightSource<'_>, form: Form, staged: usize) -> Vec<u8> {
         let weight = CudaWeight::new(queue, source.rows, source.cols, form).unwrap();
         fill(queue, &mut None, source, &weight, staged).unwrap();

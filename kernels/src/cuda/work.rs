@@ -1,4 +1,4 @@
-//! Work of a [`super::HostDevice`] as a graph keeps it. Pure.
+//! Work that a [`super::HostDevice`] records during a capture and runs later. Pure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::device::{Address, Call, Graph, Launch, Stream};
 use crate::KernelError;
 
-/// What can be put into a stream and done later.
+/// One piece of work that can be put into a stream.
 pub(super) enum Work {
     Fill {
         at: Address,
@@ -24,7 +24,7 @@ pub(super) enum Work {
         cols: u64,
         stride: u64,
     },
-    /// Of E4M3; scales of the weight's rows and of x's.
+    /// A product of E4M3. The scales are those of the weight's rows and of x's.
     ProductE4m3 {
         weight: Address,
         x: Address,
@@ -37,12 +37,12 @@ pub(super) enum Work {
     },
 }
 
-/// Bytes of parameters, aligned as the most demanding of them.
+/// Bytes of parameters with the largest alignment that any kernel's parameters need.
 #[repr(C, align(128))]
 #[derive(Clone, Copy)]
 struct Aligned([u8; 128]);
 
-/// A launch with parameters of its own.
+/// A launch that owns a copy of its parameters.
 pub(super) struct Kept {
     pub kernel: &'static str,
     pub launch: Launch,
@@ -51,11 +51,13 @@ pub(super) struct Kept {
 }
 
 impl Kept {
+    /// Copies a call's parameters.
+    ///
     /// # Safety
-    /// Its parameters are as many bytes as it says.
+    /// `call.params` points to `call.bytes` bytes.
     pub unsafe fn of(call: &Call<'_>) -> Self {
         let mut params = vec![Aligned([0; 128]); call.bytes.div_ceil(size_of::<Aligned>())];
-        // SAFETY: the caller's promise; there is room for as many bytes.
+        // SAFETY: the caller vouches for the source, and there is room for as many bytes.
         unsafe { std::ptr::copy_nonoverlapping(call.params, params.as_mut_ptr().cast(), call.bytes) };
         Kept { kernel: call.kernel, launch: call.launch, params, bytes: call.bytes }
     }
@@ -65,7 +67,7 @@ impl Kept {
     }
 }
 
-/// Streams that are captured, and graphs.
+/// Streams that are being captured, and graphs.
 #[derive(Default)]
 pub(super) struct Captures {
     open: HashMap<Stream, Vec<Work>>,
@@ -90,7 +92,7 @@ impl Captures {
         Ok(graph)
     }
 
-    /// Keeps work of a captured stream; other work is to be done now.
+    /// Records work of a stream that is being captured. Returns other work, which is to be done now.
     pub fn put(&mut self, stream: Stream, work: Work) -> Option<Work> {
         match self.open.get_mut(&stream) {
             None => Some(work),
@@ -101,7 +103,7 @@ impl Captures {
         }
     }
 
-    /// An error while this stream, or any, is captured.
+    /// Returns an error while this stream is being captured; for None, while any stream is.
     pub fn refuse(&self, operation: &str, stream: Option<Stream>) -> Result<(), KernelError> {
         let open = stream.map_or(!self.open.is_empty(), |stream| self.open.contains_key(&stream));
         if open { Err(error(operation, "not while a stream is captured")) } else { Ok(()) }

@@ -1,4 +1,4 @@
-//! What `baton bench transfer` prints: Markdown tables that say how they came about, or the same as JSON.
+//! The output of `baton bench transfer`: Markdown tables with the conditions of the measurement, or the same as JSON.
 
 use std::fmt;
 
@@ -6,16 +6,16 @@ use baton_transfer::TransportKind;
 use baton_transfer::bench::{BenchOptions, BenchReport, Samples, Way};
 use serde_json::{Value, json};
 
-/// A report beside what was asked for.
+/// A report with the options it was measured under.
 pub(super) struct Table<'a> {
     pub options: &'a BenchOptions,
     pub report: &'a BenchReport,
-    /// The receiving host, where it is another.
+    /// Address of the receiving host, if it is a different one.
     pub to: Option<&'a str>,
 }
 
 impl Table<'_> {
-    /// Everything, in base units.
+    /// The whole report as JSON, in base units.
     pub(super) fn json(&self) -> Value {
         let spread =
             |s: &Samples| json!({"median": s.quantile(0.5), "lowest": s.quantile(0.0), "highest": s.quantile(1.0)});
@@ -59,7 +59,8 @@ impl Table<'_> {
         format!("{layers} layers, {heads} KV heads × {dim}, {dtype}, {slots} tokens a block")
     }
 
-    /// Median of the way that a row is best compared with, for as many blocks.
+    /// The baseline that a row is compared with (memcpy for shm, plain TCP for the rest) and its median bytes per second for the same
+    /// number of blocks.
     fn beside(&self, way: Way, blocks: u32) -> Option<(Way, f64)> {
         let base = match way {
             Way::Handoff { transport: TransportKind::Shm, .. } => Way::Memcpy,
@@ -104,7 +105,7 @@ impl Table<'_> {
         writeln!(f, "| {:-<27} | -----: | -------: | -----------------------: | :---------------- |", ":")?;
         for row in &self.report.bandwidth {
             let [low, median, high] = [0.0, 0.5, 1.0].map(|share| row.rates.quantile(share));
-            // A slow network's figures, too, have two digits that say something.
+            // Below 0.1 GB/s, four digits keep at least two significant ones.
             let digits = if median < 1e8 { 4 } else { 2 };
             let rate = format!("{:.digits$} ({:.digits$} to {:.digits$})", median / 1e9, low / 1e9, high / 1e9);
             let beside = self.beside(row.way, row.blocks);

@@ -1,9 +1,14 @@
-//! Products by cuBLASLt: which of its algorithms a product takes, and the calls.
+//! Products by cuBLASLt: the choice of an algorithm for each product, and the calls.
 //!
-//! The library picks another algorithm for another number of rows, and some sum over parts of k that depend on it. So an algorithm is
-//! chosen once for each shape of weight and each [`Alike`], as if for one number of rows, and one that the library says to take all others
-//! too; every product alike uses it. That makes each output the same sum in the same order. Products that must agree
-//! whatever their rows (I1) take none that needs a second pass over partial sums; the others may, in memory that each stream has for it.
+//! Left alone, the library picks its algorithm by the number of rows, and some algorithms split the sum over k by that number. So an
+//! algorithm is chosen once for each shape of weight and each [`Alike`]:
+//!
+//! - It is the library's choice for one typical number of rows.
+//! - The library confirms that it also takes a sample of the other numbers of rows.
+//! - All products of the same [`Alike`] use it. So each output is the same sum in the same order.
+//!
+//! Products that must agree for any number of rows (I1) take no algorithm with a second pass over partial sums. The others may take
+//! one; each stream has memory for its partial sums.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -18,19 +23,19 @@ use cudarc::driver::sys::{CUdeviceptr, CUstream};
 use super::super::device::{Address, Alike, FP8_MULTIPLE, Fp8, Gemm, Operands, Piece, RowScales};
 use crate::KernelError;
 
-/// Memory for partial sums, a stream: what the library's makers advise for sm_90.
+/// Bytes of memory for partial sums of each stream: NVIDIA's advice for sm_90.
 const WORKSPACE: usize = 32 << 20;
 
-/// Algorithms that are looked at for a product, the library's favourite first.
+/// Most algorithms that are tried for a product, the library's favourite first.
 const CANDIDATES: usize = 16;
 
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 
-/// The first cuBLASLt that is called as it is here: CUDA 13's.
+/// The oldest supported cuBLASLt: CUDA 13's.
 const OLDEST: usize = 130_000;
 
-/// What of a product's operands an algorithm depends on.
+/// Kind of a product's operands, as far as an algorithm depends on it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Kind {
     Bf16,
@@ -38,10 +43,11 @@ enum Kind {
     E4m3Scaled,
 }
 
-/// (kind, outputs, inputs, with bias) of a weight, how far rows of results are apart, and which products are alike.
+/// Key of an algorithm: (kind, outputs, inputs, whether there is a bias, f32 from one row of results to the next, which products are
+/// alike).
 type Shape = (Kind, usize, usize, bool, usize, Alike);
 
-/// A handle, the algorithms chosen so far, and each stream's memory.
+/// The library's handle, the algorithms chosen so far, and each stream's memory for partial sums.
 pub(super) struct Blas {
     version: usize,
     handle: sys::cublasLtHandle_t,
@@ -53,14 +59,14 @@ fn failed(error: CublasError) -> KernelError {
     KernelError::Device { operation: "product by cuBLASLt".to_owned(), why: format!("{:?}", error.0) }
 }
 
-/// The same for one product, with its sizes.
+/// The same error with the sizes of the product.
 fn failed_for(gemm: &Gemm<'_>) -> impl Fn(CublasError) -> KernelError {
     let operation = format!("product by cuBLASLt, {} x {} of {} rows", gemm.outs, gemm.cols, gemm.rows);
     move |error| KernelError::Device { operation: operation.clone(), why: format!("{:?}", error.0) }
 }
 
-/// Descriptors of a product, given back when it is dropped. cuBLASLt's matrices are column-major, so the weight `[outs, cols]` is a
-/// transposed one, x `[rows, cols]` and out `[rows, outs]` are as they are.
+/// Descriptors of a product, freed when dropped. cuBLASLt's matrices are column-major: to it the row-major x `[rows, cols]` and out
+/// `[rows, outs]` are transposed already, so only the weight `[outs, cols]` is marked as transposed.
 struct Described {
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
@@ -87,7 +93,7 @@ impl Described {
             described.set(A::CUBLASLT_MATMUL_DESC_EPILOGUE, &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
             described.set(A::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.at().0)?;
         }
-        // Without a pointer a matrix of E4M3 has the scale 1. Sums of such products are kept in full f32: FAST_ACCUM stays off.
+        // Without a pointer to scales a matrix of E4M3 has the scale 1. FAST_ACCUM stays off, so sums are kept in full f32.
         if let Operands::E4m3(Some(scales)) = gemm.operands {
             let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
             described.set(A::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
@@ -99,7 +105,7 @@ impl Described {
     }
 
     fn set<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), CublasError> {
-        // SAFETY: the descriptor is there, and the attribute has as many bytes as its value.
+        // SAFETY: the descriptor is valid, and the size is that of the value.
         unsafe {
             result::set_matmul_desc_attribute(self.operation, attribute, (&raw const *value).cast(), size_of::<T>())
         }
@@ -108,7 +114,7 @@ impl Described {
 
 impl Drop for Described {
     fn drop(&mut self) {
-        // SAFETY: made by `new` and used by nobody any more; those it did not come to are null.
+        // SAFETY: `new` made them, and nobody uses them any more. Those that it did not make are null and are skipped.
         unsafe {
             for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
                 let _ = result::destroy_matrix_layout(layout);
@@ -118,12 +124,12 @@ impl Drop for Described {
     }
 }
 
-/// Bytes of memory that a product may take for partial sums.
+/// Bytes of memory that a product may use for partial sums.
 fn workspace(alike: Alike) -> usize {
     if alike == Alike::Always { 0 } else { WORKSPACE }
 }
 
-/// The library's candidates for a product, best first.
+/// The library's candidate algorithms for a product, best first.
 fn candidates(
     handle: sys::cublasLtHandle_t,
     gemm: &Gemm<'_>,
@@ -137,13 +143,13 @@ fn candidates(
         Alike::Always => CUBLASLT_REDUCTION_SCHEME_NONE,
         Alike::UpTo(_) | Alike::Many => CUBLASLT_REDUCTION_SCHEME_MASK,
     } as u32;
-    // Columns of it begin at multiples of 8 f32; an odd number from one row to the next leaves rows on 4 bytes.
+    // `out` begins at a multiple of 8 f32. Its rows are aligned to 16 bytes only if the stride is a multiple of 4 f32.
     let alignment = if gemm.stride.is_multiple_of(4) { 16u32 } else { 4 };
     let [a, b, d] = described.layouts;
     let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(CANDIDATES);
     let mut count = 0;
-    // SAFETY: all descriptors are there until the end, each attribute has as many bytes as its value, and there is room for as many results
-    // as are asked for, of which the library says how many it has written.
+    // SAFETY: all descriptors are valid until the end, each attribute's size is that of its value, and `found` has room for the number of
+    // results that is asked for. The library reports how many it has written.
     unsafe {
         let set =
             |attribute, at: *const c_void, bytes| result::set_matmul_pref_attribute(preference, attribute, at, bytes);
@@ -164,7 +170,7 @@ fn candidates(
     Ok(found)
 }
 
-/// Whether an algorithm takes a product of so many rows, with the memory there is.
+/// Whether an algorithm can do a product of so many rows within the memory for partial sums.
 fn takes(
     handle: sys::cublasLtHandle_t,
     gemm: &Gemm<'_>,
@@ -174,7 +180,8 @@ fn takes(
     let described = Described::new(gemm, rows)?;
     let [a, b, d] = described.layouts;
     let mut says = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
-    // SAFETY: all descriptors are there until the end, and there is room for the answer, which is numbers alone; zero is one of each.
+    // SAFETY: all descriptors are valid until the end, and there is room for the answer. It consists of numbers only, so all zeros are a
+    // valid value.
     let (status, says) = unsafe {
         let (of, to) = (described.operation, says.as_mut_ptr());
         let status = sys::cublasLtMatmulAlgoCheck(handle, of, a, b, d, d, algorithm, to);
@@ -183,8 +190,8 @@ fn takes(
     Ok(status.result().is_ok() && says.workspaceSize <= workspace(gemm.alike))
 }
 
-/// The library's best candidate that takes all products alike; where none does, as with outputs that no product of so many rows could
-/// store, the one that takes those of the most rows.
+/// The library's best candidate that can do all products alike. If there is none, because results of so many rows could not even be
+/// stored, the candidate that goes up to the most rows.
 fn choose(handle: sys::cublasLtHandle_t, gemm: &Gemm<'_>) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
     let failed = failed_for(gemm);
     let (samples, mut best) = (gemm.alike.samples(), (0, None));
@@ -200,16 +207,16 @@ fn choose(handle: sys::cublasLtHandle_t, gemm: &Gemm<'_>) -> Result<sys::cublasL
             break;
         }
     }
-    // What the library says where it has nothing.
+    // The library's own error when it has no algorithm.
     best.1.ok_or_else(|| failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)))
 }
 
-/// A version of cuBLASLt, 10,000 · major + 100 · minor + patch.
+/// Formats a version of cuBLASLt, given as 10,000 · major + 100 · minor + patch.
 fn said(version: usize) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// An older library has some of its numbers otherwise, and may be found by a name without one.
+/// Refuses an older library: some of its constants differ, and the loader may find it by a name without a version.
 fn check_version(version: usize) -> Result<(), KernelError> {
     if version >= OLDEST {
         return Ok(());
@@ -225,27 +232,27 @@ fn check_version(version: usize) -> Result<(), KernelError> {
 impl Blas {
     /// Opens the library.
     pub fn new() -> Result<Self, KernelError> {
-        // SAFETY: the library's initialisers only set up its own state. Nothing of it may be called before.
+        // SAFETY: the library's initialisers only set up its own state. No other function of it may be called before this check.
         if !unsafe { sys::is_culib_present() } {
             let why = "this host has no cuBLAS (libcublasLt.so.13); install CUDA's libraries, or name their directory in LD_LIBRARY_PATH";
             return Err(KernelError::NoDevice(why.to_owned()));
         }
-        // SAFETY: the library is there, and the call takes nothing.
+        // SAFETY: the library is loaded, and the call takes no arguments.
         let version = unsafe { sys::cublasLtGetVersion() };
         check_version(version)?;
         let handle = result::create_handle().map_err(failed)?;
         Ok(Blas { version, handle, chosen: Mutex::default(), workspaces: Mutex::default() })
     }
 
-    /// As its makers write it.
+    /// The library's version, as NVIDIA writes it.
     pub fn version(&self) -> String {
         said(self.version)
     }
 
     /// How matrices of E4M3 are multiplied on a device of this compute capability.
     ///
-    /// The library's manual has such products from 8.9 on, in the form used here (A transposed, f32 results, sizes of multiples of 16),
-    /// and scales of rows on 9.0. For those it is asked whether it finds an algorithm within [`choose`]'s limits.
+    /// The library's manual promises such products from 8.9 on, in the form used here (A transposed, f32 results, sizes that are multiples
+    /// of 16), and scales of rows on 9.0. For the latter the library is also asked whether it has an algorithm within [`choose`]'s limits.
     pub fn fp8(&self, capability: (u32, u32)) -> Fp8 {
         if capability < (8, 9) {
             return Fp8::None;
@@ -258,11 +265,11 @@ impl Blas {
 
     fn finds_row_scales(&self) -> bool {
         let (rows, outs, cols) = (64, 64 * FP8_MULTIPLE, 64 * FP8_MULTIPLE);
-        // Nothing is computed: an address that is there as little as any other, but not null.
+        // Nothing is computed, so any address that is not null will do.
         let piece = |bytes| Piece::new(Address(4096), bytes);
         let scales = RowScales { weight: piece(outs * 4), x: piece(rows * 4) };
         let (weight, x, operands, bias) = (piece(outs * cols), piece(rows * cols), Operands::E4m3(Some(scales)), None);
-        // Rows of results one behind the other, and between those of others.
+        // For rows of results one behind the other, and as columns of wider rows.
         let kinds = [Alike::Always, Alike::by_rows(rows)].map(|alike| [(alike, outs), (alike, 2 * outs)]);
         kinds.into_iter().flatten().all(|(alike, stride)| {
             let out = piece(((rows - 1) * stride + outs) * 4);
@@ -279,7 +286,8 @@ impl Blas {
         let (one, zero) = (1f32, 0f32);
         let at = |address: u64| address as usize as *mut c_void;
         let (weight, x, out) = (at(gemm.weight.at().0), at(gemm.x.at().0), at(gemm.out.at().0));
-        // SAFETY: pieces lie inside memory that is still there, of the sizes that a `Gemm` has; descriptors are read before this returns.
+        // SAFETY: pieces lie inside memory that is still allocated and have the sizes that a `Gemm` has; descriptors are read before this
+        // returns.
         unsafe {
             result::matmul(
                 self.handle,
@@ -303,7 +311,8 @@ impl Blas {
         .map_err(failed_for(gemm))
     }
 
-    /// A stream's memory for partial sums, from its first product that may have some on.
+    /// A stream's memory for partial sums, or 0 if the product may have none. It is allocated at the stream's first product that may have
+    /// some.
     fn workspace(&self, stream: CUstream, alike: Alike) -> Result<CUdeviceptr, KernelError> {
         let bytes = workspace(alike);
         if bytes == 0 {
@@ -313,7 +322,7 @@ impl Blas {
         if let Some(&at) = workspaces.get(&stream.addr()) {
             return Ok(at);
         }
-        // SAFETY: new memory is nobody's.
+        // SAFETY: nobody else has the new memory.
         let at = unsafe { driver::malloc_sync(bytes) }.map_err(super::no_memory(bytes))?;
         workspaces.insert(stream.addr(), at);
         Ok(at)
@@ -335,13 +344,13 @@ impl Blas {
         Ok(algorithm)
     }
 
-    /// Gives handle and memory back, of a context that is current; nothing follows.
+    /// Frees handle and memory. The context is current, and no call follows.
     pub fn close(&self) {
         for (_, at) in self.workspaces.lock().unwrap_or_else(PoisonError::into_inner).drain() {
-            // SAFETY: allocated by `workspace`; freeing waits for who uses it.
+            // SAFETY: `workspace` allocated it; freeing waits for the work that uses it.
             let _ = unsafe { driver::free_sync(at) };
         }
-        // SAFETY: made by `new`; the driver closes once, when it is dropped.
+        // SAFETY: `new` made it, and the driver calls this once, when it is dropped.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }

@@ -1,7 +1,7 @@
-//! Work captured from a stream, as graphs of the driver.
+//! Captures of streams, and the driver's graphs made of them.
 //!
-//! A capture is of one thread: what other threads do to the device does not end it. Copies from and to the host are refused by us: the driver
-//! would keep the address on the host and look there again at each launch.
+//! A capture belongs to one thread: calls of other threads to the device do not end it. Copies from and to the host are refused during
+//! a capture: the driver would keep the host address and use it again at each launch of the graph.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,7 +12,7 @@ use super::super::device::{Graph, Stream};
 use super::{Driver, failed};
 use crate::KernelError;
 
-/// Streams that are captured, and graphs ready to be launched.
+/// Streams that are being captured, and graphs ready to launch.
 #[derive(Default)]
 pub(super) struct Captures {
     open: HashSet<Stream>,
@@ -21,18 +21,20 @@ pub(super) struct Captures {
 }
 
 impl Captures {
+    /// Frees all graphs.
+    ///
     /// # Safety
-    /// The context is current, and nothing is launched any more.
+    /// The context is current, and no graph is launched any more.
     pub unsafe fn destroy_all(&self) {
         for &graph in self.graphs.values() {
-            // SAFETY: made by `end` and destroyed by nobody else.
+            // SAFETY: `end` made it, and nobody else destroys it.
             let _ = unsafe { result::graph::exec_destroy(graph) };
         }
     }
 }
 
 impl Driver {
-    /// An error while the stream is captured.
+    /// Returns an error while the stream is being captured.
     pub(super) fn refuse_captured(&self, operation: &str, stream: Stream) -> Result<(), KernelError> {
         if !self.made().captures.open.contains(&stream) {
             return Ok(());
@@ -52,9 +54,9 @@ impl Driver {
     pub(super) fn end(&self, stream: Stream) -> Result<Graph, KernelError> {
         let raw = self.raw(stream)?;
         self.made().captures.open.remove(&stream);
-        // SAFETY: as above. Whatever it says, the stream is captured no longer.
+        // SAFETY: as above. Even on failure the capture has ended.
         let template = unsafe { stream::end_capture(raw) }.map_err(failed("capture"))?;
-        // SAFETY: the graph that was just captured, with no flags; it is done with when it is instantiated.
+        // SAFETY: the graph was captured just now and is instantiated without flags. It is not used after that.
         let ready = unsafe {
             let ready = result::graph::instantiate(template, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(template);
@@ -69,18 +71,18 @@ impl Driver {
     }
 
     /// # Safety
-    /// All memory that it touches has been there since it was captured.
+    /// No memory that the graph touches was freed since it was captured.
     pub(super) unsafe fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<(), KernelError> {
         let raw = self.raw(stream)?;
         let ready = self.made().captures.graphs.get(&graph).copied().ok_or_else(|| super::unknown("graph"))?;
-        // SAFETY: both live as long as `self`, and the caller's promise.
+        // SAFETY: both live as long as `self`; the caller vouches for the memory.
         unsafe { result::graph::launch(ready, raw) }.map_err(failed("graph"))
     }
 
     pub(super) fn destroy(&self, graph: Graph) {
         let ready = self.made().captures.graphs.remove(&graph);
         if let Some(ready) = ready.filter(|_| self.current().is_ok()) {
-            // SAFETY: removed just now, so nobody launches it again; the driver waits for launches under way before it frees it.
+            // SAFETY: it was removed just now, so nobody launches it again. The driver frees it only after launches under way.
             let _ = unsafe { result::graph::exec_destroy(ready) };
         }
     }

@@ -1,7 +1,7 @@
 //! [`SharingDevice`] of the driver: CUDA's inter-process handles, pinned memory, and callbacks of streams.
 //!
-//! A handle names an allocation of the driver's, whose base may lie before the memory asked for, so what travels has the offset too. The
-//! process that exported memory cannot open its own handle: it finds the address in it instead.
+//! The driver's handle names a whole allocation, whose base may lie before the exported memory, so an exported handle carries the
+//! offset too. A process cannot open a handle that it exported itself; it takes the address from the handle instead.
 
 use std::ffi::c_void;
 use std::hash::{BuildHasher, RandomState};
@@ -18,10 +18,12 @@ use super::super::sharing::SharingDevice;
 use super::{Driver, failed, no_memory};
 use crate::KernelError;
 
-/// What the driver allocates by: a pool that fills whole ones shares none with other memory, which importers would see too.
+/// Granularity of the driver's allocations, in bytes. A pool that fills whole units shares none with other memory, which importers
+/// could see otherwise.
 const GRANULARITY: usize = 2 << 20;
 
-/// What travels: the exporting process, its address, its offset in the allocation, and the driver's handle.
+/// An exported handle: the exporting process, its device, the memory's address there, its offset in the allocation, and the driver's
+/// own handle.
 struct Handle {
     process: u64,
     device: i32,
@@ -32,7 +34,7 @@ struct Handle {
 
 const BYTES: usize = 8 + 4 + 8 + 8 + 64;
 
-/// A number that no other process has.
+/// A random number that tells this process from all others.
 fn this_process() -> u64 {
     static NUMBER: OnceLock<u64> = OnceLock::new();
     // The standard library's hash keys come from the system's random source.
@@ -69,25 +71,25 @@ fn refused(why: impl Into<String>) -> KernelError {
     KernelError::Device { operation: "opening a peer's memory".to_owned(), why: why.into() }
 }
 
-/// What a stream calls when it gets there: no call of CUDA is allowed in it.
+/// The callback that a stream runs. It must not call CUDA.
 unsafe extern "C" fn ring(fd: *mut c_void) {
-    // SAFETY: who asked keeps the descriptor open until its stream has done this.
+    // SAFETY: the caller of `notify` keeps the descriptor open until the stream has run this.
     let fd = unsafe { BorrowedFd::borrow_raw(fd.addr() as RawFd) };
-    // A counter that is full has been rung.
+    // The write fails only when the counter is full, and then the descriptor is readable already.
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
 impl HostCopies for Driver {
     fn pin(&self, bytes: usize) -> Result<NonNull<u8>, KernelError> {
         self.current()?;
-        // SAFETY: new memory is nobody's.
+        // SAFETY: nobody else has the new memory.
         let at = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(no_memory(bytes))?;
         NonNull::new(at.cast()).ok_or(KernelError::Memory { bytes })
     }
 
     fn unpin(&self, at: NonNull<u8>) {
         if self.current().is_ok() {
-            // SAFETY: pinned by `pin`, once.
+            // SAFETY: `pin` allocated it, and it is freed once.
             let _ = unsafe { result::free_host(at.as_ptr().cast()) };
         }
     }
@@ -95,7 +97,7 @@ impl HostCopies for Driver {
     unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
         self.refuse_captured("copy from the device", stream)?;
         let raw = self.raw(stream)?;
-        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
+        // SAFETY: a piece lies inside memory that is still allocated; the caller vouches for `to`.
         unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), from.at().0, from.bytes(), raw) }
             .result()
             .map_err(failed("copy from the device"))
@@ -127,10 +129,10 @@ impl SharingDevice for Driver {
         self.current()?;
         let export = failed("exporting the pool's memory");
         let (mut base, mut size) = (0, 0);
-        // SAFETY: places for the answers.
+        // SAFETY: the pointers are valid for the answers.
         unsafe { sys::cuMemGetAddressRange_v2(&mut base, &mut size, at.0) }.result().map_err(&export)?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: a place for the answer, and the base of an allocation.
+        // SAFETY: the pointer is valid for the answer, and `base` is the base of an allocation.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.result().map_err(&export)?;
         let (process, device) = (this_process(), self.device);
         let opaque = handle.reserved.map(|byte| byte as u8);
@@ -148,21 +150,21 @@ impl SharingDevice for Driver {
         let raw = sys::CUipcMemHandle { reserved: handle.opaque.map(|byte| byte as _) };
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut base = 0;
-        // SAFETY: a place for the answer; a handle that is none is an error.
+        // SAFETY: the pointer is valid for the answer; the driver returns an error for an invalid handle.
         unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, raw, flags) }
             .result()
             .map_err(failed("opening a peer's memory"))?;
         let (mut start, mut size) = (0, 0);
-        // SAFETY: places for the answers.
+        // SAFETY: the pointers are valid for the answers.
         let found = unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut size, base) }.result();
         let room = (size as u64).checked_sub(handle.offset).filter(|room| *room >= bytes as u64);
         if found.is_err() || room.is_none() {
-            // SAFETY: opened just now, and nothing uses it.
+            // SAFETY: it was opened just now, and nothing uses it.
             let _ = unsafe { sys::cuIpcCloseMemHandle(base) };
             return Err(refused(format!("it has {size} bytes, {bytes} from {} on are needed", handle.offset)));
         }
         let at = Address(base + handle.offset);
-        // Opened twice, an allocation has one address and is closed as often.
+        // An allocation that is opened twice has the same address both times and must be closed twice.
         opened.push((at, base));
         Ok(at)
     }
@@ -175,10 +177,11 @@ impl SharingDevice for Driver {
     fn see_foreign_writes(&self) -> Result<(), KernelError> {
         use sys::CUdevice_attribute as Attribute;
         let of = |attribute| {
-            // SAFETY: the device that was opened.
+            // SAFETY: the device that this driver opened.
             unsafe { device::get_attribute(self.device, attribute) }.map_err(failed("device"))
         };
-        // In order by themselves, or by nothing that could be asked for; digests find what is not there yet.
+        // Nothing to do if such writes are ordered by themselves, or if the host cannot flush them. In the second case digests find what
+        // has not arrived yet.
         let options = of(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)? as u32;
         let host = sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as u32;
         if of(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)? > 0 || options & host == 0 {
@@ -195,11 +198,12 @@ impl SharingDevice for Driver {
 
     fn close(&self, at: Address) {
         let mut opened = self.imports();
-        // What is not there is this process's own.
+        // An address that is not in the list is this process's own memory, which was not opened.
         if let Some(place) = opened.iter().position(|(opened, _)| *opened == at) {
             let (_, base) = opened.swap_remove(place);
             if self.current().is_ok() {
-                // SAFETY: opened by `import`, and closed once for each time. It fails where the context is broken, which is told elsewhere.
+                // SAFETY: `import` opened it, and each opening is closed once. It fails only when the context is broken, which other calls
+                // report.
                 let _ = unsafe { sys::cuIpcCloseMemHandle(base) };
             }
         }
@@ -218,7 +222,7 @@ impl SharingDevice for Driver {
     unsafe fn notify(&self, stream: Stream, fd: BorrowedFd<'_>) -> Result<(), KernelError> {
         let raw = self.raw(stream)?;
         let fd = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
-        // SAFETY: the stream lives as long as `self`, the descriptor as the caller promises.
+        // SAFETY: the stream lives as long as `self`; the caller keeps the descriptor open.
         unsafe { sys::cuLaunchHostFunc(raw, Some(ring), fd) }.result().map_err(failed("callback"))
     }
 }

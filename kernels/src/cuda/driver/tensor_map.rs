@@ -1,4 +1,4 @@
-//! Arrays as the device's copy units know them, encoded by the driver. Nothing is asked of the device itself.
+//! Tensor maps: descriptions of arrays for the device's copy units. The driver encodes them without asking the device.
 
 use cudarc::driver::sys::{
     self, CUtensorMapDataType_enum as Type, CUtensorMapFloatOOBfill_enum as Fill,
@@ -10,12 +10,13 @@ use super::super::device::{Rows, TensorMap};
 use super::failed;
 use crate::KernelError;
 
-/// Rows as the driver encodes them, of which only the address matters here: bytes are copied as they are.
+/// Encodes rows of 16-bit elements. The element type given does not matter, since bytes are copied as they are.
 pub(super) fn encode(rows: &Rows<'_>) -> Result<TensorMap, KernelError> {
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     let stride = u64::from(rows.width) * 2;
     let sizes = [u64::from(rows.width), rows.memory.bytes() as u64 / stride.max(1)];
-    // SAFETY: arrays of two dimensions, and one stride less; the address is the device's and is not looked at.
+    // SAFETY: the array has two dimensions, so all parameters have two entries and strides one. The address is a device address, which the
+    // call does not read from.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             &raw mut map,

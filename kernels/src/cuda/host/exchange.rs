@@ -1,4 +1,4 @@
-//! [`Exchange`] between devices that are the host's: each rank shows where its part lies, and all copy what they need while nobody goes on.
+//! [`Exchange`] between host devices: each rank shows the address of its part, and all ranks copy what they need before any goes on.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,10 +10,10 @@ use super::super::recorder::Recorder;
 use super::{HostDevice, host};
 use crate::{KernelError, Meeting};
 
-/// Ranks on devices of this process's own memory, whose work is done when it is put into a stream.
+/// Ranks whose devices use this process's memory and finish work as soon as it is put into a stream.
 struct HostExchange {
     meeting: Meeting<String>,
-    /// What each rank shows.
+    /// The address that each rank shows.
     shown: Mutex<Vec<Address>>,
     aborted: Mutex<bool>,
 }
@@ -23,7 +23,8 @@ fn failed(why: String) -> KernelError {
 }
 
 impl HostExchange {
-    /// Shows a rank's memory, has all of them copied from, and lets nobody write to them before all have.
+    /// Shows a rank's memory, calls `copy` with the addresses of all ranks, and returns once all ranks have copied. So no rank writes to
+    /// its memory before the others have read it.
     fn while_shown(&self, rank: usize, own: Piece<'_>, copy: impl FnOnce(&[Address])) -> Result<(), KernelError> {
         self.shown.lock().unwrap_or_else(PoisonError::into_inner)[rank] = own.at();
         self.meeting.meet().map_err(failed)?;
@@ -33,10 +34,12 @@ impl HostExchange {
     }
 }
 
+/// Copies as many bytes as `to` has.
+///
 /// # Safety
-/// There are as many bytes at `from`, which nobody writes to.
+/// `from` has as many bytes, and nobody writes to them meanwhile.
 unsafe fn copy(from: Address, to: Piece<'_>) {
-    // SAFETY: a piece lies inside memory that is there; the caller's promise for the other. What is shown is no rank's copy of it.
+    // SAFETY: a piece lies inside memory that is still allocated; the caller vouches for `from`. `copy` allows the two to overlap.
     unsafe { std::ptr::copy(host(from), host(to.at()), to.bytes()) };
 }
 
@@ -51,7 +54,7 @@ impl<D: Device> Exchange<D> for HostExchange {
     ) -> Result<(), KernelError> {
         self.while_shown(rank, own.floats(elements), |shown| {
             for (from, to) in shown.iter().zip(all) {
-                // SAFETY: each rank shows as many elements, and waits until all have copied.
+                // SAFETY: each rank shows as many elements, and does not change them until all ranks have copied.
                 unsafe { copy(*from, to.floats(elements)) };
             }
         })
@@ -71,7 +74,7 @@ impl<D: Device> Exchange<D> for HostExchange {
             for (row, (peer, from)) in rows.flat_map(|row| shown.iter().enumerate().map(move |peer| (row, peer))) {
                 let range = columns.of(peer);
                 let to = whole.piece(bytes(row * columns.width() + range.start), bytes(range.len()));
-                // SAFETY: as above; a rank shows its columns of all rows.
+                // SAFETY: as above; each rank shows its columns of all rows.
                 unsafe { copy(from.plus(bytes(row * range.len())), to) };
             }
         })
@@ -87,7 +90,7 @@ impl<D: Device> Exchange<D> for HostExchange {
     }
 }
 
-/// A rank a device, whose memory is the host's.
+/// Connects host devices, one per rank.
 fn connect<D: Device>(devices: &[Arc<D>]) -> Arc<dyn Exchange<D>> {
     let (meeting, shown) = (Meeting::new(devices.len()), Mutex::new(vec![Address::default(); devices.len()]));
     Arc::new(HostExchange { meeting, shown, aborted: Mutex::new(false) })

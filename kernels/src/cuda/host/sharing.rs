@@ -1,4 +1,5 @@
-//! [`SharingDevice`] of the host: memory that can be shared is an anonymous file, which another process opens by its number there.
+//! [`SharingDevice`] of the host: shareable memory is an anonymous file (memfd). Another process opens it through
+//! `/proc/<process>/fd/<number>`.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -14,23 +15,23 @@ use super::super::sharing::SharingDevice;
 use super::HostDevice;
 use crate::KernelError;
 
-/// Memory of anonymous files, this process's and others', by address.
+/// Mapped anonymous files of this process and of others, by address.
 #[derive(Default)]
 pub(super) struct Shared(HashMap<Address, Mapping>);
 
-/// Unmapped when it is dropped.
+/// A mapped file, unmapped when dropped.
 struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
-    /// Of this process's own.
+    /// The file, if this process made it.
     file: Option<OwnedFd>,
 }
 
-// SAFETY: an address and a length; who touches the memory is its users' business.
+// SAFETY: it is only an address and a length; users of the memory see to it who touches it.
 unsafe impl Send for Mapping {}
 
 impl Shared {
-    /// Whether there was memory at this address, which is gone now.
+    /// Unmaps the memory at this address; returns whether there was any.
     pub(super) fn forget(&mut self, at: Address) -> bool {
         self.0.remove(&at).is_some()
     }
@@ -53,7 +54,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `of`, and forgotten by now.
+        // SAFETY: `of` mapped it, and nobody uses it any more.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -62,7 +63,7 @@ fn refused(why: impl Into<String>) -> KernelError {
     KernelError::Device { operation: "opening a peer's memory".to_owned(), why: why.into() }
 }
 
-/// Process, descriptor and bytes.
+/// Reads a handle: process, file descriptor and bytes.
 fn parse(handle: &[u8]) -> Option<(u32, u32, u64)> {
     let (process, rest) = handle.split_first_chunk()?;
     let (fd, rest) = rest.split_first_chunk()?;
@@ -86,7 +87,7 @@ impl HostCopies for HostDevice {
 
     unsafe fn read_later(&self, stream: Stream, from: Piece<'_>, to: NonNull<u8>) -> Result<(), KernelError> {
         self.captures().refuse("read", Some(stream))?;
-        // SAFETY: a piece lies inside memory that is still there; the caller's promise for `to`.
+        // SAFETY: a piece lies inside memory that is still allocated; the caller vouches for `to`.
         unsafe { std::ptr::copy_nonoverlapping(super::host(from.at()), to.as_ptr(), from.bytes()) };
         Ok(())
     }
@@ -104,14 +105,14 @@ impl HostCopies for HostDevice {
 }
 
 impl SharingDevice for HostDevice {
-    /// Filled with ones, as all memory is.
+    /// Fills the memory with ones, as `allocate` does.
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
         let none = || KernelError::Memory { bytes };
         let file = rustix::fs::memfd_create("baton-device", MemfdFlags::CLOEXEC).map_err(|_| none())?;
         rustix::fs::ftruncate(&file, bytes as u64).map_err(|_| none())?;
         let fd = file.try_clone().map_err(|_| none())?;
         let mapping = Mapping::of(fd.as_fd(), bytes, Some(file)).ok_or_else(none)?;
-        // SAFETY: mapped just now, and nobody else's.
+        // SAFETY: it was mapped just now, and nobody else uses it.
         unsafe { mapping.base.write_bytes(0xff, bytes) };
         Ok(self.shared().insert(mapping))
     }
@@ -141,7 +142,7 @@ impl SharingDevice for HostDevice {
         Ok(Registrable { address: at.0, kind: MemoryKind::Host })
     }
 
-    /// There is one memory.
+    /// Nothing to do: host and device share one memory.
     fn see_foreign_writes(&self) -> Result<(), KernelError> {
         Ok(())
     }

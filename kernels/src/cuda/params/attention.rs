@@ -1,9 +1,9 @@
-//! Attention and what puts K and V into the pool.
+//! Parameters of attention and of the kernel that stores K and V in the pool.
 
 use super::super::device::{Address, Launch, TensorMap};
 use super::{Element, Params, WARP, parts};
 
-/// One layer's K and V.
+/// Location and layout of one layer's K and V in the pool.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct KvPlanes {
@@ -16,7 +16,7 @@ pub(crate) struct KvPlanes {
     pub head_dim: u32,
 }
 
-/// Rows of one sequence that a kernel takes together.
+/// Rows of one sequence that a kernel processes together.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Tile {
@@ -57,7 +57,7 @@ unsafe impl Params for RopeStoreKv {
     }
 }
 
-/// What decode and prefill have in common; a prefill's parameters are no more than this.
+/// The parameters that decode and prefill attention share; prefill has no others.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Attention {
@@ -78,7 +78,7 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// (row, head) pairs that a thread block takes.
+    /// (row, head) pairs that a thread block processes.
     pub const PAIRS: u32 = 64;
 }
 
@@ -94,24 +94,24 @@ unsafe impl Params for Attention {
 #[repr(C)]
 pub(crate) struct AttentionHopper {
     pub a: Attention,
-    /// The layer's pool, in boxes of [`AttentionHopper::BOX_WIDTH`] elements and [`AttentionHopper::box_slots`] rows.
+    /// Tensor map of the layer's pool, in boxes of [`AttentionHopper::BOX_WIDTH`] elements and [`AttentionHopper::box_slots`] rows.
     pub pool: TensorMap,
 }
 
 impl AttentionHopper {
-    /// (row, head) pairs that a thread block takes.
+    /// (row, head) pairs that a thread block processes.
     pub const PAIRS: u32 = 128;
-    /// Slots of a turn.
+    /// Slots that a turn of the kernel's loop loads.
     const SLOTS: u32 = 128;
-    /// Elements of a row of a box.
+    /// Elements in a row of a box.
     pub const BOX_WIDTH: u32 = 64;
 
-    /// Slots of a box, which lie in one block.
+    /// Slots of a box, all of them in one block.
     pub fn box_slots(block_size: u32) -> u32 {
         (block_size & block_size.wrapping_neg()).min(Self::SLOTS)
     }
 
-    /// Bytes of shared memory: q, the stages of K and V, and their barriers.
+    /// Bytes of shared memory for q, the stages of K and V, and their barriers.
     fn shared(head_dim: u32) -> u32 {
         let dim = if head_dim <= 64 { 64 } else { 128 };
         let stages = 256 / dim;
@@ -146,7 +146,7 @@ unsafe impl Params for AttentionDecode {
     }
 }
 
-/// The same parameters for what brings splits together.
+/// The same parameters, for the kernel that combines splits.
 #[repr(transparent)]
 pub(crate) struct AttentionCombine(pub AttentionDecode);
 

@@ -1,4 +1,4 @@
-//! Blocks that are moved, and weights that are made dense.
+//! Parameters of kernels that move blocks, and of the one that dequantises weights.
 
 use baton_types::Moving;
 
@@ -22,7 +22,7 @@ unsafe impl Params for CopyBlocks {
     }
 }
 
-/// A run ([`Moving`]) as the device reads it.
+/// A run ([`Moving`]) in the layout that the device reads.
 #[repr(C)]
 pub(crate) struct Moved {
     pub source: u64,

@@ -1,4 +1,4 @@
-//! Operations on rows: embedding, norm, quantising, sums and gates.
+//! Parameters of operations on rows: embedding, norm, quantising, sums and gates.
 
 use super::super::device::{Address, Launch};
 use super::{Element, OCTET, Params, by_octets, by_rows, parts};
@@ -13,7 +13,7 @@ pub(crate) struct Embed {
     pub count: u32,
     pub width: u32,
     pub scale: f32,
-    /// Where rows that follow a draw find it.
+    /// Tokens sampled by the step before, for rows whose id is one of them.
     pub drawn: Address,
 }
 
@@ -24,7 +24,7 @@ unsafe impl Params for Embed {
     }
 }
 
-/// Of [`baton_types::SeededRows`].
+/// The kernel's form of [`baton_types::SeededRows`].
 #[repr(C)]
 pub(crate) struct SeededRows {
     pub out: Address,
@@ -50,7 +50,7 @@ pub(crate) struct RmsNorm {
     pub add: Address,
     pub weight: Address,
     pub out: Address,
-    /// Where there are scales, `out` is E4M3.
+    /// If not null, `out` is E4M3 with these scales.
     pub scales: Address,
     pub x_type: Element,
     pub y_type: Element,

@@ -1,16 +1,16 @@
-//! Logits and what is drawn from them.
+//! Parameters of the kernels that change logits and sample from them.
 
 use super::super::device::{Address, Launch};
 use super::{Params, parts};
 
-/// Most of the likeliest tokens that are told of.
+/// Most top tokens whose log probabilities are reported.
 pub(crate) const MAX_TOP_LOGPROBS: usize = 20;
-/// Instead of a row of logits: none, nothing is chosen.
+/// Value of [`SampleRow::row`] for no row: nothing is sampled.
 pub(crate) const NO_ROW: u32 = u32::MAX;
-/// Instead of how many of the likeliest are told of: no log probabilities.
+/// Value of [`SampleRow::top_logprobs`] for no log probabilities.
 pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
 
-/// How a token is chosen from a row of logits.
+/// How a token is sampled from a row of logits.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct SampleRow {
@@ -22,11 +22,11 @@ pub(crate) struct SampleRow {
     pub min_p: f32,
     pub top_logprobs: u32,
     pub row: u32,
-    /// Where the next begins.
+    /// Fills the struct up to its alignment, so that it has no gap.
     pub padding: u32,
 }
 
-/// What was chosen; all but `id` only with log probabilities.
+/// A sampled token. All fields but `id` are set only if log probabilities were asked for.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Sampled {

@@ -1,4 +1,4 @@
-//! The recorder as a device: each call is logged, checked and passed on.
+//! [`Device`] for the recorder: each call is logged, checked and passed on.
 
 use super::state::join;
 use super::{Recorded, Recorder};
@@ -28,7 +28,7 @@ impl<D: Device> Device for Recorder<D> {
         if state.imports.values().any(|exported| *exported == Some(at)) {
             state.problems.push("free: memory freed while it is imported".to_owned());
         }
-        // It goes all the same: nobody could give it back later.
+        // The memory is freed all the same: nobody could free it later.
         let _ = state.refuse("freeing memory", None);
         if state.forget(Recorded::Free, at) {
             self.inner.free(at);
@@ -36,7 +36,7 @@ impl<D: Device> Device for Recorder<D> {
     }
 
     unsafe fn map(&self, base: *mut u8, bytes: usize) -> Result<Address, KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         let at = unsafe { self.inner.map(base, bytes) }?;
         self.state().note(Recorded::Map(bytes), at, bytes);
         Ok(at)
@@ -117,7 +117,7 @@ impl<D: Device> Device for Recorder<D> {
             let why = "refused by the recorder".to_owned();
             return Err(KernelError::Device { operation: call.kernel.to_owned(), why });
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         unsafe { self.inner.launch(stream, call) }
     }
 
@@ -172,7 +172,7 @@ impl<D: Device> Device for Recorder<D> {
         let mut state = self.state();
         state.log.push(Recorded::Replay(graph));
         state.replay(stream, graph)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         unsafe { self.inner.replay(stream, graph) }
     }
 

@@ -1,12 +1,12 @@
-//! Captures and graphs under the recorder: what a stream that is captured must not be asked for, and a graph that is launched when memory
-//! it touches has gone.
+//! Captures and graphs under the recorder. Finds calls that are forbidden while a stream is being captured, and launches of a graph
+//! after memory that it touches was freed.
 
 use super::super::device::{Access, Graph, Piece, Stream};
 use super::state::{Captured, State};
 use crate::KernelError;
 
 impl State {
-    /// Keeps what captured work touches.
+    /// Remembers the memory that captured work touches.
     pub(super) fn capture(
         &mut self,
         what: &'static str,
@@ -26,13 +26,13 @@ impl State {
         Ok(())
     }
 
-    /// What may not be asked for while this stream, or any, is captured.
+    /// Records a problem and returns an error while this stream is being captured; for None, while any stream is.
     pub(super) fn refuse(&mut self, what: &str, stream: Option<Stream>) -> Result<(), KernelError> {
         let captured = stream.map_or(!self.captures.is_empty(), |stream| self.captures.contains_key(&stream));
         if captured { Err(self.problem(format!("{what} while a stream is captured"))) } else { Ok(()) }
     }
 
-    /// A graph's work, of which all memory must be there still.
+    /// Checks a graph's launch: all memory that its work touches must still be the memory of the capture.
     pub(super) fn replay(&mut self, stream: Stream, graph: Graph) -> Result<(), KernelError> {
         self.refuse("a graph's launch", Some(stream))?;
         let Some(work) = self.graphs.get(&graph).cloned() else {
@@ -69,7 +69,7 @@ mod tests {
         device.begin_capture(stream).unwrap();
         device.fill(stream, memory.piece(0, 32), 1).unwrap();
         let graph = device.end_capture(stream).unwrap();
-        // SAFETY: for a device without memory.
+        // SAFETY: the device has no memory.
         let replay = |graph| unsafe { device.replay(stream, graph) };
         assert!(replay(graph).is_ok());
         drop(memory);

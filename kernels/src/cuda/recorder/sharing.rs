@@ -1,5 +1,6 @@
-//! [`SharingDevice`] under the recorder: an import that is never closed, or closed or freed under those who use it, and pinned memory that is
-//! given back while a copy is under way. That a copy to a peer's memory waits for what wrote its source is found as with any other work.
+//! [`SharingDevice`] for the recorder. Finds imports that are never closed, imports that are closed and exported memory that is freed
+//! while in use, and pinned memory that is freed while a copy is under way. A copy to a peer's memory that does not wait for the work that
+//! wrote its source is found like any other unordered work.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -17,7 +18,7 @@ fn address(at: NonNull<u8>) -> Address {
 }
 
 impl State {
-    /// The host may not end memory that work uses which it has not waited for.
+    /// Records a problem if memory that is about to be given up is used by work that the host has not waited for.
     fn expect_done(&mut self, at: Address, ended: &str) {
         let Some(allocation) = self.allocations.get(&at) else { return };
         let known = |stream| self.host.get(stream).copied().unwrap_or(0);
@@ -30,7 +31,7 @@ impl State {
 }
 
 impl<D: SharingDevice> Recorder<D> {
-    /// Imports that nobody has closed.
+    /// Number of imports that were not closed.
     pub fn open_imports(&self) -> usize {
         self.state().imports.len()
     }
@@ -57,7 +58,7 @@ impl<D: Device> HostCopies for Recorder<D> {
         state.refuse("a copy to the host", Some(stream))?;
         let pinned = Piece::new(address(to), from.bytes());
         state.touch("read", stream, &[Access::Read(from), Access::Write(pinned)])?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         unsafe { self.inner.read_later(stream, from, to) }
     }
 
@@ -67,7 +68,7 @@ impl<D: Device> HostCopies for Recorder<D> {
         state.refuse("a copy from the host", Some(stream))?;
         let pinned = Piece::new(address(from), to.bytes());
         state.touch("write", stream, &[Access::Write(to), Access::Read(pinned)])?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         unsafe { self.inner.write_later(stream, to, from) }
     }
 
@@ -104,7 +105,7 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
         let mut state = self.state();
         let exported = state.exports.get(handle).copied();
         match exported {
-            // A driver gives the exporting process its own address.
+            // A driver gives the exporting process the memory's own address.
             Some(own) if own == at => state.log.push(Recorded::Import(bytes)),
             _ => state.note(Recorded::Import(bytes), at, bytes),
         }
@@ -147,7 +148,7 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
     }
 
     unsafe fn notify(&self, stream: Stream, fd: BorrowedFd<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         unsafe { self.inner.notify(stream, fd) }
     }
 }
@@ -165,7 +166,7 @@ mod tests {
         Arc::new(Recorder::new(Nowhere::default()))
     }
 
-    /// A peer's memory, and a stream that copies into it.
+    /// Imported memory of a peer, and a stream that copies into it.
     fn imported(device: &Arc<Recorder<Nowhere>>) -> (Imported<Recorder<Nowhere>>, Stream) {
         (Imported::open(device, b"a peer's", 64).unwrap(), device.stream().unwrap())
     }
@@ -210,7 +211,7 @@ mod tests {
         drop(peer);
     }
 
-    /// What computes writes a block, a copy takes it to a peer in a stream of its own.
+    /// One stream writes a block, and another copies it to a peer. Returns the problems found.
     fn copied(order: impl Fn(&Recorder<Nowhere>, Stream, Stream)) -> Vec<String> {
         let device = recorder();
         let (peer, copies) = imported(&device);
@@ -243,7 +244,7 @@ mod tests {
         let pool = Memory::new(&device, 64).unwrap();
         let copy = |waits: bool| {
             let pinned = Pinned::new(&device, 64).unwrap();
-            // SAFETY: as many bytes; nothing looks at them.
+            // SAFETY: both are 64 bytes, and nobody reads them.
             unsafe { device.read_later(stream, pool.piece(0, 64), pinned.at(0, 64)) }.unwrap();
             device.record(event, stream).unwrap();
             assert!(!waits || device.is_done(event).unwrap());

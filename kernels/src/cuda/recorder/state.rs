@@ -1,4 +1,4 @@
-//! What is known of each piece of memory and of each stream, and what follows from it.
+//! The recorder's knowledge of each allocation and each stream, and the checks that follow from it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -7,14 +7,14 @@ use super::Recorded;
 use crate::KernelError;
 use crate::cuda::device::{Access, Address, Event, Graph, Piece, Stream};
 
-/// What a stream, an event or the host knows: of each stream, how much of its work is done before.
+/// Vector clock of a stream, an event or the host: for each stream, the number of its last work that is ordered before.
 pub(super) type Clock = HashMap<Stream, u64>;
 
 pub(super) struct Touch {
     pub bytes: Range<u64>,
     pub writes: bool,
     pub stream: Stream,
-    /// Which of the stream's works it was.
+    /// Number of the work in its stream.
     pub work: u64,
     pub what: &'static str,
 }
@@ -22,28 +22,28 @@ pub(super) struct Touch {
 pub(super) struct Allocation {
     pub bytes: u64,
     pub touches: Vec<Touch>,
-    /// Which of all allocations it is: another at its place is not the same.
+    /// Number of the allocation, which tells it from a later one at the same address.
     pub number: u64,
 }
 
-/// What captured work touches.
+/// One piece of memory that captured work touches.
 #[derive(Clone, Copy)]
 pub(super) struct Captured {
     pub what: &'static str,
     pub at: Address,
     pub bytes: usize,
     pub writes: bool,
-    /// Of the allocation.
+    /// Number of its allocation.
     pub number: u64,
 }
 
-/// What becomes of the host's waits.
+/// What happens to the host's waits.
 #[derive(Default)]
 pub(super) enum Waits {
     #[default]
     End,
     Fail,
-    /// So many end, and no other.
+    /// So many more waits return; later ones block for ever.
     Left(u64),
 }
 
@@ -52,17 +52,17 @@ pub(super) struct State {
     pub log: Vec<Recorded>,
     pub problems: Vec<String>,
     pub allocations: BTreeMap<Address, Allocation>,
-    /// Address and size of what was given back and not handed out again.
+    /// Address and size in bytes of freed memory that was not allocated again.
     pub freed: BTreeMap<Address, u64>,
     pub streams: HashMap<Stream, Clock>,
     pub events: HashMap<Event, Clock>,
     pub host: Clock,
-    /// What was exported, by handle.
+    /// Exported memory, by handle.
     pub exports: HashMap<Vec<u8>, Address>,
-    /// What is imported, and of which exported memory if that is known.
+    /// Imported memory, and the exported memory behind it if that is known.
     pub imports: HashMap<Address, Option<Address>>,
     pub refused: Option<&'static str>,
-    /// Only while it is captured.
+    /// The kernel whose captured launches fail.
     pub refused_captured: Option<&'static str>,
     pub waits: Waits,
     pub allocated: u64,
@@ -78,7 +78,7 @@ pub(super) fn join(into: &mut Clock, other: &Clock) {
 }
 
 impl State {
-    /// The stream's next work, after all that the host has waited for.
+    /// Number of the stream's next work. It is ordered after all that the host has waited for.
     pub(super) fn work(&mut self, stream: Stream) -> u64 {
         let clock = self.streams.entry(stream).or_default();
         join(clock, &self.host);
@@ -87,7 +87,7 @@ impl State {
         *own
     }
 
-    /// New memory.
+    /// Notes a new allocation.
     pub(super) fn note(&mut self, call: Recorded, at: Address, bytes: usize) {
         let end = at.0 + bytes as u64;
         self.freed.retain(|freed, size| freed.0 + *size <= at.0 || freed.0 >= end);
@@ -97,7 +97,7 @@ impl State {
         self.log.push(call);
     }
 
-    /// Memory that is no longer there; whether it was.
+    /// Notes that memory is freed; returns whether it was allocated.
     pub(super) fn forget(&mut self, call: Recorded, at: Address) -> bool {
         self.log.push(call);
         let Some(allocation) = self.allocations.remove(&at) else {
@@ -113,7 +113,7 @@ impl State {
         KernelError::Device { operation: "recorded call".to_owned(), why }
     }
 
-    /// The allocation that has all of a piece.
+    /// The allocation that contains all of a piece.
     pub(super) fn allocation(&mut self, what: &'static str, piece: &Piece<'_>) -> Result<Address, KernelError> {
         let (first, end) = (piece.at(), piece.at().0 + piece.bytes() as u64);
         let before = self.allocations.range(..=first).next_back();
@@ -154,7 +154,7 @@ impl State {
             });
             let missing = unordered
                 .map(|touch| format!("{what} in {stream:?} does not wait for {} in {:?}", touch.what, touch.stream));
-            // What this one covers need not be remembered: who is ordered after this is ordered after that.
+            // Earlier touches of the same stream that this one covers can be forgotten: work ordered after this one is ordered after them.
             allocation.touches.retain(|touch| {
                 let inside = bytes.start <= touch.bytes.start && touch.bytes.end <= bytes.end;
                 !(inside && touch.stream == stream && (writes || !touch.writes))

@@ -8,7 +8,7 @@ fn recorder() -> Arc<Recorder<Nowhere>> {
     Arc::new(Recorder::new(Nowhere::default()))
 }
 
-/// One stream fills half of a memory, another reads it back.
+/// One stream fills the first half of a memory; another reads 16 bytes at `from`. Returns the problems found.
 fn handed_over(ordered: impl Fn(&Recorder<Nowhere>, Stream, Stream), from: usize) -> Vec<String> {
     let device = recorder();
     let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
@@ -29,7 +29,7 @@ fn a_missing_wait_is_found() {
     assert_eq!(handed_over(through_event, 16), [""; 0]);
     assert_eq!(handed_over(|device, first, _| device.synchronise(first).unwrap(), 16), [""; 0]);
     let late = |device: &Recorder<Nowhere>, first, second| {
-        // Before the fill is put into its stream again.
+        // The wait comes before the event is recorded.
         let event = device.event().unwrap();
         device.wait(second, event).unwrap();
         device.record(event, first).unwrap();
@@ -52,7 +52,7 @@ fn memory_past_its_end_or_its_life_is_found() {
     assert_eq!((device.live_bytes(), device.problems().len()), (8, 0));
     device.free(at);
     assert_eq!(device.problems().len(), 1, "twice");
-    // No piece can be made that reaches too far; a launch with parameters of its own could.
+    // `Memory` makes no piece that reaches too far, so this one is made by hand.
     let beyond = Address(other.piece(0, 8).at().0 + 4);
     for (at, why) in [(at, "after it was freed"), (beyond, "8 bytes from 4 on, of 8"), (Address(8), "nobody allocated")]
     {

@@ -1,5 +1,5 @@
-//! [`CopyQueue`]: one session's way to a shared pool: to host memory and back, to a pool of another process, and to the digests of what
-//! is in it. What it is made of outlives it, for the next session.
+//! [`CopyQueue`]: one session's copies from and to a shared pool: to host memory and back, to another process's pool, and digests of
+//! its blocks. Its stream and buffers ([`Kit`]) are kept for the next session.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,37 +17,37 @@ use super::super::sharing::{Imported, SharingDevice};
 use super::SharedPool;
 use crate::KernelError;
 
-/// Runs of one job.
+/// Most runs of one job.
 const MAX_RUNS: usize = 1024;
 const RUN_BYTES: usize = size_of::<Moved>();
 const SUM_BYTES: usize = size_of::<u64>();
-/// Staging memory that is kept for later.
+/// Most staging buffers that are kept for reuse.
 const KEPT_STAGING: usize = DEVICE_JOBS + 2;
-/// Queues that are kept for later, streams and all: a device's streams live as long as it does.
+/// Most kits that are kept for reuse. Their streams cannot be freed: they live as long as the device.
 const KEPT_QUEUES: usize = 64;
 
 fn refused(why: impl Into<String>) -> KernelError {
     KernelError::Device { operation: "transfer".to_owned(), why: why.into() }
 }
 
-/// What a queue is made of, kept when the queue goes.
+/// A queue's stream, buffers and descriptor. It is kept when the queue is dropped.
 pub(super) struct Kit<D: SharingDevice> {
     queue: Queue<D>,
-    /// One for each job that may be under way.
+    /// One slot for each job that may be under way.
     slots: Vec<Slot<D>>,
-    /// Host memory that is written from, by turns, and whether its copy may be under way.
+    /// Two host buffers that writes take in turn: the memory, the event after its last copy, and whether that copy may be under way.
     landings: [(Option<Pinned<D>>, Event, bool); 2],
     turn: usize,
     staging: Arc<Mutex<Vec<Pinned<D>>>>,
     wake: OwnedFd,
 }
 
-/// Lists and sums of one job's runs, here and on the device.
+/// The list of one job's runs and their digests, on the host and on the device.
 struct Slot<D: SharingDevice> {
     done: Event,
     runs: Memory<D>,
     sums: Memory<D>,
-    /// The runs, then the sums.
+    /// The runs, then the digests.
     host: Pinned<D>,
 }
 
@@ -66,14 +66,14 @@ impl<D: SharingDevice> Kit<D> {
         Ok(Kit { queue, slots, landings, turn: 0, staging: Arc::default(), wake })
     }
 
-    /// Waits until none of its copies are under way.
+    /// Waits until all its copies are done.
     fn settle(&mut self) -> Result<(), KernelError> {
         self.queue.synchronise()?;
         self.landings.iter_mut().for_each(|landing| landing.2 = false);
         Ok(())
     }
 
-    /// Memory of at least so many bytes that is in nobody's hands.
+    /// Takes a free staging buffer of at least `bytes` bytes, or makes one.
     fn staging(&self, bytes: usize) -> Result<Pinned<D>, KernelError> {
         let mut kept = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         match kept.iter().position(|pinned| pinned.bytes() >= bytes) {
@@ -83,7 +83,7 @@ impl<D: SharingDevice> Kit<D> {
     }
 }
 
-/// What was read, in pinned host memory that goes back to its queue.
+/// Bytes that were read, in a staging buffer. It goes back to its kit when dropped.
 struct Staging<D: SharingDevice> {
     pinned: Option<Pinned<D>>,
     bytes: usize,
@@ -92,7 +92,7 @@ struct Staging<D: SharingDevice> {
 
 impl<D: SharingDevice> AsRef<[u8]> for Staging<D> {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: made when the copy into it was done, and none begins before it is home.
+        // SAFETY: this value is made after the copy into the buffer is done, and no other copy begins before the buffer is given back.
         self.pinned.as_ref().map_or(&[], |pinned| unsafe { &pinned.get()[..self.bytes] })
     }
 }
@@ -111,15 +111,15 @@ enum Job<D: SharingDevice> {
     Digest(usize),
 }
 
-/// One thread's copies out of a pool, which finish in their order. Dropping it waits for those under way.
+/// One thread's copies from and to a pool, which finish in their order. Dropping the queue waits for those under way.
 pub(super) struct CopyQueue<D: SharingDevice> {
     pool: SharedPool<D>,
     peer: Option<Imported<D>>,
-    /// Under way, each with the slot of its number.
+    /// Jobs under way, oldest first. Job n has slot n mod [`DEVICE_JOBS`].
     jobs: VecDeque<Job<D>>,
-    /// Number of the next job.
+    /// Number of jobs begun so far, which is the number of the next one.
     given: usize,
-    /// None only while it is dropped.
+    /// None only during the drop.
     kit: Option<Kit<D>>,
 }
 
@@ -156,12 +156,12 @@ impl<D: SharingDevice> CopyQueue<D> {
         let target = peer.map_or(Address::default(), |peer| peer.whole().at());
         slot.launch(queue, (memory.memory.piece(0, 0).at(), target), touches, runs, bytes)?;
         let (sums, room) = (slot.sums.piece(0, runs.len() * SUM_BYTES), runs.len() * SUM_BYTES);
-        // SAFETY: the slot's own memory, which nobody looks at before its job is done.
+        // SAFETY: the slot owns the memory, and nobody reads it before its job is done.
         unsafe { queue.device.read_later(queue.stream(), sums, slot.host.at(MAX_RUNS * RUN_BYTES, room)) }?;
         self.finish(place, Job::Digest(runs.len()))
     }
 
-    /// The slot of the next job.
+    /// Index of the next job's slot.
     fn begin(&mut self) -> Result<usize, KernelError> {
         if self.jobs.len() == DEVICE_JOBS {
             return Err(refused(format!("more than {DEVICE_JOBS} jobs at once")));
@@ -175,7 +175,7 @@ impl<D: SharingDevice> CopyQueue<D> {
         let kit = self.kit()?;
         let Queue { device, .. } = &kit.queue;
         device.record(kit.slots[place].done, kit.queue.stream())?;
-        // SAFETY: the descriptor is closed with the kit, after its stream was waited for.
+        // SAFETY: the descriptor is closed when the kit is dropped, which comes after waiting for its stream.
         unsafe { device.notify(kit.queue.stream(), kit.wake.as_fd()) }
     }
 }
@@ -193,15 +193,15 @@ impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
         let pinned = kit.staging(total.max(1))?;
         memory.wait(&kit.queue, after)?;
         let mut filled = 0;
-        // All of them, before the first is begun.
+        // All ranges are checked before the first copy begins.
         let pieces = joined(ranges).into_iter().map(|(offset, bytes)| inside(&memory.memory, offset, bytes));
         for from in pieces.collect::<Result<Vec<_>, _>>()? {
             let to = pinned.at(filled, from.bytes());
-            // SAFETY: pinned memory that nobody has before the job is done, or the stream was waited for.
+            // SAFETY: nobody else gets this pinned memory before the job is done or the stream was waited for.
             let begun = unsafe { kit.queue.device.read_later(kit.queue.stream(), from, to) };
             filled += from.bytes();
             if let Err(error) = begun {
-                // That this fails too means that the device does nothing any more.
+                // If this fails too, the device is broken and does no work any more.
                 let _ = kit.settle();
                 return Err(error.into());
             }
@@ -225,7 +225,7 @@ impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
             return Ok(None);
         };
         let kit = self.kit.as_mut().ok_or_else(|| refused("the queue is closed"))?;
-        // Before the look at the event: what is done after it rings again.
+        // The counter is cleared before the event is queried: a job that is done after the query makes it readable again.
         let _ = rustix::io::read(&kit.wake, &mut [0; 8]);
         let slot = &kit.slots[place % DEVICE_JOBS];
         if !kit.queue.device.is_done(slot.done)? {
@@ -236,7 +236,7 @@ impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
                 let staging = Staging { pinned: Some(pinned), bytes, home: Arc::clone(&kit.staging) };
                 JobDone::Read(Staged::new(staging))
             }
-            // SAFETY: the job's copy into it is done.
+            // SAFETY: the job is done, and so is its copy of the digests.
             Job::Digest(count) => JobDone::Digests(unsafe { slot.sums_of(count) }),
         }))
     }
@@ -257,7 +257,7 @@ impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
             *pinned = Some(Pinned::new(&kit.queue.device, bytes.next_power_of_two())?);
         }
         let Some(pinned) = pinned else { return Err(refused("no staging memory").into()) };
-        // SAFETY: the last copy out of it is done.
+        // SAFETY: the last copy out of this memory is done.
         Ok(unsafe { pinned.get_mut() })
     }
 
@@ -271,7 +271,7 @@ impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
         *busy = true;
         for (offset, bytes) in joined(ranges) {
             let to = inside(&memory.memory, offset, bytes)?;
-            // SAFETY: pinned memory that is not handed out again before the event below is done, or the stream was waited for.
+            // SAFETY: this pinned memory is not handed out again before the event below is done or the stream was waited for.
             unsafe { kit.queue.device.write_later(stream, to, pinned.at(taken, bytes)) }?;
             taken += bytes;
         }
@@ -308,23 +308,24 @@ impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
 }
 
 impl<D: SharingDevice> Slot<D> {
-    /// Brings the runs to the device.
+    /// Queues a copy of the list of runs to the device.
     fn list(&mut self, queue: &Queue<D>, runs: &[Moving]) -> Result<(), KernelError> {
         if runs.len() > MAX_RUNS {
             return Err(refused(format!("{} runs at once, at most {MAX_RUNS}", runs.len())));
         }
-        // SAFETY: the slot's last job is done.
+        // SAFETY: the slot's last job is done, so no copy uses the memory.
         let host = unsafe { self.host.get_mut() };
         for (run, bytes) in runs.iter().zip(host.as_chunks_mut::<RUN_BYTES>().0) {
             let Moved { source, target, lane } = run.into();
             bytes.copy_from_slice([source, target, lane].map(u64::to_ne_bytes).as_flattened());
         }
         let to = self.runs.piece(0, runs.len() * RUN_BYTES);
-        // SAFETY: pinned, and not written before the job is done.
+        // SAFETY: the memory is pinned, and nobody writes to it before the job is done.
         unsafe { queue.device.write_later(queue.stream(), to, self.host.at(0, runs.len() * RUN_BYTES)) }
     }
 
-    /// Digests runs of a source, and copies them to a target if there is one; all that they touch was checked.
+    /// Launches the kernel that digests runs of a source, and copies them to the target if it is not null. The caller has checked that all
+    /// of `touches` is inside the pools.
     fn launch(
         &mut self,
         queue: &Queue<D>,
@@ -346,19 +347,19 @@ impl<D: SharingDevice> Slot<D> {
     /// # Safety
     /// The copy of the sums to the host is done.
     unsafe fn sums_of(&self, count: usize) -> Vec<u64> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for it.
         let host = unsafe { self.host.get() };
         let (sums, _) = host[MAX_RUNS * RUN_BYTES..].as_chunks();
         sums[..count].iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect()
     }
 }
 
-/// A run, as (offset, number of the first lane), that goes nowhere.
+/// A run that is only digested, given as (offset, number of its first lane).
 fn in_place(&(source, lane): &(usize, u64)) -> Moving {
     Moving { source, target: 0, lane }
 }
 
-/// The runs in the pool that they come from.
+/// The parts of the source pool that the runs read. An error if one is outside of the pool or not a multiple of 8 bytes.
 fn sources<'a, D: Device>(pool: &'a Memory<D>, runs: &[Moving], bytes: usize) -> Result<Vec<Access<'a>>, KernelError> {
     let source = |run: &Moving| {
         if !(run.source | run.target | bytes).is_multiple_of(8) {
@@ -376,7 +377,7 @@ fn inside<D: Device>(memory: &Memory<D>, offset: usize, bytes: usize) -> Result<
     }
 }
 
-/// Ranges of which those that follow one another are one.
+/// The ranges, with adjacent ones joined and empty ones left out.
 fn joined(ranges: &[(usize, usize)]) -> Vec<(usize, usize)> {
     let mut all: Vec<(usize, usize)> = Vec::new();
     for &(offset, bytes) in ranges.iter().filter(|(_, bytes)| *bytes > 0) {
@@ -389,7 +390,7 @@ fn joined(ranges: &[(usize, usize)]) -> Vec<(usize, usize)> {
 }
 
 impl<D: SharingDevice> Drop for CopyQueue<D> {
-    /// I3: nothing of it is under way when it is gone, and only then is the peer's pool closed.
+    /// (I3) Waits for all copies under way, and only then closes the peer's pool.
     fn drop(&mut self) {
         let Some(mut kit) = self.kit.take() else { return };
         let settled = kit.settle();
