@@ -1,5 +1,5 @@
 //! Preemption to host memory: when it is chosen, what comes back, what must wait for the copies; one rule at a time.
-//! Random combinations with everything else are in `schedules.rs`.
+//! Random combinations with everything else are the simulator's (`crates/simulator`).
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod rig;
@@ -162,6 +162,39 @@ fn a_failed_step_leaves_nothing_to_rely_on() {
     };
     rig.engine.fail(step, RunError("no".into()), &mut rig.events);
     assert!(rig.engine.idle(), "it was alone in its step");
+}
+
+/// The KV that a cached block is copied for is not in a sequence's blocks before its first step (I2). A sequence that is preempted
+/// before that is not swapped.
+#[test]
+fn what_is_not_copied_yet_is_not_swapped() {
+    let limits = EngineConfig { token_budget: 4, chunk: 4, max_running: 4, ..config(40, RATES) };
+    let mut rig = Rig::new(limits, 20);
+    let shared = |tokens: Vec<u32>, max_tokens| {
+        let new = request(Start::Compute, tokens.len() as u32, max_tokens);
+        NewSequence { prefix: Some(Prefix::default()), tokens, ..new }
+    };
+    // Two full blocks and half of a third one stay in the cache.
+    rig.engine.submit(shared((100..110).collect(), 1)).unwrap();
+    while !rig.engine.idle() {
+        rig.step();
+    }
+    // One that decodes and takes blocks, and one whose prompt takes what is left of each step.
+    rig.submit(Start::Compute, 8, 20);
+    rig.steps(3);
+    rig.submit(Start::Compute, 40, 1);
+    rig.step();
+    let last = shared((100..110).chain(200..204).collect(), 6);
+    let alone = fake::answer(&layout(), VOCAB, &last.tokens, &last.params).unwrap();
+    let last = rig.engine.submit(last).unwrap();
+    while rig.engine.preemptions() == 0 {
+        assert!(rig.step().iter().all(|row| row.0 != last.0), "it has no row before it is preempted");
+    }
+    assert_eq!((rig.engine.prefix_hit_tokens(), rig.engine.swaps()), (10, 0));
+    while !rig.engine.idle() {
+        rig.step();
+    }
+    assert_eq!(rig.tokens_of(last), alone.iter().map(|token| token.id).collect::<Vec<_>>(), "I1");
 }
 
 /// KV that a failed step was to bring back may be missing from its blocks, so nobody finds it as a prefix (I2).
