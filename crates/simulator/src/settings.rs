@@ -1,8 +1,8 @@
 //! The sizes and settings of a run's engines.
 
 use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapRates};
-use baton_types::mix;
 use baton_types::testing::Random;
+use baton_types::{KvLayout, PoolGeometry, mix};
 
 /// Engine settings, as most runs have them.
 pub(crate) fn engine(random: &mut Random) -> EngineConfig {
@@ -50,4 +50,11 @@ pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
 /// Blocks of a pool that is short of room: enough for the longest request (20 tokens of prompt and 24 of answer), and a few more.
 pub(crate) fn few_blocks(block_size: u32, seed: u64) -> u32 {
     48u32.div_ceil(block_size) + (mix(seed ^ 3) % 4) as u32
+}
+
+/// Pools of `blocks` blocks in every layer group. With a seed, later groups have a few more in most runs.
+pub(crate) fn pools(layout: KvLayout, blocks: u32, seed: Option<u64>) -> PoolGeometry {
+    let more = seed.map_or(0, |seed| (mix(seed ^ 4) % 4) as u32);
+    let blocks = (0..layout.groups.len() as u32).map(|group| blocks + group * more).collect();
+    PoolGeometry { layout, blocks }
 }

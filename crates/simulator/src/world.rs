@@ -139,7 +139,7 @@ impl World {
         let plain = options.calm || options.faults.is_some();
         let pressed = !plain && mix(seed ^ 2).is_multiple_of(2);
         let blocks = if pressed { settings::few_blocks(block_size, seed) } else { blocks };
-        let geometry = PoolGeometry::uniform(layout, blocks);
+        let geometry = settings::pools(layout, blocks, (!plain).then_some(seed));
         let engine = settings::engine(&mut random);
         let engine = if plain { engine } else { settings::vary(engine, seed) };
         let pace = Pace { base: [20, 500, 5_000][random.below(3) as usize], token: random.below(200) };
