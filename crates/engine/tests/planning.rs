@@ -1,5 +1,5 @@
-//! What is refused, what runs in which order, who is preempted: one rule at a time. Random combinations of everything
-//! are in `schedules.rs`.
+//! What is refused, what runs in which order, who is preempted: one rule at a time. Random combinations are the
+//! simulator's (`crates/simulator`).
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod rig;
