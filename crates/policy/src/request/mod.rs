@@ -18,7 +18,7 @@
 mod machine;
 mod moves;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::time::Duration;
 

@@ -2,7 +2,7 @@
 
 mod properties;
 mod recovery;
-mod table;
+pub(crate) mod table;
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 

@@ -73,7 +73,7 @@ fn inputs() -> Vec<(&'static str, Input)> {
     ]
 }
 
-fn state(state: State) -> String {
+pub(crate) fn state(state: State) -> String {
     match state {
         State::Placing => "Placing".into(),
         State::BackingOff => "BackingOff".into(),

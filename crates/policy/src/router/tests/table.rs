@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use super::*;
-use crate::request::State;
+use crate::request::tests::table::state;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/router/tests/table.txt");
 
@@ -72,21 +72,6 @@ fn inputs() -> Vec<(&'static str, ChoiceInput)> {
         ("Stopping", ChoiceInput::Stopping),
         ("Wake now", ChoiceInput::Wake),
     ]
-}
-
-fn state(state: State) -> String {
-    match state {
-        State::Placing => "Placing".into(),
-        State::BackingOff => "BackingOff".into(),
-        State::Reserving { decode, prefill } => format!("Reserving {decode} {prefill}"),
-        State::PlacingPrefill { decode } => format!("PlacingPrefill {decode}"),
-        State::Prefilling { decode, prefill } => format!("Prefilling {decode} {prefill}"),
-        State::Transferring { decode, prefill } => format!("Transferring {decode} {prefill}"),
-        State::Decoding { decode, prefill: Some(prefill) } => format!("Decoding {decode} {prefill}"),
-        State::Decoding { decode, prefill: None } => format!("Decoding {decode} locally"),
-        State::Finished => "Finished".into(),
-        State::Failed => "Failed".into(),
-    }
 }
 
 fn effect(effect: &Effect) -> String {
