@@ -6,6 +6,7 @@ mod incoming;
 mod ledger;
 mod members;
 mod payload;
+mod reach;
 mod session;
 mod table;
 
@@ -13,5 +14,6 @@ pub use events::{FenceState, ReceiverEvent, ReceiverStats};
 pub use ledger::Ledger;
 pub use members::Members;
 pub use payload::{Payload, PayloadTarget};
+pub use reach::PeerReach;
 pub use session::Inbound;
 pub use table::SessionId;

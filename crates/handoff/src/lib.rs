@@ -36,7 +36,7 @@ pub use error::TransferError;
 pub use greeting::visitor;
 pub use host::Host;
 pub use inbound::{
-    FenceState, Inbound, Ledger, Members, Payload, PayloadTarget, ReceiverEvent, ReceiverStats, SessionId,
+    FenceState, Inbound, Ledger, Members, Payload, PayloadTarget, PeerReach, ReceiverEvent, ReceiverStats, SessionId,
 };
 pub use limits::{TransferLimits, TransportKind};
 pub use memory::PoolMemory;

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use baton_handoff::{Frame, FrameLimits, Inbound};
-use baton_handoff::{TransferError, TransportKind};
+use baton_handoff::{Frame, FrameLimits, Inbound, PeerReach, TransferError, TransportKind};
 use baton_types::{Epoch, WorkerId};
 
 use crate::arrival::Greeted;
@@ -146,11 +145,9 @@ impl World {
         let careless = self.broken(Sabotage::FreeOnLost);
         let ledger = &mut self.decodes[place].ledger;
         let Some(inbound) = &mut session.inbound else { return true };
-        let proof = !session.pool_given || session.dead || session.superseded || careless;
-        if proof {
-            inbound.severed(ledger, error);
-        }
-        proof || !inbound.holds_any(ledger)
+        let has_pool = session.pool_given && !careless;
+        let reach = PeerReach { has_pool, gone: session.dead, superseded: session.superseded };
+        inbound.let_go(reach, ledger, error)
     }
 
     /// Serves a session. Returns the session it joins, if it turns out to be a further connection of that one.

@@ -13,7 +13,7 @@ use crate::device::{DeviceQueue, Reach, while_doing};
 use crate::link::{Got, Link, MAX_QUEUED};
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
-use baton_handoff::{Access, Frame, Inbound, Ledger, PayloadTarget, Range, TransferError, TransportKind};
+use baton_handoff::{Access, Frame, Inbound, Ledger, PayloadTarget, PeerReach, Range, TransferError, TransportKind};
 
 /// Most bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;
@@ -308,21 +308,23 @@ impl Session {
             return;
         }
         drop((link, more, ucx));
-        if let Some(process) = process.filter(|_| pool_given) {
-            let over = || hub.stopped() || mail.superseded() || !hub.with(|ledger| inbound.holds_any(ledger));
-            while !over() {
-                match wait(&mail.wake, &[(process.as_fd(), Interest::Read)], None) {
-                    Ok(0) => {}
-                    Ok(_) => break,
-                    Err(error) => {
-                        // I3: these blocks are better lost to this process than reused while the peer may still write.
-                        tracing::error!(%error, %end, "cannot tell when the peer is gone; its blocks stay aside");
-                        return;
-                    }
+        let process = process.filter(|_| pool_given);
+        let mut reach = PeerReach { has_pool: process.is_some(), ..PeerReach::default() };
+        loop {
+            reach.superseded = mail.superseded();
+            if hub.with(|ledger| inbound.let_go(reach, ledger, &end)) || hub.stopped() {
+                return;
+            }
+            let Some(process) = &process else { return };
+            match wait(&mail.wake, &[(process.as_fd(), Interest::Read)], None) {
+                Ok(events) => reach.gone = events > 0,
+                Err(error) => {
+                    // I3: these blocks are better lost to this process than reused while the peer may still write.
+                    tracing::error!(%error, %end, "cannot tell when the peer is gone; its blocks stay aside");
+                    return;
                 }
             }
         }
-        hub.with(|ledger| inbound.severed(ledger, &end));
     }
 
     fn lost(&self, cause: impl ToString) -> TransferError {

@@ -15,6 +15,7 @@ use super::ReceiverEvent;
 use super::incoming::Incoming;
 use super::ledger::Ledger;
 use super::payload::Payload;
+use super::reach::PeerReach;
 use super::table::{Holder, SessionId};
 use crate::batch::Range;
 use crate::codec::Malformed;
@@ -225,6 +226,15 @@ impl Inbound {
             ledger.corrupted();
         }
         self.end_all(ledger, Input::Lost, error);
+    }
+
+    /// After [`Inbound::lost`]: frees what this session still holds once the peer provably cannot write any more (I3). True when nothing is
+    /// left; otherwise ask again when something changes.
+    pub fn let_go(&mut self, reach: PeerReach, ledger: &mut Ledger, error: &TransferError) -> bool {
+        if !reach.may_write() {
+            self.severed(ledger, error);
+        }
+        !reach.may_write() || !self.holds_any(ledger)
     }
 
     /// The peer provably cannot write any more.
