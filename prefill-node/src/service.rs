@@ -104,12 +104,8 @@ impl prefill_server::Prefill for PrefillNode {
         let new = self.node.new_sequence(sequence, Start::ComputeAndHold).await?;
         let handoff =
             self.sender.open(&request.target, Instant::now() + left).map_err(|e| baton_proto::status_of(&e))?;
-        if handoff.tokens() as usize != new.tokens.len() {
-            let text = format!("target is for {} tokens, the sequence has {}", handoff.tokens(), new.tokens.len());
-            return Err(Status::invalid_argument(text));
-        }
-        let layout = &self.node.geometry.layout;
-        check_target(layout, handoff.tokens(), handoff.first_blocks(), handoff.block_counts())
+        let (layout, sequence) = (&self.node.geometry.layout, new.tokens.len());
+        check_target(layout, handoff.tokens(), handoff.first_blocks(), handoff.block_counts(), sequence)
             .map_err(|e| baton_proto::status_of(&e))?;
         Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Run {
             new: Box::new(new),

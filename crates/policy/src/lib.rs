@@ -21,6 +21,6 @@ pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, P
 pub use prefixes::Prefixes;
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{
-    Ask, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, LegEnd, NewRequest, PROBE_EVERY,
+    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, LegEnd, NewRequest, PROBE_EVERY,
     PrefillWord, Probe, SECOND_WORD, Sequence, Taken, WorkerLease, WorkerState,
 };

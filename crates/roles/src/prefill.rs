@@ -309,8 +309,17 @@ impl RoleCore for Prefill {
 }
 
 /// Checks that a target can be written to. The decode worker makes it and the router passes it on, so it is not trusted
-/// (I8).
-pub fn check_target(layout: &KvLayout, tokens: u32, first: &[u32], counts: &[u32]) -> Result<(), TargetError> {
+/// (I8). `sequence` is the number of tokens that are to be computed.
+pub fn check_target(
+    layout: &KvLayout,
+    tokens: u32,
+    first: &[u32],
+    counts: &[u32],
+    sequence: usize,
+) -> Result<(), TargetError> {
+    if tokens as usize != sequence {
+        return Err(TargetError::Tokens { tokens, sequence });
+    }
     if counts.iter().all(|count| *count == 0) {
         return Err(TargetError::Empty);
     }
@@ -329,6 +338,14 @@ pub fn check_target(layout: &KvLayout, tokens: u32, first: &[u32], counts: &[u32
 /// Why a target cannot be written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TargetError {
+    /// It is for another sequence.
+    #[error("target is for {tokens} tokens, the sequence has {sequence}")]
+    Tokens {
+        /// Tokens of the target.
+        tokens: u32,
+        /// Tokens of the sequence.
+        sequence: usize,
+    },
     /// It asks for no block at all.
     #[error("target wants no block at all")]
     Empty,
@@ -381,7 +398,7 @@ mod tests {
             (&sinks, [0, 0], [7, 4]),
             (&sinks, [1, 1], [6, 3]),
         ] {
-            assert!(check_target(layout, 100, &first, &counts).is_ok(), "{first:?} {counts:?}");
+            assert!(check_target(layout, 100, &first, &counts, 100).is_ok(), "{first:?} {counts:?}");
         }
         for (layout, first, counts) in [
             (&full, [0, 0], [7, 6]),
@@ -391,7 +408,7 @@ mod tests {
             (&window, [0, 0], [7, 7]),
             (&sinks, [0, 0], [7, 3]),
         ] {
-            let refused = check_target(layout, 100, &first, &counts).unwrap_err();
+            let refused = check_target(layout, 100, &first, &counts, 100).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{first:?} {counts:?}");
         }
     }

@@ -9,6 +9,7 @@
 //!
 //! - `--calm` leaves out the faults.
 //! - `--short` leaves out the smaller run and its trace.
+#![allow(clippy::disallowed_methods)] // It runs seeds on all cores, and says how long that took.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use baton_policy::{DecodeWord, LegEnd, PrefillWord};
+use baton_policy::{Broken, DecodeWord, LegEnd, PrefillWord};
 use baton_types::{SamplingParams, WorkerId};
 
 use crate::Violation;
@@ -90,7 +90,7 @@ impl World {
         if connection.lives.is_none() {
             if !alive {
                 let made = connection.made;
-                self.events.plan(at, Event::Broken { link, made, silent: true });
+                self.events.plan(at, Event::Broken { link, made, broken: Broken::Refused });
                 return;
             }
             connection.lives = Some((router_life, life));
@@ -166,9 +166,8 @@ impl World {
         Ok(())
     }
 
-    /// Ends a connection. The router learns of it now, the worker a little later. `silent`: the router gives it up because nothing
-    /// comes, or because nobody listens.
-    pub(crate) fn break_link(&mut self, link: Link, made: u64, silent: bool) -> Result<(), Violation> {
+    /// Ends a connection. The router learns of it now, the worker a little later.
+    pub(crate) fn break_link(&mut self, link: Link, made: u64, broken: Broken) -> Result<(), Violation> {
         let Some(connection) = self.links.get_mut(&link).filter(|connection| connection.made == made) else {
             return Ok(());
         };
@@ -183,7 +182,7 @@ impl World {
         }
         if lives.is_none_or(|(router, _)| router == self.routers[link.0].life) {
             for call in calls {
-                let end = LegEnd::Lost { message: "simulated".into(), silent };
+                let end = LegEnd::Lost { message: "simulated".into(), broken };
                 self.router_heard(link, Down::Ended(call, end))?;
             }
         }
@@ -199,7 +198,7 @@ impl World {
         let broken: Vec<(Link, u64)> = self.links.iter().filter_map(of).collect();
         for (link, made) in broken {
             let at = self.now + self.random.within(1, 20_000);
-            self.events.plan(at, Event::Broken { link, made, silent: false });
+            self.events.plan(at, Event::Broken { link, made, broken: Broken::Closed });
         }
     }
 
@@ -231,7 +230,7 @@ impl World {
             (silent && hears && connection.lives.is_some()).then_some((*link, connection.made))
         };
         let broken: Vec<(Link, u64)> = self.links.iter().filter_map(silent).collect();
-        broken.into_iter().try_for_each(|(link, made)| self.break_link(link, made, true))
+        broken.into_iter().try_for_each(|(link, made)| self.break_link(link, made, Broken::TimedOut))
     }
 }
 

@@ -1,6 +1,7 @@
 //! A decode worker: the real role, engine and ledger. This file adds the streams to routers and the sessions.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
 use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
 use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
@@ -139,9 +140,14 @@ impl Decode {
     }
 }
 
+/// Longest time for which workers keep prompts in their caches.
+const MOST_KEPT: Duration = Duration::from_secs(1);
+
 /// A router's request as a new sequence for the engine.
 pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
     let nanos = ask.time_left.as_nanos() as u64;
+    // Some ask for their prompts to be kept.
+    let wanted = if ask.priority > 0 { 2 * MOST_KEPT } else { Duration::ZERO };
     Box::new(NewSequence {
         request_id: RequestId(ask.request.to_string()),
         tokens: ask.tokens.clone(),
@@ -149,18 +155,9 @@ pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
         params: ask.params.clone(),
         start,
         deadline: Some(Time(now.0 + nanos)),
-        prefix: Some(prefix(ask, now)),
+        prefix: Some(Prefix::kept_for(mix(ask.salt), wanted, MOST_KEPT, ask.priority, now)),
         priority: ask.priority,
     })
-}
-
-/// Requests with a positive priority ask for their prompts to stay cached for a second.
-fn prefix(ask: &Ask, now: Time) -> Prefix {
-    let seed = mix(ask.salt);
-    match ask.priority > 0 {
-        true => Prefix { seed, keep: 100, keep_until: Some(now.after_ms(1_000)) },
-        false => Prefix { seed, ..Prefix::default() },
-    }
 }
 
 /// A worker's error as the router receives it: its kind goes through a gRPC status code.

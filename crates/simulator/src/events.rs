@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use baton_membership::{FollowAction, Member, RenewalInput};
+use baton_policy::Broken;
 use baton_types::WorkerId;
 
 use crate::control::Link;
@@ -104,7 +105,7 @@ pub(crate) enum Event {
     Broken {
         link: Link,
         made: u64,
-        silent: bool,
+        broken: Broken,
     },
     /// A worker learns that a connection has ended.
     Hangup {

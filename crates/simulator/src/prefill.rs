@@ -264,7 +264,7 @@ impl World {
         let (life, handoff) = (prefill.life, id);
         let at = self.now + self.by_any_clock(ask.time_left.as_micros() as Micros + self.bound());
         self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff });
-        let checked = check_target(&layout, target.tokens, &target.first, &target.counts);
+        let checked = check_target(&layout, target.tokens, &target.first, &target.counts, ask.tokens.len());
         if let Err(error) = checked {
             self.abort_handoff(place, id, false);
             return refused(&error);

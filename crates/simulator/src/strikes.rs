@@ -1,5 +1,7 @@
 //! Faults of connections and processes, at random times. Faults of single frames are in the outbox.
 
+use baton_policy::Broken;
+
 use crate::Violation;
 use crate::events::{Event, Line, Place, Process};
 use crate::faults::Fault;
@@ -163,6 +165,6 @@ impl World {
         let (link, made) = links[self.random.below(links.len() as u64) as usize];
         self.faults.count(Fault::Break);
         self.note(|| format!("the connection of router {} to {} breaks", link.0, link.1));
-        self.break_link(link, made, false)
+        self.break_link(link, made, Broken::Closed)
     }
 }

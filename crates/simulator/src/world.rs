@@ -144,6 +144,7 @@ impl World {
         let engine = if plain { engine } else { settings::vary(engine, seed) };
         let pace = Pace { base: [20, 500, 5_000][random.below(3) as usize], token: random.below(200) };
         // Only differences of instants matter, so the run does not depend on when it is played.
+        #[allow(clippy::disallowed_methods)]
         let base = Instant::now();
         let mut world = World {
             overlaps: random.chance(500),
@@ -329,7 +330,7 @@ impl World {
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
             Event::Up { link, made } => return self.up(link, made),
             Event::Down { link, made } => return self.down(link, made),
-            Event::Broken { link, made, silent } => return self.break_link(link, made, silent),
+            Event::Broken { link, made, broken } => return self.break_link(link, made, broken),
             Event::Hangup { process, link, made, .. } => self.hangup(process, link, made),
             Event::KeepAlive => {
                 self.events.plan(self.now + LOOK, Event::KeepAlive);

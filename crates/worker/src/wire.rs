@@ -55,22 +55,12 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
         return Err(Status::new(Code::InvalidArgument, text));
     }
     let deadline = (sequence.deadline_ms > 0).then(|| now.after_ms(sequence.deadline_ms));
-    let prefix = Some(prefix(&sequence, &fit, now));
+    let seed = prefix_seed(fit.layout, &sequence.cache_salt);
+    let wanted = Duration::from_secs(sequence.cache_keep_seconds.into());
+    let prefix = Some(Prefix::kept_for(seed, wanted, fit.max_keep, sequence.priority, now));
     let v1::Sequence { request_id, tokens, prompt_tokens, priority, .. } = sequence;
     let request_id = RequestId(request_id);
     Ok(NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority })
-}
-
-/// The sequence's place in the prefix cache. Among requests that ask to be kept, a request with a lower `priority` is kept longer.
-fn prefix(sequence: &v1::Sequence, fit: &Fit, now: Time) -> Prefix {
-    let seed = prefix_seed(fit.layout, &sequence.cache_salt);
-    // I5: for no longer than the worker allows, whatever the request asks for.
-    let wanted = Duration::from_secs(sequence.cache_keep_seconds.into()).min(fit.max_keep).as_millis() as u64;
-    if wanted == 0 {
-        return Prefix { seed, ..Prefix::default() };
-    }
-    let rank = i32::from(i8::MAX) + 1 - sequence.priority.clamp(i8::MIN.into(), i8::MAX.into());
-    Prefix { seed, keep: u8::try_from(rank).unwrap_or(u8::MAX), keep_until: Some(now.after_ms(wanted)) }
 }
 
 /// The seed that separates the prefixes of tenants (by salt) and of models (the layout's fingerprint includes the model's). The hash

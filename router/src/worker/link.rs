@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use baton_cluster::Member;
-use baton_policy::{LegEnd, Probe, WorkerLease};
+use baton_policy::{Broken, LegEnd, Probe, WorkerLease};
 use baton_proto::v1::StatusRequest;
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_types::ErrorKind;
@@ -101,7 +101,7 @@ fn answered(status: &Status) -> bool {
 
 fn leg_end(status: &Status) -> LegEnd {
     match status.source() {
-        Some(source) => LegEnd::Lost { message: deepest(source).to_string(), silent: hangs_or_is_gone(source) },
+        Some(source) => LegEnd::Lost { message: deepest(source).to_string(), broken: broken(source) },
         None if baton_proto::says_draining(status) => LegEnd::Draining { message: status.message().to_owned() },
         None => LegEnd::Answered {
             kind: ErrorKind::from_grpc_code(status.code().into()),
@@ -110,15 +110,14 @@ fn leg_end(status: &Status) -> LegEnd {
     }
 }
 
-/// True in two cases:
-/// - The connection was given up because nothing came over it: no answer to a ping, or to a connect.
-/// - Nobody listens at its address. A later listener there is another process, and so another worker.
-fn hangs_or_is_gone(error: &(dyn Error + 'static)) -> bool {
+fn broken(error: &(dyn Error + 'static)) -> Broken {
     use std::io::ErrorKind::{ConnectionRefused, TimedOut};
-    std::iter::successors(Some(error), |e| (*e).source()).any(|e| {
-        let connect = e.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-        matches!(connect, Some(TimedOut | ConnectionRefused)) || e.downcast_ref().is_some_and(hyper::Error::is_timeout)
-    })
+    let how = |e: &(dyn Error + 'static)| match e.downcast_ref::<std::io::Error>().map(std::io::Error::kind) {
+        Some(TimedOut) => Some(Broken::TimedOut),
+        Some(ConnectionRefused) => Some(Broken::Refused),
+        _ => e.downcast_ref().is_some_and(hyper::Error::is_timeout).then_some(Broken::TimedOut),
+    };
+    std::iter::successors(Some(error), |e| (*e).source()).find_map(how).unwrap_or(Broken::Closed)
 }
 
 fn deepest(error: &dyn Error) -> &dyn Error {

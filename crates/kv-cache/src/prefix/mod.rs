@@ -17,6 +17,8 @@ mod check;
 mod eviction;
 mod index;
 
+use std::time::Duration;
+
 use baton_types::{Time, hash_bytes};
 
 pub use eviction::Eviction;
@@ -50,6 +52,19 @@ pub struct Prefix {
     pub keep: u8,
     /// When `keep` ends. `None`: never.
     pub keep_until: Option<Time>,
+}
+
+impl Prefix {
+    /// The prefix of a request that asks for its blocks to be kept for `wanted`, of which it gets at most `most` (I5). Among the requests that
+    /// ask, those with a lower `priority` number, which are more urgent, are kept longer.
+    pub fn kept_for(seed: u64, wanted: Duration, most: Duration, priority: i32, now: Time) -> Prefix {
+        let millis = wanted.min(most).as_millis() as u64;
+        if millis == 0 {
+            return Prefix { seed, ..Prefix::default() };
+        }
+        let rank = i32::from(i8::MAX) + 1 - priority.clamp(i8::MIN.into(), i8::MAX.into());
+        Prefix { seed, keep: u8::try_from(rank).unwrap_or(u8::MAX), keep_until: Some(now.after_ms(millis)) }
+    }
 }
 
 /// The name of a prefix: `chain_hash(chain_hash(seed, block 0), block 1)` and so on, over full blocks of token ids.

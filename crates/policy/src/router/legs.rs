@@ -63,8 +63,8 @@ pub enum LegEnd {
     Lost {
         /// Why the connection failed.
         message: String,
-        /// The worker hangs or is gone: nothing came over the connection, or nobody listens at its other end.
-        silent: bool,
+        /// How it failed.
+        broken: Broken,
     },
     /// The worker sent something that this version does not understand.
     Unclear {
@@ -76,6 +76,24 @@ pub enum LegEnd {
         /// The worker that left.
         worker: WorkerId,
     },
+}
+
+/// How a connection to a worker failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Broken {
+    /// It was given up because nothing came: no answer to a ping, or to a connect.
+    TimedOut,
+    /// Nobody listens at its address. A later listener there is another process, and so another worker.
+    Refused,
+    /// Any other way: the other end closed it, or the network did.
+    Closed,
+}
+
+impl Broken {
+    /// The worker hangs or is gone, so there is no use in asking it again.
+    fn is_silent(self) -> bool {
+        matches!(self, Broken::TimedOut | Broken::Refused)
+    }
 }
 
 impl DecodeWord {
@@ -108,9 +126,9 @@ impl LegEnd {
             }
             LegEnd::Answered { kind, message } => Failure::new(kind, format!("the {role} worker answered: {message}")),
             LegEnd::Draining { message } => Failure::leaving(format!("the {role} worker answered: {message}")),
-            LegEnd::Lost { message, silent } => {
+            LegEnd::Lost { message, broken } => {
                 let lost = format!("the {role} worker is lost: {message}");
-                if silent { Failure::silent(lost) } else { unavailable(lost) }
+                if broken.is_silent() { Failure::silent(lost) } else { unavailable(lost) }
             }
             LegEnd::Unclear { message } => Failure::new(ErrorKind::Internal, message),
             LegEnd::Left { worker } => Failure::leaving(format!("worker {worker} has left")),

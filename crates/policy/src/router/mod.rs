@@ -22,4 +22,4 @@ mod tests;
 pub use capacity::Capacity;
 pub use choice::{Choice, ChoiceInput, Effect, NewRequest, SECOND_WORD, Sequence, Taken};
 pub use fleet::{Ask, Changes, Fleet, PROBE_EVERY, Probe, WorkerLease, WorkerState};
-pub use legs::{DecodeWord, LegEnd, PrefillWord};
+pub use legs::{Broken, DecodeWord, LegEnd, PrefillWord};

@@ -60,7 +60,8 @@ fn answered(kind: ErrorKind) -> LegEnd {
 }
 
 fn lost(silent: bool) -> LegEnd {
-    LegEnd::Lost { message: "broken pipe".into(), silent }
+    let broken = if silent { Broken::TimedOut } else { Broken::Closed };
+    LegEnd::Lost { message: "broken pipe".into(), broken }
 }
 
 /// A choice with a clock that only tests move.
