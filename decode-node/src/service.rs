@@ -67,7 +67,7 @@ impl decode_server::Decode for DecodeNode {
     async fn generate(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let request = request.into_inner();
         let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
-        let start = if request.local_prefill { Start::Compute } else { Start::Receive };
+        let start = if request.compute_here { Start::Compute } else { Start::Receive };
         let new = Box::new(self.node.new_sequence(sequence, start).await?);
         Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Generate { new, stream, accepted })
             .await

@@ -261,7 +261,7 @@ fn request(input: &[u8]) -> u64 {
         }
         _ => {
             let request = v1::DecodeRequest::decode(bytes).map_err(|_| "no message");
-            signature(&request.map(|request| (request.local_prefill, sampled(request.sequence))))
+            signature(&request.map(|request| (request.compute_here, sampled(request.sequence))))
         }
     }
 }
@@ -297,7 +297,7 @@ fn request_seeds() -> Vec<Vec<u8>> {
     };
     let target = target([2, 1]).encode();
     let out: v1::Token = TokenOut { index: 3, id: 9, logprob: Some(-1.5), ..TokenOut::default() }.into();
-    let decode = v1::DecodeRequest { sequence: Some(sequence.clone()), local_prefill: false };
+    let decode = v1::DecodeRequest { sequence: Some(sequence.clone()), compute_here: false };
     let prefill = v1::PrefillRequest { sequence: Some(sequence), target };
     let first = v1::FirstToken { token: Some(out.clone()), finish: Some(1), cached_tokens: 4 };
     let first = v1::PrefillEvent { event: Some(v1::prefill_event::Event::FirstToken(first)) };

@@ -94,7 +94,7 @@ impl Driver {
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
                 let sequence = Some(self.sequence(sequence));
-                let request = v1::DecodeRequest { sequence, local_prefill: local };
+                let request = v1::DecodeRequest { sequence, compute_here: local };
                 self.decode = Some(open_decode(self.workers.link(worker), request));
             }
             Effect::OpenPrefill { worker, target, sequence } => {

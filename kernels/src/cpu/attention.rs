@@ -16,7 +16,7 @@ use half::{bf16, f16};
 use super::codes::Codes;
 use super::fold::{Query, SLOTS, Slots, Softmax, TOGETHER, fold, scale_row};
 use super::isa::{Isa, dispatch};
-use super::kv_row::{Fp8, Int4, KvType, MAX_PARAMETERS, Planes, Q8, Row};
+use super::kv_row::{Fp8, Int4, KvRow, MAX_PARAMETERS, Planes, Q8, Row};
 use super::simd::LANES;
 use super::together::{Tables, Tile};
 use crate::backend::{MAX_HEADS_PER_KV_HEAD, TILE_ROWS};
@@ -107,7 +107,7 @@ type Parameters = [f32; MAX_PARAMETERS * SLOTS];
 
 /// Widens the parameters of 16 rows, which lie one behind the other.
 #[inline(always)]
-unsafe fn widen<S: Codes, T: KvType>(row: Row, each: usize, out: *mut f32) {
+unsafe fn widen<S: Codes, T: KvRow>(row: Row, each: usize, out: *mut f32) {
     for i in (0..each * SLOTS).step_by(LANES) {
         // SAFETY: 16 rows of one block have `each` parameters each, a multiple of 8 in all; `out` has room for them.
         unsafe { S::store(out.add(i), S::mul(S::load_f16(row.parameters.add(i)), S::splat(T::UNIT))) }
@@ -116,19 +116,13 @@ unsafe fn widen<S: Codes, T: KvType>(row: Row, each: usize, out: *mut f32) {
 
 /// Elements `d..d + 8` of the row `slot` slots behind `first`, with the parameters of `first` and the 15 rows behind it.
 #[inline(always)]
-unsafe fn load<S: Codes, T: KvType>(
-    planes: &Planes,
-    first: Row,
-    slot: usize,
-    parameters: *const f32,
-    d: usize,
-) -> S::F {
+unsafe fn load<S: Codes, T: KvRow>(planes: &Planes, first: Row, slot: usize, parameters: *const f32, d: usize) -> S::F {
     // SAFETY: the slot is one of the 16, all in one block.
     unsafe { T::load::<S>(planes.elements(first, slot), parameters.add(slot * planes.parameters), d) }
 }
 
 #[inline(always)]
-unsafe fn load_slots<S: Codes, T: KvType>(task: &Task<'_>, block: BlockId, position: usize, slots: &Widened) {
+unsafe fn load_slots<S: Codes, T: KvRow>(task: &Task<'_>, block: BlockId, position: usize, slots: &Widened) {
     let (planes, dim) = (&task.planes, task.planes.head_dim);
     let (table, position) = (&[block], position % task.tables.sight.block_size);
     let mut memory = std::mem::MaybeUninit::<Parameters>::uninit();
@@ -197,7 +191,7 @@ unsafe fn take<S: Codes>(
 }
 
 #[inline(always)]
-unsafe fn attend_kernel<S: Codes, T: KvType>(_: S, task: &Task<'_>) {
+unsafe fn attend_kernel<S: Codes, T: KvRow>(_: S, task: &Task<'_>) {
     let (dim, width) = (task.planes.head_dim, task.group * task.planes.head_dim);
     let mut memory = std::mem::MaybeUninit::<Memory>::uninit();
     let k = memory.as_mut_ptr().cast::<f32>();

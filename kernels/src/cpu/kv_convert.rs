@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use super::attention::MAX_DIM;
 use super::codes::Codes;
 use super::isa::{Isa, dispatch};
-use super::kv_row::{Fp8, Int4, KvType, MAX_PARAMETERS, Q8, Row};
+use super::kv_row::{Fp8, Int4, KvRow, MAX_PARAMETERS, Q8, Row};
 use super::simd::LANES;
 
 /// Shape of a head's slice of a plane: `block_size` rows of `head_dim` elements, and behind them their parameters.
@@ -66,7 +66,7 @@ pub fn convert_kv(slice: KvSlice, from: KvDtype, to: KvDtype, source: &[u8], tar
 }
 
 #[inline(always)]
-unsafe fn read_kernel<S: Codes, T: KvType>(_: S, row: Row, parameters: usize, dim: usize, out: *mut f32) {
+unsafe fn read_kernel<S: Codes, T: KvRow>(_: S, row: Row, parameters: usize, dim: usize, out: *mut f32) {
     let mut widened = [0.0f32; MAX_PARAMETERS];
     // SAFETY: the row is readable, `out` has room for it.
     unsafe {
@@ -80,7 +80,7 @@ unsafe fn read_kernel<S: Codes, T: KvType>(_: S, row: Row, parameters: usize, di
 }
 
 #[inline(always)]
-unsafe fn write_kernel<S: Codes, T: KvType>(_: S, row: Row, x: *const f32, dim: usize) {
+unsafe fn write_kernel<S: Codes, T: KvRow>(_: S, row: Row, x: *const f32, dim: usize) {
     // SAFETY: the row is writable and `x` has its elements.
     unsafe { T::store::<S>(row, x, dim) }
 }

@@ -90,9 +90,9 @@ impl Planes {
     }
 }
 
-/// A KV type.
-pub trait KvType: Copy {
-    /// What a widened parameter is multiplied by before [`KvType::load`] gets it.
+/// How rows of one KV type are read and written.
+pub trait KvRow: Copy {
+    /// What a widened parameter is multiplied by before [`KvRow::load`] gets it.
     const UNIT: f32 = 1.0;
 
     /// Elements `d..d + 8` of a row.
@@ -108,7 +108,7 @@ pub trait KvType: Copy {
     unsafe fn store<S: Codes>(row: Row, x: *const f32, dim: usize);
 }
 
-impl<E: Element> KvType for E {
+impl<E: Element> KvRow for E {
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, _: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise; loads need no alignment.
@@ -179,7 +179,7 @@ unsafe fn clamp<S: Codes>(x: S::F, low: f32, high: f32) -> S::F {
     unsafe { S::max(S::min(x, S::splat(high)), S::splat(low)) }
 }
 
-impl KvType for Q8 {
+impl KvRow for Q8 {
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise.
@@ -200,7 +200,7 @@ impl KvType for Q8 {
     }
 }
 
-impl KvType for Fp8 {
+impl KvRow for Fp8 {
     const UNIT: f32 = E4M3_UNIT;
 
     #[inline(always)]
@@ -226,7 +226,7 @@ impl KvType for Fp8 {
     }
 }
 
-impl KvType for Int4 {
+impl KvRow for Int4 {
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise.

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use super::attention::MAX_DIM;
 use super::codes::Codes;
 use super::isa::{Isa, dispatch};
-use super::kv_row::{Fp8, Int4, KvType, Planes, Q8};
+use super::kv_row::{Fp8, Int4, KvRow, Planes, Q8};
 
 /// K and V of one token and their rotation.
 #[derive(Clone, Copy)]
@@ -54,7 +54,7 @@ unsafe fn rotate(x: *const f32, out: *mut f32, cos: *const f32, sin: *const f32,
 }
 
 #[inline(always)]
-unsafe fn store_kernel<S: Codes, T: KvType>(_: S, task: &StoreTask<'_>) {
+unsafe fn store_kernel<S: Codes, T: KvRow>(_: S, task: &StoreTask<'_>) {
     let dim = task.planes.head_dim;
     let mut rotated = [0.0f32; MAX_DIM];
     // SAFETY: the rows are this token's; its slot is written by this task alone.

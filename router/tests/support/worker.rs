@@ -269,7 +269,7 @@ impl v1::decode_server::Decode for Service {
         }
         let (out, events) = mpsc::channel(1);
         let run = DecodeRun { shared: Arc::clone(&self.0), sequence, plan, out };
-        tokio::spawn(run.go(request.local_prefill));
+        tokio::spawn(run.go(request.compute_here));
         Ok(Response::new(Box::pin(ReceiverStream::new(events))))
     }
 }
