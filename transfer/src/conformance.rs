@@ -42,7 +42,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use baton_handoff::WriteBatch;
-use baton_types::testing::Random;
+use baton_types::testing::{Random, left_out};
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub use children::child;
@@ -175,7 +175,7 @@ fn ucx_directory() -> &'static Result<PathBuf, String> {
 /// Whether UCX is here; prints a note if not.
 pub(crate) fn ucx_is_here() -> bool {
     if let Err(reason) = ucx_directory() {
-        println!("skipped, no UCX here: {reason}");
+        left_out(format_args!("no UCX: {reason}"));
     }
     ucx_directory().is_ok()
 }

@@ -1,5 +1,6 @@
-//! Randomness for tests, the simulator and the fuzzers: one generator, and one way to choose its seed.
+//! For tests, the simulator and the fuzzers: one random generator, one way to choose its seed, and one way to leave a test out.
 
+use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::mix;
@@ -89,6 +90,17 @@ fn each(seeds: impl IntoIterator<Item = u64>, mut test: impl FnMut(u64)) {
             resume_unwind(panic);
         }
     }
+}
+
+/// Says that the calling test is left out, and why. Fails it where `BATON_REQUIRE_ALL` is set, as `.ci/run` sets it, so that a green run
+/// there has left nothing out.
+///
+/// # Panics
+/// When `BATON_REQUIRE_ALL` is set and not empty.
+pub fn left_out(why: impl Display) {
+    let all = std::env::var_os("BATON_REQUIRE_ALL").is_some_and(|value| !value.is_empty());
+    assert!(!all, "BATON_REQUIRE_ALL is set, and this test cannot run here: {why}");
+    println!("skipped: {why}");
 }
 
 #[cfg(test)]
