@@ -129,6 +129,9 @@ impl World {
                     return Err(self.violation("reported once", format!("{epoch} fails after its end: {error}")));
                 }
                 self.note(|| format!("decode {place}: {epoch} fails: {error}"));
+                if matches!(error, TransferError::Expired { .. }) {
+                    self.milestone("lease-expired", Process::Decode(place));
+                }
                 *self.summary.handoffs_failed.entry(error.cause()).or_default() += 1;
                 let changed =
                     matches!(error.cause(), "corruption" | "incomplete" | "protocol" | "refused" | "peer_lost");

@@ -183,6 +183,7 @@ impl World {
         }
         let now = self.clock_now(Process::Registry);
         if !self.registry.store.expire(now).is_empty() {
+            self.milestone("member-expired", Process::Registry);
             self.publish();
             self.plan_expiry();
         }

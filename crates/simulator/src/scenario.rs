@@ -13,10 +13,12 @@
 //! after verified kill it         # the worker at which it happened
 //! at 900ms partition prefill 0 decode 1 2s
 //! expect finished 1
+//! expect some verified
 //! ```
 //!
-//! - Events: `lent`, `verified` and `token` at a decode worker, `first-token` at a prefill worker. A number after the event picks a
-//!   later occurrence: `after token 3`.
+//! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
+//!   `member-expired` at the registry. A number after the event picks a later occurrence: `after token 3`.
+//! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
 //! - Actions: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`.
 //! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
 
@@ -28,7 +30,7 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 4] = ["lent", "verified", "first-token", "token"];
+const MILESTONES: [&str; 6] = ["lent", "verified", "lease-expired", "first-token", "token", "member-expired"];
 
 /// The process that a rule acts on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,6 +69,7 @@ pub struct Scenario {
     options: Options,
     finished: Option<u64>,
     failed: Option<u64>,
+    some: Vec<&'static str>,
 }
 
 /// A line that cannot be read.
@@ -96,6 +99,10 @@ impl Scenario {
                 return Err(Violation { invariant: "expectation", at_micros: summary.micros, what, trace: Vec::new() });
             }
         }
+        if let Some(name) = self.some.iter().find(|name| !summary.milestones.contains_key(*name)) {
+            let what = format!("{name} did not happen");
+            return Err(Violation { invariant: "expectation", at_micros: summary.micros, what, trace: Vec::new() });
+        }
         Ok(summary)
     }
 }
@@ -105,7 +112,7 @@ impl FromStr for Scenario {
 
     fn from_str(text: &str) -> Result<Scenario, ScenarioError> {
         let options = Options { faults: Some(Faults::none()), rules: Vec::new(), trace: true, ..Options::default() };
-        let mut scenario = Scenario { seed: 0, options, finished: None, failed: None };
+        let mut scenario = Scenario { seed: 0, options, finished: None, failed: None, some: Vec::new() };
         for (at, line) in text.lines().enumerate() {
             let said = line.split('#').next().unwrap_or_default();
             let mut words = said.split_whitespace();
@@ -136,9 +143,7 @@ impl Scenario {
                 self.options.rules.push(Rule { when, deed: deed(words)? });
             }
             "after" => {
-                let word = words.next().unwrap_or_default();
-                let milestone = MILESTONES.into_iter().find(|known| *known == word);
-                let milestone = milestone.ok_or_else(|| format!("{word:?} is none of {}", MILESTONES.join(", ")))?;
+                let milestone = milestone(words)?;
                 let times = words.clone().next().and_then(|word| word.parse().ok());
                 if times.is_some() {
                     words.next();
@@ -149,12 +154,19 @@ impl Scenario {
             "expect" => match words.next().unwrap_or_default() {
                 "finished" => self.finished = Some(number(words)?),
                 "failed" => self.failed = Some(number(words)?),
-                other => return Err(format!("{other:?} is neither finished nor failed")),
+                "some" => self.some.push(milestone(words)?),
+                other => return Err(format!("{other:?} is none of finished, failed, some")),
             },
             other => return Err(format!("{other:?} is no word of a scenario")),
         }
         Ok(())
     }
+}
+
+fn milestone(words: &mut SplitWhitespace<'_>) -> Result<&'static str, String> {
+    let word = words.next().unwrap_or_default();
+    let known = MILESTONES.into_iter().find(|known| *known == word);
+    known.ok_or_else(|| format!("{word:?} is none of {}", MILESTONES.join(", ")))
 }
 
 fn number(words: &mut SplitWhitespace<'_>) -> Result<u64, String> {
@@ -209,9 +221,6 @@ impl World {
 
     /// Counts an event, and plans the rules that wait for it.
     pub(crate) fn milestone(&mut self, name: &'static str, it: Process) {
-        if self.options.rules.is_empty() {
-            return;
-        }
         let passed = self.passed.entry(name).or_default();
         *passed += 1;
         let (now, passed) = (self.now, *passed);

@@ -37,6 +37,8 @@ pub struct Summary {
     pub engines: BTreeMap<&'static str, u64>,
     /// Faults that struck.
     pub faults: BTreeMap<Fault, u64>,
+    /// How often each event happened that a scenario may wait for.
+    pub milestones: BTreeMap<&'static str, u64>,
     /// Rules of a scenario that struck.
     pub rules: u64,
     /// Events that were played.
@@ -70,6 +72,7 @@ impl Summary {
         add(&mut self.looked, &other.looked);
         add(&mut self.engines, &other.engines);
         add(&mut self.faults, &other.faults);
+        add(&mut self.milestones, &other.milestones);
     }
 }
 

@@ -306,6 +306,7 @@ impl World {
         }
         self.count_engines();
         self.summary.faults = self.faults.counts.clone();
+        self.summary.milestones = std::mem::take(&mut self.passed);
         self.summary.micros = self.now;
         Ok(self.summary)
     }
