@@ -27,6 +27,11 @@ simulate seeds="10000":
 mutants *words:
     crates/simulator/mutants {{ words }}
 
+# What CI leaves out, before a release: 10,000 simulated clusters, every rule broken, a real cluster under load and under memory pressure
+soak seconds="600": simulate mutants
+    cargo run --release -p baton-tests --example soak -- --seconds {{ seconds }}
+    cargo run --release -p baton-tests --example soak -- --pressure 40 --clients 16 --seconds {{ seconds }} --prompt 40 --answer 300
+
 # Every fuzz target for so many seconds
 fuzz seconds="600":
     cargo run --profile fuzz -p baton-fuzz -- all {{ seconds }}
