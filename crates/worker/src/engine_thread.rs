@@ -152,6 +152,8 @@ impl<S: Shell> Thread<S> {
         // After a stall the loop ends too: the streams were already told, so nobody would hear of further steps.
         while !self.publish.is_closed() && self.stall.get().is_none() && !self.ended {
             self.take_messages();
+            // Before the step, which may take long: a worker that has taken a request must not look idle meanwhile.
+            report(&self.core, &self.publish);
             self.feed(Input::Turn);
             report(&self.core, &self.publish);
         }
@@ -288,8 +290,10 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_failed_step_ends_its_sequences_and_one_that_cannot_be_followed_the_thread() {
+    type Handle = EngineHandle<decode::Command>;
+
+    /// A decode worker's engine thread over this runner, and the effects of its role.
+    fn started(runner: impl ModelRunner + 'static) -> (Handle, Receiver<decode::Effect>) {
         let limits = EngineConfig {
             token_budget: 16,
             chunk: 16,
@@ -306,30 +310,67 @@ mod tests {
         let geometry = PoolGeometry::uniform(tiny_layout(4), 30);
         let engine = Engine::new(limits, &geometry).unwrap();
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), false);
-        let (tell, failed) = channel();
+        let (tell, effects) = channel();
         let clock = Clock::start();
-        let handle = start("engine", core, Box::new(Failing(2)), clock, IDLE_TICK, |_| Ok(Telling(tell))).unwrap();
+        let handle = start("engine", core, Box::new(runner), clock, IDLE_TICK, |_| Ok(Telling(tell))).unwrap();
+        (handle, effects)
+    }
+
+    fn generate(handle: &Handle, name: &str) {
+        let new = NewSequence {
+            request_id: RequestId(name.to_owned()),
+            tokens: vec![1, 2, 3],
+            prompt_tokens: 3,
+            params: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
+            start: Start::Compute,
+            deadline: None,
+            prefix: None,
+            priority: 0,
+        };
+        handle.send(decode::Command::Generate { ticket: Ticket(7), new: Box::new(new) }).unwrap();
+    }
+
+    #[test]
+    fn a_failed_step_ends_its_sequences_and_one_that_cannot_be_followed_the_thread() {
+        let (handle, effects) = started(Failing(2));
         for name in ["first", "second"] {
-            let new = NewSequence {
-                request_id: RequestId(name.to_owned()),
-                tokens: vec![1, 2, 3],
-                prompt_tokens: 3,
-                params: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
-                start: Start::Compute,
-                deadline: None,
-                prefix: None,
-                priority: 0,
-            };
-            handle.send(decode::Command::Generate { ticket: Ticket(7), new: Box::new(new) }).unwrap();
-            assert!(matches!(failed.recv().unwrap(), decode::Effect::Accepted { outcome: Ok(_), .. }));
-            let told = failed.recv().unwrap();
+            generate(&handle, name);
+            assert!(matches!(effects.recv().unwrap(), decode::Effect::Accepted { outcome: Ok(_), .. }));
+            let told = effects.recv().unwrap();
             let decode::Effect::Say(_, decode::Answer::Failed(kind, _)) = &told else { panic!("{name}: {told:?}") };
             assert_eq!(*kind, ErrorKind::Internal, "whoever asked is told");
         }
-        assert!(failed.recv().is_err(), "the role is gone, though the handle is there");
+        assert!(effects.recv().is_err(), "the role is gone, though the handle is there");
         // The snapshot channel closes, so this loop ends.
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut snapshot = handle.snapshot();
         runtime.block_on(async { while snapshot.changed().await.is_ok() {} });
+    }
+
+    /// Looks at the worker's snapshot while a step is launched, and fails the step.
+    struct Looking {
+        snapshot: Receiver<watch::Receiver<Snapshot>>,
+        seen: Sender<bool>,
+    }
+
+    impl ModelRunner for Looking {
+        fn launch(&mut self, _: &Batch<'_>, _: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+            let snapshot = self.snapshot.recv().unwrap();
+            self.seen.send(snapshot.borrow().idle).unwrap();
+            Err(RunError("seen".to_owned()))
+        }
+
+        fn collect(&mut self, _: &Batch<'_>, _: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_worker_does_not_look_idle_while_it_computes_its_first_step() {
+        let ((give, snapshot), (seen, idle)) = (channel(), channel());
+        let (handle, _effects) = started(Looking { snapshot, seen });
+        generate(&handle, "first");
+        give.send(handle.snapshot()).unwrap();
+        assert!(!idle.recv().unwrap());
     }
 }
