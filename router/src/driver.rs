@@ -3,7 +3,6 @@
 //! The [`Choice`] (in `baton-policy`) makes the decisions. This file owns the streams, the client's sink and the real clock.
 //! It also fixes the order in which simultaneous events are reported.
 
-use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::Arc;
 
@@ -55,12 +54,9 @@ impl Driver {
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
     pub async fn run(mut self) {
-        let mut effects = Vec::new();
-        let mut choice = Choice::start(self.new_request(), now(), &mut effects);
-        let mut todo = VecDeque::from(effects);
-        let mut said = Vec::new();
+        let mut choice = Choice::start(self.new_request(), now());
         loop {
-            let input = match todo.pop_front() {
+            let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
@@ -71,8 +67,7 @@ impl Driver {
                 },
                 None => self.happens(choice.next_wake()).await,
             };
-            choice.step(input, now(), &mut said);
-            todo.extend(said.drain(..));
+            choice.feed(input, now());
         }
     }
 

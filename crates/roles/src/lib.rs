@@ -1,4 +1,4 @@
-//! What a prefill and a decode worker do, as pure state machines: `step(input, now)` appends effects.
+//! What a prefill and a decode worker do, as pure state machines: the shell feeds inputs and carries out effects.
 //!
 //! A core stands between the engine and a worker's shell, which has the model, the transfer engine and the requests'
 //! streams. [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], each with its own [`RoleCore`]. The
@@ -7,11 +7,12 @@
 //!
 //! The shell's part of the contract:
 //!
-//! - It carries out effects in order. Some effects have an answer ([`decode::Effect::Lend`],
-//!   [`decode::Effect::Fence`]): it is given as a command before the next effect is carried out.
+//! - It feeds one input ([`WorkerCore::feed`]), then takes and carries out effects ([`WorkerCore::next_effect`]) until none is
+//!   left. Then it feeds the commands that have come, and after them [`Input::Turn`].
+//! - Some effects have an answer ([`decode::Effect::Lend`], [`decode::Effect::Fence`]). It feeds the answer before it takes the
+//!   next effect. What follows from the answer is carried out first, then the rest.
 //! - It answers [`Effect::Launch`] and [`Effect::Collect`] with [`Input::Launched`] and [`Input::Collected`]. Other
 //!   inputs wait until then.
-//! - When no effect is left to carry out, it passes on the commands that have come, then [`Input::Turn`].
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
@@ -24,6 +25,7 @@ mod rate;
 mod submit;
 #[cfg(test)]
 mod tests;
+mod todo;
 mod worker;
 
 pub use decode::Decode;

@@ -15,6 +15,7 @@ use baton_types::{KvLayout, SeqId, TokenOut};
 use crate::launch::{Outgoing, StepLaunch};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
+use crate::todo::Todo;
 
 /// Longest time between two turns of a worker with nothing to compute: deadlines pass meanwhile.
 pub const IDLE_TICK: Duration = Duration::from_millis(50);
@@ -44,7 +45,7 @@ pub enum Input<C> {
     Command(C),
     /// From now on it takes no new requests.
     Drain,
-    /// No effect is left to carry out: the worker may begin the next step.
+    /// The worker may begin the next step.
     Turn,
     /// Answer to [`Effect::Launch`].
     Launched {
@@ -140,6 +141,7 @@ pub struct WorkerCore<R: RoleCore> {
     waits: bool,
     events: Vec<Event>,
     role_effects: Vec<R::Effect>,
+    todo: Todo<Effect<R::Effect>>,
 }
 
 impl<R: RoleCore> WorkerCore<R> {
@@ -158,11 +160,25 @@ impl<R: RoleCore> WorkerCore<R> {
             waits: false,
             events: Vec::new(),
             role_effects: Vec::new(),
+            todo: Todo::new(),
         }
     }
 
-    /// Takes one input and appends the effects that follow from it.
-    pub fn step(&mut self, input: Input<R::Command>, now: Time, out: &mut Vec<Effect<R::Effect>>) {
+    /// Takes one input. Its effects come before those that [`Self::next_effect`] has not returned yet: an input that comes
+    /// while some are left is the answer of the latest one.
+    pub fn feed(&mut self, input: Input<R::Command>, now: Time) {
+        let mut effects = self.todo.buffer();
+        self.step(input, now, &mut effects);
+        self.todo.put_first(effects);
+    }
+
+    /// The next effect to carry out. Its answer, if it has one, is fed before this is called again.
+    pub fn next_effect(&mut self) -> Option<Effect<R::Effect>> {
+        self.todo.next()
+    }
+
+    /// Handles one input and appends the effects that follow from it.
+    fn step(&mut self, input: Input<R::Command>, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         match input {
             Input::Command(command) => {
                 let WorkerCore { engine, role, events, role_effects, draining, .. } = self;

@@ -102,24 +102,15 @@ impl World {
         }
     }
 
-    /// Feeds an input to the core and carries out its effects. As on a real engine thread, an effect's answer goes in before the next
-    /// effect is carried out.
+    /// Feeds an input to the core and carries out what follows.
     fn feed<H: Host>(
         &mut self,
         place: Place,
         thread: &mut Thread<H::Role>,
         input: Input<<H::Role as RoleCore>::Command>,
     ) -> Result<(), Violation> {
-        let mut todo: VecDeque<Effect<<H::Role as RoleCore>::Effect>> = VecDeque::new();
-        let now = self.engine_now(H::process(place));
-        let step = |thread: &mut Thread<H::Role>, input, todo: &mut VecDeque<_>| {
-            let mut effects = Vec::new();
-            thread.core.step(input, now, &mut effects);
-            let rest = std::mem::replace(todo, effects.into());
-            todo.extend(rest);
-        };
-        step(thread, input, &mut todo);
-        while let Some(effect) = todo.pop_front() {
+        thread.core.feed(input, self.engine_now(H::process(place)));
+        while let Some(effect) = thread.core.next_effect() {
             let answer = match effect {
                 Effect::Role(effect) => H::perform(self, place, effect)?.map(Input::Command),
                 Effect::Launch(launch) => self.launch::<H>(place, thread, launch)?,
@@ -136,7 +127,7 @@ impl World {
                 }
             };
             if let Some(answer) = answer {
-                step(thread, answer, &mut todo);
+                thread.core.feed(answer, self.engine_now(H::process(place)));
             }
         }
         Ok(())

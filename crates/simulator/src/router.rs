@@ -110,12 +110,11 @@ impl World {
             deadline: at + Duration::from_micros(client.deadline),
         };
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
-        let mut effects = Vec::new();
-        let choice = Choice::start(new, at, &mut effects);
+        let choice = Choice::start(new, at);
         let early = Default::default();
         let flight = InFlight { choice, decode: None, prefill: None, early, busy_until: None, recovering: None };
         self.routers[place].choices.insert(request, flight);
-        self.carry_out_choice(place, request, effects.into())?;
+        self.carry_out_choice(place, request)?;
         self.plan_wake(place, request);
         Ok(())
     }
@@ -130,9 +129,8 @@ impl World {
             flight.early[usize::from(of_decode)].push_back(input);
             return Ok(());
         }
-        let mut effects = Vec::new();
-        flight.choice.step(input, at, &mut effects);
-        self.carry_out_choice(place, request, effects.into())?;
+        flight.choice.feed(input, at);
+        self.carry_out_choice(place, request)?;
         self.plan_wake(place, request);
         Ok(())
     }
@@ -178,15 +176,15 @@ impl World {
         self.tell(place, request, ChoiceInput::ClientGone)
     }
 
-    fn carry_out_choice(&mut self, place: Place, request: u64, mut todo: VecDeque<Effect>) -> Result<(), Violation> {
-        while let Some(effect) = todo.pop_front() {
+    fn carry_out_choice(&mut self, place: Place, request: u64) -> Result<(), Violation> {
+        while let Some(flight) = self.routers[place].choices.get_mut(&request)
+            && let Some(effect) = flight.choice.next_effect()
+        {
             let Some(input) = self.perform(place, request, effect)? else { continue };
             let at = self.clock_now(Process::Router(place));
-            let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
-            let mut effects = Vec::new();
-            flight.choice.step(input, at, &mut effects);
-            // As in the real router, earlier effects come first.
-            todo.extend(effects);
+            if let Some(flight) = self.routers[place].choices.get_mut(&request) {
+                flight.choice.feed(input, at);
+            }
         }
         Ok(())
     }

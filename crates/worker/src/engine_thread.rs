@@ -3,7 +3,6 @@
 //! The core ([`baton_roles::WorkerCore`]) decides what is done and when. This module adds the clock, the calls of the model, and the
 //! [`Shell`], which carries out the role's effects.
 
-use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
@@ -174,24 +173,14 @@ impl<S: Shell> Thread<S> {
         }
     }
 
-    /// Gives the core an input and carries out its effects. An effect's answer is fed back before the next effect is carried out.
+    /// Feeds an input to the core and carries out what follows.
     fn feed(&mut self, input: In<S>) {
-        let mut todo = VecDeque::new();
-        self.step(input, &mut todo);
-        while let Some(effect) = todo.pop_front() {
+        self.core.feed(input, self.clock.now());
+        while let Some(effect) = self.core.next_effect() {
             if let Some(answer) = self.perform(effect) {
-                let mut first = VecDeque::new();
-                self.step(answer, &mut first);
-                first.append(&mut todo);
-                todo = first;
+                self.core.feed(answer, self.clock.now());
             }
         }
-    }
-
-    fn step(&mut self, input: In<S>, todo: &mut VecDeque<Out<S>>) {
-        let mut effects = Vec::new();
-        self.core.step(input, self.clock.now(), &mut effects);
-        todo.extend(effects);
     }
 
     fn perform(&mut self, effect: Out<S>) -> Option<In<S>> {

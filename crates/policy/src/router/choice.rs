@@ -1,17 +1,19 @@
 //! One answer in progress: its request's state machine, its two streams and its timers.
 //!
-//! The shell owns the streams and the client's sink. It reports events on them as [`ChoiceInput`]s, and carries out the
-//! [`Effect`]s in the order given. A choice knows no connection and no text.
+//! The shell owns the streams and the client's sink. It feeds events on them as [`ChoiceInput`]s. It takes the [`Effect`]s one
+//! by one and carries them out. A choice knows no connection and no text.
 //!
-//! The shell follows two rules. When several events have happened, it reports them in this order:
+//! The shell follows three rules. It feeds the result of an effect, if there is one, before it takes the next effect. It waits for
+//! other events only when no effect is left. When several events have happened, it feeds them in this order:
 //!
 //! 1. The client is gone, or the process stops.
 //! 2. Messages of the prefill stream. The decode stream may be ahead of it by as much as the sockets hold.
 //! 3. The clock ([`Choice::next_wake`]).
 //! 4. Messages of the decode stream.
 //!
-//! And it reports nothing of a stream that was dropped or replaced.
+//! And it feeds nothing of a stream that was dropped or replaced.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -88,7 +90,7 @@ pub struct Sequence {
     pub time_left: Duration,
 }
 
-/// What the shell must do. It carries out effects in the order given.
+/// What the shell must do.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Effect {
     /// Call [`crate::Fleet::place`]; answer with [`ChoiceInput::Placed`].
@@ -165,11 +167,13 @@ pub struct Choice {
     held: Option<(Instant, Failure)>,
     /// Buffer for the machine's actions, kept to reuse its memory.
     said: Vec<Action>,
+    /// Effects that the shell has not taken yet.
+    todo: VecDeque<Effect>,
 }
 
 impl Choice {
-    /// Starts a new answer and appends its first effects.
-    pub fn start(request: NewRequest, now: Instant, out: &mut Vec<Effect>) -> Choice {
+    /// Starts a new answer. It has effects already.
+    pub fn start(request: NewRequest, now: Instant) -> Choice {
         let (machine, first) = RequestMachine::start(request.limits.clone());
         let mut choice = Choice {
             tokens: Arc::clone(&request.prompt),
@@ -183,8 +187,9 @@ impl Choice {
             backoff: None,
             held: None,
             said: Vec::new(),
+            todo: VecDeque::new(),
         };
-        choice.perform(first, now, out);
+        choice.perform(first, now);
         choice
     }
 
@@ -215,119 +220,123 @@ impl Choice {
         next.filter(|_| !self.ended())
     }
 
-    /// Takes one input and appends the effects it leads to. Inputs that come too late, or from a stream that has sent its last
-    /// message, have no effect.
-    pub fn step(&mut self, input: ChoiceInput, now: Instant, out: &mut Vec<Effect>) {
+    /// Takes one input. Inputs that come too late, or from a stream that has sent its last message, have no effect.
+    pub fn feed(&mut self, input: ChoiceInput, now: Instant) {
         use ChoiceInput::*;
         if self.ended() {
             return;
         }
         let of_workers = matches!(input, DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Wake);
         if of_workers && now >= self.request.deadline {
-            return self.tell(Input::Deadline, now, out);
+            return self.tell(Input::Deadline, now);
         }
         match input {
             Placed(Ok(placed)) => {
                 self.placed = Some(placed);
-                self.tell(Input::Placed(placed), now, out);
+                self.tell(Input::Placed(placed), now);
             }
-            Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now, out),
-            DecodeSaid(word) if self.decode => self.decode_said(word, now, out),
-            DecodeEnded(end) if self.decode => self.decode_ended(end, now, out),
+            Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now),
+            DecodeSaid(word) if self.decode => self.decode_said(word, now),
+            DecodeEnded(end) if self.decode => self.decode_ended(end, now),
             PrefillSaid(word) if self.prefill => {
                 self.prefill = !word.is_last();
-                self.tell(legs::prefill_said(word), now, out);
+                self.tell(legs::prefill_said(word), now);
             }
             PrefillEnded(end) if self.prefill => {
                 self.prefill = false;
-                self.tell(legs::prefill_ended(end), now, out);
+                self.tell(legs::prefill_ended(end), now);
             }
             DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Taken(self::Taken::Sent) => {}
-            Taken(self::Taken::StopMatched) => self.tell(Input::StopMatched, now, out),
-            Taken(self::Taken::ClientGone) | ClientGone => self.tell(Input::ClientGone, now, out),
+            Taken(self::Taken::StopMatched) => self.tell(Input::StopMatched, now),
+            Taken(self::Taken::ClientGone) | ClientGone => self.tell(Input::ClientGone, now),
             Stopping => {
                 let stopping = Failure::new(ErrorKind::Unavailable, "the router is stopping");
-                self.tell(Input::Abort(stopping), now, out);
+                self.tell(Input::Abort(stopping), now);
             }
-            Wake => self.wake(now, out),
+            Wake => self.wake(now),
         }
     }
 
-    fn decode_said(&mut self, word: DecodeWord, now: Instant, out: &mut Vec<Effect>) {
+    /// The next effect to carry out. The effects of an input come after those that are left, so that the last effect is the last.
+    pub fn next_effect(&mut self) -> Option<Effect> {
+        self.todo.pop_front()
+    }
+
+    fn decode_said(&mut self, word: DecodeWord, now: Instant) {
         self.decode = !word.is_last();
         self.awaiting_kv = false;
         if let DecodeWord::Reserved { target } = &word {
             self.awaiting_kv = true;
             self.target.clone_from(target);
         }
-        self.tell(legs::decode_said(word), now, out);
+        self.tell(legs::decode_said(word), now);
     }
 
-    fn decode_ended(&mut self, end: LegEnd, now: Instant, out: &mut Vec<Effect>) {
+    fn decode_ended(&mut self, end: LegEnd, now: Instant) {
         self.decode = false;
         match legs::decode_ended(end, self.awaiting_kv) {
             Input::HandoffFailed(failure) if failure.kind == ErrorKind::PathLost && self.prefill => {
                 self.held = Some((now + SECOND_WORD, failure));
             }
-            input => self.tell(input, now, out),
+            input => self.tell(input, now),
         }
     }
 
     /// Handles the timers that are due.
-    fn wake(&mut self, now: Instant, out: &mut Vec<Effect>) {
+    fn wake(&mut self, now: Instant) {
         if self.backoff.take_if(|at| *at <= now).is_some() {
-            self.tell(Input::BackoffOver, now, out);
+            self.tell(Input::BackoffOver, now);
         }
         if let Some((_, failure)) = self.held.take_if(|(until, _)| *until <= now) {
-            self.tell(Input::HandoffFailed(failure), now, out);
+            self.tell(Input::HandoffFailed(failure), now);
         }
     }
 
-    fn tell(&mut self, input: Input, now: Instant, out: &mut Vec<Effect>) {
+    fn tell(&mut self, input: Input, now: Instant) {
         let mut said = std::mem::take(&mut self.said);
         self.machine.step(input, &mut said);
         for action in said.drain(..) {
-            self.perform(action, now, out);
+            self.perform(action, now);
         }
         self.said = said;
     }
 
     /// Turns one action of the machine into effects.
-    fn perform(&mut self, action: Action, now: Instant, out: &mut Vec<Effect>) {
+    fn perform(&mut self, action: Action, now: Instant) {
         match action {
             Action::Place { decode, split } => {
                 let (avoid, names) = (self.machine.avoid().to_vec(), Arc::clone(&self.request.names));
-                out.push(Effect::Place(Ask { split, decode, avoid, names }));
+                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names }));
             }
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();
                 (self.decode, self.awaiting_kv, self.held) = (true, false, None);
-                out.push(Effect::OpenDecode { worker, local, sequence: self.sequence(now) });
+                self.todo.push_back(Effect::OpenDecode { worker, local, sequence: self.sequence(now) });
             }
             Action::RunPrefill { worker } => {
                 self.prefill = true;
                 let target = self.target.clone();
-                out.push(Effect::OpenPrefill { worker, target, sequence: self.sequence(now) });
+                self.todo.push_back(Effect::OpenPrefill { worker, target, sequence: self.sequence(now) });
             }
-            Action::Emit(token) => out.push(Effect::Emit(token)),
+            Action::Emit(token) => self.todo.push_back(Effect::Emit(token)),
             Action::CancelDecode => {
                 (self.decode, self.held) = (false, None);
-                out.push(Effect::DropDecode);
+                self.todo.push_back(Effect::DropDecode);
             }
             Action::CancelPrefill => {
                 self.prefill = false;
-                out.push(Effect::DropPrefill);
+                self.todo.push_back(Effect::DropPrefill);
             }
             Action::Backoff(time) => self.backoff = Some(now + time),
-            Action::Recovering { leg, cause } => out.push(Effect::Recovering { leg, cause }),
+            Action::Recovering { leg, cause } => self.todo.push_back(Effect::Recovering { leg, cause }),
             Action::Finish { reason, cached_tokens } => {
-                out.extend(self.placed.map(|placed| {
+                if let Some(placed) = self.placed {
                     let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());
-                    Effect::Note { placed, names }
-                }));
-                out.push(Effect::Finish { reason, cached_tokens });
+                    self.todo.push_back(Effect::Note { placed, names });
+                }
+                self.todo.push_back(Effect::Finish { reason, cached_tokens });
             }
-            Action::Fail(failure) => out.push(Effect::Fail(failure)),
+            Action::Fail(failure) => self.todo.push_back(Effect::Fail(failure)),
         }
     }
 

@@ -8,7 +8,7 @@ use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, 
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
-use crate::{Effect, Input, RoleCore, WorkerCore};
+use crate::{Effect, Input, RoleCore, StepLaunch, WorkerCore};
 
 pub(super) const VOCAB: u32 = 50;
 pub(super) const BLOCK: u32 = 4;
@@ -52,37 +52,38 @@ impl<R: RoleCore> Rig<R> {
     /// Gives an input, and has the model compute what follows from it. Effects of the role are recorded and not
     /// answered.
     pub fn input(&mut self, input: Input<R::Command>) {
-        let mut inputs = vec![input];
-        while let Some(input) = inputs.pop() {
-            let mut effects = Vec::new();
-            self.core.step(input, Time(0), &mut effects);
-            for effect in effects {
-                match effect {
-                    Effect::Role(effect) => self.said.push(effect),
-                    Effect::Launch(mut launch) => {
-                        let Rig { core, model, writes, refuse, .. } = self;
-                        let mut on_layer = |layer| {
-                            launch.stored(layer, |write| {
-                                *writes += write.pairs.len() as u32;
-                                refuse.clone().map_or(Ok(()), Err)
-                            })
-                        };
-                        let step = core.engine().steps();
-                        let outcome = core.with_batch(step, |batch| model.launch(batch, &mut on_layer)).unwrap();
-                        inputs.push(Input::Launched { launch, outcome });
-                    }
-                    Effect::Collect { step, .. } => {
-                        let (mut out, model) = (Vec::new(), &mut self.model);
-                        let outcome = self.core.with_batch(step, |batch| model.collect(batch, &mut out)).unwrap();
-                        inputs.push(Input::Collected { outcome: outcome.map(|()| out), lost: None });
-                    }
-                    Effect::Stepped(_) => {}
-                    Effect::Ended(error) => panic!("{error}"),
+        self.core.feed(input, Time(0));
+        while let Some(effect) = self.core.next_effect() {
+            match effect {
+                Effect::Role(effect) => self.said.push(effect),
+                Effect::Launch(launch) => {
+                    let answer = self.launch(launch);
+                    self.core.feed(answer, Time(0));
                 }
+                Effect::Collect { step, .. } => {
+                    let (mut out, model) = (Vec::new(), &mut self.model);
+                    let outcome = self.core.with_batch(step, |batch| model.collect(batch, &mut out)).unwrap();
+                    self.core.feed(Input::Collected { outcome: outcome.map(|()| out), lost: None }, Time(0));
+                }
+                Effect::Stepped(_) => {}
+                Effect::Ended(error) => panic!("{error}"),
             }
         }
         // I6
         self.core.engine().check().unwrap();
+    }
+
+    fn launch(&mut self, mut launch: StepLaunch) -> Input<R::Command> {
+        let Rig { core, model, writes, refuse, .. } = self;
+        let mut on_layer = |layer| {
+            launch.stored(layer, |write| {
+                *writes += write.pairs.len() as u32;
+                refuse.clone().map_or(Ok(()), Err)
+            })
+        };
+        let step = core.engine().steps();
+        let outcome = core.with_batch(step, |batch| model.launch(batch, &mut on_layer)).unwrap();
+        Input::Launched { launch, outcome }
     }
 
     /// Used, lent and quarantined blocks, as text.

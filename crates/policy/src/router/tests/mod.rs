@@ -64,6 +64,11 @@ fn lost(silent: bool) -> LegEnd {
     LegEnd::Lost { message: "broken pipe".into(), broken }
 }
 
+/// Takes all effects that a choice has.
+fn effects(choice: &mut Choice) -> Vec<Effect> {
+    std::iter::from_fn(|| choice.next_effect()).collect()
+}
+
 /// A choice with a clock that only tests move.
 struct Scene {
     choice: Choice,
@@ -82,8 +87,8 @@ impl Scene {
             limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
             deadline: now + DEADLINE,
         };
-        let mut effects = Vec::new();
-        let choice = Choice::start(new, now, &mut effects);
+        let mut choice = Choice::start(new, now);
+        let effects = effects(&mut choice);
         Scene { choice, begun: now, now, effects }
     }
 
@@ -95,8 +100,8 @@ impl Scene {
 
     /// The effects of one input.
     fn step(&mut self, input: ChoiceInput) -> Vec<Effect> {
-        let mut effects = Vec::new();
-        self.choice.step(input, self.now, &mut effects);
+        self.choice.feed(input, self.now);
+        let effects = effects(&mut self.choice);
         self.effects.extend(effects.iter().cloned());
         effects
     }
