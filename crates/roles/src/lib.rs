@@ -5,6 +5,8 @@
 //! nodes drive them with real time; the simulator drives the same code with virtual time. A core deliberately has no
 //! clock, no thread, no socket and no metrics.
 //!
+//! [`Drain`] says in which order a worker leaves the cluster.
+//!
 //! The shell's part of the contract:
 //!
 //! - It feeds one input ([`WorkerCore::feed`]), then takes and carries out effects ([`WorkerCore::next_effect`]) until none is
@@ -18,6 +20,7 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 pub mod decode;
+mod drain;
 mod first_token;
 mod launch;
 pub mod prefill;
@@ -29,6 +32,7 @@ mod todo;
 mod worker;
 
 pub use decode::Decode;
+pub use drain::{Drain, DrainEffect, DrainInput};
 pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
 pub use launch::{Outgoing, StepLaunch, Write};
 pub use prefill::Prefill;

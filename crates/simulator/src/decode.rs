@@ -7,7 +7,7 @@ use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
 use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
-use baton_roles::{Decode as Role, Input, Refused, StepLaunch, Ticket, WorkerCore};
+use baton_roles::{Decode as Role, Drain, Input, Refused, StepLaunch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
@@ -62,7 +62,7 @@ pub(crate) struct Decode {
     /// The session of each connection that has joined one.
     pub streams: BTreeMap<Line, Line>,
     pub frozen: Option<(Micros, Micros)>,
-    pub drains: bool,
+    pub drain: Drain,
     pub desk: Timer,
 }
 
@@ -95,7 +95,7 @@ impl Decode {
             sessions: BTreeMap::new(),
             streams: BTreeMap::new(),
             frozen: None,
-            drains: false,
+            drain: Drain::default(),
             desk: Timer::default(),
         })
     }

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use baton_engine::fake::FakeModel;
 
 use baton_engine::{Engine, ModelRunner, RunError};
-use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, StepLaunch, WorkerCore};
+use baton_roles::{DrainInput, Effect, IDLE_TICK, Input, RoleCore, StepLaunch, WorkerCore};
 use baton_types::TokenOut;
 
 use crate::Violation;
@@ -83,7 +83,9 @@ impl World {
         if std::mem::take(&mut self.ended) {
             self.kill(H::process(place), true);
         } else {
+            let held = thread.core.snapshot();
             *H::thread(self, place) = Some(thread);
+            self.drain_on(H::process(place), DrainInput::Held(held));
         }
     }
 

@@ -193,7 +193,7 @@ pub(crate) enum Event {
     Cut {
         line: Line,
     },
-    /// A draining worker checks whether it is idle.
+    /// The deadline of a worker's drain.
     DrainOver {
         process: Process,
         life: Life,

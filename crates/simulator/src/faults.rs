@@ -49,11 +49,13 @@ pub enum Fault {
     Join,
     /// A process has a clock that shows another time and runs at another rate.
     Clocks,
+    /// A worker drained and left before it was idle: its time was over, or it was told to hurry.
+    DrainCut,
 }
 
 impl Fault {
     /// Every kind.
-    pub const ALL: [Fault; 19] = [
+    pub const ALL: [Fault; 20] = [
         Fault::Drop,
         Fault::Double,
         Fault::Swap,
@@ -73,6 +75,7 @@ impl Fault {
         Fault::Drain,
         Fault::Join,
         Fault::Clocks,
+        Fault::DrainCut,
     ];
 
     /// The kinds from `Corrupt` to `Join`. They strike at random times, except `Miscopy` and `StepFails`, which have rates.
@@ -221,6 +224,11 @@ impl Faults {
             self.count(fault);
         }
         happens
+    }
+
+    /// Whether drains may be cut off. Not if all faults of the run are such that no request may fail.
+    pub(crate) fn may_cut_drains(&self) -> bool {
+        !self.strikes.iter().all(|fault| fault.costs_nothing())
     }
 
     /// No more faults from now on.

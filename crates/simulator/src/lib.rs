@@ -4,7 +4,7 @@
 //!
 //! - placement, the request's state machine and its streams ([`baton_policy::Fleet`], [`baton_policy::Choice`]);
 //! - membership ([`baton_membership`]);
-//! - the two roles and their step loop ([`baton_roles`]);
+//! - the two roles, their step loop, and how a worker drains ([`baton_roles`]);
 //! - the engine and its block pools, over the fake model;
 //! - the handoff protocol, byte for byte ([`baton_handoff`]).
 //!

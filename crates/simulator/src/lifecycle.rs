@@ -1,12 +1,18 @@
 //! Processes die, are replaced at their address, drain and join.
 
-use baton_membership::RenewalInput;
-use baton_roles::Input;
+use std::time::Duration;
+
+use baton_membership::{Member, RenewalInput};
+use baton_roles::{Drain, DrainEffect, DrainInput, Input};
 
 use crate::Violation;
-use crate::events::{Event, Life, Line, Place, Process};
+use crate::events::{Event, Line, Place, Process};
 use crate::faults::Fault;
+use crate::stream::Micros;
 use crate::world::{Connection, World};
+
+/// How long a drain may take unless somebody is in a hurry.
+pub(crate) const DRAIN: Micros = 30_000_000;
 
 impl World {
     /// Kills a process and all its state. `again`: another takes its place and address.
@@ -73,59 +79,80 @@ impl World {
         Ok(())
     }
 
-    /// Drains a random worker: it takes no new requests, finishes those it has, and leaves.
+    /// Drains a random worker: it takes no new requests, finishes those it has, and leaves. A worker that drains already may be
+    /// told to leave at once.
     pub(crate) fn drain_some(&mut self) {
         let Some(process) = self.any_worker() else { return };
+        let cuts = self.faults.may_cut_drains() && !self.options.without.contains(&Fault::DrainCut);
+        if !self.serves(process) {
+            if cuts && self.random.chance(500) {
+                self.drain_on(process, DrainInput::Forced);
+            }
+            return;
+        }
         // Somebody must be left to decode.
         let decodes = (0..self.decodes.len()).filter(|place| self.serves(Process::Decode(*place))).count();
-        if matches!(process, Process::Decode(_)) && decodes < 2 || !self.serves(process) {
+        if matches!(process, Process::Decode(_)) && decodes < 2 {
             return;
         }
         self.faults.count(Fault::Drain);
-        self.drain(process);
+        let short = cuts && self.random.chance(500);
+        let patience = if short { self.random.within(1_000, 50_000) } else { DRAIN };
+        self.drain(process, patience);
     }
 
-    pub(crate) fn drain(&mut self, process: Process) {
-        self.note(|| format!("{process} drains"));
-        let mut member = self.member(process);
-        member.draining = true;
-        self.renew(process, RenewalInput::Changed(member));
-        match process {
-            Process::Prefill(place) => {
-                self.prefills[place].drains = true;
-                self.prefills[place].inbox.push_back(Input::Drain);
-            }
-            Process::Decode(place) => {
-                self.decodes[place].drains = true;
-                self.decodes[place].inbox.push_back(Input::Drain);
-            }
-            _ => {}
-        }
-        self.wake_engine(process);
-        let (at, life) = (self.now + 20_000, self.life_of(process));
+    /// Drains a worker. It leaves after `patience` at the latest.
+    pub(crate) fn drain(&mut self, process: Process, patience: Micros) {
+        self.note(|| format!("{process} drains, for {patience} µs at most"));
+        let until = self.clock_now(process) + Duration::from_micros(patience);
+        self.drain_on(process, DrainInput::Asked { until });
+        let (at, life) = (self.micros(process, until), self.life_of(process));
         self.events.plan(at, Event::DrainOver { process, life });
     }
 
-    /// Deregisters a draining worker once it is idle.
-    pub(crate) fn drain_over(&mut self, process: Process, life: Life) {
-        let idle = match process {
-            Process::Prefill(place) => {
-                self.prefills[place].thread.as_ref().is_some_and(|thread| drained(&thread.core.snapshot()))
-            }
-            Process::Decode(place) => {
-                self.decodes[place].thread.as_ref().is_some_and(|thread| drained(&thread.core.snapshot()))
-            }
-            _ => return,
-        };
-        match idle {
-            true => self.renew(process, RenewalInput::Revoke),
-            false => self.events.plan(self.now + 50_000, Event::DrainOver { process, life }),
+    /// Feeds an input to a worker's drain and carries out what follows.
+    pub(crate) fn drain_on(&mut self, process: Process, input: DrainInput) {
+        let now = self.clock_now(process);
+        let Some(drain) = self.drain_of(process) else { return };
+        drain.feed(input, now);
+        while let Some(effect) = self.drain_of(process).and_then(Drain::next_effect) {
+            self.drain_effect(process, effect);
         }
     }
 
-    /// Ends a worker that has drained and is deregistered.
+    fn drain_effect(&mut self, process: Process, effect: DrainEffect) {
+        match effect {
+            DrainEffect::Announce => {
+                let member = Member { draining: true, ..self.member(process) };
+                self.renew(process, RenewalInput::Changed(member));
+            }
+            // Nobody in the simulation asks for its health.
+            DrainEffect::Refuse => {}
+            DrainEffect::DrainEngine => {
+                match process {
+                    Process::Prefill(place) => self.prefills[place].inbox.push_back(Input::Drain),
+                    Process::Decode(place) => self.decodes[place].inbox.push_back(Input::Drain),
+                    _ => {}
+                }
+                self.wake_engine(process);
+            }
+            DrainEffect::CutOff(sequences) => {
+                self.note(|| format!("{process} leaves with {sequences} sequences"));
+                self.faults.count(Fault::DrainCut);
+                self.milestone("drain-cut", process);
+            }
+            DrainEffect::Revoke => self.renew(process, RenewalInput::Revoke),
+            DrainEffect::Close => self.kill(process, false),
+        }
+    }
+
+    /// A worker's registration has ended.
     pub(crate) fn deregistered(&mut self, process: Process) {
-        self.kill(process, false);
+        match self.serves(process) {
+            // The registry has refused it.
+            true => self.kill(process, false),
+            false => self.drain_on(process, DrainInput::Revoked),
+        }
     }
 
     pub(crate) fn join_some(&mut self) -> Result<(), Violation> {
@@ -155,8 +182,4 @@ impl World {
         self.note(|| format!("{process} joins"));
         self.register(process)
     }
-}
-
-fn drained(snapshot: &baton_roles::Snapshot) -> bool {
-    snapshot.draining && snapshot.idle
 }

@@ -8,7 +8,7 @@ use baton_engine::{Engine, Start};
 use baton_handoff::{Core, Descriptor, Op, TransferError, TransferStats, TransportKind, Writes};
 use baton_policy::PrefillWord;
 use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
-use baton_roles::{Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
+use baton_roles::{Drain, Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 
 use crate::control::{Ask, Down, Link, Up};
@@ -94,7 +94,7 @@ pub(crate) struct Prefill {
     pub sessions: BTreeMap<WorkerId, PrefillSession>,
     pub reports: Reports,
     pub frozen: Option<(Micros, Micros)>,
-    pub drains: bool,
+    pub drain: Drain,
 }
 
 impl Prefill {
@@ -121,7 +121,7 @@ impl Prefill {
             sessions: BTreeMap::new(),
             reports: Reports::default(),
             frozen: None,
-            drains: false,
+            drain: Drain::default(),
         })
     }
 

@@ -1,5 +1,6 @@
 //! The processes: their incarnations, ids and addresses, which of them are frozen, and which cannot reach each other.
 
+use baton_roles::Drain;
 use baton_types::WorkerId;
 
 use crate::events::{Life, Process};
@@ -41,8 +42,8 @@ impl World {
     /// Whether a worker takes requests.
     pub(crate) fn serves(&self, process: Process) -> bool {
         match process {
-            Process::Prefill(place) => self.prefills[place].alive && !self.prefills[place].drains,
-            Process::Decode(place) => self.decodes[place].alive && !self.decodes[place].drains,
+            Process::Prefill(place) => self.prefills[place].alive && self.prefills[place].drain.serves(),
+            Process::Decode(place) => self.decodes[place].alive && self.decodes[place].drain.serves(),
             _ => true,
         }
     }
@@ -51,6 +52,14 @@ impl World {
         match process {
             Process::Prefill(place) => Some(&mut self.prefills[place].registration),
             Process::Decode(place) => Some(&mut self.decodes[place].registration),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn drain_of(&mut self, process: Process) -> Option<&mut Drain> {
+        match process {
+            Process::Prefill(place) => Some(&mut self.prefills[place].drain),
+            Process::Decode(place) => Some(&mut self.decodes[place].drain),
             _ => None,
         }
     }

@@ -17,20 +17,24 @@
 //! ```
 //!
 //! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
-//!   `member-expired` at the registry. A number after the event picks a later occurrence: `after token 3`.
+//!   `drain-cut` at a worker that drains and leaves before it is idle, `member-expired` at the registry. A number after the event picks
+//!   a later occurrence: `after token 3`.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
-//! - Actions: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`.
+//! - Actions: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time after
+//!   `drain X` is how long it may take.
 //! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
 
 use std::str::{FromStr, SplitWhitespace};
 
 use crate::events::Process;
+use crate::lifecycle::DRAIN;
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 6] = ["lent", "verified", "lease-expired", "first-token", "token", "member-expired"];
+const MILESTONES: [&str; 7] =
+    ["lent", "verified", "lease-expired", "first-token", "token", "member-expired", "drain-cut"];
 
 /// The process that a rule acts on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,7 +47,7 @@ enum Target {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Deed {
     Kill(Target),
-    Drain(Target),
+    Drain(Target, Micros),
     Freeze(Target, Micros),
     Partition(Target, Target, Micros),
     Registry { away: Micros, emptied: bool },
@@ -200,7 +204,7 @@ fn target(words: &mut SplitWhitespace<'_>) -> Result<Target, String> {
 fn deed(words: &mut SplitWhitespace<'_>) -> Result<Deed, String> {
     Ok(match words.next().unwrap_or_default() {
         "kill" => Deed::Kill(target(words)?),
-        "drain" => Deed::Drain(target(words)?),
+        "drain" => Deed::Drain(target(words)?, if words.clone().next().is_some() { time(words)? } else { DRAIN }),
         "freeze" => Deed::Freeze(target(words)?, time(words)?),
         "partition" => Deed::Partition(target(words)?, target(words)?, time(words)?),
         "registry-down" => Deed::Registry { away: time(words)?, emptied: false },
@@ -243,7 +247,7 @@ impl World {
         };
         match rule.deed {
             Deed::Kill(target) => self.kill(whom(target), true),
-            Deed::Drain(target) => self.drain(whom(target)),
+            Deed::Drain(target, patience) => self.drain(whom(target), patience),
             Deed::Freeze(target, time) => self.freeze(whom(target), self.now + time),
             Deed::Partition(a, b, time) => self.partition(whom(a), whom(b), self.now + time),
             Deed::Registry { away, emptied } => self.lose_registry(self.now + away, emptied),

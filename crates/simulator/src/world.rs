@@ -8,6 +8,7 @@ use baton_engine::EngineConfig;
 use baton_engine::fake::{FakeModel, sinks_layout, tiny_layout};
 use baton_handoff::{TransferLimits, TransportKind};
 use baton_membership::{FollowInput, RenewalInput};
+use baton_roles::DrainInput;
 use baton_types::testing::Random;
 use baton_types::{PoolGeometry, WorkerId, mix};
 
@@ -362,7 +363,7 @@ impl World {
             Event::Died { line } => return self.died(line),
             Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
             Event::Cut { line } => self.cut(line),
-            Event::DrainOver { process, life } => self.drain_over(process, life),
+            Event::DrainOver { process, .. } => self.drain_on(process, DrainInput::Wake),
             Event::Rule { number, it } => return self.obey(number, it),
             Event::Strike => return self.strike(),
             Event::Heal => self.heal(),

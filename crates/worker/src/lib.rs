@@ -7,7 +7,7 @@
 //! A module uses only modules to its right:
 //!
 //!
-//! - `node` → `load`, `settings`, `engine_thread`, `service`, `wire`
+//! - `node` → `load`, `settings`, `serving`, `service`, `wire`; `serving` → `engine_thread`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`
@@ -30,6 +30,7 @@ mod pool;
 mod ranks;
 mod report;
 mod service;
+mod serving;
 mod settings;
 mod stream;
 mod swap;

@@ -18,6 +18,7 @@ use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 
 use crate::load::{Ready, load};
+use crate::serving::Serving;
 use crate::settings::check_settings;
 use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
@@ -166,7 +167,6 @@ impl Node {
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
         routes.add_service(health_service).add_service(WorkerServer::new(service.clone()));
-        let stall = handle.stall().clone();
         let served = N::routes(self, handle.clone(), service.clone(), &mut routes)?;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(DESCRIPTORS)
@@ -186,44 +186,19 @@ impl Node {
         let id = member.id;
         let registry = baton_cluster::connect(&config.registry).await?;
         let lease = tokio::select! {
-            lease = registry.register(member.clone(), config.registry_ttl) => lease?,
+            lease = registry.register(member, config.registry_ttl) => lease?,
             _ = process.shutdown.draining() => return Ok(()),
         };
         health.set_service_status(served, tonic_health::ServingStatus::Serving).await;
         process.readiness.ready();
         tracing::info!(%addr, worker = %id, registry = config.registry, "serving");
-        let mut snapshot = service.snapshot.clone();
-        let stopped = async { while snapshot.changed().await.is_ok() {} };
-        let mut failed = None;
-        tokio::select! {
-            _ = process.shutdown.draining() => {}
-            _ = stopped => {
-                failed = Some(WorkerError::EngineStopped);
-                process.shutdown.force("the engine has stopped");
-            }
-            // A stalled engine thread may never publish another snapshot.
-            _ = stall.told() => {
-                failed = stall.get().cloned().map(WorkerError::Stalled);
-                process.shutdown.force("what computes stands still");
-            }
-        }
-        if let Err(error) = lease.update(Member { draining: true, ..member }) {
-            tracing::warn!(%error, "the cluster could not be told of the drain");
-        }
-        health.set_service_status(served, tonic_health::ServingStatus::NotServing).await;
-        handle.drain();
-        let left = tokio::select! {
-            left = service.drained(config.process.drain_timeout) => left.err().unwrap_or(0),
-            _ = process.shutdown.forced() => 0,
-        };
-        if left > 0 {
-            tracing::warn!(left, "sequences cut off at the end of the drain");
-        }
-        lease.revoke().await;
+        let (shutdown, lease) = (process.shutdown.clone(), Some(lease));
+        let serving = Serving { handle, shutdown, health, service: served, lease, failed: None };
+        let left = serving.until_left().await;
         stop.cancel();
         // Streams still open belong to requests that were cut off.
         let _ = tokio::time::timeout(Duration::from_secs(1), server).await;
         let (Outcome::Clean | Outcome::Cut(_)) = process.join().await;
-        failed.map_or(Ok(()), Err)
+        left
     }
 }

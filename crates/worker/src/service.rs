@@ -1,8 +1,6 @@
-//! The gRPC service `Worker` of every worker, and the wait for its drain. A signal to the process starts a drain, so that the registry,
-//! the router and the supervisor all learn of it.
+//! The gRPC service `Worker` of every worker.
 
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use baton_proto::v1::{self, worker_server};
 use tokio::sync::watch;
@@ -31,17 +29,6 @@ impl WorkerService {
     pub fn report_peers(&self, peers: impl Fn() -> Vec<v1::Peer> + Send + Sync + 'static) {
         // A worker has one role, and the role calls this once.
         let _ = self.peers.set(Box::new(peers));
-    }
-
-    /// Waits until the draining engine is idle. Err: the number of sequences left at the timeout.
-    pub(crate) async fn drained(&self, timeout: Duration) -> Result<(), u32> {
-        let mut snapshot = self.snapshot.clone();
-        let idle = tokio::time::timeout(timeout, snapshot.wait_for(|s| s.draining && s.idle)).await;
-        if matches!(idle, Ok(Ok(_))) {
-            return Ok(());
-        }
-        let now = *self.snapshot.borrow();
-        Err(now.running + now.waiting)
     }
 }
 
