@@ -3,7 +3,6 @@
 //! Threads: one per decode worker that is being written to, and one more while it connects. Knows nothing of sequences: the caller
 //! says which local block holds which part of the reservation.
 
-mod clock;
 mod connect;
 mod dial;
 mod queue;
@@ -48,12 +47,10 @@ struct Peer {
 }
 
 impl Peer {
-    /// Whether its session takes new handoffs. `changes`: a new session would take another path. Then this session takes no more and is
-    /// replaced, as soon as every handoff it carries is completed.
+    /// Whether a new handoff goes over its session. `changes`: a new session would take another path.
     fn goes_on(&self, changes: bool) -> bool {
-        // One at a time: a session that still waits for its predecessor is not replaced.
         let waits = self.before.as_ref().is_some_and(|before| !before.is_closed());
-        self.queue.is_open() && !(changes && !waits && self.queue.retire())
+        self.queue.goes_on(changes, waits)
     }
 
     fn stop(&self) {
@@ -103,16 +100,13 @@ impl Sender {
     #[cfg(test)]
     pub(crate) fn measured(&self, worker: WorkerId, transport: TransportKind, rate: u64) {
         let mut all = lock(&self.config.paths);
-        let paths = all.get_mut(&worker).expect("its paths");
+        let paths = all.get_mut(worker).expect("its paths");
         (0..100).for_each(|_| paths.carried(transport, rate, std::time::Duration::from_secs(1)));
     }
 
     /// What is known of the paths to each decode worker written to so far; [`crate::TransferLimits::connections`] workers at most.
     pub fn paths(&self) -> Vec<(WorkerId, Vec<PathReport>)> {
-        let (all, now) = (lock(&self.config.paths), Instant::now());
-        let mut reports: Vec<_> = all.iter().map(|(worker, paths)| (*worker, paths.report(now))).collect();
-        reports.sort_unstable_by_key(|(worker, _)| *worker);
-        reports
+        lock(&self.config.paths).report(Instant::now())
     }
 
     /// Starts a handoff to the reservation that `target` describes. It must end by `deadline`. Does not wait for the network.
@@ -140,7 +134,7 @@ impl Sender {
         peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.is_finished());
         let layout = target.layout.fingerprint();
         let changes =
-            lock(&self.config.paths).get(&target.worker).is_some_and(|paths| paths.would_change(Instant::now()));
+            lock(&self.config.paths).get_mut(target.worker).is_some_and(|paths| paths.would_change(Instant::now()));
         if let Some(peer) = peers.get(&target.worker).filter(|peer| peer.goes_on(changes)) {
             if peer.layout != layout {
                 let (field, problem) = ("layout", format!("{} has a session with another one", target.worker));
@@ -153,10 +147,6 @@ impl Sender {
         if others >= limits.connections {
             let (limit, asked) = (limits.connections as u64, others as u64 + 1);
             return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
-        }
-        if let Some(peer) = peers.get(&target.worker).filter(|peer| peer.queue.is_closed()) {
-            // Its thread may still be busy ending it.
-            peer.queue.stop();
         }
         let (before, waits_for) = peers.remove(&target.worker).map(|peer| (peer.queue, peer.thread)).unzip();
         let worker = target.worker;

@@ -207,6 +207,12 @@ impl TransferError {
         matches!(self, TransferError::Verify { .. } | TransferError::Corrupt { .. })
     }
 
+    /// Whether a session that could not begin over one path may begin over another. Layouts differ over every path, and a session that was
+    /// stopped wants no other.
+    pub fn is_of_path(&self) -> bool {
+        !matches!(self, TransferError::Layout(_) | TransferError::Closed)
+    }
+
     /// A stable word for what went wrong, for metrics labels.
     pub fn cause(&self) -> &'static str {
         use TransferError::*;

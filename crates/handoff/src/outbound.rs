@@ -1,18 +1,28 @@
 //! The prefill end: what a handoff's owner writes, in which order the writes leave, and how the outcome is reported.
 
 mod active;
+mod attempt;
+mod core;
 mod done;
+mod ending;
 mod line;
+mod meter;
 mod op;
+mod path_table;
 mod paths;
 mod session;
 mod terms;
 mod turns;
 mod writes;
 
+pub use attempt::{Attempt, join_until};
+pub use core::Core;
 pub use done::{Done, OnDone, Quiet, TransferStats};
-pub use line::{Core, Line};
+pub use ending::{Ending, FAREWELL};
+pub use line::Line;
+pub use meter::Meter;
 pub use op::Op;
+pub use path_table::PathTable;
 pub use paths::{PathReport, Paths};
 pub use session::{Effect, Outbound};
 pub use terms::{Parties, Pools};

@@ -1,11 +1,13 @@
 //! Connects the prefill end to a decode worker: tries its paths, best first, until one works.
 
-use std::collections::HashMap;
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use baton_handoff::{Descriptor, FrameLimits, Host, JoinTicket, Over, Paths, TransferError, TransportKind};
+use baton_handoff::{
+    Attempt, Descriptor, FrameLimits, Host, JoinTicket, Meter, Over, PathTable, Paths, TransferError, TransferStats,
+    TransportKind, join_until,
+};
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
 
 use crate::device::Pool;
@@ -33,7 +35,7 @@ pub(crate) struct SenderConfig {
     /// The pool as UCX knows it, or why there is no UCX.
     pub ucx: Result<Arc<UcxEngine>, String>,
     /// What is known of the paths to each decode worker.
-    pub paths: Mutex<HashMap<WorkerId, Paths>>,
+    pub paths: Mutex<PathTable>,
     #[cfg(feature = "testing")]
     pub wrap: Option<Wrap>,
 }
@@ -77,13 +79,7 @@ impl Plan {
     /// Reads or updates what is known of the paths to the peer.
     pub(crate) fn paths<T>(&self, act: impl FnOnce(&mut Paths) -> T) -> T {
         let mut all = lock(&self.config.paths);
-        let limit = self.config.options.limits.connections;
-        if all.len() >= limit && !all.contains_key(&self.peer()) {
-            // I5: workers come and go. One without a session is most likely gone, so its entry makes room.
-            let gone = all.iter().find(|(_, paths)| !paths.is_used()).map(|(worker, _)| *worker);
-            gone.and_then(|worker| all.remove(&worker));
-        }
-        act(all.entry(self.peer()).or_insert_with(|| self.new_paths()))
+        act(all.to(self.peer(), self.config.options.limits.connections, || self.new_paths()))
     }
 
     fn new_paths(&self) -> Paths {
@@ -139,13 +135,9 @@ impl Plan {
 
     /// Connects and shakes hands.
     pub(crate) fn connect(&self, interrupt: Interrupt<'_>) -> Result<Connected, TransferError> {
-        let last = Instant::now() + self.config.options.limits.handshake;
-        let mut failure = None;
-        let order = self.paths(|paths| paths.order(Instant::now()));
-        for (at, kind) in order.iter().copied().enumerate() {
-            // A path on which nothing answers must leave time for the next.
-            let left = last.saturating_duration_since(Instant::now());
-            let until = if at + 1 < order.len() { last - left / 4 } else { last };
+        let handshake = self.config.options.limits.handshake;
+        let mut attempt = self.paths(|paths| Attempt::new(paths, handshake, Instant::now()));
+        while let Some((kind, until)) = attempt.next_path(Instant::now()) {
             let connected = match kind {
                 TransportKind::Shm => self.connect_unix(interrupt, Over::Stream, until),
                 TransportKind::CudaIpc => self.connect_unix(interrupt, Over::CudaIpc, until),
@@ -153,38 +145,40 @@ impl Plan {
                 TransportKind::Tcp => self.connect_tcp(interrupt, Over::Stream, until),
             };
             match connected {
-                Err(error) if may_fall_back(&error) => {
-                    tracing::info!(peer = %self.peer(), transport = kind.as_str(), %error, "no session over this path");
-                    self.failed(kind, &error);
-                    failure = Some(error);
-                }
                 Ok(connected) => {
                     self.paths(|paths| paths.begun(kind, connected.links.count()));
                     return Ok(connected);
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    attempt.failed(error.clone())?;
+                    tracing::info!(peer = %self.peer(), transport = kind.as_str(), %error, "no session over this path");
+                    self.failed(kind, &error);
+                }
             }
         }
         let barred = || self.paths(|paths| paths.barred().unwrap_or("there is no path").to_owned());
-        Err(failure.unwrap_or_else(|| self.caller(&self.unix_address(), Over::Stream).cannot(barred())))
+        Err(attempt.failure().unwrap_or_else(|| self.caller(&self.unix_address(), Over::Stream).cannot(barred())))
     }
 
-    /// Notes that a path could not be set up, broke with handoffs under way, or changed bytes. If there is another path, this one is
-    /// avoided for a while, though not after a single change of bytes.
+    /// Notes that a path could not be set up, broke with handoffs under way, or changed bytes.
     pub(crate) fn failed(&self, kind: TransportKind, error: &TransferError) {
-        let (why, now) = (error.to_string(), Instant::now());
-        self.paths(|paths| match error.is_corruption() {
-            true => paths.corrupted(kind, why, now),
-            false => paths.failed(kind, why, now),
-        });
+        self.paths(|paths| paths.blamed(kind, error, Instant::now()));
         (self.config.options.on_trouble)(kind, error);
+    }
+
+    /// Notes that a handoff over a path has ended.
+    pub(crate) fn ended(&self, kind: TransportKind, outcome: &Result<TransferStats, TransferError>, meter: &mut Meter) {
+        self.paths(|paths| paths.ended(kind, outcome, meter, Instant::now()));
+        if let Err(error @ TransferError::Verify { .. }) = outcome {
+            (self.config.options.on_trouble)(kind, error);
+        }
     }
 
     /// Connects over the unix socket if there is one, so that the peer can tell when this process has ended.
     fn connect_ucx(&self, interrupt: Interrupt<'_>, until: Instant) -> Result<Connected, TransferError> {
         if self.near() {
             match self.connect_unix(interrupt, Over::Ucx, until) {
-                Err(error) if may_fall_back(&error) => tracing::debug!(%error, "no unix socket for UCX's frames"),
+                Err(error) if error.is_of_path() => tracing::debug!(%error, "no unix socket for UCX's frames"),
                 other => return other,
             }
         }
@@ -219,8 +213,7 @@ impl Plan {
         }
     }
 
-    /// Tells the peer, after a session over a unix socket has ended with an error, that this process no longer writes to its pool.
-    /// Otherwise the peer would keep the blocks in quarantine until this process ends or opens a new session (I3).
+    /// Tells the peer that this process no longer writes to its pool ([`Ending::tells`](baton_handoff::Ending)).
     ///
     /// It does so by another session that ends at once. A stalled peer is told when it moves again. A new session to the peer stops this
     /// attempt, since it tells the peer the same.
@@ -268,13 +261,11 @@ impl Plan {
         Link::new(socket, self.pool().clone(), limits)
     }
 
-    /// Opens the further connections of a session, all at once, so that together they take two round trips. Waits for half of the time
-    /// left. The session goes on with those that joined by then, since they only make it faster.
+    /// Opens the further connections of a session, all at once, so that together they take two round trips.
     fn join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, end: &HandshakeEnd) -> Vec<(u8, Link)> {
         let numbers = 1..self.config.options.tcp_connections as u8;
         let asked: Vec<_> = numbers.map(|number| (number, self.ask_to_join(caller, own, ticket, number))).collect();
-        let until = Instant::now() + end.until.saturating_duration_since(Instant::now()) / 2;
-        let end = HandshakeEnd { until, ..*end };
+        let end = HandshakeEnd { until: join_until(end.until, Instant::now()), ..*end };
         let mut joined = Vec::new();
         for (number, link) in asked {
             let link = link.and_then(|mut link| caller.joined(&mut link, &end).map(|()| link));
@@ -302,9 +293,4 @@ fn is_addressable(pool: &PoolGeometry) -> bool {
     let bytes =
         |(group, blocks): (usize, &u32)| pool.layout.block_bytes_all_layers(group) as u128 * u128::from(*blocks);
     isize::try_from(pool.blocks.iter().enumerate().map(bytes).sum::<u128>()).is_ok()
-}
-
-/// Whether another path may be tried. Layouts differ over every transport, and a session that was stopped wants no other path.
-fn may_fall_back(error: &TransferError) -> bool {
-    !matches!(error, TransferError::Layout(_) | TransferError::Closed)
 }

@@ -60,7 +60,7 @@ pub(crate) fn dial(
             Err(TryRecvError::Disconnected) => break Err(TransferError::os("connect", "its thread panicked")),
             Err(TryRecvError::Empty) => {}
         }
-        if queue.stopped() {
+        if queue.is_stopped() {
             attempt.stop();
         }
         let left = next.map(|at| at.saturating_duration_since(Instant::now()));

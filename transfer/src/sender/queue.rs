@@ -9,16 +9,9 @@ use baton_types::Epoch;
 use crate::threads::lock;
 use crate::wake::Wake;
 
-struct Inner {
-    line: Line,
-    stopped: bool,
-    /// No new handoff may begin; the session ends with its last one.
-    retired: bool,
-}
-
 /// One session's queue.
 pub(crate) struct Queue {
-    inner: Mutex<Inner>,
+    line: Mutex<Line>,
     /// Signalled when blocks leave the queue or a handoff fails.
     room: Condvar,
     pub wake: Wake,
@@ -26,26 +19,20 @@ pub(crate) struct Queue {
 
 impl Queue {
     pub(crate) fn new(limits: TransferLimits) -> Result<Queue, TransferError> {
-        let inner = Inner { line: Line::new(limits), stopped: false, retired: false };
-        Ok(Queue { inner: Mutex::new(inner), room: Condvar::new(), wake: Wake::new()? })
+        Ok(Queue { line: Mutex::new(Line::new(limits)), room: Condvar::new(), wake: Wake::new()? })
     }
 
     /// Runs `act` on the line, then wakes writers that wait for room. `act` must hand out, not drop, whatever holds a callback: the lock
     /// is held.
     pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> T {
-        let answer = act(&mut lock(&self.inner).line);
+        let answer = act(&mut lock(&self.line));
         self.room.notify_all();
         answer
     }
 
     /// Queues a handoff's first op.
     pub(crate) fn begin(&self, core: Arc<Core>) -> Result<(), TransferError> {
-        let mut inner = lock(&self.inner);
-        if inner.retired {
-            return Err(TransferError::Closed);
-        }
-        inner.line.begin(core)?;
-        drop(inner);
+        lock(&self.line).begin(core)?;
         self.wake.ring();
         Ok(())
     }
@@ -54,14 +41,14 @@ impl Queue {
     /// caller has other peers to serve.
     pub(crate) fn write(&self, core: &Core, op: Op, patience: Instant) -> Result<(), TransferError> {
         let blocks = op.blocks();
-        let mut inner = lock(&self.inner);
+        let mut line = lock(&self.line);
         loop {
             let now = Instant::now();
-            let Some(until) = inner.line.room(core, blocks, patience, now)? else { break };
-            inner = self.room.wait_timeout(inner, until - now).unwrap_or_else(PoisonError::into_inner).0;
+            let Some(until) = line.room(core, blocks, patience, now)? else { break };
+            line = self.room.wait_timeout(line, until - now).unwrap_or_else(PoisonError::into_inner).0;
         }
-        inner.line.write(op);
-        drop(inner);
+        line.write(op);
+        drop(line);
         self.wake.ring();
         Ok(())
     }
@@ -82,29 +69,26 @@ impl Queue {
 
     /// Asks the session to end.
     pub(crate) fn stop(&self) {
-        lock(&self.inner).stopped = true;
+        lock(&self.line).stop();
         self.wake.ring();
     }
 
-    /// Asks the session to end once no handoff is under way, and lets none begin from then on. Returns false, and changes nothing, while
-    /// a handoff is not completed yet: that may take long, and the next session would wait for it.
-    pub(crate) fn retire(&self) -> bool {
-        let mut inner = lock(&self.inner);
-        inner.retired |= inner.line.drains();
-        let retired = inner.retired;
-        drop(inner);
-        self.wake.ring();
-        retired
+    /// See [`Line::goes_on`]. If the session does not, it is woken, since it may end now.
+    pub(crate) fn goes_on(&self, changes: bool, waits: bool) -> bool {
+        let goes_on = lock(&self.line).goes_on(changes, waits);
+        if !goes_on {
+            self.wake.ring();
+        }
+        goes_on
     }
 
-    pub(crate) fn stopped(&self) -> bool {
-        lock(&self.inner).stopped
+    pub(crate) fn is_stopped(&self) -> bool {
+        lock(&self.line).is_stopped()
     }
 
     /// Whether the session is to end now.
     pub(crate) fn is_over(&self) -> bool {
-        let inner = lock(&self.inner);
-        inner.stopped || inner.retired && inner.line.idle()
+        lock(&self.line).is_over()
     }
 
     /// The session has ended: everything queued fails, and so does everything asked from now on.
@@ -120,18 +104,12 @@ impl Queue {
 
     /// Whether the session has ended.
     pub(crate) fn is_closed(&self) -> bool {
-        lock(&self.inner).line.closed().is_some()
-    }
-
-    /// Whether another session waits for this one to end.
-    pub(crate) fn is_retired(&self) -> bool {
-        lock(&self.inner).retired
+        lock(&self.line).closed().is_some()
     }
 
     /// Whether handoffs may begin.
     pub(crate) fn is_open(&self) -> bool {
-        let inner = lock(&self.inner);
-        !inner.retired && inner.line.closed().is_none()
+        lock(&self.line).is_open()
     }
 }
 
@@ -193,7 +171,7 @@ mod tests {
         queue.write(&cores[0], write(1, 4), soon()).unwrap();
         let error = queue.write(&cores[0], write(1, 1), soon()).unwrap_err();
         assert!(matches!(error, TransferError::Stalled { epoch: Epoch(1), .. }), "{error}");
-        assert!(lock(&queue.inner).line.stalled);
+        assert!(lock(&queue.line).stalled);
         let error = queue.write(&cores[1], write(2, 1), soon()).unwrap_err();
         assert!(matches!(error, TransferError::Stalled { epoch: Epoch(2), .. }), "{error}");
         // The queue is unchanged. An abort makes room, but is no sign of life from the peer.
@@ -201,23 +179,8 @@ mod tests {
         queue.write(&cores[1], write(2, 4), soon()).unwrap();
         assert!(queue.write(&cores[1], write(2, 1), soon()).is_err());
         while queue.with(|line| line.next_if(|_| true)).is_some() {}
-        assert!(!lock(&queue.inner).line.stalled);
+        assert!(!lock(&queue.line).stalled);
         queue.write(&cores[1], write(2, 4), soon()).unwrap();
-    }
-
-    /// A session that is to be replaced ends with its last handoff. It is not replaced while one is still being written.
-    #[test]
-    fn a_session_retires_when_all_it_carries_is_completed() {
-        let queue = queue();
-        queue.begin(core(1, far())).unwrap();
-        assert!(!queue.retire() && queue.is_open());
-        queue.complete(Epoch(1), vec![], Done::new(Box::new(|_| {})));
-        assert!(queue.retire() && !queue.is_open() && !queue.is_over() && !queue.is_closed());
-        assert_eq!(queue.begin(core(2, far())), Err(TransferError::Closed));
-        queue.with(|line| line.retire(Epoch(1)));
-        assert!(queue.is_over());
-        let idle = Queue::new(TransferLimits::default()).unwrap();
-        assert!(!idle.is_over() && idle.retire() && idle.is_over());
     }
 
     #[test]
@@ -228,7 +191,7 @@ mod tests {
         assert!(queue.begin(core(1, now)).unwrap_err().to_string().contains("written already"));
         queue.begin(core(2, now)).unwrap();
         assert!(matches!(queue.begin(core(3, now)), Err(TransferError::Limit { limit: 2, .. })));
-        queue.with(|line| line.retire(Epoch(1)));
+        queue.with(|line| line.ended(Epoch(1)));
         queue.begin(core(3, now)).unwrap();
     }
 

@@ -8,12 +8,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_handoff::{
-    Access, BATCH_BYTES, Effect, Frame, Line, Malformed, Outbound, Parties, Paths, PoolMemory, Pools, TransferError,
-    TransportKind,
+    Access, BATCH_BYTES, Effect, Ending, FAREWELL, Frame, Line, Malformed, Meter, Outbound, Parties, Paths, PoolMemory,
+    Pools, TransferError, TransportKind,
 };
 use baton_types::PoolGeometry;
 
-use super::clock::Clock;
 use super::connect::{Connected, Interrupt, Plan};
 use super::dial::dial;
 use super::queue::Queue;
@@ -40,9 +39,6 @@ const READS: usize = 16;
 /// Multiple of [`crate::TransferLimits::silence`] after which a session ends if no batch was applied, though the peer is heard of.
 const STUCK: u32 = 2;
 
-/// How long an ending session keeps trying to tell the peer.
-const FAREWELL: Duration = Duration::from_millis(500);
-
 /// Waits until the previous session to the same worker has ended, connects, and serves until the connection or the sender ends.
 pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>) {
     let panicked = TransferError::os("serve a decode worker", "its thread panicked");
@@ -55,12 +51,13 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
     };
     let (near, kind) = (connected.links.own.is_unix(), connected.kind);
     let mut session = Session::new(plan.clone(), queue.clone(), connected, outbound);
-    let idle = &mut end.idle;
+    let mut ending = queue.with(|line| Ending::of(&end.error, line, near));
+    let (idle, how) = (&mut end.idle, &mut ending);
     // The closure owns the session. So the session is dropped, and the peer's pool unmapped, even in a panic.
     let served = catch_unwind(AssertUnwindSafe(move || {
         let error = session.serve();
-        *idle = session.queue.with(|line| line.idle());
-        if error != TransferError::Closed && (!*idle || error.is_corruption()) {
+        (*idle, *how) = session.queue.with(|line| (line.idle(), Ending::of(&error, line, near)));
+        if how.blames_path {
             session.plan.failed(kind, &error);
         }
         session.wind_up(&error);
@@ -70,10 +67,10 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
         end.error = error;
     }
     plan.paths(Paths::over);
-    // After `retire` the next session tells the peer as much.
-    let excused = near && end.error != TransferError::Closed && !queue.is_retired();
     drop(end);
-    if excused && let Err(error) = plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.stopped() }) {
+    if ending.tells
+        && let Err(error) = plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.is_stopped() })
+    {
         tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");
     }
 }
@@ -109,7 +106,7 @@ struct Session {
     transport: Option<Box<dyn Transport>>,
     outbound: Outbound,
     /// Bytes carried since a handoff was last verified, and the time that took.
-    clock: Clock,
+    meter: Meter,
     /// More may be there to read.
     unread: bool,
     /// Why copying could not be stopped. The peer's pool may still change, so nothing more may be said to the peer (I3).
@@ -139,8 +136,8 @@ impl Session {
             _ => BATCH_BYTES,
         };
         outbound.reaches(Pools { local, remote: remote.clone(), batch_bytes, verify });
-        let (clock, unread, stuck, held) = (Clock::default(), false, None, Vec::new());
-        Session { plan, queue, links, kind, remote, transport: None, outbound, clock, unread, stuck, held }
+        let (meter, unread, stuck, held) = (Meter::default(), false, None, Vec::new());
+        Session { plan, queue, links, kind, remote, transport: None, outbound, meter, unread, stuck, held }
     }
 
     /// Sends blocks over `transport` from now on. Converts them to the peer's KV type, and takes them out of a device by [`Staging`].
@@ -232,7 +229,7 @@ impl Session {
 
     /// When a batch under way must have been applied. Only for one-sided transports, where no frame shows that batches are applied.
     fn stuck_at(&self) -> Option<Instant> {
-        let since = self.clock.since().filter(|_| self.kind.is_one_sided())?;
+        let since = self.meter.since().filter(|_| self.kind.is_one_sided())?;
         Some(since + self.plan.config.options.limits.silence * STUCK)
     }
 
@@ -323,29 +320,22 @@ impl Session {
                     let transport = self.transport.as_mut().filter(|_| self.stuck.is_none());
                     let cancelled = transport.map_or(Ok(()), |transport| transport.cancel(epoch, &mut self.links));
                     self.stuck = self.stuck.take().or(cancelled.err());
-                    self.clock.cancelled(epoch, Instant::now());
+                    self.meter.cancelled(epoch, Instant::now());
                 }
                 Effect::Send(_) if self.stuck.is_some() => {}
                 // Their local blocks may still be read.
                 Effect::Report(..) | Effect::Hush(_) if self.stuck.is_some() => self.held.push(effect),
                 Effect::Send(frame) => self.links.send(frame),
                 Effect::Report(done, outcome) => {
-                    match &outcome {
-                        Ok(_) => {
-                            let (bytes, time) = self.clock.take(Instant::now());
-                            self.plan.paths(|paths| paths.carried(self.kind, bytes, time));
-                        }
-                        Err(error @ TransferError::Verify { .. }) => self.plan.failed(self.kind, error),
-                        Err(_) => {}
-                    }
+                    self.plan.ended(self.kind, &outcome, &mut self.meter);
                     done.report(outcome);
                 }
                 Effect::Hush(quiet) => drop(quiet),
             }
         }
         let awaits = self.outbound.awaits_outcome();
-        if awaits != self.clock.awaits() {
-            self.clock.set_awaits(awaits, Instant::now());
+        if awaits != self.meter.awaits() {
+            self.meter.set_awaits(awaits, Instant::now());
         }
         answer
     }
@@ -358,7 +348,7 @@ impl Session {
             busy = progress == Progress::Runnable;
             if progress == Progress::Flushed {
                 self.outbound.flushed(transport.take_digests());
-                self.clock.flushed(Instant::now());
+                self.meter.flushed(Instant::now());
                 // The next batch may be flushed, too.
                 busy = self.outbound.in_flight() > 0;
             } else if self.outbound.in_flight() >= transport.depth() {
@@ -370,7 +360,7 @@ impl Session {
             let mut memory = self.plan.pool().host().ok().map(|segment| unsafe { segment.still() });
             let memory = memory.as_mut().map(|memory| memory as &mut dyn PoolMemory).filter(|_| !transport.digests());
             if let Some(batch) = self.outbound.next_batch(memory, now)? {
-                self.clock.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
+                self.meter.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
                 transport.submit(Load::new(batch), &mut self.links)?;
                 return Ok(true);
             }

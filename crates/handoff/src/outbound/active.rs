@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use baton_types::{BlockId, Epoch};
 
+use super::core::Core;
 use super::done::{Done, TransferStats};
-use super::line::Core;
 use super::terms::{Pools, SessionTimeouts};
 use crate::batch::{BlockWrite, WriteBatch};
 use crate::error::TransferError;

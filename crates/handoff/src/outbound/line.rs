@@ -1,65 +1,20 @@
-//! The ops that handoffs queue for their session. Each handoff's ops keep their order; aborts overtake them.
+//! The ops that handoffs queue for their session, and whether the session takes more. Each handoff's ops keep their order; aborts
+//! overtake them.
 //!
 //! Pure: no clock, no I/O, no threads. The sender keeps it under a lock; a simulation calls it directly.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
-use baton_types::{Epoch, WorkerId};
+use baton_types::Epoch;
 
+use super::core::Core;
 use super::done::{Done, Quiet};
 use super::op::Op;
 use super::turns::Turns;
-use crate::descriptor::Descriptor;
 use crate::error::TransferError;
-use crate::limits::{TransferLimits, TransportKind};
-
-/// What a handoff's owner and its session both know.
-#[derive(Debug)]
-pub struct Core {
-    /// The reservation's epoch.
-    pub epoch: Epoch,
-    pub(crate) key: u64,
-    /// The decode worker.
-    pub peer: WorkerId,
-    /// When the handoff must be over.
-    pub deadline: Instant,
-    /// Blocks of the reservation per group.
-    pub counts: Vec<u32>,
-    /// Block layers of the reservation.
-    pub(crate) layers: u64,
-    /// The transport that carries it, once access is granted.
-    pub(crate) transport: OnceLock<TransportKind>,
-    /// Why it failed, once it has.
-    pub(crate) failure: OnceLock<TransferError>,
-}
-
-impl Core {
-    /// A handoff to the reservation that `target` describes, to be over by `deadline`.
-    pub fn new(target: &Descriptor, deadline: Instant) -> Core {
-        Core {
-            epoch: target.epoch,
-            key: target.key,
-            peer: target.worker,
-            deadline,
-            counts: target.counts.clone(),
-            layers: target.layers(),
-            transport: OnceLock::new(),
-            failure: OnceLock::new(),
-        }
-    }
-
-    /// The transport that carries it, once access is granted.
-    pub fn transport(&self) -> Option<TransportKind> {
-        self.transport.get().copied()
-    }
-
-    /// Why it failed, once it has.
-    pub fn failure(&self) -> Option<&TransferError> {
-        self.failure.get()
-    }
-}
+use crate::limits::TransferLimits;
 
 /// The ops queued for one session.
 pub struct Line {
@@ -75,6 +30,10 @@ pub struct Line {
     completed: BTreeSet<Epoch>,
     /// Why no more ops are taken; None while the session is not over.
     closed: Option<TransferError>,
+    /// The session is to end now.
+    stopped: bool,
+    /// The session takes no new handoffs and ends with its last one. Another session waits for that.
+    retired: bool,
     /// A write has waited for room in vain and no op has left since. Until one does, no other write waits.
     pub stalled: bool,
     limits: TransferLimits,
@@ -91,6 +50,8 @@ impl Line {
             live: BTreeSet::new(),
             completed: BTreeSet::new(),
             closed: None,
+            stopped: false,
+            retired: false,
             stalled: false,
             limits,
         }
@@ -101,20 +62,63 @@ impl Line {
         self.live.is_empty()
     }
 
-    /// True when every handoff under way has queued its completion, so that the last of them ends soon.
-    pub fn drains(&self) -> bool {
-        self.live.len() == self.completed.len()
-    }
-
     /// Why no more ops are taken; None while the session is not over.
     pub fn closed(&self) -> Option<&TransferError> {
         self.closed.as_ref()
+    }
+
+    /// Whether handoffs may begin.
+    pub fn is_open(&self) -> bool {
+        !self.retired && self.closed.is_none()
+    }
+
+    /// Whether a new handoff goes over this session. If not, it goes over a new session, which begins when this one has ended.
+    ///
+    /// `changes`: a new session would take another path. Then this session retires, unless it `waits` for the one before it: sessions are
+    /// replaced one at a time.
+    pub fn goes_on(&mut self, changes: bool, waits: bool) -> bool {
+        if self.is_open() && !(changes && !waits && self.retire()) {
+            return true;
+        }
+        // It may still be telling its peer that it has ended. The new session tells the peer as much.
+        self.stopped |= self.closed.is_some();
+        false
+    }
+
+    /// Lets no new handoff begin, and ends the session with its last one. Returns false, and changes nothing, while a handoff is not
+    /// completed yet: that may take long, and the next session would wait for it.
+    fn retire(&mut self) -> bool {
+        self.retired |= self.live.len() == self.completed.len();
+        self.retired
+    }
+
+    /// Whether another session waits for this one to end.
+    pub fn is_retired(&self) -> bool {
+        self.retired
+    }
+
+    /// Asks the session to end now.
+    pub fn stop(&mut self) {
+        self.stopped = true;
+    }
+
+    /// Whether the session was asked to end now.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Whether the session is to end now, asked to or for want of handoffs.
+    pub fn is_over(&self) -> bool {
+        self.stopped || self.retired && self.idle()
     }
 
     /// Adds a handoff that begins.
     pub fn begin(&mut self, core: Arc<Core>) -> Result<(), TransferError> {
         if let Some(error) = &self.closed {
             return Err(error.clone());
+        }
+        if self.retired {
+            return Err(TransferError::Closed);
         }
         if self.live.contains(&core.epoch) {
             return Err(TransferError::argument("target", format!("{} is being written already", core.epoch)));
@@ -236,7 +240,7 @@ impl Line {
     }
 
     /// Removes a handoff that is over.
-    pub fn retire(&mut self, epoch: Epoch) {
+    pub fn ended(&mut self, epoch: Epoch) {
         self.live.remove(&epoch);
         self.completed.remove(&epoch);
     }
@@ -249,5 +253,47 @@ impl Line {
         self.completed.clear();
         self.begins.clear();
         (self.ops.take(), std::mem::take(&mut self.aborts))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::testing::core;
+
+    fn line(handoffs: &[u64]) -> Line {
+        let mut line = Line::new(TransferLimits::default());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        handoffs.iter().for_each(|epoch| line.begin(core(Epoch(*epoch), deadline)).unwrap());
+        line
+    }
+
+    fn complete(line: &mut Line, epoch: u64) {
+        assert!(line.complete(Epoch(epoch), vec![], Done::new(Box::new(|_| {}))).is_ok());
+    }
+
+    /// A session that is to be replaced ends with its last handoff. It is not replaced while one is still being written.
+    #[test]
+    fn a_session_retires_when_all_it_carries_is_completed() {
+        let mut line = line(&[1]);
+        assert!(line.goes_on(false, false), "nothing changes");
+        assert!(line.goes_on(true, false), "a handoff is still being written");
+        complete(&mut line, 1);
+        assert!(line.goes_on(true, true), "it waits for the session before it");
+        assert!(!line.goes_on(true, false));
+        assert!(line.is_retired() && !line.is_open() && !line.is_over() && !line.is_stopped());
+        assert_eq!(line.begin(core(Epoch(2), Instant::now())), Err(TransferError::Closed));
+        line.ended(Epoch(1));
+        assert!(line.is_over());
+    }
+
+    #[test]
+    fn a_session_that_has_ended_is_told_to_stop_when_another_takes_its_place() {
+        let mut line = line(&[]);
+        line.close(TransferError::Closed);
+        assert!(!line.is_stopped(), "it tells its peer, however long that takes");
+        assert!(!line.goes_on(false, false) && line.is_stopped());
     }
 }

@@ -12,6 +12,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::done::TransferStats;
+use super::meter::Meter;
+use crate::error::TransferError;
 use crate::limits::TransportKind;
 
 /// Pause of a path that has failed once.
@@ -168,8 +171,35 @@ impl Paths {
         self.in_use.is_some_and(|(of, _)| of == transport)
     }
 
+    /// A handoff over this path has ended. `meter` says what the session has carried since the last one.
+    pub fn ended(
+        &mut self,
+        transport: TransportKind,
+        outcome: &Result<TransferStats, TransferError>,
+        meter: &mut Meter,
+        now: Instant,
+    ) {
+        match outcome {
+            Ok(_) => {
+                let (bytes, time) = meter.take(now);
+                self.carried(transport, bytes, time);
+            }
+            Err(error @ TransferError::Verify { .. }) => self.blamed(transport, error, now),
+            Err(_) => {}
+        }
+    }
+
+    /// A path could not be set up, broke with handoffs under way, or changed bytes. If there is another path, this one is avoided for a
+    /// while, though not after a single change of bytes.
+    pub fn blamed(&mut self, transport: TransportKind, error: &TransferError, now: Instant) {
+        match error.is_corruption() {
+            true => self.corrupted(transport, error.to_string(), now),
+            false => self.failed(transport, error.to_string(), now),
+        }
+    }
+
     /// A path could not be set up, or broke with handoffs under way.
-    pub fn failed(&mut self, transport: TransportKind, why: String, now: Instant) {
+    fn failed(&mut self, transport: TransportKind, why: String, now: Instant) {
         if let Some(path) = self.find(transport) {
             path.failures += 1;
             path.in_a_row = path.in_a_row.saturating_add(1);
@@ -178,7 +208,7 @@ impl Paths {
     }
 
     /// Bytes of a handoff were changed on this path.
-    pub fn corrupted(&mut self, transport: TransportKind, why: String, now: Instant) {
+    fn corrupted(&mut self, transport: TransportKind, why: String, now: Instant) {
         let Some(path) = self.find(transport) else { return };
         path.corrupted += 1;
         if path.corrupted >= CORRUPTED {

@@ -384,7 +384,7 @@ impl Outbound {
 
     fn bury(&mut self, epoch: Epoch, line: &mut Line) {
         self.active.remove(&epoch);
-        line.retire(epoch);
+        line.ended(epoch);
     }
 
     fn say(&mut self, frame: Frame) {

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use baton_types::{BlockId, PoolGeometry, WorkerId};
 
-use super::line::{Core, Line};
+use super::core::Core;
+use super::line::Line;
 use super::op::Op;
 use crate::descriptor::Descriptor;
 use crate::error::TransferError;

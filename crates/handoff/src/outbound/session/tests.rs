@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use baton_types::WorkerId;
 
-use super::super::line::Core;
+use super::super::core::Core;
 use super::*;
 use crate::testing;
 
