@@ -103,8 +103,8 @@ fn main() -> Result<(), String> {
         sum.handoffs, sum.verified, sum.withdrawn, sum.handoffs_failed
     );
     println!(
-        "{} connections joined a session, {} were left out; {} completions overtook writes",
-        sum.joined, sum.left_out, sum.overtook
+        "{} sessions were replaced; {} connections joined one, {} were left out; {} completions overtook writes",
+        sum.replaced, sum.joined, sum.left_out, sum.overtook
     );
     println!("engines: {:?}", sum.engines);
     println!("each checker looked: {:?}", sum.looked);

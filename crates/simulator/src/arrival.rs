@@ -119,12 +119,12 @@ impl World {
             return;
         }
         let session = sessions[self.random.below(sessions.len() as u64) as usize];
-        let (prefill, peer) = match self.lines.get(&session) {
-            Some(connection) => (connection.prefill, connection.peer),
+        let (prefill, serial) = match self.lines.get(&session) {
+            Some(connection) => (connection.prefill, connection.session),
             None => return,
         };
         self.faults.count(Fault::Stranger);
-        let line = self.connect(prefill, place, peer, TransportKind::Tcp);
+        let line = self.connect(prefill, place, serial, TransportKind::Tcp);
         let (token, stream) = (self.random.bits(), self.random.within(1, 4) as u8);
         let layout = self.decodes[place].memory.geometry.layout.clone();
         let mut words = Hello { fingerprint: layout.fingerprint() }.encode();

@@ -68,7 +68,12 @@ impl World {
 
     /// What a process's clock shows now.
     pub(crate) fn clock_now(&self, process: Process) -> Instant {
-        self.base + Duration::from_micros(self.clock(process).shows(self.now))
+        self.clock_at(process, self.now)
+    }
+
+    /// What a process's clock shows at a world time.
+    pub(crate) fn clock_at(&self, process: Process, at: Micros) -> Instant {
+        self.base + Duration::from_micros(self.clock(process).shows(at))
     }
 
     /// The same as the engine's time, in nanoseconds.

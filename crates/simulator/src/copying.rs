@@ -1,5 +1,7 @@
 //! How a session at a prefill worker moves blocks: run by run over shared memory, or batch by batch over any of its TCP connections.
 
+use std::time::Instant;
+
 use baton_engine::fake::KvMemory;
 use baton_handoff::TransportKind;
 use baton_handoff::{BlockRun, Frame, TCP_BATCHES, WriteBatch};
@@ -62,18 +64,18 @@ impl World {
         if !early && !deeper && self.copy_next(place, session).map_err(Stop::Broken)? {
             return Ok(true);
         }
-        if !self.send_next(session) {
+        let now = self.clock_now(Process::Prefill(place));
+        if !self.send_next(session, now) {
             return Ok(false);
         }
-        let now = self.clock_now(Process::Prefill(place));
         let mut pool = self.prefills[place].memory.bytes.clone();
         let batch = session.outbound.next_batch(Some(&mut pool), now).map_err(Stop::Ended)?;
         if let Some(batch) = batch {
-            self.submit_batch(session, &batch);
+            self.submit_batch(session, &batch, now);
             return Ok(true);
         }
         let more = session.outbound.next_op(now, &mut session.line);
-        self.carry_out(session);
+        self.carry_out(place, session);
         Ok(more || !session.copying.is_empty())
     }
 
@@ -84,13 +86,14 @@ impl World {
             Some(Copying::Run(copy)) => self.copy(place, session, copy)?,
             Some(Copying::Said(_, write)) => {
                 session.own().outbox.push(&write);
-                session.outbound.flushed(Vec::new());
+                session.flushed(self.clock_now(Process::Prefill(place)));
             }
         }
         Ok(true)
     }
 
-    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch) {
+    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch, now: Instant) {
+        session.meter.submitted(batch.epoch, batch.bytes() as u64, now);
         match (&session.mapped, session.kind) {
             (Some(_), TransportKind::Shm) => {
                 let (epoch, write) = (batch.epoch, Frame::Write(batch.head(0)));
@@ -98,17 +101,17 @@ impl World {
                 session.copying.extend(batch.runs().map(copy));
                 if self.broken(Sabotage::CompleteEarly) {
                     session.own().outbox.push(&write);
-                    session.outbound.flushed(Vec::new());
+                    session.flushed(now);
                 } else {
                     session.copying.push_back(Copying::Said(epoch, write));
                 }
             }
-            _ => self.send_batch(session, batch),
+            _ => self.send_batch(session, batch, now),
         }
     }
 
     /// Sends a batch over any connection, most often the one with the least to send.
-    fn send_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch) {
+    fn send_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch, now: Instant) {
         let ends = session.ends.len();
         let at = match self.random.chance(300) {
             true => self.random.below(ends as u64) as usize,
@@ -122,20 +125,20 @@ impl World {
         }
         let item = end.outbox.push_blocks(&head, epoch, batch.runs().map(|run| (run.source, run.len)));
         if self.broken(Sabotage::FlushEarly) {
-            session.outbound.flushed(Vec::new());
+            session.flushed(now);
         } else {
             session.sending.push_back(Sending { epoch, end: at, item });
         }
     }
 
     /// Checks whether the oldest TCP batch has left. False when no further batch may follow yet.
-    fn send_next(&mut self, session: &mut PrefillSession) -> bool {
+    fn send_next(&mut self, session: &mut PrefillSession, now: Instant) -> bool {
         let Some(oldest) = session.sending.front() else { return true };
         if session.ends[oldest.end].outbox.holds(oldest.item) {
             return session.sending.len() < TCP_BATCHES * session.ends.len();
         }
         session.sending.pop_front();
-        session.outbound.flushed(Vec::new());
+        session.flushed(now);
         true
     }
 

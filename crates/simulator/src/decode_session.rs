@@ -134,9 +134,9 @@ impl World {
         let delay = self.faults.delay(&mut self.random);
         let Some(connection) = self.lines.get_mut(&line) else { return };
         let at = connection.down.finish(self.now, delay);
-        let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
+        let turn = connection.prefill_turn();
         connection.up.cut(self.now, at);
-        self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
+        self.events.plan(at, turn);
     }
 
     /// Gives back what an ended session held, once the peer provably cannot write. True when the session is over.
@@ -272,9 +272,9 @@ impl World {
             let Some(connection) = self.lines.get_mut(&end.line) else { continue };
             let none = |_| Vec::new();
             let last = end.outbox.flush(&mut connection.down, self.now, &mut self.random, &mut self.faults, none);
-            let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
+            let turn = connection.prefill_turn();
             if let Some(at) = last {
-                self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
+                self.events.plan(at, turn);
             }
             left |= !end.outbox.is_empty();
         }

@@ -17,6 +17,8 @@ pub(crate) type Place = usize;
 pub(crate) type Life = u64;
 /// A connection between workers. The number of a session's own connection is also the session's number at the decode worker.
 pub(crate) type Line = u64;
+/// A session's number at its prefill worker. No two sessions of a run have the same.
+pub(crate) type Serial = u64;
 
 /// A process, by its address; successive incarnations share it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -172,7 +174,7 @@ pub(crate) enum Event {
     PrefillTurn {
         prefill: Place,
         life: Life,
-        peer: u64,
+        session: Serial,
     },
     /// A decode worker looks for expired leases.
     Desk {

@@ -43,8 +43,8 @@ impl World {
         while let Some(waiting) = self.prefills[place].waiting.pop_front() {
             let prefill = &mut self.prefills[place];
             let Some(handoff) = prefill.handoffs.get_mut(&waiting.handoff) else { continue };
-            let (peer, seq, blocks) = (handoff.peer, handoff.seq, waiting.op.blocks());
-            let session = prefill.sessions.get_mut(&peer).filter(|session| session.serial == handoff.serial);
+            let (serial, seq, blocks) = (handoff.session, handoff.seq, waiting.op.blocks());
+            let session = prefill.sessions.get_mut(&serial);
             let outcome = match session {
                 None => Err(handoff.failed().unwrap_or(TransferError::Closed)),
                 Some(session) => match session.line.room(handoff.writes.core(), blocks, waiting.patience, now) {
@@ -63,7 +63,7 @@ impl World {
             if let (Err(error), Some(seq)) = (outcome, seq) {
                 launch.refuse(seq, error);
             }
-            self.wake_prefill(place, peer);
+            self.wake_prefill(place, serial);
         }
         Ok(true)
     }
@@ -78,8 +78,8 @@ impl World {
         let done = Done::new(Box::new(move |outcome| {
             reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Done(outcome)));
         }));
-        let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
-        match prefill.sessions.get_mut(&peer).filter(|session| session.serial == serial) {
+        let (epoch, serial) = (handoff.epoch(), handoff.session);
+        match prefill.sessions.get_mut(&serial) {
             Some(session) => match handoff.writes.completable(&session.line, &tail) {
                 Ok(()) => {
                     if let Err((done, error)) = session.line.complete(epoch, tail, done) {
@@ -94,7 +94,7 @@ impl World {
             },
             None => done.report(Err(handoff.failed().unwrap_or(TransferError::Closed))),
         }
-        self.wake_prefill(place, peer);
+        self.wake_prefill(place, serial);
     }
 
     pub(crate) fn abort_handoff(&mut self, place: Place, id: u64, quarantined: bool) {
@@ -105,13 +105,13 @@ impl World {
         let quiet = Quiet(Some(Box::new(move || {
             reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Quiet));
         })));
-        let (peer, epoch, serial) = (handoff.peer, handoff.epoch(), handoff.serial);
-        match prefill.sessions.get_mut(&peer) {
-            // The handoff's session is over and another has taken its place: nothing reads its blocks any more.
-            Some(session) if session.serial == serial => drop(session.line.abort(epoch, quiet)),
-            _ => drop(quiet),
+        let (epoch, serial) = (handoff.epoch(), handoff.session);
+        match prefill.sessions.get_mut(&serial) {
+            Some(session) => drop(session.line.abort(epoch, quiet)),
+            // The handoff's session is over: nothing reads its blocks any more.
+            None => drop(quiet),
         }
-        self.wake_prefill(place, peer);
+        self.wake_prefill(place, serial);
     }
 
     /// Handles the ends of handoffs that callbacks reported since the last call. Each handoff must end once.

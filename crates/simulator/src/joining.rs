@@ -1,11 +1,11 @@
 //! How a session at a prefill worker begins: the calling side of the handshake, and over TCP the further connections that join it.
 
 use baton_handoff::{Frame, FrameLimits, Hello, JoinTicket, Over};
-use baton_handoff::{TransferError, TransportKind};
+use baton_handoff::{TransferError, TransportKind, join_until};
 use baton_types::WorkerId;
 
 use crate::end::End;
-use crate::events::{Event, Place};
+use crate::events::{Event, Place, Process};
 use crate::prefill_session::{Phase, PrefillSession, Stop};
 use crate::stream::Micros;
 use crate::world::World;
@@ -20,15 +20,16 @@ pub(crate) struct Asked {
 }
 
 impl World {
-    /// Sends the first messages of a handshake.
-    pub(crate) fn call(&mut self, place: Place, session: &mut PrefillSession) {
+    /// Sends the first messages of a handshake, which may have to be over by `until`.
+    pub(crate) fn call(&mut self, place: Place, session: &mut PrefillSession, until: Option<Micros>) {
         let prefill = &self.prefills[place];
-        let (me, life, peer) = (prefill.id, prefill.life, session.peer);
+        let (me, peer) = (prefill.id, session.peer);
         let outbox = &mut session.own().outbox;
         outbox.push_bytes(Hello { fingerprint: self.geometry.layout.fingerprint() }.encode());
         outbox.push_bytes(Frame::Identify { me, you: peer, over: Over::Stream }.encode());
-        let until = self.now + self.handshake();
-        self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: peer.0 });
+        if let Some(until) = until {
+            self.plan_prefill_turn(place, session.serial, until);
+        }
     }
 
     /// Takes in the bytes that have arrived over a connection. False if there were none.
@@ -66,8 +67,10 @@ impl World {
             return match (frame, &session.phase) {
                 (Frame::Welcome { ticket, .. }, Phase::Greeting { .. }) => {
                     let more = ticket.filter(|_| session.kind == TransportKind::Tcp);
-                    session.phase = Phase::Open;
                     more.into_iter().for_each(|ticket| self.ask_to_join(place, session, ticket, until));
+                    if session.asked.is_empty() {
+                        self.opened(place, session);
+                    }
                     Ok(())
                 }
                 (other, _) => Err(cannot(format!("{other:?}"))),
@@ -79,10 +82,10 @@ impl World {
         }
     }
 
-    /// Opens the further connections of a session. They have half of the handshake's remaining time to join. Some break meanwhile.
+    /// Opens the further connections of a session. Some break meanwhile.
     fn ask_to_join(&mut self, place: Place, session: &mut PrefillSession, ticket: JoinTicket, last: Micros) {
         for stream in 1..self.random.within(1, CONNECTIONS) as u8 {
-            let line = self.connect(place, session.decode, session.peer, session.kind);
+            let line = self.connect(place, session.decode, session.serial, session.kind);
             let mut end = End::new(line, stream.into());
             end.outbox.push_bytes(Hello { fingerprint: self.geometry.layout.fingerprint() }.encode());
             end.outbox.push_bytes(Frame::Join { ticket, stream }.encode());
@@ -93,14 +96,16 @@ impl World {
             }
         }
         if !session.asked.is_empty() {
-            let (until, life) = (self.now + last.saturating_sub(self.now) / 2, self.prefills[place].life);
+            let process = Process::Prefill(place);
+            let until = join_until(self.clock_at(process, last), self.clock_now(process));
+            let until = self.micros(process, until);
             session.phase = Phase::Joining { until };
-            self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
+            self.plan_prefill_turn(place, session.serial, until);
         }
     }
 
     /// Takes in the connections that join in time, and gives up the others.
-    pub(crate) fn joining(&mut self, session: &mut PrefillSession, until: Micros) {
+    pub(crate) fn joining(&mut self, place: Place, session: &mut PrefillSession, until: Micros) {
         for mut asked in std::mem::take(&mut session.asked) {
             self.receive(&mut asked.end);
             match self.has_joined(&mut asked) {
@@ -116,7 +121,7 @@ impl World {
             }
         }
         if session.asked.is_empty() {
-            session.phase = Phase::Open;
+            self.opened(place, session);
         }
     }
 

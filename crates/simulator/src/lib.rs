@@ -50,6 +50,7 @@ mod processes;
 mod router;
 mod sabotage;
 mod scenario;
+mod session_life;
 mod settings;
 mod stages;
 mod stream;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use baton_engine::{Engine, Start};
-use baton_handoff::{Core, Descriptor, Op, TransferError, TransferStats, TransportKind, Writes};
+use baton_handoff::{Core, Descriptor, FAREWELL, Op, PathTable, TransferError, TransferStats, Writes};
 use baton_policy::PrefillWord;
 use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
 use baton_roles::{Drain, Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
@@ -14,16 +14,13 @@ use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 use crate::control::{Ask, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
 use crate::engine::{Host, Thread};
-use crate::events::{Event, Life, Line, Place, Process};
+use crate::events::{Event, Life, Place, Process, Serial};
 use crate::membership::Registration;
 use crate::pool::Memory;
 use crate::prefill_session::PrefillSession;
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
-
-/// How long a session that ends keeps trying to tell its peer, microseconds.
-pub(crate) const FAREWELL: Micros = 50_000;
 
 /// How much later than its bound a handoff may end: the layers of a running step may wait for room at very slow peers.
 const SLACK: Micros = 1_500_000;
@@ -46,8 +43,8 @@ pub(crate) struct Handoff {
     pub writes: Writes,
     pub peer: WorkerId,
     pub decode: Place,
-    /// Serial of the session it was begun at.
-    pub serial: Line,
+    /// The session it was begun at.
+    pub session: Serial,
     pub seq: Option<SeqId>,
     /// Its completion or abort has been requested; so its owner is told of one end only.
     pub ended: bool,
@@ -91,7 +88,10 @@ pub(crate) struct Prefill {
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
     next: u64,
-    pub sessions: BTreeMap<WorkerId, PrefillSession>,
+    pub sessions: BTreeMap<Serial, PrefillSession>,
+    /// The last session to each worker.
+    pub latest: BTreeMap<WorkerId, Serial>,
+    pub paths: PathTable,
     pub reports: Reports,
     pub frozen: Option<(Micros, Micros)>,
     pub drain: Drain,
@@ -119,6 +119,8 @@ impl Prefill {
             waiting: VecDeque::new(),
             next: 0,
             sessions: BTreeMap::new(),
+            latest: BTreeMap::new(),
+            paths: PathTable::default(),
             reports: Reports::default(),
             frozen: None,
             drain: Drain::default(),
@@ -246,8 +248,8 @@ impl World {
             Ok(writes) => writes,
             Err(error) => return refused(&error),
         };
-        let serial = match self.begin(place, decode, target.worker, writes.core()) {
-            Ok(serial) => serial,
+        let session = match self.begin(place, decode, target.worker, writes.core()) {
+            Ok(session) => session,
             Err(error) => return refused(&error),
         };
         let (now, left) = (self.now, ask.time_left.as_micros() as Micros);
@@ -259,7 +261,7 @@ impl World {
         let due = now + left.saturating_sub(late);
         prefill.handoffs.insert(
             id,
-            Handoff { writes, peer: target.worker, decode, serial, seq, ended, quarantined, completed: None, due },
+            Handoff { writes, peer: target.worker, decode, session, seq, ended, quarantined, completed: None, due },
         );
         let (life, handoff) = (prefill.life, id);
         let at = self.now + self.by_any_clock(ask.time_left.as_micros() as Micros + self.bound());
@@ -275,13 +277,13 @@ impl World {
         prefill.tickets.insert(ticket, (caller, id));
         let target = Target { tokens: target.tokens, first: target.first };
         prefill.inbox.push_back(Input::Command(Command::Run { ticket, new, target }));
-        self.wake_prefill(place, self.prefills[place].handoffs[&id].peer);
+        self.wake_prefill(place, session);
         Ok(Ok(()))
     }
 
     /// Longest time from a handoff's deadline to its end, whatever its session is doing: connecting, ending, or telling the peer so.
     fn bound(&self) -> Micros {
-        self.handshake() + FAREWELL + SLACK
+        self.handshake() + FAREWELL.as_micros() as Micros + SLACK
     }
 
     /// I5: a handoff's end must have been reported by now. For a frozen worker the bound counts from the end of the freeze.
@@ -322,20 +324,17 @@ impl World {
         Ok(())
     }
 
-    /// Begins a handoff at the session to a worker. Opens a new session if the last one has ended.
-    fn begin(&mut self, place: Place, decode: Place, peer: WorkerId, core: &Arc<Core>) -> Result<Line, TransferError> {
-        let open = self.prefills[place].sessions.get(&peer).is_some_and(|s| s.line.closed().is_none());
-        if !open {
-            if let Some(mut before) = self.prefills[place].sessions.remove(&peer) {
-                self.leave_session(&mut before);
-            }
-            let kind = if self.random.chance(500) { TransportKind::Shm } else { TransportKind::Tcp };
-            let connection = self.connect(place, decode, peer, kind);
-            let session = self.new_session(place, decode, peer, kind, connection);
-            self.prefills[place].sessions.insert(peer, session);
-        }
-        match self.prefills[place].sessions.get_mut(&peer) {
-            Some(session) => session.line.begin(core.clone()).map(|()| session.serial),
+    /// Begins a handoff at the session to a worker.
+    fn begin(
+        &mut self,
+        place: Place,
+        decode: Place,
+        peer: WorkerId,
+        core: &Arc<Core>,
+    ) -> Result<Serial, TransferError> {
+        let serial = self.session_to(place, decode, peer);
+        match self.prefills[place].sessions.get_mut(&serial) {
+            Some(session) => session.line.begin(core.clone()).map(|()| serial),
             None => Err(TransferError::Closed),
         }
     }

@@ -3,15 +3,14 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use baton_handoff::{Effect, Frame, FrameLimits, Line as Ops, Op, Outbound, Parties, Pools, Written};
+use baton_handoff::{Attempt, Effect, Frame, FrameLimits, Line as Ops, Meter, Outbound, Written};
 use baton_handoff::{TransferError, TransportKind};
 use baton_types::WorkerId;
 
 use crate::copying::{Copying, Mapped, Sending};
 use crate::end::End;
-use crate::events::{Event, Life, Line, Place, Process};
+use crate::events::{Event, Life, Line, Place, Process, Serial};
 use crate::joining::Asked;
-use crate::prefill::FAREWELL;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
@@ -19,6 +18,8 @@ use crate::{Sabotage, Violation};
 /// Phase of a session.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Phase {
+    /// Waits for the session before it to end.
+    Waiting,
     /// Waits for the peer's welcome, until this time at most.
     Greeting {
         until: Micros,
@@ -32,7 +33,8 @@ pub(crate) enum Phase {
     /// Sends its last frames, until this time at most.
     Closing {
         until: Micros,
-        error: TransferError,
+        /// Whether it then tells the peer that the peer's pool is no longer mapped.
+        tells: bool,
     },
     /// Tells the peer over a new connection that its pool is no longer mapped here, however long that takes.
     Excusing {
@@ -46,8 +48,11 @@ pub(crate) struct PrefillSession {
     pub decode: Place,
     pub peer: WorkerId,
     pub kind: TransportKind,
-    /// Tells sessions to the same peer apart.
-    pub serial: Line,
+    pub serial: Serial,
+    /// The session to the same worker that this one replaces.
+    pub before: Option<Serial>,
+    /// The paths that are still to be tried.
+    pub attempt: Option<Attempt>,
     /// The session's own connection, then those that have joined it.
     pub ends: Vec<End>,
     /// Connections that have asked to join.
@@ -57,19 +62,26 @@ pub(crate) struct PrefillSession {
     pub phase: Phase,
     /// Over TCP: the number of writes on each connection except the session's own.
     pub written: Written,
+    pub meter: Meter,
     /// Over TCP: the batches in flight, in order.
     pub sending: VecDeque<Sending>,
     /// Over shared memory: the peer's pool.
     pub mapped: Option<Mapped>,
     /// Over shared memory: what is left of the batches in flight, in order.
     pub copying: VecDeque<Copying>,
-    timer: Timer,
+    pub timer: Timer,
 }
 
 impl PrefillSession {
     /// The session's own connection.
     pub(crate) fn own(&mut self) -> &mut End {
         &mut self.ends[0]
+    }
+
+    /// The oldest batch in flight has been carried.
+    pub(crate) fn flushed(&mut self, now: Instant) {
+        self.outbound.flushed(Vec::new());
+        self.meter.flushed(now);
     }
 }
 
@@ -80,107 +92,57 @@ pub(crate) enum Stop {
 }
 
 impl World {
-    pub(crate) fn new_session(
-        &mut self,
-        place: Place,
-        decode: Place,
-        peer: WorkerId,
-        kind: TransportKind,
-        connection: Line,
-    ) -> PrefillSession {
-        let prefill = &self.prefills[place];
-        let parties = Parties { me: prefill.id, peer };
-        let pools = Pools::alike(prefill.memory.geometry.clone());
-        let mut session = PrefillSession {
-            decode,
-            peer,
-            kind,
-            serial: connection,
-            ends: vec![End::new(connection, 0)],
-            asked: Vec::new(),
-            line: Ops::new(self.limits.clone()),
-            outbound: Outbound::new(parties, pools, &self.limits),
-            phase: Phase::Greeting { until: self.now + self.handshake(), hello_seen: false },
-            written: Written::default(),
-            sending: VecDeque::new(),
-            mapped: None,
-            copying: VecDeque::new(),
-            timer: Timer::default(),
-        };
-        self.call(place, &mut session);
-        session
-    }
-
-    pub(crate) fn wake_prefill(&mut self, prefill: Place, peer: WorkerId) {
-        let (at, life) = (self.soon(), self.prefills[prefill].life);
-        self.events.plan(at, Event::PrefillTurn { prefill, life, peer: peer.0 });
+    pub(crate) fn wake_prefill(&mut self, prefill: Place, session: Serial) {
+        let at = self.soon();
+        self.plan_prefill_turn(prefill, session, at);
     }
 
     /// Takes a turn of a session: does all that can be done now, or a part of it.
-    pub(crate) fn prefill_turn(&mut self, place: Place, life: Life, peer: WorkerId) -> Result<(), Violation> {
+    pub(crate) fn prefill_turn(&mut self, place: Place, life: Life, serial: Serial) -> Result<(), Violation> {
         if self.prefills[place].life != life {
             return Ok(());
         }
-        let Some(mut session) = self.prefills[place].sessions.remove(&peer) else { return Ok(()) };
-        let stepped = match session.phase.clone() {
-            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(place, &mut session),
-            Phase::Joining { until } => {
-                self.joining(&mut session, until);
-                self.wake_prefill(place, peer);
+        let Some(mut session) = self.prefills[place].sessions.remove(&serial) else { return Ok(()) };
+        match self.session_turn(place, &mut session) {
+            Ok(()) => {}
+            Err(Stop::Broken(violation)) => return Err(violation),
+            Err(Stop::Ended(error)) => self.over(place, &mut session, error),
+        }
+        if session.phase != Phase::Over {
+            self.flush_prefill(place, &mut session)?;
+            self.prefills[place].sessions.insert(serial, session);
+        } else {
+            let waits = |next: &&PrefillSession| next.before == Some(serial);
+            let next = self.prefills[place].sessions.values().find(waits).map(|next| next.serial);
+            next.into_iter().for_each(|next| self.wake_prefill(place, next));
+        }
+        self.reported(place)
+    }
+
+    fn session_turn(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+        if matches!(session.phase, Phase::Waiting | Phase::Greeting { .. } | Phase::Joining { .. }) {
+            self.tend(place, session);
+        }
+        match session.phase.clone() {
+            Phase::Waiting => self.wait_for_before(place, session),
+            Phase::Excusing { .. } if session.line.is_stopped() => {
+                self.leave_session(session);
                 Ok(())
             }
-            Phase::Open => self.work(place, &mut session),
-            Phase::Closing { until, error } => {
-                self.flush_prefill(place, &mut session)?;
-                let done = session.own().outbox.is_empty() || until <= self.now;
-                if done {
-                    self.hang_up(place, &mut session, &error);
+            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(place, session),
+            Phase::Joining { until } => {
+                self.joining(place, session, until);
+                Ok(())
+            }
+            Phase::Open => self.work(place, session),
+            Phase::Closing { until, tells } => {
+                self.flush_prefill(place, session).map_err(Stop::Broken)?;
+                if session.own().outbox.is_empty() || until <= self.now {
+                    self.hang_up(place, session, tells);
                 }
                 Ok(())
             }
             Phase::Over => Ok(()),
-        };
-        match stepped {
-            Ok(()) => {}
-            Err(Stop::Broken(violation)) => return Err(violation),
-            Err(Stop::Ended(error)) => self.over(place, &mut session, error)?,
-        }
-        if session.phase != Phase::Over {
-            self.flush_prefill(place, &mut session)?;
-        }
-        self.prefills[place].sessions.insert(peer, session);
-        self.reported(place)
-    }
-
-    /// Ends a session with an error, in any phase.
-    fn over(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) -> Result<(), Violation> {
-        match session.phase.clone() {
-            Phase::Greeting { .. } | Phase::Joining { .. } => self.close(session, &error),
-            // Over, whether the peer has been told or not.
-            Phase::Excusing { .. } => self.leave_session(session),
-            _ => {
-                let now = self.clock_now(Process::Prefill(place));
-                session.outbound.end_all(&error, now, &mut session.line);
-                self.carry_out(session);
-                let until = self.now + self.random.within(1, FAREWELL);
-                session.phase = Phase::Closing { until, error };
-                let life = self.prefills[place].life;
-                self.events.plan(until, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
-            }
-        }
-        Ok(())
-    }
-
-    /// Closes the session and unmaps the peer's pool. Over shared memory, then tells the peer so over a new connection.
-    fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
-        session.mapped = None;
-        session.copying.clear();
-        self.close(session, error);
-        if session.kind == TransportKind::Shm {
-            let connection = self.connect(place, session.decode, session.peer, session.kind);
-            session.ends = vec![End::new(connection, 0)];
-            session.phase = Phase::Excusing { hello_seen: false };
-            self.call(place, session);
         }
     }
 
@@ -192,42 +154,26 @@ impl World {
         }
     }
 
-    /// Closes the session and fails what is still queued. From now on another session may be opened.
-    fn close(&mut self, session: &mut PrefillSession, error: &TransferError) {
-        let (ops, aborts) = session.line.close(error.clone());
-        for op in ops {
-            if let Op::Complete { done, .. } = op {
-                done.report(Err(error.clone()));
-            }
-        }
-        drop(aborts);
-        self.leave_session(session);
-    }
-
-    /// Ends all connections of a session: its last act, also when another session to the same worker replaces it.
-    pub(crate) fn leave_session(&mut self, session: &mut PrefillSession) {
-        session.ends.iter().for_each(|end| self.end_connection(end.line));
-        session.asked.drain(..).for_each(|asked| self.end_connection(asked.end.line));
-        session.phase = Phase::Over;
-    }
-
     /// An open session's turn.
     fn work(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+        if session.line.is_over() {
+            return Err(Stop::Ended(TransferError::Closed));
+        }
         let now = self.clock_now(Process::Prefill(place));
         let due = self.look(place, session);
         while self.copy_some(place, session)? {
             if self.random.chance(300) {
-                self.wake_prefill(place, session.peer);
+                self.wake_prefill(place, session.serial);
                 break;
             }
         }
         let may_say = session.own().outbox.is_empty();
         let beat = session.outbound.beat(now, may_say);
-        self.carry_out(session);
+        self.carry_out(place, session);
         self.flush_prefill(place, session).map_err(Stop::Broken)?;
         if !session.sending.is_empty() && session.ends.iter().all(|end| end.outbox.is_empty()) {
             // The batch that held back the next one has just left.
-            self.wake_prefill(place, session.peer);
+            self.wake_prefill(place, session.serial);
         }
         if let Some(at) = [due, beat].into_iter().flatten().min() {
             self.set_prefill_timer(place, session, self.micros(Process::Prefill(place), at));
@@ -239,17 +185,17 @@ impl World {
     /// act on other threads, so what they do may also come right after this look and before the next step.
     fn look(&mut self, place: Place, session: &mut PrefillSession) -> Option<Instant> {
         if self.random.chance(100) {
-            self.wake_prefill(place, session.peer);
+            self.wake_prefill(place, session.serial);
             return None;
         }
         let now = self.clock_now(Process::Prefill(place));
         for (epoch, quiet) in session.line.take_aborts() {
             session.outbound.abort(epoch, quiet, now, &mut session.line);
         }
-        self.carry_out(session);
+        self.carry_out(place, session);
         let deadlines = !self.broken(Sabotage::IgnoreDeadlines);
         let due = if deadlines { session.outbound.expire(now, &mut session.line) } else { None };
-        self.carry_out(session);
+        self.carry_out(place, session);
         due
     }
 
@@ -267,8 +213,8 @@ impl World {
             }
             let kind = session.kind;
             session.outbound.frame(frame, kind, now, &mut session.line).map_err(Stop::Ended)?;
-            self.carry_out(session);
-            self.wake_prefill(place, session.peer);
+            self.carry_out(place, session);
+            self.wake_prefill(place, session.serial);
         }
         for end in &mut session.ends[1..] {
             if self.receive(end) {
@@ -281,18 +227,28 @@ impl World {
         }
     }
 
-    pub(crate) fn carry_out(&mut self, session: &mut PrefillSession) {
+    pub(crate) fn carry_out(&mut self, place: Place, session: &mut PrefillSession) {
+        let now = self.clock_now(Process::Prefill(place));
         for effect in session.outbound.take_effects() {
             match effect {
-                Effect::Cancel(epoch) => self.cancel_batches(session, epoch),
+                Effect::Cancel(epoch) => {
+                    self.cancel_batches(session, epoch);
+                    session.meter.cancelled(epoch, now);
+                }
                 Effect::Send(mut frame) => {
                     session.written.stamp(&mut frame);
                     session.own().outbox.push(&frame);
                 }
-                Effect::Report(done, outcome) => done.report(outcome),
+                Effect::Report(done, outcome) => {
+                    if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
+                        paths.ended(session.kind, &outcome, &mut session.meter, now);
+                    }
+                    done.report(outcome);
+                }
                 Effect::Hush(quiet) => drop(quiet),
             }
         }
+        session.meter.set_awaits(session.outbound.awaits_outcome(), now);
     }
 
     /// Sends what the connections take. A closing session sends over its own connection only.
@@ -334,11 +290,10 @@ impl World {
         Ok(())
     }
 
-    fn set_prefill_timer(&mut self, place: Place, session: &mut PrefillSession, at: Micros) {
+    pub(crate) fn set_prefill_timer(&mut self, place: Place, session: &mut PrefillSession, at: Micros) {
         let at = at.max(self.now + 1);
         if session.timer.set(at, self.now) {
-            let life = self.prefills[place].life;
-            self.events.plan(at, Event::PrefillTurn { prefill: place, life, peer: session.peer.0 });
+            self.plan_prefill_turn(place, session.serial, at);
         }
     }
 }

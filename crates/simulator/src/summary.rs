@@ -29,6 +29,8 @@ pub struct Summary {
     pub joined: u64,
     /// Connections that could not join: refused, broken or too late.
     pub left_out: u64,
+    /// Sessions that were replaced by one over a better path.
+    pub replaced: u64,
     /// Completions that overtook writes on other connections and had to wait for them.
     pub overtook: u64,
     /// Checks made, by invariant.
@@ -59,6 +61,7 @@ impl Summary {
             (&mut self.withdrawn, other.withdrawn),
             (&mut self.joined, other.joined),
             (&mut self.left_out, other.left_out),
+            (&mut self.replaced, other.replaced),
             (&mut self.overtook, other.overtook),
             (&mut self.rules, other.rules),
             (&mut self.events, other.events),

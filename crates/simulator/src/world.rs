@@ -10,14 +10,14 @@ use baton_handoff::{TransferLimits, TransportKind};
 use baton_membership::{FollowInput, RenewalInput};
 use baton_roles::DrainInput;
 use baton_types::testing::Random;
-use baton_types::{PoolGeometry, WorkerId, mix};
+use baton_types::{PoolGeometry, mix};
 
 use crate::client::{Client, Shape, VOCAB};
 use crate::clocks::Clock;
 use crate::control::{self, Link};
 use crate::decode::{Decode, DecodeHost};
 use crate::decode_session::DecodeSession;
-use crate::events::{Event, Events, Life, Line, Place, Process};
+use crate::events::{Event, Events, Life, Line, Place, Process, Serial};
 use crate::faults::Faults;
 use crate::membership::Registry;
 use crate::pool::Bytes;
@@ -43,14 +43,21 @@ pub(crate) struct Connection {
     pub prefill_life: Life,
     pub decode: Place,
     pub decode_life: Life,
-    /// The peer that the prefill worker means to reach.
-    pub peer: WorkerId,
+    /// The session that opened it.
+    pub session: Serial,
     /// Prefill to decode.
     pub up: Stream,
     /// Decode to prefill.
     pub down: Stream,
     /// The caller is a stranger, not a prefill worker.
     pub is_strangers: bool,
+}
+
+impl Connection {
+    /// A turn of the session at the prefill worker.
+    pub(crate) fn prefill_turn(&self) -> Event {
+        Event::PrefillTurn { prefill: self.prefill, life: self.prefill_life, session: self.session }
+    }
 }
 
 /// How long models take.
@@ -99,6 +106,7 @@ pub(crate) struct World {
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     next_line: Line,
     next_life: Life,
+    pub next_session: Serial,
     pub next_call: u64,
     pub summary: Summary,
     pub healed: bool,
@@ -173,6 +181,7 @@ impl World {
             apart: BTreeMap::new(),
             next_line: 0,
             next_life: 0,
+            next_session: 0,
             next_call: 0,
             summary: Summary::default(),
             healed: false,
@@ -358,7 +367,7 @@ impl World {
             Event::EngineStep { process: Process::Decode(place), .. } => return self.engine_step::<DecodeHost>(place),
             Event::EngineTurn { .. } | Event::EngineStep { .. } => {}
             Event::DecodeTurn { line } => return self.decode_turn(line),
-            Event::PrefillTurn { prefill, life, peer } => return self.prefill_turn(prefill, life, WorkerId(peer)),
+            Event::PrefillTurn { prefill, life, session } => return self.prefill_turn(prefill, life, session),
             Event::Desk { decode, .. } => return self.desk(decode),
             Event::Died { line } => return self.died(line),
             Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
@@ -385,7 +394,7 @@ impl World {
     }
 
     /// Opens a connection between workers. Whichever process is at the decode worker's address now answers.
-    pub(crate) fn connect(&mut self, prefill: Place, decode: Place, peer: WorkerId, kind: TransportKind) -> Line {
+    pub(crate) fn connect(&mut self, prefill: Place, decode: Place, session: Serial, kind: TransportKind) -> Line {
         self.next_line += 1;
         let line = self.next_line;
         let room = self.random.within(40, 2_000) as usize;
@@ -394,7 +403,7 @@ impl World {
             prefill_life: self.prefills.get(prefill).map_or(0, |prefill| prefill.life),
             decode,
             decode_life: self.decodes[decode].life,
-            peer,
+            session,
             up: Stream::new(room),
             down: Stream::new(room),
             is_strangers: false,
@@ -418,9 +427,9 @@ impl World {
     /// Plans a turn at both ends of a connection.
     pub(crate) fn wake_both(&mut self, line: Line, at: Micros) {
         let Some(connection) = self.lines.get(&line) else { return };
-        let (prefill, life, peer) = (connection.prefill, connection.prefill_life, connection.peer.0);
+        let turn = connection.prefill_turn();
         self.events.plan(at, Event::DecodeTurn { line });
-        self.events.plan(at, Event::PrefillTurn { prefill, life, peer });
+        self.events.plan(at, turn);
     }
 }
 

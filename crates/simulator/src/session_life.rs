@@ -1,0 +1,210 @@
+//! The life of a session at a prefill worker. Which session a handoff goes over, over which path it connects, and what it does when it ends
+//! is decided in `baton-handoff`; this file opens and closes simulated connections.
+
+use baton_handoff::{Attempt, Ending, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
+use baton_handoff::{Effect, Meter, TransferError, TransportKind};
+use baton_types::{WorkerId, mix};
+
+use crate::end::End;
+use crate::events::{Event, Place, Process, Serial};
+use crate::prefill_session::{Phase, PrefillSession, Stop};
+use crate::stream::{Micros, Timer};
+use crate::world::World;
+
+impl World {
+    /// The session that a new handoff to a worker goes over.
+    pub(crate) fn session_to(&mut self, place: Place, decode: Place, peer: WorkerId) -> Serial {
+        let now = self.clock_now(Process::Prefill(place));
+        let prefill = &mut self.prefills[place];
+        let latest = prefill.latest.get(&peer).copied();
+        if let Some(serial) = latest
+            && let Some(session) = prefill.sessions.get(&serial)
+        {
+            let before = session.before.and_then(|before| prefill.sessions.get(&before));
+            let waits = before.is_some_and(|before| before.line.closed().is_none());
+            let changes = prefill.paths.get_mut(peer).is_some_and(|paths| paths.would_change(now));
+            let session = prefill.sessions.get_mut(&serial);
+            if session.is_some_and(|session| session.line.goes_on(changes, waits)) {
+                return serial;
+            }
+            self.summary.replaced += u64::from(changes);
+            self.wake_prefill(place, serial);
+        }
+        self.new_session(place, decode, peer, latest)
+    }
+
+    fn new_session(&mut self, place: Place, decode: Place, peer: WorkerId, before: Option<Serial>) -> Serial {
+        self.next_session += 1;
+        let serial = self.next_session;
+        let prefill = &self.prefills[place];
+        let parties = Parties { me: prefill.id, peer };
+        let pools = Pools::alike(prefill.memory.geometry.clone());
+        let session = PrefillSession {
+            decode,
+            peer,
+            kind: TransportKind::Tcp,
+            serial,
+            before,
+            attempt: None,
+            ends: Vec::new(),
+            asked: Vec::new(),
+            line: Ops::new(self.limits.clone()),
+            outbound: Outbound::new(parties, pools, &self.limits),
+            phase: Phase::Waiting,
+            written: Written::default(),
+            meter: Meter::default(),
+            sending: Default::default(),
+            mapped: None,
+            copying: Default::default(),
+            timer: Timer::default(),
+        };
+        let prefill = &mut self.prefills[place];
+        prefill.sessions.insert(serial, session);
+        prefill.latest.insert(peer, serial);
+        self.wake_prefill(place, serial);
+        serial
+    }
+
+    /// Waits for the session before this one to end, then connects.
+    pub(crate) fn wait_for_before(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+        let prefill = &self.prefills[place];
+        if session.before.is_some_and(|before| prefill.sessions.contains_key(&before)) {
+            return Ok(());
+        }
+        let now = self.clock_now(Process::Prefill(place));
+        let near = mix(self.seed ^ mix((place * 64 + session.decode) as u64)) % 10 < 6;
+        let shm = (TransportKind::Shm, (!near).then(|| "it runs on another host".to_owned()));
+        let new = || Paths::new([shm, (TransportKind::Tcp, None)], true);
+        let paths = self.prefills[place].paths.to(session.peer, self.limits.connections, new);
+        session.attempt = Some(Attempt::new(paths, self.limits.handshake, now));
+        self.try_next_path(place, session).map_err(Stop::Ended)
+    }
+
+    fn try_next_path(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), TransferError> {
+        let now = self.clock_now(Process::Prefill(place));
+        let Some((kind, until)) = session.attempt.as_mut().and_then(|attempt| attempt.next_path(now)) else {
+            return Err(session.attempt.take().and_then(Attempt::failure).unwrap_or(TransferError::Closed));
+        };
+        let connection = self.connect(place, session.decode, session.serial, kind);
+        session.kind = kind;
+        session.ends = vec![End::new(connection, 0)];
+        let until = self.micros(Process::Prefill(place), until);
+        session.phase = Phase::Greeting { until, hello_seen: false };
+        self.call(place, session, Some(until));
+        Ok(())
+    }
+
+    /// Ends handoffs that are late or aborted while the session is not open yet.
+    pub(crate) fn tend(&mut self, place: Place, session: &mut PrefillSession) {
+        let now = self.clock_now(Process::Prefill(place));
+        let next = session.outbound.wait_for_session(now, &mut session.line);
+        for effect in session.outbound.take_effects() {
+            match effect {
+                Effect::Report(done, outcome) => done.report(outcome),
+                Effect::Hush(quiet) => drop(quiet),
+                // There is no peer to tell, and nothing is being copied.
+                Effect::Send(_) | Effect::Cancel(_) => {}
+            }
+        }
+        if let Some(at) = next {
+            self.set_prefill_timer(place, session, self.micros(Process::Prefill(place), at));
+        }
+    }
+
+    /// The session has all the connections that it will have.
+    pub(crate) fn opened(&mut self, place: Place, session: &mut PrefillSession) {
+        session.phase = Phase::Open;
+        if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
+            paths.begun(session.kind, session.ends.len());
+        }
+        self.wake_prefill(place, session.serial);
+    }
+
+    /// A session has failed, in any phase.
+    pub(crate) fn over(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) {
+        match session.phase.clone() {
+            Phase::Greeting { .. } => {
+                self.end_connections(session);
+                self.blame(place, session, &error);
+                let failed = session.attempt.as_mut().map_or(Ok(()), |attempt| attempt.failed(error));
+                if let Err(error) = failed.and_then(|()| self.try_next_path(place, session)) {
+                    self.close(session, &error);
+                    self.leave_session(session);
+                }
+            }
+            // Over, whether the peer has been told or not.
+            Phase::Excusing { .. } => self.leave_session(session),
+            Phase::Open => self.wind_up_prefill(place, session, error),
+            _ => {
+                self.close(session, &error);
+                self.leave_session(session);
+            }
+        }
+    }
+
+    fn blame(&mut self, place: Place, session: &PrefillSession, error: &TransferError) {
+        let now = self.clock_now(Process::Prefill(place));
+        if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
+            paths.blamed(session.kind, error, now);
+        }
+    }
+
+    /// Ends an open session: its handoffs, then its queue. Its last frames may still leave.
+    fn wind_up_prefill(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) {
+        let ending = Ending::of(&error, &session.line, session.kind == TransportKind::Shm);
+        if ending.blames_path {
+            self.blame(place, session, &error);
+        }
+        let now = self.clock_now(Process::Prefill(place));
+        session.outbound.end_all(&error, now, &mut session.line);
+        self.carry_out(place, session);
+        self.close(session, &error);
+        let until = self.now + self.random.within(1, FAREWELL.as_micros() as Micros);
+        session.phase = Phase::Closing { until, tells: ending.tells };
+        self.plan_prefill_turn(place, session.serial, until);
+    }
+
+    /// Closes the connections and unmaps the peer's pool. Then tells the peer so over a new connection, if it must.
+    pub(crate) fn hang_up(&mut self, place: Place, session: &mut PrefillSession, tells: bool) {
+        session.mapped = None;
+        session.copying.clear();
+        self.end_connections(session);
+        if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
+            paths.over();
+        }
+        if !tells {
+            return self.leave_session(session);
+        }
+        let connection = self.connect(place, session.decode, session.serial, session.kind);
+        session.ends = vec![End::new(connection, 0)];
+        session.phase = Phase::Excusing { hello_seen: false };
+        self.call(place, session, None);
+    }
+
+    /// Closes the queue and fails what is still queued. From now on another session may be opened.
+    fn close(&mut self, session: &mut PrefillSession, error: &TransferError) {
+        let (ops, aborts) = session.line.close(error.clone());
+        for op in ops {
+            if let Op::Complete { done, .. } = op {
+                done.report(Err(error.clone()));
+            }
+        }
+        drop(aborts);
+    }
+
+    /// A session's last act.
+    pub(crate) fn leave_session(&mut self, session: &mut PrefillSession) {
+        self.end_connections(session);
+        session.phase = Phase::Over;
+    }
+
+    fn end_connections(&mut self, session: &mut PrefillSession) {
+        session.ends.iter().for_each(|end| self.end_connection(end.line));
+        session.asked.drain(..).for_each(|asked| self.end_connection(asked.end.line));
+    }
+
+    pub(crate) fn plan_prefill_turn(&mut self, place: Place, session: Serial, at: Micros) {
+        let life = self.prefills[place].life;
+        self.events.plan(at, Event::PrefillTurn { prefill: place, life, session });
+    }
+}
