@@ -18,7 +18,7 @@ mod writes;
 pub use attempt::{Attempt, join_until};
 pub use core::Core;
 pub use done::{Done, OnDone, Quiet, TransferStats};
-pub use ending::{Ending, FAREWELL};
+pub use ending::{FAREWELL, blames_path, tells_peer};
 pub use line::Line;
 pub use meter::Meter;
 pub use op::Op;

@@ -1,8 +1,8 @@
 //! The life of a session at a prefill worker. Which session a handoff goes over, over which path it connects, and what it does when it ends
 //! is decided in `baton-handoff`; this file opens and closes simulated connections.
 
-use baton_handoff::{Attempt, Ending, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
-use baton_handoff::{Effect, Meter, TransferError, TransportKind};
+use baton_handoff::{Attempt, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
+use baton_handoff::{Effect, Meter, TransferError, TransportKind, blames_path, tells_peer};
 use baton_types::{WorkerId, mix};
 
 use crate::end::End;
@@ -151,16 +151,16 @@ impl World {
 
     /// Ends an open session: its handoffs, then its queue. Its last frames may still leave.
     fn wind_up_prefill(&mut self, place: Place, session: &mut PrefillSession, error: TransferError) {
-        let ending = Ending::of(&error, &session.line, session.kind == TransportKind::Shm);
-        if ending.blames_path {
+        if blames_path(&error, &session.line) {
             self.blame(place, session, &error);
         }
         let now = self.clock_now(Process::Prefill(place));
         session.outbound.end_all(&error, now, &mut session.line);
         self.carry_out(place, session);
         self.close(session, &error);
+        let tells = tells_peer(&error, &session.line, session.kind == TransportKind::Shm);
         let until = self.now + self.random.within(1, FAREWELL.as_micros() as Micros);
-        session.phase = Phase::Closing { until, tells: ending.tells };
+        session.phase = Phase::Closing { until, tells };
         self.plan_prefill_turn(place, session.serial, until);
     }
 

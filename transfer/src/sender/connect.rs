@@ -213,7 +213,7 @@ impl Plan {
         }
     }
 
-    /// Tells the peer that this process no longer writes to its pool ([`Ending::tells`](baton_handoff::Ending)).
+    /// Tells the peer that this process no longer writes to its pool ([`tells_peer`](baton_handoff::tells_peer)).
     ///
     /// It does so by another session that ends at once. A stalled peer is told when it moves again. A new session to the peer stops this
     /// attempt, since it tells the peer the same.

@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_handoff::{
-    Access, BATCH_BYTES, Effect, Ending, FAREWELL, Frame, Line, Malformed, Meter, Outbound, Parties, Paths, PoolMemory,
-    Pools, TransferError, TransportKind,
+    Access, BATCH_BYTES, Effect, FAREWELL, Frame, Line, Malformed, Meter, Outbound, Parties, Paths, PoolMemory, Pools,
+    TransferError, TransportKind, blames_path, tells_peer,
 };
 use baton_types::PoolGeometry;
 
@@ -51,13 +51,13 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
     };
     let (near, kind) = (connected.links.own.is_unix(), connected.kind);
     let mut session = Session::new(plan.clone(), queue.clone(), connected, outbound);
-    let mut ending = queue.with(|line| Ending::of(&end.error, line, near));
-    let (idle, how) = (&mut end.idle, &mut ending);
+    let idle = &mut end.idle;
     // The closure owns the session. So the session is dropped, and the peer's pool unmapped, even in a panic.
     let served = catch_unwind(AssertUnwindSafe(move || {
         let error = session.serve();
-        (*idle, *how) = session.queue.with(|line| (line.idle(), Ending::of(&error, line, near)));
-        if how.blames_path {
+        let blames;
+        (*idle, blames) = session.queue.with(|line| (line.idle(), blames_path(&error, line)));
+        if blames {
             session.plan.failed(kind, &error);
         }
         session.wind_up(&error);
@@ -67,8 +67,9 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
         end.error = error;
     }
     plan.paths(Paths::over);
+    let error = end.error.clone();
     drop(end);
-    if ending.tells
+    if queue.with(|line| tells_peer(&error, line, near))
         && let Err(error) = plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.is_stopped() })
     {
         tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");

@@ -1,4 +1,10 @@
-//! How a session ends.
+//! How a session ends with an error. In this order:
+//!
+//! 1. It finds out whether its path [is to blame](blames_path).
+//! 2. It ends its handoffs ([`super::Outbound::end_all`]) and closes its [`Line`], so that a handoff that is opened again gets a new session.
+//! 3. It sends what it still has to say, for [`FAREWELL`] at most, and closes its connections.
+//! 4. It unmaps the peer's pool.
+//! 5. If it [must](tells_peer), it says so over a connection of its own.
 
 use std::time::Duration;
 
@@ -8,32 +14,18 @@ use crate::error::TransferError;
 /// How long an ending session keeps trying to tell its peer over its own connection.
 pub const FAREWELL: Duration = Duration::from_millis(500);
 
-/// What a session that ends with an error still has to do. In this order:
-///
-/// 1. End its handoffs ([`super::Outbound::end_all`]) and close its [`Line`], so that a handoff that is opened again gets a new session.
-/// 2. Send what it has to say, for [`FAREWELL`] at most, and close its connections.
-/// 3. Unmap the peer's pool.
-/// 4. If it [tells](Ending::tells): say so over a connection of its own.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Ending {
-    /// Its path counts as failed. Not so if nothing was under way, as when a worker leaves the cluster.
-    pub blames_path: bool,
-    /// It tells the peer, over a new connection, that this process no longer writes to its pool. Otherwise the peer would keep the blocks
-    /// in quarantine until this process ends or opens another session (I3).
-    pub tells: bool,
+/// Whether the path of a session counts as failed, asked before its handoffs are ended. Not so if nothing was under way, as when a worker
+/// leaves the cluster.
+pub fn blames_path(error: &TransferError, line: &Line) -> bool {
+    *error != TransferError::Closed && (!line.idle() || error.is_corruption())
 }
 
-impl Ending {
-    /// The end of a session whose ops are in `line`, before its handoffs are ended. `near`: the peer can tell when this process ends, so it
-    /// waits for that unless it is told.
-    pub fn of(error: &TransferError, line: &Line, near: bool) -> Ending {
-        let failed = *error != TransferError::Closed;
-        Ending {
-            blames_path: failed && (!line.idle() || error.is_corruption()),
-            // The session that waits for a retired one tells the peer as much.
-            tells: near && failed && !line.is_retired(),
-        }
-    }
+/// Whether an ended session must tell its peer, over a new connection, that this process no longer writes to its pool. Otherwise the peer
+/// would keep the blocks in quarantine until this process ends or opens another session (I3). Asked once the line is closed. `near`: the
+/// peer can tell when this process ends, so it waits for that unless it is told.
+pub fn tells_peer(error: &TransferError, line: &Line, near: bool) -> bool {
+    // The session that waits for a retired one tells the peer as much.
+    near && *error != TransferError::Closed && !line.is_retired()
 }
 
 #[cfg(test)]
@@ -50,18 +42,13 @@ mod tests {
     fn what_an_end_leads_to() {
         let lost = TransferError::PeerLost { peer: WorkerId(1), cause: "cut".into() };
         let mut line = Line::new(TransferLimits::default());
-        let of = |error, line: &Line, near| {
-            let Ending { blames_path, tells } = Ending::of(error, line, near);
-            (blames_path, tells)
-        };
-        assert_eq!(of(&lost, &line, true), (false, true), "a worker left, with nothing under way");
-        assert_eq!(of(&TransferError::Closed, &line, true), (false, false));
+        assert!(!blames_path(&lost, &line), "a worker left, with nothing under way");
+        assert!(tells_peer(&lost, &line, true) && !tells_peer(&lost, &line, false));
+        assert!(!tells_peer(&TransferError::Closed, &line, true));
         line.begin(core(Epoch(1), Instant::now())).unwrap();
-        assert_eq!(of(&lost, &line, true), (true, true));
-        assert_eq!(of(&lost, &line, false), (true, false));
-        assert_eq!(of(&TransferError::Closed, &line, true), (false, false));
+        assert!(blames_path(&lost, &line) && !blames_path(&TransferError::Closed, &line));
         line.ended(Epoch(1));
         assert!(!line.goes_on(true, false));
-        assert_eq!(of(&lost, &line, true), (false, false), "the next session tells the peer");
+        assert!(!tells_peer(&lost, &line, true), "the next session tells the peer");
     }
 }
