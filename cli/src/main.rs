@@ -1,7 +1,7 @@
 //! The binary `baton`. Each subcommand starts one component or asks a running one; `up` starts and supervises the processes of a
 //! whole cluster.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod bench;
 mod chat;

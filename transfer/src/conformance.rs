@@ -46,7 +46,6 @@ use baton_types::testing::{Random, left_out};
 use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub use children::child;
-pub(crate) use children::command as child_process;
 use connections::{connections, with_connections};
 use device::{devices, pool_on, read, write};
 #[cfg(test)]
@@ -173,7 +172,7 @@ fn ucx_directory() -> &'static Result<PathBuf, String> {
 }
 
 /// Whether UCX is here; prints a note if not.
-pub(crate) fn ucx_is_here() -> bool {
+pub fn ucx_is_here() -> bool {
     if let Err(reason) = ucx_directory() {
         left_out(format_args!("no UCX: {reason}"));
     }
@@ -181,7 +180,7 @@ pub(crate) fn ucx_is_here() -> bool {
 }
 
 /// UCX over TCP, or over the transports that reach the device, unless UCX_TLS is set. Without UCX, settings that find none.
-pub(crate) fn ucx() -> UcxSettings {
+pub fn ucx() -> UcxSettings {
     let by = setup().map_or("tcp".to_owned(), |setup| setup.ucx.clone());
     let tls = std::env::var_os("UCX_TLS").is_none().then(|| ("TLS".to_owned(), by));
     UcxSettings { directory: ucx_directory().clone().ok(), options: UcxOptions(tls.into_iter().collect()) }

@@ -38,7 +38,7 @@ impl Cpus {
     }
 
     /// Fails when the process may not use one of them.
-    pub(crate) fn check(&self) -> Result<(), TransferError> {
+    pub fn check(&self) -> Result<(), TransferError> {
         if self.0.is_empty() {
             return Ok(());
         }
@@ -50,7 +50,7 @@ impl Cpus {
     }
 
     /// Pins this thread to them. If the process has lost them since they were checked, the thread runs where it may.
-    pub(crate) fn pin(&self) {
+    pub fn pin(&self) {
         if !self.0.is_empty() {
             let mut set = CpuSet::new();
             self.0.iter().for_each(|cpu| set.set(*cpu));

@@ -7,7 +7,6 @@
 //! The crate `baton-handoff` defines what frames mean and what each end may do. This crate has the sockets, threads, transports and
 //! devices. It knows nothing of models, requests or the router. It has no async runtime, only its own threads and callbacks.
 
-pub mod bench;
 #[cfg(feature = "testing")]
 pub mod conformance;
 mod convert;

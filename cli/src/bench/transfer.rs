@@ -1,6 +1,15 @@
 //! `baton bench transfer`: speed of handoffs between two processes on one host or two, beside memcpy and a plain TCP stream.
 
+mod control;
+mod measure;
+mod memory;
+mod peer;
+mod report;
+mod request;
+mod serve;
 mod table;
+#[cfg(test)]
+mod tests;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,10 +17,12 @@ use std::process;
 
 use anyhow::Context;
 use baton_runtime::die_with_parent;
-use baton_transfer::bench::{self, BenchOptions, MARK, Peer, ServeOptions, Served};
 use baton_transfer::{Cpus, MAX_TCP_CONNECTIONS, TransportKind, UcxOptions, UcxSettings};
 use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use peer::Peer;
+use report::BenchOptions;
+use serve::{ServeOptions, Served, serve};
 use table::Table;
 
 /// Named KV shapes: layers, KV heads, head dimension.
@@ -23,6 +34,8 @@ const PARTS: [(&str, &str); 3] = [
     ("kv-heads", "KV heads, instead of the shape's"),
     ("head-dim", "Elements of a head, instead of the shape's"),
 ];
+/// Prefix of the line in which a child says its address, since its output may hold other lines.
+const MARK: &str = "@ ";
 /// Default seed of the random order of scattered blocks.
 const SEED: &str = "1";
 
@@ -151,7 +164,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(address) => Peer::at(address)?,
         None => Peer::child(child(&options.ucx, &cpus_of("child-cpus"))?)?,
     };
-    let report = bench::run(&options, peer)?;
+    let report = measure::run(&options, peer)?;
     let table = Table { options: &options, report: &report, to: to.map(String::as_str) };
     match matches.get_flag("json") {
         true => println!("{}", table.json()),
@@ -217,7 +230,7 @@ fn receive(options: ServeOptions) -> anyhow::Result<()> {
         Served::Listening(address) if options.once => println!("{MARK}{address}"),
         Served::Listening(address) => println!("listening on {address}; stop with Ctrl-C"),
         Served::Ended(from, Ok(())) => println!("{from}: measured"),
-        Served::Ended(from, Err(error)) => eprintln!("{from}: {error}"),
+        Served::Ended(from, Err(error)) => eprintln!("{from}: {error:#}"),
     };
-    Ok(bench::serve(&options, tell)?)
+    serve(&options, tell)
 }

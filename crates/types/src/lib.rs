@@ -6,6 +6,7 @@ mod constraint;
 mod device;
 mod digest;
 mod error;
+pub mod hex;
 mod ids;
 mod layout;
 mod nearest;

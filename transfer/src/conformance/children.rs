@@ -6,16 +6,19 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 
 use rustix::process::{Pid, Signal, WaitOptions};
 
-use super::*;
-use crate::bench::{MARK, ServeOptions, Served, hex};
+use baton_types::hex;
 
+use super::*;
+
+/// Prefix of the lines that are meant for the parent, since a test binary prints others.
+const MARK: &str = "@ ";
 const ROLE: &str = "BATON_TRANSFER_TEST_ROLE";
 /// Environment variable: the number of TCP connections.
 const CONNECTIONS: &str = "BATON_TRANSFER_TEST_CONNECTIONS";
 const TLS: &str = "BATON_TRANSFER_TEST_TLS";
 
 /// The command that runs this binary in a role.
-pub(crate) fn command(role: &str) -> Command {
+fn command(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     match setup() {
         Some(setup) => command.args(&setup.child),
@@ -123,27 +126,12 @@ fn play_as(role: &str) {
         "prefill cuda-ipc" => prefill(TransportChoice::CudaIpc),
         "prefill ucx" => prefill(TransportChoice::Ucx),
         "leaks" => leaks(),
-        "bench" => bench(),
         other => panic!("no role {other}"),
     }
 }
 
 fn tell(line: &str) {
     println!("{MARK}{line}");
-}
-
-/// The receiving end of one benchmark.
-fn bench() {
-    let options = ServeOptions { listen: ([127, 0, 0, 1], 0).into(), once: true, ucx: ucx(), cpus: Cpus::default() };
-    let listening = |served| {
-        if let Served::Listening(address) = served {
-            tell(&address.to_string());
-        }
-    };
-    // Some tests ask for what is refused; the parent hears of it.
-    if let Err(error) = crate::bench::serve(&options, listening) {
-        eprintln!("the benchmark was refused: {error}");
-    }
 }
 
 /// For each line, reserves the number of blocks it names, tells the target, and tells the outcome.

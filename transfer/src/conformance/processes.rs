@@ -1,9 +1,10 @@
 //! Peers that stop or die, as real processes with real signals.
 
+use baton_types::hex;
+
 use super::children::Process;
 use super::*;
 use crate::FenceState;
-use crate::bench::hex;
 
 for_each_transport![
     a_killed_prefill_worker_gives_the_blocks_back,

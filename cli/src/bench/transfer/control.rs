@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use crate::tcp;
-use baton_handoff::TransferError;
+use anyhow::{Context, anyhow, bail};
+use rustix::net::sockopt;
 
 /// Longest time for one handoff.
 pub(super) const HANDOFF_PATIENCE: Duration = Duration::from_secs(60);
@@ -16,6 +16,8 @@ const SILENCE: Duration = Duration::from_secs(120);
 const LINE: u64 = 4 << 20;
 /// Bytes of one write of the plain stream.
 pub(super) const PLAIN_CHUNK: usize = 256 << 10;
+/// What failed when the connection did.
+pub(super) const TALK: &str = "cannot talk to the benchmark's other end";
 /// Prefix of a line with an error instead of an answer.
 const ERROR: &str = "error ";
 
@@ -25,13 +27,8 @@ pub(super) struct Control {
 }
 
 impl Control {
-    pub(super) fn new(stream: TcpStream) -> Result<Control, TransferError> {
-        let tuned = tcp::tune(&stream).and_then(|()| {
-            stream.set_nonblocking(false)?;
-            stream.set_read_timeout(Some(SILENCE))?;
-            stream.set_write_timeout(Some(SILENCE))
-        });
-        tuned.map_err(lost)?;
+    pub(super) fn new(stream: TcpStream) -> anyhow::Result<Control> {
+        tune(&stream).context(TALK)?;
         Ok(Control { input: BufReader::new(stream) })
     }
 
@@ -39,40 +36,51 @@ impl Control {
         self.input.get_ref()
     }
 
-    pub(super) fn say(&mut self, line: &str) -> Result<(), TransferError> {
-        self.input.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(lost)
+    pub(super) fn say(&mut self, line: &str) -> anyhow::Result<()> {
+        self.input.get_mut().write_all(format!("{line}\n").as_bytes()).context(TALK)
     }
 
     /// Tells the other end why it gets no answer.
-    pub(super) fn refuse(&mut self, error: &TransferError) -> Result<(), TransferError> {
-        self.say(&format!("{ERROR}{}", error.to_string().replace('\n', " ")))
+    pub(super) fn refuse(&mut self, error: &anyhow::Error) -> anyhow::Result<()> {
+        self.say(&format!("{ERROR}{}", format!("{error:#}").replace('\n', " ")))
     }
 
     /// The next line; None when the other end is done.
-    pub(super) fn hear(&mut self) -> Result<Option<String>, TransferError> {
+    pub(super) fn hear(&mut self) -> anyhow::Result<Option<String>> {
         let mut line = String::new();
-        self.input.by_ref().take(LINE).read_line(&mut line).map_err(lost)?;
+        self.input.by_ref().take(LINE).read_line(&mut line).context(TALK)?;
         match line.strip_suffix('\n') {
             None if line.is_empty() => Ok(None),
-            None => Err(lost(format!("a line of {} bytes without an end", line.len()))),
+            None => Err(anyhow!("a line of {} bytes without an end", line.len()).context(TALK)),
             Some(said) => match said.strip_prefix(ERROR) {
-                Some(why) => Err(TransferError::os("measure with the other end", why)),
+                Some(why) => bail!("the other end cannot measure: {why}"),
                 None => Ok(Some(said.to_owned())),
             },
         }
     }
 
-    pub(super) fn read(&mut self, bytes: &mut [u8]) -> Result<(), TransferError> {
-        self.input.read_exact(bytes).map_err(lost)
+    pub(super) fn read(&mut self, bytes: &mut [u8]) -> anyhow::Result<()> {
+        self.input.read_exact(bytes).context(TALK)
     }
 
-    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), TransferError> {
-        self.input.get_mut().write_all(bytes).map_err(lost)
+    pub(super) fn write(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        self.input.get_mut().write_all(bytes).context(TALK)
     }
 }
 
-pub(super) fn lost(cause: impl std::fmt::Display) -> TransferError {
-    TransferError::os("talk to the benchmark's other end", cause)
+/// Sets what a handoff's connections have: no delay, and cubic, since the plain stream is compared with them.
+fn tune(stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(SILENCE))?;
+    stream.set_write_timeout(Some(SILENCE))?;
+    if let Err(error) = sockopt::set_tcp_congestion(stream, "cubic") {
+        tracing::debug!(%error, "the system's default congestion control stays");
+    }
+    Ok(())
+}
+
+pub(super) fn lost(cause: &'static str) -> anyhow::Error {
+    anyhow!(cause).context(TALK)
 }
 
 /// Processor and system of this host, in one line.

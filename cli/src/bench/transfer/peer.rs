@@ -1,19 +1,18 @@
 //! The driving end's connection to the receiving end: a child of this process, or a process that listens on another host.
 
 use std::io::{BufRead, BufReader};
+use std::net::{TcpStream, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use baton_handoff::TransferError;
-use baton_types::PoolGeometry;
+use anyhow::{Context, anyhow, bail};
+use baton_types::{PoolGeometry, hex};
 
+use super::MARK;
 use super::control::{Control, PLAIN_CHUNK, lost, printable};
 use super::request::Request;
-use super::{MARK, hex};
-use crate::segment::Segment;
-use crate::tcp;
 
-/// Longest time for connecting.
+/// Longest time for connecting to one address.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// The receiving end.
@@ -33,23 +32,17 @@ impl Drop for Killed {
     }
 }
 
-/// What a plain stream carries: the first `bytes` bytes of `pool`.
-pub(super) struct Plain<'a> {
-    pub pool: &'a Segment,
-    pub bytes: usize,
-}
-
 impl Peer {
-    /// Starts `command`, which must call [`super::serve`] and print its address after [`MARK`].
-    pub fn child(mut command: Command) -> Result<Peer, TransferError> {
-        let failed = |e: &dyn std::fmt::Display| TransferError::os("start the benchmark's child", e);
+    /// Starts `command`, which must call [`super::serve::serve`] and print its address after [`MARK`].
+    pub fn child(mut command: Command) -> anyhow::Result<Peer> {
+        let failed = "cannot start the benchmark's child";
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
-        let mut child = Killed(spawned.map_err(|e| failed(&e))?);
-        let mut output = BufReader::new(child.0.stdout.take().ok_or_else(|| failed(&"no pipe"))?);
+        let mut child = Killed(spawned.context(failed)?);
+        let mut output = BufReader::new(child.0.stdout.take().context(failed)?);
         let address = loop {
             let mut line = String::new();
-            if output.read_line(&mut line).map_err(|e| failed(&e))? == 0 {
-                return Err(failed(&"it ended without an address"));
+            if output.read_line(&mut line).context(failed)? == 0 {
+                bail!("{failed}: it ended without an address");
             }
             if let Some((_, address)) = line.split_once(MARK) {
                 break address.trim().to_owned();
@@ -62,18 +55,21 @@ impl Peer {
         Ok(peer)
     }
 
-    /// Connects to a process that called [`super::serve`] on HOST:PORT.
-    pub fn at(address: &str) -> Result<Peer, TransferError> {
-        let bad = || TransferError::argument("address", format!("{address:?} is not HOST:PORT"));
-        let (host, port) = address.rsplit_once(':').ok_or_else(bad)?;
-        let port = port.parse().map_err(|_| bad())?;
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        let stream = tcp::connect(host, port, Instant::now() + CONNECT).map_err(|e| lost(format!("{address}: {e}")))?;
-        Ok(Peer { control: Control::new(stream)?, machine: String::new(), _child: None })
+    /// Connects to a process that called [`super::serve::serve`] on HOST:PORT.
+    pub fn at(address: &str) -> anyhow::Result<Peer> {
+        let mut last = anyhow!("the name stands for no address");
+        let bad = || format!("{address:?} is not HOST:PORT, or nobody knows that host");
+        for candidate in address.to_socket_addrs().with_context(bad)? {
+            match TcpStream::connect_timeout(&candidate, CONNECT) {
+                Ok(stream) => return Ok(Peer { control: Control::new(stream)?, machine: String::new(), _child: None }),
+                Err(error) => last = error.into(),
+            }
+        }
+        Err(last.context(format!("cannot connect to {address}")))
     }
 
     /// Has the other end make a pool, whose blocks it lends in the order of `seed`.
-    pub(super) fn begin(&mut self, geometry: &PoolGeometry, seed: Option<u64>) -> Result<(), TransferError> {
+    pub(super) fn begin(&mut self, geometry: &PoolGeometry, seed: Option<u64>) -> anyhow::Result<()> {
         self.ask(&Request::Pool(geometry.clone(), seed))?;
         self.machine = printable(&self.answer()?);
         Ok(())
@@ -84,33 +80,30 @@ impl Peer {
         &self.machine
     }
 
-    fn ask(&mut self, request: &Request) -> Result<(), TransferError> {
+    fn ask(&mut self, request: &Request) -> anyhow::Result<()> {
         self.control.say(&request.to_string())
     }
 
     /// A target for this many blocks of each group.
-    pub(super) fn reserve(&mut self, blocks: u32, verified: bool) -> Result<Vec<u8>, TransferError> {
+    pub(super) fn reserve(&mut self, blocks: u32, verified: bool) -> anyhow::Result<Vec<u8>> {
         self.ask(&Request::Reserve { blocks: blocks as usize, verified })?;
         let line = self.answer()?;
         hex::decode(&line).ok_or_else(|| lost("its target is no hexadecimal text"))
     }
 
-    /// Sends the first bytes of a pool in one stream; returns the seconds until the other end has them all.
-    pub(super) fn send_plainly(&mut self, plain: &Plain) -> Result<f64, TransferError> {
-        self.ask(&Request::Plain { bytes: plain.bytes })?;
+    /// Sends these bytes in one stream; returns the seconds until the other end has them all.
+    pub(super) fn send_plainly(&mut self, bytes: &[u8]) -> anyhow::Result<f64> {
+        self.ask(&Request::Plain { bytes: bytes.len() })?;
         self.answer()?;
         let start = Instant::now();
-        for offset in (0..plain.bytes).step_by(PLAIN_CHUNK) {
-            let len = PLAIN_CHUNK.min(plain.bytes - offset);
-            let source = plain.pool.at(offset, len).ok_or_else(|| lost("the plain stream is longer than the pool"))?;
-            // SAFETY: a checked range of a mapping nothing writes to.
-            self.control.write(unsafe { std::slice::from_raw_parts(source, len) })?;
+        for chunk in bytes.chunks(PLAIN_CHUNK) {
+            self.control.write(chunk)?;
         }
         self.answer()?;
         Ok(start.elapsed().as_secs_f64())
     }
 
-    fn answer(&mut self) -> Result<String, TransferError> {
+    fn answer(&mut self) -> anyhow::Result<String> {
         self.control.hear()?.ok_or_else(|| lost("it ended"))
     }
 }

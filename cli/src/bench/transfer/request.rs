@@ -1,11 +1,9 @@
-//! What the driving end asks of the receiving end, one line for each request.
+//! What the driving end asks of the receiving end, one line for each request. `fuzz` compiles this file too.
 
 use std::fmt;
 
-use baton_handoff::{TransferError, encode_layout, parse_layout};
-use baton_types::{KvGroup, PoolGeometry};
-
-use super::hex;
+use baton_handoff::{encode_layout, parse_layout};
+use baton_types::{KvGroup, PoolGeometry, hex};
 
 /// Most bytes of a pool that a driving end may ask for (I5).
 const MOST: f64 = (64u64 << 30) as f64;
@@ -35,7 +33,7 @@ impl Request {
     ///
     /// # Errors
     /// When it is not a request, or asks for a larger pool than is allowed.
-    pub fn parse(line: &str) -> Result<Request, TransferError> {
+    pub fn parse(line: &str) -> Result<Request, String> {
         let number = |text: &str| text.parse::<usize>().map_err(|_| unknown(line));
         let reserve = |blocks, verified| Ok(Request::Reserve { blocks: number(blocks)?, verified });
         match &*line.split(' ').collect::<Vec<_>>() {
@@ -65,13 +63,13 @@ impl fmt::Display for Request {
 }
 
 /// The error for a line that is not understood.
-pub(super) fn unknown(line: &str) -> TransferError {
+pub(super) fn unknown(line: &str) -> String {
     let said: String = line.chars().take(40).collect();
-    TransferError::argument("line", format!("{said:?} is none of this program's; both ends must be the same version"))
+    format!("the line {said:?} is none of this program's; both ends must be the same version")
 }
 
 /// Parses a pool request. None when it does not describe a pool.
-fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, TransferError>> {
+fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, String>> {
     let layout = parse_layout(&hex::decode(layout)?).ok()?;
     let blocks: Vec<u32> = counts.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
     let seed = if seed == "-" { None } else { Some(seed.parse().ok()?) };
@@ -87,8 +85,7 @@ fn pool(layout: &str, counts: &str, seed: &str) -> Option<Result<Request, Transf
     };
     let bytes: f64 = layout.groups.iter().zip(&blocks).map(most).sum();
     if bytes > MOST {
-        let problem = format!("about {bytes:.1e} bytes, more than {MOST:.1e}; ask for a smaller one");
-        return Some(Err(TransferError::argument("pool", problem)));
+        return Some(Err(format!("a pool of about {bytes:.1e} bytes, more than {MOST:.1e}; ask for a smaller one")));
     }
     Some(Ok(Request::Pool(PoolGeometry { layout, blocks }, seed)))
 }
@@ -106,7 +103,7 @@ mod tests {
         let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F32, block_size: 1 << 31, groups: vec![group] };
         for blocks in [0, 1] {
             let line = Request::Pool(PoolGeometry { layout: layout.clone(), blocks: vec![blocks] }, None).to_string();
-            let error = Request::parse(&line).unwrap_err().to_string();
+            let error = Request::parse(&line).unwrap_err();
             assert!(error.contains("ask for a smaller one"), "{error}");
         }
     }

@@ -3,20 +3,17 @@
 //! Each line in is a [`Request`], answered by lines: a pool, which comes first, by a description of the machine; a reservation by its
 //! target; a plain stream by a line before its bytes and one after. Serves one driving end at a time, and keeps nothing for the next.
 
+use std::hash::{BuildHasher, RandomState};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, mpsc};
 
-use baton_handoff::{ReceiverEvent, TransferError, TransferLimits};
-use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId};
+use anyhow::{Context, Error, bail};
+use baton_transfer::{Cpus, Receiver, ReceiverEvent, ReceiverOptions, Segment, TransferLimits, UcxSettings, Wanted};
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, hex};
 
-use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, lost, machine};
+use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, TALK, machine};
+use super::measure::order;
 use super::request::{Request, unknown};
-use super::{hex, order};
-use crate::cpus::Cpus;
-use crate::options::{ReceiverOptions, UcxSettings};
-use crate::receiver::{Receiver, Wanted};
-use crate::segment::Segment;
-use crate::threads;
 
 /// Options of the receiving end.
 #[derive(Clone, Debug)]
@@ -32,23 +29,23 @@ pub struct ServeOptions {
 }
 
 /// Events of the receiving end.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum Served {
     /// Driving ends can connect here.
     Listening(SocketAddr),
     /// A driving end is done, or has failed.
-    Ended(SocketAddr, Result<(), TransferError>),
+    Ended(SocketAddr, anyhow::Result<()>),
 }
 
-/// Serves [`super::run`], one driving end at a time.
-pub fn serve(options: &ServeOptions, mut tell: impl FnMut(Served)) -> Result<(), TransferError> {
+/// Serves [`super::measure::run`], one driving end at a time.
+pub fn serve(options: &ServeOptions, mut tell: impl FnMut(Served)) -> anyhow::Result<()> {
     options.cpus.check()?;
     options.cpus.pin();
-    let bad = |e: std::io::Error| TransferError::argument("listen", format!("{}: {e}", options.listen));
-    let listener = TcpListener::bind(options.listen).map_err(bad)?;
-    tell(Served::Listening(listener.local_addr().map_err(bad)?));
+    let bad = || format!("cannot listen on {}", options.listen);
+    let listener = TcpListener::bind(options.listen).with_context(bad)?;
+    tell(Served::Listening(listener.local_addr().with_context(bad)?));
     loop {
-        let (stream, from) = listener.accept().map_err(lost)?;
+        let (stream, from) = listener.accept().context(TALK)?;
         let outcome = session(options, stream);
         if options.once {
             return outcome;
@@ -57,7 +54,7 @@ pub fn serve(options: &ServeOptions, mut tell: impl FnMut(Served)) -> Result<(),
     }
 }
 
-fn session(options: &ServeOptions, stream: TcpStream) -> Result<(), TransferError> {
+fn session(options: &ServeOptions, stream: TcpStream) -> anyhow::Result<()> {
     let mut control = Control::new(stream)?;
     let outcome = begin(options, &mut control).and_then(|mut pool| {
         while let Some(line) = control.hear()? {
@@ -71,10 +68,10 @@ fn session(options: &ServeOptions, stream: TcpStream) -> Result<(), TransferErro
     outcome
 }
 
-fn begin(options: &ServeOptions, control: &mut Control) -> Result<Pool, TransferError> {
+fn begin(options: &ServeOptions, control: &mut Control) -> anyhow::Result<Pool> {
     let line = control.hear()?.unwrap_or_default();
-    let Request::Pool(geometry, seed) = Request::parse(&line)? else { return Err(unknown(&line)) };
-    let here = control.stream().local_addr().map_err(lost)?;
+    let Request::Pool(geometry, seed) = Request::parse(&line).map_err(Error::msg)? else { bail!(unknown(&line)) };
+    let here = control.stream().local_addr().context(TALK)?;
     let pool = Pool::new(options, here, geometry, seed)?;
     control.say(&machine())?;
     Ok(pool)
@@ -99,11 +96,11 @@ impl Pool {
         here: SocketAddr,
         geometry: PoolGeometry,
         seed: Option<u64>,
-    ) -> Result<Pool, TransferError> {
+    ) -> anyhow::Result<Pool> {
         let bytes = geometry.bytes();
         let segment = Arc::new(Segment::create("bench-target", bytes)?);
         let (tell, told) = mpsc::channel();
-        let instance = threads::random()? << 1;
+        let instance = RandomState::new().hash_one(std::process::id()) << 1;
         let receiver = |verify: bool| {
             let tell = tell.clone();
             let port = match options.listen.port() {
@@ -130,15 +127,15 @@ impl Pool {
         Ok(Pool { verified, unverified, told, order, bytes, plain: Vec::new(), next: Epoch(1) })
     }
 
-    fn answer(&mut self, line: &str, control: &mut Control) -> Result<(), TransferError> {
-        match Request::parse(line)? {
+    fn answer(&mut self, line: &str, control: &mut Control) -> anyhow::Result<()> {
+        match Request::parse(line).map_err(Error::msg)? {
             Request::Reserve { blocks, verified } => self.lend(blocks, verified, control),
             Request::Plain { bytes } => self.swallow(bytes, control),
-            Request::Pool(..) => Err(unknown(line)),
+            Request::Pool(..) => bail!(unknown(line)),
         }
     }
 
-    fn lend(&mut self, count: usize, verify: bool, control: &mut Control) -> Result<(), TransferError> {
+    fn lend(&mut self, count: usize, verify: bool, control: &mut Control) -> anyhow::Result<()> {
         let blocks: Vec<Vec<_>> = self.order.iter().map(|list| list.iter().copied().take(count).collect()).collect();
         let first = vec![0; blocks.len()];
         let wanted = Wanted { tokens: 0, first: &first, blocks: &blocks };
@@ -147,15 +144,15 @@ impl Pool {
         self.next = Epoch(self.next.0 + 1);
         match self.told.recv() {
             Ok(ReceiverEvent::Verified { epoch, .. }) => receiver.release(epoch),
-            Ok(ReceiverEvent::Failed { error, .. }) => return Err(error),
-            Ok(ReceiverEvent::Fenced { .. }) | Err(_) => return Err(TransferError::Closed),
+            Ok(ReceiverEvent::Failed { error, .. }) => return Err(error.into()),
+            Ok(ReceiverEvent::Fenced { .. }) | Err(_) => bail!("the handoff has no outcome"),
         }
         Ok(())
     }
 
-    fn swallow(&mut self, bytes: usize, control: &mut Control) -> Result<(), TransferError> {
+    fn swallow(&mut self, bytes: usize, control: &mut Control) -> anyhow::Result<()> {
         if bytes > self.bytes {
-            return Err(unknown("a plain stream longer than the pool"));
+            bail!("a plain stream of {bytes} bytes; the pool has {}", self.bytes);
         }
         self.plain.resize(self.bytes, 0);
         control.say("go")?;

@@ -3,8 +3,9 @@
 use std::fmt;
 
 use baton_transfer::TransportKind;
-use baton_transfer::bench::{BenchOptions, BenchReport, Samples, Way};
 use serde_json::{Value, json};
+
+use super::report::{BenchOptions, BenchReport, Samples, Way};
 
 /// A report with the options it was measured under.
 pub(super) struct Table<'a> {

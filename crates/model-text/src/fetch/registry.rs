@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
+use baton_types::hex;
 use sha2::{Digest, Sha256};
 
 use super::Recipe;
@@ -125,7 +126,7 @@ impl Fetch<'_> {
             let mut file = File::open(part).map_err(ModelFileError::io(part))?;
             copy(&mut file, &mut out, |bytes| hasher.update(bytes)).map_err(ModelFileError::io(&temporary))?;
         }
-        let actual = hex(&hasher.finalize());
+        let actual = hex::encode(&hasher.finalize());
         if actual != self.recipe.sha256 {
             remove_dir(&self.staging)?;
             return Err(ModelFileError::Digest {
@@ -176,11 +177,7 @@ pub(super) fn sha256_of(path: &Path) -> Result<String, ModelFileError> {
     let mut file = File::open(path).map_err(ModelFileError::io(path))?;
     let mut hasher = Sha256::new();
     copy(&mut file, &mut std::io::sink(), |bytes| hasher.update(bytes)).map_err(ModelFileError::io(path))?;
-    Ok(hex(&hasher.finalize()))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    Ok(hex::encode(&hasher.finalize()))
 }
 
 fn only_file(dir: &Path) -> Result<Option<PathBuf>, ModelFileError> {
@@ -222,7 +219,7 @@ mod tests {
                 licence: "",
                 file: "tiny.gguf",
                 bytes: model.len() as u64,
-                sha256: leak(hex(&Sha256::digest(&model))),
+                sha256: leak(hex::encode(&Sha256::digest(&model))),
                 package: Package { name: "tiny-part", version: "1.0", parts: 2, member: "/data/" },
             };
             let registry = Registry { dir, recipe };
