@@ -31,7 +31,10 @@ pub use pool::HostPool;
 pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
 pub use source::WeightSource;
 
-/// What can go wrong while weights and pools are set up. Steps themselves do not fail.
+/// What can go wrong while weights and pools are set up and, on a GPU, in steps.
+///
+/// Its kinds are those of a worker that starts. A step's error reaches no client as such: `model` makes it a failed step, which is no
+/// client's fault.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     /// A weight matrix of the wrong size or type.
@@ -82,7 +85,7 @@ impl From<KernelError> for DeviceError {
 impl BatonError for KernelError {
     fn kind(&self) -> ErrorKind {
         match self {
-            // The model's file and the settings, which whoever starts a worker chose.
+            // The model's file and the settings, checked at start; whoever starts the worker chose them.
             KernelError::Weight { .. } | KernelError::Pool(_) | KernelError::Fp8(_) => ErrorKind::InvalidArgument,
             KernelError::Memory { .. } => ErrorKind::ResourceExhausted,
             KernelError::NoDevice(_) => ErrorKind::Unavailable,

@@ -125,6 +125,7 @@ impl BatonError for ModelFileError {
             Io { .. } => ErrorKind::Internal,
             UnknownModel { .. } => ErrorKind::NotFound,
             Fetch { .. } | Digest { .. } => ErrorKind::Unavailable,
+            // At start, what whoever starts the process chose; the last three in a request, what its client sent.
             Truncated { .. }
             | Malformed { .. }
             | Config { .. }
@@ -161,5 +162,37 @@ impl ModelFileError {
 
     pub(crate) fn fetch(what: &str, problem: impl ToString) -> ModelFileError {
         ModelFileError::Fetch { what: what.to_owned(), problem: problem.to_string() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_and_texts_are_their_owners_fault_and_what_others_do_is_not() {
+        let (path, why) = (|| PathBuf::from("model.gguf"), || "why".to_owned());
+        let io = |kind: std::io::ErrorKind| ModelFileError::Io { path: path(), source: kind.into() };
+        for (error, kind) in [
+            (io(std::io::ErrorKind::NotFound), ErrorKind::NotFound),
+            (io(std::io::ErrorKind::PermissionDenied), ErrorKind::Internal),
+            (ModelFileError::Truncated { path: path(), what: why(), size: 1 }, ErrorKind::InvalidArgument),
+            (ModelFileError::malformed(&path(), "GGUF", "why"), ErrorKind::InvalidArgument),
+            (ModelFileError::config(&path(), "key", "why"), ErrorKind::InvalidArgument),
+            (ModelFileError::tensor(&path(), "tensor", "why"), ErrorKind::InvalidArgument),
+            (ModelFileError::UnsupportedArchitecture { path: path(), architecture: why() }, ErrorKind::InvalidArgument),
+            (ModelFileError::Setting { name: "hub_endpoint", problem: why() }, ErrorKind::InvalidArgument),
+            (ModelFileError::Encode(why()), ErrorKind::InvalidArgument),
+            (ModelFileError::TokenId { id: 9, vocab_size: 8 }, ErrorKind::InvalidArgument),
+            (ModelFileError::ChatTemplate(why()), ErrorKind::InvalidArgument),
+            (ModelFileError::UnknownModel { spec: why(), hint: why() }, ErrorKind::NotFound),
+            (ModelFileError::fetch("model", "why"), ErrorKind::Unavailable),
+            (
+                ModelFileError::Digest { what: why(), property: "size", expected: why(), actual: why() },
+                ErrorKind::Unavailable,
+            ),
+        ] {
+            assert_eq!(error.kind(), kind, "{error}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use baton_engine::RunError;
 use baton_kernels::{KernelError, MAX_HEADS_PER_KV_HEAD};
 use baton_model_files::ModelFileError;
 use baton_types::{BatonError, ErrorKind, WeightDtype};
@@ -75,7 +76,7 @@ impl BatonError for ModelError {
         match self {
             ModelError::File(e) => e.kind(),
             ModelError::Kernel(e) => e.kind(),
-            // The model file and the number of ranks were chosen by whoever started the worker.
+            // All of them at start; whoever starts the worker chose the model's file and the number of ranks.
             ModelError::Shape { .. }
             | ModelError::Group(_)
             | ModelError::Width { .. }
@@ -86,9 +87,34 @@ impl BatonError for ModelError {
     }
 }
 
+/// The error of a step that a kernel failed in. A request is not at fault for it, whatever the kernel's error would say at start.
+pub(crate) fn step_failed(error: KernelError) -> RunError {
+    RunError(error.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_that_fails_in_a_step_is_no_clients_fault() {
+        let why = || "why".to_owned();
+        for error in [
+            KernelError::Weight { name: why(), why: why() },
+            KernelError::Pool(why()),
+            KernelError::Fp8(why()),
+            KernelError::Memory { bytes: 1 },
+            KernelError::NoDevice(why()),
+            KernelError::Region(why()),
+            KernelError::Device { operation: why(), why: why() },
+            KernelError::Threads(std::io::ErrorKind::WouldBlock.into()),
+        ] {
+            let said = error.to_string();
+            let step = step_failed(error);
+            assert_eq!(step.kind(), ErrorKind::Internal, "{step}");
+            assert!(step.to_string().contains(&said), "{step}");
+        }
+    }
 
     #[test]
     fn files_and_kernels_speak_for_themselves() {

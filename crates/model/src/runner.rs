@@ -1,11 +1,12 @@
 //! [`ModelRunner`] for the decoder: takes a batch, returns one token per sampling row.
 
 use baton_engine::{Batch, ModelRunner, Row, RunError};
-use baton_kernels::{Backend, Draw, KernelError};
+use baton_kernels::{Backend, Draw};
 use baton_types::TokenOut;
 
 use crate::choose::{PendingTokens, draw, plain};
 use crate::decoder::Inputs;
+use crate::error::step_failed;
 use crate::{Decoder, Sampler};
 
 impl<B: Backend> Decoder<B> {
@@ -117,7 +118,7 @@ impl<B: Backend> Decoder<B> {
                 each(&mut decoder.sampler, first + i, &mut decoder.inputs.logits);
             }
         })?;
-        self.backend.finish().map_err(failed)
+        self.backend.finish().map_err(step_failed)
     }
 
     /// Waits for all launched steps and discards their results.
@@ -135,7 +136,7 @@ impl<B: Backend> Decoder<B> {
     /// sequences next (I3).
     pub(crate) fn drain(&mut self) {
         if let Err(error) = self.backend.drain() {
-            self.lost.get_or_insert(failed(error));
+            self.lost.get_or_insert(step_failed(error));
         }
     }
 
@@ -161,12 +162,8 @@ impl<B: Backend> Decoder<B> {
                 |decoder: &mut Self, first, count| decoder.choose(samples.clone().skip(first).take(count), pending);
             self.in_turns(on_layer, turn)?;
         }
-        self.backend.submit().map_err(failed)
+        self.backend.submit().map_err(step_failed)
     }
-}
-
-fn failed(error: KernelError) -> RunError {
-    RunError(error.to_string())
 }
 
 impl<B: Backend> ModelRunner for Decoder<B> {
@@ -188,7 +185,7 @@ impl<B: Backend> ModelRunner for Decoder<B> {
         let Some(mut pending) = self.pending.pop_front() else {
             return Err(RunError("no step was launched".to_owned()));
         };
-        let collected = self.backend.collect().map_err(failed);
+        let collected = self.backend.collect().map_err(step_failed);
         if collected.is_ok() {
             let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
             self.tell(samples, &mut pending, out);
@@ -209,7 +206,7 @@ impl<B: Backend> ModelRunner for Decoder<B> {
     }
 
     fn lost(&mut self) -> Option<RunError> {
-        self.lost.clone().or_else(|| self.backend.lost().map(failed))
+        self.lost.clone().or_else(|| self.backend.lost().map(step_failed))
     }
 }
 

@@ -16,7 +16,8 @@ pub enum Fault {
 /// The kinds of errors that clients and the router's recovery distinguish.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ErrorKind {
-    /// A field has a value that can never work.
+    /// A field has a value that can never work: one of a request, or, while a process starts, a setting or a part of the model's files.
+    /// Clients read it as their own fault, so what goes wrong at a worker once it serves is never of this kind, unless the request is wrong.
     InvalidArgument,
     /// The named thing does not exist.
     NotFound,

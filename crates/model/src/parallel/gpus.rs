@@ -12,6 +12,7 @@ use baton_kernels::cuda::{Columns, CudaBackend, Device, Exchange, Memory};
 use baton_kernels::{Backend, KernelError, Meeting};
 
 use super::Collective;
+use crate::error::step_failed;
 
 /// One rank's side of the exchange between devices.
 pub struct GpuRanks<D: Device> {
@@ -26,10 +27,6 @@ struct Shared<D: Device> {
     meeting: Meeting<RunError>,
     /// Whether this step has begun an exchange, so that devices may be waiting for each other.
     under_way: AtomicBool,
-}
-
-fn failed(error: KernelError) -> RunError {
-    RunError(error.to_string())
 }
 
 impl<D: Device> GpuRanks<D> {
@@ -62,8 +59,8 @@ impl<D: Device> GpuRanks<D> {
 impl<D: Device> Collective<CudaBackend<D>> for GpuRanks<D> {
     fn all_reduce(&mut self, backend: &mut CudaBackend<D>, x: &mut Memory<D>, elements: usize) -> Result<(), RunError> {
         self.meet()?;
-        self.shared.exchange.share(self.rank, backend, x, elements, &self.parts).map_err(failed)?;
-        backend.sum_of(x, &self.parts, elements).map_err(failed)
+        self.shared.exchange.share(self.rank, backend, x, elements, &self.parts).map_err(step_failed)?;
+        backend.sum_of(x, &self.parts, elements).map_err(step_failed)
     }
 
     fn gather(
@@ -75,7 +72,7 @@ impl<D: Device> Collective<CudaBackend<D>> for GpuRanks<D> {
         whole: &mut Memory<D>,
     ) -> Result<(), RunError> {
         self.meet()?;
-        self.shared.exchange.collect(self.rank, backend, part, &Columns { rows, splits }, whole).map_err(failed)
+        self.shared.exchange.collect(self.rank, backend, part, &Columns { rows, splits }, whole).map_err(step_failed)
     }
 
     /// If the step has begun an exchange, this also ends the devices' waits, and no further step is possible. Otherwise the next step can
