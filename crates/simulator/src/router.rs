@@ -64,6 +64,13 @@ pub(crate) struct InFlight {
     pub recovering: Option<Micros>,
 }
 
+impl InFlight {
+    /// Whether the client is taking a token.
+    fn is_busy(&self, now: Micros) -> bool {
+        self.busy_until.is_some_and(|until| until > now)
+    }
+}
+
 impl Router {
     pub(crate) fn new(world: &mut World, place: Place, life: Life) -> Router {
         let placement: Box<dyn Placement> =
@@ -119,15 +126,22 @@ impl World {
         Ok(())
     }
 
-    /// Feeds an input to a choice. While the client is taking a token, inputs from streams are queued.
+    /// Feeds an input to a choice. While the client is taking a token, the router waits for that, for the deadline and for the client
+    /// to leave; inputs from streams are queued.
     fn tell(&mut self, place: Place, request: u64, input: ChoiceInput) -> Result<(), Violation> {
         let (now, at) = (self.now, self.clock_now(Process::Router(place)));
         let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
         let of_prefill = matches!(input, ChoiceInput::PrefillSaid(_) | ChoiceInput::PrefillEnded(_));
         let of_decode = matches!(input, ChoiceInput::DecodeSaid(_) | ChoiceInput::DecodeEnded(_));
-        if flight.busy_until.is_some_and(|until| until > now) && (of_prefill || of_decode) {
-            flight.early[usize::from(of_decode)].push_back(input);
-            return Ok(());
+        if flight.is_busy(now) {
+            if of_prefill || of_decode {
+                flight.early[usize::from(of_decode)].push_back(input);
+                return Ok(());
+            }
+            if matches!(input, ChoiceInput::Wake) && at < flight.choice.deadline() {
+                return Ok(());
+            }
+            flight.busy_until = None;
         }
         flight.choice.feed(input, at);
         self.carry_out_choice(place, request)?;
@@ -158,7 +172,7 @@ impl World {
         loop {
             let now = self.now;
             let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
-            if flight.busy_until.is_some_and(|until| until > now) {
+            if flight.is_busy(now) {
                 return Ok(());
             }
             let Some(input) = flight.early.iter_mut().find_map(VecDeque::pop_front) else { return Ok(()) };
@@ -178,6 +192,7 @@ impl World {
 
     fn carry_out_choice(&mut self, place: Place, request: u64) -> Result<(), Violation> {
         while let Some(flight) = self.routers[place].choices.get_mut(&request)
+            && !flight.is_busy(self.now)
             && let Some(effect) = flight.choice.next_effect()
         {
             let Some(input) = self.perform(place, request, effect)? else { continue };
