@@ -31,6 +31,8 @@ mod error;
 mod event;
 #[cfg(feature = "testing")]
 pub mod fake;
+#[cfg(feature = "testing")]
+mod holdings;
 mod plan;
 mod saturation;
 mod sequence;
@@ -43,6 +45,8 @@ pub use config::{EngineConfig, Order};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};
 pub use event::Event;
+#[cfg(feature = "testing")]
+pub use holdings::{BlockAccount, Hold, Holding};
 pub use saturation::Saturation;
 pub use sequence::{NewSequence, Start};
 pub use step::{Step, StepRow, completed_blocks};

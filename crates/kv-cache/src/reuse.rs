@@ -300,6 +300,11 @@ impl KvPools {
         self.index.len()
     }
 
+    /// Whether the prefix index names this block.
+    pub fn is_indexed(&self, group: usize, block: BlockId) -> bool {
+        self.index.node_of(group, block).is_some()
+    }
+
     /// Number of indexed blocks of tokens that are kept ([`Prefix::keep`]).
     pub fn kept(&self) -> u32 {
         self.index.kept()

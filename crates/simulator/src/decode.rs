@@ -55,6 +55,8 @@ pub(crate) struct Decode {
     /// Tokens of every sequence it has accepted.
     sequences: BTreeMap<SeqId, Vec<u32>>,
     pub books: BTreeMap<Epoch, Lent>,
+    /// The epoch under which each sequence's blocks were lent.
+    pub lends: BTreeMap<SeqId, Epoch>,
     pub verified: BTreeSet<Epoch>,
     next_ticket: u64,
     pub sessions: BTreeMap<Line, DecodeSession>,
@@ -90,6 +92,7 @@ impl Decode {
             callers: BTreeMap::new(),
             sequences: BTreeMap::new(),
             books: BTreeMap::new(),
+            lends: BTreeMap::new(),
             verified: BTreeSet::new(),
             next_ticket: 0,
             sessions: BTreeMap::new(),
@@ -283,6 +286,7 @@ impl World {
             Effect::Lend { seq, epoch, tokens, first, blocks, lease } => {
                 let sequence = self.decodes[place].sequences.get(&seq).cloned();
                 let lent = (sequence.unwrap_or_default(), first, blocks);
+                self.decodes[place].lends.insert(seq, epoch);
                 let outcome = self.lend(place, epoch, tokens, lent, lease)?;
                 return Ok(Some(Command::Lent { epoch, outcome }));
             }

@@ -11,6 +11,7 @@ use baton_roles::{DrainInput, Effect, IDLE_TICK, Input, RoleCore, StepLaunch, Wo
 use baton_types::TokenOut;
 
 use crate::Violation;
+use crate::accounting::{Accounts, Counted};
 use crate::events::{Event, Place, Process};
 use crate::pool::Bytes;
 use crate::stream::Micros;
@@ -30,16 +31,17 @@ pub(crate) struct Thread<R: RoleCore> {
     model: FakeModel<Bytes>,
     layers: u32,
     busy: Option<Busy>,
+    accounts: Accounts,
 }
 
 impl<R: RoleCore> Thread<R> {
     pub(crate) fn new(core: WorkerCore<R>, model: FakeModel<Bytes>, layers: u32) -> Thread<R> {
-        Thread { core, model, layers, busy: None }
+        Thread { core, model, layers, busy: None, accounts: Accounts::default() }
     }
 }
 
 /// What prefill and decode workers do differently.
-pub(crate) trait Host {
+pub(crate) trait Host: Counted {
     type Role: RoleCore;
     fn process(place: Place) -> Process;
     fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Self::Role>>;
@@ -74,8 +76,10 @@ impl World {
         // I6, at every step.
         self.look_at("I6");
         let checked = thread.core.engine().check().map_err(|error| self.violation("I6", error.to_string()));
+        let counted = H::count(self, place, &mut thread.accounts, thread.core.engine(), thread.busy.is_some());
+        let counted = counted.map_err(|what| self.violation("I6", format!("{}: {what}", H::process(place))));
         self.put_back::<H>(place, thread);
-        turned.and(checked)
+        turned.and(checked).and(counted)
     }
 
     /// Puts the thread back. If the core has ended the process meanwhile, another takes its place.

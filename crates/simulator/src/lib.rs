@@ -15,8 +15,10 @@
 //! - I3: a peer writes to a block only while the block is lent under that epoch, and no step touches the block meanwhile. Local blocks
 //!   are read only until the handoff's end has been reported, and no step writes to them meanwhile.
 //! - I4: each token index reaches the client once, in order, and none after the end.
-//! - I5: after the last fault every request ends, and so does the run.
-//! - I6: blocks are conserved at every step. At the end all are free on both sides, and no stream or reservation is left.
+//! - I5: after the last fault every request ends, and so does the run. Deadlines and leases end what they bound; routers ask lost workers
+//!   whether they are back, and let go of those that have left.
+//! - I6: every block has one state at every step, by a count of the checker's own, and whatever is set aside has somebody who will end it. At
+//!   the end all are free or cached on both sides, and no stream, reservation or request in flight is left.
 //! - I7: while the registry is down, no router forgets a serving worker.
 //! - Reported once, agreement: each side reports each outcome once, and the two sides never contradict each other.
 //! - Delivery: without faults, something fails only because its owner withdrew it, its deadline passed, or there was no room.
@@ -25,6 +27,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accounting;
 mod arrival;
 mod arriving;
 mod client;

@@ -68,12 +68,16 @@ impl World {
             }
             // If nothing was lost between live peers, every block must come back before any process dies.
             Stage::Resting if if self.lost_nothing() { self.check_free().is_ok() } else { self.is_quiet() } => {
+                self.check_rest(true, false)?;
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
                 }
                 self.enter(Stage::Last);
             }
-            Stage::Last if self.check_free().is_ok() => return Ok(true),
+            Stage::Last if self.check_free().is_ok() => {
+                self.check_rest(true, true)?;
+                return Ok(true);
+            }
             Stage::Resting | Stage::Last if self.now > self.since + REST => {
                 self.check_free()?;
                 return Err(self.violation("I6", "workers do not come to rest"));

@@ -132,6 +132,12 @@ impl Ledger {
         self.table.held_by(session)
     }
 
+    /// For checkers: the session that was granted access under this epoch, if one was. `None` when the epoch is over or never was.
+    #[cfg(feature = "testing")]
+    pub fn holder(&self, epoch: Epoch) -> Option<Option<SessionId>> {
+        self.table.holder(epoch)
+    }
+
     /// Takes the oldest event that the owner was not told yet.
     pub fn next_event(&mut self) -> Option<ReceiverEvent> {
         self.events.pop_front()

@@ -204,6 +204,11 @@ impl Table {
         over.map(|epoch| (epoch, silent(epoch).map(|holder| holder.peer))).collect()
     }
 
+    #[cfg(feature = "testing")]
+    pub(crate) fn holder(&self, epoch: Epoch) -> Option<Option<SessionId>> {
+        self.entries.get(&epoch).map(|entry| entry.holder.map(|holder| holder.session))
+    }
+
     /// Reservations that are not over.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
