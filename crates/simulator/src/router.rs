@@ -1,6 +1,6 @@
 //! A router: the real fleet and the real choices. This file adds its streams, its clients and its clock.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,9 @@ pub(crate) struct Router {
     pub feed: u64,
     pub choices: BTreeMap<u64, InFlight>,
     calls: BTreeMap<Call, (u64, Leg)>,
-    probes: BTreeMap<WorkerId, Probe>,
+    pub probes: BTreeMap<WorkerId, Probe>,
+    /// Workers that the fleet has told it to connect to, and not yet to let go of.
+    connected: BTreeSet<WorkerId>,
     pub frozen: Option<(Micros, Micros)>,
     /// Every worker it has ever known.
     pub knew: BTreeMap<WorkerId, Process>,
@@ -53,7 +55,7 @@ struct Stream {
 
 /// A request in progress.
 pub(crate) struct InFlight {
-    choice: Choice,
+    pub choice: Choice,
     decode: Option<Stream>,
     prefill: Option<Stream>,
     /// Inputs that came while the client was taking a token: from the prefill stream, then from the decode stream.
@@ -68,6 +70,11 @@ impl InFlight {
     /// Whether the client is taking a token.
     fn is_busy(&self, now: Micros) -> bool {
         self.busy_until.is_some_and(|until| until > now)
+    }
+
+    /// Whether a stream to a worker is open.
+    pub(crate) fn has_streams(&self) -> bool {
+        self.decode.is_some() || self.prefill.is_some()
     }
 }
 
@@ -86,6 +93,7 @@ impl Router {
             choices: BTreeMap::new(),
             calls: BTreeMap::new(),
             probes: BTreeMap::new(),
+            connected: BTreeSet::new(),
             frozen: None,
             knew: BTreeMap::new(),
         };
@@ -145,6 +153,7 @@ impl World {
         }
         flight.choice.feed(input, at);
         self.carry_out_choice(place, request)?;
+        self.check_streams(place, request)?;
         self.plan_wake(place, request);
         Ok(())
     }
@@ -326,7 +335,12 @@ impl World {
         };
         let Some((request, leg)) = self.routers[place].calls.get(&call).copied() else { return Ok(()) };
         let input = match input {
-            Ok(input) => input,
+            Ok(input) => {
+                if matches!(&input, ChoiceInput::PrefillSaid(word) if word.is_last()) {
+                    self.prefill_over(place, request);
+                }
+                input
+            }
             Err(end) => {
                 self.leg_ended(place, request, leg, &end);
                 match leg {
@@ -336,6 +350,19 @@ impl World {
             }
         };
         self.tell(place, request, input)
+    }
+
+    /// The prefill stream has ended with its last word: releases its lease. Nothing is left to cancel.
+    fn prefill_over(&mut self, place: Place, request: u64) {
+        let Some(stream) = self.routers[place].choices.get_mut(&request).and_then(|flight| flight.prefill.take())
+        else {
+            return;
+        };
+        self.routers[place].calls.remove(&stream.call);
+        self.routers[place].fleet.release(stream.lease);
+        if let Some(connection) = self.links.get_mut(&stream.link) {
+            connection.calls.remove(&stream.call);
+        }
     }
 
     /// A stream has ended: releases its lease, and probes the worker if it is lost.
@@ -349,6 +376,10 @@ impl World {
         let probe = router.fleet.ended(&lease, end, at);
         router.fleet.release(lease);
         if let Some(probe) = probe {
+            if router.fleet.members().any(|worker| worker.member.id == probe.worker() && !worker.lost) {
+                let what = format!("router {place} asks {} whether it is back, and goes on using it", probe.worker());
+                self.broken_by = Some(self.violation("I5", what));
+            }
             self.plan_probe(place, probe);
         }
     }
@@ -374,10 +405,16 @@ impl World {
         let (place, worker) = link;
         let at = self.clock_now(Process::Router(place));
         let Some(probe) = self.routers[place].probes.remove(&worker) else { return Ok(()) };
-        if let Some(next) = self.routers[place].fleet.probed(probe, answered, at) {
-            self.plan_probe(place, next);
+        match self.routers[place].fleet.probed(probe, answered, at) {
+            Some(_) if answered => {
+                Err(self.violation("I5", format!("router {place} is answered by {worker}, which stays lost")))
+            }
+            Some(next) => {
+                self.plan_probe(place, next);
+                Ok(())
+            }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn emit(&mut self, place: Place, request: u64, index: u32, id: u32) -> Result<Option<ChoiceInput>, Violation> {
@@ -437,7 +474,16 @@ impl World {
                 self.routers[place].knew.insert(member.id, process);
             }
         }
-        let changes = self.routers[place].fleet.update(view);
+        let changes = self.routers[place].fleet.update(Arc::clone(&view));
+        let connected = &mut self.routers[place].connected;
+        connected.extend(changes.joined.iter().map(|member| member.id));
+        connected.retain(|worker| !changes.left.contains(worker));
+        // I5: only with workers in the view, so that connections are bounded.
+        let gone = connected.iter().find(|worker| view.get(**worker).is_none()).copied();
+        if let Some(worker) = gone {
+            let violation = self.violation("I5", format!("router {place} stays connected to {worker}, which has left"));
+            self.broken_by.get_or_insert(violation);
+        }
         for member in changes.joined {
             if let Some(process) = self.process_at(&member.grpc) {
                 self.links.entry((place, member.id)).or_insert_with(|| Connection::new(process));

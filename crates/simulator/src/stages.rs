@@ -76,6 +76,7 @@ impl World {
             }
             Stage::Last if self.check_free().is_ok() => {
                 self.check_rest(true, true)?;
+                self.check_leases()?;
                 return Ok(true);
             }
             Stage::Resting | Stage::Last if self.now > self.since + REST => {

@@ -1,5 +1,6 @@
 //! How requests ended, and whether that is right (I1, I5, I7).
 
+use baton_policy::State;
 use baton_types::ErrorKind;
 
 use crate::Violation;
@@ -8,6 +9,8 @@ use crate::events::{Place, Process};
 use crate::stream::Micros;
 use crate::world::World;
 
+/// How late a router may answer that a deadline has passed, and a decode worker may end a lease that has run out (I5).
+const LATE: Micros = 100_000;
 /// Longest time from a failure to the next attempt, or to the error that the client gets (I5).
 const RECOVERY: Micros = 2_000_000;
 
@@ -41,6 +44,8 @@ impl World {
 
     /// I5: after a failure, a request goes on elsewhere or ends within `RECOVERY`, unless its router is frozen.
     pub(crate) fn check_recoveries(&mut self) -> Result<(), Violation> {
+        self.check_routers()?;
+        self.check_expiries()?;
         let bound = self.by_any_clock(RECOVERY);
         let recovering = self.routers.iter().flat_map(|router| {
             let awake = router.frozen.map_or(0, |(_, until)| until);
@@ -55,6 +60,70 @@ impl World {
             }
             None => Ok(()),
         }
+    }
+
+    /// What must hold of a router between any two events.
+    fn check_routers(&mut self) -> Result<(), Violation> {
+        for place in 0..self.routers.len() {
+            self.look_at("I5");
+            self.check_deadlines(place)?;
+            let router = &self.routers[place];
+            let lost =
+                router.fleet.members().find(|worker| worker.lost && !router.probes.contains_key(&worker.member.id));
+            if let Some(worker) = lost {
+                let what = format!("router {place} has lost {} and does not ask whether it is back", worker.member.id);
+                return Err(self.violation("I5", what));
+            }
+        }
+        Ok(())
+    }
+
+    /// I5: a request ends at its deadline, unless its router is frozen.
+    fn check_deadlines(&self, place: Place) -> Result<(), Violation> {
+        let router = &self.routers[place];
+        let awake = router.frozen.map_or(0, |(_, until)| until);
+        let due = |request: &u64| {
+            let client = &self.clients[*request as usize];
+            (client.began + self.by_any_clock(client.deadline)).max(awake) + LATE
+        };
+        match router.choices.keys().find(|request| due(request) < self.now) {
+            Some(request) => Err(self.violation("I5", format!("request {request} goes on after its deadline"))),
+            None => Ok(()),
+        }
+    }
+
+    /// I5: a lease that has run out ends, unless its worker is frozen.
+    fn check_expiries(&self) -> Result<(), Violation> {
+        for (place, decode) in self.decodes.iter().enumerate() {
+            let awake = decode.frozen.map_or(0, |(_, until)| until);
+            let due = decode.ledger.next_expiry().map(|at| self.micros(Process::Decode(place), at).max(awake) + LATE);
+            if due.is_some_and(|due| due < self.now) {
+                return Err(self.violation("I5", format!("decode {place} does not end a lease that has run out")));
+            }
+        }
+        Ok(())
+    }
+
+    /// I6: a request that waits for a worker has dropped its streams, so that no worker goes on with it.
+    pub(crate) fn check_streams(&self, place: Place, request: u64) -> Result<(), Violation> {
+        let Some(flight) = self.routers[place].choices.get(&request) else { return Ok(()) };
+        match flight.choice.state() == State::BackingOff && flight.has_streams() {
+            true => {
+                Err(self.violation("I6", format!("request {request} waits for a worker, and a stream of it is open")))
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// At the end of a run no router counts a request as running.
+    pub(crate) fn check_leases(&self) -> Result<(), Violation> {
+        for (place, router) in self.routers.iter().enumerate().filter(|(_, router)| router.choices.is_empty()) {
+            if let Some(worker) = router.fleet.members().find(|worker| worker.in_flight > 0) {
+                let what = format!("router {place} counts {} requests on {}", worker.in_flight, worker.member.id);
+                return Err(self.violation("I6", what));
+            }
+        }
+        Ok(())
     }
 
     /// Checks a request that has ended.
