@@ -249,7 +249,12 @@ impl World {
     /// A router receives a list, or learns that its watch has ended (None).
     pub(crate) fn listed(&mut self, router: Place, feed: u64, members: Option<Vec<Member>>) {
         if self.routers[router].feed == feed {
+            let listed = members.as_ref().map(|members| members.iter().map(|member| member.id).collect::<Vec<_>>());
             self.follow_on(router, members.map_or(FollowInput::Lost, FollowInput::Listed));
+            let view = self.routers[router].follow.view();
+            if listed.is_some_and(|listed| view.members.iter().any(|member| !listed.contains(&member.id))) {
+                self.milestone("member-kept", Process::Router(router));
+            }
         }
     }
 

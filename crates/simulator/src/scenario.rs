@@ -17,9 +17,11 @@
 //! ```
 //!
 //! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
-//!   `drain-cut` at a worker that drains and leaves before it is idle, `member-expired` at the registry. A number after the event picks
-//!   a later occurrence: `after token 3`.
+//!   `drain-cut` at a worker that drains and leaves before it is idle, `member-expired` at the registry; at a router, `member-kept` (the
+//!   registry's list lacks a worker, and the router goes on using it) and `finished-in-outage` (of a request, while the registry is away).
+//!   A number after the event picks a later occurrence: `after token 3`.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
+//!   `expect some EVENT 3`: at least three times.
 //! - Actions: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time after
 //!   `drain X` is how long it may take.
 //! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
@@ -33,8 +35,17 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 7] =
-    ["lent", "verified", "lease-expired", "first-token", "token", "member-expired", "drain-cut"];
+const MILESTONES: [&str; 9] = [
+    "lent",
+    "verified",
+    "lease-expired",
+    "first-token",
+    "token",
+    "member-expired",
+    "member-kept",
+    "finished-in-outage",
+    "drain-cut",
+];
 
 /// The process that a rule acts on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -73,7 +84,8 @@ pub struct Scenario {
     options: Options,
     finished: Option<u64>,
     failed: Option<u64>,
-    some: Vec<&'static str>,
+    /// Events, each with how often it must have happened.
+    some: Vec<(&'static str, u64)>,
 }
 
 /// A line that cannot be read.
@@ -103,8 +115,9 @@ impl Scenario {
                 return Err(Violation { invariant: "expectation", at_micros: summary.micros, what, trace: Vec::new() });
             }
         }
-        if let Some(name) = self.some.iter().find(|name| !summary.milestones.contains_key(*name)) {
-            let what = format!("{name} did not happen");
+        let got = |name| summary.milestones.get(name).copied().unwrap_or(0);
+        if let Some((name, times)) = self.some.iter().find(|(name, times)| got(name) < *times) {
+            let what = format!("{name} happened {} times, expected are {times}", got(name));
             return Err(Violation { invariant: "expectation", at_micros: summary.micros, what, trace: Vec::new() });
         }
         Ok(summary)
@@ -147,18 +160,14 @@ impl Scenario {
                 self.options.rules.push(Rule { when, deed: deed(words)? });
             }
             "after" => {
-                let milestone = milestone(words)?;
-                let times = words.clone().next().and_then(|word| word.parse().ok());
-                if times.is_some() {
-                    words.next();
-                }
-                let when = When::After { milestone, times: times.unwrap_or(1) };
+                let (milestone, times) = occurrence(words)?;
+                let when = When::After { milestone, times };
                 self.options.rules.push(Rule { when, deed: deed(words)? });
             }
             "expect" => match words.next().unwrap_or_default() {
                 "finished" => self.finished = Some(number(words)?),
                 "failed" => self.failed = Some(number(words)?),
-                "some" => self.some.push(milestone(words)?),
+                "some" => self.some.push(occurrence(words)?),
                 other => return Err(format!("{other:?} is none of finished, failed, some")),
             },
             other => return Err(format!("{other:?} is no word of a scenario")),
@@ -167,10 +176,16 @@ impl Scenario {
     }
 }
 
-fn milestone(words: &mut SplitWhitespace<'_>) -> Result<&'static str, String> {
+/// An event, and a number if one follows.
+fn occurrence(words: &mut SplitWhitespace<'_>) -> Result<(&'static str, u64), String> {
     let word = words.next().unwrap_or_default();
     let known = MILESTONES.into_iter().find(|known| *known == word);
-    known.ok_or_else(|| format!("{word:?} is none of {}", MILESTONES.join(", ")))
+    let known = known.ok_or_else(|| format!("{word:?} is none of {}", MILESTONES.join(", ")))?;
+    let times = words.clone().next().and_then(|word| word.parse().ok());
+    if times.is_some() {
+        words.next();
+    }
+    Ok((known, times.unwrap_or(1)))
 }
 
 fn number(words: &mut SplitWhitespace<'_>) -> Result<u64, String> {

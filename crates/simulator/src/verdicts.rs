@@ -138,7 +138,13 @@ impl World {
             return Err(self.violation("I1", format!("request {request}: {wrong}")));
         }
         match &client.end {
-            Some(End::Finished(_)) => self.summary.finished += 1,
+            Some(End::Finished(_)) => {
+                self.summary.finished += 1;
+                let router = Process::Router(client.router);
+                if !self.registry.is_up() {
+                    self.milestone("finished-in-outage", router);
+                }
+            }
             Some(End::Failed(kind, message)) => {
                 let (kind, message) = (*kind, message.clone());
                 let late = kind == ErrorKind::DeadlineExceeded;
