@@ -2,7 +2,7 @@
 //!
 //! - The decode end lends blocks ([`Ledger`]), tracks its sessions ([`Members`]), and handles the frames and payload of each ([`Inbound`]).
 //! - The prefill end checks what a handoff's owner writes ([`Writes`]), queues the requests to each session ([`Line`]), and turns them into
-//!   frames and batches ([`Outbound`]). A session begins over one of the [`Paths`] ([`Attempt`]), is replaced ([`Line::goes_on`]), and ends
+//!   frames and batches ([`Outbound`]). A session begins over one of the [`Paths`] ([`Connecting`]), is replaced ([`Line::goes_on`]), and ends
 //!   ([`blames_path`], [`tells_peer`]).
 //! - Both ends step the same transition table ([`state`]).
 //!
@@ -42,7 +42,7 @@ pub use inbound::{
 pub use limits::{TransferLimits, TransportKind};
 pub use memory::PoolMemory;
 pub use outbound::{
-    Attempt, Core, Done, Effect, FAREWELL, Line, Meter, OnDone, Op, Outbound, Parties, PathReport, PathTable, Paths,
+    Connecting, Core, Done, Effect, FAREWELL, Line, Meter, OnDone, Op, Outbound, Parties, PathReport, PathTable, Paths,
     Pools, Quiet, TransferStats, Writes, blames_path, join_until, tells_peer,
 };
 pub use wire::{

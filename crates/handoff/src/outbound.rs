@@ -1,7 +1,8 @@
-//! The prefill end: what a handoff's owner writes, in which order the writes leave, and how the outcome is reported.
+//! The prefill end: what a handoff's owner writes, in which order the writes leave, and how the outcome is reported; how the session that
+//! carries them begins, is replaced and ends.
 
 mod active;
-mod attempt;
+mod connecting;
 mod core;
 mod done;
 mod ending;
@@ -15,7 +16,7 @@ mod terms;
 mod turns;
 mod writes;
 
-pub use attempt::{Attempt, join_until};
+pub use connecting::{Connecting, join_until};
 pub use core::Core;
 pub use done::{Done, OnDone, Quiet, TransferStats};
 pub use ending::{FAREWELL, blames_path, tells_peer};

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use baton_handoff::{Attempt, Effect, Frame, FrameLimits, Line as Ops, Meter, Outbound, Written};
+use baton_handoff::{Connecting, Effect, Frame, FrameLimits, Line as Ops, Meter, Outbound, Written};
 use baton_handoff::{TransferError, TransportKind};
 use baton_types::WorkerId;
 
@@ -33,8 +33,8 @@ pub(crate) enum Phase {
     /// Sends its last frames, until this time at most.
     Closing {
         until: Micros,
-        /// Whether it then tells the peer that the peer's pool is no longer mapped.
-        tells: bool,
+        /// Why it ends.
+        error: TransferError,
     },
     /// Tells the peer over a new connection that its pool is no longer mapped here, however long that takes.
     Excusing {
@@ -52,7 +52,7 @@ pub(crate) struct PrefillSession {
     /// The session to the same worker that this one replaces.
     pub before: Option<Serial>,
     /// The paths that are still to be tried.
-    pub attempt: Option<Attempt>,
+    pub connecting: Option<Connecting>,
     /// The session's own connection, then those that have joined it.
     pub ends: Vec<End>,
     /// Connections that have asked to join.
@@ -135,10 +135,10 @@ impl World {
                 Ok(())
             }
             Phase::Open => self.work(place, session),
-            Phase::Closing { until, tells } => {
+            Phase::Closing { until, error } => {
                 self.flush_prefill(place, session).map_err(Stop::Broken)?;
                 if session.own().outbox.is_empty() || until <= self.now {
-                    self.hang_up(place, session, tells);
+                    self.hang_up(place, session, &error);
                 }
                 Ok(())
             }

@@ -1,7 +1,7 @@
-//! The life of a session at a prefill worker. Which session a handoff goes over, over which path it connects, and what it does when it ends
-//! is decided in `baton-handoff`; this file opens and closes simulated connections.
+//! The life of a session at a prefill worker, as the sender has it: `baton-handoff` decides which session a handoff goes over, over which
+//! path a session connects, and what its end leads to. This file opens and closes simulated connections.
 
-use baton_handoff::{Attempt, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
+use baton_handoff::{Connecting, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
 use baton_handoff::{Effect, Meter, TransferError, TransportKind, blames_path, tells_peer};
 use baton_types::{WorkerId, mix};
 
@@ -27,7 +27,8 @@ impl World {
             if session.is_some_and(|session| session.line.goes_on(changes, waits)) {
                 return serial;
             }
-            self.summary.replaced += u64::from(changes);
+            let retired = prefill.sessions[&serial].line.is_retired();
+            self.summary.replaced += u64::from(retired);
             self.wake_prefill(place, serial);
         }
         self.new_session(place, decode, peer, latest)
@@ -45,7 +46,7 @@ impl World {
             kind: TransportKind::Tcp,
             serial,
             before,
-            attempt: None,
+            connecting: None,
             ends: Vec::new(),
             asked: Vec::new(),
             line: Ops::new(self.limits.clone()),
@@ -76,14 +77,14 @@ impl World {
         let shm = (TransportKind::Shm, (!near).then(|| "it runs on another host".to_owned()));
         let new = || Paths::new([shm, (TransportKind::Tcp, None)], true);
         let paths = self.prefills[place].paths.to(session.peer, self.limits.connections, new);
-        session.attempt = Some(Attempt::new(paths, self.limits.handshake, now));
+        session.connecting = Some(Connecting::new(paths, self.limits.handshake, now));
         self.try_next_path(place, session).map_err(Stop::Ended)
     }
 
     fn try_next_path(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), TransferError> {
         let now = self.clock_now(Process::Prefill(place));
-        let Some((kind, until)) = session.attempt.as_mut().and_then(|attempt| attempt.next_path(now)) else {
-            return Err(session.attempt.take().and_then(Attempt::failure).unwrap_or(TransferError::Closed));
+        let Some((kind, until)) = session.connecting.as_mut().and_then(|connecting| connecting.next_path(now)) else {
+            return Err(session.connecting.take().and_then(Connecting::failure).unwrap_or(TransferError::Closed));
         };
         let connection = self.connect(place, session.decode, session.serial, kind);
         session.kind = kind;
@@ -125,8 +126,10 @@ impl World {
         match session.phase.clone() {
             Phase::Greeting { .. } => {
                 self.end_connections(session);
-                self.blame(place, session, &error);
-                let failed = session.attempt.as_mut().map_or(Ok(()), |attempt| attempt.failed(error));
+                let failed = session.connecting.as_mut().map_or(Ok(()), |connecting| connecting.failed(error.clone()));
+                if failed.is_ok() {
+                    self.blame(place, session, &error);
+                }
                 if let Err(error) = failed.and_then(|()| self.try_next_path(place, session)) {
                     self.close(session, &error);
                     self.leave_session(session);
@@ -158,21 +161,20 @@ impl World {
         session.outbound.end_all(&error, now, &mut session.line);
         self.carry_out(place, session);
         self.close(session, &error);
-        let tells = tells_peer(&error, &session.line, session.kind == TransportKind::Shm);
         let until = self.now + self.random.within(1, FAREWELL.as_micros() as Micros);
-        session.phase = Phase::Closing { until, tells };
+        session.phase = Phase::Closing { until, error };
         self.plan_prefill_turn(place, session.serial, until);
     }
 
     /// Closes the connections and unmaps the peer's pool. Then tells the peer so over a new connection, if it must.
-    pub(crate) fn hang_up(&mut self, place: Place, session: &mut PrefillSession, tells: bool) {
+    pub(crate) fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
         session.mapped = None;
         session.copying.clear();
         self.end_connections(session);
         if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
             paths.over();
         }
-        if !tells {
+        if !tells_peer(error, &session.line, session.kind == TransportKind::Shm) {
             return self.leave_session(session);
         }
         let connection = self.connect(place, session.decode, session.serial, session.kind);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use baton_handoff::{
-    Attempt, Descriptor, FrameLimits, Host, JoinTicket, Meter, Over, PathTable, Paths, TransferError, TransferStats,
+    Connecting, Descriptor, FrameLimits, Host, JoinTicket, Meter, Over, PathTable, Paths, TransferError, TransferStats,
     TransportKind, join_until,
 };
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
@@ -46,7 +46,7 @@ pub(crate) struct Plan {
     pub target: Descriptor,
 }
 
-/// What ends an attempt to connect early.
+/// What ends connecting early.
 #[derive(Clone, Copy)]
 pub(crate) struct Interrupt<'a> {
     /// Rings when `stopped` may have become true.
@@ -136,8 +136,8 @@ impl Plan {
     /// Connects and shakes hands.
     pub(crate) fn connect(&self, interrupt: Interrupt<'_>) -> Result<Connected, TransferError> {
         let handshake = self.config.options.limits.handshake;
-        let mut attempt = self.paths(|paths| Attempt::new(paths, handshake, Instant::now()));
-        while let Some((kind, until)) = attempt.next_path(Instant::now()) {
+        let mut connecting = self.paths(|paths| Connecting::new(paths, handshake, Instant::now()));
+        while let Some((kind, until)) = connecting.next_path(Instant::now()) {
             let connected = match kind {
                 TransportKind::Shm => self.connect_unix(interrupt, Over::Stream, until),
                 TransportKind::CudaIpc => self.connect_unix(interrupt, Over::CudaIpc, until),
@@ -150,14 +150,14 @@ impl Plan {
                     return Ok(connected);
                 }
                 Err(error) => {
-                    attempt.failed(error.clone())?;
+                    connecting.failed(error.clone())?;
                     tracing::info!(peer = %self.peer(), transport = kind.as_str(), %error, "no session over this path");
                     self.failed(kind, &error);
                 }
             }
         }
         let barred = || self.paths(|paths| paths.barred().unwrap_or("there is no path").to_owned());
-        Err(attempt.failure().unwrap_or_else(|| self.caller(&self.unix_address(), Over::Stream).cannot(barred())))
+        Err(connecting.failure().unwrap_or_else(|| self.caller(&self.unix_address(), Over::Stream).cannot(barred())))
     }
 
     /// Notes that a path could not be set up, broke with handoffs under way, or changed bytes.
@@ -215,8 +215,8 @@ impl Plan {
 
     /// Tells the peer that this process no longer writes to its pool ([`tells_peer`](baton_handoff::tells_peer)).
     ///
-    /// It does so by another session that ends at once. A stalled peer is told when it moves again. A new session to the peer stops this
-    /// attempt, since it tells the peer the same.
+    /// It does so by another session that ends at once. A stalled peer is told when it moves again. A new session to the peer ends this,
+    /// since it tells the peer the same.
     pub(crate) fn excuse(&self, interrupt: Interrupt<'_>) -> Result<(), TransferError> {
         let until = Instant::now() + EXCUSE;
         let over = if self.target.device { Over::CudaIpc } else { Over::Stream };

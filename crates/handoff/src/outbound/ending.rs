@@ -1,7 +1,8 @@
-//! How a session ends with an error. In this order:
+//! How a session ends, for whatever reason. In this order:
 //!
 //! 1. It finds out whether its path [is to blame](blames_path).
 //! 2. It ends its handoffs ([`super::Outbound::end_all`]) and closes its [`Line`], so that a handoff that is opened again gets a new session.
+//!    If a copy could not be stopped, it closes the line only after step 4, since the copy may read local blocks until then.
 //! 3. It sends what it still has to say, for [`FAREWELL`] at most, and closes its connections.
 //! 4. It unmaps the peer's pool.
 //! 5. If it [must](tells_peer), it says so over a connection of its own.
@@ -48,6 +49,8 @@ mod tests {
         line.begin(core(Epoch(1), Instant::now())).unwrap();
         assert!(blames_path(&lost, &line) && !blames_path(&TransferError::Closed, &line));
         line.ended(Epoch(1));
+        let changed = TransferError::Corrupt { peer: WorkerId(1) };
+        assert!(blames_path(&changed, &line), "a changed byte is the path's fault, whatever was under way");
         assert!(!line.goes_on(true, false));
         assert!(!tells_peer(&lost, &line, true), "the next session tells the peer");
     }

@@ -92,7 +92,7 @@ impl Line {
         self.retired
     }
 
-    /// Whether another session waits for this one to end.
+    /// Whether it takes no new handoffs because another session takes its place.
     pub fn is_retired(&self) -> bool {
         self.retired
     }
@@ -107,7 +107,7 @@ impl Line {
         self.stopped
     }
 
-    /// Whether the session is to end now, asked to or for want of handoffs.
+    /// Whether the session is to end now: it was asked to, or it is retired and no handoff is left.
     pub fn is_over(&self) -> bool {
         self.stopped || self.retired && self.idle()
     }

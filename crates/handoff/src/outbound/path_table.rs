@@ -19,7 +19,8 @@ impl PathTable {
         self.paths.get_mut(&worker)
     }
 
-    /// The paths to a worker, made with `new` if nothing is known of them. If `limit` workers are known already, one of them makes room.
+    /// The paths to a worker, made with `new` if nothing is known of them. If `limit` workers are known already, one
+    /// without a session makes room; if each has a session, none does.
     pub fn to(&mut self, worker: WorkerId, limit: usize, new: impl FnOnce() -> Paths) -> &mut Paths {
         if self.paths.len() >= limit && !self.paths.contains_key(&worker) {
             // I5: workers come and go. One without a session is most likely gone.

@@ -276,6 +276,7 @@ impl Paths {
 #[cfg(test)]
 mod tests {
     use TransportKind::{Shm, Tcp, Ucx};
+    use baton_types::{Epoch, WorkerId};
 
     use super::*;
 
@@ -333,6 +334,25 @@ mod tests {
         }
         (0..CORRUPTED).for_each(|_| paths.corrupted(Shm, "flipped".into(), t));
         assert_eq!(paths.order(t), [Ucx, Tcp, Shm]);
+        assert_eq!(paths.report(t)[0].failures, 1);
+    }
+
+    #[test]
+    fn only_a_handoff_that_is_verified_or_changed_says_something_of_its_path() {
+        let (mut paths, mut meter, t) = (all(), Meter::default(), Instant::now());
+        let (epoch, peer) = (Epoch(1), WorkerId(1));
+        meter.submitted(epoch, 1000, t);
+        meter.flushed(t + S);
+        paths.ended(Shm, &Err(TransferError::Deadline { epoch, peer, doing: "waiting" }), &mut meter, t + S);
+        assert_eq!((paths.report(t)[0].handoffs, paths.report(t)[0].failures), (0, 0));
+        paths.ended(
+            Shm,
+            &Ok(TransferStats { bytes: 1000, seconds: 1.0, transport: Shm, writes: 1, slices: 1 }),
+            &mut meter,
+            t + S,
+        );
+        assert_eq!((paths.report(t)[0].handoffs, paths.report(t)[0].bytes_per_second), (1, Some(1000.0)));
+        paths.blamed(Shm, &TransferError::PeerLost { peer, cause: "cut".into() }, t);
         assert_eq!(paths.report(t)[0].failures, 1);
     }
 

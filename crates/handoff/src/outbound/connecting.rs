@@ -7,9 +7,9 @@ use super::paths::Paths;
 use crate::error::TransferError;
 use crate::limits::TransportKind;
 
-/// An attempt to connect over one path after the other.
+/// Connecting to a decode worker, over one path after the other.
 #[derive(Debug)]
-pub struct Attempt {
+pub struct Connecting {
     /// The paths not tried yet, best first.
     left: VecDeque<TransportKind>,
     /// When all of it must be over.
@@ -17,10 +17,10 @@ pub struct Attempt {
     failure: Option<TransferError>,
 }
 
-impl Attempt {
-    /// An attempt over these paths. It takes as long as `handshake` in all.
-    pub fn new(paths: &Paths, handshake: Duration, now: Instant) -> Attempt {
-        Attempt { left: paths.order(now).into(), last: now + handshake, failure: None }
+impl Connecting {
+    /// Begins over these paths. It takes `handshake` at most.
+    pub fn new(paths: &Paths, handshake: Duration, now: Instant) -> Connecting {
+        Connecting { left: paths.order(now).into(), last: now + handshake, failure: None }
     }
 
     /// The next path to try, and until when. None when no path is left.
@@ -32,7 +32,7 @@ impl Attempt {
         Some((kind, until))
     }
 
-    /// A path could not be set up. Returns the error when the attempt ends with it, because no other path would work either.
+    /// A path could not be set up. Returns the error when connecting ends with it, because no other path would work either.
     pub fn failed(&mut self, error: TransferError) -> Result<(), TransferError> {
         if !error.is_of_path() {
             return Err(error);
@@ -67,19 +67,19 @@ mod tests {
     fn a_path_on_which_nothing_answers_leaves_time_for_the_next() {
         let (t, s) = (Instant::now(), Duration::from_secs);
         let paths = Paths::new([(TransportKind::Shm, None), (TransportKind::Tcp, None)], true);
-        let mut attempt = Attempt::new(&paths, s(4), t);
-        assert_eq!(attempt.next_path(t), Some((TransportKind::Shm, t + s(3))));
-        attempt.failed(refused()).unwrap();
-        assert_eq!(attempt.next_path(t + s(3)), Some((TransportKind::Tcp, t + s(4))));
-        attempt.failed(refused()).unwrap();
-        assert_eq!((attempt.next_path(t + s(4)), attempt.failure()), (None, Some(refused())));
+        let mut connecting = Connecting::new(&paths, s(4), t);
+        assert_eq!(connecting.next_path(t), Some((TransportKind::Shm, t + s(3))));
+        connecting.failed(refused()).unwrap();
+        assert_eq!(connecting.next_path(t + s(3)), Some((TransportKind::Tcp, t + s(4))));
+        connecting.failed(refused()).unwrap();
+        assert_eq!((connecting.next_path(t + s(4)), connecting.failure()), (None, Some(refused())));
     }
 
     #[test]
     fn no_other_path_is_tried_when_none_would_work() {
         let paths = Paths::new([(TransportKind::Shm, None), (TransportKind::Tcp, None)], true);
-        let mut attempt = Attempt::new(&paths, Duration::from_secs(4), Instant::now());
-        assert_eq!(attempt.failed(TransferError::Closed), Err(TransferError::Closed));
+        let mut connecting = Connecting::new(&paths, Duration::from_secs(4), Instant::now());
+        assert_eq!(connecting.failed(TransferError::Closed), Err(TransferError::Closed));
     }
 
     #[test]
