@@ -1,7 +1,7 @@
 //! How a worker leaves the cluster: in which order, and how long it waits.
 //!
 //! A worker that drains tells the registry and whoever asks for its health. Its engine takes no new requests and finishes those
-//! it has. When nothing is left, or the time is over, the worker gives its lease back. Only then it closes its sockets, so that no
+//! it has. When nothing is left, or the time is over, the worker gives its lease back. Only then does it close its sockets, so that no
 //! router sends requests to a closed socket.
 //!
 //! The shell owns the sockets, the lease and the clock. It feeds inputs, and carries out effects in order.
@@ -19,7 +19,7 @@ pub enum DrainInput {
         /// The drain's deadline.
         until: Instant,
     },
-    /// The process is told not to wait any longer.
+    /// The process is told not to wait any longer. Changes nothing while the lease is given back, which has a bound of its own.
     Forced,
     /// The engine has ended or stands still. It will finish nothing.
     EngineEnded,

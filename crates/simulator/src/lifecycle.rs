@@ -106,8 +106,11 @@ impl World {
         self.note(|| format!("{process} drains, for {patience} µs at most"));
         let until = self.clock_now(process) + Duration::from_micros(patience);
         self.drain_on(process, DrainInput::Asked { until });
-        let (at, life) = (self.micros(process, until), self.life_of(process));
-        self.events.plan(at, Event::DrainOver { process, life });
+        let life = self.life_of(process);
+        if let Some(at) = self.drain_of(process).and_then(|drain| drain.next_wake()) {
+            let at = self.micros(process, at);
+            self.events.plan(at, Event::DrainOver { process, life });
+        }
     }
 
     /// Feeds an input to a worker's drain and carries out what follows.
@@ -152,6 +155,10 @@ impl World {
             // The registry has refused it.
             true => self.kill(process, false),
             false => self.drain_on(process, DrainInput::Revoked),
+        }
+        if self.is_alive(process) {
+            let violation = self.violation("I5", format!("{process} has left the registry and stays"));
+            self.broken_by.get_or_insert(violation);
         }
     }
 

@@ -74,6 +74,16 @@ impl World {
         frozen.filter(|(_, until)| *until > self.now)
     }
 
+    /// When a worker's last freeze ended; 0 if there was none.
+    pub(crate) fn thawed_at(&self, process: Process) -> Micros {
+        let frozen = match process {
+            Process::Prefill(place) => self.prefills[place].frozen,
+            Process::Decode(place) => self.decodes[place].frozen,
+            _ => None,
+        };
+        frozen.map_or(0, |(_, until)| until)
+    }
+
     /// Until when a process is frozen, if it is.
     pub(crate) fn frozen_until(&self, process: Process) -> Option<Micros> {
         self.frozen(process).map(|(_, until)| until)

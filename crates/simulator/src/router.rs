@@ -60,18 +60,13 @@ pub(crate) struct InFlight {
     prefill: Option<Stream>,
     /// Inputs that came while the client was taking a token: from the prefill stream, then from the decode stream.
     early: [VecDeque<ChoiceInput>; 2],
-    /// The client is taking a token until then.
-    busy_until: Option<Micros>,
+    /// The client is taking a token.
+    busy: bool,
     /// When a leg failed; None once a stream has been opened in its place.
     pub recovering: Option<Micros>,
 }
 
 impl InFlight {
-    /// Whether the client is taking a token.
-    fn is_busy(&self, now: Micros) -> bool {
-        self.busy_until.is_some_and(|until| until > now)
-    }
-
     /// Whether a stream to a worker is open.
     pub(crate) fn has_streams(&self) -> bool {
         self.decode.is_some() || self.prefill.is_some()
@@ -127,7 +122,7 @@ impl World {
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);
         let early = Default::default();
-        let flight = InFlight { choice, decode: None, prefill: None, early, busy_until: None, recovering: None };
+        let flight = InFlight { choice, decode: None, prefill: None, early, busy: false, recovering: None };
         self.routers[place].choices.insert(request, flight);
         self.carry_out_choice(place, request)?;
         self.plan_wake(place, request);
@@ -137,11 +132,11 @@ impl World {
     /// Feeds an input to a choice. While the client is taking a token, the router waits for that, for the deadline and for the client
     /// to leave; inputs from streams are queued.
     fn tell(&mut self, place: Place, request: u64, input: ChoiceInput) -> Result<(), Violation> {
-        let (now, at) = (self.now, self.clock_now(Process::Router(place)));
+        let at = self.clock_now(Process::Router(place));
         let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
         let of_prefill = matches!(input, ChoiceInput::PrefillSaid(_) | ChoiceInput::PrefillEnded(_));
         let of_decode = matches!(input, ChoiceInput::DecodeSaid(_) | ChoiceInput::DecodeEnded(_));
-        if flight.is_busy(now) {
+        if flight.busy {
             if of_prefill || of_decode {
                 flight.early[usize::from(of_decode)].push_back(input);
                 return Ok(());
@@ -149,7 +144,7 @@ impl World {
             if matches!(input, ChoiceInput::Wake) && at < flight.choice.deadline() {
                 return Ok(());
             }
-            flight.busy_until = None;
+            flight.busy = false;
         }
         flight.choice.feed(input, at);
         self.carry_out_choice(place, request)?;
@@ -174,14 +169,13 @@ impl World {
     /// The client has taken a token: feeds the inputs that came meanwhile, the prefill stream's first.
     pub(crate) fn taken(&mut self, place: Place, request: u64) -> Result<(), Violation> {
         let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
-        flight.busy_until = None;
+        flight.busy = false;
         let gone = self.clients[request as usize].end.is_some();
         let taken = if gone { Taken::ClientGone } else { Taken::Sent };
         self.tell(place, request, ChoiceInput::Taken(taken))?;
         loop {
-            let now = self.now;
             let Some(flight) = self.routers[place].choices.get_mut(&request) else { return Ok(()) };
-            if flight.is_busy(now) {
+            if flight.busy {
                 return Ok(());
             }
             let Some(input) = flight.early.iter_mut().find_map(VecDeque::pop_front) else { return Ok(()) };
@@ -201,7 +195,7 @@ impl World {
 
     fn carry_out_choice(&mut self, place: Place, request: u64) -> Result<(), Violation> {
         while let Some(flight) = self.routers[place].choices.get_mut(&request)
-            && !flight.is_busy(self.now)
+            && !flight.busy
             && let Some(effect) = flight.choice.next_effect()
         {
             let Some(input) = self.perform(place, request, effect)? else { continue };
@@ -378,7 +372,8 @@ impl World {
         if let Some(probe) = probe {
             if router.fleet.members().any(|worker| worker.member.id == probe.worker() && !worker.lost) {
                 let what = format!("router {place} asks {} whether it is back, and goes on using it", probe.worker());
-                self.broken_by = Some(self.violation("I5", what));
+                let violation = self.violation("I5", what);
+                self.broken_by.get_or_insert(violation);
             }
             self.plan_probe(place, probe);
         }
@@ -442,7 +437,7 @@ impl World {
         let until = self.now + reads;
         let life = self.routers[place].life;
         if let Some(flight) = self.routers[place].choices.get_mut(&request) {
-            flight.busy_until = Some(until);
+            flight.busy = true;
         }
         self.events.plan(until, Event::Taken { router: place, life, request });
         Ok(None)

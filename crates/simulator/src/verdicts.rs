@@ -1,4 +1,4 @@
-//! How requests ended, and whether that is right (I1, I5, I7).
+//! How requests end and how long things take, and whether that is right (I1, I5, I6, I7).
 
 use baton_policy::State;
 use baton_types::ErrorKind;
@@ -42,10 +42,16 @@ impl World {
         }
     }
 
-    /// I5: after a failure, a request goes on elsewhere or ends within `RECOVERY`, unless its router is frozen.
-    pub(crate) fn check_recoveries(&mut self) -> Result<(), Violation> {
+    /// I5: what has a bound in time keeps it. Looked at again and again.
+    pub(crate) fn check_bounds(&mut self) -> Result<(), Violation> {
         self.check_routers()?;
         self.check_expiries()?;
+        self.check_drains()?;
+        self.check_recoveries()
+    }
+
+    /// I5: after a failure, a request goes on elsewhere or ends within `RECOVERY`, unless its router is frozen.
+    fn check_recoveries(&mut self) -> Result<(), Violation> {
         let bound = self.by_any_clock(RECOVERY);
         let recovering = self.routers.iter().flat_map(|router| {
             let awake = router.frozen.map_or(0, |(_, until)| until);
@@ -62,7 +68,7 @@ impl World {
         }
     }
 
-    /// What must hold of a router between any two events.
+    /// I5: a router ends requests at their deadlines, and asks lost workers whether they are back.
     fn check_routers(&mut self) -> Result<(), Violation> {
         for place in 0..self.routers.len() {
             self.look_at("I5");
@@ -104,12 +110,30 @@ impl World {
         Ok(())
     }
 
-    /// I6: a request that waits for a worker has dropped its streams, so that no worker goes on with it.
+    /// I5: a worker leaves soon after its drain's deadline, unless it is frozen.
+    fn check_drains(&mut self) -> Result<(), Violation> {
+        let prefills = (0..self.prefills.len()).map(Process::Prefill);
+        let decodes = (0..self.decodes.len()).map(Process::Decode);
+        for process in prefills.chain(decodes).collect::<Vec<_>>() {
+            if !self.is_alive(process) || self.serves(process) || self.frozen_until(process).is_some() {
+                continue;
+            }
+            let awake = self.thawed_at(process);
+            let due = self.drain_of(process).and_then(|drain| drain.next_wake());
+            if due.is_some_and(|due| self.micros(process, due).max(awake) + LATE < self.now) {
+                return Err(self.violation("I5", format!("{process} drains for longer than it may")));
+            }
+        }
+        Ok(())
+    }
+
+    /// A request that waits for a worker has dropped its streams, so that no worker goes on with it.
     pub(crate) fn check_streams(&self, place: Place, request: u64) -> Result<(), Violation> {
         let Some(flight) = self.routers[place].choices.get(&request) else { return Ok(()) };
         match flight.choice.state() == State::BackingOff && flight.has_streams() {
             true => {
-                Err(self.violation("I6", format!("request {request} waits for a worker, and a stream of it is open")))
+                Err(self
+                    .violation("leases", format!("request {request} waits for a worker, and a stream of it is open")))
             }
             false => Ok(()),
         }
@@ -120,7 +144,7 @@ impl World {
         for (place, router) in self.routers.iter().enumerate().filter(|(_, router)| router.choices.is_empty()) {
             if let Some(worker) = router.fleet.members().find(|worker| worker.in_flight > 0) {
                 let what = format!("router {place} counts {} requests on {}", worker.in_flight, worker.member.id);
-                return Err(self.violation("I6", what));
+                return Err(self.violation("leases", what));
             }
         }
         Ok(())

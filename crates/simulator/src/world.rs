@@ -345,7 +345,7 @@ impl World {
             Event::Hangup { process, link, made, .. } => self.hangup(process, link, made),
             Event::KeepAlive => {
                 self.events.plan(self.now + LOOK, Event::KeepAlive);
-                self.check_recoveries()?;
+                self.check_bounds()?;
                 return self.keep_alive();
             }
             Event::Renewal { process, .. } => self.renew(process, RenewalInput::Wake),

@@ -192,9 +192,7 @@ impl Node {
         health.set_service_status(served, tonic_health::ServingStatus::Serving).await;
         process.readiness.ready();
         tracing::info!(%addr, worker = %id, registry = config.registry, "serving");
-        let (shutdown, lease) = (process.shutdown.clone(), Some(lease));
-        let serving = Serving { handle, shutdown, health, service: served, lease, failed: None };
-        let left = serving.until_left().await;
+        let left = Serving::new(handle, process.shutdown.clone(), health, served, lease).until_left().await;
         stop.cancel();
         // Streams still open belong to requests that were cut off.
         let _ = tokio::time::timeout(Duration::from_secs(1), server).await;

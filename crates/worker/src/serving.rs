@@ -17,18 +17,28 @@ use crate::{EngineHandle, WorkerError};
 
 /// A registered worker.
 pub(crate) struct Serving<C> {
-    pub handle: EngineHandle<C>,
-    pub shutdown: Shutdown,
-    pub health: HealthReporter,
-    /// The gRPC service that it reports as healthy.
-    pub service: &'static str,
+    handle: EngineHandle<C>,
+    shutdown: Shutdown,
+    health: HealthReporter,
+    service: &'static str,
     /// None once it is given back.
-    pub lease: Option<RegistryLease>,
+    lease: Option<RegistryLease>,
     /// Why the engine cannot go on.
-    pub failed: Option<WorkerError>,
+    failed: Option<WorkerError>,
 }
 
 impl<C> Serving<C> {
+    /// A worker with this lease, whose gRPC `service` is reported as healthy.
+    pub fn new(
+        handle: EngineHandle<C>,
+        shutdown: Shutdown,
+        health: HealthReporter,
+        service: &'static str,
+        lease: RegistryLease,
+    ) -> Serving<C> {
+        Serving { handle, shutdown, health, service, lease: Some(lease), failed: None }
+    }
+
     /// Returns when the worker has left the cluster, and its sockets are to be closed.
     ///
     /// # Errors
@@ -54,6 +64,7 @@ impl<C> Serving<C> {
             DrainEffect::Announce => self.lease.iter().for_each(RegistryLease::set_draining),
             DrainEffect::Refuse => self.health.set_service_status(self.service, ServingStatus::NotServing).await,
             DrainEffect::DrainEngine => self.handle.drain(),
+            DrainEffect::CutOff(0) => {}
             DrainEffect::CutOff(sequences) => tracing::warn!(sequences, "the worker leaves before it is idle"),
             DrainEffect::Revoke => {
                 if let Some(lease) = self.lease.take() {
@@ -86,7 +97,7 @@ impl<C> Serving<C> {
             () = at(drain.next_wake()) => return DrainInput::Wake,
         };
         self.failed = failed;
-        // Nothing else in this process waits either.
+        // The process's other tasks do not wait either.
         self.shutdown.force("what computes has stopped");
         DrainInput::EngineEnded
     }
