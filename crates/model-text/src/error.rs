@@ -125,7 +125,8 @@ impl BatonError for ModelFileError {
             Io { .. } => ErrorKind::Internal,
             UnknownModel { .. } => ErrorKind::NotFound,
             Fetch { .. } | Digest { .. } => ErrorKind::Unavailable,
-            // At start, what whoever starts the process chose; the last three in a request, what its client sent.
+            // At start, whoever starts the process chose the model. `Encode`, `TokenId` and `ChatTemplate` also arise in a request, from what
+            // its client sent.
             Truncated { .. }
             | Malformed { .. }
             | Config { .. }

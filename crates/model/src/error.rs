@@ -76,7 +76,7 @@ impl BatonError for ModelError {
         match self {
             ModelError::File(e) => e.kind(),
             ModelError::Kernel(e) => e.kind(),
-            // All of them at start; whoever starts the worker chose the model's file and the number of ranks.
+            // All arise at start. Whoever starts the worker chose the model's file and the number of ranks.
             ModelError::Shape { .. }
             | ModelError::Group(_)
             | ModelError::Width { .. }

@@ -257,7 +257,7 @@ impl Choice {
         }
     }
 
-    /// The next effect to carry out. The effects of an input come after those that are left, so that the last effect is the last.
+    /// The next effect to carry out. The effects of an input come after those that are left, so that `Finish` or `Fail` stays the last.
     pub fn next_effect(&mut self) -> Option<Effect> {
         self.todo.pop_front()
     }
