@@ -1,16 +1,17 @@
 //! Simulates the whole cluster:
 //!
 //! ```text
-//! cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N] [--calm] [--short]
+//! cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N] [--only FAULTS] [--calm] [--short]
 //! ```
 //!
 //! Plays SEEDS seeds (1,000 by default), beginning with `--first` (0 by default), under random faults, with a thread per core. Stops
 //! at the first seed that violates an invariant, looks for a smaller run that does so too, and prints its trace.
 //!
-//! - `--calm` leaves out the faults.
+//! - `--only Stall,Freeze` leaves out the other faults, `--calm` all of them.
 //! - `--short` leaves out the smaller run and its trace.
 #![allow(clippy::disallowed_methods)] // It runs seeds on all cores, and says how long that took.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -36,12 +37,24 @@ fn arguments() -> Result<Arguments, String> {
         match word.as_str() {
             "--first" => parsed.first = number("--first")?,
             "--requests" => parsed.options.requests = number("--requests")? as u32,
+            "--only" => parsed.options.without = all_but(&words.next().unwrap_or_default())?,
             "--calm" => parsed.options.calm = true,
             "--short" => parsed.short = true,
             seeds => parsed.seeds = seeds.parse().map_err(|_| format!("{seeds:?} is no number of seeds"))?,
         }
     }
     Ok(parsed)
+}
+
+/// The faults that are not in a list like `Stall,Freeze`.
+fn all_but(names: &str) -> Result<BTreeSet<Fault>, String> {
+    let mut others: BTreeSet<Fault> = Fault::ALL.into_iter().collect();
+    for name in names.split(',') {
+        let fault = Fault::ALL.into_iter().find(|fault| format!("{fault:?}") == name);
+        let known = || Fault::ALL.map(|fault| format!("{fault:?}")).join(", ");
+        others.remove(&fault.ok_or_else(|| format!("--only: {name:?} is no fault; there are {}", known()))?);
+    }
+    Ok(others)
 }
 
 /// Plays seeds until none are left or one fails. Returns the sum of their results, and the first seed that failed.
