@@ -49,4 +49,5 @@ pub use receiver::{OnEvent, Receiver, Wanted};
 pub use segment::Segment;
 pub use sender::{Carrier, Handoff, Sender};
 pub use spread::SpreadMemory;
+pub use tcp::tune;
 pub use tls::{Tls, TlsFiles};

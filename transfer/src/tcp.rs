@@ -126,9 +126,9 @@ pub(crate) fn begin(address: SocketAddr) -> Result<TcpStream, std::io::Error> {
     }
 }
 
-/// Sets socket options, the same at both ends. Buffer sizes are left to the kernel, which grows them as needed: fixed ones of 4 MiB
+/// Sets the socket options of a connection for handoffs, the same at both ends, and makes it non-blocking. Buffer sizes are left to the kernel, which grows them as needed: fixed ones of 4 MiB
 /// measured no faster, and most systems cap fixed ones below that.
-pub(crate) fn tune(stream: &TcpStream) -> Result<(), std::io::Error> {
+pub fn tune(stream: &TcpStream) -> Result<(), std::io::Error> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
     // A peer whose host vanished is noticed after 5 s of silence, or 10 s with bytes under way.

@@ -18,8 +18,9 @@
 //! - I5: after the last fault every request ends, and so does the run. Deadlines and leases end what they bound; routers ask lost workers
 //!   whether they are back, and let go of those that have left.
 //! - I6: every block has one state at every step, by a count of the checker's own, and whatever is set aside has somebody who will end it. At
-//!   the end all are free or cached on both sides, and no stream, reservation or request in flight is left.
+//!   the end all are free or cached on both sides, and no stream or reservation is left.
 //! - I7: while the registry is down, no router forgets a serving worker.
+//! - Leases: a request that waits for a worker has no stream open, and at the end no router counts a request on a worker.
 //! - Reported once, agreement: each side reports each outcome once, and the two sides never contradict each other.
 //! - Delivery: without faults, something fails only because its owner withdrew it, its deadline passed, or there was no room.
 //!

@@ -1,4 +1,4 @@
-//! How requests end and how long things take, and whether that is right (I1, I5, I6, I7).
+//! How requests end and how long things take, and whether that is right (I1, I5, I7, leases).
 
 use baton_policy::State;
 use baton_types::ErrorKind;

@@ -7,7 +7,7 @@
 //! A module uses only modules to its right:
 //!
 //!
-//! - `node` → `load`, `settings`, `serving`, `service`, `wire`; `serving` → `engine_thread`
+//! - `node` → `load`, `settings`, `service`, `wire`; `node` → `serving` → `engine_thread`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`

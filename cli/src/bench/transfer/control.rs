@@ -6,7 +6,6 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use rustix::net::sockopt;
 
 /// Longest time for one handoff.
 pub(super) const HANDOFF_PATIENCE: Duration = Duration::from_secs(60);
@@ -68,21 +67,12 @@ impl Control {
     }
 }
 
-/// Sets what a handoff's connections have, since the plain stream is compared with them: no delay, and cubic. And they notice within ten
-/// seconds that the other host has vanished.
+/// Sets what a handoff's connections have, since the plain stream is compared with them. But reads and writes wait, for a while.
 fn tune(stream: &TcpStream) -> std::io::Result<()> {
-    stream.set_nodelay(true)?;
-    sockopt::set_socket_keepalive(stream, true)?;
-    sockopt::set_tcp_keepidle(stream, Duration::from_secs(2))?;
-    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(1))?;
-    sockopt::set_tcp_keepcnt(stream, 3)?;
-    sockopt::set_tcp_user_timeout(stream, 10_000)?;
+    baton_transfer::tune(stream)?;
+    stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(SILENCE))?;
-    stream.set_write_timeout(Some(SILENCE))?;
-    if let Err(error) = sockopt::set_tcp_congestion(stream, "cubic") {
-        tracing::debug!(%error, "the system's default congestion control stays");
-    }
-    Ok(())
+    stream.set_write_timeout(Some(SILENCE))
 }
 
 pub(super) fn lost(cause: &'static str) -> anyhow::Error {
