@@ -5,6 +5,7 @@
 
 mod connect;
 mod dial;
+mod excuse;
 mod queue;
 mod session;
 

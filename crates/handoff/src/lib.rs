@@ -42,8 +42,8 @@ pub use inbound::{
 pub use limits::{TransferLimits, TransportKind};
 pub use memory::PoolMemory;
 pub use outbound::{
-    Connecting, Core, Done, Effect, FAREWELL, Line, Meter, OnDone, Op, Outbound, Parties, PathReport, PathTable, Paths,
-    Pools, Quiet, TransferStats, Writes, blames_path, join_until, tells_peer,
+    Connecting, Core, Done, Effect, Excuse, FAREWELL, Line, Meter, OnDone, Op, Outbound, Parties, PathReport,
+    PathTable, Paths, Pools, Quiet, TransferStats, Writes, blames_path, join_until, tells_peer,
 };
 pub use wire::{
     Access, Frame, FrameHead, FrameLimits, Hello, JoinTicket, MAX_STREAMS, Over, PREFIX, Refusal, WriteHead,

@@ -19,7 +19,7 @@ mod writes;
 pub use connecting::{Connecting, join_until};
 pub use core::Core;
 pub use done::{Done, OnDone, Quiet, TransferStats};
-pub use ending::{FAREWELL, blames_path, tells_peer};
+pub use ending::{Excuse, FAREWELL, blames_path, tells_peer};
 pub use line::Line;
 pub use meter::Meter;
 pub use op::Op;

@@ -73,6 +73,10 @@ impl World {
                     }
                     Ok(())
                 }
+                (Frame::Welcome { .. }, Phase::Excusing { .. }) => {
+                    self.excused(place, session);
+                    Ok(())
+                }
                 (other, _) => Err(cannot(format!("{other:?}"))),
             };
         }

@@ -56,7 +56,7 @@ impl World {
     }
 
     /// Cuts the connections for which `of` holds. `died`: the operating system also tells the peer that the process is gone.
-    fn cut_lines(&mut self, of: impl Fn(&Connection) -> bool, died: bool) {
+    pub(crate) fn cut_lines(&mut self, of: impl Fn(&Connection) -> bool, died: bool) {
         let lines: Vec<Line> = self.lines.iter().filter(|(_, c)| of(c)).map(|(line, _)| *line).collect();
         for line in lines {
             self.cut(line);

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use baton_handoff::{Connecting, Effect, Frame, FrameLimits, Line as Ops, Meter, Outbound, Written};
+use baton_handoff::{Connecting, Effect, Excuse, Frame, FrameLimits, Line as Ops, Meter, Outbound, Written};
 use baton_handoff::{TransferError, TransportKind};
 use baton_types::WorkerId;
 
@@ -40,6 +40,10 @@ pub(crate) enum Phase {
     Excusing {
         hello_seen: bool,
     },
+    /// Tries that again at this time.
+    Pausing {
+        until: Micros,
+    },
     Over,
 }
 
@@ -53,6 +57,8 @@ pub(crate) struct PrefillSession {
     pub before: Option<Serial>,
     /// The paths that are still to be tried.
     pub connecting: Option<Connecting>,
+    /// How it tells the peer that it has ended.
+    pub excuse: Option<Excuse>,
     /// The session's own connection, then those that have joined it.
     pub ends: Vec<End>,
     /// Connections that have asked to join.
@@ -125,8 +131,14 @@ impl World {
         }
         match session.phase.clone() {
             Phase::Waiting => self.wait_for_before(place, session),
-            Phase::Excusing { .. } if session.line.is_stopped() => {
+            Phase::Excusing { .. } | Phase::Pausing { .. } if session.line.is_stopped() => {
                 self.leave_session(session);
+                Ok(())
+            }
+            Phase::Pausing { until } => {
+                if until <= self.now {
+                    self.try_excuse(place, session);
+                }
                 Ok(())
             }
             Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(place, session),

@@ -17,13 +17,14 @@
 //! ```
 //!
 //! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
-//!   `drain-cut` at a worker that drains and leaves before it is idle, `member-expired` at the registry; at a router, `member-kept` (the
-//!   registry's list lacks a worker, and the router goes on using it) and `finished-in-outage` (of a request, while the registry is away).
+//!   `telling` and `told` there (a decode worker that a session to it has ended), `drain-cut` at a worker that drains and leaves before it
+//!   is idle, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
+//!   using it) and `finished-in-outage` (of a request, while the registry is away).
 //!   A number after the event picks a later occurrence: `after token 3`.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
 //!   `expect some EVENT 3`: at least three times.
-//! - Actions: `kill X`, `drain X`, `freeze X TIME`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time after
-//!   `drain X` is how long it may take.
+//! - Actions: `kill X`, `drain X`, `freeze X TIME`, `cut X`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time
+//!   after `drain X` is how long it may take. `cut X` ends a worker's connections for KV.
 //! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
 
 use std::str::{FromStr, SplitWhitespace};
@@ -35,12 +36,14 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 9] = [
+const MILESTONES: [&str; 11] = [
     "lent",
     "verified",
     "lease-expired",
     "first-token",
     "token",
+    "telling",
+    "told",
     "member-expired",
     "member-kept",
     "finished-in-outage",
@@ -60,6 +63,7 @@ enum Deed {
     Kill(Target),
     Drain(Target, Micros),
     Freeze(Target, Micros),
+    Cut(Target),
     Partition(Target, Target, Micros),
     Registry { away: Micros, emptied: bool },
 }
@@ -221,6 +225,7 @@ fn deed(words: &mut SplitWhitespace<'_>) -> Result<Deed, String> {
         "kill" => Deed::Kill(target(words)?),
         "drain" => Deed::Drain(target(words)?, if words.clone().next().is_some() { time(words)? } else { DRAIN }),
         "freeze" => Deed::Freeze(target(words)?, time(words)?),
+        "cut" => Deed::Cut(target(words)?),
         "partition" => Deed::Partition(target(words)?, target(words)?, time(words)?),
         "registry-down" => Deed::Registry { away: time(words)?, emptied: false },
         "registry-emptied" => Deed::Registry { away: time(words)?, emptied: true },
@@ -264,6 +269,10 @@ impl World {
             Deed::Kill(target) => self.kill(whom(target), true),
             Deed::Drain(target, patience) => self.drain(whom(target), patience),
             Deed::Freeze(target, time) => self.freeze(whom(target), self.now + time),
+            Deed::Cut(target) => {
+                let process = whom(target);
+                self.cut_lines(|c| [Process::Prefill(c.prefill), Process::Decode(c.decode)].contains(&process), false);
+            }
             Deed::Partition(a, b, time) => self.partition(whom(a), whom(b), self.now + time),
             Deed::Registry { away, emptied } => self.lose_registry(self.now + away, emptied),
         }

@@ -1,7 +1,7 @@
 //! The life of a session at a prefill worker, as the sender has it: `baton-handoff` decides which session a handoff goes over, over which
 //! path a session connects, and what its end leads to. This file opens and closes simulated connections.
 
-use baton_handoff::{Connecting, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
+use baton_handoff::{Connecting, Excuse, FAREWELL, Line as Ops, Op, Outbound, Parties, Paths, Pools, Written};
 use baton_handoff::{Effect, Meter, TransferError, TransportKind, blames_path, tells_peer};
 use baton_types::{WorkerId, mix};
 
@@ -47,6 +47,7 @@ impl World {
             serial,
             before,
             connecting: None,
+            excuse: None,
             ends: Vec::new(),
             asked: Vec::new(),
             line: Ops::new(self.limits.clone()),
@@ -132,15 +133,15 @@ impl World {
                 }
                 if let Err(error) = failed.and_then(|()| self.try_next_path(place, session)) {
                     self.close(session, &error);
-                    self.leave_session(session);
+                    self.part(place, session, &error);
                 }
             }
-            // Over, whether the peer has been told or not.
-            Phase::Excusing { .. } => self.leave_session(session),
+            Phase::Excusing { .. } => self.excuse_failed(place, session, &error),
             Phase::Open => self.wind_up_prefill(place, session, error),
             _ => {
                 self.close(session, &error);
-                self.leave_session(session);
+                self.end_connections(session);
+                self.part(place, session, &error);
             }
         }
     }
@@ -166,21 +167,59 @@ impl World {
         self.plan_prefill_turn(place, session.serial, until);
     }
 
-    /// Closes the connections and unmaps the peer's pool. Then tells the peer so over a new connection, if it must.
+    /// Closes the connections and unmaps the peer's pool.
     pub(crate) fn hang_up(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
         session.mapped = None;
         session.copying.clear();
         self.end_connections(session);
         if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
-            paths.over();
+            paths.over(session.kind == TransportKind::Shm);
         }
-        if !tells_peer(error, &session.line, session.kind == TransportKind::Shm) {
+        self.part(place, session, error);
+    }
+
+    /// Tells the peer that its pool is unmapped, if the session must. Else the session is over.
+    fn part(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
+        let paths = self.prefills[place].paths.get_mut(session.peer);
+        if !paths.is_some_and(|paths| tells_peer(error, &session.line, paths)) {
             return self.leave_session(session);
         }
-        let connection = self.connect(place, session.decode, session.serial, session.kind);
+        session.excuse = Some(Excuse::new(self.clock_now(Process::Prefill(place))));
+        self.try_excuse(place, session);
+    }
+
+    /// Tries to tell the peer, over a new connection.
+    pub(crate) fn try_excuse(&mut self, place: Place, session: &mut PrefillSession) {
+        if self.decodes[session.decode].id != session.peer || !self.decodes[session.decode].alive {
+            return self.excused(place, session);
+        }
+        let connection = self.connect(place, session.decode, session.serial, TransportKind::Shm);
         session.ends = vec![End::new(connection, 0)];
         session.phase = Phase::Excusing { hello_seen: false };
+        self.milestone("telling", Process::Prefill(place));
         self.call(place, session, None);
+    }
+
+    fn excuse_failed(&mut self, place: Place, session: &mut PrefillSession, error: &TransferError) {
+        self.end_connections(session);
+        let now = self.clock_now(Process::Prefill(place));
+        match session.excuse.as_mut().and_then(|excuse| excuse.failed(error, now)) {
+            Some(again) => {
+                let at = self.micros(Process::Prefill(place), again);
+                session.phase = Phase::Pausing { until: at };
+                self.plan_prefill_turn(place, session.serial, at);
+            }
+            None => self.excused(place, session),
+        }
+    }
+
+    /// The peer knows that its pool is unmapped, or is gone.
+    pub(crate) fn excused(&mut self, place: Place, session: &mut PrefillSession) {
+        self.milestone("told", Process::Prefill(place));
+        if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
+            paths.told();
+        }
+        self.leave_session(session);
     }
 
     /// Closes the queue and fails what is still queued. From now on another session may be opened.

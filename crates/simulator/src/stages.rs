@@ -66,8 +66,8 @@ impl World {
                 let what = format!("request {open:?} has not ended {CALM} µs after the last fault");
                 return Err(self.violation("I5", what));
             }
-            // If nothing was lost between live peers, every block must come back before any process dies.
-            Stage::Resting if if self.lost_nothing() { self.check_free().is_ok() } else { self.is_quiet() } => {
+            // Every block must come back before any process dies, unless an answer was lost on a connection that stayed open.
+            Stage::Resting if if self.lost_answers() { self.is_quiet() } else { self.check_free().is_ok() } => {
                 self.check_rest(true, false)?;
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
@@ -88,8 +88,8 @@ impl World {
         Ok(false)
     }
 
-    fn lost_nothing(&self) -> bool {
-        self.faults.counts.keys().all(|fault: &Fault| fault.is_harmless())
+    fn lost_answers(&self) -> bool {
+        self.faults.counts.keys().any(|fault: &Fault| fault.is_unreal())
     }
 
     fn unended(&self) -> usize {

@@ -111,7 +111,10 @@ fn a_bad_scenario_says_where_and_why() {
     for (text, why) in [
         ("seed x", "line 1: \"x\" is no number"),
         ("seed 1\nkill decode 0", "line 2: \"kill\" is no word of a scenario"),
-        ("after noon kill it", "is none of lent, verified, lease-expired, first-token, token, member-expired"),
+        (
+            "after noon kill it",
+            "is none of lent, verified, lease-expired, first-token, token, telling, told, member-expired",
+        ),
         ("at 5m kill it", "\"5m\" is no time"),
         ("at 5s kill somebody", "\"somebody\" is no process"),
         ("routers 1 2", "\"2\" is too much"),

@@ -2,7 +2,7 @@
 
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use baton_handoff::{
     Connecting, Descriptor, FrameLimits, Host, JoinTicket, Meter, Over, PathTable, Paths, TransferError, TransferStats,
@@ -24,9 +24,6 @@ use crate::{shm, tcp};
 /// Wraps a session's transport, to inject faults.
 #[cfg(feature = "testing")]
 pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
-
-/// How long to keep trying to tell a stalled worker that its pool is no longer written to. Nothing else waits meanwhile.
-const EXCUSE: Duration = Duration::from_secs(3600);
 
 /// What all sessions of a sender share.
 pub(crate) struct SenderConfig {
@@ -185,7 +182,7 @@ impl Plan {
         self.connect_tcp(interrupt, Over::Ucx, until)
     }
 
-    fn unix_address(&self) -> String {
+    pub(super) fn unix_address(&self) -> String {
         format!("@{}", String::from_utf8_lossy(&self.target.unix))
     }
 
@@ -213,23 +210,13 @@ impl Plan {
         }
     }
 
-    /// Tells the peer that this process no longer writes to its pool ([`tells_peer`](baton_handoff::tells_peer)).
-    ///
-    /// It does so by another session that ends at once. A stalled peer is told when it moves again. A new session to the peer ends this,
-    /// since it tells the peer the same.
-    pub(crate) fn excuse(&self, interrupt: Interrupt<'_>) -> Result<(), TransferError> {
-        let until = Instant::now() + EXCUSE;
-        let over = if self.target.device { Over::CudaIpc } else { Over::Stream };
-        self.connect_unix(interrupt, over, until).map(drop)
-    }
-
-    fn caller<'a>(&self, address: &'a str, over: Over) -> Caller<'a> {
+    pub(super) fn caller<'a>(&self, address: &'a str, over: Over) -> Caller<'a> {
         // The target's layout, not this pool's: blocks are written in the target's layout.
         let fingerprint = self.target.layout.fingerprint();
         Caller { me: self.me(), you: self.peer(), fingerprint, over, address }
     }
 
-    fn greet(
+    pub(super) fn greet(
         &self,
         interrupt: Interrupt<'_>,
         caller: &Caller,

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_handoff::{
-    Access, BATCH_BYTES, Effect, FAREWELL, Frame, Line, Malformed, Meter, Outbound, Parties, Paths, PoolMemory, Pools,
+    Access, BATCH_BYTES, Effect, FAREWELL, Frame, Line, Malformed, Meter, Outbound, Parties, PoolMemory, Pools,
     TransferError, TransportKind, blames_path, tells_peer,
 };
 use baton_types::PoolGeometry;
@@ -39,15 +39,27 @@ const READS: usize = 16;
 /// Multiple of [`crate::TransferLimits::silence`] after which a session ends if no batch was applied, though the peer is heard of.
 const STUCK: u32 = 2;
 
-/// Waits until the previous session to the same worker has ended, connects, and serves until the connection or the sender ends.
+/// Waits until the previous session to the same worker has ended, connects, and serves until the connection or the sender ends. Then tells
+/// the worker so, if it must.
 pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>) {
+    let plan = Arc::new(plan);
+    let error = begin_and_serve(&plan, before, &queue);
+    if plan.paths(|paths| queue.with(|line| tells_peer(&error, line, paths))) {
+        plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.is_stopped() });
+    }
+}
+
+/// Returns why the session ended. By then its queue is closed.
+fn begin_and_serve(plan: &Arc<Plan>, before: Option<JoinHandle<()>>, queue: &Arc<Queue>) -> TransferError {
     let panicked = TransferError::os("serve a decode worker", "its thread panicked");
     let mut end = End { queue: queue.clone(), error: panicked, idle: false };
-    let plan = Arc::new(plan);
-    let mut outbound = outbound(&plan);
-    let connected = match dial(&plan, before, &queue, &mut outbound) {
+    let mut outbound = outbound(plan);
+    let connected = match dial(plan, before, queue, &mut outbound) {
         Ok(connected) => connected,
-        Err(error) => return end.error = error,
+        Err(error) => {
+            end.error = error.clone();
+            return error;
+        }
     };
     let (near, kind) = (connected.links.own.is_unix(), connected.kind);
     let mut session = Session::new(plan.clone(), queue.clone(), connected, outbound);
@@ -66,14 +78,8 @@ pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>)
     if let Ok(error) = served {
         end.error = error;
     }
-    plan.paths(Paths::over);
-    let error = end.error.clone();
-    drop(end);
-    if queue.with(|line| tells_peer(&error, line, near))
-        && let Err(error) = plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.is_stopped() })
-    {
-        tracing::debug!(%error, "the decode worker is gone, or learns by the next session that this one has unmapped");
-    }
+    plan.paths(|paths| paths.over(near));
+    end.error.clone()
 }
 
 /// Closes the queue when dropped, even in a panic. By then the connection is closed and the peer's pool unmapped.

@@ -20,11 +20,12 @@ impl PathTable {
     }
 
     /// The paths to a worker, made with `new` if nothing is known of them. If `limit` workers are known already, one
-    /// without a session makes room; if each has a session, none does.
+    /// without a session makes room; if each has a session or must still be told of the end of one, none does.
     pub fn to(&mut self, worker: WorkerId, limit: usize, new: impl FnOnce() -> Paths) -> &mut Paths {
         if self.paths.len() >= limit && !self.paths.contains_key(&worker) {
             // I5: workers come and go. One without a session is most likely gone.
-            let gone = self.paths.iter().find(|(_, paths)| !paths.is_used()).map(|(worker, _)| *worker);
+            let gone =
+                self.paths.iter().find(|(_, paths)| !paths.is_used() && !paths.is_untold()).map(|(worker, _)| *worker);
             gone.and_then(|worker| self.paths.remove(&worker));
         }
         self.paths.entry(worker).or_insert_with(new)

@@ -99,6 +99,8 @@ pub struct Paths {
     compares: bool,
     /// Transport of the open session, and its number of connections.
     in_use: Option<(TransportKind, usize)>,
+    /// The worker does not know yet that a session which may have mapped its pool has ended.
+    untold: bool,
 }
 
 impl Paths {
@@ -116,7 +118,7 @@ impl Paths {
             last_failure: None,
             corrupted: 0,
         };
-        Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None }
+        Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None, untold: false }
     }
 
     /// The transports to try, best first. Paused ones come last, the one whose pause ends first before the others: better than nothing.
@@ -147,14 +149,27 @@ impl Paths {
         self.paths.first().filter(|_| all)?.barred.as_deref()
     }
 
-    /// A session has begun.
+    /// A session has begun. The worker takes that as the end of all sessions before it.
     pub fn begun(&mut self, transport: TransportKind, connections: usize) {
         self.in_use = Some((transport, connections));
+        self.untold = false;
     }
 
-    /// The session has ended.
-    pub fn over(&mut self) {
+    /// The session has ended, and has unmapped the worker's pool. `near`: it ran over a unix socket, so the worker waits until it is told
+    /// that, or until this process ends.
+    pub fn over(&mut self, near: bool) {
         self.in_use = None;
+        self.untold |= near;
+    }
+
+    /// The worker knows that all sessions have ended, or need not know it any more.
+    pub fn told(&mut self) {
+        self.untold = false;
+    }
+
+    /// Whether the worker does not know yet that a session has unmapped its pool.
+    pub fn is_untold(&self) -> bool {
+        self.untold
     }
 
     /// Whether the open session uses another path than would be taken now.
@@ -282,6 +297,23 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
+    #[test]
+    fn a_worker_is_told_by_the_next_session_or_by_itself() {
+        let mut paths = all();
+        paths.begun(Tcp, 1);
+        paths.over(false);
+        assert!(!paths.is_untold(), "from another host nothing is mapped");
+        paths.begun(Shm, 1);
+        paths.over(true);
+        paths.over(false);
+        assert!(paths.is_untold(), "a session that could not begin has told nothing");
+        paths.begun(Tcp, 1);
+        assert!(!paths.is_untold());
+        paths.over(true);
+        paths.told();
+        assert!(!paths.is_untold());
+    }
+
     /// Carries as many handoffs as a measurement needs.
     fn measure(paths: &mut Paths, transport: TransportKind, bytes: u64) {
         (0..MEASURED).for_each(|_| paths.carried(transport, bytes, S));
@@ -297,7 +329,7 @@ mod tests {
         assert_eq!(paths.order(t), [Shm, Ucx, Tcp]);
         paths.begun(Shm, 1);
         paths.failed(Shm, "cut".into(), t);
-        paths.over();
+        paths.over(true);
         assert_eq!(paths.order(t), [Ucx, Tcp, Shm]);
         paths.begun(Ucx, 1);
         assert!(!paths.would_change(t + S * 4));
