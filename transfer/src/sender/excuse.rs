@@ -55,3 +55,83 @@ fn pause(interrupt: Interrupt<'_>, until: Instant) -> Result<(), TransferError> 
         wait(interrupt.wake, &[], Some(left))?;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixListener};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use baton_handoff::{Frame, FrameLimits, TransferLimits};
+
+    use super::super::session::tests::plan;
+    use super::*;
+    use crate::handshake::{HandshakeEnd, receive};
+    use crate::link::Link;
+    use crate::wake::Wake;
+
+    /// A plan to reach a worker with this socket, which must be told.
+    fn untold(name: &str) -> Plan {
+        let plan = plan();
+        let mut target = plan.target.clone();
+        target.unix = format!("baton-test-{name}-{}", std::process::id()).into_bytes();
+        let plan = Plan { config: plan.config.clone(), target };
+        plan.paths(|paths| paths.over(true));
+        plan
+    }
+
+    fn listen(plan: &Plan) -> UnixListener {
+        UnixListener::bind_addr(&SocketAddr::from_abstract_name(&plan.target.unix).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_worker_that_hangs_up_is_told_by_the_next_call() {
+        let plan = untold("busy");
+        let (listener, limits) = (listen(&plan), TransferLimits::default());
+        let (peer, fingerprint) = (plan.peer(), plan.target.layout.fingerprint());
+        let (blocks, pool) = (vec![1; plan.target.layout.groups.len()], plan.pool().clone());
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counted = calls.clone();
+        let worker = std::thread::spawn(move || {
+            for call in 1..=3 {
+                let (stream, _) = listener.accept().unwrap();
+                counted.store(call, Ordering::Relaxed);
+                if call < 3 {
+                    continue;
+                }
+                stream.set_nonblocking(true).unwrap();
+                let mut link = Link::new(Socket::Unix(stream), pool.clone(), FrameLimits::new(&limits, blocks.len()));
+                let wake = Wake::new().unwrap();
+                let until = Instant::now() + Duration::from_secs(60);
+                let end = HandshakeEnd { wake: &wake, until, stopped: &|| false };
+                receive(&mut link, peer, fingerprint, &end).map(drop).unwrap();
+                link.push(&Frame::Welcome { blocks: blocks.clone(), ticket: None });
+                link.flush().unwrap();
+            }
+        });
+        let wake = Wake::new().unwrap();
+        plan.excuse(Interrupt { wake: &wake, stopped: &|| false });
+        worker.join().unwrap();
+        assert_eq!((calls.load(Ordering::Relaxed), plan.paths(|paths| paths.is_untold())), (3, false));
+    }
+
+    #[test]
+    fn a_worker_that_is_gone_need_not_be_told() {
+        let plan = untold("gone");
+        drop(listen(&plan));
+        let wake = Wake::new().unwrap();
+        plan.excuse(Interrupt { wake: &wake, stopped: &|| false });
+        assert!(!plan.paths(|paths| paths.is_untold()));
+    }
+
+    #[test]
+    fn a_new_session_ends_the_calls_and_tells_the_worker_itself() {
+        let plan = untold("stopped");
+        let _listener = listen(&plan);
+        let wake = Wake::new().unwrap();
+        plan.excuse(Interrupt { wake: &wake, stopped: &|| true });
+        assert!(plan.paths(|paths| paths.is_untold()));
+    }
+}
