@@ -291,7 +291,7 @@ impl Paths {
 #[cfg(test)]
 mod tests {
     use TransportKind::{Shm, Tcp, Ucx};
-    use baton_types::{Epoch, WorkerId};
+    use baton_types::{BlockId, Epoch, WorkerId};
 
     use super::*;
 
@@ -386,6 +386,9 @@ mod tests {
         assert_eq!((paths.report(t)[0].handoffs, paths.report(t)[0].bytes_per_second), (1, Some(1000.0)));
         paths.blamed(Shm, &TransferError::PeerLost { peer, cause: "cut".into() }, t);
         assert_eq!(paths.report(t)[0].failures, 1);
+        let changed = TransferError::Verify { epoch, peer, group: 0, index: 0, block: BlockId(0), want: 1, got: 2 };
+        (0..CORRUPTED).for_each(|_| paths.ended(Shm, &Err(changed.clone()), &mut meter, t + S));
+        assert_eq!(paths.report(t)[0].failures, 2);
     }
 
     #[test]
