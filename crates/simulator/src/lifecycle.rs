@@ -105,8 +105,11 @@ impl World {
     pub(crate) fn drain(&mut self, process: Process, patience: Micros) {
         self.note(|| format!("{process} drains, for {patience} µs at most"));
         let until = self.clock_now(process) + Duration::from_micros(patience);
-        self.drain_on(process, DrainInput::Asked { until });
         let life = self.life_of(process);
+        if self.serves(process) {
+            self.leaving.insert(process, (life, self.micros(process, until)));
+        }
+        self.drain_on(process, DrainInput::Asked { until });
         if let Some(at) = self.drain_of(process).and_then(|drain| drain.next_wake()) {
             let at = self.micros(process, at);
             self.events.plan(at, Event::DrainOver { process, life });
@@ -144,7 +147,10 @@ impl World {
                 self.faults.count(Fault::DrainCut);
                 self.milestone("drain-cut", process);
             }
-            DrainEffect::Revoke => self.renew(process, RenewalInput::Revoke),
+            DrainEffect::Revoke => {
+                self.leaving.remove(&process);
+                self.renew(process, RenewalInput::Revoke);
+            }
             DrainEffect::Close => self.kill(process, false),
         }
     }

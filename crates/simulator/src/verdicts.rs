@@ -110,17 +110,13 @@ impl World {
         Ok(())
     }
 
-    /// I5: a worker leaves soon after its drain's deadline, unless it is frozen.
-    fn check_drains(&mut self) -> Result<(), Violation> {
-        let prefills = (0..self.prefills.len()).map(Process::Prefill);
-        let decodes = (0..self.decodes.len()).map(Process::Decode);
-        for process in prefills.chain(decodes).collect::<Vec<_>>() {
-            if !self.is_alive(process) || self.serves(process) || self.frozen_until(process).is_some() {
-                continue;
-            }
-            let awake = self.thawed_at(process);
-            let due = self.drain_of(process).and_then(|drain| drain.next_wake());
-            if due.is_some_and(|due| self.micros(process, due).max(awake) + LATE < self.now) {
+    /// I5: a worker begins to leave soon after its drain's deadline, unless it is frozen.
+    fn check_drains(&self) -> Result<(), Violation> {
+        for (process, (life, due)) in &self.leaving {
+            let (process, awake) = (*process, self.thawed_at(*process));
+            let waits =
+                self.is_alive(process) && self.life_of(process) == *life && self.frozen_until(process).is_none();
+            if waits && (*due).max(awake) + LATE < self.now {
                 return Err(self.violation("I5", format!("{process} drains for longer than it may")));
             }
         }

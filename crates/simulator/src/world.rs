@@ -104,6 +104,8 @@ pub(crate) struct World {
     pub links: BTreeMap<Link, control::Connection>,
     pub lines: BTreeMap<Line, Connection>,
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
+    /// Workers that drain, and when they must begin to leave, for the checker of drains.
+    pub leaving: BTreeMap<Process, (Life, Micros)>,
     next_line: Line,
     next_life: Life,
     pub next_session: Serial,
@@ -179,6 +181,7 @@ impl World {
             links: BTreeMap::new(),
             lines: BTreeMap::new(),
             apart: BTreeMap::new(),
+            leaving: BTreeMap::new(),
             next_line: 0,
             next_life: 0,
             next_session: 0,
