@@ -11,7 +11,6 @@ mod session;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use baton_handoff::{Core, Descriptor, Done, OnDone, PathReport, Quiet, TransferError, TransportKind, Writes};
@@ -19,7 +18,7 @@ use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, UcxSettings, check_pool};
 use crate::this_host::this_host;
-use crate::threads::{self, lock};
+use crate::threads::{self, Thread, lock};
 use crate::ucx::UcxEngine;
 use connect::{Plan, SenderConfig};
 use queue::Queue;
@@ -42,7 +41,7 @@ struct Peer {
     /// Fingerprint of its pool's layout.
     layout: u64,
     queue: Arc<Queue>,
-    thread: JoinHandle<()>,
+    thread: Arc<Thread>,
     /// Queue of the previous session. This session's thread waits for that session to end.
     before: Option<Arc<Queue>>,
 }
@@ -132,7 +131,7 @@ impl Sender {
     /// counts as a connection until it is done.
     fn queue_to(&self, target: &Descriptor) -> Result<Arc<Queue>, TransferError> {
         let mut peers = lock(&self.peers);
-        peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.is_finished());
+        peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.has_ended());
         let layout = target.layout.fingerprint();
         let changes =
             lock(&self.config.paths).get_mut(target.worker).is_some_and(|paths| paths.would_change(Instant::now()));
@@ -149,7 +148,9 @@ impl Sender {
             let (limit, asked) = (limits.connections as u64, others as u64 + 1);
             return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
         }
-        let (before, waits_for) = peers.remove(&target.worker).map(|peer| (peer.queue, peer.thread)).unzip();
+        // It stays in the table until the new session's thread runs: whoever comes next must wait for it (I3).
+        let (before, waits_for) =
+            peers.get(&target.worker).map(|peer| (peer.queue.clone(), peer.thread.clone())).unzip();
         let worker = target.worker;
         let queue = Arc::new(Queue::new(limits.clone())?);
         let plan = Plan { config: self.config.clone(), target: target.clone() };
@@ -157,6 +158,7 @@ impl Sender {
         let thread = threads::spawn(format!("kv-out-{worker}"), &self.config.options.cpus, move || {
             session::run(plan, waits_for, inner)
         })?;
+        let thread = Arc::new(Thread::new(thread));
         peers.insert(worker, Peer { layout, queue: queue.clone(), thread, before });
         Ok(queue)
     }
@@ -176,7 +178,7 @@ impl Drop for Sender {
     fn drop(&mut self) {
         let peers = std::mem::take(&mut *lock(&self.peers));
         peers.values().for_each(Peer::stop);
-        peers.into_values().for_each(|peer| threads::join(peer.thread));
+        peers.into_values().for_each(|peer| peer.thread.join());
     }
 }
 

@@ -26,11 +26,41 @@ pub(crate) fn spawn(
     std::thread::Builder::new().name(name).spawn(body).map_err(|e| TransferError::os("start a thread", e))
 }
 
-/// Waits for a thread to end, unless called on a thread of this crate, as from a callback: that may be the very thread to wait for.
-pub(crate) fn join(handle: JoinHandle<()>) {
-    if !OURS.get() && handle.join().is_err() {
-        tracing::error!("a transfer thread panicked");
+/// A thread that several others wait for.
+pub(crate) struct Thread(Mutex<Option<JoinHandle<()>>>);
+
+impl Thread {
+    /// A thread that runs.
+    pub fn new(handle: JoinHandle<()>) -> Thread {
+        Thread(Mutex::new(Some(handle)))
     }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        // Who holds the lock waits for it.
+        self.0.try_lock().is_ok_and(|handle| handle.as_ref().is_none_or(JoinHandle::is_finished))
+    }
+
+    /// Waits until it has ended.
+    pub fn wait(&self) {
+        // The lock is held meanwhile, so that nobody else takes the thread for ended.
+        let mut handle = lock(&self.0);
+        if handle.take().is_some_and(|handle| handle.join().is_err()) {
+            tracing::error!("a transfer thread panicked");
+        }
+    }
+
+    /// As [`Thread::wait`], unless called on a thread of this crate, as from a callback: that may be the very thread to wait for.
+    pub fn join(&self) {
+        if !OURS.get() {
+            self.wait();
+        }
+    }
+}
+
+/// Waits for a thread to end, with the exception of [`Thread::join`].
+pub(crate) fn join(handle: JoinHandle<()>) {
+    Thread::new(handle).join();
 }
 
 /// Locks, even after a panic elsewhere: every update under these locks is complete before anything can panic.

@@ -4,12 +4,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use super::connect::{Connected, Interrupt, Plan};
 use super::queue::Queue;
-use crate::threads;
+use crate::threads::{self, Thread};
 use crate::wake::{Wake, wait};
 use baton_handoff::{Effect, Outbound, TransferError};
 
@@ -38,7 +37,7 @@ impl Drop for Bell {
 /// Connects once the session `before` has ended. Handoffs in `queue` begin after that; until then `outbound` ends late and aborted ones.
 pub(crate) fn dial(
     plan: &Arc<Plan>,
-    before: Option<JoinHandle<()>>,
+    before: Option<Arc<Thread>>,
     queue: &Arc<Queue>,
     outbound: &mut Outbound,
 ) -> Result<Connected, TransferError> {
@@ -48,12 +47,13 @@ pub(crate) fn dial(
     let connect = move || {
         // Dropped in reverse order: the session's thread is woken when the answer is there.
         let (_bell, tell) = (bell, tell);
-        before.into_iter().for_each(|before| drop(before.join()));
+        before.into_iter().for_each(|before| before.wait());
         let stopped = || theirs.stopped.load(Ordering::Acquire);
         let _ = tell.send(caller.connect(Interrupt { wake: &theirs.wake, stopped: &stopped }));
     };
     let thread = threads::spawn(format!("kv-dial-{}", plan.peer()), &plan.config.options.cpus, connect)?;
-    let connected = loop {
+    let dialler = Dialler { attempt: attempt.clone(), thread: Thread::new(thread) };
+    loop {
         let next = tend(queue, outbound);
         match told.try_recv() {
             Ok(connected) => break connected,
@@ -61,17 +61,26 @@ pub(crate) fn dial(
             Err(TryRecvError::Empty) => {}
         }
         if queue.is_stopped() {
-            attempt.stop();
+            dialler.attempt.stop();
         }
         let left = next.map(|at| at.saturating_duration_since(Instant::now()));
         if let Err(error) = wait(&queue.wake, &[], left) {
-            attempt.stop();
             break Err(error);
         }
-    };
-    // The next session waits for this thread, and so for the connecting one.
-    drop(thread.join());
-    connected
+    }
+}
+
+/// The connecting thread. The session's thread ends after it, even in a panic: the next session waits for both by waiting for one.
+struct Dialler {
+    attempt: Arc<Attempt>,
+    thread: Thread,
+}
+
+impl Drop for Dialler {
+    fn drop(&mut self) {
+        self.attempt.stop();
+        self.thread.wait();
+    }
 }
 
 /// Ends handoffs that are late or aborted; returns the next deadline.

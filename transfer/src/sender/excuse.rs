@@ -19,13 +19,12 @@ impl Plan {
             if (interrupt.stopped)() {
                 return;
             }
-            let Some(again) = excuse.failed(&error, Instant::now()) else {
+            let again = excuse.failed(&error, Instant::now());
+            tracing::debug!(%error, "the decode worker is not told yet that its pool is unmapped");
+            let waited = again.ok_or(error).and_then(|again| pause(interrupt, again));
+            if let Err(error) = waited {
                 tracing::warn!(%error, "the decode worker cannot be told that its pool is unmapped; it may keep blocks aside");
                 break;
-            };
-            tracing::debug!(%error, "the decode worker is not told yet that its pool is unmapped");
-            if pause(interrupt, again).is_err() {
-                return;
             }
         }
         self.paths(Paths::told);

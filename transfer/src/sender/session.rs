@@ -4,7 +4,6 @@
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_handoff::{
@@ -26,6 +25,7 @@ use crate::load::Load;
 use crate::shm::Shm;
 use crate::staging::Staging;
 use crate::tcp::Tcp;
+use crate::threads::Thread;
 use crate::transport::{DEVICE_BATCH_BYTES, PUT_BATCH_BYTES, Progress, Transport};
 use crate::ucx::Ucx;
 use crate::wake::{Interest, wait, wait_awake};
@@ -41,22 +41,30 @@ const STUCK: u32 = 2;
 
 /// Waits until the previous session to the same worker has ended, connects, and serves until the connection or the sender ends. Then tells
 /// the worker so, if it must.
-pub(crate) fn run(plan: Plan, before: Option<JoinHandle<()>>, queue: Arc<Queue>) {
+pub(crate) fn run(plan: Plan, before: Option<Arc<Thread>>, queue: Arc<Queue>) {
     let plan = Arc::new(plan);
-    let error = begin_and_serve(&plan, before, &queue);
+    let serves = AssertUnwindSafe(|| begin_and_serve(&plan, before.clone(), &queue));
+    let error = catch_unwind(serves).unwrap_or_else(|_| panicked());
+    // However this session ended: neither the next one nor an excuse may come before the previous one has unmapped (I3).
+    before.into_iter().for_each(|before| before.wait());
     if plan.paths(|paths| queue.with(|line| tells_peer(&error, line, paths))) {
         plan.excuse(Interrupt { wake: &queue.wake, stopped: &|| queue.is_stopped() });
     }
 }
 
+fn panicked() -> TransferError {
+    TransferError::os("serve a decode worker", "its thread panicked")
+}
+
 /// Returns why the session ended. By then its queue is closed.
-fn begin_and_serve(plan: &Arc<Plan>, before: Option<JoinHandle<()>>, queue: &Arc<Queue>) -> TransferError {
-    let panicked = TransferError::os("serve a decode worker", "its thread panicked");
-    let mut end = End { queue: queue.clone(), error: panicked, idle: false };
+fn begin_and_serve(plan: &Arc<Plan>, before: Option<Arc<Thread>>, queue: &Arc<Queue>) -> TransferError {
+    let mut end = End { queue: queue.clone(), error: panicked(), idle: false };
     let mut outbound = outbound(plan);
     let connected = match dial(plan, before, queue, &mut outbound) {
         Ok(connected) => connected,
         Err(error) => {
+            // The connecting thread may have begun a session that nobody serves.
+            plan.paths(|paths| paths.over(false));
             end.error = error.clone();
             return error;
         }

@@ -23,7 +23,7 @@ fn is_late(error: &TransferError) -> bool {
 fn who_waits_for_the_last_session_to_end_is_late_and_given_up_in_time() {
     let (plan, queue) = (plan(), Arc::new(Queue::new(TransferLimits::default()).unwrap()));
     let (release, held) = mpsc::channel::<()>();
-    let before = std::thread::spawn(move || held.recv().unwrap_or_default());
+    let before = Arc::new(Thread::new(std::thread::spawn(move || held.recv().unwrap_or_default())));
     let (soon, far) = (Instant::now() + Duration::from_millis(50), Instant::now() + 10 * PATIENCE);
     let cores = [(1, soon), (2, soon), (3, far), (4, far)].map(|(epoch, deadline)| core(Epoch(epoch), deadline));
     cores.iter().for_each(|core| queue.begin(core.clone()).unwrap());
@@ -71,4 +71,28 @@ fn a_sender_that_ends_does_not_wait_for_who_does_not_answer() {
     }
     queue.stop();
     assert_eq!(dialling.join().unwrap(), Err(TransferError::Closed));
+}
+
+/// I3: whoever takes this session for over must be able to take the one before for over, too.
+#[test]
+fn a_session_that_panics_ends_after_the_one_before() {
+    let (plan, queue) = (plan(), Arc::new(Queue::new(TransferLimits::default()).unwrap()));
+    let (release, held) = mpsc::channel::<()>();
+    let before = Arc::new(Thread::new(std::thread::spawn(move || held.recv().unwrap_or_default())));
+    queue.begin(core(Epoch(1), Instant::now() + Duration::from_millis(20))).unwrap();
+    let (tell, told) = mpsc::channel();
+    let defect = move |_| {
+        tell.send(()).unwrap();
+        panic!("a defect in a handoff's owner");
+    };
+    queue.complete(Epoch(1), Vec::new(), Done::new(Box::new(defect)));
+    let dialling = {
+        let (plan, queue) = (plan.clone(), queue.clone());
+        std::thread::spawn(move || dial(&plan, Some(before), &queue, &mut outbound(&plan)).map(drop))
+    };
+    told.recv_timeout(PATIENCE).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(!dialling.is_finished());
+    drop(release);
+    assert!(dialling.join().is_err());
 }
