@@ -126,8 +126,8 @@ pub(crate) fn begin(address: SocketAddr) -> Result<TcpStream, std::io::Error> {
     }
 }
 
-/// Sets the socket options of a connection for handoffs, the same at both ends, and makes it non-blocking. Buffer sizes are left to the kernel, which grows them as needed: fixed ones of 4 MiB
-/// measured no faster, and most systems cap fixed ones below that.
+/// Sets the socket options of a connection for handoffs, the same at both ends, and makes it non-blocking. Buffer sizes are left to the
+/// kernel, which grows them as needed: fixed ones of 4 MiB measured no faster, and most systems cap fixed ones below that.
 pub fn tune(stream: &TcpStream) -> Result<(), std::io::Error> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;

@@ -74,6 +74,7 @@ impl World {
                     Ok(())
                 }
                 (Frame::Welcome { .. }, Phase::Excusing { .. }) => {
+                    self.milestone("told", Process::Prefill(place));
                     self.excused(place, session);
                     Ok(())
                 }

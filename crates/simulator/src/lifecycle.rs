@@ -106,7 +106,7 @@ impl World {
         self.note(|| format!("{process} drains, for {patience} µs at most"));
         let until = self.clock_now(process) + Duration::from_micros(patience);
         let life = self.life_of(process);
-        if self.serves(process) {
+        if self.drain_of(process).is_some_and(|drain| drain.serves()) {
             self.leaving.insert(process, (life, self.micros(process, until)));
         }
         self.drain_on(process, DrainInput::Asked { until });

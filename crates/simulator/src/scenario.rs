@@ -17,14 +17,14 @@
 //! ```
 //!
 //! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
-//!   `telling` and `told` there (a decode worker that a session to it has ended), `drain-cut` at a worker that drains and leaves before it
+//!   `telling` and `told` there (of a try to tell a decode worker that a session with it has ended, and of its success), `drain-cut` at a worker that drains and leaves before it
 //!   is idle, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
 //!   using it) and `finished-in-outage` (of a request, while the registry is away).
 //!   A number after the event picks a later occurrence: `after token 3`.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
 //!   `expect some EVENT 3`: at least three times.
 //! - Actions: `kill X`, `drain X`, `freeze X TIME`, `cut X`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time
-//!   after `drain X` is how long it may take. `cut X` ends a worker's connections for KV.
+//!   after `drain X` is how long it may take. `cut X` ends all connections for KV of a worker.
 //! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
 
 use std::str::{FromStr, SplitWhitespace};

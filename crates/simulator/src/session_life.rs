@@ -213,9 +213,8 @@ impl World {
         }
     }
 
-    /// The peer knows that its pool is unmapped, or is gone.
+    /// The peer knows that its pool is unmapped, or is gone, or has been told in vain for too long.
     pub(crate) fn excused(&mut self, place: Place, session: &mut PrefillSession) {
-        self.milestone("told", Process::Prefill(place));
         if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
             paths.told();
         }

@@ -66,8 +66,8 @@ impl World {
                 let what = format!("request {open:?} has not ended {CALM} µs after the last fault");
                 return Err(self.violation("I5", what));
             }
-            // Every block must come back before any process dies, unless an answer was lost on a connection that stayed open.
-            Stage::Resting if if self.lost_answers() { self.is_quiet() } else { self.check_free().is_ok() } => {
+            // Every block must come back before any process dies, unless frames were lost or out of order on a connection that stayed open.
+            Stage::Resting if if self.had_unreal_faults() { self.is_quiet() } else { self.check_free().is_ok() } => {
                 self.check_rest(true, false)?;
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
@@ -88,7 +88,7 @@ impl World {
         Ok(false)
     }
 
-    fn lost_answers(&self) -> bool {
+    fn had_unreal_faults(&self) -> bool {
         self.faults.counts.keys().any(|fault: &Fault| fault.is_unreal())
     }
 

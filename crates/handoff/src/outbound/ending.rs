@@ -5,7 +5,7 @@
 //!    If a copy could not be stopped, it closes the line only after step 4, since the copy may read local blocks until then.
 //! 3. It sends what it still has to say, for [`FAREWELL`] at most, and closes its connections.
 //! 4. It unmaps the peer's pool.
-//! 5. If it [must](tells_peer), it says so over a connection of its own, [again and again](Excuse) until the peer has heard it.
+//! 5. If it [must](tells_peer), it says so over a connection of its own, [again and again](Excuse).
 //!
 //! A session that could not begin does step 5, too: it should have told the peer of the end of the one before.
 
@@ -32,12 +32,13 @@ pub fn tells_peer(error: &TransferError, line: &Line, paths: &Paths) -> bool {
     paths.is_untold() && *error != TransferError::Closed && !line.is_retired()
 }
 
-/// How long to keep trying to tell a peer. It may be stalled, or have as many connections as it may have. Nothing else waits meanwhile.
+/// How long to keep trying to tell a peer. It may be stalled, or have as many connections as it may have. Meanwhile it keeps
+/// blocks aside, and this process counts it among its connections.
 const EXCUSE: Duration = Duration::from_secs(3600);
 /// The first and the longest pause between two tries.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
-/// Tells a peer that its pool is no longer mapped, by a session that ends at once. Tries until the peer is told.
+/// Tells a peer that its pool is no longer mapped, by a session that ends at once. Tries until the peer is told, for an hour.
 #[derive(Debug)]
 pub struct Excuse {
     until: Instant,
@@ -55,11 +56,11 @@ impl Excuse {
         self.until
     }
 
-    /// A try has failed. Returns when to try again; None when that is in vain, or a new session tells the peer instead.
+    /// A try has failed. Returns when to try again; None after an hour, or when a new session tells the peer instead.
     pub fn failed(&mut self, error: &TransferError, now: Instant) -> Option<Instant> {
         let again = now + self.pause;
         self.pause = (self.pause * 2).min(PAUSES.1);
-        (error.is_of_path() && again < self.until).then_some(again)
+        (*error != TransferError::Closed && again < self.until).then_some(again)
     }
 }
 

@@ -162,7 +162,7 @@ impl Paths {
         self.untold |= near;
     }
 
-    /// The worker knows that all sessions have ended, or need not know it any more.
+    /// The worker knows that all sessions have ended, or is gone, or has been told in vain for too long.
     pub fn told(&mut self) {
         self.untold = false;
     }
