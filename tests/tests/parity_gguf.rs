@@ -13,8 +13,8 @@ use baton_types::SamplingParams;
 /// A lead of the best token below this is a tie for 4-bit weights.
 const NEAR_TIE: f32 = 0.5;
 
-/// Compares one model.
-fn compare(name: &str) -> anyhow::Result<()> {
+/// Compares one model, by every `stride`-th prompt.
+fn compare(name: &str, stride: usize) -> anyhow::Result<()> {
     let reference = references::llama(name)?;
     let path = fetch::resolve(name, &fetch::default_cache()?, &fetch::NoProgress)?;
     let model = Model::open(&path)?;
@@ -28,7 +28,9 @@ fn compare(name: &str) -> anyhow::Result<()> {
     let mut local = Local::new(&model, Options::default())?;
     let exact = references::exact(name)?;
     let (mut to_llama, mut to_exact, mut ties) = (Spread::default(), Spread::default(), 0);
-    for ((prompt, wanted), exact) in prompts.iter().zip(&reference.prompts).zip(&exact.prompts) {
+    let compared = prompts.iter().zip(&reference.prompts).zip(&exact.prompts).step_by(stride);
+    let count = compared.len();
+    for ((prompt, wanted), exact) in compared {
         let ids = model.tokenizer().encode(&prompt.text, true)?;
         ensure!(ids == wanted.prompt_ids, "{name}/{}: the prompt's ids differ", prompt.name);
         let params = SamplingParams {
@@ -59,12 +61,12 @@ fn compare(name: &str) -> anyhow::Result<()> {
         }
     }
     let noise = exact.llama_cpp_difference;
-    println!("{name}: {} prompts, {} logits, {ties} near ties fell the other way", prompts.len(), to_llama.count);
+    println!("{name}: {count} prompts, {} logits, {ties} near ties fell the other way", to_llama.count);
     println!(
         "{name}: against llama.cpp {to_llama}; against f32 {to_exact}; llama.cpp against f32 {:.3} largest, {:.4} mean",
         noise.max, noise.mean
     );
-    ensure!(to_exact.count > 1000, "only {} logits compared", to_exact.count);
+    ensure!(to_exact.count as usize > 50 * count, "only {} logits compared", to_exact.count);
     ensure!(to_exact.mean() <= 1.25 * noise.mean as f64, "{name}: noisier than llama.cpp: {to_exact}");
     Ok(())
 }
@@ -97,15 +99,22 @@ impl std::fmt::Display for Spread {
 
 #[test]
 fn smollm2_agrees_with_llama_cpp() -> anyhow::Result<()> {
-    compare("smollm2")
+    compare("smollm2", 1)
 }
 
 #[test]
 fn gemma_agrees_with_llama_cpp() -> anyhow::Result<()> {
-    compare("gemma")
+    compare("gemma", 1)
+}
+
+/// The largest of the three: the rest of its prompts take minutes.
+#[test]
+fn qwen_agrees_with_llama_cpp() -> anyhow::Result<()> {
+    compare("qwen", 5)
 }
 
 #[test]
-fn qwen_agrees_with_llama_cpp() -> anyhow::Result<()> {
-    compare("qwen")
+#[ignore = "takes minutes: just soak"]
+fn qwen_agrees_with_llama_cpp_on_every_prompt() -> anyhow::Result<()> {
+    compare("qwen", 1)
 }
