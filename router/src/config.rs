@@ -42,12 +42,18 @@ baton_runtime::config! {
         max_connections: usize = 4096,
         /// Maximum size of a request's body.
         body_limit: Bytes = Bytes(8 << 20),
+        /// Maximum bytes of the bodies that are being read and parsed at a time; more are refused with 429.
+        body_memory: Bytes = Bytes(256 << 20),
         /// How workers are chosen: round-robin or least-loaded.
         placement: PlacementKind = PlacementKind::RoundRobin,
         /// How many times work is started for one answer before it fails.
         max_attempts: u32 = 3,
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
         worker_timeout: Duration = Duration::from_secs(2),
+        /// An HTTP connection without a request is closed after this long. Keep it above the idle timeout of a load balancer.
+        idle_timeout: Duration = Duration::from_secs(75),
+        /// An answer whose client reads nothing of it for this long, while more is there, is given up.
+        send_timeout: Duration = Duration::from_secs(60),
         /// Interval of the comments that keep a stream alive while it has nothing else to send.
         keep_alive: Duration = Duration::from_secs(5),
     }
@@ -63,10 +69,15 @@ impl RouterConfig {
             ("body_limit", self.body_limit.0 == 0),
             ("max_attempts", self.max_attempts == 0),
             ("worker_timeout", self.worker_timeout.is_zero()),
+            ("idle_timeout", self.idle_timeout.is_zero()),
+            ("send_timeout", self.send_timeout.is_zero()),
             ("keep_alive", self.keep_alive.is_zero()),
         ];
         if let Some((field, _)) = zero.into_iter().find(|(_, zero)| *zero) {
             return Err(RouterError::Zero { field });
+        }
+        if self.body_memory.0 < self.body_limit.0 {
+            return Err(RouterError::BodyMemory { memory: self.body_memory, limit: self.body_limit });
         }
         match clash(self.http, self.grpc) {
             true => Err(RouterError::SameAddress { addr: self.http }),

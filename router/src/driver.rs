@@ -4,6 +4,7 @@
 //! It also fixes the order in which simultaneous events are reported.
 
 use std::future::pending;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, RequestLimits, Sequence};
@@ -11,7 +12,7 @@ use baton_proto::v1;
 use baton_runtime::Shutdown;
 use baton_types::{RequestId, SamplingParams};
 use futures::StreamExt;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::error::RequestError;
 use crate::input::Standing;
@@ -44,12 +45,14 @@ pub(crate) struct Driver {
     sink: Sink,
     decode: Option<Leg>,
     prefill: Option<Leg>,
+    alarm: Alarm,
 }
 
 impl Driver {
     /// A driver that is ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
-        Driver { job, workers, shutdown, sink, decode: None, prefill: None }
+        let alarm = Alarm::new(job.deadline);
+        Driver { job, workers, shutdown, sink, decode: None, prefill: None, alarm }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -110,6 +113,8 @@ impl Driver {
 
     async fn emit(&mut self, token: baton_types::TokenOut) -> ChoiceInput {
         tokio::select! {
+            // First, so that a client that keeps up costs no timer.
+            biased;
             taken = self.sink.token(token) => ChoiceInput::Taken(taken),
             () = sleep_until(self.job.deadline) => ChoiceInput::Wake,
             () = self.shutdown.forced() => ChoiceInput::Stopping,
@@ -124,7 +129,7 @@ impl Driver {
             () = self.shutdown.forced() => ChoiceInput::Stopping,
             // Prefill before decode: the decode stream may be ahead by as much as the sockets hold.
             said = next(&mut self.prefill) => said,
-            () = at(wake) => ChoiceInput::Wake,
+            () = self.alarm.rings(wake) => ChoiceInput::Wake,
             said = next(&mut self.decode) => said,
         }
     }
@@ -151,10 +156,21 @@ fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
 
-async fn at(wake: Option<std::time::Instant>) {
-    match wake {
-        Some(at) => sleep_until(at.into()).await,
-        None => pending().await,
+/// A timer that is set anew only when its time changes, which is seldom.
+struct Alarm(Pin<Box<Sleep>>);
+
+impl Alarm {
+    fn new(at: Instant) -> Alarm {
+        Alarm(Box::pin(sleep_until(at)))
+    }
+
+    /// Completes at this time; never without one.
+    async fn rings(&mut self, at: Option<std::time::Instant>) {
+        let Some(at) = at.map(Instant::from_std) else { return pending().await };
+        if self.0.deadline() != at {
+            self.0.as_mut().reset(at);
+        }
+        self.0.as_mut().await;
     }
 }
 

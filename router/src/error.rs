@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_policy::Failure;
+use baton_runtime::Bytes;
 use baton_types::{BatonError, ErrorKind};
 
 /// The router cannot start, or cannot go on.
@@ -16,6 +17,14 @@ pub enum RouterError {
     Zero {
         /// The setting.
         field: &'static str,
+    },
+    /// No body of the allowed size would fit the memory for bodies.
+    #[error("body_memory is {memory} and body_limit is {limit}; body_memory must be at least as large")]
+    BodyMemory {
+        /// Memory for all bodies.
+        memory: Bytes,
+        /// The largest body.
+        limit: Bytes,
     },
     /// Both servers are set to the same address.
     #[error("--http and --grpc are both at {addr}; they must differ")]
@@ -43,7 +52,9 @@ impl BatonError for RouterError {
             RouterError::Runtime(e) => e.kind(),
             RouterError::Model(e) => e.kind(),
             RouterError::Cluster(e) => e.kind(),
-            RouterError::Zero { .. } | RouterError::SameAddress { .. } => ErrorKind::InvalidArgument,
+            RouterError::Zero { .. } | RouterError::BodyMemory { .. } | RouterError::SameAddress { .. } => {
+                ErrorKind::InvalidArgument
+            }
             RouterError::Reflection(_) | RouterError::Interrupted(_) => ErrorKind::Internal,
         }
     }

@@ -1,15 +1,16 @@
 //! The path behind both front doors: admission, planning, one driver per choice, one stream of events back.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_policy::Prefixes;
-use baton_runtime::{Shutdown, metrics as names};
+use baton_runtime::{Bytes, Shutdown, metrics as names};
 use baton_types::ErrorKind;
 use metrics::counter;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::Instant;
 
+use crate::body::Bodies;
 use crate::driver::{Driver, Job};
 use crate::error::RequestError;
 use crate::input::GenerateInput;
@@ -34,8 +35,9 @@ pub(crate) struct Front {
     pub shutdown: Shutdown,
     pub request_timeout: Duration,
     pub max_attempts: u32,
-    pub body_limit: usize,
+    pub bodies: Bodies,
     pub keep_alive: Duration,
+    send_timeout: Duration,
     /// When the router started, seconds since 1970.
     pub started: u64,
     max_inflight: usize,
@@ -49,7 +51,25 @@ pub(crate) struct FrontLimits {
     pub max_attempts: u32,
     pub max_inflight: usize,
     pub body_limit: usize,
+    pub body_memory: Bytes,
     pub keep_alive: Duration,
+    pub send_timeout: Duration,
+}
+
+/// A request's place among those in progress. It is given back when the client has everything and every driver has ended, or earlier when
+/// the client does not read.
+#[derive(Clone)]
+pub(crate) struct Slot(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
+
+impl Slot {
+    fn new(permit: OwnedSemaphorePermit) -> Slot {
+        Slot(Arc::new(Mutex::new(Some(permit))))
+    }
+
+    /// Gives the place back now.
+    pub fn give_back(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
 }
 
 /// A running request. Dropping it cancels every choice at once.
@@ -61,15 +81,14 @@ pub(crate) struct Generation {
     events: mpsc::Receiver<Event>,
     open: Vec<bool>,
     failure: Arc<OnceLock<RequestError>>,
-    /// The admission permit. It is released when the client has everything and every driver has ended.
-    _place: Arc<OwnedSemaphorePermit>,
+    _slot: Slot,
 }
 
 impl Front {
     /// A front with no requests yet.
     pub fn new(model: Arc<ServedModel>, workers: Arc<Workers>, shutdown: Shutdown, limits: FrontLimits) -> Front {
-        let FrontLimits { request_timeout, max_attempts, max_inflight, body_limit, keep_alive } = limits;
-        let max_inflight = max_inflight.clamp(1, MAX_SLOTS);
+        let FrontLimits { request_timeout, max_attempts, keep_alive, send_timeout, .. } = limits;
+        let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
         Front {
             model,
@@ -77,8 +96,9 @@ impl Front {
             shutdown,
             request_timeout,
             max_attempts,
-            body_limit,
+            bodies: Bodies::new(limits.body_limit, limits.body_memory),
             keep_alive,
+            send_timeout,
             started: unix_seconds(),
             max_inflight,
             slots,
@@ -131,7 +151,7 @@ impl Front {
             return Err(RequestError::new(ErrorKind::Unavailable, "the router is stopping; ask another one"));
         }
         input.check(&self.model)?;
-        let permit = Arc::new(self.admit(input.choices())?);
+        let slot = Slot::new(self.admit(input.choices())?);
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let calls = input.tools.is_some();
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
@@ -149,6 +169,8 @@ impl Front {
                     stop: StopMatcher::new(stop.clone()),
                     prompt_tokens: plan.prompt.len() as u32,
                     out: out.clone(),
+                    send_timeout: self.send_timeout,
+                    slot: slot.clone(),
                     failure: Arc::clone(&failure),
                     record: Arc::clone(record),
                 });
@@ -158,24 +180,34 @@ impl Front {
                 let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
                 let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts };
                 let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
-                let permit = Arc::clone(&permit);
+                let slot = slot.clone();
                 tokio::spawn(async move {
                     driver.run().await;
-                    drop(permit);
+                    drop(slot);
                 });
                 choice += 1;
             }
             prompts.push(plan.prompt);
         }
-        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, _place: permit })
+        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, _slot: slot })
+    }
+
+    /// Fails while every slot is taken.
+    pub fn has_room(&self) -> Result<(), RequestError> {
+        match self.slots.available_permits() {
+            0 => Err(self.full()),
+            _ => Ok(()),
+        }
     }
 
     /// Reserves a slot for every choice, or refuses the request before any work is done.
     fn admit(&self, choices: u32) -> Result<OwnedSemaphorePermit, RequestError> {
-        Arc::clone(&self.slots).try_acquire_many_owned(choices).map_err(|_| {
-            let full = format!("{} answers are in the making already; retry later", self.max_inflight);
-            RequestError::new(ErrorKind::ResourceExhausted, full).code("too_many_requests")
-        })
+        Arc::clone(&self.slots).try_acquire_many_owned(choices).map_err(|_| self.full())
+    }
+
+    fn full(&self) -> RequestError {
+        let full = format!("{} answers are in the making already; retry later", self.max_inflight);
+        RequestError::new(ErrorKind::ResourceExhausted, full).code("too_many_requests")
     }
 }
 
@@ -190,17 +222,34 @@ impl Generation {
         if self.ended() {
             return None;
         }
-        let Some(event) = self.events.recv().await else {
-            self.open.clear();
-            let error = self.failure.get().cloned().unwrap_or_else(broken_off);
-            return Some(Event { choice: 0, kind: EventKind::Failed(error) });
-        };
+        match self.events.recv().await {
+            Some(event) => Some(self.noted(event)),
+            None => {
+                self.open.clear();
+                let error = self.failure.get().cloned().unwrap_or_else(broken_off);
+                Some(Event { choice: 0, kind: EventKind::Failed(error) })
+            }
+        }
+    }
+
+    /// The next event, if it is there already.
+    pub fn next_ready(&mut self) -> Option<Event> {
+        let event = (!self.ended()).then(|| self.events.try_recv().ok()).flatten()?;
+        Some(self.noted(event))
+    }
+
+    /// The events that are there already; not without end, however fast they come.
+    pub fn all_ready(&mut self) -> impl Iterator<Item = Event> {
+        std::iter::from_fn(|| self.next_ready()).take(EVENTS)
+    }
+
+    fn noted(&mut self, event: Event) -> Event {
         match event.kind {
             EventKind::Token { .. } => {}
             EventKind::Finished { .. } => self.open[event.choice as usize] = false,
             EventKind::Failed(_) => self.open.clear(),
         }
-        Some(event)
+        event
     }
 }
 

@@ -18,7 +18,7 @@ use crate::front::Front;
 use crate::input::{GenerateInput, Standing};
 use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
-use crate::sink::EventKind;
+use crate::sink::{Event, EventKind};
 
 /// Longest request id of a client, bytes. Longer ones are refused.
 const MAX_ID: usize = 128;
@@ -48,12 +48,21 @@ impl v1::inference_server::Inference for Inference {
         let mut generation = self.front.generate(input.map_err(|e| status(&e))?).await.map_err(|e| status(&e))?;
         let answers = async_stream::stream! {
             let mut sent = 0;
-            while let Some(event) = generation.next().await {
+            let mut next = generation.next().await;
+            while let Some(event) = next.take() {
                 match event.kind {
-                    EventKind::Token { piece, text } => {
-                        let tokens = vec![piece.token.into()];
-                        yield Ok(v1::GenerateResponse { index: sent, tokens, text, finish: None });
-                        sent += 1;
+                    EventKind::Token { piece, mut text } => {
+                        let mut tokens = vec![piece.token.into()];
+                        // Tokens that are there by now go out in one message.
+                        next = generation.next_ready();
+                        while let Some(Event { kind: EventKind::Token { piece, text: more }, .. }) = next {
+                            tokens.push(piece.token.into());
+                            text += &more;
+                            next = generation.next_ready();
+                        }
+                        let index = sent;
+                        sent += tokens.len() as u32;
+                        yield Ok(v1::GenerateResponse { index, tokens, text, finish: None });
                     }
                     EventKind::Finished { reason, text, usage } => {
                         let usage = v1::Usage {
@@ -66,6 +75,9 @@ impl v1::inference_server::Inference for Inference {
                         yield Ok(v1::GenerateResponse { index: sent, tokens: Vec::new(), text, finish });
                     }
                     EventKind::Failed(error) => yield Err(status(&error)),
+                }
+                if next.is_none() {
+                    next = generation.next().await;
                 }
             }
         };

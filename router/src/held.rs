@@ -8,15 +8,19 @@ use std::task::{Context, Poll};
 
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::listener::{Bounds, accept};
+use crate::patient::Patient;
+
+/// Bytes with which every HTTP/2 client begins: the preface, and the head of its settings.
+const BEGINNING: usize = 24 + 9;
 
 /// A connection and the place it occupies.
 pub(crate) struct Held {
-    stream: TcpStream,
+    stream: Patient,
     _place: Option<OwnedSemaphorePermit>,
 }
 
@@ -26,6 +30,7 @@ pub(crate) fn incoming(listener: TcpListener, bounds: Bounds) -> impl Stream<Ite
         let places = bounds.places();
         loop {
             let (stream, place) = accept(&listener, &places).await;
+            let stream = Patient::new(stream, bounds.send).begins_within(bounds.head, BEGINNING);
             yield Ok(Held { stream, _place: place });
         }
     }
@@ -35,7 +40,7 @@ impl Connected for Held {
     type ConnectInfo = TcpConnectInfo;
 
     fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.connect_info()
+        self.stream.get_ref().connect_info()
     }
 }
 
@@ -75,12 +80,15 @@ impl AsyncWrite for Held {
 mod tests {
     use super::*;
     use futures::StreamExt;
+    use std::time::Duration;
+    use tokio::net::TcpStream;
 
     #[tokio::test]
     async fn a_closed_connection_gives_its_place_to_the_next() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut incoming = std::pin::pin!(incoming(listener, Bounds::new(1)));
+        let mut incoming =
+            std::pin::pin!(incoming(listener, Bounds::new(1, Duration::from_secs(60), Duration::from_secs(60))));
         let _clients = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
         let first = incoming.next().await.unwrap().unwrap();
         assert!(futures::poll!(incoming.next()).is_pending(), "there is no place for the second yet");

@@ -1,7 +1,6 @@
 //! The HTTP front door: routes, bodies, errors. `openai` builds the answer, and `sse.rs` streams it.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -11,20 +10,19 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use baton_runtime::MetricsHandle;
 use baton_types::{ErrorKind, RequestId};
-use futures::StreamExt;
 use serde_json::json;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
 use crate::input::GenerateInput;
 use crate::openai::{self, Answer, Asked, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
 use crate::random::random_u64;
-use crate::sink::EventKind;
+use crate::sink::{EventKind, broken_off};
 use crate::sse;
 
-/// Longest time a body may take to arrive.
-const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Length from which a body is parsed on a thread of its own, so that other requests do not wait for it.
+const LARGE: usize = 64 << 10;
 /// Longest request id of a client, bytes. Longer ones are replaced.
 const MAX_ID: usize = 128;
 const REQUEST_ID: &str = "x-request-id";
@@ -83,8 +81,15 @@ async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
 async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope) -> Result<Response, RequestError> {
     let id = envelope.request_id.0.clone();
     let read = async {
-        let body = read_body(body, front.body_limit).await?;
-        openai::read(shape, &body, envelope)
+        // Refused before its body costs anything. The place itself is taken later, since a body may take a minute to arrive.
+        front.has_room()?;
+        let body = front.bodies.read(body).await?;
+        match body.bytes.len() {
+            ..LARGE => openai::read(shape, &body.bytes, envelope),
+            _ => tokio::task::spawn_blocking(move || openai::read(shape, &body.bytes, envelope))
+                .await
+                .unwrap_or_else(|_| Err(broken_off())),
+        }
     };
     let (input, asked): (GenerateInput, Asked) = match read.await {
         Ok(read) => read,
@@ -100,7 +105,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
         id,
         created: unix_seconds(),
         model: Arc::clone(&front.model),
-        fingerprint: front.workers.fingerprint(),
+        fingerprint: format!("fp_{:016x}", front.workers.fingerprint()),
         asked,
         prompts: generation.prompts.clone(),
         n: generation.n,
@@ -120,11 +125,11 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
         let part = &mut parts[event.choice as usize];
         match event.kind {
             EventKind::Token { piece, text } => {
-                part.add(readers[event.choice as usize].push(&text));
+                part.add(readers[event.choice as usize].push(text));
                 part.pieces.push(piece);
             }
             EventKind::Finished { reason, text, usage: own } => {
-                part.add(readers[event.choice as usize].push(&text));
+                part.add(readers[event.choice as usize].push(text));
                 part.add(readers[event.choice as usize].finish());
                 part.finish = Some(readers[event.choice as usize].finish_reason(reason));
                 usage.add(event.choice, answer.n, own);
@@ -133,27 +138,6 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
         }
     }
     Ok(([(header::CONTENT_TYPE, "application/json")], answer.whole(parts, &usage)).into_response())
-}
-
-/// Reads the whole body. Fails if it is larger than `limit` bytes or arrives too slowly.
-async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, RequestError> {
-    let until = Instant::now() + BODY_TIMEOUT;
-    let mut chunks = body.into_data_stream();
-    let mut all = Vec::new();
-    loop {
-        let slow = |_| RequestError::new(ErrorKind::DeadlineExceeded, "the body did not arrive in time");
-        match timeout_at(until, chunks.next()).await.map_err(slow)? {
-            None => return Ok(all),
-            Some(Ok(chunk)) if all.len() + chunk.len() <= limit => all.extend_from_slice(&chunk),
-            Some(Ok(_)) => {
-                let wrong = format!("the body is larger than {limit} bytes, the most this router takes (--body-limit)");
-                return Err(RequestError::new(ErrorKind::TooLarge, wrong).code("request_too_large"));
-            }
-            Some(Err(error)) => {
-                return Err(RequestError::new(ErrorKind::InvalidArgument, format!("the body broke off: {error}")));
-            }
-        }
-    }
 }
 
 /// The client's id for the request if it is usable, otherwise a new one.

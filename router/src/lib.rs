@@ -7,7 +7,8 @@
 //! handles token ids and text, never weights, KV or a GPU.
 //!
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the gRPC front door.
-//! - `listener`, `held`: client connections, limited in number and idle time.
+//! - `listener`, `held`, `patient`: client connections, limited in number, idle time, and time in which they read nothing.
+//! - `body`: bodies of requests, limited in size, time and memory.
 //! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request.
 //! - `tools`: functions a model may call, described in its prompt and parsed out of its answers.
 //! - `driver`, `worker`: run one choice on its workers. `sink`, `stop`: turn tokens into text.
@@ -15,6 +16,7 @@
 
 #![forbid(unsafe_code)]
 
+mod body;
 mod config;
 mod driver;
 mod error;
@@ -26,6 +28,7 @@ mod input;
 mod listener;
 mod model;
 mod openai;
+mod patient;
 mod prompt;
 mod random;
 mod record;

@@ -4,19 +4,26 @@
 
 use std::future::Future;
 use std::io::ErrorKind;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::{Body, HttpBody};
 use baton_runtime::Shutdown;
+use hyper::body::{Frame, SizeHint};
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
-/// Longest time until the head of a connection's next request is complete, idle time included (I5).
+use crate::patient::{Busy, Patient, Phase};
+
+/// Longest time from the first byte of a request's head to its last; of a gRPC connection, until it has begun (I5).
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause after accepting failed, for example because there were no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -28,14 +35,19 @@ const MOST: usize = 1 << 24;
 pub(crate) struct Bounds {
     /// Maximum open connections; more wait in the system's queue.
     pub connections: usize,
-    /// Longest time until the head of a request is complete.
+    /// Longest time from the first byte of a request's head to its last.
     pub head: Duration,
+    /// Longest time that an HTTP connection waits for a request.
+    pub idle: Duration,
+    /// Longest time that bytes wait for a client that reads none.
+    pub send: Duration,
 }
 
 impl Bounds {
-    /// Limits with this many connections and the default head timeout.
-    pub fn new(connections: usize) -> Bounds {
-        Bounds { connections, head: HEAD_TIMEOUT }
+    /// Limits with this many connections, these waits for clients that ask nothing and for those that do not read, and the default head
+    /// timeout.
+    pub fn new(connections: usize, idle: Duration, send: Duration) -> Bounds {
+        Bounds { connections, head: HEAD_TIMEOUT, idle, send }
     }
 
     /// A semaphore with one permit per connection.
@@ -59,7 +71,7 @@ pub(crate) async fn serve(
         tokio::select! {
             () = shutdown.draining() => break,
             (stream, place) = accept(&listener, &places) => {
-                connections.spawn(connection(stream, place, app.clone(), bounds.head, shutdown.clone()));
+                connections.spawn(connection(stream, place, app.clone(), bounds, shutdown.clone()));
             }
             // Frees the tasks of ended connections.
             Some(_) = connections.join_next() => {}
@@ -101,13 +113,21 @@ async fn connection(
     stream: TcpStream,
     _place: Option<OwnedSemaphorePermit>,
     app: Router,
-    head: Duration,
+    bounds: Bounds,
     shutdown: Shutdown,
 ) {
-    let service = TowerToHyperService::new(app);
+    let phase = Phase::default();
+    let io = Patient::new(stream, bounds.send).heads_within(bounds.head, phase.clone());
+    let app = TowerToHyperService::new(app);
+    let service = service_fn(move |request| {
+        let busy = phase.busy();
+        let answer = app.call(request);
+        async move { answer.await.map(|answer| answer.map(|body| Answering { body, _busy: busy })) }
+    });
     let mut server = http1::Builder::new();
-    let server = server.timer(TokioTimer::new()).header_read_timeout(head);
-    let mut serving = std::pin::pin!(server.serve_connection(TokioIo::new(stream), service));
+    // Counts from the end of the answer before, so a connection may be idle for as long.
+    let server = server.timer(TokioTimer::new()).header_read_timeout(bounds.idle);
+    let mut serving = std::pin::pin!(server.serve_connection(TokioIo::new(io), service));
     let ended = tokio::select! {
         ended = serving.as_mut() => ended,
         () = shutdown.draining() => {
@@ -117,6 +137,32 @@ async fn connection(
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "an HTTP connection broke off");
+    }
+}
+
+/// The body of an answer. The connection waits for the next request once it is dropped.
+struct Answering {
+    body: Body,
+    _busy: Busy,
+}
+
+impl HttpBody for Answering {
+    type Data = <Body as HttpBody>::Data;
+    type Error = <Body as HttpBody>::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -136,6 +182,9 @@ mod tests {
         (address, shutdown, serving)
     }
 
+    const LONG: Duration = Duration::from_secs(60);
+    const SHORT: Duration = Duration::from_millis(50);
+
     async fn everything(mut stream: TcpStream) -> String {
         let mut text = String::new();
         stream.read_to_string(&mut text).await.unwrap();
@@ -144,27 +193,51 @@ mod tests {
 
     const ASK: &[u8] = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n";
 
-    #[tokio::test]
-    async fn a_connection_without_a_whole_head_is_closed() {
-        // I5
-        let head = Duration::from_millis(20);
-        let (address, shutdown, serving) = start(Bounds { head, ..Bounds::new(9) }).await;
-        for sent in [&b""[..], b"GET / HTTP/1.1\r\nho"] {
-            let mut stream = TcpStream::connect(address).await.unwrap();
-            stream.write_all(sent).await.unwrap();
-            assert!(!everything(stream).await.contains("200"));
-        }
-        // A connection that has its answer and asks for nothing more is closed too.
-        let mut stream = TcpStream::connect(address).await.unwrap();
+    async fn answer(stream: &mut TcpStream) {
         stream.write_all(ASK).await.unwrap();
-        assert!(everything(stream).await.ends_with("fine"));
+        let mut got = Vec::new();
+        while !got.ends_with(b"fine") {
+            assert!(stream.read_buf(&mut got).await.unwrap() > 0, "the connection ended");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_head_that_is_not_completed_ends_its_connection() {
+        // I5: at once or after an answer, however long connections may be idle.
+        let (address, shutdown, serving) = start(Bounds { head: SHORT, ..Bounds::new(9, LONG, LONG) }).await;
+        let silent = TcpStream::connect(address).await.unwrap();
+        assert_eq!(everything(silent).await, "");
+        for answers in 0..3 {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            for _ in 0..answers {
+                answer(&mut stream).await;
+                tokio::time::sleep(SHORT * 2).await;
+            }
+            stream.write_all(b"GET / HTTP/1.1\r\nho").await.unwrap();
+            assert_eq!(everything(stream).await, "");
+        }
+        shutdown.start("test");
+        serving.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_connection_may_be_idle_but_not_for_ever() {
+        let (address, shutdown, serving) = start(Bounds { head: LONG, ..Bounds::new(9, SHORT * 4, LONG) }).await;
+        let silent = TcpStream::connect(address).await.unwrap();
+        assert_eq!(everything(silent).await, "");
+        let mut used = TcpStream::connect(address).await.unwrap();
+        for _ in 0..4 {
+            answer(&mut used).await;
+            tokio::time::sleep(SHORT * 2).await;
+        }
+        assert_eq!(everything(used).await, "");
         shutdown.start("test");
         serving.await.unwrap();
     }
 
     #[tokio::test]
     async fn one_more_than_there_are_places_waits_for_one() {
-        let (address, shutdown, serving) = start(Bounds::new(1)).await;
+        let (address, shutdown, serving) = start(Bounds::new(1, LONG, LONG)).await;
         let mut first = TcpStream::connect(address).await.unwrap();
         first.write_all(ASK).await.unwrap();
         // Its answer has begun, so the place is taken.

@@ -1,11 +1,12 @@
 //! The metrics of one request, and the line that is logged when its last choice has ended.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use baton_policy::{Failure, Leg};
 use baton_runtime::metrics as names;
 use baton_types::{ErrorKind, Fault, FinishReason, RequestId, Usage, WorkerId};
-use metrics::{counter, gauge, histogram};
+use metrics::{Histogram, counter, gauge, histogram};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
@@ -15,12 +16,15 @@ use crate::error::RequestError;
 pub(crate) struct Record {
     request_id: RequestId,
     received: Instant,
+    first_token: OnceLock<Instant>,
+    /// Tokens sent to the client.
+    tokens: AtomicU32,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    first_token: Option<Instant>,
+    /// Without its completion tokens.
     usage: Usage,
     workers: Vec<WorkerId>,
     recoveries: u32,
@@ -29,15 +33,22 @@ struct State {
 }
 
 /// Measures the time between one choice's tokens.
-#[derive(Debug, Default)]
-pub(crate) struct TokenClock(Option<Instant>);
+pub(crate) struct TokenClock {
+    last: Option<Instant>,
+    latency: Histogram,
+}
 
 impl TokenClock {
+    /// A clock for a choice that has had no token yet. It looks the metric up once, not at each token.
+    pub fn new() -> TokenClock {
+        TokenClock { last: None, latency: histogram!(names::INTER_TOKEN_LATENCY) }
+    }
+
     /// Records the time since the previous token.
     pub fn tick(&mut self) {
         let now = Instant::now();
-        if let Some(last) = self.0.replace(now) {
-            histogram!(names::INTER_TOKEN_LATENCY).record((now - last).as_secs_f64());
+        if let Some(last) = self.last.replace(now) {
+            self.latency.record((now - last).as_secs_f64());
         }
     }
 }
@@ -46,7 +57,8 @@ impl Record {
     /// The record of a request that arrived at `received`.
     pub fn new(request_id: RequestId, received: Instant) -> Record {
         gauge!(names::REQUESTS_IN_FLIGHT).increment(1);
-        Record { request_id, received, state: Mutex::default() }
+        let (first_token, tokens) = (OnceLock::new(), AtomicU32::new(0));
+        Record { request_id, received, first_token, tokens, state: Mutex::default() }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -60,13 +72,13 @@ impl Record {
 
     /// Counts a token that was sent to the client. The first one is recorded as the TTFT.
     pub fn token(&self) {
-        let mut state = self.state();
-        if state.first_token.is_none() {
+        self.tokens.fetch_add(1, Ordering::Relaxed);
+        if self.first_token.get().is_none() {
             let now = Instant::now();
-            state.first_token = Some(now);
-            histogram!(names::TIME_TO_FIRST_TOKEN).record((now - self.received).as_secs_f64());
+            if self.first_token.set(now).is_ok() {
+                histogram!(names::TIME_TO_FIRST_TOKEN).record((now - self.received).as_secs_f64());
+            }
         }
-        state.usage.completion_tokens += 1;
     }
 
     /// Notes that work was started on a worker.
@@ -111,8 +123,9 @@ impl Drop for Record {
         };
         counter!(names::REQUESTS, "outcome" => outcome).increment(1);
         let workers: Vec<String> = state.workers.iter().map(WorkerId::to_string).collect();
-        let ttft = state.first_token.map(|at| (at - self.received).as_secs_f64());
-        let Usage { prompt_tokens, completion_tokens, cached_tokens } = state.usage;
+        let ttft = self.first_token.get().map(|at| (*at - self.received).as_secs_f64());
+        let Usage { prompt_tokens, cached_tokens, .. } = state.usage;
+        let completion_tokens = self.tokens.load(Ordering::Relaxed);
         tracing::info!(
             request = %self.request_id,
             outcome,

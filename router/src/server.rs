@@ -30,6 +30,12 @@ use crate::worker::Workers;
 const EMBEDDED: &str = "embedded";
 /// Name of the service whose health clients ask for.
 const INFERENCE: &str = "baton.v1.Inference";
+/// Maximum size of a gRPC call's headers, bytes.
+const HEADERS: u32 = 16 << 10;
+/// Maximum calls in progress on one gRPC connection; more wait at the client.
+const STREAMS: u32 = 4096;
+/// Longest time until a gRPC call's answer begins.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long streams that do not end by themselves (health watches, idle connections) may outlive the last request.
 const STREAM_GRACE: Duration = Duration::from_millis(250);
 
@@ -185,7 +191,9 @@ impl Bound {
             max_attempts: config.max_attempts,
             max_inflight: config.max_inflight,
             body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),
+            body_memory: config.body_memory,
             keep_alive: config.keep_alive,
+            send_timeout: config.send_timeout,
         };
         let front = Arc::new(Front::new(Arc::new(model), Arc::clone(&workers), shutdown.clone(), limits));
         let (health, health_service) = tonic_health::server::health_reporter();
@@ -203,7 +211,7 @@ impl Bound {
         if let RegistryChoice::Embedded(registry) = &registry {
             routes.add_service(registry.service());
         }
-        let bounds = Bounds::new(config.max_connections);
+        let bounds = Bounds::new(config.max_connections, config.idle_timeout, config.send_timeout);
         let app = http::routes(Arc::clone(&front), metrics);
         let watcher = Watcher { workers: Arc::clone(&workers), readiness, health, shutdown: shutdown.clone() };
         tasks.spawn("view", watcher.run(registry.watch()));
@@ -285,6 +293,10 @@ async fn serve_grpc(
     // the router is stopping.
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
+        .http2_max_header_list_size(HEADERS)
+        .max_concurrent_streams(STREAMS)
+        // Until the answer begins, its request's message included.
+        .timeout(REQUEST_TIMEOUT)
         .add_routes(routes)
         .serve_with_incoming_shutdown(held::incoming(listener, bounds), last_request(&front, &shutdown));
     let last = async {

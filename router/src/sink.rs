@@ -8,11 +8,14 @@ use std::time::Duration;
 
 use baton_model_text::TextStream;
 use baton_policy::Taken;
+use baton_runtime::config::format_duration;
 use baton_types::{ErrorKind, FinishReason, TokenOut, Usage};
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::error::RequestError;
+use crate::front::Slot;
 use crate::record::{Record, TokenClock};
 use crate::stop::StopMatcher;
 
@@ -74,6 +77,10 @@ pub(crate) struct Way {
     pub prompt_tokens: u32,
     /// Where events go.
     pub out: mpsc::Sender<Event>,
+    /// Longest time that an event waits for the client to read those before it.
+    pub send_timeout: Duration,
+    /// The request's place among those in progress.
+    pub slot: Slot,
     /// Why the request failed, for a client that is too far behind to get an event.
     pub failure: Arc<OnceLock<RequestError>>,
     /// The request's record.
@@ -88,12 +95,14 @@ pub(crate) struct Sink {
     chars: u32,
     stopped: bool,
     ended: bool,
+    /// The client has read nothing for too long.
+    stalled: bool,
 }
 
 impl Sink {
     /// A sink that has had no token yet.
     pub fn new(way: Way) -> Sink {
-        Sink { way, clock: TokenClock::default(), tokens: 0, chars: 0, stopped: false, ended: false }
+        Sink { way, clock: TokenClock::new(), tokens: 0, chars: 0, stopped: false, ended: false, stalled: false }
     }
 
     /// The request's record.
@@ -121,7 +130,7 @@ impl Sink {
         self.stopped = released.stopped;
         self.way.record.token();
         self.clock.tick();
-        if self.send(EventKind::Token { piece, text: released.text }).await.is_err() {
+        if !self.send(EventKind::Token { piece, text: released.text }).await {
             return Taken::ClientGone;
         }
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
@@ -144,7 +153,8 @@ impl Sink {
         };
         self.ended = true;
         self.way.record.finished(reason, usage);
-        if timeout_at(deadline, self.send(EventKind::Finished { reason, text, usage })).await.is_err() {
+        let finished = EventKind::Finished { reason, text, usage };
+        if !self.stalled && timeout_at(deadline, self.send(finished)).await.is_err() {
             let late = "the client did not read its answer before the deadline";
             let _ = self.way.failure.set(RequestError::new(ErrorKind::DeadlineExceeded, late));
         }
@@ -159,8 +169,28 @@ impl Sink {
         let _ = timeout(FAIL_GRACE, self.send(EventKind::Failed(error))).await;
     }
 
-    async fn send(&self, kind: EventKind) -> Result<(), mpsc::error::SendError<Event>> {
-        self.way.out.send(Event { choice: self.way.choice, kind }).await
+    /// Sends an event. False when nobody reads any more: the client is gone, or has read nothing for too long. Such a client may still read
+    /// what was sent, but its request is over.
+    async fn send(&mut self, kind: EventKind) -> bool {
+        let event = match self.way.out.try_send(Event { choice: self.way.choice, kind }) {
+            Ok(()) => return true,
+            Err(TrySendError::Closed(_)) => return false,
+            Err(TrySendError::Full(event)) => event,
+        };
+        match timeout(self.way.send_timeout, self.way.out.send(event)).await {
+            Ok(sent) => sent.is_ok(),
+            Err(_) => {
+                let limit = format_duration(self.way.send_timeout);
+                let stalled = format!("the client read nothing of its answer for {limit} (--send-timeout)");
+                let error = RequestError::new(ErrorKind::Cancelled, stalled);
+                tracing::info!(request = %self.way.record.request_id(), %error, "request given up");
+                self.way.record.failed(&error);
+                let _ = self.way.failure.set(error);
+                self.way.slot.give_back();
+                self.stalled = true;
+                false
+            }
+        }
     }
 }
 

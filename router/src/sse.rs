@@ -50,10 +50,13 @@ fn events(
                 Err(_) => yield Ok(KEEP_ALIVE.into()),
                 Ok(None) => {}
                 Ok(Some(event)) => {
-                    let failed = matches!(event.kind, EventKind::Failed(_));
-                    let text = writer.event(event);
-                    if !text.is_empty() {
-                        yield Ok(text.into());
+                    writer.event(event);
+                    // All that is there by now goes out in one write.
+                    generation.all_ready().for_each(|event| writer.event(event));
+                    let failed = writer.failed;
+                    let ready = writer.take();
+                    if !ready.is_empty() {
+                        yield Ok(ready);
                     }
                     if failed {
                         return;
@@ -65,76 +68,105 @@ fn events(
             }
             next = timeout(keep_alive, generation.next()).await;
         }
-        yield Ok(writer.end().into());
+        yield Ok(writer.end());
     }
 }
 
 const KEEP_ALIVE: &str = ": keep-alive\n\n";
 
-/// Writes the events of one answer as text.
+/// Writes the events of one answer as text. Tokens of a choice that are ready together become one chunk.
 struct Writer {
     answer: Answer,
     begun: Vec<bool>,
     readers: Vec<Reader>,
     usage: UsageSum,
-}
-
-fn data(json: &str) -> String {
-    format!("data: {json}\n\n")
+    /// Tokens that are not written yet.
+    waiting: Option<Part>,
+    out: Vec<u8>,
+    /// The last event was a failure.
+    failed: bool,
 }
 
 impl Writer {
     fn new(answer: Answer) -> Writer {
         let readers = answer.readers();
-        Writer { begun: vec![false; readers.len()], readers, usage: UsageSum::default(), answer }
+        let (begun, usage) = (vec![false; readers.len()], UsageSum::default());
+        Writer { begun, readers, usage, answer, waiting: None, out: Vec::new(), failed: false }
     }
 
-    /// The server-sent events for one event of a choice; there may be none.
-    fn event(&mut self, event: Event) -> String {
+    /// Takes in an event of a choice.
+    fn event(&mut self, event: Event) {
         let choice = event.choice;
-        let mut part = Part { choice, ..Part::default() };
         match event.kind {
             EventKind::Token { piece, text } => {
-                let begin = self.begin(choice);
-                part.add(self.readers[choice as usize].push(&text));
-                part.pieces = vec![piece];
-                let asked = self.answer.asked;
-                let worth =
-                    !part.text.is_empty() || !part.calls.is_empty() || asked.logprobs.is_some() || asked.token_ids;
-                begin + &if worth { self.part(part) } else { String::new() }
+                if self.waiting.as_ref().is_some_and(|part| part.choice != choice) {
+                    self.write_waiting();
+                }
+                self.begin(choice);
+                let part = self.waiting.get_or_insert_with(|| Part { choice, ..Part::default() });
+                part.add(self.readers[choice as usize].push(text));
+                part.pieces.push(piece);
             }
             EventKind::Finished { reason, text, usage } => {
+                self.write_waiting();
                 self.usage.add(choice, self.answer.n, usage);
-                let mut all = self.begin(choice);
+                self.begin(choice);
                 let reader = &mut self.readers[choice as usize];
                 let mut rest = Part { choice, ..Part::default() };
-                rest.add(reader.push(&text));
+                rest.add(reader.push(text));
                 rest.add(reader.finish());
-                part.finish = Some(reader.finish_reason(reason));
+                let last = Part { choice, finish: Some(reader.finish_reason(reason)), ..Part::default() };
                 if !rest.text.is_empty() || !rest.calls.is_empty() {
-                    all += &self.part(rest);
+                    self.part(rest);
                 }
-                all + &self.part(part)
+                self.part(last);
             }
-            EventKind::Failed(error) => data(&serde_json::to_string(&ErrorBody::from(&error)).unwrap_or_default()),
+            EventKind::Failed(error) => {
+                self.write_waiting();
+                self.failed = true;
+                data(&mut self.out, |out| drop(serde_json::to_writer(out, &ErrorBody::from(&error))));
+            }
         }
     }
 
-    /// The first chunk of a choice in a chat, which carries the role. Empty after that, and for completions.
-    fn begin(&mut self, choice: u32) -> String {
-        match (self.answer.shape, self.begun[choice as usize]) {
-            (Shape::Chat, false) => self.part(Part { choice, ..Part::default() }),
-            _ => String::new(),
+    /// Everything that was taken in and is not taken yet.
+    fn take(&mut self) -> Bytes {
+        self.write_waiting();
+        std::mem::take(&mut self.out).into()
+    }
+
+    fn write_waiting(&mut self) {
+        let Some(part) = self.waiting.take() else { return };
+        let asked = self.answer.asked;
+        if !part.text.is_empty() || !part.calls.is_empty() || asked.logprobs.is_some() || asked.token_ids {
+            self.part(part);
         }
     }
 
-    fn part(&mut self, part: Part) -> String {
+    /// Writes the first chunk of a choice in a chat, which carries the role.
+    fn begin(&mut self, choice: u32) {
+        if self.answer.shape == Shape::Chat && !self.begun[choice as usize] {
+            self.part(Part { choice, ..Part::default() });
+        }
+    }
+
+    fn part(&mut self, part: Part) {
         let first = !std::mem::replace(&mut self.begun[part.choice as usize], true);
-        data(&self.answer.chunk(Part { first, ..part }))
+        data(&mut self.out, |out| self.answer.chunk(Part { first, ..part }, out));
     }
 
-    fn end(&self) -> String {
-        let usage = self.answer.asked.include_usage.then(|| data(&self.answer.usage_chunk(&self.usage)));
-        usage.unwrap_or_default() + &data("[DONE]")
+    fn end(&mut self) -> Bytes {
+        if self.answer.asked.include_usage {
+            data(&mut self.out, |out| self.answer.usage_chunk(&self.usage, out));
+        }
+        data(&mut self.out, |out| out.extend_from_slice(b"[DONE]"));
+        self.take()
     }
+}
+
+/// Appends a server-sent event with these data.
+fn data(out: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>)) {
+    out.extend_from_slice(b"data: ");
+    write(out);
+    out.extend_from_slice(b"\n\n");
 }

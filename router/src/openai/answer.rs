@@ -30,8 +30,8 @@ pub(crate) struct Answer {
     /// When the answer began, seconds since 1970.
     pub created: u64,
     pub model: Arc<ServedModel>,
-    /// Fingerprint of the workers when the answer began.
-    pub fingerprint: u64,
+    /// Fingerprint of the workers when the answer began, in the API's words.
+    pub fingerprint: String,
     pub asked: Asked,
     /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
@@ -68,8 +68,8 @@ struct Body<'a> {
     object: &'static str,
     created: u64,
     model: &'a str,
-    system_fingerprint: String,
-    choices: Vec<Choice>,
+    system_fingerprint: &'a str,
+    choices: &'a [Choice],
     /// Three cases that differ in a stream: absent (`None`), null (`Some(None)`), or a value.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageObject>>,
@@ -80,8 +80,15 @@ struct Body<'a> {
 #[derive(Serialize)]
 struct Choice {
     index: u32,
-    #[serde(flatten)]
-    content: ChoiceContent,
+    /// Of a whole chat.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<Message>,
+    /// Of a streamed chat.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    delta: Option<Delta>,
+    /// Of a completion.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
     logprobs: Option<Logprobs>,
     finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -90,9 +97,8 @@ struct Choice {
     token_ids: Option<Vec<u32>>,
 }
 
-#[derive(Serialize)]
-#[serde(rename_all = "snake_case")]
-enum ChoiceContent {
+/// What a choice says, in the form that its answer has.
+enum Content {
     Message(Message),
     Delta(Delta),
     Text(String),
@@ -209,45 +215,48 @@ impl Answer {
         vec![Reader::new(self.parser.clone()); self.prompts.len() * self.n as usize]
     }
 
-    /// The stream chunk for a part of one choice.
-    pub fn chunk(&self, mut part: Part) -> String {
+    /// Appends the stream chunk for a part of one choice.
+    pub fn chunk(&self, mut part: Part, out: &mut Vec<u8>) {
         let usage = self.asked.include_usage.then_some(None);
         let calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, true)).collect();
+        let text = std::mem::take(&mut part.text);
         let content = match self.shape {
-            Shape::Text => ChoiceContent::Text(part.text.clone()),
-            Shape::Chat => ChoiceContent::Delta(Delta {
+            Shape::Text => Content::Text(text),
+            Shape::Chat => Content::Delta(Delta {
                 role: part.first.then_some("assistant"),
-                content: (part.finish.is_none() && calls.is_empty() || !part.text.is_empty())
-                    .then(|| part.text.clone()),
+                content: (part.finish.is_none() && calls.is_empty() || !text.is_empty()).then_some(text),
                 tool_calls: calls,
             }),
         };
         let show_prompt = part.first;
-        self.json(self.object(true), vec![self.choice(part, content, show_prompt)], usage, show_prompt)
+        self.json(self.object(true), &[self.choice(part, content, show_prompt)], usage, show_prompt, out);
     }
 
-    /// The last chunk of a stream whose client asked for the usage.
-    pub fn usage_chunk(&self, usage: &UsageSum) -> String {
-        self.json(self.object(true), Vec::new(), Some(Some(usage.usage().into())), false)
+    /// Appends the last chunk of a stream whose client asked for the usage.
+    pub fn usage_chunk(&self, usage: &UsageSum, out: &mut Vec<u8>) {
+        self.json(self.object(true), &[], Some(Some(usage.usage().into())), false, out);
     }
 
     /// The whole answer; `parts` are the choices in order.
-    pub fn whole(&self, parts: Vec<Part>, usage: &UsageSum) -> String {
+    pub fn whole(&self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
         let choice = |mut part: Part| {
             let tool_calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, false)).collect();
+            let text = std::mem::take(&mut part.text);
             let content = match self.shape {
-                Shape::Text => ChoiceContent::Text(part.text.clone()),
-                Shape::Chat => ChoiceContent::Message(Message {
+                Shape::Text => Content::Text(text),
+                Shape::Chat => Content::Message(Message {
                     role: "assistant",
-                    content: (tool_calls.is_empty() || !part.text.is_empty()).then(|| part.text.clone()),
+                    content: (tool_calls.is_empty() || !text.is_empty()).then_some(text),
                     refusal: None,
                     tool_calls,
                 }),
             };
             self.choice(part, content, true)
         };
-        let choices = parts.into_iter().map(choice).collect();
-        self.json(self.object(false), choices, Some(Some(usage.usage().into())), true)
+        let choices: Vec<_> = parts.into_iter().map(choice).collect();
+        let mut out = Vec::new();
+        self.json(self.object(false), &choices, Some(Some(usage.usage().into())), true, &mut out);
+        out
     }
 
     fn object(&self, chunk: bool) -> &'static str {
@@ -258,7 +267,12 @@ impl Answer {
         }
     }
 
-    fn choice(&self, part: Part, content: ChoiceContent, show_prompt: bool) -> Choice {
+    fn choice(&self, part: Part, content: Content, show_prompt: bool) -> Choice {
+        let (message, delta, text) = match content {
+            Content::Message(message) => (Some(message), None, None),
+            Content::Delta(delta) => (None, Some(delta), None),
+            Content::Text(text) => (None, None, Some(text)),
+        };
         let logprobs = self.asked.logprobs.filter(|_| !part.pieces.is_empty()).map(|_| match self.shape {
             Shape::Chat => Logprobs::Chat(ChatLogprobs::of(&self.model, &part.pieces)),
             Shape::Text => Logprobs::Text(TextLogprobs::of(&self.model, &part.pieces)),
@@ -267,7 +281,9 @@ impl Answer {
         let per_choice = ids && show_prompt && self.shape == Shape::Text;
         Choice {
             index: part.choice,
-            content,
+            message,
+            delta,
+            text,
             logprobs,
             finish_reason: part.finish,
             prompt_token_ids: per_choice.then(|| self.prompts[(part.choice / self.n) as usize].to_vec()),
@@ -278,10 +294,11 @@ impl Answer {
     fn json(
         &self,
         object: &'static str,
-        choices: Vec<Choice>,
+        choices: &[Choice],
         usage: Option<Option<UsageObject>>,
         show_prompt: bool,
-    ) -> String {
+        out: &mut Vec<u8>,
+    ) {
         // With several prompts, each choice has its own prompt ids instead.
         let prompt_token_ids = match &self.prompts[..] {
             [only] if show_prompt && self.asked.token_ids => Some(&only[..]),
@@ -292,13 +309,13 @@ impl Answer {
             object,
             created: self.created,
             model: self.model.id(),
-            system_fingerprint: format!("fp_{:016x}", self.fingerprint),
+            system_fingerprint: &self.fingerprint,
             choices,
             usage,
             prompt_token_ids,
         };
         // Cannot fail: the body consists of strings, numbers and lists of them.
-        serde_json::to_string(&body).unwrap_or_default()
+        let _ = serde_json::to_writer(out, &body);
     }
 }
 

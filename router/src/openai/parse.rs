@@ -19,6 +19,11 @@ const WORDS: [(&str, &str); 8] = [
 
 /// Reads `body` as a `T`. Skips fields that `T` does not have.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, RequestError> {
+    serde_json::from_slice(body).or_else(|_| explained(body))
+}
+
+/// Reads a bad body once more. This way takes longer, and says which field is wrong.
+fn explained<T: DeserializeOwned>(body: &[u8]) -> Result<T, RequestError> {
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|e| refused(&e))?;
     json.end().map_err(|e| syntax(&e))?;

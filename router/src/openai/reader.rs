@@ -15,10 +15,10 @@ impl Reader {
     }
 
     /// Takes the next piece.
-    pub fn push(&mut self, text: &str) -> Read {
+    pub fn push(&mut self, text: String) -> Read {
         match &mut self.0 {
-            Some(parser) => parser.push(text),
-            None => Read { text: text.to_owned(), calls: Vec::new() },
+            Some(parser) => parser.push(&text),
+            None => Read { text, calls: Vec::new() },
         }
     }
 

@@ -1,0 +1,68 @@
+//! Clients that stop reading their answers.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::time::Duration;
+
+use baton_router::RouterConfig;
+use serde_json::json;
+use support::{Cluster, Decode, config};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// Answers of a request; together they are far larger than what sockets hold.
+const CHOICES: usize = 64;
+
+/// Starts a request whose answer nobody reads.
+async fn ask_and_stall(cluster: &Cluster) -> TcpStream {
+    let body = json!({"prompt": "hi", "max_tokens": 400, "n": CHOICES, "stream": true, "logprobs": 3}).to_string();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let mut stream = TcpStream::connect(cluster.router.http_addr).await.unwrap();
+    stream.write_all((head + &body).as_bytes()).await.unwrap();
+    // The answer has begun.
+    stream.read_exact(&mut [0; 512]).await.unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_loses_its_place_and_its_connection() {
+    let limits = RouterConfig { send_timeout: Duration::from_millis(300), max_inflight: CHOICES, ..config() };
+    let cluster = Cluster::with(limits, 0, 1, &["x".repeat(400).as_str()]).await;
+    // Each answer's end would come only later.
+    cluster.worker(0).decode_will(vec![Decode::Stall(390); CHOICES]);
+    let mut stalled = ask_and_stall(&cluster).await;
+    let all = json!({"prompt": "hi", "max_tokens": 1, "n": CHOICES});
+    assert_eq!(cluster.ask("/v1/completions", &all).await.0, 429, "every place is taken");
+    // I5: the places come back, and the worker is told.
+    while cluster.ask("/v1/completions", &all).await.0 == 429 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    cluster.worker(0).was_dropped(CHOICES).await;
+    // What was sent is there, but the answer is not complete.
+    let mut rest = Vec::new();
+    let _ = stalled.read_to_end(&mut rest).await;
+    assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_client_that_reads_slowly_gets_everything() {
+    let limits = RouterConfig { send_timeout: Duration::from_secs(2), max_inflight: CHOICES, ..config() };
+    let cluster = Cluster::with(limits, 0, 1, &["x".repeat(400).as_str()]).await;
+    let mut slow = ask_and_stall(&cluster).await;
+    let mut rest = Vec::new();
+    while !rest.ends_with(b"0\r\n\r\n") {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        let mut part = vec![0; 256 << 10];
+        let count = slow.read(&mut part).await.unwrap();
+        assert!(count > 0, "the connection ended");
+        rest.extend_from_slice(&part[..count]);
+    }
+    assert!(String::from_utf8_lossy(&rest).contains("[DONE]"));
+    drop(slow);
+    cluster.stop().await;
+}
