@@ -104,6 +104,7 @@ impl Driver {
             Effect::DropDecode => self.decode = None,
             Effect::DropPrefill => self.prefill = None,
             Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
+            Effect::Judge(verdict) => self.workers.judge(verdict),
             Effect::Note { placed, names } => self.workers.note(placed, &names),
             // The last effects. `run` performs them.
             Effect::Finish { .. } | Effect::Fail(_) => {}

@@ -8,6 +8,7 @@ use std::time::Duration;
 use baton_cluster::{Role, member_to_proto};
 use baton_proto::v1::RegisterRequest;
 use baton_proto::v1::registry_client::RegistryClient;
+use baton_router::{PlacementKind, RouterConfig};
 use serde_json::json;
 use support::{Cluster, Decode, Prefill, config, text};
 use tokio::io::AsyncWriteExt;
@@ -81,7 +82,7 @@ async fn the_answer_goes_on_at_the_next_index() {
 #[tokio::test]
 async fn a_stopped_process_is_noticed_by_its_silence() {
     // I5: the socket is open and the kernel acknowledges data, but nobody answers pings.
-    let settings = baton_router::RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
+    let settings = RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
     let cluster = Cluster::with(settings, 0, 2, &[ANSWER]).await;
     cluster.worker(0).decode_will([Decode::Freeze(2)]);
     whole(&cluster).await;
@@ -91,7 +92,7 @@ async fn a_stopped_process_is_noticed_by_its_silence() {
 #[tokio::test]
 async fn the_only_worker_hangs_and_is_not_asked_again() {
     // I5: another attempt on this worker would cost the same time again.
-    let settings = baton_router::RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
+    let settings = RouterConfig { worker_timeout: Duration::from_millis(500), ..config() };
     let cluster = Cluster::with(settings, 0, 1, &[ANSWER]).await;
     cluster.worker(0).decode_will([Decode::Freeze(2)]);
     let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi", "max_tokens": 50})).await;
@@ -106,6 +107,22 @@ async fn a_decode_worker_that_is_gone_already() {
     cluster.worker(1).cut();
     whole(&cluster).await;
     whole(&cluster).await;
+    cluster.stop().await;
+}
+
+/// A worker that fails at once is always the idlest, so the policy that looks at load prefers it.
+#[tokio::test]
+async fn a_worker_that_answers_errors_at_once_does_not_attract_load() {
+    let settings = RouterConfig { placement: PlacementKind::LeastLoaded, ..config() };
+    let cluster = Cluster::with(settings, 0, 2, &[ANSWER]).await;
+    cluster.worker(0).decode_will(std::iter::repeat_n(Decode::Fail(0, Status::internal("its device is gone")), 100));
+    for _ in 0..40 {
+        whole(&cluster).await;
+    }
+    let asked = cluster.worker(0).asked().len();
+    assert!((6..10).contains(&asked), "asked {asked} times");
+    let ejected = |at: usize| cluster.router.cluster()["members"][at]["ejected"] == true;
+    assert!(ejected(0) && !ejected(1));
     cluster.stop().await;
 }
 
@@ -299,7 +316,7 @@ async fn a_client_that_leaves_during_prefill_cancels_both_legs() {
 
 #[tokio::test]
 async fn a_deadline_ends_a_request_everywhere() {
-    let settings = baton_router::RouterConfig { request_timeout: Duration::from_millis(300), ..config() };
+    let settings = RouterConfig { request_timeout: Duration::from_millis(300), ..config() };
     let cluster = Cluster::with(settings, 1, 1, &[ANSWER]).await;
     cluster.worker(0).prefill_will([Prefill::Stall]);
     let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi"})).await;

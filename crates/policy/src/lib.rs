@@ -21,6 +21,6 @@ pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, P
 pub use prefixes::Prefixes;
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{
-    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, LegEnd, NewRequest, PROBE_EVERY,
-    PrefillWord, Probe, SECOND_WORD, Sequence, Taken, WorkerLease, WorkerState,
+    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, LegEnd, NewRequest,
+    Outcome, PROBE_EVERY, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict, WorkerLease, WorkerState,
 };

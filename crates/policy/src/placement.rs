@@ -34,6 +34,8 @@ pub struct PlacementInput<'a> {
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: &'a [WorkerId],
+    /// Prefill and decode workers between which no handoff is to be placed.
+    pub apart: &'a [(WorkerId, WorkerId)],
     /// Workers that have KV of the request's prefix ([`crate::Prefixes`]). Preferred while they have room.
     pub near: Option<Placed>,
 }
@@ -122,11 +124,11 @@ impl<'a> Eligible<'a> {
 
     /// Prefill workers that may hand KV over to `decode`. Empty when the request is not to be split.
     fn prefill(&self, decode: &Candidate<'_>) -> Vec<&'a Candidate<'a>> {
-        let layout = decode.layout;
         if !self.request.split {
             return Vec::new();
         }
-        self.usable(Role::Prefill).filter(|c| c.layout == layout).collect()
+        let apart = |c: &Candidate<'_>| self.request.apart.contains(&(c.id, decode.id));
+        self.usable(Role::Prefill).filter(|c| c.layout == decode.layout && !apart(c)).collect()
     }
 }
 
@@ -228,7 +230,7 @@ mod tests {
     }
 
     const ASK: PlacementInput<'static> =
-        PlacementInput { model: "m", split: true, decode: None, avoid: &[], near: None };
+        PlacementInput { model: "m", split: true, decode: None, avoid: &[], near: None, apart: &[] };
 
     /// Every implementation, for tests of their common behaviour.
     fn all() -> Vec<Box<dyn Placement>> {

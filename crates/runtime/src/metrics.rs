@@ -70,6 +70,8 @@ pub const TRANSFER_SESSIONS: &str = "baton_transfer_sessions";
 pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
 /// Counter by `leg` and `cause`: requests resumed after a failure.
 pub const RECOVERIES: &str = "baton_recoveries_total";
+/// Counter by `of` (worker, pair): workers, and pairs of them, that did worse than others and were left out for a while.
+pub const EJECTIONS: &str = "baton_ejections_total";
 /// Counter by `reason`: requests refused before any work.
 pub const REJECTED: &str = "baton_rejected_total";
 /// Gauge by `role`: members of the cluster in the current view.
@@ -162,6 +164,7 @@ fn describe() {
     describe_gauge!(TRANSFER_SESSIONS, Unit::Count, "Prefill workers connected, when a handoff last ended.");
     describe_counter!(VERIFY_FAILURES, Unit::Count, "Blocks' handoffs and frames with other bytes than were sent.");
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
+    describe_counter!(EJECTIONS, Unit::Count, "Workers, and pairs of them, left out for a while, by what they are.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_gauge!(MEMBERS, Unit::Count, "Members of the cluster in the present view, by role.");
     describe_gauge!(VIEW_STALE, Unit::Count, "1 while the registry is away and the last known view is used.");

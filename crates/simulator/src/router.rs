@@ -210,7 +210,8 @@ impl World {
     fn perform(&mut self, place: Place, request: u64, effect: Effect) -> Result<Option<ChoiceInput>, Violation> {
         match effect {
             Effect::Place(ask) => {
-                let placed = self.routers[place].fleet.place(&ask);
+                let now = self.clock_now(Process::Router(place));
+                let placed = self.routers[place].fleet.place(&ask, now);
                 self.note(|| format!("router {place} places request {request}: {placed:?}"));
                 if let Err(failure) = &placed
                     && failure.message.contains("no decode worker")
@@ -248,6 +249,13 @@ impl World {
                 let now = self.now;
                 if let Some(flight) = self.routers[place].choices.get_mut(&request) {
                     flight.recovering.get_or_insert(now);
+                }
+                Ok(None)
+            }
+            Effect::Judge(verdict) => {
+                let now = self.clock_now(Process::Router(place));
+                if let Some(judgement) = self.routers[place].fleet.judge(verdict, now) {
+                    self.note(|| format!("router {place}: {judgement:?}"));
                 }
                 Ok(None)
             }

@@ -11,8 +11,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_cluster::{Member, View};
-use baton_policy::{Ask, Capacity, Failure, Fleet, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, WorkerLease};
+use baton_policy::{
+    Ask, Capacity, Failure, Fleet, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict, WorkerLease,
+};
+use baton_runtime::config::format_duration;
+use baton_runtime::metrics as names;
 use baton_types::WorkerId;
+use metrics::counter;
+use tokio::time::Instant;
 use tonic::transport::Channel;
 
 use crate::config::PlacementKind;
@@ -74,10 +80,10 @@ impl Workers {
     pub fn describe(&self) -> serde_json::Value {
         let (model, view, states) = {
             let State { fleet, .. } = &*self.state();
-            let states: Vec<_> = fleet.members().map(|w| (w.lost, w.in_flight)).collect();
+            let states: Vec<_> = fleet.members().map(|w| (w.lost, w.ejected, w.in_flight)).collect();
             (fleet.model().to_owned(), Arc::clone(fleet.view()), states)
         };
-        let member = |(m, (lost, in_flight)): (&Member, (bool, u32))| {
+        let member = |(m, (lost, ejected, in_flight)): (&Member, (bool, bool, u32))| {
             serde_json::json!({
                 "id": m.id.to_string(),
                 "role": m.role.as_str(),
@@ -90,6 +96,7 @@ impl Workers {
                 "context_tokens": m.context_tokens,
                 "draining": m.draining,
                 "lost": lost,
+                "ejected": ejected,
                 "in_flight": in_flight,
             })
         };
@@ -118,7 +125,21 @@ impl Workers {
 
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask) -> Result<Placed, Failure> {
-        self.state().fleet.place(ask)
+        self.state().fleet.place(ask, Instant::now().into_std())
+    }
+
+    /// Takes in how a request fared on a worker, or between two.
+    pub fn judge(&self, verdict: Verdict) {
+        let judgement = self.state().fleet.judge(verdict, Instant::now().into_std());
+        match judgement {
+            None => {}
+            Some(Judgement::Ejected { on, time, why }) => {
+                counter!(names::EJECTIONS, "of" => on.kind()).increment(1);
+                let time = format_duration(time);
+                tracing::warn!(%on, "ejected for {time}: {why}");
+            }
+            Some(Judgement::Readmitted(on)) => tracing::info!(%on, "readmitted: the request that tried it went well"),
+        }
     }
 
     /// Records that these workers have the KV of the prefixes with these names.

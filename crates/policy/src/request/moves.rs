@@ -143,6 +143,10 @@ impl RequestMachine {
         if failure.worker != Condition::Leaving {
             self.attempt += 1;
         }
+        let tells = matches!(failure.kind, Unavailable | PathLost | DataLoss | FailedPrecondition | Internal);
+        if tells && failure.worker != Condition::Leaving {
+            out.push(Action::Blame(leg));
+        }
         let final_kind = matches!(failure.kind, InvalidArgument | NotFound | TooLarge | DeadlineExceeded);
         if final_kind || self.attempt >= self.limits.max_attempts {
             self.fail(failure, out);

@@ -21,6 +21,8 @@ use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::fleet::Ask;
 use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
+use super::outliers::{Outcome, Subject, Verdict};
+use super::pace::{self, DecodePace};
 use crate::placement::Placed;
 use crate::prefixes::Prefixes;
 use crate::request::{Action, Failure, Input, Leg, RequestLimits, RequestMachine, State};
@@ -126,6 +128,8 @@ pub enum Effect {
         /// The failure.
         cause: Failure,
     },
+    /// Call [`crate::Fleet::judge`].
+    Judge(Verdict),
     /// Call [`crate::Fleet::note`], because a later prompt may begin with this prompt and answer.
     Note {
         /// Where the request ran.
@@ -165,6 +169,12 @@ pub struct Choice {
     /// A broken path reported by the decode worker, held back until this time so that the prefill stream can report first
     /// ([`SECOND_WORD`]).
     held: Option<(Instant, Failure)>,
+    /// Of the decode stream.
+    pace: DecodePace,
+    /// When the prefill stream was opened.
+    prefill_opened: Instant,
+    /// When the last token was given to the client.
+    emitted_at: Instant,
     /// Buffer for the machine's actions, kept to reuse its memory.
     said: Vec<Action>,
     /// Effects that the shell has not taken yet.
@@ -186,6 +196,9 @@ impl Choice {
             awaiting_kv: false,
             backoff: None,
             held: None,
+            pace: DecodePace::default(),
+            prefill_opened: now,
+            emitted_at: now,
             said: Vec::new(),
             todo: VecDeque::new(),
         };
@@ -238,15 +251,13 @@ impl Choice {
             Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now),
             DecodeSaid(word) if self.decode => self.decode_said(word, now),
             DecodeEnded(end) if self.decode => self.decode_ended(end, now),
-            PrefillSaid(word) if self.prefill => {
-                self.prefill = !word.is_last();
-                self.tell(legs::prefill_said(word), now);
-            }
+            PrefillSaid(word) if self.prefill => self.prefill_said(word, now),
             PrefillEnded(end) if self.prefill => {
                 self.prefill = false;
                 self.tell(legs::prefill_ended(end), now);
             }
-            DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Taken(self::Taken::Sent) => {}
+            Taken(self::Taken::Sent) => self.pace.waited(now.saturating_duration_since(self.emitted_at)),
+            DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) => {}
             Taken(self::Taken::StopMatched) => self.tell(Input::StopMatched, now),
             Taken(self::Taken::ClientGone) | ClientGone => self.tell(Input::ClientGone, now),
             Stopping => {
@@ -265,11 +276,45 @@ impl Choice {
     fn decode_said(&mut self, word: DecodeWord, now: Instant) {
         self.decode = !word.is_last();
         self.awaiting_kv = false;
-        if let DecodeWord::Reserved { target } = &word {
-            self.awaiting_kv = true;
-            self.target.clone_from(target);
+        match &word {
+            DecodeWord::Reserved { target } => {
+                self.awaiting_kv = true;
+                self.target.clone_from(target);
+            }
+            DecodeWord::Token(_) => self.pace.token(now),
+            DecodeWord::Started { .. } | DecodeWord::Finished(_) => {}
         }
         self.tell(legs::decode_said(word), now);
+    }
+
+    fn prefill_said(&mut self, word: PrefillWord, now: Instant) {
+        self.prefill = !word.is_last();
+        if let Some(Placed { decode, prefill: Some(prefill) }) = self.placed {
+            match &word {
+                PrefillWord::FirstToken { cached_tokens, .. } => {
+                    let time = now.saturating_duration_since(self.prefill_opened);
+                    let time = pace::of_prompt(time, self.tokens.len(), *cached_tokens);
+                    self.judge(Subject::Worker(prefill), Outcome::Worked(Some(time)));
+                }
+                PrefillWord::Transferred => self.judge(Subject::Pair { prefill, decode }, Outcome::Worked(None)),
+            }
+        }
+        self.tell(legs::prefill_said(word), now);
+    }
+
+    fn judge(&mut self, on: Subject, outcome: Outcome) {
+        self.todo.push_back(Effect::Judge(Verdict { on, outcome }));
+    }
+
+    fn blame(&mut self, leg: Leg) {
+        let Some(Placed { decode, prefill }) = self.placed else { return };
+        let on = match (leg, prefill) {
+            (Leg::Decode, _) => Subject::Worker(decode),
+            (Leg::Prefill, Some(prefill)) => Subject::Worker(prefill),
+            (Leg::Transfer, Some(prefill)) => Subject::Pair { prefill, decode },
+            (Leg::Prefill | Leg::Transfer, None) => return,
+        };
+        self.judge(on, Outcome::Failed);
     }
 
     fn decode_ended(&mut self, end: LegEnd, now: Instant) {
@@ -311,14 +356,18 @@ impl Choice {
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();
                 (self.decode, self.awaiting_kv, self.held) = (true, false, None);
+                self.pace = DecodePace::default();
                 self.todo.push_back(Effect::OpenDecode { worker, local, sequence: self.sequence(now) });
             }
             Action::RunPrefill { worker } => {
-                self.prefill = true;
+                (self.prefill, self.prefill_opened) = (true, now);
                 let target = self.target.clone();
                 self.todo.push_back(Effect::OpenPrefill { worker, target, sequence: self.sequence(now) });
             }
-            Action::Emit(token) => self.todo.push_back(Effect::Emit(token)),
+            Action::Emit(token) => {
+                self.emitted_at = now;
+                self.todo.push_back(Effect::Emit(token));
+            }
             Action::CancelDecode => {
                 (self.decode, self.held) = (false, None);
                 self.todo.push_back(Effect::DropDecode);
@@ -328,9 +377,13 @@ impl Choice {
                 self.todo.push_back(Effect::DropPrefill);
             }
             Action::Backoff(time) => self.backoff = Some(now + time),
+            Action::Blame(leg) => self.blame(leg),
             Action::Recovering { leg, cause } => self.todo.push_back(Effect::Recovering { leg, cause }),
             Action::Finish { reason, cached_tokens } => {
                 if let Some(placed) = self.placed {
+                    if self.pace.has_begun() {
+                        self.judge(Subject::Worker(placed.decode), Outcome::Worked(self.pace.per_token()));
+                    }
                     let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());
                     self.todo.push_back(Effect::Note { placed, names });
                 }

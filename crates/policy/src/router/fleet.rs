@@ -12,6 +12,7 @@ use baton_types::{BatonError, WorkerId, hash_bytes};
 
 use super::capacity::Capacity;
 use super::legs::LegEnd;
+use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::placement::{Candidate, Placed, Placement, PlacementInput};
 use crate::prefixes::Prefixes;
 use crate::request::Failure;
@@ -28,6 +29,7 @@ pub struct Fleet {
     workers: BTreeMap<WorkerId, Worker>,
     placement: Box<dyn Placement>,
     prefixes: Prefixes,
+    outliers: Outliers,
     /// Number of joins so far.
     joined: u64,
 }
@@ -88,6 +90,8 @@ pub struct WorkerState<'a> {
     pub member: &'a Member,
     /// Its connection failed, and it has not answered since.
     pub lost: bool,
+    /// It does worse than others, and gets no requests but those that try it.
+    pub ejected: bool,
     /// Requests this router has running on it.
     pub in_flight: u32,
 }
@@ -115,7 +119,8 @@ impl Fleet {
     /// A fleet without workers. All requests are for this model.
     pub fn new(model: &str, placement: Box<dyn Placement>) -> Fleet {
         let (view, workers) = (Arc::default(), BTreeMap::new());
-        Fleet { model: model.to_owned(), view, workers, placement, prefixes: Prefixes::new(PREFIXES), joined: 0 }
+        let (prefixes, outliers) = (Prefixes::new(PREFIXES), Outliers::default());
+        Fleet { model: model.to_owned(), view, workers, placement, prefixes, outliers, joined: 0 }
     }
 
     /// Takes over a new view and returns what changed.
@@ -136,6 +141,7 @@ impl Fleet {
                 changes.joined.push(member.clone());
             }
         }
+        changes.left.iter().for_each(|id| self.outliers.forget(*id));
         self.view = view;
         changes
     }
@@ -145,21 +151,45 @@ impl Fleet {
         self.workers.remove(&worker);
     }
 
-    /// Chooses workers for a request of the model. Lost workers are chosen only when placement fails without them. A decode
-    /// worker that the request already has is kept even if it is lost.
+    /// Chooses workers for a request of the model. Lost workers, and those that do worse than others ([`Fleet::judge`]), are chosen only
+    /// when placement fails without them. A decode worker that the request already has is kept in any case.
     ///
     /// # Errors
     /// Why no worker can take the request.
-    pub fn place(&mut self, ask: &Ask) -> Result<Placed, Failure> {
-        let Fleet { model, view, workers, placement, prefixes, .. } = self;
-        let near = prefixes.find(&ask.names);
-        let input = PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near };
-        let usable = |id, worker: &Worker| !worker.lost || ask.decode == Some(id);
-        let well = placement.place(&candidates(view, workers, usable), &input);
-        let placed = well.or_else(|_| placement.place(&candidates(view, workers, |_, _| true), &input));
+    pub fn place(&mut self, ask: &Ask, now: Instant) -> Result<Placed, Failure> {
+        let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
+        let (near, apart) = (prefixes.find(&ask.names), &outliers.apart(now));
+        let input = PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near, apart };
+        let well = |id, worker: &Worker| !worker.lost && outliers.allows(Subject::Worker(id), now);
+        let usable = |id, worker: &Worker| well(id, worker) || ask.decode == Some(id);
+        let placed = placement.place(&candidates(view, workers, usable), &input);
+        let placed = placed.or_else(|_| placement.place(&candidates(view, workers, |_, _| true), &input));
         let placed = placed.map_err(|e| Failure::new(e.kind(), e.to_string()))?;
+        let Placed { decode, prefill } = placed;
+        outliers.placed(Subject::Worker(decode), now);
+        if let Some(prefill) = prefill {
+            outliers.placed(Subject::Worker(prefill), now);
+            outliers.placed(Subject::Pair { prefill, decode }, now);
+        }
         prefixes.note(&ask.names, placed);
         Ok(placed)
+    }
+
+    /// Takes in how a request fared on a worker, or between two. Those that do worse than others are ejected for a while.
+    pub fn judge(&mut self, verdict: Verdict, now: Instant) -> Option<Judgement> {
+        let equals = match verdict.on {
+            Subject::Pair { prefill, decode } => {
+                // A record of workers that have left would stay for ever.
+                let here = self.workers.contains_key(&prefill) && self.workers.contains_key(&decode);
+                here.then(Vec::new)?
+            }
+            Subject::Worker(id) => {
+                let Member { role, model, .. } = self.view.get(id).filter(|_| self.workers.contains_key(&id))?;
+                let equal = |m: &&Member| m.role == *role && m.model == *model && !m.draining;
+                self.view.members.iter().filter(equal).map(|m| m.id).collect()
+            }
+        };
+        self.outliers.judge(verdict, &equals, now)
     }
 
     /// Records that these workers have the KV of the prefixes with these names.
@@ -204,7 +234,12 @@ impl Fleet {
     pub fn probed(&mut self, probe: Probe, answered: bool, now: Instant) -> Option<Probe> {
         let worker = self.of(probe.worker, probe.joined)?;
         worker.lost = !answered;
-        worker.lost.then(|| Probe { at: now + PROBE_EVERY, ..probe })
+        if answered {
+            // What failed while it was away says nothing of it now.
+            self.outliers.forget(probe.worker);
+            return None;
+        }
+        Some(Probe { at: now + PROBE_EVERY, ..probe })
     }
 
     /// Why no request can be served now; None when one can.
@@ -242,7 +277,8 @@ impl Fleet {
         self.view.members.iter().map(|member| {
             let worker = self.workers.get(&member.id);
             let (lost, in_flight) = worker.map_or((false, 0), |worker| (worker.lost, worker.in_flight));
-            WorkerState { member, lost, in_flight }
+            let ejected = self.outliers.is_ejected(Subject::Worker(member.id));
+            WorkerState { member, lost, ejected, in_flight }
         })
     }
 

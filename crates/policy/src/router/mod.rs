@@ -10,12 +10,14 @@
 //! Two shells drive this code. `baton-router` turns gRPC events into inputs, and effects into calls. A simulator does the
 //! same under a virtual clock. Neither decides anything. The core knows no connection, no text and no metric.
 //!
-//! Files: `fleet` and `capacity` are about the workers, `choice` and `legs` about one answer.
+//! Files: `fleet`, `outliers` and `capacity` are about the workers, `choice`, `pace` and `legs` about one answer.
 
 mod capacity;
 mod choice;
 mod fleet;
 mod legs;
+mod outliers;
+mod pace;
 #[cfg(test)]
 mod tests;
 
@@ -23,3 +25,4 @@ pub use capacity::Capacity;
 pub use choice::{Choice, ChoiceInput, Effect, NewRequest, SECOND_WORD, Sequence, Taken};
 pub use fleet::{Ask, Changes, Fleet, PROBE_EVERY, Probe, WorkerLease, WorkerState};
 pub use legs::{Broken, DecodeWord, LegEnd, PrefillWord};
+pub use outliers::{Judgement, Outcome, Subject, Verdict};

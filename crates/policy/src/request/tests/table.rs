@@ -102,6 +102,7 @@ fn action(action: &Action) -> String {
         Action::CancelDecode => "CancelDecode".into(),
         Action::CancelPrefill => "CancelPrefill".into(),
         Action::Backoff(d) => format!("Backoff {} ms", d.as_millis()),
+        Action::Blame(leg) => format!("Blame {}", leg.as_str()),
         Action::Recovering { leg, cause } => format!("Recovering {} ({:?})", leg.as_str(), cause.kind),
         Action::Finish { reason, cached_tokens } => format!("Finish {reason:?}, {cached_tokens} cached"),
         Action::Fail(f) => format!("Fail {:?}: {}", f.kind, f.message),

@@ -40,7 +40,7 @@ fn a_prefill_stream_that_says_nothing_leaves_the_first_word() {
 #[test]
 fn a_token_is_no_second_word() {
     let mut scene = path_lost();
-    assert_eq!(scene.step(first(0)), [Effect::Emit(out(0))]);
+    assert_eq!(scene.step(first(0)).last(), Some(&Effect::Emit(out(0))));
     assert_eq!(scene.wakes_in(), Some(SECOND_WORD));
     assert_eq!(recovering(&scene.wake()).unwrap().0, Leg::Transfer);
 }
@@ -132,7 +132,9 @@ fn streams_are_opened_for_what_the_client_has_and_the_time_that_is_left() {
 fn what_was_answered_may_be_what_the_next_prompt_begins_with() {
     let mut scene = Scene::after([local(D1), token(0)]);
     let effects = scene.step(finished());
-    let [Effect::Note { placed, names }, Effect::Finish { .. }] = effects.as_slice() else { panic!("{effects:?}") };
+    let [Effect::Judge(_), Effect::Note { placed, names }, Effect::Finish { .. }] = effects.as_slice() else {
+        panic!("{effects:?}")
+    };
     assert_eq!(*placed, Placed { decode: D1, prefill: None });
     assert_eq!(*names, crate::Prefixes::names("", &[1, 2, 10]));
     assert_eq!(Scene::new().step(ChoiceInput::ClientGone).len(), 1, "nobody has anything yet");
@@ -180,4 +182,43 @@ fn what_the_client_does_ends_it() {
     assert_eq!(reason(ends(ChoiceInput::ClientGone)), FinishReason::Cancelled);
     let stopping = ends(ChoiceInput::Stopping);
     assert!(matches!(stopping.last(), Some(Effect::Fail(f)) if f.message == "the router is stopping"));
+}
+
+/// All verdicts of a request that goes through these inputs, a millisecond apart.
+fn verdicts(inputs: impl IntoIterator<Item = ChoiceInput>) -> Vec<(Subject, Outcome)> {
+    let mut scene = Scene::new();
+    let mut verdicts = Vec::new();
+    for input in inputs {
+        scene.now += Duration::from_millis(1);
+        let said = scene.step(input);
+        verdicts.extend(said.into_iter().filter_map(|effect| match effect {
+            Effect::Judge(Verdict { on, outcome }) => Some((on, outcome)),
+            _ => None,
+        }));
+    }
+    verdicts
+}
+
+#[test]
+fn who_worked_and_who_failed_is_judged() {
+    let (pair, ms) = (Subject::Pair { prefill: P1, decode: D1 }, Duration::from_millis(1));
+    let worked = |time| Outcome::Worked(time);
+    let begin = || vec![split(D1, P1), reserved(), first(0), transferred()];
+    let through = |more: Vec<ChoiceInput>| verdicts(begin().into_iter().chain(more));
+    let well = [(Subject::Worker(P1), worked(Some(ms / 64))), (pair, worked(None))];
+    let all = through((1..9).map(token).chain([finished()]).collect());
+    assert_eq!(all, [well[0], well[1], (Subject::Worker(D1), worked(Some(ms)))]);
+    let broken = through(vec![token(1), ChoiceInput::DecodeEnded(answered(ErrorKind::Internal))]);
+    assert_eq!(broken, [well[0], well[1], (Subject::Worker(D1), Outcome::Failed)]);
+    let corrupt = ChoiceInput::DecodeEnded(answered(ErrorKind::DataLoss));
+    assert_eq!(verdicts([split(D1, P1), reserved(), corrupt]), [(pair, Outcome::Failed)]);
+    let prefill = |kind| verdicts([split(D1, P1), reserved(), ChoiceInput::PrefillEnded(answered(kind))]);
+    assert_eq!(prefill(ErrorKind::Internal), [(Subject::Worker(P1), Outcome::Failed)]);
+    assert_eq!(prefill(ErrorKind::PathLost), [(pair, Outcome::Failed)]);
+    for nobody in [ErrorKind::ResourceExhausted, ErrorKind::InvalidArgument, ErrorKind::DeadlineExceeded] {
+        assert_eq!(prefill(nobody), [], "{nobody:?}");
+    }
+    let draining = ChoiceInput::DecodeEnded(LegEnd::Draining { message: "no".into() });
+    assert_eq!(verdicts([split(D1, P1), draining]), []);
+    assert_eq!(verdicts([split(D1, P1), ChoiceInput::ClientGone]), []);
 }
