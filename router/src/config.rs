@@ -50,6 +50,10 @@ baton_runtime::config! {
         max_attempts: u32 = 3,
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
         worker_timeout: Duration = Duration::from_secs(2),
+        /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere.
+        first_token_timeout: Duration = Duration::from_secs(300),
+        /// A worker that takes this long from one token of an answer to the next is given up, and the request goes on elsewhere.
+        token_timeout: Duration = Duration::from_secs(60),
         /// An HTTP connection without a request is closed after this long. Keep it above the idle timeout of a load balancer.
         idle_timeout: Duration = Duration::from_secs(75),
         /// An answer whose client reads nothing of it for this long, while more is there, is given up.
@@ -69,6 +73,8 @@ impl RouterConfig {
             ("body_limit", self.body_limit.0 == 0),
             ("max_attempts", self.max_attempts == 0),
             ("worker_timeout", self.worker_timeout.is_zero()),
+            ("first_token_timeout", self.first_token_timeout.is_zero()),
+            ("token_timeout", self.token_timeout.is_zero()),
             ("idle_timeout", self.idle_timeout.is_zero()),
             ("send_timeout", self.send_timeout.is_zero()),
             ("keep_alive", self.keep_alive.is_zero()),

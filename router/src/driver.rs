@@ -7,7 +7,7 @@ use std::future::pending;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, RequestLimits, Sequence};
+use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, Patience, RequestLimits, Sequence};
 use baton_proto::v1;
 use baton_runtime::Shutdown;
 use baton_types::{RequestId, SamplingParams};
@@ -35,6 +35,8 @@ pub(crate) struct Job {
     pub deadline: Instant,
     /// How many times work may be started before the choice fails.
     pub max_attempts: u32,
+    /// How long workers may send nothing.
+    pub patience: Patience,
 }
 
 /// A running choice.
@@ -75,14 +77,15 @@ impl Driver {
     }
 
     fn new_request(&self) -> NewRequest {
-        let Job { prompt, names, sampling, standing, deadline, max_attempts, .. } = &self.job;
+        let Job { prompt, names, sampling, standing, deadline, max_attempts, patience, .. } = &self.job;
         let limits = RequestLimits {
             max_tokens: sampling.max_tokens,
             stop_token_ids: sampling.stop_token_ids.clone(),
             max_attempts: *max_attempts,
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
-        NewRequest { prompt, names, cache_salt, limits, deadline: deadline.into_std() }
+        let (deadline, patience) = (deadline.into_std(), *patience);
+        NewRequest { prompt, names, cache_salt, limits, deadline, patience }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.
@@ -157,7 +160,7 @@ fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
 
-/// A timer that is set anew only when its time changes, which is seldom.
+/// A timer for a time that mostly moves on. It is set anew only when it must ring earlier, or has rung; so it may ring too early.
 struct Alarm(Pin<Box<Sleep>>);
 
 impl Alarm {
@@ -165,10 +168,10 @@ impl Alarm {
         Alarm(Box::pin(sleep_until(at)))
     }
 
-    /// Completes at this time; never without one.
+    /// Completes at this time or earlier; never without one.
     async fn rings(&mut self, at: Option<std::time::Instant>) {
         let Some(at) = at.map(Instant::from_std) else { return pending().await };
-        if self.0.deadline() != at {
+        if at < self.0.deadline() || self.0.is_elapsed() {
             self.0.as_mut().reset(at);
         }
         self.0.as_mut().await;

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use baton_policy::Prefixes;
+use baton_policy::{Patience, Prefixes};
 use baton_runtime::{Bytes, Shutdown, metrics as names};
 use baton_types::ErrorKind;
 use metrics::counter;
@@ -35,6 +35,7 @@ pub(crate) struct Front {
     pub shutdown: Shutdown,
     pub request_timeout: Duration,
     pub max_attempts: u32,
+    patience: Patience,
     pub bodies: Bodies,
     pub keep_alive: Duration,
     send_timeout: Duration,
@@ -49,6 +50,7 @@ pub(crate) struct Front {
 pub(crate) struct FrontLimits {
     pub request_timeout: Duration,
     pub max_attempts: u32,
+    pub patience: Patience,
     pub max_inflight: usize,
     pub body_limit: usize,
     pub body_memory: Bytes,
@@ -87,7 +89,7 @@ pub(crate) struct Generation {
 impl Front {
     /// A front with no requests yet.
     pub fn new(model: Arc<ServedModel>, workers: Arc<Workers>, shutdown: Shutdown, limits: FrontLimits) -> Front {
-        let FrontLimits { request_timeout, max_attempts, keep_alive, send_timeout, .. } = limits;
+        let FrontLimits { request_timeout, max_attempts, patience, keep_alive, send_timeout, .. } = limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
         Front {
@@ -96,6 +98,7 @@ impl Front {
             shutdown,
             request_timeout,
             max_attempts,
+            patience,
             bodies: Bodies::new(limits.body_limit, limits.body_memory),
             keep_alive,
             send_timeout,
@@ -177,8 +180,8 @@ impl Front {
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
-                let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts };
+                let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
+                let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts, patience };
                 let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
                 let slot = slot.clone();
                 tokio::spawn(async move {

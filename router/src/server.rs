@@ -9,6 +9,7 @@ use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use baton_cluster::{EmbeddedRegistry, Registry, Role, View, ViewReceiver};
 use baton_model_text::fetch;
+use baton_policy::Patience;
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
 use baton_runtime::{FetchConfig, Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
@@ -189,6 +190,7 @@ impl Bound {
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
+            patience: Patience { first_token: config.first_token_timeout, token: config.token_timeout },
             max_inflight: config.max_inflight,
             body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),
             body_memory: config.body_memory,

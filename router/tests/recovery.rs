@@ -110,6 +110,27 @@ async fn a_decode_worker_that_is_gone_already() {
     cluster.stop().await;
 }
 
+/// I4, I5: their processes are well and answer pings, but their engines stand still.
+#[tokio::test]
+async fn workers_that_stand_still_are_given_up() {
+    let (first_token_timeout, token_timeout) = (Duration::from_millis(400), Duration::from_millis(200));
+    let settings = || RouterConfig { first_token_timeout, token_timeout, ..config() };
+    for after in [0, 3] {
+        let cluster = Cluster::with(settings(), 0, 2, &[ANSWER]).await;
+        cluster.worker(0).decode_will([Decode::Stall(after)]);
+        whole(&cluster).await;
+        cluster.worker(0).was_dropped(1).await;
+        assert_eq!(cluster.worker(1).asked().len(), 1);
+        cluster.stop().await;
+    }
+    let cluster = Cluster::with(settings(), 2, 1, &[ANSWER]).await;
+    cluster.worker(0).prefill_will([Prefill::Stall]);
+    whole(&cluster).await;
+    cluster.worker(0).was_dropped(1).await;
+    assert_eq!(cluster.worker(1).asked().len(), 1);
+    cluster.stop().await;
+}
+
 /// A worker that fails at once is always the idlest, so the policy that looks at load prefers it.
 #[tokio::test]
 async fn a_worker_that_answers_errors_at_once_does_not_attract_load() {

@@ -22,5 +22,6 @@ pub use prefixes::Prefixes;
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{
     Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, LegEnd, NewRequest,
-    Outcome, PROBE_EVERY, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict, WorkerLease, WorkerState,
+    Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict, WorkerLease,
+    WorkerState,
 };

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use baton_membership::Follow;
 use baton_policy::{
-    Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, NewRequest, Placement, Prefixes, Probe, RequestLimits,
-    RoundRobin, Sequence, Taken, WorkerLease,
+    Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, NewRequest, Patience, Placement, Prefixes, Probe,
+    RequestLimits, RoundRobin, Sequence, Taken, WorkerLease,
 };
 use baton_types::{FinishReason, WorkerId};
 
@@ -102,6 +102,7 @@ impl World {
     pub(crate) fn arrive(&mut self, request: u64) -> Result<(), Violation> {
         let place = self.random.below(self.routers.len() as u64) as Place;
         let (now, at) = (self.now, self.clock_now(Process::Router(place)));
+        let patience = self.patience(request);
         let client = &mut self.clients[request as usize];
         (client.router, client.began) = (place, now);
         if let Some(leaves) = client.leaves {
@@ -118,6 +119,7 @@ impl World {
                 max_attempts: ATTEMPTS,
             },
             deadline: at + Duration::from_micros(client.deadline),
+            patience,
         };
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);
@@ -127,6 +129,17 @@ impl World {
         self.carry_out_choice(place, request)?;
         self.plan_wake(place, request);
         Ok(())
+    }
+
+    /// Whether a request gives workers up that are only slow, so that it may fail though nothing is wrong.
+    pub(crate) fn is_impatient(&self, request: u64) -> bool {
+        !self.options.calm && self.options.faults.is_none() && !request.is_multiple_of(2)
+    }
+
+    /// How long the router lets a worker send nothing to a request.
+    fn patience(&self, request: u64) -> Patience {
+        let token = Duration::from_millis(if self.is_impatient(request) { 10 << (request % 7) } else { 3_600_000 });
+        Patience { first_token: 4 * token, token }
     }
 
     /// Feeds an input to a choice. While the client is taking a token, the router waits for that, for the deadline and for the client

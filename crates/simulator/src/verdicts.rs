@@ -31,7 +31,7 @@ impl World {
     /// While some worker serves, no request fails because the registry is down (I7), nor because workers come and go.
     fn check_cause(&self, request: u64, kind: ErrorKind, message: &str) -> Result<(), Violation> {
         let mild = self.faults.counts.keys().all(|fault| fault.costs_nothing());
-        if kind != ErrorKind::Unavailable || !mild {
+        if kind != ErrorKind::Unavailable || !mild || self.is_impatient(request) {
             return Ok(());
         }
         let serves = |process: &Process| matches!(process, Process::Decode(_)) && self.serves(*process);

@@ -105,6 +105,7 @@ impl RequestMachine {
             Input::PrefillLost(failure) => self.on_prefill_lost(failure, out),
             Input::HandoffFailed(failure) => self.on_handoff_failed(failure, out),
             Input::VerifyFailed(failure) => self.on_verify_failed(failure, out),
+            Input::Stalled(failure) => self.on_stalled(failure, out),
             Input::BackoffOver => self.on_backoff_over(out),
             Input::StopMatched => self.finish(FinishReason::Stop, out),
             Input::Deadline => {
@@ -274,6 +275,15 @@ impl RequestMachine {
     fn on_prefill_lost(&mut self, failure: Failure, out: &mut Vec<Action>) {
         self.prefill_open = false;
         self.prefill_failed(failure, out);
+    }
+
+    /// Gives up the worker that the request waits for.
+    fn on_stalled(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        match self.state {
+            State::Prefilling { .. } | State::Transferring { .. } => self.prefill_failed(failure, out),
+            State::Reserving { .. } | State::Decoding { .. } => self.restart(failure, out),
+            _ => {}
+        }
     }
 
     /// Recovers from a failed prefill or handoff. The KV may be incomplete, and its sender may still be writing. So the

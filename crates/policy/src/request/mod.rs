@@ -162,6 +162,8 @@ pub enum Input {
     HandoffFailed(Failure),
     /// KV arrived that fails verification (I2). The stream that reported it has ended.
     VerifyFailed(Failure),
+    /// A stream is open, and for too long nothing has come.
+    Stalled(Failure),
     /// The time asked for by [`Action::Backoff`] has passed.
     BackoffOver,
     /// A stop string was found in the text of the tokens emitted so far.

@@ -45,6 +45,18 @@ pub struct NewRequest {
     pub limits: RequestLimits,
     /// When the answer must be complete.
     pub deadline: Instant,
+    /// How long workers may send nothing.
+    pub patience: Patience,
+}
+
+/// How long to wait for a worker whose stream is open and that sends nothing. Then the request goes on elsewhere. Its process may be alive
+/// and answer pings while its engine stands still.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Patience {
+    /// For the first token, from its stream's opening or its last message: a prompt may have to wait, and is computed.
+    pub first_token: Duration,
+    /// For each later token.
+    pub token: Duration,
 }
 
 /// An event that the choice reacts to.
@@ -175,6 +187,8 @@ pub struct Choice {
     prefill_opened: Instant,
     /// When the last token was given to the client.
     emitted_at: Instant,
+    /// When a stream was opened, a message came, or the client took a token, whichever was last.
+    progress: Instant,
     /// Buffer for the machine's actions, kept to reuse its memory.
     said: Vec<Action>,
     /// Effects that the shell has not taken yet.
@@ -199,6 +213,7 @@ impl Choice {
             pace: DecodePace::default(),
             prefill_opened: now,
             emitted_at: now,
+            progress: now,
             said: Vec::new(),
             todo: VecDeque::new(),
         };
@@ -229,8 +244,16 @@ impl Choice {
     /// When to send [`ChoiceInput::Wake`] at the latest. None once the answer has ended.
     pub fn next_wake(&self) -> Option<Instant> {
         let held = self.held.as_ref().map(|(until, _)| *until);
-        let next = [Some(self.request.deadline), self.backoff, held].into_iter().flatten().min();
+        let next = [Some(self.request.deadline), self.backoff, held, self.stalled_at()].into_iter().flatten().min();
         next.filter(|_| !self.ended())
+    }
+
+    /// When the worker that the request waits for counts as stalled.
+    fn stalled_at(&self) -> Option<Instant> {
+        let Patience { first_token, token } = self.request.patience;
+        let begun = self.pace.has_begun()
+            || matches!(self.state(), State::Transferring { .. } | State::Decoding { prefill: Some(_), .. });
+        (self.decode || self.prefill).then(|| self.progress + if begun { token } else { first_token })
     }
 
     /// Takes one input. Inputs that come too late, or from a stream that has sent its last message, have no effect.
@@ -242,6 +265,9 @@ impl Choice {
         let of_workers = matches!(input, DecodeSaid(_) | DecodeEnded(_) | PrefillSaid(_) | PrefillEnded(_) | Wake);
         if of_workers && now >= self.request.deadline {
             return self.tell(Input::Deadline, now);
+        }
+        if matches!(input, DecodeSaid(_) | PrefillSaid(_) | Taken(_)) {
+            self.progress = now;
         }
         match input {
             Placed(Ok(placed)) => {
@@ -335,6 +361,10 @@ impl Choice {
         if let Some((_, failure)) = self.held.take_if(|(until, _)| *until <= now) {
             self.tell(Input::HandoffFailed(failure), now);
         }
+        if self.stalled_at().is_some_and(|at| at <= now) {
+            let waited = now.saturating_duration_since(self.progress);
+            self.tell(Input::Stalled(Failure::silent(format!("the worker has sent nothing for {waited:.0?}"))), now);
+        }
     }
 
     fn tell(&mut self, input: Input, now: Instant) {
@@ -356,11 +386,11 @@ impl Choice {
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();
                 (self.decode, self.awaiting_kv, self.held) = (true, false, None);
-                self.pace = DecodePace::default();
+                (self.pace, self.progress) = (DecodePace::default(), now);
                 self.todo.push_back(Effect::OpenDecode { worker, local, sequence: self.sequence(now) });
             }
             Action::RunPrefill { worker } => {
-                (self.prefill, self.prefill_opened) = (true, now);
+                (self.prefill, self.prefill_opened, self.progress) = (true, now, now);
                 let target = self.target.clone();
                 self.todo.push_back(Effect::OpenPrefill { worker, target, sequence: self.sequence(now) });
             }

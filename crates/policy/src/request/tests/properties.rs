@@ -32,6 +32,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => any_failure().prop_map(Input::PrefillLost),
         1 => any_failure().prop_map(Input::HandoffFailed),
         1 => any_failure().prop_map(Input::VerifyFailed),
+        1 => any_failure().prop_map(Input::Stalled),
         1 => Just(Input::BackoffOver),
     ]
 }

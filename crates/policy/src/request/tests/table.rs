@@ -65,6 +65,7 @@ fn inputs() -> Vec<(&'static str, Input)> {
         ("PrefillLost, bad input", Input::PrefillLost(lost(ErrorKind::InvalidArgument))),
         ("HandoffFailed", Input::HandoffFailed(lost(ErrorKind::Unavailable))),
         ("VerifyFailed", verify()),
+        ("Stalled", Input::Stalled(Failure::silent("nothing came"))),
         ("BackoffOver", Input::BackoffOver),
         ("StopMatched", Input::StopMatched),
         ("Deadline", Input::Deadline),

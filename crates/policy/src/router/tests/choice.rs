@@ -222,3 +222,48 @@ fn who_worked_and_who_failed_is_judged() {
     assert_eq!(verdicts([split(D1, P1), draining]), []);
     assert_eq!(verdicts([split(D1, P1), ChoiceInput::ClientGone]), []);
 }
+
+/// A request that has gone through these inputs, whose workers may send nothing for 10 s before the first token, then for 1 s.
+fn impatient(inputs: impl IntoIterator<Item = ChoiceInput>) -> Scene {
+    let patience = Patience { first_token: Duration::from_secs(10), token: Duration::from_secs(1) };
+    let mut scene = Scene::with(patience);
+    inputs.into_iter().for_each(|input| drop(scene.step(input)));
+    scene
+}
+
+#[test]
+fn a_worker_that_sends_nothing_is_given_up() {
+    let prefilling = || vec![split(D1, P1), reserved()];
+    let more = |inputs: Vec<ChoiceInput>| prefilling().into_iter().chain(inputs).collect();
+    let cases: [(Vec<ChoiceInput>, u64, Leg, &[Effect]); 5] = [
+        (vec![split(D1, P1)], 10, Leg::Decode, &[Effect::DropDecode]),
+        (prefilling(), 10, Leg::Prefill, &[Effect::DropDecode, Effect::DropPrefill]),
+        (more(vec![first(0)]), 1, Leg::Prefill, &[Effect::DropDecode, Effect::DropPrefill]),
+        (more(vec![first(0), transferred()]), 1, Leg::Decode, &[Effect::DropDecode]),
+        (vec![local(D1), token(0)], 1, Leg::Decode, &[Effect::DropDecode]),
+    ];
+    for (inputs, seconds, leg, drops) in cases {
+        let mut scene = impatient(inputs);
+        assert_eq!(scene.wakes_in(), Some(Duration::from_secs(seconds)), "{leg:?}");
+        let effects = scene.wake();
+        let (of, cause) = recovering(&effects).unwrap();
+        assert_eq!((of, cause.worker), (leg, Condition::Silent));
+        assert!(drops.iter().all(|drop| effects.contains(drop)), "{effects:?}");
+        assert!(matches!(effects.last(), Some(Effect::Place(_))), "{effects:?}");
+    }
+}
+
+#[test]
+fn only_what_workers_keep_waiting_counts() {
+    let mut scene = impatient([local(D1)]);
+    scene.now += Duration::from_secs(9);
+    scene.step(token(0));
+    assert_eq!(scene.wakes_in(), Some(Duration::from_secs(1)));
+    // The client took the token late. The worker could not send more meanwhile.
+    scene.now += Duration::from_secs(5);
+    scene.step(ChoiceInput::Taken(Taken::Sent));
+    assert_eq!(scene.wakes_in(), Some(Duration::from_secs(1)));
+    assert_eq!(scene.step(ChoiceInput::Wake), []);
+    let waiting = impatient([local(D1), token(0), ChoiceInput::DecodeEnded(LegEnd::Early), nobody()]);
+    assert_eq!(waiting.wakes_in(), Some(Duration::from_millis(50)), "nobody is asked");
+}

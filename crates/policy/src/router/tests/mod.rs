@@ -79,6 +79,10 @@ struct Scene {
 
 impl Scene {
     fn new() -> Scene {
+        Scene::with(Patience { first_token: 2 * DEADLINE, token: 2 * DEADLINE })
+    }
+
+    fn with(patience: Patience) -> Scene {
         let now = Instant::now();
         let new = NewRequest {
             prompt: vec![1, 2].into(),
@@ -86,6 +90,7 @@ impl Scene {
             cache_salt: String::new(),
             limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
             deadline: now + DEADLINE,
+            patience,
         };
         let mut choice = Choice::start(new, now);
         let effects = effects(&mut choice);
