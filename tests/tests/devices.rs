@@ -47,7 +47,7 @@ fn child() -> anyhow::Result<()> {
         tp: on.trim_start_matches(char::is_alphabetic).parse().unwrap_or(1),
         local_prefill: 0,
         pack_tokens: PackTokens::Tokens(64),
-        gpu_timeout: if on == "still" { STANDS_STILL } else { WorkerConfig::default().gpu_timeout },
+        step_timeout: (on == "still").then_some(STANDS_STILL),
         ..WorkerConfig::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

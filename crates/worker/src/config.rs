@@ -153,9 +153,9 @@ baton_runtime::config! {
         cuda_graphs: bool = true,
         /// On a Hopper GPU: prefill attention uses Hopper's matrix units and copy engine, if that kernel supports the pool.
         hopper_attention: bool = true,
-        /// On a GPU: longest time for one step. If a step takes longer, the worker fails its requests so that they resume elsewhere, leaves
-        /// the cluster and ends with an error, so that it is started again.
-        gpu_timeout: Duration = Duration::from_secs(60),
+        /// Longest time for one step; default: 60s on a GPU, 10m on the CPU. If a step takes longer, the worker fails its requests so that
+        /// they resume elsewhere, leaves the cluster and ends with an error, so that it is started again.
+        step_timeout: Option<Duration> = None,
         /// Type of layer weights: none (as they are, on a GPU bf16), or on a GPU fp8 (E4M3 with one scale per output, inputs quantised to
         /// E4M3 too; about half the memory). All workers of a cluster need the same.
         quantization: Quantization = Quantization::None,

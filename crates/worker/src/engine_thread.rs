@@ -108,14 +108,14 @@ impl<C> EngineHandle<C> {
     }
 }
 
-/// Starts the thread. `make` gets a sender of commands, for callbacks of the transfer engine. `timeout` is the longest time that the
-/// model's device may take for a step.
+/// Starts the thread. `make` gets a sender of commands, for callbacks of the transfer engine. `timeout` is the longest time that a step may
+/// take; by default what suits the model's device.
 pub fn start<S: Shell>(
     name: &str,
     core: WorkerCore<S::Role>,
     runner: Box<dyn ModelRunner>,
     clock: Clock,
-    timeout: Duration,
+    timeout: Option<Duration>,
     make: impl FnOnce(Commands<S::Command>) -> Result<S, WorkerError>,
 ) -> Result<EngineHandle<S::Command>, WorkerError> {
     let (messages, inbox) = channel();
@@ -301,7 +301,7 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), false);
         let (tell, effects) = channel();
         let clock = Clock::start();
-        let handle = start("engine", core, Box::new(runner), clock, IDLE_TICK, |_| Ok(Telling(tell))).unwrap();
+        let handle = start("engine", core, Box::new(runner), clock, None, |_| Ok(Telling(tell))).unwrap();
         (handle, effects)
     }
 

@@ -117,7 +117,7 @@ impl Node {
         let engine = Engine::new(limits, &geometry)?;
         let node =
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config };
-        let (clock, timeout) = (node.clock, node.config.gpu_timeout);
+        let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
         let handle =

@@ -13,8 +13,8 @@ use crate::error::{WorkerError, check};
 const MIN_TTL: Duration = Duration::from_secs(1);
 /// Shortest allowed bound of transfers. A busy machine may need up to this long to wake a thread.
 const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
-/// Shortest allowed `gpu_timeout`: a large step can take this long.
-const LEAST_GPU_TIMEOUT: Duration = Duration::from_secs(1);
+/// Shortest allowed `step_timeout`: a large step can take this long.
+const LEAST_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Checks `transfer_cpus`: the process must be allowed to use them (a pod or a service may have fewer CPUs than its host), and no pinned
 /// compute thread may run on one of them.
@@ -69,8 +69,8 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     if config.backend == BackendKind::Cpu {
         check_on_cpu(config)?;
     }
-    let timeout = config.gpu_timeout;
-    check(timeout >= LEAST_GPU_TIMEOUT, "gpu_timeout", format_duration(timeout), "at least 1s")?;
+    let timeout = config.step_timeout.unwrap_or(LEAST_STEP_TIMEOUT);
+    check(timeout >= LEAST_STEP_TIMEOUT, "step_timeout", format_duration(timeout), "at least 1s")?;
     let ttl = config.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     check_limits(config)?;

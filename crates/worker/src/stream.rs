@@ -261,8 +261,8 @@ mod tests {
         }
     }
 
-    /// Computes on a device that stands still until the test signals.
-    struct Still(FakeModel, std_mpsc::Receiver<()>);
+    /// Computes on a device that stands still until the test signals: this GPU, or else the CPU.
+    struct Still(FakeModel, std_mpsc::Receiver<()>, Option<String>);
 
     impl ModelRunner for Still {
         fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
@@ -275,7 +275,7 @@ mod tests {
         }
 
         fn device(&self) -> Option<String> {
-            Some("device 7".to_owned())
+            self.2.clone()
         }
     }
 
@@ -307,7 +307,10 @@ mod tests {
         let core = WorkerCore::new(engine, role, geometry.layout.clone().into(), false);
         let (tell, told) = std_mpsc::channel();
         let model = wrap(FakeModel::new(geometry, 50));
-        (start("test", core, model, Clock::start(), timeout, |_| Ok(Probe(tell, Streams::default()))).unwrap(), told)
+        (
+            start("test", core, model, Clock::start(), Some(timeout), |_| Ok(Probe(tell, Streams::default()))).unwrap(),
+            told,
+        )
     }
 
     /// A sequence that waits for a peer's KV, so it does not end by itself.
@@ -372,8 +375,14 @@ mod tests {
     /// I5: the engine thread is blocked in a step that never ends, so it cannot tell anybody.
     #[test]
     fn a_device_that_stands_still_ends_the_streams_that_are_open_and_those_that_open() {
+        for (gpu, name) in [(Some("device 7"), "device 7"), (None, "the CPU")] {
+            stands_still(gpu.map(str::to_owned), name);
+        }
+    }
+
+    fn stands_still(gpu: Option<String>, name: &str) {
         let (go_on, still) = std_mpsc::channel();
-        let (engine, told) = engine_on(Duration::from_millis(20), |model| Box::new(Still(model, still)));
+        let (engine, told) = engine_on(Duration::from_millis(20), |model| Box::new(Still(model, still, gpu)));
         let (mut future, go) = opening(&engine, NewSequence { start: Start::Compute, ..sequence(4) });
         go.send(()).unwrap();
         submitted(&told);
@@ -381,8 +390,8 @@ mod tests {
         let mut events = runtime.block_on(&mut future).expect("taken before the step").into_inner();
         let end = runtime.block_on(async { tokio::time::timeout(PATIENCE, events.next()).await });
         let status = end.expect("the device is watched").expect("an end").unwrap_err();
-        let said = "device 7 stands still: step 1 (4 tokens) is not over after 20ms";
-        assert!(status.message().starts_with(said), "{status}");
+        let said = format!("{name} stands still: step 1 (4 tokens) is not over after 20ms");
+        assert!(status.message().starts_with(&said), "{status}");
         assert_eq!(status.code(), tonic::Code::Unavailable, "to be resumed elsewhere");
         assert!(runtime.block_on(events.next()).is_none());
         let (_go, may_go) = std_mpsc::channel();

@@ -1,7 +1,8 @@
-//! Detects a GPU that stands still. Such a GPU never answers, and neither does the driver call that waits for it.
+//! Detects a device that stands still. A GPU then never answers, and neither does the driver call that waits for it; on the CPU, threads
+//! wait for each other, or for a disk or memory that never comes.
 //!
 //! The engine thread records each call of its model before and after. A watchdog thread looks at the record now and then; it never
-//! calls the GPU. [`WaitLimit`] is the pure part: it decides when one call has lasted too long. This module does not know who is told
+//! calls the device. [`WaitLimit`] is the pure part: it decides when one call has lasted too long. This module does not know who is told
 //! or what becomes of the worker: see the users of [`Stall`], the requests' streams and the node.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -12,7 +13,9 @@ use baton_runtime::config::format_duration;
 use baton_types::{BatonError, ErrorKind};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
-/// How long the process may take to end after its GPU stood still. Libraries clean up when a process ends and may wait for the GPU too.
+/// Longest time for a step on a GPU, and on the CPU, where a full step of a large model takes minutes.
+const STEP: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(600));
+/// How long the process may take to end after its device stood still. Libraries clean up when a process ends and may wait for a GPU too.
 const END: Duration = Duration::from_secs(10);
 
 /// Number of looks within one limit. More looks detect a stall closer to the limit.
@@ -21,7 +24,7 @@ const LOOKS: u32 = 8;
 /// The device did not answer in time.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "{device} stands still: {waited_for} is not over after {}, the longest that gpu_timeout allows",
+    "{device} stands still: {waited_for} is not over after {}, the longest that step_timeout allows",
     format_duration(*limit)
 )]
 pub struct Stalled {
@@ -93,7 +96,7 @@ struct Waits {
 }
 
 /// Measures how long one wait has lasted. Each look adds at most two ticks: if the whole process was stopped, or the machine slept, that
-/// time says nothing about the GPU.
+/// time says nothing about the device.
 #[derive(Debug)]
 struct WaitLimit {
     limit: Duration,
@@ -126,21 +129,22 @@ impl WaitLimit {
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     waits: Arc<Mutex<Waits>>,
-    _there: Option<Sender<()>>,
+    _there: Sender<()>,
 }
 
 impl Watchdog {
-    /// Watches the device of this name. Without a name it watches nothing: the engine thread then computes by itself.
-    pub fn start(device: Option<String>, limit: Duration, stall: Stall) -> std::io::Result<Watchdog> {
+    /// Watches the GPU of this name, or else the CPU. Without a limit, a usual one is chosen.
+    pub fn start(gpu: Option<String>, limit: Option<Duration>, stall: Stall) -> std::io::Result<Watchdog> {
         let waits = Arc::<Mutex<Waits>>::default();
-        let Some(device) = device else { return Ok(Watchdog { waits, _there: None }) };
+        let limit = limit.unwrap_or(if gpu.is_some() { STEP.0 } else { STEP.1 });
+        let device = gpu.unwrap_or_else(|| "the CPU".to_owned());
         let (there, gone) = channel();
         let looked_at = Arc::clone(&waits);
         let look = move || {
             watch(&looked_at, &gone, WaitLimit::new(limit), |waited_for| Stalled { device, waited_for, limit }, &stall)
         };
         std::thread::Builder::new().name("watchdog".to_owned()).spawn(look)?;
-        Ok(Watchdog { waits, _there: Some(there) })
+        Ok(Watchdog { waits, _there: there })
     }
 
     /// Runs a call that waits for the device.
