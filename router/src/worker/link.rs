@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
-use super::Workers;
+use super::{Workers, gather};
 
 /// Interval of the pings that check whether a connection is alive (I5).
 const PING_EVERY: Duration = Duration::from_secs(1);
@@ -41,9 +41,8 @@ pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<Chann
         .keep_alive_timeout(worker_timeout)
         .keep_alive_while_idle(true)
         .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .tcp_nodelay(true);
-    Ok(endpoint.connect_lazy())
+        .initial_connection_window_size(CONNECTION_WINDOW);
+    Ok(endpoint.connect_with_connector_lazy(tower::service_fn(gather::connect)))
 }
 
 impl WorkerLink {
