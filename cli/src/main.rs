@@ -81,7 +81,9 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
 }
 
 fn main() -> ExitCode {
-    match dispatch(&command().get_matches()) {
+    let outcome = dispatch(&command().get_matches());
+    baton_runtime::flush_logs();
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("baton: {error:#}");

@@ -8,6 +8,7 @@ use std::panic::PanicHookInfo;
 use std::str::FromStr;
 
 use tracing::field::{Field, Visit};
+use tracing::subscriber::set_global_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
@@ -16,6 +17,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter}
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::config::{Plain, Value};
+use crate::log_writer::{self, LogWriter};
 
 crate::config_enum! {
     /// How log lines look.
@@ -67,7 +69,15 @@ impl Value for LogFilter {
 /// in one test).
 pub fn init(role: &'static str, filter: &LogFilter, format: LogFormat) {
     let ansi = std::io::stderr().is_terminal();
-    if tracing::subscriber::set_global_default(subscriber(role, filter, format, ansi, std::io::stderr)).is_ok() {
+    // Without a thread for it, the log is written by whoever logs.
+    let set = match LogWriter::start(std::io::stderr()) {
+        Ok(writer) => {
+            let set = set_global_default(subscriber(role, filter, format, ansi, writer.clone()));
+            set.map(|()| writer.flush_at_end())
+        }
+        Err(_) => set_global_default(subscriber(role, filter, format, ansi, std::io::stderr)),
+    };
+    if set.is_ok() {
         std::panic::set_hook(Box::new(log_panic));
     }
 }
@@ -79,6 +89,7 @@ fn log_panic(panic: &PanicHookInfo<'_>) {
     let at = panic.location().map(ToString::to_string).unwrap_or_default();
     let thread = std::thread::current().name().unwrap_or_default().to_owned();
     tracing::error!(at, thread, "panic: {message}");
+    log_writer::flush();
 }
 
 fn subscriber<W>(role: &'static str, filter: &LogFilter, format: LogFormat, ansi: bool, to: W) -> impl Subscriber

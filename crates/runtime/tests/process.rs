@@ -8,7 +8,10 @@ use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use baton_runtime::{AdminServer, Process, ProcessConfig, Readiness, RuntimeError, Shutdown, die_with_parent, listen};
+use baton_runtime::{
+    AdminServer, LogFilter, LogFormat, Process, ProcessConfig, Readiness, RuntimeError, Shutdown, die_with_parent,
+    listen, telemetry,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -19,6 +22,7 @@ const CHILD: &str = "RUNTIME_TEST_CHILD";
 fn as_child() {
     match std::env::var(CHILD).as_deref() {
         Ok("parent") => parent(),
+        Ok("chatty") => chatty(),
         Ok(role) => component(role == "stuck"),
         Err(_) => {} // Run as an ordinary test: nothing to do.
     }
@@ -184,4 +188,38 @@ async fn get(addr: SocketAddr, path: &str) -> (u16, String) {
 #[tokio::main(flavor = "current_thread")]
 async fn get_blocking(addr: SocketAddr, path: &str) -> (u16, String) {
     get(addr, path).await
+}
+
+/// A log line for each of many events, on a pipe that nobody reads: the process goes on.
+#[test]
+fn a_process_whose_log_nobody_reads_goes_on() {
+    let mut command = child_command("chatty");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    die_with_parent(&mut command);
+    let mut child = command.spawn().unwrap();
+    let mut running = Running { lines: BufReader::new(child.stdout.take().unwrap()), child };
+    running.expect("said all");
+    let mut log = String::new();
+    running.child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    assert!(
+        log.contains("line 0 ") && log.contains("log lines were dropped") && log.contains("the last"),
+        "{}",
+        log.len()
+    );
+    assert!(running.child.wait().unwrap().success());
+}
+
+/// Logs more than is kept, then some more once it is read.
+fn chatty() {
+    telemetry::init("toy", &LogFilter::default(), LogFormat::Text);
+    for number in 0..20_000 {
+        tracing::info!("line {number} {}", "x".repeat(100));
+    }
+    println!("child said all");
+    // Until the lines that wait are read, more are dropped.
+    for _ in 0..40 {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        tracing::info!("the last");
+    }
+    baton_runtime::flush_logs();
 }

@@ -198,6 +198,7 @@ fn watch(
         stall.tell(stalled);
         if sleep(END) {
             tracing::error!("the process does not end by itself");
+            baton_runtime::flush_logs();
             std::process::abort();
         }
         return;
