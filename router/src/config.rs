@@ -56,6 +56,9 @@ baton_runtime::config! {
         token_timeout: Duration = Duration::from_secs(60),
         /// An HTTP connection without a request is closed after this long. Keep it above the idle timeout of a load balancer.
         idle_timeout: Duration = Duration::from_secs(75),
+        /// A gRPC connection is asked to end after this long, so that clients spread over routers that were added; default: never. Its
+        /// calls end first. A call that begins at that moment is sent again by most clients; those made with tonic must do so themselves.
+        connection_age: Option<Duration> = None,
         /// An answer whose client reads nothing of it for this long, while more is there, is given up.
         send_timeout: Duration = Duration::from_secs(60),
         /// Interval of the comments that keep a stream alive while it has nothing else to send.
@@ -76,6 +79,7 @@ impl RouterConfig {
             ("first_token_timeout", self.first_token_timeout.is_zero()),
             ("token_timeout", self.token_timeout.is_zero()),
             ("idle_timeout", self.idle_timeout.is_zero()),
+            ("connection_age", self.connection_age.is_some_and(|age| age.is_zero())),
             ("send_timeout", self.send_timeout.is_zero()),
             ("keep_alive", self.keep_alive.is_zero()),
         ];

@@ -213,12 +213,13 @@ impl Bound {
         if let RegistryChoice::Embedded(registry) = &registry {
             routes.add_service(registry.service());
         }
+        let age = config.connection_age;
         let bounds = Bounds::new(config.max_connections, config.idle_timeout, config.send_timeout);
         let app = http::routes(Arc::clone(&front), metrics);
         let watcher = Watcher { workers: Arc::clone(&workers), readiness, health, shutdown: shutdown.clone() };
         tasks.spawn("view", watcher.run(registry.watch()));
         tasks.spawn("http", serve_http(self.http, app, bounds, Arc::clone(&front), shutdown.clone()));
-        tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), bounds, front, registry, shutdown));
+        tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), bounds, age, front, registry, shutdown));
         Ok(RunningRouter { http_addr: self.http_addr, grpc_addr: self.grpc_addr, workers })
     }
 }
@@ -287,13 +288,19 @@ async fn serve_grpc(
     listener: TcpListener,
     routes: Routes,
     bounds: Bounds,
+    age: Option<Duration>,
     front: Arc<Front>,
     registry: RegistryChoice,
     shutdown: Shutdown,
 ) {
     // Serves until the last request has ended. Until then workers renew their leases here, and new requests are told that
     // the router is stopping.
-    let server = tonic::transport::Server::builder()
+    let server = tonic::transport::Server::builder();
+    let server = match age {
+        Some(age) => server.max_connection_age(age),
+        None => server,
+    };
+    let server = server
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .http2_max_header_list_size(HEADERS)
         .max_concurrent_streams(STREAMS)

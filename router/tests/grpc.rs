@@ -3,10 +3,15 @@
 
 mod support;
 
+use std::time::Duration;
+
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
 use baton_proto::v1::inference_client::InferenceClient;
-use support::{CONTEXT, Cluster, Decode, END, MODEL, digest_at};
+use baton_router::RouterConfig;
+use support::{CONTEXT, Cluster, Decode, END, MODEL, config, digest_at};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tonic::transport::Channel;
 use tonic::{Code, Request};
 use tonic_health::pb::HealthCheckRequest;
@@ -239,5 +244,39 @@ async fn workers_register_at_the_routers_own_address() {
     lease.revoke().await;
     cluster.seen(1).await;
     // Open watches of workers do not keep the router from stopping.
+    cluster.stop().await;
+}
+
+/// Reads HTTP/2 frames until one of this type. False at the end of the connection.
+async fn frame_comes(stream: &mut TcpStream, kind: u8) -> bool {
+    loop {
+        let mut head = [0; 9];
+        if stream.read_exact(&mut head).await.is_err() {
+            return false;
+        }
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        stream.read_exact(&mut vec![0; length as usize]).await.unwrap();
+        if head[3] == kind {
+            return true;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_old_is_asked_to_end_and_its_calls_go_on() {
+    const GOAWAY: u8 = 7;
+    let settings = RouterConfig { connection_age: Some(Duration::from_millis(100)), ..config() };
+    let cluster = Cluster::with(settings, 0, 1, &["abc"]).await;
+    let mut raw = TcpStream::connect(cluster.router.grpc_addr).await.unwrap();
+    raw.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+    let mut client = client(&cluster).await;
+    // This call is older than its connection may be.
+    cluster.worker(0).decode_will([Decode::Stall(1)]);
+    let mut old = client.generate(ask(Input::Text("hi".into()))).await.unwrap().into_inner();
+    assert!(old.message().await.unwrap().is_some());
+    assert!(frame_comes(&mut raw, GOAWAY).await);
+    let quiet = tokio::time::timeout(Duration::from_millis(300), old.message()).await;
+    assert!(quiet.is_err(), "it goes on: {quiet:?}");
+    drop(old);
     cluster.stop().await;
 }
