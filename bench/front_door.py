@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""What a router adds to a request and what it costs, one router on one core; usually by way of bench/router.
+
+    bench/front_door.py --baton target/release/baton --tool target/release/examples/front_door
+
+The workers compute nothing. They and the load run on another core, as the example `front_door` of the router crate. Each round measures every
+router in turn, and first the load against a worker without a router: what is added is the difference of the percentiles. CPU is the
+router's own, user and system time. "other core" says how busy workers and load are: near 100% they, too, add latency.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from compare import print_table, wait_until_idle
+
+ROUTER_CORE, OTHER_CORE = "0", "1"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+class Process:
+    """A program on one core, ended at the end of its `with`."""
+
+    def __init__(self, core, command):
+        self.command = ["taskset", "-c", core, *command]
+
+    def __enter__(self):
+        self.log = open("/dev/null", "w") if not os.environ.get("BENCH_LOGS") else None
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True)
+        return self
+
+    def __exit__(self, *_):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def says(self, word):
+        """Waits for a line."""
+        for line in self.process.stdout:
+            if word in line:
+                return
+        raise SystemExit(f"{shlex.join(self.command)} ended before it said {word!r}")
+
+    def cpu(self):
+        """Seconds of CPU, of the process and all below it."""
+        group = subprocess.run(["pgrep", "-g", str(self.process.pid)], stdout=subprocess.PIPE, text=True).stdout.split()
+        total = 0
+        for pid in group:
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / TICKS
+
+
+def answers(url, patience=60):
+    """Waits until a URL answers with 200; returns what it says."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                return answer.read()
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > until:
+                raise SystemExit(f"{url} does not answer: {error}")
+            time.sleep(0.1)
+
+
+def core_times(core):
+    """Ticks that a core has been busy, and all its ticks."""
+    line = next(line for line in open("/proc/stat") if line.startswith(f"cpu{core} "))
+    ticks = [int(word) for word in line.split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def pace(options):
+    return ["--first-ms", str(options.first_ms), "--step-ms", str(options.step_ms), "--burst", str(options.burst)]
+
+
+def load(options, url, model, text=False):
+    command = [options.tool, "load", "--url", url, "--model", model, "--rate", str(options.rate), "--seconds", str(options.seconds),
+               "--prompt", str(options.prompt), "--tokens", str(options.tokens), "--text", str(text).lower()]
+    done = subprocess.run(["taskset", "-c", OTHER_CORE, *command], stdout=subprocess.PIPE, text=True, check=True)
+    result = json.loads(done.stdout)
+    if result["failed"]:
+        print(f"{url}: {result['failed']} of {result['requests']} failed, the first: {str(result['error'])[:300]}", file=sys.stderr)
+    return result
+
+
+def measured(options, router, url, model, text=False):
+    """Loads a router once to warm it up, then for the record, with its CPU."""
+    load(argparse.Namespace(**{**vars(options), "seconds": 1, "rate": min(options.rate, 200)}), url, model, text)
+    before, other = router.cpu(), core_times(OTHER_CORE)
+    result = load(options, url, model, text)
+    busy, all_time = (after - since for after, since in zip(core_times(OTHER_CORE), other))
+    good = max(result["requests"] - result["failed"], 1)
+    return {**result, "cpu_us_a_token": (router.cpu() - before) / good / options.tokens * 1e6, "other_core": busy / all_time}
+
+
+def direct(options):
+    port = free_port()
+    with Process(OTHER_CORE, [options.tool, "backend", "--listen", f"127.0.0.1:{port}", *pace(options)]) as backend:
+        backend.says("listening")
+        return load(options, f"http://127.0.0.1:{port}", "tiny")
+
+
+def baton(binary):
+    def run(options):
+        http, grpc = free_port(), free_port()
+        url = f"http://127.0.0.1:{http}"
+        router = [binary, "router", "--model", options.model, "--http", f"127.0.0.1:{http}", "--grpc", f"127.0.0.1:{grpc}",
+                  "--admin", "127.0.0.1:0", "--log", "error", "--max-inflight", "65536", "--max-connections", "65536"]
+        with Process(ROUTER_CORE, router) as router:
+            answers(f"{url}/health")
+            model = json.loads(answers(f"{url}/cluster"))["model"]
+            workers = [options.tool, "workers", "--registry", f"http://127.0.0.1:{grpc}", "--model", model, *pace(options)]
+            with Process(OTHER_CORE, workers) as workers:
+                workers.says("registered")
+                answers(f"{url}/ready")
+                served = json.loads(answers(f"{url}/v1/models"))["data"][0]["id"]
+                return measured(options, router, url, served)
+    return run
+
+
+def passes_through(command, text):
+    """A router that passes HTTP through. `command` has {port}, {backends} and {free}, another free port."""
+    def run(options):
+        port, ports = free_port(), [free_port() for _ in range(2)]
+        backends = [Process(OTHER_CORE, [options.tool, "backend", "--listen", f"127.0.0.1:{p}", *pace(options)]) for p in ports]
+        with backends[0] as first, backends[1] as second:
+            first.says("listening"), second.says("listening")
+            words = command.format(port=port, free=free_port(), backends=" ".join(f"http://127.0.0.1:{p}" for p in ports))
+            with Process(ROUTER_CORE, shlex.split(words)) as router:
+                answers(f"http://127.0.0.1:{port}/health")
+                return measured(options, router, f"http://127.0.0.1:{port}", "tiny", text)
+    return run
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--baton", required=True, help="the program to measure")
+    parser.add_argument("--tool", required=True, help="the built example front_door")
+    parser.add_argument("--other", action="append", default=[], metavar="NAME=PROGRAM", help="another Baton beside it")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND",
+                        help="a router that passes HTTP through; {port}, {backends} and {free} in the command are filled in")
+    parser.add_argument("--text-peer", action="append", default=[], metavar="NAME=COMMAND",
+                        help="the same, one that takes no token ids: its prompts are texts of as many bytes")
+    parser.add_argument("--model", default="random:tiny", help="whose tokenizer and template the router reads")
+    parser.add_argument("--rates", default="1000", help="requests a second, with commas")
+    parser.add_argument("--bursts", default="1,4", help="tokens of a request that are ready together, with commas")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--prompt", type=int, default=1000, help="token ids")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--first-ms", type=float, default=20)
+    parser.add_argument("--step-ms", type=float, default=10)
+    options = parser.parse_args()
+    routers = {"baton": baton(options.baton)}
+    routers |= {name: baton(program) for name, _, program in (other.partition("=") for other in options.other)}
+    for peers, text in ((options.peer, False), (options.text_peer, True)):
+        routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
+    rows = []
+    for rate in map(float, options.rates.split(",")):
+        for burst in map(int, options.bursts.split(",")):
+            case = argparse.Namespace(**{**vars(options), "rate": rate, "burst": burst})
+            results = {name: [] for name in routers}
+            for number in range(options.rounds):
+                wait_until_idle(0.15, 120)
+                print(f"{rate:.0f} requests/s, bursts of {burst}, round {number + 1}", file=sys.stderr, flush=True)
+                alone = direct(case)
+                for name, run in routers.items():
+                    results[name].append((run(case), alone))
+            for name, runs in results.items():
+                rows.append([f"{rate:.0f}", str(burst), name, *figures(runs)])
+    print_table(["requests/s", "burst", "router", "CPU, µs a token", "first token p50, ms added", "p99", "end p50, ms added", "p99",
+                 "other core", "failed"], rows)
+    print(f"\nMedians of {options.rounds} rounds; prompts of {options.prompt} token ids, {options.tokens} tokens out.")
+
+
+def figures(runs):
+    median = lambda values: statistics.median(list(values))
+    added = lambda what, at: f"{median((own[what][at] or 0) - (alone[what][at] or 0) for own, alone in runs):.2f}"
+    cpu = f"{median(own['cpu_us_a_token'] for own, _ in runs):.2f}"
+    return [cpu, added("first_ms", "p50"), added("first_ms", "p99"), added("last_ms", "p50"), added("last_ms", "p99"),
+            f"{median(own['other_core'] for own, _ in runs):.0%}", str(sum(own["failed"] for own, _ in runs))]
+
+
+if __name__ == "__main__":
+    main()
