@@ -57,7 +57,8 @@ pub enum Condition {
     Usable,
     /// The worker does not respond: it hangs or is gone. Each further try would take as long as noticing this took (I5).
     Silent,
-    /// The worker drains or has left, and did not take the request. No work was started, so the failure costs no attempt.
+    /// The worker drains, has left, or nobody listens at its address; so it did not take the request. No work was started, so the failure
+    /// costs no attempt.
     Leaving,
 }
 

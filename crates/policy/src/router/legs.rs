@@ -89,13 +89,6 @@ pub enum Broken {
     Closed,
 }
 
-impl Broken {
-    /// The worker hangs or is gone, so there is no use in asking it again.
-    fn is_silent(self) -> bool {
-        matches!(self, Broken::TimedOut | Broken::Refused)
-    }
-}
-
 impl DecodeWord {
     /// True when nothing follows.
     pub fn is_last(&self) -> bool {
@@ -128,7 +121,12 @@ impl LegEnd {
             LegEnd::Draining { message } => Failure::leaving(format!("the {role} worker answered: {message}")),
             LegEnd::Lost { message, broken } => {
                 let lost = format!("the {role} worker is lost: {message}");
-                if broken.is_silent() { Failure::silent(lost) } else { unavailable(lost) }
+                match broken {
+                    Broken::TimedOut => Failure::silent(lost),
+                    // It took nothing on.
+                    Broken::Refused => Failure::leaving(lost),
+                    Broken::Closed => unavailable(lost),
+                }
             }
             LegEnd::Unclear { message } => Failure::new(ErrorKind::Internal, message),
             LegEnd::Left { worker } => Failure::leaving(format!("worker {worker} has left")),

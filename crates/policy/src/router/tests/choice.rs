@@ -267,3 +267,18 @@ fn only_what_workers_keep_waiting_counts() {
     let waiting = impatient([local(D1), token(0), ChoiceInput::DecodeEnded(LegEnd::Early), nobody()]);
     assert_eq!(waiting.wakes_in(), Some(Duration::from_millis(50)), "nobody is asked");
 }
+
+/// Each takes nothing on, so none costs an attempt; there are more of them than attempts.
+#[test]
+fn workers_at_whose_address_nobody_listens_cost_no_attempt() {
+    let refused = || LegEnd::Lost { message: "connection refused".into(), broken: Broken::Refused };
+    let mut scene = Scene::new();
+    for id in 1..=9 {
+        scene.step(local(WorkerId(id)));
+        let effects = scene.step(ChoiceInput::DecodeEnded(refused()));
+        let Some(Effect::Place(ask)) = effects.last() else { panic!("{effects:?}") };
+        assert_eq!(ask.avoid.len() as u64, id);
+    }
+    let effects = scene.step(local(D1));
+    assert!(matches!(effects[..], [Effect::OpenDecode { worker: D1, .. }]), "{effects:?}");
+}
