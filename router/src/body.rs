@@ -39,7 +39,8 @@ impl Bodies {
 
     /// Reads the whole body. Fails if it is too large or too slow, or if too many bytes of others are held.
     ///
-    /// The share of a body that says its length is taken before it is read. So no two bodies wait for each other's end.
+    /// The share grows with what has arrived: a client that says a length and sends nothing holds nothing. It is never waited for, so no two
+    /// bodies wait for each other's end.
     pub async fn read(&self, body: Body) -> Result<Held, RequestError> {
         let until = Instant::now() + BODY_TIMEOUT;
         let said = body.size_hint().exact().map(|length| usize::try_from(length).unwrap_or(usize::MAX));
@@ -48,7 +49,7 @@ impl Bodies {
         }
         let mut held = Held { bytes: Vec::new(), _share: None };
         let mut share = 0;
-        self.grow(&mut held, &mut share, said.unwrap_or(0))?;
+        // Costs no memory until it is written to.
         held.bytes.reserve_exact(said.unwrap_or(0));
         let mut chunks = body.into_data_stream();
         loop {
@@ -136,6 +137,31 @@ mod tests {
         drop(slow);
         assert!(bodies.read(pieces(3, true)).await.is_ok());
         drop(held);
+        assert!(bodies.read(Body::from(vec![1; 4 << 10])).await.is_ok());
+    }
+
+    /// I5: a length that is said and never sent keeps nobody out.
+    #[tokio::test]
+    async fn a_length_alone_takes_no_memory() {
+        struct Silent;
+        impl HttpBody for Silent {
+            type Data = axum::body::Bytes;
+            type Error = std::io::Error;
+            fn poll_frame(
+                self: std::pin::Pin<&mut Self>,
+                _: &mut std::task::Context<'_>,
+            ) -> std::task::Poll<Option<Result<hyper::body::Frame<Self::Data>, Self::Error>>> {
+                std::task::Poll::Pending
+            }
+            fn size_hint(&self) -> hyper::body::SizeHint {
+                hyper::body::SizeHint::with_exact(4 << 10)
+            }
+        }
+        let bodies = bodies();
+        let mut silent: Vec<_> = (0..9).map(|_| Box::pin(bodies.read(Body::new(Silent)))).collect();
+        for body in &mut silent {
+            assert!(futures::poll!(body.as_mut()).is_pending());
+        }
         assert!(bodies.read(Body::from(vec![1; 4 << 10])).await.is_ok());
     }
 }

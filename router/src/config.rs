@@ -53,8 +53,10 @@ baton_runtime::config! {
         /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere.
         first_token_timeout: Duration = Duration::from_secs(300),
         /// A worker that takes this long from one token of an answer to the next is given up, and the request goes on elsewhere.
-        token_timeout: Duration = Duration::from_secs(60),
-        /// An HTTP connection without a request is closed after this long. Keep it above the idle timeout of a load balancer.
+        /// Where there is more to do than room, sequences are preempted and wait; let it be longer than that.
+        token_timeout: Duration = Duration::from_secs(300),
+        /// An HTTP connection that waits for its next request is closed after this long; for its first, after 10s. Keep it above the idle
+        /// timeout of a load balancer.
         idle_timeout: Duration = Duration::from_secs(75),
         /// A gRPC connection is asked to end after this long, so that clients spread over routers that were added; default: never. Its
         /// calls end first. A call that begins at that moment is sent again by most clients; those made with tonic must do so themselves.

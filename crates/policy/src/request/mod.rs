@@ -229,7 +229,7 @@ pub enum Action {
     CancelPrefill,
     /// Wait this long, then send [`Input::BackoffOver`].
     Backoff(Duration),
-    /// This part of the route failed, and another one might not have. Says nothing of a full worker, or of what is wrong with the request.
+    /// This part of the route failed, and another one might not have. Not said of a full worker, nor of what is wrong with the request.
     Blame(Leg),
     /// For logs and metrics: a failure is being recovered from.
     Recovering {

@@ -145,7 +145,9 @@ impl RequestMachine {
         }
         let tells = matches!(failure.kind, Unavailable | PathLost | DataLoss | FailedPrecondition | Internal);
         if tells && failure.worker != Condition::Leaving {
-            out.push(Action::Blame(leg));
+            // A handoff that could not begin, or was given up, does not say which of the two workers failed.
+            let unclear = leg == Leg::Prefill && failure.kind == Unavailable && failure.worker == Condition::Usable;
+            out.push(Action::Blame(if unclear { Leg::Transfer } else { leg }));
         }
         let final_kind = matches!(failure.kind, InvalidArgument | NotFound | TooLarge | DeadlineExceeded);
         if final_kind || self.attempt >= self.limits.max_attempts {

@@ -183,7 +183,8 @@ pub struct Choice {
     held: Option<(Instant, Failure)>,
     /// Of the decode stream.
     pace: DecodePace,
-    /// When the prefill stream was opened.
+    /// When the workers were chosen, and when the prefill stream was opened.
+    placed_at: Instant,
     prefill_opened: Instant,
     /// When the last token was given to the client.
     emitted_at: Instant,
@@ -211,6 +212,7 @@ impl Choice {
             backoff: None,
             held: None,
             pace: DecodePace::default(),
+            placed_at: now,
             prefill_opened: now,
             emitted_at: now,
             progress: now,
@@ -271,7 +273,7 @@ impl Choice {
         }
         match input {
             Placed(Ok(placed)) => {
-                self.placed = Some(placed);
+                (self.placed, self.placed_at) = (Some(placed), now);
                 self.tell(Input::Placed(placed), now);
             }
             Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now),
@@ -329,7 +331,7 @@ impl Choice {
     }
 
     fn judge(&mut self, on: Subject, outcome: Outcome) {
-        self.todo.push_back(Effect::Judge(Verdict { on, outcome }));
+        self.todo.push_back(Effect::Judge(Verdict { on, placed: self.placed_at, outcome }));
     }
 
     fn blame(&mut self, leg: Leg) {
@@ -411,7 +413,8 @@ impl Choice {
             Action::Recovering { leg, cause } => self.todo.push_back(Effect::Recovering { leg, cause }),
             Action::Finish { reason, cached_tokens } => {
                 if let Some(placed) = self.placed {
-                    if self.pace.has_begun() {
+                    // A client may have left because nothing came any more.
+                    if self.pace.has_begun() && reason != FinishReason::Cancelled {
                         self.judge(Subject::Worker(placed.decode), Outcome::Worked(self.pace.per_token()));
                     }
                     let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());

@@ -152,7 +152,7 @@ impl Fleet {
     }
 
     /// Chooses workers for a request of the model. Lost workers, and those that do worse than others ([`Fleet::judge`]), are chosen only
-    /// when placement fails without them. A decode worker that the request already has is kept in any case.
+    /// when placement fails without them; lost ones last. A decode worker that the request already has is kept in any case.
     ///
     /// # Errors
     /// Why no worker can take the request.
@@ -160,9 +160,12 @@ impl Fleet {
         let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
         let (near, apart) = (prefixes.find(&ask.names), &outliers.apart(now));
         let input = PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near, apart };
-        let well = |id, worker: &Worker| !worker.lost && outliers.allows(Subject::Worker(id), now);
-        let usable = |id, worker: &Worker| well(id, worker) || ask.decode == Some(id);
-        let placed = placement.place(&candidates(view, workers, usable), &input);
+        let there = |id, worker: &Worker| !worker.lost || ask.decode == Some(id);
+        let well = |id, worker: &Worker| {
+            there(id, worker) && (outliers.allows(Subject::Worker(id), now) || ask.decode == Some(id))
+        };
+        let placed = placement.place(&candidates(view, workers, well), &input);
+        let placed = placed.or_else(|_| placement.place(&candidates(view, workers, there), &input));
         let placed = placed.or_else(|_| placement.place(&candidates(view, workers, |_, _| true), &input));
         let placed = placed.map_err(|e| Failure::new(e.kind(), e.to_string()))?;
         let Placed { decode, prefill } = placed;
@@ -185,7 +188,9 @@ impl Fleet {
             }
             Subject::Worker(id) => {
                 let Member { role, model, .. } = self.view.get(id).filter(|_| self.workers.contains_key(&id))?;
-                let equal = |m: &&Member| m.role == *role && m.model == *model && !m.draining;
+                let serves =
+                    |m: &Member| self.workers.get(&m.id).is_some_and(|w| !w.lost && !w.draining) && !m.draining;
+                let equal = |m: &&Member| m.role == *role && m.model == *model && (m.id == id || serves(m));
                 self.view.members.iter().filter(equal).map(|m| m.id).collect()
             }
         };
@@ -235,8 +240,6 @@ impl Fleet {
         let worker = self.of(probe.worker, probe.joined)?;
         worker.lost = !answered;
         if answered {
-            // What failed while it was away says nothing of it now.
-            self.outliers.forget(probe.worker);
             return None;
         }
         Some(Probe { at: now + PROBE_EVERY, ..probe })

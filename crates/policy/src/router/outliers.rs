@@ -19,6 +19,8 @@ const ENOUGH: u32 = 8;
 const SLOW: f64 = 4.0;
 /// A difference of less than this, seconds a token, is not slow.
 const SLOWER: f64 = 0.002;
+/// A request counts as this many times as slow as the mean before it at most.
+const MOST: f64 = 2.0;
 /// The first ejection lasts this long, each further one twice as long as the one before, up to the second value.
 const EJECTED: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
 /// The request that tries an ejected worker may take this long; then the next request tries.
@@ -62,6 +64,8 @@ impl std::fmt::Display for Subject {
 pub struct Verdict {
     /// With whom.
     pub on: Subject,
+    /// When the request was placed there.
+    pub placed: Instant,
     /// How.
     pub outcome: Outcome,
 }
@@ -155,21 +159,20 @@ impl Outliers {
     /// Takes in how a request fared. `equals` are the workers that could have run it as well, with `on` itself; of those, no more than half
     /// are ejected at a time. Pairs have none: where no handoff is possible, decode workers compute prompts themselves.
     pub fn judge(&mut self, verdict: Verdict, equals: &[WorkerId], now: Instant) -> Option<Judgement> {
-        let Verdict { on, outcome } = verdict;
+        let Verdict { on, placed, outcome } = verdict;
         if matches!(on, Subject::Pair { .. }) && outcome != Outcome::Failed && !self.0.contains_key(&on) {
             return None;
         }
         let record = self.0.entry(on).or_default();
-        record.add(outcome);
         match (record.ejected, outcome) {
-            // Requests from before its ejection.
-            (Some(ejected), _) if ejected.trial.is_none() => return None,
+            // Requests from before its trial, which say nothing new.
+            (Some(ejected), _) if ejected.trial.is_none_or(|until| placed + TRIAL < until) => return None,
             (Some(_), Outcome::Failed) => return Some(self.eject(on, "the request that tried it failed, too", now)),
             (Some(_), Outcome::Worked(_)) => {
                 *record = Record { ejections: record.ejections, ..Record::default() };
                 return Some(Judgement::Readmitted(on));
             }
-            (None, _) => {}
+            (None, _) => record.add(outcome),
         }
         let why = record.fails().or_else(|| self.is_slow(on, equals))?;
         let out = equals.iter().filter(|id| self.is_ejected(Subject::Worker(**id))).count();
@@ -205,7 +208,8 @@ impl Record {
         self.requests = self.requests.saturating_add(1);
         self.failing += (f64::from(outcome == Outcome::Failed) - self.failing) * WEIGHT;
         if let Outcome::Worked(Some(time)) = outcome {
-            let time = time.as_secs_f64();
+            // No single request makes a worker slow: it may have waited, or been preempted.
+            let time = self.pace.map_or(time.as_secs_f64(), |mean| time.as_secs_f64().min(MOST * mean));
             self.pace = Some(self.pace.map_or(time, |mean| mean + (time - mean) * WEIGHT));
         }
         // It has done well for long.

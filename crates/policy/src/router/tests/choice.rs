@@ -192,7 +192,7 @@ fn verdicts(inputs: impl IntoIterator<Item = ChoiceInput>) -> Vec<(Subject, Outc
         scene.now += Duration::from_millis(1);
         let said = scene.step(input);
         verdicts.extend(said.into_iter().filter_map(|effect| match effect {
-            Effect::Judge(Verdict { on, outcome }) => Some((on, outcome)),
+            Effect::Judge(Verdict { on, outcome, .. }) => Some((on, outcome)),
             _ => None,
         }));
     }
@@ -214,7 +214,12 @@ fn who_worked_and_who_failed_is_judged() {
     assert_eq!(verdicts([split(D1, P1), reserved(), corrupt]), [(pair, Outcome::Failed)]);
     let prefill = |kind| verdicts([split(D1, P1), reserved(), ChoiceInput::PrefillEnded(answered(kind))]);
     assert_eq!(prefill(ErrorKind::Internal), [(Subject::Worker(P1), Outcome::Failed)]);
-    assert_eq!(prefill(ErrorKind::PathLost), [(pair, Outcome::Failed)]);
+    // Not clear whose fault it is.
+    for between in [ErrorKind::PathLost, ErrorKind::Unavailable] {
+        assert_eq!(prefill(between), [(pair, Outcome::Failed)]);
+    }
+    let gone = through(vec![token(1), ChoiceInput::ClientGone]);
+    assert_eq!(gone, well, "it may have left because nothing came");
     for nobody in [ErrorKind::ResourceExhausted, ErrorKind::InvalidArgument, ErrorKind::DeadlineExceeded] {
         assert_eq!(prefill(nobody), [], "{nobody:?}");
     }

@@ -203,7 +203,7 @@ fn what_was_sent_somewhere_is_sent_there_again() {
 }
 
 fn judged(fleet: &mut Fleet, on: Subject, outcome: Outcome, times: usize, now: Instant) -> Option<Judgement> {
-    (0..times).filter_map(|_| fleet.judge(Verdict { on, outcome }, now)).last()
+    (0..times).filter_map(|_| fleet.judge(Verdict { on, placed: now, outcome }, now)).last()
 }
 
 fn is_ejected(fleet: &Fleet, id: WorkerId) -> bool {
@@ -227,6 +227,8 @@ fn a_worker_that_fails_is_left_out_and_tried_by_one_request() {
     let later = now + time;
     let tried: Vec<_> = (0..4).map(|_| fleet.place(&ask(), later).unwrap().decode).collect();
     assert_eq!(tried.iter().filter(|id| **id == D1).count(), 1, "{tried:?}");
+    let old = Verdict { on: d1, placed: now, outcome: Outcome::Worked(None) };
+    assert_eq!(fleet.judge(old, later), None, "its request was placed before the trial");
     let again = judged(&mut fleet, d1, Outcome::Failed, 1, later);
     assert!(matches!(again, Some(Judgement::Ejected { time: longer, .. }) if longer == 2 * time), "{again:?}");
     let later = later + 2 * time;
@@ -270,6 +272,31 @@ fn a_worker_that_is_much_slower_than_the_others_is_left_out() {
         assert_eq!(judged(&mut fleet, Subject::Worker(D1), pace(slow), 7, now), None, "too few to say");
         assert_eq!(judged(&mut fleet, Subject::Worker(D1), pace(slow), 1, now).is_some(), ejected, "{slow} ms");
     }
+}
+
+#[test]
+fn one_request_that_waited_makes_no_worker_slow() {
+    let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
+    for id in [D1, D2] {
+        judged(&mut fleet, Subject::Worker(id), Outcome::Worked(Some(Duration::from_millis(10))), 20, now);
+    }
+    let waited = Outcome::Worked(Some(Duration::from_secs(60)));
+    assert_eq!(judged(&mut fleet, Subject::Worker(D1), waited, 3, now), None);
+    assert!(judged(&mut fleet, Subject::Worker(D1), waited, 30, now).is_some());
+}
+
+#[test]
+fn a_lost_worker_is_no_equal_and_comes_after_one_that_does_worse() {
+    let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
+    let lease = fleet.lease(D2).unwrap();
+    fleet.ended(&lease, &lost(false), now);
+    assert_eq!(judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 20, now), None, "it is the only one");
+    assert_eq!(fleet.place(&ask(), now).unwrap().decode, D1);
+    let (mut fleet, now) = (self::fleet(two_and_two()), Instant::now());
+    judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 20, now);
+    let lease = fleet.lease(D2).unwrap();
+    fleet.ended(&lease, &lost(false), now);
+    assert_eq!(fleet.place(&ask(), now).unwrap().decode, D1);
 }
 
 #[test]

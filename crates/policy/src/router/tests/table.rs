@@ -90,8 +90,8 @@ fn effect(effect: &Effect) -> String {
         Effect::DropPrefill => "DropPrefill".into(),
         Effect::Emit(t) => format!("Emit {}", t.index),
         Effect::Recovering { leg, cause } => format!("Recovering {} ({:?})", leg.as_str(), cause.kind),
-        Effect::Judge(Verdict { on, outcome: Outcome::Failed }) => format!("Blame {on}"),
-        Effect::Judge(Verdict { on, outcome: Outcome::Worked(_) }) => format!("Praise {on}"),
+        Effect::Judge(Verdict { on, outcome: Outcome::Failed, .. }) => format!("Blame {on}"),
+        Effect::Judge(Verdict { on, outcome: Outcome::Worked(_), .. }) => format!("Praise {on}"),
         Effect::Note { placed, .. } => match placed.prefill {
             Some(prefill) => format!("Note {} {prefill}", placed.decode),
             None => format!("Note {}", placed.decode),
