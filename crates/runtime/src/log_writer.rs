@@ -1,18 +1,20 @@
 //! Writes log lines from a thread of its own. Whoever reads them may stop reading (a full disk, a stuck collector); lines are then dropped and
 //! counted, and nothing else waits.
 
+use std::cell::RefCell;
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Most lines that wait to be written.
+/// Most lines, and most bytes of them, that wait to be written (I5).
 const LINES: usize = 8192;
-/// Longest line kept, bytes. With [`LINES`] it bounds the memory (I5); nearly all lines are much shorter.
-const LONGEST: usize = 16 << 10;
+const BYTES: usize = 16 << 20;
+/// Least time between two reports of dropped lines.
+const REPORT_EVERY: Duration = Duration::from_secs(1);
 
 enum Item {
     Line(Vec<u8>),
@@ -24,8 +26,20 @@ enum Item {
 #[derive(Clone)]
 pub(crate) struct LogWriter {
     items: SyncSender<Item>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Bytes that wait.
+    waiting: AtomicUsize,
     /// Lines that found no room, and that nobody has been told of.
-    dropped: Arc<AtomicU64>,
+    dropped: AtomicU64,
+}
+
+thread_local! {
+    /// On the log's thread: its own lines, which it writes itself.
+    static OWN: RefCell<Option<Vec<u8>>> = const { RefCell::new(None) };
 }
 
 static WRITER: OnceLock<LogWriter> = OnceLock::new();
@@ -34,10 +48,10 @@ impl LogWriter {
     /// Starts the thread, which writes to `to`.
     pub fn start(to: impl Write + Send + 'static) -> io::Result<LogWriter> {
         let (items, received) = sync_channel(LINES);
-        let dropped = Arc::<AtomicU64>::default();
-        let theirs = Arc::clone(&dropped);
+        let shared = Arc::<Shared>::default();
+        let theirs = Arc::clone(&shared);
         std::thread::Builder::new().name("log".to_owned()).spawn(move || write_all(to, received, &theirs))?;
-        Ok(LogWriter { items, dropped })
+        Ok(LogWriter { items, shared })
     }
 
     /// Lets [`flush`] wait for this writer.
@@ -46,8 +60,15 @@ impl LogWriter {
     }
 
     fn line(&self, line: Vec<u8>) {
-        if self.items.try_send(Item::Line(line)).is_err() {
-            self.dropped.fetch_add(1, Ordering::Relaxed);
+        let is_own = OWN.with_borrow_mut(|own| own.as_mut().map(|own| own.extend_from_slice(&line)).is_some());
+        if is_own {
+            return;
+        }
+        let (Shared { waiting, dropped }, bytes) = (&*self.shared, line.len());
+        let fits = waiting.fetch_add(bytes, Ordering::Relaxed) + bytes <= BYTES;
+        if !fits || self.items.try_send(Item::Line(line)).is_err() {
+            waiting.fetch_sub(bytes, Ordering::Relaxed);
+            dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -72,16 +93,24 @@ pub fn flush() {
     }
 }
 
-fn write_all(mut to: impl Write, items: Receiver<Item>, dropped: &AtomicU64) {
+fn write_all(mut to: impl Write, items: Receiver<Item>, shared: &Shared) {
+    OWN.set(Some(Vec::new()));
+    let mut reported: Option<Instant> = None;
     for item in items {
         match item {
-            // Nobody could be told of an error.
-            Item::Line(line) => drop(to.write_all(&line)),
+            Item::Line(line) => {
+                // Nobody could be told of an error.
+                let _ = to.write_all(&line);
+                shared.waiting.fetch_sub(line.len(), Ordering::Relaxed);
+            }
             Item::Flush(done) => drop(done.send(())),
         }
-        let lost = dropped.swap(0, Ordering::Relaxed);
-        if lost > 0 {
-            tracing::warn!(lines = lost, "log lines were dropped: they came faster than they were read");
+        if shared.dropped.load(Ordering::Relaxed) > 0 && reported.is_none_or(|at| at.elapsed() >= REPORT_EVERY) {
+            let lines = shared.dropped.swap(0, Ordering::Relaxed);
+            tracing::warn!(lines, "log lines were dropped: they came faster than they were read");
+            let own = OWN.with_borrow_mut(|own| own.as_mut().map(std::mem::take)).unwrap_or_default();
+            let _ = to.write_all(&own);
+            reported = Some(Instant::now());
         }
     }
 }
@@ -94,8 +123,7 @@ pub(crate) struct Line<'a> {
 
 impl Write for Line<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let room = LONGEST.saturating_sub(self.text.len());
-        self.text.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        self.text.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -106,9 +134,6 @@ impl Write for Line<'_> {
 
 impl Drop for Line<'_> {
     fn drop(&mut self) {
-        if self.text.len() == LONGEST && self.text.last() != Some(&b'\n') {
-            self.text.extend_from_slice("…\n".as_bytes());
-        }
         if !self.text.is_empty() {
             self.to.line(std::mem::take(&mut self.text));
         }
@@ -163,13 +188,18 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_bounded() {
-        let (_, held) = channel();
+    fn what_waits_is_bounded_in_bytes_too() {
+        let (read, held) = channel();
         let (written, lines) = channel();
         let writer = LogWriter::start(Stuck(held, written)).unwrap();
-        writeln!(writer.make_writer(), "{}", "x".repeat(2 * LONGEST)).unwrap();
+        for _ in 0..5 {
+            writeln!(writer.make_writer(), "{}", "x".repeat(BYTES / 4)).unwrap();
+        }
+        drop(read);
         writer.flush(Duration::from_secs(30));
-        let line: Vec<u8> = lines.try_iter().flatten().collect();
-        assert!(line.len() < LONGEST + 8 && line.ends_with("…\n".as_bytes()));
+        assert_eq!(lines.try_iter().count(), 3);
+        writeln!(writer.make_writer(), "there is room again").unwrap();
+        writer.flush(Duration::from_secs(30));
+        assert_eq!(lines.try_iter().count(), 1);
     }
 }
