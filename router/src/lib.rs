@@ -12,7 +12,7 @@
 //! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request.
 //! - `tools`: functions a model may call, described in its prompt and parsed out of its answers.
 //! - `driver`, `worker`: run one choice on its workers. `sink`, `stop`: turn tokens into text.
-//! - `server`: puts the router together and starts it.
+//! - `server`: puts the router together and starts it. `serving`: its listeners, until the last request has ended.
 
 #![forbid(unsafe_code)]
 
@@ -33,6 +33,7 @@ mod prompt;
 mod random;
 mod record;
 mod server;
+mod serving;
 mod sink;
 mod sse;
 mod stop;
