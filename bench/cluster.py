@@ -27,8 +27,8 @@ class Cluster:
     """`baton up` with some flags and further variables of its environment."""
 
     def __init__(self, baton, model, flags, variables=None):
-        self.port, grpc = free_ports(2)
-        addresses = ["--http", f"127.0.0.1:{self.port}", "--grpc", f"127.0.0.1:{grpc}"]
+        self.port, grpc, internal = free_ports(3)
+        addresses = ["--http", f"127.0.0.1:{self.port}", "--grpc", f"127.0.0.1:{grpc}", "--internal", f"127.0.0.1:{internal}"]
         command = [baton, "up", "--model", model, *addresses, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(variables or {})})
         self.model = None

@@ -120,14 +120,14 @@ def direct(options):
 
 def baton(binary):
     def run(options):
-        http, grpc = free_port(), free_port()
+        http, grpc, internal, admin = (free_port() for _ in range(4))
         url = f"http://127.0.0.1:{http}"
         router = [binary, "router", "--model", options.model, "--http", f"127.0.0.1:{http}", "--grpc", f"127.0.0.1:{grpc}",
-                  "--admin", "127.0.0.1:0", "--log", "error", "--max-inflight", "65536", "--max-connections", "65536"]
+                  "--internal", f"127.0.0.1:{internal}", "--admin", f"127.0.0.1:{admin}", "--log", "error", "--max-inflight", "65536", "--max-connections", "65536"]
         with Process(ROUTER_CORE, router) as router:
             answers(f"{url}/health")
-            model = json.loads(answers(f"{url}/cluster"))["model"]
-            workers = [options.tool, "workers", "--registry", f"http://127.0.0.1:{grpc}", "--model", model, *pace(options)]
+            model = json.loads(answers(f"http://127.0.0.1:{admin}/cluster"))["model"]
+            workers = [options.tool, "workers", "--registry", f"http://127.0.0.1:{internal}", "--model", model, *pace(options)]
             with Process(OTHER_CORE, workers) as workers:
                 workers.says("registered")
                 answers(f"{url}/ready")

@@ -21,8 +21,8 @@ fn registry_arg() -> Arg {
     Arg::new("registry")
         .long("registry")
         .value_name("URL")
-        .default_value("http://127.0.0.1:8001")
-        .help("The cluster's registry: http://HOST:PORT of a router's gRPC, or etcd://HOST:PORT,…")
+        .default_value("http://127.0.0.1:8002")
+        .help("The cluster's registry: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…")
 }
 
 /// `baton status`.
@@ -55,7 +55,9 @@ async fn views(registry: &str) -> anyhow::Result<ViewReceiver> {
     let mut views = baton_cluster::connect(registry).await?.watch();
     let fresh = tokio::time::timeout(PATIENCE, views.wait_for(|view| !view.stale)).await.is_ok_and(|view| view.is_ok());
     if !fresh {
-        bail!("no registry answers at {registry}; is the cluster up? Name another with --registry");
+        bail!(
+            "no registry answers at {registry}; is the cluster up? Name another with --registry: etcd, or a router's --internal address"
+        );
     }
     Ok(views)
 }

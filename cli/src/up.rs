@@ -34,6 +34,8 @@ baton_runtime::config! {
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
         /// Address of the gRPC API; port 0 picks a free port.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
+        /// Address where workers register, and where `baton status` and `baton scale` ask; port 0 picks a free port.
+        internal: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8002)),
         /// Where workers are found: embedded (the router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
         /// How KV travels between workers: auto, shm, tcp, ucx or cuda-ipc.
@@ -78,8 +80,11 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     if config.decode == 0 {
         bail!("--decode is 0; a cluster needs at least one decode worker");
     }
-    if config.http == config.grpc && config.http.port() != 0 {
-        bail!("--http and --grpc are both {}; they must differ", config.http);
+    let [http, grpc, internal] = [("--http", config.http), ("--grpc", config.grpc), ("--internal", config.internal)];
+    for (one, other) in [(http, grpc), (http, internal), (grpc, internal)] {
+        if one.1 == other.1 && one.1.port() != 0 {
+            bail!("{} and {} are both {}; they must differ", one.0, other.0, one.1);
+        }
     }
     let process = Process::start("up", &config.process, Default::default()).await?;
     let shutdown = process.shutdown.clone();
@@ -89,13 +94,15 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     }
     let (http, _kept_http) = keep(config.http, "--http")?;
     let (grpc, _kept_grpc) = keep(config.grpc, "--grpc")?;
-    (config.http, config.grpc) = (http, grpc);
+    let (internal, _kept_internal) = keep(config.internal, "--internal")?;
+    let (admin, _kept_admin) = keep(SocketAddr::from(([127, 0, 0, 1], 0)), "--admin")?;
+    (config.http, config.grpc, config.internal) = (http, grpc, internal);
     let registry = match config.registry.as_str() {
-        "embedded" => format!("http://{}", config.grpc),
+        "embedded" => format!("http://{internal}"),
         other => other.to_owned(),
     };
     let mut supervisor = Supervisor::new(std::env::current_exe().context("finding this program's file")?);
-    supervisor.define(Kind::Router, router_args(&config));
+    supervisor.define(Kind::Router, router_args(&config, admin));
     let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
     let prefill_tp = config.prefill_tp.unwrap_or(config.tp);
     supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type.0, prefill_tp));
@@ -108,7 +115,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);
-    let outcome = supervise(&config, &registry, &mut supervisor, &process).await;
+    let outcome = supervise(&config, admin, &registry, &mut supervisor, &process).await;
     if outcome.is_ok() {
         eprintln!("stopping: running requests may finish (Ctrl-C again cuts them off)");
     }
@@ -120,19 +127,20 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
 /// Runs the processes from their start until the drain starts.
 async fn supervise(
     config: &UpConfig,
+    admin: SocketAddr,
     registry: &str,
     supervisor: &mut Supervisor,
     process: &Process,
 ) -> anyhow::Result<()> {
     let ready = tokio::select! {
-        ready = supervisor.run_until(wait_ready(config)) => ready?,
+        ready = supervisor.run_until(wait_ready(config, admin)) => ready?,
         () = process.shutdown.draining() => return Ok(()),
     };
     if !ready {
         let timeout = format_duration(config.start_timeout);
         bail!("the cluster was not ready within {timeout}; start with --log info to see why");
     }
-    let text = announcement(config, &supervisor.processes(), &served_model(config.http).await?);
+    let text = announcement(config, admin, registry, &supervisor.processes(), &served_model(config.http).await?);
     // A closed standard output is no reason to stop.
     let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
@@ -165,8 +173,9 @@ fn keep(address: SocketAddr, flag: &str) -> anyhow::Result<(SocketAddr, TcpSocke
         .with_context(|| format!("cannot listen on {address}; is another cluster running? Choose another with {flag}"))
 }
 
-fn router_args(config: &UpConfig) -> Vec<String> {
-    let mut args = common_args(config);
+fn router_args(config: &UpConfig, admin: SocketAddr) -> Vec<String> {
+    let mut args = common_args(config, admin);
+    args.extend(flag("internal", config.internal));
     args.extend(flag("http", config.http));
     args.extend(flag("grpc", config.grpc));
     args.extend(flag("registry", &config.registry));
@@ -174,7 +183,7 @@ fn router_args(config: &UpConfig) -> Vec<String> {
 }
 
 fn worker_args(config: &UpConfig, registry: &str, kv_type: KvDtype, tp: u32) -> Vec<String> {
-    let mut args = common_args(config);
+    let mut args = common_args(config, "127.0.0.1:0");
     args.extend(flag("grpc", "127.0.0.1:0"));
     args.extend(flag("registry", registry));
     args.extend(flag("transport", config.transport.0));
@@ -194,14 +203,14 @@ fn worker_args(config: &UpConfig, registry: &str, kv_type: KvDtype, tp: u32) -> 
     args
 }
 
-fn common_args(config: &UpConfig) -> Vec<String> {
+fn common_args(config: &UpConfig, admin: impl ToString) -> Vec<String> {
     let mut args: Vec<String> = flag("model", &config.model).into();
     args.extend(config.fetch.model_cache.iter().flat_map(|path| flag("model-cache", path.display())));
     args.extend(config.fetch.hub_endpoint.iter().flat_map(|url| flag("hub-endpoint", url)));
     args.extend(config.fetch.hub_token_file.iter().flat_map(|path| flag("hub-token-file", path.display())));
     args.extend(flag("log", &config.process.log));
     args.extend(flag("log-format", config.process.log_format));
-    args.extend(flag("admin", "127.0.0.1:0"));
+    args.extend(flag("admin", admin));
     args.extend(flag("drain-timeout", format_duration(config.process.drain_timeout)));
     args
 }
@@ -211,13 +220,13 @@ fn flag(name: &str, value: impl ToString) -> [String; 2] {
 }
 
 /// Waits until the router can serve and sees all workers; false when `start_timeout` passes first.
-async fn wait_ready(config: &UpConfig) -> bool {
+async fn wait_ready(config: &UpConfig, admin: SocketAddr) -> bool {
     let ready = async {
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         loop {
             tick.tick().await;
-            let serves = matches!(crate::status::get(config.http, "/ready").await, Ok((200, _)));
-            if serves && all_workers(config).await.is_some_and(|all| all) {
+            let serves = matches!(crate::status::get(admin, "/ready").await, Ok((200, _)));
+            if serves && all_workers(config, admin).await.is_some_and(|all| all) {
                 return;
             }
         }
@@ -226,8 +235,8 @@ async fn wait_ready(config: &UpConfig) -> bool {
 }
 
 /// Whether the router sees at least as many workers of each role as were started; None when it does not answer.
-async fn all_workers(config: &UpConfig) -> Option<bool> {
-    let (_, body) = crate::status::get(config.http, "/cluster").await.ok()?;
+async fn all_workers(config: &UpConfig, admin: SocketAddr) -> Option<bool> {
+    let (_, body) = crate::status::get(admin, "/cluster").await.ok()?;
     let cluster: serde_json::Value = serde_json::from_str(&body).ok()?;
     let members = cluster["members"].as_array()?;
     let count = |role: &str| members.iter().filter(|m| m["role"] == role).count();
@@ -242,12 +251,18 @@ async fn served_model(http: SocketAddr) -> anyhow::Result<String> {
 }
 
 /// The text that the terminal shows once everything runs.
-fn announcement(config: &UpConfig, processes: &[(Kind, u32)], model: &str) -> String {
+fn announcement(
+    config: &UpConfig,
+    admin: SocketAddr,
+    registry: &str,
+    processes: &[(Kind, u32)],
+    model: &str,
+) -> String {
     let (bold, plain) = if std::io::stdout().is_terminal() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
     let UpConfig { http, grpc, .. } = config;
     let line = |(kind, pid): &(Kind, u32)| {
         let place = match kind {
-            Kind::Router => format!("http://{http}  grpc {grpc}"),
+            Kind::Router => format!("http://{http}  grpc {grpc}  admin http://{admin}"),
             Kind::Prefill => "computes prompts, writes KV to decode".to_owned(),
             Kind::Decode if config.prefill == 0 => "computes prompts and streams tokens".to_owned(),
             Kind::Decode => "takes KV, streams tokens".to_owned(),
@@ -264,7 +279,7 @@ fn announcement(config: &UpConfig, processes: &[(Kind, u32)], model: &str) -> St
     format!(
         "\n{bold}Baton is up{plain}, serving {model}\n\n  process  pid      address\n{processes}\nTry:\n  \
          curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  \
-         {program} chat --router http://{grpc} \"{question}\"\n\nCtrl-C stops everything.\n"
+         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}\n\nCtrl-C stops everything.\n"
     )
 }
 

@@ -7,6 +7,9 @@ use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
 
 use crate::error::RouterError;
 
+/// The value of `registry` for the one inside the router.
+pub(crate) const EMBEDDED: &str = "embedded";
+
 baton_runtime::config_enum! {
     /// How workers are chosen.
     pub enum PlacementKind {
@@ -26,6 +29,12 @@ baton_runtime::config! {
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
         /// Address of the gRPC API; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
+        /// Address where workers register, and where `baton status` asks, if the registry is embedded; port 0 takes a free one. Whoever
+        /// reaches it can register a worker and so receive prompts: let only workers and operators.
+        internal: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8002)),
+        /// Serves the embedded registry at the gRPC API's address, too, for workers that were started before there was --internal. Then
+        /// every client can register a worker. It goes with the next version.
+        registry_on_grpc: bool = false,
         /// The model to serve: a path, a name, org/name on the hub, or random:NAME.
         /// The router reads only its tokenizer and chat template.
         model: String = "smollm2".to_owned(),
@@ -91,9 +100,20 @@ impl RouterConfig {
         if self.body_memory.0 < self.body_limit.0 {
             return Err(RouterError::BodyMemory { memory: self.body_memory, limit: self.body_limit });
         }
-        match clash(self.http, self.grpc) {
-            true => Err(RouterError::SameAddress { addr: self.http }),
-            false => Ok(()),
+        self.check_addresses()
+    }
+
+    fn check_addresses(&self) -> Result<(), RouterError> {
+        let [http, grpc, internal] = [("--http", self.http), ("--grpc", self.grpc), ("--internal", self.internal)];
+        // With another registry there is no internal listener.
+        let pairs = if self.registry == EMBEDDED {
+            &[(http, grpc), (http, internal), (grpc, internal)][..]
+        } else {
+            &[(http, grpc)]
+        };
+        match pairs.iter().find(|(a, b)| clash(a.1, b.1)) {
+            Some((a, b)) => Err(RouterError::SameAddress { addr: a.1, flags: (a.0, b.0) }),
+            None => Ok(()),
         }
     }
 }
@@ -114,5 +134,14 @@ mod tests {
         assert!(clash("127.0.0.1:80", "127.0.0.1:80") && clash("0.0.0.0:80", "127.0.0.1:80"));
         assert!(!clash("127.0.0.1:0", "127.0.0.1:0"), "0 takes two free ports");
         assert!(!clash("127.0.0.1:80", "127.0.0.2:80") && !clash("127.0.0.1:80", "127.0.0.1:81"));
+    }
+
+    #[test]
+    fn an_address_that_is_taken_twice_is_refused_by_name() {
+        let internal = RouterConfig { internal: RouterConfig::default().grpc, ..RouterConfig::default() };
+        let error = internal.check().unwrap_err().to_string();
+        assert!(error.contains("--grpc") && error.contains("--internal"), "{error}");
+        let elsewhere = RouterConfig { registry: "etcd://a:1".to_owned(), ..internal };
+        elsewhere.check().unwrap();
     }
 }

@@ -26,11 +26,13 @@ pub enum RouterError {
         /// The largest body.
         limit: Bytes,
     },
-    /// Both servers are set to the same address.
-    #[error("--http and --grpc are both at {addr}; they must differ")]
+    /// Two servers are set to the same address.
+    #[error("{} and {} are both at {addr}; they must differ", flags.0, flags.1)]
     SameAddress {
         /// The address.
         addr: std::net::SocketAddr,
+        /// The two flags.
+        flags: (&'static str, &'static str),
     },
     /// The model's files cannot be fetched or opened.
     #[error(transparent)]

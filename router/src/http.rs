@@ -8,7 +8,6 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use baton_runtime::MetricsHandle;
 use baton_types::{ErrorKind, RequestId};
 use serde_json::json;
 use tokio::time::Instant;
@@ -30,11 +29,10 @@ const REQUEST_ID: &str = "x-request-id";
 #[derive(Clone)]
 struct Door {
     front: Arc<Front>,
-    metrics: MetricsHandle,
 }
 
 /// All routes.
-pub(crate) fn routes(front: Arc<Front>, metrics: MetricsHandle) -> Router {
+pub(crate) fn routes(front: Arc<Front>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completions))
@@ -42,16 +40,9 @@ pub(crate) fn routes(front: Arc<Front>, metrics: MetricsHandle) -> Router {
         .route("/v1/models/{*id}", get(model))
         .route("/health", get(|| async { "alive\n" }))
         .route("/ready", get(ready))
-        .route("/metrics", get(render))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
-        .with_state(Door { front: Arc::clone(&front), metrics })
-        .merge(cluster_route(front.workers.clone()))
-}
-
-/// GET /cluster, for people and `baton status`; also served at the admin endpoint.
-pub(crate) fn cluster_route(workers: Arc<crate::worker::Workers>) -> Router {
-    Router::new().route("/cluster", get(move || async move { Json(workers.describe()) }))
+        .with_state(Door { front })
 }
 
 async fn chat(State(door): State<Door>, request: Request) -> Response {
@@ -187,10 +178,6 @@ async fn ready(State(door): State<Door>) -> Response {
         None => "ready\n".into_response(),
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
-}
-
-async fn render(State(door): State<Door>) -> Response {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], door.metrics.render()).into_response()
 }
 
 async fn no_route(request: Request) -> Response {

@@ -17,24 +17,24 @@ use tokio::net::TcpListener;
 use tonic::service::Routes;
 use tonic_health::ServingStatus;
 
-use crate::config::RouterConfig;
+use crate::config::{EMBEDDED, RouterConfig};
 use crate::error::RouterError;
 use crate::front::{Front, FrontLimits};
 use crate::grpc::Inference;
 use crate::http;
 use crate::listener::Bounds;
 use crate::model::ServedModel;
-use crate::serving::{serve_grpc, serve_http};
+use crate::serving::Serving;
 use crate::worker::Workers;
 
-const EMBEDDED: &str = "embedded";
 /// Name of the service whose health clients ask for.
 const INFERENCE: &str = "baton.v1.Inference";
+const HEALTH: &str = "grpc.health.v1.Health";
 
 /// The registry from which the router learns of its workers.
 #[derive(Clone)]
 pub enum RegistryChoice {
-    /// In this process. Workers reach it at the router's gRPC address.
+    /// In this process. Workers reach it at the router's internal address.
     Embedded(EmbeddedRegistry),
     /// In another process.
     Other(Arc<dyn Registry>),
@@ -67,6 +67,8 @@ pub struct RunningRouter {
     pub http_addr: SocketAddr,
     /// Where gRPC listens.
     pub grpc_addr: SocketAddr,
+    /// Where workers register, if the registry is embedded.
+    pub internal_addr: Option<SocketAddr>,
     workers: Arc<Workers>,
 }
 
@@ -97,7 +99,8 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     let Process { shutdown, tasks, readiness, .. } = &process;
     let router = bound.start(&config, model, registry, shutdown.clone(), tasks, readiness.clone())?;
     let _ = page.set(Arc::clone(&router.workers));
-    tracing::info!(http = %router.http_addr, grpc = %router.grpc_addr, admin = %process.admin_addr(), "serving");
+    let internal = router.internal_addr.map(tracing::field::display);
+    tracing::info!(http = %router.http_addr, grpc = %router.grpc_addr, internal, admin = %process.admin_addr(), "serving");
     Ok(process.join().await)
 }
 
@@ -149,12 +152,12 @@ fn cluster_page(workers: Arc<OnceLock<Arc<Workers>>>) -> axum::Router {
     axum::Router::new().route("/cluster", axum::routing::get(page))
 }
 
-/// Both listeners, opened before anything slow happens.
+/// All listeners, opened before anything slow happens.
 struct Bound {
     http: TcpListener,
-    http_addr: SocketAddr,
     grpc: TcpListener,
-    grpc_addr: SocketAddr,
+    /// None where the registry is in another process.
+    internal: Option<TcpListener>,
 }
 
 impl Bound {
@@ -162,9 +165,11 @@ impl Bound {
         config.check()?;
         let http = baton_runtime::listen(config.http, "--http").await?;
         let grpc = baton_runtime::listen(config.grpc, "--grpc").await?;
-        let http_addr = http.local_addr().unwrap_or(config.http);
-        let grpc_addr = grpc.local_addr().unwrap_or(config.grpc);
-        Ok(Bound { http, http_addr, grpc, grpc_addr })
+        let internal = match config.registry.as_str() {
+            EMBEDDED => Some(baton_runtime::listen(config.internal, "--internal").await?),
+            _ => None,
+        };
+        Ok(Bound { http, grpc, internal })
     }
 
     fn start(
@@ -176,7 +181,6 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let metrics = names::install()?;
         let workers = Arc::new(Workers::new(model.name(), config.placement, config.worker_timeout));
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
@@ -196,22 +200,38 @@ impl Bound {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
                 .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+                // What is served here; the descriptors have the internal services, too.
+                .with_service_name(INFERENCE)
+                .with_service_name(HEALTH)
         };
         // Reflection clients speak v1 or v1alpha.
         routes.add_service(reflection().build_v1()?).add_service(reflection().build_v1alpha()?);
         let inference = InferenceServer::new(Inference::new(Arc::clone(&front)));
         routes.add_service(inference.max_decoding_message_size(limits.body_limit));
-        if let RegistryChoice::Embedded(registry) = &registry {
+        if let (RegistryChoice::Embedded(registry), true) = (&registry, config.registry_on_grpc) {
+            tracing::warn!(
+                "--registry-on-grpc: every client of the gRPC API can register a worker and so receive prompts"
+            );
             routes.add_service(registry.service());
         }
-        let age = config.connection_age;
         let bounds = Bounds::new(config.max_connections, config.idle_timeout, config.send_timeout);
-        let app = http::routes(Arc::clone(&front), metrics);
-        let watcher = Watcher { workers: Arc::clone(&workers), readiness, health, shutdown: shutdown.clone() };
+        let app = http::routes(Arc::clone(&front));
+        let address = |listener: &TcpListener, asked| listener.local_addr().unwrap_or(asked);
+        let running = RunningRouter {
+            http_addr: address(&self.http, config.http),
+            grpc_addr: address(&self.grpc, config.grpc),
+            internal_addr: self.internal.as_ref().map(|listener| address(listener, config.internal)),
+            workers: Arc::clone(&workers),
+        };
+        let watcher = Watcher { workers, readiness, health, shutdown: shutdown.clone() };
         tasks.spawn("view", watcher.run(registry.watch()));
-        tasks.spawn("http", serve_http(self.http, app, bounds, Arc::clone(&front), shutdown.clone()));
-        tasks.spawn("grpc", serve_grpc(self.grpc, routes.routes(), bounds, age, front, registry, shutdown));
-        Ok(RunningRouter { http_addr: self.http_addr, grpc_addr: self.grpc_addr, workers })
+        let serving = Serving { bounds, front, shutdown };
+        tasks.spawn("http", serving.clone().http(self.http, app));
+        tasks.spawn("grpc", serving.clone().grpc(self.grpc, routes.routes(), config.connection_age));
+        if let (Some(listener), RegistryChoice::Embedded(registry)) = (self.internal, registry) {
+            tasks.spawn("internal", serving.internal(listener, registry));
+        }
+        Ok(running)
     }
 }
 

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_cluster::EmbeddedRegistry;
 use baton_runtime::Shutdown;
 use tokio::net::TcpListener;
 use tonic::service::Routes;
+use tonic::transport::Server;
 
 use crate::front::Front;
 use crate::held;
 use crate::listener::{self, Bounds};
-use crate::server::RegistryChoice;
 
 /// Maximum size of a gRPC call's headers, bytes.
 const HEADERS: u32 = 16 << 10;
@@ -21,62 +22,69 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long streams that do not end by themselves (health watches, idle connections) may outlive the last request.
 const STREAM_GRACE: Duration = Duration::from_millis(250);
 
-pub(crate) async fn serve_http(
-    listener: TcpListener,
-    app: axum::Router,
-    bounds: Bounds,
-    front: Arc<Front>,
-    shutdown: Shutdown,
-) {
-    let last = async {
-        last_request(&front, &shutdown).await;
-        tokio::time::sleep(STREAM_GRACE).await;
-    };
-    listener::serve(listener, app, bounds, shutdown.clone(), last).await;
+/// What serves the router's listeners.
+#[derive(Clone)]
+pub(crate) struct Serving {
+    pub bounds: Bounds,
+    pub front: Arc<Front>,
+    pub shutdown: Shutdown,
 }
 
-pub(crate) async fn serve_grpc(
-    listener: TcpListener,
-    routes: Routes,
-    bounds: Bounds,
-    age: Option<Duration>,
-    front: Arc<Front>,
-    registry: RegistryChoice,
-    shutdown: Shutdown,
-) {
-    // Serves until the last request has ended. Until then workers renew their leases here, and new requests are told that
-    // the router is stopping.
-    let server = tonic::transport::Server::builder();
-    let server = match age {
-        Some(age) => server.max_connection_age(age),
-        None => server,
-    };
-    let server = server
-        .http2_keepalive_interval(Some(Duration::from_secs(10)))
-        .http2_max_header_list_size(HEADERS)
-        .max_concurrent_streams(STREAMS)
-        // Until the answer begins, its request's message included.
-        .timeout(REQUEST_TIMEOUT)
-        .add_routes(routes)
-        .serve_with_incoming_shutdown(held::incoming(listener, bounds), last_request(&front, &shutdown));
-    let last = async {
-        last_request(&front, &shutdown).await;
-        if let RegistryChoice::Embedded(registry) = &registry {
-            registry.close();
-        }
-        tokio::time::sleep(STREAM_GRACE).await;
-    };
-    tokio::select! {
-        ended = server => if let Err(error) = ended {
-            tracing::error!(%error, "the gRPC server ended");
-            shutdown.start("the gRPC server ended");
-        },
-        () = last => {}
+impl Serving {
+    /// The OpenAI-compatible API.
+    pub async fn http(self, listener: TcpListener, app: axum::Router) {
+        let last = async {
+            self.last_request().await;
+            tokio::time::sleep(STREAM_GRACE).await;
+        };
+        listener::serve(listener, app, self.bounds, self.shutdown.clone(), last).await;
     }
-}
 
-/// Completes when the router is draining and no request is in progress.
-async fn last_request(front: &Front, shutdown: &Shutdown) {
-    shutdown.draining().await;
-    front.idle().await;
+    /// The gRPC API. Connections older than `age` are asked to end.
+    pub async fn grpc(self, listener: TcpListener, routes: Routes, age: Option<Duration>) {
+        let server = match age {
+            Some(age) => Server::builder().max_connection_age(age),
+            None => Server::builder(),
+        };
+        self.until_last(server, listener, routes, || {}).await;
+    }
+
+    /// The registry. Workers renew their leases here until the last request has ended.
+    pub async fn internal(self, listener: TcpListener, registry: EmbeddedRegistry) {
+        let mut routes = Routes::builder();
+        routes.add_service(registry.service());
+        self.until_last(Server::builder(), listener, routes.routes(), || registry.close()).await;
+    }
+
+    /// Serves until the last request has ended; calls that begin before that are answered, if only by an error. Then `close` may end what
+    /// would not end by itself.
+    async fn until_last(&self, server: Server, listener: TcpListener, routes: Routes, close: impl FnOnce()) {
+        let mut server = server
+            .http2_keepalive_interval(Some(Duration::from_secs(10)))
+            .http2_max_header_list_size(HEADERS)
+            .max_concurrent_streams(STREAMS)
+            // Until the answer begins, its request's message included.
+            .timeout(REQUEST_TIMEOUT);
+        let server = server
+            .add_routes(routes)
+            .serve_with_incoming_shutdown(held::incoming(listener, self.bounds), self.last_request());
+        let last = async {
+            self.last_request().await;
+            close();
+            tokio::time::sleep(STREAM_GRACE).await;
+        };
+        tokio::select! {
+            ended = server => if let Err(error) = ended {
+                tracing::error!(%error, "a gRPC server ended");
+                self.shutdown.start("a gRPC server ended");
+            },
+            () = last => {}
+        }
+    }
+
+    /// Completes when the router is draining and no request is in progress.
+    async fn last_request(&self) {
+        self.shutdown.draining().await;
+        self.front.idle().await;
+    }
 }

@@ -402,7 +402,7 @@ async fn ready_follows_the_workers_and_draining_ones_get_nothing() {
         cluster.complete(json!({})).await;
     }
     assert_eq!(cluster.worker(2).asked().len(), 3);
-    let view: Value = cluster.http.get(cluster.url("/cluster")).send().await.unwrap().json().await.unwrap();
+    let view = cluster.router.cluster();
     assert_eq!((view["stale"].clone(), view["members"].as_array().unwrap().len()), (json!(false), 3));
     assert_eq!(view["members"][0]["draining"], true);
     cluster.stop().await;
@@ -441,13 +441,14 @@ async fn a_request_keeps_the_id_its_client_gave_it() {
 }
 
 #[tokio::test]
-async fn metrics_are_served() {
+async fn what_happened_is_counted() {
+    let metrics = baton_runtime::metrics::install().unwrap();
     let cluster = Cluster::start(1, 1, "fine").await;
     cluster.complete(json!({})).await;
     cluster.ask(TEXT, &json!({"prompt": "hi", "model": "nope"})).await;
     cluster.worker(1).decode_will([Decode::BadKv]);
     cluster.complete(json!({})).await;
-    let text = cluster.http.get(cluster.url("/metrics")).send().await.unwrap().text().await.unwrap();
+    let text = metrics.render();
     for want in [
         "baton_time_to_first_token_seconds_count",
         "baton_inter_token_latency_seconds_count",

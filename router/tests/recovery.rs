@@ -402,7 +402,7 @@ async fn workers_stay_registered_until_the_last_stream_of_a_drain_has_ended() {
     let mut response = cluster.http.post(url).json(&json!({"prompt": "hi", "stream": true})).send().await.unwrap();
     assert!(response.chunk().await.unwrap().is_some());
     cluster.shutdown.start("test");
-    let channel = tonic::transport::Endpoint::new(cluster.grpc_url()).unwrap().connect().await.unwrap();
+    let channel = tonic::transport::Endpoint::new(cluster.registry_url()).unwrap().connect().await.unwrap();
     let mut registry = RegistryClient::new(channel);
     let renewal = RegisterRequest { member: Some(member_to_proto(cluster.member(0))), ttl_ms: 5000 };
     registry.register(renewal).await.unwrap();

@@ -1,7 +1,7 @@
 //! A long soak: `cargo run --release -p baton-tests --example soak -- --clients 64 --seconds 120 --model smollm2`.
 //! Under memory pressure, ten minutes: `… --example soak -- --pressure 40 --clients 16 --seconds 600 --prompt 40 --answer 300`.
 //!
-//! Starts a cluster of its own, or takes one that runs (`--grpc`, `--http`, as `baton up` prints them). Ends with an error
+//! Starts a cluster of its own, or takes one that runs (`--grpc`, `--http`, `--registry`, as `baton up` prints them). Ends with an error
 //! when a request fails, a token is lost, doubled or changed, a block is not free at the end, or a process has grown.
 
 use std::net::SocketAddr;
@@ -63,6 +63,9 @@ struct Args {
     /// Its HTTP address.
     #[arg(long, requires = "grpc")]
     http: Option<SocketAddr>,
+    /// Its registry, as `baton status` takes it.
+    #[arg(long, default_value = "http://127.0.0.1:8002", requires = "grpc")]
+    registry: String,
 }
 
 impl Args {
@@ -117,7 +120,7 @@ fn running(args: &Args, grpc: SocketAddr, http: SocketAddr) -> anyhow::Result<()
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let target = Target { grpc, http, processes: Vec::new(), workers: Vec::new() };
     let report = runtime.block_on(soak(&target, &args.load()))?;
-    finish(&report, runtime.block_on(cluster::wait_all_free(&format!("http://{grpc}"))))
+    finish(&report, runtime.block_on(cluster::wait_all_free(&args.registry)))
 }
 
 fn finish(report: &Report, all_free: anyhow::Result<()>) -> anyhow::Result<()> {

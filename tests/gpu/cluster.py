@@ -25,10 +25,13 @@ import time
 import urllib.request
 
 
-def free_ports():
-    """Two that differ: they are held together while they are chosen."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
+def free_ports(count):
+    """So many that differ: they are held together while they are chosen."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
 
 
 def get(url):
@@ -48,19 +51,21 @@ class Cluster:
 
     def __init__(self, args, *flags, prefill=None):
         self.model, self.worker = args.model, None
-        self.http, grpc = free_ports()
+        self.http, grpc, internal = free_ports(3)
         command = [args.baton, "up", "--model", args.model, "--backend", args.backend, "--transport", args.transport,
-                   "--http", f"127.0.0.1:{self.http}", "--grpc", f"127.0.0.1:{grpc}", "--log", "info",
-                   "--start-timeout", "300s", *flags]
+                   "--http", f"127.0.0.1:{self.http}", "--grpc", f"127.0.0.1:{grpc}",
+                   "--internal", f"127.0.0.1:{internal}", "--log", "info", "--start-timeout", "300s", *flags]
         # Every prompt is handed over, however short.
         environment = {**os.environ, "BATON_LOCAL_PREFILL": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=args.log, text=True, env=environment)
-        # It prints once all workers serve.
-        if not self.process.stdout.readline():
+        # It prints once all workers serve, and where its router's admin endpoint is.
+        told = next((line for line in self.process.stdout if "  admin http://" in line), None)
+        if not told:
             raise SystemExit(f"cluster.py: {' '.join(command)} ended with {self.process.wait()}; see its log")
+        self.admin = told.split("  admin ")[1].strip()
         if prefill:
             command = [args.baton, "prefill", "--model", args.model, "--backend", prefill, "--transport", args.transport,
-                       "--registry", f"http://127.0.0.1:{grpc}", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log", "info"]
+                       "--registry", f"http://127.0.0.1:{internal}", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log", "info"]
             self.worker = subprocess.Popen(command, stdout=args.log, stderr=args.log, env=environment)
             self.until_it_serves()
 
@@ -75,7 +80,7 @@ class Cluster:
         raise SystemExit("cluster.py: the prefill worker does not serve; see its log")
 
     def members(self):
-        return json.loads(get(f"http://127.0.0.1:{self.http}/cluster"))["members"]
+        return json.loads(get(f"{self.admin}/cluster"))["members"]
 
     def post(self, question, tokens, **more):
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], "temperature": 0,

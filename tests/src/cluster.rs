@@ -26,7 +26,7 @@ use tokio::runtime::Runtime;
 use client::Client;
 use http::Metrics;
 use processes::Process;
-use stdout::Stdout;
+use stdout::{Addresses, Stdout};
 
 pub use options::ClusterOptions;
 pub use worker::{Worker, status, wait_all_free};
@@ -41,8 +41,7 @@ const LOOK: Duration = Duration::from_millis(20);
 pub struct Cluster {
     up: Child,
     stdout: Stdout,
-    http: SocketAddr,
-    grpc: SocketAddr,
+    addresses: Addresses,
     options: ClusterOptions,
     views: ViewReceiver,
     /// Decode workers that were members when the end began: each had a socket.
@@ -66,7 +65,7 @@ impl Cluster {
         let mut up = command.spawn().context("starting baton up")?;
         let mut stdout = Stdout::new(up.stdout.take().context("a pipe")?);
         let addresses = stdout.until("Ctrl-C stops everything.").and_then(|()| stdout.addresses());
-        let (http, grpc) = match addresses {
+        let addresses = match addresses {
             Ok(addresses) => addresses,
             Err(error) => {
                 kill_all(&dir);
@@ -75,13 +74,12 @@ impl Cluster {
             }
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-        let registry = options.registry.clone().unwrap_or_else(|| format!("http://{grpc}"));
-        let views = runtime.block_on(async { anyhow::Ok(baton_cluster::connect(&registry).await?.watch()) })?;
+        let registry = &addresses.registry;
+        let views = runtime.block_on(async { anyhow::Ok(baton_cluster::connect(registry).await?.watch()) })?;
         Ok(Cluster {
             up,
             stdout,
-            http,
-            grpc,
+            addresses,
             options,
             views,
             last_decode: BTreeSet::new(),
@@ -93,17 +91,22 @@ impl Cluster {
 
     /// Where HTTP is served.
     pub fn http(&self) -> SocketAddr {
-        self.http
+        self.addresses.http
     }
 
     /// Where gRPC is served.
     pub fn grpc(&self) -> SocketAddr {
-        self.grpc
+        self.addresses.grpc
     }
 
-    /// What `baton status` and `baton scale` take as `--registry`, and `baton chat` as `--router`.
+    /// What `baton status` and `baton scale` take as `--registry`.
+    pub fn registry(&self) -> &str {
+        &self.addresses.registry
+    }
+
+    /// What `baton chat` takes as `--router`.
     pub fn url(&self) -> String {
-        format!("http://{}", self.grpc)
+        format!("http://{}", self.grpc())
     }
 
     /// What `baton up` printed.
@@ -128,7 +131,7 @@ impl Cluster {
 
     /// A gRPC client.
     pub fn client(&self) -> anyhow::Result<Client> {
-        self.block_on(Client::connect(self.grpc))
+        self.block_on(Client::connect(self.grpc()))
     }
 
     /// The process id of `baton up`.
@@ -216,7 +219,7 @@ impl Cluster {
 
     /// The router's metrics.
     pub fn router_metrics(&self) -> anyhow::Result<Metrics> {
-        Metrics::of(self.http)
+        Metrics::of(self.addresses.admin)
     }
 
     /// Interrupts `baton up` and waits for its end, after which nothing may be left.
@@ -282,7 +285,7 @@ impl Cluster {
             let left = processes::abstract_sockets_like(&format!("@baton-{:x}-", id.0));
             ensure!(left.is_empty(), "left behind: {left:?}");
         }
-        for address in [self.http, self.grpc] {
+        for address in [self.http(), self.grpc(), self.addresses.admin] {
             TcpListener::bind(address).with_context(|| format!("{address} is still taken"))?;
         }
         Ok(())

@@ -97,13 +97,14 @@ impl Drop for Scene {
 impl Scene {
     fn start(runtime: &Runtime, model: &str, workers: &[&str]) -> anyhow::Result<Scene> {
         // Free a moment ago, and asked for by nobody else.
-        let (first, second) = (TcpListener::bind("127.0.0.1:0")?, TcpListener::bind("127.0.0.1:0")?);
-        let (address, http) = (first.local_addr()?, second.local_addr()?);
-        drop((first, second));
-        let (grpc, registry) = (address.to_string(), format!("http://{address}"));
+        let free: Vec<_> = (0..3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
+        let [address, internal, admin] = [free[0].local_addr()?, free[1].local_addr()?, free[2].local_addr()?];
+        drop(free);
+        let (grpc, internal) = (address.to_string(), internal.to_string());
+        let registry = format!("http://{internal}");
         let mut router = binary::command()?;
-        let listen = http.to_string();
-        router.args(["router", "--model", model, "--grpc", &grpc, "--http", &listen, "--admin", "127.0.0.1:0"]);
+        router.args(["router", "--model", model, "--grpc", &grpc, "--internal", &internal]);
+        router.args(["--http", "127.0.0.1:0", "--admin", &admin.to_string()]);
         let mut children = vec![spawn(router)?];
         for worker in workers {
             let mut command = Command::new(std::env::current_exe()?);
@@ -119,7 +120,7 @@ impl Scene {
         })?;
         // The router looks for itself.
         let knows_all = |metrics: Metrics| metrics.sum("baton_cluster_members", "") == workers.len() as f64;
-        wait(|| Metrics::of(http).ok().filter(|metrics| knows_all(metrics.clone())).map(drop))?;
+        wait(|| Metrics::of(admin).ok().filter(|metrics| knows_all(metrics.clone())).map(drop))?;
         Ok(scene)
     }
 

@@ -44,7 +44,7 @@ impl Scene {
     }
 
     fn status(&self, flags: &[&str]) -> String {
-        let registry = self.cluster.url();
+        let registry = self.cluster.registry().to_owned();
         let said = binary::run(&[&["status", "--registry", &registry], flags].concat()).unwrap();
         assert_eq!(said.code, Some(0), "{}", said.err);
         said.out

@@ -21,7 +21,7 @@ fn refused(args: &[&str]) -> CommandOutput {
     let tmp = tempfile::tempdir().unwrap();
     let mut command = binary::command().unwrap();
     command.arg("up").args(args);
-    for flag in ["--http", "--grpc"] {
+    for flag in ["--http", "--grpc", "--internal"] {
         if !args.contains(&flag) {
             command.args([flag, "127.0.0.1:0"]);
         }
@@ -70,7 +70,7 @@ fn status_shows_every_worker() {
     let cluster = Cluster::start(options).unwrap();
     let workers = cluster.wait_idle().map(|()| cluster.workers()).unwrap();
     assert_eq!(workers.len(), 4);
-    let shown = binary::output(&["status", "--registry", &cluster.url()]).unwrap();
+    let shown = binary::output(&["status", "--registry", cluster.registry()]).unwrap();
     for worker in workers {
         let line = shown.lines().find(|l| l.contains(&worker.member.id.to_string()));
         let line = line.unwrap_or_else(|| panic!("{} is missing in\n{shown}", worker.member.id));
@@ -158,7 +158,7 @@ fn scale_up_and_down_under_load_fails_no_request() {
     let model = models::tiny().unwrap();
     let cluster = Cluster::start(ClusterOptions::new(&model)).unwrap();
     let client = cluster.client().unwrap();
-    let url = cluster.url();
+    let url = cluster.registry().to_owned();
     let scale = |prefill: usize, decode: usize| {
         let counts = [&prefill.to_string(), &decode.to_string()].map(String::to_owned);
         let said =
@@ -248,7 +248,7 @@ fn a_port_in_use_is_named() {
     let model = models::tiny().unwrap();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    for flag in ["--http", "--grpc"] {
+    for flag in ["--http", "--grpc", "--internal"] {
         let said = refused(&["--model", model.path().to_str().unwrap(), flag, &address]);
         assert!(said.err.contains(&address) && said.err.contains(flag), "{said:?}");
     }

@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn every_error_has_its_kind() {
-        let (registry, problem) = ("http://router:8001".to_owned(), "why".to_owned());
+        let (registry, problem) = ("http://router:8002".to_owned(), "why".to_owned());
         for (error, kind) in [
             (ClusterError::Spec { spec: "ftp://".to_owned(), problem: "no registry" }, ErrorKind::InvalidArgument),
             (MembershipError::Full { limit: 1 }.into(), ErrorKind::ResourceExhausted),

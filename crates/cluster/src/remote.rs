@@ -34,7 +34,7 @@ struct RouterClient {
 }
 
 impl EmbeddedClient {
-    /// A client of the router whose gRPC address is `endpoint` (`http://host:port`). The router need not be up. Call
+    /// A client of the router whose internal address is `endpoint` (`http://host:port`). The router need not be up. Call
     /// inside a tokio runtime.
     pub fn connect(endpoint: &str) -> Result<EmbeddedClient, ClusterError> {
         let bad = |_| ClusterError::Spec { spec: endpoint.to_owned(), problem: "it is not an address" };
@@ -72,7 +72,9 @@ impl RouterClient {
             Code::Unimplemented => ClusterError::Refused {
                 registry,
                 kind: ErrorKind::InvalidArgument,
-                problem: "it is no registry; use the router's gRPC address".to_owned(),
+                problem:
+                    "it is no registry; use the router's internal address, port 8002 unless --internal says otherwise"
+                        .to_owned(),
             },
             _ => ClusterError::Unavailable { registry, problem },
         }

@@ -68,9 +68,9 @@ mod tests {
     #[test]
     fn good_specifications() {
         let embedded = |endpoint: &str| Spec::Embedded { endpoint: endpoint.to_owned() };
-        assert_eq!("http://127.0.0.1:8001".parse(), Ok(embedded("http://127.0.0.1:8001")));
-        assert_eq!("http://router.prod:8001/".parse(), Ok(embedded("http://router.prod:8001")));
-        assert_eq!("http://[::1]:8001".parse(), Ok(embedded("http://[::1]:8001")));
+        assert_eq!("http://127.0.0.1:8002".parse(), Ok(embedded("http://127.0.0.1:8002")));
+        assert_eq!("http://router.prod:8002/".parse(), Ok(embedded("http://router.prod:8002")));
+        assert_eq!("http://[::1]:8002".parse(), Ok(embedded("http://[::1]:8002")));
         let etcd = |endpoints: &[&str], cluster: &str| Spec::Etcd {
             endpoints: endpoints.iter().map(|e| e.to_string()).collect(),
             cluster: cluster.to_owned(),
@@ -83,7 +83,7 @@ mod tests {
     fn bad_specifications_say_why_and_what_to_write() {
         for (bad, why) in [
             ("", "no scheme"),
-            ("127.0.0.1:8001", "no scheme"),
+            ("127.0.0.1:8002", "no scheme"),
             ("https://a:1", "must begin with"),
             ("http://host", "a host and a port"),
             ("http://host:0", "a host and a port"),

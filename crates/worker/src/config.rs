@@ -54,8 +54,8 @@ baton_runtime::config! {
         transfer: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
         /// Host name or address by which others reach this worker; needed when it listens on 0.0.0.0.
         advertise: Option<String> = None,
-        /// Where workers register: http://HOST:PORT of a router's gRPC, or etcd://HOST:PORT,…
-        registry: String = "http://127.0.0.1:8001".to_owned(),
+        /// Where workers register: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…
+        registry: String = "http://127.0.0.1:8002".to_owned(),
         /// How long the cluster keeps this worker in its view without a sign of life from it.
         registry_ttl: Duration = Duration::from_secs(5),
         /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc. auto uses ucx too if ucx_library or

@@ -1,7 +1,7 @@
 //! Measures a router alone: what it adds to a request, and what it costs. Its workers compute nothing, and answer at a set pace.
 //!
 //! ```text
-//! front_door workers --registry http://127.0.0.1:8001 --model NAME [--pairs 2] [PACE]    prefill and decode workers, over gRPC
+//! front_door workers --registry http://127.0.0.1:8002 --model NAME [--pairs 2] [PACE]    prefill and decode workers, over gRPC
 //! front_door backend --listen 127.0.0.1:9001 [PACE]                                      a worker over HTTP, for other routers
 //! front_door load --url http://127.0.0.1:8000 --model NAME --rate 1000 --seconds 10 [--prompt 1000] [--tokens 64] [--text true]
 //! ```

@@ -36,6 +36,7 @@ pub fn config() -> RouterConfig {
     RouterConfig {
         http: ([127, 0, 0, 1], 0).into(),
         grpc: ([127, 0, 0, 1], 0).into(),
+        internal: ([127, 0, 0, 1], 0).into(),
         request_timeout: Duration::from_secs(60),
         ..RouterConfig::default()
     }
@@ -160,6 +161,11 @@ impl Cluster {
 
     pub fn grpc_url(&self) -> String {
         format!("http://{}", self.router.grpc_addr)
+    }
+
+    /// Where workers register.
+    pub fn registry_url(&self) -> String {
+        format!("http://{}", self.router.internal_addr.unwrap())
     }
 
     /// POSTs JSON.

@@ -60,6 +60,7 @@ impl ClusterOptions {
         let mut pairs = vec![
             ("--http", "127.0.0.1:0"),
             ("--grpc", "127.0.0.1:0"),
+            ("--internal", "127.0.0.1:0"),
             ("--log", "info"),
             ("--kv-memory", "64MiB"),
             ("--model", &self.model),

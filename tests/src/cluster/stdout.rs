@@ -9,6 +9,15 @@ use anyhow::{Context, anyhow};
 
 use super::HANG;
 
+/// Where a cluster is reached.
+#[derive(Debug)]
+pub(super) struct Addresses {
+    pub http: SocketAddr,
+    pub grpc: SocketAddr,
+    pub admin: SocketAddr,
+    pub registry: String,
+}
+
 /// Lines as they are printed.
 #[derive(Debug)]
 pub(super) struct Stdout {
@@ -36,12 +45,18 @@ impl Stdout {
         }
     }
 
-    pub fn addresses(&self) -> anyhow::Result<(SocketAddr, SocketAddr)> {
+    /// The router's addresses, and the registry as `--registry` takes it.
+    pub fn addresses(&self) -> anyhow::Result<Addresses> {
         let after = |mark: &str| {
             let word = self.text.split_once(mark).and_then(|(_, rest)| rest.split_whitespace().next());
-            word.with_context(|| format!("no {mark:?} in {:?}", self.text))?.parse().context("an address")
+            word.with_context(|| format!("no {mark:?} in {:?}", self.text))
         };
-        let grpc = after("  grpc ")?;
-        Ok((after(" http://")?, grpc))
+        let address = |mark: &str| after(mark)?.parse().context("an address");
+        Ok(Addresses {
+            http: address(" http://")?,
+            grpc: address("  grpc ")?,
+            admin: address("  admin http://")?,
+            registry: after(" status --registry ")?.to_owned(),
+        })
     }
 }

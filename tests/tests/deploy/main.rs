@@ -61,6 +61,7 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
         "http",
         "hub_endpoint",
         "hub_token_file",
+        "internal",
         "log",
         "log_format",
         "model",
@@ -97,6 +98,8 @@ fn ports_are_where_the_settings_listen() -> anyhow::Result<()> {
             let (settings, container) = (release.settings(role)?, release.pod(role)?.1);
             let mut names = BTreeSet::from(["admin", "grpc"]);
             names.extend((role == "router").then_some("http"));
+            let embedded = settings.text("registry")? == "embedded";
+            names.extend((role == "router" && embedded).then_some("internal"));
             names.extend((role == "decode").then_some("transfer"));
             for name in &names {
                 let address: SocketAddr = settings.text(name)?.parse()?;
@@ -228,7 +231,7 @@ fn everybody_finds_the_registry() -> anyhow::Result<()> {
                 let service = &service.context(endpoint)?["spec"];
                 // The router is not ready before it has workers.
                 assert_eq!(service["publishNotReadyAddresses"], true);
-                assert_eq!(service["ports"][0]["targetPort"], "grpc");
+                assert_eq!(service["ports"][0]["targetPort"], "internal");
                 seen.insert("embedded");
             }
             Spec::Etcd { endpoints, .. } if release.of_kind("StatefulSet").next().is_some() => {

@@ -18,7 +18,7 @@ use crate::wire::{Quality, Wire};
 pub const ROUTER: &str = "10.77.0.1";
 pub const PREFILL: &str = "10.77.0.2";
 pub const DECODE: &str = "10.77.0.3";
-pub const REGISTRY: &str = "http://10.77.0.1:8001";
+pub const REGISTRY: &str = "http://10.77.0.1:8002";
 const ROLES: [&str; 3] = ["router", "prefill", "decode"];
 
 /// The namespaces, and what runs in them.
@@ -149,7 +149,17 @@ pub fn joined(quality: Option<Quality>) -> Option<Hosts> {
 pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
     let mut hosts = joined(quality)?;
     let model = model.to_str().unwrap();
-    hosts.start("router", &["--model", model, "--http", "10.77.0.1:8000", "--grpc", "10.77.0.1:8001"]).unwrap();
+    let router = [
+        "--http",
+        "10.77.0.1:8000",
+        "--grpc",
+        "10.77.0.1:8001",
+        "--internal",
+        "10.77.0.1:8002",
+        "--admin",
+        "10.77.0.1:9000",
+    ];
+    hosts.start("router", &[&["--model", model][..], &router].concat()).unwrap();
     let worker = ["--model", model, "--registry", REGISTRY, "--kv-memory", "64MiB"];
     let prefill = ["--grpc", "10.77.0.2:0", "--admin", "10.77.0.2:9000"];
     hosts.start("prefill", &[&worker[..], &prefill].concat()).unwrap();

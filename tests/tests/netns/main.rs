@@ -83,7 +83,7 @@ fn a_cable_pulled_mid_prompt_changes_no_answer() {
         cable("down")?;
         // Nothing says that the worker is gone; its silence does (I5).
         let cut = runtime.block_on(answering.rest())?;
-        let recoveries = Metrics::of(address(ROUTER, 8000))?.sum("baton_recoveries_total", "");
+        let recoveries = Metrics::of(address(ROUTER, 9000))?.sum("baton_recoveries_total", "");
         cable("up")?;
         runtime.block_on(views.wait_for(both)).map(drop)?;
         runtime.block_on(wait_all_free(REGISTRY))?; // I6

@@ -1,8 +1,9 @@
 {{/* What the binary reads: addresses, the registry, and one TOML file a component. */}}
 
-{{/* Ports of the containers. Each pod has its own address, so they need no choice. */}}
+{{/* Ports of the containers: http and grpc for clients, the others for processes of the cluster. Each pod has its own address, so they need
+no choice. */}}
 {{- define "baton.ports" -}}
-{http: 8000, grpc: 8001, transfer: 8002, admin: 9000}
+{http: 8000, grpc: 8001, internal: 8002, transfer: 8003, admin: 9000}
 {{- end -}}
 
 {{- define "baton.modelCachePath" -}}/var/cache/baton/models{{- end -}}
@@ -34,7 +35,7 @@
   {{- if eq .role "router" -}}
   embedded
   {{- else -}}
-  http://{{ include "baton.fullname" .root }}-registry.{{ .root.Release.Namespace }}.svc:{{ (include "baton.ports" .root | fromYaml).grpc }}
+  http://{{ include "baton.fullname" .root }}-registry.{{ .root.Release.Namespace }}.svc:{{ (include "baton.ports" .root | fromYaml).internal }}
   {{- end -}}
 {{- else -}}
   {{- $endpoints := $registry.endpoints -}}
@@ -62,7 +63,7 @@
   "model_cache" (include "baton.modelCachePath" .root)
   "registry" (include "baton.registry" .)
   "admin" (printf "%s:%v" $any $ports.admin)
-  "grpc" (printf "%s:%v" $any $ports.grpc)
+  "grpc" (printf "%s:%v" $any (ternary $ports.grpc $ports.internal (eq .role "router")))
 -}}
 {{- with $v.hub.endpoint -}}
   {{- $_ := set $settings "hub_endpoint" . -}}
@@ -72,6 +73,9 @@
 {{- end -}}
 {{- if eq .role "router" -}}
   {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}
+  {{- if eq $v.registry.type "embedded" -}}
+    {{- $_ := set $settings "internal" (printf "%s:%v" $any $ports.internal) -}}
+  {{- end -}}
   {{- with $v.servedName -}}
     {{- $_ := set $settings "served_name" . -}}
   {{- end -}}

@@ -165,8 +165,13 @@ volumes:
 {{- $ports := include "baton.ports" .root | fromYaml -}}
 {{- if eq .role "router" }}
 - {name: http, containerPort: {{ $ports.http }}}
-{{- end }}
 - {name: grpc, containerPort: {{ $ports.grpc }}}
+{{- if eq .root.Values.registry.type "embedded" }}
+- {name: internal, containerPort: {{ $ports.internal }}}
+{{- end }}
+{{- else }}
+- {name: grpc, containerPort: {{ $ports.internal }}}
+{{- end }}
 {{- if eq .role "decode" }}
 - {name: transfer, containerPort: {{ $ports.transfer }}}
 {{- end }}
