@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use baton_model_files::{Architecture, LayerTensor, Model, TensorName, WeightDtype, fetch, inspect};
-use baton_model_text::{ChatMessage, FunctionCall, ToolCall, ToolSyntax};
+use baton_model_text::{ChatMessage, FunctionCall, TokenCache, ToolCall, ToolSyntax};
 use serde_json::json;
 
 fn open(name: &str) -> Result<Model> {
@@ -34,6 +34,82 @@ fn round_trips(model: &Model) -> Result<()> {
         let bytes = ids.iter().map(|&id| tokenizer.token_bytes(id)).collect::<Result<Vec<_>, _>>()?.concat();
         ensure!(bytes == text.as_bytes(), "{text:?} has the bytes {bytes:?}");
     }
+    Ok(())
+}
+
+/// Parts of texts that are made to go wrong when they are cut: around every cut stands something else.
+const PARTS: [&str; 36] = [
+    " ",
+    " ",
+    " ",
+    "a",
+    "b c",
+    "word",
+    " the",
+    "The quick brown fox",
+    "isn't",
+    " 's",
+    "'ll go",
+    "12",
+    " 345",
+    "7 days",
+    "  ",
+    "   x",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    " \n ",
+    ".",
+    " (",
+    "—",
+    "é",
+    "e\u{301} f",
+    " \u{301}x",
+    "漢字",
+    " か な ",
+    "👩‍🚀",
+    "\u{a0}",
+    "▁",
+    "▁a",
+    "<|im_end|>",
+    "<|im_start|>user",
+    "<end_of_turn>",
+];
+
+/// Tokens must be the same whether a text is tokenised whole or in chunks, some of which were seen before.
+fn same_in_chunks(model: &Model) -> Result<()> {
+    let tokenizer = model.tokenizer();
+    ensure!(tokenizer.has_chunks());
+    let cache = TokenCache::new(1 << 20);
+    let tokens = |text: &str, special: bool| -> Result<(usize, Vec<u32>)> {
+        let lookup = cache.look_up(tokenizer, text.to_owned(), special, "salt");
+        Ok((lookup.found(), cache.complete(tokenizer, lookup)?))
+    };
+    // A linear congruential generator (Knuth's MMIX constants).
+    let mut state = 1u64;
+    let mut part = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        PARTS[(state >> 33) as usize % PARTS.len()]
+    };
+    for round in 0..200 {
+        let text: String = (0..800).map(|_| part()).collect();
+        let special = round % 2 == 0;
+        let whole = tokenizer.encode(&text, special)?;
+        for before in [false, true] {
+            let (found, ids) = tokens(&text, special)?;
+            let differs = ids.iter().zip(&whole).position(|(a, b)| a != b);
+            ensure!(ids == whole, "round {round}, seen before: {before}, from token {differs:?}: {text:?}");
+            ensure!(!before || found > text.len() / 2, "{found} bytes found of {}", text.len());
+        }
+    }
+    let text = "It was a bright cold day in April, and the clocks were striking thirteen. ".repeat(60);
+    let other = format!("{text}Winston");
+    tokens(&text, true)?;
+    let (found, ids) = tokens(&other, true)?;
+    ensure!(found > other.len() * 9 / 10 && ids == tokenizer.encode(&other, true)?, "{found} of {}", other.len());
+    let foreign = cache.look_up(tokenizer, other, true, "another salt");
+    ensure!(foreign.found() == 0, "found with another salt");
     Ok(())
 }
 
@@ -69,7 +145,8 @@ fn smollm2() -> Result<()> {
     let summary = inspect(&model);
     assert_eq!(summary.parameters, 134_515_008);
     assert_eq!(summary.kv_bytes_per_token, 2 * 2 * 192 * 30);
-    round_trips(&model)
+    round_trips(&model)?;
+    same_in_chunks(&model)
 }
 
 #[test]
@@ -89,7 +166,8 @@ fn gemma() -> Result<()> {
     let tokenizer = model.tokenizer();
     assert_eq!(tokenizer.encode("", true)?, [2], "bos");
     assert_eq!(tokenizer.eos_ids(), [1, 106]);
-    round_trips(&model)
+    round_trips(&model)?;
+    same_in_chunks(&model)
 }
 
 #[test]
@@ -106,7 +184,8 @@ fn qwen() -> Result<()> {
     let text = model.chat_template().context("an instruct model")?.render(&[user("Hi")], None, true)?;
     assert!(text.ends_with("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), "{text}");
     tools(&model)?;
-    round_trips(&model)
+    round_trips(&model)?;
+    same_in_chunks(&model)
 }
 
 /// A real template with a tool, a call of it and its result.

@@ -22,4 +22,4 @@ pub use family::{Architecture, Family, MAX_VOCABULARY, check_size};
 pub use keys::Keys;
 pub use random::{PREFIX as RANDOM_PREFIX, RandomShape};
 pub use text::TextModel;
-pub use tokenizer::{TextStream, Tokenizer};
+pub use tokenizer::{Lookup, TextStream, TokenCache, Tokenizer};

@@ -26,6 +26,7 @@ pub(crate) fn tokenizer(vocab_size: u32) -> Tokenizer {
     }
     Tokenizer(Arc::new(Inner {
         encoder: Encoder::Bytes,
+        cuts: None,
         pieces,
         bos: Some(BYTES),
         eos: vec![BYTES + 1],

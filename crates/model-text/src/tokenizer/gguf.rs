@@ -8,6 +8,7 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::{NormalizerWrapper, Prepend, Replace, Sequence};
 use tokenizers::{AddedToken, TokenizerImpl};
 
+use super::cuts::Cuts;
 use super::pieces::{Alphabet, PieceKind, Pieces};
 use super::sentencepiece::SentencePiece;
 use super::{BosRule, END_TOKENS, Encoder, Inner, Tokenizer, end_tokens, pretokenizers};
@@ -42,6 +43,7 @@ pub(crate) fn from_gguf(header: &mut Header) -> Result<Tokenizer, ModelFileError
         pieces.push(token, piece_kind(*kind), alphabet);
     }
     Ok(Tokenizer(Arc::new(Inner {
+        cuts: Cuts::of(&encoder, &pieces),
         encoder,
         pieces,
         bos: ids.bos,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use tokenizers::models::ModelWrapper;
 
+use super::cuts::Cuts;
 use super::pieces::{Alphabet, PieceKind, Pieces};
 use super::{BosRule, END_TOKENS, Encoder, Inner, Tokenizer, end_tokens};
 use crate::ModelFileError;
@@ -65,6 +66,7 @@ pub(crate) fn from_directory(dir: &Path, settings: Option<&Keys>) -> Result<Toke
         _ => BosRule::Encoder,
     };
     Ok(Tokenizer(Arc::new(Inner {
+        cuts: Cuts::of(&encoder, &pieces),
         pieces,
         bos,
         eos,

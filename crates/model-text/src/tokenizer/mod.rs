@@ -5,6 +5,8 @@
 //! one table of bytes.
 
 pub(crate) mod bytes;
+mod cache;
+mod cuts;
 mod gguf;
 mod hf;
 mod pieces;
@@ -14,13 +16,17 @@ mod stream;
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
 use crate::ModelFileError;
+use cuts::Cuts;
 use pieces::Pieces;
 use sentencepiece::SentencePiece;
+
+pub use cache::{Lookup, TokenCache};
 pub use stream::TextStream;
 
 pub(crate) use gguf::from_gguf;
@@ -32,6 +38,8 @@ pub struct Tokenizer(Arc<Inner>);
 
 struct Inner {
     encoder: Encoder,
+    /// How texts may be cut to be tokenised in chunks, if they may.
+    cuts: Option<Cuts>,
     pieces: Pieces,
     bos: Option<u32>,
     eos: Vec<u32>,
@@ -81,21 +89,46 @@ impl Tokenizer {
     /// Token ids of a text; special tokens written in it are recognised. `add_special` adds what the model wants around a
     /// text, usually bos before it.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelFileError> {
-        let inner = &*self.0;
-        let mut ids = inner.encoder.encode(text, add_special && inner.bos_rule == BosRule::Encoder)?;
-        if add_special {
-            let bos = inner.bos.filter(|_| inner.bos_rule == BosRule::Here);
-            ids.splice(0..0, bos);
-            ids.extend(inner.eos.first().filter(|_| inner.add_eos));
-        }
-        Ok(ids)
+        Ok(self.with_special(self.encode_chunk(text, add_special)?, add_special))
     }
 
     /// Token ids of a rendered chat: bos is added if the model wants it and the template has not written it.
     pub fn encode_chat(&self, text: &str) -> Result<Vec<u32>, ModelFileError> {
-        let written =
-            self.0.bos.and_then(|bos| self.0.pieces.get(bos)).is_some_and(|bos| text.as_bytes().starts_with(bos));
-        self.encode(text, !written)
+        self.encode(text, self.adds_to_chat(text))
+    }
+
+    /// Whether special tokens are to be added around a rendered chat: its template has not written bos.
+    pub fn adds_to_chat(&self, text: &str) -> bool {
+        let bos = self.0.bos.and_then(|bos| self.0.pieces.get(bos));
+        !bos.is_some_and(|bos| text.as_bytes().starts_with(bos))
+    }
+
+    /// Token ids of a chunk, with what the encoder adds if `add_special`; the rest is added by `with_special`.
+    fn encode_chunk(&self, chunk: &str, add_special: bool) -> Result<Vec<u32>, ModelFileError> {
+        self.0.encoder.encode(chunk, add_special && self.0.bos_rule == BosRule::Encoder)
+    }
+
+    /// Adds what the encoder does not add around a text.
+    fn with_special(&self, mut ids: Vec<u32>, add_special: bool) -> Vec<u32> {
+        if add_special {
+            let inner = &*self.0;
+            ids.splice(0..0, inner.bos.filter(|_| inner.bos_rule == BosRule::Here));
+            ids.extend(inner.eos.first().filter(|_| inner.add_eos));
+        }
+        ids
+    }
+
+    /// Where the chunks of a text are that can be tokenised one by one; one chunk if it cannot be cut.
+    fn chunks(&self, text: &str) -> Vec<Range<usize>> {
+        match &self.0.cuts {
+            Some(cuts) => cuts.chunks(text).collect(),
+            None => std::iter::once(0..text.len()).collect(),
+        }
+    }
+
+    /// Whether beginnings of texts can be kept in a [`TokenCache`].
+    pub fn has_chunks(&self) -> bool {
+        self.0.cuts.is_some()
     }
 
     /// The text of a whole sequence, the inverse of `encode`; bytes that are not valid UTF-8 become U+FFFD.

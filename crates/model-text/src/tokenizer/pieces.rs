@@ -55,6 +55,12 @@ impl Pieces {
         Some(&self.bytes[start..end])
     }
 
+    /// Whether a token has an ASCII letter followed by a space.
+    pub fn has_letter_and_space(&self) -> bool {
+        let inside = |bytes: &[u8]| bytes.windows(2).any(|pair| pair[0].is_ascii_alphabetic() && pair[1] == b' ');
+        (0..self.len() as u32).filter_map(|id| self.get(id)).any(inside)
+    }
+
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }
@@ -116,5 +122,8 @@ mod tests {
         }
         assert_eq!(pieces.get(5), None);
         assert!(pieces.is_special(1) && !pieces.is_special(0) && !pieces.is_special(9));
+        assert!(!pieces.has_letter_and_space());
+        pieces.push("aĠb", PieceKind::Ordinary, Alphabet::ByteLevel);
+        assert!(pieces.has_letter_and_space());
     }
 }
