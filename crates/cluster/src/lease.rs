@@ -75,8 +75,8 @@ impl RegistryLease {
         self.member.send_modify(|member| member.draining = true);
     }
 
-    /// Removes the member. If the registry does not answer within a third of the ttl (at least 1 s), the member disappears when
-    /// its ttl has passed.
+    /// Removes the member. If the registry does not answer within a third of the ttl (1 s to 3 s), the member disappears when its
+    /// ttl has passed.
     pub async fn revoke(mut self) {
         if let Some(revoke) = self.revoke.take() {
             let _ = revoke.send(());

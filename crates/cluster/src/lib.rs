@@ -24,7 +24,7 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-pub use baton_membership::{MAX_MEMBERS, MAX_TEXT, Member, MembershipError, Role, View};
+pub use baton_membership::{MAX_MEMBERS, MAX_TEXT, Member, MembershipError, Restored, Role, View};
 pub use embedded::{EmbeddedRegistry, EmbeddedService};
 pub use error::ClusterError;
 pub use etcd::EtcdRegistry;

@@ -9,6 +9,7 @@
 //! - [`Known`]: the members a watcher knows, also while the registry is away (I7).
 //! - [`Renewal`]: when one member is registered, renewed and removed.
 //! - [`Follow`]: how a watcher follows its registry, and returns to it after an outage.
+//! - [`Restored`]: the view of a watcher that starts with saved members.
 //! - [`Backoff`]: how long to wait before the next try.
 
 #![forbid(unsafe_code)]
@@ -20,6 +21,7 @@ mod follow;
 mod known;
 mod member;
 mod renewal;
+mod restored;
 mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -30,4 +32,5 @@ pub use follow::{Follow, FollowAction, FollowInput, FollowNews, OPEN};
 pub use known::{Known, SETTLE};
 pub use member::{MAX_MEMBERS, MAX_TEXT, Member, Role, View, check_ttl, is_host_port};
 pub use renewal::{Renewal, RenewalAction, RenewalInput, RenewalNews};
+pub use restored::Restored;
 pub use store::Store;

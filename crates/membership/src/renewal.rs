@@ -9,6 +9,10 @@ use crate::backoff::Backoff;
 use crate::error::MembershipError;
 use crate::member::{Member, check_ttl};
 
+/// Longest time between two renewals, and for one, however long the ttl. A registry that has lost its members, or comes back, hears of
+/// each living one again before watchers forget it ([`crate::SETTLE`]).
+const LONGEST: Duration = Duration::from_secs(3);
+
 /// An event that the renewal reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum RenewalInput {
@@ -129,7 +133,12 @@ impl Renewal {
 
     /// How long one try may take.
     pub fn patience(&self) -> Duration {
-        (self.ttl / 3).max(Duration::from_secs(1))
+        self.interval().max(Duration::from_secs(1))
+    }
+
+    /// Time between two renewals.
+    fn interval(&self) -> Duration {
+        (self.ttl / 3).min(LONGEST)
     }
 
     /// The news of the latest step. Returns each only once.
@@ -179,7 +188,7 @@ impl Renewal {
         self.registered = true;
         self.doubtful = false;
         self.backoff.reset();
-        self.wait(self.ttl / 3, now)
+        self.wait(self.interval(), now)
     }
 
     /// Handles a failed try. The worker goes on working (I7); this only waits and tries again.
@@ -252,6 +261,24 @@ mod tests {
         let wait = RenewalAction::Wait { until: due + THIRD };
         assert_eq!(renewal.step(RenewalInput::Renewed, due), Some(wait));
         assert_eq!(renewal.take_news(), None);
+    }
+
+    #[test]
+    fn a_registry_that_forgot_a_member_hears_of_it_before_watchers_forget_it() {
+        // I7: whatever the ttl, a renewal that gets no answer included.
+        let now = Instant::now();
+        for ttl in [1, 9, 60, 3600].map(Duration::from_secs) {
+            let (mut renewal, _) = Renewal::start(member(1), ttl, now).unwrap();
+            let wait = renewal.step(RenewalInput::Renewed, now);
+            let Some(RenewalAction::Wait { until }) = wait else { panic!("no wait: {wait:?}") };
+            let Some(RenewalAction::Renew { until, .. }) = renewal.step(RenewalInput::Wake, until) else {
+                panic!("no try")
+            };
+            let Some(RenewalAction::Wait { until }) = renewal.step(RenewalInput::Wake, until) else {
+                panic!("no wait")
+            };
+            assert!(until - now < crate::SETTLE, "{ttl:?}: {:?}", until - now);
+        }
     }
 
     #[test]
