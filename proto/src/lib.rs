@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod convert;
+mod meant;
 
 /// Generated messages, clients and servers.
 #[allow(missing_docs, clippy::all, clippy::pedantic, clippy::unwrap_used)]
@@ -15,3 +16,4 @@ pub mod v1 {
 }
 
 pub use convert::{ConvertError, draining_status, says_draining, status_of};
+pub use meant::{MeantFor, OnlyFor, another_worker_status, says_another_worker};

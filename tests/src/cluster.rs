@@ -29,7 +29,7 @@ use processes::Process;
 use stdout::{Addresses, Stdout};
 
 pub use options::ClusterOptions;
-pub use worker::{Worker, status, wait_all_free};
+pub use worker::{Worker, status, status_of, wait_all_free};
 
 /// What nothing here takes longer than; only a hang does.
 pub const HANG: Duration = Duration::from_secs(120);

@@ -7,6 +7,7 @@ use std::time::Duration;
 use baton_cluster::{Member, Role};
 use baton_engine::{Engine, EngineConfig, NewSequence, Start};
 use baton_grammar::Grammars;
+use baton_proto::OnlyFor;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
 use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
@@ -14,7 +15,7 @@ use baton_runtime::{Outcome, Process};
 use baton_types::WorkerId;
 use metrics::gauge;
 use tonic::Status;
-use tonic::service::Routes;
+use tonic::service::{InterceptorLayer, Routes};
 use tonic::transport::server::TcpIncoming;
 
 use crate::load::{Ready, load};
@@ -180,6 +181,7 @@ impl Node {
         let server = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(Duration::from_secs(5)))
             .max_concurrent_streams(MAX_STREAMS)
+            .layer(InterceptorLayer::new(OnlyFor(member.id)))
             .add_routes(routes.routes())
             .serve_with_incoming_shutdown(incoming, stop.clone().cancelled_owned());
         let server = tokio::spawn(server);

@@ -4,10 +4,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use baton_cluster::{Member, Role};
+use baton_proto::MeantFor;
 use baton_proto::v1::{self, worker_client::WorkerClient};
 
 use super::http::Metrics;
 use super::{HANG, LOOK};
+use baton_types::WorkerId;
+use tonic::transport::Endpoint;
 
 /// What a worker may take to answer before it counts as not there.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -47,8 +50,14 @@ fn idle(status: &v1::StatusResponse) -> bool {
 
 /// What a worker holds right now.
 pub async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
+    status_of(member, member.id).await
+}
+
+/// What the worker with this id holds, asked at a member's address.
+pub async fn status_of(member: &Member, id: WorkerId) -> anyhow::Result<v1::StatusResponse> {
     let ask = async {
-        let mut client = WorkerClient::connect(member.grpc.clone()).await?;
+        let channel = Endpoint::from_shared(member.grpc.clone())?.connect().await?;
+        let mut client = WorkerClient::with_interceptor(channel, MeantFor::new(id));
         anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
     };
     tokio::time::timeout(PATIENCE, ask).await?
