@@ -3,6 +3,7 @@
 mod answer;
 mod fields;
 mod logprobs;
+mod once;
 mod output;
 mod parse;
 mod reader;

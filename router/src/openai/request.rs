@@ -6,9 +6,8 @@ use baton_model_text::ChatMessage;
 use baton_types::{RequestId, SamplingParams};
 use tokio::time::Instant;
 
-use super::fields::{OtherFields, names};
+use super::once::{Fields, fields};
 use super::output;
-use super::parse::parse;
 use super::tools;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
@@ -41,9 +40,7 @@ pub(crate) struct Envelope {
 
 /// Reads POST /v1/chat/completions.
 pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
-    let mut own: ChatFields = parse(body)?;
-    let common: CommonFields = parse(body)?;
-    parse::<OtherFields>(body)?.check(&[names::<ChatFields>(), names::<CommonFields>()])?;
+    let Fields { mut own, common } = fields::<ChatFields>(body)?;
     if own.messages.is_empty() {
         return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
     }
@@ -68,9 +65,7 @@ pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, As
 
 /// Reads POST /v1/completions.
 pub(crate) fn completion(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
-    let own: CompletionFields = parse(body)?;
-    let common: CommonFields = parse(body)?;
-    parse::<OtherFields>(body)?.check(&[names::<CompletionFields>(), names::<CommonFields>()])?;
+    let Fields { own, common } = fields::<CompletionFields>(body)?;
     let prompts: Vec<Prompt> = match own.prompt {
         PromptField::Text(text) => vec![Prompt::Text(text)],
         PromptField::Ids(ids) => vec![Prompt::Ids(ids)],

@@ -1,5 +1,5 @@
-//! The JSON of the API, field by field. A request is read three times (the endpoint's own fields, common fields, other
-//! fields), so that every error names its field. `fields.rs` handles the fields that are not here.
+//! The JSON of the API, field by field. A request has its endpoint's own fields, common fields, and other fields, which `fields.rs`
+//! handles. `once.rs` reads them.
 
 use std::collections::HashMap;
 use std::fmt;
