@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, HttpBody};
+use axum::http::Request;
 use baton_runtime::Shutdown;
-use hyper::body::{Frame, SizeHint};
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -119,9 +120,10 @@ async fn connection(
     let phase = Phase::default();
     let io = Patient::new(stream, bounds.send).heads_within(bounds.head, phase.clone());
     let app = TowerToHyperService::new(app);
-    let service = service_fn(move |request| {
+    let service = service_fn(move |request: Request<Incoming>| {
         let busy = phase.busy();
-        let answer = app.call(request);
+        let phase = phase.clone();
+        let answer = app.call(request.map(|body| Body::new(Reading { body, phase, ended: false })));
         async move { answer.await.map(|answer| answer.map(|body| Answering { body, _busy: busy })) }
     });
     let mut server = http1::Builder::new();
@@ -137,6 +139,43 @@ async fn connection(
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "an HTTP connection broke off");
+    }
+}
+
+/// The body of a request, and the connection's phase, which learns if its end is not read.
+struct Reading {
+    body: Incoming,
+    phase: Phase,
+    ended: bool,
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        if !self.ended && !self.body.is_end_stream() {
+            self.phase.leave_unread();
+        }
+    }
+}
+
+impl HttpBody for Reading {
+    type Data = <Incoming as HttpBody>::Data;
+    type Error = <Incoming as HttpBody>::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(cx);
+        self.ended |= matches!(polled, Poll::Ready(None));
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -169,7 +208,7 @@ impl HttpBody for Answering {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use axum::routing::get;
+    use axum::routing::{get, post};
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     /// Starts a listener. Returns its address, its shutdown handle and its task.
@@ -231,6 +270,28 @@ mod tests {
             tokio::time::sleep(SHORT * 2).await;
         }
         assert_eq!(everything(used).await, "");
+        shutdown.start("test");
+        serving.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_client_that_is_refused_while_it_sends_its_body_reads_the_answer() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let shutdown = Shutdown::new(LONG);
+        let app = Router::new().route("/", post(|_: axum::extract::Request| async { "no room" }));
+        let bounds = Bounds::new(9, LONG, LONG);
+        let serving = tokio::spawn(serve(listener, app, bounds, shutdown.clone(), std::future::pending()));
+        for (head, chunk) in [("content-length: 4000000", ""), ("transfer-encoding: chunked", "f4240\r\n")] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            let head = format!("POST / HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n{chunk}");
+            stream.write_all(head.as_bytes()).await.unwrap();
+            for _ in 0..10 {
+                stream.write_all(&vec![b'x'; 100_000]).await.unwrap();
+                tokio::time::sleep(SHORT / 5).await;
+            }
+            assert!(everything(stream).await.ends_with("no room"));
+        }
         shutdown.start("test");
         serving.await.unwrap();
     }

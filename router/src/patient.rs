@@ -1,16 +1,25 @@
-//! A client's connection that breaks when the client reads nothing, or does not begin, for too long (I5). Without this, such a client would
+//! A client's connection that breaks when the client does not read, or does not begin, for too long (I5). Without this, such a client would
 //! keep its connection, and what waits to be sent over it, for as long as it likes.
+//!
+//! A client counts as reading when the system takes more bytes for it: its buffers take the next once about a third of what they hold is
+//! read.
 
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
+
+/// How long a connection takes in the rest of a body that nobody wants, so that its client reads the answer. The system would discard the
+/// answer if it closed a connection with bytes that were not read.
+const LINGER: Duration = Duration::from_secs(2);
+/// Most bytes that it takes in.
+const LINGER_BYTES: usize = 16 << 20;
 
 /// A connection with a bound on how long a write waits, and on how long a beginning takes.
 pub(crate) struct Patient {
@@ -19,6 +28,13 @@ pub(crate) struct Patient {
     /// Runs while a write waits.
     timer: Option<Pin<Box<Sleep>>>,
     beginning: Beginning,
+    lingering: Option<Lingering>,
+}
+
+/// A connection that is closed on this side.
+struct Lingering {
+    timer: Pin<Box<Sleep>>,
+    bytes: usize,
 }
 
 /// What must be complete in time.
@@ -33,7 +49,13 @@ enum Beginning {
 
 /// Whether a connection waits for a request. Clones share it.
 #[derive(Clone, Default)]
-pub(crate) struct Phase(Arc<AtomicU64>);
+pub(crate) struct Phase(Arc<PhaseState>);
+
+#[derive(Default)]
+struct PhaseState {
+    number: AtomicU64,
+    unread: AtomicBool,
+}
 
 /// A request is being answered.
 pub(crate) struct Busy(Phase);
@@ -41,19 +63,25 @@ pub(crate) struct Busy(Phase);
 impl Phase {
     /// The head of a request is complete.
     pub fn busy(&self) -> Busy {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        self.0.number.fetch_add(1, Ordering::Relaxed);
+        self.0.unread.store(false, Ordering::Relaxed);
         Busy(self.clone())
+    }
+
+    /// The rest of a request's body is not wanted.
+    pub fn leave_unread(&self) {
+        self.0.unread.store(true, Ordering::Relaxed);
     }
 
     /// An even number, a new one each time, while no request is being answered.
     fn number(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+        self.0.number.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.0.0.fetch_add(1, Ordering::Relaxed);
+        self.0.0.number.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -92,7 +120,7 @@ impl Beginning {
 impl Patient {
     /// Writes to `stream` wait for `patience` at most.
     pub fn new(stream: TcpStream, patience: Duration) -> Patient {
-        Patient { stream, patience, timer: None, beginning: Beginning::None }
+        Patient { stream, patience, timer: None, beginning: Beginning::None, lingering: None }
     }
 
     /// The client must send its first `bytes` bytes within this time.
@@ -111,6 +139,26 @@ impl Patient {
         &self.stream
     }
 
+    /// Whether the client may still send a body that nobody wants.
+    fn has_unread(&self) -> bool {
+        matches!(&self.beginning, Beginning::Heads { phase, .. } if phase.0.unread.load(Ordering::Relaxed))
+    }
+
+    /// Completes when the client has closed the connection too, or was waited for long enough.
+    fn linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(Lingering { timer, bytes }) = &mut self.lingering else { return Poll::Ready(()) };
+        let mut part = [0; 8 << 10];
+        while *bytes < LINGER_BYTES {
+            let mut part = ReadBuf::new(&mut part);
+            match Pin::new(&mut self.stream).poll_read(cx, &mut part) {
+                Poll::Ready(Ok(())) if !part.filled().is_empty() => *bytes += part.filled().len(),
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending => return timer.as_mut().poll(cx),
+            }
+        }
+        Poll::Ready(())
+    }
+
     /// Passes the outcome of a write on; fails when writes have waited for too long.
     fn bounded<T>(&mut self, cx: &mut Context<'_>, outcome: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if outcome.is_ready() {
@@ -119,7 +167,7 @@ impl Patient {
         }
         let patience = self.patience;
         ready!(self.timer.get_or_insert_with(|| Box::pin(sleep(patience))).as_mut().poll(cx));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")))
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))
     }
 }
 
@@ -159,7 +207,14 @@ impl AsyncWrite for Patient {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        if self.lingering.is_none() {
+            ready!(Pin::new(&mut self.stream).poll_shutdown(cx))?;
+            if !self.has_unread() {
+                return Poll::Ready(Ok(()));
+            }
+            self.lingering = Some(Lingering { timer: Box::pin(sleep(LINGER)), bytes: 0 });
+        }
+        self.linger(cx).map(Ok)
     }
 }
 
