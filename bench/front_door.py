@@ -9,6 +9,7 @@ router's own, user and system time. "other core" says how busy workers and load 
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -93,7 +94,8 @@ def pace(options):
 
 def load(options, url, model, text=False):
     command = [options.tool, "load", "--url", url, "--model", model, "--rate", str(options.rate), "--seconds", str(options.seconds),
-               "--prompt", str(options.prompt), "--tokens", str(options.tokens), "--text", str(text).lower()]
+               "--prompt", str(options.prompt), "--tokens", str(options.tokens)]
+    command += ["--text", str(text).lower()] if options.shared is None else ["--shared", str(options.shared)]
     done = subprocess.run(["taskset", "-c", OTHER_CORE, *command], stdout=subprocess.PIPE, text=True, check=True)
     result = json.loads(done.stdout)
     if result["failed"]:
@@ -162,6 +164,7 @@ def main():
     parser.add_argument("--model", default="random:tiny", help="whose tokenizer and template the router reads")
     parser.add_argument("--rates", default="1000", help="requests a second, with commas")
     parser.add_argument("--bursts", default="1,4", help="tokens of a request that are ready together, with commas")
+    parser.add_argument("--shared", help="prompts are texts, of as many words as --prompt says; shares of them, with commas, that begin alike")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--prompt", type=int, default=1000, help="token ids")
@@ -173,22 +176,23 @@ def main():
     routers |= {name: baton(program) for name, _, program in (other.partition("=") for other in options.other)}
     for peers, text in ((options.peer, False), (options.text_peer, True)):
         routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
+    rates, bursts = map(float, options.rates.split(",")), list(map(int, options.bursts.split(",")))
+    shares = options.shared.split(",") if options.shared else [None]
     rows = []
-    for rate in map(float, options.rates.split(",")):
-        for burst in map(int, options.bursts.split(",")):
-            case = argparse.Namespace(**{**vars(options), "rate": rate, "burst": burst})
-            results = {name: [] for name in routers}
-            for number in range(options.rounds):
-                wait_until_idle(0.15, 120)
-                print(f"{rate:.0f} requests/s, bursts of {burst}, round {number + 1}", file=sys.stderr, flush=True)
-                alone = direct(case)
-                for name, run in routers.items():
-                    results[name].append((run(case), alone))
-            for name, runs in results.items():
-                rows.append([f"{rate:.0f}", str(burst), name, *figures(runs)])
-    print_table(["requests/s", "burst", "router", "CPU, µs a token", "first token p50, ms added", "p99", "end p50, ms added", "p99",
+    for rate, burst, shared in itertools.product(rates, bursts, shares):
+        case = argparse.Namespace(**{**vars(options), "rate": rate, "burst": burst, "shared": shared})
+        results = {name: [] for name in routers}
+        for number in range(options.rounds):
+            wait_until_idle(0.15, 120)
+            print(f"{rate:.0f} requests/s, bursts of {burst}, shared {shared or '-'}, round {number + 1}", file=sys.stderr, flush=True)
+            alone = direct(case)
+            for name, run in routers.items():
+                results[name].append((run(case), alone))
+        rows += [[f"{rate:.0f}", str(burst), shared or "-", name, *figures(runs)] for name, runs in results.items()]
+    print_table(["requests/s", "burst", "shared", "router", "CPU, µs a token", "first token p50, ms added", "p99", "end p50, ms added", "p99",
                  "other core", "failed"], rows)
-    print(f"\nMedians of {options.rounds} rounds; prompts of {options.prompt} token ids, {options.tokens} tokens out.")
+    what = "words" if options.shared else "token ids"
+    print(f"\nMedians of {options.rounds} rounds; prompts of {options.prompt} {what}, {options.tokens} tokens out.")
 
 
 def figures(runs):

@@ -13,12 +13,40 @@ use tokio::time::{Instant, sleep_until};
 use super::Arguments;
 use super::backend::number;
 
-/// Prompts that differ; requests take them in turn.
+/// Prompts of token ids that differ; requests take them in turn. Prompts of words never repeat.
 const PROMPTS: u64 = 64;
+/// Of these, prompts of words are made. Each is a token of its own in most vocabularies.
+const WORDS: [&str; 64] = [
+    "the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "on", "with", "as", "be", "at", "by",
+    "this", "had", "not", "are", "but", "from", "or", "have", "an", "they", "which", "one", "you", "were", "all",
+    "her", "she", "there", "would", "their", "we", "him", "been", "has", "when", "who", "will", "no", "more", "if",
+    "out", "so", "up", "said", "what", "its", "about", "than", "into", "them", "can", "only", "other", "time", "new",
+    "some", "could",
+];
+
+/// What the prompts are.
+#[derive(Clone, Copy)]
+enum Prompts {
+    /// Token ids.
+    Ids,
+    /// A text of about as many bytes as the ids take.
+    Digits,
+    /// Words; this share of them, from the beginning, is the same in all prompts.
+    Words {
+        /// Between 0 and 1.
+        shared: f64,
+    },
+}
 
 /// What the requests share.
 struct Load {
+    model: String,
     host: String,
+    prompts: Prompts,
+    /// Tokens of a prompt.
+    prompt: u32,
+    /// Makes the prompts of words differ from those of other loads.
+    salt: u64,
     requests: Vec<Vec<u8>>,
     tokens: u32,
     /// Connections that wait for a request.
@@ -32,18 +60,19 @@ pub async fn run(arguments: &Arguments) {
     let host = arguments.must("url").strip_prefix("http://").expect("--url http://host:port").to_owned();
     let (rate, seconds): (f64, f64) = (arguments.or("rate", 100.0), arguments.or("seconds", 10.0));
     let (prompt, tokens) = (arguments.or("prompt", 1000u32), arguments.or("tokens", 64u32));
-    let text = arguments.or("text", false);
-    let body = |seed| body(arguments.must("model"), seed, prompt, tokens, text);
-    let request = |seed| {
-        let body = body(seed);
-        let head = format!(
-            "POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
-            body.len()
-        );
-        [head.as_bytes(), body.as_bytes()].concat()
+    let prompts = match (arguments.or("text", false), arguments.or("shared", -1.0)) {
+        (false, ..0.0) => Prompts::Ids,
+        (true, ..0.0) => Prompts::Digits,
+        (_, shared) => Prompts::Words { shared },
     };
-    let requests = (0..PROMPTS).map(request).collect();
-    let load = Load { host, requests, tokens, idle: RefCell::default(), results: RefCell::default() };
+    let model = arguments.must("model").to_owned();
+    let (requests, idle, results) = (Vec::new(), RefCell::default(), RefCell::default());
+    let salt = u64::from(std::process::id()) << 32;
+    let mut load = Load { model, host, prompts, prompt, salt, requests, tokens, idle, results };
+    load.requests = match prompts {
+        Prompts::Words { .. } => Vec::new(),
+        _ => (0..PROMPTS).map(|seed| load.body(seed)).collect(),
+    };
     let (load, tasks) = (Rc::new(load), LocalSet::new());
     let mut random = 1;
     tasks
@@ -63,18 +92,6 @@ pub async fn run(arguments: &Arguments) {
     println!("{}", report(&load.results.borrow(), rate));
 }
 
-/// A prompt of token ids, or a text of about as many bytes as they take.
-fn body(model: &str, seed: u64, prompt: u32, tokens: u32, text: bool) -> String {
-    let mut random = seed + 1;
-    let ids: Vec<u32> = (0..prompt).map(|_| 32 + (uniform(&mut random) * 90.0) as u32).collect();
-    let prompt = if text { json!(ids.iter().map(|id| format!("{id} ")).collect::<String>()) } else { json!(ids) };
-    json!({
-        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": true, "ignore_eos": true,
-        "stream_options": {"include_usage": true},
-    })
-    .to_string()
-}
-
 /// A number above 0 and up to 1 (SplitMix64).
 fn uniform(state: &mut u64) -> f64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -85,6 +102,35 @@ fn uniform(state: &mut u64) -> f64 {
 }
 
 impl Load {
+    /// The bytes of a request. Each seed has a prompt of its own.
+    fn body(&self, seed: u64) -> Vec<u8> {
+        let mut random = seed + 1;
+        let ids = |random: &mut u64| (0..self.prompt).map(|_| 32 + (uniform(random) * 90.0) as u32).collect::<Vec<_>>();
+        let prompt = match self.prompts {
+            Prompts::Ids => json!(ids(&mut random)),
+            Prompts::Digits => json!(ids(&mut random).iter().map(|id| format!("{id} ")).collect::<String>()),
+            Prompts::Words { shared } => {
+                let (same, mut first) = ((f64::from(self.prompt) * shared) as u32, 0);
+                let word = |at| {
+                    let random = if at < same { &mut first } else { &mut random };
+                    WORDS[(uniform(random) * WORDS.len() as f64) as usize % WORDS.len()]
+                };
+                json!((0..self.prompt).map(word).collect::<Vec<_>>().join(" "))
+            }
+        };
+        let body = json!({
+            "model": self.model, "prompt": prompt, "max_tokens": self.tokens, "temperature": 0, "stream": true, "ignore_eos": true,
+            "stream_options": {"include_usage": true},
+        })
+        .to_string();
+        let head = format!(
+            "POST /v1/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            self.host,
+            body.len()
+        );
+        [head.as_bytes(), body.as_bytes()].concat()
+    }
+
     async fn request(self: Rc<Load>, number: u64, due: Instant) {
         let result = self.answer(number, due).await.map_err(|error| error.to_string());
         self.results.borrow_mut().push(result);
@@ -100,7 +146,10 @@ impl Load {
                 stream
             }
         };
-        stream.write_all(&self.requests[(count % PROMPTS) as usize]).await?;
+        match self.requests.get((count % PROMPTS) as usize) {
+            Some(request) => stream.write_all(request).await?,
+            None => stream.write_all(&self.body(self.salt ^ count)).await?,
+        }
         let (mut text, mut first, mut seen) = (Vec::with_capacity(16 << 10), None, 0);
         // The last chunk of the body has no bytes.
         while !text.ends_with(b"\r\n0\r\n\r\n") {

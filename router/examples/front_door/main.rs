@@ -3,7 +3,8 @@
 //! ```text
 //! front_door workers --registry http://127.0.0.1:8002 --model NAME [--pairs 2] [PACE]    prefill and decode workers, over gRPC
 //! front_door backend --listen 127.0.0.1:9001 [PACE]                                      a worker over HTTP, for other routers
-//! front_door load --url http://127.0.0.1:8000 --model NAME --rate 1000 --seconds 10 [--prompt 1000] [--tokens 64] [--text true]
+//! front_door load --url http://127.0.0.1:8000 --model NAME --rate 1000 --seconds 10 [--prompt 1000] [--tokens 64]
+//!     [--text true | --shared 0.5]
 //! ```
 //!
 //! PACE is `--first-ms 20 --step-ms 10 --burst 1`: when the first token comes, how long a step takes, and how many tokens of a request are
