@@ -103,7 +103,7 @@ impl GenerateInput {
         let mut planned = Vec::with_capacity(self.prompts.len());
         for prompt in self.prompts {
             let field = prompt.field();
-            let ids = model.encode(prompt, self.tools.as_ref()).await?;
+            let ids = model.encode(prompt, self.tools.as_ref(), &self.standing.cache_salt).await?;
             let context = capacity.context().unwrap_or(model.context_tokens());
             let room = Room { field, prompt: ids.len() as u32, context, capacity };
             let max_tokens = room.max_tokens(self.max_tokens)?;

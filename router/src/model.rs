@@ -3,15 +3,21 @@
 use std::sync::Arc;
 
 use baton_grammar::Grammars;
-use baton_model_text::{ChatTemplate, TextModel, TextStream, Tokenizer, ToolSyntax};
-use baton_types::Constraint;
+use baton_model_text::{ChatTemplate, Lookup, TextModel, TextStream, TokenCache, Tokenizer, ToolSyntax};
+use baton_runtime::{Bytes, metrics as names};
+use baton_types::{Constraint, ErrorKind};
+use metrics::counter;
 
 use crate::error::RequestError;
 use crate::prompt::{Prompt, Wanted};
 use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
 
-/// Longest text, in bytes, that is tokenised inline. Longer text goes to a blocking thread, so that it delays no stream.
-const INLINE_BYTES: usize = 8 << 10;
+/// Most text, in bytes, that is tokenised inline. More goes to a blocking thread, so that it delays no stream.
+const INLINE_BYTES: usize = 4 << 10;
+/// Longest text, in bytes, that is rendered from messages, or looked up among texts seen before, inline.
+const INLINE_TEXT: usize = 32 << 10;
+/// Memory for tokens of texts seen before, unless it is set.
+pub(crate) const TOKEN_CACHE: Bytes = Bytes(64 << 20);
 
 /// The one model a router serves.
 #[derive(Debug)]
@@ -19,6 +25,7 @@ pub struct ServedModel {
     model: TextModel,
     id: String,
     grammars: Arc<Grammars>,
+    seen: TokenCache,
     /// Id of the special token that announces calls, if the model has one.
     call_marker: Option<u32>,
 }
@@ -29,7 +36,13 @@ impl ServedModel {
         let grammars = Arc::new(Grammars::new(model.tokenizer(), model.vocab_size()));
         let syntax = model.chat_template().and_then(ChatTemplate::tools);
         let call_marker = syntax.and_then(|syntax| model.tokenizer().special_id(syntax.marker()));
-        ServedModel { model, id: id.into(), grammars, call_marker }
+        let seen = TokenCache::new(TOKEN_CACHE.0);
+        ServedModel { model, id: id.into(), grammars, seen, call_marker }
+    }
+
+    /// The same model, with this much memory for tokens of texts seen before.
+    pub fn with_token_cache(self, memory: Bytes) -> ServedModel {
+        ServedModel { seen: TokenCache::new(memory.0), ..self }
     }
 
     /// The name in the model's files. Workers register with it.
@@ -105,7 +118,7 @@ impl ServedModel {
         let grammars = Arc::clone(&self.grammars);
         let checked = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;
         let failed = |e: &dyn std::fmt::Display| {
-            RequestError::new(baton_types::ErrorKind::Internal, format!("compiling {field} failed: {e}"))
+            RequestError::new(ErrorKind::Internal, format!("compiling {field} failed: {e}"))
         };
         checked.map_err(|e| failed(&e))?.map(drop).map_err(|e| match e {
             baton_grammar::GrammarError::Vocabulary(_) => failed(&e),
@@ -126,46 +139,68 @@ impl ServedModel {
             return Ok(());
         }
         let wrong = format!("the model {name:?} does not exist; this router serves {:?}", self.id);
-        let error = RequestError::new(baton_types::ErrorKind::NotFound, wrong).code("model_not_found");
+        let error = RequestError::new(ErrorKind::NotFound, wrong).code("model_not_found");
         Err(RequestError { param: Some("model".into()), ..error })
     }
 
-    /// Token ids of a prompt.
+    /// Token ids of a prompt. What was seen before with the same salt is not tokenised again.
     pub(crate) async fn encode(
         self: &Arc<Self>,
         prompt: Prompt,
         tools: Option<&Tools>,
+        salt: &str,
     ) -> Result<Vec<u32>, RequestError> {
+        let field = prompt.field();
         let bytes = match &prompt {
             Prompt::Ids(_) => 0,
             Prompt::Text(text) => text.len(),
             Prompt::Chat(messages) => messages.iter().map(|m| m.role.len() + m.content.len()).sum(),
         };
-        if bytes <= INLINE_BYTES && tools.is_none() {
-            return self.encode_now(prompt, None);
+        if bytes > INLINE_TEXT || tools.is_some() {
+            let (this, tools, salt) = (Arc::clone(self), tools.cloned(), salt.to_owned());
+            let whole = move || match this.look_up(prompt, tools.as_ref(), &salt)? {
+                Looked::Ids(ids) => Ok(ids),
+                Looked::Text(lookup) => this.complete(lookup, field),
+            };
+            return blocking(whole).await;
         }
-        let (this, tools) = (Arc::clone(self), tools.cloned());
-        tokio::task::spawn_blocking(move || this.encode_now(prompt, tools.as_ref())).await.unwrap_or_else(|e| {
-            Err(RequestError::new(baton_types::ErrorKind::Internal, format!("tokenising the prompt failed: {e}")))
-        })
+        match self.look_up(prompt, tools, salt)? {
+            Looked::Ids(ids) => Ok(ids),
+            Looked::Text(lookup) if lookup.missing() <= INLINE_BYTES => self.complete(lookup, field),
+            Looked::Text(lookup) => {
+                let this = Arc::clone(self);
+                blocking(move || this.complete(lookup, field)).await
+            }
+        }
     }
 
-    fn encode_now(&self, prompt: Prompt, tools: Option<&Tools>) -> Result<Vec<u32>, RequestError> {
+    /// Looks up the text of a prompt among those seen before.
+    fn look_up(&self, prompt: Prompt, tools: Option<&Tools>, salt: &str) -> Result<Looked, RequestError> {
         let field = prompt.field();
-        let refused = |e: baton_model_text::ModelFileError| RequestError::invalid(field, e.to_string());
-        match prompt {
-            Prompt::Ids(ids) => Ok(ids),
-            Prompt::Text(text) => self.tokenizer().encode(&text, true).map_err(refused),
+        let (text, special) = match prompt {
+            Prompt::Ids(ids) => return Ok(Looked::Ids(ids)),
+            Prompt::Text(text) => (text, true),
             Prompt::Chat(messages) => {
                 let template = self.template()?;
                 let text = match template.tools() {
                     Some(_) => template.render(&messages, tools.map(|tools| &tools.specs[..]), true),
                     None => template.render(&plain(messages, tools), None, true),
                 };
-                let text = text.map_err(refused)?;
-                self.tokenizer().encode_chat(&text).map_err(refused)
+                let text = text.map_err(|e| RequestError::invalid(field, e.to_string()))?;
+                let special = self.tokenizer().adds_to_chat(&text);
+                (text, special)
             }
-        }
+        };
+        let lookup = self.seen.look_up(self.tokenizer(), text, special, salt);
+        counter!(names::TOKENIZED_BYTES, "cached" => "yes").increment(lookup.found() as u64);
+        counter!(names::TOKENIZED_BYTES, "cached" => "no").increment(lookup.missing() as u64);
+        Ok(Looked::Text(lookup))
+    }
+
+    /// Tokenises what was not seen before.
+    fn complete(&self, lookup: Lookup, field: &'static str) -> Result<Vec<u32>, RequestError> {
+        let ids = self.seen.complete(self.tokenizer(), lookup);
+        ids.map_err(|e| RequestError::invalid(field, e.to_string()))
     }
 
     fn template(&self) -> Result<&ChatTemplate, RequestError> {
@@ -174,4 +209,21 @@ impl ServedModel {
             RequestError::invalid("messages", wrong).code("no_chat_template")
         })
     }
+}
+
+/// A prompt after it was looked up.
+enum Looked {
+    /// It needs no tokenising.
+    Ids(Vec<u32>),
+    /// Its text.
+    Text(Lookup),
+}
+
+/// Runs what takes long on a thread of its own.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+) -> Result<T, RequestError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|e| Err(RequestError::new(ErrorKind::Internal, format!("tokenising the prompt failed: {e}"))))
 }

@@ -74,6 +74,8 @@ pub const RECOVERIES: &str = "baton_recoveries_total";
 pub const EJECTIONS: &str = "baton_ejections_total";
 /// Counter by `reason`: requests refused before any work.
 pub const REJECTED: &str = "baton_rejected_total";
+/// Counter by `cached` (yes, no): bytes of prompts' text whose tokens were known from texts seen before, or were computed.
+pub const TOKENIZED_BYTES: &str = "baton_tokenized_bytes_total";
 /// Gauge by `role`: members of the cluster in the current view.
 pub const MEMBERS: &str = "baton_cluster_members";
 /// Gauge: 1 while the registry is away and the last known view is used, otherwise 0 (I7).
@@ -166,6 +168,11 @@ fn describe() {
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
     describe_counter!(EJECTIONS, Unit::Count, "Workers, and pairs of them, left out for a while, by what they are.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
+    describe_counter!(
+        TOKENIZED_BYTES,
+        Unit::Bytes,
+        "Text of prompts, by whether its tokens were known from texts seen before."
+    );
     describe_gauge!(MEMBERS, Unit::Count, "Members of the cluster in the present view, by role.");
     describe_gauge!(VIEW_STALE, Unit::Count, "1 while the registry is away and the last known view is used.");
 }
