@@ -1,11 +1,13 @@
 //! The router's settings.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
 
 use crate::error::RouterError;
+use crate::model::TOKEN_CACHE;
 
 /// The value of `registry` for the one inside the router.
 pub(crate) const EMBEDDED: &str = "embedded";
@@ -43,6 +45,9 @@ baton_runtime::config! {
         served_name: Option<String> = None,
         /// The registry of the workers: embedded (this router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
+        /// A file that keeps the latest view of the workers, so that a router that restarts while the registry is away serves at once.
+        /// Default: none.
+        view_file: Option<PathBuf> = None,
         /// Longest time a request may take.
         request_timeout: Duration = Duration::from_secs(600),
         /// Maximum answers in progress at a time (a request with n=4 counts as 4); more are refused with 429.
@@ -53,6 +58,8 @@ baton_runtime::config! {
         body_limit: Bytes = Bytes(8 << 20),
         /// Maximum bytes of the bodies that are being read and parsed at a time; more are refused with 429.
         body_memory: Bytes = Bytes(256 << 20),
+        /// Memory for the tokens of texts seen before: prompts that begin alike are tokenised once up to where they differ. 0: none.
+        token_cache: Bytes = TOKEN_CACHE,
         /// How workers are chosen: round-robin or least-loaded.
         placement: PlacementKind = PlacementKind::RoundRobin,
         /// How many times work is started for one answer before it fails.

@@ -1,6 +1,6 @@
 //! The path behind both front doors: admission, planning, one driver per choice, one stream of events back.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_policy::{Patience, Prefixes};
@@ -61,16 +61,40 @@ pub(crate) struct FrontLimits {
 /// A request's place among those in progress. It is given back when the client has everything and every driver has ended, or earlier when
 /// the client does not read.
 #[derive(Clone)]
-pub(crate) struct Slot(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
+pub(crate) struct Slot(Arc<Mutex<Place>>);
+
+enum Place {
+    /// Taken, and what to do should it be given back early.
+    Taken { _permit: OwnedSemaphorePermit, then: Option<Box<dyn FnOnce() + Send>> },
+    /// Given back early.
+    GivenBack,
+}
 
 impl Slot {
     fn new(permit: OwnedSemaphorePermit) -> Slot {
-        Slot(Arc::new(Mutex::new(Some(permit))))
+        Slot(Arc::new(Mutex::new(Place::Taken { _permit: permit, then: None })))
+    }
+
+    fn place(&self) -> MutexGuard<'_, Place> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gives the place back now.
     pub fn give_back(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Not under the lock: what is done may drop other clones of this slot.
+        let taken = std::mem::replace(&mut *self.place(), Place::GivenBack);
+        if let Place::Taken { then: Some(then), .. } = taken {
+            then();
+        }
+    }
+
+    /// Does this once if the place is given back because the client does not read.
+    pub fn when_given_back(&self, then: impl FnOnce() + Send + 'static) {
+        match &mut *self.place() {
+            Place::Taken { then: what, .. } => return *what = Some(Box::new(then)),
+            Place::GivenBack => {}
+        }
+        then();
     }
 }
 
@@ -83,7 +107,7 @@ pub(crate) struct Generation {
     events: mpsc::Receiver<Event>,
     open: Vec<bool>,
     failure: Arc<OnceLock<RequestError>>,
-    _slot: Slot,
+    slot: Slot,
 }
 
 impl Front {
@@ -192,7 +216,7 @@ impl Front {
             }
             prompts.push(plan.prompt);
         }
-        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, _slot: slot })
+        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, slot })
     }
 
     /// Fails while every slot is taken.
@@ -215,6 +239,11 @@ impl Front {
 }
 
 impl Generation {
+    /// The request's place.
+    pub fn slot(&self) -> Slot {
+        self.slot.clone()
+    }
+
     /// True after the end of the last choice, or after the first failure.
     pub fn ended(&self) -> bool {
         !self.open.contains(&true)

@@ -7,7 +7,7 @@ use std::time::Duration;
 use baton_model_text::ChatMessage;
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
-use baton_types::{Constraint, RequestId, SamplingParams};
+use baton_types::{Constraint, ErrorKind, RequestId, SamplingParams};
 use futures::Stream;
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
@@ -18,6 +18,7 @@ use crate::front::Front;
 use crate::input::{GenerateInput, Standing};
 use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
+use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
 
 /// Longest request id of a client, bytes. Longer ones are refused.
@@ -46,7 +47,8 @@ impl v1::inference_server::Inference for Inference {
         let deadline = self.front.deadline(received, client_timeout(request.metadata()));
         let input = read(request.into_inner(), received, deadline).inspect_err(|e| self.front.refused(e));
         let mut generation = self.front.generate(input.map_err(|e| status(&e))?).await.map_err(|e| status(&e))?;
-        let answers = async_stream::stream! {
+        let slot = generation.slot();
+        let answers: Answers = Box::pin(async_stream::stream! {
             let mut sent = 0;
             let mut next = generation.next().await;
             while let Some(event) = next.take() {
@@ -80,7 +82,11 @@ impl v1::inference_server::Inference for Inference {
                     next = generation.next().await;
                 }
             }
-        };
+        });
+        let given_up =
+            RequestError::new(ErrorKind::Cancelled, "the answer was given up: its client read nothing of it");
+        let (answers, revoke) = revocable(answers, Err(status(&given_up)));
+        slot.when_given_back(revoke);
         Ok(Response::new(Box::pin(answers)))
     }
 

@@ -32,6 +32,7 @@ mod patient;
 mod prompt;
 mod random;
 mod record;
+mod revocable;
 mod server;
 mod serving;
 mod sink;
@@ -40,6 +41,7 @@ mod stop;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tools;
+mod view_file;
 mod worker;
 
 pub use config::{PlacementKind, RouterConfig};

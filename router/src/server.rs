@@ -1,12 +1,13 @@
 //! Puts the router together, starts it and shuts it down.
 
+use std::future::pending;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
-use baton_cluster::{EmbeddedRegistry, Registry, Role, View, ViewReceiver};
+use baton_cluster::{EmbeddedRegistry, Registry, Restored, Role, View, ViewReceiver};
 use baton_model_text::fetch;
 use baton_policy::Patience;
 use baton_proto::v1::DESCRIPTORS;
@@ -14,6 +15,8 @@ use baton_proto::v1::inference_server::InferenceServer;
 use baton_runtime::{FetchConfig, Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
 use metrics::gauge;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
 use tonic::service::Routes;
 use tonic_health::ServingStatus;
 
@@ -25,6 +28,7 @@ use crate::http;
 use crate::listener::Bounds;
 use crate::model::ServedModel;
 use crate::serving::Serving;
+use crate::view_file;
 use crate::worker::Workers;
 
 /// Name of the service whose health clients ask for.
@@ -125,7 +129,7 @@ fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
     let model = source.open_text(&config.model, &Logged)?;
     let id = model.served_name(&config.model, config.served_name.as_deref());
-    Ok(ServedModel::new(model, id))
+    Ok(ServedModel::new(model, id).with_token_cache(config.token_cache))
 }
 
 /// Logs a fetch. Workers on the same host fetch into the same cache, so only the end is logged above debug level.
@@ -223,8 +227,13 @@ impl Bound {
             internal_addr: self.internal.as_ref().map(|listener| address(listener, config.internal)),
             workers: Arc::clone(&workers),
         };
-        let watcher = Watcher { workers, readiness, health, shutdown: shutdown.clone() };
-        tasks.spawn("view", watcher.run(registry.watch()));
+        let saved = config.view_file.as_deref().map(view_file::read).unwrap_or_default();
+        let seen = watch::Sender::default();
+        if let Some(path) = &config.view_file {
+            tasks.spawn("view file", view_file::keep(path.clone(), seen.subscribe()));
+        }
+        let watcher = Watcher { workers, readiness, health, shutdown: shutdown.clone(), seen };
+        tasks.spawn("view", watcher.run(registry.watch(), Restored::new(saved)));
         let serving = Serving { bounds, front, shutdown };
         tasks.spawn("http", serving.clone().http(self.http, app));
         tasks.spawn("grpc", serving.clone().grpc(self.grpc, routes.routes(), config.connection_age));
@@ -241,18 +250,28 @@ struct Watcher {
     readiness: Readiness,
     health: tonic_health::server::HealthReporter,
     shutdown: Shutdown,
+    /// The latest view, for those who save it.
+    seen: watch::Sender<Arc<View>>,
 }
 
 impl Watcher {
-    async fn run(self, mut views: ViewReceiver) {
+    async fn run(self, mut views: ViewReceiver, mut restored: Restored) {
         loop {
             let view = Arc::clone(&views.borrow_and_update());
-            self.take(view).await;
+            restored.hear(view, Instant::now().into_std());
+            self.take(restored.view()).await;
+            let settled = async {
+                match restored.settles_at() {
+                    Some(at) => sleep_until(at.into()).await,
+                    None => pending().await,
+                }
+            };
             tokio::select! {
                 changed = views.changed() => if changed.is_err() {
                     // The registry's watch ended; the last view stays (I7).
                     break;
                 },
+                () = settled => {}
                 () = self.shutdown.draining() => break,
             }
         }
@@ -267,7 +286,8 @@ impl Watcher {
         }
         gauge!(names::VIEW_STALE).set(f64::from(u8::from(view.stale)));
         tracing::debug!(revision = view.revision, members = view.members.len(), stale = view.stale, "view");
-        self.workers.update(view);
+        self.workers.update(Arc::clone(&view));
+        self.seen.send_replace(view);
         match self.workers.not_ready() {
             None => {
                 self.readiness.ready();

@@ -279,6 +279,21 @@ async fn workers_that_drain_cost_no_attempt_and_are_asked_once() {
     cluster.stop().await;
 }
 
+/// The view does not say that other processes listen at these workers' addresses by now: the registry may be away (I7).
+#[tokio::test]
+async fn workers_that_others_have_replaced_cost_no_attempt_and_get_no_prompt() {
+    let cluster = Cluster::start(0, 6, ANSWER).await;
+    for worker in 0..5 {
+        cluster.worker(worker).is_replaced();
+    }
+    for _ in 0..8 {
+        whole(&cluster).await;
+    }
+    let asked: Vec<usize> = (0..6).map(|worker| cluster.worker(worker).asked().len()).collect();
+    assert_eq!(asked, [0, 0, 0, 0, 0, 8]);
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn what_can_never_work_is_not_tried_again() {
     let cluster = Cluster::start(1, 2, ANSWER).await;

@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use baton_cluster::Role;
 use baton_proto::v1::GenerateRequest;
 use baton_tests::cluster::client::{Answer, Answering, Client, apart, prompt, sampled};
-use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models, wait};
-use baton_types::Constraint;
+use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models, status_of, wait};
+use baton_types::{Constraint, WorkerId};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -52,6 +52,17 @@ impl Scene {
 
     fn rest(&self, answering: Answering) -> anyhow::Result<Answer> {
         self.cluster.block_on(answering.rest())
+    }
+
+    /// Kills the router, and waits until another is started in its place.
+    fn restart_router(&self) {
+        let old = self.cluster.pid("router").unwrap();
+        self.cluster.signal(old, Signal::KILL).unwrap();
+        wait(|| self.cluster.pids("router").first().filter(|&&pid| pid != old).copied()).unwrap();
+    }
+
+    fn wait_ready(&self) {
+        wait(|| baton_tests::cluster::http::get(self.cluster.http(), "/ready").ok().filter(|r| r.0 == 200)).unwrap();
     }
 
     /// A worker of this role that has something to do.
@@ -231,18 +242,29 @@ fn a_killed_router_comes_back_and_finds_its_workers() {
     let want = scene.ask(&request);
     let mut answering = scene.start(&request);
     scene.until(&mut answering, 10);
-    let old = scene.cluster.pid("router").unwrap();
     let workers = |cluster: &Cluster| cluster.workers().iter().map(|w| w.member.id).collect::<Vec<_>>();
     let before = workers(&scene.cluster);
-    scene.cluster.signal(old, Signal::KILL).unwrap();
+    scene.restart_router();
     let error = scene.rest(answering).unwrap_err();
     assert!(error.downcast_ref::<tonic::Status>().is_some(), "{error:#}");
-    wait(|| scene.cluster.pids("router").first().filter(|&&pid| pid != old).copied()).unwrap();
     // Its stream is gone, so its blocks are free; the workers live on and register again.
     scene.cluster.wait_idle().unwrap();
     assert_eq!(workers(&scene.cluster), before);
-    wait(|| baton_tests::cluster::http::get(scene.cluster.http(), "/ready").ok().filter(|r| r.0 == 200)).unwrap();
+    scene.wait_ready();
     assert_eq!(scene.cluster.block_on(scene.cluster.client().unwrap().ask(request)).unwrap(), want);
+    scene.end();
+}
+
+/// An address outlives the worker behind it.
+#[test]
+fn a_worker_refuses_what_is_meant_for_another() {
+    let scene = Scene::workers(1, 1, "auto");
+    for worker in scene.cluster.workers() {
+        let gone = WorkerId(worker.member.id.0 ^ 1);
+        let refused = scene.cluster.block_on(status_of(&worker.member, gone)).unwrap_err();
+        assert!(refused.downcast_ref().is_some_and(baton_proto::says_another_worker), "{refused:#}");
+        assert!(scene.cluster.block_on(status_of(&worker.member, worker.member.id)).is_ok());
+    }
     scene.end();
 }
 
@@ -251,7 +273,10 @@ fn losing_etcd_stops_no_request() {
     // I7
     let mut etcd = etcd::Etcd::start();
     let registry = Some(etcd.spec("faults"));
-    let scene = Scene::new(|options| ClusterOptions { prefill: 1, decode: 2, registry, ..options });
+    let folder = tempfile::tempdir().unwrap();
+    let view = folder.path().join("view.json").to_string_lossy().into_owned();
+    let env = vec![("BATON_VIEW_FILE".to_owned(), view)];
+    let scene = Scene::new(|options| ClusterOptions { prefill: 1, decode: 2, registry, env, ..options });
     let request = long_answer(4);
     let want = scene.ask(&request);
     let mut answering = scene.start(&request);
@@ -267,6 +292,10 @@ fn losing_etcd_stops_no_request() {
     scene.signal(&killed, Signal::KILL);
     assert_eq!(scene.rest(answering).unwrap(), want);
     assert_eq!([scene.ask(&request), scene.ask(&request)], [want.clone(), want.clone()]);
+    // A router that starts meanwhile has the view that the one before it saved.
+    scene.restart_router();
+    scene.wait_ready();
+    assert_eq!(scene.cluster.block_on(scene.cluster.client().unwrap().ask(request.clone())).unwrap(), want);
     etcd.restart();
     // The view is true again: the dead worker is gone, the one started in its place is there.
     let dead = killed.member.id;

@@ -332,8 +332,7 @@ impl World {
     }
 
     fn drop_stream(&mut self, place: Place, request: u64, leg: Leg) {
-        let Some(Stream { call, link, lease }) = self.take_stream(place, request, leg) else { return };
-        self.routers[place].fleet.release(lease);
+        let Some(Stream { call, link, .. }) = self.take_stream(place, request, leg) else { return };
         if self.links.get_mut(&link).is_some_and(|connection| connection.calls.remove(&call)) {
             self.send_up(link, Up::Cancel { call });
         }
@@ -374,7 +373,6 @@ impl World {
             return;
         };
         self.routers[place].calls.remove(&stream.call);
-        self.routers[place].fleet.release(stream.lease);
         if let Some(connection) = self.links.get_mut(&stream.link) {
             connection.calls.remove(&stream.call);
         }
@@ -389,7 +387,7 @@ impl World {
         let Some(Stream { call, lease, .. }) = stream else { return };
         router.calls.remove(&call);
         let probe = router.fleet.ended(&lease, end, at);
-        router.fleet.release(lease);
+        drop(lease);
         if let Some(probe) = probe {
             if router.fleet.members().any(|worker| worker.member.id == probe.worker() && !worker.lost) {
                 let what = format!("router {place} asks {} whether it is back, and goes on using it", probe.worker());

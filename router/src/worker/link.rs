@@ -10,9 +10,11 @@ use baton_cluster::Member;
 use baton_policy::{Broken, LegEnd, Probe, WorkerLease};
 use baton_proto::v1::StatusRequest;
 use baton_proto::v1::worker_client::WorkerClient;
+use baton_proto::{MeantFor, says_another_worker};
 use baton_types::ErrorKind;
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 
 use super::{Workers, gather};
@@ -28,13 +30,15 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// One request's use of one worker.
 pub(crate) struct WorkerLink {
     workers: Arc<Workers>,
-    channel: Channel,
-    /// `None` only while the link is dropped.
-    lease: Option<WorkerLease>,
+    channel: WorkerChannel,
+    lease: WorkerLease,
 }
 
+/// A connection whose calls say which worker they are meant for.
+pub(super) type WorkerChannel = InterceptedService<Channel, MeantFor>;
+
 /// A channel to the worker. It connects when it is first used.
-pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<Channel, tonic::transport::Error> {
+pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<WorkerChannel, tonic::transport::Error> {
     let endpoint = Endpoint::from_shared(member.grpc.clone())?
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(PING_EVERY)
@@ -42,50 +46,41 @@ pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<Chann
         .keep_alive_while_idle(true)
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW);
-    Ok(endpoint.connect_with_connector_lazy(tower::service_fn(gather::connect)))
+    let channel = endpoint.connect_with_connector_lazy(tower::service_fn(gather::connect));
+    Ok(InterceptedService::new(channel, MeantFor::new(member.id)))
 }
 
 impl WorkerLink {
-    pub(super) fn new(workers: Arc<Workers>, channel: Channel, lease: WorkerLease) -> WorkerLink {
-        WorkerLink { workers, channel, lease: Some(lease) }
+    pub(super) fn new(workers: Arc<Workers>, channel: WorkerChannel, lease: WorkerLease) -> WorkerLink {
+        WorkerLink { workers, channel, lease }
     }
 
     /// The channel for calls to the worker.
-    pub fn channel(&self) -> Channel {
+    pub fn channel(&self) -> WorkerChannel {
         self.channel.clone()
     }
 
     /// Classifies the status that ended a call, and reports it to the fleet. Starts to probe the worker if the fleet says so.
     pub fn ended(&self, status: &Status) -> LegEnd {
         let end = leg_end(status);
-        if let Some(lease) = &self.lease {
-            let probe = self.workers.state().fleet.ended(lease, &end, Instant::now().into_std());
-            if let Some(probe) = probe {
-                let limit = self.workers.worker_timeout;
-                tokio::spawn(ask_until_back(Arc::downgrade(&self.workers), self.channel(), limit, probe));
-            }
+        let probe = self.workers.fleet().ended(&self.lease, &end, Instant::now().into_std());
+        if let Some(probe) = probe {
+            let limit = self.workers.worker_timeout;
+            tokio::spawn(ask_until_back(Arc::downgrade(&self.workers), self.channel(), limit, probe));
         }
         end
     }
 }
 
-impl Drop for WorkerLink {
-    fn drop(&mut self) {
-        if let Some(lease) = self.lease.take() {
-            self.workers.release(lease);
-        }
-    }
-}
-
 /// Probes a lost worker until the fleet wants no further probe.
-async fn ask_until_back(workers: Weak<Workers>, channel: Channel, limit: Duration, mut probe: Probe) {
+async fn ask_until_back(workers: Weak<Workers>, channel: WorkerChannel, limit: Duration, mut probe: Probe) {
     loop {
         sleep_until(probe.at().into()).await;
         let mut client = WorkerClient::new(channel.clone());
         let said = timeout(limit, client.status(StatusRequest {})).await;
         let answered = said.is_ok_and(|said| said.as_ref().err().is_none_or(answered));
         let Some(workers) = workers.upgrade() else { return };
-        match workers.state().fleet.probed(probe, answered, Instant::now().into_std()) {
+        match workers.fleet().probed(probe, answered, Instant::now().into_std()) {
             Some(next) => probe = next,
             None => return,
         }
@@ -95,12 +90,16 @@ async fn ask_until_back(workers: Weak<Workers>, channel: Channel, limit: Duratio
 /// True when the worker itself sent the status: such a status has no source. A status with a source was made on this side
 /// of the connection, because the worker is gone or silent.
 fn answered(status: &Status) -> bool {
-    status.source().is_none()
+    status.source().is_none() && !says_another_worker(status)
 }
 
 fn leg_end(status: &Status) -> LegEnd {
     match status.source() {
         Some(source) => LegEnd::Lost { message: deepest(source).to_string(), broken: broken(source) },
+        // As if nobody listened there.
+        None if says_another_worker(status) => {
+            LegEnd::Lost { message: status.message().to_owned(), broken: Broken::Refused }
+        }
         None if baton_proto::says_draining(status) => LegEnd::Draining { message: status.message().to_owned() },
         None => LegEnd::Answered {
             kind: ErrorKind::from_grpc_code(status.code().into()),

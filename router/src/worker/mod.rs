@@ -8,36 +8,40 @@ mod legs;
 mod link;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Capacity, Failure, Fleet, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict, WorkerLease,
+    Ask, Capacity, Failure, Fleet, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict,
 };
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
 use baton_types::WorkerId;
 use metrics::counter;
 use tokio::time::Instant;
-use tonic::transport::Channel;
 
 use crate::config::PlacementKind;
-use link::WorkerLink;
+use link::{WorkerChannel, WorkerLink};
 
 pub(crate) use legs::{Leg, open_decode, open_prefill};
 
 /// All workers in the current view.
 pub(crate) struct Workers {
     worker_timeout: Duration,
-    state: Mutex<State>,
+    /// Locked only briefly, never across an await.
+    fleet: Mutex<Fleet>,
+    /// What follows from the latest view. Requests read it without waiting for each other.
+    table: RwLock<Arc<Table>>,
 }
 
-/// Locked only briefly. Do not hold the lock across an await, nor while dropping a [`WorkerLink`]: its drop takes the lock.
-struct State {
-    fleet: Fleet,
+/// What follows from a view alone.
+#[derive(Clone, Debug)]
+struct Table {
+    capacity: Capacity,
+    fingerprint: u64,
     /// Connections to the fleet's workers. One removed here lives on in the links of the requests that use it.
-    channels: HashMap<WorkerId, Channel>,
+    channels: HashMap<WorkerId, WorkerChannel>,
 }
 
 impl std::fmt::Debug for Workers {
@@ -53,34 +57,43 @@ impl Workers {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
-        let state = State { fleet: Fleet::new(model, placement), channels: HashMap::new() };
-        Workers { worker_timeout, state: Mutex::new(state) }
+        let fleet = Fleet::new(model, placement);
+        let table = Table { capacity: fleet.capacity(), fingerprint: fleet.fingerprint(), channels: HashMap::new() };
+        Workers { worker_timeout, fleet: Mutex::new(fleet), table: RwLock::new(Arc::new(table)) }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn fleet(&self) -> MutexGuard<'_, Fleet> {
+        self.fleet.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn table(&self) -> Arc<Table> {
+        Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Applies a new view: connects to workers that joined, and forgets those that left.
     pub fn update(&self, view: Arc<View>) {
-        let State { fleet, channels } = &mut *self.state();
+        // To the end, so that of two views the later one stays.
+        let mut fleet = self.fleet();
         let changes = fleet.update(view);
-        changes.left.iter().for_each(|id| drop(channels.remove(id)));
+        let mut table = Table::clone(&self.table());
+        changes.left.iter().for_each(|id| drop(table.channels.remove(id)));
         for member in changes.joined {
             match link::connect(&member, self.worker_timeout) {
-                Ok(channel) => drop(channels.insert(member.id, channel)),
+                Ok(channel) => drop(table.channels.insert(member.id, channel)),
                 Err(error) => {
                     fleet.unusable(member.id);
                     tracing::warn!(worker = %member.id, address = member.grpc, %error, "unusable address");
                 }
             }
         }
+        (table.capacity, table.fingerprint) = (fleet.capacity(), fleet.fingerprint());
+        *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(table);
     }
 
     /// The view as JSON, for people and `baton status`.
     pub fn describe(&self) -> serde_json::Value {
         let (model, view, states) = {
-            let State { fleet, .. } = &*self.state();
+            let fleet = self.fleet();
             let states: Vec<_> = fleet.members().map(|w| (w.lost, w.ejected, w.in_flight)).collect();
             (fleet.model().to_owned(), Arc::clone(fleet.view()), states)
         };
@@ -111,27 +124,27 @@ impl Workers {
 
     /// Why no request can be served now; None when requests can be served.
     pub fn not_ready(&self) -> Option<String> {
-        self.state().fleet.not_ready()
+        self.fleet().not_ready()
     }
 
     /// The longest sequence and the KV tokens that the workers in the view can hold.
     pub fn capacity(&self) -> Capacity {
-        self.state().fleet.capacity()
+        self.table().capacity
     }
 
     /// Identifies the workers' weights and KV layout.
     pub fn fingerprint(&self) -> u64 {
-        self.state().fleet.fingerprint()
+        self.table().fingerprint
     }
 
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask) -> Result<Placed, Failure> {
-        self.state().fleet.place(ask, Instant::now().into_std())
+        self.fleet().place(ask, Instant::now().into_std())
     }
 
     /// Takes in how a request fared on a worker, or between two.
     pub fn judge(&self, verdict: Verdict) {
-        let judgement = self.state().fleet.judge(verdict, Instant::now().into_std());
+        let judgement = self.fleet().judge(verdict, Instant::now().into_std());
         match judgement {
             None => {}
             Some(Judgement::Ejected { on, time, why }) => {
@@ -145,18 +158,14 @@ impl Workers {
 
     /// Records that these workers have the KV of the prefixes with these names.
     pub fn note(&self, placed: Placed, names: &[u64]) {
-        self.state().fleet.note(placed, names);
+        self.fleet().note(placed, names);
     }
 
     /// The connection to a worker. It counts as a request in flight until it is dropped.
     pub fn link(self: &Arc<Self>, worker: WorkerId) -> Result<WorkerLink, LegEnd> {
-        let State { fleet, channels } = &mut *self.state();
         // Every worker of the fleet has a connection, so this worker has left.
-        let channel = channels.get(&worker).cloned().ok_or(LegEnd::Left { worker })?;
-        Ok(WorkerLink::new(Arc::clone(self), channel, fleet.lease(worker)?))
-    }
-
-    fn release(&self, lease: WorkerLease) {
-        self.state().fleet.release(lease);
+        let channel = self.table().channels.get(&worker).cloned().ok_or(LegEnd::Left { worker })?;
+        let lease = self.fleet().lease(worker)?;
+        Ok(WorkerLink::new(Arc::clone(self), channel, lease))
     }
 }

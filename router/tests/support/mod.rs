@@ -125,6 +125,7 @@ impl Cluster {
             draining: false,
         };
         change(&mut member);
+        worker.is(member.id);
         self.leases.push(self.registry.register(member, Duration::from_secs(600)).await.unwrap());
         self.workers.push(Arc::clone(&worker));
         worker

@@ -3,18 +3,21 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use baton_cluster::Role;
-use baton_proto::v1;
 use baton_proto::v1::decode_event::Event as DecodeEvent;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
+use baton_proto::{OnlyFor, v1};
+use baton_types::WorkerId;
 use futures::Stream;
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::service::{Interceptor, InterceptorLayer};
 use tonic::{Request, Response, Status};
 
 use super::{CALLS, END};
@@ -136,6 +139,8 @@ struct Shared {
     /// Number of requests that the router dropped before their end.
     dropped: watch::Sender<usize>,
     door: watch::Sender<Door>,
+    /// Its id.
+    id: AtomicU64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -163,11 +168,17 @@ impl FakeWorker {
             asked: watch::Sender::default(),
             dropped: watch::Sender::new(0),
             door: door.clone(),
+            id: AtomicU64::new(0),
         });
         let inner = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let inner_address = inner.local_addr().unwrap();
         let service = Service(Arc::clone(&shared));
-        let server = tonic::transport::Server::builder();
+        let own = Arc::clone(&shared);
+        let only = InterceptorLayer::new(move |call: Request<()>| {
+            assert!(call.metadata().contains_key("baton-worker"), "each call names its worker");
+            OnlyFor(WorkerId(own.id.load(Ordering::Relaxed))).call(call)
+        });
+        let server = tonic::transport::Server::builder().layer(only);
         let incoming = TcpListenerStream::new(inner);
         let server = match role {
             Role::Prefill => {
@@ -195,6 +206,16 @@ impl FakeWorker {
 
     pub fn address(&self) -> String {
         format!("http://{}", self.address)
+    }
+
+    /// Has this id from now on.
+    pub fn is(&self, id: WorkerId) {
+        self.shared.id.store(id.0, Ordering::Relaxed);
+    }
+
+    /// Another process listens at its address from now on.
+    pub fn is_replaced(&self) {
+        self.is(WorkerId(u64::MAX));
     }
 
     /// Scripts the next requests, in order. The worker treats later ones correctly.

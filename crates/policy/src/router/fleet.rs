@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use baton_membership::{Member, Role, View};
@@ -38,7 +39,7 @@ pub struct Fleet {
 struct Worker {
     /// Number of this join. It distinguishes a worker that left and came back from its earlier join.
     joined: u64,
-    in_flight: u32,
+    in_flight: Arc<AtomicU32>,
     /// Set from a failure of its connection until it answers again.
     lost: bool,
     /// The worker itself said that it drains. Its registration may say so later, or never (I7).
@@ -68,11 +69,12 @@ pub struct Changes {
     pub left: Vec<WorkerId>,
 }
 
-/// One request's use of one worker. Give it back with [`Fleet::release`].
-#[derive(PartialEq, Eq, Debug)]
+/// One request's use of one worker, until it is dropped.
+#[derive(Debug)]
 pub struct WorkerLease {
     worker: WorkerId,
     joined: u64,
+    in_flight: Arc<AtomicU32>,
 }
 
 /// An order to ask a lost worker whether it is back.
@@ -96,10 +98,22 @@ pub struct WorkerState<'a> {
     pub in_flight: u32,
 }
 
+impl Worker {
+    fn in_flight(&self) -> u32 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+}
+
 impl WorkerLease {
     /// The worker in use.
     pub fn worker(&self) -> WorkerId {
         self.worker
+    }
+}
+
+impl Drop for WorkerLease {
+    fn drop(&mut self) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -136,8 +150,8 @@ impl Fleet {
         for member in view.members.iter().filter(|m| works(m)) {
             if !self.workers.contains_key(&member.id) {
                 self.joined += 1;
-                self.workers
-                    .insert(member.id, Worker { joined: self.joined, in_flight: 0, lost: false, draining: false });
+                let in_flight = Arc::default();
+                self.workers.insert(member.id, Worker { joined: self.joined, in_flight, lost: false, draining: false });
                 changes.joined.push(member.clone());
             }
         }
@@ -202,21 +216,14 @@ impl Fleet {
         self.prefixes.note(names, placed);
     }
 
-    /// Counts a request on this worker until its lease is released.
+    /// Counts a request on this worker until its lease is dropped.
     ///
     /// # Errors
     /// [`LegEnd::Left`]: the worker is no longer in the view.
-    pub fn lease(&mut self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
-        let used = self.workers.get_mut(&worker).ok_or(LegEnd::Left { worker })?;
-        used.in_flight += 1;
-        Ok(WorkerLease { worker, joined: used.joined })
-    }
-
-    /// Ends a request's use of a worker.
-    pub fn release(&mut self, lease: WorkerLease) {
-        if let Some(worker) = self.of(lease.worker, lease.joined) {
-            worker.in_flight = worker.in_flight.saturating_sub(1);
-        }
+    pub fn lease(&self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
+        let used = self.workers.get(&worker).ok_or(LegEnd::Left { worker })?;
+        used.in_flight.fetch_add(1, Ordering::Relaxed);
+        Ok(WorkerLease { worker, joined: used.joined, in_flight: Arc::clone(&used.in_flight) })
     }
 
     /// Records how a call to a worker ended. A worker that drains is not chosen again.
@@ -279,7 +286,7 @@ impl Fleet {
     pub fn members(&self) -> impl Iterator<Item = WorkerState<'_>> {
         self.view.members.iter().map(|member| {
             let worker = self.workers.get(&member.id);
-            let (lost, in_flight) = worker.map_or((false, 0), |worker| (worker.lost, worker.in_flight));
+            let (lost, in_flight) = worker.map_or((false, 0), |worker| (worker.lost, worker.in_flight()));
             let ejected = self.outliers.is_ejected(Subject::Worker(member.id));
             WorkerState { member, lost, ejected, in_flight }
         })
@@ -310,7 +317,7 @@ fn candidates<'a>(
 ) -> Vec<Candidate<'a>> {
     let candidate = |m: &'a Member| {
         let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
-        let (draining, in_flight) = (m.draining || worker.draining, worker.in_flight);
+        let (draining, in_flight) = (m.draining || worker.draining, worker.in_flight());
         Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight })
     };
     view.members.iter().filter(|m| works(m)).filter_map(candidate).collect()

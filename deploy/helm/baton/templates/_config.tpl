@@ -73,6 +73,8 @@ no choice. */}}
 {{- end -}}
 {{- if eq .role "router" -}}
   {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}
+  {{- /* On a volume that outlives the container, not the pod. */ -}}
+  {{- $_ := set $settings "view_file" "/tmp/view.json" -}}
   {{- if eq $v.registry.type "embedded" -}}
     {{- $_ := set $settings "internal" (printf "%s:%v" $any $ports.internal) -}}
   {{- end -}}

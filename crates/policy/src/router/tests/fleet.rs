@@ -75,7 +75,7 @@ fn requests_go_where_the_fewest_are() {
         assert_eq!(fleet.place(&ask(), Instant::now()), Ok(on(D2, P1)));
     }
     assert_eq!((flags(&fleet, D1), flags(&fleet, D2)), ((false, 1), (false, 0)));
-    leases.into_iter().for_each(|lease| fleet.release(lease));
+    drop(leases);
     assert_eq!(flags(&fleet, D1), (false, 0));
 }
 
@@ -88,7 +88,7 @@ fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
     let probe = fleet.ended(&lease, &lost(false), now).unwrap();
     assert_eq!((probe.worker(), probe.at()), (D1, now + PROBE_EVERY));
     assert_eq!(fleet.ended(&lease, &lost(true), now), None, "one probe for all requests that lost it");
-    fleet.release(lease);
+    drop(lease);
     for _ in 0..3 {
         assert_eq!(fleet.place(&ask(), Instant::now()).unwrap().decode, D2);
     }
@@ -128,7 +128,6 @@ fn a_request_keeps_its_lost_decode_worker_and_is_not_given_a_lost_prefill_worker
     for id in [D1, P1] {
         let lease = fleet.lease(id).unwrap();
         fleet.ended(&lease, &lost(false), now);
-        fleet.release(lease);
     }
     for _ in 0..3 {
         assert_eq!(fleet.place(&Ask { decode: Some(D1), ..ask() }, Instant::now()), Ok(on(D1, P2)));
@@ -142,15 +141,14 @@ fn a_worker_that_comes_back_is_not_what_it_was() {
     let probe = fleet.ended(&old, &lost(false), now).unwrap();
     let changes = fleet.update(view(two_and_two().split_off(1)));
     assert_eq!((changes.joined.len(), changes.left), (0, vec![D1]));
-    assert_eq!(fleet.lease(D1), Err(LegEnd::Left { worker: D1 }));
+    assert_eq!(fleet.lease(D1).err(), Some(LegEnd::Left { worker: D1 }));
     assert_eq!(fleet.update(view(two_and_two())).joined, [member(D1, Role::Decode)]);
     let new = fleet.lease(D1).unwrap();
     assert_eq!(fleet.probed(probe, false, now), None, "of the old connection");
     assert_eq!(fleet.ended(&other, &lost(false), now), None);
-    fleet.release(old);
-    fleet.release(other);
+    drop((old, other));
     assert_eq!(flags(&fleet, D1), (false, 1));
-    fleet.release(new);
+    drop(new);
     assert_eq!(flags(&fleet, D1), (false, 0));
 }
 
