@@ -45,6 +45,9 @@ baton_runtime::config! {
         served_name: Option<String> = None,
         /// The registry of the workers: embedded (this router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
+        /// A TOML file with the API keys of clients, as hashes, and what each tenant may use; see docs/tenants.md. It is read again when
+        /// it changes, and on SIGHUP. Default: no client needs a key.
+        keys_file: Option<PathBuf> = None,
         /// A file that keeps the latest view of the workers, so that a router that restarts while the registry is away serves at once.
         /// Default: none.
         view_file: Option<PathBuf> = None,

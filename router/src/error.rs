@@ -34,6 +34,14 @@ pub enum RouterError {
         /// The two flags.
         flags: (&'static str, &'static str),
     },
+    /// The file of API keys cannot be used.
+    #[error("keys_file {}: {problem}", path.display())]
+    Keys {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The model's files cannot be fetched or opened.
     #[error(transparent)]
     Model(#[from] baton_model_text::ModelFileError),
@@ -54,9 +62,10 @@ impl BatonError for RouterError {
             RouterError::Runtime(e) => e.kind(),
             RouterError::Model(e) => e.kind(),
             RouterError::Cluster(e) => e.kind(),
-            RouterError::Zero { .. } | RouterError::BodyMemory { .. } | RouterError::SameAddress { .. } => {
-                ErrorKind::InvalidArgument
-            }
+            RouterError::Zero { .. }
+            | RouterError::BodyMemory { .. }
+            | RouterError::SameAddress { .. }
+            | RouterError::Keys { .. } => ErrorKind::InvalidArgument,
             RouterError::Reflection(_) | RouterError::Interrupted(_) => ErrorKind::Internal,
         }
     }
@@ -95,6 +104,11 @@ impl RequestError {
     /// An error for a field whose value can never work.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> RequestError {
         RequestError { param: Some(param.into()), ..RequestError::new(ErrorKind::InvalidArgument, message) }
+    }
+
+    /// After how many whole seconds a retry makes sense, rounded up.
+    pub(crate) fn retry_after_seconds(&self) -> Option<u64> {
+        self.retry_after.map(|after| (after.as_secs_f64().ceil() as u64).max(1))
     }
 
     /// Adds a code for programs.

@@ -14,10 +14,12 @@ use crate::body::Bodies;
 use crate::driver::{Driver, Job};
 use crate::error::RequestError;
 use crate::input::GenerateInput;
+use crate::keys::KeyRing;
 use crate::model::ServedModel;
 use crate::record::Record;
 use crate::sink::{Event, EventKind, Sink, Way, broken_off};
 use crate::stop::StopMatcher;
+use crate::tenant::{Pass, Tenant};
 use crate::worker::Workers;
 
 /// Events that may wait for a client; a full channel holds back the workers' streams (I5).
@@ -43,6 +45,7 @@ pub(crate) struct Front {
     pub started: u64,
     max_inflight: usize,
     slots: Arc<Semaphore>,
+    keys: Option<Arc<KeyRing>>,
 }
 
 /// Settings of the front doors.
@@ -64,15 +67,15 @@ pub(crate) struct FrontLimits {
 pub(crate) struct Slot(Arc<Mutex<Place>>);
 
 enum Place {
-    /// Taken, and what to do should it be given back early.
-    Taken { _permit: OwnedSemaphorePermit, then: Option<Box<dyn FnOnce() + Send>> },
+    /// Taken, of all and of the tenant's own, and what to do should it be given back early.
+    Taken { _permit: OwnedSemaphorePermit, _pass: Option<Pass>, then: Option<Box<dyn FnOnce() + Send>> },
     /// Given back early.
     GivenBack,
 }
 
 impl Slot {
-    fn new(permit: OwnedSemaphorePermit) -> Slot {
-        Slot(Arc::new(Mutex::new(Place::Taken { _permit: permit, then: None })))
+    fn new(permit: OwnedSemaphorePermit, pass: Option<Pass>) -> Slot {
+        Slot(Arc::new(Mutex::new(Place::Taken { _permit: permit, _pass: pass, then: None })))
     }
 
     fn place(&self) -> MutexGuard<'_, Place> {
@@ -112,7 +115,13 @@ pub(crate) struct Generation {
 
 impl Front {
     /// A front with no requests yet.
-    pub fn new(model: Arc<ServedModel>, workers: Arc<Workers>, shutdown: Shutdown, limits: FrontLimits) -> Front {
+    pub fn new(
+        model: Arc<ServedModel>,
+        workers: Arc<Workers>,
+        shutdown: Shutdown,
+        limits: FrontLimits,
+        keys: Option<Arc<KeyRing>>,
+    ) -> Front {
         let FrontLimits { request_timeout, max_attempts, patience, keep_alive, send_timeout, .. } = limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
@@ -129,7 +138,13 @@ impl Front {
             started: unix_seconds(),
             max_inflight,
             slots,
+            keys,
         }
+    }
+
+    /// Who asks, by the Authorization header; None where clients need no key.
+    pub fn tenant(&self, authorization: Option<&[u8]>) -> Result<Option<Arc<Tenant>>, RequestError> {
+        self.keys.as_ref().map(|keys| keys.tenant(authorization)).transpose()
     }
 
     /// Why requests are refused now; None when they are accepted.
@@ -173,15 +188,24 @@ impl Front {
         started
     }
 
-    async fn start(&self, input: GenerateInput, record: &Arc<Record>) -> Result<Generation, RequestError> {
+    async fn start(&self, mut input: GenerateInput, record: &Arc<Record>) -> Result<Generation, RequestError> {
         if self.shutdown.is_draining() {
             return Err(RequestError::new(ErrorKind::Unavailable, "the router is stopping; ask another one"));
         }
         input.check(&self.model)?;
-        let slot = Slot::new(self.admit(input.choices())?);
+        let tenant = input.tenant.clone();
+        if let Some(tenant) = &tenant {
+            input.standing = tenant.standing(input.standing)?;
+        }
+        let permit = self.admit(input.choices())?;
+        let pass = tenant.as_ref().map(|tenant| tenant.admit(input.choices())).transpose()?;
+        let slot = Slot::new(permit, pass);
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let calls = input.tools.is_some();
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
+        if let Some(tenant) = &tenant {
+            tenant.charge(planned.iter().map(|plan| plan.prompt.len() as u32).sum());
+        }
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
@@ -198,6 +222,7 @@ impl Front {
                     out: out.clone(),
                     send_timeout: self.send_timeout,
                     slot: slot.clone(),
+                    tenant: tenant.clone(),
                     failure: Arc::clone(&failure),
                     record: Arc::clone(record),
                 });

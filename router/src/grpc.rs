@@ -20,6 +20,7 @@ use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
 use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
+use crate::tenant::Tenant;
 
 /// Longest request id of a client, bytes. Longer ones are refused.
 const MAX_ID: usize = 128;
@@ -34,6 +35,11 @@ impl Inference {
     pub fn new(front: Arc<Front>) -> Inference {
         Inference { front }
     }
+
+    /// Who asks; None where clients need no key.
+    fn tenant(&self, metadata: &MetadataMap) -> Result<Option<Arc<Tenant>>, RequestError> {
+        self.front.tenant(metadata.get("authorization").map(|value| value.as_bytes()))
+    }
 }
 
 type Answers = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
@@ -45,7 +51,11 @@ impl v1::inference_server::Inference for Inference {
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Answers>, Status> {
         let received = Instant::now();
         let deadline = self.front.deadline(received, client_timeout(request.metadata()));
-        let input = read(request.into_inner(), received, deadline).inspect_err(|e| self.front.refused(e));
+        let input = self.tenant(request.metadata()).and_then(|tenant| {
+            let input = read(request.into_inner(), received, deadline)?;
+            Ok(GenerateInput { tenant, ..input })
+        });
+        let input = input.inspect_err(|e| self.front.refused(e));
         let mut generation = self.front.generate(input.map_err(|e| status(&e))?).await.map_err(|e| status(&e))?;
         let slot = generation.slot();
         let answers: Answers = Box::pin(async_stream::stream! {
@@ -90,7 +100,11 @@ impl v1::inference_server::Inference for Inference {
         Ok(Response::new(Box::pin(answers)))
     }
 
-    async fn list_models(&self, _: Request<v1::ListModelsRequest>) -> Result<Response<v1::ListModelsResponse>, Status> {
+    async fn list_models(
+        &self,
+        request: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        self.tenant(request.metadata()).map_err(|e| status(&e))?;
         let model = &self.front.model;
         let info = v1::ModelInfo {
             id: model.id().to_owned(),
@@ -144,6 +158,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
             priority: request.priority,
             cache_keep_seconds: request.cache_keep_seconds,
         },
+        tenant: None,
         request_id: RequestId(id),
         deadline,
         received,
@@ -173,8 +188,8 @@ fn sampling(asked: v1::Sampling) -> SamplingParams {
 /// The status for an error. Its metadata has the field at fault (`param`) and the retry delay (`retry-after`, seconds).
 fn status(error: &RequestError) -> Status {
     let mut status = baton_proto::status_of(error);
-    if let Some(after) = error.retry_after {
-        status.metadata_mut().insert("retry-after", after.as_secs().max(1).into());
+    if let Some(after) = error.retry_after_seconds() {
+        status.metadata_mut().insert("retry-after", after.into());
     }
     if let Some(param) = error.param.as_deref().and_then(|p| p.parse().ok()) {
         status.metadata_mut().insert("param", param);

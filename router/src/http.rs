@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use baton_policy::Left;
 use baton_types::{ErrorKind, RequestId};
 use serde_json::json;
 use tokio::time::Instant;
@@ -19,6 +20,7 @@ use crate::openai::{self, Answer, Asked, Envelope, ErrorBody, Model, ModelList, 
 use crate::random::random_u64;
 use crate::sink::{EventKind, broken_off};
 use crate::sse;
+use crate::tenant::Tenant;
 
 /// Length from which a body is parsed on a thread of its own, so that other requests do not wait for it.
 const LARGE: usize = 64 << 10;
@@ -58,15 +60,42 @@ async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
     let received = Instant::now();
     let id = request_id(request.headers(), shape);
     let deadline = front.deadline(received, None);
-    let envelope = Envelope { request_id: RequestId(id.clone()), received, deadline };
-    let mut response = match answer(front, request.into_body(), shape, envelope).await {
-        Ok(response) => response,
-        Err(error) => refusal(&error),
+    let tenant = tenant(&front, request.headers()).inspect_err(|error| front.refused(error));
+    let answered = match tenant.clone() {
+        Ok(tenant) => {
+            let envelope = Envelope { request_id: RequestId(id.clone()), tenant, received, deadline };
+            answer(front, request.into_body(), shape, envelope).await
+        }
+        Err(error) => Err(error),
     };
+    let mut response = answered.unwrap_or_else(|error| refusal(&error));
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, value);
     }
+    if let Ok(Some(tenant)) = tenant {
+        rate_limits(response.headers_mut(), &tenant);
+    }
     response
+}
+
+/// Who asks; None where clients need no key.
+fn tenant(front: &Front, headers: &HeaderMap) -> Result<Option<Arc<Tenant>>, RequestError> {
+    front.tenant(headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes))
+}
+
+/// Says what is left of the tenant's limits.
+fn rate_limits(headers: &mut HeaderMap, tenant: &Tenant) {
+    let (requests, tokens) = tenant.left();
+    for (what, left) in [("requests", requests), ("tokens", tokens)] {
+        let Some(Left { limit, remaining, reset }) = left else { continue };
+        let reset = format!("{:.3}s", reset.as_secs_f64());
+        for (name, value) in [("limit", limit.to_string()), ("remaining", remaining.to_string()), ("reset", reset)] {
+            let name = HeaderName::try_from(format!("x-ratelimit-{name}-{what}"));
+            if let (Ok(name), Ok(value)) = (name, HeaderValue::try_from(value)) {
+                headers.insert(name, value);
+            }
+        }
+    }
 }
 
 async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope) -> Result<Response, RequestError> {
@@ -150,18 +179,24 @@ fn request_id(headers: &HeaderMap, shape: Shape) -> String {
 pub(crate) fn refusal(error: &RequestError) -> Response {
     let status = StatusCode::from_u16(error.kind.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = (status, Json(ErrorBody::from(error))).into_response();
-    if let Some(after) = error.retry_after {
-        response.headers_mut().insert(header::RETRY_AFTER, after.as_secs().max(1).into());
+    if let Some(after) = error.retry_after_seconds() {
+        response.headers_mut().insert(header::RETRY_AFTER, after.into());
+    }
+    if error.kind == ErrorKind::Unauthenticated {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     }
     response
 }
 
-async fn models(State(door): State<Door>) -> Response {
-    Json(ModelList { object: "list", data: [model_object(&door.front)] }).into_response()
+async fn models(State(door): State<Door>, headers: HeaderMap) -> Response {
+    match tenant(&door.front, &headers) {
+        Ok(_) => Json(ModelList { object: "list", data: [model_object(&door.front)] }).into_response(),
+        Err(error) => refusal(&error),
+    }
 }
 
-async fn model(State(door): State<Door>, Path(id): Path<String>) -> Response {
-    match door.front.model.check_name(&id) {
+async fn model(State(door): State<Door>, Path(id): Path<String>, headers: HeaderMap) -> Response {
+    match tenant(&door.front, &headers).and_then(|_| door.front.model.check_name(&id)) {
         Ok(()) => Json(model_object(&door.front)).into_response(),
         Err(error) => refusal(&error),
     }

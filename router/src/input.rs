@@ -12,6 +12,7 @@ use crate::error::RequestError;
 use crate::model::ServedModel;
 use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
+use crate::tenant::Tenant;
 use crate::tools::Tools;
 
 /// Maximum choices (answers) of one request, all prompts together.
@@ -57,6 +58,8 @@ pub(crate) struct GenerateInput {
     pub tools: Option<Tools>,
     /// How it is cached and ranked.
     pub standing: Standing,
+    /// Who asks, where clients need a key.
+    pub tenant: Option<Arc<Tenant>>,
     /// The client's id, or a generated one.
     pub request_id: RequestId,
     /// When the answer must be complete.

@@ -25,6 +25,7 @@ mod grpc;
 mod held;
 mod http;
 mod input;
+mod keys;
 mod listener;
 mod model;
 mod openai;
@@ -38,10 +39,12 @@ mod serving;
 mod sink;
 mod sse;
 mod stop;
+mod tenant;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tools;
 mod view_file;
+mod watcher;
 mod worker;
 
 pub use config::{PlacementKind, RouterConfig};

@@ -1,38 +1,35 @@
 //! Puts the router together, starts it and shuts it down.
 
-use std::future::pending;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
-use baton_cluster::{EmbeddedRegistry, Registry, Restored, Role, View, ViewReceiver};
+use baton_cluster::{EmbeddedRegistry, Registry, Restored, ViewReceiver};
 use baton_model_text::fetch;
 use baton_policy::Patience;
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
-use baton_runtime::{FetchConfig, Outcome, Process, Readiness, Shutdown, Tasks, metrics as names};
-use metrics::gauge;
+use baton_runtime::{FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks};
 use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
 use tonic::service::Routes;
-use tonic_health::ServingStatus;
 
 use crate::config::{EMBEDDED, RouterConfig};
 use crate::error::RouterError;
 use crate::front::{Front, FrontLimits};
 use crate::grpc::Inference;
 use crate::http;
+use crate::keys::KeyRing;
 use crate::listener::Bounds;
 use crate::model::ServedModel;
 use crate::serving::Serving;
 use crate::view_file;
+use crate::watcher::{INFERENCE, Watcher};
 use crate::worker::Workers;
 
-/// Name of the service whose health clients ask for.
-const INFERENCE: &str = "baton.v1.Inference";
 const HEALTH: &str = "grpc.health.v1.Health";
 
 /// The registry from which the router learns of its workers.
@@ -90,7 +87,10 @@ impl RunningRouter {
 pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     let page = Arc::new(OnceLock::new());
     let process = Process::start("router", &config.process, cluster_page(Arc::clone(&page))).await?;
-    let bound = Bound::listen(&config).await?;
+    let mut bound = Bound::listen(&config).await?;
+    if config.keys_file.is_some() {
+        bound.hangups = Some(signal(SignalKind::hangup()).map_err(RuntimeError::Signals)?);
+    }
     let registry = RegistryChoice::open(&config.registry).await?;
     let settings = config.clone();
     let opening = tokio::task::spawn_blocking(move || open_model(&settings));
@@ -162,6 +162,8 @@ struct Bound {
     grpc: TcpListener,
     /// None where the registry is in another process.
     internal: Option<TcpListener>,
+    /// SIGHUP, of a process that is only a router.
+    hangups: Option<Signal>,
 }
 
 impl Bound {
@@ -173,7 +175,7 @@ impl Bound {
             EMBEDDED => Some(baton_runtime::listen(config.internal, "--internal").await?),
             _ => None,
         };
-        Ok(Bound { http, grpc, internal })
+        Ok(Bound { http, grpc, internal, hangups: None })
     }
 
     fn start(
@@ -196,7 +198,11 @@ impl Bound {
             keep_alive: config.keep_alive,
             send_timeout: config.send_timeout,
         };
-        let front = Arc::new(Front::new(Arc::new(model), Arc::clone(&workers), shutdown.clone(), limits));
+        let keys = config.keys_file.as_deref().map(KeyRing::open).transpose()?.map(Arc::new);
+        if let Some(keys) = &keys {
+            tasks.spawn("API keys", Arc::clone(keys).watch(self.hangups, shutdown.clone()));
+        }
+        let front = Arc::new(Front::new(Arc::new(model), Arc::clone(&workers), shutdown.clone(), limits, keys));
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
         routes.add_service(health_service);
@@ -241,68 +247,5 @@ impl Bound {
             tasks.spawn("internal", serving.internal(listener, registry));
         }
         Ok(running)
-    }
-}
-
-/// Passes every new view to the workers' table, and publishes whether requests can be served.
-struct Watcher {
-    workers: Arc<Workers>,
-    readiness: Readiness,
-    health: tonic_health::server::HealthReporter,
-    shutdown: Shutdown,
-    /// The latest view, for those who save it.
-    seen: watch::Sender<Arc<View>>,
-}
-
-impl Watcher {
-    async fn run(self, mut views: ViewReceiver, mut restored: Restored) {
-        loop {
-            let view = Arc::clone(&views.borrow_and_update());
-            restored.hear(view, Instant::now().into_std());
-            self.take(restored.view()).await;
-            let settled = async {
-                match restored.settles_at() {
-                    Some(at) => sleep_until(at.into()).await,
-                    None => pending().await,
-                }
-            };
-            tokio::select! {
-                changed = views.changed() => if changed.is_err() {
-                    // The registry's watch ended; the last view stays (I7).
-                    break;
-                },
-                () = settled => {}
-                () = self.shutdown.draining() => break,
-            }
-        }
-        self.shutdown.draining().await;
-        self.serving(ServingStatus::NotServing).await;
-    }
-
-    async fn take(&self, view: Arc<View>) {
-        for role in [Role::Prefill, Role::Decode] {
-            let count = view.members.iter().filter(|m| m.role == role).count();
-            gauge!(names::MEMBERS, "role" => role.as_str()).set(count as f64);
-        }
-        gauge!(names::VIEW_STALE).set(f64::from(u8::from(view.stale)));
-        tracing::debug!(revision = view.revision, members = view.members.len(), stale = view.stale, "view");
-        self.workers.update(Arc::clone(&view));
-        self.seen.send_replace(view);
-        match self.workers.not_ready() {
-            None => {
-                self.readiness.ready();
-                self.serving(ServingStatus::Serving).await;
-            }
-            Some(reason) => {
-                self.readiness.not_ready(reason);
-                self.serving(ServingStatus::NotServing).await;
-            }
-        }
-    }
-
-    async fn serving(&self, status: ServingStatus) {
-        for service in ["", INFERENCE] {
-            self.health.set_service_status(service, status).await;
-        }
     }
 }

@@ -18,9 +18,12 @@ use crate::error::RequestError;
 use crate::front::Slot;
 use crate::record::{Record, TokenClock};
 use crate::stop::StopMatcher;
+use crate::tenant::Tenant;
 
 /// How long a failure waits for room in the event channel.
 const FAIL_GRACE: Duration = Duration::from_secs(1);
+/// Tokens of an answer that are charged to its tenant together.
+const CHARGE_EVERY: u32 = 16;
 
 /// Something that happened to one choice.
 #[derive(Clone, PartialEq, Debug)]
@@ -81,6 +84,8 @@ pub(crate) struct Way {
     pub send_timeout: Duration,
     /// The request's place among those in progress.
     pub slot: Slot,
+    /// Whose allowance the answer's tokens are charged to.
+    pub tenant: Option<Arc<Tenant>>,
     /// Why the request failed, for a client that is too far behind to get an event.
     pub failure: Arc<OnceLock<RequestError>>,
     /// The request's record.
@@ -92,6 +97,8 @@ pub(crate) struct Sink {
     way: Way,
     clock: TokenClock,
     tokens: u32,
+    /// Tokens that are charged to the tenant.
+    charged: u32,
     chars: u32,
     stopped: bool,
     ended: bool,
@@ -102,7 +109,16 @@ pub(crate) struct Sink {
 impl Sink {
     /// A sink that has had no token yet.
     pub fn new(way: Way) -> Sink {
-        Sink { way, clock: TokenClock::new(), tokens: 0, chars: 0, stopped: false, ended: false, stalled: false }
+        Sink {
+            way,
+            clock: TokenClock::new(),
+            tokens: 0,
+            charged: 0,
+            chars: 0,
+            stopped: false,
+            ended: false,
+            stalled: false,
+        }
     }
 
     /// The request's record.
@@ -121,6 +137,9 @@ impl Sink {
             return Taken::Sent;
         }
         self.tokens += 1;
+        if self.tokens - self.charged >= CHARGE_EVERY {
+            self.charge();
+        }
         let piece = Piece { offset: self.chars, token };
         // A token that ends the answer is not part of its text.
         let ends = self.way.stop_ids.contains(&piece.token.id);
@@ -134,6 +153,14 @@ impl Sink {
             return Taken::ClientGone;
         }
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
+    }
+
+    /// Charges the tokens since the last time.
+    fn charge(&mut self) {
+        if let Some(tenant) = &self.way.tenant {
+            tenant.charge(self.tokens - self.charged);
+            self.charged = self.tokens;
+        }
     }
 
     /// Ends the choice without an error. If a stop string matched, the reason is `Stop`, whatever the worker says. Waits until
@@ -196,6 +223,7 @@ impl Sink {
 
 impl Drop for Sink {
     fn drop(&mut self) {
+        self.charge();
         if !self.ended {
             // Only a defect, or the end of the process, drops a driver before its end. The client still gets an error.
             let _ = self.way.failure.set(broken_off());

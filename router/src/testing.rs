@@ -37,7 +37,7 @@ pub struct Checked {
 /// The error that the client would get.
 pub async fn read(endpoint: Endpoint, body: &[u8], model: &Arc<ServedModel>) -> Result<Checked, RequestError> {
     let now = Instant::now();
-    let envelope = Envelope { request_id: RequestId("test".to_owned()), received: now, deadline: now };
+    let envelope = Envelope { request_id: RequestId("test".to_owned()), tenant: None, received: now, deadline: now };
     let shape = match endpoint {
         Endpoint::Chat => Shape::Chat,
         Endpoint::Completions => Shape::Text,

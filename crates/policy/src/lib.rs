@@ -7,6 +7,7 @@
 //! - [`Fleet`], [`Choice`]: the router's core. A fleet is all workers; a choice is one answer.
 //! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
 //! - [`Placement`]: which decode worker and which prefill worker a request gets; [`RoundRobin`] and [`LeastLoaded`].
+//! - [`TenantMeter`]: what one tenant may use.
 //! - [`Prefixes`]: where a prompt's prefix was sent before, as a hint for placement.
 
 #![forbid(unsafe_code)]
@@ -16,6 +17,7 @@ mod placement;
 mod prefixes;
 mod request;
 mod router;
+mod tenants;
 
 pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
 pub use prefixes::Prefixes;
@@ -25,3 +27,4 @@ pub use router::{
     Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict, WorkerLease,
     WorkerState,
 };
+pub use tenants::{Left, OverLimit, TenantLimits, TenantMeter};

@@ -19,6 +19,10 @@ pub enum ErrorKind {
     /// A field has a value that can never work: one of a request, or, while a process starts, a setting or a part of the model's files.
     /// Clients read it as their own fault, so what goes wrong at a worker once it serves is never of this kind, unless the request is wrong.
     InvalidArgument,
+    /// The caller has not shown who it is.
+    Unauthenticated,
+    /// The caller may not do this.
+    PermissionDenied,
     /// The named thing does not exist.
     NotFound,
     /// A body or a prompt is over a limit.
@@ -43,8 +47,10 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// Every kind, for tables and tests.
-    pub const ALL: [ErrorKind; 11] = [
+    pub const ALL: [ErrorKind; 13] = [
         ErrorKind::InvalidArgument,
+        ErrorKind::Unauthenticated,
+        ErrorKind::PermissionDenied,
         ErrorKind::NotFound,
         ErrorKind::TooLarge,
         ErrorKind::ResourceExhausted,
@@ -61,7 +67,7 @@ impl ErrorKind {
     pub fn fault(self) -> Fault {
         use ErrorKind::*;
         match self {
-            InvalidArgument | NotFound | TooLarge | Cancelled => Fault::Client,
+            InvalidArgument | Unauthenticated | PermissionDenied | NotFound | TooLarge | Cancelled => Fault::Client,
             Unavailable | PathLost | DataLoss | FailedPrecondition => Fault::Peer,
             ResourceExhausted | DeadlineExceeded | Internal => Fault::Server,
         }
@@ -75,12 +81,14 @@ impl ErrorKind {
             InvalidArgument | TooLarge => 3,
             DeadlineExceeded => 4,
             NotFound => 5,
+            PermissionDenied => 7,
             ResourceExhausted => 8,
             FailedPrecondition => 9,
             PathLost => 10,
             Internal => 13,
             Unavailable => 14,
             DataLoss => 15,
+            Unauthenticated => 16,
         }
     }
 
@@ -92,11 +100,13 @@ impl ErrorKind {
             3 | 11 => InvalidArgument,
             4 => DeadlineExceeded,
             5 => NotFound,
+            7 => PermissionDenied,
             8 => ResourceExhausted,
             9 => FailedPrecondition,
             10 => PathLost,
             14 => Unavailable,
             15 => DataLoss,
+            16 => Unauthenticated,
             _ => Internal,
         }
     }
@@ -106,6 +116,8 @@ impl ErrorKind {
         use ErrorKind::*;
         match self {
             InvalidArgument => 400,
+            Unauthenticated => 401,
+            PermissionDenied => 403,
             NotFound => 404,
             TooLarge => 413,
             ResourceExhausted => 429,
@@ -121,6 +133,8 @@ impl ErrorKind {
         use ErrorKind::*;
         match self {
             InvalidArgument => "invalid_request_error",
+            Unauthenticated => "authentication_error",
+            PermissionDenied => "permission_error",
             NotFound => "not_found_error",
             TooLarge => "request_too_large",
             ResourceExhausted => "overloaded_error",

@@ -1,6 +1,7 @@
 //! Turns the API's JSON into a `GenerateInput`, and into what the client wants to see of the answer (`Asked`).
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use baton_model_text::ChatMessage;
 use baton_types::{RequestId, SamplingParams};
@@ -13,6 +14,7 @@ use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message,
 use crate::error::RequestError;
 use crate::input::{GenerateInput, Standing};
 use crate::prompt::Prompt;
+use crate::tenant::Tenant;
 
 /// Maximum tokens of a completion when the client gives no number; the API's own default.
 const COMPLETION_TOKENS: u32 = 16;
@@ -34,6 +36,7 @@ pub(crate) struct Asked {
 #[derive(Clone, Debug)]
 pub(crate) struct Envelope {
     pub request_id: RequestId,
+    pub tenant: Option<Arc<Tenant>>,
     pub received: Instant,
     pub deadline: Instant,
 }
@@ -120,7 +123,7 @@ fn assemble(
         Some(StopField::Many(stops)) => stops,
     };
     let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
-    let Envelope { request_id, received, deadline } = envelope;
+    let Envelope { request_id, tenant, received, deadline } = envelope;
     let standing = Standing {
         cache_salt: common.cache_salt.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
@@ -138,6 +141,7 @@ fn assemble(
         wanted,
         tools: None,
         standing,
+        tenant,
         request_id,
         deadline,
         received,
@@ -218,7 +222,7 @@ mod tests {
 
     fn envelope() -> Envelope {
         let now = Instant::now();
-        Envelope { request_id: RequestId("r".into()), received: now, deadline: now }
+        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now }
     }
 
     fn read_chat(body: &Value) -> Result<(GenerateInput, Asked), RequestError> {

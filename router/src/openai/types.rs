@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
+use baton_types::ErrorKind;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -249,7 +250,12 @@ pub(crate) struct ErrorObject {
 impl From<&crate::error::RequestError> for ErrorBody {
     fn from(e: &crate::error::RequestError) -> ErrorBody {
         let (message, param) = (e.message.clone(), e.param.clone());
-        ErrorBody { error: ErrorObject { message, kind: e.kind.as_str(), param, code: e.code } }
+        let kind = match e.kind {
+            // OpenAI's API has no type of its own for it.
+            ErrorKind::Unauthenticated => ErrorKind::InvalidArgument.as_str(),
+            kind => kind.as_str(),
+        };
+        ErrorBody { error: ErrorObject { message, kind, param, code: e.code } }
     }
 }
 

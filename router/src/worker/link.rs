@@ -101,10 +101,15 @@ fn leg_end(status: &Status) -> LegEnd {
             LegEnd::Lost { message: status.message().to_owned(), broken: Broken::Refused }
         }
         None if baton_proto::says_draining(status) => LegEnd::Draining { message: status.message().to_owned() },
-        None => LegEnd::Answered {
-            kind: ErrorKind::from_grpc_code(status.code().into()),
-            message: status.message().to_owned(),
-        },
+        None => LegEnd::Answered { kind: kind(status), message: status.message().to_owned() },
+    }
+}
+
+/// What kind of error a worker's status is. A worker that does not know this router, or lets it do nothing, is no client's fault.
+fn kind(status: &Status) -> ErrorKind {
+    match ErrorKind::from_grpc_code(status.code().into()) {
+        ErrorKind::Unauthenticated | ErrorKind::PermissionDenied => ErrorKind::Unavailable,
+        other => other,
     }
 }
 

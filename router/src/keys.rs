@@ -1,0 +1,302 @@
+//! The API keys of clients: a TOML file with the hash of each key and what its tenant may do. Read again when it changes.
+
+use std::collections::{HashMap, HashSet};
+use std::future::pending;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use baton_policy::TenantLimits;
+use baton_runtime::Shutdown;
+use baton_types::ErrorKind;
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use tokio::signal::unix::Signal;
+
+use crate::error::{RequestError, RouterError};
+use crate::tenant::{MAX_NAME, Rights, Tenant};
+
+/// How often the file is looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// Largest file, bytes.
+const MAX_FILE: u64 = 16 << 20;
+
+type Hash = [u8; 32];
+
+/// The keys of a file.
+#[derive(Debug)]
+pub(crate) struct KeyRing {
+    path: PathBuf,
+    keys: RwLock<Arc<Keys>>,
+}
+
+/// Which tenant each key belongs to.
+#[derive(Debug, Default)]
+struct Keys {
+    text: String,
+    tenants: HashMap<Hash, Arc<Tenant>>,
+}
+
+/// The file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    tenants: Vec<Entry>,
+}
+
+/// One tenant.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    /// For people: logs, errors. Its KV is shared with no other name's.
+    name: String,
+    /// SHA-256 of each of its keys, in hex. Two while one replaces the other.
+    sha256: Vec<String>,
+    requests_per_minute: Option<u32>,
+    tokens_per_minute: Option<u32>,
+    streams: Option<u32>,
+    #[serde(default = "any_priority")]
+    highest_priority: i32,
+    #[serde(default = "yes")]
+    keep_kv: bool,
+}
+
+fn any_priority() -> i32 {
+    i32::MIN
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl KeyRing {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// It cannot be read, or a field of it is wrong.
+    pub fn open(path: &Path) -> Result<KeyRing, RouterError> {
+        let keys = read(path).and_then(|text| Keys::default().next(text));
+        let keys = keys.map_err(|problem| RouterError::Keys { path: path.to_owned(), problem })?;
+        tracing::info!(path = %path.display(), keys = keys.tenants.len(), "clients need an API key");
+        Ok(KeyRing { path: path.to_owned(), keys: RwLock::new(Arc::new(keys)) })
+    }
+
+    /// The tenant of a request, by its Authorization header.
+    ///
+    /// # Errors
+    /// There is no key, or none that is known.
+    pub fn tenant(&self, authorization: Option<&[u8]>) -> Result<Arc<Tenant>, RequestError> {
+        let Some(key) = authorization.and_then(bearer) else {
+            return Err(refused("an API key is needed; send it as the header Authorization: Bearer KEY"));
+        };
+        let hash: Hash = Sha256::digest(key).into();
+        self.keys().tenants.get(&hash).cloned().ok_or_else(|| refused("the API key is not known here"))
+    }
+
+    /// Reads the file again whenever it changes, until the drain starts; at once on a signal. A file that cannot be used changes nothing.
+    pub async fn watch(self: Arc<KeyRing>, mut signals: Option<Signal>, shutdown: Shutdown) {
+        let mut complained = String::new();
+        loop {
+            let signal = async {
+                match &mut signals {
+                    Some(signals) => signals.recv().await,
+                    None => pending().await,
+                }
+            };
+            tokio::select! {
+                () = tokio::time::sleep(LOOK_EVERY) => {}
+                _ = signal => tracing::info!("SIGHUP: reading the API keys again"),
+                () = shutdown.draining() => return,
+            }
+            let path = self.path.clone();
+            let read = tokio::task::spawn_blocking(move || read(&path)).await;
+            let problem = match read.unwrap_or_else(|_| Err("reading it panicked".to_owned())) {
+                Ok(text) if text == self.keys().text => None,
+                Ok(text) => self.replace(text).err(),
+                Err(problem) => Some(problem),
+            };
+            let problem = problem.unwrap_or_default();
+            if !problem.is_empty() && problem != complained {
+                tracing::warn!(path = %self.path.display(), problem, "the API keys cannot be read again; the old ones stay");
+            }
+            complained = problem;
+        }
+    }
+
+    fn keys(&self) -> Arc<Keys> {
+        Arc::clone(&self.keys.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn replace(&self, text: String) -> Result<(), String> {
+        let next = self.keys().next(text)?;
+        tracing::info!(path = %self.path.display(), keys = next.tenants.len(), "API keys read again");
+        *self.keys.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
+        Ok(())
+    }
+}
+
+impl Keys {
+    /// The keys of a new text of the file. Tenants that stay keep what they have used.
+    fn next(&self, text: String) -> Result<Keys, String> {
+        let entries = parse(&text)?;
+        let mut old: HashMap<&str, &Arc<Tenant>> = HashMap::new();
+        old.extend(self.tenants.values().map(|tenant| (tenant.name(), tenant)));
+        let mut tenants = HashMap::new();
+        for (entry, hashes) in entries {
+            let rights = entry.rights();
+            let tenant = match old.get(entry.name.as_str()) {
+                Some(tenant) => Arc::clone(tenant),
+                None => Arc::new(Tenant::new(&entry.name, rights)),
+            };
+            tenant.set_rights(rights);
+            tenants.extend(hashes.into_iter().map(|hash| (hash, Arc::clone(&tenant))));
+        }
+        Ok(Keys { text, tenants })
+    }
+}
+
+/// Reads the file's text; says which field is wrong.
+fn parse(text: &str) -> Result<Vec<(Entry, Vec<Hash>)>, String> {
+    let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
+    let (mut names, mut keys) = (HashSet::new(), HashSet::new());
+    let mut entries = Vec::with_capacity(file.tenants.len());
+    for entry in file.tenants {
+        let name = &entry.name;
+        if !is_name(name) {
+            return Err(format!("name {name:?}: it must have 1 to {MAX_NAME} of a-z, A-Z, 0-9, _, . and -"));
+        }
+        if !names.insert(name.clone()) {
+            return Err(format!("name {name:?} is there twice; put all of its keys into one sha256"));
+        }
+        let hash =
+            |text: &String| hex(text).ok_or_else(|| format!("{name}: sha256 has {text:?}; it must be 64 hex digits"));
+        let hashes = entry.sha256.iter().map(hash).collect::<Result<Vec<Hash>, String>>()?;
+        if !hashes.iter().all(|hash| keys.insert(*hash)) {
+            return Err(format!("{name}: sha256 has a key that is there twice"));
+        }
+        entries.push((entry, hashes));
+    }
+    Ok(entries)
+}
+
+impl Entry {
+    fn rights(&self) -> Rights {
+        let limits = TenantLimits {
+            requests_per_minute: self.requests_per_minute,
+            tokens_per_minute: self.tokens_per_minute,
+            streams: self.streams,
+        };
+        Rights { limits, highest_priority: self.highest_priority, keep_kv: self.keep_kv }
+    }
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    let length = std::fs::metadata(path).map_err(|e| e.to_string())?.len();
+    if length > MAX_FILE {
+        return Err(format!("it has {length} bytes; at most {MAX_FILE} are allowed"));
+    }
+    std::fs::read_to_string(path).map_err(|e| e.to_string())
+}
+
+fn is_name(name: &str) -> bool {
+    (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+}
+
+fn hex(text: &str) -> Option<Hash> {
+    let mut hash = [0; 32];
+    let digits = text.as_bytes();
+    if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
+        return None;
+    }
+    for (byte, pair) in hash.iter_mut().zip(digits.chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    Some(hash)
+}
+
+/// The key in `Bearer KEY`.
+fn bearer(header: &[u8]) -> Option<&[u8]> {
+    let (scheme, key) = header.split_at_checked(7)?;
+    let key = key.trim_ascii();
+    (scheme.eq_ignore_ascii_case(b"Bearer ") && !key.is_empty()).then_some(key)
+}
+
+fn refused(wrong: &str) -> RequestError {
+    RequestError::new(ErrorKind::Unauthenticated, wrong).code("invalid_api_key")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of the keys "one" and "two".
+    const ONE: &str = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
+    const TWO: &str = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
+
+    fn keys(text: &str) -> Result<Keys, String> {
+        Keys::default().next(text.to_owned())
+    }
+
+    fn ring(text: &str) -> KeyRing {
+        KeyRing { path: PathBuf::new(), keys: RwLock::new(Arc::new(keys(text).unwrap())) }
+    }
+
+    fn name(ring: &KeyRing, header: &str) -> Option<String> {
+        ring.tenant(Some(header.as_bytes())).ok().map(|tenant| tenant.name().to_owned())
+    }
+
+    #[test]
+    fn a_key_leads_to_its_tenant() {
+        let ring = ring(&format!(
+            "[[tenants]]\nname = 'a'\nsha256 = ['{ONE}']\n[[tenants]]\nname = 'b'\nsha256 = ['{}']",
+            TWO.to_uppercase()
+        ));
+        assert_eq!(name(&ring, "Bearer one").as_deref(), Some("a"));
+        assert_eq!(name(&ring, "bearer  two ").as_deref(), Some("b"));
+        for bad in ["Bearer three", "Bearer ", "Bearer", "Basic one", "one", ""] {
+            let error = ring.tenant(Some(bad.as_bytes())).unwrap_err();
+            assert_eq!((error.kind, error.code), (ErrorKind::Unauthenticated, Some("invalid_api_key")), "{bad:?}");
+        }
+        assert_eq!(ring.tenant(None).unwrap_err().kind, ErrorKind::Unauthenticated);
+    }
+
+    #[test]
+    fn a_bad_file_says_what_is_wrong() {
+        let entry =
+            |name: &str, hash: &str, more: &str| format!("[[tenants]]\nname = '{name}'\nsha256 = ['{hash}']\n{more}\n");
+        for (text, wrong) in [
+            ("x".to_owned(), "expected"),
+            ("[[tenants]]\nname = 'a'".to_owned(), "sha256"),
+            (entry("a b", ONE, ""), "\"a b\": it must have"),
+            (entry("", ONE, ""), "it must have"),
+            (entry("a", "12", ""), "64 hex digits"),
+            (entry("a", &"+f".repeat(32), ""), "64 hex digits"),
+            (entry("a", ONE, "request_per_minute = 5"), "request_per_minute"),
+            (entry("a", ONE, "streams = -1"), "streams"),
+            (entry("a", ONE, "") + &entry("a", TWO, ""), "there twice"),
+            (entry("a", ONE, "") + &entry("b", ONE, ""), "there twice"),
+        ] {
+            let error = keys(&text).unwrap_err();
+            assert!(error.contains(wrong), "{text}: {error}");
+        }
+        assert!(keys("").unwrap().tenants.is_empty(), "nobody may ask");
+    }
+
+    #[test]
+    fn a_tenant_stays_the_same_when_the_file_changes() {
+        let entry =
+            |hash: &str, streams: u32| format!("[[tenants]]\nname = 'a'\nsha256 = ['{hash}']\nstreams = {streams}");
+        let ring = ring(&entry(ONE, 1));
+        let tenant = ring.tenant(Some(b"Bearer one")).unwrap();
+        let _pass = tenant.admit(1).unwrap();
+        ring.replace(entry(TWO, 2)).unwrap();
+        assert!(ring.tenant(Some(b"Bearer one")).is_err(), "the key is gone");
+        let same = ring.tenant(Some(b"Bearer two")).unwrap();
+        assert!(Arc::ptr_eq(&tenant, &same));
+        let _second = same.admit(1).unwrap();
+        assert!(same.admit(1).is_err(), "the first is still counted");
+        assert!(ring.replace("bad".to_owned()).is_err());
+        assert!(ring.tenant(Some(b"Bearer two")).is_ok(), "the old keys stay");
+    }
+}

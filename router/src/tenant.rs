@@ -1,0 +1,179 @@
+//! One tenant: who it is, what it may do, and what it has used.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use baton_policy::{Left, OverLimit, TenantLimits, TenantMeter};
+use baton_runtime::config::format_duration;
+use baton_types::{ErrorKind, MAX_CACHE_SALT};
+use tokio::time::Instant;
+
+use crate::error::RequestError;
+use crate::input::Standing;
+
+/// Longest name, bytes.
+pub(crate) const MAX_NAME: usize = 64;
+/// Between a tenant's name and its own salt; names have none.
+const SEPARATOR: char = '/';
+
+/// A tenant of the router. It stays the same one when the file of keys changes.
+#[derive(Debug)]
+pub(crate) struct Tenant {
+    name: String,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    rights: Rights,
+    meter: TenantMeter,
+}
+
+/// What a tenant may do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Rights {
+    pub limits: TenantLimits,
+    /// The lowest value of `priority` it may ask for; lower ones are served first.
+    pub highest_priority: i32,
+    /// It may ask to keep KV.
+    pub keep_kv: bool,
+}
+
+/// A tenant's request that is in progress. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    tenant: Arc<Tenant>,
+    answers: u32,
+}
+
+impl Drop for Pass {
+    fn drop(&mut self) {
+        self.tenant.state().meter.release(self.answers);
+    }
+}
+
+impl Tenant {
+    /// A tenant that has used nothing.
+    pub fn new(name: &str, rights: Rights) -> Tenant {
+        let meter = TenantMeter::new(rights.limits, now());
+        Tenant { name: name.to_owned(), state: Mutex::new(State { rights, meter }) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its name, for people.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// May do this from now on. What it has used stays used.
+    pub fn set_rights(&self, rights: Rights) {
+        let mut state = self.state();
+        if state.rights.limits != rights.limits {
+            state.meter.set_limits(rights.limits, now());
+        }
+        state.rights = rights;
+    }
+
+    /// What a request's standing is for this tenant: its salt is within the tenant, so that no other shares its KV.
+    pub fn standing(&self, asked: Standing) -> Result<Standing, RequestError> {
+        let rights = self.state().rights;
+        if asked.cache_keep_seconds > 0 && !rights.keep_kv {
+            return Err(self.not_allowed("cache_keep_seconds", "may not ask to keep KV; leave cache_keep_seconds out"));
+        }
+        let priority = match asked.priority {
+            0 => rights.highest_priority.max(0),
+            asked if asked < rights.highest_priority => {
+                let lowest = rights.highest_priority;
+                let wrong = format!("asks for the priority {asked}; the first one it may have is {lowest}");
+                return Err(self.not_allowed("priority", &wrong));
+            }
+            asked => asked,
+        };
+        let most = MAX_CACHE_SALT - self.name.len() - SEPARATOR.len_utf8();
+        if asked.cache_salt.len() > most {
+            let wrong = format!("cache_salt has {} bytes; at most {most} are allowed", asked.cache_salt.len());
+            return Err(RequestError::invalid("cache_salt", wrong));
+        }
+        let cache_salt = format!("{}{SEPARATOR}{}", self.name, asked.cache_salt);
+        Ok(Standing { cache_salt, priority, ..asked })
+    }
+
+    /// Lets a request with this many answers in, or says when there is room for it.
+    pub fn admit(self: &Arc<Tenant>, answers: u32) -> Result<Pass, RequestError> {
+        let mut state = self.state();
+        let limits = state.rights.limits;
+        let (what, limit, wait) = match state.meter.admit(answers, now()) {
+            Ok(()) => return Ok(Pass { tenant: Arc::clone(self), answers }),
+            Err(OverLimit::Requests(wait)) => ("requests a minute", limits.requests_per_minute, wait),
+            Err(OverLimit::Tokens(wait)) => ("tokens a minute", limits.tokens_per_minute, wait),
+            // Nobody knows when one ends.
+            Err(OverLimit::Streams) => ("answers at once", limits.streams, Duration::from_secs(1)),
+        };
+        let wait = wait.min(Duration::from_secs(60 * 60));
+        let limit = limit.unwrap_or_default();
+        let over =
+            format!("the API key of {} is limited to {limit} {what}; retry in {}", self.name, format_duration(wait));
+        let error = RequestError::new(ErrorKind::ResourceExhausted, over).code("rate_limit_exceeded");
+        Err(RequestError { retry_after: Some(wait), ..error })
+    }
+
+    /// Counts tokens of a prompt or of an answer.
+    pub fn charge(&self, tokens: u32) {
+        self.state().meter.charge(tokens, now());
+    }
+
+    /// What is left of requests and of tokens this minute; None where there is no limit.
+    pub fn left(&self) -> (Option<Left>, Option<Left>) {
+        self.state().meter.left(now())
+    }
+
+    fn not_allowed(&self, field: &str, wrong: &str) -> RequestError {
+        let wrong = format!("the API key of {} {wrong}", self.name);
+        let error = RequestError::new(ErrorKind::PermissionDenied, wrong).code("insufficient_permissions");
+        RequestError { param: Some(field.to_owned()), ..error }
+    }
+}
+
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tenant(highest_priority: i32, keep_kv: bool) -> Arc<Tenant> {
+        let limits = TenantLimits { requests_per_minute: Some(1), ..TenantLimits::default() };
+        Arc::new(Tenant::new("team", Rights { limits, highest_priority, keep_kv }))
+    }
+
+    #[test]
+    fn a_request_stands_within_its_tenant() {
+        let tenant = tenant(5, false);
+        let asked = |priority| Standing { cache_salt: "own".into(), priority, cache_keep_seconds: 0 };
+        let standing = |priority| tenant.standing(asked(priority)).map(|s| (s.cache_salt, s.priority));
+        assert_eq!(standing(0), Ok(("team/own".into(), 5)), "who does not ask gets the first it may have");
+        assert_eq!(standing(7), Ok(("team/own".into(), 7)));
+        assert_eq!(standing(4).unwrap_err().kind, ErrorKind::PermissionDenied);
+        let keeps = tenant.standing(Standing { cache_keep_seconds: 1, ..asked(0) }).unwrap_err();
+        assert_eq!((keeps.kind, keeps.param.as_deref()), (ErrorKind::PermissionDenied, Some("cache_keep_seconds")));
+        let long = tenant.standing(Standing { cache_salt: "s".repeat(MAX_CACHE_SALT - 4), ..asked(0) });
+        assert_eq!(long.unwrap_err().param.as_deref(), Some("cache_salt"));
+        let most = tenant.standing(Standing { cache_salt: "s".repeat(MAX_CACHE_SALT - 5), ..asked(0) });
+        assert_eq!(most.unwrap().cache_salt.len(), MAX_CACHE_SALT);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_is_over_a_limit_is_told_when_to_come_back() {
+        let tenant = tenant(i32::MIN, true);
+        let pass = tenant.admit(3).unwrap();
+        let refused = tenant.admit(1).unwrap_err();
+        assert_eq!((refused.kind, refused.code), (ErrorKind::ResourceExhausted, Some("rate_limit_exceeded")));
+        tokio::time::advance(refused.retry_after.unwrap()).await;
+        drop(pass);
+        drop(tenant.admit(1).unwrap());
+    }
+}
