@@ -14,11 +14,13 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -152,6 +154,31 @@ def passes_through(command, text):
     return run
 
 
+def dynamo(python):
+    """Dynamo's frontend, which tokenises, with its mocker as workers. Their pace is the mocker's own, so only the frontend's CPU compares."""
+    def run(options):
+        folder = pathlib.Path(tempfile.mkdtemp())
+        try:
+            subprocess.run([python, pathlib.Path(__file__).parent / "gguf_directory.py", options.dynamo_model, folder / "model"], check=True)
+            environment = ["env", f"DYN_FILE_KV={folder / 'kv'}", "HF_HUB_OFFLINE=1", "DYN_LOG=error", python, "-m"]
+            planes = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
+            http = free_port()
+            frontend = [*environment, "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(http), "--router-mode", "round-robin", *planes]
+            mocker = [*environment, "dynamo.mocker", "--model-path", str(folder / "model"), "--model-name", "tiny", "--num-workers", "2",
+                      "--no-enable-prefix-caching", "--speedup-ratio", "20", *planes]
+            with Process(ROUTER_CORE, frontend) as router, Process(OTHER_CORE, mocker):
+                url = f"http://127.0.0.1:{http}"
+                until = time.monotonic() + 120
+                while b"tiny" not in answers(f"{url}/v1/models"):
+                    if time.monotonic() > until:
+                        raise SystemExit("Dynamo's mocker does not register")
+                    time.sleep(0.2)
+                return measured(options, router, url, "tiny")
+        finally:
+            shutil.rmtree(folder)
+    return run
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--baton", required=True, help="the program to measure")
@@ -161,6 +188,8 @@ def main():
                         help="a router that passes HTTP through; {port}, {backends} and {free} in the command are filled in")
     parser.add_argument("--text-peer", action="append", default=[], metavar="NAME=COMMAND",
                         help="the same, one that takes no token ids: its prompts are texts of as many bytes")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="a Python that has ai-dynamo: its frontend, with its mocker, is measured, too")
+    parser.add_argument("--dynamo-model", metavar="GGUF", help="whose byte-level tokenizer it gets")
     parser.add_argument("--model", default="random:tiny", help="whose tokenizer and template the router reads")
     parser.add_argument("--rates", default="1000", help="requests a second, with commas")
     parser.add_argument("--bursts", default="1,4", help="tokens of a request that are ready together, with commas")
@@ -176,6 +205,8 @@ def main():
     routers |= {name: baton(program) for name, _, program in (other.partition("=") for other in options.other)}
     for peers, text in ((options.peer, False), (options.text_peer, True)):
         routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
+    if options.dynamo:
+        routers["dynamo"] = dynamo(options.dynamo)
     rates, bursts = map(float, options.rates.split(",")), list(map(int, options.bursts.split(",")))
     shares = options.shared.split(",") if options.shared else [None]
     rows = []
