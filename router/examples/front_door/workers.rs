@@ -14,7 +14,7 @@ use baton_types::WorkerId;
 use futures::Stream;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
-use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
 use super::Arguments;
@@ -62,9 +62,10 @@ pub async fn serve(arguments: &Arguments) {
 }
 
 async fn listen(role: Role, world: World, listener: TcpListener) {
-    let incoming = TcpListenerStream::new(listener);
+    // The server's own setting applies only to sockets it accepted itself.
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let service = Worker { steps: Steps::start(world.pace), world };
-    let mut server = tonic::transport::Server::builder().tcp_nodelay(true);
+    let mut server = tonic::transport::Server::builder();
     match role {
         Role::Prefill => server.add_service(v1::prefill_server::PrefillServer::new(service)),
         _ => server.add_service(v1::decode_server::DecodeServer::new(service)),
