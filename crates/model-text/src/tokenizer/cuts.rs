@@ -55,8 +55,14 @@ impl Cuts {
                 (tokenizer.get_normalizer(), tokenizer.get_pre_tokenizer(), tokenizer.get_added_tokens_decoder())
             }
         };
-        let cuts = rule(normalizer, pre_tokenizer)?;
-        let free = added.values().map(added_text).all(|text| leaves_cuts(&text)) && !pieces.has_letter_and_space();
+        let (cuts, words) = rule(normalizer, pre_tokenizer)?;
+        // A word that is a token is taken whole, so that a short one at the end could differ.
+        if let (Encoder::Standard(tokenizer), false) = (encoder, words)
+            && matches!(tokenizer.get_model(), ModelWrapper::BPE(bpe) if bpe.ignore_merges)
+        {
+            return None;
+        }
+        let free = added.values().all(leaves_cuts_alone) && !pieces.has_letter_and_space();
         free.then_some(cuts)
     }
 
@@ -94,13 +100,15 @@ fn adds_only_before(encoder: &Encoder) -> bool {
     matches!((with, without), (Ok(with), Ok(without)) if with.ends_with(&without))
 }
 
-fn rule(normalizer: Option<&NormalizerWrapper>, pre_tokenizer: Option<&PreTokenizerWrapper>) -> Option<Cuts> {
+/// The rule, and whether the pre-tokenizer ends a word at each cut by itself.
+fn rule(normalizer: Option<&NormalizerWrapper>, pre_tokenizer: Option<&PreTokenizerWrapper>) -> Option<(Cuts, bool)> {
     let mut spaces = Spaces::default();
     let normalizer = normalizer.map(serde_json::to_value).transpose().ok()?.unwrap_or_default();
     let pre_tokenizer = pre_tokenizer.map(serde_json::to_value).transpose().ok()?.unwrap_or_default();
     let known = normalizes_in_place(&normalizer, &mut spaces) && ends_words(&pre_tokenizer, spaces);
     // The space that is prepended must become what a space within the text becomes.
-    (known && (spaces.replaced || !spaces.prepended)).then_some(Cuts { skip_space: spaces.prepended })
+    let cuts = Cuts { skip_space: spaces.prepended };
+    (known && (spaces.replaced || !spaces.prepended)).then_some((cuts, splits_words(&pre_tokenizer)))
 }
 
 /// Whether a normalizer treats a letter and the space after it alike wherever they stand.
@@ -130,7 +138,8 @@ fn ends_words(pre_tokenizer: &Value, spaces: Spaces) -> bool {
     match pre_tokenizer["type"].as_str() {
         None => pre_tokenizer.is_null(),
         // A space that either puts before a text is one that a chunk begins with.
-        Some("ByteLevel" | "Metaspace") => !spaces.prepended,
+        Some("ByteLevel") => !spaces.prepended,
+        Some("Metaspace") => !spaces.prepended && pre_tokenizer["replacement"] == "\u{2581}",
         Some("Digits") => true,
         Some("Split") if pre_tokenizer["pattern"]["String"] == " " => spaces.replaced,
         Some("Split") => {
@@ -138,15 +147,32 @@ fn ends_words(pre_tokenizer: &Value, spaces: Spaces) -> bool {
             known && pre_tokenizer["behavior"] == "Isolated" && pre_tokenizer["invert"] == false
         }
         Some("Sequence") => {
+            // What follows these sees other characters than the patterns are made for.
+            let rewrites = |one: &Value| matches!(one["type"].as_str(), Some("ByteLevel" | "Metaspace" | "Sequence"));
+            let last = |all: &[Value]| all.iter().rev().skip(1).all(|one| !rewrites(one));
             let all = pre_tokenizer["pretokenizers"].as_array();
-            all.is_some_and(|all| all.iter().all(|one| ends_words(one, spaces)))
+            all.is_some_and(|all| last(all) && all.iter().all(|one| ends_words(one, spaces)))
         }
         Some(_) => false,
     }
 }
 
-fn added_text(token: &AddedToken) -> String {
-    token.content.replace('\u{2581}', " ")
+/// Whether a pre-tokenizer, one that is known, has a pattern that ends a word before each space.
+fn splits_words(pre_tokenizer: &Value) -> bool {
+    match pre_tokenizer["type"].as_str() {
+        Some("ByteLevel") => pre_tokenizer["use_regex"] != false,
+        Some("Metaspace") => pre_tokenizer["split"] != false,
+        Some("Split") => pre_tokenizer["pattern"]["Regex"].as_str().is_some_and(pretokenizers::splits_words),
+        Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().is_some_and(|all| all.iter().any(splits_words)),
+        _ => false,
+    }
+}
+
+/// Whether an added token leaves every cut alone. One that is searched for in normalized text may match other characters than its own, so
+/// it must be plain.
+fn leaves_cuts_alone(token: &AddedToken) -> bool {
+    let text = token.content.replace('\u{2581}', " ");
+    leaves_cuts(&text) && (!token.normalized || text.is_ascii())
 }
 
 /// Whether an added token with this text can neither cover the space of a cut nor end at a letter beside it.
@@ -160,8 +186,16 @@ fn leaves_cuts(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::collections::HashMap;
+
     use serde_json::json;
+    use tokenizers::TokenizerImpl;
+    use tokenizers::normalizers::{Prepend, Replace, Sequence};
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+    use super::super::pieces::{Alphabet, PieceKind};
+    use super::super::sentencepiece::SentencePiece;
+    use super::*;
 
     const CUTS: Cuts = Cuts { skip_space: false };
 
@@ -193,6 +227,107 @@ mod tests {
         let at = |before: usize| format!("{} b", "a".repeat(before));
         assert_eq!(chunks(CUTS, &at(CHUNK)).len(), 2);
         assert_eq!(chunks(CUTS, &at(CHUNK - 1)).len(), 1);
+    }
+
+    /// Parts of texts that are made to go wrong when they are cut.
+    const PARTS: [&str; 28] = [
+        " ",
+        " ",
+        "a",
+        "b c",
+        "the",
+        " the",
+        "The quick fox",
+        "isn't",
+        " 's",
+        "'ll go",
+        "12",
+        " 345",
+        "7 days",
+        "  ",
+        "   x",
+        "\n",
+        "\r\n",
+        " \n ",
+        ".",
+        " (",
+        "—",
+        "é",
+        "e\u{301} f",
+        "漢字",
+        "👩‍🚀",
+        "\u{a0}",
+        "▁a",
+        "<|end|>",
+    ];
+
+    /// Tokens must be the same whether a text is tokenised whole or in chunks.
+    fn same_in_chunks(name: &str, encoder: &Encoder, pieces: &Pieces) {
+        let cuts = Cuts::of(encoder, pieces).unwrap_or_else(|| panic!("{name} has no cuts"));
+        let (mut state, mut cut) = (1u64, 0);
+        for _ in 0..60 {
+            let mut text = String::new();
+            for _ in 0..600 {
+                // Knuth's MMIX generator.
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                text.push_str(PARTS[(state >> 33) as usize % PARTS.len()]);
+            }
+            let parts = chunks(cuts, &text);
+            cut += parts.len() - 1;
+            let together: Vec<u32> = parts.iter().flat_map(|part| encoder.encode(part, false).unwrap()).collect();
+            assert_eq!(together, encoder.encode(&text, false).unwrap(), "{name}: {text:?}");
+        }
+        assert!(cut > 60, "{name} was cut {cut} times");
+    }
+
+    /// Merges that make words with the space before them; of SentencePiece's tokens, too.
+    const MERGES: [(&str, &str); 8] =
+        [("t", "h"), ("th", "e"), ("_", "the"), ("_", "f"), ("f", "o"), ("_f", "o"), ("q", "u"), ("_", "qu")];
+
+    #[test]
+    fn chunks_have_the_tokens_of_the_text_by_every_rule() {
+        for name in ["default", "gpt-2", "smollm", "qwen2", "llama-bpe", "tekken"] {
+            let rule = pretokenizers::rule(name).unwrap();
+            let spell = |text: &str| text.replace('_', "Ġ");
+            let mut tokens: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
+            tokens.sort();
+            tokens.extend(MERGES.map(|(a, b)| spell(&format!("{a}{b}"))));
+            let vocab: HashMap<String, u32> = tokens.iter().cloned().zip(0..).collect();
+            let vocab = vocab.into_iter().collect::<tokenizers::models::bpe::Vocab>();
+            let merges = MERGES.map(|(a, b)| (spell(a), spell(b))).to_vec();
+            let model =
+                BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(rule.ignore_merges).build().unwrap();
+            let mut tokenizer = tokenizers::Tokenizer::new(model);
+            tokenizer.with_pre_tokenizer(Some(rule.build().unwrap()));
+            tokenizer.add_tokens([AddedToken::from("<|end|>", true).normalized(false)]).unwrap();
+            let mut pieces = Pieces::default();
+            tokens.iter().for_each(|token| pieces.push(token, PieceKind::Ordinary, Alphabet::ByteLevel));
+            same_in_chunks(name, &Encoder::Standard(Box::new(tokenizer)), &pieces);
+        }
+    }
+
+    #[test]
+    fn chunks_have_the_tokens_of_the_text_where_a_space_is_prepended() {
+        for prepended in [false, true] {
+            let mut tokens: Vec<String> = (0..=255u8).map(|byte| format!("<0x{byte:02X}>")).collect();
+            tokens.extend((b'a'..=b'z').map(|letter| char::from(letter).to_string()));
+            tokens.push("▁".to_owned());
+            tokens.extend(MERGES.map(|(a, b)| format!("{a}{b}").replace('_', "▁")));
+            let scores = (0..tokens.len()).map(|at| -(at as f32)).collect();
+            let mut pieces = Pieces::default();
+            tokens.iter().for_each(|token| pieces.push(token, PieceKind::Ordinary, Alphabet::SentencePiece));
+            let mut tokenizer = TokenizerImpl::new(SentencePiece::new(tokens, scores, None));
+            let mut steps: Vec<NormalizerWrapper> = Vec::new();
+            if prepended {
+                steps.push(Prepend::new("▁".to_owned()).into());
+            }
+            steps.push(Replace::new(" ", "▁").unwrap().into());
+            tokenizer.with_normalizer(Some(Sequence::new(steps))).unwrap();
+            tokenizer.add_tokens([AddedToken::from("<|end|>", true).normalized(false)]).unwrap();
+            let encoder = Encoder::SentencePiece(Box::new(tokenizer));
+            assert_eq!(Cuts::of(&encoder, &pieces), Some(Cuts { skip_space: prepended }));
+            same_in_chunks("SentencePiece", &encoder, &pieces);
+        }
     }
 
     #[test]

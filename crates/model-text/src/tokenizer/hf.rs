@@ -43,8 +43,10 @@ impl SpecialToken {
 pub(crate) fn from_directory(dir: &Path, settings: Option<&Keys>) -> Result<Tokenizer, ModelFileError> {
     let path = dir.join("tokenizer.json");
     let json = std::fs::read(&path).map_err(ModelFileError::io(&path))?;
-    let tokenizer = tokenizers::Tokenizer::from_bytes(&json)
-        .map_err(|e| ModelFileError::malformed(&path, "tokenizer.json", e.to_string()))?;
+    let fail = |e: tokenizers::Error| ModelFileError::malformed(&path, "tokenizer.json", e.to_string());
+    let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json).map_err(fail)?;
+    // Settings of a training that files carry along: a prompt is never cut or filled up.
+    tokenizer.with_padding(None).with_truncation(None).map_err(fail)?;
     if !matches!(tokenizer.get_model(), ModelWrapper::BPE(_)) {
         return Err(ModelFileError::config(&path, "model.type", "only BPE is supported"));
     }

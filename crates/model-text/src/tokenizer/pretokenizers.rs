@@ -56,6 +56,11 @@ pub(super) fn is_known(pattern: &str) -> bool {
     [GPT2, EACH_DIGIT, LLAMA3, QWEN2, TEKKEN, O200K].contains(&pattern) || UNNAMED.contains(&pattern)
 }
 
+/// Whether a known pattern also ends a word before each space that follows a letter.
+pub(super) fn splits_words(pattern: &str) -> bool {
+    [GPT2, LLAMA3, QWEN2, TEKKEN, O200K].contains(&pattern)
+}
+
 impl Rule {
     /// The rule as a pre-tokenizer that ends in the byte-level alphabet.
     pub fn build(self) -> Result<PreTokenizerWrapper> {
