@@ -3,13 +3,19 @@
 //! What is saved may be old. Its workers are asked by id, so another process at a worker's address takes nothing
 //! ([`baton_proto::OnlyFor`]).
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use std::{fs, io};
 
 use baton_cluster::{MAX_MEMBERS, Member, View};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
+use tokio::time::timeout;
+
+/// How soon a view that could not be saved is tried again.
+const RETRY: Duration = Duration::from_secs(5);
 
 /// What is in the file. A later version may add fields.
 #[derive(Serialize, Deserialize)]
@@ -42,7 +48,15 @@ pub(crate) fn read(path: &Path) -> Vec<Member> {
 pub(crate) async fn keep(path: PathBuf, mut views: watch::Receiver<Arc<View>>) {
     let mut saved = Vec::new();
     let mut failing = false;
-    while views.changed().await.is_ok() {
+    loop {
+        // What could not be saved is tried again, also without a change.
+        let changed = match failing {
+            true => timeout(RETRY, views.changed()).await.unwrap_or(Ok(())),
+            false => views.changed().await,
+        };
+        if changed.is_err() {
+            return;
+        }
         let view = Arc::clone(&views.borrow_and_update());
         if view.stale || view.members == saved {
             continue;
@@ -66,7 +80,10 @@ fn write(path: &Path, members: Vec<Member>) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
     let new = path.with_file_name(name);
-    fs::write(&new, serde_json::to_vec(&Saved { members })?)?;
+    let mut file = fs::File::create(&new)?;
+    file.write_all(&serde_json::to_vec(&Saved { members })?)?;
+    // Before it has the name, so that a machine that fails leaves the old file or the new one.
+    file.sync_all()?;
     fs::rename(&new, path)
 }
 

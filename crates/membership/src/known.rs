@@ -37,11 +37,6 @@ impl Known {
         Known { listed: BTreeMap::new(), kept: BTreeMap::new(), stale: true, revision: 0, last_update: None }
     }
 
-    /// A watcher that knows these members, and whose registry is away.
-    pub fn before_outage(members: Vec<Member>) -> Known {
-        Known { listed: members.into_iter().map(|m| (m.id, m)).collect(), ..Known::new() }
-    }
-
     /// Takes in the registry's whole list.
     pub fn list(&mut self, members: Vec<Member>, now: Instant) {
         let before = std::mem::take(&mut self.listed);

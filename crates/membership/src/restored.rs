@@ -1,68 +1,72 @@
 //! The view of a watcher that starts with members that an earlier process saved (I7).
 //!
 //! The registry may be away, or may have lost its members together with the earlier process. So the saved members count as known before an
-//! outage: they stay until the registry answers, and [`crate::SETTLE`] longer. After that the registry's own view is passed on.
+//! outage: they stay until the registry answers, and [`SETTLE`] longer. After that the registry's own view is passed on.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::known::Known;
+use baton_types::WorkerId;
+
+use crate::known::SETTLE;
 use crate::member::{Member, View};
 
 /// Saved members, and what the registry said since.
 #[derive(Debug)]
 pub struct Restored {
-    /// None once nothing depends on the saved members any more.
-    known: Option<Known>,
+    /// Saved members that the registry has not listed.
+    saved: BTreeMap<WorkerId, Member>,
+    /// When they are dropped; None while the registry is away.
+    until: Option<Instant>,
     heard: Arc<View>,
 }
 
 impl Restored {
     /// A watcher that knows these members, and has not heard from its registry.
     pub fn new(saved: Vec<Member>) -> Restored {
-        let known = (!saved.is_empty()).then(|| Known::before_outage(saved));
-        Restored { known, heard: Arc::default() }
+        let saved = saved.into_iter().map(|member| (member.id, member)).collect();
+        Restored { saved, until: None, heard: Arc::new(View { stale: true, ..View::default() }) }
     }
 
     /// Takes in a view of the registry.
     pub fn hear(&mut self, view: Arc<View>, now: Instant) {
-        if let Some(known) = &mut self.known {
-            match view.stale {
-                true => known.lose(),
-                false => known.list(view.members.clone(), now),
-            }
-        }
+        self.saved.retain(|id, _| view.get(*id).is_none());
+        self.until = match view.stale || self.saved.is_empty() {
+            true => None,
+            false => self.until.or(Some(now + SETTLE)),
+        };
         self.heard = view;
         self.settle(now);
     }
 
     /// When [`Restored::settle`] is due.
     pub fn settles_at(&self) -> Option<Instant> {
-        self.known.as_ref().and_then(Known::settles_at)
+        self.until
     }
 
     /// Drops saved members whose time is over.
     pub fn settle(&mut self, now: Instant) {
-        let Some(known) = &mut self.known else { return };
-        known.settle(now);
-        if known.settles_at().is_none() && !known.view().stale {
-            self.known = None;
+        if self.until.is_some_and(|until| until <= now) {
+            self.saved.clear();
+            self.until = None;
         }
     }
 
     /// The members as they are known now.
     pub fn view(&self) -> Arc<View> {
-        match &self.known {
-            Some(known) => Arc::new(known.view()),
-            None => Arc::clone(&self.heard),
+        if self.saved.is_empty() {
+            return Arc::clone(&self.heard);
         }
+        let mut members: Vec<Member> = self.heard.members.iter().chain(self.saved.values()).cloned().collect();
+        members.sort_by_key(|m| m.id);
+        Arc::new(View { members, ..View::clone(&self.heard) })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::SETTLE;
     use crate::testing::member;
 
     fn heard(ids: &[u64], stale: bool) -> Arc<View> {
