@@ -180,13 +180,13 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
         ("split over tcp, chunks of 16", route("tcp", 16, false)),
         ("split over tcp, chunks of 512", route("tcp", 512, false)),
     ];
-    compare("smollm2", spec, &mut local, &requests(50, 120, &model, 1), &routes)?;
+    compare("smollm2", spec, &mut local, &requests(28, 120, &model, 1), &routes)?;
     // A step a token is dear: short prompts, whose answers cross into a second block.
     let routes = [
         ("split over shm, chunks of 1", route("shm", 1, false)),
         ("split over tcp, chunks of 1", route("tcp", 1, false)),
     ];
-    compare("smollm2", spec, &mut local, &requests(50, 12, &model, 2), &routes)
+    compare("smollm2", spec, &mut local, &requests(28, 12, &model, 2), &routes)
 }
 
 /// A quantised pool travels as it is: elements and their scales arrive to the bit.
