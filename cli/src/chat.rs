@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io::Write;
 
-use anyhow::{anyhow, bail};
+use anyhow::{Context, anyhow, bail};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
 use clap::{Arg, ArgMatches, Command, value_parser};
 
@@ -21,6 +21,12 @@ pub fn command() -> Command {
                 .value_name("URL")
                 .default_value("http://127.0.0.1:8001")
                 .help("The router's gRPC address"),
+        )
+        .arg(
+            Arg::new("api-key-file")
+                .long("api-key-file")
+                .value_name("PATH")
+                .help("A file with the API key, where the router needs one (--keys-file)"),
         )
         .arg(Arg::new("system").long("system").value_name("TEXT").help("A system message to go first"))
         .arg(
@@ -67,6 +73,12 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         // The error comes from the connection, not from the router.
         Some(_) => anyhow!("{router} went away, or does not speak gRPC; name a router's gRPC address with --router"),
     };
+    let mut request = tonic::Request::new(request);
+    if let Some(path) = text("api-key-file") {
+        let key = std::fs::read_to_string(&path).with_context(|| format!("--api-key-file {path}"))?;
+        let value = format!("Bearer {}", key.trim()).parse();
+        request.metadata_mut().insert("authorization", value.map_err(|_| anyhow!("{path} has no API key in it"))?);
+    }
     let mut stream = client.generate(request).await.map_err(failed)?.into_inner();
     let (mut out, mut told) = (std::io::stdout(), 0);
     while let Some(part) = stream.message().await.map_err(failed)? {

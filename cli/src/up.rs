@@ -94,7 +94,9 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     }
     let (http, _kept_http) = keep(config.http, "--http")?;
     let (grpc, _kept_grpc) = keep(config.grpc, "--grpc")?;
-    let (internal, _kept_internal) = keep(config.internal, "--internal")?;
+    // With another registry nobody listens there.
+    let kept = (config.registry == "embedded").then(|| keep(config.internal, "--internal")).transpose()?;
+    let internal = kept.as_ref().map_or(config.internal, |(internal, _)| *internal);
     let (admin, _kept_admin) = keep(SocketAddr::from(([127, 0, 0, 1], 0)), "--admin")?;
     (config.http, config.grpc, config.internal) = (http, grpc, internal);
     let registry = match config.registry.as_str() {
@@ -140,7 +142,7 @@ async fn supervise(
         let timeout = format_duration(config.start_timeout);
         bail!("the cluster was not ready within {timeout}; start with --log info to see why");
     }
-    let text = announcement(config, admin, registry, &supervisor.processes(), &served_model(config.http).await?);
+    let text = announcement(config, admin, registry, &supervisor.processes(), &served_model(admin).await?);
     // A closed standard output is no reason to stop.
     let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
@@ -244,10 +246,10 @@ async fn all_workers(config: &UpConfig, admin: SocketAddr) -> Option<bool> {
 }
 
 /// The model's name as clients send it.
-async fn served_model(http: SocketAddr) -> anyhow::Result<String> {
-    let (_, body) = crate::status::get(http, "/v1/models").await?;
-    let models: serde_json::Value = serde_json::from_str(&body).context("reading /v1/models")?;
-    Ok(models["data"][0]["id"].as_str().context("the router serves no model")?.to_owned())
+async fn served_model(admin: SocketAddr) -> anyhow::Result<String> {
+    let (_, body) = crate::status::get(admin, "/cluster").await?;
+    let cluster: serde_json::Value = serde_json::from_str(&body).context("reading the router's /cluster")?;
+    Ok(cluster["served_name"].as_str().context("the router's /cluster has no served_name")?.to_owned())
 }
 
 /// The text that the terminal shows once everything runs.
