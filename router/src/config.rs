@@ -107,6 +107,9 @@ impl RouterConfig {
         if let Some((field, _)) = zero.into_iter().find(|(_, zero)| *zero) {
             return Err(RouterError::Zero { field });
         }
+        if self.registry_on_grpc && self.keys_file.is_some() {
+            return Err(RouterError::OpenRegistry);
+        }
         if self.body_memory.0 < self.body_limit.0 {
             return Err(RouterError::BodyMemory { memory: self.body_memory, limit: self.body_limit });
         }

@@ -34,6 +34,11 @@ pub enum RouterError {
         /// The two flags.
         flags: (&'static str, &'static str),
     },
+    /// Clients need keys, and the registry where they are needs none.
+    #[error(
+        "registry_on_grpc and keys_file cannot be used together: without a key, clients could register workers and so receive prompts"
+    )]
+    OpenRegistry,
     /// The file of API keys cannot be used.
     #[error("keys_file {}: {problem}", path.display())]
     Keys {
@@ -65,6 +70,7 @@ impl BatonError for RouterError {
             RouterError::Zero { .. }
             | RouterError::BodyMemory { .. }
             | RouterError::SameAddress { .. }
+            | RouterError::OpenRegistry
             | RouterError::Keys { .. } => ErrorKind::InvalidArgument,
             RouterError::Reflection(_) | RouterError::Interrupted(_) => ErrorKind::Internal,
         }

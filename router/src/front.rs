@@ -179,7 +179,7 @@ impl Front {
 
     /// Starts a request, or says why it is refused.
     pub async fn generate(&self, input: GenerateInput) -> Result<Generation, RequestError> {
-        let record = Arc::new(Record::new(input.request_id.clone(), input.received));
+        let record = Arc::new(Record::new(input.request_id.clone(), input.tenant.clone(), input.received));
         let started = self.start(input, &record).await;
         if let Err(error) = &started {
             record.failed(error);
@@ -203,9 +203,6 @@ impl Front {
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let calls = input.tools.is_some();
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
-        if let Some(tenant) = &tenant {
-            tenant.charge(planned.iter().map(|plan| plan.prompt.len() as u32).sum());
-        }
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());

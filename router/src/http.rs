@@ -103,6 +103,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
     let read = async {
         // Refused before its body costs anything. The place itself is taken later, since a body may take a minute to arrive.
         front.has_room()?;
+        envelope.tenant.as_ref().map_or(Ok(()), |tenant| tenant.has_room())?;
         let body = front.bodies.read(body).await?;
         match body.bytes.len() {
             ..LARGE => openai::read(shape, &body.bytes, envelope),

@@ -107,6 +107,8 @@ impl GenerateInput {
         for prompt in self.prompts {
             let field = prompt.field();
             let ids = model.encode(prompt, self.tools.as_ref(), &self.standing.cache_salt).await?;
+            // Whatever becomes of the request: it has cost this.
+            self.tenant.iter().for_each(|tenant| tenant.charge(ids.len() as u32));
             let context = capacity.context().unwrap_or(model.context_tokens());
             let room = Room { field, prompt: ids.len() as u32, context, capacity };
             let max_tokens = room.max_tokens(self.max_tokens)?;

@@ -18,6 +18,8 @@ use crate::tenant::{MAX_NAME, Rights, Tenant};
 
 /// How often the file is looked at.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// How soon it is looked at again after it changed.
+const LOOK_AGAIN: Duration = Duration::from_millis(300);
 /// Largest file, bytes.
 const MAX_FILE: u64 = 16 << 20;
 
@@ -35,6 +37,8 @@ pub(crate) struct KeyRing {
 struct Keys {
     text: String,
     tenants: HashMap<Hash, Arc<Tenant>>,
+    /// The tenants of the file, and those that have left it and still owe something.
+    known: HashMap<String, Arc<Tenant>>,
 }
 
 /// The file.
@@ -97,7 +101,10 @@ impl KeyRing {
     /// Reads the file again whenever it changes, until the drain starts; at once on a signal. A file that cannot be used changes nothing.
     pub async fn watch(self: Arc<KeyRing>, mut signals: Option<Signal>, shutdown: Shutdown) {
         let mut complained = String::new();
+        // What the last look found. A file that is being written to is taken once two looks find the same.
+        let mut seen = None;
         loop {
+            let pause = if seen.is_some() { LOOK_AGAIN } else { LOOK_EVERY };
             let signal = async {
                 match &mut signals {
                     Some(signals) => signals.recv().await,
@@ -105,15 +112,25 @@ impl KeyRing {
                 }
             };
             tokio::select! {
-                () = tokio::time::sleep(LOOK_EVERY) => {}
+                () = tokio::time::sleep(pause) => {}
                 _ = signal => tracing::info!("SIGHUP: reading the API keys again"),
                 () = shutdown.draining() => return,
             }
             let path = self.path.clone();
             let read = tokio::task::spawn_blocking(move || read(&path)).await;
             let problem = match read.unwrap_or_else(|_| Err("reading it panicked".to_owned())) {
-                Ok(text) if text == self.keys().text => None,
-                Ok(text) => self.replace(text).err(),
+                Ok(text) if text == self.keys().text => {
+                    seen = None;
+                    None
+                }
+                Ok(text) if seen.as_ref() != Some(&text) => {
+                    seen = Some(text);
+                    continue;
+                }
+                Ok(text) => {
+                    seen = None;
+                    self.replace(text).err()
+                }
                 Err(problem) => Some(problem),
             };
             let problem = problem.unwrap_or_default();
@@ -130,7 +147,10 @@ impl KeyRing {
 
     fn replace(&self, text: String) -> Result<(), String> {
         let next = self.keys().next(text)?;
-        tracing::info!(path = %self.path.display(), keys = next.tenants.len(), "API keys read again");
+        match next.tenants.len() {
+            0 => tracing::warn!(path = %self.path.display(), "the file has no API keys any more: nobody is served"),
+            keys => tracing::info!(path = %self.path.display(), keys, "API keys read again"),
+        }
         *self.keys.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
         Ok(())
     }
@@ -140,25 +160,32 @@ impl Keys {
     /// The keys of a new text of the file. Tenants that stay keep what they have used.
     fn next(&self, text: String) -> Result<Keys, String> {
         let entries = parse(&text)?;
-        let mut old: HashMap<&str, &Arc<Tenant>> = HashMap::new();
-        old.extend(self.tenants.values().map(|tenant| (tenant.name(), tenant)));
+        let mut known: HashMap<String, Arc<Tenant>> =
+            self.known.iter().filter(|(_, tenant)| tenant.owes()).map(|(name, t)| (name.clone(), t.clone())).collect();
         let mut tenants = HashMap::new();
         for (entry, hashes) in entries {
             let rights = entry.rights();
-            let tenant = match old.get(entry.name.as_str()) {
+            let tenant = match self.known.get(&entry.name) {
                 Some(tenant) => Arc::clone(tenant),
                 None => Arc::new(Tenant::new(&entry.name, rights)),
             };
             tenant.set_rights(rights);
             tenants.extend(hashes.into_iter().map(|hash| (hash, Arc::clone(&tenant))));
+            known.insert(entry.name, tenant);
         }
-        Ok(Keys { text, tenants })
+        Ok(Keys { text, tenants, known })
     }
 }
 
 /// Reads the file's text; says which field is wrong.
 fn parse(text: &str) -> Result<Vec<(Entry, Vec<Hash>)>, String> {
-    let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
+    let file: File = toml::from_str(text).map_err(|e| {
+        let before = &text[..e.span().map_or(0, |span| span.start)];
+        let at = before.matches('\n').count();
+        let field = text.lines().nth(at).and_then(|line| line.split_once('=')).map_or("", |(field, _)| field.trim());
+        let field = if is_name(field) { format!(", {field}") } else { String::new() };
+        format!("line {}{field}: {}", at + 1, without_long_quotes(e.message()))
+    })?;
     let (mut names, mut keys) = (HashSet::new(), HashSet::new());
     let mut entries = Vec::with_capacity(file.tenants.len());
     for entry in file.tenants {
@@ -169,8 +196,10 @@ fn parse(text: &str) -> Result<Vec<(Entry, Vec<Hash>)>, String> {
         if !names.insert(name.clone()) {
             return Err(format!("name {name:?} is there twice; put all of its keys into one sha256"));
         }
-        let hash =
-            |text: &String| hex(text).ok_or_else(|| format!("{name}: sha256 has {text:?}; it must be 64 hex digits"));
+        // Never the text itself: it may be the key.
+        let bad =
+            |text: &String| format!("{name}: sha256 has a text of {} bytes; it must be 64 hex digits", text.len());
+        let hash = |text: &String| hex(text).ok_or_else(|| bad(text));
         let hashes = entry.sha256.iter().map(hash).collect::<Result<Vec<Hash>, String>>()?;
         if !hashes.iter().all(|hash| keys.insert(*hash)) {
             return Err(format!("{name}: sha256 has a key that is there twice"));
@@ -189,6 +218,13 @@ impl Entry {
         };
         Rights { limits, highest_priority: self.highest_priority, keep_kv: self.keep_kv }
     }
+}
+
+/// An error of the parser without what may be a key.
+fn without_long_quotes(message: &str) -> String {
+    let part =
+        |(at, part): (usize, &str)| if at % 2 == 1 && part.len() > 24 { "…".to_owned() } else { part.to_owned() };
+    message.split('"').enumerate().map(part).collect::<Vec<_>>().join("\"")
 }
 
 fn read(path: &Path) -> Result<String, String> {
@@ -271,6 +307,10 @@ mod tests {
             (entry("a b", ONE, ""), "\"a b\": it must have"),
             (entry("", ONE, ""), "it must have"),
             (entry("a", "12", ""), "64 hex digits"),
+            (
+                "[[tenants]]\nname = 'a'\nsha256 = 'baton-0123456789abcdef0123456789'".to_owned(),
+                "line 3, sha256: invalid type",
+            ),
             (entry("a", &"+f".repeat(32), ""), "64 hex digits"),
             (entry("a", ONE, "request_per_minute = 5"), "request_per_minute"),
             (entry("a", ONE, "streams = -1"), "streams"),
@@ -279,6 +319,7 @@ mod tests {
         ] {
             let error = keys(&text).unwrap_err();
             assert!(error.contains(wrong), "{text}: {error}");
+            assert!(!error.contains("0123456789"), "a key is not told: {error}");
         }
         assert!(keys("").unwrap().tenants.is_empty(), "nobody may ask");
     }

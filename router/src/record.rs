@@ -1,7 +1,7 @@
 //! The metrics of one request, and the line that is logged when its last choice has ended.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use baton_policy::{Failure, Leg};
 use baton_runtime::metrics as names;
@@ -10,11 +10,13 @@ use metrics::{Histogram, counter, gauge, histogram};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
+use crate::tenant::Tenant;
 
 /// Shared by the choices of a request. It is dropped with the last of them; the drop writes the log line.
 #[derive(Debug)]
 pub(crate) struct Record {
     request_id: RequestId,
+    tenant: Option<Arc<Tenant>>,
     received: Instant,
     first_token: OnceLock<Instant>,
     /// Tokens sent to the client.
@@ -55,10 +57,10 @@ impl TokenClock {
 
 impl Record {
     /// The record of a request that arrived at `received`.
-    pub fn new(request_id: RequestId, received: Instant) -> Record {
+    pub fn new(request_id: RequestId, tenant: Option<Arc<Tenant>>, received: Instant) -> Record {
         gauge!(names::REQUESTS_IN_FLIGHT).increment(1);
         let (first_token, tokens) = (OnceLock::new(), AtomicU32::new(0));
-        Record { request_id, received, first_token, tokens, state: Mutex::default() }
+        Record { request_id, tenant, received, first_token, tokens, state: Mutex::default() }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -128,6 +130,7 @@ impl Drop for Record {
         let completion_tokens = self.tokens.load(Ordering::Relaxed);
         tracing::info!(
             request = %self.request_id,
+            tenant = self.tenant.as_ref().map(|tenant| tenant.name()),
             outcome,
             prompt_tokens,
             completion_tokens,

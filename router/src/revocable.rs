@@ -5,28 +5,40 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use futures::Stream;
 
 /// A stream that ends early, with a last item, once it is revoked.
 pub(crate) struct Revocable<S, T> {
-    stream: Arc<Mutex<Option<S>>>,
+    inner: Arc<Mutex<Inner<S>>>,
     last: Option<T>,
+}
+
+struct Inner<S> {
+    /// None once it is revoked.
+    stream: Option<S>,
+    /// Who waits for an item.
+    waker: Option<Waker>,
 }
 
 /// A stream that yields the same as `stream`, until what is returned beside it is called. Then `stream` is dropped, and `last` is the last
 /// item.
 pub(crate) fn revocable<S: Send + 'static, T>(stream: S, last: T) -> (Revocable<S, T>, impl FnOnce() + Send) {
-    let stream = Arc::new(Mutex::new(Some(stream)));
+    let inner = Arc::new(Mutex::new(Inner { stream: Some(stream), waker: None }));
     // Weak, so that a stream may own what revokes it.
-    let revoked = Arc::downgrade(&stream);
+    let revoked = Arc::downgrade(&inner);
     let revoke = move || {
-        let stream = revoked.upgrade();
-        let taken = stream.as_ref().map(|stream| stream.lock().unwrap_or_else(PoisonError::into_inner).take());
-        drop(taken);
+        let Some(inner) = revoked.upgrade() else { return };
+        let (stream, waker) = {
+            let mut inner = inner.lock().unwrap_or_else(PoisonError::into_inner);
+            (inner.stream.take(), inner.waker.take())
+        };
+        // Not under the lock: whatever it owns is dropped with it.
+        drop(stream);
+        waker.into_iter().for_each(Waker::wake);
     };
-    (Revocable { stream, last: Some(last) }, revoke)
+    (Revocable { inner, last: Some(last) }, revoke)
 }
 
 impl<S: Stream<Item = T> + Unpin, T: Unpin> Stream for Revocable<S, T> {
@@ -34,8 +46,10 @@ impl<S: Stream<Item = T> + Unpin, T: Unpin> Stream for Revocable<S, T> {
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<T>> {
         let polled = {
-            let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-            stream.as_mut().map(|stream| Pin::new(stream).poll_next(cx))
+            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            let polled = inner.stream.as_mut().map(|stream| Pin::new(stream).poll_next(cx));
+            inner.waker = matches!(polled, Some(Poll::Pending)).then(|| cx.waker().clone());
+            polled
         };
         match polled {
             Some(Poll::Ready(None)) => {
@@ -64,6 +78,15 @@ mod tests {
         revoke();
         assert_eq!(Arc::strong_count(&held), 1, "nobody has polled it");
         assert_eq!((stream.next().await, stream.next().await), (Some(0), None));
+    }
+
+    #[tokio::test]
+    async fn who_waits_is_woken() {
+        let (mut stream, revoke) = revocable(stream::pending(), 7);
+        let waiting = tokio::spawn(async move { stream.next().await });
+        tokio::task::yield_now().await;
+        revoke();
+        assert_eq!(waiting.await.unwrap(), Some(7));
     }
 
     #[tokio::test]

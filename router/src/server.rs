@@ -187,7 +187,7 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let workers = Arc::new(Workers::new(model.name(), config.placement, config.worker_timeout));
+        let workers = Arc::new(Workers::new(&model, config.placement, config.worker_timeout));
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,

@@ -105,19 +105,41 @@ impl Tenant {
     pub fn admit(self: &Arc<Tenant>, answers: u32) -> Result<Pass, RequestError> {
         let mut state = self.state();
         let limits = state.rights.limits;
-        let (what, limit, wait) = match state.meter.admit(answers, now()) {
-            Ok(()) => return Ok(Pass { tenant: Arc::clone(self), answers }),
-            Err(OverLimit::Requests(wait)) => ("requests a minute", limits.requests_per_minute, wait),
-            Err(OverLimit::Tokens(wait)) => ("tokens a minute", limits.tokens_per_minute, wait),
-            // Nobody knows when one ends.
-            Err(OverLimit::Streams) => ("answers at once", limits.streams, Duration::from_secs(1)),
+        match state.meter.admit(answers, now()) {
+            Ok(()) => Ok(Pass { tenant: Arc::clone(self), answers }),
+            Err(over) => Err(self.over(over, limits)),
+        }
+    }
+
+    /// Fails while not even a request with one answer would be let in.
+    pub fn has_room(&self) -> Result<(), RequestError> {
+        let mut state = self.state();
+        let limits = state.rights.limits;
+        state.meter.check(1, now()).map_err(|over| self.over(over, limits))
+    }
+
+    /// True when it has used something that is not refilled yet.
+    pub fn owes(&self) -> bool {
+        !self.state().meter.is_fresh(now())
+    }
+
+    fn over(&self, over: OverLimit, limits: TenantLimits) -> RequestError {
+        let (what, limit, wait) = match over {
+            OverLimit::Requests(wait) => ("requests a minute", limits.requests_per_minute, wait),
+            OverLimit::Tokens(wait) => ("tokens a minute", limits.tokens_per_minute, wait),
+            OverLimit::Streams => ("answers at once", limits.streams, Duration::from_secs(1)),
+            OverLimit::Never => {
+                return self.not_allowed("n", "may not have so many answers at once, or may have none at all");
+            }
         };
-        let wait = wait.min(Duration::from_secs(60 * 60));
+        let when = match over {
+            OverLimit::Streams => "retry when one has ended".to_owned(),
+            _ => format!("retry in {}", format_duration(wait)),
+        };
         let limit = limit.unwrap_or_default();
-        let over =
-            format!("the API key of {} is limited to {limit} {what}; retry in {}", self.name, format_duration(wait));
+        let over = format!("the API key of {} is limited to {limit} {what}; {when}", self.name);
         let error = RequestError::new(ErrorKind::ResourceExhausted, over).code("rate_limit_exceeded");
-        Err(RequestError { retry_after: Some(wait), ..error })
+        RequestError { retry_after: Some(wait), ..error }
     }
 
     /// Counts tokens of a prompt or of an answer.

@@ -31,12 +31,14 @@ pub struct TenantMeter {
 /// Why a request is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OverLimit {
-    /// Too many requests this minute. After this time there is room for one.
+    /// Too many requests this minute. After this time there is room for one, if nothing else is asked meanwhile.
     Requests(Duration),
-    /// Too many tokens this minute. After this time there is room again.
+    /// Too many tokens this minute. After this time there is room again, if nothing else is asked and no answer goes on meanwhile.
     Tokens(Duration),
-    /// Too many answers at once.
+    /// Too many answers at once. Nobody knows when one ends.
     Streams,
+    /// Such a request is never let in.
+    Never,
 }
 
 /// How much of an allowance is left.
@@ -113,21 +115,39 @@ impl TenantMeter {
     /// # Errors
     /// Why it is over a limit. Then nothing is counted.
     pub fn admit(&mut self, answers: u32, now: Instant) -> Result<(), OverLimit> {
-        self.refill(now);
-        if self.limits.streams.is_some_and(|most| self.running.saturating_add(answers) > most) {
-            return Err(OverLimit::Streams);
-        }
-        if let Some(tokens) = self.tokens.filter(|tokens| tokens.left < 1.0) {
-            return Err(OverLimit::Tokens(tokens.until(1.0)));
-        }
+        self.check(answers, now)?;
         if let Some(requests) = &mut self.requests {
-            if requests.left < 1.0 {
-                return Err(OverLimit::Requests(requests.until(1.0)));
-            }
             requests.left -= 1.0;
         }
         self.running += answers;
         Ok(())
+    }
+
+    /// Whether a request with this many answers would be let in.
+    ///
+    /// # Errors
+    /// Why it would not. Of several reasons, the one that lasts longest.
+    pub fn check(&mut self, answers: u32, now: Instant) -> Result<(), OverLimit> {
+        self.refill(now);
+        let TenantLimits { requests_per_minute, tokens_per_minute, streams } = self.limits;
+        if streams.is_some_and(|most| answers > most) || requests_per_minute == Some(0) || tokens_per_minute == Some(0)
+        {
+            return Err(OverLimit::Never);
+        }
+        let wait = |allowance: &Option<Allowance>| {
+            allowance.filter(|a| a.left < 1.0).map_or(Duration::ZERO, |allowance| allowance.until(1.0))
+        };
+        let (requests, tokens) = (wait(&self.requests), wait(&self.tokens));
+        if !tokens.is_zero() && tokens >= requests {
+            return Err(OverLimit::Tokens(tokens));
+        }
+        if !requests.is_zero() {
+            return Err(OverLimit::Requests(requests));
+        }
+        match streams.is_some_and(|most| self.running.saturating_add(answers) > most) {
+            true => Err(OverLimit::Streams),
+            false => Ok(()),
+        }
     }
 
     /// So many tokens were used.
@@ -136,6 +156,13 @@ impl TenantMeter {
         if let Some(allowance) = &mut self.tokens {
             allowance.left -= f64::from(tokens);
         }
+    }
+
+    /// True when nothing would be lost by forgetting what was used.
+    pub fn is_fresh(&mut self, now: Instant) -> bool {
+        self.refill(now);
+        let full = |allowance: &Option<Allowance>| allowance.is_none_or(|a| a.left >= a.per_minute.into());
+        self.running == 0 && full(&self.requests) && full(&self.tokens)
     }
 
     /// So many answers have ended.
@@ -203,7 +230,7 @@ mod tests {
     fn answers_at_once_are_bounded() {
         let now = Instant::now();
         let mut meter = TenantMeter::new(LIMITS, now);
-        assert_eq!(meter.admit(4, now), Err(OverLimit::Streams));
+        assert_eq!(meter.admit(4, now), Err(OverLimit::Never));
         assert_eq!(meter.admit(2, now), Ok(()));
         assert_eq!(meter.admit(2, now), Err(OverLimit::Streams));
         meter.release(2);

@@ -123,7 +123,7 @@ impl<'de> Deserialize<'de> for OtherFields {
             fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<OtherFields, A::Error> {
                 let mut found = OtherFields::default();
                 while let Some(key) = map.next_key::<String>()? {
-                    if REFUSED.iter().any(|f| f.name == key) {
+                    if is_refused(&key) {
                         found.refused.insert(key, map.next_value()?);
                         continue;
                     }
@@ -138,6 +138,11 @@ impl<'de> Deserialize<'de> for OtherFields {
         }
         from.deserialize_map(Fields)
     }
+}
+
+/// Whether a field is one that may be refused for its value.
+pub(crate) fn is_refused(name: &str) -> bool {
+    REFUSED.iter().any(|field| field.name == name)
 }
 
 impl OtherFields {

@@ -8,13 +8,16 @@ use std::marker::PhantomData;
 
 use serde::Deserialize;
 use serde::de::value::{MapAccessDeserializer, StrDeserializer};
-use serde::de::{DeserializeOwned, DeserializeSeed, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::fields::{OtherFields, names};
+use super::fields::{OtherFields, is_refused, names};
 use super::parse::parse;
 use super::types::CommonFields;
 use crate::error::RequestError;
+
+/// Fields beyond this many are kept only if they have a meaning.
+const MAX_KEPT: usize = 256;
 
 /// A field's name and its value as JSON text.
 type Field<'de> = (String, &'de RawValue);
@@ -79,7 +82,12 @@ impl<'de, M: MapAccess<'de>> MapAccess<'de> for Known<'_, 'de, M> {
             if self.names.contains(&name.as_str()) {
                 return seed.deserialize(StrDeserializer::new(&name)).map(Some);
             }
-            self.rest.push((name, self.map.next_value()?));
+            // A body may have a million fields that nobody knows (I5).
+            let matters = names::<CommonFields>().contains(&name.as_str()) || is_refused(&name);
+            match matters || self.rest.len() < MAX_KEPT {
+                true => self.rest.push((name, self.map.next_value()?)),
+                false => drop(self.map.next_value::<IgnoredAny>()?),
+            }
         }
         Ok(None)
     }
@@ -175,6 +183,18 @@ mod tests {
             let [one, three] = both::<CompletionFields>(body);
             assert_eq!(one, three, "{body}");
         }
+    }
+
+    #[test]
+    fn fields_that_nobody_knows_are_not_kept() {
+        // I5
+        let body = format!(r#"{{"messages":[],{}"n":2,"best_of":3}}"#, r#""unknown":0,"#.repeat(100_000));
+        let mut json = serde_json::Deserializer::from_str(&body);
+        let split = Split::<ChatFields>(PhantomData);
+        let (_, rest) = serde::Deserializer::deserialize_map(&mut json, split).unwrap();
+        assert!(rest.len() <= MAX_KEPT + 2, "{}", rest.len());
+        let (_, common, other) = once::<ChatFields>(body.as_bytes()).unwrap();
+        assert_eq!((common.n, other.check(&[]).unwrap_err().param.as_deref()), (Some(2), Some("best_of")));
     }
 
     #[test]

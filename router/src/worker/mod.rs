@@ -22,12 +22,15 @@ use metrics::counter;
 use tokio::time::Instant;
 
 use crate::config::PlacementKind;
+use crate::model::ServedModel;
 use link::{WorkerChannel, WorkerLink};
 
 pub(crate) use legs::{Leg, open_decode, open_prefill};
 
 /// All workers in the current view.
 pub(crate) struct Workers {
+    /// The name by which clients ask for the model.
+    served_name: String,
     worker_timeout: Duration,
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
@@ -52,14 +55,15 @@ impl std::fmt::Debug for Workers {
 
 impl Workers {
     /// A table without workers.
-    pub fn new(model: &str, placement: PlacementKind, worker_timeout: Duration) -> Workers {
+    pub fn new(model: &ServedModel, placement: PlacementKind, worker_timeout: Duration) -> Workers {
         let placement: Box<dyn Placement> = match placement {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
-        let fleet = Fleet::new(model, placement);
+        let fleet = Fleet::new(model.name(), placement);
         let table = Table { capacity: fleet.capacity(), fingerprint: fleet.fingerprint(), channels: HashMap::new() };
-        Workers { worker_timeout, fleet: Mutex::new(fleet), table: RwLock::new(Arc::new(table)) }
+        let served_name = model.id().to_owned();
+        Workers { served_name, worker_timeout, fleet: Mutex::new(fleet), table: RwLock::new(Arc::new(table)) }
     }
 
     fn fleet(&self) -> MutexGuard<'_, Fleet> {
@@ -116,6 +120,7 @@ impl Workers {
         };
         serde_json::json!({
             "model": model,
+            "served_name": self.served_name,
             "revision": view.revision,
             "stale": view.stale,
             "members": view.members.iter().zip(states).map(member).collect::<Vec<_>>(),
