@@ -301,6 +301,7 @@ fn member(address: SocketAddr) -> Member {
         layout: 0,
         block_size: 0,
         window_tokens: 0,
+        max_running: 0,
         blocks: 0,
         context_tokens: 0,
         draining: false,

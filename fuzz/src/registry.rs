@@ -48,6 +48,7 @@ pub(crate) fn registry_seeds() -> Vec<Vec<u8>> {
         blocks: 8,
         block_size: 16,
         window_tokens: 0,
+        max_running: 0,
         context_tokens: 128,
         draining: false,
     };

@@ -48,6 +48,9 @@ baton_runtime::config! {
         /// A TOML file with the API keys of clients, as hashes, and what each tenant may use; see docs/tenants.md. It is read again when
         /// it changes, and on SIGHUP. Default: no client needs a key.
         keys_file: Option<PathBuf> = None,
+        /// With keys_file: most prompt tokens at each worker that computes prompts, not counting those that are computed. The other requests
+        /// wait in the router, so that tenants take turns. More keeps fast workers busy; less lets others in sooner.
+        fair_window: u32 = 8192,
         /// A file that keeps the latest view of the workers, so that a router that restarts while the registry is away serves at once.
         /// Default: none.
         view_file: Option<PathBuf> = None,
@@ -92,6 +95,7 @@ impl RouterConfig {
     pub(crate) fn check(&self) -> Result<(), RouterError> {
         let zero = [
             ("request_timeout", self.request_timeout.is_zero()),
+            ("fair_window", self.fair_window == 0),
             ("max_inflight", self.max_inflight == 0),
             ("max_connections", self.max_connections == 0),
             ("body_limit", self.body_limit.0 == 0),

@@ -10,11 +10,12 @@ use std::sync::Arc;
 use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, Patience, RequestLimits, Sequence};
 use baton_proto::v1;
 use baton_runtime::Shutdown;
-use baton_types::{RequestId, SamplingParams};
+use baton_types::{ErrorKind, RequestId, SamplingParams};
 use futures::StreamExt;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::error::RequestError;
+use crate::gate::{InLine, Turn};
 use crate::input::Standing;
 use crate::sink::Sink;
 use crate::worker::{Leg, Workers, open_decode, open_prefill};
@@ -58,7 +59,15 @@ impl Driver {
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
-    pub async fn run(mut self) {
+    ///
+    /// `line`: where it waits for its tenant's turn first.
+    pub async fn run(mut self, line: Option<InLine>) {
+        if let Some(line) = line {
+            match self.waits(line).await {
+                Ok(turn) => self.sink.begins(turn),
+                Err(error) => return self.sink.fail(error).await,
+            }
+        }
         let mut choice = Choice::start(self.new_request(), now());
         loop {
             let input = match choice.next_effect() {
@@ -74,6 +83,23 @@ impl Driver {
             };
             choice.feed(input, now());
         }
+    }
+
+    async fn waits(&mut self, mut line: InLine) -> Result<Turn, RequestError> {
+        let (kind, why) = tokio::select! {
+            biased;
+            turn = line.turn() => match turn {
+                Some(turn) => return Ok(turn),
+                None => (ErrorKind::ResourceExhausted, "all places are taken, and other tenants have fewer; retry later"),
+            },
+            () = self.sink.client_gone() => (ErrorKind::Cancelled, "the client went away while its request waited"),
+            () = self.shutdown.forced() => (ErrorKind::Unavailable, "the router is stopping; ask another one"),
+            () = self.alarm.rings(Some(self.job.deadline.into_std())) => {
+                (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its tenant's turn")
+            }
+        };
+        let error = RequestError::new(kind, why);
+        Err(if kind == ErrorKind::ResourceExhausted { error.code("too_many_requests") } else { error })
     }
 
     fn new_request(&self) -> NewRequest {
@@ -151,6 +177,8 @@ impl Driver {
             cache_salt: standing.cache_salt.clone(),
             priority: standing.priority,
             cache_keep_seconds: standing.cache_keep_seconds,
+            tenant: standing.tenant,
+            weight: standing.weight,
         }
     }
 }

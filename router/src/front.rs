@@ -8,11 +8,12 @@ use baton_runtime::{Bytes, Shutdown, metrics as names};
 use baton_types::ErrorKind;
 use metrics::counter;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use crate::body::Bodies;
 use crate::driver::{Driver, Job};
 use crate::error::RequestError;
+use crate::gate::Gate;
 use crate::input::GenerateInput;
 use crate::keys::KeyRing;
 use crate::model::ServedModel;
@@ -27,6 +28,8 @@ const EVENTS: usize = 64;
 /// Longest timeout of a request, even if more is configured.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
+/// How long a request waits for the slots of those that were turned away for it.
+const TURNED_AWAY: Duration = Duration::from_secs(2);
 /// Most permits of a semaphore; every platform can count this many.
 const MAX_SLOTS: usize = 1 << 24;
 
@@ -46,6 +49,8 @@ pub(crate) struct Front {
     max_inflight: usize,
     slots: Arc<Semaphore>,
     keys: Option<Arc<KeyRing>>,
+    /// Where tenants' requests wait for their turn.
+    gate: Option<Arc<Gate>>,
 }
 
 /// Settings of the front doors.
@@ -125,6 +130,7 @@ impl Front {
         let FrontLimits { request_timeout, max_attempts, patience, keep_alive, send_timeout, .. } = limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
+        let gate = keys.as_ref().map(|_| Gate::new(Arc::clone(&workers)));
         Front {
             model,
             workers,
@@ -139,6 +145,7 @@ impl Front {
             max_inflight,
             slots,
             keys,
+            gate,
         }
     }
 
@@ -197,18 +204,27 @@ impl Front {
         if let Some(tenant) = &tenant {
             input.standing = tenant.standing(input.standing)?;
         }
-        let permit = self.admit(input.choices())?;
+        let permit = self.admit(input.choices(), tenant.is_some())?;
         let pass = tenant.as_ref().map(|tenant| tenant.admit(input.choices())).transpose()?;
-        let slot = Slot::new(permit, pass);
+
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let calls = input.tools.is_some();
+        let choices = input.choices();
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
+        let permit = match (permit, tenant.as_deref()) {
+            (None, Some(tenant)) => self.make_room(choices, tenant).await?,
+            (None, None) => return Err(self.full()),
+            (Some(permit), _) => permit,
+        };
+        let slot = Slot::new(permit, pass);
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
         let mut choice = 0;
         for plan in planned {
             let names: Arc<[u64]> = Prefixes::names(&standing.cache_salt, &plan.prompt).into();
+            // Choices of one prompt share its KV.
+            let mut tokens = plan.prompt.len() as u32;
             for sampling in plan.choices {
                 let sink = Sink::new(Way {
                     choice,
@@ -228,10 +244,13 @@ impl Front {
                 let standing = standing.clone();
                 let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
                 let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts, patience };
+                let tokens = std::mem::replace(&mut tokens, 1);
+                let line = tenant.as_ref().zip(self.gate.as_ref());
+                let line = line.map(|(tenant, gate)| gate.line_up(tenant, job.standing.priority, tokens, choices == 1));
                 let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
                 let slot = slot.clone();
                 tokio::spawn(async move {
-                    driver.run().await;
+                    driver.run(line).await;
                     drop(slot);
                 });
                 choice += 1;
@@ -241,17 +260,39 @@ impl Front {
         Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, slot })
     }
 
-    /// Fails while every slot is taken.
+    /// Where tenants' requests wait for their turn; None where clients need no key.
+    pub fn gate(&self) -> Option<&Arc<Gate>> {
+        self.gate.as_ref()
+    }
+
+    /// Fails while every slot is taken, and nobody waits who might have to give one up.
     pub fn has_room(&self) -> Result<(), RequestError> {
         match self.slots.available_permits() {
-            0 => Err(self.full()),
+            0 if !self.gate.as_ref().is_some_and(|gate| gate.has_line()) => Err(self.full()),
             _ => Ok(()),
         }
     }
 
-    /// Reserves a slot for every choice, or refuses the request before any work is done.
-    fn admit(&self, choices: u32) -> Result<OwnedSemaphorePermit, RequestError> {
-        Arc::clone(&self.slots).try_acquire_many_owned(choices).map_err(|_| self.full())
+    /// Reserves a slot for every choice, or refuses the request before any work is done. None: there are none, but somebody waits whose slots
+    /// the request of a tenant may get.
+    fn admit(&self, choices: u32, tenant: bool) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
+        match Arc::clone(&self.slots).try_acquire_many_owned(choices) {
+            Ok(permit) => Ok(Some(permit)),
+            Err(_) if tenant && self.gate.as_ref().is_some_and(|gate| gate.has_line()) => Ok(None),
+            Err(_) => Err(self.full()),
+        }
+    }
+
+    /// Slots of requests that wait, of tenants that have more of them than this one.
+    async fn make_room(&self, choices: u32, tenant: &Tenant) -> Result<OwnedSemaphorePermit, RequestError> {
+        if !self.gate.as_ref().is_some_and(|gate| gate.make_room(tenant, choices)) {
+            return Err(self.full());
+        }
+        // Those that were turned away give up their slots as soon as they have told their clients.
+        match timeout(TURNED_AWAY, Arc::clone(&self.slots).acquire_many_owned(choices)).await {
+            Ok(Ok(permit)) => Ok(permit),
+            _ => Err(self.full()),
+        }
     }
 
     fn full(&self) -> RequestError {

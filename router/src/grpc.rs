@@ -157,6 +157,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
             cache_salt: request.cache_salt,
             priority: request.priority,
             cache_keep_seconds: request.cache_keep_seconds,
+            ..Standing::default()
         },
         tenant: None,
         request_id: RequestId(id),

@@ -31,6 +31,9 @@ pub(crate) struct Standing {
     pub priority: i32,
     /// Seconds for which its KV is kept in preference to KV of requests that do not ask for this; 0 does not ask.
     pub cache_keep_seconds: u32,
+    /// Whose it is, hashed, and that tenant's weight; 0: of nobody in particular.
+    pub tenant: u64,
+    pub weight: u32,
 }
 
 /// One request, with one or more prompts.

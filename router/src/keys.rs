@@ -20,6 +20,8 @@ use crate::tenant::{MAX_NAME, Rights, Tenant};
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// How soon it is looked at again after it changed.
 const LOOK_AGAIN: Duration = Duration::from_millis(300);
+/// Largest weight of a tenant.
+const MAX_WEIGHT: u32 = 1000;
 /// Largest file, bytes.
 const MAX_FILE: u64 = 16 << 20;
 
@@ -60,14 +62,16 @@ struct Entry {
     requests_per_minute: Option<u32>,
     tokens_per_minute: Option<u32>,
     streams: Option<u32>,
-    #[serde(default = "any_priority")]
+    #[serde(default = "one")]
+    weight: u32,
+    #[serde(default)]
     highest_priority: i32,
     #[serde(default = "yes")]
     keep_kv: bool,
 }
 
-fn any_priority() -> i32 {
-    i32::MIN
+fn one() -> u32 {
+    1
 }
 
 fn yes() -> bool {
@@ -196,6 +200,9 @@ fn parse(text: &str) -> Result<Vec<(Entry, Vec<Hash>)>, String> {
         if !names.insert(name.clone()) {
             return Err(format!("name {name:?} is there twice; put all of its keys into one sha256"));
         }
+        if !(1..=MAX_WEIGHT).contains(&entry.weight) {
+            return Err(format!("{name}: weight is {}; it must be 1 to {MAX_WEIGHT}", entry.weight));
+        }
         // Never the text itself: it may be the key.
         let bad =
             |text: &String| format!("{name}: sha256 has a text of {} bytes; it must be 64 hex digits", text.len());
@@ -216,7 +223,8 @@ impl Entry {
             tokens_per_minute: self.tokens_per_minute,
             streams: self.streams,
         };
-        Rights { limits, highest_priority: self.highest_priority, keep_kv: self.keep_kv }
+        let Entry { weight, highest_priority, keep_kv, .. } = *self;
+        Rights { limits, weight, highest_priority, keep_kv }
     }
 }
 
@@ -314,6 +322,7 @@ mod tests {
             (entry("a", &"+f".repeat(32), ""), "64 hex digits"),
             (entry("a", ONE, "request_per_minute = 5"), "request_per_minute"),
             (entry("a", ONE, "streams = -1"), "streams"),
+            (entry("a", ONE, "weight = 0"), "a: weight is 0; it must be 1 to 1000"),
             (entry("a", ONE, "") + &entry("a", TWO, ""), "there twice"),
             (entry("a", ONE, "") + &entry("b", ONE, ""), "there twice"),
         ] {

@@ -10,6 +10,7 @@
 //! - `listener`, `held`, `patient`: client connections, limited in number, idle time, and time in which they read nothing.
 //! - `body`: bodies of requests, limited in size, time and memory.
 //! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request.
+//! - `keys`, `tenant`, `gate`: API keys; what each tenant may use; whose turn it is at the workers.
 //! - `tools`: functions a model may call, described in its prompt and parsed out of its answers.
 //! - `driver`, `worker`: run one choice on its workers. `sink`, `stop`: turn tokens into text.
 //! - `server`: puts the router together and starts it. `serving`: its listeners, until the last request has ended.
@@ -21,6 +22,7 @@ mod config;
 mod driver;
 mod error;
 mod front;
+mod gate;
 mod grpc;
 mod held;
 mod http;

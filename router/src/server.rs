@@ -187,7 +187,7 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let workers = Arc::new(Workers::new(&model, config.placement, config.worker_timeout));
+        let workers = Arc::new(Workers::new(&model, config));
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
@@ -238,7 +238,8 @@ impl Bound {
         if let Some(path) = &config.view_file {
             tasks.spawn("view file", view_file::keep(path.clone(), seen.subscribe()));
         }
-        let watcher = Watcher { workers, readiness, health, shutdown: shutdown.clone(), seen };
+        let gate = front.gate().cloned();
+        let watcher = Watcher { workers, gate, readiness, health, shutdown: shutdown.clone(), seen };
         tasks.spawn("view", watcher.run(registry.watch(), Restored::new(saved)));
         let serving = Serving { bounds, front, shutdown };
         tasks.spawn("http", serving.clone().http(self.http, app));

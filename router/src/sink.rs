@@ -16,6 +16,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::error::RequestError;
 use crate::front::Slot;
+use crate::gate::Turn;
 use crate::record::{Record, TokenClock};
 use crate::stop::StopMatcher;
 use crate::tenant::Tenant;
@@ -96,6 +97,8 @@ pub(crate) struct Way {
 pub(crate) struct Sink {
     way: Way,
     clock: TokenClock,
+    /// Its room at the workers, where tenants take turns.
+    turn: Option<Turn>,
     tokens: u32,
     /// Tokens that are charged to the tenant.
     charged: u32,
@@ -112,6 +115,7 @@ impl Sink {
         Sink {
             way,
             clock: TokenClock::new(),
+            turn: None,
             tokens: 0,
             charged: 0,
             chars: 0,
@@ -126,6 +130,11 @@ impl Sink {
         &self.way.record
     }
 
+    /// Has room at the workers from now on, until the sink's end.
+    pub fn begins(&mut self, turn: Turn) {
+        self.turn = Some(turn);
+    }
+
     /// Completes when nobody reads the events any more.
     pub async fn client_gone(&self) {
         self.way.out.closed().await;
@@ -137,7 +146,7 @@ impl Sink {
             return Taken::Sent;
         }
         self.tokens += 1;
-        if self.tokens - self.charged >= CHARGE_EVERY {
+        if self.tokens == 1 || self.tokens - self.charged >= CHARGE_EVERY {
             self.charge();
         }
         let piece = Piece { offset: self.chars, token };
@@ -155,10 +164,19 @@ impl Sink {
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
     }
 
+    /// The workers are done with it, however long its client takes to read.
+    fn leave(&mut self) {
+        self.charge();
+        self.turn = None;
+    }
+
     /// Charges the tokens since the last time.
     fn charge(&mut self) {
         if let Some(tenant) = &self.way.tenant {
             tenant.charge(self.tokens - self.charged);
+            if let Some(turn) = &mut self.turn {
+                turn.answered(self.tokens - self.charged);
+            }
             self.charged = self.tokens;
         }
     }
@@ -166,6 +184,7 @@ impl Sink {
     /// Ends the choice without an error. If a stop string matched, the reason is `Stop`, whatever the worker says. Waits until
     /// `deadline` for a client that does not read.
     pub async fn finish(mut self, reason: FinishReason, cached_tokens: u32, deadline: Instant) {
+        self.leave();
         let (mut reason, mut text) = (reason, String::new());
         if self.stopped {
             reason = FinishReason::Stop;
@@ -189,6 +208,7 @@ impl Sink {
 
     /// Ends the choice with an error.
     pub async fn fail(mut self, error: RequestError) {
+        self.leave();
         self.ended = true;
         self.way.record.failed(&error);
         // A client that is too far behind for the event gets this failure when the channel ends.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use baton_policy::{Left, OverLimit, TenantLimits, TenantMeter};
 use baton_runtime::config::format_duration;
-use baton_types::{ErrorKind, MAX_CACHE_SALT};
+use baton_types::{ErrorKind, MAX_CACHE_SALT, hash_bytes};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
@@ -33,6 +33,8 @@ struct State {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Rights {
     pub limits: TenantLimits,
+    /// How much of the workers it gets beside others.
+    pub weight: u32,
     /// The lowest value of `priority` it may ask for; lower ones are served first.
     pub highest_priority: i32,
     /// It may ask to keep KV.
@@ -68,6 +70,16 @@ impl Tenant {
         &self.name
     }
 
+    /// The same for all routers; never 0.
+    pub fn id(&self) -> u64 {
+        hash_bytes(0, self.name.as_bytes()).max(1)
+    }
+
+    /// How much of the workers it gets beside others.
+    pub fn weight(&self) -> u32 {
+        self.state().rights.weight
+    }
+
     /// May do this from now on. What it has used stays used.
     pub fn set_rights(&self, rights: Rights) {
         let mut state = self.state();
@@ -98,7 +110,7 @@ impl Tenant {
             return Err(RequestError::invalid("cache_salt", wrong));
         }
         let cache_salt = format!("{}{SEPARATOR}{}", self.name, asked.cache_salt);
-        Ok(Standing { cache_salt, priority, ..asked })
+        Ok(Standing { cache_salt, priority, tenant: self.id(), weight: rights.weight, ..asked })
     }
 
     /// Lets a request with this many answers in, or says when there is room for it.
@@ -169,13 +181,13 @@ mod tests {
 
     fn tenant(highest_priority: i32, keep_kv: bool) -> Arc<Tenant> {
         let limits = TenantLimits { requests_per_minute: Some(1), ..TenantLimits::default() };
-        Arc::new(Tenant::new("team", Rights { limits, highest_priority, keep_kv }))
+        Arc::new(Tenant::new("team", Rights { limits, weight: 3, highest_priority, keep_kv }))
     }
 
     #[test]
     fn a_request_stands_within_its_tenant() {
         let tenant = tenant(5, false);
-        let asked = |priority| Standing { cache_salt: "own".into(), priority, cache_keep_seconds: 0 };
+        let asked = |priority| Standing { cache_salt: "own".into(), priority, ..Standing::default() };
         let standing = |priority| tenant.standing(asked(priority)).map(|s| (s.cache_salt, s.priority));
         assert_eq!(standing(0), Ok(("team/own".into(), 5)), "who does not ask gets the first it may have");
         assert_eq!(standing(7), Ok(("team/own".into(), 7)));

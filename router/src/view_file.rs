@@ -104,6 +104,7 @@ mod tests {
             blocks: 64,
             block_size: 16,
             window_tokens: 0,
+            max_running: 0,
             context_tokens: 0,
             draining: false,
         }

@@ -6,6 +6,7 @@ mod support;
 use std::path::Path;
 use std::time::Duration;
 
+use baton_cluster::Role;
 use baton_proto::v1;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_router::RouterConfig;
@@ -174,4 +175,50 @@ async fn a_router_does_not_start_with_keys_it_cannot_read() {
         let said = refused.err().unwrap().to_string();
         assert!(said.starts_with("keys_file") && said.contains(wrong), "{said}");
     }
+}
+
+#[tokio::test]
+async fn who_floods_waits_and_makes_room_for_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys.toml");
+    write(&path, &[("flood", ONE, ""), ("calm", TWO, "weight = 3")]);
+    let settings = RouterConfig { keys_file: Some(path), max_inflight: 20, ..config() };
+    let mut cluster = Cluster::with(settings, 0, 0, &["hello"]).await;
+    let worker = cluster.add(Role::Decode, |member| member.max_running = 8).await;
+    cluster.readiness.wait().await;
+    cluster.seen(1).await;
+    worker.decode_will(vec![Decode::Stall(1); 7]);
+    let stream = json!({"prompt": "hi", "max_tokens": 3, "stream": true});
+    let mut flood = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        let request = cluster.http.post(cluster.url("/v1/completions")).bearer_auth("one").json(&stream);
+        flood.spawn(async move {
+            let mut answer = request.send().await.unwrap();
+            let status = answer.status().as_u16();
+            // Held as long as the test lasts, unless it is turned away.
+            while status == 200 && answer.chunk().await.unwrap().is_some() {}
+            status
+        });
+    }
+    while worker.asked().len() < 7 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert_eq!(worker.asked().len(), 7, "an eighth of the places is left to others");
+    // All twenty places of the router are taken, and the flood has most of what waits.
+    let refused = ask(&cluster, Some("one"), &hi()).await;
+    assert_eq!(error(refused).await, (429, json!("too_many_requests")), "it makes no room for itself");
+    let served = ask(&cluster, Some("two"), &hi()).await;
+    assert_eq!(served.status(), 200);
+    let asked = worker.asked();
+    assert_eq!((asked.len(), asked[7].weight, asked[0].weight), (8, 3, 1));
+    assert!(asked[7].tenant != asked[0].tenant && asked[0].tenant != 0);
+    assert_eq!(flood.join_next().await.unwrap().unwrap(), 429, "its last one was turned away");
+    assert_eq!(flood.len(), 19);
+    // Those that wait begin as others end.
+    worker.decode_will([]);
+    flood.shutdown().await;
+    while worker.asked().len() > 8 && ask(&cluster, Some("one"), &hi()).await.status() == 429 {}
+    assert_eq!(ask(&cluster, Some("one"), &hi()).await.status(), 200);
+    cluster.stop().await;
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use baton_engine::{
-    Batch, CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, Prefix, RunError, Start,
+    Batch, CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, Prefix, RunError, Share, Start,
     SwapConfig, SwapRates, Time,
 };
 use baton_kernels::cuda::{CudaBackend, CudaOptions, ExchangingDevice};
@@ -238,6 +238,7 @@ impl<B: Backend> Local<B> {
                 deadline: None,
                 prefix: self.prefix,
                 priority: 0,
+                share: Share::default(),
             })?;
             places.insert(seq, place);
         }

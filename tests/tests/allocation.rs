@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, ensure};
-use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
+use baton_engine::{
+    CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Share, Start, SwapConfig, Time,
+};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::parallel::TensorParallel;
 use baton_model::{Decoder, DecoderLimits, kv_layout};
@@ -91,6 +93,7 @@ fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry, threads: u64) ->
             deadline: None,
             prefix: None,
             priority: 0,
+            share: Share::default(),
         })?;
     }
     let (mut events, mut out) = (Vec::new(), Vec::with_capacity(8));

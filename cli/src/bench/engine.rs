@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context;
-use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix, Start, Step, Time};
+use baton_engine::{Engine, EngineConfig, Event, ModelRunner, NewSequence, Prefix, Share, Start, Step, Time};
 use baton_kernels::cuda::{CudaOptions, Driver};
 use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
@@ -289,6 +289,7 @@ impl Bench {
             deadline: None,
             prefix: (common > 0).then(Prefix::default),
             priority: 0,
+            share: Share::default(),
         })?)
     }
 

@@ -147,6 +147,7 @@ mod tests {
             block_size: 16,
             blocks: 8,
             window_tokens: 0,
+            max_running: 0,
             context_tokens: 64,
             draining: false,
         }

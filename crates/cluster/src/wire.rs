@@ -21,6 +21,7 @@ pub fn member_to_proto(m: Member) -> v1::Member {
         blocks: m.blocks,
         block_size: m.block_size,
         window_tokens: m.window_tokens,
+        max_running: m.max_running,
         context_tokens: m.context_tokens,
         draining: m.draining,
     }
@@ -50,6 +51,7 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
         blocks: m.blocks,
         block_size: m.block_size,
         window_tokens: m.window_tokens,
+        max_running: m.max_running,
         context_tokens: m.context_tokens,
         draining: m.draining,
     };
@@ -84,6 +86,7 @@ mod tests {
             blocks: u32::MAX,
             block_size: u32::MAX,
             window_tokens: u32::MAX,
+            max_running: u32::MAX,
             context_tokens: u32::MAX,
             draining: true,
             ..member_to_proto(member(u64::MAX))

@@ -222,7 +222,8 @@ impl Engine {
 
     /// Gives a sequence another turn, in whichever list it is.
     pub(crate) fn set_turn(&mut self, old: Turn, turn: u64) {
-        let new = Turn { turn, ..old };
+        let tag = if turn == AGED { 0 } else { old.tag };
+        let new = Turn { turn, tag, ..old };
         if let Some(sequence) = self.sequences.get_mut(&old.seq) {
             sequence.turn = new;
         }

@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
     use crate::sequence::Doom;
-    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Start, SwapConfig, Time, fake};
+    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Share, Start, SwapConfig, Time, fake};
     use baton_kv_cache::Hit;
 
     /// One sequence in each phase, one quarantine, and no step in flight: ids 0 running, 1 receiving, 2 waiting, 3 gone.
@@ -176,6 +176,7 @@ mod tests {
                     deadline: None,
                     prefix: None,
                     priority: 0,
+                    share: Share::default(),
                 })
                 .unwrap()
         };
@@ -204,9 +205,9 @@ mod tests {
         type Damage = fn(&mut Engine);
         let breaks: [(&str, Damage); 16] = [
             ("forgotten in the queue", |e| e.waiting.clear()),
-            ("twice in the queue", |e| assert!(e.waiting.insert(Turn { turn: 9, seq: SeqId(2) }))),
+            ("twice in the queue", |e| assert!(e.waiting.insert(Turn { turn: 9, tag: 0, seq: SeqId(2) }))),
             ("forgotten in the batch", |e| e.running.clear()),
-            ("a stranger in the batch", |e| e.running.push(Turn { turn: 9, seq: SeqId(9) })),
+            ("a stranger in the batch", |e| e.running.push(Turn { turn: 9, tag: 0, seq: SeqId(9) })),
             ("forgotten among the receiving", |e| e.receiving.clear()),
             ("more than max_running", |e| e.config.max_running = 1),
             ("a sequence lost with its blocks", |e| {
@@ -217,7 +218,7 @@ mod tests {
             ("leaked blocks", |e| drop(e.pools.allocate(4).unwrap())),
             ("lent blocks in use", |e| {
                 let tables = e.pools.allocate(4).unwrap();
-                e.running.push(Turn { turn: 1, seq: SeqId(1) });
+                e.running.push(Turn { turn: 1, tag: 0, seq: SeqId(1) });
                 e.receiving.clear();
                 sequence(e, 1).phase = Phase::Running(tables);
             }),

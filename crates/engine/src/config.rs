@@ -23,7 +23,8 @@ pub enum Order {
     Fcfs,
     /// The fewer prompt tokens are left to compute, the earlier.
     ShortestFirst,
-    /// The lower [`crate::NewSequence::priority`], the earlier.
+    /// The lower [`crate::NewSequence::priority`], the earlier. Those of equal priority share by tenant
+    /// ([`crate::Share`]); of one tenant, first come, first served.
     Priority,
 }
 

@@ -9,6 +9,7 @@ use baton_types::{PoolGeometry, SeqId, TokenOut};
 
 use crate::config::AGED;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
+use crate::share::{Share, Shares, Tags};
 use crate::swap::HostMemory;
 use crate::{BlockSwap, EngineConfig, EngineError, Event, NewSequence, Order, Row, Start, StepRow, Time};
 
@@ -44,6 +45,7 @@ pub struct Engine {
     pub(crate) earliest_deadline: Option<Time>,
     /// Set while no step is possible and only quarantined blocks may come free: when the first in turn fails for that.
     pub(crate) starved: Option<Time>,
+    pub(crate) shares: Shares,
     pub(crate) next_seq: u64,
     pub(crate) steps: u64,
     /// Steps that are planned and neither applied nor failed.
@@ -76,6 +78,7 @@ impl Engine {
             quarantine: BTreeMap::new(),
             earliest_deadline: None,
             starved: None,
+            shares: Shares::default(),
             next_seq: 0,
             steps: 0,
             in_flight: 0,
@@ -106,16 +109,28 @@ impl Engine {
         if let Some(deadline) = new.deadline {
             self.earliest_deadline = Some(self.earliest_deadline.map_or(deadline, |known| known.min(deadline)));
         }
-        let priority = new.priority;
-        let mut sequence = Sequence::new(new, Turn { turn: AGED, seq }, self.pools.block_size());
+        let (priority, share) = (new.priority, new.share);
+        let mut sequence = Sequence::new(new, Turn { turn: AGED, tag: 0, seq }, self.pools.block_size());
         let cached = match self.config.order {
             Order::ShortestFirst => self.hit(&sequence).tokens(),
             _ => 0,
         };
+        let tags = self.tags(share, sequence.len());
+        (sequence.turn.tag, sequence.start_tag) = (tags.finish, tags.start);
         sequence.turn.turn = self.config.turn(priority, sequence.len() - cached);
         self.waiting.insert(sequence.turn);
         self.sequences.insert(seq, sequence);
         Ok(seq)
+    }
+
+    /// The tags of a new sequence with this many tokens.
+    fn tags(&mut self, share: Share, tokens: u32) -> Tags {
+        if self.config.order != Order::Priority || self.config.overtakes == 0 {
+            return Tags::default();
+        }
+        let computes = |s: &&Sequence| s.doomed.is_none() && !matches!(s.phase, Phase::Held(_)) && s.remaining() > 1;
+        let earliest = self.sequences.values().filter(computes).map(|s| s.start_tag).min();
+        self.shares.tags(share, tokens, earliest)
     }
 
     /// The sequence's block tables, one per layer group; empty while it waits, `None` when it is not here.

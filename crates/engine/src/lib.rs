@@ -36,6 +36,7 @@ mod holdings;
 mod plan;
 mod saturation;
 mod sequence;
+mod share;
 mod step;
 mod swap;
 mod swapped;
@@ -49,6 +50,7 @@ pub use event::Event;
 pub use holdings::{BlockAccount, Hold, Holding};
 pub use saturation::Saturation;
 pub use sequence::{NewSequence, Start};
+pub use share::Share;
 pub use step::{Step, StepRow, completed_blocks};
 pub use swap::{BlockSwap, SwapConfig, SwapRates};
 

@@ -4,7 +4,7 @@ use baton_kv_cache::{BlockTable, LentTables, Prefix, Tables, chain_hashes};
 use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
 use crate::swapped::Swapped;
-use crate::{EngineError, Time};
+use crate::{EngineError, Share, Time};
 
 /// Where a sequence's KV comes from, and what happens then.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -39,12 +39,16 @@ pub struct NewSequence {
     pub prefix: Option<Prefix>,
     /// Lower values are served earlier, under [`crate::Order::Priority`].
     pub priority: i32,
+    /// Whose it is. Tenants share what is served at equal priority, under [`crate::Order::Priority`].
+    pub share: Share,
 }
 
 /// A sequence's place in the order of service; see [`crate::Order`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Turn {
     pub turn: u64,
+    /// The finish tag of its tenant's share; 0 where shares do not count.
+    pub tag: u64,
     pub seq: SeqId,
 }
 
@@ -95,6 +99,8 @@ pub(crate) struct Sequence {
     /// Chain hashes of the full blocks it was submitted with.
     pub names: Vec<u64>,
     pub turn: Turn,
+    /// The start tag of its tenant's share.
+    pub start_tag: u64,
     pub phase: Phase,
     /// Its KV in host memory: while it waits, and during the step that brings it back.
     pub swapped: Option<Swapped>,
@@ -142,7 +148,8 @@ pub(crate) enum Doom {
 
 impl Sequence {
     pub fn new(new: NewSequence, turn: Turn, block_size: u32) -> Self {
-        let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _ } = new;
+        let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _, share: _ } =
+            new;
         let names = prefix.map_or(Vec::new(), |p| chain_hashes(p.seed, &tokens, block_size).collect());
         Sequence {
             request_id,
@@ -154,6 +161,7 @@ impl Sequence {
             prefix,
             names,
             turn,
+            start_tag: 0,
             phase: Phase::Waiting,
             swapped: None,
             computed: 0,

@@ -16,6 +16,7 @@ pub fn member(id: u64) -> Member {
         blocks: 512,
         block_size: 16,
         window_tokens: 0,
+        max_running: 64,
         context_tokens: 8192,
         draining: false,
     }

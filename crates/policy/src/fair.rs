@@ -9,6 +9,9 @@ use std::collections::BTreeMap;
 /// Counter units of a token at weight 1. A multiple of many weights, so that little is lost in the division.
 const TOKEN: u64 = 1 << 20;
 
+/// Tenants that are remembered at least. More are forgotten while nothing of them waits and they are owed nothing (I5).
+const REMEMBERED: usize = 1024;
+
 /// Names a waiting request.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(u64);
@@ -41,6 +44,9 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
     pub fn push(&mut self, tenant: K, weight: u32, priority: i32, request: T) -> Ticket {
         let lowest = self.tenants.values().filter(|line| !line.waiting.is_empty()).map(|line| line.counter).min();
         let floor = lowest.unwrap_or(self.last);
+        if self.tenants.len() >= 2 * REMEMBERED {
+            self.forget();
+        }
         let line = self.tenants.entry(tenant).or_insert_with(|| Line { weight, counter: 0, waiting: BTreeMap::new() });
         line.weight = weight.max(1);
         if line.waiting.is_empty() {
@@ -52,13 +58,32 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         ticket
     }
 
-    /// Takes the next request, and whose it is.
-    pub fn pop(&mut self) -> Option<(K, T)> {
-        let waiting = self.tenants.iter_mut().filter(|(_, line)| !line.waiting.is_empty());
-        let (tenant, line) = waiting.min_by_key(|(_, line)| line.counter)?;
-        self.last = line.counter;
+    /// Forgets tenants of which nothing waits, those first that have had least: they lose least by it.
+    fn forget(&mut self) {
+        let idle = self.tenants.iter().filter(|(_, line)| line.waiting.is_empty());
+        let mut idle: Vec<(u64, K)> = idle.map(|(tenant, line)| (line.counter, tenant.clone())).collect();
+        idle.sort_unstable();
+        let surplus = self.tenants.len().saturating_sub(REMEMBERED);
+        for (_, tenant) in idle.into_iter().take(surplus) {
+            self.tenants.remove(&tenant);
+        }
+    }
+
+    /// The next request of each tenant that has one, with the tenant and its weight, in the order in which they are to be served.
+    pub fn heads(&self) -> Vec<(&K, u32, &T)> {
+        let heads =
+            self.tenants.iter().filter_map(|(tenant, line)| Some((tenant, line, line.waiting.values().next()?)));
+        let mut heads: Vec<_> = heads.collect();
+        heads.sort_by_key(|(_, line, _)| line.counter);
+        heads.into_iter().map(|(tenant, line, request)| (tenant, line.weight, request)).collect()
+    }
+
+    /// Takes the next request of a tenant.
+    pub fn pop(&mut self, tenant: &K) -> Option<T> {
+        let line = self.tenants.get_mut(tenant)?;
         let (_, request) = line.waiting.pop_first()?;
-        Some((tenant.clone(), request))
+        self.last = line.counter;
+        Some(request)
     }
 
     /// Takes back a request that waits no longer.
@@ -68,18 +93,28 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         line.waiting.remove(&key)
     }
 
-    /// Takes the request that would be served last, of the tenant that has the most waiting for its weight, if that is more than `tenant`
-    /// would have with one more: room for a request of `tenant` when the queue is full.
-    pub fn make_room(&mut self, tenant: &K, weight: u32) -> Option<(K, T)> {
+    /// Takes out `count` requests for which `may` is true, so that a full queue has room for as many of `tenant`: each is the last one of
+    /// the tenant that has the most waiting for its weight, and more than `tenant` would have by then. Takes all of them, or none.
+    pub fn make_room(&mut self, tenant: &K, weight: u32, count: u32, may: impl Fn(&T) -> bool) -> Vec<T> {
+        let weight = u64::from(weight.max(1));
         let own = self.tenants.get(tenant).map_or(0, |line| line.waiting.len() as u64);
-        // Requests divided by weights, compared without dividing.
-        let more =
-            |line: &Line<T>| line.waiting.len() as u64 * u64::from(weight.max(1)) > (own + 1) * u64::from(line.weight);
-        let others = self.tenants.iter_mut().filter(|(other, line)| *other != tenant && more(line));
-        let share = |line: &Line<T>| line.waiting.len() as u64 * TOKEN / u64::from(line.weight);
-        let (largest, line) = others.max_by_key(|(_, line)| share(line))?;
-        let (_, request) = line.waiting.pop_last()?;
-        Some((largest.clone(), request))
+        let others = self.tenants.iter().filter(|(other, line)| *other != tenant && !line.waiting.is_empty());
+        let may = |line: &Line<T>| line.waiting.iter().filter(|(_, t)| may(t)).map(|(key, _)| *key).collect::<Vec<_>>();
+        // For each other tenant: its weight, how much of it would still wait, and what may be taken out, the last one at the end.
+        let mut others: Vec<(K, u64, u64, Vec<(i32, Ticket)>)> =
+            others.map(|(k, line)| (k.clone(), u64::from(line.weight), line.waiting.len() as u64, may(line))).collect();
+        let mut out = Vec::new();
+        for more in 1..=u64::from(count) {
+            // Requests divided by weights, compared without dividing.
+            let has_more =
+                others.iter_mut().filter(|(_, w, len, keys)| !keys.is_empty() && *len * weight > (own + more) * *w);
+            let Some((k, _, len, keys)) = has_more.max_by_key(|(_, w, len, _)| *len * TOKEN / *w) else {
+                return Vec::new();
+            };
+            *len -= 1;
+            out.extend(keys.pop().map(|key| (k.clone(), key)));
+        }
+        out.into_iter().filter_map(|(k, key)| self.tenants.get_mut(&k)?.waiting.remove(&key)).collect()
     }
 
     /// So many tokens were computed for a tenant, of its prompts or its answers.
@@ -93,16 +128,6 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
     pub fn len(&self) -> usize {
         self.tenants.values().map(|line| line.waiting.len()).sum()
     }
-
-    /// True when nobody waits.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Forgets tenants for which this is false and of which nothing waits.
-    pub fn retain(&mut self, keep: impl Fn(&K) -> bool) {
-        self.tenants.retain(|tenant, line| !line.waiting.is_empty() || keep(tenant));
-    }
 }
 
 #[cfg(test)]
@@ -111,11 +136,16 @@ mod tests {
 
     type Queue = FairQueue<&'static str, u64>;
 
+    fn pop(queue: &mut Queue) -> Option<(&'static str, u64)> {
+        let tenant = *queue.heads().first()?.0;
+        Some((tenant, queue.pop(&tenant)?))
+    }
+
     /// Serves so many requests, each with so many tokens of its own; counts the tokens of each tenant.
     fn serve(queue: &mut Queue, count: usize) -> BTreeMap<&'static str, u64> {
         let mut served = BTreeMap::new();
         for _ in 0..count {
-            let Some((tenant, tokens)) = queue.pop() else { break };
+            let Some((tenant, tokens)) = pop(queue) else { break };
             queue.charge(&tenant, tokens);
             *served.entry(tenant).or_default() += tokens;
         }
@@ -144,7 +174,7 @@ mod tests {
         // At most one request of the flood before each of these, however much waits.
         for _ in 0..20 {
             queue.push("calm", 1, 0, 100);
-            let first_two: Vec<_> = (0..2).filter_map(|_| queue.pop()).collect();
+            let first_two: Vec<_> = (0..2).filter_map(|_| pop(&mut queue)).collect();
             first_two.iter().for_each(|(tenant, tokens)| queue.charge(tenant, *tokens));
             assert!(first_two.iter().any(|(tenant, _)| *tenant == "calm"), "{first_two:?}");
         }
@@ -173,7 +203,7 @@ mod tests {
         serve(&mut queue, 2);
         queue.push("b", 1, 0, 1);
         queue.push("a", 1, 0, 1);
-        assert_eq!(queue.pop().map(|(tenant, _)| tenant), Some("b"));
+        assert_eq!(pop(&mut queue).map(|(tenant, _)| tenant), Some("b"));
     }
 
     #[test]
@@ -182,7 +212,7 @@ mod tests {
         for (priority, request) in [(0, 1), (5, 2), (-1, 3), (0, 4)] {
             queue.push("a", 1, priority, request);
         }
-        let order: Vec<u64> = std::iter::from_fn(|| queue.pop()).map(|(_, request)| request).collect();
+        let order: Vec<u64> = std::iter::from_fn(|| pop(&mut queue)).map(|(_, request)| request).collect();
         assert_eq!(order, [3, 1, 4, 2]);
     }
 
@@ -191,17 +221,33 @@ mod tests {
         let mut queue = Queue::default();
         let tickets: Vec<Ticket> = (0..10).map(|request| queue.push("flood", 1, 0, request)).collect();
         queue.push("some", 1, 0, 100);
-        assert_eq!(queue.make_room(&"calm", 1), Some(("flood", 9)), "the last one");
+        let room = |queue: &mut Queue, tenant, weight, count| queue.make_room(&tenant, weight, count, |_| true);
+        assert_eq!(room(&mut queue, "calm", 1, 1), [9], "the last one");
         assert_eq!(queue.remove(&"flood", tickets[8]), Some(8));
         assert_eq!(queue.remove(&"flood", tickets[8]), None);
-        assert_eq!(queue.make_room(&"flood", 1), None, "nobody has more");
-        assert_eq!(queue.make_room(&"flood", 100), Some(("some", 100)), "for its weight, others have");
+        assert_eq!(room(&mut queue, "flood", 1, 1), [], "nobody has more");
+        assert_eq!(room(&mut queue, "flood", 100, 1), [100], "for its weight, others have");
         assert_eq!(queue.len(), 8);
+        assert_eq!(room(&mut queue, "calm", 1, 5), [], "then it would have more than what is left");
+        assert_eq!(queue.len(), 8, "all or none");
+        assert_eq!(room(&mut queue, "calm", 1, 4), [7, 6, 5, 4]);
+        assert_eq!(queue.make_room(&"calm", 1, 1, |request| *request == 1), [1], "only what may be taken out");
         for request in 0..3 {
             queue.push("heavy", 4, 0, request);
         }
-        assert_eq!(queue.make_room(&"new", 1).map(|(tenant, _)| tenant), Some("flood"), "three of weight 4 are fewer");
-        queue.retain(|_| false);
-        assert_eq!(queue.len(), 10, "what waits is kept");
+        assert_eq!(room(&mut queue, "new", 1, 1), [3], "three of weight 4 are fewer");
+    }
+
+    #[test]
+    fn tenants_that_are_owed_nothing_are_forgotten() {
+        let mut queue: FairQueue<u64, u64> = FairQueue::default();
+        queue.push(0, 1, 0, 7);
+        for tenant in 1..20_000 {
+            queue.push(tenant, 1, 0, 1);
+            queue.pop(&tenant);
+            queue.charge(&tenant, 100);
+        }
+        assert!(queue.tenants.len() <= 2 * REMEMBERED, "{}", queue.tenants.len());
+        assert_eq!(queue.pop(&0), Some(7), "what waits is kept");
     }
 }

@@ -7,20 +7,22 @@
 //! - [`Fleet`], [`Choice`]: the router's core. A fleet is all workers; a choice is one answer.
 //! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
 //! - [`Placement`]: which decode worker and which prefill worker a request gets; [`RoundRobin`] and [`LeastLoaded`].
-//! - [`TenantMeter`]: what one tenant may use; [`FairQueue`]: which waiting request is next.
+//! - [`TenantMeter`]: what one tenant may use; [`Gate`]: which waiting request begins next, in the order of a fair queue.
 //! - [`Prefixes`]: where a prompt's prefix was sent before, as a hint for placement.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // Tests begin at some time.
 
 mod fair;
+mod gate;
 mod placement;
 mod prefixes;
 mod request;
 mod router;
 mod tenants;
 
-pub use fair::{FairQueue, Ticket};
+pub use fair::Ticket;
+pub use gate::{Begun, Gate, GateRoom};
 pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
 pub use prefixes::Prefixes;
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};

@@ -72,6 +72,8 @@ pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
 pub const RECOVERIES: &str = "baton_recoveries_total";
 /// Counter by `of` (worker, pair): workers, and pairs of them, that did worse than others and were left out for a while.
 pub const EJECTIONS: &str = "baton_ejections_total";
+/// Gauge: choices that wait in the router for their tenant's turn.
+pub const WAITING: &str = "baton_waiting_choices";
 /// Counter by `reason`: requests refused before any work.
 pub const REJECTED: &str = "baton_rejected_total";
 /// Counter by `cached` (yes, no): bytes of prompts' text whose tokens were known from texts seen before, or were computed.
@@ -167,6 +169,7 @@ fn describe() {
     describe_counter!(VERIFY_FAILURES, Unit::Count, "Blocks' handoffs and frames with other bytes than were sent.");
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
     describe_counter!(EJECTIONS, Unit::Count, "Workers, and pairs of them, left out for a while, by what they are.");
+    describe_gauge!(WAITING, Unit::Count, "Choices that wait in the router for their tenant's turn.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_counter!(
         TOKENIZED_BYTES,

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use baton_engine::{Engine, HOLE, NewSequence, Prefix, Start, Time};
+use baton_engine::{Engine, HOLE, NewSequence, Prefix, Share, Start, Time};
 use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
@@ -160,6 +160,8 @@ pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
         deadline: Some(Time(now.0 + nanos)),
         prefix: Some(Prefix::kept_for(mix(ask.salt), wanted, MOST_KEPT, ask.priority, now)),
         priority: ask.priority,
+        // Who shares KV is one tenant.
+        share: Share { tenant: ask.salt, weight: 1 + (ask.salt % 3) as u32 },
     })
 }
 

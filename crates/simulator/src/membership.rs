@@ -80,6 +80,7 @@ impl World {
             blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
             block_size: self.geometry.layout.block_size,
             window_tokens: 0,
+            max_running: 0,
             context_tokens: 4096,
             draining: false,
         }

@@ -234,7 +234,7 @@ fn unplanned(step: u64) -> RunError {
 #[cfg(test)]
 mod tests {
     use baton_engine::fake::tiny_layout;
-    use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, NewSequence, Order, Start, SwapConfig};
+    use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, NewSequence, Order, Share, Start, SwapConfig};
     use baton_roles::{Decode, Ticket, decode};
     use baton_types::{ErrorKind, PoolGeometry, RequestId, SamplingParams, TokenOut};
 
@@ -315,6 +315,7 @@ mod tests {
             deadline: None,
             prefix: None,
             priority: 0,
+            share: Share::default(),
         };
         handle.send(decode::Command::Generate { ticket: Ticket(7), new: Box::new(new) }).unwrap();
     }

@@ -150,6 +150,7 @@ impl Node {
             block_size: self.geometry.layout.block_size,
             blocks: self.geometry.blocks.iter().copied().min().unwrap_or(0),
             window_tokens: self.geometry.layout.most_tokens(limits.chunk).unwrap_or(0),
+            max_running: limits.max_running,
             context_tokens: limits.context_tokens,
             draining: false,
         }

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use baton_engine::{
-    CacheConfig, Engine, EngineConfig, EngineError, ModelRunner, NewSequence, RunError, Saturation, Start, Time,
+    CacheConfig, Engine, EngineConfig, EngineError, ModelRunner, NewSequence, RunError, Saturation, Share, Start, Time,
 };
 use baton_types::{PoolGeometry, RequestId, SamplingParams};
 
@@ -68,6 +68,7 @@ impl Steps {
             deadline: None,
             prefix: None,
             priority: 0,
+            share: Share::default(),
         })?;
         let (mut events, mut out) = (Vec::new(), Vec::new());
         let step = self.engine.plan(Time(0), &mut events);

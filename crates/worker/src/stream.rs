@@ -176,7 +176,7 @@ mod tests {
 
     use baton_engine::fake::{FakeModel, tiny_layout};
     use baton_engine::{
-        Batch, CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Start, SwapConfig,
+        Batch, CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start, SwapConfig,
     };
     use baton_roles::{Decode, WorkerCore, Write, decode};
     use baton_transfer::{FenceState, TransferError};
@@ -324,6 +324,7 @@ mod tests {
             deadline: None,
             prefix: None,
             priority: 0,
+            share: Share::default(),
         }
     }
 

@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use baton_engine::{NewSequence, Prefix, Start, Time};
+use baton_engine::{NewSequence, Prefix, Share, Start, Time};
 use baton_proto::v1;
 use baton_types::{ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId};
 use tonic::{Code, Status};
@@ -58,9 +58,10 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
     let seed = prefix_seed(fit.layout, &sequence.cache_salt);
     let wanted = Duration::from_secs(sequence.cache_keep_seconds.into());
     let prefix = Some(Prefix::kept_for(seed, wanted, fit.max_keep, sequence.priority, now));
-    let v1::Sequence { request_id, tokens, prompt_tokens, priority, .. } = sequence;
+    let v1::Sequence { request_id, tokens, prompt_tokens, priority, tenant, weight, .. } = sequence;
+    let share = Share { tenant, weight };
     let request_id = RequestId(request_id);
-    Ok(NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority })
+    Ok(NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority, share })
 }
 
 /// The seed that separates the prefixes of tenants (by salt) and of models (the layout's fingerprint includes the model's). The hash

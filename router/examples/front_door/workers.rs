@@ -51,6 +51,7 @@ pub async fn serve(arguments: &Arguments) {
                 blocks: 1 << 20,
                 block_size: 16,
                 window_tokens: 0,
+                max_running: 0,
                 context_tokens: 1 << 16,
                 draining: false,
             };

@@ -128,6 +128,7 @@ fn assemble(
         cache_salt: common.cache_salt.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
         cache_keep_seconds: common.cache_keep_seconds.unwrap_or_default(),
+        ..Standing::default()
     };
     let input = GenerateInput {
         model,
@@ -261,7 +262,10 @@ mod tests {
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
         assert_eq!((input.max_tokens, input.seed, input.ignore_eos), (Some(7), Some(u64::MAX), true));
         assert_eq!(input.stop, ["END"]);
-        assert_eq!(input.standing, Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90 });
+        assert_eq!(
+            input.standing,
+            Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90, ..Standing::default() }
+        );
         assert_eq!(asked, Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true });
     }
 

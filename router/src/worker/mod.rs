@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Capacity, Failure, Fleet, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict,
+    Ask, Capacity, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict,
 };
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
@@ -21,7 +21,7 @@ use baton_types::WorkerId;
 use metrics::counter;
 use tokio::time::Instant;
 
-use crate::config::PlacementKind;
+use crate::config::{PlacementKind, RouterConfig};
 use crate::model::ServedModel;
 use link::{WorkerChannel, WorkerLink};
 
@@ -32,6 +32,8 @@ pub(crate) struct Workers {
     /// The name by which clients ask for the model.
     served_name: String,
     worker_timeout: Duration,
+    /// Prompt tokens that tenants may have at each worker that computes prompts.
+    fair_window: u32,
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
     /// What follows from the latest view. Requests read it without waiting for each other.
@@ -42,6 +44,7 @@ pub(crate) struct Workers {
 #[derive(Clone, Debug)]
 struct Table {
     capacity: Capacity,
+    gate_room: GateRoom,
     fingerprint: u64,
     /// Connections to the fleet's workers. One removed here lives on in the links of the requests that use it.
     channels: HashMap<WorkerId, WorkerChannel>,
@@ -55,15 +58,21 @@ impl std::fmt::Debug for Workers {
 
 impl Workers {
     /// A table without workers.
-    pub fn new(model: &ServedModel, placement: PlacementKind, worker_timeout: Duration) -> Workers {
+    pub fn new(model: &ServedModel, config: &RouterConfig) -> Workers {
+        let RouterConfig { placement, worker_timeout, fair_window, .. } = *config;
         let placement: Box<dyn Placement> = match placement {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
         let fleet = Fleet::new(model.name(), placement);
-        let table = Table { capacity: fleet.capacity(), fingerprint: fleet.fingerprint(), channels: HashMap::new() };
-        let served_name = model.id().to_owned();
-        Workers { served_name, worker_timeout, fleet: Mutex::new(fleet), table: RwLock::new(Arc::new(table)) }
+        let table = Table {
+            capacity: fleet.capacity(),
+            gate_room: fleet.gate_room(fair_window),
+            fingerprint: fleet.fingerprint(),
+            channels: HashMap::new(),
+        };
+        let (served_name, table) = (model.id().to_owned(), RwLock::new(Arc::new(table)));
+        Workers { served_name, worker_timeout, fair_window, fleet: Mutex::new(fleet), table }
     }
 
     fn fleet(&self) -> MutexGuard<'_, Fleet> {
@@ -91,6 +100,7 @@ impl Workers {
             }
         }
         (table.capacity, table.fingerprint) = (fleet.capacity(), fleet.fingerprint());
+        table.gate_room = fleet.gate_room(self.fair_window);
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(table);
     }
 
@@ -135,6 +145,11 @@ impl Workers {
     /// The longest sequence and the KV tokens that the workers in the view can hold.
     pub fn capacity(&self) -> Capacity {
         self.table().capacity
+    }
+
+    /// The room that the workers in the view have for requests of several tenants.
+    pub fn gate_room(&self) -> GateRoom {
+        self.table().gate_room
     }
 
     /// Identifies the workers' weights and KV layout.

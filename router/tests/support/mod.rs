@@ -121,6 +121,7 @@ impl Cluster {
             blocks: 64,
             block_size: 16,
             window_tokens: 0,
+            max_running: 0,
             context_tokens: CONTEXT,
             draining: false,
         };

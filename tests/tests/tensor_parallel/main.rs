@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, ensure};
 use baton_engine::{
-    CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, RunError, SequenceError, Start,
+    CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, RunError, SequenceError, Share, Start,
     SwapConfig, Time, conformance,
 };
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool};
@@ -265,6 +265,7 @@ fn ask(engine: &mut Engine, runner: &mut dyn ModelRunner) -> anyhow::Result<Resu
         deadline: None,
         prefix: None,
         priority: 0,
+        share: Share::default(),
     })?;
     let (mut events, mut out) = (Vec::new(), Vec::new());
     let step = engine.plan(Time(0), &mut events).context("a prompt to compute")?;

@@ -161,6 +161,7 @@ fn member(id: u64) -> Member {
         blocks: 512,
         block_size: 16,
         window_tokens: 0,
+        max_running: 0,
         context_tokens: 8192,
         draining: false,
     }

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use baton_engine::{
-    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Start, SwapConfig, Time, fake,
+    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Share, Start, SwapConfig, Time, fake,
 };
 use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
 
@@ -134,5 +134,6 @@ fn sequence(number: usize, request: &Request, going_on: &mut BTreeSet<u32>, now:
         deadline: None,
         prefix: Some(Prefix { seed: 1, keep: u8::from(again), keep_until: Some(now.after_ms(KEEP_MS)) }),
         priority: 0,
+        share: Share::default(),
     }
 }

@@ -4,8 +4,8 @@
 
 use baton_engine::fake::{self, FakeModel};
 use baton_engine::{
-    BlockCounts, CacheConfig, Engine, EngineConfig, Event, Eviction, ModelRunner, NewSequence, Order, Start, Step,
-    SwapConfig, SwapRates, Time,
+    BlockCounts, CacheConfig, Engine, EngineConfig, Event, Eviction, ModelRunner, NewSequence, Order, Share, Start,
+    Step, SwapConfig, SwapRates, Time,
 };
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 
@@ -114,6 +114,7 @@ pub fn request(start: Start, prompt: u32, max_tokens: u32) -> NewSequence {
         deadline: None,
         prefix: None,
         priority: 0,
+        share: Share::default(),
     }
 }
 

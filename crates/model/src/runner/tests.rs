@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Start, Step, SwapConfig, Time};
+use baton_engine::{
+    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Share, Start, Step, SwapConfig, Time,
+};
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Nowhere, Recorded, Recorder};
 use baton_model_files::RandomModel;
 use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
@@ -63,6 +65,7 @@ impl Scene {
             deadline: None,
             prefix: None,
             priority: 0,
+            share: Share::default(),
         };
         self.engine.submit(new).unwrap();
         self.launch()

@@ -14,6 +14,7 @@ use baton_types::{BatonError, WorkerId, hash_bytes};
 use super::capacity::Capacity;
 use super::legs::LegEnd;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
+use crate::gate::GateRoom;
 use crate::placement::{Candidate, Placed, Placement, PlacementInput};
 use crate::prefixes::Prefixes;
 use crate::request::Failure;
@@ -262,6 +263,12 @@ impl Fleet {
     /// The capacity of the workers in the view. A worker may be configured with a shorter context than its model has.
     pub fn capacity(&self) -> Capacity {
         Capacity::together(self.view.members.iter().filter(|m| works(m) && m.model == self.model))
+    }
+
+    /// The room that the workers in the view have for requests of several tenants; `window`: prompt tokens for each worker that computes
+    /// prompts.
+    pub fn gate_room(&self, window: u32) -> GateRoom {
+        GateRoom::together(self.view.members.iter().filter(|m| works(m) && m.model == self.model), window)
     }
 
     /// Fingerprint of the weights and KV layouts of the decode workers that take requests. It stays equal as long as these do.

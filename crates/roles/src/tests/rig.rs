@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use baton_engine::fake::{FakeModel, tiny_layout};
-use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Start, SwapConfig, Time};
+use baton_engine::{
+    CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Share, Start, SwapConfig, Time,
+};
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
@@ -103,6 +105,7 @@ pub(super) fn request(start: Start, tokens: u32) -> Box<NewSequence> {
         deadline: None,
         prefix: None,
         priority: 0,
+        share: Share::default(),
     })
 }
 

@@ -18,6 +18,7 @@ fn member(id: WorkerId, role: Role) -> Member {
         blocks: 10,
         block_size: 16,
         window_tokens: 0,
+        max_running: 0,
         context_tokens: 128,
         draining: false,
     }

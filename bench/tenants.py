@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Whether tenants share a cluster as docs/tenants.md says. Starts `baton up` with a file of keys and measures, in one run:
+
+1. the time to the first token of a tenant that asks one question at a time, alone, and while another tenant floods the cluster with long
+   prompts;
+2. the tokens that two tenants of weight 1 and 3 are served while both ask for more than there is.
+
+usage: bench/tenants.py [--model NAME] [--questions N] [--seconds S]
+"""
+import argparse
+import hashlib
+import http.client
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+KEYS = {"calm": 1, "flood": 1, "one": 1, "three": 3}
+
+
+class Cluster:
+    def __init__(self, model, folder):
+        keys = folder / "keys.toml"
+        entry = '[[tenants]]\nname = "{}"\nsha256 = ["{}"]\nweight = {}\n'
+        keys.write_text("".join(entry.format(n, hashlib.sha256(n.encode()).hexdigest(), w) for n, w in KEYS.items()))
+        command = [ROOT / "target/release/baton", "up", "--model", model, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+        # Each worker has a core; every prompt is handed over.
+        command += ["--internal", "127.0.0.1:0", "--threads", "1", "--kv-memory", "1GiB"]
+        env = os.environ | {"BATON_KEYS_FILE": str(keys), "BATON_LOCAL_PREFILL": "1"}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        for line in self.process.stdout:
+            if " http://" in line and "admin" in line:
+                self.port = int(line.split(" http://127.0.0.1:")[1].split()[0])
+                self.admin = int(line.split("admin http://127.0.0.1:")[1].split()[0])
+            if "Ctrl-C" in line:
+                break
+
+    def ask(self, tenant, prompt, tokens, stop=None):
+        """Streams an answer; returns the seconds to its first token, and how many tokens came before `stop`."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        salt = f"{random.getrandbits(64):x}"
+        ids = [random.randrange(1000, 40000) for _ in range(prompt)]
+        body = {"model": "", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body |= {"cache_salt": salt}
+        begun, first, count = time.monotonic(), None, 0
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {tenant}"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status}: {answer.read().decode()}")
+        for line in answer:
+            if line.startswith(b"data: {"):
+                if b'"error"' in line:
+                    raise RuntimeError(line.decode())
+                first = first or time.monotonic() - begun
+                count += 1
+        connection.close()
+        return first, count
+
+    def metric(self, name):
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def stop(self):
+        self.process.send_signal(2)
+        self.process.wait(60)
+
+
+def floods(cluster, tenant, clients, prompt, tokens, done, served):
+    """Clients of a tenant that ask without a pause until `done` is set."""
+
+    def client():
+        while not done.is_set():
+            cluster.ask(tenant, prompt, tokens)
+            served[tenant] = served.get(tenant, 0) + prompt + tokens
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def quantile(values, share):
+    values = sorted(values)
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=90)
+    args = parser.parse_args()
+    subprocess.run(["cargo", "build", "--release", "-p", "baton-cli"], cwd=ROOT, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(args.model, pathlib.Path(folder))
+        try:
+            measure(cluster, args)
+        finally:
+            cluster.stop()
+
+
+def measure(cluster, args):
+    question = lambda: cluster.ask("calm", 600, 8)[0]
+    for _ in range(3):
+        question()
+    times = {"alone": [], "beside a flood": []}
+    times["alone"] = [question() for _ in range(args.questions)]
+    done, served = threading.Event(), {}
+    threads = floods(cluster, "flood", 24, 3000, 32, done, served)
+    time.sleep(10)
+    waits = cluster.metric("baton_waiting_choices")
+    times["beside a flood"] = [question() for _ in range(args.questions)]
+    done.set()
+    for thread in threads:
+        thread.join()
+    print(f"\nTime to the first token of 600-token prompts, one at a time, {args.questions} questions; the flood: 24 clients, 3,000-token")
+    print(f"prompts, {waits:.0f} of them waiting in the router when the questions began.\n")
+    print("| | p50 | p99 |\n| --- | ---: | ---: |")
+    for name, values in times.items():
+        print(f"| {name} | {1e3 * statistics.median(values):.0f} ms | {1e3 * quantile(values, 0.99):.0f} ms |")
+    ratio = [quantile(times["beside a flood"], q) / quantile(times["alone"], q) for q in (0.5, 0.99)]
+    print(f"| ratio | {ratio[0]:.2f} | {ratio[1]:.2f} |")
+
+    done, served = threading.Event(), {}
+    threads = floods(cluster, "one", 16, 200, 20, done, served) + floods(cluster, "three", 16, 400, 60, done, served)
+    time.sleep(args.seconds / 4)
+    before = dict(served)
+    time.sleep(args.seconds)
+    tokens = {tenant: served.get(tenant, 0) - before.get(tenant, 0) for tenant in ("one", "three")}
+    done.set()
+    for thread in threads:
+        thread.join()
+    print(f"\nTokens served in {args.seconds:.0f} s, both with 16 clients: weight 1 {tokens['one']}, weight 3 {tokens['three']}, ", end="")
+    print(f"ratio {tokens['three'] / max(1, tokens['one']):.2f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

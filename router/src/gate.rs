@@ -1,0 +1,123 @@
+//! The tenants' queue in front of the workers, where clients need a key. The core in `baton-policy` decides whose turn it is.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use baton_policy::{Begun, Ticket};
+use baton_runtime::metrics as names;
+use metrics::gauge;
+use tokio::sync::oneshot;
+
+use crate::tenant::Tenant;
+use crate::worker::Workers;
+
+type Core = baton_policy::Gate<u64, oneshot::Sender<Turn>>;
+
+/// The requests that wait, and what those that have begun hold at the workers.
+pub(crate) struct Gate {
+    /// Locked only briefly, never across an await.
+    core: Mutex<Core>,
+    workers: Arc<Workers>,
+}
+
+/// A choice that waits. Dropping it gives it up.
+pub(crate) struct InLine {
+    gate: Arc<Gate>,
+    tenant: u64,
+    ticket: Ticket,
+    turn: oneshot::Receiver<Turn>,
+}
+
+/// A choice's room at the workers. Dropping it gives the room back.
+pub(crate) struct Turn {
+    gate: Arc<Gate>,
+    begun: Option<Begun<u64>>,
+}
+
+impl Gate {
+    /// A gate at which nobody waits.
+    pub fn new(workers: Arc<Workers>) -> Arc<Gate> {
+        Arc::new(Gate { core: Mutex::default(), workers })
+    }
+
+    fn core(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a choice in line. Of one tenant, lower priorities are first. `alone`: it is all of its request, so it may be turned away.
+    pub fn line_up(self: &Arc<Gate>, tenant: &Tenant, priority: i32, prompt_tokens: u32, alone: bool) -> InLine {
+        let (sender, turn) = oneshot::channel();
+        let (id, weight) = (tenant.id(), tenant.weight());
+        let ticket = self.core().push(id, weight, priority, prompt_tokens, alone, sender);
+        let in_line = InLine { gate: Arc::clone(self), tenant: id, ticket, turn };
+        self.open();
+        in_line
+    }
+
+    /// Lets in whoever has room now. Called when there may be more.
+    pub fn open(self: &Arc<Gate>) {
+        let room = self.workers.gate_room();
+        loop {
+            let (begins, waiting) = {
+                let mut core = self.core();
+                (core.begin(&room), core.waiting())
+            };
+            gauge!(names::WAITING).set(waiting as f64);
+            let Some((sender, begun)) = begins else { return };
+            // If the choice was given up meanwhile, its turn ends here, and the room is there for the next one.
+            let _ = sender.send(Turn { gate: Arc::clone(self), begun: Some(begun) });
+        }
+    }
+
+    /// Turns away so many waiting choices of tenants that have more of them for their weight; all or none. False: none.
+    pub fn make_room(&self, tenant: &Tenant, count: u32) -> bool {
+        // Dropped after the lock: that tells them.
+        let out = self.core().make_room(&tenant.id(), tenant.weight(), count);
+        !out.is_empty()
+    }
+
+    /// Whether anybody waits.
+    pub fn has_line(&self) -> bool {
+        self.core().waiting() > 0
+    }
+}
+
+impl InLine {
+    /// Completes when it is the choice's turn; None: it was turned away.
+    pub async fn turn(&mut self) -> Option<Turn> {
+        (&mut self.turn).await.ok()
+    }
+}
+
+impl Drop for InLine {
+    fn drop(&mut self) {
+        let removed = self.gate.core().remove(&self.tenant, self.ticket);
+        if removed.is_some() {
+            // It may have stood before one that fits.
+            self.gate.open();
+        }
+    }
+}
+
+impl Turn {
+    /// The choice has this many tokens more. With the first, its prompt is computed.
+    pub fn answered(&mut self, tokens: u32) {
+        let Some(begun) = &mut self.begun else { return };
+        let first = {
+            let mut core = self.gate.core();
+            core.answered(begun, tokens);
+            core.computed(begun)
+        };
+        if first {
+            self.gate.open();
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(begun) = self.begun.take() {
+            self.gate.core().ended(begun);
+            self.gate.open();
+        }
+    }
+}
