@@ -6,6 +6,7 @@ use std::io::Write;
 use anyhow::{Context, anyhow, bail};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
 use clap::{Arg, ArgMatches, Command, value_parser};
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 
 /// Tokens after which an answer is cut off when the user gave no --max-tokens.
 const ENOUGH: usize = 512;
@@ -27,6 +28,11 @@ pub fn command() -> Command {
                 .long("api-key-file")
                 .value_name("PATH")
                 .help("A file with the API key, where the router needs one (--keys-file)"),
+        )
+        .arg(
+            Arg::new("tls-ca").long("tls-ca").value_name("PATH").help(
+                "Certificates in PEM of the authorities that the router's certificate may come from, with https://",
+            ),
         )
         .arg(Arg::new("system").long("system").value_name("TEXT").help("A system message to go first"))
         .arg(
@@ -62,12 +68,24 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         ..Default::default()
     };
     let router = text("router").unwrap_or_default();
-    if !router.starts_with("http://") {
-        bail!("--router is {router:?}; it must be http://HOST:PORT, the gRPC address of a router");
+    let secure = router.starts_with("https://");
+    if !secure && !router.starts_with("http://") {
+        bail!("--router is {router:?}; it must be http://HOST:PORT or https://HOST:PORT, the gRPC address of a router");
     }
-    let mut client = InferenceClient::connect(router.clone()).await.map_err(|_| {
-        anyhow!("no router answers at {router}; start one with `baton up` or name its gRPC address with --router")
+    let mut endpoint = Endpoint::from_shared(router.clone()).with_context(|| format!("--router {router}"))?;
+    if secure {
+        let path = text("tls-ca")
+            .context("https:// needs --tls-ca, the authorities that the router's certificate may come from")?;
+        let authority = std::fs::read(&path).with_context(|| format!("--tls-ca {path}"))?;
+        endpoint = endpoint.tls_config(ClientTlsConfig::new().ca_certificate(Certificate::from_pem(authority)))?;
+    }
+    let channel = endpoint.connect().await.map_err(|error| match secure {
+        false => {
+            anyhow!("no router answers at {router}; start one with `baton up` or name its gRPC address with --router")
+        }
+        true => anyhow::Error::from(error).context(format!("no router with TLS answers at {router}")),
     })?;
+    let mut client = InferenceClient::new(channel);
     let failed = |status: tonic::Status| match status.source() {
         None => anyhow!("{}", status.message()),
         // The error comes from the connection, not from the router.

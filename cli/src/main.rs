@@ -4,6 +4,7 @@
 #![deny(unsafe_code)]
 
 mod bench;
+mod certs;
 mod chat;
 mod fetch;
 mod model;
@@ -59,6 +60,7 @@ fn command() -> Command {
             "Starts a decode worker: takes KV, streams tokens",
         )))
         .subcommand(chat::command())
+        .subcommand(certs::command())
         .subcommand(model::command())
         .subcommand(status::command())
         .subcommand(status::scale_command())
@@ -72,6 +74,7 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("prefill", m)) => component(m, async |config| Ok(baton_prefill_node::run(config).await?)),
         Some(("decode", m)) => component(m, async |config| Ok(baton_decode_node::run(config).await?)),
         Some(("chat", m)) => runtime()?.block_on(chat::run(m)),
+        Some(("certs", m)) => certs::run(m),
         Some(("model", m)) => model::run(m),
         Some(("status", m)) => runtime()?.block_on(status::run(m)),
         Some(("scale", m)) => runtime()?.block_on(status::scale(m)),

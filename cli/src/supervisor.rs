@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use baton_cluster::{Member, Role};
 use baton_proto::v1::{self, supervisor_server};
-use baton_runtime::{Shutdown, die_with_parent};
-use baton_worker::random_worker_id;
+use baton_runtime::tls::{TlsRole, alpn};
+use baton_runtime::{Shutdown, Tls, die_with_parent};
+use baton_worker::{incoming, random_worker_id};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 use tokio::sync::{mpsc, oneshot};
-use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
 /// A process that ends sooner than this counts as a short life. Before the cluster has been ready, [`MAX_SHORT_LIVES`] of
@@ -64,6 +64,7 @@ struct Scale {
 /// The processes and how to start more of them.
 pub struct Supervisor {
     program: PathBuf,
+    tls: Option<Tls>,
     args: BTreeMap<Kind, Vec<String>>,
     wanted: BTreeMap<Kind, usize>,
     processes: Vec<Process>,
@@ -76,9 +77,11 @@ pub struct Supervisor {
 
 impl Supervisor {
     /// A supervisor that runs no processes yet.
-    pub fn new(program: PathBuf) -> Supervisor {
+    /// `tls`: for its own connections, as an operator.
+    pub fn new(program: PathBuf, tls: Option<Tls>) -> Supervisor {
         Supervisor {
             program,
+            tls,
             args: BTreeMap::new(),
             wanted: BTreeMap::new(),
             processes: Vec::new(),
@@ -112,8 +115,8 @@ impl Supervisor {
     fn start(&mut self, kind: Kind) -> anyhow::Result<()> {
         let mut command = std::process::Command::new(&self.program);
         command.arg(kind.name()).args(self.args.get(&kind).into_iter().flatten());
-        // The child must not read this process's settings file: it gets all settings from it as flags.
-        command.env_remove("BATON_CONFIG").stdin(std::process::Stdio::null());
+        // The child must not read this process's settings file: it gets all settings from it as flags. Its admin pages are this process's to read.
+        command.env_remove("BATON_CONFIG").env_remove("BATON_ADMIN_TOKEN_FILE").stdin(std::process::Stdio::null());
         // Its own process group keeps Ctrl-C away from the child: this process stops the children in order.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         die_with_parent(&mut command);
@@ -207,13 +210,14 @@ impl Supervisor {
     pub async fn serve(&mut self, registry: &str, shutdown: &Shutdown) -> anyhow::Result<()> {
         let (wishes, mut inbox) = mpsc::channel(16);
         let listener = tokio::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
-        let member = member(listener.local_addr()?);
+        let member = member(listener.local_addr()?, self.tls.as_ref());
+        let accept = self.tls.as_ref().map(|tls| tls.server([TlsRole::Operator], &[alpn::HTTP2]));
         let service = supervisor_server::SupervisorServer::new(Service { wishes });
         let server = tonic::transport::Server::builder()
             .add_service(service)
-            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), shutdown.token().cancelled_owned());
+            .serve_with_incoming_shutdown(incoming(listener, accept), shutdown.token().cancelled_owned());
         let server = tokio::spawn(server);
-        let registry = baton_cluster::connect(registry).await?;
+        let registry = baton_cluster::connect(registry, self.tls.as_ref()).await?;
         self.settled = true;
         let lease = tokio::select! {
             lease = self.run_until(registry.register(member, Duration::from_secs(5))) => lease??,
@@ -290,8 +294,8 @@ fn terminate(process: &mut Process) {
     }
 }
 
-fn member(address: SocketAddr) -> Member {
-    let url = format!("http://{address}");
+fn member(address: SocketAddr, tls: Option<&Tls>) -> Member {
+    let url = format!("{}://{address}", Tls::scheme(tls));
     Member {
         id: random_worker_id(),
         role: Role::Supervisor,

@@ -5,16 +5,19 @@
 
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
-use baton_runtime::{Bytes, FetchConfig, Parsed, Process, ProcessConfig, config::format_duration};
+use baton_runtime::tls::TlsRole;
+use baton_runtime::{Bytes, FetchConfig, Parsed, Process, ProcessConfig, Tls, config::format_duration};
 use baton_transfer::TransportChoice;
 use baton_types::KvDtype;
 use baton_worker::{BackendKind, Quantization};
 use tokio::net::TcpSocket;
 
+use crate::certs::{self, OwnCertificates};
 use crate::supervisor::{Kind, Supervisor};
 
 baton_runtime::config! {
@@ -36,6 +39,11 @@ baton_runtime::config! {
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
         /// Address where workers register, and where `baton status` and `baton scale` ask; port 0 picks a free port.
         internal: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8002)),
+        /// Folder with the certificates of the processes, as `baton certs` makes them; default: new ones for this cluster, which no other
+        /// user of the machine can read.
+        certs: Option<PathBuf> = None,
+        /// No TLS between the processes: every user of the machine can join the cluster and read prompts.
+        insecure_internal: bool = false,
         /// Where workers are found: embedded (the router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
         /// How KV travels between workers: auto, shm, tcp, ucx or cuda-ipc.
@@ -99,25 +107,46 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     let internal = kept.as_ref().map_or(config.internal, |(internal, _)| *internal);
     let (admin, _kept_admin) = keep(SocketAddr::from(([127, 0, 0, 1], 0)), "--admin")?;
     (config.http, config.grpc, config.internal) = (http, grpc, internal);
+    if config.certs.is_some() && config.insecure_internal {
+        bail!("--certs and --insecure-internal cannot be used together");
+    }
+    let port = kept.as_ref().map(|(internal, _)| internal.port());
+    port.into_iter().for_each(certs::forget);
+    let own = (config.certs.is_none() && !config.insecure_internal).then(|| OwnCertificates::make(port)).transpose()?;
+    let certs = config.certs.clone().or_else(|| own.as_ref().map(|own| own.folder().to_owned()));
+    let tls = certs.as_deref().map(certs::operator).transpose()?;
     let registry = match config.registry.as_str() {
-        "embedded" => format!("http://{internal}"),
+        "embedded" => format!("{}://{internal}", Tls::scheme(tls.as_ref())),
         other => other.to_owned(),
     };
-    let mut supervisor = Supervisor::new(std::env::current_exe().context("finding this program's file")?);
-    supervisor.define(Kind::Router, router_args(&config, admin));
+    let program = std::env::current_exe().context("finding this program's file")?;
+    if let Some(tls) = &tls {
+        process.tasks.spawn("certificates", tls.clone().watch(shutdown.clone()));
+    }
+    let mut supervisor = Supervisor::new(program, tls);
+    let insecure = config.insecure_internal.then(|| "--insecure-internal".to_owned());
+    let files = |role| certs.iter().flat_map(move |folder| certs::flags(folder, role)).chain(insecure.clone());
+    let mut router = router_args(&config, admin);
+    router.extend(files(TlsRole::Router));
+    supervisor.define(Kind::Router, router);
     let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
     let prefill_tp = config.prefill_tp.unwrap_or(config.tp);
-    supervisor.define(Kind::Prefill, worker_args(&config, &registry, prefill_kv_type.0, prefill_tp));
+    let mut prefill = worker_args(&config, &registry, prefill_kv_type.0, prefill_tp);
+    prefill.extend(files(TlsRole::Prefill));
+    supervisor.define(Kind::Prefill, prefill);
     let mut decode = worker_args(&config, &registry, config.kv_type.0, config.tp);
     if (prefill_kv_type, prefill_tp) != (config.kv_type, config.tp) {
         // (I1) The KV that a prompt is computed over must not depend on how much of its prefix a decode worker has cached.
         decode.extend(flag("local-prefill", 0));
     }
+    decode.extend(files(TlsRole::Decode));
     supervisor.define(Kind::Decode, decode);
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);
-    let outcome = supervise(&config, admin, &registry, &mut supervisor, &process).await;
+    // Other commands find those of an embedded registry by its port.
+    let told = certs.as_deref().filter(|_| config.certs.is_some() || port.is_none());
+    let outcome = supervise(&config, admin, &registry, told, &mut supervisor, &process).await;
     if outcome.is_ok() {
         eprintln!("stopping: running requests may finish (Ctrl-C again cuts them off)");
     }
@@ -131,6 +160,7 @@ async fn supervise(
     config: &UpConfig,
     admin: SocketAddr,
     registry: &str,
+    certs: Option<&Path>,
     supervisor: &mut Supervisor,
     process: &Process,
 ) -> anyhow::Result<()> {
@@ -142,7 +172,7 @@ async fn supervise(
         let timeout = format_duration(config.start_timeout);
         bail!("the cluster was not ready within {timeout}; start with --log info to see why");
     }
-    let text = announcement(config, admin, registry, &supervisor.processes(), &served_model(admin).await?);
+    let text = announcement(config, admin, registry, certs, &supervisor.processes(), &served_model(admin).await?);
     // A closed standard output is no reason to stop.
     let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
@@ -257,6 +287,7 @@ fn announcement(
     config: &UpConfig,
     admin: SocketAddr,
     registry: &str,
+    certs: Option<&Path>,
     processes: &[(Kind, u32)],
     model: &str,
 ) -> String {
@@ -277,11 +308,12 @@ fn announcement(
     let body = format!(
         r#"{{"model": {quoted}, "stream": true, "temperature": 0, "messages": [{{"role": "user", "content": "{question}"}}]}}"#
     );
+    let certs = certs.map(|folder| format!(" --certs {}", folder.display())).unwrap_or_default();
     let program = std::env::args().next().unwrap_or_else(|| "baton".to_owned());
     format!(
         "\n{bold}Baton is up{plain}, serving {model}\n\n  process  pid      address\n{processes}\nTry:\n  \
          curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  \
-         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}\n\nCtrl-C stops everything.\n"
+         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}{certs}\n\nCtrl-C stops everything.\n"
     )
 }
 

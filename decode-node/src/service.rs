@@ -33,7 +33,7 @@ impl NodeRole for DecodeNode {
             geometry: node.geometry.clone(),
             pool: node.pool.clone(),
             ucx: node.config.ucx(),
-            tls: node.config.transfer_tls()?,
+            tls: node.transfer_tls(),
             cpus: node.config.transfer_cpus.0.clone(),
             limits: node.config.transfer_limits(),
             verify: true,

@@ -50,7 +50,7 @@ impl NodeRole for PrefillNode {
             pool: node.pool.clone(),
             transport: node.config.transport.0,
             ucx: node.config.ucx(),
-            tls: node.config.transfer_tls()?,
+            tls: node.transfer_tls(),
             tcp_connections: node.config.tcp_connections,
             cpus: node.config.transfer_cpus.0.clone(),
             limits: node.config.transfer_limits(),

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use baton_runtime::{Bytes, FetchConfig, ProcessConfig};
+use baton_runtime::{Bytes, FetchConfig, ProcessConfig, TlsConfig};
 
 use crate::error::RouterError;
 use crate::model::TOKEN_CACHE;
@@ -27,10 +27,16 @@ baton_runtime::config! {
     pub struct RouterConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
+        use internal_tls: TlsConfig = TlsConfig::default();
         /// Address of the OpenAI-compatible HTTP API; port 0 takes a free one.
         http: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8000)),
         /// Address of the gRPC API; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8001)),
+        /// Certificate for clients in PEM, then the intermediate ones: HTTP and gRPC have TLS then. Needs public_tls_key too. Both are read
+        /// again when they change. Default: no TLS.
+        public_tls_cert: Option<PathBuf> = None,
+        /// Private key of public_tls_cert, in PEM.
+        public_tls_key: Option<PathBuf> = None,
         /// Address where workers register, and where `baton status` asks, if the registry is embedded; port 0 takes a free one. Whoever
         /// reaches it can register a worker and so receive prompts: let only workers and operators.
         internal: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8002)),
@@ -111,7 +117,10 @@ impl RouterConfig {
         if let Some((field, _)) = zero.into_iter().find(|(_, zero)| *zero) {
             return Err(RouterError::Zero { field });
         }
-        if self.registry_on_grpc && self.keys_file.is_some() {
+        if self.registry == EMBEDDED {
+            self.internal_tls.check_listener("internal", self.internal)?;
+        }
+        if self.registry_on_grpc && (self.keys_file.is_some() || self.internal_tls.tls_cert.is_some()) {
             return Err(RouterError::OpenRegistry);
         }
         if self.body_memory.0 < self.body_limit.0 {

@@ -34,9 +34,10 @@ pub enum RouterError {
         /// The two flags.
         flags: (&'static str, &'static str),
     },
-    /// Clients need keys, and the registry where they are needs none.
+    /// Clients need keys, or workers certificates, and the registry where clients are needs neither.
     #[error(
-        "registry_on_grpc and keys_file cannot be used together: without a key, clients could register workers and so receive prompts"
+        "registry_on_grpc cannot be used together with keys_file or tls_cert: without a key or a certificate, clients could register workers and \
+         so receive prompts"
     )]
     OpenRegistry,
     /// The file of API keys cannot be used.

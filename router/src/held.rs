@@ -6,41 +6,46 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use baton_runtime::tls::{HTTP2_BEGINNING, TlsIo, TlsPeer, TlsServer};
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpListener;
 use tokio::sync::OwnedSemaphorePermit;
-use tonic::transport::server::{Connected, TcpConnectInfo};
+use tonic::transport::server::Connected;
 
 use crate::listener::{Bounds, accept};
 use crate::patient::Patient;
 
-/// Bytes with which every HTTP/2 client begins: the preface, and the head of its settings.
-const BEGINNING: usize = 24 + 9;
-
 /// A connection and the place it occupies.
 pub(crate) struct Held {
-    stream: Patient,
+    stream: TlsIo<Patient>,
     _place: Option<OwnedSemaphorePermit>,
 }
 
 /// A stream of accepted connections. Each is accepted once there is a place for it.
-pub(crate) fn incoming(listener: TcpListener, bounds: Bounds) -> impl Stream<Item = io::Result<Held>> {
+pub(crate) fn incoming(
+    listener: TcpListener,
+    bounds: Bounds,
+    tls: Option<TlsServer>,
+) -> impl Stream<Item = io::Result<Held>> {
     async_stream::stream! {
         let places = bounds.places();
         loop {
             let (stream, place) = accept(&listener, &places).await;
-            let stream = Patient::new(stream, bounds.send).begins_within(bounds.head, BEGINNING);
+            let address = stream.peer_addr().ok();
+            let stream = Patient::new(stream, bounds.send).begins_within(bounds.head, HTTP2_BEGINNING);
+            let stream = TlsIo::maybe(tls.as_ref(), stream, address);
             yield Ok(Held { stream, _place: place });
         }
     }
 }
 
 impl Connected for Held {
-    type ConnectInfo = TcpConnectInfo;
+    /// The roles of its certificate, once it has shaken hands.
+    type ConnectInfo = TlsPeer;
 
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.get_ref().connect_info()
+    fn connect_info(&self) -> TlsPeer {
+        self.stream.peer()
     }
 }
 
@@ -88,7 +93,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let mut incoming =
-            std::pin::pin!(incoming(listener, Bounds::new(1, Duration::from_secs(60), Duration::from_secs(60))));
+            std::pin::pin!(incoming(listener, Bounds::new(1, Duration::from_secs(60), Duration::from_secs(60)), None));
         let _clients = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
         let first = incoming.next().await.unwrap().unwrap();
         assert!(futures::poll!(incoming.next()).is_pending(), "there is no place for the second yet");

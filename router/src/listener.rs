@@ -13,6 +13,7 @@ use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::http::Request;
 use baton_runtime::Shutdown;
+use baton_runtime::tls::{TlsIo, TlsServer};
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
@@ -63,6 +64,7 @@ pub(crate) async fn serve(
     listener: TcpListener,
     app: Router,
     bounds: Bounds,
+    tls: Option<TlsServer>,
     shutdown: Shutdown,
     last: impl Future<Output = ()>,
 ) {
@@ -72,7 +74,11 @@ pub(crate) async fn serve(
         tokio::select! {
             () = shutdown.draining() => break,
             (stream, place) = accept(&listener, &places) => {
-                connections.spawn(connection(stream, place, app.clone(), bounds, shutdown.clone()));
+                let phase = Phase::default();
+                let address = stream.peer_addr().ok();
+                let io = Patient::new(stream, bounds.send).heads_within(bounds.head, phase.clone());
+                let io = TlsIo::maybe(tls.as_ref(), io, address);
+                connections.spawn(connection(io, phase, place, app.clone(), bounds.idle, shutdown.clone()));
             }
             // Frees the tasks of ended connections.
             Some(_) = connections.join_next() => {}
@@ -111,14 +117,13 @@ pub(crate) async fn accept(
 }
 
 async fn connection(
-    stream: TcpStream,
+    io: TlsIo<Patient>,
+    phase: Phase,
     _place: Option<OwnedSemaphorePermit>,
     app: Router,
-    bounds: Bounds,
+    idle: Duration,
     shutdown: Shutdown,
 ) {
-    let phase = Phase::default();
-    let io = Patient::new(stream, bounds.send).heads_within(bounds.head, phase.clone());
     let app = TowerToHyperService::new(app);
     let service = service_fn(move |request: Request<Incoming>| {
         let busy = phase.busy();
@@ -128,7 +133,7 @@ async fn connection(
     });
     let mut server = http1::Builder::new();
     // Counts from the end of the answer before, so a connection may be idle for as long.
-    let server = server.timer(TokioTimer::new()).header_read_timeout(bounds.idle);
+    let server = server.timer(TokioTimer::new()).header_read_timeout(idle);
     let mut serving = std::pin::pin!(server.serve_connection(TokioIo::new(io), service));
     let ended = tokio::select! {
         ended = serving.as_mut() => ended,
@@ -217,7 +222,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let shutdown = Shutdown::new(Duration::from_secs(600));
         let app = Router::new().route("/", get(|| async { "fine" }));
-        let serving = tokio::spawn(serve(listener, app, bounds, shutdown.clone(), std::future::pending()));
+        let serving = tokio::spawn(serve(listener, app, bounds, None, shutdown.clone(), std::future::pending()));
         (address, shutdown, serving)
     }
 
@@ -281,7 +286,7 @@ mod tests {
         let shutdown = Shutdown::new(LONG);
         let app = Router::new().route("/", post(|_: axum::extract::Request| async { "no room" }));
         let bounds = Bounds::new(9, LONG, LONG);
-        let serving = tokio::spawn(serve(listener, app, bounds, shutdown.clone(), std::future::pending()));
+        let serving = tokio::spawn(serve(listener, app, bounds, None, shutdown.clone(), std::future::pending()));
         for (head, chunk) in [("content-length: 4000000", ""), ("transfer-encoding: chunked", "f4240\r\n")] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             let head = format!("POST / HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n{chunk}");

@@ -134,11 +134,6 @@ impl Patient {
         Patient { beginning: Beginning::Heads { phase, time, head }, ..self }
     }
 
-    /// The connection.
-    pub fn get_ref(&self) -> &TcpStream {
-        &self.stream
-    }
-
     /// Whether the client may still send a body that nobody wants.
     fn has_unread(&self) -> bool {
         matches!(&self.beginning, Beginning::Heads { phase, .. } if phase.0.unread.load(Ordering::Relaxed))

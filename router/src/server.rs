@@ -11,7 +11,8 @@ use baton_model_text::fetch;
 use baton_policy::Patience;
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
-use baton_runtime::{FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks};
+use baton_runtime::tls::{HTTP2_BEGINNING, PublicTls, TlsRole, alpn};
+use baton_runtime::{FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks, Tls};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -25,7 +26,7 @@ use crate::http;
 use crate::keys::KeyRing;
 use crate::listener::Bounds;
 use crate::model::ServedModel;
-use crate::serving::Serving;
+use crate::serving::{ListenerTls, Serving};
 use crate::view_file;
 use crate::watcher::{INFERENCE, Watcher};
 use crate::worker::Workers;
@@ -46,10 +47,10 @@ impl RegistryChoice {
     ///
     /// # Errors
     /// `spec` names no registry.
-    pub async fn open(spec: &str) -> Result<RegistryChoice, RouterError> {
+    pub async fn open(spec: &str, tls: Option<&Tls>) -> Result<RegistryChoice, RouterError> {
         Ok(match spec {
             EMBEDDED => RegistryChoice::Embedded(EmbeddedRegistry::new()),
-            other => RegistryChoice::Other(baton_cluster::connect(other).await?),
+            other => RegistryChoice::Other(baton_cluster::connect(other, tls).await?),
         })
     }
 
@@ -91,7 +92,7 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     if config.keys_file.is_some() {
         bound.hangups = Some(signal(SignalKind::hangup()).map_err(RuntimeError::Signals)?);
     }
-    let registry = RegistryChoice::open(&config.registry).await?;
+    let registry = RegistryChoice::open(&config.registry, bound.tls.as_ref()).await?;
     let settings = config.clone();
     let opening = tokio::task::spawn_blocking(move || open_model(&settings));
     let model = tokio::select! {
@@ -162,6 +163,11 @@ struct Bound {
     grpc: TcpListener,
     /// None where the registry is in another process.
     internal: Option<TcpListener>,
+    /// For the connections between processes of the cluster.
+    tls: Option<Tls>,
+    /// For clients.
+    public: Option<PublicTls>,
+    keys: Option<Arc<KeyRing>>,
     /// SIGHUP, of a process that is only a router.
     hangups: Option<Signal>,
 }
@@ -169,13 +175,26 @@ struct Bound {
 impl Bound {
     async fn listen(config: &RouterConfig) -> Result<Bound, RouterError> {
         config.check()?;
+        let tls = Tls::open(&config.internal_tls)?;
+        let (cert, key) = (&config.public_tls_cert, &config.public_tls_key);
+        let public = PublicTls::open(("public_tls_cert", cert), ("public_tls_key", key))?;
+        let keys = config.keys_file.as_deref().map(KeyRing::open).transpose()?.map(Arc::new);
         let http = baton_runtime::listen(config.http, "--http").await?;
         let grpc = baton_runtime::listen(config.grpc, "--grpc").await?;
         let internal = match config.registry.as_str() {
             EMBEDDED => Some(baton_runtime::listen(config.internal, "--internal").await?),
             _ => None,
         };
-        Ok(Bound { http, grpc, internal, hangups: None })
+        Ok(Bound { http, grpc, internal, tls, public, keys, hangups: None })
+    }
+
+    /// What the listeners speak.
+    fn listeners(&self) -> ListenerTls {
+        let public = |protocol| self.public.as_ref().map(|public| public.server(&[protocol]));
+        let grpc = public(alpn::HTTP2).map(|server| server.beginning_with(HTTP2_BEGINNING));
+        let peers = [TlsRole::Prefill, TlsRole::Decode, TlsRole::Router, TlsRole::Operator];
+        let internal = self.tls.as_ref().map(|tls| tls.server(peers, &[alpn::HTTP2]).beginning_with(HTTP2_BEGINNING));
+        ListenerTls { http: public(alpn::HTTP1), grpc, internal }
     }
 
     fn start(
@@ -187,7 +206,7 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let workers = Arc::new(Workers::new(&model, config));
+        let workers = Arc::new(Workers::new(&model, config, self.tls.as_ref()));
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
@@ -198,7 +217,11 @@ impl Bound {
             keep_alive: config.keep_alive,
             send_timeout: config.send_timeout,
         };
-        let keys = config.keys_file.as_deref().map(KeyRing::open).transpose()?.map(Arc::new);
+        let tls = self.listeners();
+        let (public, internal) = (self.public.clone(), self.tls.clone());
+        public.map(|public| tasks.spawn("public certificates", public.watch(shutdown.clone())));
+        internal.map(|internal| tasks.spawn("certificates", internal.watch(shutdown.clone())));
+        let keys = self.keys;
         if let Some(keys) = &keys {
             tasks.spawn("API keys", Arc::clone(keys).watch(self.hangups, shutdown.clone()));
         }
@@ -241,7 +264,7 @@ impl Bound {
         let gate = front.gate().cloned();
         let watcher = Watcher { workers, gate, readiness, health, shutdown: shutdown.clone(), seen };
         tasks.spawn("view", watcher.run(registry.watch(), Restored::new(saved)));
-        let serving = Serving { bounds, front, shutdown };
+        let serving = Serving { bounds, front, shutdown, tls };
         tasks.spawn("http", serving.clone().http(self.http, app));
         tasks.spawn("grpc", serving.clone().grpc(self.grpc, routes.routes(), config.connection_age));
         if let (Some(listener), RegistryChoice::Embedded(registry)) = (self.internal, registry) {

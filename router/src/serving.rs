@@ -1,16 +1,18 @@
 //! Serves the router's listeners until the last request has ended.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::EmbeddedRegistry;
-use baton_runtime::Shutdown;
+use baton_runtime::{Shutdown, TlsServer};
+use futures::Stream;
 use tokio::net::TcpListener;
 use tonic::service::Routes;
 use tonic::transport::Server;
 
 use crate::front::Front;
-use crate::held;
+use crate::held::{self, Held};
 use crate::listener::{self, Bounds};
 
 /// Maximum size of a gRPC call's headers, bytes.
@@ -28,6 +30,15 @@ pub(crate) struct Serving {
     pub bounds: Bounds,
     pub front: Arc<Front>,
     pub shutdown: Shutdown,
+    pub tls: ListenerTls,
+}
+
+/// What the listeners speak, where that is TLS.
+#[derive(Clone, Default)]
+pub(crate) struct ListenerTls {
+    pub http: Option<TlsServer>,
+    pub grpc: Option<TlsServer>,
+    pub internal: Option<TlsServer>,
 }
 
 impl Serving {
@@ -37,7 +48,7 @@ impl Serving {
             self.last_request().await;
             tokio::time::sleep(STREAM_GRACE).await;
         };
-        listener::serve(listener, app, self.bounds, self.shutdown.clone(), last).await;
+        listener::serve(listener, app, self.bounds, self.tls.http.clone(), self.shutdown.clone(), last).await;
     }
 
     /// The gRPC API. Connections older than `age` are asked to end.
@@ -46,28 +57,34 @@ impl Serving {
             Some(age) => Server::builder().max_connection_age(age),
             None => Server::builder(),
         };
-        self.until_last(server, listener, routes, || {}).await;
+        let incoming = held::incoming(listener, self.bounds, self.tls.grpc.clone());
+        self.until_last(server, incoming, routes, || {}).await;
     }
 
     /// The registry. Workers renew their leases here until the last request has ended.
     pub async fn internal(self, listener: TcpListener, registry: EmbeddedRegistry) {
         let mut routes = Routes::builder();
         routes.add_service(registry.service());
-        self.until_last(Server::builder(), listener, routes.routes(), || registry.close()).await;
+        let incoming = held::incoming(listener, self.bounds, self.tls.internal.clone());
+        self.until_last(Server::builder(), incoming, routes.routes(), || registry.close()).await;
     }
 
     /// Serves until the last request has ended; calls that begin before that are answered, if only by an error. Then `close` may end what
     /// would not end by itself.
-    async fn until_last(&self, server: Server, listener: TcpListener, routes: Routes, close: impl FnOnce()) {
+    async fn until_last(
+        &self,
+        server: Server,
+        incoming: impl Stream<Item = io::Result<Held>>,
+        routes: Routes,
+        close: impl FnOnce(),
+    ) {
         let mut server = server
             .http2_keepalive_interval(Some(Duration::from_secs(10)))
             .http2_max_header_list_size(HEADERS)
             .max_concurrent_streams(STREAMS)
             // Until the answer begins, its request's message included.
             .timeout(REQUEST_TIMEOUT);
-        let server = server
-            .add_routes(routes)
-            .serve_with_incoming_shutdown(held::incoming(listener, self.bounds), self.last_request());
+        let server = server.add_routes(routes).serve_with_incoming_shutdown(incoming, self.last_request());
         let last = async {
             self.last_request().await;
             close();

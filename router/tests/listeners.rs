@@ -42,7 +42,7 @@ async fn a_client_can_neither_register_a_worker_nor_see_them() {
 #[tokio::test]
 async fn workers_register_at_the_internal_address() {
     let cluster = Cluster::start(0, 1, "fine").await;
-    let registry = baton_cluster::connect(&cluster.registry_url()).await.unwrap();
+    let registry = baton_cluster::connect(&cluster.registry_url(), None).await.unwrap();
     let mut member = registry.watch().wait_for(|view| !view.members.is_empty()).await.unwrap().members[0].clone();
     member.id = baton_types::WorkerId(99);
     let lease = registry.register(member, std::time::Duration::from_secs(60)).await.unwrap();

@@ -34,6 +34,12 @@ fn build() -> anyhow::Result<PathBuf> {
     Ok(folder.join("baton"))
 }
 
+/// The runtime directory of all commands of this process. It stays until the process has ended.
+pub fn runtime_dir() -> &'static Path {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    DIR.get_or_init(|| std::env::temp_dir().join(format!("baton-tests-{}", std::process::id())))
+}
+
 /// A command of this program without settings from the environment of the tests.
 pub fn command() -> anyhow::Result<Command> {
     let mut command = Command::new(baton()?);
@@ -42,7 +48,8 @@ pub fn command() -> anyhow::Result<Command> {
             command.env_remove(name);
         }
     }
-    command.stdin(Stdio::null());
+    // Where `baton up` keeps its certificates and other commands look for them.
+    command.stdin(Stdio::null()).env("XDG_RUNTIME_DIR", runtime_dir());
     Ok(command)
 }
 

@@ -1,6 +1,7 @@
 //! A real cluster of real processes under `baton up`, watched from outside: what it prints and logs, its processes, its
 //! members, their KV blocks. It must leave nothing behind, and its log no error: both are checked at its end.
 
+mod certificates;
 pub mod client;
 pub mod http;
 pub mod models;
@@ -28,6 +29,7 @@ use http::Metrics;
 use processes::Process;
 use stdout::{Addresses, Stdout};
 
+pub use certificates::{connect, learn, operator};
 pub use options::ClusterOptions;
 pub use worker::{Worker, status, status_of, wait_all_free};
 
@@ -75,7 +77,8 @@ impl Cluster {
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let registry = &addresses.registry;
-        let views = runtime.block_on(async { anyhow::Ok(baton_cluster::connect(registry).await?.watch()) })?;
+        certificates::learn_of_up(registry)?;
+        let views = runtime.block_on(async { anyhow::Ok(connect(registry).await?.watch()) })?;
         Ok(Cluster {
             up,
             stdout,

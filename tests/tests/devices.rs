@@ -114,7 +114,7 @@ impl Scene {
         let client = wait(|| runtime.block_on(Client::connect(address)).ok())?;
         let mut scene = Scene { children, registry, client, members: Vec::new() };
         scene.members = runtime.block_on(async {
-            let mut views = baton_cluster::connect(&scene.registry).await?.watch();
+            let mut views = baton_cluster::connect(&scene.registry, None).await?.watch();
             let all = views.wait_for(|view| !view.stale && view.members.len() == workers.len());
             anyhow::Ok(tokio::time::timeout(HANG, all).await.context("workers do not come")??.members.clone())
         })?;
@@ -284,7 +284,7 @@ fn answers_go_on_elsewhere_when_a_device_stands_still() -> anyhow::Result<()> {
     let ended = wait(|| scene.children[2].try_wait().ok().flatten())?;
     assert!(ended.code().is_some_and(|code| code != 0), "{ended}");
     runtime.block_on(async {
-        let mut views = baton_cluster::connect(&scene.registry).await?.watch();
+        let mut views = baton_cluster::connect(&scene.registry, None).await?.watch();
         let left = views.wait_for(|view| !view.stale && view.members.len() == 1);
         tokio::time::timeout(HANG, left).await.context("it is still a member")??;
         wait_all_free(&scene.registry).await

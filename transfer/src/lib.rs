@@ -50,4 +50,4 @@ pub use segment::Segment;
 pub use sender::{Carrier, Handoff, Sender};
 pub use spread::SpreadMemory;
 pub use tcp::tune;
-pub use tls::{Tls, TlsFiles};
+pub use tls::Tls;

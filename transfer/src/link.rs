@@ -122,6 +122,11 @@ impl Link {
         }
     }
 
+    /// Whether it has TLS.
+    pub(crate) fn has_tls(&self) -> bool {
+        matches!(self.socket, Socket::Tls(_))
+    }
+
     /// Whether the TLS handshake is still going on. Frames wait for its end.
     pub(crate) fn is_opening(&self) -> bool {
         matches!(&self.socket, Socket::Tls(socket) if socket.is_opening())

@@ -1,102 +1,65 @@
-//! TLS below a session's frames, where it is set up. Each end shows a certificate, and accepts only peers whose certificate comes from
-//! the same authority.
+//! TLS below a session's frames, where it is set up.
 //!
 //! Sits between [`crate::link`] and a TCP stream, and never blocks. Knows nothing of frames. Shared memory does not use it: that goes
 //! over a unix socket, where the kernel says who the peer is.
 
 use std::fmt;
-use std::io::{BufReader, Error, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::io::{BufRead, BufReader, Error, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::client::Resumption;
-use rustls::crypto::ring;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::WebPkiClientVerifier;
-use rustls::version::TLS13;
-use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
-
-use baton_handoff::TransferError;
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
 /// Encrypted bytes read at once: a few records, of 16 KiB each.
 const READ: usize = 64 << 10;
 /// Most bytes encrypted ahead of the socket (I5).
 const AHEAD: usize = 256 << 10;
 /// Advice in errors about two ends of which only one has TLS.
-const BOTH: &str = "set up TLS for transfers on both workers or on neither";
+const BOTH: &str = "set up TLS (tls_cert) on both workers or on neither";
+/// First bytes of TLS records: a greeting or an alert.
+const GREETING: u8 = 0x16;
+const ALERT: u8 = 0x15;
 
-/// Paths of the PEM files.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct TlsFiles {
-    /// This worker's certificate, and the intermediate ones between it and the authority.
-    pub certificate: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-    /// Certificates of the trusted authorities, for peers that connect and for peers connected to.
-    pub authority: PathBuf,
-    /// Name that every decode worker's certificate holds. None: each holds the name or address by which the worker is reached.
-    pub name: Option<String>,
-}
-
-/// TLS settings of both ends.
+/// TLS of both ends. Whoever makes these settings decides which certificates are shown and accepted; they may change what they hold.
 #[derive(Clone, Debug)]
 pub struct Tls {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
-    name: Option<ServerName<'static>>,
+    permissive: bool,
 }
 
 impl Tls {
-    /// Reads the files. Later changes of them have no effect.
+    /// Settings for connections to decode workers, and for those from prefill workers.
     ///
-    /// # Errors
-    /// [`TransferError::Argument`] names the file that cannot be used, and why.
-    pub fn load(files: &TlsFiles) -> Result<Tls, TransferError> {
-        let bad = |field| move |e: rustls::Error| TransferError::argument(field, e.to_string());
-        let chain = certificates("tls.certificate", &files.certificate)?;
-        let key = PrivateKeyDer::from_pem_file(&files.key);
-        let key = key.map_err(|e| unreadable("tls.key", &files.key, e))?;
-        let mut roots = RootCertStore::empty();
-        for certificate in certificates("tls.authority", &files.authority)? {
-            roots.add(certificate).map_err(bad("tls.authority"))?;
-        }
-        let (roots, provider) = (Arc::new(roots), Arc::new(ring::default_provider()));
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone()).build();
-        let verifier = verifier.map_err(|e| TransferError::argument("tls.authority", e.to_string()))?;
-        let server = ServerConfig::builder_with_provider(provider.clone()).with_protocol_versions(&[&TLS13]);
-        let server = server.map_err(bad("tls"))?.with_client_cert_verifier(verifier);
-        let mut server = server.with_single_cert(chain.clone(), key.clone_key()).map_err(bad("tls.key"))?;
-        // Sessions last long, so TLS resumption is off.
-        server.send_tls13_tickets = 0;
-        let client = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
-        let client = client.map_err(bad("tls"))?.with_root_certificates(roots);
-        let mut client = client.with_client_auth_cert(chain, key).map_err(bad("tls.key"))?;
-        client.resumption = Resumption::disabled();
-        let name = files.name.clone().map(|name| server_name(&name)).transpose();
-        let name = name.map_err(|e| TransferError::argument("tls.name", e.to_string()))?;
-        Ok(Tls { client: Arc::new(client), server: Arc::new(server), name })
+    /// `permissive`: peers without TLS are accepted too, and asked again without it if they do not speak it.
+    pub fn new(client: Arc<ClientConfig>, server: Arc<ServerConfig>, permissive: bool) -> Tls {
+        Tls { client, server, permissive }
+    }
+
+    /// Whether peers without TLS are accepted.
+    pub(crate) fn is_permissive(&self) -> bool {
+        self.permissive
     }
 
     /// Starts TLS at the prefill end, to a worker reached at `host`.
     pub(crate) fn connect(&self, stream: TcpStream, host: &str) -> Result<TlsStream, Error> {
-        let name = self.name.clone().map_or_else(|| server_name(host), Ok)?;
-        let connection = ClientConnection::new(self.client.clone(), name).map_err(Error::other)?;
-        Ok(TlsStream::new(stream, connection.into()))
+        let connection = ClientConnection::new(self.client.clone(), server_name(host)?).map_err(Error::other)?;
+        Ok(TlsStream::new(stream, connection.into(), Spoken::Tls))
     }
 
     /// Starts TLS at the decode end.
     pub(crate) fn accept(&self, stream: TcpStream) -> Result<TlsStream, Error> {
         let connection = ServerConnection::new(self.server.clone()).map_err(Error::other)?;
-        Ok(TlsStream::new(stream, connection.into()))
+        let spoken = if self.permissive { Spoken::Unknown(Vec::new()) } else { Spoken::Tls };
+        Ok(TlsStream::new(stream, connection.into(), spoken))
     }
 }
 
 /// For a session without TLS: the error if its first bytes are a TLS record, a greeting or an alert.
 pub(crate) fn wants_tls(bytes: &[u8]) -> Option<String> {
-    let is = matches!(bytes, [0x15 | 0x16, 0x03, ..]);
+    let is = matches!(bytes, [ALERT | GREETING, 0x03, ..]);
     is.then(|| format!("it wants TLS, which this worker is not set up for; {BOTH}"))
 }
 
@@ -105,29 +68,40 @@ fn server_name(host: &str) -> Result<ServerName<'static>, Error> {
     ServerName::try_from(bare.to_owned()).map_err(|e| Error::other(format!("{host:?}: {e}")))
 }
 
-fn certificates(field: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TransferError> {
-    let all = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
-    let all: Vec<_> = all.map_err(|e| unreadable(field, path, e))?;
-    match all.is_empty() {
-        true => Err(unreadable(field, path, "it holds no certificate")),
-        false => Ok(all),
-    }
-}
-
-fn unreadable(field: &'static str, path: &Path, why: impl fmt::Display) -> TransferError {
-    TransferError::argument(field, format!("{}: {why}; a file in PEM is needed", path.display()))
-}
-
 /// A stream that encrypts and decrypts. It shakes hands by itself while it is read and written.
 pub(crate) struct TlsStream {
     stream: BufReader<TcpStream>,
     connection: Connection,
+    spoken: Spoken,
+}
+
+/// What the peer speaks.
+enum Spoken {
+    Tls,
+    /// Nothing has come yet. What is to be sent waits.
+    Unknown(Vec<u8>),
+    /// No TLS. What waited is sent first.
+    Plain(Vec<u8>),
 }
 
 impl TlsStream {
-    fn new(stream: TcpStream, mut connection: Connection) -> TlsStream {
+    fn new(stream: TcpStream, mut connection: Connection, spoken: Spoken) -> TlsStream {
         connection.set_buffer_limit(Some(AHEAD));
-        TlsStream { stream: BufReader::with_capacity(READ, stream), connection }
+        TlsStream { stream: BufReader::with_capacity(READ, stream), connection, spoken }
+    }
+
+    /// Finds out what the peer speaks by its first byte.
+    fn listen(&mut self) -> Result<(), Error> {
+        let Spoken::Unknown(held) = &mut self.spoken else { return Ok(()) };
+        let first = self.stream.fill_buf()?.first().copied();
+        let held = std::mem::take(held);
+        if matches!(first, Some(GREETING | ALERT)) {
+            self.spoken = Spoken::Tls;
+            self.connection.writer().write_all(&held)
+        } else {
+            self.spoken = Spoken::Plain(held);
+            self.flush()
+        }
     }
 
     /// The peer's address.
@@ -137,16 +111,30 @@ impl TlsStream {
 
     /// Whether encrypted bytes wait for the socket.
     pub(crate) fn has_output(&self) -> bool {
-        self.connection.wants_write()
+        match &self.spoken {
+            Spoken::Tls => self.connection.wants_write(),
+            // It waits for the peer, not for the socket.
+            Spoken::Unknown(_) => false,
+            Spoken::Plain(held) => !held.is_empty(),
+        }
     }
 
     /// Whether the handshake is still going on, or its bytes still wait for the socket. What is written meanwhile waits.
     pub(crate) fn is_opening(&self) -> bool {
-        self.connection.is_handshaking() || self.has_output()
+        let opening = match &self.spoken {
+            Spoken::Tls => self.connection.is_handshaking(),
+            Spoken::Unknown(_) => true,
+            Spoken::Plain(_) => false,
+        };
+        opening || self.has_output()
     }
 
     /// Reads decrypted bytes into `into`, in order. Returns 0 when the peer has closed; [`ErrorKind::WouldBlock`] when none are there.
     pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        self.listen()?;
+        if let Spoken::Plain(_) = self.spoken {
+            return self.stream.read_vectored(into);
+        }
         loop {
             match self.take(into) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
@@ -185,6 +173,16 @@ impl TlsStream {
     /// [`ErrorKind::WouldBlock`] when none were.
     pub(crate) fn write(&mut self, from: &[IoSlice<'_>]) -> Result<usize, Error> {
         self.flush()?;
+        match &mut self.spoken {
+            Spoken::Unknown(held) if held.len() < AHEAD => {
+                from.iter().for_each(|part| held.extend_from_slice(part));
+                return Ok(from.iter().map(|part| part.len()).sum());
+            }
+            Spoken::Unknown(_) => return Err(ErrorKind::WouldBlock.into()),
+            Spoken::Plain(held) if held.is_empty() => return self.stream.get_mut().write_vectored(from),
+            Spoken::Plain(_) => return Err(ErrorKind::WouldBlock.into()),
+            Spoken::Tls => {}
+        }
         let count = self.connection.writer().write_vectored(from)?;
         self.flush()?;
         match count {
@@ -195,6 +193,17 @@ impl TlsStream {
 
     /// Sends encrypted bytes, as many as the socket takes.
     pub(crate) fn flush(&mut self) -> Result<(), Error> {
+        if let Spoken::Plain(held) = &mut self.spoken {
+            while !held.is_empty() {
+                match self.stream.get_mut().write(held) {
+                    Ok(count) => drop(held.drain(..count)),
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            return Ok(());
+        }
         while self.connection.wants_write() {
             match self.connection.write_tls(self.stream.get_mut()) {
                 Ok(_) => {}
@@ -208,7 +217,9 @@ impl TlsStream {
 
     /// Tells the peer that nothing more will be sent, as far as the socket takes that now.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
-        self.connection.send_close_notify();
+        if let Spoken::Tls = self.spoken {
+            self.connection.send_close_notify();
+        }
         self.flush()
     }
 

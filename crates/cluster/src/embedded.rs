@@ -5,9 +5,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_membership::{Member, MembershipError, Store, View};
+use baton_membership::{Member, MembershipError, Role, Store, View};
 use baton_proto::v1;
 use baton_proto::v1::registry_server::RegistryServer;
+use baton_runtime::tls::{TlsPeer, TlsRole, TlsRoles};
 use baton_types::WorkerId;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
@@ -88,19 +89,42 @@ impl Registry for EmbeddedRegistry {
 }
 
 impl Shared {
+    /// Adds or renews a member.
     fn put(&self, member: Member, ttl: Duration) -> Result<(), MembershipError> {
+        self.put_in(&mut self.lock(), member, ttl)
+    }
+
+    /// The same for a peer with these roles, as far as they are known.
+    fn put_for(&self, peer: Option<TlsRoles>, member: Member, ttl: Duration) -> Result<(), Status> {
         let mut store = self.lock();
+        // Nor may it replace a member of another role.
+        store.role(member.id).into_iter().chain([member.role]).try_for_each(|role| may_be(peer, role))?;
+        self.put_in(&mut store, member, ttl).map_err(|e| baton_proto::status_of(&e))
+    }
+
+    fn put_in(&self, store: &mut Store, member: Member, ttl: Duration) -> Result<(), MembershipError> {
         if store.put(member, ttl, now())? {
-            self.publish(&store);
+            self.publish(store);
         }
         self.leased.notify_one();
         Ok(())
     }
 
     fn remove(&self, id: WorkerId) {
+        self.remove_from(&mut self.lock(), id);
+    }
+
+    /// The same for a peer with these roles, as far as they are known.
+    fn remove_for(&self, peer: Option<TlsRoles>, id: WorkerId) -> Result<(), Status> {
         let mut store = self.lock();
+        store.role(id).map_or(Ok(()), |role| may_be(peer, role))?;
+        self.remove_from(&mut store, id);
+        Ok(())
+    }
+
+    fn remove_from(&self, store: &mut Store, id: WorkerId) {
         if store.remove(id, now()) {
-            self.publish(&store);
+            self.publish(store);
         }
     }
 
@@ -163,12 +187,29 @@ impl Hold for LocalHold {
     }
 }
 
+/// Refuses a peer whose certificate does not give it the role of a member. Without TLS nobody knows.
+fn may_be(peer: Option<TlsRoles>, role: Role) -> Result<(), Status> {
+    let needed = match role {
+        Role::Prefill => TlsRole::Prefill,
+        Role::Decode => TlsRole::Decode,
+        Role::Supervisor => TlsRole::Operator,
+    };
+    match peer {
+        Some(roles) if !roles.has(needed) => {
+            let (has, needed) = (roles, needed.name());
+            Err(Status::permission_denied(format!("the certificate has the role {has}; this member needs {needed}")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The gRPC side of [`EmbeddedRegistry`].
 pub struct EmbeddedService(EmbeddedRegistry);
 
 #[tonic::async_trait]
 impl v1::registry_server::Registry for EmbeddedService {
     async fn register(&self, request: Request<v1::RegisterRequest>) -> Result<Response<v1::RegisterResponse>, Status> {
+        let peer = request.extensions().get::<TlsPeer>().and_then(TlsPeer::roles);
         let request = request.into_inner();
         let missing = || MembershipError::Member { field: "member", problem: "is missing".to_owned() };
         let ttl = Duration::from_millis(request.ttl_ms);
@@ -176,8 +217,8 @@ impl v1::registry_server::Registry for EmbeddedService {
             .member
             .ok_or_else(missing)
             .and_then(member_from_proto)
-            .and_then(|member| self.0.0.shared.put(member, ttl))
-            .map_err(|e| baton_proto::status_of(&e))?;
+            .map_err(|e| baton_proto::status_of(&e))
+            .and_then(|member| self.0.0.shared.put_for(peer, member, ttl))?;
         Ok(Response::new(v1::RegisterResponse {}))
     }
 
@@ -185,7 +226,9 @@ impl v1::registry_server::Registry for EmbeddedService {
         &self,
         request: Request<v1::DeregisterRequest>,
     ) -> Result<Response<v1::DeregisterResponse>, Status> {
-        self.0.0.shared.remove(WorkerId(request.into_inner().id));
+        let peer = request.extensions().get::<TlsPeer>().and_then(TlsPeer::roles);
+        let id = WorkerId(request.into_inner().id);
+        self.0.0.shared.remove_for(peer, id)?;
         Ok(Response::new(v1::DeregisterResponse {}))
     }
 

@@ -8,13 +8,20 @@ use baton_types::{BatonError, ErrorKind};
 pub enum ClusterError {
     /// A registry specification that names no registry.
     #[error(
-        "registry {spec:?}: {problem}; use http://host:port for the registry inside a router, or etcd://host:port,host:port/cluster"
+        "registry {spec:?}: {problem}; use http://host:port for the registry inside a router, or etcd://host:port,host:port/cluster, with TLS \
+         https:// or etcds://"
     )]
     Spec {
         /// The specification as given.
         spec: String,
         /// What is wrong with it.
         problem: &'static str,
+    },
+    /// TLS needs certificates.
+    #[error("registry {spec:?} has TLS; set tls_cert, tls_key and tls_ca too")]
+    Tls {
+        /// The specification as given.
+        spec: String,
     },
     /// A member or ttl that no registry takes, or a registry that is full.
     #[error(transparent)]
@@ -42,7 +49,7 @@ pub enum ClusterError {
 impl BatonError for ClusterError {
     fn kind(&self) -> ErrorKind {
         match self {
-            ClusterError::Spec { .. } => ErrorKind::InvalidArgument,
+            ClusterError::Spec { .. } | ClusterError::Tls { .. } => ErrorKind::InvalidArgument,
             ClusterError::Membership(e) => e.kind(),
             ClusterError::Refused { kind, .. } => *kind,
             ClusterError::Unavailable { .. } => ErrorKind::Unavailable,
@@ -59,6 +66,7 @@ mod tests {
         let (registry, problem) = ("http://router:8002".to_owned(), "why".to_owned());
         for (error, kind) in [
             (ClusterError::Spec { spec: "ftp://".to_owned(), problem: "no registry" }, ErrorKind::InvalidArgument),
+            (ClusterError::Tls { spec: "https://a:1".to_owned() }, ErrorKind::InvalidArgument),
             (MembershipError::Full { limit: 1 }.into(), ErrorKind::ResourceExhausted),
             (
                 ClusterError::Refused {

@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use baton_membership::{MAX_MEMBERS, Member};
+use baton_runtime::Tls;
 use baton_types::{ErrorKind, WorkerId};
 use etcd_client::{
-    Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
-    WatchOptions, WatchStream,
+    Certificate, Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, Identity, KeyValue,
+    PutOptions, TlsOptions, Txn, TxnOp, WatchOptions, WatchStream,
 };
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
@@ -43,15 +44,25 @@ struct Etcd {
 
 impl EtcdRegistry {
     /// A client of the etcd with these `host:port` endpoints; they need not be up. Call inside a tokio runtime.
-    pub async fn connect(endpoints: &[String], cluster: &str) -> Result<EtcdRegistry, ClusterError> {
-        let options = ConnectOptions::new()
+    /// With `tls`, this process shows its certificate, and etcd's must have the name it is reached by; both are read once.
+    pub async fn connect(endpoints: &[String], cluster: &str, tls: Option<&Tls>) -> Result<EtcdRegistry, ClusterError> {
+        let mut options = ConnectOptions::new()
             .with_connect_timeout(CONNECT)
             .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
             .with_keep_alive_while_idle(true)
             // A server cut off from its quorum ends its watches instead of staying silent.
             .with_require_leader(true);
-        let address = format!("etcd://{}", endpoints.join(","));
-        let client = Client::connect(endpoints, Some(options))
+        let mut urls = endpoints.to_vec();
+        if let Some(tls) = tls {
+            let [certificate, key, authority] = tls.pem();
+            let identity = Identity::from_pem(certificate, key);
+            let tls = TlsOptions::new().ca_certificate(Certificate::from_pem(authority)).identity(identity);
+            options = options.with_tls(tls);
+            urls.iter_mut().for_each(|url| url.insert_str(0, "https://"));
+        }
+        let scheme = if tls.is_some() { "etcds" } else { "etcd" };
+        let address = format!("{scheme}://{}", endpoints.join(","));
+        let client = Client::connect(&urls, Some(options))
             .await
             .map_err(|e| ClusterError::Unavailable { registry: address.clone(), problem: e.to_string() })?;
         let etcd = Etcd { client, address, prefix: format!("/baton/{cluster}/members/") };

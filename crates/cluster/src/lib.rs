@@ -21,6 +21,7 @@ mod wire;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_runtime::Tls;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
@@ -29,7 +30,7 @@ pub use embedded::{EmbeddedRegistry, EmbeddedService};
 pub use error::ClusterError;
 pub use etcd::EtcdRegistry;
 pub use lease::RegistryLease;
-pub use remote::EmbeddedClient;
+pub use remote::{EmbeddedClient, channel};
 pub use spec::Spec;
 pub use wire::{member_from_proto, member_to_proto};
 
@@ -51,13 +52,23 @@ pub trait Registry: Send + Sync + 'static {
     fn watch(&self) -> ViewReceiver;
 }
 
-/// The registry that a [`Spec`] names. It need not be up. Call inside a tokio runtime.
+/// The registry that a [`Spec`] names. It need not be up. With certificates, a router is always reached with TLS. Call inside a tokio runtime.
 ///
 /// # Errors
-/// A specification that is neither `http://host:port` (a router) nor `etcd://host:port,…[/cluster]`.
-pub async fn connect(spec: &str) -> Result<Arc<dyn Registry>, ClusterError> {
-    Ok(match spec.parse()? {
-        Spec::Embedded { endpoint } => Arc::new(EmbeddedClient::connect(&endpoint)?),
-        Spec::Etcd { endpoints, cluster } => Arc::new(EtcdRegistry::connect(&endpoints, &cluster).await?),
+/// A specification that is neither `http://host:port` (a router) nor `etcd://host:port,…[/cluster]`, nor one of these with TLS; or one with
+/// TLS, and no certificates.
+pub async fn connect(spec: &str, tls: Option<&Tls>) -> Result<Arc<dyn Registry>, ClusterError> {
+    let parsed: Spec = spec.parse()?;
+    let (Spec::Embedded { tls: wanted, .. } | Spec::Etcd { tls: wanted, .. }) = parsed;
+    if wanted && tls.is_none() {
+        return Err(ClusterError::Tls { spec: spec.to_owned() });
+    }
+    Ok(match parsed {
+        Spec::Embedded { endpoint, .. } => Arc::new(EmbeddedClient::connect(&endpoint, tls)?),
+        Spec::Etcd { endpoints, cluster, tls: wanted } => {
+            // Whoever can write to an etcd without TLS can announce false workers, but they have no certificates.
+            let tls = tls.filter(|_| wanted);
+            Arc::new(EtcdRegistry::connect(&endpoints, &cluster, tls).await?)
+        }
     })
 }

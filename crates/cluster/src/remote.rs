@@ -5,10 +5,13 @@ use std::time::Duration;
 use baton_membership::Member;
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
+use baton_runtime::Tls;
+use baton_runtime::tls::{TlsRole, alpn, dial};
 use baton_types::ErrorKind;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
-use tonic::transport::{Channel, Endpoint};
+use hyper_util::rt::TokioIo;
+use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use crate::error::ClusterError;
@@ -36,18 +39,38 @@ struct RouterClient {
 impl EmbeddedClient {
     /// A client of the router whose internal address is `endpoint` (`http://host:port`). The router need not be up. Call
     /// inside a tokio runtime.
-    pub fn connect(endpoint: &str) -> Result<EmbeddedClient, ClusterError> {
-        let bad = |_| ClusterError::Spec { spec: endpoint.to_owned(), problem: "it is not an address" };
-        let channel = Endpoint::from_shared(endpoint.to_owned())
-            .map_err(bad)?
-            .connect_timeout(CONNECT)
-            .http2_keep_alive_interval(KEEP_ALIVE)
-            .keep_alive_timeout(KEEP_ALIVE)
-            .keep_alive_while_idle(true)
-            .connect_lazy();
+    pub fn connect(endpoint: &str, tls: Option<&Tls>) -> Result<EmbeddedClient, ClusterError> {
+        let channel = channel(endpoint, tls.map(|tls| (tls, TlsRole::Router)))?;
         let client = RouterClient { grpc: RegistryClient::new(channel), address: endpoint.to_owned() };
         Ok(EmbeddedClient { client, follower: Follower::new() })
     }
+}
+
+/// A channel to a process of the cluster at `http://host:port`. It connects when it is first used.
+///
+/// `tls`: with TLS, whatever the scheme, to a peer that has a certificate with this role.
+///
+/// # Errors
+/// The address is none.
+pub fn channel(address: &str, tls: Option<(&Tls, TlsRole)>) -> Result<Channel, ClusterError> {
+    // The connector has TLS, so the endpoint must not ask for it.
+    let plain = address.strip_prefix("https://").map_or_else(|| address.to_owned(), |host| format!("http://{host}"));
+    let bad = |_| ClusterError::Spec { spec: address.to_owned(), problem: "it is not an address" };
+    let tls = tls.map(|(tls, role)| tls.client([role], &[alpn::HTTP2]));
+    let connector = tower::service_fn(move |uri: Uri| {
+        let tls = tls.clone();
+        async move {
+            let (host, port) = (uri.host().unwrap_or_default(), uri.port_u16().unwrap_or(80));
+            dial(host, port, tls.as_ref()).await.map(TokioIo::new)
+        }
+    });
+    let endpoint = Endpoint::from_shared(plain).map_err(bad)?;
+    let endpoint = endpoint
+        .connect_timeout(CONNECT)
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE)
+        .keep_alive_while_idle(true);
+    Ok(endpoint.connect_with_connector_lazy(connector))
 }
 
 impl Registry for EmbeddedClient {
@@ -66,7 +89,7 @@ impl RouterClient {
     fn error(&self, status: &Status) -> ClusterError {
         let (registry, problem) = (self.address.clone(), status.message().to_owned());
         match status.code() {
-            code @ (Code::InvalidArgument | Code::ResourceExhausted) => {
+            code @ (Code::InvalidArgument | Code::ResourceExhausted | Code::PermissionDenied) => {
                 ClusterError::Refused { registry, kind: ErrorKind::from_grpc_code(code.into()), problem }
             }
             Code::Unimplemented => ClusterError::Refused {
@@ -129,7 +152,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_a_router_will_never_do_is_told_from_what_it_cannot_do_now() {
-        let EmbeddedClient { client, .. } = EmbeddedClient::connect("http://127.0.0.1:1").unwrap();
+        let EmbeddedClient { client, .. } = EmbeddedClient::connect("http://127.0.0.1:1", None).unwrap();
         for (code, refused, kind) in [
             (Code::InvalidArgument, true, ErrorKind::InvalidArgument),
             (Code::ResourceExhausted, true, ErrorKind::ResourceExhausted),

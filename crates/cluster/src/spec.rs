@@ -12,17 +12,21 @@ const DEFAULT_CLUSTER: &str = "default";
 /// A parsed registry specification.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Spec {
-    /// `http://host:port`: the registry inside the router with this gRPC address.
+    /// `http://host:port` or `https://host:port`: the registry inside the router with this internal address.
     Embedded {
-        /// The address, as `http://host:port`.
+        /// The address, as `http://host:port`, whether with TLS or not.
         endpoint: String,
+        /// With TLS.
+        tls: bool,
     },
-    /// `etcd://host:port,host:port/cluster`: etcd, with all keys below `/baton/<cluster>/`.
+    /// `etcd://host:port,host:port/cluster`, or `etcds://` with TLS: etcd, with all keys below `/baton/<cluster>/`.
     Etcd {
         /// The servers, each as `host:port`.
         endpoints: Vec<String>,
         /// Name of the cluster, among those that share this etcd; "default" if absent.
         cluster: String,
+        /// With TLS.
+        tls: bool,
     },
 }
 
@@ -32,14 +36,14 @@ impl FromStr for Spec {
     fn from_str(text: &str) -> Result<Spec, ClusterError> {
         let bad = |problem| ClusterError::Spec { spec: text.to_owned(), problem };
         match text.split_once("://") {
-            Some(("http", rest)) => {
+            Some((scheme @ ("http" | "https"), rest)) => {
                 let host = rest.strip_suffix('/').unwrap_or(rest);
                 match is_host_port(host) {
-                    true => Ok(Spec::Embedded { endpoint: format!("http://{host}") }),
+                    true => Ok(Spec::Embedded { endpoint: format!("http://{host}"), tls: scheme == "https" }),
                     false => Err(bad("it needs a host and a port, and nothing after them")),
                 }
             }
-            Some(("etcd", rest)) => {
+            Some((scheme @ ("etcd" | "etcds"), rest)) => {
                 let (hosts, cluster) = rest.split_once('/').unwrap_or((rest, DEFAULT_CLUSTER));
                 let endpoints: Vec<String> = hosts.split(',').map(str::to_owned).collect();
                 if !endpoints.iter().all(|e| is_host_port(e)) {
@@ -48,9 +52,9 @@ impl FromStr for Spec {
                 if !is_name(cluster) {
                     return Err(bad("the cluster's name must be 1 to 63 of a-z, 0-9 and -"));
                 }
-                Ok(Spec::Etcd { endpoints, cluster: cluster.to_owned() })
+                Ok(Spec::Etcd { endpoints, cluster: cluster.to_owned(), tls: scheme == "etcds" })
             }
-            Some(_) => Err(bad("it must begin with http:// or etcd://")),
+            Some(_) => Err(bad("it must begin with http://, https://, etcd:// or etcds://")),
             None => Err(bad("it has no scheme")),
         }
     }
@@ -67,14 +71,18 @@ mod tests {
 
     #[test]
     fn good_specifications() {
-        let embedded = |endpoint: &str| Spec::Embedded { endpoint: endpoint.to_owned() };
+        let embedded = |endpoint: &str| Spec::Embedded { endpoint: endpoint.to_owned(), tls: false };
         assert_eq!("http://127.0.0.1:8002".parse(), Ok(embedded("http://127.0.0.1:8002")));
         assert_eq!("http://router.prod:8002/".parse(), Ok(embedded("http://router.prod:8002")));
         assert_eq!("http://[::1]:8002".parse(), Ok(embedded("http://[::1]:8002")));
         let etcd = |endpoints: &[&str], cluster: &str| Spec::Etcd {
             endpoints: endpoints.iter().map(|e| e.to_string()).collect(),
             cluster: cluster.to_owned(),
+            tls: false,
         };
+        let secure = Spec::Embedded { endpoint: "http://r:8002".to_owned(), tls: true };
+        assert_eq!("https://r:8002".parse(), Ok(secure));
+        assert!(matches!("etcds://a:1".parse(), Ok(Spec::Etcd { tls: true, .. })));
         assert_eq!("etcd://a:2379,b:2379".parse(), Ok(etcd(&["a:2379", "b:2379"], "default")));
         assert_eq!("etcd://a:2379/blue".parse(), Ok(etcd(&["a:2379"], "blue")));
     }
@@ -84,7 +92,7 @@ mod tests {
         for (bad, why) in [
             ("", "no scheme"),
             ("127.0.0.1:8002", "no scheme"),
-            ("https://a:1", "must begin with"),
+            ("ftp://a:1", "must begin with"),
             ("http://host", "a host and a port"),
             ("http://host:0", "a host and a port"),
             ("http://host:99999", "a host and a port"),

@@ -44,7 +44,7 @@ pub struct Member {
     pub id: WorkerId,
     /// Its role.
     pub role: Role,
-    /// `http://host:port` of its gRPC server.
+    /// `http://host:port` of its gRPC server; `https://` if it takes only TLS.
     pub grpc: String,
     /// `http://host:port` of its admin endpoint.
     pub admin: String,
@@ -79,8 +79,9 @@ impl Member {
             }
         }
         for (field, address) in [("grpc", &self.grpc), ("admin", &self.admin)] {
-            if !address.strip_prefix("http://").is_some_and(is_host_port) {
-                return bad(field, format!("is {address:?}; it must be http://host:port"));
+            let host = address.strip_prefix("http://").or_else(|| address.strip_prefix("https://"));
+            if !host.is_some_and(is_host_port) {
+                return bad(field, format!("is {address:?}; it must be http://host:port or https://host:port"));
             }
         }
         Ok(())

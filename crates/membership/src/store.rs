@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_types::WorkerId;
 
 use crate::error::MembershipError;
-use crate::member::{MAX_MEMBERS, Member, View, check_ttl};
+use crate::member::{MAX_MEMBERS, Member, Role, View, check_ttl};
 
 /// Members, each under a lease. At most [`MAX_MEMBERS`] (I5).
 #[derive(Clone, Debug)]
@@ -59,6 +59,11 @@ impl Store {
     /// When the next lease ends, unless it is renewed.
     pub fn next_expiry(&self) -> Option<Instant> {
         self.entries.values().map(|e| e.expires).min()
+    }
+
+    /// The role of a member.
+    pub fn role(&self, id: WorkerId) -> Option<Role> {
+        self.entries.get(&id).map(|e| e.member.role)
     }
 
     /// All members, sorted by id. The revision grows by one with every call that changes members.

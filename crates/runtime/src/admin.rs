@@ -3,10 +3,13 @@
 //! It stays up during a drain, so that orchestrators see "not ready: draining" instead of a refused connection.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tokio::net::TcpListener;
@@ -72,10 +75,11 @@ struct AdminState {
 }
 
 impl AdminServer {
-    /// Serves `/health`, `/ready`, `/metrics` and the routes of `extra` on `addr`. `extra` must not have those three. Port 0
-    /// takes a free one.
+    /// Serves `/health`, `/ready`, `/metrics` and the routes of `extra` on `addr`. `extra` must not have those three. It needs
+    /// the token in `token_file`; without one it is served on loopback only. Port 0 takes a free one.
     pub async fn start(
         addr: SocketAddr,
+        token_file: Option<PathBuf>,
         readiness: Readiness,
         metrics: MetricsHandle,
         shutdown: Shutdown,
@@ -89,7 +93,7 @@ impl AdminServer {
             .route("/ready", get(ready))
             .route("/metrics", get(render))
             .with_state(AdminState { readiness, metrics, shutdown })
-            .merge(extra);
+            .merge(extra.layer(middleware::from_fn_with_state(Arc::new(Guard::new(addr, token_file)), guard)));
         let server = tokio::spawn(async move {
             if let Err(error) = axum::serve(listener, router).await {
                 tracing::error!(%error, "the admin endpoint ended");
@@ -112,6 +116,56 @@ impl Drop for AdminServer {
     }
 }
 
+/// Who sees more than health and metrics.
+#[derive(Debug)]
+enum Guard {
+    Token(PathBuf),
+    Everybody,
+    Nobody,
+}
+
+impl Guard {
+    fn new(addr: SocketAddr, token_file: Option<PathBuf>) -> Guard {
+        match token_file {
+            Some(path) => Guard::Token(path),
+            None if addr.ip().is_loopback() => Guard::Everybody,
+            None => Guard::Nobody,
+        }
+    }
+}
+
+async fn guard(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+    let refused = |status, why: String| (status, why).into_response();
+    let path = match &*guard {
+        Guard::Everybody => return next.run(request).await,
+        Guard::Nobody => {
+            let why = "this page needs a token, and none is set up: start with --admin-token-file\n";
+            return refused(StatusCode::FORBIDDEN, why.to_owned());
+        }
+        Guard::Token(path) => path,
+    };
+    let token = match tokio::fs::read_to_string(path).await {
+        Ok(token) if !token.trim().is_empty() => token.trim().to_owned(),
+        Ok(_) => return refused(StatusCode::INTERNAL_SERVER_ERROR, "the admin token's file is empty\n".to_owned()),
+        Err(error) => {
+            tracing::warn!(path = %path.display(), %error, "the admin token cannot be read");
+            return refused(StatusCode::INTERNAL_SERVER_ERROR, "the admin token cannot be read\n".to_owned());
+        }
+    };
+    let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let given = given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
+    match same(given.trim().as_bytes(), token.as_bytes()) {
+        true => next.run(request).await,
+        false => refused(StatusCode::UNAUTHORIZED, "send the admin token as Authorization: Bearer TOKEN\n".to_owned()),
+    }
+}
+
+/// Compares in a time that does not tell how much is right.
+fn same(given: &[u8], wanted: &[u8]) -> bool {
+    let differ = given.iter().zip(wanted).fold(0, |differ, (a, b)| differ | (a ^ b));
+    differ == 0 && given.len() == wanted.len()
+}
+
 async fn ready(State(state): State<AdminState>) -> Response {
     let draining = state.shutdown.is_draining().then(|| "draining".to_owned());
     match draining.or_else(|| state.readiness.reason()) {
@@ -130,5 +184,43 @@ async fn upkeep(metrics: MetricsHandle) {
     loop {
         tick.tick().await;
         metrics.upkeep();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use tower::ServiceExt;
+
+    use super::*;
+
+    async fn status(guard_of: Guard, token: Option<&str>) -> StatusCode {
+        let page = Router::new().route("/cluster", get(|| async { "all" }));
+        let page = page.layer(middleware::from_fn_with_state(Arc::new(guard_of), guard));
+        let mut request = Request::builder().uri("/cluster");
+        if let Some(token) = token {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        }
+        page.oneshot(request.body(Body::empty()).unwrap()).await.unwrap().status()
+    }
+
+    #[tokio::test]
+    async fn pages_need_a_token_where_others_reach_them() {
+        let [own, any] = ["127.0.0.1:1", "0.0.0.0:1"].map(|addr| addr.parse::<SocketAddr>().unwrap());
+        assert_eq!(status(Guard::new(own, None), None).await, StatusCode::OK);
+        assert_eq!(status(Guard::new(any, None), Some("x")).await, StatusCode::FORBIDDEN);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let with = |addr| Guard::new(addr, Some(file.path().to_owned()));
+        assert_eq!(status(with(any), Some("")).await, StatusCode::INTERNAL_SERVER_ERROR, "an empty token is none");
+        std::fs::write(file.path(), "secret\n").unwrap();
+        for (token, want) in [
+            (Some("secret"), StatusCode::OK),
+            (Some("secre"), StatusCode::UNAUTHORIZED),
+            (Some("secret2"), StatusCode::UNAUTHORIZED),
+            (None, StatusCode::UNAUTHORIZED),
+        ] {
+            assert_eq!(status(with(any), token).await, want, "{token:?}");
+            assert_eq!(status(with(own), token).await, want, "{token:?}: asked for here too");
+        }
     }
 }

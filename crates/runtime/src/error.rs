@@ -79,6 +79,46 @@ pub enum RuntimeError {
         /// Why.
         source: std::io::Error,
     },
+    /// A file of certificates or keys cannot be used.
+    #[error("{field}: {}: {problem}; a file in PEM is needed", .path.display())]
+    Certificate {
+        /// The field that names the file.
+        field: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+    /// Of files that are needed together one is missing.
+    #[error("{field} is not set; TLS needs {with} together")]
+    TlsFiles {
+        /// The field that is missing.
+        field: &'static str,
+        /// The fields that are needed.
+        with: &'static str,
+    },
+    /// An internal listener that others can reach has no TLS.
+    #[error(
+        "{field} is {address}, which other machines can reach, and has no TLS; set tls_cert, tls_key and tls_ca (`baton certs` makes them), \
+         use an address of 127.0.0.0/8, or say insecure_internal if nobody else reaches that network"
+    )]
+    Insecure {
+        /// The field with the address.
+        field: &'static str,
+        /// The address.
+        address: SocketAddr,
+    },
+    /// A certificate cannot be made.
+    #[error("a certificate cannot be made: {0}")]
+    MakeCertificate(String),
+    /// A file cannot be written.
+    #[error("cannot write {}: {problem}", .path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
     /// Another metrics recorder is already installed in this process.
     #[error("a metrics recorder is already installed in this process; install it only with baton_runtime::metrics")]
     Recorder,
@@ -111,8 +151,12 @@ impl BatonError for RuntimeError {
             RuntimeError::Value { .. }
             | RuntimeError::Unknown { .. }
             | RuntimeError::Syntax { .. }
+            | RuntimeError::Certificate { .. }
+            | RuntimeError::TlsFiles { .. }
+            | RuntimeError::Insecure { .. }
             | RuntimeError::Listen { .. } => ErrorKind::InvalidArgument,
             RuntimeError::Read { .. } => ErrorKind::NotFound,
+            RuntimeError::MakeCertificate(_) | RuntimeError::Write { .. } => ErrorKind::Internal,
             RuntimeError::Recorder | RuntimeError::Buckets(_) | RuntimeError::Signals(_) => ErrorKind::Internal,
         }
     }

@@ -15,6 +15,7 @@ mod process;
 pub mod shutdown;
 mod tasks;
 pub mod telemetry;
+pub mod tls;
 
 pub use admin::{AdminServer, Readiness, listen};
 pub use command::{LoadedConfig, args, check_config, load, load_from};
@@ -27,3 +28,4 @@ pub use process::{FetchConfig, Process, ProcessConfig};
 pub use shutdown::{Outcome, Shutdown};
 pub use tasks::Tasks;
 pub use telemetry::{LogFilter, LogFormat};
+pub use tls::{Tls, TlsClient, TlsConfig, TlsServer};

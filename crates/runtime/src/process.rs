@@ -19,6 +19,9 @@ crate::config! {
         log_format: LogFormat = LogFormat::Text,
         /// Address of the admin endpoint (/health, /ready, /metrics); port 0 takes a free one.
         admin: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
+        /// File with the token that admin pages other than /health, /ready and /metrics need, sent as Authorization: Bearer TOKEN. It is
+        /// read for each request. Without it, these pages are served only if the admin address is this machine's own.
+        admin_token_file: Option<PathBuf> = None,
         /// How long running requests may take to finish once the process is told to stop.
         drain_timeout: Duration = Duration::from_secs(30),
     }
@@ -60,7 +63,9 @@ impl Process {
         let shutdown = Shutdown::new(config.drain_timeout);
         shutdown.listen_for_signals()?;
         let readiness = Readiness::new("starting");
-        let admin = AdminServer::start(config.admin, readiness.clone(), metrics, shutdown.clone(), extra).await?;
+        let token = config.admin_token_file.clone();
+        let admin =
+            AdminServer::start(config.admin, token, readiness.clone(), metrics, shutdown.clone(), extra).await?;
         let tasks = Tasks::new(shutdown.clone());
         Ok(Process { shutdown, tasks, readiness, admin })
     }

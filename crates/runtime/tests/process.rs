@@ -146,7 +146,7 @@ async fn the_admin_endpoint_tells_health_readiness_and_metrics() {
     let metrics = baton_runtime::metrics::install().unwrap();
     let extra = axum::Router::new().route("/extra", axum::routing::get(|| async { "more" }));
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
-    let server = AdminServer::start(any, readiness.clone(), metrics, shutdown.clone(), extra).await.unwrap();
+    let server = AdminServer::start(any, None, readiness.clone(), metrics, shutdown.clone(), extra).await.unwrap();
     let at = server.addr();
     assert_ne!(at.port(), 0);
     assert_eq!(get(at, "/health").await, (200, "alive\n".to_owned()));

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use baton_engine::{Eviction, Order};
 use baton_runtime::config::{Plain, Value};
-use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig};
-use baton_transfer::{Cpus, Tls, TlsFiles, TransferLimits, TransportChoice, UcxOptions, UcxSettings};
+use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig, TlsConfig};
+use baton_transfer::{Cpus, TransferLimits, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
-use crate::{BackendKind, Quantization, WorkerError};
+use crate::{BackendKind, Quantization};
 
 /// How many prompt tokens fill a step ([`baton_engine::EngineConfig::pack_tokens`]).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -45,6 +45,7 @@ baton_runtime::config! {
     pub struct WorkerConfig {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
+        use internal_tls: TlsConfig = TlsConfig::default();
         /// The model: a path, a name, org/name on the hub, or random:NAME (random weights, no download). All workers and routers of a
         /// cluster need the same.
         model: String = "smollm2".to_owned(),
@@ -54,7 +55,7 @@ baton_runtime::config! {
         transfer: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
         /// Host name or address by which others reach this worker; needed when it listens on 0.0.0.0.
         advertise: Option<String> = None,
-        /// Where workers register: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…
+        /// Where workers register: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…; with TLS https:// or etcds://
         registry: String = "http://127.0.0.1:8002".to_owned(),
         /// How long the cluster keeps this worker in its view without a sign of life from it.
         registry_ttl: Duration = Duration::from_secs(5),
@@ -72,15 +73,6 @@ baton_runtime::config! {
         /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: any. CPUs close to the network card and to the
         /// pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
         transfer_cpus: Parsed<Cpus> = Parsed::default(),
-        /// This worker's certificate in PEM, for TLS between workers where KV goes over TCP. Needs transfer_tls_key and transfer_tls_ca
-        /// too. All workers of a cluster use TLS or none does. The files are read once, at the start.
-        transfer_tls_cert: Option<PathBuf> = None,
-        /// Private key of transfer_tls_cert, in PEM.
-        transfer_tls_key: Option<PathBuf> = None,
-        /// Certificates in PEM of the authorities whose workers may exchange KV with this one.
-        transfer_tls_ca: Option<PathBuf> = None,
-        /// A name that the certificates of all decode workers contain; default: the name or address by which each is reached.
-        transfer_tls_name: Option<String> = None,
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
         /// While KV travels, each end sends a sign of life at least this often. All workers of a cluster need the same.
@@ -181,28 +173,6 @@ impl WorkerConfig {
         }
     }
 
-    /// TLS between workers; `None` if it is not configured.
-    ///
-    /// # Errors
-    /// When files are missing or cannot be used.
-    pub fn transfer_tls(&self) -> Result<Option<Tls>, WorkerError> {
-        let name = self.transfer_tls_name.clone();
-        match [&self.transfer_tls_cert, &self.transfer_tls_key, &self.transfer_tls_ca].map(Option::as_ref) {
-            [None, None, None] if name.is_none() => Ok(None),
-            [Some(certificate), Some(key), Some(authority)] => {
-                let [certificate, key, authority] = [certificate, key, authority].map(PathBuf::clone);
-                Ok(Some(Tls::load(&TlsFiles { certificate, key, authority, name })?))
-            }
-            [cert, key, _] => {
-                let fields = [(cert, "transfer_tls_cert"), (key, "transfer_tls_key")];
-                let missing = fields.into_iter().find(|(value, _)| value.is_none());
-                let field = missing.map_or("transfer_tls_ca", |(_, field)| field);
-                let must = "a file: TLS takes transfer_tls_cert, transfer_tls_key and transfer_tls_ca together";
-                Err(WorkerError::Config { field, value: "not set".to_owned(), must: must.to_owned() })
-            }
-        }
-    }
-
     /// The UCX settings as the transfer engine takes them.
     pub fn ucx(&self) -> UcxSettings {
         UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }
@@ -227,32 +197,6 @@ mod tests {
             if let Ok(value) = read {
                 assert_eq!(PackTokens::from_plain(&value.to_plain().unwrap()), Ok(value), "what is printed reads back");
             }
-        }
-    }
-
-    #[test]
-    fn tls_takes_three_files_or_none() {
-        let refused = |cert: Option<&str>, key: Option<&str>, ca: Option<&str>, name: Option<&str>| {
-            let config = WorkerConfig {
-                transfer_tls_cert: cert.map(PathBuf::from),
-                transfer_tls_key: key.map(PathBuf::from),
-                transfer_tls_ca: ca.map(PathBuf::from),
-                transfer_tls_name: name.map(str::to_owned),
-                ..WorkerConfig::default()
-            };
-            config.transfer_tls().map(|tls| assert!(tls.is_none())).map_err(|error| error.to_string())
-        };
-        let file = Some("/nonexistent");
-        assert_eq!(refused(None, None, None, None), Ok(()));
-        for (error, want) in [
-            (refused(file, None, file, None), "transfer_tls_key is not set"),
-            (refused(None, file, None, None), "transfer_tls_cert is not set"),
-            (refused(file, file, None, None), "transfer_tls_ca is not set"),
-            (refused(None, None, None, Some("worker")), "transfer_tls_cert is not set"),
-            (refused(file, file, file, None), "tls.certificate: /nonexistent"),
-        ] {
-            let error = error.unwrap_err();
-            assert!(error.starts_with(want), "{error}");
         }
     }
 }

@@ -11,13 +11,14 @@ use baton_proto::OnlyFor;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
 use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
-use baton_runtime::{Outcome, Process};
+use baton_runtime::tls::{TlsRole, alpn};
+use baton_runtime::{Outcome, Process, Tls};
 use baton_types::WorkerId;
 use metrics::gauge;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
-use tonic::transport::server::TcpIncoming;
 
+use crate::door;
 use crate::load::{Ready, load};
 use crate::serving::Serving;
 use crate::settings::check_settings;
@@ -62,6 +63,8 @@ pub struct Node {
     pub clock: crate::Clock,
     /// Compiled constraints. They are compiled before the engine thread needs them.
     pub grammars: Arc<Grammars>,
+    /// For all connections between processes of the cluster.
+    pub tls: Option<Tls>,
 }
 
 /// A random id, never 0. The randomness is that of the standard library's hash keys, which come from the system's random source.
@@ -72,6 +75,14 @@ pub fn random_worker_id() -> WorkerId {
 }
 
 impl Node {
+    /// TLS for transfers, where this worker has certificates. Either role may send and receive KV.
+    pub fn transfer_tls(&self) -> Option<baton_transfer::Tls> {
+        let tls = self.tls.as_ref()?;
+        let workers = [TlsRole::Prefill, TlsRole::Decode];
+        let (client, server) = (tls.client(workers, &[]).config(), tls.server(workers, &[]).config());
+        Some(baton_transfer::Tls::new(client, server, tls.is_permissive()))
+    }
+
     /// Checks a sequence from the router. Compiles its constraint, if it has one, on a blocking thread.
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
         let layout = self.geometry.layout.fingerprint();
@@ -97,6 +108,7 @@ impl Node {
         load: impl FnOnce(&WorkerConfig) -> Result<Ready, WorkerError> + Send + 'static,
     ) -> Result<(), WorkerError> {
         check_settings(&config)?;
+        let tls = Tls::open(&config.internal_tls)?;
         let process = Process::start(N::ROLE.as_str(), &config.process, Default::default()).await?;
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;
@@ -117,7 +129,7 @@ impl Node {
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let engine = Engine::new(limits, &geometry)?;
         let node =
-            Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config };
+            Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config, tls };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
@@ -137,14 +149,14 @@ impl Node {
         limits: EngineConfig,
     ) -> Member {
         let reach = |addr: std::net::SocketAddr| match &self.config.advertise {
-            Some(host) => format!("http://{host}:{}", addr.port()),
-            None => format!("http://{addr}"),
+            Some(host) => format!("{host}:{}", addr.port()),
+            None => addr.to_string(),
         };
         Member {
             id: self.id,
             role,
-            grpc: reach(grpc),
-            admin: reach(admin),
+            grpc: format!("{}://{}", Tls::scheme(self.tls.as_ref()), reach(grpc)),
+            admin: format!("http://{}", reach(admin)),
             model: model.to_owned(),
             layout: self.geometry.layout.family(),
             block_size: self.geometry.layout.block_size,
@@ -165,7 +177,7 @@ impl Node {
         member: Member,
     ) -> Result<(), WorkerError> {
         let addr = listener.local_addr()?;
-        let config = self.config.clone();
+        let (config, tls) = (self.config.clone(), self.tls.clone());
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
         routes.add_service(health_service).add_service(WorkerServer::new(service.clone()));
@@ -177,8 +189,11 @@ impl Node {
             .map_err(|e| WorkerError::Grpc { addr, problem: e.to_string() })?;
         routes.add_service(reflection);
         let stop = tokio_util::sync::CancellationToken::new();
-        // Tokens are small, so Nagle's algorithm is off. The server's own nodelay setting only applies to sockets it accepted itself.
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let accept = tls.as_ref().map(|tls| tls.server([TlsRole::Router, TlsRole::Operator], &[alpn::HTTP2]));
+        let incoming = door::incoming(listener, accept);
+        if let Some(tls) = tls.clone() {
+            process.tasks.spawn("certificates", tls.watch(process.shutdown.clone()));
+        }
         let server = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(Duration::from_secs(5)))
             .max_concurrent_streams(MAX_STREAMS)
@@ -187,7 +202,7 @@ impl Node {
             .serve_with_incoming_shutdown(incoming, stop.clone().cancelled_owned());
         let server = tokio::spawn(server);
         let id = member.id;
-        let registry = baton_cluster::connect(&config.registry).await?;
+        let registry = baton_cluster::connect(&config.registry, tls.as_ref()).await?;
         let lease = tokio::select! {
             lease = registry.register(member, config.registry_ttl) => lease?,
             _ = process.shutdown.draining() => return Ok(()),

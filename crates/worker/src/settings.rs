@@ -76,7 +76,9 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     check_limits(config)?;
     let (connections, must) = (config.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
     check((1..=MAX_TCP_CONNECTIONS).contains(&connections), "tcp_connections", connections, must)?;
-    config.transfer_tls()?;
+    let insecure = |field, address| config.internal_tls.check_listener(field, address);
+    insecure("grpc", config.grpc)?;
+    insecure("transfer", config.transfer)?;
     check_cpus(config)?;
     for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
         let reachable = !address.ip().is_unspecified() || config.advertise.is_some();

@@ -33,7 +33,7 @@ struct World {
 
 /// Serves until it is killed.
 pub async fn serve(arguments: &Arguments) {
-    let registry = baton_cluster::connect(arguments.must("registry")).await.unwrap();
+    let registry = baton_cluster::connect(arguments.must("registry"), None).await.unwrap();
     let world = World { pace: arguments.pace(), next: Arc::default(), waiting: Arc::default() };
     let mut leases = Vec::new();
     for pair in 0..arguments.or("pairs", 2u64) {

@@ -5,20 +5,19 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use baton_runtime::TlsClient;
+use baton_runtime::tls::{Outgoing, dial};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tonic::transport::Uri;
 
 /// Bytes that are gathered at most before they are written.
 const MOST: usize = 64 << 10;
 
 /// Connects to a worker's address.
-pub(super) async fn connect(uri: Uri) -> io::Result<TokioIo<Gather<TcpStream>>> {
-    let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-    let stream = TcpStream::connect((host, uri.port_u16().unwrap_or(80))).await?;
-    stream.set_nodelay(true)?;
-    Ok(TokioIo::new(Gather::new(stream)))
+pub(super) async fn connect(uri: Uri, tls: Option<TlsClient>) -> io::Result<TokioIo<Gather<Outgoing>>> {
+    let (host, port) = (uri.host().unwrap_or_default(), uri.port_u16().unwrap_or(80));
+    Ok(TokioIo::new(Gather::new(dial(host, port, tls.as_ref()).await?)))
 }
 
 /// A connection that puts a flush off once, until all tasks that are ready by then have run.

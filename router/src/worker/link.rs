@@ -6,11 +6,13 @@ use std::error::Error;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use baton_cluster::Member;
+use baton_cluster::{Member, Role};
 use baton_policy::{Broken, LegEnd, Probe, WorkerLease};
 use baton_proto::v1::StatusRequest;
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::{MeantFor, says_another_worker};
+use baton_runtime::tls::{TlsRole, alpn};
+use baton_runtime::{Tls, TlsClient};
 use baton_types::ErrorKind;
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
@@ -27,6 +29,21 @@ const STREAM_WINDOW: u32 = 64 << 10;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// How to reach workers that have TLS.
+#[derive(Clone)]
+pub(crate) struct WorkerTls {
+    pub prefill: TlsClient,
+    pub decode: TlsClient,
+}
+
+impl WorkerTls {
+    /// Each worker must have a certificate of its role.
+    pub fn new(tls: &Tls) -> WorkerTls {
+        let client = |role| tls.client([role], &[alpn::HTTP2]);
+        WorkerTls { prefill: client(TlsRole::Prefill), decode: client(TlsRole::Decode) }
+    }
+}
+
 /// One request's use of one worker.
 pub(crate) struct WorkerLink {
     workers: Arc<Workers>,
@@ -38,15 +55,32 @@ pub(crate) struct WorkerLink {
 pub(super) type WorkerChannel = InterceptedService<Channel, MeantFor>;
 
 /// A channel to the worker. It connects when it is first used.
-pub(super) fn connect(member: &Member, worker_timeout: Duration) -> Result<WorkerChannel, tonic::transport::Error> {
-    let endpoint = Endpoint::from_shared(member.grpc.clone())?
+///
+/// # Errors
+/// Its address is none, or it has TLS and this router has not.
+pub(super) fn connect(
+    member: &Member,
+    worker_timeout: Duration,
+    tls: Option<&WorkerTls>,
+) -> Result<WorkerChannel, String> {
+    let host = member.grpc.strip_prefix("https://");
+    if host.is_some() && tls.is_none() {
+        return Err("it has TLS, which this router is not set up for (tls_cert)".to_owned());
+    }
+    // With TLS whatever the worker says of itself: no prompt goes to one that shows no certificate of its role.
+    let tls = tls.map(|tls| if member.role == Role::Prefill { &tls.prefill } else { &tls.decode });
+    let tls = tls.cloned();
+    // The connector has TLS, so the endpoint must not ask for it.
+    let address = host.map_or_else(|| member.grpc.clone(), |host| format!("http://{host}"));
+    let endpoint = Endpoint::from_shared(address)
+        .map_err(|e| e.to_string())?
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(PING_EVERY)
         .keep_alive_timeout(worker_timeout)
         .keep_alive_while_idle(true)
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW);
-    let channel = endpoint.connect_with_connector_lazy(tower::service_fn(gather::connect));
+    let channel = endpoint.connect_with_connector_lazy(tower::service_fn(move |uri| gather::connect(uri, tls.clone())));
     Ok(InterceptedService::new(channel, MeantFor::new(member.id)))
 }
 

@@ -15,6 +15,7 @@ use baton_cluster::{Member, View};
 use baton_policy::{
     Ask, Capacity, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict,
 };
+use baton_runtime::Tls;
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
 use baton_types::WorkerId;
@@ -23,7 +24,7 @@ use tokio::time::Instant;
 
 use crate::config::{PlacementKind, RouterConfig};
 use crate::model::ServedModel;
-use link::{WorkerChannel, WorkerLink};
+use link::{WorkerChannel, WorkerLink, WorkerTls};
 
 pub(crate) use legs::{Leg, open_decode, open_prefill};
 
@@ -34,6 +35,7 @@ pub(crate) struct Workers {
     worker_timeout: Duration,
     /// Prompt tokens that tenants may have at each worker that computes prompts.
     fair_window: u32,
+    tls: Option<WorkerTls>,
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
     /// What follows from the latest view. Requests read it without waiting for each other.
@@ -58,7 +60,7 @@ impl std::fmt::Debug for Workers {
 
 impl Workers {
     /// A table without workers.
-    pub fn new(model: &ServedModel, config: &RouterConfig) -> Workers {
+    pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
         let RouterConfig { placement, worker_timeout, fair_window, .. } = *config;
         let placement: Box<dyn Placement> = match placement {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
@@ -71,8 +73,9 @@ impl Workers {
             fingerprint: fleet.fingerprint(),
             channels: HashMap::new(),
         };
+        let tls = tls.map(WorkerTls::new);
         let (served_name, table) = (model.id().to_owned(), RwLock::new(Arc::new(table)));
-        Workers { served_name, worker_timeout, fair_window, fleet: Mutex::new(fleet), table }
+        Workers { served_name, worker_timeout, fair_window, tls, fleet: Mutex::new(fleet), table }
     }
 
     fn fleet(&self) -> MutexGuard<'_, Fleet> {
@@ -91,11 +94,11 @@ impl Workers {
         let mut table = Table::clone(&self.table());
         changes.left.iter().for_each(|id| drop(table.channels.remove(id)));
         for member in changes.joined {
-            match link::connect(&member, self.worker_timeout) {
+            match link::connect(&member, self.worker_timeout, self.tls.as_ref()) {
                 Ok(channel) => drop(table.channels.insert(member.id, channel)),
                 Err(error) => {
                     fleet.unusable(member.id);
-                    tracing::warn!(worker = %member.id, address = member.grpc, %error, "unusable address");
+                    tracing::warn!(worker = %member.id, address = member.grpc, error, "a worker cannot be used");
                 }
             }
         }

@@ -7,10 +7,10 @@ use baton_cluster::{Member, Role};
 use baton_proto::MeantFor;
 use baton_proto::v1::{self, worker_client::WorkerClient};
 
+use super::certificates::{channel, connect};
 use super::http::Metrics;
 use super::{HANG, LOOK};
 use baton_types::WorkerId;
-use tonic::transport::Endpoint;
 
 /// What a worker may take to answer before it counts as not there.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -56,7 +56,7 @@ pub async fn status(member: &Member) -> anyhow::Result<v1::StatusResponse> {
 /// What the worker with this id holds, asked at a member's address.
 pub async fn status_of(member: &Member, id: WorkerId) -> anyhow::Result<v1::StatusResponse> {
     let ask = async {
-        let channel = Endpoint::from_shared(member.grpc.clone())?.connect().await?;
+        let channel = channel(member).await?;
         let mut client = WorkerClient::with_interceptor(channel, MeantFor::new(id));
         anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
     };
@@ -65,7 +65,7 @@ pub async fn status_of(member: &Member, id: WorkerId) -> anyhow::Result<v1::Stat
 
 /// Waits until every worker in a registry's view holds nothing (I6).
 pub async fn wait_all_free(registry: &str) -> anyhow::Result<()> {
-    let mut views = baton_cluster::connect(registry).await?.watch();
+    let mut views = connect(registry).await?.watch();
     let start = Instant::now();
     loop {
         let view = tokio::time::timeout(HANG, views.wait_for(|view| !view.stale)).await??.clone();

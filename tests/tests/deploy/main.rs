@@ -61,6 +61,7 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
         "http",
         "hub_endpoint",
         "hub_token_file",
+        "insecure_internal",
         "internal",
         "log",
         "log_format",
@@ -223,7 +224,7 @@ fn everybody_finds_the_registry() -> anyhow::Result<()> {
         assert_eq!(release.settings("prefill")?.text("registry")?, workers, "{}", release.name);
         let deployment = &release.one("Deployment", "router")?["spec"];
         match workers.parse()? {
-            Spec::Embedded { endpoint } => {
+            Spec::Embedded { endpoint, .. } => {
                 assert_eq!(router, "embedded");
                 assert_eq!((&deployment["replicas"], &deployment["strategy"]["type"]), (&1.into(), &"Recreate".into()));
                 let service =

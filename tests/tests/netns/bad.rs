@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use baton_tests::cluster::client::{Client, apart, greedy, prompt};
-use baton_tests::cluster::{HANG, models, wait_all_free};
+use baton_tests::cluster::{HANG, connect, models, wait_all_free};
 use baton_tests::local::{Local, Options};
 use baton_transfer::TransferLimits;
 use baton_types::SamplingParams;
@@ -118,7 +118,7 @@ fn over_a_bad_network_answers_are_right_or_refused_and_every_block_comes_back() 
             let (asked, ()) = tokio::join!(futures::future::try_join_all(asking), cut(wire, &ends));
             asked?;
             // Both workers are back, and hold nothing: not even what was on its way when the wire was cut (I3, I6).
-            let mut views = baton_cluster::connect(REGISTRY).await?.watch();
+            let mut views = connect(REGISTRY).await?.watch();
             tokio::time::timeout(HANG, views.wait_for(|view| view.members.len() == 2)).await??;
             wait_all_free(REGISTRY).await
         })

@@ -8,7 +8,7 @@ use std::process::{Child, Command};
 
 use anyhow::{Context, ensure};
 use baton_tests::binary;
-use baton_tests::cluster::{http, signal_pid, wait};
+use baton_tests::cluster::{http, learn, signal_pid, wait};
 use baton_tests::needs;
 use rustix::process::Signal;
 use rustix::thread::{CapabilitySet, LinkNameSpaceType, capabilities, move_into_link_name_space};
@@ -18,7 +18,7 @@ use crate::wire::{Quality, Wire};
 pub const ROUTER: &str = "10.77.0.1";
 pub const PREFILL: &str = "10.77.0.2";
 pub const DECODE: &str = "10.77.0.3";
-pub const REGISTRY: &str = "http://10.77.0.1:8002";
+pub const REGISTRY: &str = "https://10.77.0.1:8002";
 const ROLES: [&str; 3] = ["router", "prefill", "decode"];
 
 /// The namespaces, and what runs in them.
@@ -149,6 +149,15 @@ pub fn joined(quality: Option<Quality>) -> Option<Hosts> {
 pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
     let mut hosts = joined(quality)?;
     let model = model.to_str().unwrap();
+    let certs = hosts.dir.path().join("certs");
+    let folder = certs.to_str().unwrap();
+    binary::output(&["certs", folder]).unwrap();
+    learn(&certs).unwrap();
+    let tls = |role: &str| {
+        let file = |end: &str| format!("{folder}/{role}{end}.pem");
+        let ca = format!("{folder}/ca.pem");
+        ["--tls-cert".to_owned(), file(""), "--tls-key".to_owned(), file("-key"), "--tls-ca".to_owned(), ca]
+    };
     let router = [
         "--http",
         "10.77.0.1:8000",
@@ -159,14 +168,19 @@ pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
         "--admin",
         "10.77.0.1:9000",
     ];
-    hosts.start("router", &[&["--model", model][..], &router].concat()).unwrap();
+    let start = |hosts: &mut Hosts, role: &'static str, args: &[&str]| {
+        let tls = tls(role);
+        let args: Vec<&str> = args.iter().copied().chain(tls.iter().map(String::as_str)).collect();
+        hosts.start(role, &args).unwrap();
+    };
+    start(&mut hosts, "router", &[&["--model", model][..], &router].concat());
     let worker = ["--model", model, "--registry", REGISTRY, "--kv-memory", "64MiB"];
     let prefill = ["--grpc", "10.77.0.2:0", "--admin", "10.77.0.2:9000"];
-    hosts.start("prefill", &[&worker[..], &prefill].concat()).unwrap();
+    start(&mut hosts, "prefill", &[&worker[..], &prefill].concat());
     // As in a container, which does not know its address beforehand.
     let decode =
         ["--grpc", "0.0.0.0:9001", "--admin", "0.0.0.0:9000", "--transfer", "0.0.0.0:9002", "--advertise", DECODE];
-    hosts.start("decode", &[&worker[..], &decode].concat()).unwrap();
+    start(&mut hosts, "decode", &[&worker[..], &decode].concat());
     let ready = || {
         for (host, port) in [(PREFILL, 9000), (DECODE, 9000), (ROUTER, 8000)] {
             let ready = || http::get(address(host, port), "/ready").ok().filter(|(code, _)| *code == 200);

@@ -17,7 +17,7 @@ use baton_cluster::{Role, View};
 use baton_model_files::fetch;
 use baton_tests::cluster::client::{Client, greedy, prompt};
 use baton_tests::cluster::http::Metrics;
-use baton_tests::cluster::{models, status, wait, wait_all_free};
+use baton_tests::cluster::{connect, models, status, wait, wait_all_free};
 use baton_tests::local::{Local, Options};
 use baton_types::SamplingParams;
 use hosts::{PREFILL, REGISTRY, ROUTER, address, three_hosts};
@@ -73,7 +73,7 @@ fn a_cable_pulled_mid_prompt_changes_no_answer() {
     };
     let work = || {
         let runtime = runtime()?;
-        let mut views = runtime.block_on(async { anyhow::Ok(baton_cluster::connect(REGISTRY).await?.watch()) })?;
+        let mut views = runtime.block_on(async { anyhow::Ok(connect(REGISTRY).await?.watch()) })?;
         let both = |view: &Arc<View>| view.members.len() == 2;
         let view = runtime.block_on(views.wait_for(both))?.clone();
         let prefill = view.members.iter().find(|m| m.role == Role::Prefill).context("a prefill worker")?;

@@ -3,7 +3,14 @@
 use std::cell::Cell;
 
 use super::*;
-use crate::{Tls, TlsFiles};
+use crate::Tls;
+use rustls::client::Resumption;
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::version::TLS13;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
@@ -24,18 +31,34 @@ pub(super) fn with_tls(test: impl FnOnce()) {
 
 /// The TLS settings of both ends in this thread's tests.
 pub(super) fn tls() -> Option<Tls> {
-    ON.get().then(|| of("worker", "worker", None).unwrap())
+    ON.get().then(|| of("worker", "worker"))
 }
 
 /// Settings with this certificate, which accept peers of this authority.
-fn of(certificate: &str, authority: &str, name: Option<&str>) -> Result<Tls, TransferError> {
+fn of(certificate: &str, authority: &str) -> Tls {
+    with(certificate, authority, false)
+}
+
+/// The same; `permissive`: also peers without TLS.
+fn with(certificate: &str, authority: &str, permissive: bool) -> Tls {
     let file = |name: String| Path::new(env!("CARGO_MANIFEST_DIR")).join("src/conformance/certificates").join(name);
-    Tls::load(&TlsFiles {
-        certificate: file(format!("{certificate}.pem")),
-        key: file(format!("{certificate}-key.pem")),
-        authority: file(format!("{authority}-authority.pem")),
-        name: name.map(str::to_owned),
-    })
+    let certificates = |name: String| -> Vec<CertificateDer<'static>> {
+        CertificateDer::pem_file_iter(file(name)).unwrap().map(Result::unwrap).collect()
+    };
+    let chain = certificates(format!("{certificate}.pem"));
+    let key = PrivateKeyDer::from_pem_file(file(format!("{certificate}-key.pem"))).unwrap();
+    let mut roots = RootCertStore::empty();
+    certificates(format!("{authority}-authority.pem")).into_iter().for_each(|root| roots.add(root).unwrap());
+    let (roots, provider) = (Arc::new(roots), Arc::new(ring::default_provider()));
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone()).build().unwrap();
+    let server = ServerConfig::builder_with_provider(provider.clone()).with_protocol_versions(&[&TLS13]).unwrap();
+    let mut server =
+        server.with_client_cert_verifier(verifier).with_single_cert(chain.clone(), key.clone_key()).unwrap();
+    server.send_tls13_tickets = 0;
+    let client = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]).unwrap();
+    let mut client = client.with_root_certificates(roots).with_client_auth_cert(chain, key).unwrap();
+    client.resumption = Resumption::disabled();
+    Tls::new(Arc::new(client), Arc::new(server), permissive)
 }
 
 /// The outcome of a handoff between a decode worker and a prefill worker with these settings. The handoff of `friend` must succeed.
@@ -90,45 +113,45 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
 
 #[test]
 fn workers_of_one_authority_exchange_kv() {
-    let mine = || of("worker", "worker", None).ok();
+    let mine = || Some(of("worker", "worker"));
     let bytes = 4 * large().layout.block_bytes_all_layers(0) as u64;
     assert_eq!(between(mine(), mine(), mine()).map(|stats| stats.bytes), Ok(bytes));
-    // By a name in the certificate instead of the address.
-    let named = of("worker", "worker", Some("worker.test")).ok();
-    assert!(between(mine(), named, mine()).is_ok());
+}
+
+#[test]
+fn while_a_cluster_goes_over_to_tls_both_are_understood() {
+    let mine = || Some(of("worker", "worker"));
+    let both = || Some(with("worker", "worker", true));
+    // Before, while and after: at each step, each worker gets on with those a step before it.
+    for (decode, prefill) in [(None, both()), (both(), None), (both(), both()), (both(), mine()), (mine(), both())] {
+        let what =
+            format!("{:?} {:?}", decode.as_ref().map(Tls::is_permissive), prefill.as_ref().map(Tls::is_permissive));
+        let outcome = between(decode, prefill, both());
+        assert!(outcome.is_ok(), "{what}: {outcome:?}");
+    }
+    // But who shows a stranger's certificate is not asked in at another door.
+    let stranger = Some(with("stranger", "worker", true));
+    assert!(between(mine(), stranger, mine()).is_err());
 }
 
 #[test]
 fn whoever_is_set_up_in_another_way_is_refused_and_told_why() {
-    let mine = || of("worker", "worker", None).ok();
+    let mine = || Some(of("worker", "worker"));
     // Settings that a decode worker accepts that takes only strangers.
-    let friend = || of("stranger", "worker", None).ok();
+    let friend = || Some(of("stranger", "worker"));
     for (decode, prefill, friend, want) in [
         (mine(), None, mine(), "it wants TLS, which this worker is not set up for"),
-        (None, mine(), None, "it does not speak TLS; set up TLS for transfers on both workers or on neither"),
+        (None, mine(), None, "it does not speak TLS; set up TLS (tls_cert) on both workers or on neither"),
         // The wrong authority, for either end and for both.
-        (of("worker", "stranger", None).ok(), mine(), friend(), "it refuses this worker"),
-        (mine(), of("stranger", "worker", None).ok(), mine(), "it refuses this worker"),
-        (mine(), of("worker", "stranger", None).ok(), mine(), "its certificate is refused"),
-        (mine(), of("stranger", "stranger", None).ok(), mine(), "its certificate is refused"),
-        (mine(), of("worker", "worker", Some("another.test")).ok(), mine(), "its certificate is refused"),
+        (Some(of("worker", "stranger")), mine(), friend(), "it refuses this worker"),
+        (mine(), Some(of("stranger", "worker")), mine(), "it refuses this worker"),
+        (mine(), Some(of("worker", "stranger")), mine(), "its certificate is refused"),
+        (mine(), Some(of("stranger", "stranger")), mine(), "its certificate is refused"),
     ] {
         let error = between(decode, prefill, friend).unwrap_err();
         assert!(matches!(error, TransferError::Connect { .. }), "{error}");
         assert!(error.to_string().contains(want), "{want}: {error}");
     }
-}
-
-#[test]
-fn files_that_cannot_be_used_are_named() {
-    let error = |certificate, authority, name| of(certificate, authority, name).unwrap_err().to_string();
-    assert!(error("nobody", "worker", None).contains("tls.certificate"));
-    assert!(error("nobody", "worker", None).contains("nobody.pem"));
-    assert!(error("worker", "nobody", None).contains("tls.authority"));
-    assert!(error("worker", "worker", Some("no name")).contains("tls.name"));
-    let key = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/conformance/certificates/worker.pem");
-    let files = TlsFiles { certificate: key.clone(), key: key.clone(), authority: key, name: None };
-    assert!(Tls::load(&files).unwrap_err().to_string().contains("tls.key"));
 }
 
 #[test]

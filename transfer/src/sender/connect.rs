@@ -16,6 +16,7 @@ use crate::link::{Link, Socket};
 use crate::links::Links;
 use crate::options::{SenderOptions, TransportChoice};
 use crate::threads::lock;
+use crate::tls::Tls;
 use crate::transport::Transport;
 use crate::ucx::UcxEngine;
 use crate::wake::Wake;
@@ -197,17 +198,26 @@ impl Plan {
         let (host, port) = (&self.target.address, self.target.port);
         let address = format!("{host}:{port}");
         let caller = self.caller(&address, over);
-        let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
-        let socket = stream.and_then(|stream| self.socket(stream));
-        self.greet(interrupt, &caller, socket.map_err(|e| caller.cannot(e))?, until)
+        let stream = || {
+            let stream = tcp::connect(host, port, until).and_then(|stream| tcp::tune(&stream).map(|()| stream));
+            stream.map_err(|e| caller.cannot(e))
+        };
+        let Some(tls) = &self.config.options.tls else {
+            return self.greet(interrupt, &caller, Socket::Tcp(stream()?), until);
+        };
+        let socket = self.with_tls(tls, stream()?).map_err(|e| caller.cannot(e))?;
+        let greeted = self.greet(interrupt, &caller, socket, until);
+        match greeted {
+            // It may have no TLS yet.
+            Err(_) if tls.is_permissive() && Instant::now() < until => {
+                self.greet(interrupt, &caller, Socket::Tcp(stream()?), until)
+            }
+            greeted => greeted,
+        }
     }
 
-    /// Adds TLS where that is set up.
-    fn socket(&self, stream: TcpStream) -> Result<Socket, std::io::Error> {
-        match &self.config.options.tls {
-            Some(tls) => tls.connect(stream, &self.target.address).map(|stream| Socket::Tls(Box::new(stream))),
-            None => Ok(Socket::Tcp(stream)),
-        }
+    fn with_tls(&self, tls: &Tls, stream: TcpStream) -> Result<Socket, std::io::Error> {
+        Ok(Socket::Tls(Box::new(tls.connect(stream, &self.target.address)?)))
     }
 
     pub(super) fn caller<'a>(&self, address: &'a str, over: Over) -> Caller<'a> {
@@ -267,7 +277,12 @@ impl Plan {
     fn ask_to_join(&self, caller: &Caller, own: &Link, ticket: JoinTicket, number: u8) -> Result<Link, TransferError> {
         // The address that the session's own connection reached: a name may stand for several hosts.
         let address = own.peer_address().ok_or_else(|| caller.cannot("it is gone"))?;
-        let socket = tcp::begin(address).and_then(|stream| self.socket(stream)).map_err(|e| caller.cannot(e))?;
+        // As the session's own connection, which may have no TLS although this worker has.
+        let socket = tcp::begin(address).and_then(|stream| match &self.config.options.tls {
+            Some(tls) if own.has_tls() => self.with_tls(tls, stream),
+            _ => Ok(Socket::Tcp(stream)),
+        });
+        let socket = socket.map_err(|e| caller.cannot(e))?;
         let mut link = self.link(socket);
         caller.ask_to_join(&mut link, ticket, number);
         link.flush().map_err(|e| caller.cannot(e))?;

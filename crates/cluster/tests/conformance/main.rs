@@ -168,7 +168,7 @@ fn member(id: u64) -> Member {
 }
 
 async fn registry(backing: &impl Backing) -> Arc<dyn Registry> {
-    connect(&backing.spec()).await.unwrap()
+    connect(&backing.spec(), None).await.unwrap()
 }
 
 async fn until(views: &mut ViewReceiver, mut wanted: impl FnMut(&View) -> bool) -> Arc<View> {

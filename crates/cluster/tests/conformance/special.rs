@@ -50,7 +50,7 @@ async fn the_routers_own_process_shares_the_embedded_registry() {
             .add_service(embedded.service())
             .serve_with_incoming_shutdown(TcpListenerStream::new(listener), async { stopped.await.unwrap() });
         let server = tokio::spawn(server);
-        let remote = connect(&spec).await.unwrap();
+        let remote = connect(&spec, None).await.unwrap();
         let _remote_lease = remote.register(member(1), TTL).await.unwrap();
         let local_lease = embedded.register(member(2), TTL).await.unwrap();
         let mut far = remote.watch();
@@ -75,7 +75,7 @@ async fn a_server_that_is_no_registry_is_an_error_and_not_a_wait() {
         let other = Server::builder().add_routes(tonic::service::Routes::default());
         let _server = tokio::spawn(other.serve_with_incoming(TcpListenerStream::new(listener)));
         for spec in [format!("http://{addr}"), format!("etcd://{addr}")] {
-            match connect(&spec).await.unwrap().register(member(1), TTL).await {
+            match connect(&spec, None).await.unwrap().register(member(1), TTL).await {
                 Err(ClusterError::Refused { registry, .. }) => assert!(registry.starts_with(&spec), "{registry}"),
                 other => panic!("{other:?}"),
             }
@@ -121,8 +121,8 @@ async fn what_others_do_to_keys_in_etcd_hurts_nobody() {
 async fn clusters_that_share_an_etcd_do_not_see_each_other() {
     within(async {
         let backing = Etcd::start();
-        let blue = connect(&format!("etcd://{}/blue", backing.endpoint())).await.unwrap();
-        let green = connect(&format!("etcd://{}/blue-green", backing.endpoint())).await.unwrap();
+        let blue = connect(&format!("etcd://{}/blue", backing.endpoint()), None).await.unwrap();
+        let green = connect(&format!("etcd://{}/blue-green", backing.endpoint()), None).await.unwrap();
         let _blue = blue.register(member(1), TTL).await.unwrap();
         let _green = green.register(member(2), TTL).await.unwrap();
         assert_eq!(until(&mut blue.watch(), |v| !v.stale).await.members, [member(1)]);

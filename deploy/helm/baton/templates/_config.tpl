@@ -87,7 +87,12 @@ no choice. */}}
 {{- if eq .role "decode" -}}
   {{- $_ := set $settings "transfer" (printf "%s:%v" $any $ports.transfer) -}}
 {{- end -}}
-{{- toYaml (mergeOverwrite $settings $c.config) -}}
+{{- $settings = mergeOverwrite $settings $c.config -}}
+{{- /* Without certificates the pods' network has to keep others away. */ -}}
+{{- if not (hasKey $settings "tls_cert") -}}
+  {{- $_ := set $settings "insecure_internal" true -}}
+{{- end -}}
+{{- toYaml $settings -}}
 {{- end -}}
 
 {{/* A mapping of plain values as TOML. JSON's texts and lists of texts are also TOML's; whole numbers arrive as floats. */}}
