@@ -77,7 +77,10 @@ impl Cluster {
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let registry = &addresses.registry;
-        certificates::learn_of_up(registry)?;
+        match &addresses.certs {
+            Some(folder) => learn(folder.as_ref())?,
+            None => certificates::learn_of_up(registry)?,
+        }
         let views = runtime.block_on(async { anyhow::Ok(connect(registry).await?.watch()) })?;
         Ok(Cluster {
             up,

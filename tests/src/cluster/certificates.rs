@@ -31,10 +31,7 @@ pub fn learn(folder: &Path) -> anyhow::Result<()> {
 /// The same for a `baton up` with this registry, if it has certificates of its own.
 pub(super) fn learn_of_up(registry: &str) -> anyhow::Result<()> {
     match registry.strip_prefix("https://").and_then(|host| host.rsplit_once(':')) {
-        Some((_, port)) => {
-            let folder = runtime_dir().join("baton").join(format!("up-{port}"));
-            if folder.exists() { learn(&folder) } else { Ok(()) }
-        }
+        Some((_, port)) => learn(&runtime_dir().join("baton").join(format!("up-{port}"))),
         None => Ok(()),
     }
 }

@@ -16,6 +16,8 @@ pub(super) struct Addresses {
     pub grpc: SocketAddr,
     pub admin: SocketAddr,
     pub registry: String,
+    /// What to pass as `--certs`, where that is needed.
+    pub certs: Option<String>,
 }
 
 /// Lines as they are printed.
@@ -57,6 +59,7 @@ impl Stdout {
             grpc: address("  grpc ")?,
             admin: address("  admin http://")?,
             registry: after(" status --registry ")?.to_owned(),
+            certs: after(" --certs ").ok().map(str::to_owned),
         })
     }
 }
