@@ -14,7 +14,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use baton_model_files::{Model, ModelFileError};
-use baton_model_text::{ChatMessage, ChatTemplate, FunctionCall, TextModel, ToolCall};
+use baton_model_text::{ChatMessage, ChatTemplate, FunctionCall, TemplateOptions, TextModel, ToolCall};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -150,8 +150,12 @@ pub(crate) fn chat(input: &[u8]) -> u64 {
     ];
     let tools = [json!({"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}})];
     let outcome = |tools: Option<&[Value]>, prompt| {
-        let rendered = template.render_at(&messages, tools, prompt, now);
-        assert_eq!(rendered.is_ok(), template.render_at(&messages, tools, prompt, now).is_ok(), "{source}");
+        let rendered = template.render_at(&messages, tools, prompt, &TemplateOptions::new(), now);
+        assert_eq!(
+            rendered.is_ok(),
+            template.render_at(&messages, tools, prompt, &TemplateOptions::new(), now).is_ok(),
+            "{source}"
+        );
         rendered.map(|text| (text.len() / 64).min(4)).map_err(kind)
     };
     signature(&(template.tools(), outcome(None, true), outcome(Some(&tools), false)))

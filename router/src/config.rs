@@ -22,6 +22,16 @@ baton_runtime::config_enum! {
     }
 }
 
+baton_runtime::config_enum! {
+    /// Where values for sampling come from that a request leaves out.
+    pub enum DefaultsKind {
+        /// From the model.
+        Model = "model",
+        /// From OpenAI's API.
+        Api = "api",
+    }
+}
+
 baton_runtime::config! {
     /// The router: serves clients over OpenAI-compatible HTTP and gRPC, and coordinates each request.
     pub struct RouterConfig {
@@ -49,6 +59,9 @@ baton_runtime::config! {
         /// Name by which clients ask for the model.
         /// Default: the value of model or, if that is a path, the file's name without its ending.
         served_name: Option<String> = None,
+        /// How to sample where a request does not say: model (as its makers advise: generation_config.json, general.sampling of a GGUF file, or
+        /// the catalogue; the API's defaults where they say nothing), or api (temperature 1, all tokens).
+        sampling_defaults: DefaultsKind = DefaultsKind::Model,
         /// The registry of the workers: embedded (this router holds their leases), or etcd://HOST:PORT,…
         registry: String = "embedded".to_owned(),
         /// A TOML file with the API keys of clients, as hashes, and what each tenant may use; see docs/tenants.md. It is read again when

@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_model_text::ChatMessage;
+use baton_model_text::{ChatMessage, TemplateOptions};
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
 use baton_types::{Constraint, ErrorKind, RequestId, SamplingParams};
@@ -52,7 +52,7 @@ impl v1::inference_server::Inference for Inference {
         let received = Instant::now();
         let deadline = self.front.deadline(received, client_timeout(request.metadata()));
         let input = self.tenant(request.metadata()).and_then(|tenant| {
-            let input = read(request.into_inner(), received, deadline)?;
+            let input = read(request.into_inner(), received, deadline, self.front.model.defaults())?;
             Ok(GenerateInput { tenant, ..input })
         });
         let input = input.inspect_err(|e| self.front.refused(e));
@@ -115,7 +115,12 @@ impl v1::inference_server::Inference for Inference {
     }
 }
 
-fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> Result<GenerateInput, RequestError> {
+fn read(
+    request: v1::GenerateRequest,
+    received: Instant,
+    deadline: Instant,
+    defaults: &SamplingParams,
+) -> Result<GenerateInput, RequestError> {
     let prompt = match request.input {
         Some(Input::Text(text)) => Prompt::Text(text),
         Some(Input::TokenIds(ids)) => Prompt::Ids(ids.ids),
@@ -126,7 +131,8 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
             ));
         }
         Some(Input::Chat(chat)) => {
-            Prompt::Chat(chat.messages.into_iter().map(|m| ChatMessage::new(m.role, m.content)).collect())
+            let messages = chat.messages.into_iter().map(|m| ChatMessage::new(m.role, m.content)).collect();
+            Prompt::Chat(messages, TemplateOptions::new())
         }
         None => return Err(RequestError::invalid("input", "input is missing; set text, token_ids or chat")),
     };
@@ -149,7 +155,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
         max_tokens: asked.max_tokens,
         seed: asked.seed,
         ignore_eos: asked.ignore_eos,
-        sampling: sampling(asked),
+        sampling: sampling(asked, defaults.clone()),
         stop: request.stop,
         wanted: constraint.map(|constraint| Wanted { field, constraint: constraint.into() }),
         tools: None,
@@ -167,8 +173,7 @@ fn read(request: v1::GenerateRequest, received: Instant, deadline: Instant) -> R
 }
 
 /// Sampling parameters with defaults for absent fields.
-fn sampling(asked: v1::Sampling) -> SamplingParams {
-    let defaults = SamplingParams::default();
+fn sampling(asked: v1::Sampling, defaults: SamplingParams) -> SamplingParams {
     let mut logit_bias: Vec<(u32, f32)> = asked.logit_bias.into_iter().collect();
     logit_bias.sort_by_key(|(id, _)| *id);
     SamplingParams {
@@ -220,6 +225,7 @@ mod tests {
 
     #[test]
     fn absent_sampling_fields_have_their_defaults() {
+        let sampling = |asked| sampling(asked, SamplingParams::default());
         assert_eq!(sampling(v1::Sampling::default()), SamplingParams::default());
         let asked = v1::Sampling { top_p: Some(0.5), logit_bias: [(7, 1.0), (2, 3.0)].into(), ..Default::default() };
         let want = SamplingParams { top_p: 0.5, logit_bias: vec![(2, 3.0), (7, 1.0)], ..SamplingParams::default() };

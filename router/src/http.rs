@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
-use crate::input::GenerateInput;
+use crate::input::{GenerateInput, Standing};
 use crate::openai::{self, Answer, Asked, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
 use crate::random::random_u64;
 use crate::sink::{EventKind, broken_off};
@@ -40,6 +40,9 @@ pub(crate) fn routes(front: Arc<Front>) -> Router {
         .route("/v1/completions", post(completions))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
+        .route("/version", get(version))
         .route("/health", get(|| async { "alive\n" }))
         .route("/ready", get(ready))
         .fallback(no_route)
@@ -63,7 +66,8 @@ async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
     let tenant = tenant(&front, request.headers()).inspect_err(|error| front.refused(error));
     let answered = match tenant.clone() {
         Ok(tenant) => {
-            let envelope = Envelope { request_id: RequestId(id.clone()), tenant, received, deadline };
+            let defaults = front.model.defaults().clone();
+            let envelope = Envelope { request_id: RequestId(id.clone()), tenant, received, deadline, defaults };
             answer(front, request.into_body(), shape, envelope).await
         }
         Err(error) => Err(error),
@@ -201,6 +205,49 @@ async fn model(State(door): State<Door>, Path(id): Path<String>, headers: Header
         Ok(()) => Json(model_object(&door.front)).into_response(),
         Err(error) => refusal(&error),
     }
+}
+
+/// The body of a request that needs no worker, and whose it is.
+async fn small(door: &Door, request: Request) -> Result<(Option<Arc<Tenant>>, crate::body::Held), RequestError> {
+    let tenant = tenant(&door.front, request.headers())?;
+    if let Some(tenant) = &tenant {
+        tenant.has_room()?;
+    }
+    let body = door.front.bodies.read(request.into_body()).await?;
+    Ok((tenant, body))
+}
+
+async fn tokenize(State(door): State<Door>, request: Request) -> Response {
+    let answer = async {
+        let (tenant, body) = small(&door, request).await?;
+        // The same tokens as those of the tenant's requests without a salt of their own.
+        let salt =
+            tenant.map(|tenant| tenant.standing(Standing::default())).transpose()?.unwrap_or_default().cache_salt;
+        openai::tokenize(&body.bytes, &door.front.model, door.front.context_tokens(), &salt).await
+    };
+    answered(&door, answer.await)
+}
+
+async fn detokenize(State(door): State<Door>, request: Request) -> Response {
+    let answer = async {
+        let (_, body) = small(&door, request).await?;
+        openai::detokenize(&body.bytes, &door.front.model)
+    };
+    answered(&door, answer.await)
+}
+
+fn answered(door: &Door, answer: Result<impl serde::Serialize, RequestError>) -> Response {
+    match answer {
+        Ok(answer) => Json(answer).into_response(),
+        Err(error) => {
+            door.front.refused(&error);
+            refusal(&error)
+        }
+    }
+}
+
+async fn version() -> Response {
+    Json(json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
 }
 
 fn model_object(front: &Front) -> Model<'_> {

@@ -49,7 +49,7 @@ mod view_file;
 mod watcher;
 mod worker;
 
-pub use config::{PlacementKind, RouterConfig};
+pub use config::{DefaultsKind, PlacementKind, RouterConfig};
 pub use error::{RequestError, RouterError};
 pub use model::ServedModel;
 pub use server::{RegistryChoice, RunningRouter, run, start};

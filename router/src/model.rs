@@ -5,7 +5,7 @@ use std::sync::Arc;
 use baton_grammar::Grammars;
 use baton_model_text::{ChatTemplate, Lookup, TextModel, TextStream, TokenCache, Tokenizer, ToolSyntax};
 use baton_runtime::{Bytes, metrics as names};
-use baton_types::{Constraint, ErrorKind};
+use baton_types::{Constraint, ErrorKind, SamplingParams};
 use metrics::counter;
 
 use crate::error::RequestError;
@@ -26,6 +26,8 @@ pub struct ServedModel {
     id: String,
     grammars: Arc<Grammars>,
     seen: TokenCache,
+    /// How to sample where a request does not say.
+    defaults: SamplingParams,
     /// Id of the special token that announces calls, if the model has one.
     call_marker: Option<u32>,
 }
@@ -37,12 +39,23 @@ impl ServedModel {
         let syntax = model.chat_template().and_then(ChatTemplate::tools);
         let call_marker = syntax.and_then(|syntax| model.tokenizer().special_id(syntax.marker()));
         let seen = TokenCache::new(TOKEN_CACHE.0);
-        ServedModel { model, id: id.into(), grammars, seen, call_marker }
+        let defaults = model.sampling().over(SamplingParams::default());
+        ServedModel { model, id: id.into(), grammars, seen, defaults, call_marker }
     }
 
     /// The same model, with this much memory for tokens of texts seen before.
     pub fn with_token_cache(self, memory: Bytes) -> ServedModel {
         ServedModel { seen: TokenCache::new(memory.0), ..self }
+    }
+
+    /// The same model, sampled as OpenAI's API does where a request does not say: temperature 1, and all tokens.
+    pub fn with_api_defaults(self) -> ServedModel {
+        ServedModel { defaults: SamplingParams::default(), ..self }
+    }
+
+    /// How to sample where a request does not say.
+    pub(crate) fn defaults(&self) -> &SamplingParams {
+        &self.defaults
     }
 
     /// The name in the model's files. Workers register with it.
@@ -154,7 +167,7 @@ impl ServedModel {
         let bytes = match &prompt {
             Prompt::Ids(_) => 0,
             Prompt::Text(text) => text.len(),
-            Prompt::Chat(messages) => messages.iter().map(|m| m.role.len() + m.content.len()).sum(),
+            Prompt::Chat(messages, _) => messages.iter().map(|m| m.role.len() + m.content.len()).sum(),
         };
         if bytes > INLINE_TEXT || tools.is_some() {
             let (this, tools, salt) = (Arc::clone(self), tools.cloned(), salt.to_owned());
@@ -174,17 +187,24 @@ impl ServedModel {
         }
     }
 
+    /// Token ids of a text alone, without the special tokens that begin or end a prompt.
+    pub(crate) async fn encode_bare(self: &Arc<Self>, text: String) -> Result<Vec<u32>, RequestError> {
+        let this = Arc::clone(self);
+        let encode = move || this.tokenizer().encode(&text, false);
+        blocking(move || encode().map_err(|e| RequestError::invalid("prompt", e.to_string()))).await
+    }
+
     /// Looks up the text of a prompt among those seen before.
     fn look_up(&self, prompt: Prompt, tools: Option<&Tools>, salt: &str) -> Result<Looked, RequestError> {
         let field = prompt.field();
         let (text, special) = match prompt {
             Prompt::Ids(ids) => return Ok(Looked::Ids(ids)),
             Prompt::Text(text) => (text, true),
-            Prompt::Chat(messages) => {
+            Prompt::Chat(messages, options) => {
                 let template = self.template()?;
                 let text = match template.tools() {
-                    Some(_) => template.render(&messages, tools.map(|tools| &tools.specs[..]), true),
-                    None => template.render(&plain(messages, tools), None, true),
+                    Some(_) => template.render_with(&messages, tools.map(|tools| &tools.specs[..]), true, &options),
+                    None => template.render_with(&plain(messages, tools), None, true, &options),
                 };
                 let text = text.map_err(|e| RequestError::invalid(field, e.to_string()))?;
                 let special = self.tokenizer().adds_to_chat(&text);

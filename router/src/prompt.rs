@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_model_text::ChatMessage;
+use baton_model_text::{ChatMessage, TemplateOptions};
 use baton_types::Constraint;
 
 /// The prompt as the client gave it.
@@ -12,8 +12,8 @@ pub(crate) enum Prompt {
     Text(String),
     /// Token ids, used as they are.
     Ids(Vec<u32>),
-    /// Rendered with the model's chat template.
-    Chat(Vec<ChatMessage>),
+    /// Rendered with the model's chat template, which gets these options.
+    Chat(Vec<ChatMessage>, TemplateOptions),
 }
 
 impl Prompt {
@@ -21,7 +21,7 @@ impl Prompt {
     pub fn field(&self) -> &'static str {
         match self {
             Prompt::Text(_) | Prompt::Ids(_) => "prompt",
-            Prompt::Chat(_) => "messages",
+            Prompt::Chat(..) => "messages",
         }
     }
 }

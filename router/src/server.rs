@@ -18,7 +18,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tonic::service::Routes;
 
-use crate::config::{EMBEDDED, RouterConfig};
+use crate::config::{DefaultsKind, EMBEDDED, RouterConfig};
 use crate::error::RouterError;
 use crate::front::{Front, FrontLimits};
 use crate::grpc::Inference;
@@ -130,7 +130,11 @@ fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
     let model = source.open_text(&config.model, &Logged)?;
     let id = model.served_name(&config.model, config.served_name.as_deref());
-    Ok(ServedModel::new(model, id).with_token_cache(config.token_cache))
+    let model = ServedModel::new(model, id).with_token_cache(config.token_cache);
+    Ok(match config.sampling_defaults {
+        DefaultsKind::Model => model,
+        DefaultsKind::Api => model.with_api_defaults(),
+    })
 }
 
 /// Logs a fetch. Workers on the same host fetch into the same cache, so only the end is logged above debug level.

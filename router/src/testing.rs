@@ -37,7 +37,8 @@ pub struct Checked {
 /// The error that the client would get.
 pub async fn read(endpoint: Endpoint, body: &[u8], model: &Arc<ServedModel>) -> Result<Checked, RequestError> {
     let now = Instant::now();
-    let envelope = Envelope { request_id: RequestId("test".to_owned()), tenant: None, received: now, deadline: now };
+    let (request_id, defaults) = (RequestId("test".to_owned()), model.defaults().clone());
+    let envelope = Envelope { request_id, tenant: None, received: now, deadline: now, defaults };
     let shape = match endpoint {
         Endpoint::Chat => Shape::Chat,
         Endpoint::Completions => Shape::Text,

@@ -477,3 +477,50 @@ async fn a_router_that_cannot_start_says_why() {
     assert!(error.contains("keep_alive is 0"), "{error}");
     cluster.stop().await;
 }
+
+#[tokio::test]
+async fn tokens_of_a_prompt_and_back() {
+    let cluster = Cluster::start(0, 1, "x").await;
+    let (status, body) = cluster.ask("/tokenize", &json!({"prompt": "h\u{e9}", "return_token_strs": true})).await;
+    assert_eq!((status, &body["tokens"], &body["count"]), (200, &json!(bytes("h\u{e9}")), &json!(3)), "{body}");
+    assert_eq!((&body["max_model_len"], body["token_strs"].as_array().unwrap().len()), (&json!(CONTEXT), 3));
+    let bare = json!({"prompt": "ab", "add_special_tokens": false});
+    assert_eq!(cluster.ask("/tokenize", &bare).await.1["tokens"], json!(bytes("ab")));
+    // The same as a chat's prompt.
+    let (_, chat) = cluster.ask("/tokenize", &hello()).await;
+    cluster.ask(CHAT, &hello()).await;
+    assert_eq!(chat["tokens"], json!(cluster.worker(0).asked()[0].tokens));
+    let (status, text) = cluster.ask("/detokenize", &json!({"tokens": chat["tokens"]})).await;
+    assert_eq!((status, &text["prompt"]), (200, &json!("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")));
+    for (path, body, param) in [
+        ("/tokenize", json!({}), Some("prompt")),
+        ("/tokenize", json!({"prompt": "a", "messages": []}), Some("prompt")),
+        ("/tokenize", json!({"prompt": 5}), Some("prompt")),
+        ("/tokenize", json!({"messages": [{"role": "nobody"}]}), Some("messages[0].role")),
+        ("/detokenize", json!({"tokens": [1, 260]}), Some("tokens[1]")),
+        ("/detokenize", json!({"tokens": [-1]}), Some("tokens[0]")),
+    ] {
+        let (status, answer) = cluster.ask(path, &body).await;
+        assert_eq!((status, answer["error"]["param"].as_str()), (400, param), "{body}: {answer}");
+    }
+    let unknown = cluster.ask("/tokenize", &json!({"model": "other", "prompt": "a"})).await;
+    assert_eq!((unknown.0, &unknown.1["error"]["code"]), (404, &json!("model_not_found")));
+    let version = cluster.http.get(cluster.url("/version")).send().await.unwrap().json::<Value>().await.unwrap();
+    assert_eq!(version["version"], env!("CARGO_PKG_VERSION"));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_chat_template_gets_the_clients_options() {
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}!{% endif %}";
+    let cluster = Cluster::of_model(template, config(), 0, 1, &["x"]).await;
+    for (options, want) in [(json!({"thinking": true}), "hi!"), (json!({}), "hi"), (json!({"messages": []}), "hi")] {
+        let body = support::merged(hello(), json!({"chat_template_kwargs": options}));
+        assert_eq!(cluster.ask(CHAT, &body).await.0, 200);
+        assert_eq!(cluster.worker(0).asked().last().unwrap().tokens, bytes(want), "{options}");
+        assert_eq!(cluster.ask("/tokenize", &body).await.1["tokens"], json!(bytes(want)));
+    }
+    let wrong = support::merged(hello(), json!({"chat_template_kwargs": 5}));
+    assert_eq!(cluster.ask(CHAT, &wrong).await.1["error"]["param"], "chat_template_kwargs");
+    cluster.stop().await;
+}

@@ -13,13 +13,15 @@ pub mod fetch;
 pub mod gguf;
 mod keys;
 mod random;
+mod sampling;
 mod text;
 mod tokenizer;
 
-pub use chat::{ChatMessage, ChatTemplate, FunctionCall, ToolCall, ToolSyntax};
+pub use chat::{ChatMessage, ChatTemplate, FunctionCall, TemplateOptions, ToolCall, ToolSyntax};
 pub use error::ModelFileError;
 pub use family::{Architecture, Family, MAX_VOCABULARY, check_size};
 pub use keys::Keys;
 pub use random::{PREFIX as RANDOM_PREFIX, RandomShape};
+pub use sampling::SamplingDefaults;
 pub use text::TextModel;
 pub use tokenizer::{Lookup, TextStream, TokenCache, Tokenizer};

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::family::Family;
 use crate::gguf::Header;
 use crate::keys::Keys;
-use crate::{ChatTemplate, ModelFileError, Tokenizer, tokenizer};
+use crate::{ChatTemplate, ModelFileError, SamplingDefaults, Tokenizer, tokenizer};
 
 /// A model's name, tokenizer, chat template, and the two sizes that text depends on.
 #[derive(Debug)]
@@ -17,6 +17,7 @@ pub struct TextModel {
     chat: Option<ChatTemplate>,
     vocab_size: u32,
     context_length: u32,
+    sampling: SamplingDefaults,
 }
 
 impl TextModel {
@@ -37,7 +38,8 @@ impl TextModel {
         let chat = header.keys.opt::<String>("tokenizer.chat_template")?;
         let chat = chat.map(|source| compile_chat(path, &source, &tokenizer)).transpose()?;
         let name = header.keys.opt("general.name")?.unwrap_or_else(|| file_name(path));
-        TextModel::of(path, name, tokenizer, chat, family)
+        let sampling = SamplingDefaults::of_gguf(&header.keys)?;
+        Ok(TextModel::of(path, name, tokenizer, chat, family)?.with_sampling(sampling))
     }
 
     /// Reads the text files of a directory.
@@ -48,7 +50,8 @@ impl TextModel {
         let chat = directory_template(dir, settings.as_ref())?
             .map(|(path, source)| compile_chat(&path, &source, &tokenizer))
             .transpose()?;
-        TextModel::of(dir, directory_name(dir), tokenizer, chat, family)
+        let sampling = SamplingDefaults::of_directory(dir)?;
+        Ok(TextModel::of(dir, directory_name(dir), tokenizer, chat, family)?.with_sampling(sampling))
     }
 
     /// Builds it from its parts; `path` is the file that errors name.
@@ -64,7 +67,18 @@ impl TextModel {
             let problem = format!("{} tokens, but the embedding has {vocab_size} rows", tokenizer.vocab_size());
             return Err(ModelFileError::config(path, "tokenizer", problem));
         }
-        Ok(TextModel { path: path.to_owned(), name, tokenizer, chat, vocab_size, context_length })
+        let sampling = SamplingDefaults::default();
+        Ok(TextModel { path: path.to_owned(), name, tokenizer, chat, vocab_size, context_length, sampling })
+    }
+
+    /// The same model, sampled like this where a request does not say.
+    pub fn with_sampling(self, sampling: SamplingDefaults) -> TextModel {
+        TextModel { sampling, ..self }
+    }
+
+    /// How to sample where a request does not say.
+    pub fn sampling(&self) -> SamplingDefaults {
+        self.sampling
     }
 
     /// The file or directory it was opened from, or the name of a random model.

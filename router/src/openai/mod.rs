@@ -8,12 +8,14 @@ mod output;
 mod parse;
 mod reader;
 mod request;
+mod tokens;
 mod tools;
 mod types;
 
 pub(crate) use answer::{Answer, Part, Shape, UsageSum};
 pub(crate) use reader::Reader;
 pub(crate) use request::{Asked, Envelope};
+pub(crate) use tokens::{detokenize, tokenize};
 pub(crate) use types::{ErrorBody, Model, ModelList};
 
 use crate::error::RequestError;

@@ -1,10 +1,11 @@
-//! The fields that constrain the answer: `response_format`, and the `guided_*` fields known from other servers.
+//! The fields that constrain the answer: `response_format`, and those known from other servers: `structured_outputs`, and the older
+//! `guided_*`.
 
 use baton_grammar::{choice, json_schema};
 use baton_types::Constraint;
 use serde_json::{Value, json};
 
-use super::types::{CommonFields, NamedSchema, ResponseFormat};
+use super::types::{CommonFields, NamedSchema, ResponseFormat, StructuredOutputs};
 use crate::error::RequestError;
 use crate::prompt::Wanted;
 
@@ -14,10 +15,20 @@ const MAX_NAME: usize = 64;
 /// The constraint that these fields ask for. More than one is an error.
 pub(super) fn wanted(fields: &mut CommonFields) -> Result<Option<Wanted>, RequestError> {
     let format = fields.response_format.take().map(response_format).transpose()?.flatten();
+    let structured = fields.structured_outputs.take();
+    let StructuredOutputs { json, json_object, regex, choice, grammar } = structured.unwrap_or_default();
+    let object = json_object.unwrap_or(false).then(|| json_schema(&json!({"type": "object"})));
+    let schema = |field, schema: Option<Value>| schema.map(|schema| guided_schema(field, schema)).transpose();
+    let choices = |field, texts: Option<Vec<String>>| texts.map(|texts| one_of(field, texts)).transpose();
     let guided = [
-        ("guided_json", fields.guided_json.take().map(guided_schema).transpose()?),
+        ("structured_outputs.json", schema("structured_outputs.json", json)?),
+        ("structured_outputs.json_object", object),
+        ("structured_outputs.regex", regex.map(Constraint::Regex)),
+        ("structured_outputs.choice", choices("structured_outputs.choice", choice)?),
+        ("structured_outputs.grammar", grammar.map(Constraint::Lark)),
+        ("guided_json", schema("guided_json", fields.guided_json.take())?),
         ("guided_regex", fields.guided_regex.take().map(Constraint::Regex)),
-        ("guided_choice", fields.guided_choice.take().map(one_of).transpose()?),
+        ("guided_choice", choices("guided_choice", fields.guided_choice.take())?),
         ("guided_grammar", fields.guided_grammar.take().map(Constraint::Lark)),
     ];
     let guided =
@@ -34,11 +45,11 @@ pub(super) fn wanted(fields: &mut CommonFields) -> Result<Option<Wanted>, Reques
 }
 
 /// A schema, given as JSON or as a string that contains JSON.
-fn guided_schema(schema: Value) -> Result<Constraint, RequestError> {
+fn guided_schema(field: &'static str, schema: Value) -> Result<Constraint, RequestError> {
     let Value::String(text) = &schema else { return Ok(json_schema(&schema)) };
     let parsed = serde_json::from_str(text).map_err(|e| {
-        let wrong = format!("guided_json is a string that is not JSON: {e}; it must be a JSON schema");
-        RequestError::invalid("guided_json", wrong)
+        let wrong = format!("{field} is a string that is not JSON: {e}; it must be a JSON schema");
+        RequestError::invalid(field, wrong)
     });
     Ok(json_schema(&parsed?))
 }
@@ -77,10 +88,10 @@ fn named_schema(named: Option<NamedSchema>) -> Result<Constraint, RequestError> 
     Ok(json_schema(&schema))
 }
 
-fn one_of(texts: Vec<String>) -> Result<Constraint, RequestError> {
+fn one_of(field: &'static str, texts: Vec<String>) -> Result<Constraint, RequestError> {
     if texts.is_empty() || texts.iter().any(String::is_empty) {
-        let wrong = "guided_choice must be a list of at least one text, none of them empty";
-        return Err(RequestError::invalid("guided_choice", wrong));
+        let wrong = format!("{field} must be a list of at least one text, none of them empty");
+        return Err(RequestError::invalid(field, wrong));
     }
     Ok(choice(&texts))
 }

@@ -32,13 +32,15 @@ pub(crate) struct Asked {
     pub token_ids: bool,
 }
 
-/// A request's id, arrival time and deadline.
+/// What is known of a request beside its body.
 #[derive(Clone, Debug)]
 pub(crate) struct Envelope {
     pub request_id: RequestId,
     pub tenant: Option<Arc<Tenant>>,
     pub received: Instant,
     pub deadline: Instant,
+    /// How to sample where the request does not say.
+    pub defaults: SamplingParams,
 }
 
 /// Reads POST /v1/chat/completions.
@@ -57,7 +59,13 @@ pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, As
         }
     };
     let max_tokens = own.max_completion_tokens.or(common.max_tokens);
-    let (mut input, asked) = assemble(common, vec![Prompt::Chat(messages)], max_tokens, logprobs, envelope)?;
+    let (mut input, asked) = assemble(
+        common,
+        vec![Prompt::Chat(messages, own.chat_template_kwargs.unwrap_or_default())],
+        max_tokens,
+        logprobs,
+        envelope,
+    )?;
     input.tools = tools;
     if let (Some(_), Some(wanted)) = (&input.tools, &input.wanted) {
         let wrong = format!("{} leaves no room for calls; leave it out, or set tool_choice to none", wanted.field);
@@ -100,7 +108,7 @@ fn assemble(
         logprobs,
         token_ids: common.return_token_ids.unwrap_or(false),
     };
-    let defaults = SamplingParams::default();
+    let Envelope { request_id, tenant, received, deadline, defaults } = envelope;
     let top_k = common.top_k.map(top_k).transpose()?;
     let seed = common.seed.map(|s| seed(&s)).transpose()?;
     let sampling = SamplingParams {
@@ -123,7 +131,6 @@ fn assemble(
         Some(StopField::Many(stops)) => stops,
     };
     let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
-    let Envelope { request_id, tenant, received, deadline } = envelope;
     let standing = Standing {
         cache_salt: common.cache_salt.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
@@ -150,7 +157,8 @@ fn assemble(
     Ok((input, asked))
 }
 
-fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
+/// A message of a chat; `at`: its place, for errors.
+pub(super) fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
     let role = match message.role.as_str() {
         // `developer` is the newer name of `system`; templates know the older one.
         "developer" => "system".to_owned(),
@@ -221,9 +229,23 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
+    #[test]
+    fn what_a_request_does_not_say_is_as_the_model_advises() {
+        let advised = SamplingParams { temperature: 0.2, top_p: 0.9, top_k: 20, ..SamplingParams::default() };
+        let envelope = || Envelope { defaults: advised.clone(), ..envelope() };
+        let read = |more: &str| {
+            let body = format!(r#"{{"prompt": "x", "max_tokens": 3{more}}}"#);
+            completion(body.as_bytes(), envelope()).unwrap().0.sampling
+        };
+        let sampled = |params: &SamplingParams| (params.temperature, params.top_p, params.top_k);
+        assert_eq!(sampled(&read("")), (0.2, 0.9, 20));
+        assert_eq!(sampled(&read(r#", "temperature": 1, "top_k": -1"#)), (1.0, 0.9, 0));
+    }
+
     fn envelope() -> Envelope {
         let now = Instant::now();
-        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now }
+        let defaults = SamplingParams::default();
+        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now, defaults }
     }
 
     fn read_chat(body: &Value) -> Result<(GenerateInput, Asked), RequestError> {
@@ -274,7 +296,7 @@ mod tests {
         let parts = |parts: Value| read_chat(&json!({"messages": [{"role": "developer", "content": parts}]}));
         let (input, _) = parts(json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])).unwrap();
         let want = ChatMessage::new("system", "ab");
-        assert_eq!(input.prompts, [Prompt::Chat(vec![want])]);
+        assert_eq!(input.prompts, [Prompt::Chat(vec![want], Default::default())]);
         let error = parts(json!([{"type": "image_url", "image_url": {"url": "x"}}])).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("messages[0].content[0]"));
     }

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
+use baton_model_text::TemplateOptions;
 use baton_types::ErrorKind;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -18,6 +19,7 @@ pub(crate) struct ChatFields {
     pub tools: Option<Vec<serde_json::Value>>,
     pub tool_choice: Option<serde_json::Value>,
     pub parallel_tool_calls: Option<bool>,
+    pub chat_template_kwargs: Option<TemplateOptions>,
 }
 
 /// The fields of POST /v1/completions that chats lack or have in another form.
@@ -56,6 +58,18 @@ pub(crate) struct CommonFields {
     pub guided_regex: Option<String>,
     pub guided_choice: Option<Vec<String>>,
     pub guided_grammar: Option<String>,
+    pub structured_outputs: Option<StructuredOutputs>,
+}
+
+/// The newer form of the `guided_*` fields.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct StructuredOutputs {
+    pub json: Option<serde_json::Value>,
+    pub json_object: Option<bool>,
+    pub regex: Option<String>,
+    pub choice: Option<Vec<String>>,
+    pub grammar: Option<String>,
 }
 
 /// The required form of the answer.

@@ -66,15 +66,28 @@ impl ChatTemplate {
         tools: Option<&[serde_json::Value]>,
         add_generation_prompt: bool,
     ) -> Result<String, ModelFileError> {
-        self.render_at(messages, tools, add_generation_prompt, SystemTime::now())
+        self.render_with(messages, tools, add_generation_prompt, &TemplateOptions::new())
     }
 
-    /// As [`render`](Self::render), at a given time: some templates tell the model the date (here in UTC).
+    /// As [`render`](Self::render), with further variables of the template's own, such as `enable_thinking`. They do not replace those that
+    /// every template has.
+    pub fn render_with(
+        &self,
+        messages: &[ChatMessage],
+        tools: Option<&[serde_json::Value]>,
+        add_generation_prompt: bool,
+        options: &TemplateOptions,
+    ) -> Result<String, ModelFileError> {
+        self.render_at(messages, tools, add_generation_prompt, options, SystemTime::now())
+    }
+
+    /// As [`render_with`](Self::render_with), at a given time: some templates tell the model the date (here in UTC).
     pub fn render_at(
         &self,
         messages: &[ChatMessage],
         tools: Option<&[serde_json::Value]>,
         add_generation_prompt: bool,
+        options: &TemplateOptions,
         now: SystemTime,
     ) -> Result<String, ModelFileError> {
         let strftime_now = Value::from_function(move |format: String| date::format(now, &format));
@@ -86,6 +99,7 @@ impl ChatTemplate {
             tools => Value::from(Serde(tools)),
             documents => Value::from(()),
             strftime_now,
+            ..Value::from(Serde(options)),
         };
         let template = self.environment.get_template(NAME);
         // The library panics at a few expressions, such as an empty list read backwards. Here that is an error of this request (I8).
@@ -95,6 +109,9 @@ impl ChatTemplate {
         rendered.map_err(|error| ModelFileError::ChatTemplate(message(&error)))
     }
 }
+
+/// Variables that a client gives a template.
+pub type TemplateOptions = serde_json::Map<String, serde_json::Value>;
 
 /// The message that a template raised; any other error with its place in the template.
 fn message(error: &Error) -> String {
@@ -202,7 +219,7 @@ mod tests {
     fn the_date_is_that_of_the_given_time() {
         let template = compile("{{ strftime_now('%d %b %Y') }}");
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_721_952_000);
-        assert_eq!(template.render_at(&[], None, false, now).unwrap(), "26 Jul 2024");
+        assert_eq!(template.render_at(&[], None, false, &TemplateOptions::new(), now).unwrap(), "26 Jul 2024");
     }
 
     #[test]
@@ -238,5 +255,15 @@ mod tests {
         );
         // Found by fuzzing: an end of a tag that overlaps its beginning.
         assert_eq!(without_generation_marks("{%} a {% generation %}{%}"), "{%} a {% generation %}{%}");
+    }
+
+    #[test]
+    fn options_are_the_templates_variables_but_replace_none_of_the_usual_ones() {
+        let template = compile("{{ enable_thinking }} {{ depth.most }} {{ messages | length }}{{ bos_token }}");
+        let options =
+            serde_json::json!({"enable_thinking": false, "depth": {"most": 3}, "messages": [1, 2], "bos_token": "x"});
+        let options = options.as_object().unwrap();
+        let text = template.render_with(&[ChatMessage::new("user", "hi")], None, false, options).unwrap();
+        assert!(text.starts_with("false 3 1") && !text.ends_with('x'), "{text}");
     }
 }

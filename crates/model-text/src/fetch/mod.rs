@@ -90,7 +90,15 @@ impl Source {
     pub fn open_text(&self, spec: &str, progress: &dyn Progress) -> Result<TextModel, ModelFileError> {
         match RandomShape::parse(spec)? {
             Some(shape) => shape.open(),
-            None => TextModel::open(&self.locate(spec, Parts::Text, progress)?),
+            None => {
+                let model = TextModel::open(&self.locate(spec, Parts::Text, progress)?)?;
+                // A path of that name comes first.
+                let recipe = catalogue().iter().find(|recipe| recipe.name == spec && !Path::new(spec).exists());
+                Ok(match recipe {
+                    Some(recipe) => model.with_sampling(recipe.sampling),
+                    None => model,
+                })
+            }
         }
     }
 

@@ -220,6 +220,7 @@ mod tests {
                 file: "tiny.gguf",
                 bytes: model.len() as u64,
                 sha256: leak(hex::encode(&Sha256::digest(&model))),
+                sampling: Default::default(),
                 package: Package { name: "tiny-part", version: "1.0", parts: 2, member: "/data/" },
             };
             let registry = Registry { dir, recipe };

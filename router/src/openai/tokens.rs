@@ -1,0 +1,89 @@
+//! POST /tokenize and /detokenize, in the form of vLLM: the token ids of a prompt, and the text of token ids.
+
+use std::sync::Arc;
+
+use baton_model_text::TemplateOptions;
+use serde::{Deserialize, Serialize};
+
+use super::parse::parse;
+use super::request::message;
+use super::types::Message;
+use crate::error::RequestError;
+use crate::model::ServedModel;
+use crate::prompt::Prompt;
+
+/// Most token ids that are turned into text at once.
+const MAX_IDS: usize = 1 << 20;
+
+#[derive(Deserialize)]
+struct TokenizeFields {
+    model: Option<String>,
+    prompt: Option<String>,
+    messages: Option<Vec<Message>>,
+    chat_template_kwargs: Option<TemplateOptions>,
+    add_special_tokens: Option<bool>,
+    return_token_strs: Option<bool>,
+}
+
+/// The answer to POST /tokenize.
+#[derive(Debug, PartialEq, Serialize)]
+pub(crate) struct Tokenized {
+    pub count: usize,
+    pub max_model_len: u32,
+    pub tokens: Vec<u32>,
+    pub token_strs: Option<Vec<String>>,
+}
+
+#[derive(Deserialize)]
+struct DetokenizeFields {
+    model: Option<String>,
+    tokens: Vec<u32>,
+}
+
+/// The answer to POST /detokenize.
+#[derive(Debug, PartialEq, Serialize)]
+pub(crate) struct Detokenized {
+    pub prompt: String,
+}
+
+/// The token ids of `prompt`, or of `messages` by the model's chat template. `salt`: whose tokens of texts seen before may be used.
+pub(crate) async fn tokenize(
+    body: &[u8],
+    model: &Arc<ServedModel>,
+    max_model_len: u32,
+    salt: &str,
+) -> Result<Tokenized, RequestError> {
+    let fields: TokenizeFields = parse(body)?;
+    model.check_name(fields.model.as_deref().unwrap_or_default())?;
+    let prompt = match (fields.prompt, fields.messages) {
+        (Some(text), None) => Prompt::Text(text),
+        (None, Some(messages)) => {
+            let messages = messages.into_iter().enumerate().map(|(at, m)| message(at, m)).collect::<Result<_, _>>()?;
+            Prompt::Chat(messages, fields.chat_template_kwargs.unwrap_or_default())
+        }
+        _ => return Err(RequestError::invalid("prompt", "give either prompt or messages")),
+    };
+    let tokens = match prompt {
+        Prompt::Text(text) if fields.add_special_tokens == Some(false) => model.encode_bare(text).await?,
+        prompt => model.encode(prompt, None, salt).await?,
+    };
+    let texts = || tokens.iter().map(|id| model.token(*id).0).collect();
+    let token_strs = fields.return_token_strs.unwrap_or(false).then(texts);
+    Ok(Tokenized { count: tokens.len(), max_model_len, token_strs, tokens })
+}
+
+/// The text of token ids, special tokens included.
+pub(crate) fn detokenize(body: &[u8], model: &ServedModel) -> Result<Detokenized, RequestError> {
+    let DetokenizeFields { model: name, tokens } = parse(body)?;
+    model.check_name(name.as_deref().unwrap_or_default())?;
+    if tokens.len() > MAX_IDS {
+        let wrong = format!("tokens has {} ids; at most {MAX_IDS} are allowed", tokens.len());
+        return Err(RequestError::invalid("tokens", wrong));
+    }
+    if let Some(at) = tokens.iter().position(|id| *id >= model.vocab_size()) {
+        let wrong = format!("tokens[{at}] is {}; it must be below {}", tokens[at], model.vocab_size());
+        return Err(RequestError::invalid(format!("tokens[{at}]"), wrong));
+    }
+    let prompt = model.tokenizer().decode(&tokens, false);
+    Ok(Detokenized { prompt: prompt.map_err(|e| RequestError::invalid("tokens", e.to_string()))? })
+}
