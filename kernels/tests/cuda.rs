@@ -62,19 +62,27 @@ fn kernels_conform() {
     conforms(CudaOptions { invariant: false, ..CudaOptions::default() });
 }
 
-/// Weights and rows of E4M3, on a device that applies their scales and on one that leaves that to a kernel.
+/// Weights and rows of E4M3.
+fn conforms_with_8_bit_floats(fp8: Fp8) {
+    let Some(device) = HostDevice::for_tests() else { return };
+    let device = Arc::new(Recorder::new(device.with_fp8(fp8)));
+    let options = CudaOptions { invariant: true, fp8: true, ..CudaOptions::default() };
+    run(&Host { device: Arc::clone(&device), options });
+    let log = device.take_log();
+    assert_eq!(device.problems(), [""; 0]);
+    assert_eq!(device.live_bytes(), 0, "all memory was given back");
+    assert!(log.contains(&Recorded::Launch("baton_quantise_rows")));
+}
+
 #[test]
-fn kernels_conform_with_products_of_8_bit_floats() {
-    for fp8 in [Fp8::Plain, Fp8::Scaled] {
-        let Some(device) = HostDevice::for_tests() else { return };
-        let device = Arc::new(Recorder::new(device.with_fp8(fp8)));
-        let options = CudaOptions { invariant: true, fp8: true, ..CudaOptions::default() };
-        run(&Host { device: Arc::clone(&device), options });
-        let log = device.take_log();
-        assert_eq!(device.problems(), [""; 0]);
-        assert_eq!(device.live_bytes(), 0, "all memory was given back");
-        assert!(log.contains(&Recorded::Launch("baton_quantise_rows")));
-    }
+fn kernels_conform_with_products_of_8_bit_floats_that_the_device_scales() {
+    conforms_with_8_bit_floats(Fp8::Scaled);
+}
+
+#[test]
+#[ignore = "differs from the one before in a kernel that has a test of its own: just soak"]
+fn kernels_conform_with_products_of_8_bit_floats_that_a_kernel_scales() {
+    conforms_with_8_bit_floats(Fp8::Plain);
 }
 
 /// A GPU without such products is refused by what asked for them.
