@@ -54,7 +54,9 @@ class Cluster:
         self.http, grpc, internal = free_ports(3)
         command = [args.baton, "up", "--model", args.model, "--backend", args.backend, "--transport", args.transport,
                    "--http", f"127.0.0.1:{self.http}", "--grpc", f"127.0.0.1:{grpc}",
-                   "--internal", f"127.0.0.1:{internal}", "--log", "info", "--start-timeout", "300s", *flags]
+                   "--internal", f"127.0.0.1:{internal}", "--log", "info", "--start-timeout", "300s",
+                   # Others join it below.
+                   "--insecure-internal", *flags]
         # Every prompt is handed over, however short.
         environment = {**os.environ, "BATON_LOCAL_PREFILL": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=args.log, text=True, env=environment)
