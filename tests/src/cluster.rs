@@ -77,11 +77,12 @@ impl Cluster {
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let registry = &addresses.registry;
-        match &addresses.certs {
-            Some(folder) => learn(folder.as_ref())?,
+        let tls = match &addresses.certs {
+            Some(folder) => Some(learn(folder.as_ref())?),
             None => certificates::learn_of_up(registry)?,
-        }
-        let views = runtime.block_on(async { anyhow::Ok(connect(registry).await?.watch()) })?;
+        };
+        let views = async { anyhow::Ok(baton_cluster::connect(registry, tls.as_ref()).await?.watch()) };
+        let views = runtime.block_on(views)?;
         Ok(Cluster {
             up,
             stdout,

@@ -53,7 +53,6 @@ fn who_has_no_right_certificate_is_refused_on_every_port() {
     let certs = tempfile::tempdir().unwrap();
     let folder = certs.path().to_str().unwrap();
     binary::output(&["certs", folder]).unwrap();
-    learn(certs.path()).unwrap();
     // Another authority, with the same roles.
     let strangers = tempfile::tempdir().unwrap();
     let other = Authority::new("other").unwrap();
@@ -89,8 +88,8 @@ fn who_has_no_right_certificate_is_refused_on_every_port() {
     }
     // A prefill worker's certificate registers no decode worker, which would be sent prompts, and removes none.
     let tls = of(certs.path(), TlsRole::Prefill);
-    let channel = baton_cluster::channel(cluster.registry(), Some((&tls, TlsRole::Router))).unwrap();
-    let mut registry = RegistryClient::new(channel);
+    let channel = async { baton_cluster::channel(cluster.registry(), Some((&tls, TlsRole::Router))).unwrap() };
+    let mut registry = RegistryClient::new(cluster.block_on(channel));
     let false_one = baton_cluster::member_to_proto(Member { id: baton_types::WorkerId(7), ..decode.clone() });
     let request = v1::RegisterRequest { member: Some(false_one), ttl_ms: 5000 };
     let refused = cluster.block_on(registry.register(request)).unwrap_err();
@@ -122,7 +121,6 @@ fn certificates_and_their_authority_change_under_load() {
     let certs = tempfile::tempdir().unwrap();
     let folder = certs.path().to_str().unwrap();
     binary::output(&["certs", folder]).unwrap();
-    learn(certs.path()).unwrap();
     let before = operator(certs.path()).unwrap();
     let args = vec!["--certs".to_owned(), folder.to_owned()];
     let options = ClusterOptions { transport: "tcp", args, ..ClusterOptions::new(model.path()) };
@@ -165,8 +163,10 @@ fn certificates_and_their_authority_change_under_load() {
     cluster.wait_idle().unwrap();
     let decode = cluster.members().into_iter().find(|m| m.role == Role::Decode).unwrap();
     let ask = |tls: &Tls| {
-        let channel = baton_cluster::channel(&decode.grpc, Some((tls, TlsRole::Decode))).unwrap();
-        cluster.block_on(async move { WorkerClient::new(channel).status(v1::StatusRequest {}).await })
+        cluster.block_on(async {
+            let channel = baton_cluster::channel(&decode.grpc, Some((tls, TlsRole::Decode))).unwrap();
+            WorkerClient::new(channel).status(v1::StatusRequest {}).await
+        })
     };
     assert!(ask(&operator(certs.path()).unwrap()).is_ok());
     assert!(ask(&before).is_err());

@@ -22,17 +22,17 @@ pub fn operator(folder: &Path) -> anyhow::Result<Tls> {
 }
 
 /// From now on this process is an operator of that cluster.
-pub fn learn(folder: &Path) -> anyhow::Result<()> {
+pub fn learn(folder: &Path) -> anyhow::Result<Tls> {
     let tls = operator(folder)?;
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).push(tls);
-    Ok(())
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).push(tls.clone());
+    Ok(tls)
 }
 
 /// The same for a `baton up` with this registry, if it has certificates of its own.
-pub(super) fn learn_of_up(registry: &str) -> anyhow::Result<()> {
+pub(super) fn learn_of_up(registry: &str) -> anyhow::Result<Option<Tls>> {
     match registry.strip_prefix("https://").and_then(|host| host.rsplit_once(':')) {
-        Some((_, port)) => learn(&runtime_dir().join("baton").join(format!("up-{port}"))),
-        None => Ok(()),
+        Some((_, port)) => learn(&runtime_dir().join("baton").join(format!("up-{port}"))).map(Some),
+        None => Ok(None),
     }
 }
 
@@ -40,7 +40,7 @@ fn known() -> Vec<Tls> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner).iter().rev().cloned().collect()
 }
 
-/// The registry of the cluster that was started last.
+/// The registry of the only cluster that this process has started.
 pub async fn connect(registry: &str) -> anyhow::Result<Arc<dyn Registry>> {
     let tls = known().into_iter().next().filter(|_| registry.starts_with("https://"));
     Ok(baton_cluster::connect(registry, tls.as_ref()).await?)
