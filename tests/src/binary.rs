@@ -22,7 +22,13 @@ fn build() -> anyhow::Result<PathBuf> {
         "debug" => "dev",
         other => other,
     };
-    let built = Command::new(env!("CARGO"))
+    let mut cargo = Command::new(env!("CARGO"));
+    // What cargo says of the package whose test this is. Some build scripts look at it, and all would be built anew for that.
+    const SAID: [&str; 4] = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_", "CARGO_BIN_"];
+    for (name, _) in std::env::vars().filter(|(name, _)| SAID.iter().any(|prefix| name.starts_with(prefix))) {
+        cargo.env_remove(name);
+    }
+    let built = cargo
         // With this package, for the features of dependencies that tests were built with.
         .args(["build", "--quiet", "-p", "baton-cli", "-p", "baton-tests", "--bin", "baton", "--profile", profile])
         .arg("--target-dir")
