@@ -222,9 +222,12 @@ impl Bound {
             send_timeout: config.send_timeout,
         };
         let tls = self.listeners();
-        let (public, internal) = (self.public.clone(), self.tls.clone());
-        public.map(|public| tasks.spawn("public certificates", public.watch(shutdown.clone())));
-        internal.map(|internal| tasks.spawn("certificates", internal.watch(shutdown.clone())));
+        if let Some(public) = self.public.clone() {
+            tasks.spawn("public certificates", public.watch(shutdown.clone()));
+        }
+        if let Some(internal) = self.tls.clone() {
+            tasks.spawn("certificates", internal.watch(shutdown.clone()));
+        }
         let keys = self.keys;
         if let Some(keys) = &keys {
             tasks.spawn("API keys", Arc::clone(keys).watch(self.hangups, shutdown.clone()));

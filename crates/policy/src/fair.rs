@@ -16,6 +16,9 @@ const REMEMBERED: usize = 1024;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(u64);
 
+/// A request's place in its tenant's line.
+type Place = (i32, Ticket);
+
 /// The waiting requests of all tenants. `K` names a tenant.
 #[derive(Clone, Debug)]
 pub struct FairQueue<K, T> {
@@ -30,7 +33,7 @@ struct Line<T> {
     weight: u32,
     /// Units of tokens served, divided by the weight.
     counter: u64,
-    waiting: BTreeMap<(i32, Ticket), T>,
+    waiting: BTreeMap<Place, T>,
 }
 
 impl<K: Ord + Clone, T> Default for FairQueue<K, T> {
@@ -101,8 +104,8 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         let others = self.tenants.iter().filter(|(other, line)| *other != tenant && !line.waiting.is_empty());
         let may = |line: &Line<T>| line.waiting.iter().filter(|(_, t)| may(t)).map(|(key, _)| *key).collect::<Vec<_>>();
         // For each other tenant: its weight, how much of it would still wait, and what may be taken out, the last one at the end.
-        let mut others: Vec<(K, u64, u64, Vec<(i32, Ticket)>)> =
-            others.map(|(k, line)| (k.clone(), u64::from(line.weight), line.waiting.len() as u64, may(line))).collect();
+        let others = others.map(|(k, line)| (k.clone(), u64::from(line.weight), line.waiting.len() as u64, may(line)));
+        let mut others: Vec<(K, u64, u64, Vec<Place>)> = others.collect();
         let mut out = Vec::new();
         for more in 1..=u64::from(count) {
             // Requests divided by weights, compared without dividing.
