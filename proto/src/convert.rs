@@ -122,6 +122,7 @@ impl From<SamplingParams> for v1::WorkerSampling {
     fn from(p: SamplingParams) -> Self {
         v1::WorkerSampling {
             max_tokens: p.max_tokens,
+            min_tokens: p.min_tokens,
             temperature: p.temperature,
             top_p: p.top_p,
             top_k: p.top_k,
@@ -145,6 +146,7 @@ impl TryFrom<v1::WorkerSampling> for SamplingParams {
         logit_bias.sort_by_key(|(id, _)| *id);
         let params = SamplingParams {
             max_tokens: p.max_tokens,
+            min_tokens: p.min_tokens,
             temperature: p.temperature,
             top_p: p.top_p,
             top_k: p.top_k,
@@ -182,6 +184,7 @@ mod tests {
     #[test]
     fn sampling_survives_the_wire() {
         let params = SamplingParams {
+            min_tokens: 3,
             logit_bias: vec![(3, 1.5), (9, -2.0)],
             stop_token_ids: vec![2],
             top_logprobs: Some(5),
@@ -194,7 +197,8 @@ mod tests {
             Some(Constraint::Regex("a*".to_owned())),
             Some(Constraint::Lark("start: \"a\"".to_owned())),
         ] {
-            let params = SamplingParams { constraint: constraint.map(Arc::new), ..params.clone() };
+            let min_tokens = if constraint.is_none() { 3 } else { 0 };
+            let params = SamplingParams { constraint: constraint.map(Arc::new), min_tokens, ..params.clone() };
             assert_eq!(SamplingParams::try_from(v1::WorkerSampling::from(params.clone())), Ok(params));
         }
     }

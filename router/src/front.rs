@@ -231,6 +231,7 @@ impl Front {
                     stop_ids: sampling.stop_token_ids.clone(),
                     text: self.model.text_stream(calls),
                     stop: StopMatcher::new(stop.clone()),
+                    min_tokens: sampling.min_tokens,
                     prompt_tokens: plan.prompt.len() as u32,
                     out: out.clone(),
                     send_timeout: self.send_timeout,

@@ -185,6 +185,7 @@ fn sampling(asked: v1::Sampling, defaults: SamplingParams) -> SamplingParams {
         frequency_penalty: asked.frequency_penalty.unwrap_or(defaults.frequency_penalty),
         repetition_penalty: asked.repetition_penalty.unwrap_or(defaults.repetition_penalty),
         logit_bias,
+        min_tokens: asked.min_tokens,
         top_logprobs: asked.top_logprobs,
         stop_token_ids: asked.stop_token_ids,
         ..defaults

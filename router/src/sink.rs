@@ -18,7 +18,7 @@ use crate::error::RequestError;
 use crate::front::Slot;
 use crate::gate::Turn;
 use crate::record::{Record, TokenClock};
-use crate::stop::StopMatcher;
+use crate::stop::{Released, StopMatcher};
 use crate::tenant::Tenant;
 
 /// How long a failure waits for room in the event channel.
@@ -77,6 +77,8 @@ pub(crate) struct Way {
     pub text: TextStream,
     /// The stop strings.
     pub stop: StopMatcher,
+    /// Tokens before which no stop string ends the answer.
+    pub min_tokens: u32,
     /// Number of prompt tokens, for the usage.
     pub prompt_tokens: u32,
     /// Where events go.
@@ -154,7 +156,10 @@ impl Sink {
         let ends = self.way.stop_ids.contains(&piece.token.id);
         let text = if ends { String::new() } else { self.way.text.push(piece.token.id) };
         self.chars += text.chars().count() as u32;
-        let released = self.way.stop.push(&text);
+        let released = match self.tokens <= self.way.min_tokens {
+            true => Released { text, stopped: false },
+            false => self.way.stop.push(&text),
+        };
         self.stopped = released.stopped;
         self.way.record.token();
         self.clock.tick();

@@ -524,3 +524,17 @@ async fn a_chat_template_gets_the_clients_options() {
     assert_eq!(cluster.ask(CHAT, &wrong).await.1["error"]["param"], "chat_template_kwargs");
     cluster.stop().await;
 }
+
+#[tokio::test]
+async fn an_answer_has_its_least_length() {
+    let cluster = Cluster::start(0, 1, "a stop b stop c").await;
+    let body = json!({"prompt": "x", "max_tokens": 15, "min_tokens": 8, "stop": "stop"});
+    let (status, answer) = cluster.ask(TEXT, &body).await;
+    assert_eq!((status, text(&answer)), (200, "a stop b "), "{answer}");
+    assert_eq!(cluster.worker(0).asked()[0].sampling.as_ref().unwrap().min_tokens, 8);
+    for wrong in [json!({"min_tokens": 16}), json!({"min_tokens": 1, "guided_regex": "a"}), json!({"min_tokens": -1})] {
+        let (status, answer) = cluster.ask(TEXT, &support::merged(body.clone(), wrong)).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!("min_tokens")), "{answer}");
+    }
+    cluster.stop().await;
+}

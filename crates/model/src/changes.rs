@@ -8,7 +8,7 @@ use baton_kernels::LogitChange;
 ///
 /// - the repetition penalty, for tokens of prompt and answer;
 /// - presence and frequency penalties, for tokens of the answer;
-/// - the bias.
+/// - the bias, and minus infinity for stop tokens where the answer must go on.
 ///
 /// `seen` is scratch memory for sorting.
 pub(crate) fn changes(sample: &Sample<'_>, vocab: usize, seen: &mut Vec<u32>, out: &mut Vec<LogitChange>) {
@@ -27,6 +27,10 @@ pub(crate) fn changes(sample: &Sample<'_>, vocab: usize, seen: &mut Vec<u32>, ou
         }));
     }
     out.extend(p.logit_bias.iter().map(|&(id, add)| LogitChange { add, ..LogitChange::none(id) }));
+    if p.goes_on(sample.index) {
+        let never = |&id: &u32| LogitChange { add: f32::NEG_INFINITY, ..LogitChange::none(id) };
+        out.extend(p.stop_token_ids.iter().map(never));
+    }
     out.retain(|change| (change.id as usize) < vocab);
     // Each kind of change leaves the other kinds' factors at 1 and terms at 0, so a product and two sums merge changes of the same token.
     out.sort_unstable_by_key(|change| change.id);

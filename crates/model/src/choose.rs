@@ -19,7 +19,9 @@ fn by_backend(sample: &Sample<'_>, changes: usize) -> bool {
 
 /// Whether a backend can choose this token from the unchanged logits.
 pub(crate) fn plain(sample: &Sample<'_>) -> bool {
-    !sample.params.looks_back() && sample.params.logit_bias.is_empty() && by_backend(sample, 0)
+    let params = sample.params;
+    let changed = params.looks_back() || !params.logit_bias.is_empty() || params.goes_on(sample.index);
+    !changed && by_backend(sample, 0)
 }
 
 /// A draw without mask and changes.

@@ -339,6 +339,22 @@ mod tests {
     }
 
     #[test]
+    fn no_stop_token_is_chosen_before_the_least_length() {
+        let params = SamplingParams {
+            temperature: 0.0,
+            min_tokens: 3,
+            stop_token_ids: vec![1, 99],
+            top_logprobs: Some(1),
+            ..SamplingParams::default()
+        };
+        let logits = [0.0, 9.0, 3.0, 1.0];
+        assert_eq!([0, 2, 3].map(|index| sample(&params, &logits, index).id), [2, 2, 1]);
+        assert_eq!(sample(&params, &logits, 0).top[0].0, 1, "log probabilities are the model's own");
+        let warm = SamplingParams { temperature: 1.0, ..params };
+        assert!((0..50).all(|seed| sample(&SamplingParams { seed, ..warm.clone() }, &logits, 1).id != 1));
+    }
+
+    #[test]
     fn logprobs_are_the_models_own() {
         let logits: Vec<f32> = [0.5f32, 0.3, 0.15, 0.05].iter().map(|p| p.ln()).collect();
         let params = SamplingParams {

@@ -12,6 +12,8 @@ use crate::error::{BatonError, ErrorKind};
 pub struct SamplingParams {
     /// Most tokens to generate, at least 1. Counts all tokens of the answer, including those of an earlier attempt.
     pub max_tokens: u32,
+    /// Tokens before which no stop token is chosen. At most `max_tokens`.
+    pub min_tokens: u32,
     /// 0 is greedy; otherwise logits are divided by it. Range [0, 100].
     pub temperature: f32,
     /// Keep the smallest set of tokens whose probability reaches this. Range (0, 1].
@@ -40,6 +42,11 @@ pub struct SamplingParams {
 }
 
 impl SamplingParams {
+    /// Whether the token of this index may not be a stop token.
+    pub fn goes_on(&self, index: u32) -> bool {
+        index < self.min_tokens && !self.stop_token_ids.is_empty()
+    }
+
     /// Whether the choice of the next token depends on the answer's tokens in other ways than through the model's logits: by a constraint
     /// or a penalty.
     pub fn looks_back(&self) -> bool {
@@ -52,6 +59,7 @@ impl Default for SamplingParams {
     fn default() -> Self {
         SamplingParams {
             max_tokens: 16,
+            min_tokens: 0,
             temperature: 1.0,
             top_p: 1.0,
             top_k: 0,
@@ -94,6 +102,9 @@ impl SamplingParams {
         };
         let between = |v: f32, low: f32, high: f32| v >= low && v <= high;
         check(self.max_tokens >= 1, "max_tokens", &self.max_tokens, "at least 1")?;
+        check(self.min_tokens <= self.max_tokens, "min_tokens", &self.min_tokens, "at most max_tokens")?;
+        let free = self.min_tokens == 0 || self.constraint.is_none();
+        check(free, "min_tokens", &self.min_tokens, "0 with a constraint, which says itself where an answer ends")?;
         check(between(self.temperature, 0.0, 100.0), "temperature", &self.temperature, "between 0 and 100")?;
         check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", &self.top_p, "above 0 and at most 1")?;
         check(between(self.min_p, 0.0, 1.0), "min_p", &self.min_p, "between 0 and 1")?;

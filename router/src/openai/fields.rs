@@ -33,15 +33,11 @@ fn on(value: &Value) -> bool {
     *value == json!(true)
 }
 
-fn zero(value: &Value) -> bool {
-    value.as_f64() == Some(0.0)
-}
-
 fn one(value: &Value) -> bool {
     value.as_f64() == Some(1.0)
 }
 
-const REFUSED: [Refused; 29] = {
+const REFUSED: [Refused; 28] = {
     const fn field(name: &'static str, harmless: fn(&Value) -> bool) -> Refused {
         Refused { name, harmless }
     }
@@ -59,7 +55,6 @@ const REFUSED: [Refused; 29] = {
         field("use_beam_search", off),
         field("length_penalty", one),
         field("early_stopping", off),
-        field("min_tokens", zero),
         field("prompt_logprobs", never),
         field("bad_words", empty),
         field("allowed_token_ids", empty),
@@ -213,7 +208,7 @@ mod tests {
     fn what_would_change_the_answer_is_refused_by_name() {
         let check = |body: Value| serde_json::from_value::<OtherFields>(body).unwrap().check(&[]);
         let harmless = json!({"tools": [], "echo": false, "best_of": 1,
-            "tool_choice": "auto", "suffix": null, "min_tokens": 0, "user": "me", "store": true, "metadata": {"a": 1}});
+            "tool_choice": "auto", "suffix": null, "user": "me", "store": true, "metadata": {"a": 1}});
         assert_eq!(check(harmless), Ok(()));
         for (name, value) in [
             ("tools", json!([{"type": "function"}])),

@@ -120,6 +120,7 @@ fn assemble(
         frequency_penalty: common.frequency_penalty.unwrap_or(defaults.frequency_penalty),
         repetition_penalty: common.repetition_penalty.unwrap_or(defaults.repetition_penalty),
         logit_bias: common.logit_bias.map(logit_bias).transpose()?.unwrap_or_default(),
+        min_tokens: common.min_tokens.unwrap_or_default(),
         top_logprobs: logprobs,
         stop_token_ids: common.stop_token_ids.unwrap_or_default(),
         ..defaults

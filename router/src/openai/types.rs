@@ -37,6 +37,7 @@ pub(crate) struct CommonFields {
     pub stream_options: Option<StreamOptions>,
     pub n: Option<u32>,
     pub max_tokens: Option<u32>,
+    pub min_tokens: Option<u32>,
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub top_k: Option<i64>,
