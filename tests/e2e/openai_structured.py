@@ -42,7 +42,7 @@ def is_paint(text):
 def json_schema(s):
     """response_format json_schema: every choice is valid, whole, parsed and streamed, and the same for the same seed"""
     schema = {"name": "paint", "strict": True, "schema": Paint.model_json_schema()}
-    fields = {"response_format": {"type": "json_schema", "json_schema": schema}, "n": 2, "temperature": 1.0, "seed": 3, **LONG}
+    fields = {"response_format": {"type": "json_schema", "json_schema": schema}, "n": 2, "temperature": 1.0, "top_p": 1.0, "seed": 3, **LONG}
     whole = s.chat(**fields).choices
     equal([c.finish_reason for c in whole], ["stop", "stop"])
     for choice in whole:
