@@ -27,10 +27,10 @@ simulate seeds="10000":
 mutants *words:
     crates/simulator/mutants {{ words }}
 
-# What CI leaves out, before a release: 10,000 simulated clusters, every rule broken, all prompts of the largest reference model, a real
+# What CI leaves out, before a release: 10,000 simulated clusters, every rule broken, all prompts of the reference models, a real
 # cluster under load and under memory pressure
 soak seconds="600": simulate mutants
-    cargo test --workspace --test parity_gguf --test killed -- --ignored
+    cargo test --workspace --test parity_gguf --test killed --test routes -- --ignored
     cargo test -p baton-kernels --test cuda -- --ignored
     cargo run --release -p baton-tests --example soak -- --seconds {{ seconds }}
     cargo run --release -p baton-tests --example soak -- --pressure 40 --clients 16 --seconds {{ seconds }} --prompt 40 --answer 300

@@ -141,6 +141,8 @@ fn certificates_and_their_authority_change_under_load() {
         })
         .collect();
     let reads = || cluster.log().matches("certificates read again").count();
+    let decodes = || cluster.members().into_iter().filter(|m| m.role == Role::Decode).collect::<Vec<_>>();
+    let decode = || decodes().remove(0);
     // Router, two workers and their supervisor.
     for (round, change) in ["--renew", "--new-ca", "--renew", "--drop-old-ca"].into_iter().enumerate() {
         let (seen, answered) = (reads(), asked.load(Ordering::Relaxed));
@@ -149,9 +151,12 @@ fn certificates_and_their_authority_change_under_load() {
         wait(|| (asked.load(Ordering::Relaxed) > answered + 8).then_some(())).unwrap();
         if round == 2 {
             // Connections that are made from here on have certificates of the new authority at both ends.
-            let decode = cluster.pid("decode").unwrap();
-            cluster.signal(decode, Signal::KILL).unwrap();
-            wait(|| cluster.pids("decode").iter().any(|pid| *pid != decode).then_some(())).unwrap();
+            let killed = cluster.pid("decode").unwrap();
+            let its_record = decode();
+            cluster.signal(killed, Signal::KILL).unwrap();
+            wait(|| cluster.pids("decode").iter().any(|pid| *pid != killed).then_some(())).unwrap();
+            // Until its lease has run out there are two records.
+            wait(|| (decodes().len() == 1 && decode().id != its_record.id).then_some(())).unwrap();
         }
     }
     stop.store(true, Ordering::Relaxed);
@@ -161,14 +166,14 @@ fn certificates_and_their_authority_change_under_load() {
     // What was trusted at first is not trusted any more.
     learn(certs.path()).unwrap();
     cluster.wait_idle().unwrap();
-    let decode = cluster.members().into_iter().find(|m| m.role == Role::Decode).unwrap();
+    let address = decode().grpc;
     let ask = |tls: &Tls| {
         cluster.block_on(async {
-            let channel = baton_cluster::channel(&decode.grpc, Some((tls, TlsRole::Decode))).unwrap();
+            let channel = baton_cluster::channel(&address, Some((tls, TlsRole::Decode))).unwrap();
             WorkerClient::new(channel).status(v1::StatusRequest {}).await
         })
     };
-    assert!(ask(&operator(certs.path()).unwrap()).is_ok());
+    ask(&operator(certs.path()).unwrap()).unwrap();
     assert!(ask(&before).is_err());
     cluster.stop().unwrap();
 }
