@@ -1,11 +1,8 @@
 //! Structured output and tools at the front door: what reaches the workers, what comes back, what is refused.
-#![allow(clippy::unwrap_used)] // Also outside the test functions.
 
-mod support;
-
+use crate::support::{self, Cluster, config, merged, streamed};
 use baton_proto::v1::constraint::Kind;
 use serde_json::{Value, json};
-use support::{Cluster, config, merged, streamed};
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";

@@ -1,16 +1,13 @@
 //! Workers without the right certificate, in the registry of a router that has certificates: no prompt reaches them.
-#![allow(clippy::unwrap_used)]
-
-mod support;
 
 use std::path::Path;
 
+use crate::support::{Cluster, config};
 use baton_cluster::Role;
 use baton_router::RouterConfig;
 use baton_runtime::tls::{Authority, CertificateFiles, TlsRole, write_private};
 use baton_runtime::{Tls, TlsConfig};
 use serde_json::json;
-use support::{Cluster, config};
 use tokio::net::{TcpListener, TcpStream};
 
 fn files(folder: &Path, role: TlsRole) -> TlsConfig {

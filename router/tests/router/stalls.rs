@@ -1,13 +1,10 @@
 //! Clients that stop reading their answers.
-#![allow(clippy::unwrap_used)]
-
-mod support;
 
 use std::time::Duration;
 
+use crate::support::{Cluster, Decode, config};
 use baton_router::RouterConfig;
 use serde_json::json;
-use support::{Cluster, Decode, config};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

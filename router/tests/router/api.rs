@@ -1,14 +1,11 @@
 //! The OpenAI-compatible API over a real socket: shapes, text, limits.
-#![allow(clippy::unwrap_used)] // Also outside the test functions.
-
-mod support;
 
 use std::time::Duration;
 
+use crate::support::{self, CONTEXT, Cluster, Decode, END, MODEL, NAME, Prefill, config, data_lines, streamed, text};
 use baton_router::RouterConfig;
 use baton_runtime::Bytes;
 use serde_json::{Value, json};
-use support::{CONTEXT, Cluster, Decode, END, MODEL, NAME, Prefill, config, data_lines, streamed, text};
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";

@@ -1,15 +1,12 @@
 //! The gRPC front door over a real socket.
-#![allow(clippy::unwrap_used)] // Also outside the test functions.
-
-mod support;
 
 use std::time::Duration;
 
+use crate::support::{CONTEXT, Cluster, Decode, END, MODEL, config, digest_at};
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_router::RouterConfig;
-use support::{CONTEXT, Cluster, Decode, END, MODEL, config, digest_at};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::transport::Channel;

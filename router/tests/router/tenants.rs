@@ -1,18 +1,15 @@
 //! Clients with API keys: who is let in, what it may do, how much it may use.
-#![allow(clippy::unwrap_used)]
-
-mod support;
 
 use std::path::Path;
 use std::time::Duration;
 
+use crate::support::{Cluster, Decode, config};
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_router::RouterConfig;
 use reqwest::Response;
 use serde_json::{Value, json};
-use support::{Cluster, Decode, config};
 use tonic::{Code, Request};
 
 /// Of the keys "one" and "two".

@@ -1,5 +1,5 @@
 //! A router over real sockets, with scripted workers.
-#![allow(dead_code, unused_imports, clippy::unwrap_used)] // Each test binary uses its part.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod logs;
 mod worker;

@@ -1,16 +1,13 @@
 //! Workers fail in many ways. Clients get each token once and in order, or a typed error (I4, I5).
-#![allow(clippy::unwrap_used)] // Also outside the test functions.
-
-mod support;
 
 use std::time::Duration;
 
+use crate::support::{self, Cluster, Decode, Prefill, config, text};
 use baton_cluster::{Role, member_to_proto};
 use baton_proto::v1::RegisterRequest;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_router::{PlacementKind, RouterConfig};
 use serde_json::json;
-use support::{Cluster, Decode, Prefill, config, text};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tonic::Status;

@@ -1,14 +1,11 @@
 //! What each listener serves: clients must not find there what is for workers and operators.
-#![allow(clippy::unwrap_used)] // Also outside the test functions.
-
-mod support;
 
 use std::net::SocketAddr;
 
+use crate::support::{self, Cluster, config};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_router::RouterConfig;
-use support::{Cluster, config};
 use tonic::Code;
 
 /// Registers a decode worker as any process could, from a record copied off the registry, and watches. Says how both ended.

@@ -1,0 +1,13 @@
+//! A router over real sockets, with workers that are made up.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod support;
+
+mod api;
+mod false_workers;
+mod grpc;
+mod listeners;
+mod recovery;
+mod stalls;
+mod structured;
+mod tenants;
